@@ -214,7 +214,7 @@ def decoder_of(folder: Path, mesh: str) -> Decoder:
     device_run, params = load(folder, mesh)
     share = device_run.shape.over(BATCH_AXES)
     bucket = Bucket(-(-BATCH // share) * share, 128 * device_run.shape.context, device_run.shape.context)
-    return Decoder(device_run, lay_out(device_run, params, "gathered"), bucket, "compute")
+    return Decoder(device_run, lay_out(device_run, params, "gathered"), bucket)
 
 
 def decoded_logits_of(folder: Path, mesh: str) -> np.ndarray:

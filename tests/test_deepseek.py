@@ -17,7 +17,6 @@ from meshwright.config import MeshShape
 from meshwright.data.batch import Batch
 from meshwright.errors import ConfigError, WeightsError
 from meshwright.generation.cache import CachePlan
-from meshwright.generation.weights import Int8Weight
 from meshwright.hardware.targets import parse_target
 from meshwright.hugging_face.folder import open_folder
 from meshwright.hugging_face.safetensors_files import SafetensorsFile
@@ -212,16 +211,12 @@ def test_no_family_has_fields_that_it_does_not_use() -> None:
     assert not names & {"kv_heads", "head_size", "sliding_window", "qk_norm", "qkv_bias", "rope_factor"}
 
 
-@pytest.mark.parametrize("kind", ["array", "int8", "adapter"])
+@pytest.mark.parametrize("kind", ["array", "adapter"])
 def test_absorbed_projections_are_the_expanded_ones(kind: str) -> None:
     """q (W c) = (W^T q) c, with every form in which decoding has weights."""
     rng = np.random.default_rng(0)
     q, up, latent = (rng.standard_normal(shape, np.float32) for shape in ((1, 3, 4, 6), (5, 4, 6 + 7), (1, 3, 5)))
     weight: Any = up
-    if kind == "int8":
-        scale = np.abs(up).max(0) / 127
-        weight = Int8Weight(np.round(up / scale).astype(np.int8), scale)
-        up = weight.values * scale
     if kind == "adapter":
         a, b = rng.standard_normal((5, 2), np.float32), rng.standard_normal((2, 4, 13), np.float32)
         weight = AdaptedWeight(jax.numpy.asarray(up), a, b, 0.5)

@@ -33,7 +33,7 @@ from meshwright.generation.decoder import Bucket, Decoder, bucket_for
 from meshwright.generation.generator import Decoding, Generator
 from meshwright.generation.sampling import Sampling, choose_tokens, keep_tokens
 from meshwright.generation.source import OpenedModel, open_weights
-from meshwright.generation.weights import WeightsLayout, abstract_layout, lay_out
+from meshwright.generation.weights import abstract_layout, lay_out
 from meshwright.hardware.targets import parse_target
 from meshwright.hugging_face.folder import load_params, open_folder
 from meshwright.models.families.gpt2 import Gpt2
@@ -232,29 +232,21 @@ def test_texts_begin_and_end_as_their_vocabulary_does() -> None:
     assert "a" + found.texts[0] == whole
 
 
-@pytest.mark.parametrize(("mesh", "dtype"), [("data=1", "int8"), ("fsdp=2,context=2,tensor=2", "compute")])
-def test_the_cache_takes_the_memory_that_was_planned(mesh: str, dtype: str) -> None:
+@pytest.mark.parametrize("mesh", ["data=1", "fsdp=2,context=2,tensor=2"])
+def test_the_cache_takes_the_memory_that_was_planned(mesh: str) -> None:
     model = dataclasses.replace(MODELS["llama"], layers=8, width=128, heads=4)
     device_run = device_run_of(tiny_run(model, mesh, batch=8, seq=16))
     weights = lay_out(device_run, device_run.initial_state().params, "sharded")
-    decoder = Decoder(device_run, weights, bucket_for(device_run, [380] * 4, 100, 128), dtype)
-    # By hand: layers, sequences, key/value heads, slots, head size; keys and values.
-    bytes_each = 4 if dtype == "compute" else 1 + 4 / 32
-    planned = 2 * 8 * 4 * 4 * 512 * 32 * bytes_each / device_run.shape.size
+    decoder = Decoder(device_run, weights, bucket_for(device_run, [380] * 4, 100, 128))
+    # By hand: layers, sequences, key/value heads, slots, head size; keys and values of 4 bytes.
+    planned = 2 * 8 * 4 * 4 * 512 * 32 * 4 / device_run.shape.size
     assert decoder.plan.bytes_per_device == planned
     assert decoder.cache_bytes(decoder.memory("decode")) == pytest.approx(planned, rel=0.02)
     # The loop writes the cache in place: what else it takes is less than a second one.
     assert decoder.memory("decode").temp_size_in_bytes < 0.6 * planned
 
 
-def rounded(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """int8 with one scale over `axes`, and back."""
-    scale = np.abs(x).max(axes, keepdims=True) / 127
-    return (np.round(x / scale) * scale).astype(np.float32)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_attention_visits_blocks_as_it_does_all_at_once(dtype: str) -> None:
+def test_attention_visits_blocks_as_it_does_all_at_once() -> None:
     """Slots in several blocks, with padding, a window, and several tokens, against a plain softmax."""
     B, T, N, K, H, S = 2, 3, 4, 2, 8, 3072
     rng = np.random.default_rng(0)
@@ -268,18 +260,11 @@ def test_attention_visits_blocks_as_it_does_all_at_once(dtype: str) -> None:
     )
     def run(k: Any, v: Any, q: Any, new_k: Any, new_v: Any) -> Any:
         slots = Slots(jnp.int32(slot), jnp.array(first), T)
-        if dtype == "int8":
-            values = [(jnp.round(x / s).astype(jnp.int8), s) for x in (k, v) for s in [_scale(x)]]
-            cache = KeyValues(values[0][0], values[1][0], values[0][1], values[1][1])
-        else:
-            cache = KeyValues(k, v)
-        cache = write(cache, 0, slots, new_k, new_v)
+        cache = write(KeyValues(k, v), 0, slots, new_k, new_v)
         return [attend(cache, 0, slots, q, window) for window in (None, 700)]
 
     out = run(k, v, q, new_k, new_v)
     k[0, slot : slot + T], v[0, slot : slot + T] = (x.transpose(1, 2, 0, 3) for x in (new_k, new_v))
-    if dtype == "int8":
-        k, v = rounded(k, (-1,)), rounded(v, (-1,))
     for (found, lse), window in zip(out, (10**9, 700), strict=True):
         for b, t, n in itertools.product(range(B), range(T), range(N)):
             seen = [s for s in range(first[b], slot + t + 1) if slot + t - s < window]
@@ -288,26 +273,6 @@ def test_attention_visits_blocks_as_it_does_all_at_once(dtype: str) -> None:
             expected = weights @ v[0, seen, n // 2, b] / weights.sum()
             np.testing.assert_allclose(found[b, t, n], expected, atol=2e-6)
             assert lse[b, t, n] == pytest.approx(scores.max() + np.log(weights.sum()), rel=1e-5)
-
-
-def _scale(x: Any) -> Any:
-    return jnp.abs(x).max(-1, keepdims=True) / 127
-
-
-def test_int8_weights_are_the_rounded_weights() -> None:
-    ids = [list(map(int, prompt)) for prompt in prompts()]
-    found = opened("llama", "fsdp=2,tensor=2")
-    weights = by_layers(found.device_run, found.params)
-    for name in ("query", "key", "value", "gate", "up", "down", "attention_out"):
-        axes = (1, 2) if name == "attention_out" else (1,)
-        weights["blocks"][name] = rounded(weights["blocks"][name], axes)
-    exact = dataclasses.replace(found, params=place_params(found.device_run, weights))
-    expected = Generator(exact, Decoding(weights="gathered")).generate(ids, max_tokens=4)
-    result = Generator(found, Decoding(weights="int8")).generate(ids, max_tokens=4)
-    assert result.tokens == expected.tokens
-    np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=1e-4)
-    # 4 bytes to 1, and a scale for each output feature; embedding, unembedding and norms stay.
-    assert result.report.weight_bytes < 0.5 * expected.report.weight_bytes
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -501,14 +466,13 @@ def test_benchmarks_score_choices_by_log_likelihood(run_folder: Path, cache: Pat
     assert results["acc,none"] == right / 4 and results["acc_norm,none"] == right_per_byte / 4
 
 
-@pytest.mark.parametrize("layout", ["gathered", "int8", "sharded"])
-def test_a_decode_program_takes_the_weights_and_cache_of_its_price(layout: WeightsLayout) -> None:
+def test_a_decode_program_takes_the_weights_and_cache_of_its_price() -> None:
     """Compiled from shapes alone, as for hardware that is not here."""
     model = dataclasses.replace(MODELS["llama"], layers=4, width=128, heads=4, mlp=512)
     device_run = device_run_of(tiny_run(model, "fsdp=2,context=2,tensor=2", batch=8, seq=16))
     bucket = Bucket(8, 512, 128)
-    decoder = Decoder(device_run, abstract_layout(device_run, layout), bucket, "compute")
-    price = price_decode(device_run.placed, parse_target("h100:8"), batch=8, context=512, layout=layout)
+    decoder = Decoder(device_run, abstract_layout(device_run, "gathered"), bucket)
+    price = price_decode(device_run.placed, parse_target("h100:8"), batch=8, context=512)
     weights = decoder.memory("decode").argument_size_in_bytes - decoder.memory("decode").alias_size_in_bytes
     assert weights == pytest.approx(price.weights, rel=0.02)
     assert decoder.cache_bytes(decoder.memory("decode")) == pytest.approx(price.cache, rel=0.02)

@@ -168,7 +168,7 @@ def test_decoding_is_the_forward_pass(name: str, mesh: str, layout: WeightsLayou
     device_run = run_of(name, mesh)
     weights = lay_out(device_run, place_params(device_run, params), layout)
     bucket = Bucket(8 if "data=1" not in mesh else 3, 128 * device_run.shape.context, CHUNK)
-    decoder = Decoder(device_run, weights, bucket, "compute")
+    decoder = Decoder(device_run, weights, bucket)
     for text, logits in zip(decoded_logits(decoder, weights.params), want, strict=True):
         largest = np.abs(logits).max()
         for position, found in text.items():

@@ -324,7 +324,7 @@ def compile_decoding(
     share = run.mesh.over(BATCH_AXES)
     batch = math.ceil(batch / share) * share
     bucket = Bucket(batch, slots, math.gcd(slots, 512))
-    decoder = Decoder(device_run, abstract_layout(device_run, "gathered"), bucket, "compute")
+    decoder = Decoder(device_run, abstract_layout(device_run, "gathered"), bucket)
     began = time.perf_counter()
     try:
         stats = decoder.memory(step)

@@ -54,9 +54,6 @@ class KeyValues:
     k: Any
     v: Any
     """None where the cache holds latents."""
-    k_scale: Any = None
-    """float32 [L, S, K, B, 1] of an int8 cache: the key is `k * k_scale`; None where the cache is not quantised."""
-    v_scale: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +67,7 @@ class CachePlan:
     slots: int
     """Slots of each sequence."""
     dtype: str
-    """Dtype of keys and values; `int8` stores one float32 scale for each token and head."""
+    """Dtype of keys and values."""
 
     def __post_init__(self) -> None:
         for layer in self.spec.layers:
@@ -97,11 +94,8 @@ class CachePlan:
             # Fewer heads than devices of `tensor`: every device caches the one that its queries attend to.
             tensor, (kv_heads, size) = self.shape.tensor, attention.cached_heads
             heads = tensor if replicates_kv_heads(kv_heads, tensor) else kv_heads
-            values = (layers, self.slots, heads, self.batch, size)
-            leaf = jax.ShapeDtypeStruct(values, jnp.dtype(self.dtype))
-            scale = jax.ShapeDtypeStruct((*values[:-1], 1), jnp.float32) if self.dtype == "int8" else None
-            twice = attention.latent is None
-            stacks[stack] = KeyValues(leaf, leaf if twice else None, scale, scale if twice else None)
+            leaf = jax.ShapeDtypeStruct((layers, self.slots, heads, self.batch, size), jnp.dtype(self.dtype))
+            stacks[stack] = KeyValues(leaf, leaf if attention.latent is None else None)
         return stacks
 
     def placement(self, cache: Any, rank: int) -> Placement:
@@ -252,24 +246,7 @@ def write(cache: KeyValues, row: Any, slots: Slots, k_BTKH: jax.Array, v_BTKH: j
             new_TKBH = jnp.where(slots.slot % devices == here, new_TKBH, old)
         return lax.dynamic_update_slice(array, new_TKBH[None], where)
 
-    def place_both(array: Any, scales: Any, new_BTKH: jax.Array | None) -> tuple[Any, Any]:
-        if new_BTKH is None:
-            return None, None
-        if scales is None:
-            return place(array, new_BTKH), None
-        values, scale = quantise(new_BTKH)
-        return place(array, values), place(scales, scale)
-
-    k, k_scale = place_both(cache.k, cache.k_scale, k_BTKH)
-    v, v_scale = place_both(cache.v, cache.v_scale, v_BTKH)
-    return KeyValues(k, v, k_scale, v_scale)
-
-
-def quantise(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns int8 values and a float32 scale for each token and head, so that `values * scale` is near x."""
-    x_BTKH = x_BTKH.astype(jnp.float32)
-    scale = jnp.maximum(jnp.abs(x_BTKH).max(-1, keepdims=True), 1e-30) / 127.0
-    return jnp.round(x_BTKH / scale), scale
+    return KeyValues(place(cache.k, k_BTKH), None if v_BTKH is None else place(cache.v, v_BTKH))
 
 
 def attend(
@@ -298,11 +275,12 @@ def attend(
 
     def visit(number: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, out = sums
-        k_SKBH, k_scale = _block(cache.k, cache.k_scale, row, number, block)
-        v_SKBH, v_scale = k_SKBH[..., :kv_rank], k_scale
-        if cache.v is not None:
-            v_SKBH, v_scale = _block(cache.v, cache.v_scale, row, number, block)
-        products = _products(q_KBGH, k_SKBH, k_scale, None if scores is None else scores.softcap)
+        k_SKBH = _block(cache.k, row, number, block)
+        v_SKBH = k_SKBH[..., :kv_rank] if cache.v is None else _block(cache.v, row, number, block)
+        products = jnp.einsum(
+            "kbgh,skbh->kbgs", q_KBGH, k_SKBH.astype(q_KBGH.dtype), preferred_element_type=jnp.float32
+        )
+        products = cap(products, None if scores is None else scores.softcap)
         key_S = (number * block + jnp.arange(block)) * devices + axis_index(CONTEXT)
         seen_BTS = _seen(slots.first_B, at_T, key_S, window, chunk)
         seen = jnp.broadcast_to(seen_BTS[:, None], (B, G, T, block)).reshape(1, B, G * T, block)
@@ -310,8 +288,6 @@ def attend(
         weights = jnp.where(seen, jnp.exp(products - now[..., None]), 0.0)
         old = jnp.exp(highest - now)
         total = total * old + weights.sum(-1)
-        if v_scale is not None:
-            weights *= v_scale
         weights, v_SKBH = weights.astype(q_KBGH.dtype), v_SKBH.astype(q_KBGH.dtype)
         part = jnp.einsum("kbgs,skbh->kbgh", weights, v_SKBH, preferred_element_type=jnp.float32)
         return now, total, out * old[..., None] + part
@@ -334,13 +310,6 @@ def attend(
     return back, lse.reshape(K, B, G, T).transpose(1, 3, 0, 2).reshape(B, T, N)
 
 
-def _products(q_KBGH: jax.Array, k_SKBH: jax.Array, scale: jax.Array | None, softcap: float | None) -> jax.Array:
-    """Returns the scores [K, B, G, S] of a block of keys, float32. scale: of quantised keys."""
-    products = jnp.einsum("kbgh,skbh->kbgs", q_KBGH, k_SKBH.astype(q_KBGH.dtype), preferred_element_type=jnp.float32)
-    products = products if scale is None else products * scale
-    return products if softcap is None else cap(products, softcap)
-
-
 def _seen(first_B: jax.Array, at_T: jax.Array, key_S: jax.Array, window: int | None, chunk: int | None) -> jax.Array:
     """Returns the slots [B, T, S] that each token attends to. at_T, key_S: slots of the tokens, and of the keys."""
     distance_TS = at_T[:, None] - key_S[None]
@@ -352,12 +321,6 @@ def _seen(first_B: jax.Array, at_T: jax.Array, key_S: jax.Array, window: int | N
     return seen_BTS & (chunk_BT[:, :, None] == chunk_BS[:, None])
 
 
-def _block(
-    array: jax.Array, scale: jax.Array | None, row: Any, number: Any, block: int
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns block `number` of a layer's slots [S, K, B, H], and its scales [K, B, 1, S]."""
-
-    def part(x: jax.Array) -> jax.Array:
-        return lax.dynamic_slice(x, (row, number * block, 0, 0, 0), (1, block, *x.shape[2:]))[0]
-
-    return part(array), None if scale is None else part(scale).transpose(1, 2, 3, 0)
+def _block(array: jax.Array, row: Any, number: Any, block: int) -> jax.Array:
+    """Returns block `number` of a layer's slots [S, K, B, H]."""
+    return lax.dynamic_slice(array, (row, number * block, 0, 0, 0), (1, block, *array.shape[2:]))[0]

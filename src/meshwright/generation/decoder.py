@@ -97,14 +97,11 @@ def bucket_for(device_run: DeviceRun, lengths: Sequence[int], max_tokens: int, c
 class Decoder:
     """Programs that continue a batch of texts, each compiled once: other prompts and settings are arguments."""
 
-    def __init__(self, device_run: DeviceRun, weights: LaidOut, bucket: Bucket, cache_dtype: str):
-        """Plans the cache. cache_dtype: `compute` is the run's compute dtype.
-
-        Raises ConfigError for a mesh with stages, and for experts that drop tokens by capacity.
-        """
+    def __init__(self, device_run: DeviceRun, weights: LaidOut, bucket: Bucket):
+        """Plans the cache. Raises ConfigError for a mesh with stages, and for experts that drop tokens by capacity."""
         check_decodable(device_run)
         self.device_run, self.bucket, self.weights = device_run, bucket, weights
-        dtype = device_run.run.training.compute_dtype if cache_dtype == "compute" else cache_dtype
+        dtype = device_run.run.training.compute_dtype
         self.plan = CachePlan(device_run.placed.spec, device_run.shape, bucket.batch, bucket.slots, dtype)
         self.specs = DecodeState(self.plan.specs, _ROWS, _ROWS, _ROWS, _ROWS, _ALL)
         self.end = 0

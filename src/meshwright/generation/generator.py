@@ -43,19 +43,16 @@ _SIMULATED_BYTES = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Decoding(Ranged, part="decoding"):
-    """How texts are computed; the numbers are those of the forward pass, except for int8.
+    """How texts are computed; the numbers are those of the forward pass.
 
     Example:
-        >>> mw.Decoding(weights="int8", cache="int8").prefill_chunk
+        >>> mw.Decoding(weights="gathered").prefill_chunk
         512
     """
 
-    weights: Literal["auto", "gathered", "sharded", "int8"] = "auto"
+    weights: Literal["auto", "gathered", "sharded"] = "auto"
     """Layout of the weights: as in training, gathered over `fsdp` layer by layer for each token (sharded); gathered
-    once, in the compute dtype (gathered); gathered once with the matmul weights of dense layers in int8 (int8). `auto`
-    is `gathered` where that fits the device's memory, else `sharded`."""
-    cache: Literal["compute", "int8"] = "compute"
-    """Dtype of cached keys and values: the compute dtype, or int8 with a scale for each token and head."""
+    once, in the compute dtype (gathered). `auto` is `gathered` where that fits the device's memory, else `sharded`."""
     prefill_chunk: PositiveInt = 512
     """Most tokens of each prompt that one prefill step computes."""
     stream_every: PositiveInt = 8
@@ -156,7 +153,7 @@ class Generator:
         """Returns the programs for prompts of `lengths` tokens, those of other prompts of the same bucket."""
         bucket = bucket_for(self.device_run, lengths, max_tokens, self.decoding.prefill_chunk)
         if bucket not in self._decoders:
-            decoder = Decoder(self.device_run, self._weights, bucket, self.decoding.cache)
+            decoder = Decoder(self.device_run, self._weights, bucket)
             _check_cache(decoder, max(lengths), max_tokens)
             self._decoders[bucket] = decoder
         return self._decoders[bucket]

@@ -10,17 +10,11 @@ from meshwright.config import MeshShape
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES
-from meshwright.sharding.params import Param, is_low_precision
 from meshwright.sharding.placement import local_shape
 
-WeightsLayout = Literal["gathered", "sharded", "int8"]
+WeightsLayout = Literal["gathered", "sharded"]
 """`sharded` keeps the layout and dtype of training and gathers each layer for each token; `gathered` gathers all of
-them once, in the compute dtype; `int8` does so too, with the matmul weights of dense layers in int8."""
-
-
-def is_int8(p: Param) -> bool:
-    """Returns whether the layout `int8` quantises a parameter: matmul weights of layers, those of experts excepted."""
-    return is_low_precision(p) and "L" in p.dims
+them once, in the compute dtype."""
 
 
 def weight_bytes(placed: PlacedRun, layout: WeightsLayout) -> int:
@@ -28,15 +22,10 @@ def weight_bytes(placed: PlacedRun, layout: WeightsLayout) -> int:
     training, total = placed.run.training, 0
     for _, p, where in placed.leaves:
         if layout == "sharded":
-            size = jnp.dtype(p.stored or training.param_dtype).itemsize
-            total += math.prod(local_shape(p.shape, where.at_rest, placed.shape)) * size
-            continue
-        shape = local_shape(p.shape, where.in_use, placed.shape)
-        if layout == "int8" and is_int8(p):
-            total += math.prod(shape) + 4 * shape[0] * math.prod(shape[1 + p.contract :])
+            dtype, placement = p.stored or training.param_dtype, where.at_rest
         else:
-            kept = "float32" if p.precision == "float32" else training.compute_dtype
-            total += math.prod(shape) * jnp.dtype(kept).itemsize
+            dtype, placement = "float32" if p.precision == "float32" else training.compute_dtype, where.in_use
+        total += math.prod(local_shape(p.shape, placement, placed.shape)) * jnp.dtype(dtype).itemsize
     return total
 
 

@@ -14,7 +14,7 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, divisors
 from meshwright.fine_tuning import FineTune
 from meshwright.generation.cache import CachePlan
-from meshwright.generation.weight_sizes import WeightsLayout, is_int8, run_for_decoding, weight_bytes
+from meshwright.generation.weight_sizes import run_for_decoding, weight_bytes
 from meshwright.hardware.chips import Chip
 from meshwright.hardware.interconnect import map_axes
 from meshwright.hardware.targets import Target
@@ -23,7 +23,6 @@ from meshwright.planner.search import split_size, tensor_degrees
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES
-from meshwright.sharding.params import Param
 from meshwright.sharding.placement import local_shape
 
 
@@ -79,14 +78,15 @@ class DecodePrice:
         return max(self.parts, key=lambda part: self.parts[part])
 
 
-def price_decode(
-    placed: PlacedRun, target: Target, *, batch: int, context: int, layout: WeightsLayout = "gathered"
-) -> DecodePrice:
-    """Predicts decoding and prefill. batch: sequences, a multiple of the devices that share the batch."""
+def price_decode(placed: PlacedRun, target: Target, *, batch: int, context: int) -> DecodePrice:
+    """Predicts decoding and prefill with gathered weights.
+
+    batch: sequences, a multiple of the devices that share the batch.
+    """
     shape, chip, efficiency = placed.shape, target.chip, target.efficiency
     bandwidth, peak = chip.hbm_bandwidth * efficiency.hbm, chip.flops_bf16 * efficiency.matmul
     sequences = batch / shape.over(BATCH_AXES)
-    read, flops = _weights_work(placed, sequences, layout)
+    read, flops = _weights_work(placed, sequences)
     plan = CachePlan(placed.spec, shape, batch, context, placed.run.training.compute_dtype)
     itemsize = jnp.dtype(placed.run.training.compute_dtype).itemsize
     seen = [(a, a.reach(context) / shape.context) for a in placed.spec.attention]
@@ -101,7 +101,7 @@ def price_decode(
     prefill = (
         (flops * context + recurrent) / peak
         + causal * sequences * context / shape.context / (chip.flops_bf16 * efficiency.attention)
-        + _links_seconds(placed, target, sequences, context, layout)
+        + _links_seconds(placed, target, sequences, context)
     )
     return DecodePrice(
         mesh=shape,
@@ -110,17 +110,17 @@ def price_decode(
         parts={
             "weights": max(read / bandwidth, flops / peak),
             "cache": max(cache_read / bandwidth, scores / (chip.flops_bf16 * efficiency.attention)),
-            "links": _links_seconds(placed, target, sequences, 1, layout),
+            "links": _links_seconds(placed, target, sequences, 1),
         },
         prefill_seconds=prefill,
-        weights=weight_bytes(placed, layout),
+        weights=weight_bytes(placed, "gathered"),
         cache=plan.bytes_per_device,
         logits=sequences * padded_vocab(placed.run.model) * 4,
         chip=chip,
     )
 
 
-def _weights_work(placed: PlacedRun, sequences: float, layout: WeightsLayout) -> tuple[float, float]:
+def _weights_work(placed: PlacedRun, sequences: float) -> tuple[float, float]:
     """Bytes of weights read in a decode step on a device, of experts those that some token uses, and FLOPs."""
     shape, read, flops = placed.shape, 0.0, 0.0
     rows = sequences / shape.context
@@ -129,7 +129,8 @@ def _weights_work(placed: PlacedRun, sequences: float, layout: WeightsLayout) ->
         if "L" not in p.dims and path != placed.spec.embedding:
             continue  # a table that is looked up, and norms
         elements = math.prod(local_shape(p.shape, where.in_use, shape))
-        size, share = _itemsize(p, placed, layout), 1.0
+        size = 4 if p.precision == "float32" else jnp.dtype(placed.run.training.compute_dtype).itemsize
+        share = 1.0
         expert = experts.get(path.split(".")[0])
         if "E" in p.dims and expert is not None:
             used = expert.experts_per_token / expert.experts
@@ -142,13 +143,7 @@ def _weights_work(placed: PlacedRun, sequences: float, layout: WeightsLayout) ->
     return read, flops
 
 
-def _itemsize(p: Param, placed: PlacedRun, layout: WeightsLayout) -> int:
-    if layout == "int8" and is_int8(p):
-        return 1
-    return 4 if p.precision == "float32" else jnp.dtype(placed.run.training.compute_dtype).itemsize
-
-
-def _links_seconds(placed: PlacedRun, target: Target, sequences: float, tokens: int, layout: WeightsLayout) -> float:
+def _links_seconds(placed: PlacedRun, target: Target, sequences: float, tokens: int) -> float:
     """Seconds of the collectives of one step of `tokens` tokens of each sequence, none of them overlapped."""
     shape, spec, mapping = placed.shape, placed.spec, map_axes(placed.shape, target)
     size = jnp.dtype(placed.run.training.compute_dtype).itemsize
@@ -173,9 +168,6 @@ def _links_seconds(placed: PlacedRun, target: Target, sequences: float, tokens: 
     for layer in spec.layers:
         if layer.experts is not None:
             add("all-to-all", ("expert",), residual * layer.experts.experts_per_token, 2)
-    if layout == "sharded":
-        gathered = weight_bytes(placed, "gathered")
-        add("all-gather", ("fsdp", "expert"), gathered / layers, layers)
     return total
 
 
@@ -193,9 +185,7 @@ def decode_meshes(run: Run, target: Target) -> Iterator[MeshShape]:
                     yield MeshShape(data=data, expert=expert, context=context, tensor=tensor, slices=slices)
 
 
-def best_decode(
-    run: Run, target: Target, *, batches: Sequence[int], contexts: Sequence[int], layout: WeightsLayout = "gathered"
-) -> list[DecodePrice]:
+def best_decode(run: Run, target: Target, *, batches: Sequence[int], contexts: Sequence[int]) -> list[DecodePrice]:
     """Returns the mesh with the most tokens per second for each batch and context; those that fit before others.
 
     Batches are rounded up to what the mesh divides. Raises ConfigError where no mesh divides the model.
@@ -212,9 +202,7 @@ def best_decode(
     found = []
     for context in contexts:
         for batch in batches:
-            prices = [
-                price_decode(p, target, batch=_rounded(batch, p.shape), context=context, layout=layout) for p in placed
-            ]
+            prices = [price_decode(p, target, batch=_rounded(batch, p.shape), context=context) for p in placed]
             # Padding sequences are no tokens: a mesh that has to add many serves few.
             found.append(max(prices, key=lambda price: (price.fits, min(batch, price.batch) / price.seconds)))
     return found

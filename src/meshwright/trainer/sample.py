@@ -51,7 +51,7 @@ def sample_tokens(device_run: DeviceRun, params: Tree, prompt: np.ndarray, *, to
     prompt = prompt[-max(1, seq // 2) :]
     count = min(tokens, max(1, seq - len(prompt)))
     bucket = bucket_for(device_run, [len(prompt)], count, _CHUNK)
-    decoder = Decoder(device_run, lay_out(device_run, params, "sharded"), bucket, "compute")
+    decoder = Decoder(device_run, lay_out(device_run, params, "sharded"), bucket)
     sampling = Sampling(temperature=_TEMPERATURE, seed=seed)
     state = decoder.prefill(decoder.start([prompt]), sampling, ())
     state = decoder.decode(state, sampling, (), count - 1)
