@@ -1,9 +1,7 @@
 """Bad inputs in text and token files: each refused with file and line, or skipped and counted where that is allowed."""
 
-import bz2
 import gzip
 import json
-import lzma
 import os
 import shutil
 import time
@@ -124,16 +122,8 @@ FILES: dict[str, tuple[str, bytes | Callable[[Path], None], str]] = {
     "damaged gzip": ("a.jsonl.gz", gzip.compress(b"")[:10] + b"\xff" * 20, "error: Error -3"),
     "UTF-16": ("a.txt", "text".encode("utf-16"), "not UTF-8: it is UTF-16"),
     "lines in UTF-16 without a mark": ("a.jsonl", GOOD.encode("utf-16-le"), "it is UTF-16LE(.|\n)*iconv -f UTF-16LE"),
-    "columns in UTF-32 without a mark": ("a.csv", "text\na\n".encode("utf-32-be"), "not UTF-8: it is UTF-32BE"),
     "gzip by another name": ("a.jsonl", gzip.compress(GOOD.encode()), r"it is .gz(.|\n)*the end .gz of its name"),
-    "bytes behind xz": (
-        "a.jsonl.xz",
-        lzma.compress(GOOD.encode()) + b"more than a header",
-        "LZMAError: Input format not supported",
-    ),
-    "bytes behind bzip2": ("a.jsonl.bz2", bz2.compress(GOOD.encode()) + b"more", "OSError: Invalid data stream"),
     "a name that is bytes": (os.fsdecode(b"a\xff.jsonl"), b"3", r"a\\udcff.jsonl, line 1"),
-    "semicolons": ("a.csv", b"text;b\nx;y\n", "a.csv, line 1(.|\n)*';' between its names"),
     "a split above the folder": (
         "dataset_dict.json",
         b'{"splits": [".."]}',
@@ -145,9 +135,6 @@ FILES: dict[str, tuple[str, bytes | Callable[[Path], None], str]] = {
         lambda f: pyarrow.parquet.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, ["text", "text"]), f),
         "2 of its columns are named 'text'",
     ),
-    "names of one name": ("a.csv", b"text,text\na,b\n", "a.csv, line 1(.|\n)*2 columns are named 'text'"),
-    "no names": ("a.csv", b"\ntext\na\n", "a.csv, line 1(.|\n)*it is blank"),
-    "names that are no row": ("a.csv", b'"text"x,b\na,1\n', "a.csv, line 1(.|\n)*no names of columns"),
     "a name for a terminal": ("a\n\x1b[2J.jsonl", b"3", r"a\\n\\x1b\[2J.jsonl, line 1"),
     "latin-1": ("a.txt", "one\ntwo\ncaf\xe9".encode("latin-1"), r"not UTF-8: byte 12 \(0xe9\) on line 3"),
     "a picture": ("a.md", b"\x89PNG\r\n\x1a\n", r"not UTF-8: byte 1 \(0x89\) on line 1"),
@@ -212,13 +199,8 @@ def test_linked_folders_are_read_once(tmp_path: Path) -> None:
 
 
 def test_streams_of_one_file_are_read_one_after_another(tmp_path: Path) -> None:
-    for name, compress, gap in (
-        ("xz", lzma.compress, b"\0" * 8),
-        ("bz2", bz2.compress, b""),
-        ("gz", gzip.compress, b""),
-    ):
-        (tmp_path / f"a.jsonl.{name}").write_bytes(compress(GOOD.encode() * 2) + gap + compress(GOOD.encode()) + gap)
-    assert tokenize(str(tmp_path), "bytes", tmp_path / "tokens").documents == 9
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(GOOD.encode() * 2) + gzip.compress(GOOD.encode()))
+    assert tokenize(str(tmp_path), "bytes", tmp_path / "tokens").documents == 3
 
 
 def test_a_linked_file_is_read_once(tmp_path: Path) -> None:

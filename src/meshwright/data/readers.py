@@ -1,27 +1,22 @@
-"""Readers of documents: files of plain text, lines of JSON and delimited columns, standard input, and functions.
+"""Readers of documents: files of plain text and lines of JSON, standard input, and functions.
 
 Bad records are counted with their places, and refused where more of them are bad than may be skipped.
 """
 
-import bz2
-import csv
 import gzip
 import io
 import itertools
-import lzma
 import os
-import shlex
 import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 
 import numpy as np
 
 from meshwright.data.sources import (
     COLUMNS,
-    DELIMITED,
     LINES,
     STDIN,
     Documents,
@@ -35,9 +30,6 @@ from meshwright.data.sources import (
 from meshwright.documents import RepeatedNameError, open_bytes, parse_json, unique_object
 from meshwright.errors import DataError, describe_failure
 
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
-
 LARGEST = 2**30
 """Largest record in bytes: a line, or a text file."""
 _SHOWN = 12
@@ -45,8 +37,8 @@ _SHOWN = 12
 _WIDE = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 _UNMARKED = {b"\1\0\0\0": "UTF-32LE", b"\0\0\0\1": "UTF-32BE", b"\1\0\1\0": "UTF-16LE", b"\0\1\0\1": "UTF-16BE"}
 """Which of the first four bytes are not zero, where the text begins with ASCII letters (RFC 4627, section 3)."""
-_PACKED = {b"\x1f\x8b": ".gz", b"\xfd7zXZ": ".xz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
-_UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError, LookupError, RuntimeError, MemoryError)
+_PACKED = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
+_UNREADABLE = (OSError, EOFError, zlib.error, ValueError, LookupError, RuntimeError, MemoryError)
 """Errors of damaged files; those of pyarrow and of the decoders are subclasses."""
 _MISSING = object()
 
@@ -118,47 +110,9 @@ def decompressed(raw: IO[bytes], compression: str) -> IO[bytes]:
     raw.seek(0)
     if compression == ".gz":
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
-    if compression == ".zst":
-        from meshwright.data.columns import zstd_stream
+    from meshwright.data.columns import zstd_stream
 
-        return io.BufferedReader(zstd_stream(raw), 2**18)
-    decoder = bz2.BZ2Decompressor if compression == ".bz2" else lzma.LZMADecompressor
-    return io.BufferedReader(_Streams(raw, decoder), 2**18)
-
-
-class _Streams(io.RawIOBase):
-    """Contents of concatenated compressed streams.
-
-    `bz2.BZ2File` and `lzma.LZMAFile` stop without an error at bytes behind the first stream that begin no other: a
-    damaged or overwritten second one would be lost. Here they are an error of the decoder.
-    """
-
-    def __init__(self, raw: IO[bytes], decoder: Any):
-        self._raw, self._new = raw, decoder
-        self._decoder, self._rest = decoder(), b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: "WriteableBuffer", /) -> int:
-        view = memoryview(buffer).cast("B")
-        while True:
-            if self._decoder.eof:
-                # Zeros may fill the space behind a stream of xz.
-                self._rest = (self._decoder.unused_data or self._rest).lstrip(b"\0") or self._raw.read(2**18)
-                if not self._rest:
-                    return 0
-                if self._rest.strip(b"\0"):
-                    self._rest = self._rest.lstrip(b"\0")
-                    self._decoder = self._new()
-                continue
-            data = self._rest
-            self._rest = b""
-            if not data and self._decoder.needs_input and not (data := self._raw.read(2**18)):
-                raise EOFError("it ends before the end of its compressed contents")
-            if found := self._decoder.decompress(data, len(view)):
-                view[: len(found)] = found
-                return len(found)
+    return io.BufferedReader(zstd_stream(raw), 2**18)
 
 
 def _read_texts(file: Path, raw: IO[bytes], records: Records, field: str) -> Iterator[str]:
@@ -167,8 +121,6 @@ def _read_texts(file: Path, raw: IO[bytes], records: Records, field: str) -> Ite
     stream = decompressed(raw, compression)
     if kind in LINES:
         yield from read_json_texts(file, stream, records, field)
-    elif kind in DELIMITED:
-        yield from _read_delimited(file, stream, "\t" if kind == ".tsv" else ",", records, field)
     elif not records.number:
         content = stream.read(LARGEST + 1)
         if len(content) > LARGEST:
@@ -287,59 +239,3 @@ def kind_of_value(value: object) -> str:
     """Names the JSON type of a value."""
     kinds = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object", str: "text"}
     return kinds.get(type(value), "null")
-
-
-def _read_delimited(file: Path, stream: IO[bytes], delimiter: str, records: Records, field: str) -> Iterator[str]:
-    """Yields the text of each row; the first line has the names of the columns."""
-    skip, records.number = records.number, 0
-    # Bytes that are not UTF-8 become surrogates, so that only their row is bad.
-    decoded = (line.decode("utf-8", "surrogateescape") for line in _lines(stream, file, records))
-    csv.field_size_limit(LARGEST)  # 128 KiB by default, shorter than many a document
-    rows = csv.reader(decoded, delimiter=delimiter, strict=True)
-    first_line = f"reading {Place(file, 'line', 1)}"
-    try:
-        header = next(rows, None)
-    except csv.Error as error:
-        raise DataError(first_line, f"no names of columns: {error}", "repair it") from error
-    if header is None:
-        return
-    if not header:
-        raise DataError(first_line, "it is blank, and the first line names the columns", "remove the line")
-    column = _column(file, header, field)
-    while True:
-        first = rows.line_num + 1
-        place = Place(file, "line", first)
-        try:
-            row = next(rows, None)
-        except csv.Error as error:
-            if first > skip:
-                records.skip(place, f"not a row: {error}")
-            continue
-        if row is None:
-            return
-        if not row or first <= skip:
-            continue
-        if len(row) != len(header):
-            records.skip(place, f"it has {len(row)} fields, and the first line names {len(header)}")
-            continue
-        value = row[column]
-        if any(0xDC80 <= ord(letter) <= 0xDCFF for letter in ([] if value.isascii() else value)):
-            records.skip(place, "not UTF-8")
-        elif text := records.text(value, place):
-            yield text
-
-
-def _column(file: Path, header: list[str], field: str) -> int:
-    """Returns the number of the column `field`. Raises DataError where there is none, or several."""
-    if header.count(field) == 1:
-        return header.index(field)
-    known = ", ".join(name.encode("utf-8", "replace").decode() for name in header[:_SHOWN])
-    first_line, truth = f"reading {Place(file, 'line', 1)}", f"no column {field!r} among {known}"
-    if field in header:
-        truth = f"{header.count(field)} columns are named {field!r}: {known}"
-        raise DataError(first_line, truth, "give each a name of its own")
-    if len(header) == 1 and (other := next((mark for mark in ";\t|," if mark in header[0]), None)):
-        truth += f", which has {other!r} between its names"
-        raise DataError(first_line, truth, "commas, or tabs in a .tsv")
-    meant = next((name for name in header if name.strip().lower() == field.lower()), header[0])
-    raise DataError(f"reading {Place(file)}", truth, f"--data.text-field {shlex.quote(meant)}")

@@ -26,10 +26,9 @@ STDIN = "-"
 """Source that is read from standard input, once."""
 PLAIN = (".txt", ".py", ".md", ".rst", ".text")
 LINES = (".jsonl", ".ndjson")
-DELIMITED = (".csv", ".tsv")
 COLUMNS = (".parquet", ".arrow", ".feather")
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-_TEXTS = (*PLAIN, *LINES, *DELIMITED)
+COMPRESSED = (".gz", ".zst")
+_TEXTS = (*PLAIN, *LINES)
 SUFFIXES = (*_TEXTS, *COLUMNS, *(kind + compression for kind in _TEXTS for compression in COMPRESSED))
 """Ends of the names of files that are read."""
 _KINDS = (
