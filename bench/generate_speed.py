@@ -18,9 +18,10 @@ from jax.sharding import PartitionSpec
 from meshwright.comm.collectives import all_gather
 from meshwright.config import MeshShape
 from meshwright.data.batch import Batch
+from meshwright.data.tokenizers import Bytes
 from meshwright.generation.generator import Decoding, Generator
 from meshwright.generation.sampling import Sampling
-from meshwright.generation.source import OpenedModel, open_weights
+from meshwright.generation.source import OpenedModel, place_for_decoding
 from meshwright.hardware.mesh import prepare_host
 from meshwright.models.blocks.layers import no_dropout
 from meshwright.runs.recipe import find_recipe
@@ -34,9 +35,13 @@ _REPEATS = 5
 
 
 def tiny_512() -> Run:
-    """Returns the recipe `tiny` with 512 tokens a sequence."""
+    """Returns the recipe `tiny` with 512 tokens a sequence, of bytes."""
     run = find_recipe("tiny")
-    return dataclasses.replace(run, training=dataclasses.replace(run.training, seq=SEQ))
+    return dataclasses.replace(
+        run,
+        model=dataclasses.replace(run.model, vocab=Bytes().vocab),
+        training=dataclasses.replace(run.training, seq=SEQ),
+    )
 
 
 def next_token_of(device_run: DeviceRun):  # type: ignore[no-untyped-def]
@@ -85,7 +90,8 @@ def main() -> None:
     given = parser.parse_args()
     shape = MeshShape.parse(given.mesh)
     prepare_host(shape.size)
-    opened = open_weights(f"{__file__}:tiny_512", mesh=shape, initial="random")
+    device_run = place_for_decoding(tiny_512(), shape, None)
+    opened = OpenedModel(device_run, device_run.initial_state().params, Bytes(), (), 512, "random weights")
     forward = forward_seconds(opened.device_run, opened.params)
     print(f"mesh {shape}: a forward pass for each token {1e3 * forward:.1f} ms")
     for weights in ("sharded", "gathered"):

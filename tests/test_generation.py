@@ -284,7 +284,7 @@ def test_what_cannot_be_is_refused() -> None:
         Generator(OpenedModel(device_run_of(tiny_run(capacity, "data=1")), None, Bytes(), (), 16, ""))
     with pytest.raises(ConfigError, match=r"(?s)64 positions, and 60 \+ 5 = 65.*--max-tokens 4"):
         bucket_for(opened("gpt2").device_run, [60], 5, 512)
-    with pytest.raises(ConfigError, match=r"(?s)no weights before it is trained.*--random-weights"):
+    with pytest.raises(ConfigError, match="no weights before it is trained"):
         open_weights("tiny")
     for wrong in ({"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 1.0}, {"top_k": -1}, {"repetition_penalty": 0.0}):
         with pytest.raises(ConfigError):

@@ -276,7 +276,7 @@ class Data(Ranged, part="data"):
     """
 
     paths: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--data"])] = ("stdlib",)
-    """Files, folders, globs, saved datasets, folders that `meshwright tokenize` wrote, or module:attribute of a
+    """Files, folders, globs, folders that `meshwright tokenize` wrote, or module:attribute of a
     function that yields documents; `stdlib` is Python's standard library. PATH=WEIGHT mixes several by weight."""
     tokenizer: str = "bytes"
     """Tokenizer: `bytes`, `chars`, `bpe:SIZE` (trained on the text), or a tokenizer.json file."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from meshwright.config import MeshShape
 from meshwright.generation.generator import Decoding, Generated, Generator, OnText
@@ -19,14 +18,12 @@ def open_generator(
     at: int | None = None,
     devices: int | None = None,
     decoding: Decoding | None = None,
-    initial: Literal["checkpoint", "random"] = "checkpoint",
     cache: Path | None = None,
 ) -> Generator:
     """Loads a run's weights onto a mesh and returns a generator, which keeps its compiled programs between calls.
 
     source: output folder of a run.  mesh: None takes the run's own.  at: step of the checkpoint; None takes the last.
-    devices: use the first so many; None uses all.  initial: `random` takes a recipe's name and its initial weights.
-    cache: folder of compiled programs; None takes the user's cache.
+    devices: use the first so many; None uses all.  cache: folder of compiled programs; None takes the user's cache.
     Raises CheckpointError where there is no run, ConfigError for a mesh with pipeline stages.
 
     Example:
@@ -40,7 +37,7 @@ def open_generator(
     """
     enable_compilation_cache((path_of(cache or default_cache_folder())) / "compiled")
     shape = MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
-    return Generator(open_weights(place_of(str(source)), mesh=shape, at=at, devices=devices, initial=initial), decoding)
+    return Generator(open_weights(place_of(str(source)), mesh=shape, at=at, devices=devices), decoding)
 
 
 def generate(

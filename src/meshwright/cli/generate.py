@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO
+from typing import Annotated, Any, TextIO
 
 import jax
 import tyro
@@ -31,7 +31,7 @@ class GenerateOptions(CheckpointOptions):
     PROMPT, from --prompt, from a file, or from standard input."""
 
     source: Annotated[str, tyro.conf.Positional]
-    """Output folder of a run, or hf:PATH of a Hugging Face model; a recipe with --random-weights."""
+    """Output folder of a run, or hf:PATH of a Hugging Face model."""
     text: Annotated[str | None, tyro.conf.Positional] = None
     """Prompt."""
     prompt: tuple[str, ...] = ()
@@ -51,8 +51,6 @@ class GenerateOptions(CheckpointOptions):
     chat_template: Path | None = None
     """Jinja chat template to use in the place of the tokenizer's own."""
     decoding: Decoding = Decoding()
-    random_weights: bool = False
-    """Take a recipe and its initial weights: random text, to see speed and memory."""
     json: bool = False
     """Print one line of JSON with texts, tokens, log-probabilities and the report."""
 
@@ -67,14 +65,13 @@ def main(args: Sequence[str]) -> int:
     if options.chat:
         check_jinja()
     prompts, shape = _prompts(options), options.shape()
-    initial: Literal["checkpoint", "random"] = "random" if options.random_weights else "checkpoint"
-    run, hosts = run_of_source(options.source, initial), options.hosts.hosts()
+    run, hosts = run_of_source(options.source), options.hosts.hosts()
     if options.chat and hosts.processes > 1:
         truth = "only one of them has your terminal"
         raise ConfigError(f"--chat with {hosts.processes} processes", truth, "--prompts FILE")
     start_devices(options.devices, shape or run.mesh, hosts)
     at, devices, decoding = options.at, options.devices, options.decoding
-    generator = open_generator(options.source, mesh=shape, at=at, devices=devices, decoding=decoding, initial=initial)
+    generator = open_generator(options.source, mesh=shape, at=at, devices=devices, decoding=decoding)
     _write(f"{generator.origin} on {generator.device_run.shape}: weights {generator.layout}\n", sys.stderr)
 
     def generate(texts: Sequence[str], show: Callable[[int, str], None] | None) -> Generated:

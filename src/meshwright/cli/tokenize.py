@@ -28,8 +28,8 @@ class TokenizeOptions(Ranged):
     same command goes on where it was interrupted."""
 
     data: Annotated[str, tyro.conf.Positional]
-    """Text: a file, folder, glob, saved dataset, `hf://datasets/OWNER/NAME`, `-` for lines of JSON on standard input,
-    `stdlib`, or module:attribute of a function that yields documents."""
+    """Text: a file, folder, glob, `hf://datasets/OWNER/NAME`, `stdlib`, or module:attribute of a function that yields
+    documents."""
     out: Path
     """Folder to write, or to go on with; one in a bucket (`s3://`, `gs://`) is made in the cache and moved."""
     tokenizer: str = "bpe:4096"

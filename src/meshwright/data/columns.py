@@ -1,4 +1,4 @@
-"""Tables in columns: Parquet, Arrow (file and stream), Feather, and folders that Hugging Face `datasets` saved."""
+"""Tables in columns: Parquet."""
 
 import itertools
 import os
@@ -17,8 +17,6 @@ _ROWS = 1024
 """Rows that are text in Python at a time."""
 _SHOWN = 24
 """Columns that an error lists."""
-_ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
-"""Last bytes of an Arrow stream, and of one of an early version."""
 
 
 def zstd_stream(raw: IO[bytes]) -> Any:
@@ -26,65 +24,30 @@ def zstd_stream(raw: IO[bytes]) -> Any:
     return pyarrow.CompressedInputStream(raw, "zstd")
 
 
-def read_columns(file: Path, raw: IO[bytes], kind: str, records: Records, field: str) -> Iterator[str]:
-    """Yields the texts of a table's column from row `records.number` on.
+def read_columns(file: Path, raw: IO[bytes], records: Records, field: str) -> Iterator[str]:
+    """Yields the texts of a Parquet file's column from row `records.number` on.
 
     Raises DataError where there is no such column, or it has no text.
     """
-    read = _parquet if kind == ".parquet" else _arrow
-    for first, column in read(file, raw, field, records):  # first row, and the column, of each batch
-        skip = max(0, records.number - first)
-        for start in range(skip, len(column), _ROWS):
-            for number, value in enumerate(_values(column.slice(start, _ROWS)), first + start + 1):
+    table = pyarrow.parquet.ParquetFile(raw)
+    path = _column(file, table.schema_arrow, field)
+    size, rows, first = os.fstat(raw.fileno()).st_size, max(1, table.metadata.num_rows), 0
+    records.bytes_here = lambda: size * records.number / rows
+    for group in range(table.num_row_groups):
+        at, first = first, first + table.metadata.row_group(group).num_rows
+        if first <= records.number:
+            continue
+        for batch in table.iter_batches(_ROWS, row_groups=[group], columns=[".".join(path)]):
+            column = _column_of(batch, path)
+            skip = max(0, records.number - at)
+            for number, value in enumerate(_values(column.slice(skip)), at + skip + 1):
                 records.number = number
                 place = Place(file, "row", number)
                 if not isinstance(value, str):
                     records.skip(place, f"no text: its {field!r} is null" if value is None else "not UTF-8")
                 elif text := records.text(value, place):
                     yield text
-
-
-def _parquet(file: Path, raw: IO[bytes], field: str, records: Records) -> Iterator[tuple[int, Any]]:
-    table = pyarrow.parquet.ParquetFile(raw)
-    path = _column(file, table.schema_arrow, field)
-    size, rows, first = os.fstat(raw.fileno()).st_size, max(1, table.metadata.num_rows), 0
-    records.bytes_here = lambda: size * records.number / rows
-    for group in range(table.num_row_groups):
-        count = table.metadata.row_group(group).num_rows
-        if first + count > records.number:
-            at = first
-            for batch in table.iter_batches(_ROWS, row_groups=[group], columns=[".".join(path)]):
-                yield at, _column_of(batch, path)
-                at += batch.num_rows
-        first += count
-
-
-def _arrow(file: Path, raw: IO[bytes], field: str, records: Records) -> Iterator[tuple[int, Any]]:
-    magic = raw.read(6)
-    raw.seek(0)
-    if magic[:4] == b"FEA1":
-        raise DataError(f"reading {file}", "it is Feather of version 1", "pyarrow.feather.write_feather, version 2")
-    batches: Iterator[Any]
-    if magic == b"ARROW1":
-        reader = pyarrow.ipc.open_file(raw)
-        batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
-    else:
-        raw.seek(-min(8, raw.seek(0, os.SEEK_END)), os.SEEK_END)
-        if not raw.read().endswith(_ENDS):
-            raise ValueError("it does not end as an Arrow stream does: it was cut off, or is no such file")
-        raw.seek(0)
-        reader = pyarrow.ipc.open_stream(raw)
-        batches = iter(reader)
-    path, first = _column(file, reader.schema, field), 0
-    for batch in batches:
-        if first + batch.num_rows > records.number:
-            column = _column_of(batch, path)
-            # Arrow takes offsets into the text as they are stored: wrong ones would read elsewhere in memory. The bytes
-            # need not be UTF-8 here: that is checked row by row.
-            binary = {pyarrow.string(): "binary", pyarrow.large_string(): "large_binary"}.get(column.type)
-            (column.cast(binary) if binary else column).validate(full=True)
-            yield first, column
-        first += batch.num_rows
+            at += batch.num_rows
 
 
 def _column(file: Path, schema: Any, field: str) -> tuple[str, ...]:

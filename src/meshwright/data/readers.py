@@ -1,4 +1,4 @@
-"""Readers of documents: files of plain text and lines of JSON, standard input, and functions.
+"""Readers of documents: files of plain text and lines of JSON, and functions.
 
 Bad records are counted with their places, and refused where more of them are bad than may be skipped.
 """
@@ -7,7 +7,6 @@ import gzip
 import io
 import itertools
 import os
-import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +17,11 @@ import numpy as np
 from meshwright.data.sources import (
     COLUMNS,
     LINES,
-    STDIN,
     Documents,
     FileDocuments,
     FunctionDocuments,
     Place,
     Records,
-    StandardInput,
     kind_of,
 )
 from meshwright.documents import RepeatedNameError, open_bytes, parse_json, unique_object
@@ -52,11 +49,6 @@ def read_documents(source: Documents, records: Records) -> Iterator[str]:
         yield from _read_files(source, records)
     elif isinstance(source, FunctionDocuments):
         yield from _call(source, records)
-    elif isinstance(source, StandardInput):
-        try:
-            yield from read_json_texts("standard input", sys.stdin.buffer, records, source.field)
-        except _UNREADABLE as error:
-            raise DataError(f"--data {STDIN}", f"{type(error).__name__}: {error}", "lines of JSON") from error
     records.check()
 
 
@@ -71,10 +63,10 @@ def _read_files(source: FileDocuments, records: Records) -> Iterator[str]:
         try:
             with open_bytes(file) as raw:
                 size, records.bytes_here = os.fstat(raw.fileno()).st_size, raw.tell
-                if (kind := kind_of(file.name)[0]) in COLUMNS:
+                if kind_of(file.name)[0] == COLUMNS:
                     from meshwright.data.columns import read_columns
 
-                    yield from read_columns(file, raw, kind, records, source.field)
+                    yield from read_columns(file, raw, records, source.field)
                 else:
                     yield from _read_texts(file, raw, records, source.field)
                 records.bytes_before, records.bytes_here = records.bytes_before + size, float
@@ -163,23 +155,16 @@ def _lines(stream: IO[bytes], file: Path | str, records: Records) -> Iterator[by
     Lines end with a line feed only: other line ends of Unicode may be in a text.
     """
     skip, records.number = records.number, 0
-    expected, records.crc = records.crc, 0
     while line := stream.readline(LARGEST + 1):
         records.number += 1
         if len(line) > LARGEST:
             raise ValueError(f"line {records.number} has more than {LARGEST:,} bytes")
-        records.crc = zlib.crc32(line, records.crc)
         if records.number == 1:
             if foreign := _foreign(line, file):
                 raise DataError(f"reading {file}", f"not UTF-8: {foreign[0]}", foreign[1])
             line = line.removeprefix(b"\xef\xbb\xbf")
         if records.number > skip:
             yield line
-        elif records.number == skip and records.crc != expected:
-            break
-    if records.number < skip or (skip and records.number == skip and records.crc != expected):
-        truth = f"its first {skip:,} lines are not those that were tokenised before"
-        raise DataError(f"going on with {file}", truth, "the same text as before, or another folder")
 
 
 def read_json_lines(

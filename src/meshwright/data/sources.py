@@ -1,4 +1,4 @@
-"""Sources of documents: files, standard input, Python's standard library, the hub, or a function of the user's.
+"""Sources of documents: files, Python's standard library, the hub, or a function of the user's.
 
 What a source is and when it has changed is known here; `readers` reads it.
 """
@@ -17,23 +17,20 @@ from typing import IO, Any, NamedTuple
 
 import msgspec
 
-from meshwright.documents import check_inside, read_json
 from meshwright.errors import DataError, reason_of
 from meshwright.formatting import printable
 from meshwright.plugins import is_reference, load
 
-STDIN = "-"
-"""Source that is read from standard input, once."""
 PLAIN = (".txt", ".py", ".md", ".rst", ".text")
 LINES = (".jsonl", ".ndjson")
-COLUMNS = (".parquet", ".arrow", ".feather")
+COLUMNS = ".parquet"
 COMPRESSED = (".gz", ".zst")
 _TEXTS = (*PLAIN, *LINES)
-SUFFIXES = (*_TEXTS, *COLUMNS, *(kind + compression for kind in _TEXTS for compression in COMPRESSED))
+SUFFIXES = (*_TEXTS, COLUMNS, *(kind + compression for kind in _TEXTS for compression in COMPRESSED))
 """Ends of the names of files that are read."""
 _KINDS = (
-    f"one of {', '.join(_TEXTS)}, each also with {', '.join(COMPRESSED)}; {', '.join(COLUMNS)}; "
-    "a folder of `datasets`; or module:attribute"
+    f"one of {', '.join(_TEXTS)}, each also with {', '.join(COMPRESSED)}; {COLUMNS} (`to_parquet` of datasets or "
+    "pandas); or module:attribute"
 )
 
 
@@ -66,8 +63,6 @@ class _Counts:
     """Files read to their end, in the order of reading."""
     number: int = 0
     """Lines, rows or documents read of the next file."""
-    crc: int = 0
-    """CRC-32 of the lines read of it."""
     logged: int = 0
     """Bytes written to `Records.log`."""
 
@@ -190,20 +185,6 @@ class FileDocuments(Documents):
 
 
 @dataclasses.dataclass(frozen=True)
-class StandardInput(Documents):
-    """Lines of JSON from standard input, which is read once."""
-
-    field: str
-
-    def fingerprint(self) -> list[str]:
-        """Returns the field. Nothing else is known before it is read."""
-        return [STDIN, self.field]
-
-    def __str__(self) -> str:
-        return "standard input"
-
-
-@dataclasses.dataclass(frozen=True)
 class FunctionDocuments(Documents):
     """Documents from a callable `() -> Iterable[str]` outside the package (`--data module:attribute`)."""
 
@@ -234,13 +215,11 @@ class FunctionDocuments(Documents):
 
 
 def open_source(path: str, field: str = "text") -> Documents:
-    """Opens the source `path`: files, `-`, `stdlib`, `hf://datasets/OWNER/NAME`, or a function by its reference.
+    """Opens the source `path`: files, `stdlib`, `hf://datasets/OWNER/NAME`, or a function by its reference.
 
     field: name of the field or column with the text. Raises DataError where there is no readable file, ConfigError
     where the module or the attribute is missing.
     """
-    if path == STDIN:
-        return StandardInput(field)
     if path.startswith("hf://"):
         return FileDocuments(tuple(download_dataset(path)), field)
     if is_reference(path) and not os.path.exists(path):
@@ -253,7 +232,7 @@ def kind_of(name: str) -> tuple[str, str]:
     name = name.lower()
     compression = next((end for end in COMPRESSED if name.endswith(end)), "")
     stem = name.removesuffix(compression)
-    return next((kind for kind in (*_TEXTS, *COLUMNS) if stem.endswith(kind)), ""), compression
+    return next((kind for kind in (*_TEXTS, COLUMNS) if stem.endswith(kind)), ""), compression
 
 
 def download_dataset(path: str) -> list[Path]:
@@ -296,10 +275,6 @@ def find_files(path: str) -> list[Path]:
     if not path:
         raise DataError("--data ''", "it is no name", _KINDS)
     if os.path.isdir(path):  # false for names that no file can have
-        if (location / "dataset_dict.json").is_file() or (location / "state.json").is_file():
-            saved: list[Path] | None = saved_files(location)
-            if saved:
-                return saved
         found = sorted(_walk(path), key=lambda file: file.split(os.sep))
         files = _without_duplicates([file for file in found if file.lower().endswith(SUFFIXES)])
         if files:
@@ -363,40 +338,3 @@ def _stdlib() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     folders = (root, *(root / name for name in _STDLIB.split()))
     return sorted(f for folder in folders for f in folder.glob("*.py") if f.stat().st_size > 0)
-
-
-def saved_files(folder: Path) -> list[Path] | None:
-    """Returns the Arrow files of a folder that `save_to_disk` of `datasets` wrote, in order; None for another folder.
-
-    Raises DataError where the folder has several splits, the description names a file outside it, or rows are selected
-    by an index that is kept beside them.
-    """
-    file = folder / "dataset_dict.json"
-    has_splits = file.is_file()
-    file = file if has_splits else folder / "state.json"
-    try:
-        record = read_json(file)
-        if not isinstance(record, dict):
-            raise ValueError("it is no object")
-        if not has_splits and "_data_files" not in record:
-            return None
-        names = (record.get("splits") or []) if has_splits else [entry["filename"] for entry in record["_data_files"]]
-        if has_splits and (not names or any(Path(name).name != name or name == ".." for name in names)):
-            raise ValueError(f"it names no splits that are folders in it: {', '.join(names) or 'none'}")
-        if not names:
-            raise ValueError("it names no files")
-        if any(Path(name).name != name for name in names):
-            raise ValueError("it names a file outside the folder")
-        if not has_splits and (len(set(names)) < len(names) or any(not name.endswith(".arrow") for name in names)):
-            raise ValueError("it names a file twice, or one that is not .arrow")
-        files = [folder / name for name in names]
-        check_inside(folder, files)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"reading {file}", f"{error}", "save the dataset again") from error
-    if has_splits and len(names) > 1:
-        raise DataError(f"--data {folder}", f"it is a dataset with the splits {', '.join(names)}", f"--data {files[0]}")
-    if has_splits:
-        return saved_files(files[0])
-    if record.get("_indices_files") or record.get("_indices_data_files"):
-        raise DataError(f"--data {folder}", "an index beside it selects its rows", "dataset.flatten_indices() and save")
-    return files

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from meshwright.data.readers import read_documents
-from meshwright.data.sources import STDIN, Documents, Place, Records, open_source
+from meshwright.data.sources import Documents, Place, Records, open_source
 from meshwright.data.token_writer import PROGRESS, SHARD_TOKENS, UNIT, TokenWriter, read_progress, write_description
 from meshwright.data.tokenizers import (
     Tokenizer,
     build_tokenizer,
-    is_learned,
     spec_identity,
     tokenizer_from_json,
     with_begin,
@@ -217,12 +216,6 @@ class _Tokenisation:
         """Returns the tokenizer: the one that an unfinished folder has, or a new one, which is written there."""
         if note is not None:
             return tokenizer_from_json(read_text(self.out / "tokenizer.json", LARGE))
-        if self.records.source == STDIN and is_learned(self.spec):
-            raise DataError(
-                f"learning the tokenizer {self.spec} from standard input",
-                "it would be read twice, and can be read once",
-                "--tokenizer bytes or a tokenizer.json; or a file",
-            )
         records = Records(self.records.source, self.records.share)
         display = self._display(records, "learning the vocabulary")
 

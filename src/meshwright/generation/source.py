@@ -1,11 +1,10 @@
-"""Sources of weights: a run's folder, a Hugging Face folder, or a recipe with random weights.
+"""Sources of weights: a run's folder, or a Hugging Face folder.
 
 `open_weights` is the one place where a source is opened; another kind of source is another branch of it.
 """
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
 
 import jax
 
@@ -13,7 +12,6 @@ from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.initial_weights import load_initial_weights, merge_adapters
 from meshwright.config import MeshShape
 from meshwright.data.chat import ChatTemplate, read_chat_template
-from meshwright.data.corpus import load_corpus
 from meshwright.data.tokenizers import Tokenizer, build_tokenizer
 from meshwright.documents import read_json
 from meshwright.errors import ConfigError, WeightsError
@@ -24,9 +22,9 @@ from meshwright.hugging_face.hub import find_folder, is_hugging_face
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
-from meshwright.sharding.params import Tree, init_params
+from meshwright.sharding.params import Tree
 from meshwright.step.device_run import DeviceRun, place_on_devices
-from meshwright.storage.paths import default_cache_folder, path_of
+from meshwright.storage.paths import path_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,20 +50,16 @@ def open_weights(
     mesh: MeshShape | None = None,
     at: int | None = None,
     devices: int | None = None,
-    initial: Literal["checkpoint", "random"] = "checkpoint",
 ) -> OpenedModel:
     """Opens a run's folder and restores its last checkpoint, or that of step `at`, on a mesh; or loads `hf:PATH`.
 
     mesh: None takes the run's own, or the default one of the devices found.  devices: use the first so many.
-    initial: `random` takes a recipe instead of a folder and creates its initial weights.
-    Raises ConfigError for a recipe whose random weights were not asked for, CheckpointError where there is no run.
+    Raises ConfigError for a recipe, which has no weights, CheckpointError where there is no run.
     """
     name = str(source)
-    if initial == "checkpoint" and is_hugging_face(name) and at is not None:
+    if is_hugging_face(name) and at is not None:
         raise ConfigError(f"{name} at step {at}", "a Hugging Face folder has one version of its weights", "no --at")
-    run = run_of_source(source, initial)
-    if initial == "random":
-        return _with_random_weights(run, name, mesh, devices)
+    run = run_of_source(source)
     device_run = place_for_decoding(run, mesh, devices)
     if is_hugging_face(name):
         tokenizer, origin = build_tokenizer(run.data.tokenizer, iter(())), name
@@ -84,17 +78,16 @@ def open_weights(
     return OpenedModel(device_run, params, tokenizer, stops, run.training.seq, origin, read_chat_template(folder))
 
 
-def run_of_source(source: str | Path, initial: Literal["checkpoint", "random"] = "checkpoint") -> Run:
+def run_of_source(source: str | Path) -> Run:
     """Returns the Run of what `open_weights` opens. Raises ConfigError for a recipe that has no weights."""
-    if initial == "random" or is_hugging_face(str(source)):
+    if is_hugging_face(str(source)):
         return find_recipe(str(source))
     if path_of(source).is_dir():
         return run_in_folder(path_of(source))
     raise ConfigError(
         f"weights of {source}",
         "it is not a folder; a recipe names a model and has no weights before it is trained",
-        "the output folder of `meshwright train`, hf:PATH of a Hugging Face model, or "
-        f"`{source} --random-weights` to see random text",
+        "the output folder of `meshwright train`, or hf:PATH of a Hugging Face model",
     )
 
 
@@ -111,26 +104,6 @@ def _end_tokens(folder: Path) -> tuple[int, ...]:
                     f"reading {folder / file}", f"it is not a configuration: {error}", "download it again"
                 ) from error
     return ()
-
-
-def _with_random_weights(run: Run, name: str, mesh: MeshShape | None, devices: int | None) -> OpenedModel:
-    tokenizer = load_corpus(
-        run.data.paths,
-        run.data.tokenizer,
-        default_cache_folder(),
-        bad_records=run.faults.bad_records,
-        text_field=run.data.text_field,
-    ).tokenizer
-    if run.model.vocab is None:
-        run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=tokenizer.vocab))
-    device_run = place_for_decoding(run, mesh, devices)
-    params = init_params(
-        device_run.params,
-        device_run.state_shardings.params,
-        seed=run.training.seed,
-        dtype=run.training.param_dtype,
-    )
-    return OpenedModel(device_run, params, tokenizer, (tokenizer.end,), run.training.seq, f"{name}, random weights")
 
 
 def place_for_decoding(run: Run, mesh: MeshShape | None, devices: int | None) -> DeviceRun:
