@@ -183,8 +183,7 @@ class _Reading:
 
     def tokenise(self, paths: Sequence[str], own: Path | None) -> dict[str, TokenFile]:
         """Returns the token files of sources of text by path: from the cache, or tokenised into it."""
-        spec, together = self.spec, len(paths) > 1 and is_learned(self.spec)
-        learned = self._learned_file(paths) if together else None
+        spec = self.spec
         if own is not None and own.is_file():
             kept = build_tokenizer(str(own)).to_json()
             asked, kind = spec.partition(":")[0], parse_json(kept).get("kind", "bpe")
@@ -195,23 +194,12 @@ class _Reading:
                     f"the run was trained with {kind}, and keeps its tokenizer",
                     "leave --data.tokenizer out",
                 )
-            if is_learned(spec):
-                # The text may have changed since the vocabulary was learned from it. If not, its tokens are cached.
-                folders = {path: self._folder_of(path, str(learned or spec)) for path in paths}
-                if all(map(is_token_file, folders.values())):
-                    cached = {path: open_tokens(folder) for path, folder in folders.items()}
-                    if all(file.tokenizer.to_json() == kept for file in cached.values()):
-                        return cached
-                spec = str(own)
-            elif (spec != "bytes" and not os.path.isfile(spec)) or build_tokenizer(spec).to_json() != kept:
-                if os.path.isfile(spec):
-                    truth = f"{spec} is not the tokenizer that the run was trained with; it goes on with {own}"
-                    print(truth, file=sys.stderr)
-                spec = str(own)
-        elif learned is not None:
-            if not learned.is_file():
-                learn_tokenizer(paths, spec, self.text_field, self.bad_records, learned)
-            spec = str(learned)
+            if os.path.isfile(spec) and build_tokenizer(spec).to_json() != kept:
+                truth = f"{spec} is not the tokenizer that the run was trained with; it goes on with {own}"
+                print(truth, file=sys.stderr)
+            spec = str(own)
+        elif is_learned(spec):
+            spec = str(self._learned(paths))
         return {path: self._load(path, spec) for path in paths}
 
     def _load(self, path: str, spec: str) -> TokenFile:
@@ -225,9 +213,15 @@ class _Reading:
             path, spec, folder, text_field=self.text_field, bad_records=self.bad_records, progress=self.progress
         )
 
-    def _learned_file(self, paths: Sequence[str]) -> Path:
+    def _learned(self, paths: Sequence[str]) -> Path:
+        """Returns the file of the tokenizer that is learned from all of the text."""
         key = "\n".join(self._folder_of(path, self.spec).name for path in paths)
-        return self.cache / "tokenizers" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+        file = self.cache / "tokenizers" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+        if not file.is_file():
+            if self.progress is not None:
+                self.progress.write(f"learning the vocabulary {self.spec}")
+            learn_tokenizer(paths, self.spec, self.text_field, self.bad_records, file)
+        return file
 
     def _folder_of(self, path: str, spec: str) -> Path:
         """Returns the folder of the tokens of `path`: its name changes when the documents or the tokenizer do."""

@@ -174,5 +174,5 @@ def build_tokenizer(spec: str, documents: Iterable[str] = ()) -> Tokenizer:
 
 
 def spec_identity(spec: str) -> str:
-    """Returns the tokenizer itself where `spec` is a file, whose name and spaces do not matter."""
-    return build_tokenizer(spec).to_json() if os.path.isfile(spec) else spec
+    """Returns the tokenizer itself where it is not learned: the name of a file, and its spaces, do not matter."""
+    return build_tokenizer(spec).to_json() if spec == "bytes" or os.path.isfile(spec) else spec

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
+import itertools
 import os
 import shutil
 import time
@@ -130,7 +131,10 @@ def learn_tokenizer(paths: Sequence[str], spec: str, text_field: str, bad_record
     """Writes the tokenizer that is learned from all of several sources into `file`. Raises DataError."""
     sources = ((path, open_source(path, text_field)) for path in paths)
     documents = (text for path, source in sources for text in read_documents(source, Records(path, bad_records)))
-    text = build_tokenizer(spec, documents).to_json()
+    first = next(documents, None)
+    if first is None:
+        raise DataError(f"--data {', '.join(paths)}", "they hold no text: all are empty", "a source with text in it")
+    text = build_tokenizer(spec, itertools.chain([first], documents)).to_json()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text)
