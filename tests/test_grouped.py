@@ -58,8 +58,9 @@ def test_values_and_gradients(case: str) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
 
 
-def test_bfloat16_sums_in_float32() -> None:
-    x, w, g, sizes = draw("ragged ends", jnp.bfloat16)
+@pytest.mark.parametrize("case", CASES)
+def test_bfloat16_sums_in_float32(case: str) -> None:
+    x, w, g, sizes = draw(case, jnp.bfloat16)
     want = by_expert((a.astype(jnp.float32) for a in (x, w, g)), sizes)
     for a, b in zip(jax.jit(with_gradients)(x, w, g, sizes), want, strict=True):
         assert a.dtype == jnp.bfloat16

@@ -21,6 +21,9 @@ from meshwright.hardware.targets import parse_target
 from meshwright.hlo.parser import parse_module
 from meshwright.models import quantisation as products
 from meshwright.models.blocks.layers import linear
+from meshwright.models.kernels import choose
+from meshwright.models.kernels.choose import GroupedProducts
+from meshwright.models.kernels.grouped_triton import multiply, multiply_transposed
 from meshwright.models.quantisation import (
     RECIPES,
     SCOPE,
@@ -33,6 +36,7 @@ from meshwright.planner.estimate import estimate
 from meshwright.runs.placed_run import place_run
 from meshwright.sharding.layouts import TOKEN_AXES
 from meshwright.step.train_step import build_train_step
+from meshwright.views.layout import precision_blocks
 
 exhaustive = pytest.mark.exhaustive
 TEXTS = Path(__file__).parent / "analysis" / "texts" / "precision"
@@ -164,12 +168,71 @@ def test_goes_with_pipelines_and_other_layouts(mesh: str, changes: dict[str, Any
     assert difference(many.gradients, one.gradients) < 1e-4
 
 
-def test_experts_and_router_stay_in_the_compute_dtype() -> None:
-    run = device_run_of(tiny_run(MODELS["deepseek-like"], matmul_precision="fp8", dropout=0.0))
+@pytest.mark.parametrize(("name", "experts"), [("fp8", True), ("mxfp8", True), ("int8", False)])
+def test_experts_follow_in_fp8_and_the_router_never(name: str, experts: bool) -> None:
+    run = device_run_of(tiny_run(MODELS["deepseek-like"], matmul_precision=name, dropout=0.0))
     gather: Any = run.local_model.gather_params
     names = {path.partition(".")[2] for path in gather.plans}
     assert {"query", "attention_out", "shared_gate", "gate", "down"} < names
-    assert not {"router", "expert_gate", "expert_up", "expert_down"} & names
+    assert "router" not in names
+    assert names.isdisjoint({"expert_gate", "expert_up", "expert_down"}) != experts
+    (text,) = precision_blocks(run.placed, run.settled.low_precision_experts)
+    assert ("grouped matmuls of experts in e4m3" in str(text)) == experts
+
+
+@functools.cache
+def trained_experts(name: str, mesh: str) -> Trained:
+    initial = None if (name, mesh) == ("compute", "data=1") else trained_experts("compute", "data=1").initial
+    run = tiny_run(MODELS["mixtral"], mesh, dropout=0.0, matmul_precision=name)
+    return train(run, 1, initial=initial)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2,expert=2,tensor=2", "fsdp=8"])
+def test_experts_in_fp8_have_the_numbers_of_one_device(mesh: str) -> None:
+    one, many = trained_experts("fp8_rowwise", "data=1"), trained_experts("fp8_rowwise", mesh)
+    assert 1e-3 < difference(one.gradients, trained_experts("compute", "data=1").gradients) < 0.15
+    assert difference(many.gradients, one.gradients) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sizes"),
+    [("ragged_dot", [5, 0, 58, 1]), ("triton", [5, 0, 58, 1]), ("triton", [0, 0, 64, 0]), ("triton", [20, 7, 10, 3])],
+    ids=str,
+)
+def test_experts_in_fp8_are_a_loop_over_quantised_experts(kernel: str, sizes: list[int]) -> None:
+    """The same roundings as the product of each expert's own rows; rows past the last expert give zeros."""
+    grouped, rng = choose.ragged_dot(), np.random.default_rng(0)
+    if kernel == "triton":
+        found = [functools.partial(f, interpret=True) for f in (multiply, multiply_transposed)]
+        grouped = dataclasses.replace(grouped, float8=GroupedProducts(("cpu",), *found))
+    x, w, g = (rng.standard_normal(s).astype(np.float32) for s in ((64, 96), (4, 96, 48), (64, 48)))
+    g[sum(sizes) :] = 0
+    e4m3 = functools.partial(products._quantise, dtype="float8_e4m3fn")
+
+    def scaled(a: Any, dims: Any) -> Any:
+        values, scale = e4m3(a, products._amax(a, dims))
+        return values.astype(jnp.float32) * scale
+
+    plan = WeightPlan(RECIPES["fp8"], 1, (), (), grouped=True)
+    values, scale = e4m3(jnp.asarray(w), products._amax(jnp.asarray(w), plan.shares))
+
+    def out(x: Any, w: Any) -> Any:
+        weight = LowPrecisionWeight(values, scale, w, plan)
+        return products.with_low_precision(grouped)(x, weight, jnp.asarray(sizes, jnp.int32))
+
+    y, pull = jax.vjp(out, jnp.asarray(x), jnp.asarray(w))
+    g_x, g_w = pull(jnp.asarray(g))
+    x_scale = e4m3(jnp.asarray(x), products._amax(jnp.asarray(x), (1,)))[1]
+    low_x, low_w, low_g = scaled(jnp.asarray(x), (1,)), scaled(jnp.asarray(w), (1, 2)), scaled(jnp.asarray(g), (1,))
+    columns = scaled(jnp.asarray(g) * x_scale, (0,)) / x_scale
+    start = 0
+    for e, size in enumerate(sizes):
+        own = slice(start, start + size)
+        np.testing.assert_allclose(y[own], low_x[own] @ low_w[e], rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(g_x[own], low_g[own] @ low_w[e].T, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(g_w[e], low_x[own].T @ columns[own], rtol=1e-5, atol=1e-4)
+        start += size
+    assert not np.any(y[start:])
 
 
 def test_a_family_that_does_not_use_linear_is_told_so() -> None:

@@ -224,7 +224,9 @@ def lint_precision(module: Module, scope: str, asked: str) -> Iterator[Finding]:
     """
     total, excess, wide, line = 0, 0.0, Counter[str](), ""
     for context, instruction in walk(module):
-        library = instruction.opcode == "custom-call" and _LIBRARY_MATMUL.search(instruction.target)
+        library = instruction.opcode == "custom-call" and (
+            _LIBRARY_MATMUL.search(instruction.target) or kernel_work(instruction).kind == "grouped matmul"
+        )
         if not (library or instruction.opcode in ("dot", "convolution")) or scope not in context.op_name(instruction):
             continue
         operands = [array for operand in instruction.operands[:2] for array in arrays_of(operand.shape)]

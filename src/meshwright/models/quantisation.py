@@ -9,6 +9,10 @@ with different scales round alike: no maximum is sent, and the numbers do not de
 2^-15 of their group's largest (e4m3; 2^-30 in e5m2) are rounded more coarsely. int8 has a fixed step, which the scale
 sets: there the maximum is taken over all devices that share a row or column.
 
+Grouped matmuls of experts have one recipe, in the fp8 formats only: e4m3 with a scale for each row of activations and
+for each expert's weight, and gradients in e4m3 too, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2). Triton
+multiplies operands of one format, and has no product of MX blocks.
+
 Sources: fp8 formats and training with them, Micikevicius et al. 2022 (arXiv:2209.05433); MXFP8, OCP Microscaling
 Formats 1.0.
 """
@@ -16,7 +20,7 @@ Formats 1.0.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -31,6 +35,7 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.chips import CHIPS, Chip
 from meshwright.hardware.machine import Machine
 from meshwright.models.blocks.layers import SelfMultiplying
+from meshwright.models.kernels.choose import GroupedMatmul, GroupedProducts
 from meshwright.sharding.layouts import TOKEN_AXES
 from meshwright.sharding.params import GatherParams, Tree, is_low_precision, named_leaves
 from meshwright.sharding.placement import Placements
@@ -138,6 +143,15 @@ class WeightPlan:
     """Mesh axes that split the contracted dimensions of the gathered weight."""
     out_axes: Axes
     """Mesh axes that split its other dimensions."""
+    grouped: bool = False
+    """Whether it is a weight of experts [E, K, N]."""
+
+    @property
+    def shares(self) -> tuple[int, ...] | None:
+        """Dimensions along which elements share a scale; None are all."""
+        if self.grouped:
+            return (1, 2)
+        return tuple(range(self.contract)) if self.recipe.scaling == "row" else None
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale", "carrier"], meta_fields=["plan"])
@@ -192,7 +206,8 @@ class LowPrecisionGather(GatherParams):
         rows, treedef = jax.tree_util.tree_flatten_with_path(params)
         hows = treedef.flatten_up_to(self.gathers[path])
         low = {name(k): (w, how.gathers) for (k, w), how in zip(rows, hows, strict=True) if name(k) in self.plans}
-        quantised = self._quantise({n: row for n, row in low.items() if self.plans[n].recipe.scaling != "mx"})
+        early = {n for n in low if self.plans[n].grouped or self.plans[n].recipe.scaling != "mx"}
+        quantised = self._quantise({n: row for n, row in low.items() if n in early})
 
         def replace(keys: Any, weight: jax.Array) -> Any:
             plan = self.plans.get(name(keys))
@@ -209,10 +224,10 @@ class LowPrecisionGather(GatherParams):
         amax, axes_of = {}, {}
         for name, (w, gathers) in shards.items():
             plan = self.plans[name]
-            dims = tuple(range(plan.contract)) if plan.recipe.scaling == "row" else None
+            dims = plan.shares
             with jax.named_scope(name):
                 amax[name] = _amax(lax.stop_gradient(w), dims)
-            shared = [a for axes, dim in gathers if dims is None or dim < plan.contract for a in axes]
+            shared = [a for axes, dim in gathers if dims is None or dim in dims for a in axes]
             axes_of[name] = tuple(shared) + (plan.in_axes if plan.recipe.operand == "int8" else ())
         with jax.named_scope("scales of weights"):
             amax = _max_in_groups(amax, axes_of)
@@ -223,21 +238,24 @@ class LowPrecisionGather(GatherParams):
                 values, scale = _quantise(lax.stop_gradient(w), amax[name], plan.recipe.operand)
                 for axes, dim in gathers:
                     values = hierarchical_all_gather(values, axes, dim, self.dcn)
-                    if scale.ndim and dim >= plan.contract:
+                    if plan.shares is not None and dim not in plan.shares:
                         scale = hierarchical_all_gather(scale, axes, dim, self.dcn)
             result[name] = (values, scale)
         return result
 
 
-def low_precision_gather(gather: GatherParams, params: Tree, placements: Tree, name: str) -> LowPrecisionGather:
-    """Returns `gather` with the matmul weights quantised by the recipe `name`."""
+def low_precision_gather(
+    gather: GatherParams, params: Tree, placements: Tree, name: str, experts: bool
+) -> LowPrecisionGather:
+    """Returns `gather` with the matmul weights quantised by the recipe `name`. experts: whether theirs are too."""
     recipe, plans = find_precision(name), {}
     where: dict[str, Placements] = named_leaves(placements)
     for path, p in named_leaves(params).items():
-        if is_low_precision(p):
+        if is_low_precision(p, experts):
             used, end = where[path].in_use, p.dims.count("L") + p.contract
             in_axes, out_axes = (tuple(a for axes in dims for a in axes) for dims in (used[:end], used[end:]))
-            plans[path] = WeightPlan(recipe, p.contract, tuple(a for a in in_axes if a != "stage"), out_axes)
+            in_axes = tuple(a for a in in_axes if a != "stage")
+            plans[path] = WeightPlan(recipe, p.contract, in_axes, out_axes, "E" in p.dims)
     fields = {f.name: getattr(gather, f.name) for f in dataclasses.fields(GatherParams)}
     return LowPrecisionGather(**fields, plans=plans)
 
@@ -347,6 +365,72 @@ def _multiply_bwd(plan: WeightPlan, saved: _Saved, g_TF: jax.Array) -> tuple[jax
 
 
 _multiply.defvjp(_multiply_fwd, _multiply_bwd)
+
+
+def quantises_experts(name: str, grouped: GroupedMatmul | None, platform: str, capacity: bool) -> bool:
+    """Whether the grouped matmuls of experts are in low precision; elsewhere they stay in the compute dtype.
+
+    name: matmul precision of the run.  grouped: its grouped matmul; None for a model without experts.  platform:
+    `jax.Device.platform`.  capacity: whether experts are dispatched with a capacity, whose products are not grouped.
+    """
+    if name == "compute" or grouped is None or grouped.float8 is None or capacity:
+        return False
+    return find_precision(name).operand == _GROUPED_FORMAT and platform in grouped.float8.platforms
+
+
+def with_low_precision(grouped: GroupedMatmul) -> Callable[[jax.Array, Any, jax.Array], jax.Array]:
+    """Returns the grouped matmul with products in low precision for weights that are gathered so."""
+    products = grouped.float8
+    assert products is not None
+
+    def multiply(rows: jax.Array, w: Any, rows_E: jax.Array) -> jax.Array:
+        if not isinstance(w, LowPrecisionWeight):
+            return grouped.multiply(rows, w, rows_E)
+        return _multiply_groups(rows, w.values, w.scale, w.carrier, rows_E, products)
+
+    return multiply
+
+
+_GROUPED_FORMAT = "float8_e4m3fn"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _multiply_groups(
+    rows: jax.Array, w: jax.Array, w_scale: Any, carrier: Any, rows_E: jax.Array, products: GroupedProducts
+) -> jax.Array:
+    """Multiplies the rows of each expert [R, K] by its quantised weight, w [E, K, N] with a scale [E, 1, 1].
+
+    carrier: takes the gradient of the weights.
+    """
+    return _multiply_groups_fwd(rows, w, w_scale, carrier, rows_E, products)[0]
+
+
+def _multiply_groups_fwd(
+    rows: jax.Array, w: jax.Array, w_scale: Any, carrier: Any, rows_E: jax.Array, products: GroupedProducts
+) -> tuple[jax.Array, Any]:
+    with jax.named_scope(SCOPE):
+        q_RK, x_scale = _quantise(rows, _amax(rows, (1,)), _GROUPED_FORMAT)
+        expert = (jnp.arange(rows.shape[0])[:, None] >= jnp.cumsum(rows_E)).sum(1)
+        w_scale_R1 = w_scale[jnp.minimum(expert, rows_E.shape[0] - 1), 0]
+        y = products.rows(q_RK, w.swapaxes(1, 2), rows_E, rows.dtype)
+        y = y * (x_scale * w_scale_R1).astype(y.dtype)
+    return y, (q_RK, x_scale, w, w_scale_R1, rows_E)
+
+
+def _multiply_groups_bwd(products: GroupedProducts, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+    q_RK, x_scale, w, w_scale_R1, rows_E = saved
+    with jax.named_scope(SCOPE):
+        q_RN, g_scale = _quantise(g, _amax(g, (1,)), _GROUPED_FORMAT)
+        g_rows = products.rows(q_RN, w, rows_E, g.dtype)
+        g_rows = g_rows * (g_scale * w_scale_R1).astype(g.dtype)
+        # The scales of rows lie along the contracted dimension: they multiply the gradient before it is quantised.
+        scaled = g * x_scale.astype(g.dtype)
+        q_RN, g_scale = _quantise(scaled, _amax(scaled, (0,)), _GROUPED_FORMAT)
+        g_w = products.groups(q_RK, q_RN, rows_E, g.dtype) * g_scale.astype(g.dtype)
+    return g_rows, None, None, g_w, None
+
+
+_multiply_groups.defvjp(_multiply_groups_fwd, _multiply_groups_bwd)
 
 
 def _quantise_activations(

@@ -264,7 +264,8 @@ def _compute_seconds(
     bandwidth = chip.hbm_bandwidth * efficiency.hbm
     attention_rate = chip.flops_bf16 * efficiency.of_attention(kernel.rate)
     gpu = not settled.machine.on_tpu
-    low = low_precision(placed) if software.experts_in_low_precision else None
+    ours = software is MESHWRIGHT and settled.low_precision_experts
+    low = low_precision(placed) if software.experts_in_low_precision or ours else None
     copied = _copied_bytes(placed, work, software)
     scored = {"attention", "scores"} if kernel.keeps_scores else {"attention"}
     repeats = {"forward": 1.0, "backward": kernel.backward, "recomputation": 1.0 if scored & again else 0.0}
@@ -274,6 +275,11 @@ def _compute_seconds(
         "recomputation": work.quantised_inputs if recomputed else 0.0,
         "backward": work.quantised_gradients,
     }
+    for m in work.matmuls if ours else ():
+        if m.grouped:
+            # Gate and up share their rows. Gradients are quantised once for each of their two products.
+            quantised["forward"] += m.m * m.k * m.count / (2 if m.role == "ffn_in" else 1)
+            quantised["backward"] += 2 * m.m * m.n * m.count
     residual = work.tokens * work.width * 2 * work.layers / placed.shape.tensor
     hidden = sum(m.m * m.n * m.count for m in work.matmuls if m.role == "ffn_in")
     result = {}

@@ -8,6 +8,7 @@ prices can decide, the remat policy and the pipeline schedule, is chosen before 
 import dataclasses
 import functools
 import math
+from typing import Any
 
 from meshwright.comm.hierarchical import DcnAxis
 from meshwright.errors import ConfigError
@@ -42,6 +43,24 @@ class Settled:
             return None
         training = self.placed.run.training
         return choose_grouped_matmul(training.grouped_matmul, self.machine.platform, training.compute_dtype)
+
+    @property
+    def _quantisation(self) -> Any:
+        from meshwright.models import quantisation  # loaded only by runs in low precision
+
+        return quantisation
+
+    @functools.cached_property
+    def low_precision_experts(self) -> bool:
+        """Whether the grouped matmuls of experts are in the run's matmul precision, and not in its compute dtype."""
+        name, capacity = (
+            self.placed.run.training.matmul_precision,
+            "dispatch: capacity" in self.placed.run.model.features(),
+        )
+        if name == "compute":
+            return False
+        found: bool = self._quantisation.quantises_experts(name, self.grouped_matmul, self.machine.platform, capacity)
+        return found
 
     @property
     def fixes_bits(self) -> bool:
@@ -141,9 +160,7 @@ class Settled:
             truth = f"a step that is computed twice would differ without a fault. {keeps.sentence}"
             raise ConfigError(f"{asked} on {machine.kind or machine.platform}", truth, fix)
         if training.matmul_precision != "compute":
-            from meshwright.models.quantisation import check_precision
-
-            check_precision(training.matmul_precision, machine)
+            self._quantisation.check_precision(training.matmul_precision, machine)
         if not self.placed.spec.layers:  # nothing else is chosen for a model whose layers are not known
             return
         if REMAT_POLICIES[training.remat].offloaded and not (machine.on_tpu or machine.simulated):

@@ -33,7 +33,7 @@ Stored = Literal["float32", "bfloat16", "int8", "uint8"]
 
 
 LOW_PRECISION_ROLES: tuple[Role, ...] = ("qkv", "attention_out", "ffn_in", "ffn_out", "projection")
-"""Roles of the weights that `--training.matmul-precision` is about; those of experts (dimension E) are not."""
+"""Roles of the weights that `--training.matmul-precision` is about."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +79,9 @@ def is_param(x: Any) -> bool:
     return isinstance(x, Param)
 
 
-def is_low_precision(p: Param) -> bool:
-    """Whether `--training.matmul-precision` is about the matmuls of a weight; those of experts stay as they are."""
-    return p.role in LOW_PRECISION_ROLES and "E" not in p.dims
+def is_low_precision(p: Param, experts: bool = False) -> bool:
+    """Whether the matmuls of a weight are in low precision. experts: whether the grouped matmuls are too."""
+    return p.role in LOW_PRECISION_ROLES and (experts or "E" not in p.dims)
 
 
 def tree_map(f: Callable[..., Any], params: Tree, *rest: Tree) -> Tree:

@@ -100,17 +100,19 @@ class DeviceRun:
             dcn=self.settled.links,
             summed=self.summed_in_backward,
         )
+        settled, grouped = self.settled, self.settled.grouped_matmul
+        multiply: Any = grouped.multiply if grouped else jax.lax.ragged_dot
         if training.matmul_precision != "compute":
-            name = training.matmul_precision
-            from meshwright.models.quantisation import low_precision_gather
+            name, experts = training.matmul_precision, settled.low_precision_experts
+            from meshwright.models.quantisation import low_precision_gather, with_low_precision
 
-            gather = low_precision_gather(gather, self.params, self.placements, name)
+            gather = low_precision_gather(gather, self.params, self.placements, name, experts)
+            multiply = with_low_precision(grouped) if grouped and experts else multiply
         finetune = self.run.finetune
         if finetune.method == "lora":
             from meshwright.models.adapters import adapter_gather
 
             gather = adapter_gather(gather, finetune.scale)
-        settled, grouped = self.settled, self.settled.grouped_matmul
         return LocalModel(
             self.run.model,
             training,
@@ -118,7 +120,7 @@ class DeviceRun:
             self.placed.sequence,
             self.placed.stages,
             settled.kernels,
-            grouped.multiply if grouped else jax.lax.ragged_dot,
+            multiply,
             settled.sum_rows,
             settled.gathered_ahead,
             settled.tensor_ring,

@@ -54,15 +54,16 @@ def _low_precision(training: Training) -> "MatmulPrecision | None":
     return find_precision(training.matmul_precision)
 
 
-def param_rows(placed: PlacedRun) -> tuple[ParamRow, ...]:
-    """Returns the layout of every parameter of a placed run."""
+def param_rows(placed: PlacedRun, low_precision_experts: bool = False) -> tuple[ParamRow, ...]:
+    """Returns the layout of every parameter of a placed run. low_precision_experts: as `Settled` has it."""
     training, rows = placed.run.training, []
     low = _low_precision(training)
     gathers_quantised = low is not None and low.scaling in ("tensor", "row")
     for path, p, where in placed.leaves:
         at_rest, in_use = (local_shape(p.shape, placement, placed.shape) for placement in (where.at_rest, where.in_use))
         layers = in_use[0] if p.dims.startswith("L") else 1
-        each = 1 if gathers_quantised and is_low_precision(p) else jnp.dtype(training.compute_dtype).itemsize
+        quantised = is_low_precision(p, low_precision_experts) and (gathers_quantised or "E" in p.dims)
+        each = 1 if low is not None and quantised else jnp.dtype(training.compute_dtype).itemsize
         row = ParamRow(
             path,
             p.shape,
@@ -110,13 +111,22 @@ def stages_table(stages: tuple[StageRow, ...]) -> Table:
     return Table.of(enumerate(stages), columns, title="Layers of each stage", printed=8)
 
 
-def precision_blocks(placed: PlacedRun) -> list[Block]:
-    """Returns which matmuls are in low precision and what stays in the compute dtype; nothing if none is."""
-    training = placed.run.training
+def precision_blocks(placed: PlacedRun, low_precision_experts: bool | None = None) -> list[Block]:
+    """Returns which matmuls are in low precision and what stays in the compute dtype; nothing if none is.
+
+    low_precision_experts: as `Settled` has it; None where no machine is known.
+    """
+    training, leaves = placed.run.training, named_leaves(placed.params).values()
     precision = _low_precision(training)
     if precision is None:
         return []
-    low = sum(p.size for p in named_leaves(placed.params).values() if is_low_precision(p))
-    others = "embedding, unembedding, norms, router, attention itself and the experts' grouped matmuls"
+    low = sum(p.size for p in leaves if is_low_precision(p, bool(low_precision_experts)))
+    others = "embedding, unembedding, norms, router and attention itself"
     text = f"matmuls of {format_count(low)} parameters in {training.matmul_precision}: {precision.summary}"
-    return [Text([f"{text}; in {training.compute_dtype}: {others}"])]
+    experts = {
+        True: "; the grouped matmuls of experts in e4m3, one scale per row and per expert",
+        False: f"; the grouped matmuls of experts in {training.compute_dtype}",
+        None: "; the grouped matmuls of experts in e4m3 where the machine's kernel has it (NVIDIA GPUs, fp8 recipes)",
+    }
+    with_experts = experts[low_precision_experts] if any("E" in p.dims for p in leaves) else ""
+    return [Text([f"{text}{with_experts}; in {training.compute_dtype}: {others}"])]

@@ -8,9 +8,10 @@ named in the Run is used or refused, never replaced. A kernel from outside the p
 import dataclasses
 import importlib.util
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from meshwright.config import Training
 from meshwright.errors import ConfigError
@@ -109,6 +110,17 @@ def choose_kernels(
     return in_strategy(kernels)
 
 
+class GroupedProducts(NamedTuple):
+    """Grouped products of operands of one byte, without derivatives: those of a low-precision matmul."""
+
+    platforms: tuple[str, ...]
+    """Values of `jax.Device.platform` that they run on."""
+    rows: Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]
+    """`(rows [R, K], weights [E, N, K], rows_E [E], dtype of the result) -> [R, N]`."""
+    groups: Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]
+    """`(rows [R, K], gradients [R, N], rows_E [E], dtype of the result) -> [E, K, N]`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class GroupedMatmul:
     """Grouped matmul with its derivative: rows sorted by expert, each times the weights of its own expert."""
@@ -124,6 +136,8 @@ class GroupedMatmul:
     """Values of `jax.Device.platform` that it runs on; () are all."""
     dtypes: tuple[str, ...] = ()
     """Dtypes of rows and weights; () are all."""
+    float8: GroupedProducts | None = None
+    """Products of float8_e4m3fn; None where it has none, and experts stay in the compute dtype."""
 
 
 def ragged_dot() -> GroupedMatmul:
@@ -132,7 +146,17 @@ def ragged_dot() -> GroupedMatmul:
     On NVIDIA GPUs XLA multiplies every row by the weights of every expert and masks the rest, E times the FLOPs, so a
     kernel of this package runs there (kernels/grouped_triton.py).
     """
-    return GroupedMatmul("ragged_dot", jax.lax.ragged_dot)
+
+    def in_float32(x: jax.Array, w: jax.Array, rows_E: jax.Array, dtype: Any) -> jax.Array:
+        wide = w.swapaxes(1, 2).astype(jnp.float32)
+        return jax.lax.ragged_dot(x.astype(jnp.float32), wide, rows_E).astype(dtype)
+
+    def groups(x: jax.Array, g: jax.Array, rows_E: jax.Array, dtype: Any) -> jax.Array:
+        contract_rows = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+        wide = g.astype(jnp.float32)
+        return jax.lax.ragged_dot_general(x.astype(jnp.float32), wide, rows_E, contract_rows).astype(dtype)
+
+    return GroupedMatmul("ragged_dot", jax.lax.ragged_dot, float8=GroupedProducts(("cpu",), in_float32, groups))
 
 
 def triton() -> GroupedMatmul:
@@ -143,10 +167,11 @@ def triton() -> GroupedMatmul:
             f"it is written in Pallas for Triton, which JAX {jax.__version__} does not have",
             "a JAX of version 0.12, or training.grouped_matmul ragged_dot, which computes every expert for every row",
         )
-    from meshwright.models.kernels.grouped_triton import grouped_matmul
+    from meshwright.models.kernels.grouped_triton import grouped_matmul, multiply, multiply_transposed
 
-    multiply = grouped_matmul
-    return GroupedMatmul("triton", multiply, ("gpu", "cuda"), ("bfloat16", "float16", "float32"))
+    platforms, dtypes = ("gpu", "cuda"), ("bfloat16", "float16", "float32")
+    float8 = GroupedProducts(platforms, multiply, multiply_transposed)
+    return GroupedMatmul("triton", grouped_matmul, platforms, dtypes, float8)
 
 
 GROUPED_AUTO = {"gpu": "triton", "cuda": "triton"}

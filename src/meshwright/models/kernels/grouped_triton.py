@@ -63,22 +63,32 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, rows_E: jax.Array, inter
     is at most R.  interpret: runs on a CPU. Returns [R, N], zero for rows past those of the last expert. Sizes need not
     be multiples of the tiles.
     """
-    return _multiply(rows, weights, rows_E, transposed=False, interpret=interpret)
+    return multiply(rows, weights, rows_E, transposed=False, interpret=interpret)
 
 
 def _backward(interpret: bool, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     rows, weights, rows_E = saved
-    g_rows = _multiply(g, weights, rows_E, transposed=True, interpret=interpret)
-    return g_rows, _multiply_transposed(rows, g, rows_E, interpret=interpret), None
+    g_rows = multiply(g, weights, rows_E, transposed=True, interpret=interpret)
+    return g_rows, multiply_transposed(rows, g, rows_E, interpret=interpret), None
 
 
 grouped_matmul.defvjp(lambda *inputs: (grouped_matmul(*inputs), inputs[:3]), _backward)
 
 
-def _multiply(
-    rows: jax.Array, weights: jax.Array, rows_E: jax.Array, *, transposed: bool, interpret: bool
+def multiply(
+    rows: jax.Array,
+    weights: jax.Array,
+    rows_E: jax.Array,
+    dtype: Any = None,
+    *,
+    transposed: bool = True,
+    interpret: bool = False,
 ) -> jax.Array:
-    """Computes `grouped_matmul`. transposed: weights are [E, N, K]."""
+    """Computes `grouped_matmul`, without a derivative. transposed: weights are [E, N, K].
+
+    dtype: of the result; None is that of the rows. Hopper multiplies float8 only along the innermost dimension of both
+    operands, which `transposed` is.
+    """
     R, K = rows.shape
     E, N = weights.shape[0], weights.shape[1 if transposed else 2]
     depth = _DEPTH_BYTES // rows.dtype.itemsize
@@ -109,15 +119,20 @@ def _multiply(
     return pl.pallas_call(
         kernel,
         grid=(pl.cdiv(N, _COLUMNS), tiles[0].shape[0]),
-        out_shape=jax.ShapeDtypeStruct((R, N), rows.dtype),
+        out_shape=jax.ShapeDtypeStruct((R, N), dtype or rows.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
         interpret=interpret,
         name="grouped_matmul",
     )(rows, weights, *tiles)
 
 
-def _multiply_transposed(rows: jax.Array, g: jax.Array, rows_E: jax.Array, *, interpret: bool) -> jax.Array:
-    """Returns, for each expert, its rows [R, K] transposed times its rows of g [R, N]: [E, K, N]; zero without rows."""
+def multiply_transposed(
+    rows: jax.Array, g: jax.Array, rows_E: jax.Array, dtype: Any = None, *, interpret: bool = False
+) -> jax.Array:
+    """Returns, for each expert, its rows [R, K] transposed times its rows of g [R, N]: [E, K, N]; zero without rows.
+
+    dtype: of the result; None is that of the rows.
+    """
     K, N, E = rows.shape[1], g.shape[1], rows_E.shape[0]
     depth = _DEPTH_BYTES // rows.dtype.itemsize
     ends = jnp.cumsum(rows_E, dtype=jnp.int32)
@@ -143,7 +158,7 @@ def _multiply_transposed(rows: jax.Array, g: jax.Array, rows_E: jax.Array, *, in
     return pl.pallas_call(
         kernel,
         grid=(pl.cdiv(N, _COLUMNS), pl.cdiv(K, _ROWS), E),
-        out_shape=jax.ShapeDtypeStruct((E, K, N), rows.dtype),
+        out_shape=jax.ShapeDtypeStruct((E, K, N), dtype or rows.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
         interpret=interpret,
         name="grouped_matmul_transposed",
