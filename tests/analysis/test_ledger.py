@@ -18,7 +18,7 @@ from meshwright.analysis.lint import lint_host
 from meshwright.analysis.lint_collectives import MIN_SENT_BYTES
 from meshwright.errors import CensusError
 from meshwright.hlo.collectives import axes_of_groups, axes_of_pairs, expand
-from meshwright.hlo.ledger import LedgerEntry, by_kind_and_axes, read_ledger, unread_collectives
+from meshwright.hlo.ledger import LedgerEntry, read_ledger, traffic, unread_collectives
 from meshwright.hlo.parser import parse_module
 
 TEXTS = Path(__file__).parent / "texts"
@@ -31,7 +31,7 @@ def mesh() -> Mesh:
 
 
 def counts(entries: list[LedgerEntry]) -> Counts:
-    return {key: (times, total) for key, (times, total, _) in by_kind_and_axes(entries).items()}
+    return {(row["kind"], row["axes"]): (row["count"], row["total"]) for row in traffic(entries)}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

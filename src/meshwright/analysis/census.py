@@ -9,7 +9,7 @@ import dataclasses
 import importlib.metadata
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from meshwright.analysis.memory import Memory, read_memory
 from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, Ticks, simulate_schedule
 from meshwright.formatting import Shown, format_count
 from meshwright.hlo.flops import ALL_ROWS, CompiledMatmul, Skipped, read_matmuls, unpriced_kernels
-from meshwright.hlo.ledger import LedgerEntry, by_kind_and_axes, read_ledger, unread_collectives
+from meshwright.hlo.ledger import LedgerEntry, read_ledger, traffic, unread_collectives
 from meshwright.hlo.scopes import Branches
 
 PROVENANCE: dict[str, tuple[str, ...]] = {
@@ -178,7 +178,7 @@ class Census(Shown):
             ],
             "unread": list(self.unread),
             "doubts": list(self.doubts),
-            "traffic": summarise_traffic(self.ledger),
+            "traffic": traffic(self.ledger),
             "flops": flops,
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
             # Without its spans, which `write_trace` writes.
@@ -195,14 +195,6 @@ class Census(Shown):
 
     def __str__(self) -> str:
         return str(self.page())
-
-
-def summarise_traffic(entries: Sequence[LedgerEntry]) -> list[dict[str, Any]]:
-    """Sums a ledger by kind and axes."""
-    return [
-        {"kind": kind, "axes": axes, "count": count, "total": total, "sent": sent}
-        for (kind, axes), (count, total, sent) in by_kind_and_axes(list(entries)).items()
-    ]
 
 
 def census(

@@ -10,7 +10,7 @@ from meshwright.analysis.census import Census
 from meshwright.documents import LARGE, read_json
 from meshwright.errors import CensusError, nearest, reason_of
 from meshwright.formatting import format_bytes, format_count
-from meshwright.hlo.ledger import by_kind_and_axes
+from meshwright.hlo.ledger import traffic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,46 +42,37 @@ PREDICTED = "predicted seconds"
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
     """Compares every quantity of two censuses (`Census.to_json()`); those that are zero in both are left out."""
-    changes: list[Change] = []
-
-    def add(part: str, a: Mapping[str, float], b: Mapping[str, float]) -> None:
-        for key in dict.fromkeys([*a, *b]):
+    changes = []
+    for (part, a), b in zip(_quantities(before).items(), _quantities(after).values(), strict=True):
+        for key in dict.fromkeys([*a, *b]) if part != PREDICTED or (a and b) else ():
             if a.get(key) or b.get(key):
                 changes.append(Change(part, key, float(a.get(key, 0)), float(b.get(key, 0))))
-
-    if before.get("simulated_schedule") and after.get("simulated_schedule"):
-        add(PREDICTED, _seconds(before["simulated_schedule"]), _seconds(after["simulated_schedule"]))
-    add("memory", {"peak": before["memory"]["peak"]}, {"peak": after["memory"]["peak"]})
-    add("memory", before["memory"]["categories"], after["memory"]["categories"])
-    add("traffic", _traffic(before), _traffic(after))
-    add("flops", _flops(before), _flops(after))
-    add("findings", {"findings": len(before["findings"])}, {"findings": len(after["findings"])})
     return changes
 
 
-def _seconds(schedule: Mapping[str, Any]) -> dict[str, float]:
-    work = {kind: n for kind, n in schedule["by_kind"].items() if kind != "exposed"}
-    exposed = {f"exposed, {axes}": n for axes, n in schedule["exposed"].items()}
-    return {"step": schedule["step_seconds"], **work, **exposed, "pipeline bubble": schedule["bubble"]}
-
-
-def _traffic(census: Mapping[str, Any]) -> dict[str, float]:
-    return {f"{row['kind']} over {row['axes']}": row["sent"] for row in census["traffic"]}
-
-
-def _flops(census: Mapping[str, Any]) -> dict[str, float]:
-    sums: dict[str, float] = {}
+def _quantities(census: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Returns what censuses are compared by: part -> quantity -> value."""
+    seconds, flops, schedule = {}, dict[str, float](), census["simulated_schedule"]
+    if schedule:
+        work = {kind: n for kind, n in schedule["by_kind"].items() if kind != "exposed"}
+        exposed = {f"exposed, {axes}": n for axes, n in schedule["exposed"].items()}
+        seconds = {"step": schedule["step_seconds"], **work, **exposed, "pipeline bubble": schedule["bubble"]}
     for matmul in census["flops"]["matmuls"]:
-        sums[matmul["phase"]] = sums.get(matmul["phase"], 0.0) + matmul["flops"]
-    return sums
+        flops[matmul["phase"]] = flops.get(matmul["phase"], 0.0) + matmul["flops"]
+    return {
+        PREDICTED: seconds,
+        "memory": {"peak": census["memory"]["peak"], **census["memory"]["categories"]},
+        "traffic": {f"{row['kind']} over {row['axes']}": row["sent"] for row in census["traffic"]},
+        "flops": flops,
+        "findings": {"findings": len(census["findings"])},
+    }
 
 
 def read_census(file: Path) -> dict[str, Any]:
     """Reads a census that `--json` or `--save` wrote. Raises CensusError if the file is not a census."""
     try:
         document = read_json(file, LARGE)
-        _ = document["memory"]["categories"], document["findings"], document["simulated_schedule"]
-        _traffic(document), _flops(document)
+        _quantities(document)
     except OSError as error:
         raise CensusError(f"the census {file}", f"it cannot be read: {reason_of(error)}", "a file of --json") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -119,20 +110,18 @@ def read_budget(file: Path) -> dict[str, Any]:
 
 def check_budget(census: Census, budget: Mapping[str, Any]) -> list[LimitExceeded]:
     """Lists the limits that `census` exceeds."""
-    by_kind, counts, by_axes = {}, {}, dict[str, float]()
-    for (kind, axes), (count, _, sent) in by_kind_and_axes(list(census.ledger)).items():
-        by_kind[f"{kind} over {axes}"], counts[f"{kind} over {axes}"] = sent, count
-        by_axes[axes] = by_axes.get(axes, 0.0) + sent
+    rows, categories = traffic(census.ledger), census.memory.by_category()
+    # A key of `sent` is a set of axes, or a kind over a set of axes.
+    sends = {axes: sum(row["sent"] for row in rows if row["axes"] == axes) for axes in {row["axes"] for row in rows}}
+    sends |= {f"{row['kind']} over {row['axes']}": row["sent"] for row in rows}
+    counts = {f"{row['kind']} over {row['axes']}": row["count"] for row in rows}
     figures = {
         "peak_bytes": ("peak memory, bytes", census.memory.compiled.peak),
         "findings": ("findings", len(census.findings)),
         "flops": ("matrix-product FLOPs", census.flops.compiled),
     }
     limits = [(name, float(budget[key]), actual) for key, (name, actual) in figures.items() if key in budget]
-    categories = census.memory.by_category()
     limits += [(f"{k}, bytes", float(v), categories.get(k, 0)) for k, v in budget.get("memory", {}).items()]
-    # A key of `sent` is a set of axes, or a kind over a set of axes.
-    sends = {**by_axes, **by_kind}
     limits += [(f"sent: {k}, bytes", float(v), sends.get(k, 0.0)) for k, v in budget.get("sent", {}).items()]
     limits += [(f"counts: {k}", float(v), counts.get(k, 0)) for k, v in budget.get("counts", {}).items()]
     return [LimitExceeded(quantity, limit, actual) for quantity, limit, actual in limits if actual > limit]
@@ -142,6 +131,5 @@ def write_budget(census: Census) -> str:
     """Formats the census's own figures as a budget, which the program then may not exceed."""
     lines = [f"peak_bytes = {census.memory.compiled.peak}", f"findings = {len(census.findings)}", ""]
     lines += ["[memory]", *(f'"{k}" = {v}' for k, v in census.memory.by_category().items()), ""]
-    traffic = {f"{k} over {axes}": sent for (k, axes), (_, _, sent) in by_kind_and_axes(list(census.ledger)).items()}
-    lines += ["[sent]", *(f'"{k}" = {v:.0f}' for k, v in traffic.items())]
+    lines += ["[sent]", *(f'"{row["kind"]} over {row["axes"]}" = {row["sent"]:.0f}' for row in traffic(census.ledger))]
     return "\n".join(lines) + "\n"

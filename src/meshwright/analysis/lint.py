@@ -11,7 +11,6 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -167,6 +166,8 @@ def lint_rematerialisation(module: Module, warnings: Sequence[str]) -> Iterator[
         dims = getattr(local, "dims", ())
         shards = math.prod([int(n) for n in tiles[1].split(",")][: len(dims)]) if tiles else 1
         size = getattr(local, "bytes", 0) * shards
+        frame = re.search(r"stack_frame_id=(\d+)", text)
+        stack = module.frames.get(int(frame[1]), ()) if frame else ()
         yield Finding(
             "rematerialised",
             f"{match[3]}, {local} on each of {shards}",
@@ -174,21 +175,8 @@ def lint_rematerialisation(module: Module, warnings: Sequence[str]) -> Iterator[
             f"{size} bytes on every device",
             "constrain the value once, to one of the two shardings, or go through one that differs in one axis",
             size,
-            _line_of_warning(module, text),
+            stack[0].location if stack else "",
         )
-
-
-def _line_of_warning(module: Module, text: str) -> str:
-    """Finds the source line of a warning: from its text, its stack frame, or an instruction of the same name."""
-    direct = re.search(r'source_file="([^"]+)" source_line=(\d+)', text)
-    if direct:
-        return f"{Path(direct[1]).name}:{direct[2]}"
-    frame, name = re.search(r"stack_frame_id=(\d+)", text), re.search(r'op_name="([^"]+)"', text)
-    stack = module.frames.get(int(frame[1]), ()) if frame else ()
-    if not stack and name:
-        stacks = [i.stack for _, i in walk(module) if i.op_name == name[1] and i.stack]
-        stack = stacks[-1] if stacks else ()
-    return stack[0].location if stack else ""
 
 
 _HOST_OPCODES = ("infeed", "outfeed", "send", "recv")

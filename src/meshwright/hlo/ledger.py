@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+from collections.abc import Iterable
+from typing import Any
 
 from meshwright.hlo.collectives import (
     COLLECTIVE_TEXT,
@@ -172,10 +174,11 @@ def _source_argument(context: ExecutionContext, instruction: Instruction) -> str
     return ""
 
 
-def by_kind_and_axes(entries: list[LedgerEntry]) -> dict[tuple[str, str], tuple[int, int, float]]:
-    """Sums a ledger by kind and axes: (kind, axes label) -> (count, payload bytes, bytes sent by one device)."""
-    sums: dict[tuple[str, str], tuple[int, int, float]] = {}
-    for entry in entries:
-        count, total, sent = sums.get((entry.kind, entry.axes_label), (0, 0, 0.0))
-        sums[entry.kind, entry.axes_label] = (count + entry.count, total + entry.total, sent + entry.sent)
-    return sums
+def traffic(entries: Iterable[LedgerEntry]) -> list[dict[str, Any]]:
+    """Sums a ledger by kind and axes: executions, payload bytes, and bytes sent by one device."""
+    sums: dict[tuple[str, str], dict[str, Any]] = {}
+    for e in entries:
+        zero = {"kind": e.kind, "axes": e.axes_label, "count": 0, "total": 0, "sent": 0.0}
+        row = sums.setdefault((e.kind, e.axes_label), zero)
+        row |= {"count": row["count"] + e.count, "total": row["total"] + e.total, "sent": row["sent"] + e.sent}
+    return list(sums.values())

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.analysis.census import Census, summarise_traffic
+from meshwright.analysis.census import Census
 from meshwright.analysis.compare import Change, LimitExceeded
 from meshwright.analysis.simulate import SimulatedSchedule
 from meshwright.formatting import format_bytes, format_count, format_step
 from meshwright.hardware.targets import Target
-from meshwright.hlo.ledger import LedgerEntry
+from meshwright.hlo.ledger import LedgerEntry, traffic
 from meshwright.models.flops import FORMULAS
 from meshwright.planner.estimate import Estimate
 from meshwright.planner.explain import Remedy
@@ -321,10 +321,10 @@ def _shown_category(name: str) -> str:
 def _ledger(census: Census, link: str) -> list[Block]:
     if not census.ledger:
         return [Text(["No communication."])]
-    traffic = sorted(summarise_traffic(census.ledger), key=lambda row: -row["sent"])
-    kinds = list(dict.fromkeys(row["kind"] for row in traffic))
-    axes = list(dict.fromkeys(row["axes"] for row in traffic))
-    sent = {(row["kind"], row["axes"]): row["sent"] for row in traffic}
+    sums = sorted(traffic(census.ledger), key=lambda row: -row["sent"])
+    kinds = list(dict.fromkeys(row["kind"] for row in sums))
+    axes = list(dict.fromkeys(row["axes"] for row in sums))
+    sent = {(row["kind"], row["axes"]): row["sent"] for row in sums}
     matrix = Matrix(
         "bytes",
         kinds,
@@ -336,7 +336,7 @@ def _ledger(census: Census, link: str) -> list[Block]:
         hint="Click a cell to filter the table.",
         where="page",
     )
-    sums = [
+    summed = [
         Column("collective", cell="kind"),
         Column("axes", cell="axes"),
         Column("count", "integer", "count"),
@@ -380,7 +380,7 @@ def _ledger(census: Census, link: str) -> list[Block]:
         shown=24,
         printed=16,
     )
-    return [Grid([matrix, inspector]), Table.of(traffic, sums, where="terminal", printed=None), table]
+    return [Grid([matrix, inspector]), Table.of(sums, summed, where="terminal", printed=None), table]
 
 
 def _tensor(entry: LedgerEntry) -> str:
