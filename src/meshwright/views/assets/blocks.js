@@ -53,28 +53,29 @@ function stack(values, names, colours, unit, most, limit) {
   return element("div", { class: "bar-track", role: "img", "aria-label": text }, bar, line);
 }
 
-/** Legend of a part, with its value in the row that stands for all. */
-function valued(name, data, i) {
-  const item = legendItem(name, data.colours[i]);
-  const value = data.legend_row === null || data.legend_row === undefined ? 0 : data.rows[data.legend_row].values[i];
-  if (value) item.append(element("b", { text: format(value, data.unit) }));
-  return item;
+/** Stacked bars on one scale, and a legend of their parts. text: value beside the name of a part. */
+function stacks(rows, data, text) {
+  const sums = rows.map((row) => row.values.reduce((a, b) => a + b, 0));
+  const most = Math.max(...sums, data.limit ?? 0, 1e-300);
+  const legend = element("div", { class: "legend" });
+  data.names.forEach((name, i) => {
+    if (rows.every((row) => !(row.values[i] > 0))) return;
+    legend.append(legendItem(name, data.colours[i]));
+    if (text(i)) legend.lastChild.append(element("b", { text: text(i) }));
+  });
+  const bars = rows.flatMap((row, n) => [
+    element("div", { class: "bar-name", text: row.label }),
+    stack(row.values, data.names, data.colours, data.unit, most, data.limit),
+    element("div", { class: "bar-sum", text: format(sums[n], data.unit) }),
+  ]);
+  return [element("div", { class: "bars" }, ...bars), legend];
 }
 
 /** Stacked bars, one below the other, on one scale. */
 export function mountBars(host, data) {
-  const sums = data.rows.map((row) => row.values.reduce((a, b) => a + b, 0));
-  const most = Math.max(...sums, data.limit ?? 0, 1e-300);
-  const used = data.names.map((_, i) => data.rows.some((row) => row.values[i] > 0));
-  host.append(
-    element("div", { class: "bars" }, ...data.rows.flatMap((row, n) => [
-      element("div", { class: "bar-name", text: row.label }),
-      stack(row.values, data.names, data.colours, data.unit, most, data.limit),
-      element("div", { class: "bar-sum", text: format(sums[n], data.unit) }),
-    ])),
-    element("div", { class: "legend" }, ...data.names.map((name, i) => (used[i] ? valued(name, data, i) : null)).filter(Boolean),
-      data.limit ? legendItem("limit", "limit", { mark: "mark-line" }) : null),
-  );
+  const whole = data.rows[data.legend_row ?? -1]?.values; // of the row that stands for all
+  host.append(...stacks(data.rows, data, (i) => (whole?.[i] ? format(whole[i], data.unit) : "")));
+  if (data.limit) host.lastChild.append(legendItem("limit", "limit", { mark: "mark-line" }));
 }
 
 /** A matrix whose shade is its value; a cell filters the table that it is linked to. */
@@ -153,23 +154,10 @@ export class Inspector {
   #bars(bars, b, items) {
     const values = items.map((item) => item.values[b] ?? []);
     if (!values.some((v) => v.length)) return element("div");
-    const sums = values.map((v) => v.reduce((a, c) => a + c, 0));
-    const most = Math.max(...sums, bars.limit ?? 0, 1e-300);
-    const used = bars.names.map((_, i) => values.some((v) => v[i] > 0));
+    const rows = items.map((item, i) => ({ label: items.length > 1 ? "AB"[i] : "", values: values[i] }));
     return element("div", { class: "inspected-bars" },
       element("h4", { class: "small", text: bars.title }),
-      element("div", { class: "bars" }, ...items.flatMap((item, i) => [
-        element("div", { class: "bar-name", text: items.length > 1 ? "AB"[i] : "" }),
-        stack(values[i], bars.names, bars.colours, bars.unit, most, bars.limit),
-        element("div", { class: "bar-sum", text: format(sums[i], bars.unit) }),
-      ])),
-      element("div", { class: "legend" }, ...bars.names.map((name, i) => (used[i] ? this.#part(name, bars.colours[i], values.map((v) => v[i] ?? 0), bars.unit) : null)).filter(Boolean)));
-  }
-
-  #part(name, colour, values, unit) {
-    const item = legendItem(name, colour);
-    item.append(element("b", { text: ` ${values.map((v) => format(v, unit)).join(" | ")}` }));
-    return item;
+      ...stacks(rows, bars, (i) => ` ${values.map((v) => format(v[i] ?? 0, bars.unit)).join(" | ")}`));
   }
 
   #facts(items) {

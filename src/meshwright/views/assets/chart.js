@@ -1,6 +1,6 @@
 // Charts of lines, points and areas: drag to zoom, double-click to reset, hover to read, click to select, keys for all.
 
-import { colourOf, element, hideTip, legendItem, onWidth, shape, showTip } from "./dom.js";
+import { colourOf, element, hideTip, legendItem, onWidth, placeIn, plotOf, shape, showTip } from "./dom.js";
 import { domainOf, format, makeScale, ticksOf } from "./scale.js";
 
 const MARGIN = { top: 26, right: 16, bottom: 46, left: 76 };
@@ -63,12 +63,8 @@ export class Chart {
     this.logs = { x: Boolean(data.x.log), y: Boolean(data.y.log) };
     this.cursor = -1;
     this.#controls(data);
-    this.plot = element("div", {
-      class: "plot", tabindex: 0, role: "group",
-      "aria-label": `${data.title}: chart. Arrow keys move between points, Enter selects, plus and minus zoom, 0 resets`,
-    });
-    this.spoken = element("div", { class: "visually-hidden", "aria-live": "polite" });
-    host.append(this.plot, this.spoken);
+    const label = `${data.title}: chart. Arrow keys move between points, Enter selects, plus and minus zoom, 0 resets`;
+    [this.plot, this.spoken] = plotOf(host, "", label);
     this.#listen();
     if (data.link) store.on(data.link, () => this.draw());
     this.update(data);
@@ -342,11 +338,6 @@ export class Chart {
     return [`${x.label} ${format(at, x.unit)}`, ...rows.filter(Boolean)];
   }
 
-  #place(event) {
-    const box = this.plot.getBoundingClientRect();
-    return [event.clientX - box.left, event.clientY - box.top];
-  }
-
   #find(px, py) {
     if (!this.lines) return this.#nearest(px, py);
     const { left, right } = this.box;
@@ -368,10 +359,10 @@ export class Chart {
   #listen() {
     let from = null;
     this.plot.addEventListener("pointerdown", (event) => {
-      if (event.button === 0 && event.pointerType !== "touch") from = this.#place(event);
+      if (event.button === 0 && event.pointerType !== "touch") from = placeIn(this.plot, event);
     });
     this.plot.addEventListener("pointermove", (event) => {
-      const [px, py] = this.#place(event);
+      const [px, py] = placeIn(this.plot, event);
       if (from && Math.hypot(px - from[0], py - from[1]) > 6) return this.#brush(from, [px, py]);
       const point = this.#find(px, py);
       this.#hover(point);
@@ -386,7 +377,7 @@ export class Chart {
       hideTip();
     });
     this.plot.addEventListener("pointerup", (event) => {
-      const to = this.#place(event);
+      const to = placeIn(this.plot, event);
       const start = from;
       from = null;
       if (start && Math.hypot(to[0] - start[0], to[1] - start[1]) > 6) return this.#zoomBox(start, to);
@@ -397,7 +388,7 @@ export class Chart {
     this.plot.addEventListener("wheel", (event) => {
       if (!event.ctrlKey && document.activeElement !== this.plot) return;
       event.preventDefault();
-      this.zoom(event.deltaY < 0 ? 0.8 : 1.25, this.x.invert(this.#place(event)[0]), this.y.invert(this.#place(event)[1]));
+      this.zoom(event.deltaY < 0 ? 0.8 : 1.25, this.x.invert(placeIn(this.plot, event)[0]), this.y.invert(placeIn(this.plot, event)[1]));
     }, { passive: false });
     this.plot.addEventListener("keydown", (event) => this.#key(event));
     this.plot.addEventListener("blur", () => hideTip());
@@ -459,7 +450,6 @@ export class Chart {
     this.#hover(this.focused);
     const lines = this.#describe(this.focused);
     const box = this.plot.getBoundingClientRect();
-    showTip(lines, box.left + this.focused.px, box.top + this.focused.py);
-    this.spoken.textContent = lines.map((line) => (typeof line === "string" ? line : `${line[0]} ${line[1]}`)).join(", ");
+    this.spoken.textContent = showTip(lines, box.left + this.focused.px, box.top + this.focused.py);
   }
 }

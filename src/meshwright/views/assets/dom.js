@@ -69,7 +69,21 @@ export function inkOn(colour) {
 
 let tip = null;
 
-/** Shows lines of text beside the pointer. lines: strings, or [name, value] or [name, value, colour]. */
+/** Part of a drawing that takes keys, and what a screen reader says of it. */
+export function plotOf(host, kind, label, ...children) {
+  const plot = element("div", { class: `plot ${kind}`.trim(), tabindex: 0, role: "group", "aria-label": label }, ...children);
+  const spoken = element("div", { class: "visually-hidden", "aria-live": "polite" });
+  host.append(plot, spoken);
+  return [plot, spoken];
+}
+
+/** Place of the pointer in an element. */
+export function placeIn(node, event) {
+  const box = node.getBoundingClientRect();
+  return [event.clientX - box.left, event.clientY - box.top];
+}
+
+/** Shows lines of text beside the pointer, and returns them as one. lines: strings, or [name, value] or [name, value, colour]. */
 export function showTip(lines, x, y) {
   if (!tip) {
     tip = element("div", { class: "tip", role: "status" });
@@ -88,6 +102,7 @@ export function showTip(lines, x, y) {
   const left = x + 16 + width > innerWidth ? Math.max(4, x - width - 12) : x + 16;
   const top = y + 16 + height > innerHeight ? Math.max(4, y - height - 12) : y + 16;
   tip.style.setProperty("transform", `translate(${Math.round(left)}px, ${Math.round(top)}px)`);
+  return lines.map((line) => (typeof line === "string" ? line : `${line[0]} ${line[1]}`)).join(", ");
 }
 
 export function hideTip() {

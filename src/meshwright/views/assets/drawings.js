@@ -1,6 +1,6 @@
 // Drawings of devices: a mesh over a machine, the blocks of tensors, and the ticks of a pipeline.
 
-import { colourOf, colourValue, element, hideTip, inkOn, onTheme, onWidth, showTip } from "./dom.js";
+import { colourOf, colourValue, element, hideTip, inkOn, onTheme, onWidth, placeIn, plotOf, showTip } from "./dom.js";
 import { format } from "./scale.js";
 
 const PALETTE_SIZE = 8;
@@ -11,17 +11,13 @@ function mixed(colour, paper, part) {
   return `#${a.map((v, i) => Math.round(v * part + b[i] * (1 - part)).toString(16).padStart(2, "0")).join("")}`;
 }
 
-/** Colour of a number: the palette, then lighter turns of it (`views.draw.colours`). */
-function turnColour(number, palette, paper) {
-  const { colours, turns, mixtures } = palette;
-  const which = number % (colours.length * turns.length);
-  if (!mixtures.has(which)) mixtures.set(which, mixed(colours[which % colours.length], paper, turns[Math.floor(which / colours.length)]));
-  return mixtures.get(which); // a machine has thousands of cells, and a palette some tens of colours
-}
-
-function readPalette() {
+/** Returns the function from a number to its colour: the palette, then lighter turns of it (`views.colours.block_colour`). */
+function turnColours() {
   const colours = Array.from({ length: PALETTE_SIZE }, (_, i) => colourValue(`c${i + 1}`));
-  return { colours, turns: colourValue("turns").split(" ").map(Number), mixtures: new Map() };
+  const turns = colourValue("turns").split(" ").map(Number);
+  const paper = colourValue("card");
+  const mixtures = turns.flatMap((turn) => colours.map((colour) => mixed(colour, paper, turn)));
+  return (number) => mixtures[number % mixtures.length];
 }
 
 function taskColour(kind) {
@@ -41,18 +37,16 @@ export function coordinatesOf(device, axes) {
 
 /** Cells in panels on a canvas, with what the pointer is over. */
 class CellCanvas {
-  constructor(host, label, { onHover, onLeave }) {
+  constructor(host, label, { onHover, onLeave, draw }) {
     this.canvas = element("canvas");
-    this.plot = element("div", { class: "plot cells", tabindex: 0, role: "group", "aria-label": label }, this.canvas);
-    this.spoken = element("div", { class: "visually-hidden", "aria-live": "polite" });
-    host.append(this.plot, this.spoken);
+    [this.plot, this.spoken] = plotOf(host, "cells", label, this.canvas);
     this.cells = [];
     this.cursor = -1;
-    this.onHover = onHover;
     this.onLeave = onLeave;
+    onTheme(draw);
+    onWidth(this.plot, draw);
     this.plot.addEventListener("pointermove", (event) => {
-      const box = this.canvas.getBoundingClientRect();
-      const cell = this.find(event.clientX - box.left, event.clientY - box.top);
+      const cell = this.find(...placeIn(this.canvas, event));
       if (cell) onHover(cell, event.clientX, event.clientY);
       else this.#left();
     });
@@ -68,6 +62,10 @@ class CellCanvas {
       const box = this.canvas.getBoundingClientRect();
       this.spoken.textContent = onHover(cell, box.left + cell.x + cell.w, box.top + cell.y + cell.h) ?? "";
     });
+  }
+
+  get width() {
+    return Math.floor(this.plot.clientWidth);
   }
 
   #left() {
@@ -148,16 +146,12 @@ export class Machine {
     this.cells = new CellCanvas(host, `${data.title}: devices. Arrow keys move between devices`, {
       onHover: (cell, x, y) => this.#hover(cell.device, x, y),
       onLeave: () => this.#hover(-1),
+      draw: () => this.draw(),
     });
     this.cells.plot.before(this.tools, this.facts);
     const choose = () => this.#take(data.meshes[store.selected(data.link).at(-1)] ?? data.mesh);
     if (data.link) store.on(data.link, choose);
     choose();
-    onTheme(() => this.draw());
-    onWidth(this.cells.plot, (width) => {
-      this.width = width;
-      this.draw();
-    });
   }
 
   /** Shows another mesh on the same machine. */
@@ -200,17 +194,17 @@ export class Machine {
     const [name, n] = axes[this.shownAxis] ?? ["", 1];
     const lines = [`device ${device}`, ...axes.map(([axis, size], i) => [axis, `${at[i]} of ${size}`])];
     if (name) lines.push(`${n} devices communicate along ${name}`, summaries[this.shownAxis] ?? "");
-    showTip(lines, x, y);
-    return lines.map((line) => (typeof line === "string" ? line : line.join(" "))).join(", ");
+    return showTip(lines, x, y);
   }
 
   draw() {
-    if (!this.width) return;
+    const { width } = this.cells;
+    if (!width) return;
     const { panels } = this.data;
     const most = panels.reduce((n, p) => Math.max(n, p.columns), 1);
     const devices = panels.reduce((n, p) => n + p.cells.length, 0);
     const wanted = devices <= 16 ? 84 : devices <= 64 ? 46 : devices <= 256 ? 30 : devices <= 2048 ? 18 : 9;
-    const side = Math.max(3, Math.min(wanted, (this.width - 8) / most));
+    const side = Math.max(3, Math.min(wanted, (width - 8) / most));
     const gap = panels.length > 1 ? Math.max(12, side) : 0;
     const caption = 6.4 * panels.reduce((n, p) => Math.max(n, p.caption.length), 0); // it may be wider than its panel
     const title = caption > 0 ? 18 : 0;
@@ -222,7 +216,7 @@ export class Machine {
       const w = panel.columns * side;
       const h = panel.rows * side + title;
       const wide = Math.max(w, caption);
-      if (x > 0 && x + wide > this.width) {
+      if (x > 0 && x + wide > width) {
         x = 0;
         y += tall + 12;
         tall = 0;
@@ -231,9 +225,8 @@ export class Machine {
       x += wide + gap;
       tall = Math.max(tall, h);
     }
-    const pen = this.cells.begin(this.width, y + tall + 4);
-    const palette = readPalette();
-    const paper = colourValue("card");
+    const pen = this.cells.begin(width, y + tall + 4);
+    const colour = turnColours();
     const ink = colourValue("ink");
     const group = this.over >= 0 ? this.#group(this.over) : -1;
     panels.forEach((panel, p) => {
@@ -248,7 +241,7 @@ export class Machine {
         const own = this.#group(device);
         this.cells.cell(pen, {
           x: left + column * side, y: top + title + row * side, w: side, h: side, device, text: String(device),
-          fill: turnColour(own, palette, paper), ring: device === this.over || own === group ? ink : "", dim: group >= 0 && own !== group,
+          fill: colour(own), ring: device === this.over || own === group ? ink : "", dim: group >= 0 && own !== group,
         });
       }
     });
@@ -281,15 +274,12 @@ export class Placement {
     this.grid = element("div", { class: "placement" });
     const left = element("div", {}, element("h3", { class: "small", text: "Blocks of the tensor" }));
     const right = element("div", {}, element("h3", { class: "small", text: "Devices of the mesh" }));
-    this.blocks = new CellCanvas(left, "blocks of the tensor; arrow keys move between blocks", { onHover: (c, x, y) => this.#hoverBlock(c, x, y), onLeave: () => this.#leave() });
-    this.devices = new CellCanvas(right, "devices of the mesh; arrow keys move between devices", { onHover: (c, x, y) => this.#hoverDevice(c, x, y), onLeave: () => this.#leave() });
+    this.blocks = new CellCanvas(left, "blocks of the tensor; arrow keys move between blocks", { onHover: (c, x, y) => this.#hoverBlock(c, x, y), onLeave: () => this.#mark(null), draw: () => this.draw() });
+    this.devices = new CellCanvas(right, "devices of the mesh; arrow keys move between devices", { onHover: (c, x, y) => this.#hoverDevice(c, x, y), onLeave: () => this.#mark(null), draw: () => this.draw() });
     this.grid.append(left, right);
     host.append(this.head, this.grid);
     store.on(`${this.name}.tensor`, () => this.draw());
     store.on(`${this.name}.use`, () => this.draw());
-    onTheme(() => this.draw());
-    onWidth(this.blocks.plot, () => this.draw());
-    onWidth(this.devices.plot, () => this.draw());
   }
 
   #choose(i) {
@@ -347,7 +337,7 @@ export class Placement {
 
   /** Rows and columns are the two most divided dimensions; panels are the blocks of the others. */
   #drawBlocks() {
-    const width = Math.floor(this.blocks.plot.clientWidth);
+    const { width } = this.blocks;
     if (!width) return;
     const { layout: { tensor, degrees, over }, holders } = this.shown;
     const order = degrees.map((n, d) => [n, d]).sort((a, b) => b[0] - a[0] || b[1] - a[1]).slice(0, 2).map(([, d]) => d).sort((a, b) => a - b);
@@ -363,8 +353,7 @@ export class Placement {
     const tall = Math.max(30, Math.min(each * ratio, 420, Math.max(rows * 26, 120)));
     const lines = Math.ceil(panels / perRow);
     const pen = this.blocks.begin(width, lines * (tall + 34) + 8);
-    const palette = readPalette();
-    const paper = colourValue("card");
+    const colour = turnColours();
     const name = (d) => `${tensor.dims[d]}${over[d].length ? `/${over[d].map((a) => this.data.axes[a][0]).join("+")}` : ""}`;
     for (let p = 0; p < panels; p += 1) {
       const left = 22 + (p % perRow) * (each + 16);
@@ -396,7 +385,7 @@ export class Placement {
           const owners = holders.get(n) ?? [];
           this.blocks.cell(pen, {
             x: left + (c * each) / columns, y: top + (r * tall) / rows, w: each / columns, h: tall / rows, block: n, index,
-            fill: turnColour(n, palette, paper), text: shortList(owners), ring: this.over === n ? colourValue("ink") : "", dim: this.over !== null && this.over !== n,
+            fill: colour(n), text: shortList(owners), ring: this.over === n ? colourValue("ink") : "", dim: this.over !== null && this.over !== n,
           });
         }
       }
@@ -405,7 +394,7 @@ export class Placement {
   }
 
   #drawDevices() {
-    const width = Math.floor(this.devices.plot.clientWidth);
+    const { width } = this.devices;
     if (!width) return;
     const { blockOf } = this.shown;
     const count = this.data.devices;
@@ -419,13 +408,12 @@ export class Placement {
     }
     const side = Math.max(3, Math.min(44, (width - 2) / columns));
     const pen = this.devices.begin(width, Math.ceil(count / columns) * side + 4);
-    const palette = readPalette();
-    const paper = colourValue("card");
+    const colour = turnColours();
     for (let device = 0; device < count; device += 1) {
       const n = blockOf[device];
       this.devices.cell(pen, {
         x: (device % columns) * side, y: Math.floor(device / columns) * side, w: side, h: side, device, block: n, text: String(device),
-        fill: turnColour(n, palette, paper), ring: this.over === n ? colourValue("ink") : "", dim: this.over !== null && this.over !== n,
+        fill: colour(n), ring: this.over === n ? colourValue("ink") : "", dim: this.over !== null && this.over !== n,
       });
     }
     this.devices.across = columns;
@@ -438,10 +426,6 @@ export class Placement {
     this.#drawDevices();
   }
 
-  #leave() {
-    this.#mark(null);
-  }
-
   #hoverBlock(cell, x, y) {
     this.#mark(cell.block);
     const { layout: { tensor, degrees }, holders } = this.shown;
@@ -451,8 +435,7 @@ export class Placement {
       return [tensor.dims[d], `${Math.min(i * size, tensor.shape[d]).toLocaleString("en")} to ${Math.min((i + 1) * size, tensor.shape[d]).toLocaleString("en")}`];
     });
     const lines = [`block ${cell.index.join(", ")}`, ...ranges, `on ${owners.length === 1 ? "device" : `${owners.length} devices:`} ${longList(owners)}`];
-    showTip(lines, x, y);
-    return lines.map((line) => (typeof line === "string" ? line : line.join(" "))).join(", ");
+    return showTip(lines, x, y);
   }
 
   #hoverDevice(cell, x, y) {
@@ -460,8 +443,7 @@ export class Placement {
     const at = coordinatesOf(cell.device, this.data.axes);
     const same = this.shown.holders.get(cell.block).length;
     const lines = [`device ${cell.device}`, ...this.data.axes.map(([name], i) => [name, String(at[i])]), same > 1 ? `${same} devices hold this block` : "alone holds this block"];
-    showTip(lines, x, y);
-    return lines.map((line) => (typeof line === "string" ? line : line.join(" "))).join(", ");
+    return showTip(lines, x, y);
   }
 }
 
@@ -502,11 +484,7 @@ export class Pipeline {
     this.cells = new CellCanvas(host, `${data.title}: tasks by stage and tick; arrow keys move between tasks`, {
       onHover: (cell, x, y) => this.#hover(cell, x, y),
       onLeave: () => this.#mark(Number(this.slide.value)),
-    });
-    onTheme(() => this.draw());
-    onWidth(this.cells.plot, (width) => {
-      this.width = width;
-      this.draw();
+      draw: () => this.draw(),
     });
   }
 
@@ -523,12 +501,12 @@ export class Pipeline {
     const lines = [`${PHASE[cell.kind]} of microbatch ${cell.microbatch}`, ["stage", String(cell.stage)], ["tick", String(cell.tick)]];
     if (data.virtual_stages > 1) lines.push(["virtual stage", String(cell.part)]);
     lines.push(["microbatches in flight here", String(data.live[cell.stage][cell.tick])]);
-    showTip(lines, x, y);
-    return lines.map((line) => (typeof line === "string" ? line : line.join(" "))).join(", ");
+    return showTip(lines, x, y);
   }
 
   draw() {
-    if (!this.width) return;
+    const { width } = this.cells;
+    if (!width) return;
     const { data } = this;
     const { tasks } = data;
     const left = 62;
@@ -536,8 +514,8 @@ export class Pipeline {
     const high = data.stages > 16 ? 10 : data.stages > 8 ? 14 : 22;
     const memory = data.stages > 8 ? 12 : 24;
     const each = places * high + memory + 8;
-    const tick = (this.width - left - 4) / data.ticks;
-    const pen = this.cells.begin(this.width, data.stages * each + 26);
+    const tick = (width - left - 4) / data.ticks;
+    const pen = this.cells.begin(width, data.stages * each + 26);
     const bases = Object.fromEntries(Object.keys(PHASE).map((kind) => [kind, colourValue(taskColour(kind))]));
     const paper = colourValue("card");
     const most = Math.max(1, ...data.live.flat());

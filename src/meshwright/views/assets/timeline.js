@@ -1,6 +1,6 @@
 // Timelines on a canvas: lanes of boxes over time, smooth with hundreds of thousands of them.
 
-import { colourValue, element, hideTip, inkOn, legendItem, onTheme, onWidth, showTip } from "./dom.js";
+import { colourValue, element, hideTip, inkOn, legendItem, onTheme, onWidth, placeIn, plotOf, showTip } from "./dom.js";
 import { format, makeScale, ticksOf } from "./scale.js";
 
 const LANE = 30;
@@ -49,16 +49,9 @@ export class Timeline {
     this.state = element("span", { class: "found", role: "status" });
     host.append(element("div", { class: "chart-tools" }, this.legend, this.state, this.reset));
     this.canvas = element("canvas");
-    this.plot = element(
-      "div",
-      {
-        class: "plot timeline", tabindex: 0, role: "group",
-        "aria-label": `${data.title}: timeline. Arrow keys move between boxes, Shift and arrows pan, plus and minus zoom, 0 resets, Enter selects`,
-      },
-      this.canvas,
-    );
-    this.spoken = element("div", { class: "visually-hidden", "aria-live": "polite" });
-    host.append(this.plot, element("p", { class: "hint", text: "Drag to zoom, Shift and drag to move, Ctrl and wheel to zoom, double-click to reset." }), this.spoken);
+    const label = `${data.title}: timeline. Arrow keys move between boxes, Shift and arrows pan, plus and minus zoom, 0 resets, Enter selects`;
+    [this.plot, this.spoken] = plotOf(host, "timeline", label, this.canvas);
+    host.append(element("p", { class: "hint", text: "Drag to zoom, Shift and drag to move, Ctrl and wheel to zoom, double-click to reset." }));
     this.#listen();
     this.update(data);
     onTheme(() => this.#later());
@@ -262,23 +255,18 @@ export class Timeline {
     return lines;
   }
 
-  #place(event) {
-    const box = this.plot.getBoundingClientRect();
-    return [event.clientX - box.left, event.clientY - box.top];
-  }
-
   #listen() {
     let from = null;
     this.plot.addEventListener("pointerdown", (event) => {
       if (event.button !== 0) return;
-      const [px, py] = this.#place(event);
+      const [px, py] = placeIn(this.plot, event);
       const onOverview = this.overview && py >= this.overview.top;
       from = { px, py, window: this.window, mode: onOverview ? "overview" : event.shiftKey || event.pointerType === "touch" ? "pan" : "zoom" };
       if (onOverview) this.#centre(px);
       this.plot.setPointerCapture(event.pointerId);
     });
     this.plot.addEventListener("pointermove", (event) => {
-      const [px, py] = this.#place(event);
+      const [px, py] = placeIn(this.plot, event);
       if (from?.mode === "overview") return this.#centre(px);
       if (from && Math.abs(px - from.px) > 4) {
         hideTip();
@@ -295,7 +283,7 @@ export class Timeline {
     this.plot.addEventListener("pointerup", (event) => {
       const start = from;
       from = null;
-      const [px, py] = this.#place(event);
+      const [px, py] = placeIn(this.plot, event);
       this.band?.remove();
       this.band = null;
       if (!start || start.mode === "overview") return;
@@ -310,7 +298,7 @@ export class Timeline {
     this.plot.addEventListener("wheel", (event) => {
       if (!event.ctrlKey && document.activeElement !== this.plot) return;
       event.preventDefault();
-      this.zoom(event.deltaY < 0 ? 0.8 : 1.25, this.x.invert(this.#place(event)[0]));
+      this.zoom(event.deltaY < 0 ? 0.8 : 1.25, this.x.invert(placeIn(this.plot, event)[0]));
     }, { passive: false });
     this.plot.addEventListener("keydown", (event) => this.#key(event));
     this.plot.addEventListener("blur", () => hideTip());
@@ -367,7 +355,6 @@ export class Timeline {
     const lines = this.#describe(this.focused);
     const box = this.plot.getBoundingClientRect();
     const row = this.rows.find((r) => r.lane === lane);
-    showTip(lines, box.left + Math.max(this.left, this.x.at(this.focused.start)), box.top + row.top + LANE);
-    this.spoken.textContent = lines.map((line) => (typeof line === "string" ? line : `${line[0]} ${line[1]}`)).join(", ");
+    this.spoken.textContent = showTip(lines, box.left + Math.max(this.left, this.x.at(this.focused.start)), box.top + row.top + LANE);
   }
 }
