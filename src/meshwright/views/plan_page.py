@@ -28,6 +28,7 @@ from meshwright.views.blocks import (
     Table,
     Text,
     format_amount,
+    format_cell,
 )
 from meshwright.views.charts import MARKERS, Axis, Chart, Mark, Series
 from meshwright.views.colours import series_colour
@@ -377,7 +378,7 @@ def offer_page(
     notes: lines of the first section.  shown: offers on a terminal.
     """
     best, tokens, rows = offers[0], format_count(offers[0].tokens), _offer_rows(offers)
-    cost = _format_dollars(best.dollars)
+    cost = format_cell(best.dollars, "dollars")
     figures = [
         Figure("first", str(best.plan.target), best.plan.name),
         Figure("days", format_amount(best.days), f"{best.goodput.fraction:.1%} goodput"),
@@ -397,7 +398,7 @@ def offer_page(
     ]
     left_out = [[name, "nothing fits", error.truth, error.fix] for name, error in refused.items()]
     for offer in beyond:
-        cost = _format_dollars(offer.dollars) or "no list price"
+        cost = format_cell(offer.dollars, "dollars") or "no list price"
         reason = f"{format_amount(offer.days)} days, {cost}: {offer.plan.name} is its fastest plan"
         left_out.append([str(offer.plan.target), "beyond the limits", reason, "a later deadline, or more to spend"])
     lead = (
@@ -449,10 +450,6 @@ def _offers_chart(offers: Sequence[Offer], rows: Sequence[_Row]) -> Chart:
     )
 
 
-def _format_dollars(dollars: float | None) -> str:
-    return "" if dollars is None else f"${format_amount(dollars)}"
-
-
 def _arithmetic(offer: Offer) -> str:
     """Returns how the days and dollars of an offer follow from its speed."""
     e, chips = offer.plan.estimate, offer.plan.target.chips
@@ -462,7 +459,7 @@ def _arithmetic(offer: Offer) -> str:
         f"{format_amount(offer.days)} days; x 24 h x {chips:,} chips = {offer.chip_hours:,.0f} chip-hours"
     ]
     if offer.price is not None:
-        parts.append(f"x ${offer.price.dollars:g} = {_format_dollars(offer.dollars)}")
+        parts.append(f"x ${offer.price.dollars:g} = {format_cell(offer.dollars, 'dollars')}")
     low, high = (offer.days * factor for factor in (offer.band.low, offer.band.high))
     parts.append(f"expect {format_amount(low)} to {format_amount(high)} days: {offer.band}")
     return "; ".join(parts)

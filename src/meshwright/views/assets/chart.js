@@ -28,31 +28,7 @@ export function smoothed(values, weight) {
   });
 }
 
-/** Keeps, of the points in each column of pixels, the first, least, greatest and last. */
-export function thinned(points, at, wide) {
-  if (points.length <= 4 * wide) return points;
-  const kept = [];
-  let column = null;
-  let group = [];
-  const flush = () => {
-    if (!group.length) return;
-    const least = group.reduce((a, b) => (b[1] < a[1] ? b : a));
-    const greatest = group.reduce((a, b) => (b[1] > a[1] ? b : a));
-    kept.push(...[...new Set([group[0], least, greatest, group.at(-1)])].sort((a, b) => a[0] - b[0]));
-    group = [];
-  };
-  for (const point of points) {
-    const next = Math.floor(at(point[0]));
-    if (next !== column) {
-      flush();
-      column = next;
-    }
-    group.push(point);
-  }
-  flush();
-  return kept;
-}
-
+/** Lines have at most about 3,000 points: who makes the data thins them (`run_folder.Curve.thinned`). */
 export class Chart {
   constructor(host, data, store) {
     this.host = host;
@@ -238,15 +214,14 @@ export class Chart {
       if (named) this.named.push(...points.map(([x, y, i]) => [this.x.at(x), this.y.at(y), series.tips?.[i]?.split("\n")[0]]));
       return;
     }
-    const kept = thinned(points.filter(([x], i) => this.#near(points, i, x)), this.x.at, this.x.range[1] - this.x.range[0]);
     let d = "";
-    kept.forEach(([x, y], n) => {
+    points.forEach(([x, y], n) => {
       const px = this.x.at(x).toFixed(1);
       const py = this.y.at(y).toFixed(1);
       d += n === 0 ? `M${px},${py}` : series.style === "step" || series.style === "area" ? `H${px}V${py}` : `L${px},${py}`;
     });
-    if (series.style === "area" && kept.length) {
-      const end = `${d}V${this.box.bottom}H${this.x.at(kept[0][0]).toFixed(1)}Z`;
+    if (series.style === "area" && points.length) {
+      const end = `${d}V${this.box.bottom}H${this.x.at(points[0][0]).toFixed(1)}Z`;
       group.append(shape("path", { d: end, class: "area", style: { fill: colourOf(series.colour) } }));
     }
     group.append(shape("path", { d, class: `line ${series.dashed ? "dashed" : ""}`, style: { stroke: colourOf(series.colour) } }));
@@ -266,14 +241,6 @@ export class Chart {
       taken.push(box(place));
       group.append(shape("text", { x: place[0], y: place[1], class: "point-name", text }));
     }
-  }
-
-  /** Whether a point is in the window, or the neighbour of one that is. */
-  #near(points, i, x) {
-    const [low, high] = this.x.domain;
-    const next = points[i + 1]?.[0] ?? x;
-    const before = points[i - 1]?.[0] ?? x;
-    return next >= low && before <= high;
   }
 
   #marks(marks) {
