@@ -29,11 +29,11 @@ class Change:
         return self.after / self.before if self.before else None
 
     @property
-    def formatted(self) -> tuple[str, str, str]:
-        """Before, after and the ratio as text."""
+    def formatted(self) -> tuple[str, str]:
+        """Before and after as text."""
         sizes = {PREDICTED: "{:.3g} s".format, "memory": format_bytes, "traffic": format_bytes}
         formatter = sizes.get(self.part, format_count)
-        return formatter(self.before), formatter(self.after), "" if self.ratio is None else f"{self.ratio:.2f}"
+        return formatter(self.before), formatter(self.after)
 
 
 PREDICTED = "predicted seconds"

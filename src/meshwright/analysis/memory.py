@@ -126,11 +126,6 @@ class Memory:
     profile: MemoryProfile | None = None
     """Temporaries over the schedule, and which of them make the peak."""
 
-    @property
-    def total(self) -> int:
-        """Bytes of all parts."""
-        return sum(part.bytes for part in self.parts)
-
     def by_category(self) -> dict[str, int]:
         """Sums the bytes by category, arguments first."""
         return dict(self._sums("category"))

@@ -324,10 +324,6 @@ class SimulatedSchedule:
             f"{self.chip}, {self.floor_seconds:.4g} s: the schedule prices an instruction too low"
         )
 
-    def mfu(self, flops: float, peak: float) -> float:
-        """Returns the predicted MFU. flops: model FLOPs of one step on one device; peak: FLOP/s of the chip."""
-        return flops / (self.step_seconds * peak) if self.step_seconds else 0.0
-
 
 def simulate_schedule(
     module: Module,

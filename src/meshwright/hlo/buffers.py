@@ -139,7 +139,8 @@ def buffers_of(module: Module, assignment: BufferAssignment | None) -> list[Buff
     return [
         buffer(instruction, index, array, array.bytes, None)
         for instruction in running.values()
-        if not (_NO_MEMORY.fullmatch(instruction.opcode) or _in_place(instruction) or _is_result(instruction))
+        if not (_NO_MEMORY.fullmatch(instruction.opcode) or _in_place(instruction))
+        if not (instruction.computation.is_entry and any(user.is_root for user in instruction.users))  # results
         for index, array in _leaves(instruction.shape)
         if array.memory_space == 0 and array.bytes
     ]
@@ -159,10 +160,6 @@ def _in_place(instruction: Instruction) -> bool:
     if instruction.opcode == "dynamic-update-slice" or "dynamic-update-slice" in instruction.name:
         return any(operand.shape == instruction.shape for operand in instruction.operands)
     return False
-
-
-def _is_result(instruction: Instruction) -> bool:
-    return instruction.computation.is_entry and any(user.is_root for user in instruction.users)
 
 
 def _leaves(shape: Shape, prefix: Index = ()) -> Iterator[tuple[Index, Array]]:

@@ -36,11 +36,6 @@ Branches = Mapping[str, BranchScope]
 """Scope of a branch -> how often it is taken."""
 
 
-def branch_of(op_name: str, branches: Branches) -> BranchScope | None:
-    """Finds the known branch that an operation belongs to; None if there is none."""
-    return next((branch for scope, branch in branches.items() if scope in op_name), None)
-
-
 def phase_of(op_name: str, branches: Branches) -> Phase:
     """Returns the phase of a training step that an operation belongs to."""
     if "rematted_computation" in op_name:
@@ -48,7 +43,7 @@ def phase_of(op_name: str, branches: Branches) -> Phase:
     if "transpose(" in op_name:
         return "backward"
     differentiated = "jvp(" in op_name
-    branch = branch_of(op_name, branches)
+    branch = next((branch for scope, branch in branches.items() if scope in op_name), None)
     if branch is not None:
         return "recomputed" if branch.recomputes and differentiated else "forward"
     return "forward" if differentiated else "update"

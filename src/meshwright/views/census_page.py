@@ -113,8 +113,8 @@ def prediction_section(
     """
     schedule, compiled, figures = census.schedule, census.memory.compiled, []
     if schedule is not None:
-        mfu = schedule.mfu(sum(census.flops.model.values()), target.chip.flops_bf16)
-        step = f"{schedule.step_seconds:.3g} s per step"
+        step, model = f"{schedule.step_seconds:.3g} s per step", sum(census.flops.model.values())
+        mfu = model / (schedule.step_seconds * target.chip.flops_bf16)
         figures.append(Figure("simulated schedule", step, f"{mfu:.0%} MFU on {target}"))
         if undetermined:
             plain, cost = f"{undetermined:.3g} s per step", schedule.step_seconds / undetermined - 1
@@ -197,7 +197,7 @@ def schedule_blocks(schedule: SimulatedSchedule, census: Census | None = None, l
     boxes = {
         "lane": lane_of,
         "name": [names.setdefault(s.name, len(names)) for s in spans],
-        "key": [entries.get(s.name.rpartition(": ")[2], "") if s.kind == "collective" else "" for s in spans],
+        "key": [entries.get(s.instruction, "") if s.kind == "collective" else "" for s in spans],
     }
     for field in ("kind", "start", "seconds", "count", "depth", "exposed"):
         boxes[field] = [getattr(span, field) for span in spans]
@@ -346,8 +346,7 @@ def _ledger(census: Census, link: str) -> list[Block]:
     exposed: dict[str, float] = {}
     for span in census.schedule.spans if census.schedule is not None else ():
         if span.kind == "collective":
-            name = span.name.rpartition(": ")[2]
-            exposed[name] = exposed.get(name, 0.0) + span.exposed * span.count
+            exposed[span.instruction] = exposed.get(span.instruction, 0.0) + span.exposed * span.count
     routes = {} if census.schedule is None else census.schedule.routes
     kind = Column("collective", cell="kind", choices=True)
     over = Column("axes", cell="axes_label", choices=True)
