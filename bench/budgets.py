@@ -243,10 +243,9 @@ def _on_all(store: CountingStore, run: Callable[[int], Any]) -> None:
 def _checkpoint(folder: Path) -> None:
     """A committed checkpoint with the manifest of a model of 80 layers' worth of tensors."""
     from meshwright.checkpoint.manifest import Manifest, TensorRecord
-    from meshwright.checkpoint.tensors import commit
 
     tensors = {f"params.blocks.tensor_{i}": TensorRecord((80, 8192, 8192), "float32", (i, i)) for i in range(40)}
-    commit(folder / "checkpoints" / "600", Manifest(600, 0, find_recipe("llama3-70b"), tensors).to_dict())
+    Manifest(600, 0, find_recipe("llama3-70b"), tensors).write(folder / "checkpoints" / "600")
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
-from meshwright.checkpoint.tensors import commit, write_tensor
+from meshwright.checkpoint.tensors import write_tensor
 from meshwright.cli.checkpoint import main
 from meshwright.config import Optimizer
 from meshwright.errors import CheckpointError, ConfigError
@@ -27,7 +27,7 @@ def save(out: Path, step: int, **changed: np.ndarray) -> Path:
         records[name] = TensorRecord(values.shape, "float32", total)
     run = Run(model=Gpt2(50, 32, 1, 4), optimizer=Optimizer(learning_rate=step * 1e-3))
     data = {"tokenizer": "t", "sources": [["d", 1.0]], "held_out": 0.1, "sequence": 8, "seed": 0}
-    commit(folder, Manifest(step, step * 16, run, records, None, data, ((32, 16),)).to_dict())
+    Manifest(step, step * 16, run, records, None, data, ((32, 16),)).write(folder)
     return folder
 
 

@@ -19,9 +19,8 @@ import pytest
 from test_checkpoint import StopAt, assert_same_bits, final_state, programs_are_compiled_once, text_run, train_into
 from tiny_runs import device_run_of
 
-from meshwright.checkpoint.manifest import Manifest, read_manifest
+from meshwright.checkpoint.manifest import Manifest, manifest_of
 from meshwright.checkpoint.steps import committed_steps, partial_steps
-from meshwright.checkpoint.tensors import commit
 from meshwright.config import Faults
 from meshwright.data.batch import ramp_of
 from meshwright.data.feed import Feed, Windows, build_stream
@@ -181,11 +180,10 @@ def test_a_spike_is_measured_by_the_median(run: Run, tmp_path: Path) -> None:
     assert not meter._spike_of(5.0)
     # A run that resumes, or returns to a checkpoint, has the norms of that checkpoint.
     manifest = Manifest(31, 0, run, {}, norms=tuple(meter.norms))
-    (tmp_path / "31" / "manifest").mkdir(parents=True)
-    commit(tmp_path / "31", manifest.to_dict())
+    manifest.write(tmp_path / "31")
     later = Meter([], dataclasses.replace(run, faults=Faults(spike=5.0)), mesh, per_sample=1, flops=1.0)
     assert not later._spike_of(50.0)
-    later.rewind(31, read_manifest(tmp_path / "31").norms)
+    later.rewind(31, manifest_of(tmp_path, 31).norms)
     assert later.norms == meter.norms and "times the median" in later._spike_of(50.0)
     for wrong in ({"spike": 0.5}, {"bad_records": 1.0}, {"most_skipped": 0}, {"spike": 3.0, "bad_step": "skip"}):
         with pytest.raises(ConfigError, match="--faults"):

@@ -21,7 +21,7 @@ from meshwright.bench.calibration_file import read_calibration
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.conversion import check_sums
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
-from meshwright.checkpoint.tensors import StoredTensors, commit, write_tensor
+from meshwright.checkpoint.tensors import StoredTensors, write_tensor
 from meshwright.cli.main import _choose_working_directory
 from meshwright.config import Training
 from meshwright.data import chat
@@ -97,7 +97,7 @@ def checkpoint(folder: Path, shape: tuple[int, ...] = (4, 8)) -> Path:
     (step / "state").mkdir(parents=True)
     values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     total = write_tensor(step / "state", "params.w", shape, values.dtype, lambda index: values[index])
-    commit(step, Manifest(0, 0, RUN, {"params.w": TensorRecord(shape, "float32", total)}).to_dict())
+    Manifest(0, 0, RUN, {"params.w": TensorRecord(shape, "float32", total)}).write(step)
     return step
 
 
@@ -473,7 +473,7 @@ def test_a_changed_manifest_is_noticed(tmp_path: Path) -> None:
     text = file.read_text()
     for old, new in (('"cursor": 0', '"cursor": 1'), ('"format": 2', '"format": 1'), ('"format": 2', '"format": 3')):
         file.write_text(text.replace(old, new))
-        with pytest.raises(MeshwrightError, match=r"its checksum differs|it is of format 3"):
+        with pytest.raises(MeshwrightError, match=r"its checksum differs|it is of format [13]"):
             manifest_of(step)
 
 

@@ -13,6 +13,7 @@ import concurrent.futures
 import contextlib
 import functools
 import itertools
+import json
 import math
 import shutil
 import tempfile
@@ -43,15 +44,13 @@ from meshwright.checkpoint.steps import (
 )
 from meshwright.checkpoint.tensors import (
     Shards,
-    commit,
     from_first_replica,
     host_shards,
     layout_of,
     read_shards,
-    write_json,
     write_shards,
 )
-from meshwright.documents import replace_durably
+from meshwright.documents import replace_durably, write_atomically
 from meshwright.errors import CheckpointError, HostError, MeshwrightError, RoomError, StorageError, limit_of, reason_of
 from meshwright.hardware.agreement import answer_of_the_first, choose_together
 from meshwright.hardware.hosts import store
@@ -122,8 +121,7 @@ class Checkpoints:
             if self._commits:  # what a writer left that died: this process holds the lock of the folder
                 for step in partial_steps(self.folder) if in_bucket(self.folder) else ():
                     remove_checkpoint(self.folder, step)
-                # Orbax, which wrote checkpoints once, left STEP.orbax-checkpoint-tmp.
-                for left in () if in_bucket(self.folder) else self.folder.glob("*tmp*"):
+                for left in () if in_bucket(self.folder) else self.folder.glob("*.tmp"):
                     remove_tree(left)
 
     @property
@@ -186,10 +184,10 @@ class Checkpoints:
         wrote = functools.partial(self._saves, "save")
         write_shards(folder / "state", abstract, shards, creates=self._commits, wrote=wrote)
         if self._reach == "process":
-            write_json(folder / LAYOUT, {"layout": layout_of(abstract)})
+            write_atomically(folder / LAYOUT, json.dumps({"layout": layout_of(abstract)}))
         self._barrier(f"written-{number}")
         if self._commits:
-            commit(folder, manifest.to_dict())
+            manifest.write(folder)
             if not bucket:
                 remove_checkpoint(self.folder, manifest.step)
                 replace_durably(folder, self.folder / step)

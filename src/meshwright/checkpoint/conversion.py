@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
-from meshwright.checkpoint.tensors import Index, StoredTensors, commit, stored_tensors, write_tensor
+from meshwright.checkpoint.tensors import Index, StoredTensors, stored_tensors, write_tensor
 from meshwright.documents import LARGE, check_inside, read_json, read_text, write_atomically
 from meshwright.errors import ConfigError, WeightsError
 from meshwright.hugging_face.architectures import Architecture, architecture_of
@@ -170,7 +170,7 @@ def import_weights(source: str, out: Path, say: Say = lambda line: None) -> Conv
         f"params.{path}": TensorRecord(unpadded_shape(p), dtypes[path].name, tuple(journal.done[path]))
         for path, p in weights.params.items()
     }
-    commit(step, Manifest(0, 0, run, records).to_dict())
+    Manifest(0, 0, run, records).write(step)
     write_run(run, journal.folder / "run.json")
     if folder.tokenizer.is_file():
         shutil.copyfile(folder.tokenizer, journal.folder / "tokenizer.json")

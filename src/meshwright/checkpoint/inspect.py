@@ -8,15 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.checkpoint.manifest import manifest_of, read_manifest
-from meshwright.checkpoint.steps import all_steps, committed_steps, partial_steps
+from meshwright.checkpoint.manifest import manifest_of
+from meshwright.checkpoint.steps import MANIFEST, all_steps, committed_steps, partial_steps
 from meshwright.checkpoint.tensors import StoredTensors
-from meshwright.documents import read_json
 from meshwright.errors import CheckpointError
 from meshwright.hardware.agreement import flatten
 from meshwright.runs.run_file import run_to_dict
 from meshwright.storage.paths import in_bucket, path_of
-from meshwright.storage.transfer import files_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +26,9 @@ class Listed:
     """Samples read; None where the manifest cannot be read."""
     tensors: int
     bytes: int
-    """Bytes on disk."""
-    written: float
-    """Time of its manifest, in seconds since 1970."""
+    """Bytes of the tensors."""
+    written: float | None
+    """Time of its manifest, in seconds since 1970; None in a bucket, whose driver does not tell."""
     state: str
     """`whole`, or what is wrong with it."""
 
@@ -49,34 +47,20 @@ def find_checkpoints(out: Path) -> Path:
 
 def list_checkpoints(folder: Path) -> list[Listed]:
     """Returns the checkpoints in a folder, oldest first, those that are not whole included."""
-    partial = partial_steps(folder)
-    listed = []
-    for step in sorted({*committed_steps(folder), *partial}):
-        size, written = _size_and_time(folder / str(step))
-        if step in partial:
-            listed.append(Listed(step, None, 0, size, written, "not whole: its writing or copying was cut off"))
-            continue
+    listed = [
+        Listed(step, None, 0, 0, None, "not whole: its writing or copying was cut off")
+        for step in partial_steps(folder)
+    ]
+    for step in committed_steps(folder):
+        file = folder / str(step) / MANIFEST
+        written = None if in_bucket(file) else file.stat().st_mtime
         try:
             manifest = manifest_of(folder, step)
+            size = sum(record.bytes for record in manifest.tensors.values())
             listed.append(Listed(step, manifest.cursor, len(manifest.tensors), size, written, "whole"))
         except CheckpointError as error:
-            listed.append(Listed(step, None, 0, size, written, error.truth))
-    return listed
-
-
-def _size_and_time(step_folder: Path) -> tuple[int, float]:
-    """Returns the bytes of a checkpoint, and when it was written, in seconds since 1970.
-
-    A bucket's driver tells neither: there the bytes are those of the tensors, and the time is the writer's.
-    """
-    if in_bucket(step_folder):
-        try:
-            written = float(read_json(step_folder / "_CHECKPOINT_METADATA")["commit_timestamp_nsecs"]) / 1e9
-            return sum(record.bytes for record in read_manifest(step_folder).tensors.values()), written
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return 0, 0.0
-    found = [(step_folder / name).stat() for name in files_of(step_folder)]
-    return sum(status.st_size for status in found), max((status.st_mtime for status in found), default=0.0)
+            listed.append(Listed(step, None, 0, 0, written, error.truth))
+    return sorted(listed, key=lambda row: row.step)
 
 
 def verify_checkpoint(tensors: StoredTensors, say: Callable[[str], None] = lambda line: None) -> list[str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,14 +14,14 @@ import msgspec
 import numpy as np
 
 from meshwright.checkpoint.steps import MANIFEST, committed_steps, partial_steps
-from meshwright.documents import LARGE, check_inside, read_json, seal
+from meshwright.documents import LARGE, check_inside, read_json, seal, write_atomically
 from meshwright.errors import CheckpointError, DamagedError
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_from_dict, run_to_dict
 from meshwright.storage.paths import in_bucket
 
 _FORMAT = 2
-"""Version of the manifest. Checkpoints of format 1 have no checksum of the manifest and no fingerprint of the data."""
+"""Version of the manifest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,12 @@ class Manifest:
     began: tuple[int, int] | None = None
     """Step and cursor from which `cursor` counts: of the start that wrote the checkpoint, or to which it returned."""
 
+    def write(self, step_folder: Path) -> None:
+        """Writes the manifest into the folder of a checkpoint, whose tensors are written: this completes it."""
+        file = step_folder / MANIFEST
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(self.to_dict()))
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the manifest as JSON-compatible values, with the versions of the libraries."""
         return seal(
@@ -82,26 +89,16 @@ class Manifest:
         )
 
 
-def read_manifest(step_folder: Path) -> Manifest:
-    """Reads the manifest in the folder of one checkpoint.
-
-    Raises OSError, ValueError, KeyError, TypeError, AttributeError or ConfigError where it is malformed, or a link
-    leaves the folder.
-    """
-    return _parse(read_document(step_folder), step_folder)
-
-
 def read_document(step_folder: Path) -> dict[str, Any]:
-    """Reads the JSON of a manifest, and looks for links that leave its folder. Raises what `read_manifest` does."""
+    """Reads the JSON of a manifest, and looks for links that leave its folder. Raises OSError, ValueError, KeyError."""
     check_inside(step_folder.parent, [step_folder])
     if not in_bucket(step_folder):  # a bucket has no links
         _check_links(step_folder)
     data: dict[str, Any] = read_json(step_folder / MANIFEST, LARGE)
     found = data["format"]
-    if found not in (1, _FORMAT):
+    if found != _FORMAT:
         raise ValueError(f"it is of format {found}, and this version reads {_FORMAT}")
-    # A bit that changes 2 into another format is caught here too: only the old format has no checksum.
-    if (found == _FORMAT or "checksum" in data) and seal(data) != data:
+    if seal(data) != data:
         raise ValueError("it is not what was saved: its checksum differs")
     return data
 

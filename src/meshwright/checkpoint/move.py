@@ -22,7 +22,7 @@ class Moved:
     """`step 600`, or `files of the run`."""
     files: int
     bytes: int
-    """Bytes of the files; of a checkpoint in a bucket those of its tensors, of other files there 0."""
+    """Bytes of its tensors, or of the other files; of those in a bucket 0."""
     action: Literal["copy", "there", "left out"]
     """It is copied; the target has the same; or it stays because it is not whole."""
 

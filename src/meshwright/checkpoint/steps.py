@@ -13,22 +13,20 @@ STARTED = "started"
 
 def committed_steps(folder: Path) -> list[int]:
     """Returns the steps with a complete checkpoint in `folder`, oldest first."""
-    steps = all_steps(folder)
-    return sorted(set(steps) - set(_partial(folder, steps)))
+    return [step for step, complete in _completeness(folder).items() if complete]
 
 
 def partial_steps(folder: Path) -> list[int]:
-    """Returns the steps whose checkpoint lacks what every one has, oldest first: writing or copying was cut off."""
-    return _partial(folder, all_steps(folder))
+    """Returns the steps whose checkpoint has no manifest, oldest first: writing or copying was cut off."""
+    return [step for step, complete in _completeness(folder).items() if not complete]
 
 
-def _partial(folder: Path, steps: list[int]) -> list[int]:
-    def is_complete(step: int) -> bool:
-        files = [path_of(folder) / str(step) / name for name in (MANIFEST, "state/_METADATA")]
+def _completeness(folder: Path) -> dict[int, bool]:
+    def is_complete(file: Path) -> bool:
         # An object is written completely or not at all.
-        return all(file.is_file() and (in_bucket(file) or file.stat().st_size > 0) for file in files)
+        return file.is_file() and (in_bucket(file) or file.stat().st_size > 0)
 
-    return sorted(step for step in steps if not is_complete(step))
+    return {step: is_complete(path_of(folder) / str(step) / MANIFEST) for step in sorted(all_steps(folder))}
 
 
 def all_steps(folder: Path) -> list[int]:

@@ -1,8 +1,7 @@
 """Tensors of a checkpoint: their format, written and read by the shards of devices, or block by block without devices.
 
-A tensor is a Zarr array without compression in Orbax's format, a folder of the tensor's name in `state`. A shard is one
-chunk of it, or several. Checkpoints that Orbax wrote for earlier versions have the arrays in a database of TensorStore
-(OCDBT); they are read too. Blocks bound the memory of what needs no device, such as a conversion.
+A tensor is a Zarr array without compression, a folder of the tensor's name in `state`. A shard is one chunk of it, or
+several. Blocks bound the memory of what needs no device, such as a conversion.
 """
 
 import dataclasses
@@ -11,7 +10,6 @@ import hashlib
 import itertools
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,9 @@ from jax.sharding import NamedSharding
 from meshwright.checkpoint.fingerprints import Fingerprint, add_fingerprints, block_fingerprint
 from meshwright.checkpoint.manifest import Manifest, TensorRecord, manifest_of
 from meshwright.comm.collectives import broadcast
-from meshwright.documents import write_atomically
 from meshwright.errors import CheckpointError
 from meshwright.sharding.placement import replica_parts
-from meshwright.storage.paths import in_bucket, kvstore_of
+from meshwright.storage.paths import kvstore_of
 
 BLOCK_BYTES = 16 * 2**20
 """Largest block of a tensor that is read or written at a time."""
@@ -119,28 +116,6 @@ def write_tensor(
         truth = str(error).splitlines()[0][:300]
         raise CheckpointError(f"writing {name} into {state}", truth, "a folder with more space") from error
     return total
-
-
-def commit(step_folder: Path, manifest: dict[str, Any]) -> None:
-    """Makes the arrays in `step_folder`/state a checkpoint: writes Orbax's description of them, then the manifest."""
-    tree = {
-        f"('{name}',)": {
-            "key_metadata": [{"key": name, "key_type": 2}],
-            "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": tensor["shape"]},
-        }
-        for name, tensor in manifest["tensors"].items()
-    }
-    state = {"use_ocdbt": False, "use_zarr3": False, "store_array_data_equal_to_fill_value": True}
-    write_json(step_folder / "state" / "_METADATA", {"tree_metadata": tree, **state, "custom_metadata": None})
-    times = dict.fromkeys(("init_timestamp_nsecs", "commit_timestamp_nsecs"), time.time_ns())
-    write_json(step_folder / "_CHECKPOINT_METADATA", {"item_handlers": {}, **times, "custom_metadata": {}})
-    write_json(step_folder / "manifest" / "metadata", manifest)
-
-
-def write_json(file: Path, document: Any) -> None:
-    """Writes a JSON file atomically into a folder that may not exist yet."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(document))
 
 
 def layout_of(tensors: dict[str, Any]) -> str:
@@ -365,21 +340,8 @@ def stored_tensors(folder: Path, at: int | None) -> StoredTensors:
 
 def open_array(state: Path, name: str) -> Any:
     """Opens the array of a tensor in the folder `state` of a checkpoint with TensorStore; returns a future."""
-    # On a disk asking is cheap, and a folder may have been written again.
-    if _has_database(state) if in_bucket(state) else (state / _DATABASE).is_file():
-        base, context = kvstore_of(state)
-        kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-    else:
-        kvstore, context = kvstore_of(state / name)
+    kvstore, context = kvstore_of(state / name)
     return tensorstore.open({"driver": "zarr", "kvstore": kvstore}, context=context)
-
-
-_DATABASE = "manifest.ocdbt"
-
-
-@functools.lru_cache(maxsize=64)
-def _has_database(state: Path) -> bool:
-    return (state / _DATABASE).is_file()
 
 
 def _check_array(name: str, array: Any, record: TensorRecord) -> tuple[int, ...]:

@@ -54,7 +54,7 @@ class ListOptions(_FolderOptions):
             Column("samples", "integer", "samples"),
             Column("tensors", "integer", lambda row: None if row.samples is None else row.tensors),
             Column("bytes", "bytes", "bytes"),
-            Column("written", cell=lambda row: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.written))),
+            Column("written", cell=lambda row: _written_at(row.written)),
             Column("state", cell="state"),
         ]
         print_table(open_console(), Table.of(listed, columns, printed=None))
@@ -77,7 +77,7 @@ class InspectOptions(_FolderOptions):
         write(f"step {manifest.step}, {manifest.cursor:,} samples read\n")
         for first, count in manifest.skipped:
             write(f"left out: samples {first:,} to {first + count - 1:,}\n")
-        corpus = manifest.corpus or {"data": "no fingerprint: written by an earlier version, or converted"}
+        corpus = manifest.corpus or {"data": "no fingerprint: the weights were converted"}
         fields = {**flat_fields(corpus), **flat_fields({"run": run_to_dict(manifest.run)})}
         columns = [
             Column("tensor", cell=lambda item: item[0]),
@@ -213,6 +213,10 @@ def main(args: Sequence[str]) -> int:
     options: Any = parse(ACTIONS[args[0]], f"checkpoint {args[0]}", args[1:])
     code: int = options.act()
     return code
+
+
+def _written_at(seconds: float | None) -> str | None:
+    return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def _say(line: str) -> None:
