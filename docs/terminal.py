@@ -56,7 +56,6 @@ VERBS = {
     "checkpoint list": ("meshwright.cli.checkpoint", "ListOptions"),
     "checkpoint inspect": ("meshwright.cli.checkpoint", "InspectOptions"),
     "checkpoint verify": ("meshwright.cli.checkpoint", "VerifyOptions"),
-    "checkpoint diff": ("meshwright.cli.checkpoint", "DiffOptions"),
     "checkpoint move": ("meshwright.cli.checkpoint", "MoveOptions"),
     "show": ("meshwright.cli.show", "ShowOptions"),
     "plan": ("meshwright.cli.plan", "PlanOptions"),

@@ -1,7 +1,6 @@
 """The verb `checkpoint`: what is on disk, without devices."""
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +55,7 @@ def test_checkpoints_are_listed_and_inspected(out: Path, capsys: pytest.CaptureF
         main(["list", str(out / "nowhere")])
     with pytest.raises(ConfigError, match="did you mean 'verify'"):
         main(["verfy", str(out)])
-    assert main([]) == 0 and "list|inspect|verify|diff" in capsys.readouterr().out
+    assert main([]) == 0 and "list|inspect|verify|move" in capsys.readouterr().out
 
 
 def test_a_damaged_tensor_is_found(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,20 +69,3 @@ def test_a_damaged_tensor_is_found(out: Path, capsys: pytest.CaptureFixture[str]
     found = json.loads(capsys.readouterr().out)["damaged"]
     assert found["2"] == [] and "'params.b' is not what was saved" in found["4"][0]
     assert "it is not whole" in found["6"][0]
-
-
-def test_two_checkpoints_are_compared(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", str(out), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["tensors"] == {
-        "params.b": "1 of 5 elements differ, by at most 0.5, root mean square 0.224"
-    }  # fmt: skip
-    assert document["fields"] == ["step: 2 -> 4", "cursor: 32 -> 64", "run.optimizer.learning_rate: 0.002 -> 0.004"]
-    shutil.copytree(out / "checkpoints" / "2", out / "other" / "checkpoints" / "2")
-    assert main(["diff", str(out), str(out / "other"), "--at", "2"]) == 0
-    assert "every tensor is equal" in capsys.readouterr().out
-    with pytest.raises(CheckpointError, match="there is none"):
-        main(["diff", str(out), "--at", "2"])
-    save(out / "wider", 2, a=np.ones((2, 2), np.float32))
-    assert main(["diff", str(out), str(out / "wider"), "--at", "2"]) == 0
-    assert "params.a: float32[2, 2] -> float32[3, 4]" in capsys.readouterr().out

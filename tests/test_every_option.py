@@ -221,7 +221,6 @@ READERS = {
     "list": ["checkpoint", "list", "RUN"],
     "inspect": ["checkpoint", "inspect", "RUN"],
     "verify": ["checkpoint", "verify", "RUN"],
-    "diff": ["checkpoint", "diff", "RUN"],
     "convert": ["convert", "RUN", "NEW"],
     "view": ["view", "RUN", "--html", "NEW.html"],
     "show": ["show", "--run", "RUN/run.json"],

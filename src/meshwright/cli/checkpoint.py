@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import jax
 import tyro
 
-from meshwright.checkpoint.inspect import compare_checkpoints, find_checkpoints, list_checkpoints, verify_checkpoint
+from meshwright.checkpoint.inspect import find_checkpoints, list_checkpoints, verify_checkpoint
 from meshwright.checkpoint.manifest import manifest_of
 from meshwright.checkpoint.move import move_checkpoints, plan_move
 from meshwright.checkpoint.tensors import stored_tensors
@@ -26,9 +26,6 @@ from meshwright.trainer.lock import locked
 from meshwright.views.blocks import Column, Table
 from meshwright.views.run_folder import flat_fields
 from meshwright.views.terminal import print_table
-
-_SHOWN = 20
-"""Tensors that `diff` shows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,42 +114,6 @@ class VerifyOptions(_FolderOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DiffOptions(_FolderOptions):
-    """Compare two checkpoints, of one run or of two: their Runs, their data, and every tensor."""
-
-    other: Annotated[Path | None, tyro.conf.Positional] = None
-    """Output folder of the other; by default the same."""
-    at: NonNegativeInt | None = None
-    """Step of the first; by default the last."""
-    other_at: NonNegativeInt | None = None
-    """Step of the second; by default the last, or in the same folder the one before the first."""
-
-    def act(self) -> int:
-        """Compares; returns the exit code."""
-        first = find_checkpoints(self.out)
-        second = first if self.other is None else find_checkpoints(self.other)
-        one, other_at = stored_tensors(first, self.at), self.other_at
-        if other_at is None and second == first:
-            earlier = [r.step for r in list_checkpoints(first) if r.step < one.manifest.step and r.state == "whole"]
-            if not earlier:
-                asked = f"comparing the checkpoint of step {one.manifest.step} with the one before it"
-                raise CheckpointError(asked, "there is none", "--other-at")
-            other_at = earlier[-1]
-        other = stored_tensors(second, other_at)
-        changed, tensors = compare_checkpoints(other, one)
-        places = str(other.step_folder), str(one.step_folder)
-        if self.json:
-            write_json({"from": places[0], "to": places[1], "fields": changed, "tensors": tensors})
-            return 0
-        shown = [f"{name}: {text}" for name, text in list(tensors.items())[:_SHOWN]]
-        lines = [f"{places[0]} -> {places[1]}", *changed, *shown]
-        if len(tensors) > _SHOWN:
-            lines.append(f"and {len(tensors) - _SHOWN} more tensors (--json has all)")
-        write("\n".join([*lines, *([] if tensors else ["every tensor is equal"]), ""]))
-        return 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MoveOptions(_FolderOptions):
     """Move the checkpoints and files of the run in OUT to TARGET: a folder, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER.
     Every copy is read back and compared before the source is deleted; an interrupted move continues."""
@@ -194,13 +155,12 @@ ACTIONS = {
     "list": ListOptions,
     "inspect": InspectOptions,
     "verify": VerifyOptions,
-    "diff": DiffOptions,
     "move": MoveOptions,
 }
 
 
 def main(args: Sequence[str]) -> int:
-    """Runs `meshwright checkpoint list|inspect|verify|diff|move`. Raises CheckpointError where there is none."""
+    """Runs `meshwright checkpoint list|inspect|verify|move`. Raises CheckpointError where there is none."""
     if not args or args[0] in ("-h", "--help"):
         write(f"usage: meshwright checkpoint {'|'.join(ACTIONS)} OUT [options]\n\n")
         summaries = {name: str(kind.__doc__) for name, kind in ACTIONS.items()}
