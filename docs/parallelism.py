@@ -5,7 +5,7 @@ from pathlib import Path
 
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.plugins import PARTS
-from meshwright.runs.checks import ALWAYS, REFUSED, TABLE, fields_of_runs, status_of
+from meshwright.runs.checks import REFUSED, TABLE, fields_of_runs, status_of
 from meshwright.sharding.schedules import SCHEDULES, build_table
 from meshwright.views.draw import PipelineTimeline, standalone
 from meshwright.words import AXES
@@ -20,7 +20,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "memory": ("accumulation", "zero1", *(f"remat {name}" for name in REMAT_POLICIES)),
     "model": ("tied embeddings", "dropout", "multi-token prediction"),
     "optimizers": ("adamw", "adafactor", "lion", "muon", "sgd"),
-    "every run": ALWAYS,
+    "every run": ("packing", "evaluation", "checkpoint on another mesh"),
 }
 
 

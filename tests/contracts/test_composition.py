@@ -27,7 +27,7 @@ from tiny_runs import (
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import Optimizer
 from meshwright.errors import ConfigError
-from meshwright.runs.checks import REFUSED, Refusal, features_of
+from meshwright.runs.checks import REFUSED, Refusal
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
 from meshwright.sharding.params import Param, tree_map
@@ -88,8 +88,25 @@ def uneven(run: Run) -> bool:
 
 
 def features(row: dict[str, Any]) -> set[str]:
+    """Returns what a run has: two of these meet in a pair."""
     run = run_of(row)
-    return features_of(run, uneven(run))
+    training, model = run.training, run.model
+    dispatch, mtp_depth = getattr(model, "dispatch", None), getattr(model, "mtp_depth", 0)
+    axes = {axis for axis, degree in run.mesh.degrees().items() if degree > 1} if run.mesh else set()
+    optional = {
+        f"dispatch: {dispatch}": dispatch is not None,
+        "tied embeddings": model.decoder.tied,
+        "leading dense layers": getattr(model, "dense_layers", 0) > 0,
+        "multi-token prediction": mtp_depth > 0,
+        "several slices": run.mesh is not None and run.mesh.slices > 1,
+        f"schedule: {training.pipeline_schedule}": "stage" in axes,
+        "uneven stages": uneven(run),
+        f"context: {training.context_strategy}": "context" in axes,
+        "accumulation": training.microbatches > 1,
+        "zero1": run.layout == "zero1",
+        "dropout": training.dropout > 0,
+    }
+    return axes | {row["family"], f"remat: {training.remat}"} | {name for name, there in optional.items() if there}
 
 
 def pairs_in_effect(row: dict[str, Any]) -> Counter[tuple[str, str]]:

@@ -204,11 +204,6 @@ class DecoderModel(Model):
         with jax.named_scope("unembedding"):
             return sequence_all_gather(d.norm(x_BTD, scale, bias), 1), table_VD
 
-    def features(self) -> set[str]:
-        """Returns the features that `runs.checks` lists."""
-        dispatch = {getattr(block.feed_forward, "dispatch", None) for block in self.decoder.layers} - {None}
-        return {f"dispatch: {name}" for name in dispatch} | ({"tied embeddings"} if self.decoder.tied else set())
-
     def shrunk(self, shape: MeshShape, layers: int) -> Model:
         """Returns the least sizes that `shape` divides as it divides these, with periods of two layers at most."""
         fields = {field.name for field in dataclasses.fields(self)}

@@ -497,10 +497,6 @@ class Model(Ranged, part="model"):
         """Returns the options that a process needs besides a plan file to have the same model."""
         return []
 
-    def features(self) -> set[str]:
-        """Returns the names under which `runs.checks` knows the model's features."""
-        return set()
-
 
 def vocab_size(model: Model) -> int:
     """Returns the vocabulary size. Raises ConfigError where it is not set."""

@@ -11,7 +11,6 @@ from meshwright.config import MeshShape
 from meshwright.data.batch import ramp_of
 from meshwright.errors import ConfigError, divisors, refuse
 from meshwright.fine_tuning import FineTune
-from meshwright.models.families import builtin_name
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.ranges import check_ranges, option_of
 from meshwright.runs.run import Run
@@ -198,33 +197,13 @@ REFUSED: tuple[Refusal, ...] = (
 """Pairs of features that are refused; all others go together. Tests walk all pairs on eight devices and compare each
 with one device, or expect its refusal."""
 
-ALWAYS = ("packing", "evaluation", "checkpoint on another mesh")
-"""Features of every run."""
-
-
-def features_of(run: Run, uneven: bool) -> set[str]:
-    """Returns the features of a run. uneven: whether its stages have different numbers of layers."""
-    training, model = run.training, run.model
-    degrees = run.mesh.degrees() if run.mesh else {}
-    family = {name for name in (builtin_name(model),) if name is not None}
-    features = {run.optimizer.name, f"remat: {training.remat}", *family, *model.features(), *ALWAYS}
-    features |= {axis for axis, degree in degrees.items() if degree > 1}
-    optional = {
-        "several slices": run.mesh is not None and run.mesh.slices > 1,
-        f"schedule: {training.pipeline_schedule}": "stage" in features,
-        "uneven stages": uneven,
-        "linear attention": bool(model.spec().delta),
-        f"context: {training.context_strategy}": "context" in features,
-        "accumulation": training.microbatches > 1,
-        "zero1": run.layout == "zero1",
-        "dropout": training.dropout > 0,
-    }
-    return features | {name for name, present in optional.items() if present}
-
 
 def check_composition(run: Run) -> None:
     """Raises ConfigError where the run has two features that do not go together."""
-    features = features_of(run, uneven=False)  # no refused pair has uneven stages
+    spec, degrees = run.model.spec(), run.mesh.degrees() if run.mesh else {}
+    features = {axis for axis, degree in degrees.items() if degree > 1}
+    features |= {"multi-token prediction"} if spec.further else set()
+    features |= {"linear attention"} if spec.delta else set()
     for refusal in REFUSED:
         if features.issuperset(refusal.features):
             raise ConfigError(" with ".join(refusal.features), refusal.because, refusal.instead)

@@ -7,13 +7,9 @@ from meshwright.plugins import PARTS, name_of, resolve
 
 def family_name(model: Model) -> str:
     """Returns the name of a model's family: a row of `PARTS`, or module:attribute of its class."""
-    return builtin_name(model) or name_of(type(model))
-
-
-def builtin_name(model: Model) -> str | None:
-    """Returns the name of a model's family where it is built in, else None."""
     path = f"{type(model).__module__}:{type(model).__qualname__}".removeprefix("meshwright.")
-    return next((name for name, known in PARTS["model family"].items() if known == path), None)
+    builtin = next((name for name, known in PARTS["model family"].items() if known == path), None)
+    return builtin or name_of(type(model))
 
 
 def find_family(name: str) -> type[Model]:

@@ -102,10 +102,6 @@ class Deepseek(DenseLayersFirst):
 
         return h_BTD, block.layer(ctx, join)
 
-    def features(self) -> set[str]:
-        """Returns the features that `runs.checks` lists."""
-        return super().features() | ({"multi-token prediction"} if self.mtp_depth else set())
-
     def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
         """Returns fields of `shrunk`."""
         every = math.prod(shape.degrees()[axis] for axis in AXES if axis not in ("stage", "context"))

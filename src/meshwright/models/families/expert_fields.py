@@ -142,7 +142,3 @@ class DenseLayersFirst(ChoiceOfExperts, TiedOrNot):
         experts = Block("blocks", attention, self.routed(shared=self.shared_experts * self.expert_mlp), norm, **place)
         layers = (dense,) * self.dense_layers + (experts,) * (self.layers - self.dense_layers)
         return Decoder(self.width, layers, norm, tied=self.embedding == "tied")
-
-    def features(self) -> set[str]:
-        """Returns the features that `runs.checks` lists."""
-        return super().features() | ({"leading dense layers"} if self.dense_layers else set())
