@@ -22,13 +22,10 @@ from meshwright.data.batch import Batch
 from meshwright.models.adapters import AdapterGather
 from meshwright.models.blocks.layers import no_dropout
 from meshwright.models.model import Metrics
-from meshwright.sharding.params import Stored, Tree, frozen_params, tree_map
+from meshwright.sharding.params import REFERENCE, Tree
 
 if TYPE_CHECKING:
     from meshwright.models.forward import LocalModel
-
-REFERENCE = "reference"
-"""Subtree of the parameters with a frozen copy of all others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,18 +81,3 @@ def reference_of(model: "LocalModel", params: Tree) -> tuple["LocalModel", Tree]
         return dataclasses.replace(model, gather_params=dataclasses.replace(gather, scale=None), ahead={}), params
     plain = dataclasses.replace(gather, gathers=gather.gathers[REFERENCE])
     return dataclasses.replace(model, gather_params=plain, ahead={}), params[REFERENCE]
-
-
-def with_reference_params(params: Tree, compute_dtype: Stored) -> Tree:
-    """Returns descriptions of a model and of the frozen copy that is its reference. params: of the model."""
-    return {**params, REFERENCE: frozen_params(params, compute_dtype)}
-
-
-def with_reference(params: Tree, shardings: Tree, described: Tree) -> Tree:
-    """Returns parameters with the copy that is their reference. shardings, described: of all of them."""
-    own = {path: tree for path, tree in params.items() if path != REFERENCE}
-    types = tree_map(lambda p: p.stored, described[REFERENCE])
-    copy = jax.jit(
-        lambda own: jax.tree.map(lambda w, dtype: w.astype(dtype), own, types), out_shardings=shardings[REFERENCE]
-    )
-    return {**own, REFERENCE: copy(own)}

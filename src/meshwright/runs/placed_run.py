@@ -16,7 +16,6 @@ from meshwright.errors import ConfigError
 from meshwright.fine_tuning import FineTune
 from meshwright.models.flops import layer_flops
 from meshwright.models.model import Model, ModelSpec, vocab_size
-from meshwright.models.preferences import with_reference_params
 from meshwright.runs.checks import (
     check_batch,
     check_composition,
@@ -28,7 +27,7 @@ from meshwright.runs.checks import (
 )
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import VOCAB_AXES, find_layout
-from meshwright.sharding.params import Param, Tree, named_leaves, place_params, reorder_stacks
+from meshwright.sharding.params import REFERENCE, Param, Tree, frozen_params, named_leaves, place_params, reorder_stacks
 from meshwright.sharding.placement import Placements
 from meshwright.sharding.sequence import SequenceSplit, split_sequence
 from meshwright.sharding.stages import NO_LAYER, PartPlacement, StageAssignment, assign_layers, loop_placement
@@ -236,7 +235,7 @@ def _place_params(
 
         described = adapted_params(described, tuning, dtype)
     elif tuning is not None:
-        described = with_reference_params(described, dtype)
+        described = {**described, REFERENCE: frozen_params(described, dtype)}
     params = reorder_stacks(described, orders)
     placements = place_params(params, layout=find_layout(layout), mesh=shape, min_size=min_size)
     return ModelLayout(model, shape, params, placements, stages, spec)

@@ -96,6 +96,20 @@ def frozen_params(params: Tree, dtype: Stored) -> Tree:
     )
 
 
+REFERENCE = "reference"
+"""Subtree of the parameters with a frozen copy of all others, of models that learn preferences."""
+
+
+def with_reference(params: Tree, shardings: Tree, described: Tree) -> Tree:
+    """Returns parameters with the copy that is their reference. shardings, described: of all of them."""
+    own = {path: tree for path, tree in params.items() if path != REFERENCE}
+    types = tree_map(lambda p: p.stored, described[REFERENCE])
+    copy = jax.jit(
+        lambda own: jax.tree.map(lambda w, dtype: w.astype(dtype), own, types), out_shardings=shardings[REFERENCE]
+    )
+    return {**own, REFERENCE: copy(own)}
+
+
 def trained_only(params: Tree, tree: Tree) -> Tree:
     """Returns `tree` with None at frozen parameters. params: descriptions.
 

@@ -16,12 +16,20 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.machine import fix_communication, machine_of_mesh, refused_options
 from meshwright.models.forward import LocalModel
 from meshwright.models.model import Model
-from meshwright.models.preferences import Preferences, with_reference
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run
 from meshwright.runs.settle import Settled
 from meshwright.sharding.layouts import BATCH_AXES
-from meshwright.sharding.params import Param, Tree, init_params, plan_gathers, shardings, trained_only, tree_map
+from meshwright.sharding.params import (
+    Param,
+    Tree,
+    init_params,
+    plan_gathers,
+    shardings,
+    trained_only,
+    tree_map,
+    with_reference,
+)
 from meshwright.sharding.placement import Placements, axes_of, to_spec
 from meshwright.step.optimizers import ELEMENTWISE, UpdateRule, build_update_rule, place_optimizer_state
 
@@ -108,11 +116,12 @@ class DeviceRun:
 
             gather = low_precision_gather(gather, self.params, self.placements, name, experts)
             multiply = with_low_precision(grouped) if grouped and experts else multiply
-        finetune = self.run.finetune
-        if finetune.method == "lora":
-            from meshwright.models.adapters import adapter_gather
+        finetune, learned = self.run.finetune, None
+        if finetune.method == "lora" or finetune.objective == "preferences":
+            from meshwright.models import adapters, preferences
 
-            gather = adapter_gather(gather, finetune.scale)
+            gather = adapters.adapter_gather(gather, finetune.scale) if finetune.method == "lora" else gather
+            learned = preferences.Preferences(finetune.beta) if finetune.objective == "preferences" else None
         return LocalModel(
             self.run.model,
             training,
@@ -125,7 +134,7 @@ class DeviceRun:
             settled.gathered_ahead,
             settled.tensor_ring,
             settled.attention_pieces,
-            Preferences(finetune.beta) if finetune.objective == "preferences" else None,
+            learned,
         )
 
     @functools.cached_property
