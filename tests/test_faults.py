@@ -30,7 +30,7 @@ from meshwright.runs.run import Run
 from meshwright.step.device_run import State
 from meshwright.step.optimizers import build_lr_schedule
 from meshwright.step.train_step import CompiledTrainStep
-from meshwright.trainer import lock, loop
+from meshwright.trainer import heartbeat, lock, loop
 from meshwright.trainer.lock import locked
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.recovery import healed
@@ -269,13 +269,14 @@ def test_one_run_at_a_time_writes_into_a_folder(tmp_path: Path) -> None:
 
 def test_a_lock_of_another_host_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "BEAT", 0.1)
+    monkeypatch.setattr(heartbeat, "BEAT", 0.1)
     file = tmp_path / ".lock"
     file.write_text(json.dumps({"host": "elsewhere", "process": 7, "count": 3}))
     with locked(tmp_path):  # it counts no more
         pass
     file.write_text(json.dumps({"host": "elsewhere", "process": 7, "count": 3}))
     counts = itertools.count()
-    monkeypatch.setattr(lock, "_read", lambda file: {"host": "elsewhere", "process": 7, "count": next(counts)})
+    monkeypatch.setattr(lock, "parse_holder", lambda text: {"host": "elsewhere", "process": 7, "count": next(counts)})
     with pytest.raises(CheckpointError, match="on elsewhere trains there"):
         locked(tmp_path).__enter__()
 

@@ -46,8 +46,9 @@ from meshwright.storage.tiers import LocalCheckpoints
 from meshwright.storage.transfer import copy_tree
 from meshwright.trainer import loop
 from meshwright.trainer.evaluation import evaluate_checkpoint, run_to_evaluate
+from meshwright.trainer.heartbeat import LockError
 from meshwright.trainer.hosts import _Watch
-from meshwright.trainer.lock import LockError, locked
+from meshwright.trainer.lock import locked
 
 pytestmark = pytest.mark.exhaustive
 
@@ -374,8 +375,8 @@ def test_one_run_at_a_time_writes_into_a_bucket(servers: FaultyProxy, capsys: py
 HOLDER = """
 import sys, time
 from meshwright.storage.paths import path_of
-from meshwright.trainer import lock
-lock.BEAT, lock._ANSWER, lock._GIVEN_UP = 0.1, 0.5, 0.5
+from meshwright.trainer import bucket_lock, heartbeat, lock
+heartbeat.BEAT, bucket_lock._ANSWER, bucket_lock._GIVEN_UP = 0.1, 0.5, 0.5
 with lock.locked(path_of(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

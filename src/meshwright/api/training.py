@@ -22,7 +22,6 @@ from meshwright.runs.run_file import run_to_dict, with_absolute_paths
 from meshwright.step.device_memory import OutOfDeviceMemory
 from meshwright.storage.paths import default_cache_folder, path_of
 from meshwright.trainer import loop
-from meshwright.trainer.hosts import agree_on, watching
 from meshwright.trainer.watchdog import PREPARING, Phases, Watchdog
 
 if TYPE_CHECKING:
@@ -114,7 +113,6 @@ def train_reported(
     on_prepared: called with the run on its devices, and the predicted step where the devices are known.
     """
     run = with_absolute_paths(run)
-    several = jax.distributed.is_initialized() and jax.process_count() > 1
     cache = path_of(cache or default_cache_folder())
 
     def reporters(first: int) -> list[Reporter]:
@@ -124,9 +122,9 @@ def train_reported(
 
     joined: AbstractContextManager[None] = contextlib.nullcontext()
     with contextlib.nullcontext() if progress is None else watched_by(progress):
-        if several:
-            agree_on(run)
-            joined = watching(out, Phases(PREPARING), watchdog or Watchdog())
+        if jax.distributed.is_initialized() and (hosts := loop.hosts_module()) is not None:
+            hosts.agree_on(run)
+            joined = hosts.watching(out, Phases(PREPARING), watchdog or Watchdog())
         with joined, _memory_explained(run):
             prepared = loop.prepare_run(
                 run,

@@ -17,6 +17,7 @@ import json
 import math
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -170,7 +171,7 @@ class Checkpoints:
         folder = self.folder / (step if bucket else f"{step}.tmp")
         if self._commits:
             if bucket:
-                (self.folder / STARTED / step).write_text(step)
+                (self.folder / STARTED / step).write_text(str(time.time()))
             else:
                 remove_tree(folder)
             (folder / "state").mkdir(parents=True, exist_ok=True)

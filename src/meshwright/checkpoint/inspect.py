@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshwright.checkpoint.manifest import manifest_of
-from meshwright.checkpoint.steps import MANIFEST, all_steps, committed_steps, partial_steps
+from meshwright.checkpoint.steps import MANIFEST, STARTED, all_steps, committed_steps, partial_steps
 from meshwright.checkpoint.tensors import StoredTensors
 from meshwright.errors import CheckpointError
 from meshwright.storage.paths import in_bucket, path_of
@@ -23,7 +23,7 @@ class Listed:
     bytes: int
     """Bytes of the tensors."""
     written: float | None
-    """Time of its manifest, in seconds since 1970; None in a bucket, whose driver does not tell."""
+    """Time of its manifest, in a bucket of its beginning, in seconds since 1970; None where that is unknown."""
     state: str
     """`whole`, or what is wrong with it."""
 
@@ -48,7 +48,7 @@ def list_checkpoints(folder: Path) -> list[Listed]:
     ]
     for step in committed_steps(folder):
         file = folder / str(step) / MANIFEST
-        written = None if in_bucket(file) else file.stat().st_mtime
+        written = _begun_at(folder / STARTED / str(step)) if in_bucket(file) else file.stat().st_mtime
         try:
             manifest = manifest_of(folder, step)
             size = sum(record.bytes for record in manifest.tensors.values())
@@ -56,6 +56,14 @@ def list_checkpoints(folder: Path) -> list[Listed]:
         except CheckpointError as error:
             listed.append(Listed(step, None, 0, 0, written, error.truth))
     return sorted(listed, key=lambda row: row.step)
+
+
+def _begun_at(file: Path) -> float | None:
+    """Returns the time in a file of `STARTED`: a bucket's driver does not tell that of an object."""
+    try:
+        return float(file.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def verify_checkpoint(tensors: StoredTensors, say: Callable[[str], None] = lambda line: None) -> list[str]:

@@ -1,6 +1,7 @@
 """Moves and copies of a run's checkpoints between stores: disks, shared file systems, buckets."""
 
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -72,7 +73,7 @@ def move_checkpoints(
     steps = [row.what.removeprefix("step ") for row in planned if row.action != "left out" and row.what != _REST]
     for step in steps:
         if in_bucket(target):
-            (target / "checkpoints" / STARTED / step).write_text(step)
+            (target / "checkpoints" / STARTED / step).write_text(str(time.time()))
         copy_tree(source / "checkpoints" / step, target / "checkpoints" / step, (MANIFEST,))
         say(f"step {step}: copied and compared")
     others = _other_files(source)

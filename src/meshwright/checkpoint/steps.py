@@ -8,7 +8,7 @@ from meshwright.storage.paths import in_bucket, path_of, remove_tree
 MANIFEST = "manifest/metadata"
 """File of a checkpoint that is written last and deleted first: without it a folder is not a checkpoint."""
 STARTED = "started"
-"""Folder with a file for each checkpoint that was begun: a bucket lists it without listing all shards."""
+"""Folder with a file for each checkpoint that was begun, and when: a bucket lists it without listing all shards."""
 
 
 def committed_steps(folder: Path) -> list[int]:

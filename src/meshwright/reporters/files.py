@@ -1,7 +1,6 @@
 """Reporters that write files: metrics and events as JSON lines, also into buckets, which have no appending."""
 
 import contextlib
-import io
 import itertools
 import json
 import math
@@ -10,63 +9,10 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from meshwright.activity import Activity, watched_by
+from meshwright.activity import Activity
 from meshwright.documents import LARGE, parse_json, read_text, write_atomically
 from meshwright.errors import StorageError, reason_of
 from meshwright.reporters import Values
-from meshwright.storage.paths import in_bucket
-
-INTERVAL = 30.0
-"""Seconds between two writes of an object in a bucket, except at saves and at the end."""
-
-
-class _ObjectLines(io.BytesIO):
-    """File in a bucket to which lines are added; the object is replaced every `INTERVAL` seconds, and on `close`.
-
-    It is a watcher: before a checkpoint is saved the object is replaced too, so that a run which dies and continues
-    from there has every line until then. A bucket that is away for a while ends no run: the lines stay in memory.
-    """
-
-    def __init__(self, path: Path, content: bytes):
-        super().__init__()
-        super().write(content)
-        self.name = str(path)
-        self._path, self._written_at, self._changed = path, time.monotonic(), False
-        self._watching = contextlib.ExitStack()
-        self._watching.enter_context(watched_by(self))
-
-    def began(self, activity: Activity) -> None:
-        if activity.kind == "save":
-            with contextlib.suppress(StorageError):
-                self._put()
-
-    def ended(self, activity: Activity, *, failed: bool) -> None:
-        pass
-
-    def write(self, data: Any) -> int:
-        self._changed = True
-        count = super().write(data)
-        if time.monotonic() - self._written_at >= INTERVAL:
-            with contextlib.suppress(StorageError):
-                self._put()
-        return count
-
-    def _put(self) -> None:
-        self._written_at = time.monotonic()
-        self._path.write_bytes(self.getvalue())
-        self._changed = False
-
-    def close(self) -> None:
-        """Writes the object a last time; lines that cannot be written are named on standard error."""
-        if self.closed:
-            return
-        if self._changed:
-            try:
-                self._put()
-            except StorageError as error:
-                print(f"{self.name}: its last lines could not be written: {error.truth}", file=sys.stderr)
-        self._watching.close()
-        super().close()
 
 
 class JsonLines:
@@ -106,9 +52,7 @@ class JsonLines:
             self._path.rename(aside)
         if kept or self._path.exists():
             write_atomically(self._path, kept)
-        bucket = in_bucket(self._path)
-        self._file: IO[bytes]
-        self._file = _ObjectLines(self._path, kept.encode()) if bucket else self._path.open("ab", buffering=0)
+        self._file: IO[bytes] = self._path.open("ab", buffering=0)
         return steps
 
     def rewind(self, step: int) -> None:

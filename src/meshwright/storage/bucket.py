@@ -6,18 +6,22 @@ An object is written completely or not at all. A request that fails with 429, 5x
 after 0.2 s, 0.4 s and so on up to 10 s.
 """
 
+import contextlib
 import errno
 import fnmatch
 import functools
 import io
 import os
 import stat
+import sys
+import time
 from collections.abc import Generator
 from pathlib import PosixPath
 from typing import Any
 
 import tensorstore
 
+from meshwright.activity import Activity, watched_by
 from meshwright.errors import StorageError
 
 RETRIES = 12
@@ -94,10 +98,10 @@ class BucketPath(PosixPath):
         """Opens the object to read or write all of it; it is written when the file is closed."""
         if mode.strip("bt") == "r":
             raw: io.BytesIO = io.BytesIO(self.read_bytes())
-        elif mode.strip("bt") in ("w", "a", "x"):
-            # An object cannot grow: what is in it is read, and written again with the rest.
-            before = self.read_bytes() if "a" in mode and self.is_file() else b""
-            raw = _Written(self, before, exclusive="x" in mode)
+        elif mode.strip("bt") == "a":
+            raw = _Appended(self)
+        elif mode.strip("bt") in ("w", "x"):
+            raw = _Written(self, exclusive="x" in mode)
         else:
             raise OSError(errno.ENOTSUP, f"an object is not opened with mode {mode!r}", str(self))
         return raw if "b" in mode else io.TextIOWrapper(raw, encoding or "utf-8", errors, newline)
@@ -211,9 +215,8 @@ class BucketPath(PosixPath):
 class _Written(io.BytesIO):
     """Content of an object that is written when it is closed, unless its writer failed. exclusive: if there is none."""
 
-    def __init__(self, path: BucketPath, before: bytes, *, exclusive: bool):
+    def __init__(self, path: BucketPath, *, exclusive: bool):
         super().__init__()
-        self.write(before)
         self._path, self._exclusive = path, exclusive
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
@@ -229,6 +232,59 @@ class _Written(io.BytesIO):
                 self._path.write_bytes(content)
             elif self._path.put_if(content, MISSING) is None:
                 raise FileExistsError(errno.EEXIST, "there is such an object", str(self._path))
+
+
+INTERVAL = 30.0
+"""Seconds between two writes of an object to which lines are added, except at saves and at the end."""
+
+
+class _Appended(io.BytesIO):
+    """Object to which lines are added: it cannot grow, so it is replaced every `INTERVAL` seconds, and at the end.
+
+    It is a watcher: before a checkpoint is saved the object is replaced too, so that a run which dies and continues
+    from there has every line until then. A bucket that is away for a while ends no run: the lines stay in memory.
+    """
+
+    def __init__(self, path: BucketPath):
+        super().__init__()
+        super().write(path.read_bytes() if path.is_file() else b"")
+        self.name = str(path)
+        self._path, self._written_at, self._changed = path, time.monotonic(), False
+        self._watching = contextlib.ExitStack()
+        self._watching.enter_context(watched_by(self))
+
+    def began(self, activity: Activity) -> None:
+        if activity.kind == "save":
+            with contextlib.suppress(StorageError):
+                self._put()
+
+    def ended(self, activity: Activity, *, failed: bool) -> None:
+        pass
+
+    def write(self, data: Any) -> int:
+        self._changed = True
+        count = super().write(data)
+        if time.monotonic() - self._written_at >= INTERVAL:
+            with contextlib.suppress(StorageError):
+                self._put()
+        return count
+
+    def _put(self) -> None:
+        self._written_at = time.monotonic()
+        self._path.write_bytes(self.getvalue())
+        self._changed = False
+
+    def close(self) -> None:
+        """Writes the object a last time; lines that cannot be written are named on standard error."""
+        if self.closed:
+            return
+        if self._changed:
+            try:
+                self._put()
+            except StorageError as error:
+                print(f"{self.name}: its last lines could not be written: {error.truth}", file=sys.stderr)
+        self._watching.close()
+        super().close()
 
 
 @functools.cache

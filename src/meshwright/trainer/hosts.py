@@ -182,13 +182,11 @@ def slow_hosts(signs: Mapping[int, Sign]) -> dict[int, str]:
 
 
 def watching(out: Path, phases: Phases, limits: Watchdog) -> contextlib.AbstractContextManager[None]:
-    """Watches the other processes of the run while the context is open; does nothing in a single process.
+    """Watches the other processes of the run while the context is open.
 
     out: output folder, which gets the stacks.  phases: what this process does. Where a host dies, stops or falls
     behind, every process prints which, writes its stacks, and exits with 75. A supervised process gives signs too.
     """
-    if jax.process_count() == 1 and BEATS not in os.environ:
-        return contextlib.nullcontext()
     return _Watch(out, phases, limits, store() if jax.process_count() > 1 else None).running()
 
 

@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import jax
@@ -21,15 +23,13 @@ from meshwright.reporters.files import EventLog, JsonLines
 from meshwright.runs.run_file import write_run
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.storage.paths import path_of
-from meshwright.trainer.hosts import agree_on_data, check_shared, watching
 from meshwright.trainer.lock import locked
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.preemption import Preemption
 from meshwright.trainer.prepare import Position, PreparedRun, Trainable, prepare_run
 from meshwright.trainer.recovery import Resumed, begin, handle_bad_step, resume
-from meshwright.trainer.silent import checked
 from meshwright.trainer.tiers import Tiers
-from meshwright.trainer.watchdog import Phases, Watchdog
+from meshwright.trainer.watchdog import BEATS, Phases, Watchdog
 
 Start = Literal["fresh", "resume", "resume if exists"]
 """How a run begins; the last resumes where all hosts can read a checkpoint, and is fresh where there is none."""
@@ -101,11 +101,12 @@ def train(
     device_run, began, phases = prepared.device_run, time.perf_counter(), Phases()
     run, out, chief = device_run.run, path_of(out), jax.process_index() == 0
     with contextlib.ExitStack() as stack:
-        stack.enter_context(watching(out, phases, watchdog or Watchdog()))
-        if jax.process_count() > 1:
-            agree_on_data(prepared)
+        if (hosts := hosts_module()) is not None:
+            stack.enter_context(hosts.watching(out, phases, watchdog or Watchdog()))
+            hosts.agree_on_data(prepared)
         answer_of_the_first(lambda: _check_folder(out, device_run, start, at))
-        check_shared(out)
+        if hosts is not None:
+            hosts.check_shared(out)
         preemption = stack.enter_context(Preemption().listening())
         answer_of_the_first(lambda: stack.enter_context(locked(out)))  # if another run holds it, all stop alike
         if chief:
@@ -147,6 +148,15 @@ def train(
         for sink in sinks if page is not None else ():
             getattr(sink, "keep_page", lambda page: None)(page)
         return summary
+
+
+def hosts_module() -> ModuleType | None:
+    """Returns `trainer.hosts`, which a process needs that has others or a supervisor; None in one that is alone."""
+    if jax.process_count() == 1 and BEATS not in os.environ:
+        return None
+    from meshwright.trainer import hosts  # most runs have one process
+
+    return hosts
 
 
 def _check_folder(out: Path, device_run: DeviceRun, start: str, at: int | None) -> None:
@@ -323,6 +333,8 @@ class _Loop:
             with self._spending("compiling", "compile", "compiling the train step", "compiled the train step"):
                 compiled: Any = self.prepared.compile(batch)
             if every := self.run.faults.check_every:
+                from meshwright.trainer.silent import checked
+
                 compiled = checked(compiled, every, self.phases)
             self.compiled[size] = compiled
         return self.compiled[size]

@@ -1,0 +1,137 @@
+"""Lock on an output folder in a bucket: an object that is put on condition that there is none.
+
+Its holder replaces it every few seconds with a higher count, on condition that it is its own. A run that cannot do so
+ends before another may take the folder over, and one whose folder was taken over ends at once, without saving: whatever
+it wrote could overwrite what the other writes. A lock without renewals is free after 90 s; at once where its process
+was on this host and is gone. A server that ignores conditions (some that speak S3 do) is detected by asking twice and
+reported: there only the counts tell.
+"""
+
+import contextlib
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from meshwright.errors import MeshwrightError, StorageError
+from meshwright.storage.bucket import MISSING, BucketPath
+from meshwright.trainer.heartbeat import (
+    LockError,
+    beating,
+    changes,
+    describe_holder,
+    lock_record,
+    parse_holder,
+    refused,
+)
+
+FREE = 90.0
+"""Seconds without a count after which another run takes the lock over."""
+_GIVEN_UP = 75.0
+"""Seconds without a renewal after which the holder ends: as long as requests are sent again, and less than `FREE`."""
+_ANSWER = 10.0
+"""Seconds in which a bucket answers; the next renewal asks again."""
+
+
+@contextlib.contextmanager
+def bucket_locked(out: Path) -> Iterator[None]:
+    """Holds the lock on a folder in a bucket. Raises LockError where another run holds it."""
+    file = BucketPath(out / ".lock")
+    ours = _BucketLock(file, _take(file))
+    try:
+        with beating(ours.renew, "lock of the bucket"):
+            yield
+    finally:
+        with contextlib.suppress(StorageError):
+            # Nobody takes a lock that was this run's a moment ago: that takes `FREE` seconds.
+            if _read_object(file)[0].get("token") == ours.token:
+                file.unlink(missing_ok=True)
+
+
+class _BucketLock:
+    """The lock of this run. token: tells it from others, also from one in the same process."""
+
+    def __init__(self, file: BucketPath, token: str):
+        self.file, self.token, self.renewed, self.count = file, token, time.monotonic(), 0
+
+    def renew(self) -> None:
+        """Counts up in the object; ends the process where it is not its own any more."""
+        self.count += 1
+        began, out = time.monotonic(), self.file.parent
+        try:
+            holder, version = _read_object(self.file)
+            if holder.get("token") != self.token:
+                who = describe_holder(holder) if holder else "another program, which removed the lock,"
+                truth = (
+                    f"{who} has taken this folder over; this run stopped at once and saved nothing more, because two "
+                    "runs in one folder would overwrite each other"
+                )
+                again = f"when the other has ended, meshwright train --out {out} --resume"
+                _end(LockError(f"training in {out}", truth, f"let one of them go on: {again}; or another --out"))
+            # Where another run wrote in between, the next renewal reads its name.
+            if _put(self.file, lock_record(self.count, token=self.token), version) is not None:
+                self.renewed = began
+        except StorageError as error:
+            seconds = time.monotonic() - self.renewed
+            if seconds > _GIVEN_UP:
+                truth = (
+                    f"it was not renewed for {seconds:.0f} s ({error.truth}), and after {FREE:.0f} s another run may "
+                    "take the folder over; this run stopped and saved nothing more"
+                )
+                fix = f"meshwright train --out {out} --resume, when the bucket is well"
+                _end(StorageError(f"keeping the lock on {out}", truth, fix))
+
+
+def _end(error: MeshwrightError) -> NoReturn:
+    """Exits whatever the other threads do, a save that is under way included: the folder is not this run's."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os.write(2, f"error: {error}\n".encode())
+    os._exit(error.exit_code)
+
+
+def _take(file: BucketPath) -> str:
+    token = secrets.token_hex(8)
+    record = lock_record(0, token=token)
+    if _put(file, record, MISSING) is None:
+        holder, version = _read_object(file)
+        # It is this run's own where the answer to the write was lost and the write sent again.
+        if holder.get("token") != token:
+            if version != MISSING and not _gone(holder) and changes(lambda: _read_object(file)[1], version, FREE):
+                raise refused(file.parent, holder)
+            if _put(file, record, version) is None and _read_object(file)[0].get("token") != token:
+                raise refused(file.parent, _read_object(file)[0])
+    if _put(file, record, MISSING) is not None:
+        print(
+            f"{file}: this server takes no notice of conditional writes (If-None-Match), so two runs that start within "
+            "the same second are not kept apart",
+            file=sys.stderr,
+        )
+    return token
+
+
+def _gone(holder: dict[str, Any]) -> bool:
+    """Returns whether the holder was a process of this host that has ended."""
+    if holder.get("host") != socket.gethostname():
+        return False
+    try:
+        os.kill(int(str(holder.get("process"))), 0)
+    except (ProcessLookupError, ValueError):
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
+def _put(file: BucketPath, record: str, version: bytes) -> bytes | None:
+    """Replaces the lock if it has this version; returns the new one, None where it has not."""
+    return file.put_if(record.encode(), version, _ANSWER)
+
+
+def _read_object(file: BucketPath) -> tuple[dict[str, Any], bytes]:
+    content, version = file.read_version(_ANSWER)
+    return parse_holder(content or b""), version
