@@ -1,4 +1,4 @@
-"""Each experiment tracker's own store holds what was sent: configuration, metrics, samples, page."""
+"""Each experiment tracker's own store holds what was sent: configuration, metrics, samples."""
 
 import json
 import math
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.exhaustive
 
 METRICS = {1: {"loss": 2.5, "tokens/s": 1000.0}, 2: {"loss": 2.25, "tokens/s": 1100.0}, 3: {"held-out loss": 2.0}}
 SAMPLE = "<b>to be</b>\nor not"
-Read = tuple[dict[str, Any], dict[str, list[tuple[int, float]]], str, str]
-"""Configuration, curves, sample and page as a store holds them."""
+Read = tuple[dict[str, Any], dict[str, list[tuple[int, float]]], str]
+"""Configuration, curves and sample as a store holds them."""
 
 
 def sent(tmp_path: Path, name: str) -> Path:
@@ -39,15 +39,8 @@ def sent(tmp_path: Path, name: str) -> Path:
     later: Any = reporter
     later.sample(2, SAMPLE)
     later.rewind(2)
-    later.keep_page(lambda: page(out))
     reporter.close()
     return out
-
-
-def page(out: Path) -> Path:
-    file = out / "view.html"
-    file.write_text("<!doctype html><title>mine</title>", encoding="utf-8")
-    return file
 
 
 def read_tensorboard(out: Path) -> Read:
@@ -68,8 +61,7 @@ def read_tensorboard(out: Path) -> Read:
                 # TensorBoard's names have no spaces.
                 curves.setdefault(value.tag.replace("_", " "), []).append((event.step, round(value.simple_value, 4)))
     unindented = {name: "\n".join(line[4:] for line in text.splitlines()) for name, text in texts.items()}
-    page_text = (out / "tensorboard" / "run.html").read_text(encoding="utf-8")
-    return json.loads(unindented["configuration"]), curves, unindented["sample"], page_text
+    return json.loads(unindented["configuration"]), curves, unindented["sample"]
 
 
 def read_mlflow(out: Path) -> Read:
@@ -81,10 +73,7 @@ def read_mlflow(out: Path) -> Read:
     names = {name for values in METRICS.values() for name in values}
     curves = {name: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)] for name in names}
     (artifacts,) = (out / "mlflow" / "artifacts").glob("*/artifacts")
-    return (
-        nested(run.data.params), curves, (artifacts / "samples" / "step-2.txt").read_text(),
-        (artifacts / "view.html").read_text(),
-    )  # fmt: skip
+    return nested(run.data.params), curves, (artifacts / "samples" / "step-2.txt").read_text()
 
 
 def nested(flat: dict[str, str]) -> dict[str, Any]:
@@ -111,8 +100,7 @@ def read_trackio(out: Path) -> Read:
                 sample = "\n".join(line[4:] for line in value["_value"].splitlines())
             elif isinstance(value, int | float):
                 curves.setdefault(name, []).append((step, value))
-    (kept,) = (out.parent / "trackio").rglob("view.html")
-    return nested({k: str(v) for k, v in json.loads(config).items()}), curves, sample, kept.read_text()
+    return nested({k: str(v) for k, v in json.loads(config).items()}), curves, sample
 
 
 def wandb_records(content: bytes) -> Iterator[bytes]:
@@ -136,7 +124,7 @@ def read_wandb(out: Path) -> Read:
     (file,) = out.glob("wandb/offline-run-*/run-*.wandb")
     configuration: dict[str, Any] = {}
     curves: dict[str, list[tuple[int, float]]] = {}
-    sample = page_text = ""
+    sample = ""
     content, until = file.read_bytes(), time.monotonic() + 30
     # A process of wandb's own writes the file, on a busy machine after the run has ended.
     while not list(wandb_records(content)) and time.monotonic() < until:
@@ -153,11 +141,7 @@ def read_wandb(out: Path) -> Read:
         for name, value in values.items():
             if name in ("loss", "tokens/s", "held-out loss"):
                 curves.setdefault(name, []).append((values["step"], value))
-        for entry in record.request.log_artifact.artifact.manifest.contents:
-            page_text = Path(entry.local_path).read_text()
-        for entry in record.artifact.manifest.contents:
-            page_text = Path(entry.local_path).read_text()
-    return configuration, curves, sample, page_text
+    return configuration, curves, sample
 
 
 READERS: dict[str, Callable[[Path], Read]] = {
@@ -185,13 +169,12 @@ def test_every_tracker_has_a_reader() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
 @pytest.mark.usefixtures("offline")
 def test_a_tracker_holds_what_was_sent(name: str, tmp_path: Path) -> None:
-    configuration, curves, sample, page_text = READERS[name](sent(tmp_path, name))
+    configuration, curves, sample = READERS[name](sent(tmp_path, name))
     assert configuration["name"] == "mine" and configuration["training"]["steps"] == 7
     for metric in ("loss", "tokens/s", "held-out loss"):
         expected = [(step, values[metric]) for step, values in METRICS.items() if metric in values]
         assert sorted(curves[metric]) == expected
     assert SAMPLE in sample or "&lt;b&gt;to be&lt;/b&gt;\nor not" in sample
-    assert "<title>mine</title>" in page_text
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -151,18 +151,11 @@ def train_reported(
                 at=start if isinstance(start, int) else None,
                 accept=accept,
                 reporters=reporters,
-                page=lambda: _write_page(out),
                 watchdog=watchdog,
             )
         if planner is None or forecast is None or not summary.tokens or jax.process_index():
             return Trained(summary, run.model.unit)
         return Trained(summary, run.model.unit, planner.write_gaps(forecast, summary))
-
-
-def _write_page(out: Path) -> Path:
-    from meshwright.api.viewing import view  # the page is drawn after the training
-
-    return view(out).write()
 
 
 def _local_planner(devices: Sequence[Any]) -> "LocalPlanner | None":

@@ -89,10 +89,6 @@ def run_training(options: TrainOptions, words: Sequence[str]) -> int:
             print_prepared_model(console, prepared.device_run)
         else:
             print_prepared_run(console, prepared)
-            if options.run.init_from is not None and start == "fresh" and options.at is None:
-                from meshwright.checkpoint.initial_weights import describe_initial_weights
-
-                console.print(describe_initial_weights(prepared.device_run.run), markup=False)
         if forecast is not None:
             console.print(
                 f"predicted: {format_step(forecast.step)} per step, of which {format_step(forecast.exposed)} is "

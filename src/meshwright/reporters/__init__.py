@@ -1,6 +1,5 @@
 """Destinations of the metrics of a run: files, a console, experiment trackers, functions from outside the package."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,9 +14,8 @@ Values = dict[str, float]
 class Reporter(Protocol):
     """Destination of metrics. Anything with these two methods is one.
 
-    Further methods are called where a reporter has them: `rewind(step)` when the run returns to an earlier step,
-    `sample(step, text)` with text from the model, and `keep_page(page)` at the end, with a function that writes the
-    run's page and returns its file.
+    Further methods are called where a reporter has them: `rewind(step)` when the run returns to an earlier step, and
+    `sample(step, text)` with text from the model.
     """
 
     def write(self, step: int, values: Values) -> None:
@@ -72,9 +70,6 @@ class _Checked:
 
     def sample(self, step: int, text: str) -> None:
         self._call("sample", f"the sample of step {step}", step, text)
-
-    def keep_page(self, page: Callable[[], Path]) -> None:
-        self._call("keep_page", "the page", page)
 
     def close(self) -> None:
         self._call("close", "closing")

@@ -8,10 +8,9 @@ import html
 import importlib
 import json
 import os
-import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +27,15 @@ class _TensorBoard:
 
     def __init__(self, out: Path):
         writer: Any = _library("tensorboard", "tensorboardX").SummaryWriter
-        self._folder, self._step = out / "tensorboard", 0
-        self._writer = writer(str(self._folder))
+        self._writer = writer(str(out / "tensorboard"))
         self._writer.add_text("configuration", _indented(json.dumps(_configuration(out), indent=1)), 0)
 
     def write(self, step: int, values: Values) -> None:
-        self._step = step
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def sample(self, step: int, text: str) -> None:
         self._writer.add_text("sample", _indented(text), step)
-
-    def keep_page(self, page: Callable[[], Path]) -> None:
-        shutil.copyfile(page(), self._folder / "run.html")
-        self._writer.add_text("page", "run.html, in the folder of these events", self._step)
 
     def close(self) -> None:
         self._writer.close()
@@ -79,11 +72,6 @@ class _WeightsAndBiases:
     def sample(self, step: int, text: str) -> None:
         self._run.log({"step": step, "sample": self._wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)})
 
-    def keep_page(self, page: Callable[[], Path]) -> None:
-        artifact = self._wandb.Artifact(f"page-{self._run.id}", type="page")
-        artifact.add_file(str(page()), name="run.html")
-        self._run.log_artifact(artifact)
-
     def close(self) -> None:
         self._run.finish()
 
@@ -104,9 +92,6 @@ class _Trackio:
 
     def sample(self, step: int, text: str) -> None:
         self._run.log({"sample": self._trackio.Markdown(_indented(text))}, step=step)
-
-    def keep_page(self, page: Callable[[], Path]) -> None:
-        self._trackio.save(str(page()), project=self._project)
 
     def close(self) -> None:
         self._run.finish()
@@ -155,9 +140,6 @@ class _MLflow:
 
     def sample(self, step: int, text: str) -> None:
         self._client.log_text(self._run, text, f"samples/step-{step}.txt")
-
-    def keep_page(self, page: Callable[[], Path]) -> None:
-        self._client.log_artifact(self._run, str(page()))
 
     def close(self) -> None:
         self._flush()

@@ -88,14 +88,12 @@ def train(
     accept: Sequence[str] = (),
     reporters: Callable[[int], list[Reporter]] = lambda first: [],
     watchdog: Watchdog | None = None,
-    page: Callable[[], Path] | None = None,
 ) -> Summary:
     """Trains a prepared run, writing checkpoints, metrics, the Run and a text sample into `out`.
 
     start: `resume` continues from the newest checkpoint that all hosts can read, or from that of step `at`.
     accept: names of differences from the checkpoint with which it resumes although they change the model or its data.
     reporters: called with the number of steps already taken, returns further reporters.
-    page: writes the run's page and returns its file, for reporters that keep it.
     Raises CheckpointError, TrainingError, DataError, ConfigError, HostError.
     """
     device_run, began, phases = prepared.device_run, time.perf_counter(), Phases()
@@ -144,10 +142,7 @@ def train(
         for sink in sinks:
             stack.callback(sink.close)
         meter = prepared.meter(sinks)
-        summary = _Loop(prepared, out, checkpoints, meter, preemption, phases, began, position).train(resumed.state)
-        for sink in sinks if page is not None else ():
-            getattr(sink, "keep_page", lambda page: None)(page)
-        return summary
+        return _Loop(prepared, out, checkpoints, meter, preemption, phases, began, position).train(resumed.state)
 
 
 def hosts_module() -> ModuleType | None:
@@ -173,11 +168,12 @@ def _check_folder(out: Path, device_run: DeviceRun, start: str, at: int | None) 
 
 
 def _first_state(device_run: DeviceRun, out: Path) -> State:
-    with activity("initialise", "making the first state", "made the first state"):
+    with activity("initialise", "making the first state", "made the first state") as work:
         if device_run.run.init_from is None:
             return device_run.initial_state()
-        from meshwright.checkpoint.initial_weights import load_initial_weights
+        from meshwright.checkpoint.initial_weights import describe_initial_weights, load_initial_weights
 
+        work.result = describe_initial_weights(device_run.run)
         return device_run.state_of(load_initial_weights(device_run, out))
 
 
