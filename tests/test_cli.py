@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from meshwright.activity import activity, watched_by
-from meshwright.aliases import MESH_OPTIONS, OPTIONS, SETTINGS
 from meshwright.api.rehearsal import check_equal
 from meshwright.cli import output
 from meshwright.cli.base_run import base_run
 from meshwright.cli.evaluate import EvaluateOptions
+from meshwright.cli.explain import MESH_OPTIONS, OPTIONS, SETTINGS
 from meshwright.cli.main import run
 from meshwright.cli.output import write_json
 from meshwright.cli.parse import options_of, parse

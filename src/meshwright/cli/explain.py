@@ -6,16 +6,25 @@ import inspect
 import re
 import shutil
 import textwrap
+import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import tyro
 
-from meshwright.aliases import MESH_OPTIONS, OPTIONS, SETTINGS
 from meshwright.errors import ConfigError
+from meshwright.words import AXIS_ALIASES
 
 COMMON = ("--out", "--on", "--mesh", "--steps", "--batch", "--seq", "--lr", "--data", "--devices", "--resume")
 """Options that the help lists first, in this order, where a verb has them."""
+_TABLE = tomllib.loads(Path(__file__).with_name("elsewhere.toml").read_text(encoding="utf-8"))
+OPTIONS, SETTINGS, MESH_OPTIONS, _AXES = (
+    {name: ours for ours, names in table.items() for name in names.split()}
+    for table in (_TABLE["options"], _TABLE["settings"], _TABLE["mesh"], AXIS_ALIASES)
+)
+MESH_OPTIONS |= _AXES
+"""Option or switch of another trainer -> our option, our option and its value, or our mesh axis."""
 _COLUMN = 30
 """Column of the help at which descriptions begin."""
 _RECIPE_OPTIONS = ("model", "recipe", "preset", "model_name", "model_name_or_path")

@@ -28,6 +28,7 @@ from meshwright.documents import read_json, write_atomically
 from meshwright.errors import CheckpointError, ConfigError, TrainingError, nearest
 from meshwright.hardware.agreement import answer_of_the_first, flatten
 from meshwright.reporters.files import last_start
+from meshwright.runs.checks import TABLE
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
 from meshwright.sharding.params import named_leaves
@@ -40,32 +41,8 @@ _SKIPPED = "skipped.json"
 """File of an output folder with the samples that its run leaves out."""
 
 Kind = Literal["function", "data", "training", "placement", "content", "output"]
-_FIELDS: dict[Kind, str] = {
-    "function": "model init_from finetune.method finetune.rank finetune.alpha finetune.targets finetune.base "
-    "finetune.adapter",
-    "data": "training.seq training.seed finetune.objective finetune.too_long",
-    "training": "model.aux_loss_weight model.router_z_loss_weight model.mtp_weight model.bias_update_rate "
-    "model.expert_exchange training.steps training.batch training.batch_ramp training.param_dtype "
-    "training.param_rounding training.compute_dtype training.reduce_dtype training.matmul_precision training.dropout "
-    "training.z_loss optimizer.name optimizer.learning_rate optimizer.lr_schedule optimizer.warmup_steps "
-    "optimizer.final_lr_fraction optimizer.beta1 optimizer.beta2 optimizer.epsilon optimizer.weight_decay "
-    "optimizer.grad_clip_norm optimizer.moment_dtype optimizer.lr_groups optimizer.muon_heads faults.bad_step "
-    "faults.spike faults.most_skipped finetune.beta",
-    "placement": "mesh layout fsdp_min_size model.vocab_multiple model.expert_buffer_factor training.microbatches "
-    "training.pipeline_schedule training.virtual_stages training.remat training.stage_saves training.saved_layers "
-    "training.context_strategy training.gather_ahead training.tensor_strategy training.attention_kernel "
-    "training.grouped_matmul training.attention_block training.compiler_options training.unroll training.logits_mib "
-    "training.deterministic",
-    "content": "model.name data.paths data.tokenizer data.text_field data.held_out finetune.template "
-    "faults.bad_records",
-    "output": "name reporters local_checkpoints.path local_checkpoints.every local_checkpoints.max_to_keep "
-    "training.log_every training.eval_every training.eval_samples training.save_every training.max_to_keep data.prompt "
-    "data.sample data.sample_every faults.check_every",
-}
-KINDS: dict[str, Kind] = {name: kind for kind, names in _FIELDS.items() for name in names.split()}
-"""What a change of each field of a Run changes: the function of the model, its data, how it is trained, where it is
-computed, or what is written. Of a name only what it stands for counts (content): fingerprints compare that. Fields of a
-model and of the mesh without a row of their own have that of their part."""
+KINDS: dict[str, Kind] = {name: kind for kind, names in TABLE["kinds"].items() for name in names.split()}
+"""Kind of a change of each field of a Run (runs/fields.toml)."""
 _REFUSED: tuple[Kind, ...] = ("function", "data")
 _OTHERS = ("identity", "cursor", _SKIPPED, "text", "weights", "tokenizer", "held_out", "loss", "batches")
 """Names of differences that are in no field of the Run."""
