@@ -19,12 +19,12 @@ from meshwright.words import AXIS_ALIASES
 COMMON = ("--out", "--on", "--mesh", "--steps", "--batch", "--seq", "--lr", "--data", "--devices", "--resume")
 """Options that the help lists first, in this order, where a verb has them."""
 _TABLE = tomllib.loads(Path(__file__).with_name("elsewhere.toml").read_text(encoding="utf-8"))
-OPTIONS, SETTINGS, MESH_OPTIONS, _AXES = (
+OPTIONS, SETTINGS, AXIS_OPTIONS, AXIS_NAMES = (
     {name: ours for ours, names in table.items() for name in names.split()}
     for table in (_TABLE["options"], _TABLE["settings"], _TABLE["mesh"], AXIS_ALIASES)
 )
-MESH_OPTIONS |= _AXES
-"""Option or switch of another trainer -> our option, our option and its value, or our mesh axis."""
+MESH_OPTIONS = AXIS_NAMES | AXIS_OPTIONS
+"""Option of another trainer that gives the degree of one mesh axis -> the axis."""
 _COLUMN = 30
 """Column of the help at which descriptions begin."""
 _RECIPE_OPTIONS = ("model", "recipe", "preset", "model_name", "model_name_or_path")

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shlex
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
@@ -30,9 +31,9 @@ _TPU_HOST = 4
 class _Cloud(NamedTuple):
     """Names of a chip in clouds, and its number on a host."""
 
-    gke: str | None
+    gke: str | None = None
     """Value of the node label of Google Kubernetes Engine, where known."""
-    skypilot: str | None
+    skypilot: str | None = None
     """Name among the accelerators of SkyPilot, where known."""
     host: int | None = None
     """Chips of the largest TPU slice on one host, GPUs of a compute tray, where these are not `_TPU_HOST` or a node
@@ -41,22 +42,9 @@ class _Cloud(NamedTuple):
     """TensorCores of a chip, which the accelerator types of Cloud TPU count instead of chips."""
 
 
-_CLOUDS = {
-    "v4": _Cloud("tpu-v4-podslice", "tpu-v4", cores=2),
-    "v5e": _Cloud("tpu-v5-lite-podslice", "tpu-v5litepod", host=8),
-    "v5p": _Cloud("tpu-v5p-slice", "tpu-v5p", cores=2),
-    "v6e": _Cloud("tpu-v6e-slice", "tpu-v6e", host=8),
-    "tpu7x": _Cloud("tpu7x", None),
-    "a100": _Cloud("nvidia-a100-80gb", "A100-80GB"),
-    "a100-40gb": _Cloud("nvidia-tesla-a100", "A100"),
-    "h100": _Cloud("nvidia-h100-80gb", "H100"),
-    "h200": _Cloud("nvidia-h200-141gb", "H200"),
-    "b200": _Cloud("nvidia-b200", "B200"),
-    "b300": _Cloud(None, "B300"),
-    "gb200": _Cloud("nvidia-gb200", "GB200", host=4),
-    "gb300": _Cloud("nvidia-gb300", "GB300", host=4),
-}
-_UNKNOWN = _Cloud(None, None)
+_TABLE = tomllib.loads((Path(__file__).parent / "templates" / "clouds.toml").read_text(encoding="utf-8"))
+_CLOUDS = {name: _Cloud(**row) for name, row in _TABLE.items()}
+_UNKNOWN = _Cloud()
 
 Pairs = tuple[tuple[str, str], ...]
 """Names with their values, in order."""
