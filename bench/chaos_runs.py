@@ -177,8 +177,8 @@ def compare(found: dict[str, Any], expected: dict[str, Any], *, shrunk: bool) ->
 
 def scaled_difference(out: Path, other: Path) -> float:
     """Largest difference of two runs' parameters after the last step, in units of their tensor's largest value."""
+    from meshwright.checkpoint.blocks import StoredTensors
     from meshwright.checkpoint.manifest import manifest_of
-    from meshwright.checkpoint.tensors import StoredTensors
 
     folders = [folder / "checkpoints" for folder in (out, other)]
     a, b = (StoredTensors(folder / str(STEPS), manifest_of(folder, STEPS)) for folder in folders)

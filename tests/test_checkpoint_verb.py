@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshwright.checkpoint.blocks import write_tensor
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
-from meshwright.checkpoint.tensors import write_tensor
 from meshwright.cli.checkpoint import main
 from meshwright.config import Optimizer
 from meshwright.errors import CheckpointError, ConfigError

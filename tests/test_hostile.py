@@ -18,10 +18,10 @@ import pytest
 
 from meshwright import plugins, trust
 from meshwright.bench.calibration_file import read_calibration
+from meshwright.checkpoint.blocks import StoredTensors, write_tensor
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.conversion import check_sums
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
-from meshwright.checkpoint.tensors import StoredTensors, write_tensor
 from meshwright.cli.main import _choose_working_directory
 from meshwright.config import Training
 from meshwright.data import chat

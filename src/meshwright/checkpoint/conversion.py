@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshwright.checkpoint.blocks import StoredTensors, stored_tensors, write_tensor
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
-from meshwright.checkpoint.tensors import Index, StoredTensors, stored_tensors, write_tensor
+from meshwright.checkpoint.tensors import Index
 from meshwright.documents import LARGE, check_inside, read_json, read_text, write_atomically
 from meshwright.errors import ConfigError, WeightsError
 from meshwright.hugging_face.architectures import Architecture, architecture_of

@@ -1,12 +1,7 @@
 """Fingerprints of tensors, independent of how the tensors are sharded."""
 
-import math
-
 import jax
 import jax.numpy as jnp
-import numpy as np
-
-Fingerprint = tuple[int, int]
 
 SALTS = (0x9E3779B9, 0x85EBCA77)
 
@@ -43,27 +38,3 @@ def sum_of_hashes(x: jax.Array, index: jax.Array, salt: int) -> jax.Array:
     h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
     return jnp.sum(jnp.where(bits == 0, 0, h ^ (h >> 16)), dtype=jnp.uint32)
-
-
-def block_fingerprint(block: np.ndarray, index: tuple[slice, ...], shape: tuple[int, ...]) -> Fingerprint:
-    """Returns what a block adds to the fingerprint of its tensor; the sums over all blocks are the fingerprint.
-
-    index: of the block in the tensor.  shape: of the tensor.
-    """
-    strides = [math.prod(shape[dim + 1 :]) % 2**32 for dim in range(len(shape))]
-    offset = sum(part.start * stride for part, stride in zip(index, strides, strict=True)) % 2**32
-    sums = _block_sums(block, np.array(strides, np.uint32), np.uint32(offset))
-    return int(sums[0]), int(sums[1])
-
-
-def add_fingerprints(a: Fingerprint, b: Fingerprint) -> Fingerprint:
-    """Returns the sum of two fingerprints."""
-    return (a[0] + b[0]) % 2**32, (a[1] + b[1]) % 2**32
-
-
-@jax.jit
-def _block_sums(block: jax.Array, strides: jax.Array, offset: jax.Array) -> jax.Array:
-    index = jnp.full(block.shape, offset, jnp.uint32)
-    for dim in range(block.ndim):
-        index += strides[dim] * jax.lax.broadcasted_iota(jnp.uint32, block.shape, dim)
-    return jnp.stack([sum_of_hashes(block, index, salt) for salt in SALTS])

@@ -5,9 +5,9 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+from meshwright.checkpoint.blocks import StoredTensors
 from meshwright.checkpoint.manifest import manifest_of
 from meshwright.checkpoint.steps import MANIFEST, STARTED, all_steps, committed_steps, partial_steps
-from meshwright.checkpoint.tensors import StoredTensors
 from meshwright.errors import CheckpointError
 from meshwright.storage.paths import in_bucket, path_of
 

@@ -1,16 +1,14 @@
-"""Tensors of a checkpoint: their format, written and read by the shards of devices, or block by block without devices.
+"""Tensors of a checkpoint: their format, written and read by the shards of devices.
 
 A tensor is a Zarr array without compression, a folder of the tensor's name in `state`. A shard is one chunk of it, or
-several. Blocks bound the memory of what needs no device, such as a conversion.
+several. `checkpoint.blocks` reads and writes them without devices.
 """
 
-import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,8 @@ import numpy as np
 import tensorstore
 from jax.sharding import NamedSharding
 
-from meshwright.checkpoint.fingerprints import Fingerprint, add_fingerprints, block_fingerprint
-from meshwright.checkpoint.manifest import Manifest, TensorRecord, manifest_of
+from meshwright.checkpoint.manifest import TensorRecord
 from meshwright.comm.collectives import broadcast
-from meshwright.errors import CheckpointError
 from meshwright.sharding.placement import replica_parts
 from meshwright.storage.paths import kvstore_of
 
@@ -49,14 +45,7 @@ def block_shape(shape: tuple[int, ...], itemsize: int, largest: int = BLOCK_BYTE
     return tuple(block)
 
 
-def blocks_of(shape: tuple[int, ...], block: tuple[int, ...]) -> Iterator[Index]:
-    """Yields the blocks of a tensor, in order."""
-    steps = [range(0, size, step) for size, step in zip(shape, block, strict=True)]
-    for first in itertools.product(*steps):
-        yield tuple(slice(at, min(at + step, size)) for at, step, size in zip(first, block, shape, strict=True))
-
-
-def _new_array(
+def new_array(
     state: Path, name: str, shape: tuple[int, ...], chunks: tuple[int, ...], dtype: np.dtype[Any], **how: bool
 ) -> Any:
     """Opens an array that is about to be written. how: options of TensorStore's `open`."""
@@ -89,33 +78,12 @@ def write_shards(
     for name, x in abstract.items():
         if creates or shards[name]:
             chunk = _chunk_shape(_division(x.shape, x.dtype.itemsize, x.sharding)[0], x.dtype.itemsize)
-            array = _new_array(state, name, x.shape, chunk, x.dtype, **how)
+            array = new_array(state, name, x.shape, chunk, x.dtype, **how)
             writing += [array[index].write(values) for index, values in shards[name]]
     for future in writing:
         future.add_done_callback(lambda _: wrote())
     for future in writing:
         future.result()
-
-
-def write_tensor(
-    state: Path, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], read: Callable[[Index], np.ndarray]
-) -> Fingerprint:
-    """Writes one tensor into the folder `state` of a checkpoint; returns its fingerprint.
-
-    read: returns a block of it. Raises CheckpointError where the disk is full or cannot be written.
-    """
-    block, total = block_shape(shape, dtype.itemsize), (0, 0)
-    try:
-        # The conversion is synchronised once, before it is moved to its name, and not file by file.
-        array = _new_array(state, name, shape, block, dtype, create=True, delete_existing=True, sync=False)
-        for index in blocks_of(shape, block):
-            values = read(index)
-            total = add_fingerprints(total, block_fingerprint(values, index, shape))
-            array[index].write(values).result()
-    except ValueError as error:  # TensorStore raises it for every failure of a file
-        truth = str(error).splitlines()[0][:300]
-        raise CheckpointError(f"writing {name} into {state}", truth, "a folder with more space") from error
-    return total
 
 
 def layout_of(tensors: dict[str, Any]) -> str:
@@ -223,7 +191,7 @@ def read_shards(state: Path, name: str, x: Any, record: TensorRecord, *, owned: 
     reading = {}
     if places_read:
         array = open_array(state, name).result()
-        _check_array(name, array, record)
+        check_array(name, array, record)
         for bounds in dict.fromkeys(_bounds(index or (), x.shape) for index in places_read):
             inside = tuple(slice(a, min(b, size)) for (a, b), size in zip(bounds, array.shape, strict=True))
             reading[bounds] = array[inside].read() if all(part.start < part.stop for part in inside) else None
@@ -279,72 +247,13 @@ def _replicas(mesh: Any, axes: tuple[str, ...]) -> np.ndarray:
     return moved.reshape(math.prod(mesh.shape[axis] for axis in axes), -1)
 
 
-@dataclasses.dataclass(frozen=True)
-class StoredTensors:
-    """Tensors of a committed checkpoint, read block by block and verified."""
-
-    step_folder: Path
-    manifest: Manifest
-
-    def blocks(self, name: str, shape: tuple[int, ...] | None = None) -> Iterator[tuple[Index, np.ndarray]]:
-        """Yields the blocks of a tensor, without its rows beyond `shape` where that is given.
-
-        Raises CheckpointError where a block cannot be read, and after the last one where the tensor is not what was
-        saved: what was done with the blocks is then worthless.
-        """
-        if name not in self.manifest.tensors:
-            raise self._damaged(f"it has no tensor {name!r}", "another checkpoint of the run")
-        record, total = self.manifest.tensors[name], (0, 0)
-        try:
-            array, chunk = self.open(name)
-            # No chunk is read twice.
-            block = block_shape(record.shape, array.dtype.numpy_dtype.itemsize)
-            block = tuple(-(-size // step) * step for size, step in zip(block, chunk, strict=True))
-            for index in blocks_of(record.shape, block):
-                values = np.asarray(array[index].read().result())
-                total = add_fingerprints(total, block_fingerprint(values, index, record.shape))
-                limits = zip(index, shape or record.shape, strict=True)
-                inside = tuple(slice(part.start, min(part.stop, size)) for part, size in limits)
-                if all(p.start < p.stop for p in inside):
-                    yield inside, values[tuple(slice(0, p.stop - p.start) for p in inside)]
-        except ValueError as error:
-            raise self._unreadable(name, error) from error
-        if total != record.fingerprint:
-            raise self._damaged(f"tensor {name!r} is not what was saved")
-
-    def open(self, name: str) -> tuple[Any, tuple[int, ...]]:
-        """Opens the array of a tensor with TensorStore; returns it, and the shape of its chunks. Raises ValueError."""
-        array = open_array(self.step_folder / "state", name).result()
-        return array, _check_array(name, array, self.manifest.tensors[name])
-
-    def read(self, name: str) -> np.ndarray:
-        """Returns all of a tensor. Raises CheckpointError."""
-        record = self.manifest.tensors.get(name)
-        tensor = np.empty(record.shape if record else (), np.dtype(record.dtype) if record else None)
-        for index, block in self.blocks(name):
-            tensor[index] = block
-        return tensor
-
-    def _unreadable(self, name: str, error: ValueError) -> CheckpointError:
-        return self._damaged(f"tensor {name!r} cannot be read: {str(error).splitlines()[0][:200]}")
-
-    def _damaged(self, damage: str, fix: str = "another checkpoint of the run: --at STEP") -> CheckpointError:
-        return CheckpointError(f"the checkpoint in {self.step_folder}", damage, fix)
-
-
-def stored_tensors(folder: Path, at: int | None) -> StoredTensors:
-    """Returns the tensors of the checkpoint of step `at` in a folder of checkpoints, or of the last complete one."""
-    manifest = manifest_of(folder, at)
-    return StoredTensors(folder / str(manifest.step), manifest)
-
-
 def open_array(state: Path, name: str) -> Any:
     """Opens the array of a tensor in the folder `state` of a checkpoint with TensorStore; returns a future."""
     kvstore, context = kvstore_of(state / name)
     return tensorstore.open({"driver": "zarr", "kvstore": kvstore}, context=context)
 
 
-def _check_array(name: str, array: Any, record: TensorRecord) -> tuple[int, ...]:
+def check_array(name: str, array: Any, record: TensorRecord) -> tuple[int, ...]:
     """Returns the shape of the chunks of a stored array.
 
     Raises ValueError where its shape or type is not that of the manifest, or a chunk is larger than the array: all of a

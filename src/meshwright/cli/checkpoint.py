@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import jax
 import tyro
 
+from meshwright.checkpoint.blocks import stored_tensors
 from meshwright.checkpoint.inspect import find_checkpoints, list_checkpoints, verify_checkpoint
 from meshwright.checkpoint.manifest import manifest_of
 from meshwright.checkpoint.move import move_checkpoints, plan_move
-from meshwright.checkpoint.tensors import stored_tensors
 from meshwright.cli.output import write, write_json, write_table
 from meshwright.cli.parse import parse
 from meshwright.errors import CheckpointError, ConfigError, nearest

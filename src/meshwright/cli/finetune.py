@@ -5,13 +5,13 @@ import typing
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from meshwright.api.finetuning import check_start, source_run, tuned
 from meshwright.cli.base_run import Base, base_run
 from meshwright.cli.parse import parse, value_of
 from meshwright.cli.train import TrainOptions, resumed_folder, run_training
 from meshwright.errors import ConfigError
 from meshwright.fine_tuning import FineTune, Method, Objective
 from meshwright.hugging_face.hub import is_hugging_face
-from meshwright.runs.recipe import check_start, source_run, tuned
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.storage.paths import path_of

@@ -10,12 +10,11 @@ from typing import Any
 
 from meshwright.config import Data, MeshShape, Optimizer, Training
 from meshwright.errors import ConfigError, MeshwrightError, describe_failure, nearest
-from meshwright.fine_tuning import FineTune, Method, Objective
 from meshwright.plugins import is_reference, keep_own_names, load, load_file
 from meshwright.runs.catalogue import catalogue, recipe_name
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import run_in_folder, run_to_dict
-from meshwright.storage.paths import path_of, place_of
+from meshwright.runs.run_file import run_to_dict
+from meshwright.storage.paths import path_of
 
 _PARTS = ("training", "optimizer", "data", "finetune", "model", "faults", "local_checkpoints")
 """Parts of a Run whose fields can be changed by name, in this order."""
@@ -135,41 +134,3 @@ def run_of_hugging_face(name: str) -> Run:
         optimizer=Optimizer(learning_rate=2e-5, warmup_steps=20),
         data=dataclasses.replace(Data(), tokenizer=str(found.tokenizer)),
     )
-
-
-def source_run(source: str) -> Run:
-    """Returns the Run that starts from the weights of a source: hf:PATH, the output folder of a run, or a recipe."""
-    source, folder = place_of(source), path_of(source)
-    if not (folder / "run.json").is_file():
-        return find_recipe(source)
-    run = run_in_folder(folder)
-    data = dataclasses.replace(run.data, tokenizer=str(folder / "tokenizer.json"))
-    return dataclasses.replace(run, init_from=source, data=data, finetune=FineTune(), name=f"{folder.name}-tuned")
-
-
-_RATES: dict[Method, float] = {"lora": 2e-4, "full": 2e-5}
-_PREFERENCE_RATES: dict[Method, float] = {"lora": 5e-6, "full": 5e-7}
-"""Peak learning rates by method: QLoRA's for adapters, TRL's for DPO."""
-
-
-def tuned(run: Run, method: Method, objective: Objective) -> Run:
-    """Returns a run with the defaults of fine-tuning: learning rate of the method, no weight decay, no sample."""
-    rates = _PREFERENCE_RATES if objective == "preferences" else _RATES
-    return dataclasses.replace(
-        run,
-        optimizer=dataclasses.replace(
-            run.optimizer, learning_rate=rates[method], weight_decay=0.0, warmup_steps=10, beta2=0.999
-        ),
-        data=dataclasses.replace(run.data, sample=0),
-        finetune=dataclasses.replace(run.finetune, method=method, objective=objective),
-    )
-
-
-def check_start(run: Run) -> None:
-    """Raises ConfigError where a run that fine-tunes has no weights to start from."""
-    if run.init_from is None:
-        raise ConfigError(
-            f"fine-tuning {run.name}",
-            "the recipe draws random weights: there is nothing to tune",
-            "--init-from hf:PATH or the output folder of a run; or hf:PATH instead of the recipe",
-        )
