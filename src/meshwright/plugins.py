@@ -126,15 +126,12 @@ def load(kind: str, name: str) -> Any:
     value: Any = module
     for attribute in path.split("."):
         if not hasattr(value, attribute):
-            raise ConfigError(f"{kind} {name!r}", f"{module_name} has no {path!r}", nearest(attribute, _public(value)))
+            known = [name for name in vars(value) if not name.startswith("_")] or ["an attribute of the module"]
+            raise ConfigError(f"{kind} {name!r}", f"{module_name} has no {path!r}", nearest(attribute, known))
         value = getattr(value, attribute)
     if origin is not None:
         trust.check_value(kind, name, origin, value)
     return value
-
-
-def _public(value: Any) -> list[str]:
-    return [name for name in vars(value) if not name.startswith("_")] or ["an attribute of the module"]
 
 
 def _import(kind: str, name: str, module_name: str) -> ModuleType:

@@ -131,8 +131,8 @@ def _read(file: Path) -> Start | None:
 
 
 def _put_once(file: Path, text: str) -> None:
-    """Writes a file, unless it is there."""
-    with contextlib.suppress(FileExistsError), file.open("x", encoding="utf-8") as opened:
+    """Writes a file, unless it is there, or its store takes none: who reads it waits, and who waits writes it again."""
+    with contextlib.suppress(OSError, StorageError), file.open("x", encoding="utf-8") as opened:
         opened.write(text)
 
 
@@ -202,10 +202,10 @@ class _Supervisor:
             code = code if code >= 0 else 128 - code
             if self.received or not restarts(code):
                 if several and not self.received and (code or self.hosts.process == 0):
-                    self._stop_others(stopped, f"process {self.hosts.process} ended with exit code {code}")
+                    _put_once(stopped, f"process {self.hosts.process} ended with exit code {code}")
                 return self._ended(code)
             if attempt == self.restarts.most:
-                self._stop_others(stopped, f"process {self.hosts.process} was started again {attempt} times")
+                _put_once(stopped, f"process {self.hosts.process} was started again {attempt} times")
                 raise HostError(
                     f"{self.verb} --supervise, after exit code {code}",
                     f"it was started again {attempt} times",
@@ -228,11 +228,6 @@ class _Supervisor:
                 mesh = f", on mesh {start.why}" if start.why else ""
                 self._say(f"starting on {len(start.members)} of {self.hosts.processes} hosts{mesh}")
         raise AssertionError("unreachable")
-
-    def _stop_others(self, file: Path, why: str) -> None:
-        """Leaves a word for the supervisors whose child ends because this one's does not come back."""
-        with contextlib.suppress(OSError, StorageError):
-            _put_once(file, why)
 
     def _ended(self, code: int) -> int:
         """Prints the JSON of the last start, where one was asked for; returns the exit code."""

@@ -8,6 +8,7 @@ reported: there only the counts tell.
 """
 
 import contextlib
+import itertools
 import os
 import secrets
 import socket
@@ -40,31 +41,17 @@ _ANSWER = 10.0
 @contextlib.contextmanager
 def bucket_locked(out: Path) -> Iterator[None]:
     """Holds the lock on a folder in a bucket. Raises LockError where another run holds it."""
-    file = BucketPath(out / ".lock")
-    ours = _BucketLock(file, _take(file))
-    try:
-        with beating(ours.renew, "lock of the bucket"):
-            yield
-    finally:
-        with contextlib.suppress(StorageError):
-            # Nobody takes a lock that was this run's a moment ago: that takes `FREE` seconds.
-            if _read_object(file)[0].get("token") == ours.token:
-                file.unlink(missing_ok=True)
+    file, token = BucketPath(out / ".lock"), secrets.token_hex(8)  # tells this run from another in the same process
+    _take(file, token)
+    counts, renewed = itertools.count(1), time.monotonic()
 
-
-class _BucketLock:
-    """The lock of this run. token: tells it from others, also from one in the same process."""
-
-    def __init__(self, file: BucketPath, token: str):
-        self.file, self.token, self.renewed, self.count = file, token, time.monotonic(), 0
-
-    def renew(self) -> None:
+    def renew() -> None:
         """Counts up in the object; ends the process where it is not its own any more."""
-        self.count += 1
-        began, out = time.monotonic(), self.file.parent
+        nonlocal renewed
+        began = time.monotonic()
         try:
-            holder, version = _read_object(self.file)
-            if holder.get("token") != self.token:
+            holder, version = _read_object(file)
+            if holder.get("token") != token:
                 who = describe_holder(holder) if holder else "another program, which removed the lock,"
                 truth = (
                     f"{who} has taken this folder over; this run stopped at once and saved nothing more, because two "
@@ -73,10 +60,10 @@ class _BucketLock:
                 again = f"when the other has ended, meshwright train --out {out} --resume"
                 _end(LockError(f"training in {out}", truth, f"let one of them go on: {again}; or another --out"))
             # Where another run wrote in between, the next renewal reads its name.
-            if _put(self.file, lock_record(self.count, token=self.token), version) is not None:
-                self.renewed = began
+            if _put(file, lock_record(next(counts), token=token), version) is not None:
+                renewed = began
         except StorageError as error:
-            seconds = time.monotonic() - self.renewed
+            seconds = time.monotonic() - renewed
             if seconds > _GIVEN_UP:
                 truth = (
                     f"it was not renewed for {seconds:.0f} s ({error.truth}), and after {FREE:.0f} s another run may "
@@ -84,6 +71,15 @@ class _BucketLock:
                 )
                 fix = f"meshwright train --out {out} --resume, when the bucket is well"
                 _end(StorageError(f"keeping the lock on {out}", truth, fix))
+
+    try:
+        with beating(renew, "lock of the bucket"):
+            yield
+    finally:
+        with contextlib.suppress(StorageError):
+            # Nobody takes a lock that was this run's a moment ago: that takes `FREE` seconds.
+            if _read_object(file)[0].get("token") == token:
+                file.unlink(missing_ok=True)
 
 
 def _end(error: MeshwrightError) -> NoReturn:
@@ -94,8 +90,7 @@ def _end(error: MeshwrightError) -> NoReturn:
     os._exit(error.exit_code)
 
 
-def _take(file: BucketPath) -> str:
-    token = secrets.token_hex(8)
+def _take(file: BucketPath, token: str) -> None:
     record = lock_record(0, token=token)
     if _put(file, record, MISSING) is None:
         holder, version = _read_object(file)
@@ -111,7 +106,6 @@ def _take(file: BucketPath) -> str:
             "the same second are not kept apart",
             file=sys.stderr,
         )
-    return token
 
 
 def _gone(holder: dict[str, Any]) -> bool:

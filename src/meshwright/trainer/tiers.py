@@ -112,17 +112,15 @@ class Tiers(Checkpoints):
                 state = source.read(device_run, manifest, sends=shared)
             except (DamagedError, UnreadableError) as error:
                 errors.append(error)
-                self._leave_out(number, "on the hosts' own disks" if checksum else "in the output folder", error)
+                where = "on the hosts' own disks" if checksum else "in the output folder"
+                self.left_out.append(f"step {number} {where}: {error.truth}")
+                _say(f"step {number} {where} is left out: {error.truth}")
                 continue
             if checksum:
                 _say(f"step {number} is restored from the hosts' own disks")
             return state, manifest
         # What another start may read is not called damaged.
         raise next((error for error in errors if isinstance(error, UnreadableError)), errors[0])
-
-    def _leave_out(self, step: int, where: str, error: CheckpointError | UnreadableError) -> None:
-        self.left_out.append(f"step {step} {where}: {error.truth}")
-        _say(f"step {step} {where} is left out: {error.truth}")
 
     def _mine(self) -> dict[int, str]:
         """Returns the steps on this host's own disk that have the layout of this run, with their manifests' checksums.
