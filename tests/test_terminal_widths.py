@@ -70,7 +70,7 @@ def test_tables_of_a_verb(verb: str, printed: dict[int, io.StringIO]) -> None:
 def test_tables_of_checkpoints(tmp_path: Path, printed: dict[int, io.StringIO]) -> None:
     for step in (2, 4):
         save(tmp_path, step)
-    for verb in (["list"], ["inspect"], ["verify"], ["diff"]):
+    for verb in (["list"], ["inspect"], ["verify"]):
         assert run(["checkpoint", *verb, str(tmp_path)]) == 0
     assert "float32[3, 4]" in printed[30].getvalue() and "run.optimizer.learning_rate" in printed[40].getvalue()
     check(printed)

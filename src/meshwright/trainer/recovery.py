@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import json
 import math
-import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ from meshwright.sharding.params import named_leaves
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.trainer.meter import BadStep
 from meshwright.trainer.prepare import Position, PreparedRun, Trainable
-from meshwright.trainer.tiers import Tiers
+from meshwright.trainer.tiers import Tiers, say
 
 _SKIPPED = "skipped.json"
 """File of an output folder with the samples that its run leaves out."""
@@ -69,12 +68,8 @@ class Resumed(NamedTuple):
 def begin(out: Path) -> Position:
     """Returns the place at which a run begins in `out`, with a new identity, the same in every process."""
     if (out / _SKIPPED).is_file():
-        _say(f"{out / _SKIPPED} is of another run: this one leaves no samples out")
-    return Position(0, 0, identity=_new_identity())
-
-
-def _new_identity() -> str:
-    return str(answer_of_the_first(lambda: uuid.uuid4().hex))
+        say(f"{out / _SKIPPED} is of another run: this one leaves no samples out")
+    return Position(0, 0, identity=answer_of_the_first(lambda: uuid.uuid4().hex))
 
 
 def resume(prepared: Trainable, checkpoints: Tiers, at: int | None, accept: Sequence[str]) -> Resumed:
@@ -106,10 +101,10 @@ def resume(prepared: Trainable, checkpoints: Tiers, at: int | None, accept: Sequ
     state, manifest = checkpoints.restore(prepared.device_run, at, check)
     for what, texts in (("with changes", [change.text for change in changes]), ("without comparing", unknown)):
         if texts:
-            _say(f"resuming from step {manifest.step} {what}: {'; '.join(texts)}")
+            say(f"resuming from step {manifest.step} {what}: {'; '.join(texts)}")
     checkpoints.set_aside(after=manifest.step)
     skipped = tuple(sorted({*manifest.skipped, *((first, number) for first, number, _ in records)}))
-    identity = manifest.identity or str(identity) or _new_identity()
+    identity = manifest.identity or str(identity) or answer_of_the_first(lambda: uuid.uuid4().hex)
     position = Position(manifest.step, manifest.cursor, skipped, manifest.data, manifest.norms, identity)
     every = max(run.training.log_every, manifest.run.training.log_every)
     return Resumed(state, position, {change.name: change.text for change in changes}, every)
@@ -219,7 +214,7 @@ def handle_bad_step(
             f"a lower --lr, more --optimizer.warmup-steps, a look at that batch, or {_way_on(prepared, bad)}",
         )
     if faults.bad_step == "skip":
-        _say(f"step {bad.step}: {bad.reason}; its update is left out, and {folder} has its batch")
+        say(f"step {bad.step}: {bad.reason}; its update is left out, and {folder} has its batch")
         return healed(state, bad.step)
     first, number = position.cursor, jax.tree.leaves(batch)[0].shape[0]
     for start, length in position.skipped:  # `first` becomes an index in the stream
@@ -230,7 +225,7 @@ def handle_bad_step(
         others = [r for r in (read_json(file) if file.is_file() else []) if r.get("identity", "") == position.identity]
         records = [*others, {**record, "identity": position.identity}]
         write_atomically(file, json.dumps(records, indent=1) + "\n")
-    _say(
+    say(
         f"step {bad.step}: {bad.reason}; the run returns to its last checkpoint and leaves out samples {first} to "
         f"{first + number - 1}; {folder} has them"
     )
@@ -287,8 +282,3 @@ def _keep_evidence(
         record = {"step": bad.step, "reason": bad.reason, **values}
         (folder / "metrics.json").write_text(json.dumps(record, indent=1, allow_nan=False), encoding="utf-8")
     return folder
-
-
-def _say(text: str) -> None:
-    if jax.process_index() == 0:
-        print(text, file=sys.stderr, flush=True)

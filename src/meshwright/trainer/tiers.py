@@ -114,10 +114,10 @@ class Tiers(Checkpoints):
                 errors.append(error)
                 where = "on the hosts' own disks" if checksum else "in the output folder"
                 self.left_out.append(f"step {number} {where}: {error.truth}")
-                _say(f"step {number} {where} is left out: {error.truth}")
+                say(f"step {number} {where} is left out: {error.truth}")
                 continue
             if checksum:
-                _say(f"step {number} is restored from the hosts' own disks")
+                say(f"step {number} is restored from the hosts' own disks")
             return state, manifest
         # What another start may read is not called damaged.
         raise next((error for error in errors if isinstance(error, UnreadableError)), errors[0])
@@ -187,6 +187,7 @@ class Tiers(Checkpoints):
         super().close()
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Prints a line on standard error, once for all processes."""
     if jax.process_index() == 0:
         print(text, file=sys.stderr, flush=True)
