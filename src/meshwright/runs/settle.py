@@ -55,7 +55,7 @@ class Settled:
         """Whether the grouped matmuls of experts are in the run's matmul precision, and not in its compute dtype."""
         name, capacity = (
             self.placed.run.training.matmul_precision,
-            "dispatch: capacity" in self.placed.run.model.features(),
+            getattr(self.placed.run.model, "dispatch", None) == "capacity",
         )
         if name == "compute":
             return False
