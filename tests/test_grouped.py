@@ -10,6 +10,7 @@ import pytest
 from tiny_runs import MODELS, device_run_of, tiny_run
 
 from meshwright.errors import ConfigError
+from meshwright.models.kernels import grouped_triton
 from meshwright.models.kernels.choose import GroupedMatmul, choose_grouped_matmul
 from meshwright.models.kernels.grouped_triton import grouped_matmul
 
@@ -22,6 +23,7 @@ CASES = {
     "ragged ends": (321, 48, 136, [1, 127, 129, 64]),
     "rows past the last expert": (300, 32, 32, [10, 0, 150]),
     "no rows of any expert": (140, 32, 16, [0, 0]),
+    "two tiles of columns in one": (160, 256, 256, [33, 0, 127]),
     "more experts than tiles of rows": (16, 16, 16, [1, 2, 0, 3, 1, 0, 2, 4]),
 }
 
@@ -66,6 +68,13 @@ def test_bfloat16_sums_in_float32(case: str) -> None:
         assert a.dtype == jnp.bfloat16
         # One rounding to 8 bits at the end.
         np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=2**-8, atol=1e-4)
+
+
+def test_wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_triton, "_LEAST_TILES", 1)
+    x, w, g, sizes = draw("two tiles of columns in one")
+    for a, b in zip(jax.jit(with_gradients)(x, w, g, sizes), by_expert((x, w, g), sizes), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
 
 
 def test_neighbours_do_not_leak() -> None:

@@ -53,10 +53,8 @@ class Settled:
     @functools.cached_property
     def low_precision_experts(self) -> bool:
         """Whether the grouped matmuls of experts are in the run's matmul precision, and not in its compute dtype."""
-        name, capacity = (
-            self.placed.run.training.matmul_precision,
-            getattr(self.placed.run.model, "dispatch", None) == "capacity",
-        )
+        run = self.placed.run
+        name, capacity = run.training.matmul_precision, getattr(run.model, "dispatch", None) == "capacity"
         if name == "compute":
             return False
         found: bool = self._quantisation.quantises_experts(name, self.grouped_matmul, self.machine.platform, capacity)

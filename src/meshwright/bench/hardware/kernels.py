@@ -20,7 +20,7 @@ from meshwright.hardware.chips import find_chip
 from meshwright.hardware.machine import Machine
 from meshwright.hardware.mesh import build_mesh
 from meshwright.models.kernels.attention import Kernels
-from meshwright.models.kernels.choose import AUTO, GroupedMatmul, choose_grouped_matmul, choose_kernels
+from meshwright.models.kernels.choose import AUTO, GroupedMatmul, GroupedProducts, choose_grouped_matmul, choose_kernels
 from meshwright.models.model import AttentionSpec
 from meshwright.plugins import PARTS, resolve
 from meshwright.sharding.sequence import SequenceSplit
@@ -103,6 +103,12 @@ def measure_kernels(section: Section) -> None:
     if platform == "cpu":
         shapes = {"8 experts": (8, 256, 64, 128)}
     items |= {f"grouped matmul: time, {name}": functools.partial(_time_grouped, *s) for name, s in shapes.items()}
+    float8 = _grouped_matmul("bfloat16").float8
+    if float8 is not None and platform in float8.platforms:
+        measure = functools.partial(_time_float8, float8)
+        items |= {
+            f"grouped matmul: time in float8, {name}": functools.partial(measure, *s) for name, s in shapes.items()
+        }
     section.facts["limits"] = {dtype: list(limit) for dtype, limit in LIMITS.items()}
     section.measure(items)
     supported = {row["kernel"] for row in section.rows if "kernel" in row and "unsupported" not in row}
@@ -334,4 +340,24 @@ def _time_grouped(experts: int, rows: int, k: int, n: int) -> Mapping[str, Any]:
         "dtype": "bfloat16",
         **_rates(forward, both, 2.0 * rows * k * n, 2.0),
         "of_dense": dense / forward,
+    }
+
+
+def _time_float8(products: GroupedProducts, experts: int, rows: int, k: int, n: int) -> Mapping[str, Any]:
+    """Returns the times of the products of operands in float8, and the forward one's rate relative to bfloat16."""
+    x, w, sizes, g = _grouped_inputs(experts, rows, k, n, "bfloat16")
+    x8, w8, g8 = (a.astype(jnp.float8_e4m3fn) for a in (x, w.swapaxes(1, 2), g))
+    forward, _ = median_seconds(jax.jit(lambda x, w, rows_E: products.rows(x, w, rows_E, jnp.bfloat16)), x8, w8, sizes)
+    of_weights, _ = median_seconds(
+        jax.jit(lambda x, g, rows_E: products.groups(x, g, rows_E, jnp.bfloat16)), x8, g8, sizes
+    )
+    wide, _ = median_seconds(jax.jit(_grouped_matmul("bfloat16").multiply), x, w, sizes)
+    flops = 2.0 * rows * k * n
+    return {
+        "kernel": "grouped matmul",
+        "case": f"{experts} experts, {rows} x {k} x {n}",
+        "dtype": "float8",
+        "flops_per_second": flops / forward,
+        "flops_per_second_of_weights": flops / of_weights,
+        "of_bfloat16": wide / forward,
     }
