@@ -260,8 +260,10 @@ class LocalModel:
             index = {s: jnp.asarray(layers)[axis_index(("stage",)), virtual_stage] for s, layers in rows.items()}
 
         def wrap(stack: str, layer: Layer) -> Layer:
-            padded = drop_padding if self.permutes else skip_padding
-            return padded(layer) if (rows[stack] == NO_LAYER).any() else layer
+            if not (rows[stack] == NO_LAYER).any():
+                return layer
+            padded = (drop_padding if self.permutes else skip_padding)(layer)
+            return lambda x_BTD, params, index: padded(x_BTD, self.gather_params.cast(params, stack), index)
 
         for section in sections(spec, functions, wrap):
             saved = min(max(self.training.saved_layers - section.first, 0), section.layers)

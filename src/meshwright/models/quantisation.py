@@ -219,6 +219,14 @@ class LowPrecisionGather(GatherParams):
 
         return jax.tree_util.tree_map_with_path(replace, weights)
 
+    def cast(self, params: Tree, path: str) -> Tree:
+        """Returns what `GatherParams.cast` does, and quantised parameters unchanged: their scales are of these."""
+
+        def choose(keys: Any, own: jax.Array, cast: jax.Array) -> jax.Array:
+            return own if ".".join((path, *(key.key for key in keys))) in self.plans else cast
+
+        return jax.tree_util.tree_map_with_path(choose, params, super().cast(params, path))
+
     def _quantise(self, shards: dict[str, tuple[jax.Array, Any]]) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Quantises shards and gathers them, each with its scale: the scale is known before the gather."""
         amax, axes_of = {}, {}
