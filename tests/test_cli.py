@@ -350,9 +350,6 @@ def test_every_verb_refuses_with_a_reason(words: list[str], says: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ["plan", "llama32-1b", "--on", "v5p:2x2x1", "--decode", "512", "--html", "x.html"],
-        ["plan", "llama32-1b", "--on", "v5p:2x2x1", "--decode", "512", "--why", "fsdp=4"],
-        ["plan", "llama32-1b", "--on", "v5p:2x2x1", "--decode-batch", "8"],
         ["plan", "llama32-1b", "--on", "v5p:2x2x1,h100:8", "--tune"],
         ["plan", "llama32-1b", "--on", "v5p:2x2x1", "--rank-by", "cost"],
         ["prove", "tiny", "--decode-slots", "64"],

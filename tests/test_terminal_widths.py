@@ -27,7 +27,6 @@ VERBS: dict[str, list[str]] = {
     "show": ["show", "llama3-70b", "--mesh", "stage=2,fsdp=8,tensor=8"],
     "plan": ["plan", "tiny", "--on", "v5e:2x4", "--compare", "fsdp=8", "data=2,fsdp=2,tensor=2"],
     "plan, several": ["plan", "tiny", "--on", "v5e:2x2,h100:4"],
-    "plan, decode": ["plan", "tiny", "--on", "v5e:2x2", "--decode", "256"],
     "prove": ["prove", "tiny", *SMALL, "--mesh", "data=2,fsdp=2,tensor=2"],
     "doctor": ["doctor"],
 }

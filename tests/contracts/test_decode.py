@@ -13,8 +13,7 @@ from tiny_runs import DEEPSEEK, MODELS, QWEN3_NEXT, VOCAB, by_layers, device_run
 
 from meshwright.data.batch import Batch
 from meshwright.generation.decoder import Bucket, Decoder
-from meshwright.generation.weight_sizes import WeightsLayout
-from meshwright.generation.weights import lay_out
+from meshwright.generation.weights import WeightsLayout, lay_out
 from meshwright.models.blocks.layers import no_dropout
 from meshwright.models.blocks.rotary import Yarn
 from meshwright.models.families.gemma import Gemma2, Gemma3

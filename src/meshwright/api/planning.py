@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from meshwright.activity import activity
 from meshwright.bench.calibration_file import read_calibration
@@ -14,7 +13,6 @@ from meshwright.data.corpus import vocab_of_corpus
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.formatting import parse_count
 from meshwright.hardware.targets import Target, expand_targets, parse_target
-from meshwright.planner.decoding import DecodePrice
 from meshwright.planner.explain import nothing_fits
 from meshwright.planner.forecast import calibrate_target
 from meshwright.planner.offers import Aim, Market, Offer, PriceTerms, Reliability, choose, make_offer, rank, read_prices
@@ -143,12 +141,6 @@ def with_vocab(run: Run) -> Run:
     data, cache = run.data, default_cache_folder()
     vocab = vocab_of_corpus(data.paths, data.tokenizer, cache, run.faults.bad_records, data.text_field)
     return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=vocab))
-
-
-def decode_json(price: DecodePrice) -> dict[str, Any]:
-    """Returns every figure of a price of decoding, as JSON values."""
-    derived = ("seconds", "tokens_per_second_per_chip", "prefill_per_second_per_chip", "bytes", "fits", "bound_by")
-    return {**dataclasses.asdict(price), "mesh": str(price.mesh), **{name: getattr(price, name) for name in derived}}
 
 
 def read_market(

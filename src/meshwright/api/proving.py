@@ -26,14 +26,13 @@ from meshwright.errors import CensusError, ConfigError
 from meshwright.fine_tuning import FineTune
 from meshwright.formatting import format_bytes
 from meshwright.generation.decoder import Bucket, Decoder
-from meshwright.generation.weight_sizes import run_for_decoding
-from meshwright.generation.weights import abstract_layout
+from meshwright.generation.source import run_for_decoding
+from meshwright.generation.weights import abstract_layout, weight_bytes
 from meshwright.hardware.aot import compiler_environment, require_compiler, topology_devices
 from meshwright.hardware.chips import Torus
 from meshwright.hardware.machine import AUTO
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape
-from meshwright.hardware.targets import Target, parse_target
-from meshwright.planner.decoding import DecodePrice, price_decode
+from meshwright.hardware.targets import Target
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.plan_file import write_plan
 from meshwright.planner.search import Plan, machine_for, price_run, remat_policies, with_best_remat
@@ -310,10 +309,10 @@ def compile_decoding(
     step: Literal["prefill", "decode"],
     batch: int,
     slots: int,
-) -> tuple[DecodePrice, dict[str, float]]:
-    """Compiles prefill or decode for devices, here or not; returns the prediction and the compiled bytes and seconds.
+) -> tuple[MeshShape, dict[str, float], dict[str, float]]:
+    """Compiles prefill or decode for devices, here or not; returns mesh, planned bytes, compiled bytes and seconds.
 
-    batch: sequences.  slots: of the cache for each sequence.
+    batch: sequences, rounded up to what the mesh divides.  slots: of the cache for each sequence.
     """
     if run.mesh is None and target is not None:
         run = dataclasses.replace(run, mesh=MeshShape(fsdp=len(devices)))
@@ -337,9 +336,11 @@ def compile_decoding(
         "bytes": float(stats.argument_size_in_bytes + stats.temp_size_in_bytes),
         "compile_seconds": time.perf_counter() - began,
     }
-    # The plan of memory is that of any chip; the times of devices here are not shown.
-    price = price_decode(device_run.placed, target or parse_target("v5p:2x2x1"), batch=batch, context=slots)
-    return price, compiled
+    planned = {
+        "weights": float(weight_bytes(device_run.placed, "gathered")),
+        "cache": float(decoder.plan.bytes_per_device),
+    }
+    return run.mesh, planned, compiled
 
 
 @dataclasses.dataclass(frozen=True)

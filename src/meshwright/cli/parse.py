@@ -74,7 +74,7 @@ def parse[Options](kind: type[Options], verb: str, args: Sequence[str], *, defau
 def refuse_options(options: Any, names: Sequence[str], mode: str, fix: str) -> None:
     """Raises ConfigError where an option was given that a mode of a verb does not use.
 
-    names: fields of the options.  mode: what was asked for, such as `--decode`.  fix: the smallest change.
+    names: fields of the options.  mode: what was asked for, such as `--compare`.  fix: the smallest change.
     """
     for name in given_options(options, names):
         raise ConfigError(f"{name} with {mode}", "it would not be used there", fix)

@@ -12,14 +12,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from meshwright.api.planning import (
-    decode_json,
     find_target,
     offers,
     parse_budget,
     plan,
     read_market,
     refuse_wrapped,
-    with_vocab,
 )
 from meshwright.cli.base_run import RunOptions, base_run
 from meshwright.cli.output import require_writable, write_json
@@ -27,7 +25,6 @@ from meshwright.cli.parse import given_options, parse, refuse_options
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_bytes, parse_count
-from meshwright.planner.decoding import best_decode
 from meshwright.planner.explain import alternatives, batch_note, explain_mesh, notes, offloading_note
 from meshwright.planner.offers import (
     CHIP_HOURS_PER_FAILURE,
@@ -44,7 +41,7 @@ from meshwright.planner.search import Plan, SearchResult, price_mesh
 from meshwright.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Ranged, TimeLimit
 from meshwright.reporters.console import open_console
 from meshwright.views.blocks import Column, Table, Text
-from meshwright.views.plan_page import offer_page, plan_page, plans_table, print_decode_prices
+from meshwright.views.plan_page import offer_page, plan_page, plans_table
 from meshwright.views.report import Report, Section, print_sections
 from meshwright.views.terminal import print_blocks
 
@@ -101,10 +98,6 @@ class PlanOptions(OfferOptions, RunOptions):
     """Compile variants of the best plan (remat, dtypes, block sizes, compiler options) and keep what is faster."""
     limit: TimeLimit = 900
     """Most seconds for one compilation."""
-    decode: tuple[PositiveInt, ...] = ()
-    """Price prefill and decode instead of training, for texts of these numbers of tokens."""
-    decode_batch: tuple[PositiveInt, ...] = (1, 16, 256)
-    """Sequences decoded together, for --decode."""
     html: Path | None = None
     """Write one offline page: every plan by step time and memory, why each loses, the best on the hardware; with
     --compare the two side by side, and of several targets days against cost."""
@@ -127,8 +120,7 @@ _CHOSEN = (
 _OF_ONE_PLAN = ("why", "compare", "prove", "tune")
 """Options about the plans of one target."""
 _OF_OFFERS = tuple(field.name for field in dataclasses.fields(OfferOptions))
-_NOT_OF_DECODING = (*_OF_ONE_PLAN, *_OF_OFFERS, "html", "out", "tokens", "tokens_per_step")
-_NOT_OF_WRAPPED = (*_OF_ONE_PLAN, *_OF_OFFERS, "html", "decode", "tokens", "tokens_per_step")
+_NOT_OF_WRAPPED = (*_OF_ONE_PLAN, *_OF_OFFERS, "html", "tokens", "tokens_per_step")
 
 
 def main(args: Sequence[str]) -> int:
@@ -151,11 +143,6 @@ def run_plan(options: PlanOptions) -> int:
     refuse_wrapped(options.run, given_options(options, _NOT_OF_WRAPPED))
     console = open_console(sys.stderr if options.json else sys.stdout)
     several = any("," in text or ".." in text for text in (options.on, options.tokens_per_step or ""))
-    if options.decode:
-        refuse_options(options, _NOT_OF_DECODING, "--decode", "leave it out: --decode prices contexts and batches")
-        _plan_decoding(options, console)
-        return 0
-    refuse_options(options, ("decode_batch",), "a plan of training", "--decode 4096 with it")
     if several or options.days is not None or options.budget is not None:
         fix = "plan first, then the target that is best with it, and without the limits"
         refuse_options(options, _OF_ONE_PLAN, "several plans to rank, or a deadline or budget", fix)
@@ -224,15 +211,6 @@ def _search_json(found: SearchResult, shown: int) -> dict[str, Any]:
     plans = [{"name": p.name, "mesh": str(p.mesh), **prediction_json(p)} for p in found.plans[:shown]]
     figures = {"target": str(found.target), "priced": found.priced, "refused": found.refused}
     return {**figures, "plans": plans, "alternatives": losers}
-
-
-def _plan_decoding(options: PlanOptions, console: Console) -> None:
-    run, target = with_vocab(options.run), find_target(options.on)
-    prices = best_decode(run, target, batches=options.decode_batch, contexts=options.decode)
-    if options.json:
-        write_json({"target": str(target), "decode": [decode_json(price) for price in prices]})
-    else:
-        print_decode_prices(console, prices, target, run.name)
 
 
 def _plan_offers(options: PlanOptions, console: Console) -> Plan:

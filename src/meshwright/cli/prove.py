@@ -14,7 +14,7 @@ from rich.console import Console
 from meshwright.analysis.census import Census, save_census
 from meshwright.analysis.compare import check_budget, compare, read_budget, read_census, write_budget
 from meshwright.analysis.compile import OutOfMemory
-from meshwright.api.planning import decode_json, find_target, refuse_wrapped
+from meshwright.api.planning import find_target, refuse_wrapped
 from meshwright.api.proving import (
     CompiledStep,
     compile_decoding,
@@ -71,7 +71,7 @@ class ProveOptions(RunOptions):
     limit: TimeLimit = 900
     """Most seconds for compiling with --on."""
     step: Literal["train", "evaluate", "prefill", "decode"] = "train"
-    """Program to compile; of prefill and decode, memory and speed are shown."""
+    """Program to compile; of prefill and decode, memory is shown."""
     decode_batch: PositiveInt = 8
     """Sequences decoded together, for --step prefill and decode."""
     decode_slots: PositiveInt = 4096
@@ -151,7 +151,7 @@ def main(args: Sequence[str]) -> int:
 def _refuse_unused(options: ProveOptions) -> None:
     """Raises ConfigError for an option that belongs to another one, which is not given."""
     if options.step in ("prefill", "decode"):
-        refuse_options(options, _OF_A_STEP, f"--step {options.step}", "leave it out: memory and speed are printed")
+        refuse_options(options, _OF_A_STEP, f"--step {options.step}", "leave it out: memory is printed")
     else:
         refuse_options(options, ("decode_batch", "decode_slots"), f"--step {options.step}", "--step decode with it")
     refuse_wrapped(options.run, given_options(options, ("step",)))
@@ -177,17 +177,17 @@ def _other_side(options: ProveOptions, target: Target | None) -> Run | dict[str,
 
 
 def _prove_decoding(options: ProveOptions, devices: list[Any], target: Target | None, console: Console) -> int:
-    """Prints memory and predicted speed of prefill or decode; returns the exit code."""
+    """Prints the memory of prefill or decode; returns the exit code."""
     assert options.step in ("prefill", "decode")
-    price, compiled = compile_decoding(
+    mesh, planned, compiled = compile_decoding(
         options.run, devices, target, step=options.step, batch=options.decode_batch, slots=options.decode_slots
     )
     if options.json:
-        write_json({"step": options.step, "compiled": compiled, "planned": decode_json(price)})
+        write_json({"step": options.step, "mesh": str(mesh), "compiled": compiled, "planned": planned})
     else:
-        shape = f"{price.batch} sequences of {options.decode_slots:,} slots"
-        console.print(f"[bold]{options.step}[/] of {options.run.name} on {price.mesh}: {shape}")
-        print_decode_proof(console, price, compiled, target)
+        shape = f"{options.decode_batch} sequences of {options.decode_slots:,} slots"
+        console.print(f"[bold]{options.step}[/] of {options.run.name} on {mesh}: {shape}")
+        print_decode_proof(console, planned, compiled, target)
     return CensusError.exit_code if target is not None and compiled["bytes"] > target.chip.hbm_bytes else 0
 
 

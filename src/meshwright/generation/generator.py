@@ -20,8 +20,7 @@ from meshwright.formatting import Shown, format_bytes
 from meshwright.generation.decoder import Bucket, Decoder, DecodeState, bucket_for, check_decodable, stop_array
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.source import OpenedModel
-from meshwright.generation.weight_sizes import WeightsLayout, weight_bytes
-from meshwright.generation.weights import LaidOut, lay_out
+from meshwright.generation.weights import LaidOut, WeightsLayout, lay_out, weight_bytes
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.kernels.attention import cap
 from meshwright.models.loss import chunk_tokens

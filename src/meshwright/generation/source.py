@@ -15,13 +15,13 @@ from meshwright.data.chat import ChatTemplate, read_chat_template
 from meshwright.data.tokenizers import Tokenizer, build_tokenizer
 from meshwright.documents import read_json
 from meshwright.errors import ConfigError, WeightsError
-from meshwright.generation.weight_sizes import run_for_decoding
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape
 from meshwright.hugging_face.folder import KEPT
 from meshwright.hugging_face.hub import find_folder, is_hugging_face
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
+from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.params import Tree
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.storage.paths import path_of
@@ -112,3 +112,26 @@ def place_for_decoding(run: Run, mesh: MeshShape | None, devices: int | None) ->
     run = run_for_decoding(run, mesh or run.mesh or default_mesh_shape(len(available)))
     assert run.mesh is not None
     return place_on_devices(run, build_mesh(run.mesh, available))
+
+
+def run_for_decoding(run: Run, shape: MeshShape) -> Run:
+    """Returns a run on a mesh with a batch and a sequence length that fit it; kernels of training are left out.
+
+    The sizes of a training step do not matter here: prompts, slots and chunks have sizes of their own.
+    """
+    multiple = (2 if shape.context > 1 else 1) * shape.context * shape.tensor
+    longest = run.model.spec().max_seq
+    training = dataclasses.replace(
+        run.training,
+        batch=shape.over(BATCH_AXES),
+        microbatches=1,
+        seq=multiple if longest is None else max(multiple, longest // multiple * multiple),
+        remat="full",
+        saved_layers=0,
+        stage_saves="input",
+        context_strategy="all_gather",
+        attention_kernel="blocked",
+        tensor_strategy="gather",
+        gather_ahead="none",
+    )
+    return dataclasses.replace(run, mesh=shape, training=training)

@@ -6,14 +6,21 @@ dtype, and stay so.
 """
 
 import dataclasses
-from typing import Any
+import math
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from meshwright.generation.weight_sizes import WeightsLayout
+from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.params import Param, Tree
+from meshwright.sharding.placement import local_shape
 from meshwright.step.device_run import DeviceRun, param_specs
+
+WeightsLayout = Literal["gathered", "sharded"]
+"""`sharded` keeps the layout and dtype of training and gathers each layer for each token; `gathered` gathers all of
+them once, in the compute dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +32,18 @@ class LaidOut:
     """`PartitionSpec` of every array."""
     gather: Any
     """`(params, path) -> weights` inside a `shard_map`, for `ForwardContext.gather_params`."""
+
+
+def weight_bytes(placed: PlacedRun, layout: WeightsLayout) -> int:
+    """Returns the bytes of the weights on one device in a layout."""
+    training, total = placed.run.training, 0
+    for _, p, where in placed.leaves:
+        if layout == "sharded":
+            dtype, placement = p.stored or training.param_dtype, where.at_rest
+        else:
+            dtype, placement = "float32" if p.precision == "float32" else training.compute_dtype, where.in_use
+        total += math.prod(local_shape(p.shape, placement, placed.shape)) * jnp.dtype(dtype).itemsize
+    return total
 
 
 def lay_out(device_run: DeviceRun, params: Tree, layout: WeightsLayout) -> LaidOut:

@@ -228,18 +228,6 @@ class AttentionSpec:
         """Heads that a cache holds, and the size of a key: latents and rotary keys are one head."""
         return (self.kv_heads, self.head_size) if self.latent is None else (1, self.latent.cached)
 
-    def cached_width(self, tensor: int) -> float:
-        """Returns the elements per token that a device caches: keys and values of its heads, or all of the latents."""
-        heads, size = self.cached_heads
-        return 2 * heads / tensor * size if self.latent is None else size
-
-    @property
-    def cached_score_width(self) -> int:
-        """Features that a score and a weighted value of cached keys multiply; of latents, all cached and the latent."""
-        if self.latent is None:
-            return self.head_size + self.value_size
-        return self.latent.cached + self.latent.kv_rank
-
     def widths(self, width: int, tensor: int) -> Widths:
         """Returns the widths on one of `tensor` devices. width: of the model."""
         kv_heads = self.kv_heads if replicates_kv_heads(self.kv_heads, tensor) else max(1, self.kv_heads // tensor)
@@ -256,10 +244,6 @@ class AttentionSpec:
     def flops(self, seq: int) -> float:
         """Returns the FLOPs of one token's scores and weighted values, averaged over a sequence of `seq` tokens."""
         return 2.0 * self.causal_positions(seq) * self.heads * (self.head_size + self.value_size)
-
-    def reach(self, seq: int) -> int:
-        """Returns the most positions that a token of a sequence of `seq` tokens attends to."""
-        return min(self.window or seq, self.chunk or seq, seq)
 
     def causal_positions(self, seq: int) -> float:
         """Returns the positions a token attends to, averaged over a sequence of `seq` tokens."""

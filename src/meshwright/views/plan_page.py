@@ -1,4 +1,4 @@
-"""Reports of plans: a search on one target, offers of several, predicted decoding; what is known of a plan, once."""
+"""Reports of plans: a search on one target, offers of several; what is known of a plan, once."""
 
 import dataclasses
 from collections import Counter
@@ -11,7 +11,6 @@ from rich.console import Console
 from meshwright.errors import MeshwrightError
 from meshwright.formatting import format_bytes, format_count, format_step, format_time
 from meshwright.hardware.targets import Target
-from meshwright.planner.decoding import DecodePrice
 from meshwright.planner.explain import STEP_PARTS, alternatives, memory_shortfall, slowdown_reason
 from meshwright.planner.offers import Offer
 from meshwright.planner.search import Plan, SearchResult
@@ -480,45 +479,17 @@ def _assumptions(offers: Sequence[Offer]) -> list[str]:
     return list(dict.fromkeys((*goodputs, *prices)))
 
 
-# Decoding
-
-
-def print_decode_prices(console: Console, prices: Sequence[DecodePrice], target: Target, name: str) -> None:
-    """Prints tokens per second and chip against context and batch, with the best mesh of each."""
-    columns = [
-        Column("context", "integer", "context"),
-        Column("batch", "integer", "batch"),
-        Column("mesh", cell="mesh"),
-        Column("a token", "seconds", "seconds"),
-        Column("tokens/s/chip", "count", lambda price: round(price.tokens_per_second_per_chip, 1)),
-        Column("prefill tokens/s/chip", "count", lambda price: round(price.prefill_per_second_per_chip)),
-        Column("bound by", cell="bound_by"),
-        Column("weights", "bytes", "weights"),
-        Column("cache", "bytes", "cache"),
-        Column("fits", cell=lambda price: "yes" if price.fits else "no"),
-    ]
-    title = f"decoding {name} on {target}, weights gathered once; predicted by arithmetic"
-    print_blocks(console, title, "", [Table.of(prices, columns, printed=None)])
-
-
 def print_decode_proof(
-    console: Console, price: DecodePrice, compiled: Mapping[str, float], target: Target | None
+    console: Console, planned: Mapping[str, float], compiled: Mapping[str, float], target: Target | None
 ) -> None:
-    """Prints the memory of a compiled program against its plan, and the predicted speed."""
-    planned = {"weights": price.weights, "cache": price.cache}
+    """Prints the memory of a compiled program of decoding against its plan."""
     columns = [
         Column("per device", cell=lambda name: "all" if name == "bytes" else name),
         Column("planned", "bytes", planned.get),
         Column("compiled", "bytes", lambda name: compiled[name]),
     ]
     print_blocks(console, "", "", [Table.of(("weights", "cache", "temporaries", "bytes"), columns)])
-    if target is None:
-        return
-    fits = "it fits" if compiled["bytes"] <= target.chip.hbm_bytes else "it does not fit"
-    speed = (
-        f"predicted: {format_step(price.seconds)} a token ({price.bound_by} most of it), "
-        f"{format_count(round(price.tokens_per_second_per_chip, 1))} tokens/s per chip; prefill "
-        f"{format_count(round(price.prefill_per_second_per_chip))} tokens/s per chip"
-    )
-    memory = f"{format_bytes(compiled['bytes'])} of the {format_bytes(target.chip.hbm_bytes)} of a {target.chip.name}"
-    print_blocks(console, "", "", [Text([speed, f"{fits}: {memory}"])])
+    if target is not None:
+        fits = "it fits" if compiled["bytes"] <= target.chip.hbm_bytes else "it does not fit"
+        used, room = (format_bytes(n) for n in (compiled["bytes"], target.chip.hbm_bytes))
+        print_blocks(console, "", "", [Text([f"{fits}: {used} of the {room} of a {target.chip.name}"])])
