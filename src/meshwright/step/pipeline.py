@@ -361,8 +361,11 @@ class _Engine:
             return x, self._add(otherwise[1], aux, task, task.runs), otherwise[2]
         (x, _), vjp, aux = self._vjp(part, x, task.virtual_stage, task.microbatch)
         kept = self._backward_of_part.select(jax.tree.leaves(vjp))
-        slot = jnp.where(task.runs, task.input_slot, NOTHING)
-        buffers = [_write_slot(buffer, value, slot) for buffer, value in zip(otherwise[2], kept, strict=True)]
+        # A stage that runs only its own tasks writes their slots without reading them.
+        write, slot = _put, task.input_slot
+        if task.runs is not True:
+            write, slot = _write_slot, jnp.where(task.runs, task.input_slot, NOTHING)
+        buffers = [write(buffer, value, slot) for buffer, value in zip(otherwise[2], kept, strict=True)]
         return x, self._add(otherwise[1], aux, task, task.runs), buffers
 
     def _backward(
@@ -490,7 +493,11 @@ def _read_slot(buffer: jax.Array, slot: jax.Array) -> jax.Array:
 def _write_slot(buffer: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Array:
     """Returns the buffer with `value` in a slot; slot NOTHING leaves it as it is."""
     value = jnp.where(slot == NOTHING, _read_slot(buffer, slot), value)
-    return lax.dynamic_update_index_in_dim(buffer, value, jnp.maximum(slot, 0), 0)
+    return _put(buffer, value, jnp.maximum(slot, 0))
+
+
+def _put(buffer: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(buffer, value, slot, 0)
 
 
 def _part_rows(tree: Any, virtual_stage: jax.Array, virtual_stages: int) -> Any:
