@@ -25,6 +25,8 @@ from meshwright.runs.recipe import find_recipe
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "experts.json"
+MECHANISMS = RESULTS.with_name("expert_mechanisms.json")
+"""Simulated steps before and after each mechanism, from `prove` on two commits or with two values of an option."""
 
 # Model, machine, sequences, tokens of each.
 CASES = [
@@ -116,6 +118,19 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def mechanisms() -> str:
+    """Returns the effect of each mechanism alone, as Markdown."""
+    lines = [
+        "| mechanism | model | machine | mesh | tokens | step, s | of it bound by memory, s | speed |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in json.loads(MECHANISMS.read_text()):
+        where = " | ".join(row[name] for name in ("mechanism", "model", "machine", "mesh", "tokens"))
+        steps, memory = (f"{row[f'{kind}before']:.4g} to {row[f'{kind}after']:.4g}" for kind in ("", "memory_"))
+        lines.append(f"| {where} | {steps} | {memory} | {row['before'] / row['after'] - 1:+.0%} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", action="append", help="models or machines to compile again, by name")
@@ -130,7 +145,8 @@ def main() -> None:
             continue
         rows += [prove(case, name, plan, given.given) for name, plan in best_plans(case).items()]
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
-    put_rows("expert_proofs.py", "Plans with and without the axis `expert`, planned and compiled", table(rows))
+    title = "Plans with and without the axis `expert`, planned and compiled"
+    put_rows("expert_proofs.py", title, f"{table(rows)}\n{mechanisms()}")
     print(table(rows))
 
 
