@@ -106,12 +106,9 @@ def describe_range(kind: Any, value: Any = None) -> str:
     meta, whole = number.__metadata__[0], typing.get_args(number)[0] is int
     with contextlib.suppress(TypeError, ValueError):
         value = float(value)
-    large = isinstance(value, float) and value > 1
-    bounds = [f"above {meta.gt}"] if meta.gt is not None else []
-    bounds += [f"of at least {meta.ge}"] if meta.ge not in (None, -_MOST_FLOAT) else []
-    bounds += [f"below {meta.lt}"] if meta.lt is not None else []
-    bounds += [f"at most {meta.le}"] if meta.le not in (None, _MOST_FLOAT) and (large or meta.le != _MOST_INT) else []
-    bounds += [f"a multiple of {meta.multiple_of}"] if meta.multiple_of else []
+    hidden = (None, -_MOST_FLOAT, _MOST_FLOAT, *(() if isinstance(value, float) and value > 1 else (_MOST_INT,)))
+    ends = {"above": meta.gt, "of at least": meta.ge, "below": meta.lt, "at most": meta.le}
+    bounds = [f"{word} {end}" for word, end in {**ends, "a multiple of": meta.multiple_of}.items() if end not in hidden]
     noun = "a whole number" if whole else "a finite number" if meta.le == _MOST_FLOAT else "a number"
     return f"{noun} {' and '.join(bounds)}".strip()
 
