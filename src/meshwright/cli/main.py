@@ -26,7 +26,7 @@ VERBS = {
     "generate": "Continue prompts with a run's model, or chat with it.",
     "tokenize": "Tokenise text once, into a folder that --data takes.",
     "convert": "Convert weights: a Hugging Face folder into a run, or a run into a Hugging Face folder.",
-    "checkpoint": "List, inspect, verify and compare checkpoints; needs no device.",
+    "checkpoint": "List, inspect, verify and move checkpoints; needs no device.",
     "show": "Show how the parameters lie on a mesh; needs no device.",
     "plan": "Find the fastest mesh and layout for hardware that is not here.",
     "prove": "Compile the step, also for hardware that is not here: memory, communication, FLOPs, faults.",
