@@ -20,8 +20,8 @@ class Listed:
     samples: int | None
     """Samples read; None where the manifest cannot be read."""
     tensors: int
-    bytes: int
-    """Bytes of the tensors."""
+    bytes: int | None
+    """Bytes of the tensors; None where the manifest cannot be read."""
     written: float | None
     """Time of its manifest, in a bucket of its beginning, in seconds since 1970; None where that is unknown."""
     state: str
@@ -43,7 +43,7 @@ def find_checkpoints(out: Path) -> Path:
 def list_checkpoints(folder: Path) -> list[Listed]:
     """Returns the checkpoints in a folder, oldest first, those that are not whole included."""
     listed = [
-        Listed(step, None, 0, 0, None, "not whole: its writing or copying was cut off")
+        Listed(step, None, 0, None, None, "not whole: its writing or copying was cut off")
         for step in partial_steps(folder)
     ]
     for step in committed_steps(folder):
@@ -54,7 +54,7 @@ def list_checkpoints(folder: Path) -> list[Listed]:
             size = sum(record.bytes for record in manifest.tensors.values())
             listed.append(Listed(step, manifest.cursor, len(manifest.tensors), size, written, "whole"))
         except CheckpointError as error:
-            listed.append(Listed(step, None, 0, 0, written, error.truth))
+            listed.append(Listed(step, None, 0, None, written, error.truth))
     return sorted(listed, key=lambda row: row.step)
 
 

@@ -50,7 +50,7 @@ def plan_move(source: Path, target: Path, at: int | None) -> list[Moved]:
                 truth = "it holds another checkpoint of that step"
                 raise CheckpointError(f"moving step {row.step} to {target}", truth, "another folder")
             action = "there"
-        planned.append(Moved(f"step {name}", len(files_of(folder / name)), row.bytes, action))
+        planned.append(Moved(f"step {name}", len(files_of(folder / name)), row.bytes or 0, action))
     others = _other_files(source)
     size = 0 if in_bucket(source) else sum((source / name).stat().st_size for name in others)
     return [*planned, Moved(_REST, len(others), size, "copy")]
