@@ -39,6 +39,9 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
+from meshwright.api.checkpoints import ACTIONS
+from meshwright.cli.verbs import kind_of
+
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 COLUMNS = 120
@@ -46,28 +49,25 @@ COLUMNS = 120
 CACHE = Path(tempfile.gettempdir()) / "meshwright-docs-cache"
 """Cache of the commands: token files, compiled programs, proofs."""
 
-VERBS = {
-    "train": ("meshwright.cli.train", "TrainOptions"),
-    "finetune": ("meshwright.cli.finetune", "FinetuneOptions"),
-    "evaluate": ("meshwright.cli.evaluate", "EvaluateOptions"),
-    "generate": ("meshwright.cli.generate", "GenerateOptions"),
-    "tokenize": ("meshwright.cli.tokenize", "TokenizeOptions"),
-    "convert": ("meshwright.cli.convert", "ConvertOptions"),
-    "checkpoint list": ("meshwright.cli.checkpoint", "ListOptions"),
-    "checkpoint inspect": ("meshwright.cli.checkpoint", "InspectOptions"),
-    "checkpoint verify": ("meshwright.cli.checkpoint", "VerifyOptions"),
-    "checkpoint move": ("meshwright.cli.checkpoint", "MoveOptions"),
-    "show": ("meshwright.cli.show", "ShowOptions"),
-    "plan": ("meshwright.cli.plan", "PlanOptions"),
-    "prove": ("meshwright.cli.prove", "ProveOptions"),
-    "launch": ("meshwright.cli.launch", "LaunchOptions"),
-    "doctor": ("meshwright.cli.doctor", "DoctorOptions"),
-    "rehearse": ("meshwright.cli.rehearse", "RehearseOptions"),
-    "parity": ("meshwright.cli.parity", "ParityOptions"),
-    "view": ("meshwright.cli.view", "ViewOptions"),
-    "bench": ("meshwright.cli.bench", "BenchOptions"),
-}
-"""Verb -> module and dataclass of its options. `recipes` has none."""
+VERBS = (
+    "train",
+    "finetune",
+    "evaluate",
+    "generate",
+    "tokenize",
+    "convert",
+    "show",
+    "plan",
+    "prove",
+    "launch",
+    "doctor",
+    "rehearse",
+    "parity",
+    "view",
+    "bench",
+    *(f"checkpoint {action}" for action in ACTIONS),
+)
+"""Verbs with options, and the actions of `checkpoint`."""
 
 FAMILIES = {
     "deepseek": ("meshwright.models.families.deepseek", "Deepseek"),
@@ -150,13 +150,14 @@ def options_named(name: str) -> list[Any]:
 
     if name == "run":
         return [option for option in options_of(Run) if not option.fixed and not option.names[-1].startswith("--model")]
-    module, kind = (FAMILIES | VERBS)[name]
-    owner = getattr(importlib.import_module(module), kind)
     if name in FAMILIES:
+        module, kind = FAMILIES[name]
+        owner = getattr(importlib.import_module(module), kind)
         return [o for o in options_of(owner, prefix="model.", group="model", parts=True) if not o.fixed]
+    verb, _, action = name.partition(" ")
     return [
         option
-        for option in options_of(owner)
+        for option in options_of(ACTIONS[action] if action else kind_of(verb))
         if not option.fixed and option.path[0] != "run" and option.names[-1] != "--"
     ]
 

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 import meshwright as mw
-from meshwright.cli.tokenize import main as verb
+from meshwright.cli.verbs import run_verb
 from meshwright.data import subwords, tokenizing
 from meshwright.data.corpus import load_corpus, parse_source
 from meshwright.data.sources import FileDocuments, Records
@@ -257,7 +257,7 @@ def test_the_verb_names_its_own_options(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(line_of(b'{"body": 3}'))
     for words, own in (([], "--text-field NAME, or --bad-records 0.001"), (["--tokenizer", "chars"], "--bad-records")):
         with pytest.raises(DataError) as refused:
-            verb([str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "tokens"), *words])
+            run_verb("tokenize", [str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "tokens"), *words])
         assert own in str(refused.value) and "--data" not in str(refused.value) and "faults" not in str(refused.value)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.checkpoint.blocks import write_tensor
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
-from meshwright.cli.checkpoint import main
+from meshwright.cli.verbs import run_verb
 from meshwright.config import Optimizer
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.models.families.gpt2 import Gpt2
@@ -41,31 +41,31 @@ def out(tmp_path: Path) -> Path:
 
 
 def test_checkpoints_are_listed_and_inspected(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", str(out), "--json"]) == 0
+    assert run_verb("checkpoint", ["list", str(out), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [(row["step"], row["samples"], row["tensors"]) for row in rows] == [(2, 32, 2), (4, 64, 2), (6, None, 0)]
     assert [row["state"].partition(":")[0] for row in rows] == ["whole", "whole", "not whole"]
-    assert main(["list", str(out)]) == main(["inspect", str(out)]) == 0
+    assert run_verb("checkpoint", ["list", str(out)]) == run_verb("checkpoint", ["inspect", str(out)]) == 0
     text = capsys.readouterr()
     assert "step 4, 64 samples read\nleft out: samples 32 to 47" in text.out and "params.a  float32[3, 4]" in text.out
     assert "left out, it is not whole; step 4 is taken" in text.err
-    assert main(["inspect", str(out), "--at", "2", "--json"]) == 0
+    assert run_verb("checkpoint", ["inspect", str(out), "--at", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 2
     with pytest.raises(CheckpointError, match="there are none"):
-        main(["list", str(out / "nowhere")])
+        run_verb("checkpoint", ["list", str(out / "nowhere")])
     with pytest.raises(ConfigError, match="did you mean 'verify'"):
-        main(["verfy", str(out)])
-    assert main([]) == 0 and "list|inspect|verify|move" in capsys.readouterr().out
+        run_verb("checkpoint", ["verfy", str(out)])
+    assert run_verb("checkpoint", []) == 0 and "list|inspect|verify|move" in capsys.readouterr().out
 
 
 def test_a_damaged_tensor_is_found(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(out), "--at", "4"]) == 0
+    assert run_verb("checkpoint", ["verify", str(out), "--at", "4"]) == 0
     assert "step 4: every tensor is as it was saved" in capsys.readouterr().out
     file = out / "checkpoints" / "4" / "state" / "params.b" / "0"
     raw = bytearray(file.read_bytes())
     raw[6] ^= 1
     file.write_bytes(bytes(raw))
-    assert main(["verify", str(out), "--json"]) == 4
+    assert run_verb("checkpoint", ["verify", str(out), "--json"]) == 4
     found = json.loads(capsys.readouterr().out)["damaged"]
     assert found["2"] == [] and "'params.b' is not what was saved" in found["4"][0]
     assert "it is not whole" in found["6"][0]

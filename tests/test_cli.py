@@ -18,17 +18,16 @@ import numpy as np
 import pytest
 
 from meshwright.activity import activity, watched_by
+from meshwright.api.evaluation import EvaluateOptions
+from meshwright.api.planning import PlanOptions
 from meshwright.api.rehearsal import check_equal
+from meshwright.api.training import TrainOptions
 from meshwright.cli import output
-from meshwright.cli.base_run import base_run
-from meshwright.cli.evaluate import EvaluateOptions
 from meshwright.cli.explain import MESH_OPTIONS, OPTIONS, SETTINGS
 from meshwright.cli.main import run
 from meshwright.cli.output import write_json
-from meshwright.cli.parse import options_of, parse
-from meshwright.cli.plan import PlanOptions
-from meshwright.cli.show import ShowOptions
-from meshwright.cli.train import TrainOptions
+from meshwright.cli.parse import options_of
+from meshwright.cli.verbs import parse_verb
 from meshwright.errors import ConfigError, TrainingError
 from meshwright.models.blocks.rotary import Yarn
 from meshwright.runs.recipe import find_recipe
@@ -309,9 +308,9 @@ def test_a_wrong_option_is_answered_with_the_right_one(words: list[str], fix: st
 
 
 def test_an_option_makes_the_optional_part_that_a_recipe_leaves_out() -> None:
-    base = base_run(["qwen3-0-6b", "--model.yarn.factor", "4", "--model.yarn.bounds=exact", "--mesh", "fsdp=2"])
-    run = parse(ShowOptions, "show [RECIPE]", base.args, default=ShowOptions(run=base.run)).run
-    assert run.model == dataclasses.replace(base.run.model, yarn=Yarn(factor=4.0, bounds="exact"))
+    words = ["qwen3-0-6b", "--model.yarn.factor", "4", "--model.yarn.bounds=exact", "--mesh", "fsdp=2"]
+    run = parse_verb("show", words).run
+    assert run.model == dataclasses.replace(find_recipe("qwen3-0-6b").model, yarn=Yarn(factor=4.0, bounds="exact"))
     assert refused("show", "qwen3-0-6b", "--model.yarn.factr", "4").fix.startswith("did you mean --model.yarn.factor?")
     assert "--model.yarn.factor 32.0" in refused("show", "qwen3-0-6b", "--model.yarn.factor", "four").fix
     assert "one of them" in refused("show", "llama31-8b", "--model.yarn.factor", "4").fix

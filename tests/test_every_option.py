@@ -13,9 +13,10 @@ import msgspec
 import pytest
 import tyro
 
-from meshwright.cli.explain import Option
-from meshwright.cli.main import VERBS, module_of, run
-from meshwright.cli.parse import options_of
+from meshwright.api import finetuning
+from meshwright.cli import verbs
+from meshwright.cli.main import VERBS, run
+from meshwright.cli.parse import Option, options_of
 from meshwright.errors import MeshwrightError
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run_file import write_run
@@ -36,15 +37,14 @@ class Parsed(Exception):
 def tables() -> Iterator[tuple[list[str], list[Option]]]:
     """Yields the words of every verb, and of every action of one, with its options."""
     recipe = find_recipe("qwen3-0-6b")
-    for verb in VERBS:
-        module = module_of(verb)
-        kinds = [([verb, name], kind) for name, kind in getattr(module, "ACTIONS", {}).items()]
-        for words, kind in kinds or [([verb], getattr(module, f"{verb.capitalize()}Options", None))]:
-            if kind is not None:
-                fields = [f for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
-                with_run = any(field.name == "run" for field in fields)
-                default = {field.name: tyro.MISSING for field in fields} | ({"run": recipe} if with_run else {})
-                yield words, list(options_of(kind, kind(**default), parts=True))
+    for verb in sorted(VERBS.keys() - {"recipes"}):
+        found = verbs.kind_of(verb)
+        kinds = {f"{verb} {name}": kind for name, kind in found.items()} if isinstance(found, dict) else {verb: found}
+        for words, kind in kinds.items():
+            fields = [f for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
+            with_run = any(field.name == "run" for field in fields)
+            default = {field.name: tyro.MISSING for field in fields} | ({"run": recipe} if with_run else {})
+            yield words.split(), list(options_of(kind, kind(**default), parts=True))
 
 
 def numeric() -> dict[str, tuple[list[str], Option]]:
@@ -76,7 +76,6 @@ def test_a_number_is_accepted_or_refused_with_its_option_and_its_range(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words, option = NUMERIC[name]
-    module = module_of(words[0])
     if words[0] not in _ARITHMETIC and option.numbers is not None:
 
         def ended(parse: Any) -> Any:
@@ -86,8 +85,7 @@ def test_a_number_is_accepted_or_refused_with_its_option_and_its_range(
 
             return parsed
 
-        for attribute in {"parse", "parse_run"} & set(vars(module)):
-            monkeypatch.setattr(module, attribute, ended(getattr(module, attribute)))
+        monkeypatch.setattr(verbs, "parse", ended(verbs.parse))
     for value in NUMBERS:
         count = option.metavar.count("N") if option.metavar.startswith("N N") else 1
         line = [part for word in words for part in ([option.names[0], *[value] * count] if word == "\0" else [word])]
@@ -184,7 +182,6 @@ PATHS = paths()
 @pytest.mark.parametrize("name", PATHS)
 def test_every_path_enters_absolute_and_normal(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, after, option = PATHS[name]
-    module = module_of(before[0])
     given: list[Any] = []
 
     def ended(parse: Any) -> Any:
@@ -194,13 +191,12 @@ def test_every_path_enters_absolute_and_normal(name: str, tmp_path: Path, monkey
 
         return parsed
 
-    for attribute in {"parse", "parse_run"} & set(vars(module)):
-        monkeypatch.setattr(module, attribute, ended(getattr(module, attribute)))
+    monkeypatch.setattr(verbs, "parse", ended(verbs.parse))
     (tmp_path / "real").mkdir()
     place = tmp_path / "real" / "my file"
     write_run(find_recipe("qwen3-0-6b"), place)  # for --run
     if before[0] == "finetune":
-        monkeypatch.setattr(module, "source_run", lambda source: find_recipe("tiny"))
+        monkeypatch.setattr(finetuning, "source_run", lambda source: find_recipe("tiny"))
     for how in SPELLINGS:
         with monkeypatch.context() as there:
             word = spelled(how, place, tmp_path, there)

@@ -26,8 +26,8 @@ from tiny_runs import train as take_steps
 
 import meshwright as mw
 from meshwright.analysis.run_census import census_of_train_step
+from meshwright.api.finetuning import FinetuneOptions
 from meshwright.checkpoint.initial_weights import load_initial_weights, merge_adapters
-from meshwright.cli.finetune import base_of_fine_tuning
 from meshwright.data.batch import Batch
 from meshwright.data.chat import ChatTemplate
 from meshwright.data.conversations import Packed, RecordRenderer, document_range, pack
@@ -302,10 +302,10 @@ def test_a_resumed_fine_tune_may_name_its_model(tuned: Path) -> None:
     """As a supervisor does that starts it again, and `--resume-if-exists`."""
     out = ["--out", str(tuned / "eight"), "--steps", "9"]
     for resumed in ("--resume", "--resume-if-exists"):
-        base = base_of_fine_tuning([f"hf:{tuned}/base", *out, resumed])
+        base = FinetuneOptions.base([f"hf:{tuned}/base", *out, resumed])
         assert base.run == run_in_folder(tuned / "eight") and list(base.args) == [*out, resumed]
     with pytest.raises(mw.ConfigError, match=rf"(?s)started from hf:{tuned}/base.*or another --out"):
-        base_of_fine_tuning([f"hf:{tuned}/other", *out, "--resume"])
+        FinetuneOptions.base([f"hf:{tuned}/other", *out, "--resume"])
 
 
 def test_a_resumed_fine_tune_is_bitwise_the_one_that_went_through(tuned: Path, cache: Path) -> None:

@@ -358,15 +358,18 @@ def run_folder(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_verb_shows_text_and_report(run_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from meshwright.cli.generate import main
+    from meshwright.cli.verbs import run_verb
 
-    assert main([str(run_folder), "abc", "--max-tokens", "6", "--mesh", "tensor=2", "--devices", "8"]) == 0
+    assert (
+        run_verb("generate", [str(run_folder), "abc", "--max-tokens", "6", "--mesh", "tensor=2", "--devices", "8"]) == 0
+    )
     shown = capsys.readouterr()
     assert shown.out.startswith("abc") and "decode:  6 tokens" in shown.err and "(planned" in shown.err
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "abc"}\n{"prompt": "ef"}\n')
     assert (
-        main(
+        run_verb(
+            "generate",
             [
                 str(run_folder),
                 "--prompts",
@@ -378,7 +381,7 @@ def test_the_verb_shows_text_and_report(run_folder: Path, capsys: pytest.Capture
                 "--devices",
                 "8",
                 "--json",
-            ]
+            ],
         )
         == 0
     )
@@ -389,11 +392,11 @@ def test_the_verb_shows_text_and_report(run_folder: Path, capsys: pytest.Capture
     ):
         prompts.write_text(f'{{"prompt": "a\u2028b"}}\n\n{line}\n', encoding="utf-8")
         with pytest.raises(DataError, match=message):
-            main([str(run_folder), "--prompts", str(prompts), "--devices", "8"])
+            run_verb("generate", [str(run_folder), "--prompts", str(prompts), "--devices", "8"])
     assert ["abc" + record["texts"][0]["text"] + "\n"] == [shown.out]
     assert record["report"]["cache_bytes"] == record["report"]["planned_cache_bytes"]
     with pytest.raises(ConfigError, match="has no chat template"):
-        main([str(run_folder), "abc", "--chat", "--devices", "8"])
+        run_verb("generate", [str(run_folder), "abc", "--chat", "--devices", "8"])
     template = tmp_path / "chat.jinja"
     template.write_text(TEMPLATE)
     options = [
@@ -408,7 +411,7 @@ def test_the_verb_shows_text_and_report(run_folder: Path, capsys: pytest.Capture
         "8",
         "--json",
     ]
-    assert main([str(run_folder), "abc", *options]) == 0
+    assert run_verb("generate", [str(run_folder), "abc", *options]) == 0
     assert [json.loads(line)["texts"][0]["prompt"] for line in capsys.readouterr().out.splitlines()] == ["abc", "def"]
 
 

@@ -556,12 +556,17 @@ SCRIPT = "<div onclick=x><script>alert(1)</script>"
 
 
 def test_a_page_escapes_every_name(tmp_path: Path) -> None:
-    from meshwright.cli.show import main as show
+    from meshwright.cli.verbs import run_verb
 
     write_run(RUN, tmp_path / "run.json")
     document = changed(run_to_dict(RUN), "name", SCRIPT.replace("/", "|"))
     (tmp_path / "run.json").write_text(json.dumps(document))
-    assert show(["--run", str(tmp_path / "run.json"), "--mesh", "data=2", "--html", str(tmp_path / "page.html")]) == 0
+    assert (
+        run_verb(
+            "show", ["--run", str(tmp_path / "run.json"), "--mesh", "data=2", "--html", str(tmp_path / "page.html")]
+        )
+        == 0
+    )
     text = (tmp_path / "page.html").read_text()
     # The page's own two elements; the name is text in its title, and escaped in its data (tests/test_page_kit.py).
     assert text.count("<script") == 2 and "&lt;script" in text and "\\u003cscript" in text

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.devices import HostOptions, start_devices
+from meshwright.api.verb import HostOptions, start_devices
 from meshwright.cli.main import run
 from meshwright.errors import ConfigError, HostError
 from meshwright.hardware import hosts

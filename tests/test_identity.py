@@ -298,12 +298,12 @@ def test_a_hole_in_the_metrics_is_among_the_events(begun: tuple[Run, Path], cach
 
 
 def test_an_edited_run_file_and_a_damaged_list_are_refused(begun: tuple[Run, Path], cache: Path) -> None:
-    from meshwright.cli.train import base_of_training
+    from meshwright.api.training import TrainOptions
 
     run, out = begun
     prepared = loop.prepare_run(run, cache=cache).device_run.run
     write_run(change_fields(prepared, None, {"rope_theta": 5.0}), out / "run.json")
-    edited = base_of_training(["--out", str(out), "--resume"]).run
+    edited = TrainOptions.base(["--out", str(out), "--resume"]).run
     with pytest.raises(ConfigError, match=r"model.rope_theta was 10000.0 and is 5.0"):
         train_into(edited, out, cache, start="resume")
     (out / "skipped.json").write_text("[7]")

@@ -27,8 +27,7 @@ from meshwright.checkpoint import checkpoints
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.move import plan_move
 from meshwright.checkpoint.steps import committed_steps, partial_steps
-from meshwright.cli.checkpoint import main
-from meshwright.cli.tokenize import main as tokenize
+from meshwright.cli.verbs import run_verb
 from meshwright.config import Data, MeshShape
 from meshwright.data import tokens
 from meshwright.data.corpus import load_corpus, local_text
@@ -200,13 +199,14 @@ def test_a_run_in_a_bucket_that_fails_crashes_and_resumes_has_the_losses_of_a_lo
 
 def _verbs_agree(out: Path, local: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
-    assert main(["list", str(out), "--json"]) == 0
+    assert run_verb("checkpoint", ["list", str(out), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [(row["step"], row["state"]) for row in rows] == [(6, "whole"), (7, "whole")]
     assert all(row["bytes"] > 1000 and row["written"] > 1e9 for row in rows)
-    assert main(["verify", str(out), "--at", "7"]) == 0
+    assert run_verb("checkpoint", ["verify", str(out), "--at", "7"]) == 0
     capsys.readouterr()
-    assert main(["inspect", str(out), "--json"]) == main(["inspect", str(local), "--json"]) == 0
+    assert run_verb("checkpoint", ["inspect", str(out), "--json"]) == 0
+    assert run_verb("checkpoint", ["inspect", str(local), "--json"]) == 0
     first, second = (json.loads(line)["tensors"] for line in capsys.readouterr().out.splitlines())
     assert first == second
 
@@ -216,12 +216,15 @@ def _moves_both_ways(out: Path, tmp_path: Path, run: Run, cache: Path) -> None:
     device_run = loop.prepare_run(run, cache=cache).device_run
     with Checkpoints(out / "checkpoints", max_to_keep=None) as checkpoints:
         expected, _ = checkpoints.restore(device_run)
-    assert main(["move", str(out), str(tmp_path / "moved"), "--dry-run"]) == 0 and not (tmp_path / "moved").exists()
-    assert main(["move", str(out), str(tmp_path / "moved")]) == 0
+    assert (
+        run_verb("checkpoint", ["move", str(out), str(tmp_path / "moved"), "--dry-run"]) == 0
+        and not (tmp_path / "moved").exists()
+    )
+    assert run_verb("checkpoint", ["move", str(out), str(tmp_path / "moved")]) == 0
     assert not committed_steps(out / "checkpoints") and committed_steps(tmp_path / "moved" / "checkpoints") == [6, 7]
     back = [path_of(f"{str(out).partition(':')[0]}://{BUCKET}/from-disk/{tmp_path.name}")]
     for folder in back:
-        assert main(["move", str(tmp_path / "local"), str(folder), "--at", "7", "--copy"]) == 0
+        assert run_verb("checkpoint", ["move", str(tmp_path / "local"), str(folder), "--at", "7", "--copy"]) == 0
     assert (tmp_path / "local" / "run.json").is_file()
     for folder in (tmp_path / "moved", *back):
         with Checkpoints(folder / "checkpoints", max_to_keep=None) as checkpoints:
@@ -318,10 +321,10 @@ def test_a_damaged_object_is_found(servers: FaultyProxy, tmp_path: Path, capsys:
     save(tmp_path / "run", 2)
     out = path_of(f"s3://{BUCKET}/damaged")
     copy_tree(tmp_path / "run", out)
-    assert main(["verify", str(out)]) == 0
+    assert run_verb("checkpoint", ["verify", str(out)]) == 0
     chunk = out / "checkpoints" / "2" / "state" / "params.a" / "0.0"
     chunk.write_bytes(chunk.read_bytes()[:-1] + b"\1")
-    assert main(["verify", str(out)]) == CheckpointError.exit_code
+    assert run_verb("checkpoint", ["verify", str(out)]) == CheckpointError.exit_code
     assert "'params.a' is not what was saved" in capsys.readouterr().out
 
 
@@ -345,20 +348,20 @@ def test_a_move_goes_on_and_never_loses_the_source(
 
     monkeypatch.setattr(transfer, "copy_file", breaks)
     with pytest.raises(StorageError, match="network is gone"):
-        main(["move", str(source), str(target)])
+        run_verb("checkpoint", ["move", str(source), str(target)])
     assert committed_steps(source / "checkpoints") == [2, 4] and committed_steps(target / "checkpoints") == [2]
     monkeypatch.setattr(transfer, "copy_file", copied)
     assert [row.action for row in plan_move(source, target, None)] == ["there", "copy", "left out", "copy"]
     monkeypatch.setattr(transfer, "sha256_of", lambda path: "other" if "target" in str(path) else "same")
     with pytest.raises(StorageError, match="the source is as it was"):
-        main(["move", str(source), str(target)])
+        run_verb("checkpoint", ["move", str(source), str(target)])
     monkeypatch.undo()
-    assert main(["move", str(source), str(target)]) == 0
+    assert run_verb("checkpoint", ["move", str(source), str(target)]) == 0
     assert committed_steps(source / "checkpoints") == [] and committed_steps(target / "checkpoints") == [2, 4]
-    assert main(["verify", str(target)]) == 0 and (target / "run.json").read_text() == "{}"
+    assert run_verb("checkpoint", ["verify", str(target)]) == 0 and (target / "run.json").read_text() == "{}"
     save(tmp_path / "other", 4, a=np.ones((3, 4), np.float32))
     with pytest.raises(CheckpointError, match="another checkpoint of that step"):
-        main(["move", str(tmp_path / "other"), str(target)])
+        run_verb("checkpoint", ["move", str(tmp_path / "other"), str(target)])
 
 
 def test_one_run_at_a_time_writes_into_a_bucket(servers: FaultyProxy, capsys: pytest.CaptureFixture[str]) -> None:
@@ -485,10 +488,14 @@ def test_token_files_in_a_bucket_are_read_where_they_are(
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "word " * 150 + str(i)}) + "\n" for i in range(900)))
     stored = f"s3://{BUCKET}/{tmp_path.name}/tokens"
     words = [str(tmp_path / "a.jsonl"), "--tokenizer", "bytes", "--shard-tokens", "1"]
-    assert tokenize([*words, "--out", str(tmp_path / "tokens")]) == tokenize([*words, "--out", stored]) == 0
+    assert (
+        run_verb("tokenize", [*words, "--out", str(tmp_path / "tokens")])
+        == run_verb("tokenize", [*words, "--out", stored])
+        == 0
+    )
     assert not list((tmp_path / "cache" / "tokens").iterdir()), "it is moved"
     with pytest.raises(ConfigError, match="exists already"):
-        tokenize([*words, "--out", stored])
+        run_verb("tokenize", [*words, "--out", stored])
     local, first = (load_corpus([p], "bytes", tmp_path / "one") for p in (str(tmp_path / "tokens"), f"{stored}=2"))
     assert local.files[0].digest == first.files[0].digest and len(first.files[0].tokens) > 5 * 2**17
 

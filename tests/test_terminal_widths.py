@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 from test_checkpoint_verb import save
 
+from meshwright.api.benchmarks import print_timings
 from meshwright.bench.microbenchmarks import CollectiveTiming
 from meshwright.bench.step_profile import Profile, ProfileRow
-from meshwright.cli.bench import print_timings
 from meshwright.cli.main import run
 from meshwright.planner.forecast import ForecastGap
 from meshwright.views.run_page import print_profile

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from meshwright.cli.tokenize import main
+from meshwright.cli.verbs import run_verb
 from meshwright.data import tokenizing
 from meshwright.data.corpus import load_corpus
 from meshwright.data.readers import read_documents
@@ -230,7 +230,7 @@ def test_a_token_file_of_an_earlier_format_is_refused_with_the_command_that_make
         open_tokens(tmp_path / "old")
     command = refused.value.fix.replace("ANOTHER_FOLDER", str(tmp_path / "new"))
     assert "format 3" in refused.value.truth and command.startswith("meshwright tokenize ")
-    assert main([*shlex.split(command)[2:], "--bad-records", "0.1", "--json"]) == 0
+    assert run_verb("tokenize", [*shlex.split(command)[2:], "--bad-records", "0.1", "--json"]) == 0
     (tmp_path / "old" / "tokens.json").write_text(json.dumps(record))
     assert open_tokens(tmp_path / "new").digest == open_tokens(tmp_path / "old").digest
 

@@ -16,13 +16,15 @@ from meshwright.analysis import run_census
 from meshwright.analysis.census import Census
 from meshwright.analysis.compile import OutOfMemory, compiler_error
 from meshwright.api import proving
+from meshwright.api.planning import PlanOptions
 from meshwright.api.proving import Proof, prove_best, prove_plan, tune
-from meshwright.cli.plan import PlanOptions, run_plan
+from meshwright.api.verb import Call
 from meshwright.config import MeshShape
 from meshwright.errors import CensusError, ConfigError
 from meshwright.hardware.targets import parse_target
 from meshwright.planner.plan_file import read_plan
 from meshwright.planner.search import Plan, price_run
+from meshwright.reporters.console import open_console
 from meshwright.runs.recipe import find_recipe
 
 TARGET = parse_target("v5p:2x2x2")
@@ -137,7 +139,7 @@ def test_what_was_tuned_is_printed_drawn_and_written(
     page, file = tmp_path / "plan.html", tmp_path / "plan.json"
     run = find_recipe("llama3-8b")
     options = PlanOptions(run=run, on=str(TARGET), tokens_per_step="256k", prove=2, tune=True, html=page, out=file)
-    assert run_plan(options) == 0
+    options.act(Call((), open_console(), lambda value: None))
     printed = capsys.readouterr().out
     assert (
         "Compiled for the hardware" in printed
@@ -152,8 +154,8 @@ def test_what_was_tuned_is_printed_drawn_and_written(
         "gradients summed in bfloat16"
     ]
     assert read_plan(file).run.training.reduce_dtype == "bfloat16"
-    assert run_plan(dataclasses.replace(options, json=True, html=None, out=None)) == 0
-    document = json.loads(capsys.readouterr().out)
+    quiet = dataclasses.replace(options, json=True, html=None, out=None)
+    document = quiet.act(Call((), open_console(), lambda value: None)).record
     assert document["proofs"][0]["step_seconds"] == 10.0 and document["tuned"][0]["planned_seconds"] > 0
 
 

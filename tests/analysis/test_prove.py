@@ -86,7 +86,7 @@ def test_json_and_the_evaluation_step() -> None:
 def test_files_that_cannot_be_written_are_named_before_compiling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshwright.cli.prove.compile_step", None)
+    monkeypatch.setattr("meshwright.api.proving.compile_step", None)
     kept = tmp_path / "kept.html"
     kept.write_text("kept")
     for flag in ("--hlo", "--save", "--save-budget", "--html", "--trace"):

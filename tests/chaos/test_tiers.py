@@ -19,7 +19,7 @@ import dataclasses, json
 from pathlib import Path
 folder, port, process, processes = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 import jax
-from meshwright.cli.devices import start_devices
+from meshwright.api.verb import start_devices
 from meshwright.hardware.hosts import Hosts
 from meshwright.config import MeshShape
 shape = MeshShape(data=processes, fsdp=2)

@@ -26,7 +26,7 @@ def fail(*error):  # the other process must not wait for this one at the exit
 sys.excepthook = fail
 import dataclasses, importlib.metadata, sys
 from pathlib import Path
-from meshwright.cli.devices import start_devices
+from meshwright.api.verb import start_devices
 from meshwright.hardware.hosts import Hosts
 from meshwright.errors import CheckpointError, ConfigError, reason_of
 folder, port, process = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])

@@ -1,8 +1,15 @@
-"""Weights in and out, from Python."""
+"""The verb `convert`: weights in and out."""
 
+import dataclasses
+import resource
+import sys
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import jax
+import tyro
+
+from meshwright.api.verb import Call, Outcome
 from meshwright.checkpoint.conversion import (
     LARGEST_FILE,
     Conversion,
@@ -12,8 +19,53 @@ from meshwright.checkpoint.conversion import (
     import_weights,
 )
 from meshwright.errors import ConfigError
+from meshwright.formatting import format_bytes, format_count
 from meshwright.hugging_face.hub import is_hugging_face
+from meshwright.ranges import NonNegativeInt, PositiveInt, Ranged
 from meshwright.storage.paths import in_bucket, path_of, place_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvertOptions(Ranged):
+    """Convert SOURCE into OUT: a Hugging Face folder (or hf:OWNER/MODEL) into the output folder of a run, or a run's
+    checkpoint into a Hugging Face folder. It goes tensor by tensor, and on where it was interrupted."""
+
+    source: Annotated[str, tyro.conf.Positional]
+    """Folder with config.json and safetensors, hf:OWNER/MODEL, or the output folder of a run."""
+    out: Annotated[Path, tyro.conf.Positional]
+    """Folder to write; it appears when it is whole."""
+    at: NonNegativeInt | None = None
+    """Step of the run's checkpoint; by default the last."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of the weights written from a run; by default that of its checkpoint."""
+    weights: Literal["merged", "adapter"] = "merged"
+    """Weights of a run with adapters (finetune): the whole model with adapters merged, or the adapters alone in PEFT's
+    format."""
+    max_file_mib: PositiveInt = 4768
+    """Largest safetensors file, in MiB; a larger tensor has a file of its own."""
+    json: bool = False
+    """Print JSON."""
+
+    def act(self, call: Call) -> Outcome:
+        """Runs `meshwright convert`. Raises WeightsError, CheckpointError, and ConfigError where OUT exists."""
+        # Fingerprints are all that is computed.
+        jax.config.update("jax_platforms", "cpu")
+        done = convert(
+            self.source,
+            self.out,
+            at=self.at,
+            dtype=self.dtype,
+            weights=self.weights,
+            largest_file=self.max_file_mib * 2**20,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        notes = "".join(f"note: {note}\n" for note in done.notes)
+        shown = (
+            f"{notes}{done.out}: {done.architecture}, {format_count(done.parameters)} parameters in {done.tensors} "
+            f"tensors, {done.dtype}; {format_bytes(peak)} of memory at most\n"
+        )
+        return Outcome(shown, {**dataclasses.asdict(done), "out": self.out, "peak_bytes": peak})
 
 
 def convert(

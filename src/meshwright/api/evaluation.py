@@ -1,24 +1,95 @@
-"""Evaluation of checkpoints, benchmarks of `lm-eval`, and comparison of meshes from Python."""
+"""The verbs `evaluate` (the loss of a checkpoint, and its results on benchmarks) and `parity` (a run on two meshes)."""
 
+import dataclasses
 import importlib.util
 import logging
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
 import jax
+import tyro
 
+from meshwright.api.generation import open_generator
+from meshwright.api.verb import (
+    SIMULATED,
+    Base,
+    Call,
+    CheckpointOptions,
+    HostOptions,
+    Outcome,
+    RunOptions,
+    start_devices,
+)
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.generation.generator import Generator
 from meshwright.generation.lm_eval_model import RequestAnswers
+from meshwright.hardware.agreement import failing_together
 from meshwright.models.model import Model
+from meshwright.ranges import NonNegativeInt, PositiveInt
 from meshwright.runs.run import Run
 from meshwright.storage.paths import default_cache_folder, path_of, place_of
 from meshwright.trainer import evaluation, loop
 from meshwright.trainer.hosts import agree_on
 from meshwright.trainer.parity import Parity, check_processes, compare_meshes
+from meshwright.views.result_pages import parity_page
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(CheckpointOptions):
+    """Compute loss, perplexity and bits per byte of a run's last checkpoint, or of hf:PATH, on its held-out text or on
+    --data; or its results on the benchmarks --tasks."""
+
+    folder: Annotated[str, tyro.conf.Positional]
+    """Output folder of a run, or hf:PATH of a Hugging Face model."""
+    data: tuple[str, ...] = ()
+    """Other text, all of which is evaluated: what `train --data` takes."""
+    tasks: tuple[str, ...] = ()
+    """Benchmarks of lm-eval to run instead, by name (needs the extra `lm-eval`)."""
+    shots: NonNegativeInt | None = None
+    """Examples before each question of --tasks; by default the task's own number."""
+    limit: PositiveInt | None = None
+    """Questions of each task, the first so many; by default all."""
+    batch: PositiveInt = 8
+    """Questions of --tasks computed together."""
+    task_folder: Path | None = None
+    """Folder of YAML files with tasks of your own for --tasks."""
+    json: bool = False
+    """Print JSON."""
+
+    @failing_together()
+    def act(self, call: Call) -> Outcome:
+        """Runs `meshwright evaluate`. Raises CheckpointError where there is no run, ConfigError without a text."""
+        if self.tasks and self.data:
+            raise ConfigError("--tasks and --data", "tasks bring their own text", "one of them")
+        shape = self.shape()
+        run = evaluation.run_to_evaluate(self.folder, self.data, shape)
+        start_devices(self.devices, run.mesh, self.hosts.hosts())
+        if self.tasks:
+            return self._tasks()
+        found = evaluate(self.folder, data=self.data, at=self.at, mesh=shape, devices=self.devices)
+        if isinstance(found, evaluation.BatchEvaluation):
+            return Outcome("".join(f"{name:<20} {value:.6g}\n" for name, value in found.metrics.items()), found.metrics)
+        text = (
+            f"step {found.step}: loss {found.loss:.4f} per token over {found.samples} samples "
+            f"({found.tokens:,} tokens, {found.text_bytes:,} bytes)\n"
+            f"perplexity {found.perplexity:.5g} per token, {found.bits_per_byte:.4f} bits per byte\n"
+        )
+        more = {"perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
+        return Outcome(text, {**dataclasses.asdict(found), **more})
+
+    def _tasks(self) -> Outcome:
+        check_lm_eval()
+        generator = open_generator(self.folder, mesh=self.shape(), at=self.at, devices=self.devices)
+        limits: dict[str, Any] = {"batch": self.batch, "shots": self.shots, "limit": self.limit}
+        results = run_tasks(generator, self.tasks, **limits, task_folder=self.task_folder)
+        lines = [f"{generator.origin}, texts of at most {generator.seq} tokens"]
+        for task, values in results.items():
+            numbers = {name: value for name, value in values.items() if isinstance(value, float)}
+            lines += [f"{task:<24} {name.removesuffix(',none'):<16} {value:.4f}" for name, value in numbers.items()]
+        return Outcome("\n".join(lines) + "\n", results)
 
 
 def evaluate(
@@ -51,6 +122,37 @@ def evaluate(
     return evaluation.evaluate_checkpoint(
         out, run, cache=path_of(cache or default_cache_folder()), whole=bool(data), at=at, devices=devices
     )
+
+
+_STEPS = 5
+"""Steps that are compared where --steps does not say."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParityOptions(RunOptions):
+    """Run RECIPE (by default `tiny`) on two meshes in float32, and compare initial values bit for bit, then losses and
+    gradients of every step."""
+
+    against: Annotated[str, tyro.conf.arg(metavar="AXIS=N,...")] = "data=1"
+    """The other mesh, as axis=degree,..."""
+    hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
+    json: bool = False
+    """Print JSON."""
+
+    @classmethod
+    def of(cls, base: Base) -> Self:
+        """Returns the options before any is given: a few steps, whatever the recipe has."""
+        training = dataclasses.replace(base.run.training, steps=_STEPS)
+        return cls(run=dataclasses.replace(base.run, training=training))
+
+    @failing_together()
+    def act(self, call: Call) -> Outcome:
+        """Runs `meshwright parity`; the exit code is 1 where the meshes diverge."""
+        run, other = self.run, MeshShape.parse(self.against)
+        start_devices(max(other.size, run.mesh.size if run.mesh else SIMULATED), None, self.hosts.hosts())
+        result = parity(run, other, steps=run.training.steps)
+        record = {**dataclasses.asdict(result), "first_divergence": result.first_divergence}
+        return Outcome(parity_page(result).print, record, 1 if result.first_divergence else 0)
 
 
 def parity(

@@ -1,15 +1,21 @@
-"""The layout of a run, as a table and as a page in notebooks."""
+"""The verb `show`: how a run's parameters lie on a mesh, from abstract shapes."""
 
 import dataclasses
+from pathlib import Path
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-from meshwright.api.planning import with_vocab
+from meshwright.api.targets import with_vocab
+from meshwright.api.verb import Call, Outcome, RunOptions, unwritable
 from meshwright.config import MeshShape
+from meshwright.errors import ConfigError
+from meshwright.hardware.targets import parse_target
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
-from meshwright.views.layout_page import LayoutReport, layout_page, layout_report
+from meshwright.views.draw import MachineGrid, PipelineTimeline, draw_machine, machine_of_target, standalone
+from meshwright.views.layout_page import LayoutReport, layout_page, layout_report, tensor_pictures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,3 +57,65 @@ def show(run: Run | str, mesh: str | MeshShape | None = None) -> LayoutView:
     training = dataclasses.replace(placed.run.training, batch=run.training.batch)
     placed = dataclasses.replace(placed, run=dataclasses.replace(placed.run, training=training))
     return LayoutView(placed, layout_report(placed))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShowOptions(RunOptions):
+    """Show how the parameters of RECIPE (by default `tiny`) lie on a mesh: sharding, gathered weights, bytes per
+    device, pipeline stages. It computes with abstract shapes and needs no device."""
+
+    draw: tuple[str, ...] = ()
+    """Also draw which device holds which block of these parameters; `all` draws every one."""
+    machine: str | None = None
+    """Draw the mesh over a machine: v5p:4x4x8 (a torus), or h100:8x8 (nodes x GPUs per node)."""
+    svg: Path | None = None
+    """Write the drawings into this folder, one file each."""
+    html: Path | None = None
+    """Write one offline page: any tensor on the devices, the pipeline, the mesh over the machine."""
+    json: bool = False
+    """Print JSON."""
+
+    def act(self, call: Call) -> Outcome:
+        """Runs `meshwright show`. Raises ConfigError where the run does not fit the mesh, or a file is not written."""
+        shown = show(self.run)
+        placed, shape = shown.placed, shown.placed.shape
+        machine = _machine(self.machine, shape) if self.machine else None
+        page = layout_page(placed, machine)
+        wanted = () if self.draw == ("all",) else self.draw
+        pictures = tensor_pictures(placed, wanted) if self.draw or self.svg else []
+        timeline = PipelineTimeline(placed.schedule_table) if shape.stage > 1 else None
+        if self.html:
+            page.write(self.html)
+        if self.svg:
+            drawings = {"mesh": draw_machine(shape.degrees(), machine).svg()}
+            drawings |= {p.name.replace(", ", "-").replace(" ", "-"): p.svg() for p in pictures}
+            drawings |= {"pipeline": timeline.svg()} if timeline else {}
+            try:
+                self.svg.mkdir(parents=True, exist_ok=True)
+                for name, svg in drawings.items():
+                    (self.svg / f"{name}.svg").write_text(standalone(svg), encoding="utf-8")
+            except OSError as error:
+                raise unwritable(error.filename, error) from error
+
+        def show_all(console: Console) -> None:
+            page.print(console)
+            drawn: list[RenderableType] = [timeline] if timeline else []
+            drawn += [draw_machine(shape.degrees(), machine)] if machine else []
+            drawn += [Columns([picture.__rich__() for picture in pictures], padding=(0, 3))] if self.draw else []
+            for drawing in drawn:
+                console.print()
+                console.print(drawing)
+
+        return Outcome(show_all, {**dataclasses.asdict(shown.report), "mesh": str(shape)})
+
+
+def _machine(text: str, shape: MeshShape) -> MachineGrid:
+    """Parses --machine. Raises ConfigError where it is not a target, or has another number of devices than the mesh."""
+    target = parse_target(text)
+    if target.devices != shape.size:
+        raise ConfigError(
+            f"--machine {text} under mesh {shape}",
+            f"the machine has {target.devices} devices, and the mesh {shape.size}",
+            f"--mesh fsdp={target.devices}, or the machine of {shape.size} devices",
+        )
+    return machine_of_target(target)

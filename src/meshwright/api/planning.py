@@ -1,27 +1,319 @@
-"""Planning from Python: layouts for hardware that need not be here, and offers of it, ranked by arithmetic."""
+"""The verb `plan`: layouts for hardware that need not be here, and offers of it, ranked by arithmetic."""
 
 import dataclasses
 import math
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
 
 from meshwright.activity import activity
-from meshwright.bench.calibration_file import read_calibration
+from meshwright.api.targets import find_target, refuse_wrapped, with_vocab
+from meshwright.api.verb import Base, Call, Outcome, RunOptions, given_options, refuse_options, require_writable
 from meshwright.config import MeshShape
-from meshwright.data.corpus import vocab_of_corpus
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.formatting import parse_count
-from meshwright.hardware.targets import Target, expand_targets, parse_target
-from meshwright.planner.explain import nothing_fits
-from meshwright.planner.forecast import calibrate_target
-from meshwright.planner.offers import Aim, Market, Offer, PriceTerms, Reliability, choose, make_offer, rank, read_prices
-from meshwright.planner.search import Plan, SearchResult, search, with_tokens_per_step
+from meshwright.formatting import format_bytes, parse_count
+from meshwright.hardware.targets import Target, expand_targets
+from meshwright.planner.explain import alternatives, batch_note, explain_mesh, notes, nothing_fits, offloading_note
+from meshwright.planner.offers import (
+    CHIP_HOURS_PER_FAILURE,
+    RESTART_MINUTES,
+    Aim,
+    Market,
+    Offer,
+    PriceTerms,
+    Reliability,
+    choose,
+    make_offer,
+    rank,
+    read_prices,
+)
+from meshwright.planner.plan_file import prediction_json, write_plan
+from meshwright.planner.search import Plan, SearchResult, price_mesh, search, with_tokens_per_step
+from meshwright.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Ranged, TimeLimit
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
-from meshwright.storage.paths import default_cache_folder
+from meshwright.views.blocks import Column, Table, Text
 from meshwright.views.plan_page import offer_page, offers_table, plan_page, plans_table
-from meshwright.views.terminal import text_of
+from meshwright.views.report import Report, Section, print_sections
+from meshwright.views.terminal import print_blocks, text_of
+
+if TYPE_CHECKING:
+    from meshwright.api.proving import Proof
+
+
+_CHOSEN = (
+    "--mesh",
+    "--training.remat",
+    "--training.microbatches",
+    "--training.stage-saves",
+    "--training.context-strategy",
+)
+"""Options of a Run that the search chooses."""
+_OF_ONE_PLAN = ("why", "compare", "prove", "tune")
+"""Options about the plans of one target."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfferOptions(Ranged):
+    """Options of a renter."""
+
+    days: PositiveFloat | None = None
+    """Latest end of the training, in days: the cheapest plans that keep it."""
+    budget: Annotated[str | None, tyro.conf.arg(metavar="DOLLARS")] = None
+    """Most to be spent, in dollars (500k): the fastest plans that keep it."""
+    rank_by: Aim = "time"
+    """Order of several targets."""
+    terms: PriceTerms = "on-demand"
+    """Terms of the prices."""
+    prices: Path | None = None
+    """Prices in place of the package's: CSV of chip, provider, region, terms, usd_per_chip_hour, source, read_on."""
+    failure_chip_hours: PositiveFloat = CHIP_HOURS_PER_FAILURE
+    """Chip-hours between two failures; by default those of Llama 3 405B on H100."""
+    restart_minutes: PositiveFloat = RESTART_MINUTES
+    """Minutes from a failure to the first step after it."""
+    save_seconds: PositiveFloat | None = None
+    """Seconds that a checkpoint stops the steps; by default the copy of a device's state to its host."""
+
+    def market(self) -> Market:
+        """Reads the table of prices."""
+        reliability = Reliability(self.failure_chip_hours, self.restart_minutes, self.save_seconds)
+        return read_market(self.prices, self.terms, reliability)
+
+
+_OF_OFFERS = tuple(field.name for field in dataclasses.fields(OfferOptions))
+_NOT_OF_WRAPPED = (*_OF_ONE_PLAN, *_OF_OFFERS, "html", "tokens", "tokens_per_step")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanOptions(OfferOptions, RunOptions):
+    """Find the fastest way to lay RECIPE (by default `tiny`) out on hardware that is not here, and explain why the
+    others lose. All figures are predicted by arithmetic; nothing is compiled unless --prove or --tune asks for it."""
+
+    on: Annotated[str, tyro.conf.arg(metavar="CHIP:SIZE,...")]
+    """Hardware: v5p:8x8x16, 2*v6e:16x16, h100:64, gb200:144, or your own chip as FILE.toml:SIZE or
+    module:attribute:SIZE. Several are ranked: v5p:4x4x8,h100:64,128, or numbers of chips in a range: v5p:64..1024."""
+    tokens_per_step: Annotated[str | None, tyro.conf.arg(metavar="COUNT,...")] = None
+    """Tokens per step, as 4M or 2097152; by default the recipe's batch. Several are ranked: 1M,2M or 1M..8M."""
+    tokens: Annotated[str, tyro.conf.arg(metavar="COUNT")] = "1T"
+    """Tokens of the whole training, for the days and the cost."""
+    why: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
+    """Also explain this mesh (axis=degree,...): its rank, and what it loses against the best."""
+    compare: Annotated[tuple[str, str] | None, tyro.conf.arg(metavar="AXIS=N,... AXIS=N,...")] = None
+    """Compare two meshes side by side."""
+    prove: NonNegativeInt = 0
+    """Compile this many of the best plans for the hardware, and rank them by the compiled step."""
+    tune: bool = False
+    """Compile variants of the best plan (remat, dtypes, block sizes, compiler options) and keep what is faster."""
+    limit: TimeLimit = 900
+    """Most seconds for one compilation."""
+    html: Path | None = None
+    """Write one offline page: every plan by step time and memory, why each loses, the best on the hardware; with
+    --compare the two side by side, and of several targets days against cost."""
+    out: Path | None = None
+    """Write the best plan as JSON, which train, prove and rehearse take."""
+    shown: PositiveInt = 8
+    """Rows of each table."""
+    json: bool = False
+    """Print JSON."""
+
+    @classmethod
+    def of(cls, base: Base) -> Self:
+        """Returns the options before any is given: a plan names its hardware."""
+        return cls(run=base.run, on=base.target or tyro.MISSING)
+
+    def act(self, call: Call) -> Outcome:
+        """Runs `meshwright plan`: searches, compiles where asked, writes, prints. Raises ConfigError."""
+        names = [word.partition("=")[0].replace("_", "-") for word in call.words]
+        for name in _CHOSEN if self.run.model.unit == "tokens" else ():
+            if name in names:
+                fix = f"--why {self.run.mesh}, which explains that mesh" if name == "--mesh" else "leave it out"
+                fix += f", or meshwright prove --on {self.on} with it"
+                raise ConfigError(f"{name} with plan", "plan prices all of them, and chooses", fix)
+        require_writable((self.html, self.out))
+        refuse_wrapped(self.run, given_options(self, _NOT_OF_WRAPPED))
+        console = call.console
+        several = any("," in text or ".." in text for text in (self.on, self.tokens_per_step or ""))
+        if several or self.days is not None or self.budget is not None:
+            fix = "plan first, then the target that is best with it, and without the limits"
+            refuse_options(self, _OF_ONE_PLAN, "several plans to rank, or a deadline or budget", fix)
+            best, record = self._plan_offers(console)
+        else:
+            refuse_options(self, ("rank_by",), "one target", "several targets, or leave it out")
+            best, record = self._plan_target(console)
+        if self.out:
+            compiled: dict[str, Any] = {name: record[name] for name in ("proofs", "tuned") if name in record}
+            write_plan(best, best.target, self.out, compiled)
+            text = f"\nwritten: {self.out} (meshwright prove {self.out}, meshwright train {self.out})"
+            console.print(text, markup=False, soft_wrap=True)
+        return Outcome(record=record)
+
+    def _plan_target(self, console: Console) -> tuple[Plan, dict[str, Any]]:
+        """Prints the plans of one target; returns the best, and all figures as JSON."""
+        explained = MeshShape.parse(self.why) if self.why else None
+        began = time.perf_counter()
+        plans = plan(
+            self.run,
+            self.on,
+            tokens_per_step=self.tokens_per_step,
+            include=(explained,) if explained else (),
+        )
+        if not plans.searches:  # of a wrapped model
+            target = find_target(self.on)
+            if not self.json:
+                title = f"{self.run.name} on {target}: {self.run.training.batch} examples per step, predicted"
+                print_blocks(console, title, "", [plans_table(plans)])
+            return plans[0], {"target": str(target), "plans": [{"plan": p.name, **prediction_json(p)} for p in plans]}
+        found, took = plans.searches[0], time.perf_counter() - began
+        run = plans[0].run
+        compared: tuple[Plan, ...] = ()
+        for shape in map(MeshShape.parse, self.compare or ()):
+            best, smallest = price_mesh(run, found.target, shape)  # raises where there is neither
+            compared += tuple(filter(None, (best or smallest,)))
+        offer = make_offer(plans[0], parse_count(self.tokens, "--tokens"), self.market())
+        remarks = [*notes(run, found), *filter(None, [offloading_note(found)])]
+
+        def report(best: Plan, sections: Sequence[Section] = ()) -> Report:
+            lines = [f"{found.priced:,} plans priced in {took:.1f} s", *remarks]
+            page = plan_page(best, found, sections, compared, offer=offer, notes=lines, shown=self.shown)
+            if explained is None:
+                return page
+            why = Section(f"why {explained}", [Text([explain_mesh(found, explained)])])
+            return dataclasses.replace(page, sections=[*page.sections, why])
+
+        chosen, sections, proofs = plans[0], list[Section](), dict[str, Any]()
+        if self.prove > 0 or self.tune:
+            if not self.json:  # compiling takes minutes: the ranking comes first
+                report(chosen).print(console)
+            chosen, sections, proofs = self._compile(found, console)
+        elif not self.json:
+            report(chosen).print(console)
+        if self.html:
+            report(chosen, sections).write(self.html)
+        return chosen, {**_search_json(found, self.shown), "training": offer_json(offer), "notes": remarks, **proofs}
+
+    def _plan_offers(self, console: Console) -> tuple[Plan, dict[str, Any]]:
+        """Prints offers of several targets or batches, or within limits; returns the best plan, and all as JSON."""
+        limited = self.days is not None or self.budget is not None
+        if limited and self.rank_by != "time":
+            raise ConfigError(
+                f"--rank-by {self.rank_by} with --days or --budget",
+                "with a deadline the cheapest comes first, else the fastest",
+                "leave --rank-by out, or the limits",
+            )
+        budget = None if self.budget is None else parse_budget(self.budget)
+        began = time.perf_counter()
+        found = offers(
+            self.run,
+            self.on,
+            tokens=self.tokens,
+            tokens_per_step=self.tokens_per_step,
+            days=self.days,
+            budget=budget,
+            rank_by=self.rank_by,
+            market=self.market(),
+        )
+        if not self.json:
+            limits = [f"within {self.days:g} days"] if self.days is not None else []
+            limits += [f"for at most ${budget:,.0f}"] if budget is not None else []
+            order = ("cheapest" if self.days is not None else "fastest") if limited else f"least {self.rank_by}"
+            priced, within = len(found) + len(found.beyond), f"{' ' if limits else ''}{' and '.join(limits)}"
+            took = f"{priced} plans in {time.perf_counter() - began:.1f} s"
+            kept = f"{took}, {len(found)} of them kept{within}, {order} first"
+            plans = [offer.plan for offer in found[: self.shown]]
+            remarks = dict.fromkeys(filter(None, (batch_note(plan.run, plan.target) for plan in plans)))
+            lines = [kept, *(f"note: {note}" for note in remarks)]
+            offer_page(found, found.refused, found.beyond, notes=lines, shown=self.shown).print(console)
+        if self.html:
+            offer_page(found, found.refused, found.beyond).write(self.html)
+        refused = {name: str(error) for name, error in found.refused.items()}
+        return found[0].plan, {"offers": [offer_json(offer) for offer in found], "refused": refused}
+
+    def _compile(self, found: SearchResult, console: Console) -> tuple[Plan, list[Section], dict[str, Any]]:
+        """Compiles the best plans, and variants of the best; returns the best, sections, and figures as JSON."""
+
+        def say(line: str) -> None:
+            console.print(f"[dim]{escape(line)}[/]")
+
+        from meshwright.api.proving import prove_best, tune
+
+        proofs = prove_best(found.plans[: max(1, self.prove)], found.target, self.limit, say)
+        best = proofs[0]
+        headings = ["plan", "step, planned", "step, simulated", "memory, planned", "memory, compiled", "compile time"]
+        rows = [
+            [
+                p.plan.name,
+                f"{p.plan.estimate.seconds:.3g} s",
+                _step(p),
+                format_bytes(p.plan.estimate.bytes),
+                _bytes(p),
+                f"{p.compile_seconds:.0f} s" if p.compile_seconds else "",
+                p.refused,
+            ]
+            for p in proofs
+        ]
+        note = "Proved by the compiler; the step time is simulated."
+        sections = [Section("Compiled for the hardware", [_table(headings, rows)], note)]
+        print_sections(console, sections)
+        figures: dict[str, Any] = {"proofs": [proof.to_json() for proof in proofs]}
+        if self.tune:
+            tuned = tune(best, found.target, self.limit, say)
+            rows = [["(as planned)", _step(best), _bytes(best), ""]]
+            for name, proof in tuned.tried:
+                rows.append([name, _step(proof), _bytes(proof), "kept" if name in tuned.kept else proof.refused])
+            title = "Tuned, each change on top of those kept"
+            sections.append(Section(title, [_table(["change", "step", "memory"], rows)]))
+            print_sections(console, sections[1:])
+            start, best = best, tuned.best
+            assert start.step_seconds is not None and best.step_seconds is not None
+            gain = f"{best.step_seconds / start.step_seconds - 1:+.1%}"
+            console.print(f"best: {best.step_seconds:.3g} s, {gain}: {escape(best.plan.name)}")
+            figures["tuned"] = [
+                {"change": name, "kept": name in tuned.kept, **proof.to_json()} for name, proof in tuned.tried
+            ]
+        return (found.plans[0] if best.refused else best.plan), sections, figures
+
+
+def _search_json(found: SearchResult, shown: int) -> dict[str, Any]:
+    losers = [{"axes": a.axes, "best": a.best.name, "fits": a.fits, "reason": a.reason} for a in alternatives(found)]
+    plans = [{"name": p.name, "mesh": str(p.mesh), **prediction_json(p)} for p in found.plans[:shown]]
+    figures = {"target": str(found.target), "priced": found.priced, "refused": found.refused}
+    return {**figures, "plans": plans, "alternatives": losers}
+
+
+def offer_json(offer: Offer) -> dict[str, Any]:
+    """Returns an offer as JSON values, with everything that its figures follow from."""
+    plan, good = offer.plan, offer.goodput
+    return {
+        "target": str(plan.target),
+        "chips": plan.target.chips,
+        "name": plan.name,
+        "mesh": str(plan.mesh),
+        "tokens_per_step": plan.estimate.tokens,
+        **{name: getattr(offer, name) for name in ("tokens", "step_days", "days", "chip_hours", "dollars")},
+        "price": None if offer.price is None else dataclasses.asdict(offer.price),
+        "goodput": {**dataclasses.asdict(good), "fraction": good.fraction},
+        "error_band": {"low": offer.band.low, "high": offer.band.high, **dataclasses.asdict(offer.band)},
+        "predicted": prediction_json(plan),
+    }
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    columns = [*map(Column, headings), Column("outcome", wide=True)]
+    return Table(columns, rows, title="Compiled and simulated steps", printed=len(rows))
+
+
+def _step(proof: "Proof") -> str:
+    return "" if proof.step_seconds is None else f"{proof.step_seconds:.3g} s"
+
+
+def _bytes(proof: "Proof") -> str:
+    return "" if proof.peak_bytes is None else format_bytes(proof.peak_bytes)
 
 
 class Plans(list[Plan]):
@@ -118,29 +410,6 @@ def _search(run: Run, target: Target, include: Sequence[MeshShape] = ()) -> Sear
     if not result.plans:
         raise nothing_fits(run, result)
     return result
-
-
-def refuse_wrapped(run: Run, asked: Sequence[str]) -> None:
-    """Raises ConfigError where something is asked of a wrapped model that only the package's own families have."""
-    if asked and run.model.unit != "tokens":
-        raise ConfigError(f"{asked[0]} with a wrapped model", "it would not be used there", "leave it out")
-
-
-def find_target(text: str) -> Target:
-    """Returns the machine that `text` names, with the efficiencies that `meshwright bench` measured on such a chip."""
-    target = parse_target(text)
-    for file in sorted((default_cache_folder() / "calibration").glob("*.json")):
-        target = calibrate_target(target, read_calibration(file))
-    return target
-
-
-def with_vocab(run: Run) -> Run:
-    """Returns the run with a vocabulary size, which some recipes leave to their tokenizer."""
-    if run.model.vocab is not None:
-        return run
-    data, cache = run.data, default_cache_folder()
-    vocab = vocab_of_corpus(data.paths, data.tokenizer, cache, run.faults.bad_records, data.text_field)
-    return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=vocab))
 
 
 def read_market(

@@ -1,6 +1,7 @@
-"""Proofs: a step compiled by the compiler of hardware that need not be here, in a process of its own, and tuned."""
+"""The verb `prove`: a step compiled for hardware, here or not, in a process of its own, read, and tuned."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -9,18 +10,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Annotated, Any, Literal, Self
 
 import jax
+import tyro
+from rich.console import Console
 
 from meshwright.activity import activity
-from meshwright.analysis.census import Census
-from meshwright.analysis.compile import compiler_error
+from meshwright.analysis.census import Census, save_census
+from meshwright.analysis.compare import check_budget, compare, read_budget, read_census, write_budget
+from meshwright.analysis.compile import OutOfMemory, compiler_error
 from meshwright.analysis.run_census import cache_key, cached, census_of_eval_step, census_of_train_step
 from meshwright.analysis.run_memory import compiled_phases
-from meshwright.api.planning import find_target, with_vocab
+from meshwright.api.targets import find_target, refuse_wrapped, with_vocab
+from meshwright.api.verb import (
+    SIMULATED,
+    Base,
+    Call,
+    Outcome,
+    RunOptions,
+    given_options,
+    refuse_options,
+    require_writable,
+    start_devices,
+    unwritable,
+)
 from meshwright.config import MeshShape
 from meshwright.errors import CensusError, ConfigError
 from meshwright.fine_tuning import FineTune
@@ -34,16 +50,34 @@ from meshwright.hardware.machine import AUTO
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape
 from meshwright.hardware.targets import Target
 from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.plan_file import write_plan
+from meshwright.planner.explain import memory_remedies
+from meshwright.planner.plan_file import is_plan, read_plan, write_plan
 from meshwright.planner.search import Plan, machine_for, price_run, remat_policies, with_best_remat
 from meshwright.plugins import options_of_child
+from meshwright.ranges import PositiveInt, TimeLimit
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.step.device_run import DeviceRun, place_on_devices
-from meshwright.storage.paths import default_cache_folder
-from meshwright.views.report import frame
+from meshwright.storage.paths import default_cache_folder, path_of
+from meshwright.trust import trust_options
+from meshwright.views.blocks import Facts
+from meshwright.views.census_page import (
+    budget_section,
+    census_page,
+    census_sections,
+    census_title,
+    difference_section,
+    prediction_section,
+    remedies_section,
+    write_trace,
+)
+from meshwright.views.draw import MachineGrid, machine_of
+from meshwright.views.layout_page import layout_sections, phases_section
+from meshwright.views.plan_page import print_decode_proof
+from meshwright.views.report import Report, Section, frame, print_sections
+from meshwright.views.run_tables import choices_facts, choices_to_json
 
 _COMPILES_FOR = "MESHWRIGHT_COMPILES_FOR"
 """Environment variable that marks a process that compiles, with its target."""
@@ -97,6 +131,184 @@ class Proof:
         e = self.plan.estimate
         figures = {name: getattr(self, name) for name in ("step_seconds", "peak_bytes", "compile_seconds", "refused")}
         return {"plan": self.plan.name, "planned_seconds": e.seconds, "planned_bytes": e.bytes, **figures}
+
+
+_WRITTEN = ("trace", "save_budget", "save", "hlo", "html")
+_OF_A_STEP = (*_WRITTEN, "against", "budget", "fresh")
+"""Options that read or write the census of a step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProveOptions(RunOptions):
+    """Compile the train step of RECIPE (by default `tiny`) for a mesh of the devices at hand, of simulated devices, or
+    of hardware that is not here, and read the compiled program: memory by category, every collective, FLOPs, faults.
+    Nothing is trained. The exit code is 6 where the step does not fit the memory or breaks a budget."""
+
+    on: Annotated[str | None, tyro.conf.arg(metavar="CHIP:SIZE")] = None
+    """Compile for hardware that is not here, with its own compiler: v5p:4x4x8, 2*v6e:16x16, tpu7x:4x4x4, h100:64,
+    b200:256. A plan file names its own."""
+    trace: Path | None = None
+    """Write the simulated schedule as a trace for ui.perfetto.dev or chrome://tracing."""
+    limit: TimeLimit = 900
+    """Most seconds for compiling with --on."""
+    step: Literal["train", "evaluate", "prefill", "decode"] = "train"
+    """Program to compile; of prefill and decode, memory is shown."""
+    decode_batch: PositiveInt = 8
+    """Sequences decoded together, for --step prefill and decode."""
+    decode_slots: PositiveInt = 4096
+    """Slots of the cache for each sequence, for --step prefill and decode."""
+    against: str | None = None
+    """Compare with another mesh (axis=degree,...), another PLAN.json for the same hardware, or a census that --save
+    wrote; --html then shows the difference."""
+    budget: Path | None = None
+    """Compare the program with the limits of this TOML file; exit code 6 where one is exceeded."""
+    save_budget: Path | None = None
+    """Write the program's own figures as a budget."""
+    save: Path | None = None
+    """Write the census as JSON."""
+    hlo: Path | None = None
+    """Write the text of the compiled program (HLO)."""
+    html: Path | None = None
+    """Write one offline page: mesh, parameters, memory, collectives, FLOPs, findings."""
+    fresh: bool = False
+    """Compile again what is in the cache of proofs."""
+    json: bool = False
+    """Print the census as JSON on standard output, and everything else on standard error."""
+
+    @classmethod
+    def of(cls, base: Base) -> Self:
+        """Returns the options before any is given: a plan names its hardware."""
+        return cls(run=base.run, on=base.target)
+
+    def act(self, call: Call) -> Outcome:
+        """Runs `meshwright prove`: compiles, writes, prints."""
+        console = call.console
+        budget = read_budget(self.budget) if self.budget else None
+        target = find_target(self.on) if self.on else None
+        self._refuse_unused()
+        require_writable(getattr(self, name) for name in _WRITTEN)
+        other = self._other_side(target)
+        if target is None:
+            meshes = [run.mesh for run in (self.run, other) if isinstance(run, Run) and run.mesh is not None]
+            sizes = [mesh.size for mesh in meshes] + ([] if self.run.mesh else [SIMULATED])
+            start_devices(max(sizes), None)
+            devices = list(jax.devices())
+        elif is_compiling_process(target):
+            devices = target_devices(target)
+        else:
+            code, errors = compile_in_subprocess(target, self.limit, [*call.words, *trust_options()], sys.stdout)
+            sys.stderr.write(errors)
+            return Outcome(code=code)
+        if self.step in ("prefill", "decode"):
+            return self._prove_decoding(devices, target)
+        take = functools.partial(compile_step, devices=devices, target=target, step=self.step, fresh=self.fresh)
+        run = resolved_run(self.run, len(devices), target)
+        try:
+            compiled = take(run)
+        except OutOfMemory as error:
+            print_sections(console, _remedies(run, target, error.required - error.available))
+            raise
+        sections = self._compare(console, run, compiled.census, other, take)
+        self._write_files(compiled, machine_of(devices), sections)
+        phases = compiled.phases() if self.against is None else {}
+        if self.against is None and not self.json:
+            census_page(compiled.census).print(console)
+            if compiled.device_run is not None:
+                print_sections(console, [Section("Choices", [Facts(choices_facts(compiled.device_run))])])
+            if phases:
+                planned = compiled.planned.phases if compiled.planned else {}
+                print_sections(console, [phases_section(planned, phases)])
+        exceeded = check_budget(compiled.census, budget) if budget is not None else []
+        print_sections(console, [budget_section(exceeded)] if exceeded else [])
+        fits = target is None or _print_verdict(console, compiled, target, phases)
+        return Outcome(record=_to_json(compiled, phases), code=CensusError.exit_code if exceeded or not fits else 0)
+
+    def _refuse_unused(self) -> None:
+        """Raises ConfigError for an option that belongs to another one, which is not given."""
+        if self.step in ("prefill", "decode"):
+            refuse_options(self, _OF_A_STEP, f"--step {self.step}", "leave it out: memory is printed")
+        else:
+            refuse_options(self, ("decode_batch", "decode_slots"), f"--step {self.step}", "--step decode with it")
+        refuse_wrapped(self.run, given_options(self, ("step",)))
+
+    def _other_side(self, target: Target | None) -> Run | dict[str, Any] | None:
+        """Reads --against: a run to compile, or a saved census. Raises ConfigError for a plan for other hardware."""
+        if self.against is None:
+            return None
+        file = path_of(self.against)
+        if file.suffix != ".json":
+            return dataclasses.replace(self.run, mesh=MeshShape.parse(self.against))
+        if not is_plan(file):
+            return read_census(file)
+        plan = read_plan(file)
+        if target is None or plan.target != str(target):
+            raise ConfigError(
+                f"--against {file}",
+                f"it is a plan for {plan.target}, and this proof is for {target or 'devices here'}",
+                f"--on {plan.target}, or compare with a census of it that --save wrote",
+            )
+        return plan.run
+
+    def _prove_decoding(self, devices: list[Any], target: Target | None) -> Outcome:
+        """Compiles prefill or decode, and shows its memory."""
+        assert self.step in ("prefill", "decode")
+        mesh, planned, compiled = compile_decoding(
+            self.run, devices, target, step=self.step, batch=self.decode_batch, slots=self.decode_slots
+        )
+
+        def show(console: Console) -> None:
+            shape = f"{self.decode_batch} sequences of {self.decode_slots:,} slots"
+            console.print(f"[bold]{self.step}[/] of {self.run.name} on {mesh}: {shape}")
+            print_decode_proof(console, planned, compiled, target)
+
+        fits = target is None or compiled["bytes"] <= target.chip.hbm_bytes
+        record = {"step": self.step, "mesh": str(mesh), "compiled": compiled, "planned": planned}
+        return Outcome(show, record, 0 if fits else CensusError.exit_code)
+
+    def _compare(
+        self,
+        console: Console,
+        run: Run,
+        census: Census,
+        other: Run | dict[str, Any] | None,
+        take: "Callable[[Run], CompiledStep]",
+    ) -> list[Section]:
+        """Prints the difference to the other side, where there is one; returns the sections of a page of all."""
+        if other is None:
+            return census_sections(census) if self.html else []
+        if isinstance(other, Run):
+            names = (str(run.mesh), str(other.mesh))
+            if run.training != other.training:
+                names = (_short_name(run), _short_name(other))
+            its = take(other).census
+            changes = compare(census.to_json(), its.to_json())
+            drawn = {f": {names[0]}": census, f": {names[1]}": its}
+        else:
+            names = (str(self.against), str(run.mesh))
+            changes = compare(other, census.to_json())
+            drawn = {"": census}
+        difference = difference_section(changes, names)
+        print_sections(console, [difference])
+        if not self.html:
+            return []
+        return [difference, *(section for suffix, each in drawn.items() for section in census_sections(each, suffix))]
+
+    def _write_files(self, compiled: "CompiledStep", machine: MachineGrid, sections: list[Section]) -> None:
+        census, run = compiled.census, compiled.placed.run
+        try:
+            if self.hlo:
+                self.hlo.write_text(census.text, encoding="utf-8")
+            if self.save:
+                save_census(census, self.save)
+            if self.trace and census.schedule is not None:
+                write_trace(census.schedule, self.trace)
+            if self.save_budget:
+                self.save_budget.write_text(write_budget(census), encoding="utf-8")
+            if self.html:
+                parts = [*sections, *layout_sections(compiled.placed, machine)]
+                Report(f"{run.name} on {run.mesh}", parts, topic="proof", lead=census_title(census)).write(self.html)
+        except OSError as error:
+            raise unwritable(error.filename, error) from error
 
 
 def prove(plan: Plan | Run, on: str | None = None, *, limit: int = 900) -> Proof:
@@ -427,3 +639,41 @@ def tune(proof: Proof, target: Target, limit: int, say: Say) -> Tuned:
             best, fastest = variant, variant.step_seconds
             kept.add(name)
     return Tuned(proof, best, tuple(tried), frozenset(kept))
+
+
+def _to_json(compiled: CompiledStep, phases: Mapping[str, int]) -> dict[str, Any]:
+    document, planned = compiled.census.to_json(), compiled.planned
+    if compiled.device_run:
+        document["choices"] = choices_to_json(compiled.device_run)
+    if planned:
+        document["planned"] = {"seconds": planned.seconds, "bytes": planned.bytes}
+    if compiled.undetermined:
+        document["undetermined_seconds"] = compiled.undetermined
+    if phases:
+        document["phases"] = dict(phases)
+    return document
+
+
+def _short_name(run: Run) -> str:
+    microbatches = f", {run.training.microbatches} microbatches" if run.training.microbatches > 1 else ""
+    return f"{run.mesh}, {run.training.remat}{microbatches}"
+
+
+def _print_verdict(console: Console, compiled: CompiledStep, target: Target, phases: Mapping[str, int]) -> bool:
+    """Prints the predicted step and whether every phase fits, with remedies; returns whether they do."""
+    print_sections(console, [prediction_section(compiled.census, target, compiled.planned, compiled.undetermined)])
+    peaks = {"step": compiled.census.memory.compiled.live} | dict(phases)
+    most, available = max(peaks, key=peaks.__getitem__), target.chip.hbm_bytes
+    peak = peaks[most]
+    fits = peak <= available
+    console.print(
+        f"\n[bold]{'it fits' if fits else 'it does not fit'}[/]: {format_bytes(peak)} of the {format_bytes(available)} "
+        f"of a {target.chip.name}, {peak / available:.0%}" + ("" if most == "step" else f", in {most}")
+    )
+    print_sections(console, [] if fits else _remedies(compiled.placed.run, target, peak - available))
+    return fits
+
+
+def _remedies(run: Run, target: Target | None, over: float) -> list[Section]:
+    remedies = memory_remedies(run, target, run.mesh, over) if target is not None and run.mesh is not None else []
+    return [remedies_section(over, remedies)] if remedies else []

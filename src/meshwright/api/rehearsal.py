@@ -1,25 +1,62 @@
-"""Rehearsals: a small model on the mesh of a real run, trained on simulated devices, stopped and resumed."""
+"""The verb `rehearse`: a small model on the mesh of a real run, trained on simulated devices, stopped and resumed."""
 
 import dataclasses
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
-from meshwright.checkpoint.steps import committed_steps
+import tyro
+from rich.markup import escape
+
+from meshwright.api.verb import Call, Outcome, RunOptions
 from meshwright.errors import ConfigError, TrainingError, divisors
 from meshwright.planner.shrink import shape_within, shrink
 from meshwright.plugins import options_of_child
+from meshwright.ranges import PositiveInt, TimeLimit
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict, write_run
 
 _BYTES_VOCAB = 257
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RehearseOptions(RunOptions):
+    """Run a plan (or RECIPE on --mesh) with a small model on simulated devices. Mesh, layout, schedule and divisibility
+    are the real ones. It trains, saves, stops, resumes and evaluates: what would fail on real devices fails here."""
+
+    steps: Annotated[PositiveInt, tyro.conf.arg(name="for-steps")] = 4
+    """Steps before it stops, and again after it resumes."""
+    processes: PositiveInt = 1
+    """Number of processes, as hosts."""
+    most: PositiveInt = 32
+    """Most simulated devices: a larger mesh has its degrees divided, and the real mesh is checked by arithmetic."""
+    limit: TimeLimit = 900
+    """Most seconds for each part."""
+    json: bool = False
+    """Print JSON."""
+
+    def act(self, call: Call) -> Outcome:
+        """Runs `meshwright rehearse`. Raises TrainingError with the message of a part that fails."""
+        console, shape = call.console, self.run.mesh
+        small = small_run(self.run, steps=self.steps, processes=self.processes, most=self.most)
+        assert small.mesh is not None
+        instead = "" if small.mesh == shape else f" in place of {shape}, which the real sizes fit"
+        devices = f"{small.mesh.size} simulated devices, mesh [bold]{small.mesh}[/]"
+        console.print(f"[bold]{escape(small.name)}[/]: {devices}{instead}")
+        parts = []
+        with tempfile.TemporaryDirectory(prefix="meshwright-rehearsal-") as folder:
+            for part in rehearse(small, Path(folder), processes=self.processes, limit=self.limit):
+                parts.append(dataclasses.asdict(part))
+                console.print(f"  {part.name}: {part.result} [dim]({part.seconds:.0f} s)[/]")
+        record = {"mesh": str(small.mesh), "parts": parts}
+        return Outcome(lambda console: console.print("[bold]rehearsed[/]: every part succeeded"), record)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +85,11 @@ def small_run(run: Run, *, steps: int, processes: int = 1, most: int = 32) -> Ru
     return shrink(run, shape, 2 * steps)
 
 
-def rehearse(small: Run, folder: Path, *, processes: int = 1, kill: bool = False, limit: int = 900) -> Iterator[Part]:
+def rehearse(small: Run, folder: Path, *, processes: int = 1, limit: int = 900) -> Iterator[Part]:
     """Trains a small run in child processes, stops it, resumes it and evaluates; yields each part when it is done.
 
     It is resumed from the checkpoint in the middle, and every loss has to be bitwise that of the run without a stop.
-    kill: send SIGKILL to one process after the first checkpoint instead; the others have to stop.  folder: for its
-    files.  limit: most seconds of each part. Raises TrainingError with the message of a part that fails.
+    folder: for its files.  limit: most seconds of each part.  Raises TrainingError with the message of a failed part.
     """
     assert small.mesh is not None
     file, out = folder / "run.json", folder / "out"
@@ -61,15 +97,6 @@ def rehearse(small: Run, folder: Path, *, processes: int = 1, kill: bool = False
     running, began = TrainingProcesses(processes, small.mesh.size, limit), time.perf_counter()
     given = options_of_child(run_to_dict(small))
     running.start("--run", str(file), "--out", str(out), *given)
-    if kill:
-        running.wait_for_checkpoint(out)
-        running.kill_last()
-        yield Part("one process killed", time.perf_counter() - began, running.wait_for_failure())
-        began = time.perf_counter()
-        running.start("--out", str(out), "--resume", *given)
-        held_out = running.wait()["held_out_loss"]
-        yield Part("resumes", time.perf_counter() - began, _format_end(_losses(out), held_out))
-        return
     held_out, losses = running.wait()["held_out_loss"], _losses(out)
     yield Part("trains", time.perf_counter() - began, _format_end(losses, held_out))
     began, stop = time.perf_counter(), small.training.steps // 2
@@ -132,27 +159,6 @@ class TrainingProcesses:
                 text=True,
             )
             self._running.append(process)
-
-    def wait_for_checkpoint(self, out: Path) -> None:
-        """Waits until a checkpoint is committed in `out`. Raises TrainingError where a process ends before."""
-        deadline = time.monotonic() + self._limit
-        while not committed_steps(out / "checkpoints"):
-            if time.monotonic() > deadline or any(p.poll() is not None for p in self._running):
-                self._fail("no checkpoint was committed")
-            time.sleep(0.2)
-
-    def kill_last(self) -> None:
-        """Sends SIGKILL to the last process."""
-        self._running[-1].send_signal(signal.SIGKILL)
-
-    def wait_for_failure(self) -> str:
-        """Waits until all processes but the last have stopped. Raises TrainingError where one hangs or succeeds."""
-        *others, killed = self._running
-        self._communicate(others, "a process was killed, and another still waits for it")
-        killed.communicate()
-        if any(process.returncode == 0 for process in others):
-            self._fail("a process was killed, and another ended with exit code 0")
-        return f"the others stopped (exit code {', '.join(str(process.returncode) for process in others)})"
 
     def wait(self) -> dict[str, Any]:
         """Waits for the end and returns the summary of process 0. Raises TrainingError where a process fails."""

@@ -1,4 +1,4 @@
-"""Training from Python."""
+"""The verb `train`: a new run, or one that is resumed."""
 
 import contextlib
 import dataclasses
@@ -7,26 +7,140 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import jax
+import tyro
 from rich.console import Console
 
 from meshwright.activity import watched_by
+from meshwright.api.verb import Base, Call, HostOptions, Outcome, RunOptions, base_run, start_devices, value_of
 from meshwright.bench.calibration_file import calibration_path, read_calibration
+from meshwright.errors import ConfigError
+from meshwright.formatting import format_step
+from meshwright.launching.restarts import Restarts
 from meshwright.plugins import keep_own_names
+from meshwright.ranges import NonNegativeInt, PositiveInt
 from meshwright.reporters import Reporter
 from meshwright.reporters.console import ConsoleReport, Period, TokenizeReport, open_console
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import run_to_dict, with_absolute_paths
+from meshwright.runs.run_file import run_in_folder, run_to_dict, with_absolute_paths
 from meshwright.step.device_memory import OutOfDeviceMemory
 from meshwright.storage.paths import default_cache_folder, path_of
 from meshwright.trainer import loop
 from meshwright.trainer.watchdog import PREPARING, Phases, Watchdog
+from meshwright.views.run_tables import print_forecast_gaps, print_prepared_model, print_prepared_run, print_summary
 
 if TYPE_CHECKING:
     from meshwright.api.local_planner import LocalPlanner
     from meshwright.planner.forecast import ForecastGap, StepForecast
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainOptions(RunOptions):
+    """Train RECIPE: a name that `meshwright recipes` lists, FILE.py:FUNCTION, a plan (FILE.json), or hf:PATH of a
+    Hugging Face model, which starts from its weights. Without one it trains `tiny`, a small Llama on Python's own
+    source. Without an accelerator it simulates eight devices."""
+
+    without: ClassVar[Sequence[str]] = ("finetune",)
+    out: Path | None = None
+    """Output folder; by default a new one under `runs`."""
+    devices: PositiveInt | None = None
+    """Devices of the whole run: the first so many accelerators, or simulated ones on a CPU."""
+    resume: bool = False
+    """Continue from the last checkpoint in --out, with the Run that is kept there."""
+    resume_if_exists: bool = False
+    """Resume where --out has a checkpoint, and start where it has none: the same command for every start of a job."""
+    at: NonNegativeInt | None = None
+    """Continue from the checkpoint of this step; newer ones are set aside."""
+    accept: tuple[str, ...] = ()
+    """Differences from the checkpoint with which to resume although they change the function of the model or its data:
+    names as the refusal lists them, such as `model.rope_theta` or `text`."""
+    profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
+    """Trace these steps into OUT/profile (xprof, Perfetto), and set the measured beside the simulated schedule."""
+    log_every: str = "30s,10"
+    """Time between lasting lines of progress: seconds (30s, 5min), steps (10), or both, of which the later counts."""
+    hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
+    watchdog: Watchdog = Watchdog()
+    supervise: bool = False
+    """Train in a child process, and start it again from its last good checkpoint when it dies or a host is gone."""
+    restarts: Restarts = Restarts()
+    json: bool = False
+    """Print the summary as JSON on standard output, and everything else on standard error."""
+
+    @classmethod
+    def base(cls, args: Sequence[str]) -> Base:
+        """Returns the Run to start from: of a resumed run the one in its folder, unless a recipe is given."""
+        unnamed = bool(args) and args[0].startswith("-") and value_of(args, "--run") is None
+        folder = resumed_folder(args)
+        return Base(run_in_folder(folder), args) if folder is not None and unnamed else base_run(args)
+
+    def act(self, call: Call) -> Outcome:
+        """Runs `meshwright train`; the exit code is 128 + N where signal N stopped the run."""
+        out, hosts = output_folder(self.run, self.out), self.hosts.hosts()
+        if self.supervise:
+            rest = [word for word in call.words[1:] if word != "--supervise"]
+            rest += [] if self.out else ["--out", str(out)]
+            limits = (self.restarts, self.watchdog)
+            from meshwright.launching.supervise import supervise
+
+            return Outcome(code=supervise(call.words[0], rest, self.run, out, hosts, self.devices, limits))
+        console = call.console
+        start: loop.Start = "resume" if self.resume else "resume if exists" if self.resume_if_exists else "fresh"
+
+        def show_start(prepared: Any, forecast: "StepForecast | None") -> None:
+            if not isinstance(prepared, loop.PreparedRun):
+                print_prepared_model(console, prepared.device_run)
+            else:
+                print_prepared_run(console, prepared)
+            if forecast is not None:
+                console.print(
+                    f"predicted: {format_step(forecast.step)} per step, of which {format_step(forecast.exposed)} is "
+                    f"exposed communication ({forecast.source})\n",
+                    markup=False,
+                )
+
+        with contextlib.closing(ConsoleReport(console, Period.parse(self.log_every))) as progress:
+            start_devices(self.devices, self.run.mesh, hosts)
+            trained = train_reported(
+                self.run,
+                out,
+                start=start if self.at is None else self.at,
+                accept=self.accept,
+                devices=self.devices,
+                progress=progress,
+                console=console,
+                profile=self.profile,
+                watchdog=self.watchdog,
+                on_prepared=show_start,
+            )
+        summary = trained.summary
+        if not self.json:
+            print_summary(console, summary, unit=trained.unit)
+        if trained.gaps:
+            print_forecast_gaps(console, trained.gaps)
+        code = 128 + summary.interrupted_by if summary.interrupted_by else 0
+        return Outcome(record={**dataclasses.asdict(summary), "out": out}, code=code)
+
+
+_IF_EXISTS = "--resume-if-exists"
+
+
+def resumed_folder(args: Sequence[str]) -> Path | None:
+    """Returns the output folder whose Run a start continues with; None where it begins with another.
+
+    With --resume-if-exists it is that of an earlier start; all hosts decide together later whether it has checkpoints.
+    """
+    given = [name for name in ("--resume", "--at", _IF_EXISTS) if name in args or value_of(args, name) is not None]
+    if not given:
+        return None
+    out = value_of(args, "--out")
+    if out is None:
+        asked = f"--at {value_of(args, '--at')}" if given[0] == "--at" else given[0]
+        raise ConfigError(asked, "it continues the run in a folder", f"--out DIR {asked}")
+    folder = path_of(out)
+    return folder if given[0] != _IF_EXISTS or (folder / "run.json").is_file() else None
 
 
 def train(
@@ -164,9 +278,15 @@ def _local_planner(devices: Sequence[Any]) -> "LocalPlanner | None":
     calibration = read_calibration(file) if file.is_file() else None
     if calibration is None and devices[0].platform == "cpu":
         return None
-    from meshwright.api.local_planner import LocalPlanner
+    found: LocalPlanner = _planning().LocalPlanner(devices, calibration)
+    return found
 
-    return LocalPlanner(devices, calibration)
+
+def _planning() -> ModuleType:
+    """Imports the planner, which only runs need on known devices, or that do not fit."""
+    from meshwright.api import local_planner
+
+    return local_planner
 
 
 def _choose_for_devices(run: Run, devices: Sequence[Any]) -> Run:
@@ -185,6 +305,5 @@ def _memory_explained(
     except (OutOfDeviceMemory, jax.errors.JaxRuntimeError) as error:
         if not isinstance(error, OutOfDeviceMemory) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        from meshwright.api.local_planner import out_of_memory
-
-        raise out_of_memory(error, run, None if prepared is None else prepared.device_run, planner) from error
+        device_run = None if prepared is None else prepared.device_run
+        raise _planning().out_of_memory(error, run, device_run, planner) from error

@@ -1,9 +1,18 @@
-"""Pages of runs, from Python."""
+"""The verb `view`: the page of a run, as a file or while it trains."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
+import tyro
+
+from meshwright.api.verb import Call, Outcome
+from meshwright.errors import ConfigError
+from meshwright.ranges import Ranged
 from meshwright.storage.paths import path_of
+from meshwright.views.live_server import LivePage, LiveServer
 from meshwright.views.report import Report
 from meshwright.views.run_folder import open_folders
 from meshwright.views.run_page import run_page
@@ -51,3 +60,34 @@ def view(*outs: str | Path) -> View:
     """
     folders = open_folders([path_of(out) for out in outs])
     return View(run_page(folders), folders[0].folder)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ViewOptions(Ranged):
+    """Show the runs in the output folders OUT: curves, times, events, samples, configuration. Several are drawn over
+    each other."""
+
+    out: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Output folders of runs."""
+    html: Path | None = None
+    """File to write; by default view.html in the first folder."""
+    live: bool = False
+    """Serve the page on this machine (127.0.0.1) instead, and update it while the runs train; Ctrl-C ends it."""
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    """Port of --live; 0 takes a free one."""
+
+    def act(self, call: Call) -> Outcome:
+        """Runs `meshwright view`. Raises ConfigError where a folder has no run."""
+        if not self.out:
+            raise ConfigError("meshwright view", "OUT is missing", "meshwright view OUT, an output folder of a run")
+        if self.port and not self.live:
+            raise ConfigError(f"--port {self.port} without --live", "a file has no port", "--live")
+        if not self.live:
+            return Outcome(f"{view(*self.out).write(self.html)}\n")
+        if self.html is not None:
+            raise ConfigError("--html with --live", f"a server writes no file such as {PAGE}", "one of them")
+        with LiveServer(LivePage(self.out, run_page), self.port) as server:
+            call.console.out(f"{server.url} (Ctrl-C ends it)", highlight=False)
+            with contextlib.suppress(KeyboardInterrupt):
+                server.serve_forever()
+        return Outcome("\n")

@@ -1,6 +1,5 @@
-"""Options of a verb, its help, and the errors of command lines that cannot be parsed."""
+"""The help of a verb, and the errors of command lines that cannot be parsed."""
 
-import dataclasses
 import difflib
 import inspect
 import re
@@ -9,12 +8,15 @@ import textwrap
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
 from meshwright.errors import ConfigError
 from meshwright.words import AXIS_ALIASES
+
+if TYPE_CHECKING:
+    from meshwright.cli.parse import Option
 
 COMMON = ("--out", "--on", "--mesh", "--steps", "--batch", "--seq", "--lr", "--data", "--devices", "--resume")
 """Options that the help lists first, in this order, where a verb has them."""
@@ -31,42 +33,7 @@ _RECIPE_OPTIONS = ("model", "recipe", "preset", "model_name", "model_name_or_pat
 """Options of other trainers for what is the first argument here."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Option:
-    """One option, or one positional argument."""
-
-    names: tuple[str, ...]
-    """Spellings, shortest first; a positional argument has one without dashes."""
-    path: tuple[str, ...]
-    """Fields that lead to it from the verb's dataclass: `("run", "training", "steps")`."""
-    metavar: str
-    """Values that it takes: `N`, `TEXT ...`, or empty for a switch."""
-    choices: tuple[str, ...]
-    """Legal values; empty accepts any."""
-    default: Any
-    """Default value; `tyro.MISSING` of an option that must be given."""
-    doc: str
-    """Description: the string literal below the field."""
-    group: str
-    """Heading in the help: `training`, `model (Llama)`, `run`, or empty for the verb's own."""
-    fixed: bool = False
-    """Whether only a recipe, a run file or Python sets it."""
-    numbers: Any = None
-    """Type of its numbers, with their range; None where it takes none."""
-
-    @property
-    def positional(self) -> bool:
-        """Whether it is given without a name."""
-        return not self.names[0].startswith("--")
-
-    @property
-    def gist(self) -> str:
-        """First sentence of the description, after a space."""
-        sentence = self.doc.partition(". ")[0].rstrip(".")
-        return f" {sentence}." if sentence else ""
-
-
-def format_help(usage: str, kind: type, options: Sequence[Option]) -> str:
+def format_help(usage: str, kind: type, options: Sequence["Option"]) -> str:
     """Formats the help of a verb: its common options first, the verb's own, the Run's, then those of its parts."""
     options = [option for option in options if not option.fixed]
     width = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
@@ -96,7 +63,9 @@ def format_value(value: Any) -> str:
     return repr(value) if isinstance(value, str) and value != value.strip() else str(value)
 
 
-def refused_error(command: str, text: str, by_name: dict[str, Option], given: dict[Option, list[str]]) -> ConfigError:
+def refused_error(
+    command: str, text: str, by_name: dict[str, "Option"], given: dict["Option", list[str]]
+) -> ConfigError:
     """Builds the error for what tyro refuses; the first paragraph of its box is the reason."""
     lines = [line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
     end = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
@@ -113,7 +82,7 @@ def refused_error(command: str, text: str, by_name: dict[str, Option], given: di
     return ConfigError(" ".join(asked), truth, f"{command if option.positional else name} {legal}")
 
 
-def stray_error(command: str, token: str, args: Sequence[str], options: Sequence[Option]) -> ConfigError:
+def stray_error(command: str, token: str, args: Sequence[str], options: Sequence["Option"]) -> ConfigError:
     """Builds the error for a word that belongs to no option."""
     asked, rest = f"{command} {' '.join(args)}", list(args)
     rest.remove(token)
@@ -128,7 +97,7 @@ def stray_error(command: str, token: str, args: Sequence[str], options: Sequence
     return ConfigError(asked, f"{token!r} belongs to no option; a recipe comes before the options", fix)
 
 
-def unknown_error(command: str, name: str, values: Sequence[str], by_name: dict[str, Option]) -> ConfigError:
+def unknown_error(command: str, name: str, values: Sequence[str], by_name: dict[str, "Option"]) -> ConfigError:
     """Builds the error for an option that does not exist, with the option that was probably meant."""
     asked, because = " ".join([command, name, *values]), f"there is no option {name}"
     word = name.lstrip("-").replace("-", "_").lower()

@@ -6,14 +6,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from meshwright.cli.base_run import Base
-from meshwright.cli.main import module_of
-from meshwright.cli.output import unwritable, write
-from meshwright.cli.parse import options_of, parse, value_of
+from meshwright.api.verb import Call, Outcome, RunOptions, unwritable, value_of
+from meshwright.cli.parse import options_of
+from meshwright.cli.verbs import kind_of, parse_verb
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
 from meshwright.launching.local import numbered, of_the_first, run_local
@@ -34,6 +33,7 @@ class LaunchOptions(Ranged):
     with its own arguments. Prints the job file of a scheduler, or runs the processes on this machine (--on local).
     The options of launch come before RUN."""
 
+    usage: ClassVar[str] = "[launch options] RUN"
     on: Literal["slurm", "jobset", "skypilot", "local"]
     """Scheduler: Slurm, a Kubernetes JobSet, SkyPilot, or this machine."""
     target: Annotated[str | None, tyro.conf.arg(metavar="CHIP:SIZE")] = None
@@ -65,38 +65,43 @@ class LaunchOptions(Ranged):
     overwrite: bool = False
     """Replace the file --write where there is one."""
 
+    @classmethod
+    def own(cls, args: Sequence[str]) -> Sequence[str]:
+        """Returns the arguments before RUN."""
+        return _split(args)[0]
 
-def main(args: Sequence[str]) -> int:
-    """Runs `meshwright launch`; with --on local the exit code is that of the first process that failed.
+    def act(self, call: Call) -> Outcome:
+        """Runs `meshwright launch`; with --on local the exit code is that of the first process that failed.
 
-    Raises ConfigError for a job that a scheduler cannot run, or a file that exists.
-    """
-    own, rest = _split(list(args))
-    options = parse(LaunchOptions, "launch [launch options] RUN", own, default=LaunchOptions(on=tyro.MISSING))
-    if not rest:
-        raise ConfigError(f"meshwright launch {' '.join(own)}", "there is no RUN", "meshwright launch --on local tiny")
-    job = _job(options, rest)
-    if options.on == "local":
-        if options.write is not None:
-            raise ConfigError("--on local --write", "the processes run here, and there is no job file", "no --write")
-        return run_local(job, of_the_first if "--json" in rest else numbered)
-    write_job, start = SCHEDULERS[options.on]
-    text = write_job(job)
-    if options.write is None:
-        write(text)
-        return 0
-    try:
-        with options.write.open("w" if options.overwrite else "x", encoding="utf-8") as opened:
-            opened.write(text)
-    except FileExistsError as error:
-        raise ConfigError(f"--write {options.write}", "it exists", "another file, or --overwrite") from error
-    except OSError as error:
-        raise unwritable(options.write, error) from error
-    write(f"{options.write}: {job.hosts} hosts. Start it with: {start} {options.write}\n")
-    return 0
+        Raises ConfigError for a job that a scheduler cannot run, or a file that exists.
+        """
+        own, rest = _split(call.words[1:])
+        if not rest:
+            raise ConfigError(
+                f"meshwright launch {' '.join(own)}", "there is no RUN", "meshwright launch --on local tiny"
+            )
+        job = _job(self, rest)
+        if self.on == "local":
+            if self.write is not None:
+                raise ConfigError(
+                    "--on local --write", "the processes run here, and there is no job file", "no --write"
+                )
+            return Outcome(code=run_local(job, of_the_first if "--json" in rest else numbered))
+        write_job, start = SCHEDULERS[self.on]
+        text = write_job(job)
+        if self.write is None:
+            return Outcome(text)
+        try:
+            with self.write.open("w" if self.overwrite else "x", encoding="utf-8") as opened:
+                opened.write(text)
+        except FileExistsError as error:
+            raise ConfigError(f"--write {self.write}", "it exists", "another file, or --overwrite") from error
+        except OSError as error:
+            raise unwritable(self.write, error) from error
+        return Outcome(f"{self.write}: {job.hosts} hosts. Start it with: {start} {self.write}\n")
 
 
-def _split(args: list[str]) -> tuple[list[str], list[str]]:
+def _split(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Splits the arguments into those of launch and those from RUN on."""
     switches = {name for option in options_of(LaunchOptions) if not option.metavar for name in option.names}
     end = 0
@@ -168,12 +173,6 @@ def _with_out(options: LaunchOptions, name: str, arguments: list[str]) -> list[s
 
 def _check_command(verb: str, arguments: list[str]) -> str | None:
     """Parses the command as its processes will, so that a mistake does not wait in a queue; returns a plan's target."""
-    module, arguments = module_of(verb), [word for word in arguments if word != "--resume-if-exists"]
-    kind = getattr(module, f"{verb.capitalize()}Options")
-    base_of = {"train": "base_of_training", "finetune": "base_of_fine_tuning", "parity": "base_run"}.get(verb)
-    if base_of is None:
-        parse(kind, verb, arguments, default=kind(source=tyro.MISSING) if verb == "generate" else None)
-        return None
-    base: Base = getattr(module, base_of)(arguments)
-    parse(kind, verb, base.args, default=kind(run=base.run))
-    return base.target
+    arguments, kind = [word for word in arguments if word != "--resume-if-exists"], kind_of(verb)
+    parse_verb(verb, arguments)
+    return kind.base(arguments).target if issubclass(kind, RunOptions) else None

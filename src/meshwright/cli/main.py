@@ -5,7 +5,6 @@ import importlib
 import os
 import re
 import resource
-import shutil
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -13,32 +12,42 @@ from types import ModuleType
 
 from meshwright.activity import activity, watched_by
 from meshwright.cli.interrupt import EXIT_CODE, acknowledge_interrupts
-from meshwright.cli.output import Notices, Stream, write, write_table
+from meshwright.cli.output import Notices, Stream, columns, write, write_json
 from meshwright.errors import ConfigError, MeshwrightError, nearest
 from meshwright.formatting import printable
 from meshwright.plugins import is_reference
+from meshwright.runs.catalogue import list_recipes
 from meshwright.trust import TRUST, take_options
 
 VERBS = {
-    "train": "Train a recipe, or resume a run: on the accelerators found, or on simulated devices.",
-    "finetune": "Fine-tune a model on conversations or preferences, with LoRA adapters or all parameters.",
-    "evaluate": "Compute the loss of a run's checkpoint on held-out or other text, or benchmarks.",
-    "generate": "Continue prompts with a run's model, or chat with it.",
-    "tokenize": "Tokenise text once, into a folder that --data takes.",
-    "convert": "Convert weights: a Hugging Face folder into a run, or a run into a Hugging Face folder.",
-    "checkpoint": "List, inspect, verify and move checkpoints; needs no device.",
-    "show": "Show how the parameters lie on a mesh; needs no device.",
-    "plan": "Find the fastest mesh and layout for hardware that is not here.",
-    "prove": "Compile the step, also for hardware that is not here: memory, communication, FLOPs, faults.",
-    "launch": "Run a verb on several hosts: a job file for a scheduler, or processes on this machine.",
-    "doctor": "Find what is wrong with this host before a run does.",
-    "rehearse": "Run a plan with a small model on simulated devices: train, stop, resume, evaluate.",
-    "parity": "Compare a run on two meshes: initial values, losses, gradients.",
-    "view": "Show runs on a page: curves, times, events, samples; --live updates it while they train.",
-    "bench": "Time collectives or matrix products on the devices found.",
-    "recipes": "List the recipes.",
+    "train": ("api.training", "Train a recipe, or resume a run: on the accelerators found, or on simulated devices."),
+    "finetune": (
+        "api.finetuning",
+        "Fine-tune a model on conversations or preferences, with LoRA adapters or all parameters.",
+    ),
+    "evaluate": ("api.evaluation", "Compute the loss of a run's checkpoint on held-out or other text, or benchmarks."),
+    "generate": ("api.generation", "Continue prompts with a run's model, or chat with it."),
+    "tokenize": ("api.tokenizing", "Tokenise text once, into a folder that --data takes."),
+    "convert": (
+        "api.convert",
+        "Convert weights: a Hugging Face folder into a run, or a run into a Hugging Face folder.",
+    ),
+    "checkpoint": ("api.checkpoints", "List, inspect, verify and move checkpoints; needs no device."),
+    "show": ("api.layout", "Show how the parameters lie on a mesh; needs no device."),
+    "plan": ("api.planning", "Find the fastest mesh and layout for hardware that is not here."),
+    "prove": (
+        "api.proving",
+        "Compile the step, also for hardware that is not here: memory, communication, FLOPs, faults.",
+    ),
+    "launch": ("cli.launch", "Run a verb on several hosts: a job file for a scheduler, or processes on this machine."),
+    "doctor": ("api.doctor", "Find what is wrong with this host before a run does."),
+    "rehearse": ("api.rehearsal", "Run a plan with a small model on simulated devices: train, stop, resume, evaluate."),
+    "parity": ("api.evaluation", "Compare a run on two meshes: initial values, losses, gradients."),
+    "view": ("api.viewing", "Show runs on a page: curves, times, events, samples; --live updates it while they train."),
+    "bench": ("api.benchmarks", "Time collectives or matrix products on the devices found."),
+    "recipes": ("", "List the recipes."),
 }
-"""Verb -> one line about it. The module of a verb has its name, and a function `main(args) -> exit code`."""
+"""Verb -> module with its options, `TrainOptions` of `train` or `ACTIONS` with those of each, and one line about it."""
 
 
 _OPEN_FILES = 65536
@@ -77,18 +86,30 @@ def run(args: Sequence[str]) -> int:
     verb = args[0]
     if verb not in VERBS:
         raise ConfigError(f"meshwright {verb}", "there is no such verb", nearest(verb, VERBS))
+    if verb == "recipes":
+        return _list_recipes(args[1:])
     with activity("load", "loading libraries", "loaded libraries"):
-        module = module_of(verb)
-    try:
-        code: int = module.main(list(args[1:]))
-    except SystemExit as exit_request:  # --help
-        code = int(exit_request.code or 0)
+        verbs = importlib.import_module("meshwright.cli.verbs")
+    code: int = verbs.run_verb(verb, args[1:])
     return code
+
+
+def _list_recipes(args: Sequence[str]) -> int:
+    """Prints the name of every recipe and its summary, without the libraries that take longer than the answer."""
+    if "-h" in args or "--help" in args:
+        write(f"usage: meshwright recipes [options]\n\n{VERBS['recipes'][1]}\n\noptions:\n  --json  Print JSON.\n")
+        return 0
+    for arg in args:
+        if arg != "--json":
+            raise ConfigError(f"meshwright recipes {arg}", "recipes has one option, --json", "meshwright recipes")
+    recipes = list_recipes()
+    write_json(recipes) if args else write(columns(recipes))
+    return 0
 
 
 def module_of(verb: str) -> ModuleType:
     """Imports the module of a verb."""
-    return importlib.import_module(f"meshwright.cli.{verb}")
+    return importlib.import_module(f"meshwright.{VERBS[verb][0]}")
 
 
 def _choose_working_directory(words: Sequence[str]) -> None:
@@ -127,7 +148,7 @@ def _allow_open_files() -> None:
 
 def _write_overview() -> None:
     write("usage: meshwright VERB [options]\n\n")
-    write_table(VERBS, shutil.get_terminal_size((120, 24)).columns)
+    write(columns({name: summary for name, (_, summary) in VERBS.items()}))
     write(f"\n{TRUST} with any verb: run files, plans and checkpoints that it reads may name code to run; with\n")
     write(f"{TRUST}=NAME the code module:attribute or FILE.py:attribute of that name alone.\n")
     write("meshwright VERB --help lists the options of a verb; meshwright --version prints the version.\n")

@@ -4,15 +4,14 @@ import io
 import json
 import math
 import os
+import shutil
 import sys
 import textwrap
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from meshwright.activity import Activity
-from meshwright.errors import ConfigError, reason_of
 
 
 def write(text: str, stream: TextIO | None = None) -> None:
@@ -66,43 +65,21 @@ class Notices:
                 print(f"{self._command}: {doing} ...", file=sys.__stderr__, flush=True)
 
 
-def require_writable(files: Iterable[Path | None]) -> None:
-    """Raises ConfigError for a file that cannot be written, before what it is to hold is computed.
-
-    Nothing is left behind, and what a file has is kept. Pipes and devices are not opened.
-    """
-    for file in files:
-        if file is None:
-            continue
-        try:
-            new = not file.exists()
-            if new or file.is_file() or file.is_dir():
-                file.open("ab").close()
-            if new:
-                file.unlink()
-        except OSError as error:
-            raise unwritable(file, error) from error
-
-
-def unwritable(file: Path | str, error: OSError) -> ConfigError:
-    """Returns the error of a file that cannot be written."""
-    fix = "the name of a file that you may write" if Path(file).parent.is_dir() else "a folder that exists"
-    return ConfigError(f"writing {file}", f"the file cannot be written: {reason_of(error)}", fix)
-
-
 _NARROW = 30
 """Columns below which a description is not written beside its name."""
 
 
-def write_table(rows: Mapping[str, str], width: int) -> None:
-    """Writes names and their descriptions in two columns; in a narrow terminal each description below its name."""
-    column = max(map(len, rows), default=0) + 2
+def columns(rows: Mapping[str, str]) -> str:
+    """Formats names and their descriptions in two columns; in a narrow terminal each description below its name."""
+    width = shutil.get_terminal_size((120, 24)).columns
+    column, text = max(map(len, rows), default=0) + 2, ""
     for name, description in rows.items():
         if width - column < _NARROW:
-            write(f"{name}\n{textwrap.fill(description, width, initial_indent='  ', subsequent_indent='  ')}\n")
+            text += f"{name}\n{textwrap.fill(description, width, initial_indent='  ', subsequent_indent='  ')}\n"
         else:
             lines = textwrap.wrap(description, width - column) or [""]
-            write(f"{name:<{column}}" + f"\n{'':<{column}}".join(lines) + "\n")
+            text += f"{name:<{column}}" + f"\n{'':<{column}}".join(lines) + "\n"
+    return text
 
 
 def write_json(value: Any) -> None:

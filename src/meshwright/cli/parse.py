@@ -10,18 +10,60 @@ import typing
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import docstring_parser
 import tyro
 
-from meshwright.cli.explain import Option, format_help, refused_error, stray_error, unknown_error
+from meshwright.api.verb import empty_error
 from meshwright.cli.output import write
 from meshwright.errors import ConfigError
 from meshwright.ranges import check_words, ranges_of
 from meshwright.storage.paths import path_of
 
 _CONFIG = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Option:
+    """One option, or one positional argument."""
+
+    names: tuple[str, ...]
+    """Spellings, shortest first; a positional argument has one without dashes."""
+    path: tuple[str, ...]
+    """Fields that lead to it from the verb's dataclass: `("run", "training", "steps")`."""
+    metavar: str
+    """Values that it takes: `N`, `TEXT ...`, or empty for a switch."""
+    choices: tuple[str, ...]
+    """Legal values; empty accepts any."""
+    default: Any
+    """Default value; `tyro.MISSING` of an option that must be given."""
+    doc: str
+    """Description: the string literal below the field."""
+    group: str
+    """Heading in the help: `training`, `model (Llama)`, `run`, or empty for the verb's own."""
+    fixed: bool = False
+    """Whether only a recipe, a run file or Python sets it."""
+    numbers: Any = None
+    """Type of its numbers, with their range; None where it takes none."""
+
+    @property
+    def positional(self) -> bool:
+        """Whether it is given without a name."""
+        return not self.names[0].startswith("--")
+
+    @property
+    def gist(self) -> str:
+        """First sentence of the description, after a space."""
+        sentence = self.doc.partition(". ")[0].rstrip(".")
+        return f" {sentence}." if sentence else ""
+
+
+def _explain() -> ModuleType:
+    from meshwright.cli import explain  # help and errors need it, and no verb that runs
+
+    return explain
 
 
 def parse[Options](kind: type[Options], verb: str, args: Sequence[str], *, default: Options | None = None) -> Options:
@@ -41,7 +83,7 @@ def parse[Options](kind: type[Options], verb: str, args: Sequence[str], *, defau
     command = f"meshwright {verb.split()[0]}"
     if "-h" in args or "--help" in args:
         positional = "".join(f" {option.names[0]}" for option in options if option.positional)
-        write(format_help(f"meshwright {verb}{positional} [options]", kind, options) + "\n")
+        write(_explain().format_help(f"meshwright {verb}{positional} [options]", kind, options) + "\n")
         raise SystemExit(0)
     by_name = {name: option for option in options for name in option.names}
     words, given = _gather(command, args, by_name)
@@ -57,11 +99,11 @@ def parse[Options](kind: type[Options], verb: str, args: Sequence[str], *, defau
                 config=_CONFIG,
             )
     except SystemExit as error:
-        raise refused_error(command, complaint.getvalue(), by_name, given) from error
+        raise _explain().refused_error(command, complaint.getvalue(), by_name, given) from error
     except ValueError as error:  # the checks of a configuration from outside the package
         raise ConfigError(f"{command} {' '.join(args)}", str(error), f"{command} --help") from error
     if strays:
-        raise stray_error(command, strays[0], args, options)
+        raise _explain().stray_error(command, strays[0], args, options)
     for field in dataclasses.fields(parsed):
         value = getattr(parsed, field.name)
         if isinstance(value, Path) and str(value) != "-":  # standard input
@@ -69,41 +111,6 @@ def parse[Options](kind: type[Options], verb: str, args: Sequence[str], *, defau
         elif isinstance(value, tuple) and value and all(isinstance(path, Path) for path in value):
             object.__setattr__(parsed, field.name, tuple(map(path_of, value)))
     return parsed
-
-
-def refuse_options(options: Any, names: Sequence[str], mode: str, fix: str) -> None:
-    """Raises ConfigError where an option was given that a mode of a verb does not use.
-
-    names: fields of the options.  mode: what was asked for, such as `--compare`.  fix: the smallest change.
-    """
-    for name in given_options(options, names):
-        raise ConfigError(f"{name} with {mode}", "it would not be used there", fix)
-
-
-def given_options(options: Any, fields: Sequence[str]) -> list[str]:
-    """Returns the options among `fields` that differ from their defaults, as they are typed."""
-    default = {field.name: field.default for field in dataclasses.fields(options)}
-    return [f"--{name.replace('_', '-')}" for name in fields if getattr(options, name) != default[name]]
-
-
-def value_of(args: Sequence[str], name: str) -> str | None:
-    """Returns the value that `args` give the option `name`, before they are parsed; None where they do not.
-
-    Raises ConfigError for an empty one.
-    """
-    for token, following in zip(args, [*args[1:], ""], strict=False):
-        if token.partition("=")[0] == name:
-            value = token.partition("=")[2] if "=" in token else following
-            if not value:
-                raise empty_error(name)
-            return value
-    return None
-
-
-def empty_error(name: str) -> ConfigError:
-    """Builds the error for an option whose value is empty."""
-    truth = "its value is empty, as of a shell variable that is not set"
-    return ConfigError(f"{name} ''", truth, f"a value for {name}, or leave it out")
 
 
 def options_of(
@@ -233,7 +240,7 @@ def _gather(command: str, args: Sequence[str], by_name: dict[str, Option]) -> tu
             following = (
                 [value] if equals else [*itertools.takewhile(lambda word: not word.startswith("--"), args[i + 1 :])]
             )
-            raise unknown_error(command, name, following, by_name)
+            raise _explain().unknown_error(command, name, following, by_name)
         values = given.setdefault(option, [])
         if not option.metavar.endswith("..."):
             values.clear()

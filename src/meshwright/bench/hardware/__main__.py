@@ -5,8 +5,11 @@ import time
 import traceback
 from pathlib import Path
 
+import jax
+
 from meshwright.bench.hardware.run import SECTIONS
 from meshwright.bench.hardware.section import Request, Section, describe, end_with_parent
+from meshwright.hardware.mesh import prepare_host
 from meshwright.plugins import resolve
 
 
@@ -18,10 +21,6 @@ def main(folder: str, name: str, seconds: str) -> int:
     section = Section(name, request, float(seconds))
     section.save()
     try:
-        import jax
-
-        from meshwright.hardware.mesh import prepare_host
-
         prepare_host(request.devices)
         jax.devices()
         section.facts["start_seconds"] = time.perf_counter() - began

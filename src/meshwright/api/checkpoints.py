@@ -1,25 +1,23 @@
 """The verb `checkpoint`: the checkpoints of a run, without devices."""
 
+import abc
 import dataclasses
-import shutil
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import tyro
+from rich.console import Console
 
+from meshwright.api.verb import Call, Outcome
 from meshwright.checkpoint.blocks import stored_tensors
 from meshwright.checkpoint.inspect import find_checkpoints, list_checkpoints, verify_checkpoint
 from meshwright.checkpoint.manifest import manifest_of
 from meshwright.checkpoint.move import move_checkpoints, plan_move
-from meshwright.cli.output import write, write_json, write_table
-from meshwright.cli.parse import parse
-from meshwright.errors import CheckpointError, ConfigError, nearest
+from meshwright.errors import CheckpointError
 from meshwright.ranges import NonNegativeInt, Ranged
-from meshwright.reporters.console import open_console
 from meshwright.runs.run_file import run_to_dict
 from meshwright.storage.paths import path_of
 from meshwright.trainer.lock import locked
@@ -35,17 +33,24 @@ class _FolderOptions(Ranged):
     json: bool = False
     """Print JSON."""
 
+    def act(self, call: Call) -> Outcome:
+        """Runs the action without devices. Raises CheckpointError where there is no checkpoint."""
+        # Fingerprints are all that is computed.
+        jax.config.update("jax_platforms", "cpu")
+        return self.outcome()
+
+    @abc.abstractmethod
+    def outcome(self) -> Outcome:
+        """Returns the result of the action."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ListOptions(_FolderOptions):
     """List the checkpoints in the output folder OUT, also those that are incomplete."""
 
-    def act(self) -> int:
-        """Lists; returns the exit code."""
+    def outcome(self) -> Outcome:
+        """Lists."""
         listed = list_checkpoints(find_checkpoints(self.out))
-        if self.json:
-            write_json({"checkpoints": [dataclasses.asdict(row) for row in listed]})
-            return 0
         columns = [
             Column("step", cell="step"),
             Column("samples", "integer", "samples"),
@@ -54,8 +59,9 @@ class ListOptions(_FolderOptions):
             Column("written", cell=lambda row: _written_at(row.written)),
             Column("state", cell="state"),
         ]
-        print_table(open_console(), Table.of(listed, columns, printed=None))
-        return 0
+        table = Table.of(listed, columns, printed=None)
+        record = {"checkpoints": [dataclasses.asdict(row) for row in listed]}
+        return Outcome(lambda console: print_table(console, table), record)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,15 +71,11 @@ class InspectOptions(_FolderOptions):
     at: NonNegativeInt | None = None
     """Step of the checkpoint; by default the last."""
 
-    def act(self) -> int:
-        """Prints the manifest; returns the exit code."""
+    def outcome(self) -> Outcome:
+        """Reads the manifest."""
         manifest = manifest_of(find_checkpoints(self.out), self.at)
-        if self.json:
-            write_json(manifest.to_dict())
-            return 0
-        write(f"step {manifest.step}, {manifest.cursor:,} samples read\n")
-        for first, count in manifest.skipped:
-            write(f"left out: samples {first:,} to {first + count - 1:,}\n")
+        lines = [f"step {manifest.step}, {manifest.cursor:,} samples read"]
+        lines += [f"left out: samples {first:,} to {first + count - 1:,}" for first, count in manifest.skipped]
         corpus = manifest.corpus or {"data": "no fingerprint: the weights were converted"}
         fields = {**flat_fields(corpus), **flat_fields({"run": run_to_dict(manifest.run)})}
         columns = [
@@ -81,11 +83,14 @@ class InspectOptions(_FolderOptions):
             Column("type and shape", cell=lambda item: f"{item[1].dtype}{list(item[1].shape)}"),
             Column("fingerprint", cell=lambda item: "".join(f"{word:08x}" for word in item[1].fingerprint)),
         ]
-        console = open_console()
-        print_table(console, Table([Column("field"), Column("value")], list(fields.items()), printed=None))
-        console.print()
-        print_table(console, Table.of(manifest.tensors.items(), columns, printed=None))
-        return 0
+
+        def show(console: Console) -> None:
+            console.print("\n".join(lines), markup=False, soft_wrap=True)
+            print_table(console, Table([Column("field"), Column("value")], list(fields.items()), printed=None))
+            console.print()
+            print_table(console, Table.of(manifest.tensors.items(), columns, printed=None))
+
+        return Outcome(show, manifest.to_dict())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,8 +100,8 @@ class VerifyOptions(_FolderOptions):
     at: NonNegativeInt | None = None
     """Step of the checkpoint; by default all of them."""
 
-    def act(self) -> int:
-        """Compares; returns the exit code."""
+    def outcome(self) -> Outcome:
+        """Reads and compares."""
         folder = find_checkpoints(self.out)
         steps = [self.at] if self.at is not None else [row.step for row in list_checkpoints(folder)]
         found: dict[str, list[str]] = {}
@@ -106,11 +111,8 @@ class VerifyOptions(_FolderOptions):
             except CheckpointError as error:
                 damaged = [error.truth]
             found[str(step)] = damaged
-            if not self.json:
-                write(f"step {step}: {'; '.join(damaged) or 'every tensor is as it was saved'}\n")
-        if self.json:
-            write_json({"damaged": found})
-        return CheckpointError.exit_code if any(found.values()) else 0
+        shown = (f"step {step}: {'; '.join(bad) or 'every tensor is as it was saved'}\n" for step, bad in found.items())
+        return Outcome("".join(shown), {"damaged": found}, CheckpointError.exit_code if any(found.values()) else 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,8 +129,8 @@ class MoveOptions(_FolderOptions):
     dry_run: bool = False
     """Show what would be moved, and move nothing."""
 
-    def act(self) -> int:
-        """Moves, or shows what would be moved; returns the exit code."""
+    def outcome(self) -> Outcome:
+        """Moves, or shows what would be moved."""
         source, target = path_of(self.out), path_of(self.target)
         if self.dry_run:
             rows = plan_move(source, target, self.at)
@@ -136,9 +138,6 @@ class MoveOptions(_FolderOptions):
             find_checkpoints(source)
             with locked(source), locked(target):
                 rows = move_checkpoints(source, target, self.at, then="keep" if self.copy else "delete", say=_say)
-        if self.json:
-            write_json({"dry_run": self.dry_run, "moved": [dataclasses.asdict(row) for row in rows]})
-            return 0
         copied = "would be" if self.dry_run else "is"
         verbs = {"copy": copied, "there": "is already", "left out": "stays: not whole, not"}
         columns = [
@@ -147,8 +146,9 @@ class MoveOptions(_FolderOptions):
             Column("bytes", "bytes", "bytes"),
             Column(f"in {target}", cell=lambda row: verbs[row.action]),
         ]
-        print_table(open_console(), Table.of(rows, columns, printed=None))
-        return 0
+        table = Table.of(rows, columns, printed=None)
+        record = {"dry_run": self.dry_run, "moved": [dataclasses.asdict(row) for row in rows]}
+        return Outcome(lambda console: print_table(console, table), record)
 
 
 ACTIONS = {
@@ -157,22 +157,6 @@ ACTIONS = {
     "verify": VerifyOptions,
     "move": MoveOptions,
 }
-
-
-def main(args: Sequence[str]) -> int:
-    """Runs `meshwright checkpoint list|inspect|verify|move`. Raises CheckpointError where there is none."""
-    if not args or args[0] in ("-h", "--help"):
-        write(f"usage: meshwright checkpoint {'|'.join(ACTIONS)} OUT [options]\n\n")
-        summaries = {name: str(kind.__doc__) for name, kind in ACTIONS.items()}
-        write_table(summaries, shutil.get_terminal_size((120, 24)).columns)
-        return 0
-    if args[0] not in ACTIONS:
-        raise ConfigError(f"meshwright checkpoint {args[0]}", "there is no such action", nearest(args[0], ACTIONS))
-    # Fingerprints are all that is computed.
-    jax.config.update("jax_platforms", "cpu")
-    options: Any = parse(ACTIONS[args[0]], f"checkpoint {args[0]}", args[1:])
-    code: int = options.act()
-    return code
 
 
 def _written_at(seconds: float | None) -> str | None:

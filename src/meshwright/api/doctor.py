@@ -2,23 +2,19 @@
 
 import dataclasses
 import socket
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import tyro
+from rich.console import Console
 from rich.markup import escape
 
-from meshwright.cli.base_run import base_run
-from meshwright.cli.output import write_json
-from meshwright.cli.parse import parse
+from meshwright.api.verb import Call, Outcome, base_run
 from meshwright.config import MeshShape
 from meshwright.launching.host_checks import check_host
 from meshwright.planner.memory_model import checkpoint_bytes
 from meshwright.ranges import Ranged
-from meshwright.reporters.console import open_console
 from meshwright.runs.placed_run import place_run
 from meshwright.views.blocks import Column, Table, Tone
 from meshwright.views.terminal import print_table
@@ -41,32 +37,29 @@ class DoctorOptions(Ranged):
     json: bool = False
     """Print JSON."""
 
+    def act(self, call: Call) -> Outcome:
+        """Runs `meshwright doctor`; the exit code is 1 where a host has a fault."""
+        needed = 0 if self.recipe is None else _checkpoint_bytes(self.recipe)
+        findings, host = check_host(self.out, needed, self.deadline), socket.gethostname()
+        faults = sum(finding.verdict == "fault" for finding in findings)
+        cells, tones = dict[str, str](), list[Tone]()
+        for check in dict.fromkeys(finding.check for finding in findings):
+            verdicts = {finding.verdict: finding.found for finding in findings if finding.check == check}
+            worst = next((verdict for verdict in ("fault", "warning") if verdict in verdicts), None)
+            cells[check] = worst or verdicts["ok"]
+            tones.append("bad" if worst else "")
 
-def main(args: Sequence[str]) -> int:
-    """Runs `meshwright doctor`; the exit code is 1 where a host has a fault."""
-    options = parse(DoctorOptions, "doctor", args)
-    needed = 0 if options.recipe is None else _checkpoint_bytes(options.recipe)
-    findings = check_host(options.out, needed, options.deadline)
-    faults = sum(finding.verdict == "fault" for finding in findings)
-    host = socket.gethostname()
-    if options.json:
+        def show(console: Console) -> None:
+            print_table(console, Table([Column("check"), Column(host, wide=True)], list(cells.items()), tones=tones))
+            for finding in findings:
+                if finding.verdict != "ok":
+                    where = f"{escape(host)}, {escape(finding.check)}: {escape(finding.found)}"
+                    console.print(f"\n[bold]{finding.verdict}[/] {where}\n  fix: {escape(finding.fix)}", soft_wrap=True)
+            console.print(f"\n{faults or 'no'} fault{'' if faults == 1 else 's'} on {escape(host)}")
+
         found = [dataclasses.asdict(finding) for finding in findings]
-        write_json({"verdict": "fault" if faults else "ok", "host": host, "findings": found})
-        return 1 if faults else 0
-    cells, tones = dict[str, str](), list[Tone]()
-    for check in dict.fromkeys(finding.check for finding in findings):
-        verdicts = {finding.verdict: finding.found for finding in findings if finding.check == check}
-        worst = next((verdict for verdict in ("fault", "warning") if verdict in verdicts), None)
-        cells[check] = worst or verdicts["ok"]
-        tones.append("bad" if worst else "")
-    console = open_console(sys.stdout)
-    print_table(console, Table([Column("check"), Column(host, wide=True)], list(cells.items()), tones=tones))
-    for finding in findings:
-        if finding.verdict != "ok":
-            where = f"{escape(host)}, {escape(finding.check)}: {escape(finding.found)}"
-            console.print(f"\n[bold]{finding.verdict}[/] {where}\n  fix: {escape(finding.fix)}", soft_wrap=True)
-    console.print(f"\n{faults or 'no'} fault{'' if faults == 1 else 's'} on {escape(host)}")
-    return 1 if faults else 0
+        record = {"verdict": "fault" if faults else "ok", "host": host, "findings": found}
+        return Outcome(show, record, 1 if faults else 0)
 
 
 def _checkpoint_bytes(run: str) -> int:

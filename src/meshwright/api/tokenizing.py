@@ -3,14 +3,12 @@
 import dataclasses
 import hashlib
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from meshwright.cli.output import write, write_json
-from meshwright.cli.parse import parse
+from meshwright.api.verb import Call, Outcome
 from meshwright.data.token_writer import SHARD_TOKENS
 from meshwright.data.tokenizing import tokenize
 from meshwright.data.tokens import is_token_file
@@ -45,44 +43,39 @@ class TokenizeOptions(Ranged):
     json: bool = False
     """Print JSON."""
 
+    def act(self, call: Call) -> Outcome:
+        """Runs `meshwright tokenize`. Raises ConfigError where the folder exists, DataError where there is no text."""
+        out, folder = path_of(self.out), self.out
+        if in_bucket(out):
+            folder = default_cache_folder() / "tokens" / f"for-{hashlib.sha256(str(out).encode()).hexdigest()[:24]}"
+        if is_token_file(out):
+            raise ConfigError(f"--out {self.out}", "it exists already", "a folder that does not exist yet")
+        try:
+            file = tokenize(
+                self.data,
+                self.tokenizer,
+                folder,
+                text_field=self.text_field,
+                bad_records=self.bad_records,
+                shard_tokens=parse_count(self.shard_tokens, "--shard-tokens"),
+                progress=TokenizeReport(open_console(sys.stderr)),
+            )
+        except DataError as error:
+            parts = [error.asked, error.truth, error.fix]
+            for name, own in _NAMES.items():
+                parts = [part.replace(name, own) for part in parts]
+            raise DataError(*parts) from error
+        if folder != out:
+            move_tree(folder, out, last=("tokens.json",))
+        tokens, documents, skipped = len(file.tokens), file.documents, file.skipped
+        text = f"{self.out}: {tokens:,} tokens in {documents:,} documents, vocabulary of {file.vocab:,}\n"
+        if skipped["bad"]:
+            counts = f"{skipped['bad']:,} of {skipped['read']:,} records"
+            first = "; ".join(skipped["examples"][:3])
+            text += f"skipped {counts}, all in {out / 'skipped.jsonl'}; the first: {first}\n"
+        figures = {"tokens": tokens, "documents": documents, "vocab": file.vocab, "skipped": skipped}
+        return Outcome(text, {"out": self.out, **figures})
+
 
 _NAMES = {"--faults.bad-records": "--bad-records", "--data.": "--", "--data ": "meshwright tokenize "}
 """Options in the errors of reading text, and what they are called here."""
-
-
-def main(args: Sequence[str]) -> int:
-    """Runs `meshwright tokenize`. Raises ConfigError where the folder exists, DataError where there is no text."""
-    options = parse(TokenizeOptions, "tokenize", args)
-    out, folder = path_of(options.out), options.out
-    if in_bucket(out):
-        folder = default_cache_folder() / "tokens" / f"for-{hashlib.sha256(str(out).encode()).hexdigest()[:24]}"
-    if is_token_file(out):
-        raise ConfigError(f"--out {options.out}", "it exists already", "a folder that does not exist yet")
-    try:
-        file = tokenize(
-            options.data,
-            options.tokenizer,
-            folder,
-            text_field=options.text_field,
-            bad_records=options.bad_records,
-            shard_tokens=parse_count(options.shard_tokens, "--shard-tokens"),
-            progress=TokenizeReport(open_console(sys.stderr)),
-        )
-    except DataError as error:
-        parts = [error.asked, error.truth, error.fix]
-        for name, own in _NAMES.items():
-            parts = [part.replace(name, own) for part in parts]
-        raise DataError(*parts) from error
-    if folder != out:
-        move_tree(folder, out, last=("tokens.json",))
-    tokens, documents = len(file.tokens), file.documents
-    if options.json:
-        figures = {"tokens": tokens, "documents": documents, "vocab": file.vocab, "skipped": file.skipped}
-        write_json({"out": options.out, **figures})
-        return 0
-    write(f"{options.out}: {tokens:,} tokens in {documents:,} documents, vocabulary of {file.vocab:,}\n")
-    if file.skipped["bad"]:
-        first = "; ".join(file.skipped["examples"][:3])
-        counts = f"{file.skipped['bad']:,} of {file.skipped['read']:,} records"
-        write(f"skipped {counts}, all in {out / 'skipped.jsonl'}; the first: {first}\n")
-    return 0

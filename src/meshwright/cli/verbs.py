@@ -1,0 +1,63 @@
+"""Runner of every verb: parses its options, calls its `act`, and prints what that returns, or writes it as JSON."""
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tyro
+
+from meshwright.api.verb import Call, HostOptions, Outcome, RunOptions
+from meshwright.cli.main import module_of
+from meshwright.cli.output import columns, write, write_json
+from meshwright.cli.parse import parse
+from meshwright.errors import ConfigError, nearest
+from meshwright.reporters.console import open_console
+
+
+def kind_of(verb: str) -> Any:
+    """Imports the dataclass of a verb's options, or a mapping of its actions to theirs."""
+    module = module_of(verb)
+    return getattr(module, "ACTIONS", None) or getattr(module, f"{verb.capitalize()}Options")
+
+
+def parse_verb(verb: str, args: Sequence[str]) -> Any:
+    """Returns the options of a verb. Prints the help and raises SystemExit for `--help`; raises ConfigError."""
+    kind, name = kind_of(verb), verb
+    if isinstance(kind, Mapping):
+        if not args or args[0] in ("-h", "--help"):
+            write(f"usage: meshwright {verb} {'|'.join(kind)} OUT [options]\n\n")
+            write(columns({name: str(action.__doc__) for name, action in kind.items()}))
+            raise SystemExit(0)
+        if args[0] not in kind:
+            raise ConfigError(f"meshwright {verb} {args[0]}", "there is no such action", nearest(args[0], kind))
+        name, kind, args = f"{verb} {args[0]}", kind[args[0]], args[1:]
+    if issubclass(kind, RunOptions):
+        base = kind.base(list(args))
+        default, args = kind.of(base), base.args
+    else:
+        required = (f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING)
+        default = kind(**dict.fromkeys(required, tyro.MISSING))
+        args = kind.own(args) if hasattr(kind, "own") else args
+    return parse(kind, f"{name} {getattr(kind, 'usage', '')}".rstrip(), args, default=default)
+
+
+def run_verb(verb: str, args: Sequence[str]) -> int:
+    """Runs a verb; returns its exit code."""
+    try:
+        options = parse_verb(verb, args)
+    except SystemExit as help_request:
+        return int(help_request.code or 0)
+    as_json, hosts = getattr(options, "json", False), getattr(options, "hosts", None)
+    console = open_console(sys.stderr if as_json else sys.stdout)
+    console.quiet = isinstance(hosts, HostOptions) and hosts.hosts().process != 0
+    outcome: Outcome = options.act(Call((verb, *args), console, write_json))
+    if console.quiet or (as_json and outcome.record is None):
+        return outcome.code
+    if as_json:
+        write_json(outcome.record)
+    elif callable(outcome.shown):
+        outcome.shown(console)
+    else:
+        write(outcome.shown)
+    return outcome.code
