@@ -13,6 +13,8 @@ from meshwright.hardware.mesh import prepare_host
 prepare_host(16)
 sys.path.insert(0, str(Path(__file__).parent))
 
+from expert_exchange import Shape
+from expert_exchange import largest_difference as exchange_difference
 from tiny_runs import MODELS, largest_difference, tiny_run, train
 
 from meshwright.config import Data, MeshShape
@@ -29,6 +31,9 @@ for family, mesh, changes in (("llama", DENSE, {"microbatches": 4}), ("mixtral",
         "losses": float(np.max(np.abs(np.array(sharded.losses) / np.array(single.losses) - 1))),
         "gradients": largest_difference(sharded.gradients, single.gradients),
     }
+
+shapes = (Shape(13, 13, 5), Shape(16, 32, 5, nodes=2))
+results["exchange"] = {str(s): max(exchange_difference(s, load) for load in ("even", "one")) for s in shapes}
 
 text = folder / "text.txt"
 text.write_text("the quick brown fox jumps over the lazy dog; " * 400)

@@ -20,12 +20,14 @@ from test_cli import meshwright
 from meshwright.analysis.compile import compile_function
 from meshwright.bench.calibration_file import read_calibration
 from meshwright.bench.device_trace import DeviceTime, Event, collective_names, device_time, innermost, read_trace
-from meshwright.bench.hardware import kernels, run
+from meshwright.bench.hardware import experts, kernels, run
 from meshwright.bench.hardware.kernels import attention_with_gradients
 from meshwright.bench.hardware.section import DONE, FAILED, OUT_OF_TIME, RUNNING, Request, read_section, section_file
 from meshwright.bench.hardware.steps import RECIPES, fit_recipe, measured_parts
 from meshwright.cli.main import run as command
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
+from meshwright.hardware.mesh import build_mesh
 from meshwright.hardware.targets import parse_target
 from meshwright.hlo.buffers import union
 from meshwright.models.kernels.attention import reference_attention, sequence_positions
@@ -231,6 +233,13 @@ def test_recipes_are_cut_until_they_fit_memory_and_time(machine: str) -> None:
     assert set(RECIPES) == {"small", "dense", "experts", "long"}
 
 
+def test_an_exchange_that_loses_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh, exchange = build_mesh(MeshShape(expert=2), jax.devices()[:2]), experts.ragged_all_to_all
+    assert not experts._exchange(mesh, 2, 1, 16, 4, None)["problems"]
+    monkeypatch.setattr(experts, "ragged_all_to_all", lambda *args: exchange(*args).at[1].set(0))
+    assert len(experts._exchange(mesh, 2, 1, 16, 4, None)["problems"]) == 2
+
+
 def test_nothing_fits_a_small_device() -> None:
     with pytest.raises(ConfigError, match="not even one layer"):
         fit_recipe("experts", parse_target("v5e:1x1"), 60.0)
@@ -251,6 +260,8 @@ def test_the_whole_verb_on_eight_devices(planted: Path, tmp_path: Path) -> None:
     assert repeated["bits"] == "equal in two runs" and all(row.get("first_divergence") is None for row in compared)
     kinds = {row["kind"] for row in sections["collectives"]["rows"]}
     assert {"all-gather", "reduce-scatter", "all-to-all"} <= kinds
+    *exchanges, layers = sections["experts"]["rows"]
+    assert all(row["seconds"] > 0 and row["expected_seconds"] > 0 for row in exchanges) and layers["layers"] == 4
     dense = next(row for row in sections["steps"]["rows"] if row["item"] == "dense")
     for figure in ("compile_seconds", "init_seconds", "first_step_seconds", "bare_seconds", "loop_seconds",
                    "dispatch_seconds", "tokens_per_second", "predicted_seconds", "simulated_seconds"):  # fmt: skip

@@ -1,18 +1,22 @@
 """Mixture of experts: routing and dispatch against plain loops, router losses, the ragged all-to-all."""
 
 import dataclasses
+import functools
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from expert_exchange import Shape, largest_difference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from tiny_runs import MODELS, assert_same_steps, device_run_of, random_batch, tiny_run, train, train_on_one_device
 
+from meshwright.comm.hierarchical import Level
 from meshwright.comm.ragged import plan_exchange, ragged_all_to_all
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.experts import (
@@ -160,36 +164,73 @@ def test_router_losses() -> None:
     assert list(on_one_device(lambda: router_losses(PLAIN, padded))["load"]) == [2, 2, 2, 2]
 
 
+LEVEL = Level("expert", 4, None)
+
+
+@functools.cache
+def exchange_step(room: int, pieces: int) -> Any:
+    def body(x: Any, sent: Any, received: Any) -> Any:
+        exchange = plan_exchange(sent[0], received[0], LEVEL, room).split(pieces)
+        arrived = ragged_all_to_all(x[0], exchange, LEVEL, room, 6)
+        back = ragged_all_to_all(arrived, exchange.reversed(), LEVEL, x.shape[1], 6)
+        return arrived[None], back[None], exchange.arriving_sizes.sum()[None]
+
+    spec, mesh = P("expert"), Mesh(np.array(jax.devices()[:4]), ("expert",))
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec,) * 3, check_vma=False))
+
+
 @settings(max_examples=15, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 3), min_size=4, max_size=4), min_size=4, max_size=4), st.sampled_from([12, 5]))
-def test_ragged_all_to_all_and_back(sizes: list[list[int]], room: int) -> None:
-    """Sends sizes[s][d] rows from device s to device d, as many as have room, and returns them."""
-    sent = np.array(sizes, np.int32)
-    rows, width = 12, 2
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=8, max_size=8), min_size=4, max_size=4),
+    st.sampled_from([(24, 1), (10, 3)]),
+)
+def test_ragged_all_to_all_and_back(sizes: list[list[int]], form: tuple[int, int]) -> None:
+    """Sends sizes[s][2 d + g] rows from device s to group g of device d, as many as have room, and returns them.
+
+    Updates in pieces, which mostly do not divide them, send the same.
+    """
+    (room, pieces), sent = form, np.array(sizes, np.int32).reshape(4, 4, 2)
+    rows, width = 24, 2
     x = np.zeros((4, rows, width), np.float32)
     for s in range(4):
         for i in range(sent[s].sum()):
             x[s, i] = (s + 1) * 100 + i + np.arange(width) / 10
-    mesh = Mesh(np.array(jax.devices()[:4]), ("expert",))
-
-    def body(x: Any, sent: Any, received: Any) -> Any:
-        exchange = plan_exchange(sent[0], received[0], "expert", room)
-        arrived = ragged_all_to_all(x[0], exchange, "expert", room, 3)
-        return arrived[None], ragged_all_to_all(arrived, exchange.reversed(), "expert", rows, 3)[None]
-
-    spec = P("expert")
-    step = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec, spec), check_vma=False))
-    arrived, back = step(x, sent, sent.T.copy())
+    arrived, back, count = exchange_step(room, pieces)(x, sent, sent.transpose(1, 0, 2).copy())
     returned = np.zeros_like(x)
     for d in range(4):
-        want: list[np.ndarray] = []
+        # By group, in the order of the devices; which rows have room is decided from this device on, around the axis.
+        want: list[list[np.ndarray]] = [[] for _ in range(8)]
+        left = room
         for s in ((d + i) % 4 for i in range(4)):
-            start, size = sent[s, :d].sum(), min(sent[s, d], room - len(want))
-            want += list(x[s, start : start + size])
-            returned[s, start : start + size] = x[s, start : start + size]
-        np.testing.assert_array_equal(arrived[d, : len(want)], np.reshape(want, (-1, width)))
-        assert not np.asarray(arrived[d, len(want) :]).any()
+            start = sent[s, :d].sum()
+            for g in range(2):
+                size = min(sent[s, d, g], left)
+                want[4 * g + s] = list(x[s, start : start + size])
+                returned[s, start : start + size] = x[s, start : start + size]
+                start, left = start + sent[s, d, g], left - size
+        flat = [row for run in want for row in run]
+        assert count[d] == len(flat)
+        np.testing.assert_array_equal(arrived[d, : len(flat)], np.reshape(flat, (-1, width)))
+        assert not np.asarray(arrived[d, len(flat) :]).any()
     np.testing.assert_array_equal(back, returned)
+
+
+@pytest.mark.parametrize(
+    ("crosses_dcn", "platform", "updates"), [(False, "cuda", 128), (True, "cuda", 8), (False, "tpu", 8)]
+)
+def test_a_gpu_sends_many_updates_inside_a_node(crosses_dcn: bool, platform: str, updates: int) -> None:
+    """4 devices with 2 groups each and 2,048 rows: 16 pieces of each update have 16 rows at an even load."""
+    level = dataclasses.replace(LEVEL, crosses_dcn=crosses_dcn)
+
+    def body(x: Any, sent: Any) -> Any:
+        return ragged_all_to_all(x, plan_exchange(sent, sent, level, 2048), level, 2048, 2048)
+
+    mesh = Mesh(np.array(jax.devices()[:4]), ("expert",))
+    step = jax.shard_map(body, mesh=mesh, in_specs=(P("expert"), P("expert")), out_specs=P("expert"), check_vma=False)
+    x, sent = jax.ShapeDtypeStruct((8192, 8), jnp.float32), jax.ShapeDtypeStruct((16, 2), jnp.int32)
+    text = jax.jit(step).trace(x, sent).lower(lowering_platforms=(platform,)).as_text()
+    (call,) = re.findall(r"@ragged_all_to_all\(.*: \((.*)\) ->", text)
+    assert call.count(f"tensor<{updates}xi32>") == 4
 
 
 @pytest.mark.parametrize("factor", [0.0, 1.0])
@@ -232,6 +273,15 @@ def test_rows_without_room_give_zeros_and_are_counted(factor: float) -> None:
     else:
         assert not dropped.any()
     np.testing.assert_allclose(out, want, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "shape", [Shape(8, 16, 5), Shape(8, 16, 5, nodes=2), Shape(4, 4, 1), Shape(4, 4, 1, nodes=2)], ids=str
+)
+def test_an_exchange_has_the_numbers_of_one_device_at_every_load(shape: Shape) -> None:
+    for load in ("even", "empty", "groups", "one"):
+        assert largest_difference(shape, load) < 2e-6, load
 
 
 @pytest.mark.exhaustive

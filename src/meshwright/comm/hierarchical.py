@@ -41,7 +41,7 @@ ONE_SLICE = DcnAxis(1, "data")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Level:
+class Level:
     """Part of a mesh axis that one collective covers: devices inside a slice, or their counterparts between slices."""
 
     axis: str
@@ -50,9 +50,15 @@ class _Level:
     groups: Any
     """`axis_index_groups` of the collective; None is the full axis."""
     crosses_dcn: bool = False
+    stride: int = 1
+    """Distance along the axis between neighbours of a group."""
+
+    def index(self) -> jax.Array:
+        """Returns the place of this device in its group."""
+        return lax.axis_index(self.axis) // self.stride % self.size
 
 
-def _levels(axes: Axes, dcn: DcnAxis) -> list[_Level]:
+def levels_of(axes: Axes, dcn: DcnAxis) -> list[Level]:
     """Returns the levels of the nontrivial axes, outermost first: slices, then dimensions of the torus."""
     levels = []
     for axis in axes:
@@ -61,7 +67,7 @@ def _levels(axes: Axes, dcn: DcnAxis) -> list[_Level]:
         degrees = (slices, *dict(dcn.torus).get(axis, (n // slices,)))
         for i, degree in enumerate(degrees):
             groups = None if degree == n else _groups(degrees, i)
-            levels.append(_Level(axis, degree, groups, crosses_dcn=i == 0 and slices > 1))
+            levels.append(Level(axis, degree, groups, i == 0 and slices > 1, math.prod(degrees[i + 1 :])))
     return [level for level in levels if level.size > 1]
 
 
@@ -85,7 +91,7 @@ def hierarchical_all_gather(x: jax.Array, axes: Axes, dim: int, dcn: DcnAxis) ->
     axes = nontrivial_axes(axes)
     if not axes:
         return x
-    levels, gathered = _levels(axes, dcn), list[int]()
+    levels, gathered = levels_of(axes, dcn), list[int]()
     if not _crosses_dcn(axes, dcn):
         if not _spans_torus(axes, dcn):
             return lax.all_gather(x, axes, axis=dim, tiled=True)
@@ -105,7 +111,7 @@ def hierarchical_reduce_scatter(x: jax.Array, axes: Axes, dim: int, dcn: DcnAxis
     axes = nontrivial_axes(axes)
     if not axes:
         return x
-    levels = _levels(axes, dcn)
+    levels = levels_of(axes, dcn)
     if not _crosses_dcn(axes, dcn):
         if not _spans_torus(axes, dcn):
             return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
@@ -131,7 +137,7 @@ def hierarchical_all_reduce(leaves: list[jax.Array], axes: Axes, dcn: DcnAxis) -
         return leaves
     if not _crosses_dcn(axes, dcn):
         return list(lax.psum(leaves, axes))
-    levels = _levels(axes, dcn)
+    levels = levels_of(axes, dcn)
     inside = [level for level in levels if not level.crosses_dcn]
     between = next(level for level in levels if level.crosses_dcn)
     if not inside:

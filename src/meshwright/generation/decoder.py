@@ -278,7 +278,13 @@ class Decoder:
         own = with_own_kv_head(attend) if fewer else attend
         kernels = (own, sequence, model.grouped_matmul)
         ctx = ForwardContext(
-            local, self.weights.gather, no_dropout(), *kernels, attend_latent=attend.latent, attend_delta=attend.delta
+            local,
+            self.weights.gather,
+            no_dropout(),
+            *kernels,
+            expert_nodes=model.expert_nodes,
+            attend_latent=attend.latent,
+            attend_delta=attend.delta,
         )
         x_BTD, cache = self._layers(params, state.cache, ctx, attend)
         return *model.model.unembed(params, x_BTD, self.weights.gather), cache

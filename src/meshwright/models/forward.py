@@ -204,6 +204,8 @@ class LocalModel:
     """Grouped matmul of experts (kernels/choose.py)."""
     sum_rows: SumRows = scatter_rows
     """Sums gradients of the rows of tables (blocks/layers.py)."""
+    expert_nodes: int = 1
+    """Nodes or slices that the axis `expert` spans."""
     ahead: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Parameters that are gathered one layer ahead, by stack; other stacks gather all in their own layer."""
     tensor_ring: tuple[int, ...] = ()
@@ -235,7 +237,7 @@ class LocalModel:
         count = math.gcd(self.attention_pieces, batch.segments.shape[0])
         pieces = tuple(map(attend, jnp.split(batch.segments, count))) if count > 1 else ()
         tokens = Tokens(local.inputs, local.positions, local.segments == PADDING)
-        kernels = (whole, self.sequence, self.grouped_matmul, self.sum_rows)
+        kernels = (whole, self.sequence, self.grouped_matmul, self.sum_rows, self.expert_nodes)
         return ForwardContext(tokens, self.gather_params, dropout, *kernels, self.tensor_ring, pieces)
 
     def local_positions(self, batch: Batch) -> Batch:

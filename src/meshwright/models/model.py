@@ -70,6 +70,8 @@ class ForwardContext:
     """`(rows, weights, rows of each expert) -> rows times their expert's weights` (kernels/choose.py)."""
     sum_rows: SumRows = scatter_rows
     """Sums the gradients of the rows of a table that are taken several times (blocks/layers.py)."""
+    expert_nodes: int = 1
+    """Nodes or slices that the axis `expert` spans."""
     tensor_ring: tuple[int, ...] = ()
     """Devices of `tensor` in the order of a ring, around which collective matmuls send chunks; () for no ring."""
     attend_pieces: tuple[Attend, ...] = ()

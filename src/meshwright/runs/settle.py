@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.comm.hierarchical import DcnAxis
 from meshwright.errors import ConfigError
+from meshwright.hardware.chips import Nodes
 from meshwright.hardware.machine import Machine, compiler_options_of, ring_order
 from meshwright.models.blocks.layers import SumRows, scatter_rows, sorted_rows
 from meshwright.models.kernels.attention import Kernels
@@ -78,6 +79,15 @@ class Settled:
             return dcn
         levels = ((axis, gather_levels(degrees)) for axis, degrees in self.machine.torus)
         return dataclasses.replace(dcn, torus=tuple((axis, sizes) for axis, sizes in levels if len(sizes) > 1))
+
+    @property
+    def expert_nodes(self) -> int:
+        """Nodes of GPUs, or slices, that the axis `expert` spans. The innermost axes of a mesh fill a node."""
+        shape, links = self.placed.shape, self.machine.chip and self.machine.chip.interconnect
+        if isinstance(links, Nodes):
+            inside = max(1, links.devices_per_node // (shape.context * shape.tensor))
+            return shape.expert // math.gcd(shape.expert, inside)
+        return shape.slices if shape.dcn_axis == "expert" else 1
 
     @functools.cached_property
     def gathers_ahead(self) -> bool:

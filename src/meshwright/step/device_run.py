@@ -131,6 +131,7 @@ class DeviceRun:
             settled.kernels,
             multiply,
             settled.sum_rows,
+            settled.expert_nodes,
             settled.gathered_ahead,
             settled.tensor_ring,
             settled.attention_pieces,

@@ -57,6 +57,17 @@ TABLES: dict[str, dict[str, tuple[str, str]]] = {
             " | algorithm = algorithm_bandwidth GB/s | bus = bus_bandwidth GB/s | outcome",
         ),
     },
+    "experts": {
+        "Exchange of rows": (
+            "exchange",
+            "exchange = item | updates i | measured = seconds s | expected = expected_seconds s"
+            " | rate = bytes_per_second GB/s | outcome",
+        ),
+        "Layers, forward and backward": (
+            "layers",
+            "layers i | time = seconds s | with blocking exchanges = blocking_seconds s | outcome",
+        ),
+    },
     "steps": {
         "Measured": (
             "loop_seconds",
@@ -177,6 +188,11 @@ def _collectives(rows: Sequence[Row]) -> str:
     return "bus " + ", ".join(f"{kind} {best[kind] / 1e9:.3g} GB/s" for kind in kinds if kind in best)
 
 
+def _experts(rows: Sequence[Row]) -> str:
+    best = max((row for row in rows if "updates" in row), key=lambda row: row["bytes_per_second"])
+    return f"exchange up to {best['bytes_per_second'] / 1e9:.3g} GB/s, with {best['updates']} updates per device"
+
+
 def _steps(rows: Sequence[Row]) -> str:
     texts = []
     for row in map(_derived, rows):
@@ -205,6 +221,7 @@ _HEADLINES: dict[str, Callable[[Sequence[Row]], str]] = {
     "meshes": _meshes,
     "matmuls": _matmuls,
     "collectives": _collectives,
+    "experts": _experts,
     "steps": _steps,
     "overlap": _overlap,
     "checkpoint": _checkpoint,

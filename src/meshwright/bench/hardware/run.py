@@ -37,6 +37,7 @@ SECTIONS: dict[str, tuple[str, int]] = {
     "meshes": (f"{_PLACE}.meshes:measure_meshes", 5),
     "matmuls": (f"{_PLACE}.machine:measure_matmuls", 2),
     "collectives": (f"{_PLACE}.machine:measure_collectives", 3),
+    "experts": (f"{_PLACE}.experts:measure_experts", 2),
     "steps": (f"{_PLACE}.steps:measure_steps", 9),
     "overlap": (f"{_PLACE}.steps:measure_overlap", 3),
     "checkpoint": (f"{_PLACE}.steps:measure_checkpoint", 1),

@@ -34,6 +34,7 @@ from meshwright.comm.collectives import (
     sequence_all_gather,
     sequence_reduce_scatter,
 )
+from meshwright.comm.hierarchical import Level
 from meshwright.comm.ragged import Exchange, all_to_all_counts, plan_exchange, ragged_all_to_all
 from meshwright.errors import refuse
 from meshwright.models.blocks.context import CONTEXT
@@ -273,7 +274,9 @@ class Experts(Kind):
             if self.dispatch == "capacity":
                 y_BTD, dropped = capacity_moe(self, h_BTD, routes, own, ctx.sequence)
             else:
-                y_BTD, dropped = dropless_moe(self, h_BTD, routes, own, ctx.grouped_matmul, ctx.sum_rows)
+                y_BTD, dropped = dropless_moe(
+                    self, h_BTD, routes, own, ctx.grouped_matmul, ctx.sum_rows, ctx.expert_nodes
+                )
             if dropped is not None:
                 aux["dropped"] = dropped
             if self.shared:
@@ -350,25 +353,25 @@ def row_scales(x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def exchange_rows(
-    x: jax.Array, scale: jax.Array, arrived_scale: jax.Array, exchange: Exchange, axis: str, rows: int, largest: int
+    x: jax.Array, scale: jax.Array, arrived_scale: jax.Array, exchange: Exchange, level: Level, rows: int, largest: int
 ) -> jax.Array:
     """Sends rounded rows as `ragged_all_to_all` does, one byte for each element; gradients come back in their own type.
 
     scale: of the rows here, [R, 1].  arrived_scale: of those that arrive, [rows, 1].
     """
     bits = lax.bitcast_convert_type((x / scale).astype(_ROW_FORMAT), jnp.uint8)
-    arrived = lax.bitcast_convert_type(ragged_all_to_all(bits, exchange, axis, rows, largest), _ROW_FORMAT)
+    arrived = lax.bitcast_convert_type(ragged_all_to_all(bits, exchange, level, rows, largest), _ROW_FORMAT)
     return (arrived.astype(jnp.float32) * arrived_scale).astype(x.dtype)
 
 
 # The number of rows is not an array, so an array of shape [rows, 0] carries it to the backward pass.
 exchange_rows.defvjp(
-    lambda x, scale, arrived_scale, exchange, axis, rows, largest: (
-        exchange_rows(x, scale, arrived_scale, exchange, axis, rows, largest),
+    lambda x, scale, arrived_scale, exchange, level, rows, largest: (
+        exchange_rows(x, scale, arrived_scale, exchange, level, rows, largest),
         (exchange, jnp.zeros((x.shape[0], 0))),
     ),
-    lambda axis, rows, largest, saved, g: (
-        ragged_all_to_all(g, saved[0].reversed(), axis, saved[1].shape[0], largest),
+    lambda level, rows, largest, saved, g: (
+        ragged_all_to_all(g, saved[0].reversed(), level, saved[1].shape[0], largest),
         None,
         None,
         None,
@@ -383,9 +386,11 @@ def dropless_moe(
     w: ExpertWeights,
     multiply: Multiply = lax.ragged_dot,
     sum_rows: SumRows = scatter_rows,
+    nodes: int = 1,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes the weighted sum of each token's experts, in groups of unequal size (MegaBlocks, arXiv:2211.15841).
 
+    nodes: nodes or slices that the axis `expert` spans.
     Returns the outputs [B, T, D] and the number of this device's (token, expert) pairs that found no room on the device
     of their expert; None where there is always room.
     """
@@ -401,7 +406,7 @@ def dropless_moe(
     apply = functools.partial(e.apply, w=w, multiply=multiply, sum_rows=sum_rows)
     rows_E = (expert_of_row[:, None] == jnp.arange(e.routing.experts)).sum(0).astype(jnp.int32)
     if nontrivial_axes(EXPERT):
-        out, dropped = _expert_parallel(e, rows, weights, rows_E, apply)
+        out, dropped = _expert_parallel(e, rows, weights, rows_E, apply, nodes)
     else:
         out, dropped = apply(rows, weights, rows_E), None
     out_BTXD = _reorder(out, back, order, 1).reshape(B, T, k, D)
@@ -428,7 +433,7 @@ _reorder.defvjp(
 
 
 def _expert_parallel(
-    e: Experts, rows: jax.Array, weights: jax.Array, rows_E: jax.Array, apply: Callable[..., jax.Array]
+    e: Experts, rows: jax.Array, weights: jax.Array, rows_E: jax.Array, apply: Callable[..., jax.Array], nodes: int
 ) -> tuple[jax.Array, jax.Array | None]:
     """Sends rows to the devices that hold their experts, applies these, and returns the outputs in the same order.
 
@@ -442,21 +447,30 @@ def _expert_parallel(
     )
     # A token has at most one row for each expert, which bounds the rows that one device sends another.
     largest = min(room, most // shards)
-    sent_counts = rows_E.reshape(shards, experts // shards)
-    received_counts = all_to_all_counts(sent_counts, "expert")
-    exchange = plan_exchange(sent_counts.sum(1), received_counts.sum(1), "expert", room)
-    to_experts, back, rows_of_expert = _sort_blocks(exchange, received_counts, room)
-    send = functools.partial(ragged_all_to_all, exchange=exchange, axis="expert", rows=room, largest=largest)
+    level = Level("expert", shards, None, crosses_dcn=nodes > 1)
+    sent = rows_E.reshape(shards, -1)
+    received = all_to_all_counts(sent, level)
+    if nodes > 1:
+        # An update for each expert costs a message between nodes, more than sorting the rows of one for each device.
+        exchange = plan_exchange(sent.sum(1, keepdims=True), received.sum(1, keepdims=True), level, room)
+        to_experts, back, rows_of_expert = _sort_blocks(exchange, received, room)
+    else:
+        exchange = plan_exchange(sent, received, level, room)
+        rows_of_expert = exchange.arriving_sizes.sum(0)
+    send = functools.partial(ragged_all_to_all, exchange=exchange, level=level, rows=room, largest=largest)
     if e.expert_exchange == "fp8":
         scales = row_scales(rows)
         with_scales = send(jnp.concatenate([weights, scales], 1))
         weights, arrived_scales = with_scales[:, :1], with_scales[:, 1:]
-        arrived = exchange_rows(rows, scales, arrived_scales, exchange, "expert", room, largest)
+        arrived = exchange_rows(rows, scales, arrived_scales, exchange, level, room, largest)
     else:
         weights, arrived = send(weights), send(rows)
-    arrived, weights = (_reorder(x, to_experts, back, 1) for x in (arrived, weights))
+    if nodes > 1:
+        arrived, weights = (_reorder(x, to_experts, back, 1) for x in (arrived, weights))
     out = apply(arrived, weights, rows_of_expert)
-    out = ragged_all_to_all(_reorder(out, back, to_experts, 1), exchange.reversed(), "expert", rows.shape[0], largest)
+    if nodes > 1:
+        out = _reorder(out, back, to_experts, 1)
+    out = ragged_all_to_all(out, exchange.reversed(), level, rows.shape[0], largest)
     return out, (rows_E.sum() - exchange.sizes.sum()).astype(jnp.float32) if room < most else None
 
 
@@ -466,10 +480,10 @@ def _sort_blocks(exchange: Exchange, counts: jax.Array, room: int) -> tuple[jax.
     counts: rows from each device for each expert here, [n, experts].  room: rows of the buffer. Returns the order of
     the rows [room], its inverse, and the rows of each expert. Places are sums over the n x experts runs: no sort.
     """
-    ends = jnp.minimum(jnp.cumsum(counts, 1), exchange.arriving_sizes[:, None])
-    first = jnp.minimum(jnp.cumsum(counts, 1) - counts, exchange.arriving_sizes[:, None])
+    ends = jnp.minimum(jnp.cumsum(counts, 1), exchange.arriving_sizes)
+    first = jnp.minimum(jnp.cumsum(counts, 1) - counts, exchange.arriving_sizes)
     sizes = ends - first
-    arrived = (exchange.arriving_starts[:, None] + first).reshape(-1)
+    arrived = (exchange.arriving_starts + first).reshape(-1)
     by_expert = (jnp.cumsum(sizes.T.reshape(-1)) - sizes.T.reshape(-1)).reshape(sizes.T.shape).T.reshape(-1)
     row = jnp.arange(room, dtype=jnp.int32)
 
