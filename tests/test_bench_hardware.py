@@ -260,8 +260,7 @@ def test_the_whole_verb_on_eight_devices(planted: Path, tmp_path: Path) -> None:
     assert repeated["bits"] == "equal in two runs" and all(row.get("first_divergence") is None for row in compared)
     kinds = {row["kind"] for row in sections["collectives"]["rows"]}
     assert {"all-gather", "reduce-scatter", "all-to-all"} <= kinds
-    *exchanges, layers = sections["experts"]["rows"]
-    assert all(row["seconds"] > 0 and row["expected_seconds"] > 0 for row in exchanges) and layers["layers"] == 4
+    assert all(row["seconds"] > 0 and row["expected_seconds"] > 0 for row in sections["experts"]["rows"])
     dense = next(row for row in sections["steps"]["rows"] if row["item"] == "dense")
     for figure in ("compile_seconds", "init_seconds", "first_step_seconds", "bare_seconds", "loop_seconds",
                    "dispatch_seconds", "tokens_per_second", "predicted_seconds", "simulated_seconds"):  # fmt: skip

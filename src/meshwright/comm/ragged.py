@@ -93,16 +93,17 @@ def ragged_all_to_all(x: jax.Array, exchange: Exchange, level: Level, rows: int,
     """
     forms = {
         "cpu": functools.partial(_padded, level=level, rows=rows, largest=largest),
-        "cuda": functools.partial(_ragged, level=level, rows=rows, pieces=pieces_of(exchange, level, x.shape[0])),
+        "cuda": functools.partial(
+            _ragged, level=level, rows=rows, pieces=pieces_of(exchange.sizes.size, level, x.shape[0])
+        ),
     }
     return lax.platform_dependent(x, exchange, **forms, default=functools.partial(_ragged, level=level, rows=rows))
 
 
-def pieces_of(exchange: Exchange, level: Level, rows: int) -> int:
+def pieces_of(updates: int, level: Level, rows: int) -> int:
     """Returns the pieces that a GPU sends each update in, a power of two: XLA balances such numbers of them."""
     if level.crosses_dcn:
         return 1
-    updates = exchange.sizes.size
     wanted, most = -(-THREAD_BLOCKS // updates), max(1, rows // (LEAST_ROWS * updates))
     return 1 << min((wanted - 1).bit_length(), most.bit_length() - 1)
 
