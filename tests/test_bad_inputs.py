@@ -20,6 +20,7 @@ from meshwright.data import subwords, tokenizing
 from meshwright.data.corpus import load_corpus, parse_source
 from meshwright.data.sources import FileDocuments, Records
 from meshwright.data.subwords import train_bpe
+from meshwright.data.tokenizers import tokenizer_from_json
 from meshwright.data.tokenizing import tokenize
 from meshwright.data.tokens import open_tokens
 from meshwright.documents import checksum
@@ -27,6 +28,10 @@ from meshwright.errors import ConfigError, DataError
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.run_file import read_run, run_to_dict
 
+LLAMA = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
 GOOD = '{"text": "good"}\n'
 
 
@@ -298,10 +303,23 @@ def test_a_run_that_goes_on_keeps_its_kind_of_tokenizer(tmp_path: Path, capsys: 
     assert "it goes on with" in capsys.readouterr().err
 
 
-def test_a_document_that_needs_more_memory_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_documents_are_encoded_in_parts_to_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(np.__file__).parent / "conftest.py").read_text() * 3
+    own = train_bpe([text], 400).to_json()
+    llama = json.loads(own)
+    llama["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "behavior": "Isolated", "invert": False, "pattern": {"Regex": LLAMA}},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]}  # fmt: skip
+    monkeypatch.setattr(subwords, "LONG", 50)
+    for description in (own, json.dumps(llama)):
+        tokenizer, parts = tokenizer_from_json(description), list(subwords.split_text(text, description))
+        assert len(parts) > 100 and "".join(parts) == text
+        assert np.array_equal(np.concatenate([tokenizer.encode(p) for p in parts]), tokenizer.encode(text))
+    pieces = json.loads(own) | {"pre_tokenizer": {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always"}}
+    assert list(subwords.split_text(text, json.dumps(pieces))) == [text]
     monkeypatch.setattr(subwords, "_COST", 10**12)
-    with pytest.raises(DataError, match=r"a document of 9 characters(.|\n)*takes it in one piece"):
-        train_bpe(["good text"] * 9, 270).encode("good text")
+    with pytest.raises(DataError, match="this tokenizer takes it in one piece"):
+        list(subwords.split_text(text, json.dumps(pieces)))
 
 
 def test_tokens_that_skipped_more_than_is_allowed_now_are_not_taken_from_the_cache(tmp_path: Path) -> None:

@@ -252,12 +252,12 @@ class ProveOptions(RunOptions):
     def _prove_decoding(self, devices: list[Any], target: Target | None) -> Outcome:
         """Compiles prefill or decode, and shows its memory."""
         assert self.step in ("prefill", "decode")
-        mesh, planned, compiled = compile_decoding(
+        mesh, batch, planned, compiled = compile_decoding(
             self.run, devices, target, step=self.step, batch=self.decode_batch, slots=self.decode_slots
         )
 
         def show(console: Console) -> None:
-            shape = f"{self.decode_batch} sequences of {self.decode_slots:,} slots"
+            shape = f"{batch} sequences of {self.decode_slots:,} slots"
             console.print(f"[bold]{self.step}[/] of {self.run.name} on {mesh}: {shape}")
             print_decode_proof(console, planned, compiled, target)
 
@@ -521,8 +521,8 @@ def compile_decoding(
     step: Literal["prefill", "decode"],
     batch: int,
     slots: int,
-) -> tuple[MeshShape, dict[str, float], dict[str, float]]:
-    """Compiles prefill or decode for devices, here or not; returns mesh, planned bytes, compiled bytes and seconds.
+) -> tuple[MeshShape, int, dict[str, float], dict[str, float]]:
+    """Compiles prefill or decode; returns mesh, sequences compiled, planned bytes, compiled bytes and seconds.
 
     batch: sequences, rounded up to what the mesh divides.  slots: of the cache for each sequence.
     """
@@ -552,7 +552,7 @@ def compile_decoding(
         "weights": float(weight_bytes(device_run.placed, "gathered")),
         "cache": float(decoder.plan.bytes_per_device),
     }
-    return run.mesh, planned, compiled
+    return run.mesh, batch, planned, compiled
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,10 @@
 """Subword tokenizers of the `tokenizers` library: read from a file, or byte-level BPE learned from text."""
 
+import itertools
+import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +18,14 @@ END = "<|end|>"
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "[EOS]", "</s>", END)  # noqa: RUF001
 _GAPS = 10_000
 """Numbers without a token that a vocabulary may have, in addition to one for each token."""
+LONG = 2**20
+"""Characters of a text from which on it is encoded in parts, and of each part."""
+_PARTS = 8
+"""Parts of a long text that are encoded together."""
 _COST = 170
 """Bytes of memory that the library takes for each byte encoded in one piece, measured with 56 MB of text."""
+_BORDER = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
+"""Place between two words for every tokenizer of `is_separable`."""
 
 
 class Subwords:
@@ -67,32 +76,28 @@ class Subwords:
     def encode(self, text: str) -> np.ndarray:
         """Returns the tokens of `text`, without special tokens. Raises DataError for half a surrogate pair."""
         check_unicode(text)
-        return self.encode_batch([text])[0]
+        parts = split_text(text, self.to_json()) if len(text) > LONG else [text]
+        groups = itertools.batched(parts, _PARTS)
+        return np.concatenate([tokens for group in groups for tokens in self._encode(group)])
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the tokens of each text, which the library computes on all cores.
+        """Returns the tokens of each text, which the library computes on all cores."""
+        if max(map(len, texts), default=0) > LONG:
+            return [self.encode(text) for text in texts]
+        return self._encode(texts)
 
-        Raises DataError where this machine has no memory for a long one.
-        """
-        memory, longest = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), max(map(len, texts), default=0)
-        if longest * _COST > memory:
-            raise DataError(
-                f"encoding a document of {longest:,} characters",
-                f"the library takes it in one piece, at about {_COST} bytes each: {longest * _COST / 2**30:.0f} GiB, "
-                f"and the machine has {memory / 2**30:.0f} GiB",
-                "several documents, as lines of JSON",
-            )
+    def encode_with_starts(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens of `text` and the first character of each."""
+        encoded = _called("encoding a text", self._tokenizer.encode, text, add_special_tokens=False)
+        return np.array(encoded.ids, np.int32), np.array([start for start, _ in encoded.offsets], np.int64)
+
+    def _encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         call = self._tokenizer.encode_batch if self._drops else self._tokenizer.encode_batch_fast  # without offsets
         encoded = _called("encoding a text", call, list(texts), add_special_tokens=False)
         if self._drops:
             for text, one in zip(texts, encoded, strict=True):
                 self._check_complete(text, one.offsets)
         return [np.array(one.ids, np.int32) for one in encoded]
-
-    def encode_with_starts(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens of `text` and the first character of each."""
-        encoded = _called("encoding a text", self._tokenizer.encode, text, add_special_tokens=False)
-        return np.array(encoded.ids, np.int32), np.array([start for start, _ in encoded.offsets], np.int64)
 
     def _check_complete(self, text: str, offsets: list[tuple[int, int]]) -> None:
         """Raises DataError for a character that no token covers."""
@@ -150,3 +155,53 @@ def train_bpe(documents: Iterable[str], size: int) -> Subwords:
     )
     tokenizer.train_from_iterator(documents, trainer)
     return Subwords(tokenizer.to_str())
+
+
+def is_separable(description: str) -> bool:
+    """Whether a tokenizer.json encodes the two sides of a `_BORDER` independently.
+
+    True where byte-level words are found first, by an expression that takes one space and the letters behind it for a
+    word, as those of GPT-2, Llama 3 and Qwen do, and nothing before that looks across.
+    """
+    config: dict[str, Any] = json.loads(description)
+    outer = config.get("pre_tokenizer") or {}
+    parts = outer.get("pretokenizers", []) if outer.get("type") == "Sequence" else [outer]
+    words = [part for part in parts if part.get("type") == "ByteLevel"]
+    cuts = [part for part in parts if part.get("type") == "Split"]
+    known = all(
+        part.get("type") in ("ByteLevel", "Digits")
+        or (part.get("type") == "Split" and "\\s+(?!\\S)" in part.get("pattern", {}).get("Regex", ""))
+        for part in parts
+    )
+    normalizer = (config.get("normalizer") or {"type": "NFC"}).get("type")
+    across = any(
+        token.get("lstrip") or token.get("rstrip") or re.search(r"\S\s|\s\S|^\s$", token["content"])
+        for token in config["added_tokens"]
+    )
+    regex = len(cuts) == 1 or any(part.get("use_regex") for part in words)
+    prefix = any(part.get("add_prefix_space") for part in words)
+    return bool(words) and known and regex and not prefix and normalizer == "NFC" and not across
+
+
+def split_text(text: str, description: str) -> Iterator[str]:
+    """Yields parts of a long text that encode to the tokens of the whole, to bound the library's memory.
+
+    Raises DataError where the tokenizer needs the text in one piece and this machine has no memory for that.
+    """
+    if not is_separable(description):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if len(text) * _COST > memory:
+            raise DataError(
+                f"encoding a document of {len(text):,} characters",
+                f"this tokenizer takes it in one piece, at about {_COST} bytes each: {len(text) * _COST / 2**30:.0f} "
+                f"GiB, and the machine has {memory / 2**30:.0f} GiB",
+                "several documents, as lines of JSON",
+            )
+        yield text
+        return
+    start = 0
+    while start < len(text):
+        border = _BORDER.search(text, start + LONG)
+        end = border.start() if border else len(text)
+        yield text[start:end]
+        start = end
