@@ -99,6 +99,24 @@ def test_cudnn_runs_documents_pair_by_pair(
         assert {masked: ran.count(masked) for masked in set(ran)} == forward
 
 
+def test_masks_of_documents_are_not_kept_for_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What needs only documents is the same in every layer, and would be computed before the loop over layers."""
+    monkeypatch.setattr(cudnn, "CHUNK", 8)
+    _, k, _, segments = draw(64, 3)
+
+    def loss(x: Any, segments: Any) -> Any:
+        def layer(x: Any, _: Any) -> Any:
+            return x + self_attention_of(cudnn.cudnn_chunks)(x, x, x, segments, window=None), None
+
+        layer = jax.checkpoint(layer, prevent_cse=False, policy=REMAT_POLICIES["attention_out"].policy)
+        return jax.lax.scan(layer, x, length=2)[0].sum()
+
+    # 36 causal pairs: 8 on the diagonal and 28 below it, each with a mask [batch, 1, 8, 8].
+    program = str(jax.make_jaxpr(jax.grad(loss))(k, segments))
+    assert "f32[2,1,8,8]" in program
+    assert not [pairs for pairs in (8, 28) if f"f32[{pairs},2,1,8,8]" in program]
+
+
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 def test_cudnn_in_context_parallelism(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn, "CHUNK", 8)

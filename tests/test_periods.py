@@ -39,6 +39,17 @@ PATTERNS: dict[str, mw.Model] = {
 }  # fmt: skip
 
 
+def test_the_scan_saves_no_parameters() -> None:
+    """The backward pass reads the parameters themselves, not rows that each layer of a period has taken of them."""
+    kinds = [("blocks", lambda x, w, i, k=k: (jnp.sin(x @ w) + k, {})) for k in range(3)]
+    w_LDD, x = jnp.ones((6, 8, 8)), jnp.ones((4, 8))
+
+    def loss(w_LDD: Any) -> Any:
+        return scan_layers(kinds, x, {"blocks": w_LDD}, {"blocks": np.arange(6)}, remat="full")[0].sum()
+
+    assert "f32[2,8,8]" not in str(jax.make_jaxpr(jax.grad(loss))(w_LDD))
+
+
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("layers", [6, 8, 2])
 def test_the_scan_is_a_loop_over_layers(layers: int, remat: str) -> None:

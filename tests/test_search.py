@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,20 @@ from meshwright.planner.estimate import estimate
 from meshwright.planner.explain import alternatives, differences, explain_mesh, memory_remedies, mesh_axes
 from meshwright.planner.plan_file import read_plan, write_plan
 from meshwright.planner.search import (
+    CHOSEN_REMAT,
     SearchResult,
     candidate_schedules,
+    price_mesh,
     price_run,
-    remat_policies,
     search,
     split_size,
-    with_best_remat,
+    with_choices,
+    with_choices_that_fit,
     with_tokens_per_step,
 )
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run import Run
 from meshwright.sharding.params import Param
 from meshwright.sharding.schedules import SCHEDULES
 
@@ -94,8 +98,10 @@ def test_remedies_are_priced(found: SearchResult) -> None:
     placed = place_run(dataclasses.replace(run, training=changed), MeshShape.parse("fsdp=32"))
     over = estimate(placed, found.target).bytes - found.target.chip.hbm_bytes
     assert over > 0
-    remedies = memory_remedies(placed.run, found.target, placed.shape, over)
-    assert len(remedies) == 3 and remedies[0].saved_bytes >= over
+    enough = memory_remedies(placed.run, found.target, placed.shape, over)
+    assert enough and all(remedy.saved_bytes >= over for remedy in enough)
+    remedies = memory_remedies(placed.run, found.target, placed.shape, 1.0)
+    assert len(remedies) == 3
     assert [r.extra_seconds for r in remedies] == sorted(r.extra_seconds for r in remedies)
     assert any("--training.remat" in r.option for r in remedies)
 
@@ -218,34 +224,64 @@ def test_remat_that_fits_the_memory_there_is(recipe: str, mesh: str, target: str
     training = dataclasses.replace(run.training, batch=batch, seq=seq)
     run = dataclasses.replace(run, mesh=MeshShape.parse(mesh), training=training)
     machine = parse_target(target)
-    chosen = price_run(with_best_remat(run, machine), machine)
+    chosen = price_run(with_choices(run, machine), machine)
     assert chosen.estimate.fits and chosen.estimate.bytes <= machine.chip.roomy_bytes
     saved, layers = chosen.run.training.saved_layers, len(chosen.placed.spec.layers)
-    for remat in remat_policies(machine):
+    for remat in CHOSEN_REMAT:
         other = price_run(dataclasses.replace(run, training=dataclasses.replace(training, remat=remat)), machine)
         assert other.estimate.bytes > machine.chip.roomy_bytes or other.estimate.seconds >= chosen.estimate.seconds
     if 0 < saved < layers:
         more = dataclasses.replace(chosen.run.training, saved_layers=saved + 1)
         assert price_run(dataclasses.replace(run, training=more), machine).estimate.bytes > machine.chip.roomy_bytes
-    given = dataclasses.replace(run, training=dataclasses.replace(training, remat="full"))
-    assert with_best_remat(given, machine) == given  # a policy that is named is kept
+    given = dataclasses.replace(run, training=dataclasses.replace(training, remat="full", microbatches=2))
+    assert with_choices(given, machine) == given  # a policy that is named is kept
 
 
 def test_the_pipeline_schedule_is_the_fastest_that_fits() -> None:
     run, machine = find_recipe("llama3-8b"), parse_target("v5p:2x4x4")
     training = dataclasses.replace(run.training, batch=128, seq=4096, microbatches=16)
     run = dataclasses.replace(run, mesh=MeshShape.parse("stage=4,fsdp=8"), training=training)
-    chosen = with_best_remat(run, machine)
+    chosen = with_choices(run, machine)
     best = price_run(chosen, machine).estimate
     assert "auto" not in (chosen.training.pipeline_schedule, chosen.training.stage_saves, chosen.training.remat)
     assert best.fits
     for schedule, saves in itertools.product(SCHEDULES, ("layers", "input")):
         other = dataclasses.replace(training, pipeline_schedule=schedule, stage_saves=saves)
-        estimate = price_run(with_best_remat(dataclasses.replace(run, training=other), machine), machine).estimate
+        estimate = price_run(with_choices(dataclasses.replace(run, training=other), machine), machine).estimate
         assert estimate.seconds >= best.seconds or estimate.bytes > machine.chip.roomy_bytes
     # Nothing that is named is changed.
-    named = dataclasses.replace(training, remat="full", pipeline_schedule="gpipe", stage_saves="input")
-    assert with_best_remat(dataclasses.replace(run, training=named), machine).training == named
+    named = dataclasses.replace(training, remat="full", pipeline_schedule="gpipe", stage_saves="input", microbatches=16)
+    assert with_choices(dataclasses.replace(run, training=named), machine).training == named
+
+
+def test_choices_that_do_not_fit_as_compiled_are_given_up() -> None:
+    """A compiler that needs 30 % more than planned gets a plan for less memory; the third choice is the last."""
+    run, machine = find_recipe("llama3-8b"), parse_target("h100:8")
+    run = dataclasses.replace(
+        run, mesh=MeshShape(fsdp=8), training=dataclasses.replace(run.training, batch=64, seq=8192)
+    )
+    for more, tries in ((1.3, 1), (1.5, 2), (1e3, 3)):
+        asked, said = list[Run](), list[str]()
+
+        def needed(run: Run, more: float = more, asked: list[Run] = asked) -> float:
+            asked.append(run)
+            return price_run(run, machine).estimate.bytes * more
+
+        chosen = with_choices_that_fit(run, machine, needed, said.append)
+        assert chosen == asked[-1] and len(asked) == tries and len(said) == tries - 1
+        planned = [price_run(run, machine).estimate.bytes for run in asked]
+        assert planned == sorted(planned, reverse=True) and all("does not fit: planned" in why for why in said)
+    assert with_choices_that_fit(chosen, machine, lambda run: math.inf, said.append) == chosen  # nothing is open
+
+
+def test_a_mesh_alone_is_given_the_plan_of_that_mesh() -> None:
+    run, machine = find_recipe("llama3-70b"), parse_target("h100:64")
+    training = dataclasses.replace(run.training, batch=128, seq=4096)
+    run = dataclasses.replace(run, mesh=MeshShape.parse("stage=8,data=2,tensor=4"), training=training)
+    best = price_mesh(run, machine, MeshShape.parse("stage=8,data=2,tensor=4"))[0]
+    chosen = with_choices(run, machine)
+    assert best is not None and price_run(chosen, machine).name == best.name and chosen.layout == "zero1"
+    assert chosen.training.microbatches > 1 and best.estimate.bytes <= machine.chip.roomy_bytes
 
 
 def test_virtual_stages_are_tried_while_layers_allow() -> None:

@@ -29,8 +29,8 @@ PACKAGE = SRC / "meshwright"
 
 LIMITS = {
     "modules that `train tiny` loads": 119,
-    "lines that `train tiny` loads": 17_820,
-    "lines of Python in src": 51_068,
+    "lines that `train tiny` loads": 17_922,
+    "lines of Python in src": 51_360,
     "options of `train`": 80,
     "imports of the package inside functions": 30,
     "modules that import the package by a string": 0,

@@ -165,7 +165,7 @@ Remat = Literal[
     "auto", "none", "attention", "projections", "feed_forward", "attention_out", "full", "offload_attention", "offload"
 ]
 StageSaves = Literal["auto", "input", "layers"]
-ContextStrategy = Literal["ring", "all_gather", "ulysses", "usp"]
+ContextStrategy = Literal["auto", "ring", "all_gather", "ulysses", "usp"]
 GatherAhead = Literal["auto", "layer", "none"]
 TensorStrategy = Literal["auto", "ring", "gather"]
 
@@ -188,8 +188,9 @@ class Training(Ranged, part="training"):
     """Smaller batches to begin with, each STEPS=SEQUENCES (`100=64 200=128`); each has to divide like `batch`."""
     seq: Annotated[PositiveInt, tyro.conf.arg(aliases=["--seq"])] = 128
     """Tokens per sequence T."""
-    microbatches: PositiveInt = 1
-    """Gradient accumulation: parts of the batch computed one after another, with `stage` through the pipeline."""
+    microbatches: NonNegativeInt = 0
+    """Gradient accumulation: parts of the batch computed one after another, with `stage` through the pipeline. 0 takes
+    the fastest predicted that fits, 1 where the chip is unknown."""
     pipeline_schedule: str = "auto"
     """Pipeline schedule: 1f1b, interleaved, zbv, gpipe, zero_bubble, circular, or module:attribute of a
     `PipelineSchedule`. `auto` takes the fastest predicted of the first three, 1f1b where the chip is unknown."""
@@ -220,9 +221,10 @@ class Training(Ranged, part="training"):
     (input), or what `remat` saves of every layer (layers). `auto`: what fits and is fastest; unknown chips: input."""
     saved_layers: Annotated[NonNegativeInt, tyro.conf.Fixed] = 0
     """First layers that save all projections; the others follow `remat`, whose `auto` fills the memory. No stages."""
-    context_strategy: ContextStrategy = "ring"
+    context_strategy: ContextStrategy = "auto"
     """Attention over a sequence sharded over `context`: pass key/value blocks around a ring (ring), gather them
-    (all_gather), exchange heads for positions (ulysses), or a ring of Ulysses groups (usp)."""
+    (all_gather), exchange heads for positions (ulysses), or a ring of Ulysses groups (usp). `auto` takes ulysses where
+    `context` divides the key/value heads, else ring, and ring where the chip is unknown."""
     gather_ahead: Annotated[GatherAhead, tyro.conf.Fixed] = "auto"
     """Weights that a layer needs first: gathered while the layer before computes, their gradients reduced while the one
     below computes (layer), or within the layer (none). `auto`: `layer` on closed 3D tori of v5p and with offload."""

@@ -15,10 +15,13 @@ from tiny_runs import MODELS, device_run_of, tiny_run
 
 import meshwright as mw
 from meshwright.analysis.census import ProgramFacts
+from meshwright.analysis.jaxprs import JaxprCollective
 from meshwright.analysis.lint import Finding, lint_attention_kernel, lint_tiles
+from meshwright.analysis.lint_collectives import lint_unexpected_collectives
 from meshwright.analysis.memory import Argument
 from meshwright.analysis.run_census import census_of_train_step
 from meshwright.errors import CensusError
+from meshwright.hlo.ledger import LedgerEntry
 from meshwright.hlo.parser import parse_module
 
 
@@ -235,6 +238,24 @@ def test_small_collectives_are_below_the_floor(mesh: Mesh) -> None:
     assert mw.census(step, x).findings == ()
     exact = mw.census(step, x, facts=ProgramFacts(min_sent=0))
     assert only(exact.findings, "unexpected").bytes == 2 * 32 * 4 * 3 // 4
+
+
+@pytest.mark.parametrize(
+    ("axes", "op_name", "payload", "found"),
+    [
+        (("fsdp",), "", 50_000, 0), (None, "", 50_000, 0), (("fsdp",), "jit(f)/mul", 50_000, 1),
+        (("tensor",), "", 50_000, 1), (("fsdp",), "", 5_000_000, 1),
+    ],
+)  # fmt: skip
+def test_parts_of_a_written_collective_are_not_the_compilers_own(
+    axes: tuple[str, ...] | None, op_name: str, payload: int, found: int
+) -> None:
+    """A reduce-scatter of 64 x 2,374 rows in tiles shifts rows; a gather may go over factors of its axis."""
+    written = JaxprCollective("reduce-scatter", ("fsdp",), 1, 1_000_000, frozenset({"llama.py:203"}))
+    shift = LedgerEntry(
+        "collective-permute", axes, 2, payload, 1, True, False, ("f32[1222,5120]",), "", "", op_name, True, ()
+    )
+    assert len(lint_unexpected_collectives([shift], [written])) == found
 
 
 def test_state_that_is_not_donated(mesh: Mesh) -> None:

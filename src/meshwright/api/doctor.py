@@ -66,7 +66,7 @@ def _checkpoint_bytes(run: str) -> int:
     """Returns the bytes of the checkpoints that a run keeps, and of the one that it writes meanwhile."""
     given = base_run([run]).run
     training = given.training
-    legal = dataclasses.replace(training, batch=training.microbatches)
+    legal = dataclasses.replace(training, batch=max(1, training.microbatches))
     model = dataclasses.replace(given.model, vocab=given.model.vocab or _VOCAB)
     placed = place_run(dataclasses.replace(given, model=model, training=legal, mesh=None), MeshShape())
     return int(checkpoint_bytes(placed)[0]) * (training.max_to_keep + 1)

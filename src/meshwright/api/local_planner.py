@@ -3,22 +3,32 @@
 import contextlib
 import dataclasses
 import json
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
+from meshwright.activity import activity
 from meshwright.analysis.compile import OutOfMemory, compiler_error
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, reason_of
 from meshwright.formatting import format_bytes
+from meshwright.hardware.mesh import build_mesh
+from meshwright.hardware.targets import Target
 from meshwright.planner.explain import memory_remedies
 from meshwright.planner.forecast import ForecastGap, StepForecast, forecast_gaps, forecast_step, local_target
-from meshwright.planner.search import machine_for, with_best_remat
+from meshwright.planner.search import machine_for, price_run, with_choices_that_fit
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.runs.run import Run
 from meshwright.step.device_memory import OutOfDeviceMemory, Room
-from meshwright.step.device_run import DeviceRun
+from meshwright.step.device_run import DeviceRun, place_on_devices
+from meshwright.step.train_step import CompiledTrainStep
 from meshwright.trainer.loop import Summary
+
+_NEAR = 0.9
+"""Planned fraction of the memory, with its fragmentation, from which the compiler decides whether a choice fits."""
 
 
 class LocalPlanner:
@@ -31,11 +41,41 @@ class LocalPlanner:
         """Hardware of the devices; None where nothing is known of them."""
 
     def choose(self, run: Run) -> Run:
-        """Returns the run with the remat policy and the pipeline schedule that are fastest, where they are `auto`."""
-        training = run.training
-        is_open = "auto" in (training.remat, training.pipeline_schedule, training.stage_saves)
-        known = local_target(self._devices, None) if is_open and self._devices[0].platform != "cpu" else None
-        return run if known is None else with_best_remat(run, known[0])
+        """Returns the run with the choices of the best plan on its mesh that fits, where it leaves them open.
+
+        A plan within 10 % of the memory that JAX has of a device is compiled before it is taken.
+        """
+        known = None if self._devices[0].platform == "cpu" else local_target(self._devices, None)
+        if known is None:
+            return run
+        limit = (self._devices[0].memory_stats() or {}).get("bytes_limit", math.inf) // 2**30 * 2**30
+        chip = known[0].chip
+        target = dataclasses.replace(
+            known[0], chip=dataclasses.replace(chip, hbm_bytes=min(chip.hbm_bytes, float(limit)))
+        )
+        return with_choices_that_fit(
+            run, target, lambda run: self._needed(run, target), lambda why: warnings.warn(why, stacklevel=1)
+        )
+
+    def _needed(self, run: Run, target: Target) -> float:
+        """Returns the bytes of a device by the compiler for a plan near the limit, 0 for others and where it fits."""
+        plan, available = price_run(run, target), target.chip.hbm_bytes
+        if plan.estimate.bytes * target.chip.fragmentation < _NEAR * available:
+            return 0.0
+        why = (
+            f"compiling {plan.name}, planned at {plan.estimate.bytes / available:.0%} of the memory, to see if it fits"
+        )
+        device_run = place_on_devices(plan.run, build_mesh(plan.mesh, list(self._devices)))
+        try:
+            with activity("compile", why, "compiled the step"):
+                CompiledTrainStep(device_run, device_run.abstract_batch)
+        except (OutOfDeviceMemory, jax.errors.JaxRuntimeError) as error:
+            if not isinstance(error, OutOfDeviceMemory):
+                refused = compiler_error(error)
+                return refused.required / refused.available * available if isinstance(refused, OutOfMemory) else 0.0
+            if error.needed and error.available:
+                return error.needed / error.available.bytes * available
+        return 0.0
 
     def forecast(self, placed: PlacedRun) -> StepForecast | None:
         """Predicts the step time; None where nothing is known of the devices."""

@@ -19,7 +19,7 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.formatting import format_bytes, parse_count
 from meshwright.hardware.targets import Target, expand_targets
-from meshwright.planner.explain import alternatives, batch_note, explain_mesh, notes, nothing_fits, offloading_note
+from meshwright.planner.explain import alternatives, batch_note, explain_mesh, notes, nothing_fits
 from meshwright.planner.offers import (
     CHIP_HOURS_PER_FAILURE,
     RESTART_MINUTES,
@@ -34,7 +34,7 @@ from meshwright.planner.offers import (
     read_prices,
 )
 from meshwright.planner.plan_file import prediction_json, write_plan
-from meshwright.planner.search import Plan, SearchResult, price_mesh, search, with_tokens_per_step
+from meshwright.planner.search import Plan, SearchResult, price_mesh, search, with_open_choices, with_tokens_per_step
 from meshwright.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Ranged, TimeLimit
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
@@ -110,8 +110,8 @@ class PlanOptions(OfferOptions, RunOptions):
     """Compile this many of the best plans for the hardware, and rank them by the compiled step."""
     tune: bool = False
     """Compile variants of the best plan (remat, dtypes, block sizes, compiler options) and keep what is faster."""
-    limit: TimeLimit = 900
-    """Most seconds for one compilation."""
+    limit: TimeLimit = 3600
+    """Most seconds of processor time for one compilation."""
     html: Path | None = None
     """Write one offline page: every plan by step time and memory, why each loses, the best on the hardware; with
     --compare the two side by side, and of several targets days against cost."""
@@ -173,10 +173,10 @@ class PlanOptions(OfferOptions, RunOptions):
         run = plans[0].run
         compared: tuple[Plan, ...] = ()
         for shape in map(MeshShape.parse, self.compare or ()):
-            best, smallest = price_mesh(run, found.target, shape)  # raises where there is neither
+            best, smallest = price_mesh(with_open_choices(run), found.target, shape)  # raises where there is neither
             compared += tuple(filter(None, (best or smallest,)))
         offer = make_offer(plans[0], parse_count(self.tokens, "--tokens"), self.market())
-        remarks = [*notes(run, found), *filter(None, [offloading_note(found)])]
+        remarks = notes(run, found)
 
         def report(best: Plan, sections: Sequence[Section] = ()) -> Report:
             lines = [f"{found.priced:,} plans priced in {took:.1f} s", *remarks]

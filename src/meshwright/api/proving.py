@@ -1,11 +1,14 @@
 """The verb `prove`: a step compiled for hardware, here or not, in a process of its own, read, and tuned."""
 
+import contextlib
 import dataclasses
 import functools
 import json
 import math
 import os
+import resource
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -52,7 +55,7 @@ from meshwright.hardware.targets import Target
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.explain import memory_remedies
 from meshwright.planner.plan_file import is_plan, read_plan, write_plan
-from meshwright.planner.search import Plan, machine_for, price_run, remat_policies, with_best_remat
+from meshwright.planner.search import Plan, machine_for, price_run, remat_policies, with_choices, with_choices_that_fit
 from meshwright.plugins import options_of_child
 from meshwright.ranges import PositiveInt, TimeLimit
 from meshwright.runs.placed_run import PlacedRun, place_run
@@ -81,6 +84,8 @@ from meshwright.views.run_tables import choices_facts, choices_to_json
 
 _COMPILES_FOR = "MESHWRIGHT_COMPILES_FOR"
 """Environment variable that marks a process that compiles, with its target."""
+_LONGER = 10
+"""Most time by the clock over that of the processor, where a compiler waits."""
 _COMPILER_EXIT = 1
 """Exit code of a process that its compiler ends; errors of this package have others."""
 _KEPT = 0.998
@@ -149,8 +154,8 @@ class ProveOptions(RunOptions):
     b200:256. A plan file names its own."""
     trace: Path | None = None
     """Write the simulated schedule as a trace for ui.perfetto.dev or chrome://tracing."""
-    limit: TimeLimit = 900
-    """Most seconds for compiling with --on."""
+    limit: TimeLimit = 3600
+    """Most seconds of processor time for compiling with --on."""
     step: Literal["train", "evaluate", "prefill", "decode"] = "train"
     """Program to compile; of prefill and decode, memory is shown."""
     decode_batch: PositiveInt = 8
@@ -202,9 +207,12 @@ class ProveOptions(RunOptions):
         if self.step in ("prefill", "decode"):
             return self._prove_decoding(devices, target)
         take = functools.partial(compile_step, devices=devices, target=target, step=self.step, fresh=self.fresh)
-        run = resolved_run(self.run, len(devices), target)
+        run = run_on_mesh(self.run, len(devices), target)
+        step: Callable[[], CompiledStep] = functools.partial(take, run)
+        if target is not None and self.step == "train":
+            run, step = compile_choices(run, target, take, lambda why: console.print(why, soft_wrap=True))
         try:
-            compiled = take(run)
+            compiled = step()
         except OutOfMemory as error:
             print_sections(console, _remedies(run, target, error.required - error.available))
             raise
@@ -311,10 +319,10 @@ class ProveOptions(RunOptions):
             raise unwritable(error.filename, error) from error
 
 
-def prove(plan: Plan | Run, on: str | None = None, *, limit: int = 900) -> Proof:
+def prove(plan: Plan | Run, on: str | None = None, *, limit: int = 3600) -> Proof:
     """Compiles a plan's train step for its machine with that machine's own compiler, in a process of its own.
 
-    on: the machine, for a Run.  limit: seconds that compiling may take.
+    on: the machine, for a Run.  limit: seconds of processor time that compiling may take.
     Needs libtpu, or NVIDIA's compiler (docs: Install), not the hardware. Raises ConfigError for a Run without `on`.
 
     Example:
@@ -374,39 +382,64 @@ def is_compiling_process(target: Target) -> bool:
 def compile_in_subprocess(target: Target, limit: int, words: Sequence[str], output: IO[str]) -> tuple[int, str]:
     """Runs `meshwright WORDS` in a process that compiles for `target`; returns its exit code and our own messages.
 
-    limit: most seconds.  output: file of its standard output. Raises CensusError where the compiler is missing, takes
-    too long or crashes; its log is kept in the cache, in a file that the error names.
+    limit: most seconds of processor time, and ten times as many by the clock, for a compiler that waits for ever.
+    output: file of its standard output. Raises CensusError where the compiler is missing, takes too long or crashes;
+    its log is kept in the cache, in a file that the error names.
     """
     require_compiler(target)
     log = default_cache_folder() / "proofs" / f"compiler-{os.getpid()}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     asked = f"compiling for {target}"
-    work = activity("compile", asked, f"compiled for {target}")
+    work = activity("compile", asked + _took_before(target), f"compiled for {target}")
     with work, log.open("w", encoding="utf-8") as errors:
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "meshwright", *words],
+            env={**os.environ, **compiler_environment(target), _COMPILES_FOR: str(target)},
+            stdout=output.fileno(),
+            stderr=errors,
+        )
+        # Busy machines and many cores change the time by the clock.
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            resource.prlimit(child.pid, resource.RLIMIT_CPU, (limit, limit + 1))
         try:
-            done = subprocess.run(
-                [sys.executable, "-P", "-m", "meshwright", *words],
-                env={**os.environ, **compiler_environment(target), _COMPILES_FOR: str(target)},
-                stdout=output.fileno(),
-                stderr=errors,
-                timeout=limit,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise CensusError(asked, f"it took more than {limit} s; its log is {log}", "a larger --limit") from error
+            code = child.wait(_LONGER * limit)
+        except subprocess.TimeoutExpired:
+            code = -signal.SIGXCPU
         except KeyboardInterrupt:
             log.unlink()
             raise
+        finally:
+            child.kill()
+            child.wait()
     text = log.read_text(encoding="utf-8")
-    if done.returncode < 0 or done.returncode == _COMPILER_EXIT or "Traceback (most recent call last)" in text:
+    if code == -signal.SIGXCPU:
+        truth = f"it took more than {limit} s of processor time; its log is {log}"
+        raise CensusError(asked, truth, f"--limit {2 * limit}")
+    if code < 0 or code == _COMPILER_EXIT or "Traceback (most recent call last)" in text:
         last = next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "it gave no message")
-        reason = signal.Signals(-done.returncode).name if done.returncode < 0 else last
+        reason = signal.Signals(-code).name if code < 0 else last
         raise CensusError(asked, f"the compiler failed: {reason}; its log is {log}", "another mesh or target")
     log.unlink()
     # Without a TPU or GPU the compilers warn about the machine; only this package's error, and what follows it, matter.
     lines = text.splitlines(keepends=True)
     first = next((i for i, line in enumerate(lines) if line.startswith("error:")), len(lines))
-    return done.returncode, "".join(lines[first:])
+    return code, "".join(lines[first:])
+
+
+def _took_before(target: Target) -> str:
+    """Says how long programs for the chip took to compile here; "" where none has been compiled."""
+    file = _timings(target)
+    taken = sorted(map(float, file.read_text(encoding="utf-8").split())) if file.is_file() else []
+    if not taken:
+        return ""
+    programs, middle = f"{len(taken)} program{'s' if len(taken) > 1 else ''}", statistics.median(taken)
+    took = f"took {taken[0]:.0f} to {taken[-1]:.0f} s of processor time here, {middle:.0f} in the middle"
+    return f" ({programs} for {target.chip.name} {took})"
+
+
+def _timings(target: Target) -> Path:
+    """File with the seconds of processor time of each program that was compiled for a chip."""
+    return default_cache_folder() / "proofs" / f"{target.chip.name.replace(' ', '-')}.seconds"
 
 
 def target_devices(target: Target) -> list[Any]:
@@ -475,9 +508,18 @@ def compile_step(
             return CompiledStep(device_run.placed, census_of(device_run), known, None)
     folder, undetermined = default_cache_folder() / "proofs", None
 
+    def compiled(device_run: DeviceRun) -> Census:
+        began = time.process_time()
+        try:
+            return census_of_train_step(device_run, target)
+        finally:
+            with _timings(target).open("a", encoding="utf-8") as taken:
+                taken.write(f"{time.process_time() - began:.0f}\n")
+
     def proved(device_run: DeviceRun) -> tuple[Path, Census]:
         file = folder / f"{cache_key(device_run, target)}.json"
-        return file, cached(file, Census, lambda: census_of_train_step(device_run, target), fresh)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return file, cached(file, Census, lambda: compiled(device_run), fresh)
 
     file, census = proved(device_run)
     if device_run.settled.fixes_bits:
@@ -488,14 +530,44 @@ def compile_step(
     return CompiledStep(device_run.placed, census, known, planned, undetermined, (file, fresh))
 
 
+def compile_choices(
+    run: Run, target: Target, take: Callable[[Run], CompiledStep], say: Say
+) -> tuple[Run, Callable[[], CompiledStep]]:
+    """Compiles the train step of a run with choices that fit the target, and others where those do not.
+
+    run: with its mesh.  take: compiles a run.  say: receives why a choice is given up.
+    Returns the run, and a function that returns its compiled step or raises the compiler's OutOfMemory.
+    """
+    compiled: dict[Run, CompiledStep | OutOfMemory] = {}
+
+    def needed(run: Run) -> float:
+        try:
+            compiled[run] = step = take(run)
+            return float(step.census.memory.compiled.live)
+        except OutOfMemory as error:
+            compiled[run] = error
+            return error.required
+
+    run = with_choices_that_fit(run, target, needed, say)
+
+    def result() -> CompiledStep:
+        found = compiled.get(run) or take(run)
+        if isinstance(found, OutOfMemory):
+            raise found
+        return found
+
+    return run, result
+
+
 def _check_arrays(run: Run, placed: PlacedRun) -> None:
     """Raises CensusError for a step with arrays that XLA's compiler for CPUs dies of, with SIGFPE (jaxlib 0.12.0)."""
     shape, width = placed.shape, placed.spec.width
-    batch, seq = run.training.batch // shape.over(BATCH_AXES), run.training.seq // (shape.context * shape.tensor)
-    batch //= run.training.microbatches
+    training = placed.run.training
+    batch, seq = training.batch // shape.over(BATCH_AXES), training.seq // (shape.context * shape.tensor)
+    batch //= training.microbatches
     elements = batch * seq * width
     if elements >= _LARGEST_ON_CPU:
-        parts = run.training.microbatches * 2 * math.ceil(elements / _LARGEST_ON_CPU)
+        parts = training.microbatches * 2 * math.ceil(elements / _LARGEST_ON_CPU)
         raise CensusError(
             f"compiling {run.name} on mesh {shape} for this CPU",
             f"a microbatch on a device has {batch} x {seq} x {width} = {elements:,} activations, and from 2^33 = "
@@ -504,13 +576,19 @@ def _check_arrays(run: Run, placed: PlacedRun) -> None:
         )
 
 
-def resolved_run(run: Run, devices: int, target: Target | None) -> Run:
-    """Returns the run with a mesh (FSDP over a target, the default one here), a vocabulary and a remat policy."""
+def run_on_mesh(run: Run, devices: int, target: Target | None) -> Run:
+    """Returns the run with a vocabulary and a mesh: FSDP over a target, the default one here."""
     if run.mesh is None:
         here = target is None and run.model.unit == "tokens"
         shape = default_mesh_shape(min(8, devices)) if here else MeshShape(fsdp=devices)
         run = dataclasses.replace(run, mesh=shape)
-    return with_vocab(run) if target is None else with_best_remat(with_vocab(run), target)
+    return with_vocab(run)
+
+
+def resolved_run(run: Run, devices: int, target: Target | None) -> Run:
+    """Returns the run with a vocabulary, a mesh, and for a target the choices of the best plan on it."""
+    run = run_on_mesh(run, devices, target)
+    return run if target is None else with_choices(run, target)
 
 
 def compile_decoding(

@@ -107,9 +107,9 @@ def scan_layers(
     int32, or a tree of such arrays.  remat: a row of REMAT_POLICIES.  unroll: layers per iteration, at least a period.
     Layers after the last complete period are one more iteration.
     """
-    bodies = [(stack, checkpoint_layer(layer, remat)) for stack, layer in period]
-    if len(bodies) == 1:
-        ((stack, body),) = bodies
+    if len(period) == 1:
+        ((stack, layer),) = period
+        body = checkpoint_layer(layer, remat)
         x, aux = jax.lax.scan(lambda x, rest: body(x, *rest), x, (stacked[stack], index[stack]), unroll=unroll)
         return x, {stack: aux}
     turns = collections.Counter(stack for stack, _ in period)
@@ -118,10 +118,10 @@ def scan_layers(
     periods = min(rows[stack] // count for stack, count in turns.items())
     left = {stack: rows[stack] - periods * count for stack, count in turns.items()}
     last = []
-    for stack, body in bodies:
+    for stack, layer in period:
         if left[stack]:
             left[stack] -= 1
-            last.append((stack, body))
+            last.append((stack, layer))
     assert not any(left.values()), f"{rows} rows are not periods of {dict(turns)} and a part of one"
 
     def scan(bodies: Sequence[Turn], x: Any, first: int, count: int) -> tuple[Any, dict[str, Any]]:
@@ -134,9 +134,13 @@ def scan_layers(
 
         def step(x: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
             outputs: dict[str, list[Any]] = {stack: [] for stack in here}
-            for stack, body in bodies:
-                i = len(outputs[stack])
-                x, aux = body(x, *jax.tree.map(lambda a, i=i: a[i], inputs[stack]))
+            for stack, layer in bodies:
+
+                def turn(x: Any, rows: Any, i: int = len(outputs[stack]), layer: Layer = layer) -> tuple[Any, Any]:
+                    return layer(x, *jax.tree.map(lambda a: a[i], rows))
+
+                # The layer's rows are taken inside: rows taken before would be saved, a copy of all parameters.
+                x, aux = checkpoint_layer(turn, remat)(x, inputs[stack])
                 outputs[stack].append(aux)
             return x, {stack: jax.tree.map(lambda *a: jnp.stack(a), *aux) for stack, aux in outputs.items()}
 
@@ -145,7 +149,7 @@ def scan_layers(
         return x, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
 
     outputs: list[dict[str, Any]] = []
-    for part, first, count in ((bodies, 0, periods), (last, periods, 1)):
+    for part, first, count in ((period, 0, periods), (last, periods, 1)):
         if part and count:
             x, aux = scan(part, x, first, count)
             outputs.append(aux)

@@ -231,31 +231,3 @@ def notes(run: Run, result: SearchResult) -> list[str]:
     target = result.target
     found = [batch_note(run, target), compare_batches(run, target, result), sharding_note(result)]
     return [note for note in found if note is not None]
-
-
-MORE_MEMORY = {"libtpu 0.0.52": (-0.02, 0.31), "libtpu 0.0.50.1": (0.11, 0.73)}
-"""Memory of compiled programs over the planned, less one: least and most of four programs that offload, from 3B on 16
-v5e to 405B on 1,024 v5p (docs/plan.md, 2026-11-23)."""
-
-
-def offloading_note(result: SearchResult) -> str | None:
-    """Says how far compiled programs that offload were from their plan, where the best plan does; None elsewhere."""
-
-    def offloads(plan: Plan) -> bool:
-        return plan.run.training.remat.startswith("offload")
-
-    def more(share: float) -> str:
-        return f"{abs(share):.0%} {'less' if share < 0 else 'more'}"
-
-    if not result.plans or not offloads(best := result.plans[0]):
-        return None
-    ranges = (f"{more(low)} to {more(high)} with {name}" for name, (low, high) in MORE_MEMORY.items())
-    note = (
-        "the best plan offloads activations, and four compiled programs that do needed another memory than planned: "
-        f"{', '.join(ranges)}; prove it"
-    )
-    other = next((plan for plan in result.plans if not offloads(plan)), None)
-    if other is None:
-        return note
-    slower = other.estimate.seconds / best.estimate.seconds - 1
-    return f"{note}, or take {other.name}, {slower:.1%} slower by plan"

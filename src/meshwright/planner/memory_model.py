@@ -60,9 +60,12 @@ def memory_by_category(settled: Settled, work: Work, in_flight: float) -> dict[s
     # Four programs for v5p have two of the three gradients of a layer's experts at once: so the plan is 0 to 8 % above
     # them, and 2 to 13 % with all three (docs/log.md). Programs for GPUs are on both sides of the plan with all three.
     unreduced = one_layer - (_first_reduced_elements(placed.layout) if settled.machine.on_tpu else 0.0)
-    layer = from_host + one_layer * 2 * compute + (0 if frozen else unreduced * reduce) + carried + inner
-    # One part of a stage at a time; without a pipeline it is the model.
-    part = _saved_bytes(placed, work, compute) * work.layers / placed.virtual_stages
+    # The layers of a period are one body of the loop: GPU programs gather all of them early and reduce them late.
+    together = 1 if settled.machine.on_tpu else placed.spec.period
+    weights_of_layer = one_layer * 2 * compute + (0 if frozen else unreduced * reduce)
+    layer = from_host + together * weights_of_layer + carried + inner
+    # One part of a stage at a time; without a pipeline it is the model. Rows without a layer are saved too.
+    part = _saved_bytes(placed, work, compute) * _rows(placed.layout)
     parts_kept = in_flight if keeps_stages(placed) else 0.0
     activations = part * (1 + parts_kept)
     if shape.stage > 1:
@@ -73,7 +76,8 @@ def memory_by_category(settled: Settled, work: Work, in_flight: float) -> dict[s
     result = {
         "parameters": param_bytes(placed.layout, training.param_dtype),
         "optimizer state": state_bytes(placed),
-        "gradients": sharded_elements(placed.layout)[1] * (4 if adds else max(param, reduce)),
+        "gradients": sharded_elements(placed.layout)[1] * (4 if adds else max(param, reduce))
+        + (param * _added_late(placed) if adds else 0.0),
         "activations": activations,
         "gathered weights": weights,
         "one layer" if layer > loss else "loss and its table": max(layer, loss),
@@ -153,7 +157,33 @@ def kept_bytes(placed: PlacedRun, work: Work) -> float:
     compute = jnp.dtype(training.compute_dtype).itemsize
     everything_kept = REMAT_POLICIES[training.remat].saved is None
     weights = compute * _gathered_elements(placed.layout)[1] if everything_kept else 0.0
-    return _saved_bytes(placed, work, compute) * work.layers + weights
+    return _saved_bytes(placed, work, compute) * _rows(placed.layout) * placed.virtual_stages + weights
+
+
+@functools.lru_cache(maxsize=4096)
+def _rows(layout: ModelLayout) -> float:
+    """Rows of one part of a pipeline stage, of all stacks; without a pipeline the layers of the model."""
+    spec = layout.spec
+    if layout.shape.stage == 1:
+        return float(len(spec.layers) + len(spec.further))
+    return float(sum(layout.stages.rows(spec.layers_of(stack)).shape[-1] for stack in spec.stacks))
+
+
+def _added_late(placed: PlacedRun) -> float:
+    """Elements on a device of gradients of one microbatch that are there at once, before they are added to the sum.
+
+    In a pipeline they are those of a part. Elsewhere references add each layer's in place, but not in another type, and
+    not those of layers that take turns, whose stack has another shape in the loop over periods.
+    """
+    layout = placed.layout
+    if layout.shape.stage == 1 and layout.spec.period == 1 and placed.run.training.param_dtype == "float32":
+        return 0.0
+    stacked = sum(
+        p.size / layout.shape.over(axes_of(where.at_rest))
+        for _, p, where in layout.leaves
+        if "L" in p.dims and not p.frozen
+    )
+    return stacked / placed.virtual_stages
 
 
 @functools.lru_cache(maxsize=4096)

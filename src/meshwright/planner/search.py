@@ -11,18 +11,18 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshwright.config import ContextStrategy, MeshShape, Remat, StageSaves
 from meshwright.errors import ConfigError, divisors
-from meshwright.formatting import Shown
+from meshwright.formatting import Shown, format_bytes
 from meshwright.hardware.targets import Target, parse_target
 from meshwright.models.model import Model
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.planner.estimate import Estimate, estimate, with_remat
 from meshwright.runs.checks import check_sizes
-from meshwright.runs.placed_run import PlacedRun, place_run
+from meshwright.runs.placed_run import PlacedRun, place_run, with_safe_choices
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES, find_layout
 from meshwright.sharding.params import named_leaves
@@ -51,7 +51,11 @@ REMAT_ORDER: tuple[Remat, ...] = (
 STAGE_SAVES: tuple[StageSaves, ...] = ("layers", "input")
 """What a pipeline stage may save, from that which recomputes less."""
 OFFLOADING = tuple(name for name in REMAT_ORDER if REMAT_POLICIES[name].offloaded)
-"""Remat policies that use the memory of the host."""
+"""Remat policies that use the memory of the host. They run where they are named and are never chosen: four compiled
+programs needed up to 31 % more memory than planned with libtpu 0.0.52 and 11 to 73 % more with 0.0.50.1 (docs/log.md).
+"""
+CHOSEN_REMAT = tuple(name for name in REMAT_ORDER if name not in OFFLOADING)
+"""Remat policies that are chosen from."""
 _SLOWER = 1.5
 """Step time over that of the best plan above which the remaining remat policies of a mesh, all slower, are skipped."""
 
@@ -137,7 +141,7 @@ def check_size(shape: MeshShape, target: Target) -> None:
 
 def _split_sizes(run: Run, axis: str) -> list[tuple[str, int]]:
     """Returns letter and size of the parameter dimensions over a mesh axis, without the vocabulary, which is padded."""
-    table = find_layout(run.layout).table
+    table = find_layout(with_safe_choices(run).layout).table
     return [
         (letter, size)
         for param in named_leaves(run.model.params()).values()
@@ -206,27 +210,31 @@ def _across_slices(shape: MeshShape, target: Target) -> MeshShape | None:
 
 
 def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
-    """Yields the run on a mesh with each pipeline schedule and number of microbatches worth pricing."""
+    """Yields the run on a mesh with each pipeline schedule and number of microbatches worth pricing.
+
+    What the run names is kept: its layout, microbatches, schedule, and the virtual stages of that schedule. Without a
+    pipeline the microbatches stay open.
+    """
     run = dataclasses.replace(run, mesh=shape)
-    if shape.context > 1:
+    training, layers = run.training, len(run.model.spec().layers)
+    if shape.context > 1 and training.context_strategy == "auto":
         run = _with_training(run, context_strategy=_context_strategy(run, shape))
-    training = run.training
     if shape.stage == 1:
-        yield _with_training(run, microbatches=1)
+        yield run
         return
     # Instead of `fsdp`, a pipeline's replicas share the optimizer state too (`zero1`): they sum their gradients after
     # the last microbatch in either layout, and a reduce-scatter and an all-gather send no more than the all-reduce.
-    if run.layout == "fsdp" and shape.data > 1:
+    if run.layout == "auto" and shape.data > 1:
         run = dataclasses.replace(run, layout="zero1")
     local_batch = max(1, training.batch // shape.over(BATCH_AXES))
     counts = [m for m in divisors(local_batch) if shape.stage <= m <= _MAX_MICROBATCHES]
-    counts = counts or [min(local_batch, shape.stage)]
-    chosen = sorted({min(counts, key=lambda m: abs(m - k * shape.stage)) for k in (2, 4, 8)})
-    for microbatches in chosen:
-        for schedule in dict.fromkeys((*SCHEDULES_TRIED, training.pipeline_schedule)):
-            if schedule == "auto":
-                continue
-            for virtual_stages in _virtual_stages(schedule, shape.stage, len(run.model.spec().layers)):
+    counts = [training.microbatches] if training.microbatches else counts or [min(local_batch, shape.stage)]
+    named = training.pipeline_schedule
+    for microbatches in sorted({min(counts, key=lambda m: abs(m - k * shape.stage)) for k in (2, 4, 8)}):
+        for schedule in SCHEDULES_TRIED if named == "auto" else (named,):
+            for virtual_stages in (
+                _virtual_stages(schedule, shape.stage, layers) if named == "auto" else [training.virtual_stages]
+            ):
                 yield _with_training(
                     run, microbatches=microbatches, pipeline_schedule=schedule, virtual_stages=virtual_stages
                 )
@@ -269,8 +277,13 @@ def price_placed(placed: PlacedRun, target: Target) -> Plan:
 
 
 def stage_saves_of(placed: PlacedRun) -> tuple[StageSaves, ...]:
-    """Returns what the stages of a run can save: with frozen weights only inputs."""
-    return ("input",) if placed.run.finetune.method == "lora" else STAGE_SAVES
+    """Returns what the stages of a run can save: with frozen weights or a split backward pass only inputs."""
+    if placed.run.finetune.method == "lora":
+        return ("input",)
+    if placed.run.training.pipeline_schedule in SCHEDULES_TRIED:  # none of them splits it
+        return STAGE_SAVES
+    with_inputs = with_remat(placed, placed.run.training.remat, stage_saves="input")
+    return ("input",) if with_inputs.schedule_table.splits_backward else STAGE_SAVES
 
 
 def remat_policies(target: Target, stage_saves: StageSaves | None = None) -> tuple[Remat, ...]:
@@ -312,6 +325,20 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
     return search_model(run.model, run, target, include)
 
 
+def with_open_choices(run: Run) -> Run:
+    """Returns the run with everything left open that a plan chooses."""
+    run = dataclasses.replace(run, layout="auto" if run.layout == "fsdp" else run.layout)
+    return _with_training(
+        run,
+        remat="auto",
+        saved_layers=0,
+        microbatches=0,
+        pipeline_schedule="auto",
+        stage_saves="auto",
+        context_strategy="auto",
+    )
+
+
 @functools.singledispatch
 def search_model(model: Model, run: Run, target: Target, include: tuple[MeshShape, ...]) -> SearchResult:
     """Ranks the plans of a model family; another kind of model registers its own function (`wrapped`)."""
@@ -319,11 +346,16 @@ def search_model(model: Model, run: Run, target: Target, include: tuple[MeshShap
     too_large: list[Plan] = []
     refused: dict[str, str] = {}
     priced, fastest = 0, math.inf
+    # A schedule that is named is priced besides those that are always tried.
+    named, runs = run.training.pipeline_schedule, [with_open_choices(run)]
+    if named not in ("auto", *SCHEDULES_TRIED):
+        runs.append(_with_training(runs[0], pipeline_schedule=named, virtual_stages=run.training.virtual_stages))
     # Meshes without a pipeline first: they are far fewer, and their best time prunes the others.
     candidates = dict.fromkeys([*candidate_meshes(run, target), *include])
     for shape in sorted(candidates, key=lambda shape: (shape.stage, shape.tensor * shape.context)):
         without_bubble: dict[tuple[int, str], float] = {}
-        for scheduled in candidate_schedules(run, shape):
+        tried = runs if shape.stage > 1 else runs[:1]
+        for scheduled in itertools.chain.from_iterable(candidate_schedules(run, shape) for run in tried):
             # More virtual stages make the bubble smaller, and nothing else.
             schedule = (scheduled.training.microbatches, scheduled.training.pipeline_schedule)
             if shape not in include and without_bubble.get(schedule, 0.0) > fastest:
@@ -334,19 +366,32 @@ def search_model(model: Model, run: Run, target: Target, include: tuple[MeshShap
             priced += found.priced
             if found.best is not None:
                 plans.append(found.best)
-                fastest = min(fastest, found.seconds)
+                # A plan without room may be the only one that fits: it prunes by more than those with room.
+                fastest = min(fastest, found.best.estimate.seconds * (1.0 if is_roomy(found.best) else _SLOWER))
             elif found.smallest is not None:
                 too_large.append(found.smallest)
-    plans.sort(key=lambda plan: plan.estimate.seconds)
+    plans.sort(key=preference)
     too_large.sort(key=lambda plan: plan.estimate.bytes)
     return SearchResult(target, tuple(plans), tuple(too_large), refused, priced)
 
 
+def is_roomy(plan: Plan) -> bool:
+    """Returns whether a plan that fits leaves the compiler the memory that it needs to be as fast as priced."""
+    return plan.estimate.bytes <= plan.target.chip.roomy_bytes
+
+
+def preference(plan: Plan) -> tuple[bool, float]:
+    """Sorts plans that fit: those with room first, the fastest first."""
+    return not is_roomy(plan), plan.estimate.seconds
+
+
 @dataclasses.dataclass
 class _MeshSearch:
+    run: Run
+    """With its mesh and pipeline schedule; what else it names is kept."""
     target: Target
     best: Plan | None = None
-    """Fastest plan that fits."""
+    """Plan that fits and is preferred to all others."""
     smallest: Plan | None = None
     """Plan that needs least memory of those that do not fit."""
     priced: int = 0
@@ -355,8 +400,8 @@ class _MeshSearch:
 
     @property
     def seconds(self) -> float:
-        """Step time of the best plan; infinity without one."""
-        return math.inf if self.best is None else self.best.estimate.seconds
+        """Step time of the best plan; infinity without one that has room."""
+        return math.inf if self.best is None or not is_roomy(self.best) else self.best.estimate.seconds
 
     def price(self, placed: PlacedRun, limit: float) -> float:
         """Prices the remat policies of a placed run; returns the shortest step of any, whether it fits or not.
@@ -364,18 +409,31 @@ class _MeshSearch:
         limit: seconds above which the policies after the first, which is the fastest on most runs, are left out.
         """
         plans: list[Plan] = []
-        for saves in stage_saves_of(placed) if placed.shape.stage > 1 else (None,):
-            for remat in remat_policies(self.target, saves):
-                plans.append(self._add(with_remat(placed, remat, stage_saves=saves)))
+        for saves in self._stage_saves(placed):
+            for remat, layers in self._remat(saves):
+                plans.append(self._add(with_remat(placed, remat, layers, saves)))
                 if plans[0].estimate.seconds > limit:
                     break
         saving = next((plan.estimate.seconds for plan in plans if plan.run.training.remat == "projections"), math.inf)
-        for plan in plans:
+        for plan in plans if self.run.training.remat == "auto" else ():
             # Some layers saved: between the policy's time and that of `projections`.
             if plan.estimate.fits and saving < min(self.seconds, plan.estimate.seconds):
                 self._take(with_saved_layers(plan))
                 self.priced += 2
-        return min(plan.estimate.seconds for plan in plans)
+        return min((plan.estimate.seconds for plan in plans), default=math.inf)
+
+    def _stage_saves(self, placed: PlacedRun) -> tuple[StageSaves | None, ...]:
+        if placed.shape.stage == 1:
+            return (None,)
+        named = self.run.training.stage_saves
+        return stage_saves_of(placed) if named == "auto" else (named,)
+
+    def _remat(self, saves: StageSaves | None) -> list[tuple[Remat, int]]:
+        """Returns the policies to price, each with its layers saved."""
+        training = self.run.training
+        if training.remat == "auto":
+            return [(name, 0) for name in CHOSEN_REMAT]
+        return [] if saves == "layers" and training.remat in OFFLOADING else [(training.remat, training.saved_layers)]
 
     def _add(self, placed: PlacedRun) -> Plan:
         plan = price_placed(placed, self.target)
@@ -388,7 +446,7 @@ class _MeshSearch:
         return plan
 
     def _take(self, plan: Plan) -> None:
-        if plan.estimate.seconds < self.seconds:
+        if self.best is None or preference(plan) < preference(self.best):
             self.best = plan
 
 
@@ -397,9 +455,12 @@ def _best_of_mesh(scheduled: Run, target: Target, refused: dict[str, str], limit
 
     refused: receives the trainer's error by mesh. limit: seconds above which pricing stops.
     """
-    result = _MeshSearch(target)
-    shape, training = scheduled.mesh or MeshShape(), scheduled.training
-    for microbatches in [training.microbatches] if shape.stage > 1 else accumulation_counts(scheduled, shape):
+    result, shape, named = (
+        _MeshSearch(scheduled, target),
+        scheduled.mesh or MeshShape(),
+        scheduled.training.microbatches,
+    )
+    for microbatches in [named] if named else accumulation_counts(scheduled, shape):
         try:
             placed = place_run(_with_training(scheduled, microbatches=microbatches, remat="full", saved_layers=0))
         except ConfigError as error:
@@ -411,14 +472,14 @@ def _best_of_mesh(scheduled: Run, target: Target, refused: dict[str, str], limit
 
 
 def price_mesh(run: Run, target: Target, shape: MeshShape) -> tuple[Plan | None, Plan | None]:
-    """Returns the fastest plan on one mesh that fits, and of those that do not the one that needs least memory.
+    """Returns the best plan on one mesh that fits, and of those that do not the one that needs least memory.
 
-    Raises ConfigError where the trainer refuses the mesh.
+    What the run names is kept. Raises ConfigError where the trainer refuses the mesh.
     """
     refused: dict[str, str] = {}
     found = [_best_of_mesh(scheduled, target, refused, math.inf) for scheduled in candidate_schedules(run, shape)]
     fitting, misses = [f.best for f in found if f.best], [f.smallest for f in found if f.smallest]
-    best = min(fitting, key=lambda plan: plan.estimate.seconds, default=None)
+    best = min(fitting, key=preference, default=None)
     smallest = min(misses, key=lambda plan: plan.estimate.bytes, default=None)
     if best is None and smallest is None:
         place_run(run, shape)
@@ -432,9 +493,9 @@ def variants(run: Run, target: Target, shape: MeshShape) -> tuple[Plan, list[tup
 
     Returns the plan and (command-line option, plan with it). Variants that the trainer refuses are left out.
     """
-    run = dataclasses.replace(run, mesh=shape)
-    base = price_run(run, target)
-    policies = [name for name in remat_policies(target) if name != run.training.remat]
+    base = price_run(dataclasses.replace(run, mesh=shape), target)
+    run = base.run
+    policies = [name for name in CHOSEN_REMAT if name != run.training.remat]
     changed = [(f"--training.remat {name}", _with_training(run, remat=name)) for name in policies]
     for microbatches in (2 * run.training.microbatches, 4 * run.training.microbatches):
         changed.append((f"--training.microbatches {microbatches}", _with_training(run, microbatches=microbatches)))
@@ -465,35 +526,58 @@ def with_tokens_per_step(run: Run, tokens: int) -> Run:
     return _with_training(run, batch=batch)
 
 
-def with_best_remat(run: Run, target: Target) -> Run:
-    """Returns the run with the choices of the shortest predicted step that fits, where it leaves them open (`auto`).
+def with_choices(run: Run, target: Target) -> Run:
+    """Returns the run with the choices of the best plan on its mesh, where it leaves them open (`auto`, 0).
 
-    Chosen are the remat policy and, with pipeline stages, the schedule and what a stage saves. Where nothing fits they
-    are those that need least memory. Raises ConfigError where the run does not fit its mesh.
+    They are the remat policy with its saved layers, the microbatches, the strategy of `context`, and with pipeline
+    stages the schedule, what a stage saves, and the layout. Where nothing fits they are those that need least memory.
+    Raises ConfigError where the run does not fit its mesh.
     """
-    training = run.training
-    staged = run.mesh is not None and run.mesh.stage > 1
-    if training.remat != "auto" and not (staged and "auto" in (training.pipeline_schedule, training.stage_saves)):
+    shape, training = run.mesh or MeshShape(), run.training
+    names = ["microbatches", "remat", *(["context_strategy"] if shape.context > 1 else [])]
+    names += ["pipeline_schedule", "stage_saves"] if shape.stage > 1 else []
+    left_open = [name for name in names if getattr(training, name) in ("auto", 0)]
+    # No policies are known for a model without known layers.
+    if not left_open or not run.model.spec().layers:
         return run
-    scheduled = _with_schedules(run)
-    if not scheduled[0].spec.layers:  # no policies are known for a model without known layers
-        return run
-    plans = [
-        price_placed(with_remat(placed, remat, training.saved_layers if remat == training.remat else 0, saves), target)
-        for placed in scheduled
-        for saves in (_stage_saves(placed) if staged and training.stage_saves == "auto" else (None,))
-        for remat in remat_policies(target, saves or placed.run.training.stage_saves)
-        if remat == training.remat or training.remat == "auto"
-    ]
-    roomy = [plan for plan in plans if plan.estimate.bytes <= target.chip.roomy_bytes]
-    fitting = [plan for plan in roomy or plans if plan.estimate.fits]
-    if training.remat == "auto":
-        fitting = [with_saved_layers(plan) for plan in fitting]
-    best = min(fitting, key=lambda plan: plan.estimate.seconds, default=None)
-    best = best or min(plans, key=lambda plan: plan.estimate.bytes)
-    chosen = best.run.training
-    names = ("remat", "saved_layers", *(("pipeline_schedule", "stage_saves") if staged else ()))
-    return _with_training(run, **{name: getattr(chosen, name) for name in names})
+    best, smallest = price_mesh(run, target, shape)
+    plan = best or smallest
+    assert plan is not None  # price_mesh raises where there is neither
+    left_open += [name for of, name in _WITH.items() if of in left_open]
+    layout = plan.run.layout if shape.stage > 1 else run.layout
+    chosen = {name: getattr(plan.run.training, name) for name in left_open}
+    return _with_training(dataclasses.replace(run, layout=layout), **chosen)
+
+
+_WITH = {"remat": "saved_layers", "pipeline_schedule": "virtual_stages"}
+"""Choice -> field that is chosen with it."""
+_TRIES = 3
+"""Most choices of a run that are compiled."""
+
+
+def with_choices_that_fit(run: Run, target: Target, needed: Callable[[Run], float], say: Callable[[str], None]) -> Run:
+    """Returns the run with the choices of `with_choices`, or those after them, that fit as compiled.
+
+    needed: bytes of a device that a compiled run needs.  say: receives why a choice is given up.
+    After a choice that does not fit the next is planned for as much less memory as it needed more; the third is the
+    last, whether it fits or not.
+    """
+    room, available = target, target.chip.hbm_bytes
+    for tried in range(1, _TRIES + 1):
+        chosen = with_choices(run, room)
+        if chosen == run:  # nothing is left open
+            return run
+        compiled = needed(chosen)
+        if compiled <= available or tried == _TRIES:
+            return chosen
+        plan = price_run(chosen, target)
+        less = room.chip.hbm_bytes * available / compiled
+        say(
+            f"{plan.name} does not fit: planned {format_bytes(plan.estimate.bytes)}, compiled {format_bytes(compiled)} "
+            f"of {format_bytes(available)}; planning for {format_bytes(less)} instead"
+        )
+        room = dataclasses.replace(room, chip=dataclasses.replace(room.chip, hbm_bytes=less))
+    raise AssertionError("the last choice is returned")
 
 
 _MACHINES = ("v5p:2x2x1", "v5p:2x2x4", "v5p:4x4x4", "v5p:4x4x8", "v5p:8x8x8", "v5p:8x8x16", "v5p:8x16x16")
@@ -509,22 +593,6 @@ def machine_for(run: Run) -> str:
         target = parse_target(name)
         with contextlib.suppress(ConfigError):
             placed = dataclasses.replace(run, model=model, mesh=MeshShape(fsdp=target.devices))
-            if price_run(with_best_remat(placed, target), target).estimate.fits:
+            if price_run(with_choices(placed, target), target).estimate.fits:
                 return name
     return _MACHINES[-1]
-
-
-def _stage_saves(placed: PlacedRun) -> tuple[StageSaves, ...]:
-    """Returns what the stages of a run can save; a split backward pass starts from the stage's input."""
-    with_inputs = with_remat(placed, placed.run.training.remat, stage_saves="input")
-    return ("input",) if with_inputs.schedule_table.splits_backward else stage_saves_of(placed)
-
-
-def _with_schedules(run: Run) -> list[PlacedRun]:
-    """Returns the run placed with each schedule that `auto` chooses from; one that needs more layers is left out."""
-    placed = [place_run(run)]
-    if placed[0].shape.stage > 1 and run.training.pipeline_schedule == "auto":
-        for schedule in SCHEDULES_TRIED[1:]:
-            with contextlib.suppress(ConfigError):
-                placed.append(place_run(_with_training(run, pipeline_schedule=schedule)))
-    return placed

@@ -22,7 +22,7 @@ def shrink(run: Run, shape: MeshShape, steps: int) -> Run:
     not fit its own mesh.
     """
     placed = place_run(run, run.mesh or MeshShape())
-    training = run.training
+    training = placed.run.training
     parts = shape.stage * (placed.virtual_stages if shape.stage > 1 else 1)
     layers = len(placed.spec.layers)
     layers = parts + layers % parts if parts > 1 else min(2, layers)

@@ -160,15 +160,14 @@ def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
     sizes, and where two features of the run do not go together.
     """
     check_sizes(run)
-    return place_model(run.model, run, shape or run.mesh or MeshShape())
+    return place_model(run.model, with_safe_choices(run), shape or run.mesh or MeshShape())
 
 
 @functools.singledispatch
 def place_model(model: Model, run: Run, shape: MeshShape) -> PlacedRun:
     """Places a run of a model family; another kind of model registers its own function (`wrapped`)."""
-    open_choices = {name: value for name, value in _SAFE.items() if getattr(run.training, name) == "auto"}
-    training = dataclasses.replace(run.training, **open_choices)
-    run = dataclasses.replace(run, training=training, mesh=shape)
+    training = run.training
+    run = dataclasses.replace(run, mesh=shape)
     for check in (check_batch, check_saved, check_fine_tuning, check_sequence):
         check(run, shape)
     vocab_size(run.model)
@@ -192,8 +191,25 @@ def place_model(model: Model, run: Run, shape: MeshShape) -> PlacedRun:
     return PlacedRun(run, layout)
 
 
-_SAFE: dict[str, Any] = {"remat": "full", "stage_saves": "input", "pipeline_schedule": "1f1b"}
-"""Values of options still `auto` here: where the chip is known, the planner has chosen before."""
+_SAFE: dict[str, Any] = {
+    "microbatches": 1,
+    "remat": "full",
+    "stage_saves": "input",
+    "pipeline_schedule": "1f1b",
+    "context_strategy": "ring",
+}
+"""Values of options still open here: where the chip is known, the planner has chosen before (`with_choices`)."""
+
+
+def with_safe_choices(run: Run) -> Run:
+    """Returns the run with choices that hold on any chip, where it leaves them open (`auto`, no microbatches).
+
+    The remat policy of a wrapped model stays: there `auto` is a policy of its own.
+    """
+    names = _SAFE if run.model.unit == "tokens" else ("microbatches",)
+    chosen = {name: _SAFE[name] for name in names if getattr(run.training, name) in ("auto", 0)}
+    layout = "fsdp" if run.layout == "auto" else run.layout
+    return dataclasses.replace(run, layout=layout, training=dataclasses.replace(run.training, **chosen))
 
 
 def _schedules() -> ModuleType:

@@ -37,8 +37,9 @@ class Run(Shown, Ranged):
     """Model family and its configuration."""
     mesh: Annotated[MeshShape | None, _MESH] = None
     """Degrees of the mesh axes; None uses all devices found."""
-    layout: str = "fsdp"
-    """Layout of tensors on the mesh: fsdp, zero1, or module:attribute of a `Layout`."""
+    layout: str = "auto"
+    """Layout of tensors on the mesh: fsdp, zero1, or module:attribute of a `Layout`. `auto` is fsdp, and zero1 for
+    pipelines with `data` on a known chip."""
     fsdp_min_size: Annotated[NonNegativeInt, tyro.conf.Fixed] = 2**12
     """Parameters of fewer elements (per layer) are not sharded over `fsdp`."""
     training: Training = Training()
