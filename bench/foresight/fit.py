@@ -1,6 +1,6 @@
 """Fits the constants of hardware/chips.toml and other_programs.py: `python bench/foresight/fit.py`.
 
-It uses half of the published rows, every other row of each chip in the order of the file. Each constant moves in small
+It uses the rows whose id has an even hash. Each constant moves in small
 steps while the mean absolute logarithm of predicted over measured step time falls.
 """
 
@@ -60,12 +60,7 @@ def family_of(row: Row) -> str:
 
 def halves(rows: list[Row]) -> tuple[list[Row], list[Row]]:
     """Splits the rows into those to fit on and those to validate on."""
-    by_chip: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        by_chip[row.target.name].append(row)
-    fitted = [row for group in by_chip.values() for row in group[::2]]
-    ids = {row.id for row in fitted}
-    return fitted, [row for row in rows if row.id not in ids]
+    return [row for row in rows if row.is_fitted], [row for row in rows if not row.is_fitted]
 
 
 def current() -> dict[Constant, float]:

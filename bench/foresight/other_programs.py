@@ -35,6 +35,7 @@ SOFTWARE = {
             "Megatron-Core", free_running, tensor_overlap=1.3, overlaps_experts=True, experts_in_low_precision=True
         ),
         Software("Megatron-LM", free_running, UNFUSED, elementwise=1.5, tensor_overlap=0.0),
+        Software("vTrain", free_running, UNFUSED, elementwise=1.5, tensor_overlap=0.0),
         Software("torchtitan", free_running, FLASH2, elementwise=2.4, tensor_overlap=0.1),
         Software("PyTorch", free_running, TRITON, elementwise=2.8, overlap=0.3, tensor_overlap=0.0),
         Software("Meta", free_running, tensor_overlap=0.0),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from fit import FAMILIES, FITTED, current, error, family_of, halves
-from rows import Row, read_rows
+from rows import Row, read_rows, read_vtrain
 
 from meshwright.hardware.chips import Torus
 from meshwright.planner.estimate import Estimate, estimate
@@ -30,6 +30,12 @@ KINDS: dict[str, Callable[[Row], bool]] = {
     "bfloat16": lambda row: not is_low(row),
     "below bfloat16": lambda row: is_low(row),
     "pipeline or context": lambda row: row.placed.shape.stage > 1 or row.placed.shape.context > 1,
+    "hidden of 3072 and more": lambda row: row.placed.spec.width >= 3072,
+    "`expert` axis": lambda row: row.placed.shape.expert > 1,
+    "`tensor` axis": lambda row: row.placed.shape.tensor > 1,
+    "mxfp8": lambda row: row.placed.run.training.matmul_precision == "mxfp8",
+    "B200 and GB200": lambda row: family_of(row) == "b200",
+    "vTrain, 64 to 512 A100": lambda row: row.id.startswith("V-multi"),
 }
 
 
@@ -55,6 +61,31 @@ def spread(values: Iterable[float]) -> dict[str, float]:
         "rows": len(values), "median": statistics.median(absolute),
         "90th": absolute[min(len(absolute) - 1, int(0.9 * len(absolute)))], "bias": statistics.median(values),
     }  # fmt: skip
+
+
+def sweeps(rows: list[Row]) -> dict[str, list[Row]]:
+    """Returns the rows that differ in layout only, of each model, machine, batch, precision and program with several."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        training = row.placed.run.training
+        facts = (row.model, row.target, f"{training.batch} x {training.seq}", training.matmul_precision, row.system)
+        groups[" ".join(map(str, facts))].append(row)
+
+    def layouts(group: list[Row]) -> int:
+        runs = [row.placed.run for row in group]
+        return len({(run.mesh, run.training.microbatches, run.training.remat) for run in runs})
+
+    return {name: group for name, group in groups.items() if layouts(group) > 1}
+
+
+def regrets(rows: list[Row]) -> dict[str, tuple[int, float]]:
+    """Returns for each sweep its rows, and how much slower the layout predicted fastest is than the fastest."""
+    seconds = {name: predicted.seconds for name, (_, predicted, _) in results_of(rows).items()}
+    result = {}
+    for name, group in sweeps(rows).items():
+        chosen = min(group, key=lambda row: seconds[row.id])
+        result[name] = (len(group), chosen.measured / min(row.measured for row in group) - 1)
+    return result
 
 
 def without_the_chip(rows: list[Row]) -> dict[str, float]:
@@ -112,6 +143,10 @@ def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
     for kind, chosen in KINDS.items():
         for half, name in ((rows, "both halves"), (fitted, "fitted half"), (other, "other half")):
             add(f"{kind}, {name}", filter(chosen, half), errors)
+    small = read_vtrain("V-single")
+    predictions = {name: found for name, (_, _, found) in results_of(small).items()}
+    add("vTrain's predictions for 2 to 8 A100, fitted half", halves(small)[0], predictions)
+    add("vTrain's predictions for 2 to 8 A100, other half", halves(small)[1], predictions)
     left_out = without_the_chip(rows)
     for kind, chosen in KINDS.items():
         add(f"{kind}, without the chip's own rows", filter(chosen, rows), left_out)

@@ -1,11 +1,14 @@
 """Published training measurements as placed runs: model, hardware, mesh, batch and remat policy of each row.
 
 `published.csv` holds the figures that reports, benchmark pages and logs print of their training runs. A row is priced
-where it gives everything that a plan needs; every other row has its reason.
+where it gives everything that a plan needs; every other row has its reason. `vtrain.csv` is every second row of the two
+tables of VIA-Research/vTrain, data/ (arXiv:2312.12391; the repository has no licence file, the figures are facts): `V-multi`
+were measured, `V-single` are that program's own predictions (`read_vtrain`).
 """
 
 import csv
 import dataclasses
+import hashlib
 import math
 import re
 from pathlib import Path
@@ -16,8 +19,11 @@ from meshwright.config import MeshShape, Training
 from meshwright.errors import MeshwrightError
 from meshwright.hardware.targets import Target, parse_target
 from meshwright.models.families.deepseek import Deepseek
+from meshwright.models.families.gpt2 import Gpt2
+from meshwright.models.families.gpt_oss import GptOss
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.mixtral import Mixtral
+from meshwright.models.model import Model
 from meshwright.models.quantisation import MatmulPrecision
 from meshwright.planner.software import Software
 from meshwright.runs.placed_run import PlacedRun, place_run
@@ -28,6 +34,7 @@ from meshwright.sharding.params import count_params
 from meshwright.sharding.placement import Layout
 
 FILE = Path(__file__).with_name("published.csv")
+VTRAIN = Path(__file__).with_name("vtrain.csv")
 NVFP4 = MatmulPrecision("nvfp4", "e2m1 in blocks of 16", "nvfp4", "mx", gradient="float8_e4m3fn", block=16)
 """Precision of some published runs, which no run of this package can have."""
 ZERO1 = Layout(
@@ -100,9 +107,14 @@ class Row:
     memory: float | None
     """Published peak bytes of a device."""
 
+    @property
+    def is_fitted(self) -> bool:
+        """Whether constants may be fitted on the row: the hash of its id is even."""
+        return hashlib.sha256(self.id.encode()).digest()[0] % 2 == 0
+
 
 def read_rows() -> tuple[list[Row], dict[str, str]]:
-    """Returns the rows that can be priced, and the reason for each of the others by its id."""
+    """Returns the measured rows that can be priced, and the reason for each of the others by its id."""
     rows, left_out = [], {}
     with FILE.open(encoding="utf-8") as opened:
         for row in csv.DictReader(opened):
@@ -110,7 +122,44 @@ def read_rows() -> tuple[list[Row], dict[str, str]]:
                 rows.append(read_row(row))
             except NotPriced as reason:
                 left_out[row["id"]] = str(reason)
-    return rows, left_out
+    return rows + read_vtrain("V-multi"), left_out
+
+
+def read_vtrain(table: str) -> list[Row]:
+    """Reads one table of vTrain: `V-multi`, Megatron on 64 to 512 A100, or `V-single`, 2 to 8 A100.
+
+    V-single is no measurement: over microbatches, layers and replicas its times are sums to 13 us at the median, as
+    vTrain composes them from the operators of one traced layer (src/predictor.py). It has that program's meaning: no
+    recomputation on the last stage, so none without a pipeline, and a vocabulary of 50257. Megatron recomputed whole
+    layers (config/validation, `use_checkpoint`) and pads the vocabulary.
+    """
+    with VTRAIN.open(encoding="utf-8") as opened:
+        return [_vtrain_row(row) for row in csv.DictReader(opened) if row["id"].startswith(table)]
+
+
+def _vtrain_row(row: dict[str, str]) -> Row:
+    measured = row["id"].startswith("V-multi")
+    size = {key: int(row[key]) for key in row if key not in ("id", "seconds")}
+    mesh = MeshShape(stage=size["stage"], data=size["data"], tensor=size["tensor"])
+    multiple = 128 * mesh.tensor
+    model = Gpt2(
+        vocab=-(-50257 // multiple) * multiple if measured else 50257, width=size["hidden"], layers=size["layers"],
+        heads=size["heads"], positions=size["seq"],
+    )  # fmt: skip
+    training = Training(
+        batch=size["global_batch"], seq=size["seq"], logits_mib=_WHOLE_LOGITS, param_dtype="bfloat16",
+        microbatches=size["global_batch"] // (size["data"] * size["micro_batch"]), reduce_dtype="bfloat16",
+        remat="full" if measured or mesh.stage > 1 else "none", stage_saves="layers", pipeline_schedule="1f1b",
+    )  # fmt: skip
+    target = parse_target(f"a100:{size['gpus']}")
+    # 800 Gbit/s per node (config/validation, `inter_node_bandwidth`).
+    target = dataclasses.replace(target, chip=dataclasses.replace(target.chip, network_bandwidth=100e9 / 8))
+    placed = place_run(Run(model=model, mesh=mesh, training=training, name=row["id"], fsdp_min_size=2**20), mesh)
+    system = "Megatron-LM" if measured else "vTrain"
+    return Row(
+        row["id"], system, f"GPT {size['layers']} x {size['hidden']}", placed, SOFTWARE[system], target,
+        float(row["seconds"]), None,
+    )  # fmt: skip
 
 
 def read_row(row: dict[str, str]) -> Row:
@@ -188,7 +237,7 @@ def read_precision(row: dict[str, str], target: Target) -> str:
     return "mxfp8" if "mx" in text else "fp8_rowwise" if "rowwise" in text else "fp8"
 
 
-def place(row: dict[str, str], model: Llama, mesh: MeshShape, training: Training) -> PlacedRun:
+def place(row: dict[str, str], model: Model, mesh: MeshShape, training: Training) -> PlacedRun:
     """Places the run. Raises NotPriced where its mesh is refused.
 
     Where `fsdp` or `data` divides no size (24, 48, 96), only the power of two in `fsdp` shards and the rest replicates:
@@ -207,7 +256,7 @@ def place(row: dict[str, str], model: Llama, mesh: MeshShape, training: Training
     raise NotPriced(f"its mesh is refused here: {reason}")
 
 
-def read_model(row: dict[str, str]) -> Llama:
+def read_model(row: dict[str, str]) -> Llama | GptOss:
     """Reads the model by its dimensions; a two-matrix feed-forward becomes SwiGLU of two thirds the width."""
     required = ("layers", "d_model", "n_heads", "d_ff", "vocab", "seq_len")
     missing = [key for key in required if not row[key]]
@@ -216,6 +265,8 @@ def read_model(row: dict[str, str]) -> Llama:
     notes = row["notes"]
     if "MLA" in notes:
         return read_latent_model(row)
+    if "gemma" in row["model"]:
+        raise NotPriced("windows of attention that it leaves out")
     heads = int(row["n_heads"])
     size = re.search(r"head_dim (\d+)", notes)
     head = int(size[1]) if size else int(row["d_model"]) // heads
@@ -228,6 +279,12 @@ def read_model(row: dict[str, str]) -> Llama:
     )  # fmt: skip
     experts = re.search(r"MoE E(\d+) top-?(\d+)", notes)
     wide = [int(n) for n in re.findall(r"\d+", row["d_ff"])]
+    if experts and "oss" in row["model"].lower():
+        del shape["embedding"]
+        return GptOss(
+            **shape, experts=int(experts[1]), experts_per_token=int(experts[2]), expert_mlp=wide[-1],
+            expert_buffer_factor=1.0,
+        )  # fmt: skip
     if experts:
         return Mixtral(
             **shape, mlp=wide[0], experts=int(experts[1]), experts_per_token=int(experts[2]), expert_mlp=wide[-1],
@@ -303,8 +360,12 @@ def read_mesh(row: dict[str, str], target: Target, sequences: int) -> tuple[Mesh
         text = f"fsdp={total}"
     if re.search(r"\bTP\d|\bPP\d|\bEP\d", text) or re.fullmatch(r"FSDP\d* ?\d*( .*)?", text):
         return _megatron(row, text, total, sequences)
-    degrees = {key: int(n) for key, n in re.findall(r"\b(?:ici_)?(fsdp|tensor|data|expert)=(-?\d+)", text)}
-    between = {key: int(n) for key, n in re.findall(r"dcn_(\w+)=(\d+)", text)}
+    given = re.findall(r"\b(dcn_|ici_|)(\w+)=(-?\d+)", text)
+    unknown = {key for _, key, n in given if int(n) != 1} - {"fsdp", "tensor", "data", "expert", "context"}
+    if unknown:
+        raise NotPriced(f"an axis that is not read: {', '.join(sorted(unknown))}")
+    degrees = {key: int(n) for level, key, n in given if level != "dcn_"}
+    between = {key: int(n) for level, key, n in given if level == "dcn_"}
     if not degrees:
         degrees = {"fsdp": -1}
     known = math.prod(n for n in (*degrees.values(), *between.values()) if n > 0)
@@ -317,6 +378,7 @@ def read_mesh(row: dict[str, str], target: Target, sequences: int) -> tuple[Mesh
     dcn_axis = max(slices, key=lambda k: slices[k])
     shape = MeshShape(
         data=data, fsdp=fsdp, tensor=degrees.get("tensor", 1), expert=degrees.get("expert", 1),
+        context=degrees.get("context", 1),
         slices=target.slices if target.slices > 1 else 1, dcn_axis=dcn_axis,
     )  # fmt: skip
     if shape.size != total:
@@ -374,32 +436,52 @@ def _megatron(row: dict[str, str], text: str, total: int, sequences: int) -> tup
     return shape, microbatches, options
 
 
+_OFFLOADED_QKV = "custom: decoder_layer_input,{}=offload"
+_REMAT = {
+    "none": "attention",
+    "none at 8k": "attention",
+    "selective recompute + sequence parallel": "attention",  # arXiv:2205.05198, section 5: the scores
+    "minimal": "projections",
+    "minimal_flash": "projections",
+    "dots_saveable": "projections",
+    "selective": "feed_forward",  # PyTorch saves every other matmul
+    "selective op": "feed_forward",
+    "selective layer": "feed_forward",
+    "per-op selective ac": "feed_forward",
+    "save_dot_with_context_except_mlp": "feed_forward",
+    "custom: decoder_layer_input,context,q,k,v,qkv=device": "feed_forward",
+    "custom: context,mlpwo=offload": "attention_out",
+    **{
+        _OFFLOADED_QKV.format(names): "offload_attention"
+        for names in ("out_proj,query/key/value_proj", "out_proj,q,k,v", "q,k,v,out_proj")
+    },
+    "custom: decoder_layer_input=offload": "offload",
+    "custom: decoder_layer_input,mlpwo=offload": "offload",
+    "custom: out_proj,mlpwo=device": "full",  # neither spares a matmul of the layer
+    "full": "full",
+    "full ac": "full",
+    "full recompute": "full",
+    "full (activation recompute)": "full",
+    "activation checkpointing": "full",
+    "yes": "full",
+}
+"""Nearest remat policy of this package, by the text of a row."""
+
+
 def read_remat(row: dict[str, str], mesh: MeshShape) -> str:
-    """Returns the nearest remat policy of this package."""
+    """Returns the nearest remat policy of this package. Raises NotPriced for a text that has none."""
     text, mesh_text = row["remat"].lower(), row["mesh_or_parallelism"]
-    if "offload" in text and ("q" in text.split("custom:")[-1] or "out_proj" in text):
-        return "offload_attention"
-    if "offload" in text:
-        return "offload"
-    if text in ("none", "none at 8k"):
-        return "attention"
-    if "per-op selective" in text or "save_dot_with_context" in text:
-        return "feed_forward"
-    if "selective" in text and row["system"] in ("PyTorch FSDP", "torchtitan"):
-        return "feed_forward"
-    if "selective" in text or "minimal" in text or "dots" in text:
-        return "projections"
-    if "full" in text or "activation checkpointing" in text or text == "yes":
-        return "full"
-    if "custom" in text:
-        return "feed_forward"
-    if text == "" and row["system"] == "PAX (Rosetta)" and row["model"] == "GPT 175B":
+    if text:
+        if text not in _REMAT:
+            raise NotPriced(f"remat {text!r}, to which no policy here is near")
+        return _REMAT[text]
+    if row["system"] == "PAX (Rosetta)" and row["model"] == "GPT 175B":
         return "full"  # nothing else fits
-    if text == "" and row["system"] == "torchtitan":
+    if row["system"] == "torchtitan":
         return "feed_forward"  # its default: every other matmul is saved
-    if text == "" and ("TP" in mesh_text or "PP" in mesh_text):
+    if "TP" in mesh_text or "PP" in mesh_text:
         return "attention"  # Megatron-Core's recipes save all but the scores of flash attention
-    return "full" if text == "" and row["hardware"].startswith("TPU") else "attention"
+    return "full" if row["hardware"].startswith("TPU") else "attention"
 
 
 def read_seconds(row: dict[str, str], placed: PlacedRun, target: Target) -> float:
