@@ -6,7 +6,6 @@ steps while the mean absolute logarithm of predicted over measured step time fal
 
 import dataclasses
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from other_programs import SOFTWARE
@@ -32,6 +31,7 @@ _CHIPS = {
     "triton": ("a100", "h100"),
 }
 _PROGRAMS = {
+    "sorting": ("Megatron-Core", "Megatron-Core 2026.06"),
     "elementwise": ("MaxText", "PAX", "Megatron-Core", "Megatron-LM", "torchtitan", "PyTorch"),
     "overlap": ("MaxText", "PyTorch"),
     "tensor_overlap": ("Megatron-Core", "torchtitan"),
@@ -95,16 +95,17 @@ def fit(rows: list[Row], start: Values, fitted: Iterable[Constant] = FITTED) -> 
         moved = False
         for constant, affected in rows_of.items():
             for sign in (1, -1):
-                most = 3.5 if constant[1] == "elementwise" else 1.3 if constant[1] == "tensor_overlap" else 1.0
-                size = step * (4 if constant[1] == "elementwise" else 1)
-                least = {"elementwise": 0.8, "overlap": 0.3}.get(constant[1], 0.1)
+                traffic = constant[1] in ("elementwise", "sorting")
+                most = 3.5 if traffic else 1.3 if constant[1] == "tensor_overlap" else 0.93
+                size = step * (4 if traffic else 1)
+                least = {"elementwise": 0.8, "sorting": 0.4, "overlap": 0.3}.get(constant[1], 0.1)
                 value = round(min(most, max(least, values[constant] + sign * size)), 3)
                 changed = {**values, constant: value}
                 found = {row.id: abs(error(row, changed)) for row in affected}
                 gain = sum(errors[name] - now for name, now in found.items())
                 # Constants stay where the rows hardly say otherwise.
                 away = abs(value - start[constant]) - abs(values[constant] - start[constant])
-                if gain > 1e-6 + 0.1 * away:
+                if gain > 1e-6 + (0.05 if constant[1] == "sorting" else 0.3) * away:
                     values, moved = changed, True
                     errors |= found
         step = step if moved else step / 2

@@ -64,7 +64,7 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def sweeps(rows: list[Row]) -> dict[str, list[Row]]:
-    """Returns the rows that differ in layout only, of each model, machine, batch, precision and program with several."""
+    """Returns the rows of each model, machine, batch, precision and program that differ in layout only."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         training = row.placed.run.training

@@ -2,8 +2,8 @@
 
 `published.csv` holds the figures that reports, benchmark pages and logs print of their training runs. A row is priced
 where it gives everything that a plan needs; every other row has its reason. `vtrain.csv` is every second row of the two
-tables of VIA-Research/vTrain, data/ (arXiv:2312.12391; the repository has no licence file, the figures are facts): `V-multi`
-were measured, `V-single` are that program's own predictions (`read_vtrain`).
+tables of VIA-Research/vTrain, data/ (arXiv:2312.12391; the repository has no licence file): `V-multi` was measured,
+`V-single` are that program's own predictions (`read_vtrain`).
 """
 
 import csv
@@ -74,6 +74,8 @@ _NETWORKS = (
 
 _PROGRAMS = (
     ("MaxText", "MaxText"), ("AXLearn", "MaxText"), ("PAX", "PAX"), ("NeMo", "Megatron-Core"),
+    ("Megatron-Bridge (NeMo 26.06)", "Megatron-Core 2026.06"),
+    ("Megatron-Bridge (NeMo 26.08)", "Megatron-Core 2026.06"),
     ("Megatron-Bridge", "Megatron-Core"), ("Megatron-Core", "Megatron-Core"), ("Megatron-LM", "Megatron-LM"),
     ("torchtitan", "torchtitan"), ("PyTorch FSDP", "torchtitan"), ("LLM-Foundry", "PyTorch"), ("nanotron", "PyTorch"),
     ("Meta", "Meta"),
@@ -143,21 +145,23 @@ def _vtrain_row(row: dict[str, str]) -> Row:
     mesh = MeshShape(stage=size["stage"], data=size["data"], tensor=size["tensor"])
     multiple = 128 * mesh.tensor
     model = Gpt2(
-        vocab=-(-50257 // multiple) * multiple if measured else 50257, width=size["hidden"], layers=size["layers"],
+        vocab=-(-50257 // multiple) * multiple if measured else 50257 // mesh.tensor * mesh.tensor,
+        vocab_multiple=multiple if measured else 1, width=size["hidden"], layers=size["layers"],
         heads=size["heads"], positions=size["seq"],
     )  # fmt: skip
     training = Training(
         batch=size["global_batch"], seq=size["seq"], logits_mib=_WHOLE_LOGITS, param_dtype="bfloat16",
         microbatches=size["global_batch"] // (size["data"] * size["micro_batch"]), reduce_dtype="bfloat16",
-        remat="full" if measured or mesh.stage > 1 else "none", stage_saves="layers", pipeline_schedule="1f1b",
+        remat="full" if measured else "none", stage_saves="layers", pipeline_schedule="1f1b",
     )  # fmt: skip
     target = parse_target(f"a100:{size['gpus']}")
     # 800 Gbit/s per node (config/validation, `inter_node_bandwidth`).
     target = dataclasses.replace(target, chip=dataclasses.replace(target.chip, network_bandwidth=100e9 / 8))
     placed = place_run(Run(model=model, mesh=mesh, training=training, name=row["id"], fsdp_min_size=2**20), mesh)
     system = "Megatron-LM" if measured else "vTrain"
+    software = dataclasses.replace(SOFTWARE[system], splits_sequence=False)
     return Row(
-        row["id"], system, f"GPT {size['layers']} x {size['hidden']}", placed, SOFTWARE[system], target,
+        row["id"], system, f"GPT {size['layers']} x {size['hidden']}", placed, software, target,
         float(row["seconds"]), None,
     )  # fmt: skip
 
@@ -218,6 +222,8 @@ def software_of(row: dict[str, str]) -> Software:
     software = SOFTWARE[name]
     if row["system"] == "nanotron" or ("NVIDIA/NeMo" in row["source_repo_or_paper"] and "H100" in row["hardware"]):
         software = dataclasses.replace(software, kernel=FLASH2)  # nanotron and NeMo 24.07, before FlashAttention-3
+    if name == "Megatron-LM" and "sequence parallel" not in row["remat"]:
+        software = dataclasses.replace(software, splits_sequence=False)
     # Without AsyncTP, PyTorch's collectives of tensor parallelism are whole.
     whole = row["system"] == "torchtitan" and "AsyncTP" not in row["mesh_or_parallelism"]
     return dataclasses.replace(software, tensor_overlap=0.0) if whole else software

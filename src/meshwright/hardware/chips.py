@@ -129,6 +129,8 @@ class Chip:
     """Source of each number, by field."""
     devices_per_chip: int = 1
     """JAX devices on one physical chip; shared resources are divided among them in the numbers above."""
+    multiprocessors: int = 0
+    """Multiprocessors of a GPU, each of which computes a tile of a matmul; 0 for TPUs."""
     clock_hz: float | None = None
     """Clock of the matrix unit, which converts a compiler's cycle estimates to seconds."""
     flops_fp8: float | None = None
@@ -240,7 +242,7 @@ def find_chip(device_kind: str) -> Chip | None:
 
 
 _NUMBERS = ("flops_bf16", "hbm_bytes", "hbm_bandwidth", "network_bandwidth", "host_bandwidth")
-_OPTIONAL = ("clock_hz", "devices_per_chip", "flops_fp8", "flops_int8", "flops_mxfp8", "flops_nvfp4")
+_OPTIONAL = ("clock_hz", "devices_per_chip", "multiprocessors", "flops_fp8", "flops_int8", "flops_mxfp8", "flops_nvfp4")
 
 
 def read_chip(file: Path) -> Chip:

@@ -6,12 +6,14 @@ fraction that the chip's `Efficiency` states. A pipeline's ticks come from its s
 
 import dataclasses
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 
 import jax.numpy as jnp
 
 from meshwright.config import Remat, StageSaves
+from meshwright.hardware.chips import Efficiency
 from meshwright.hardware.interconnect import AxisMapping, machine_of_target
 from meshwright.hardware.targets import Target
 from meshwright.models.flops import training_flops_per_token
@@ -48,12 +50,25 @@ QUANTISE_BYTES = 5
 RESIDUAL_COPIES = {"forward": 10, "recomputation": 8, "backward": 20}
 """Copies of the residual stream that a layer's norms, sums and rotations read and write besides its matmuls.
 
-Each device has its part of them over `tensor` (sequence parallelism)."""
+With sequence parallelism each device has its part of them over `tensor`. Each takes a launch where nothing fuses it."""
 HIDDEN_COPIES = {"forward": 1.5, "recomputation": 1.5, "backward": 3.0}
 """Copies of the feed-forward's first outputs, gate and up together, that a GPU moves in the activation function.
 
 SwiGLU reads two and writes one; its gradient reads three and writes three, the product among them. On TPUs the matmuls
 have it fused."""
+
+SORTING_COPIES = {"forward": 6, "recomputation": 3, "backward": 10}
+"""Copies of the rows of experts that are read and written besides their matmuls: sorted by expert, scaled by the
+router's weight, sent back and summed."""
+COLLECTIVE_LAUNCHES = 3
+"""Launches that a collective of GPUs takes besides its bytes and hops: its event, its kernel, and the last device's."""
+LOSS_BYTES = 24
+"""HBM bytes per logit that the loss moves on a GPU: float32 logits written, read for their log-sum-exp and for their
+gradient, and the gradient, written and read by two matmuls; TPUs have it fused."""
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+"""Tiles of a GPU's matmul, rows by columns (NVIDIA, "Matrix Multiplication Background User's Guide")."""
+TILE_REUSE = 16
+"""Rows of a tile at which loading its operands takes as long as multiplying them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +279,8 @@ def _compute_seconds(
     bandwidth = chip.hbm_bandwidth * efficiency.hbm
     attention_rate = chip.flops_bf16 * efficiency.of_attention(kernel.rate)
     gpu = not settled.machine.on_tpu
-    ours = software is MESHWRIGHT and settled.low_precision_experts
+    launch = software.launch if gpu else 0.0
+    ours = software.name == MESHWRIGHT.name and settled.low_precision_experts
     low = low_precision(placed) if software.experts_in_low_precision or ours else None
     copied = _copied_bytes(placed, work, software)
     scored = {"attention", "scores"} if kernel.keeps_scores else {"attention"}
@@ -276,11 +292,13 @@ def _compute_seconds(
         "backward": work.quantised_gradients,
     }
     for m in work.matmuls if ours else ():
-        if m.grouped:
+        if m.groups:
             # Gate and up share their rows. Gradients are quantised once for each of their two products.
             quantised["forward"] += m.m * m.k * m.count / (2 if m.role == "ffn_in" else 1)
             quantised["backward"] += 2 * m.m * m.n * m.count
-    residual = work.tokens * work.width * 2 * work.layers / placed.shape.tensor
+    residual = work.tokens * work.width * 2 * work.layers
+    residual /= placed.shape.tensor if software.splits_sequence else 1
+    sorted_rows = work.tokens * work.experts * work.expert_layers
     hidden = sum(m.m * m.n * m.count for m in work.matmuls if m.role == "ffn_in")
     result = {}
     for name in PASSES:
@@ -289,22 +307,27 @@ def _compute_seconds(
         for m in work.matmuls:
             # Linear attention is computed again from its inputs, whatever the policy keeps.
             if not recomputes or m.role in again or m.role == "delta":
-                rated = dataclasses.replace(m, rate=low.rate) if m.grouped and low else m
-                at_peak, moved = matmul_seconds(rated, target)
-                factor = 2.0 if name == "backward" and not m.frozen else 1.0
-                matmul += factor * max(at_peak, moved)
-                operands += factor * moved if moved > at_peak else 0.0
+                rated = dataclasses.replace(m, rate=low.rate) if m.groups and low else m
+                for product in rated.gradients() if name == "backward" else (rated,):
+                    at_peak, moved = matmul_seconds(product, target)
+                    matmul += max(at_peak, moved, m.count * launch)
+                    operands += moved if moved > at_peak else 0.0
         attention = repeats[name] * work.attention / attention_rate
         scores = work.scores * kernel.score_bytes.get(name, 0) / bandwidth if repeats[name] else 0.0
+        scores *= software.elementwise if gpu else 1.0
         copies = RESIDUAL_COPIES[name] if not recomputes or recomputed else 0
-        elementwise = copies * residual + QUANTISE_BYTES * quantised[name]
+        elementwise = copies * residual
         if gpu and (not recomputes or "ffn_in" in again):
             elementwise += HIDDEN_COPIES[name] * 2 * hidden
         elementwise *= software.elementwise if gpu else 1.0
+        if not recomputes or recomputed:
+            elementwise += QUANTISE_BYTES * quantised[name]
+            elementwise += SORTING_COPIES[name] * 2 * sorted_rows * work.width * software.sorting
+        calls = work.layers * kernel.kernels * math.ceil(repeats[name])
         seconds = {
             "matmul": matmul,
-            "attention": max(attention, scores),
-            "elementwise": elementwise / bandwidth,
+            "attention": max(attention, scores, launch * calls),
+            "elementwise": max(elementwise / bandwidth, launch * work.layers * copies),
             "operands": operands,
             "scores": scores if scores > attention else 0.0,
         }
@@ -359,12 +382,14 @@ def overlapped(
     """Exposed seconds, busy seconds and links, each by axes."""
     overlap = target.efficiency.overlap * (software.overlap if not target.chip.on_torus else 1.0)
     tensor_overlap = target.efficiency.tensor_overlap * software.tensor_overlap
+    launches = 0.0 if target.chip.on_torus else COLLECTIVE_LAUNCHES * software.launch
     timed, routes = [], dict[str, str]()
     for movement in traffic:
         path = mapping.route(movement.axes)
         if path is not None:
             routes["+".join(movement.axes)] = path.medium
-            timed.append((movement, movement.count * path.seconds(movement.kind, movement.payload)))
+            each = path.seconds(movement.kind, movement.payload) + launches
+            timed.append((movement, movement.count * each))
     exposed, busy = defaultdict[str, float](float), defaultdict[str, float](float)
     overlappable = defaultdict[str, float](float)
     for movement, seconds in timed:
@@ -399,23 +424,23 @@ def _copied_bytes(placed: PlacedRun, work: Work, software: Software) -> dict[str
 
 
 def _unembedding_seconds(placed: PlacedRun, work: Work, target: Target, software: Software, layers: float) -> float:
-    """Returns the seconds of a microbatch's logits in the forward pass, again in the backward pass, and two matmuls for
-    the gradients.
+    """Returns the seconds of a microbatch's logits, their loss and their gradients.
 
     layers: seconds of a microbatch's layers on the stage with the most. Where the last pipeline stage has all of the
     unembedding, the other stages wait for it, less the time of the layers that it has fewer.
     """
-    m, efficiency, stages = work.unembedding, target.efficiency, placed.stages
-    rate = target.chip.flops_bf16 * efficiency.matmul * shape_efficiency(m.m, m.k, m.n, efficiency.tile)
+    m, chip, stages, tuning = work.unembedding, target.chip, placed.stages, placed.run.finetune
+    forward = 1 + (tuning.objective == "preferences") + software.recomputes_logits
     # A frozen table has no gradient.
-    tuning = placed.run.finetune
-    passes = (3 if tuning.method == "lora" else 4) + (1 if tuning.objective == "preferences" else 0)
-    seconds = passes * m.flops / rate
+    products = [m] * forward + list(dataclasses.replace(m, frozen=tuning.method == "lora").gradients())
+    seconds = sum(matmul_seconds(product, target)[0] for product in products)
+    if not chip.on_torus:
+        seconds += LOSS_BYTES * m.m * m.n / (chip.hbm_bandwidth * target.efficiency.hbm)
     if placed.shape.stage == 1 or software.vocab_over_stages:
         return seconds
     most = max(stages.cost_fraction(stage) for stage in range(placed.shape.stage))
     fewer = layers * (1 - stages.cost_fraction(stages.last_stage) / most)
-    return max(0.0, 3 / 4 * seconds * placed.shape.stage - fewer)
+    return max(0.0, seconds * placed.shape.stage - fewer)
 
 
 def update_seconds(placed: PlacedRun, target: Target) -> float:
@@ -428,18 +453,33 @@ def update_seconds(placed: PlacedRun, target: Target) -> float:
 def matmul_seconds(m: Matmul, target: Target) -> tuple[float, float]:
     """Seconds of a matmul at the matrix unit's rate, and of its bytes at that of the HBM; it takes the longer."""
     chip, efficiency = target.chip, target.efficiency
-    reached: float = (
-        getattr(chip, f"flops_{m.rate}") * efficiency.matmul * shape_efficiency(m.m, m.k, m.n, efficiency.tile)
-    )
-    reached *= efficiency.grouped_matmul if m.grouped else 1.0
+    reached: float = getattr(chip, f"flops_{m.rate}") * efficiency.matmul
+    reached *= shape_efficiency(m.m, m.k, m.n, efficiency, chip.multiprocessors, m.groups)
+    reached *= efficiency.grouped_matmul if m.groups else 1.0
     return m.flops / reached, m.bytes(2) / (chip.hbm_bandwidth * efficiency.hbm)
 
 
-def shape_efficiency(m: float, k: float, n: float, tile: int) -> float:
-    """Returns the fraction of a large matmul's rate that [m, k] x [k, n] reaches: partial tiles, pipelines filling."""
+def shape_efficiency(
+    m: float, k: float, n: float, efficiency: Efficiency, multiprocessors: int = 0, groups: int = 0
+) -> float:
+    """Returns the fraction of a large matmul's rate that [m, k] x [k, n] reaches, m rows being shared by `groups`.
 
-    def full(size: float) -> float:
-        return size / (-(-size // tile) * tile)
+    A TPU has whole tiles along K and N. On a GPU each multiprocessor computes a tile of the result at a time, all of
+    them in waves, of which the last is not full; of the tiles the fastest is taken.
+    """
+    tile, groups = efficiency.tile, max(1, groups)
+    rows, filling = m / groups, k / (k + tile)
 
-    filling = (m / (m + tile)) * (k / (k + tile)) * (n / (n + tile))
-    return max(0.02, full(k) * full(n) * filling)
+    def full(size: float, step: int) -> float:
+        return size / (-(-size // step) * step)
+
+    if not multiprocessors:
+        filling *= rows / (rows + tile) * (n / (n + tile))
+        return max(0.02, full(k, tile) * full(n, tile) * filling)
+    best = 0.0
+    for tall, wide in TILES:
+        count = groups * -(-rows // tall) * -(-n // wide)
+        used = full(count, multiprocessors) * full(rows, tall) * full(n, wide)
+        best = max(best, used * (1 + TILE_REUSE / 128 + TILE_REUSE / 256) / (1 + TILE_REUSE / tall + TILE_REUSE / wide))
+    # Rows of other than 16 bytes, 8 elements, are loaded in shorter pieces.
+    return max(0.02, best * filling * math.sqrt(math.gcd(int(n), 8) / 8))

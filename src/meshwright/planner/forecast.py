@@ -39,7 +39,7 @@ def calibrate_target(target: Target, calibration: Mapping[str, Any]) -> Target:
         return target
     fractions: dict[str, Any] = {}
     rates = [
-        row["flops_per_second"] / shape_efficiency(row["m"], row["k"], row["n"], efficiency.tile)
+        row["flops_per_second"] / shape_efficiency(row["m"], row["k"], row["n"], efficiency, chip.multiprocessors)
         for row in calibration.get("matmuls", ())
         if row["dtype"] == "bfloat16"
     ]

@@ -54,6 +54,8 @@ class AttentionKernel:
     """Fraction of peak that it reaches: a field of `Efficiency`; `flash2` and `triton` are relative to `attention`."""
     score_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """HBM bytes that it moves per visible score, by pass; none where scores stay on the chip."""
+    kernels: int = 1
+    """Kernels of a forward pass."""
     keeps_scores: bool = False
     """Whether its backward pass reads the scores of the forward pass, which some remat policies compute again."""
 
@@ -71,16 +73,24 @@ class Software:
     """Seconds of a step with pipeline stages."""
     kernel: AttentionKernel | None = CHIPS_OWN
     """Attention on GPUs; None takes that which a run of this package chooses."""
+    launch: float = 4e-6
+    """Seconds between two kernels that a GPU's host can launch."""
     elementwise: float = 1.0
     """HBM traffic of norms, activation functions, residuals and quantisation on GPUs, relative to what RESIDUAL_COPIES
     and HIDDEN_COPIES of the planner count; on TPUs, where one compiler writes all programs, it is 1."""
+    sorting: float = 1.0
+    """HBM traffic of the rows of experts, relative to what SORTING_COPIES of the planner count."""
     overlap: float = 1.0
     """Overlapped communication on GPUs over what the chip can overlap (`Efficiency.overlap`)."""
     tensor_overlap: float = 1.0
     """The same over `tensor` (`Efficiency.tensor_overlap`): 0 where no collective is cut into pieces."""
+    splits_sequence: bool = True
+    """Whether `tensor` splits the residual stream too (sequence parallelism)."""
     copies: bool = False
     """Whether layers are rows of stacks: weights are copied out of them, gradients and what a pipeline stage keeps of
     a microbatch into them. Programs without stacks hold pointers."""
+    recomputes_logits: bool = False
+    """Whether the backward pass computes the logits again."""
     vocab_over_stages: bool = False
     """Whether embedding and loss are split over all pipeline stages; else the first and the last stage have them."""
     sums_gradients_last: bool = False
@@ -103,6 +113,7 @@ MESHWRIGHT = Software(
     elementwise=1.1,
     overlap=0.35,
     copies=True,
+    recomputes_logits=True,
     vocab_over_stages=True,
     sums_gradients_last=True,
 )

@@ -23,11 +23,11 @@ class Matmul:
 
     role: str
     m: float
-    k: int
+    k: float
     n: int
     count: float = 1.0
-    grouped: bool = False
-    """Whether its rows go to several experts."""
+    groups: int = 0
+    """Experts of the device that share its rows; 0 where all rows meet one weight."""
     frozen: bool = False
     """Whether its weight has no gradient: the backward pass is one matmul, for its input."""
     rate: str = "bf16"
@@ -38,10 +38,18 @@ class Matmul:
         """FLOPs of all of them."""
         return 2.0 * self.m * self.k * self.n * self.count
 
+    def gradients(self) -> tuple["Matmul", ...]:
+        """Returns the products of the backward pass: for the input, and unless it is frozen for the weight."""
+        given = dataclasses.replace(self, k=self.n, n=int(self.k))
+        groups = max(1, self.groups)
+        learned = dataclasses.replace(self, m=float(self.k * groups), k=self.m / groups)
+        return (given,) if self.frozen else (given, learned)
+
     def bytes(self, itemsize: int) -> float:
         """Returns the bytes read and written, each operand and result once; operands of low precision have one byte."""
         operands = itemsize if self.rate == "bf16" else 1
-        return (operands * (self.m * self.k + self.k * self.n) + itemsize * self.m * self.n) * self.count
+        weights = max(1, self.groups) * self.k * self.n
+        return (operands * (self.m * self.k + weights) + itemsize * self.m * self.n) * self.count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,21 +108,22 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
     fraction = _largest_stage(layout)
     all_layers = (*spec.layers, *spec.further)
     experts = {layer.stack: layer.experts for layer in all_layers if layer.experts is not None}
-    matmuls: dict[tuple[str, int, int, bool, bool], Matmul] = {}
+    matmuls: dict[tuple[str, int, int, int, bool], Matmul] = {}
     expert_layers, inputs, outputs = 0.0, dict[tuple[str, str, int], float](), 0.0
     for stack, p, sizes in _stacked_matmuls(layout):
-        grouped, layers = "E" in p.dims, p.logical_shape[0] * fraction
+        groups, layers = 0, p.logical_shape[0] * fraction
         m = tokens
-        if grouped:
+        if "E" in p.dims:
+            groups = experts[stack].experts // shape.expert
             expert_layers = max(expert_layers, layers)
             # Tokens sent to other devices' experts are made up for by tokens received from them.
             m = tokens * experts[stack].experts_per_token
         k, n = math.prod(sizes[: p.contract]), math.prod(sizes[p.contract :])
-        key = (str(p.role), k, n, grouped, p.frozen)
+        key = (str(p.role), k, n, groups, p.frozen)
         count = matmuls[key].count + layers if key in matmuls else layers
         quantised = low is not None and is_low_precision(p)
         rate = low.rate if low and quantised else "bf16"
-        matmuls[key] = Matmul(str(p.role), m, k, n, count, grouped, p.frozen, rate)
+        matmuls[key] = Matmul(str(p.role), m, k, n, count, groups, p.frozen, rate)
         if quantised:
             # Matmuls of one role and width share their input: queries, keys, values; gate and up.
             inputs[stack, str(p.role), k] = m * k * layers
