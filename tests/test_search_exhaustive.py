@@ -82,7 +82,9 @@ def exhaustive_seconds(run: Run, target: Target) -> float:
 )
 def test_the_search_finds_the_best_of_all_plans(recipe: str, target: str, batch: int, seq: int) -> None:
     run, machine = run_of(recipe, batch, seq), parse_target(target)
-    assert best_plan(run, machine).estimate.seconds <= 1.01 * exhaustive_seconds(run, machine)
+    found, best = search(run, machine), exhaustive_seconds(run, machine)
+    assert found.bound <= best and found.plans[0].estimate.seconds <= 1.01 * best
+    assert found.bound <= min(plan.estimate.seconds for plan in (*found.plans, *found.too_large))
 
 
 def test_groups_of_nodes_that_shard_are_tried() -> None:

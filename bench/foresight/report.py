@@ -30,6 +30,8 @@ KINDS: dict[str, Callable[[Row], bool]] = {
     "bfloat16": lambda row: not is_low(row),
     "below bfloat16": lambda row: is_low(row),
     "pipeline or context": lambda row: row.placed.shape.stage > 1 or row.placed.shape.context > 1,
+}
+CLASSES: dict[str, Callable[[Row], bool]] = {
     "hidden of 3072 and more": lambda row: row.placed.spec.width >= 3072,
     "`expert` axis": lambda row: row.placed.shape.expert > 1,
     "`tensor` axis": lambda row: row.placed.shape.tensor > 1,
@@ -143,6 +145,9 @@ def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
     for kind, chosen in KINDS.items():
         for half, name in ((rows, "both halves"), (fitted, "fitted half"), (other, "other half")):
             add(f"{kind}, {name}", filter(chosen, half), errors)
+    for kind, chosen in CLASSES.items():
+        add(f"{kind}, fitted half", filter(chosen, fitted), errors)
+        add(f"{kind}, other half", filter(chosen, other), errors)
     small = read_vtrain("V-single")
     predictions = {name: found for name, (_, _, found) in results_of(small).items()}
     add("vTrain's predictions for 2 to 8 A100, fitted half", halves(small)[0], predictions)
@@ -176,6 +181,15 @@ def table(rows: list[Row], left_out: dict[str, str]) -> str:
         lines.append(f"| {name} | {of['rows']} | {of['median']:.1%} | {of['90th']:.1%} | {of['bias']:+.1%} |")
     bound = Counter(predicted.bound_by for _, predicted, _ in results.values())
     lines += ["", "Bound by: " + ", ".join(f"{name} {count}" for name, count in bound.most_common()) + "."]
+    tight = sum(not predicted.fits for _, predicted, _ in results.values())
+    lines += ["", f"{tight} of the {len(rows)} runs, all of which ran, are predicted not to fit."]
+    lines += ["", "| sweep of layouts | layouts | fastest predicted over fastest |", "|---|---|---|"]
+    lines += [f"| {name} | {layouts} | {regret:+.1%} |" for name, (layouts, regret) in regrets(rows).items()]
+    small = sorted(regret for _, regret in regrets(read_vtrain("V-single")).values())
+    lines.append(
+        f"| vTrain's predictions for 2 to 8 A100, {len(small)} sweeps | median, 90th percentile, worst "
+        f"| {statistics.median(small):+.1%}, {small[int(0.9 * len(small))]:+.1%}, {small[-1]:+.1%} |"
+    )
     reasons: dict[str, list[str]] = defaultdict(list)
     for name, reason in left_out.items():
         reasons[reason.splitlines()[0]].append(name)

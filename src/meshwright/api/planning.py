@@ -282,7 +282,8 @@ class PlanOptions(OfferOptions, RunOptions):
 def _search_json(found: SearchResult, shown: int) -> dict[str, Any]:
     losers = [{"axes": a.axes, "best": a.best.name, "fits": a.fits, "reason": a.reason} for a in alternatives(found)]
     plans = [{"name": p.name, "mesh": str(p.mesh), **prediction_json(p)} for p in found.plans[:shown]]
-    figures = {"target": str(found.target), "priced": found.priced, "refused": found.refused}
+    figures: dict[str, Any] = {"target": str(found.target), "priced": found.priced, "refused": found.refused}
+    figures |= {"lower_bound_seconds": found.bound} if found.bound else {}
     return {**figures, "plans": plans, "alternatives": losers}
 
 

@@ -465,7 +465,7 @@ def shape_efficiency(
     """Returns the fraction of a large matmul's rate that [m, k] x [k, n] reaches, m rows being shared by `groups`.
 
     A TPU has whole tiles along K and N. On a GPU each multiprocessor computes a tile of the result at a time, all of
-    them in waves, of which the last is not full; of the tiles the fastest is taken.
+    them in waves, of which the last is half full on average; of the tiles the fastest is taken.
     """
     tile, groups = efficiency.tile, max(1, groups)
     rows, filling = m / groups, k / (k + tile)
@@ -479,7 +479,8 @@ def shape_efficiency(
     best = 0.0
     for tall, wide in TILES:
         count = groups * -(-rows // tall) * -(-n // wide)
-        used = full(count, multiprocessors) * full(rows, tall) * full(n, wide)
+        waves = count / multiprocessors
+        used = min(waves, waves / (waves + 0.5)) * full(rows, tall) * full(n, wide)
         best = max(best, used * (1 + TILE_REUSE / 128 + TILE_REUSE / 256) / (1 + TILE_REUSE / tall + TILE_REUSE / wide))
     # Rows of other than 16 bytes, 8 elements, are loaded in shorter pieces.
     return max(0.02, best * filling * math.sqrt(math.gcd(int(n), 8) / 8))

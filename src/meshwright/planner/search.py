@@ -21,6 +21,7 @@ from meshwright.hardware.targets import Target, parse_target
 from meshwright.models.model import Model
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.planner.estimate import Estimate, estimate, with_remat
+from meshwright.planner.software import MESHWRIGHT
 from meshwright.runs.checks import check_sizes
 from meshwright.runs.placed_run import PlacedRun, place_run, with_safe_choices
 from meshwright.runs.run import Run
@@ -130,6 +131,8 @@ class SearchResult:
     """Mesh -> error of the trainer."""
     priced: int
     """Number of plans that were priced."""
+    bound: float = 0.0
+    """Seconds that no plan can be below (`lower_bound`); 0 for wrapped models."""
 
 
 def check_size(shape: MeshShape, target: Target) -> None:
@@ -372,7 +375,19 @@ def search_model(model: Model, run: Run, target: Target, include: tuple[MeshShap
                 too_large.append(found.smallest)
     plans.sort(key=preference)
     too_large.sort(key=lambda plan: plan.estimate.bytes)
-    return SearchResult(target, tuple(plans), tuple(too_large), refused, priced)
+    return SearchResult(target, tuple(plans), tuple(too_large), refused, priced, lower_bound(run, target))
+
+
+def lower_bound(run: Run, target: Target) -> float:
+    """Returns the seconds of a step that no plan of `run` on `target` can be below.
+
+    It is the step of one device that has the whole batch and model in one microbatch, recomputes nothing, launches its
+    kernels in no time and communicates with nobody, divided by the number of devices. No layout divides work better
+    than evenly, and each fraction of a matmul's rate grows with its dimensions (`shape_efficiency`).
+    """
+    whole = _with_training(run, microbatches=1, remat="none", saved_layers=0)
+    placed = place_run(dataclasses.replace(whole, mesh=MeshShape()))
+    return estimate(placed, target, dataclasses.replace(MESHWRIGHT, launch=0.0)).seconds / target.devices
 
 
 def is_roomy(plan: Plan) -> bool:

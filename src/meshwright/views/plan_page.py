@@ -147,6 +147,7 @@ def plan_page(
     priced = f"best of each mesh and schedule: {len(result.plans)} fit, {len(result.too_large)} do not{refused}"
     figures = [
         Figure("step", format_step(e.seconds), tokens),
+        *_above_bound(e.seconds, result.bound),
         Figure("MFU", f"{e.mfu:.1%}", f"bound by {e.bound_by}; recomputation is left out"),
         Figure("tokens per second", format_count(e.tokens_per_second), f"on {e.devices:,} devices"),
         Figure("memory of a device", format_bytes(e.bytes), used, "" if e.fits else "bad"),
@@ -182,6 +183,12 @@ def plan_page(
     footer = "Every figure is predicted by arithmetic; meshwright prove compiles a plan. This file loads nothing."
     lead = f"{plan.name}, {_predicted(plan)}"
     return Report(f"{plan.run.name} on {target}", sections, topic="plan", lead=lead, footer=footer)
+
+
+def _above_bound(seconds: float, bound: float) -> list[Figure]:
+    """Returns how much slower a step is than the bound of its search, where it has one."""
+    note = f"no layout is below {format_step(bound)}: the same work, evenly divided, nothing exposed or recomputed"
+    return [Figure("above the lower bound", f"{seconds / bound - 1:.1%}", note)] if bound else []
 
 
 def single_plan_page(plan: Plan) -> Report:
