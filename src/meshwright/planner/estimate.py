@@ -1,7 +1,9 @@
 """A placed run on a machine, priced by arithmetic: seconds of a step and bytes of a device.
 
 Compute, HBM and links each take their time; communication that can overlap with computation is overlapped up to the
-fraction that the chip's `Efficiency` states. A pipeline's ticks come from its schedule table.
+fraction that the chip's `Efficiency` states. A pipeline's ticks come from its schedule table. Constants of the chip are
+peaks and achieved fractions (hardware/chips.toml) and latencies of links (hardware/interconnect.py); of the program its
+launches, its HBM traffic and what it overlaps (planner/software.py); of the arithmetic the copies and bytes below.
 """
 
 import dataclasses
@@ -56,7 +58,6 @@ HIDDEN_COPIES = {"forward": 1.5, "recomputation": 1.5, "backward": 3.0}
 
 SwiGLU reads two and writes one; its gradient reads three and writes three, the product among them. On TPUs the matmuls
 have it fused."""
-
 SORTING_COPIES = {"forward": 6, "recomputation": 3, "backward": 10}
 """Copies of the rows of experts that are read and written besides their matmuls: sorted by expert, scaled by the
 router's weight, sent back and summed."""
