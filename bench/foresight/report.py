@@ -178,6 +178,8 @@ def table(rows: list[Row], left_out: dict[str, str]) -> str:
         "| rows | number | median error | 90th percentile | bias |", "|---|---|---|---|---|",
     ]  # fmt: skip
     for name, of in summary(rows).items():
+        if "both halves" in name and not name.startswith("all rows"):
+            continue
         lines.append(f"| {name} | {of['rows']} | {of['median']:.1%} | {of['90th']:.1%} | {of['bias']:+.1%} |")
     bound = Counter(predicted.bound_by for _, predicted, _ in results.values())
     lines += ["", "Bound by: " + ", ".join(f"{name} {count}" for name, count in bound.most_common()) + "."]

@@ -85,9 +85,8 @@ class Efficiency:
 
     def of_attention(self, rate: Literal["attention", "flash2", "triton", "matmul"]) -> float:
         """Returns the fraction of peak FLOP/s that an attention kernel reaches: a field, by name."""
-        if rate == "matmul":
-            return self.matmul
-        return self.attention * {"attention": 1.0, "flash2": self.flash2, "triton": self.triton}[rate]
+        relative = {"attention": 1.0, "flash2": self.flash2, "triton": self.triton}
+        return self.matmul if rate == "matmul" else self.attention * relative[rate]
 
 
 GPU_EFFICIENCY = Efficiency(**_KNOWN["gpu"]["efficiency"])
@@ -232,8 +231,7 @@ CHIPS: dict[str, Chip] = {name: _known_chip(name) for name in _KNOWN if name not
 def chip_name(device_kind: str) -> str | None:
     """Returns the name in `CHIPS` of a `jax.Device.device_kind`, or None where it is unknown (a CPU, for example)."""
     prefixes = {kind: name for name, chip in CHIPS.items() for kind in chip.device_kinds}
-    longest = max((kind for kind in prefixes if device_kind.startswith(kind)), key=len, default="")
-    return prefixes.get(longest)
+    return prefixes.get(max((kind for kind in prefixes if device_kind.startswith(kind)), key=len, default=""))
 
 
 def find_chip(device_kind: str) -> Chip | None:

@@ -86,10 +86,6 @@ class Work:
     quantised_gradients: float = 0.0
     """Gradients quantised in one backward pass: of the outputs of those matmuls."""
 
-    def forward(self) -> float:
-        """Returns the FLOPs of the layers' matmuls in a forward pass."""
-        return sum(matmul.flops for matmul in self.matmuls)
-
 
 def tokens_per_device(placed: PlacedRun) -> float:
     """Returns the tokens of one microbatch on a device, whole over `tensor`."""
