@@ -292,7 +292,9 @@ def test_bound_by_names_what_bounds() -> None:
 def test_software_differs_by_its_own_constants_alone() -> None:
     """Ours is XLA's on the same chip, and on TPUs, where one compiler writes all programs, no constant has a say."""
     placed = placed_recipe("llama3-8b", "fsdp=8", batch=16, seq=8192)
-    ours, maxtext = (estimate(placed, parse_target("h100:8"), SOFTWARE[name]) for name in ("Meshwright", "MaxText"))
+    # Ours computes the logits again.
+    once = dataclasses.replace(SOFTWARE["Meshwright"], recomputes_logits=False)
+    ours, maxtext = (estimate(placed, parse_target("h100:8"), software) for software in (once, SOFTWARE["MaxText"]))
     assert ours.parts["matmul"] == maxtext.parts["matmul"] and ours.parts["attention"] == maxtext.parts["attention"]
     # Ours cuts its layers' weights out of stacks: read in float32, written in bfloat16, twice.
     copied = 2 * (4 + 2) * 8.03e9 / 8 / (3.35e12 * 0.85)
@@ -300,9 +302,11 @@ def test_software_differs_by_its_own_constants_alone() -> None:
     triton = estimate(placed, parse_target("h100:8"), SOFTWARE["PyTorch"])
     assert triton.parts["attention"] == pytest.approx(maxtext.parts["attention"] / CHIPS["h100"].efficiency.triton)
     on_tpu = {
-        software.name: estimate(placed, parse_target("v5p:2x2x2"), dataclasses.replace(software, copies=False)).seconds
+        software.name: estimate(
+            placed, parse_target("v5p:2x2x2"), dataclasses.replace(software, copies=False, recomputes_logits=False)
+        ).seconds
         for software in SOFTWARE.values()
-        if software.name != "Megatron-LM"
+        if software.name not in ("Megatron-LM", "vTrain")
     }
     assert len({round(seconds, 9) for seconds in on_tpu.values()}) == 1
 

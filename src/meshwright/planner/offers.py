@@ -170,7 +170,7 @@ def goodput(placed: PlacedRun, target: Target, reliability: Reliability) -> Good
 ERRORS_FILE = Path(__file__).with_name("data") / "errors.json"
 """Quantiles of published over predicted step time, by kind of plan. `python bench/foresight/errors.py` writes it from
 bench/foresight/published.csv."""
-UNSEEN = "a chip without published runs"
+UNSEEN = "a chip with few published runs or none"
 EVERY = "all published runs"
 FEWEST = 6
 """Runs that a kind needs for a band."""
