@@ -30,7 +30,7 @@ PACKAGE = SRC / "meshwright"
 LIMITS = {
     "modules that `train tiny` loads": 119,
     "lines that `train tiny` loads": 17_922,
-    "lines of Python in src": 51_360,
+    "lines of Python in src": 51_442,
     "options of `train`": 80,
     "imports of the package inside functions": 30,
     "modules that import the package by a string": 0,
