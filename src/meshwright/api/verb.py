@@ -1,4 +1,4 @@
-"""What verbs share: options of the Run, the devices and the processes, and what a verb is given and returns.
+"""Options that verbs share (the Run, devices, processes), and what a verb is given and returns.
 
 A verb is a frozen dataclass of options with a method `act(call: Call) -> Outcome`. `cli.verbs` parses the options,
 calls the method, and prints the outcome.

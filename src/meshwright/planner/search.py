@@ -382,7 +382,7 @@ def lower_bound(run: Run, target: Target) -> float:
     """Returns the seconds of a step that no plan of `run` on `target` can be below.
 
     It is the step of one device that has the whole batch and model in one microbatch, recomputes nothing, launches its
-    kernels in no time and communicates with nobody, divided by the number of devices. No layout divides work better
+    kernels in no time and sends nothing, divided by the number of devices. No layout divides work better
     than evenly, and each fraction of a matmul's rate grows with its dimensions (`shape_efficiency`).
     """
     whole = _with_training(run, microbatches=1, remat="none", saved_layers=0)
