@@ -44,7 +44,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What the command line does at the end of a verb."""
+    """Output of a verb and its exit code; the command line prints it."""
 
     shown: str | Callable[[Console], None] = ""
     """Text, or a function that prints the result."""
