@@ -40,6 +40,8 @@ class Route:
     """Bytes/s from one device to its neighbour."""
     on_torus: bool
     """Whether messages pass through neighbours (ICI) rather than through a switch."""
+    outside: int = 0
+    """Devices of the group in other slices or nodes than a device's own."""
 
     def seconds(self, kind: str, payload: float) -> float:
         """Returns the time of one collective in seconds.
@@ -56,8 +58,11 @@ class Route:
         if kind in ("all-gather", "reduce-scatter"):
             return ring_pass + latency
         if kind in ("all-to-all", "ragged-all-to-all"):
-            # On a ring a block travels a quarter of the way on average; a switch forwards it once.
-            return (payload * n / (4 * self.bandwidth) if self.on_torus else ring_pass) + latency
+            if self.on_torus:  # on a ring a block travels a quarter of the way on average; a switch forwards it once
+                return payload * n / (4 * self.bandwidth) + latency
+            # Each device sends its own rows: those for other nodes over its own link to the network.
+            crossing = payload * self.outside / n / self.neighbour_bandwidth
+            return max(crossing, payload * (n - 1 - self.outside) / n / self.bandwidth) + latency
         return payload / self.neighbour_bandwidth + self.hop_latency
 
 
@@ -114,7 +119,8 @@ def route(chip: Chip, topology: tuple[int, ...], span: GroupSpan, efficiency: Ef
     bandwidth = min(local.bandwidth, inside * network) if inside > 1 else network
     hops = span.domains - 1 + local.hops
     medium = "DCN" if isinstance(interconnect, Torus) else "network"
-    return Route(span.devices, bandwidth, _HOP_LATENCY["network"], hops, medium, network, False)
+    outside = span.devices - inside
+    return Route(span.devices, bandwidth, _HOP_LATENCY["network"], hops, medium, network, False, outside)
 
 
 def _ici_route(chip: Chip, torus: Torus, topology: tuple[int, ...], span: GroupSpan, efficiency: Efficiency) -> Route:
