@@ -36,7 +36,7 @@ def test_a_shrunken_run_fits_where_the_real_one_does(name: str, mesh: str) -> No
     placed = place_run(small)
     assert small.model.width <= 512 and small.training.steps == 4
     assert small.model.layers % shape.stage == run.model.layers % shape.stage
-    assert type(small.model) is type(run.model) and placed.run.layout == run.layout
+    assert type(small.model) is type(run.model) and placed.run.layout == place_run(run).run.layout
 
 
 def test_a_run_that_does_not_fit_cannot_be_rehearsed() -> None:

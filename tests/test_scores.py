@@ -167,7 +167,6 @@ def test_chunks_end_with_their_document() -> None:
     whole = AttentionSpec(1, 1, 1, chunk=3)
     # Chunks of 3, 3 and 2 tokens: 6 + 6 + 3 pairs.
     assert whole.causal_positions(8) == pytest.approx(15 / 8)
-    assert (whole.reach(8), AttentionSpec(1, 1, 1, 5).reach(8), AttentionSpec(1, 1, 1).reach(8)) == (3, 5, 8)
 
 
 def test_a_kernel_without_a_feature_is_passed_over_aloud_or_refused() -> None:

@@ -92,7 +92,9 @@ def test_the_planner_chooses_the_smaller_mesh(run: Run) -> None:
     run = dataclasses.replace(run, training=dataclasses.replace(run.training, remat="full"))
     known = plan_for_fewer(run, 1, 4, "NVIDIA H100 80GB HBM3")
     best = search(dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=1024)), parse_target("h100:1x4"))
-    assert known.mesh == best.plans[0].mesh and known.training == {"remat": best.plans[0].run.training.remat}
+    chosen = best.plans[0].run.training
+    assert known.mesh == best.plans[0].mesh
+    assert known.training == {"remat": chosen.remat, "microbatches": chosen.microbatches}
     assert known.why.startswith(best.plans[0].name) and "the fastest of" in known.why
     with pytest.raises(ConfigError, match="the batch of 16"):
         plan_for_fewer(run, 1, 17, "cpu")

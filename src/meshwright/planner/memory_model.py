@@ -162,18 +162,25 @@ def kept_bytes(placed: PlacedRun, work: Work) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _rows(layout: ModelLayout) -> float:
-    """Rows of one part of a pipeline stage, of all stacks; without a pipeline the layers of the model."""
+    """Rows that a part of a pipeline stage saves; without a pipeline the layers of the model.
+
+    They are those of its stack, padding included (3 for 2.5 layers). Of several stacks only the layers count: the
+    compiled DeepSeek-V3 does not keep three dense rows in each of its four parts.
+    """
     spec = layout.spec
     if layout.shape.stage == 1:
         return float(len(spec.layers) + len(spec.further))
-    return float(sum(layout.stages.rows(spec.layers_of(stack)).shape[-1] for stack in spec.stacks))
+    if len(spec.stacks) > 1:
+        return (len(spec.layers) + len(spec.further)) / (layout.shape.stage * layout.stages.virtual_stages)
+    return float(layout.stages.rows(spec.layers_of(next(iter(spec.stacks)))).shape[-1])
 
 
 def _added_late(placed: PlacedRun) -> float:
     """Elements on a device of gradients of one microbatch that are there at once, before they are added to the sum.
 
-    In a pipeline they are those of a part. Elsewhere references add each layer's in place, but not in another type, and
-    not those of layers that take turns, whose stack has another shape in the loop over periods.
+    In a pipeline they are those of a part, but not of experts: compiled pipelines of DeepSeek-V3 and Mixtral hold these
+    once. Elsewhere references add each layer's in place, but not in another type, and not those of
+    layers that take turns, whose stack has another shape in the loop over periods.
     """
     layout = placed.layout
     if layout.shape.stage == 1 and layout.spec.period == 1 and placed.run.training.param_dtype == "float32":
@@ -181,7 +188,7 @@ def _added_late(placed: PlacedRun) -> float:
     stacked = sum(
         p.size / layout.shape.over(axes_of(where.at_rest))
         for _, p, where in layout.leaves
-        if "L" in p.dims and not p.frozen
+        if "L" in p.dims and not p.frozen and not (layout.shape.stage > 1 and "E" in p.dims)
     )
     return stacked / placed.virtual_stages
 

@@ -70,7 +70,7 @@ class Plan(Shown):
         >>> best.name, best.estimate.bound_by
         ('fsdp=64, projections', 'matmuls')
         >>> best
-        <Plan of llama3-8b on v5p:4x4x4: fsdp=64, projections; 2.54 s, 72% MFU, 53 of 95 GiB, predicted>
+        <Plan of llama3-8b on v5p:4x4x4: fsdp=64, projections; 2.69 s, 68% MFU, 53 of 95 GiB, predicted>
     """
 
     placed: PlacedRun
@@ -552,8 +552,8 @@ def with_choices(run: Run, target: Target) -> Run:
     names = ["microbatches", "remat", *(["context_strategy"] if shape.context > 1 else [])]
     names += ["pipeline_schedule", "stage_saves"] if shape.stage > 1 else []
     left_open = [name for name in names if getattr(training, name) in ("auto", 0)]
-    # No policies are known for a model without known layers.
-    if not left_open or not run.model.spec().layers:
+    # No policies are known for a model without known layers, such as a wrapped one.
+    if not left_open or run.model.unit != "tokens" or not run.model.spec().layers:
         return run
     best, smallest = price_mesh(run, target, shape)
     plan = best or smallest

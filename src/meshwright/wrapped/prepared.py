@@ -75,11 +75,12 @@ def prepare_wrapped(model: Any, run: Run, devices: list[jax.Device]) -> Prepared
         )
     mesh = run.mesh or MeshShape(fsdp=len(devices))
     prepared = PreparedModel(place_on_devices(dataclasses.replace(run, mesh=mesh), build_mesh(mesh, devices)))
-    parts, degree, microbatches = prepared.parts, prepared.device_run.shape.over(BATCH_AXES), run.training.microbatches
-    if degree * microbatches > 1:
-        pieces = degree * step.evaluation_parts(prepared.device_run)
+    parts, device_run = prepared.parts, prepared.device_run
+    count = device_run.shape.over(BATCH_AXES) * device_run.run.training.microbatches
+    if count > 1:
+        pieces = device_run.shape.over(BATCH_AXES) * step.evaluation_parts(device_run)
         held_out = parts.held_out.batch_size // pieces if parts.held_out is not None else 0
-        check_rows(parts, parts.source.batch_size // (degree * microbatches), held_out)
+        check_rows(parts, parts.source.batch_size // count, held_out)
     return prepared
 
 
