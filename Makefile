@@ -17,7 +17,7 @@ test: .venv/dev
 test-ci: .venv/ci
 	$(PYTEST) -m "not long" --durations=40
 
-test-all: .venv/all
+test-all: .venv/ci
 	$(PYTEST) --durations=40
 
 check: .venv/docs
@@ -46,10 +46,6 @@ check: .venv/docs
 
 .venv/ci: .venv/docs
 	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev-all]'
-	@touch $@
-
-.venv/all: .venv/ci
-	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev-all,lm-eval]'
 	@touch $@
 
 # Outputs of transformers, peft and torch, written anew and compared with the committed ones, in an environment of their own.

@@ -1,17 +1,13 @@
-"""The verbs `evaluate` (the loss of a checkpoint, and its results on benchmarks) and `parity` (a run on two meshes)."""
+"""The verbs `evaluate` (the loss of a checkpoint) and `parity` (a run on two meshes)."""
 
 import dataclasses
-import importlib.util
-import logging
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 import jax
 import tyro
 
-from meshwright.api.generation import open_generator
 from meshwright.api.verb import (
     SIMULATED,
     Base,
@@ -23,12 +19,8 @@ from meshwright.api.verb import (
     start_devices,
 )
 from meshwright.config import MeshShape
-from meshwright.errors import ConfigError
-from meshwright.generation.generator import Generator
-from meshwright.generation.lm_eval_model import RequestAnswers
 from meshwright.hardware.agreement import failing_together
 from meshwright.models.model import Model
-from meshwright.ranges import NonNegativeInt, PositiveInt
 from meshwright.runs.run import Run
 from meshwright.storage.paths import default_cache_folder, path_of, place_of
 from meshwright.trainer import evaluation, loop
@@ -40,35 +32,21 @@ from meshwright.views.result_pages import parity_page
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(CheckpointOptions):
     """Compute loss, perplexity and bits per byte of a run's last checkpoint, or of hf:PATH, on its held-out text or on
-    --data; or its results on the benchmarks --tasks."""
+    --data."""
 
     folder: Annotated[str, tyro.conf.Positional]
     """Output folder of a run, or hf:PATH of a Hugging Face model."""
     data: tuple[str, ...] = ()
     """Other text, all of which is evaluated: what `train --data` takes."""
-    tasks: tuple[str, ...] = ()
-    """Benchmarks of lm-eval to run instead, by name (needs the extra `lm-eval`)."""
-    shots: NonNegativeInt | None = None
-    """Examples before each question of --tasks; by default the task's own number."""
-    limit: PositiveInt | None = None
-    """Questions of each task, the first so many; by default all."""
-    batch: PositiveInt = 8
-    """Questions of --tasks computed together."""
-    task_folder: Path | None = None
-    """Folder of YAML files with tasks of your own for --tasks."""
     json: bool = False
     """Print JSON."""
 
     @failing_together()
     def act(self, call: Call) -> Outcome:
         """Runs `meshwright evaluate`. Raises CheckpointError where there is no run, ConfigError without a text."""
-        if self.tasks and self.data:
-            raise ConfigError("--tasks and --data", "tasks bring their own text", "one of them")
         shape = self.shape()
         run = evaluation.run_to_evaluate(self.folder, self.data, shape)
         start_devices(self.devices, run.mesh, self.hosts.hosts())
-        if self.tasks:
-            return self._tasks()
         found = evaluate(self.folder, data=self.data, at=self.at, mesh=shape, devices=self.devices)
         if isinstance(found, evaluation.BatchEvaluation):
             return Outcome("".join(f"{name:<20} {value:.6g}\n" for name, value in found.metrics.items()), found.metrics)
@@ -79,17 +57,6 @@ class EvaluateOptions(CheckpointOptions):
         )
         more = {"perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
         return Outcome(text, {**dataclasses.asdict(found), **more})
-
-    def _tasks(self) -> Outcome:
-        check_lm_eval()
-        generator = open_generator(self.folder, mesh=self.shape(), at=self.at, devices=self.devices)
-        limits: dict[str, Any] = {"batch": self.batch, "shots": self.shots, "limit": self.limit}
-        results = run_tasks(generator, self.tasks, **limits, task_folder=self.task_folder)
-        lines = [f"{generator.origin}, texts of at most {generator.seq} tokens"]
-        for task, values in results.items():
-            numbers = {name: value for name, value in values.items() if isinstance(value, float)}
-            lines += [f"{task:<24} {name.removesuffix(',none'):<16} {value:.4f}" for name, value in numbers.items()]
-        return Outcome("\n".join(lines) + "\n", results)
 
 
 def evaluate(
@@ -181,55 +148,3 @@ def parity(
     check_processes(run.mesh, other)
     prepared = loop.prepare_run(run, cache=path_of(cache or default_cache_folder()), devices=devices)
     return compare_meshes(prepared, other, steps=steps)
-
-
-def check_lm_eval() -> None:
-    """Raises ConfigError where `lm-eval` is not installed."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("benchmark tasks", "lm-eval is not installed", "pip install 'meshwright[lm-eval]'")
-
-
-def run_tasks(
-    generator: Generator,
-    tasks: Sequence[str],
-    *,
-    batch: int = 8,
-    shots: int | None = None,
-    limit: int | None = None,
-    task_folder: Path | None = None,
-) -> dict[str, Any]:
-    """Runs tasks of `lm-eval`; returns its results: task -> metric -> value.
-
-    batch: requests computed together.  shots: examples before each question; None
-    takes the task's own.  limit: first questions of each task; None takes all.  task_folder: YAML files of further
-    tasks. Raises ConfigError for a task that does not exist, and where `lm-eval` is not installed.
-    """
-    check_lm_eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # those of its dependencies
-        import lm_eval
-        from lm_eval.api.model import TemplateLM
-        from lm_eval.tasks import TaskManager
-
-        class MeshwrightLM(RequestAnswers, TemplateLM):
-            """Language model of lm-eval."""
-
-        logging.getLogger("lm_eval").setLevel(logging.WARNING)
-        manager = TaskManager(include_path=None if task_folder is None else str(task_folder))
-        unknown = [task for task in tasks if not manager.match_tasks([task])]
-        if unknown:
-            raise ConfigError(
-                f"--tasks {' '.join(tasks)}",
-                f"lm-eval has no task {unknown[0]!r}",
-                "a name that `lm-eval ls tasks` lists, or --task-folder with its YAML file",
-            )
-        results = lm_eval.simple_evaluate(
-            model=MeshwrightLM(generator, longest=generator.seq, batch=batch),
-            tasks=list(tasks),
-            num_fewshot=shots,
-            limit=limit,
-            task_manager=manager,
-            bootstrap_iters=0,
-            log_samples=False,
-        )
-    return {task: dict(values) for task, values in results["results"].items()}

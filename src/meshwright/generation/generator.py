@@ -115,7 +115,6 @@ class Generator:
     def __init__(self, opened: OpenedModel, decoding: Decoding | None = None):
         self.device_run, self.tokenizer, self.chat = opened.device_run, opened.tokenizer, opened.chat
         self.origin, self.decoding = opened.origin, decoding or Decoding()
-        self.seq = opened.seq
         self._stops = opened.stops
         check_decodable(self.device_run)
         self.layout: WeightsLayout = _choose_layout(self.device_run, self.decoding.weights)

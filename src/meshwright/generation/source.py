@@ -37,8 +37,6 @@ class OpenedModel:
     tokenizer: Tokenizer
     stops: tuple[int, ...]
     """Tokens that end a text."""
-    seq: int
-    """Longest text that the model has learned from: the sequence length of its training."""
     origin: str
     """Where the weights are from, for reports: `runs/mine, step 500`."""
     chat: ChatTemplate | None = None
@@ -75,7 +73,7 @@ def open_weights(
         # A decode step reads a weight and its adapter as one, and no reference.
         device_run, params = merge_adapters(device_run, params)
     stops = _end_tokens(kept) or (tokenizer.end,)
-    return OpenedModel(device_run, params, tokenizer, stops, run.training.seq, origin, read_chat_template(folder))
+    return OpenedModel(device_run, params, tokenizer, stops, origin, read_chat_template(folder))
 
 
 def run_of_source(source: str | Path) -> Run:
