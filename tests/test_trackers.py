@@ -2,7 +2,6 @@
 
 import json
 import math
-import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,45 +63,6 @@ def read_tensorboard(out: Path) -> Read:
     return json.loads(unindented["configuration"]), curves, unindented["sample"]
 
 
-def read_mlflow(out: Path) -> Read:
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(tracking_uri=f"sqlite:///{out / 'mlflow' / 'mlflow.db'}")
-    (run,) = client.search_runs([client.get_experiment_by_name("meshwright").experiment_id])
-    assert run.info.status == "FINISHED" and run.info.run_name == "out-1"
-    names = {name for values in METRICS.values() for name in values}
-    curves = {name: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)] for name in names}
-    (artifacts,) = (out / "mlflow" / "artifacts").glob("*/artifacts")
-    return nested(run.data.params), curves, (artifacts / "samples" / "step-2.txt").read_text()
-
-
-def nested(flat: dict[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in flat.items():
-        *path, last = name.split(".")
-        place = found
-        for part in path:
-            place = place.setdefault(part, {})
-        place[last] = int(value) if value.isdigit() else value
-    return found
-
-
-def read_trackio(out: Path) -> Read:
-    (database,) = (out.parent / "trackio").glob("meshwright*.db")
-    with sqlite3.connect(database) as store:
-        rows = store.execute("SELECT step, metrics FROM metrics ORDER BY step").fetchall()
-        (config,) = store.execute("SELECT config FROM configs").fetchone()
-    curves: dict[str, list[tuple[int, float]]] = {}
-    sample = ""
-    for step, text in rows:
-        for name, value in json.loads(text).items():
-            if name == "sample":
-                sample = "\n".join(line[4:] for line in value["_value"].splitlines())
-            elif isinstance(value, int | float):
-                curves.setdefault(name, []).append((step, value))
-    return nested({k: str(v) for k, v in json.loads(config).items()}), curves, sample
-
-
 def wandb_records(content: bytes) -> Iterator[bytes]:
     """Records of W&B's transaction log: LevelDB's format, in blocks of 32 KiB after a header of 7 bytes."""
     at, block, record = 7, 2**15, b""
@@ -144,21 +104,15 @@ def read_wandb(out: Path) -> Read:
     return configuration, curves, sample
 
 
-READERS: dict[str, Callable[[Path], Read]] = {
-    "mlflow": read_mlflow, "tensorboard": read_tensorboard, "trackio": read_trackio, "wandb": read_wandb,
-}  # fmt: skip
+READERS: dict[str, Callable[[Path], Read]] = {"tensorboard": read_tensorboard, "wandb": read_wandb}
 
 
 @pytest.fixture
-def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores in the test's folder, and no server."""
-    for name, value in {
-        "WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "TRACKIO_DIR": str(tmp_path / "trackio"),
-        "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "HF_HUB_OFFLINE": "1",
-    }.items():  # fmt: skip
+    for name, value in {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "DO_NOT_TRACK": "true"}.items():
         monkeypatch.setenv(name, value)
-    for name in ("MLFLOW_TRACKING_URI", "WANDB_PROJECT", "TRACKIO_PROJECT", "TRACKIO_SPACE_ID"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
 
 
 def test_every_tracker_has_a_reader() -> None:

@@ -52,9 +52,7 @@ PARTS: dict[str, dict[str, str]] = {
         "sgd": "step.optimizers:sgd",
     },
     "reporter": {
-        "mlflow": "reporters.trackers:_MLflow",
         "tensorboard": "reporters.trackers:_TensorBoard",
-        "trackio": "reporters.trackers:_Trackio",
         "wandb": "reporters.trackers:_WeightsAndBiases",
     },
 }

@@ -8,9 +8,7 @@ import html
 import importlib
 import json
 import os
-import time
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +50,7 @@ class _WeightsAndBiases:
             self._run: Any = self._wandb.init(
                 project=project,
                 name=out.name,
-                id=_kept_id(out, "wandb"),
+                id=_kept_id(out),
                 resume="allow",
                 dir=str(out),
                 config=_configuration(out),
@@ -76,87 +74,14 @@ class _WeightsAndBiases:
         self._run.finish()
 
 
-class _Trackio:
-    """Reporter to trackio's local database (needs the extra `trackio`). TRACKIO_DIR is its folder."""
-
-    def __init__(self, out: Path):
-        self._trackio: Any = _library("trackio", "trackio")
-        self._project = os.environ.get("TRACKIO_PROJECT", PROJECT)
-        name, config = f"{out.name}-{_kept_id(out, 'trackio')[:8]}", _flat(_configuration(out))
-        self._run: Any = self._trackio.init(
-            project=self._project, name=name, resume="allow", config=config, embed=False, auto_log_gpu=False
-        )
-
-    def write(self, step: int, values: Values) -> None:
-        self._run.log(dict(values), step=step)
-
-    def sample(self, step: int, text: str) -> None:
-        self._run.log({"sample": self._trackio.Markdown(_indented(text))}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class _MLflow:
-    """Reporter to MLflow (needs the extra `mlflow`): MLFLOW_TRACKING_URI, or a database and files in OUT/mlflow."""
-
-    _EVERY = 5.0
-    """Seconds between writes."""
-
-    def __init__(self, out: Path):
-        mlflow: Any = _library("mlflow", "mlflow.tracking", "mlflow.entities")
-        folder = (out / "mlflow").resolve()
-        uri, artifacts = os.environ.get("MLFLOW_TRACKING_URI"), None
-        if uri is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
-        self._entities, self._client = mlflow.entities, mlflow.tracking.MlflowClient(tracking_uri=uri)
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        experiment = self._client.get_experiment_by_name(name)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(name, artifacts)
-        file = out / "mlflow-run"
-        if file.is_file():
-            self._run = file.read_text(encoding="utf-8").strip()
-            self._client.update_run(self._run, status="RUNNING")
-        else:
-            self._run = self._client.create_run(number, run_name=out.name).info.run_id
-            write_atomically(file, self._run)
-            for key, value in _flat(_configuration(out)).items():
-                self._client.log_param(self._run, key, value)
-        self._waiting: list[Any] = []
-        self._written = time.monotonic()
-
-    def write(self, step: int, values: Values) -> None:
-        now = round(time.time() * 1e3)
-        self._waiting += [self._entities.Metric(_mlflow_name(name), v, now, step) for name, v in values.items()]
-        if time.monotonic() - self._written > self._EVERY or len(self._waiting) > 900:
-            self._flush()
-
-    def _flush(self) -> None:
-        while self._waiting:
-            part, self._waiting = self._waiting[:900], self._waiting[900:]
-            self._client.log_batch(self._run, metrics=part)
-        self._written = time.monotonic()
-
-    def sample(self, step: int, text: str) -> None:
-        self._client.log_text(self._run, text, f"samples/step-{step}.txt")
-
-    def close(self) -> None:
-        self._flush()
-        self._client.set_terminated(self._run)
-
-
-def _library(extra: str, *modules: str) -> Any:
-    """Imports the modules of a tracker and returns the package of the last; an absent one is a ConfigError."""
+def _library(extra: str, module: str) -> Any:
+    """Imports a tracker's library; an absent one is a ConfigError."""
     try:
-        package = importlib.import_module(modules[0].partition(".")[0])
-        for module in modules:
-            importlib.import_module(module)
+        return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"--report {extra}", f"{error.name or modules[0]} is not installed", f"pip install 'meshwright[{extra}]'"
+            f"--report {extra}", f"{error.name or module} is not installed", f"pip install 'meshwright[{extra}]'"
         ) from error
-    return package
 
 
 def _configuration(out: Path) -> dict[str, Any]:
@@ -164,26 +89,12 @@ def _configuration(out: Path) -> dict[str, Any]:
     return dict(read_json(file)) if file.is_file() else {}
 
 
-def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in record.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = json.dumps(value) if isinstance(value, list) else value
-    return found
-
-
-def _kept_id(out: Path, tracker: str) -> str:
-    """Returns the id under which a tracker knows the run in `out`, the same after a resume."""
-    file = out / f"{tracker}-run"
+def _kept_id(out: Path) -> str:
+    """Returns the id under which W&B knows the run in `out`, the same after a resume."""
+    file = out / "wandb-run"
     if not file.is_file():
         write_atomically(file, uuid.uuid4().hex[:16])
     return file.read_text(encoding="utf-8").strip()
-
-
-def _mlflow_name(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in name)
 
 
 def _indented(text: str) -> str:

@@ -49,7 +49,7 @@ class Run(Shown, Ranged):
     local_checkpoints: LocalCheckpoints = LocalCheckpoints()
     finetune: FineTune = FineTune()
     reporters: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--report"])] = ()
-    """Metrics also to wandb, trackio, mlflow, tensorboard, or module:attribute of `(Path, Run) -> Reporter`."""
+    """Metrics also to tensorboard, wandb, or module:attribute of `(Path, Run) -> Reporter`."""
     init_from: str | None = None
     """Weights to start from, at step 0: hf:PATH of a Hugging Face folder, or a run's output folder; None draws them."""
     name: str = "run"
