@@ -198,7 +198,7 @@ def test_planned_traffic_is_the_compiled_programs(mesh: str, remat: str) -> None
         )
     )
     planned: dict[tuple[str, ...], float] = {}
-    for m in movements(device_run.placed, work_of(device_run.placed), recomputed_roles(remat), None, MESHWRIGHT):
+    for m in movements(device_run.settled, work_of(device_run.placed), recomputed_roles(remat), None, MESHWRIGHT):
         if m.purpose != "loss softmax":
             # On XLA:CPU a reduce-scatter is an all-reduce of which most is dropped.
             planned[m.axes] = planned.get(m.axes, 0.0) + m.payload * m.count
@@ -208,6 +208,22 @@ def test_planned_traffic_is_the_compiled_programs(mesh: str, remat: str) -> None
         compiled[axes] = compiled.get(axes, 0.0) + entry.total
     for axes, payload in planned.items():
         assert compiled[axes] == pytest.approx(payload, rel=0.08), axes
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_weights_of_experts_in_low_precision_travel_with_a_byte_for_each_element(platform: str) -> None:
+    """On GPUs: TPUs have no grouped matmul in float8. Gradients have the type of the reduction."""
+    sent = {}
+    for precision in ("compute", "fp8"):
+        placed = placed_recipe("qwen3-30b-a3b", "fsdp=8", batch=8, seq=4096, matmul_precision=precision)
+        settled = Settled(placed, Machine(platform))
+        traffic = movements(settled, work_of(placed), recomputed_roles("full"), None, MESHWRIGHT)
+        sent[precision] = [(m.kind, m.payload) for m in traffic if m.purpose.endswith("weights")]
+    layer = 3 * 128 * 2048 * 768
+    saved = {"all-gather": layer if platform == "cuda" else 0, "reduce-scatter": 0}
+    dense = 2048 * (32 + 2 * 4 + 32) * 128
+    for (kind, whole), (_, halved) in zip(sent["compute"], sent["fp8"], strict=True):
+        assert whole - halved == saved[kind] + (dense if kind == "all-gather" else 0)
 
 
 def test_policies_recompute_what_they_do_not_save() -> None:
@@ -257,7 +273,8 @@ def test_activations_travel_beside_the_other_half_of_a_tick() -> None:
     """In the ticks with one half only, which fill and drain the pipeline, the stages wait for them."""
     placed = placed_recipe("llama3-8b", "stage=4", batch=16, microbatches=16, pipeline_schedule="1f1b")
     tasks = build_counts("1f1b", 4, 16, 1)
-    sent = [m for m in movements(placed, work_of(placed), recomputed_roles("full"), tasks, MESHWRIGHT) if m.count]
+    settled, work, again = Settled(placed, Machine("tpu")), work_of(placed), recomputed_roles("full")
+    sent = [m for m in movements(settled, work, again, tasks, MESHWRIGHT) if m.count]
     permutes = {(m.during, m.blocking): m.count for m in sent if m.kind == "collective-permute"}
     # Microbatch m runs forward on stage s in tick m + s, backward in tick m + 2P - 1 - s (sharding/schedules.py).
     ticks, first_backward, last_forward = 16 + 2 * 4 - 1, 4, 16 + 4 - 2
@@ -268,7 +285,7 @@ def test_activations_travel_beside_the_other_half_of_a_tick() -> None:
     # The embedding is summed at the first stage, the hidden states go to all, and both back; whole over nothing.
     shared = [m for m in sent if m.kind == "all-reduce" and m.purpose == "hidden states of all stages"]
     assert [(m.count, m.payload) for m in shared] == [(4 * 16, 2 * 8192 * 4096)]
-    others = movements(placed, work_of(placed), recomputed_roles("full"), tasks, SOFTWARE["Megatron-Core"])
+    others = movements(settled, work, again, tasks, SOFTWARE["Megatron-Core"])
     assert not [m for m in others if m.kind == "all-reduce" and m.purpose == shared[0].purpose]
 
 

@@ -189,7 +189,7 @@ def test_the_planner_counts_the_bytes_that_parameters_and_activations_move(case:
         sent[entry.kind, entry.axes_label] = sent.get((entry.kind, entry.axes_label), 0) + entry.total
     work, again = work_of(device_run.placed), recomputed_roles(device_run.run.training.remat)
     planned: dict[tuple[str, str], float] = {}
-    for m in movements(device_run.placed, work, again, None, MESHWRIGHT):
+    for m in movements(device_run.settled, work, again, None, MESHWRIGHT):
         if m.kind in ("all-gather", "reduce-scatter") and m.payload:
             planned[m.kind, "+".join(m.axes)] = planned.get((m.kind, "+".join(m.axes)), 0) + m.payload * m.count
     assert planned

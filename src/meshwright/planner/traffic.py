@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from meshwright.planner.memory_model import keeps_stages
 from meshwright.planner.optimizer import update_exchanges
-from meshwright.planner.software import Software
+from meshwright.planner.software import MESHWRIGHT, Software
 from meshwright.planner.work import Work, low_precision
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
+from meshwright.runs.settle import Settled
 from meshwright.sharding.layouts import VOCAB_AXES
 from meshwright.sharding.params import Param, is_low_precision
 from meshwright.sharding.placement import Placements, axes_of
@@ -40,13 +41,19 @@ class Movement:
     purpose: str
 
 
+def quantises_experts(settled: Settled, software: Software) -> bool:
+    """Returns whether a program gathers weights of experts in low precision, and multiplies them so."""
+    return software.name == MESHWRIGHT.name and settled.low_precision_experts
+
+
 def movements(
-    placed: PlacedRun, work: Work, again: frozenset[str], tasks: TaskCounts | None, software: Software
+    settled: Settled, work: Work, again: frozenset[str], tasks: TaskCounts | None, software: Software
 ) -> list[Movement]:
     """Returns all collectives of a device in a step.
 
     again: roles that the backward pass recomputes. tasks: of the pipeline, None without one.
     """
+    placed = settled.placed
     shape, training = placed.shape, placed.run.training
     microbatches = float(training.microbatches)
     result: list[Movement] = []
@@ -67,7 +74,7 @@ def movements(
         result += _experts(payloads, work.expert_layers * microbatches, again, not beside)
     if shape.stage > 1 and not keeps_stages(placed):
         result += [dataclasses.replace(m, during="recomputation") for m in result if m.during == "forward"]
-    result += _weights(placed, microbatches, bool(again - {"scores"}))
+    result += _weights(placed, microbatches, bool(again - {"scores"}), quantises_experts(settled, software))
     result += _gradients(placed, software)
     for e, payload in update_exchanges(placed):
         result.append(Movement(e.kind, e.axes, payload, e.count, "step", True, "matrices of the optimizer"))
@@ -86,19 +93,20 @@ def movements(
     return result
 
 
-def _weights(placed: PlacedRun, microbatches: float, gathered_again: bool) -> list[Movement]:
+def _weights(placed: PlacedRun, microbatches: float, gathered_again: bool, low_experts: bool) -> list[Movement]:
     training = placed.run.training
-    compute, reduce = (jnp.dtype(t).itemsize for t in (training.compute_dtype, training.reduce_dtype))
+    reduce = jnp.dtype(training.reduce_dtype).itemsize
     result: list[Movement] = []
     # A backward task that repeats its forward pass gathers for it too.
     repeats = int(placed.shape.stage > 1 and not keeps_stages(placed)) + int(gathered_again)
     low = low_precision(placed)
+    elements_of = _gathered_elements(placed.layout, low is not None and low.gathered, low_experts)
     gathered: dict[tuple[tuple[str, ...], bool], tuple[float, float]] = {}
-    for (axes, stacked, quantised, stored), (elements, trained) in _gathered_elements(placed.layout).items():
+    for (axes, stacked, quantised, stored), (elements, trained) in elements_of.items():
         count, payload = gathered.get((axes, stacked), (0.0, 0.0))
-        itemsize = 1 if quantised and low is not None and low.gathered else compute
-        # Quantised weights travel as they are kept.
-        itemsize = jnp.dtype(stored).itemsize if stored in ("int8", "uint8") else itemsize
+        # Frozen weights that are quantised travel as they are kept.
+        kept = stored if stored in ("int8", "uint8") else training.compute_dtype
+        itemsize = 1 if quantised else jnp.dtype(kept).itemsize
         gathered[axes, stacked] = (count + trained, payload + elements * itemsize)
     for (axes, stacked), (count, payload) in gathered.items():
         what = "weights" if stacked else "embedding and unembedding"
@@ -117,17 +125,19 @@ def _weights(placed: PlacedRun, microbatches: float, gathered_again: bool) -> li
 
 @functools.lru_cache(maxsize=4096)
 def _gathered_elements(
-    layout: ModelLayout,
+    layout: ModelLayout, low: bool, low_experts: bool
 ) -> dict[tuple[tuple[str, ...], bool, bool, str | None], tuple[float, float]]:
     """Elements on a device after the all-gathers, and those of them that are trained.
 
-    By axes, whether they are stacked, whether they may be quantised, and their type at rest where it is their own.
+    By axes, whether they are stacked, whether they have one byte each, and their type at rest where it is their own.
+    low: whether low-precision weights are quantised before they are gathered. low_experts: the same of experts.
     """
     elements: dict[tuple[tuple[str, ...], bool, bool, str | None], tuple[float, float]] = {}
     own = ((p, where) for path, p, where in layout.leaves if not path.startswith("reference."))
     for p, where in own:
         for axes, gathered in _gathers(p, where, layout):
-            key = (axes, "L" in p.dims, is_low_precision(p), p.stored)
+            quantised = is_low_precision(p, low_experts) and (low or "E" in p.dims)
+            key = (axes, "L" in p.dims, quantised, p.stored)
             every, trained = elements.get(key, (0.0, 0.0))
             elements[key] = (every + gathered, trained + (0.0 if p.frozen else gathered))
     return elements
