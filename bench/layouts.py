@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent / "foresight"))
 from page_table import put_rows
 from rows import Row, read_rows
 
-from meshwright.api.proving import Proof, prove_plan
+from meshwright.api.proofs import Proof, prove_plan
 from meshwright.hardware.targets import Target
 from meshwright.planner.search import OFFLOADING, price_run, remat_policies, search
 from meshwright.runs.run import Run

@@ -26,11 +26,11 @@ from meshwright.data.tokenizers import Bytes, Tokenizer
 from meshwright.data.tokenizing import TextBatch, encode_texts
 from meshwright.errors import ConfigError, DataError
 from meshwright.generation.cache import CachePlan, KeyValues, Slots, attend, write
-from meshwright.generation.decoder import Bucket, Decoder, bucket_for
+from meshwright.generation.decoder import Decoder, bucket_for
 from meshwright.generation.generator import Decoding, Generator
 from meshwright.generation.sampling import Sampling, choose_tokens, keep_tokens
 from meshwright.generation.source import OpenedModel, open_weights
-from meshwright.generation.weights import abstract_layout, lay_out, weight_bytes
+from meshwright.generation.weights import WeightsLayout, lay_out, weight_bytes
 from meshwright.hugging_face.folder import load_params, open_folder
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.llama import Llama
@@ -227,18 +227,21 @@ def test_texts_begin_and_end_as_their_vocabulary_does() -> None:
     assert "a" + found.texts[0] == whole
 
 
-@pytest.mark.parametrize("mesh", ["data=1", "fsdp=2,context=2,tensor=2"])
-def test_the_cache_takes_the_memory_that_was_planned(mesh: str) -> None:
+@pytest.mark.parametrize(("mesh", "layout"), [("data=1", "sharded"), ("fsdp=2,context=2,tensor=2", "gathered")])
+def test_weights_and_cache_take_the_memory_that_was_planned(mesh: str, layout: WeightsLayout) -> None:
     model = dataclasses.replace(MODELS["llama"], layers=8, width=128, heads=4)
     device_run = device_run_of(tiny_run(model, mesh, batch=8, seq=16))
-    weights = lay_out(device_run, device_run.initial_state().params, "sharded")
+    weights = lay_out(device_run, device_run.initial_state().params, layout)
     decoder = Decoder(device_run, weights, bucket_for(device_run, [380] * 4, 100, 128))
     # By hand: layers, sequences, key/value heads, slots, head size; keys and values of 4 bytes.
     planned = 2 * 8 * 4 * 4 * 512 * 32 * 4 / device_run.shape.size
     assert decoder.plan.bytes_per_device == planned
-    assert decoder.cache_bytes(decoder.memory("decode")) == pytest.approx(planned, rel=0.02)
+    memory = decoder.memory("decode")
+    assert decoder.cache_bytes(memory) == pytest.approx(planned, rel=0.02)
+    given = memory.argument_size_in_bytes - memory.alias_size_in_bytes
+    assert given == pytest.approx(weight_bytes(device_run.placed, layout), rel=0.02)
     # The loop writes the cache in place: what else it takes is less than a second one.
-    assert decoder.memory("decode").temp_size_in_bytes < 0.6 * planned
+    assert memory.temp_size_in_bytes < 0.6 * planned
 
 
 def test_attention_visits_blocks_as_it_does_all_at_once() -> None:
@@ -420,14 +423,3 @@ def test_bits_per_byte_by_hand(run_folder: Path, cache: Path) -> None:
     assert held_out.samples == windows and held_out.tokens == held_out.text_bytes == windows * 32
     assert held_out.bits_per_byte == pytest.approx(held_out.loss / math.log(2))
     assert held_out.perplexity == pytest.approx(math.exp(held_out.loss))
-
-
-def test_a_decode_program_takes_the_weights_and_cache_that_are_planned() -> None:
-    """Compiled from shapes alone, as for hardware that is not here."""
-    model = dataclasses.replace(MODELS["llama"], layers=4, width=128, heads=4, mlp=512)
-    device_run = device_run_of(tiny_run(model, "fsdp=2,context=2,tensor=2", batch=8, seq=16))
-    bucket = Bucket(8, 512, 128)
-    decoder = Decoder(device_run, abstract_layout(device_run, "gathered"), bucket)
-    weights = decoder.memory("decode").argument_size_in_bytes - decoder.memory("decode").alias_size_in_bytes
-    assert weights == pytest.approx(weight_bytes(device_run.placed, "gathered"), rel=0.02)
-    assert decoder.cache_bytes(decoder.memory("decode")) == pytest.approx(decoder.plan.bytes_per_device, rel=0.02)

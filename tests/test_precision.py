@@ -15,6 +15,7 @@ from tiny_runs import MODELS, Trained, device_run_of, random_batch, tiny_run, tr
 import meshwright
 from meshwright.analysis.lint import lint_precision
 from meshwright.errors import ConfigError
+from meshwright.formatting import format_count
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.machine import Machine
 from meshwright.hardware.targets import parse_target
@@ -35,6 +36,7 @@ from meshwright.models.quantisation import (
 from meshwright.planner.estimate import estimate
 from meshwright.runs.placed_run import place_run
 from meshwright.sharding.layouts import TOKEN_AXES
+from meshwright.sharding.params import named_leaves
 from meshwright.step.train_step import build_train_step
 from meshwright.views.layout import precision_blocks
 
@@ -50,7 +52,7 @@ def on_one_device(function: Any) -> Any:
 
 def quantised(w_DF: jax.Array, recipe: MatmulPrecision) -> LowPrecisionWeight:
     """The weight as one device gathers it."""
-    plan = WeightPlan(recipe, 1, (), ())
+    plan = WeightPlan(recipe, 1, (), (), (0,) if recipe.scaling == "row" else None)
     if recipe.scaling not in ("tensor", "row"):
         return LowPrecisionWeight(w_DF, None, None, plan)
     amax = products._amax(w_DF, (0,) if recipe.scaling == "row" else None)
@@ -176,8 +178,10 @@ def test_experts_follow_in_fp8_and_the_router_never(name: str, experts: bool) ->
     assert {"query", "attention_out", "shared_gate", "gate", "down"} < names
     assert "router" not in names
     assert names.isdisjoint({"expert_gate", "expert_up", "expert_down"}) != experts
-    (text,) = precision_blocks(run.placed, run.settled.low_precision_experts)
-    assert ("grouped matmuls of experts in e4m3" in str(text)) == experts
+    assert run.settled.low_precision_experts == experts
+    quantised = sum(p.size for p in named_leaves(run.params).values() if run.settled.in_low_precision(p))
+    (text,) = precision_blocks(run.placed, run.settled.in_low_precision)
+    assert f"matmuls of {format_count(quantised)} parameters" in str(text)
 
 
 @functools.cache
@@ -213,7 +217,7 @@ def test_experts_in_fp8_are_a_loop_over_quantised_experts(kernel: str, sizes: li
         values, scale = e4m3(a, products._amax(a, dims))
         return values.astype(jnp.float32) * scale
 
-    plan = WeightPlan(RECIPES["fp8"], 1, (), (), grouped=True)
+    plan = WeightPlan(RECIPES["fp8"], 1, (), (), (1, 2))
     values, scale = e4m3(jnp.asarray(w), products._amax(jnp.asarray(w), plan.shares))
 
     def out(x: Any, w: Any) -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.api import proving as absent
-from meshwright.api.proving import _took_before, compile_in_subprocess
+from meshwright.api import proofs as absent
+from meshwright.api.proofs import _took_before, compile_in_subprocess
 from meshwright.errors import CensusError, ConfigError
 from meshwright.hardware import aot as compilers
 from meshwright.hardware.aot import (

@@ -15,9 +15,9 @@ import meshwright as mw
 from meshwright.analysis import run_census
 from meshwright.analysis.census import Census
 from meshwright.analysis.compile import OutOfMemory, compiler_error
-from meshwright.api import proving
+from meshwright.api import proofs
 from meshwright.api.planning import PlanOptions
-from meshwright.api.proving import Proof, prove_best, prove_plan, tune
+from meshwright.api.proofs import Proof, prove_best, prove_plan, tune
 from meshwright.api.verb import Call
 from meshwright.config import MeshShape
 from meshwright.errors import CensusError, ConfigError
@@ -47,9 +47,9 @@ def answer(monkeypatch: pytest.MonkeyPatch, out: str = "", err: str = "") -> lis
         # No process has this number, so none is limited.
         return SimpleNamespace(pid=-1, wait=lambda seconds=None: 2 if err else 0, kill=lambda: None)
 
-    monkeypatch.setattr(proving, "require_compiler", lambda target: None)
-    monkeypatch.setattr(proving, "compiler_environment", lambda target: {})
-    monkeypatch.setattr(proving.subprocess, "Popen", start)
+    monkeypatch.setattr(proofs, "require_compiler", lambda target: None)
+    monkeypatch.setattr(proofs, "compiler_environment", lambda target: {})
+    monkeypatch.setattr(proofs.subprocess, "Popen", start)
     return asked
 
 
@@ -86,7 +86,7 @@ def test_proofs_rank_again(monkeypatch: pytest.MonkeyPatch) -> None:
         remat = plan.run.training.remat
         return Proof(plan, seconds[remat], 1e10, 1.0, "too large" if remat == "none" else "")
 
-    monkeypatch.setattr(proving, "prove_plan", prove)
+    monkeypatch.setattr(proofs, "prove_plan", prove)
     ranked = prove_best([plan("full"), plan("none"), plan("projections")], TARGET, 60, quiet)
     assert [p.plan.run.training.remat for p in ranked] == ["projections", "full", "none"]
 
@@ -100,7 +100,7 @@ def test_tuning_keeps_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
         too_large = training.remat != "full"
         return Proof(plan, seconds - 5.0 * too_large, 1e10, 1.0, "too large" if too_large else "")
 
-    monkeypatch.setattr(proving, "prove_plan", prove)
+    monkeypatch.setattr(proofs, "prove_plan", prove)
     tuned = tune(prove(plan(), TARGET, 60), TARGET, 60, quiet)
     training = tuned.best.plan.run.training
     assert tuned.best.step_seconds == 7.0 and training.reduce_dtype == "bfloat16" and training.remat == "full"
@@ -124,7 +124,7 @@ def test_tuning_keeps_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     [("v5p:2x2x2", {"attention_out", "offload_attention", "offload"}), ("h100:8", {"feed_forward", "attention_out"})],
 )
 def test_neighbours_of_a_policy_are_those_of_the_machine(target: str, remats: set[str]) -> None:
-    tried = [run.training.remat for name, run in proving.trials(plan().run, parse_target(target)) if "remat" in name]
+    tried = [run.training.remat for name, run in proofs.trials(plan().run, parse_target(target)) if "remat" in name]
     assert set(tried) == remats
 
 
@@ -136,7 +136,7 @@ def test_what_was_tuned_is_printed_drawn_and_written(
         refused = "took too long" if training.logits_mib == 256 else ""
         return Proof(plan, 9.0 if training.reduce_dtype == "bfloat16" else 10.0, 1e10, 40.0, refused)
 
-    monkeypatch.setattr(proving, "prove_plan", prove)
+    monkeypatch.setattr(proofs, "prove_plan", prove)
     page, file = tmp_path / "plan.html", tmp_path / "plan.json"
     run = find_recipe("llama3-8b")
     options = PlanOptions(run=run, on=str(TARGET), tokens_per_step="256k", prove=2, tune=True, html=page, out=file)

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from meshwright.api.planning import Plans as Plans
     from meshwright.api.planning import offers as offers
     from meshwright.api.planning import plan as plan
-    from meshwright.api.proving import Proof as Proof
-    from meshwright.api.proving import prove as prove
+    from meshwright.api.proofs import Proof as Proof
+    from meshwright.api.proofs import prove as prove
     from meshwright.api.training import train as train
     from meshwright.api.viewing import view as view
     from meshwright.checkpoint.conversion import Conversion as Conversion

@@ -6,13 +6,14 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any, Self
 
 import tyro
 from rich.console import Console
 from rich.markup import escape
 
 from meshwright.activity import activity
+from meshwright.api.proofs import Proof, prove_best, tune
 from meshwright.api.targets import find_target, refuse_wrapped, with_vocab
 from meshwright.api.verb import Base, Call, Outcome, RunOptions, given_options, refuse_options, require_writable
 from meshwright.config import MeshShape
@@ -42,10 +43,6 @@ from meshwright.views.blocks import Column, Table, Text
 from meshwright.views.plan_page import offer_page, offers_table, plan_page, plans_table
 from meshwright.views.report import Report, Section, print_sections
 from meshwright.views.terminal import print_blocks, text_of
-
-if TYPE_CHECKING:
-    from meshwright.api.proving import Proof
-
 
 _CHOSEN = (
     "--mesh",
@@ -239,8 +236,6 @@ class PlanOptions(OfferOptions, RunOptions):
 
         def say(line: str) -> None:
             console.print(f"[dim]{escape(line)}[/]")
-
-        from meshwright.api.proving import prove_best, tune
 
         proofs = prove_best(found.plans[: max(1, self.prove)], found.target, self.limit, say)
         best = proofs[0]

@@ -1,21 +1,13 @@
-"""The verb `prove`: a step compiled for hardware, here or not, in a process of its own, read, and tuned."""
+"""The verb `prove`: a step compiled for hardware, here or not, and read."""
 
-import contextlib
 import dataclasses
 import functools
-import json
 import math
-import os
-import resource
-import signal
-import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import jax
 import tyro
@@ -24,10 +16,11 @@ from rich.console import Console
 from meshwright.activity import activity
 from meshwright.analysis.census import Census, save_census
 from meshwright.analysis.compare import check_budget, compare, read_budget, read_census, write_budget
-from meshwright.analysis.compile import OutOfMemory, compiler_error
+from meshwright.analysis.compile import OutOfMemory
 from meshwright.analysis.run_census import cache_key, cached, census_of_eval_step, census_of_train_step
 from meshwright.analysis.run_memory import compiled_phases
-from meshwright.api.targets import find_target, refuse_wrapped, with_vocab
+from meshwright.api.proofs import Say, compile_in_subprocess, is_compiling_process, timings_file
+from meshwright.api.targets import find_target, refuse_wrapped, resolved_run, run_on_mesh
 from meshwright.api.verb import (
     SIMULATED,
     Base,
@@ -35,32 +28,23 @@ from meshwright.api.verb import (
     Outcome,
     RunOptions,
     given_options,
-    refuse_options,
     require_writable,
     start_devices,
     unwritable,
 )
 from meshwright.config import MeshShape
 from meshwright.errors import CensusError, ConfigError
-from meshwright.fine_tuning import FineTune
 from meshwright.formatting import format_bytes
-from meshwright.generation.decoder import Bucket, Decoder
-from meshwright.generation.source import run_for_decoding
-from meshwright.generation.weights import abstract_layout, weight_bytes
-from meshwright.hardware.aot import compiler_environment, require_compiler, topology_devices
-from meshwright.hardware.chips import Torus
-from meshwright.hardware.machine import AUTO
-from meshwright.hardware.mesh import build_mesh, default_mesh_shape
+from meshwright.hardware.aot import topology_devices
+from meshwright.hardware.mesh import build_mesh
 from meshwright.hardware.targets import Target
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.explain import memory_remedies
-from meshwright.planner.plan_file import is_plan, read_plan, write_plan
-from meshwright.planner.search import Plan, machine_for, price_run, remat_policies, with_choices, with_choices_that_fit
-from meshwright.plugins import options_of_child
-from meshwright.ranges import PositiveInt, TimeLimit
+from meshwright.planner.plan_file import is_plan, read_plan
+from meshwright.planner.search import machine_for, with_choices_that_fit
+from meshwright.ranges import TimeLimit
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import run_to_dict
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.storage.paths import default_cache_folder, path_of
@@ -78,69 +62,12 @@ from meshwright.views.census_page import (
 )
 from meshwright.views.draw import MachineGrid, machine_of
 from meshwright.views.layout_page import layout_sections, phases_section
-from meshwright.views.plan_page import print_decode_proof
-from meshwright.views.report import Report, Section, frame, print_sections
+from meshwright.views.report import Report, Section, print_sections
 from meshwright.views.run_tables import choices_facts, choices_to_json
-
-_COMPILES_FOR = "MESHWRIGHT_COMPILES_FOR"
-"""Environment variable that marks a process that compiles, with its target."""
-_LONGER = 10
-"""Most time by the clock over that of the processor, where a compiler waits."""
-_COMPILER_EXIT = 1
-"""Exit code of a process that its compiler ends; errors of this package have others."""
-_KEPT = 0.998
-"""Largest fraction of the best step so far with which a change is kept."""
 
 _LARGEST_ON_CPU = 2**33
 """Elements of an array from which on XLA's compiler for CPUs counts no tiles, and divides by zero."""
-Say = Callable[[str], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Proof:
-    """Result of compiling a plan for its machine.
-
-    Proved by the compiler: that it compiles, its memory, its collectives. Predicted: the time of a step, by simulating
-    the compiled schedule.
-
-    Example:
-        >>> best = mw.plan("llama3-8b", on="v5p:4x4x4")
-        >>> proof = mw.Proof(best[0], step_seconds=1.2, peak_bytes=20 * 2**30, compile_seconds=30.0)
-        >>> proof.fits
-        True
-    """
-
-    plan: Plan
-    step_seconds: float | None
-    """Predicted step time of the compiled schedule; None where it does not compile."""
-    peak_bytes: float | None
-    """Peak memory of a device, by the compiler."""
-    compile_seconds: float | None
-    refused: str = ""
-    """Reason why the plan cannot run: it does not compile, or does not fit; empty where it can."""
-    census: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
-    """Census of the compiled step, as JSON (docs/formats.md)."""
-    page: str = dataclasses.field(default="", repr=False)
-    """Page of the census, as HTML; a notebook shows it."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether the step compiles and fits the memory of a device."""
-        return self.step_seconds is not None and not self.refused
-
-    def _repr_html_(self) -> str | None:
-        return frame(self.page, f"proof of {self.plan.name}") if self.page else None
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns planned and compiled figures side by side."""
-        e = self.plan.estimate
-        figures = {name: getattr(self, name) for name in ("step_seconds", "peak_bytes", "compile_seconds", "refused")}
-        return {"plan": self.plan.name, "planned_seconds": e.seconds, "planned_bytes": e.bytes, **figures}
-
-
 _WRITTEN = ("trace", "save_budget", "save", "hlo", "html")
-_OF_A_STEP = (*_WRITTEN, "against", "budget", "fresh")
-"""Options that read or write the census of a step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,12 +83,8 @@ class ProveOptions(RunOptions):
     """Write the simulated schedule as a trace for ui.perfetto.dev or chrome://tracing."""
     limit: TimeLimit = 3600
     """Most seconds of processor time for compiling with --on."""
-    step: Literal["train", "evaluate", "prefill", "decode"] = "train"
-    """Program to compile; of prefill and decode, memory is shown."""
-    decode_batch: PositiveInt = 8
-    """Sequences decoded together, for --step prefill and decode."""
-    decode_slots: PositiveInt = 4096
-    """Slots of the cache for each sequence, for --step prefill and decode."""
+    step: Literal["train", "evaluate"] = "train"
+    """Program to compile."""
     against: str | None = None
     """Compare with another mesh (axis=degree,...), another PLAN.json for the same hardware, or a census that --save
     wrote; --html then shows the difference."""
@@ -190,7 +113,7 @@ class ProveOptions(RunOptions):
         console = call.console
         budget = read_budget(self.budget) if self.budget else None
         target = find_target(self.on) if self.on else None
-        self._refuse_unused()
+        refuse_wrapped(self.run, given_options(self, ("step",)))
         require_writable(getattr(self, name) for name in _WRITTEN)
         other = self._other_side(target)
         if target is None:
@@ -204,8 +127,6 @@ class ProveOptions(RunOptions):
             code, errors = compile_in_subprocess(target, self.limit, [*call.words, *trust_options()], sys.stdout)
             sys.stderr.write(errors)
             return Outcome(code=code)
-        if self.step in ("prefill", "decode"):
-            return self._prove_decoding(devices, target)
         take = functools.partial(compile_step, devices=devices, target=target, step=self.step, fresh=self.fresh)
         run = run_on_mesh(self.run, len(devices), target)
         step: Callable[[], CompiledStep] = functools.partial(take, run)
@@ -231,14 +152,6 @@ class ProveOptions(RunOptions):
         fits = target is None or _print_verdict(console, compiled, target, phases)
         return Outcome(record=_to_json(compiled, phases), code=CensusError.exit_code if exceeded or not fits else 0)
 
-    def _refuse_unused(self) -> None:
-        """Raises ConfigError for an option that belongs to another one, which is not given."""
-        if self.step in ("prefill", "decode"):
-            refuse_options(self, _OF_A_STEP, f"--step {self.step}", "leave it out: memory is printed")
-        else:
-            refuse_options(self, ("decode_batch", "decode_slots"), f"--step {self.step}", "--step decode with it")
-        refuse_wrapped(self.run, given_options(self, ("step",)))
-
     def _other_side(self, target: Target | None) -> Run | dict[str, Any] | None:
         """Reads --against: a run to compile, or a saved census. Raises ConfigError for a plan for other hardware."""
         if self.against is None:
@@ -256,22 +169,6 @@ class ProveOptions(RunOptions):
                 f"--on {plan.target}, or compare with a census of it that --save wrote",
             )
         return plan.run
-
-    def _prove_decoding(self, devices: list[Any], target: Target | None) -> Outcome:
-        """Compiles prefill or decode, and shows its memory."""
-        assert self.step in ("prefill", "decode")
-        mesh, batch, planned, compiled = compile_decoding(
-            self.run, devices, target, step=self.step, batch=self.decode_batch, slots=self.decode_slots
-        )
-
-        def show(console: Console) -> None:
-            shape = f"{batch} sequences of {self.decode_slots:,} slots"
-            console.print(f"[bold]{self.step}[/] of {self.run.name} on {mesh}: {shape}")
-            print_decode_proof(console, planned, compiled, target)
-
-        fits = target is None or compiled["bytes"] <= target.chip.hbm_bytes
-        record = {"step": self.step, "mesh": str(mesh), "compiled": compiled, "planned": planned}
-        return Outcome(show, record, 0 if fits else CensusError.exit_code)
 
     def _compare(
         self,
@@ -317,129 +214,6 @@ class ProveOptions(RunOptions):
                 Report(f"{run.name} on {run.mesh}", parts, topic="proof", lead=census_title(census)).write(self.html)
         except OSError as error:
             raise unwritable(error.filename, error) from error
-
-
-def prove(plan: Plan | Run, on: str | None = None, *, limit: int = 3600) -> Proof:
-    """Compiles a plan's train step for its machine with that machine's own compiler, in a process of its own.
-
-    on: the machine, for a Run.  limit: seconds of processor time that compiling may take.
-    Needs libtpu, or NVIDIA's compiler (docs: Install), not the hardware. Raises ConfigError for a Run without `on`.
-
-    Example:
-        >>> run = mw.recipe("llama3-8b", mesh="fsdp=64")
-        >>> mw.prove(run)
-        Traceback (most recent call last):
-        meshwright.errors.ConfigError: proving llama3-8b
-          because: a Run does not say which machine to compile for
-          fix:     prove(run, on="v5p:4x4x4"), or one of the plans of plan(...)
-    """
-    if not isinstance(plan, Run):
-        return prove_plan(plan, plan.target, limit)
-    if on is None:
-        raise ConfigError(
-            f"proving {plan.name}",
-            "a Run does not say which machine to compile for",
-            'prove(run, on="v5p:4x4x4"), or one of the plans of plan(...)',
-        )
-    target = find_target(on)
-    return prove_plan(price_run(resolved_run(plan, target.devices, target), target), target, limit)
-
-
-def prove_plan(plan: Plan, target: Target, limit: int) -> Proof:
-    """Compiles a plan for `target` by `meshwright prove PLAN --json`, for at most `limit` seconds."""
-    own = plan.run.model.options_of_child()
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+", encoding="utf-8") as printed:
-        file, html = Path(folder) / "plan.json", Path(folder) / "page.html"
-        write_plan(plan, target, file)
-        given = options_of_child([run_to_dict(plan.run), target.name])
-        words = ["prove", str(file), "--json", "--html", str(html), *given, *own]
-        try:
-            _, errors = compile_in_subprocess(target, limit, words, printed)
-        except CensusError as error:
-            return Proof(plan, None, None, None, error.truth)
-        printed.seek(0)
-        documents = [line for line in printed if line.startswith("{")]
-        page = html.read_text(encoding="utf-8") if html.is_file() else ""
-    if not documents:
-        reason = next((line.split(":", 1)[1] for line in errors.splitlines() if "because:" in line), errors[-200:])
-        return Proof(plan, None, None, None, " ".join(reason.split()))
-    census = json.loads(documents[-1])
-    peak, available = census["memory"]["live"], target.chip.hbm_bytes
-    phases = {"step": peak} | census.get("phases", {})
-    most = max(phases, key=phases.__getitem__)
-    where = "" if most == "step" else f", in {most}"
-    refused = "" if phases[most] <= available else f"{format_bytes(phases[most])} of {format_bytes(available)}{where}"
-    return Proof(
-        plan, census["simulated_schedule"]["step_seconds"], peak, census["compile_seconds"], refused, census, page
-    )
-
-
-def is_compiling_process(target: Target) -> bool:
-    """Whether this is the process that compiles for `target`."""
-    return os.environ.get(_COMPILES_FOR) == str(target)
-
-
-def compile_in_subprocess(target: Target, limit: int, words: Sequence[str], output: IO[str]) -> tuple[int, str]:
-    """Runs `meshwright WORDS` in a process that compiles for `target`; returns its exit code and our own messages.
-
-    limit: most seconds of processor time, and ten times as many by the clock, for a compiler that waits for ever.
-    output: file of its standard output. Raises CensusError where the compiler is missing, takes too long or crashes;
-    its log is kept in the cache, in a file that the error names.
-    """
-    require_compiler(target)
-    log = default_cache_folder() / "proofs" / f"compiler-{os.getpid()}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    asked = f"compiling for {target}"
-    work = activity("compile", asked + _took_before(target), f"compiled for {target}")
-    with work, log.open("w", encoding="utf-8") as errors:
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "meshwright", *words],
-            env={**os.environ, **compiler_environment(target), _COMPILES_FOR: str(target)},
-            stdout=output.fileno(),
-            stderr=errors,
-        )
-        # Busy machines and many cores change the time by the clock.
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
-            resource.prlimit(child.pid, resource.RLIMIT_CPU, (limit, limit + 1))
-        try:
-            code = child.wait(_LONGER * limit)
-        except subprocess.TimeoutExpired:
-            code = -signal.SIGXCPU
-        except KeyboardInterrupt:
-            log.unlink()
-            raise
-        finally:
-            child.kill()
-            child.wait()
-    text = log.read_text(encoding="utf-8")
-    if code == -signal.SIGXCPU:
-        truth = f"it took more than {limit} s of processor time; its log is {log}"
-        raise CensusError(asked, truth, f"--limit {2 * limit}")
-    if code < 0 or code == _COMPILER_EXIT or "Traceback (most recent call last)" in text:
-        last = next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "it gave no message")
-        reason = signal.Signals(-code).name if code < 0 else last
-        raise CensusError(asked, f"the compiler failed: {reason}; its log is {log}", "another mesh or target")
-    log.unlink()
-    # Without a TPU or GPU the compilers warn about the machine; only this package's error, and what follows it, matter.
-    lines = text.splitlines(keepends=True)
-    first = next((i for i, line in enumerate(lines) if line.startswith("error:")), len(lines))
-    return code, "".join(lines[first:])
-
-
-def _took_before(target: Target) -> str:
-    """Says how long programs for the chip took to compile here; "" where none has been compiled."""
-    file = _timings(target)
-    taken = sorted(map(float, file.read_text(encoding="utf-8").split())) if file.is_file() else []
-    if not taken:
-        return ""
-    programs, middle = f"{len(taken)} program{'s' if len(taken) > 1 else ''}", statistics.median(taken)
-    took = f"took {taken[0]:.0f} to {taken[-1]:.0f} s of processor time here, {middle:.0f} in the middle"
-    return f" ({programs} for {target.chip.name} {took})"
-
-
-def _timings(target: Target) -> Path:
-    """File with the seconds of processor time of each program that was compiled for a chip."""
-    return default_cache_folder() / "proofs" / f"{target.chip.name.replace(' ', '-')}.seconds"
 
 
 def target_devices(target: Target) -> list[Any]:
@@ -513,7 +287,7 @@ def compile_step(
         try:
             return census_of_train_step(device_run, target)
         finally:
-            with _timings(target).open("a", encoding="utf-8") as taken:
+            with timings_file(target).open("a", encoding="utf-8") as taken:
                 taken.write(f"{time.process_time() - began:.0f}\n")
 
     def proved(device_run: DeviceRun) -> tuple[Path, Census]:
@@ -574,149 +348,6 @@ def _check_arrays(run: Run, placed: PlacedRun) -> None:
             f"{_LARGEST_ON_CPU:,} elements on its compiler dies",
             f"the same command with --on {machine_for(run)}; or --training.microbatches {parts} here",
         )
-
-
-def run_on_mesh(run: Run, devices: int, target: Target | None) -> Run:
-    """Returns the run with a vocabulary and a mesh: FSDP over a target, the default one here."""
-    if run.mesh is None:
-        here = target is None and run.model.unit == "tokens"
-        shape = default_mesh_shape(min(8, devices)) if here else MeshShape(fsdp=devices)
-        run = dataclasses.replace(run, mesh=shape)
-    return with_vocab(run)
-
-
-def resolved_run(run: Run, devices: int, target: Target | None) -> Run:
-    """Returns the run with a vocabulary, a mesh, and for a target the choices of the best plan on it."""
-    run = run_on_mesh(run, devices, target)
-    return run if target is None else with_choices(run, target)
-
-
-def compile_decoding(
-    run: Run,
-    devices: Sequence[Any],
-    target: Target | None,
-    *,
-    step: Literal["prefill", "decode"],
-    batch: int,
-    slots: int,
-) -> tuple[MeshShape, int, dict[str, float], dict[str, float]]:
-    """Compiles prefill or decode; returns mesh, sequences compiled, planned bytes, compiled bytes and seconds.
-
-    batch: sequences, rounded up to what the mesh divides.  slots: of the cache for each sequence.
-    """
-    if run.mesh is None and target is not None:
-        run = dataclasses.replace(run, mesh=MeshShape(fsdp=len(devices)))
-    run = resolved_run(run, len(devices), None)  # decoding has no remat policy
-    assert run.mesh is not None
-    merged = dataclasses.replace(run, finetune=FineTune())  # adapters are merged before weights are laid out
-    device_run = place_on_devices(run_for_decoding(merged, run.mesh), build_mesh(run.mesh, list(devices)))
-    share = run.mesh.over(BATCH_AXES)
-    batch = math.ceil(batch / share) * share
-    bucket = Bucket(batch, slots, math.gcd(slots, 512))
-    decoder = Decoder(device_run, abstract_layout(device_run, "gathered"), bucket)
-    began = time.perf_counter()
-    try:
-        stats = decoder.memory(step)
-    except jax.errors.JaxRuntimeError as error:
-        raise compiler_error(error) from error
-    compiled = {
-        "weights": float(stats.argument_size_in_bytes - stats.alias_size_in_bytes),
-        "cache": float(decoder.cache_bytes(stats)),
-        "temporaries": float(stats.temp_size_in_bytes),
-        "bytes": float(stats.argument_size_in_bytes + stats.temp_size_in_bytes),
-        "compile_seconds": time.perf_counter() - began,
-    }
-    planned = {
-        "weights": float(weight_bytes(device_run.placed, "gathered")),
-        "cache": float(decoder.plan.bytes_per_device),
-    }
-    return run.mesh, batch, planned, compiled
-
-
-@dataclasses.dataclass(frozen=True)
-class Tuned:
-    """Result of tuning a plan."""
-
-    start: Proof
-    best: Proof
-    tried: tuple[tuple[str, Proof], ...]
-    """Name of each change, tried on top of those kept before, and its proof."""
-    kept: frozenset[str]
-    """Names of the changes that were kept."""
-
-
-def prove_best(plans: Sequence[Plan], target: Target, limit: int, say: Say) -> list[Proof]:
-    """Compiles plans one after another; those that fit come first, the fastest first."""
-    proofs = []
-    for plan in plans:
-        say(f"compiling {plan.name} for {target} ...")
-        proofs.append(prove_plan(plan, target, limit))
-    return sorted(proofs, key=lambda p: (bool(p.refused), p.step_seconds or 0.0))
-
-
-def trials(run: Run, target: Target) -> Iterator[tuple[str, Run]]:
-    """Yields `run` with one thing changed, and the name of the change.
-
-    The changes are the neighbouring remat policies, half and twice the microbatches, the dtype of gradient sums, block
-    sizes of attention and loss, and compiler options.
-    """
-    training = run.training
-
-    def changed(**fields: Any) -> Run:
-        return dataclasses.replace(run, training=dataclasses.replace(training, **fields))
-
-    policies = remat_policies(target)
-    current = policies.index(training.remat)
-    for remat in policies[max(0, current - 2) : current + 2]:
-        if remat != training.remat:
-            yield f"remat {remat}", changed(remat=remat)
-    for microbatches in filter(None, (training.microbatches // 2, 2 * training.microbatches)):
-        other = changed(microbatches=microbatches)
-        if _is_legal(other):
-            yield f"{microbatches} microbatch{'es' if microbatches > 1 else ''}", other
-    if training.reduce_dtype == "float32":
-        yield "gradients summed in bfloat16", changed(reduce_dtype="bfloat16")
-    if isinstance(target.chip.interconnect, Torus):
-        for block in (1024, 256):
-            if training.seq % block == 0:
-                yield f"attention in blocks of {block}", changed(attention_block=block)
-    for mib in (256, 2048):
-        yield f"logits of {mib} MiB", changed(logits_mib=mib)
-    if AUTO in training.compiler_options and target.chip.compiler_options:
-        others = tuple(word for word in training.compiler_options if word != AUTO)
-        yield "the compiler's own options", changed(compiler_options=others)
-
-
-def _is_legal(run: Run) -> bool:
-    try:
-        place_run(run)
-    except ConfigError:
-        return False
-    return True
-
-
-def tune(proof: Proof, target: Target, limit: int, say: Say) -> Tuned:
-    """Tries each change of `trials` on top of those that made the compiled step faster.
-
-    Raises ConfigError where the plan itself has no proof.
-    """
-    if proof.step_seconds is None:
-        raise ConfigError(f"tuning {proof.plan.name}", f"it cannot be compiled: {proof.refused}", "another plan")
-    # Any variant that fits is better than a plan that does not.
-    best, fastest = proof, math.inf if proof.refused else proof.step_seconds
-    tried, kept = list[tuple[str, Proof]](), set[str]()
-    names = [name for name, _ in trials(best.plan.run, target)]
-    for name in names:
-        changed = dict(trials(best.plan.run, target)).get(name)
-        if changed is None:
-            continue
-        say(f"trying {name} ...")
-        variant = prove_plan(price_run(changed, target), target, limit)
-        tried.append((name, variant))
-        if variant.step_seconds is not None and not variant.refused and variant.step_seconds < fastest * _KEPT:
-            best, fastest = variant, variant.step_seconds
-            kept.add(name)
-    return Tuned(proof, best, tuple(tried), frozenset(kept))
 
 
 def _to_json(compiled: CompiledStep, phases: Mapping[str, int]) -> dict[str, Any]:

@@ -4,10 +4,13 @@ import dataclasses
 from collections.abc import Sequence
 
 from meshwright.bench.calibration_file import read_calibration
+from meshwright.config import MeshShape
 from meshwright.data.corpus import vocab_of_corpus
 from meshwright.errors import ConfigError
+from meshwright.hardware.mesh import default_mesh_shape
 from meshwright.hardware.targets import Target, parse_target
 from meshwright.planner.forecast import calibrate_target
+from meshwright.planner.search import with_choices
 from meshwright.runs.run import Run
 from meshwright.storage.paths import default_cache_folder
 
@@ -33,3 +36,18 @@ def with_vocab(run: Run) -> Run:
     data, cache = run.data, default_cache_folder()
     vocab = vocab_of_corpus(data.paths, data.tokenizer, cache, run.faults.bad_records, data.text_field)
     return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=vocab))
+
+
+def run_on_mesh(run: Run, devices: int, target: Target | None) -> Run:
+    """Returns the run with a vocabulary and a mesh: FSDP over a target, the default one here."""
+    if run.mesh is None:
+        here = target is None and run.model.unit == "tokens"
+        shape = default_mesh_shape(min(8, devices)) if here else MeshShape(fsdp=devices)
+        run = dataclasses.replace(run, mesh=shape)
+    return with_vocab(run)
+
+
+def resolved_run(run: Run, devices: int, target: Target | None) -> Run:
+    """Returns the run with a vocabulary, a mesh, and for a target the choices of the best plan on it."""
+    run = run_on_mesh(run, devices, target)
+    return run if target is None else with_choices(run, target)

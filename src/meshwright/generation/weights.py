@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.params import Param, Tree
@@ -52,19 +51,6 @@ def lay_out(device_run: DeviceRun, params: Tree, layout: WeightsLayout) -> LaidO
         return LaidOut(params, param_specs(device_run.placements, "at_rest"), device_run.local_model.gather_params)
     program, specs = _gathered(device_run)
     return LaidOut(program(params), specs, lambda params, path: params)
-
-
-def abstract_layout(device_run: DeviceRun, layout: WeightsLayout) -> LaidOut:
-    """Returns a layout with `ShapeDtypeStruct`s instead of arrays, to compile for hardware that is not here."""
-    if layout == "sharded":
-        return lay_out(device_run, device_run.abstract.params, layout)
-    program, specs = _gathered(device_run)
-    arrays = jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(device_run.mesh, spec)),
-        jax.eval_shape(program, device_run.abstract.params),
-        specs,
-    )
-    return LaidOut(arrays, specs, lambda params, path: params)
 
 
 def _gathered(device_run: DeviceRun) -> tuple[Any, Tree]:

@@ -1,7 +1,7 @@
 """Ahead-of-time compilers for absent hardware: libtpu for TPUs; the CUDA plugin, ptxas and libdevice for NVIDIA GPUs.
 
 They describe devices to JAX that can be compiled for but not run on. Compiling takes place in a separate process
-(`api/proving.py`), because a compiler for absent hardware may terminate the process that calls it.
+(`api/proofs.py`), because a compiler for absent hardware may terminate the process that calls it.
 """
 
 import ctypes.util

@@ -37,7 +37,7 @@ from meshwright.hardware.machine import Machine
 from meshwright.models.blocks.layers import SelfMultiplying
 from meshwright.models.kernels.choose import GroupedMatmul, GroupedProducts
 from meshwright.sharding.layouts import TOKEN_AXES
-from meshwright.sharding.params import GatherParams, Tree, is_low_precision, named_leaves
+from meshwright.sharding.params import GatherParams, Param, Tree, named_leaves
 from meshwright.sharding.placement import Placements
 
 SCOPE = "low precision"
@@ -143,15 +143,8 @@ class WeightPlan:
     """Mesh axes that split the contracted dimensions of the gathered weight."""
     out_axes: Axes
     """Mesh axes that split its other dimensions."""
-    grouped: bool = False
-    """Whether it is a weight of experts [E, K, N]."""
-
-    @property
-    def shares(self) -> tuple[int, ...] | None:
-        """Dimensions along which elements share a scale; None are all."""
-        if self.grouped:
-            return (1, 2)
-        return tuple(range(self.contract)) if self.recipe.scaling == "row" else None
+    shares: tuple[int, ...] | None
+    """Dimensions along which elements share a scale; None are all. MX blocks have no scale before the product."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale", "carrier"], meta_fields=["plan"])
@@ -206,7 +199,7 @@ class LowPrecisionGather(GatherParams):
         rows, treedef = jax.tree_util.tree_flatten_with_path(params)
         hows = treedef.flatten_up_to(self.gathers[path])
         low = {name(k): (w, how.gathers) for (k, w), how in zip(rows, hows, strict=True) if name(k) in self.plans}
-        early = {n for n in low if self.plans[n].grouped or self.plans[n].recipe.scaling != "mx"}
+        early = {n for n in low if self.plans[n].shares is not None or self.plans[n].recipe.scaling != "mx"}
         quantised = self._quantise({n: row for n, row in low.items() if n in early})
 
         def replace(keys: Any, weight: jax.Array) -> Any:
@@ -253,17 +246,19 @@ class LowPrecisionGather(GatherParams):
 
 
 def low_precision_gather(
-    gather: GatherParams, params: Tree, placements: Tree, name: str, experts: bool
+    gather: GatherParams, params: Tree, placements: Tree, name: str, quantises: Callable[[Param], bool]
 ) -> LowPrecisionGather:
-    """Returns `gather` with the matmul weights quantised by the recipe `name`. experts: whether theirs are too."""
+    """Returns `gather` with the weights that `quantises` selects quantised by the recipe `name`."""
     recipe, plans = find_precision(name), {}
     where: dict[str, Placements] = named_leaves(placements)
     for path, p in named_leaves(params).items():
-        if is_low_precision(p, experts):
+        if quantises(p):
             used, end = where[path].in_use, p.dims.count("L") + p.contract
             in_axes, out_axes = (tuple(a for axes in dims for a in axes) for dims in (used[:end], used[end:]))
             in_axes = tuple(a for a in in_axes if a != "stage")
-            plans[path] = WeightPlan(recipe, p.contract, in_axes, out_axes, "E" in p.dims)
+            shares = tuple(range(p.contract)) if recipe.scaling == "row" else None
+            shares = (1, 2) if "E" in p.dims else shares  # experts [E, K, N] have one scale each
+            plans[path] = WeightPlan(recipe, p.contract, in_axes, out_axes, shares)
     fields = {f.name: getattr(gather, f.name) for f in dataclasses.fields(GatherParams)}
     return LowPrecisionGather(**fields, plans=plans)
 

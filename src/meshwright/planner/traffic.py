@@ -17,7 +17,7 @@ from meshwright.planner.work import Work, low_precision
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.runs.settle import Settled
 from meshwright.sharding.layouts import VOCAB_AXES
-from meshwright.sharding.params import Param, is_low_precision
+from meshwright.sharding.params import Param, is_low_precision, is_low_precision_expert
 from meshwright.sharding.placement import Placements, axes_of
 from meshwright.sharding.schedule_table import TaskCounts
 from meshwright.words import AXES
@@ -136,7 +136,7 @@ def _gathered_elements(
     own = ((p, where) for path, p, where in layout.leaves if not path.startswith("reference."))
     for p, where in own:
         for axes, gathered in _gathers(p, where, layout):
-            quantised = is_low_precision(p, low_experts) and (low or "E" in p.dims)
+            quantised = (low and is_low_precision(p)) or (low_experts and is_low_precision_expert(p))
             key = (axes, "L" in p.dims, quantised, p.stored)
             every, trained = elements.get(key, (0.0, 0.0))
             elements[key] = (every + gathered, trained + (0.0 if p.frozen else gathered))

@@ -19,6 +19,7 @@ from meshwright.models.kernels.attention import Kernels
 from meshwright.models.kernels.choose import GroupedMatmul, choose_grouped_matmul, kernels_of
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.runs.placed_run import PlacedRun
+from meshwright.sharding.params import Param, is_low_precision, is_low_precision_expert
 
 _RING = 4
 """Least chips along a dimension of a TPU slice that has wraparound links."""
@@ -60,6 +61,10 @@ class Settled:
             return False
         found: bool = self._quantisation.quantises_experts(name, self.grouped_matmul, self.machine.platform, capacity)
         return found
+
+    def in_low_precision(self, p: Param) -> bool:
+        """Whether the matmuls of a weight are in the run's matmul precision, where that is a low one."""
+        return is_low_precision(p) or (self.low_precision_experts and is_low_precision_expert(p))
 
     @property
     def fixes_bits(self) -> bool:

@@ -79,9 +79,14 @@ def is_param(x: Any) -> bool:
     return isinstance(x, Param)
 
 
-def is_low_precision(p: Param, experts: bool = False) -> bool:
-    """Whether the matmuls of a weight are in low precision. experts: whether the grouped matmuls are too."""
-    return p.role in LOW_PRECISION_ROLES and (experts or "E" not in p.dims)
+def is_low_precision(p: Param) -> bool:
+    """Whether the matmuls of a weight are in low precision, in runs that have one."""
+    return p.role in LOW_PRECISION_ROLES and "E" not in p.dims
+
+
+def is_low_precision_expert(p: Param) -> bool:
+    """Whether the grouped matmuls of a weight are in low precision, where the machine has a kernel for them."""
+    return p.role in LOW_PRECISION_ROLES and "E" in p.dims
 
 
 def tree_map(f: Callable[..., Any], params: Tree, *rest: Tree) -> Tree:

@@ -111,11 +111,12 @@ class DeviceRun:
         settled, grouped = self.settled, self.settled.grouped_matmul
         multiply: Any = grouped.multiply if grouped else jax.lax.ragged_dot
         if training.matmul_precision != "compute":
-            name, experts = training.matmul_precision, settled.low_precision_experts
             from meshwright.models.quantisation import low_precision_gather, with_low_precision
 
-            gather = low_precision_gather(gather, self.params, self.placements, name, experts)
-            multiply = with_low_precision(grouped) if grouped and experts else multiply
+            gather = low_precision_gather(
+                gather, self.params, self.placements, training.matmul_precision, settled.in_low_precision
+            )
+            multiply = with_low_precision(grouped) if grouped and settled.low_precision_experts else multiply
         finetune, learned = self.run.finetune, None
         if finetune.method == "lora" or finetune.objective == "preferences":
             from meshwright.models import adapters, preferences

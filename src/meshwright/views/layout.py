@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from meshwright.config import Training
 from meshwright.formatting import format_count
 from meshwright.runs.placed_run import PlacedRun
-from meshwright.sharding.params import is_low_precision, named_leaves
+from meshwright.sharding.params import Param, is_low_precision, named_leaves
 from meshwright.sharding.placement import local_shape, notation
 from meshwright.views.blocks import Block, Column, Table, Text
 
@@ -46,6 +47,10 @@ class StageRow:
     """Fraction of the FLOPs of all layers."""
 
 
+Quantises = Callable[[Param], bool]
+_WHERE_THE_KERNEL_HAS_IT = "e4m3 where the machine's kernel has it (NVIDIA GPUs, fp8 recipes)"
+
+
 def _low_precision(training: Training) -> "MatmulPrecision | None":
     if training.matmul_precision == "compute":
         return None
@@ -54,15 +59,15 @@ def _low_precision(training: Training) -> "MatmulPrecision | None":
     return find_precision(training.matmul_precision)
 
 
-def param_rows(placed: PlacedRun, low_precision_experts: bool = False) -> tuple[ParamRow, ...]:
-    """Returns the layout of every parameter of a placed run. low_precision_experts: as `Settled` has it."""
+def param_rows(placed: PlacedRun, quantises: Quantises = is_low_precision) -> tuple[ParamRow, ...]:
+    """Returns the layout of every parameter of a placed run. quantises: whether a weight is in low precision."""
     training, rows = placed.run.training, []
     low = _low_precision(training)
     gathers_quantised = low is not None and low.scaling in ("tensor", "row")
     for path, p, where in placed.leaves:
         at_rest, in_use = (local_shape(p.shape, placement, placed.shape) for placement in (where.at_rest, where.in_use))
         layers = in_use[0] if p.dims.startswith("L") else 1
-        quantised = is_low_precision(p, low_precision_experts) and (gathers_quantised or "E" in p.dims)
+        quantised = quantises(p) and (gathers_quantised or "E" in p.dims)
         each = 1 if low is not None and quantised else jnp.dtype(training.compute_dtype).itemsize
         row = ParamRow(
             path,
@@ -111,22 +116,19 @@ def stages_table(stages: tuple[StageRow, ...]) -> Table:
     return Table.of(enumerate(stages), columns, title="Layers of each stage", printed=8)
 
 
-def precision_blocks(placed: PlacedRun, low_precision_experts: bool | None = None) -> list[Block]:
+def precision_blocks(
+    placed: PlacedRun, quantises: Quantises = is_low_precision, grouped: str = _WHERE_THE_KERNEL_HAS_IT
+) -> list[Block]:
     """Returns which matmuls are in low precision and what stays in the compute dtype; nothing if none is.
 
-    low_precision_experts: as `Settled` has it; None where no machine is known.
+    quantises: whether a weight is in low precision.  grouped: format of the grouped matmuls, in words.
     """
     training, leaves = placed.run.training, named_leaves(placed.params).values()
     precision = _low_precision(training)
     if precision is None:
         return []
-    low = sum(p.size for p in leaves if is_low_precision(p, bool(low_precision_experts)))
+    low = sum(p.size for p in leaves if quantises(p))
     others = "embedding, unembedding, norms, router and attention itself"
     text = f"matmuls of {format_count(low)} parameters in {training.matmul_precision}: {precision.summary}"
-    experts = {
-        True: "; the grouped matmuls of experts in e4m3, one scale per row and per expert",
-        False: f"; the grouped matmuls of experts in {training.compute_dtype}",
-        None: "; the grouped matmuls of experts in e4m3 where the machine's kernel has it (NVIDIA GPUs, fp8 recipes)",
-    }
-    with_experts = experts[low_precision_experts] if any("E" in p.dims for p in leaves) else ""
+    with_experts = f"; the grouped matmuls of experts in {grouped}" if any("E" in p.dims for p in leaves) else ""
     return [Text([f"{text}{with_experts}; in {training.compute_dtype}: {others}"])]

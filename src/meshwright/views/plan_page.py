@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from rich.console import Console
-
 from meshwright.errors import MeshwrightError
 from meshwright.formatting import format_bytes, format_count, format_step, format_time
 from meshwright.hardware.targets import Target
@@ -34,7 +32,6 @@ from meshwright.views.colours import series_colour
 from meshwright.views.draw import machine_of_target
 from meshwright.views.layout_page import layout_sections, machine_drawing, phases_section
 from meshwright.views.report import Report, Section
-from meshwright.views.terminal import print_blocks
 
 _MOST = 500
 """Plans that fit, and as many that do not, on a page; the best are kept."""
@@ -484,19 +481,3 @@ def _assumptions(offers: Sequence[Offer]) -> list[str]:
         source = f"{offer.price}; {offer.price.source}, read {offer.price.read_on}" if offer.price else ""
         prices.append(f"price of {chip}: {source or 'none on these --terms; --prices FILE adds one'}")
     return list(dict.fromkeys((*goodputs, *prices)))
-
-
-def print_decode_proof(
-    console: Console, planned: Mapping[str, float], compiled: Mapping[str, float], target: Target | None
-) -> None:
-    """Prints the memory of a compiled program of decoding against its plan."""
-    columns = [
-        Column("per device", cell=lambda name: "all" if name == "bytes" else name),
-        Column("planned", "bytes", planned.get),
-        Column("compiled", "bytes", lambda name: compiled[name]),
-    ]
-    print_blocks(console, "", "", [Table.of(("weights", "cache", "temporaries", "bytes"), columns)])
-    if target is not None:
-        fits = "it fits" if compiled["bytes"] <= target.chip.hbm_bytes else "it does not fit"
-        used, room = (format_bytes(n) for n in (compiled["bytes"], target.chip.hbm_bytes))
-        print_blocks(console, "", "", [Text([f"{fits}: {used} of the {room} of a {target.chip.name}"])])

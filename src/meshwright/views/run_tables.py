@@ -49,9 +49,10 @@ def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
     if settled.grouped_matmul is not None:
         facts.append(("grouped matmul", settled.grouped_matmul.name))
     facts += [*choices_facts(device_run), ("text", text)]
-    low = settled.low_precision_experts
+    grouped = "e4m3, one scale per row and per expert" if settled.low_precision_experts else run.training.compute_dtype
+    low = settled.in_low_precision
     shown = [row for row in param_rows(placed, low) if row.path.removeprefix("blocks.") in _EXAMPLES]
-    blocks = [Facts(facts), Table.of(shown, _PLACEMENT), *precision_blocks(placed, low)]
+    blocks = [Facts(facts), Table.of(shown, _PLACEMENT), *precision_blocks(placed, low, grouped)]
     if stages := stage_rows(placed):
         table = placed.schedule_table
         blocks.append(dataclasses.replace(stages_table(stages), title=table.title, note=table.summary))

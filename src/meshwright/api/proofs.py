@@ -1,0 +1,294 @@
+"""Plans compiled for their machine, each in a process of its own, and tuned by what the compiler says."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from meshwright.activity import activity
+from meshwright.api.targets import find_target, resolved_run
+from meshwright.errors import CensusError, ConfigError
+from meshwright.formatting import format_bytes
+from meshwright.hardware.aot import compiler_environment, require_compiler
+from meshwright.hardware.chips import Torus
+from meshwright.hardware.machine import AUTO
+from meshwright.hardware.targets import Target
+from meshwright.planner.plan_file import write_plan
+from meshwright.planner.search import Plan, price_run, remat_policies
+from meshwright.plugins import options_of_child
+from meshwright.runs.placed_run import place_run
+from meshwright.runs.run import Run
+from meshwright.runs.run_file import run_to_dict
+from meshwright.storage.paths import default_cache_folder
+from meshwright.views.report import frame
+
+_COMPILES_FOR = "MESHWRIGHT_COMPILES_FOR"
+"""Environment variable that marks a process that compiles, with its target."""
+_LONGER = 10
+"""Most time by the clock over that of the processor, where a compiler waits."""
+_COMPILER_EXIT = 1
+"""Exit code of a process that its compiler ends; errors of this package have others."""
+_KEPT = 0.998
+"""Largest fraction of the best step so far with which a change is kept."""
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """Result of compiling a plan for its machine.
+
+    Proved by the compiler: that it compiles, its memory, its collectives. Predicted: the time of a step, by simulating
+    the compiled schedule.
+
+    Example:
+        >>> best = mw.plan("llama3-8b", on="v5p:4x4x4")
+        >>> proof = mw.Proof(best[0], step_seconds=1.2, peak_bytes=20 * 2**30, compile_seconds=30.0)
+        >>> proof.fits
+        True
+    """
+
+    plan: Plan
+    step_seconds: float | None
+    """Predicted step time of the compiled schedule; None where it does not compile."""
+    peak_bytes: float | None
+    """Peak memory of a device, by the compiler."""
+    compile_seconds: float | None
+    refused: str = ""
+    """Reason why the plan cannot run: it does not compile, or does not fit; empty where it can."""
+    census: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    """Census of the compiled step, as JSON (docs/formats.md)."""
+    page: str = dataclasses.field(default="", repr=False)
+    """Page of the census, as HTML; a notebook shows it."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step compiles and fits the memory of a device."""
+        return self.step_seconds is not None and not self.refused
+
+    def _repr_html_(self) -> str | None:
+        return frame(self.page, f"proof of {self.plan.name}") if self.page else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns planned and compiled figures side by side."""
+        e = self.plan.estimate
+        figures = {name: getattr(self, name) for name in ("step_seconds", "peak_bytes", "compile_seconds", "refused")}
+        return {"plan": self.plan.name, "planned_seconds": e.seconds, "planned_bytes": e.bytes, **figures}
+
+
+def prove(plan: Plan | Run, on: str | None = None, *, limit: int = 3600) -> Proof:
+    """Compiles a plan's train step for its machine with that machine's own compiler, in a process of its own.
+
+    on: the machine, for a Run.  limit: seconds of processor time that compiling may take.
+    Needs libtpu, or NVIDIA's compiler (docs: Install), not the hardware. Raises ConfigError for a Run without `on`.
+
+    Example:
+        >>> run = mw.recipe("llama3-8b", mesh="fsdp=64")
+        >>> mw.prove(run)
+        Traceback (most recent call last):
+        meshwright.errors.ConfigError: proving llama3-8b
+          because: a Run does not say which machine to compile for
+          fix:     prove(run, on="v5p:4x4x4"), or one of the plans of plan(...)
+    """
+    if not isinstance(plan, Run):
+        return prove_plan(plan, plan.target, limit)
+    if on is None:
+        raise ConfigError(
+            f"proving {plan.name}",
+            "a Run does not say which machine to compile for",
+            'prove(run, on="v5p:4x4x4"), or one of the plans of plan(...)',
+        )
+    target = find_target(on)
+    return prove_plan(price_run(resolved_run(plan, target.devices, target), target), target, limit)
+
+
+def prove_plan(plan: Plan, target: Target, limit: int) -> Proof:
+    """Compiles a plan for `target` by `meshwright prove PLAN --json`, for at most `limit` seconds."""
+    own = plan.run.model.options_of_child()
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+", encoding="utf-8") as printed:
+        file, html = Path(folder) / "plan.json", Path(folder) / "page.html"
+        write_plan(plan, target, file)
+        given = options_of_child([run_to_dict(plan.run), target.name])
+        words = ["prove", str(file), "--json", "--html", str(html), *given, *own]
+        try:
+            _, errors = compile_in_subprocess(target, limit, words, printed)
+        except CensusError as error:
+            return Proof(plan, None, None, None, error.truth)
+        printed.seek(0)
+        documents = [line for line in printed if line.startswith("{")]
+        page = html.read_text(encoding="utf-8") if html.is_file() else ""
+    if not documents:
+        reason = next((line.split(":", 1)[1] for line in errors.splitlines() if "because:" in line), errors[-200:])
+        return Proof(plan, None, None, None, " ".join(reason.split()))
+    census = json.loads(documents[-1])
+    peak, available = census["memory"]["live"], target.chip.hbm_bytes
+    phases = {"step": peak} | census.get("phases", {})
+    most = max(phases, key=phases.__getitem__)
+    where = "" if most == "step" else f", in {most}"
+    refused = "" if phases[most] <= available else f"{format_bytes(phases[most])} of {format_bytes(available)}{where}"
+    return Proof(
+        plan, census["simulated_schedule"]["step_seconds"], peak, census["compile_seconds"], refused, census, page
+    )
+
+
+def is_compiling_process(target: Target) -> bool:
+    """Whether this is the process that compiles for `target`."""
+    return os.environ.get(_COMPILES_FOR) == str(target)
+
+
+def compile_in_subprocess(target: Target, limit: int, words: Sequence[str], output: IO[str]) -> tuple[int, str]:
+    """Runs `meshwright WORDS` in a process that compiles for `target`; returns its exit code and our own messages.
+
+    limit: most seconds of processor time, and ten times as many by the clock, for a compiler that waits for ever.
+    output: file of its standard output. Raises CensusError where the compiler is missing, takes too long or crashes;
+    its log is kept in the cache, in a file that the error names.
+    """
+    require_compiler(target)
+    log = default_cache_folder() / "proofs" / f"compiler-{os.getpid()}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    asked = f"compiling for {target}"
+    work = activity("compile", asked + _took_before(target), f"compiled for {target}")
+    with work, log.open("w", encoding="utf-8") as errors:
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "meshwright", *words],
+            env={**os.environ, **compiler_environment(target), _COMPILES_FOR: str(target)},
+            stdout=output.fileno(),
+            stderr=errors,
+        )
+        # Busy machines and many cores change the time by the clock.
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            resource.prlimit(child.pid, resource.RLIMIT_CPU, (limit, limit + 1))
+        try:
+            code = child.wait(_LONGER * limit)
+        except subprocess.TimeoutExpired:
+            code = -signal.SIGXCPU
+        except KeyboardInterrupt:
+            log.unlink()
+            raise
+        finally:
+            child.kill()
+            child.wait()
+    text = log.read_text(encoding="utf-8")
+    if code == -signal.SIGXCPU:
+        truth = f"it took more than {limit} s of processor time; its log is {log}"
+        raise CensusError(asked, truth, f"--limit {2 * limit}")
+    if code < 0 or code == _COMPILER_EXIT or "Traceback (most recent call last)" in text:
+        last = next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "it gave no message")
+        reason = signal.Signals(-code).name if code < 0 else last
+        raise CensusError(asked, f"the compiler failed: {reason}; its log is {log}", "another mesh or target")
+    log.unlink()
+    # Without a TPU or GPU the compilers warn about the machine; only this package's error, and what follows it, matter.
+    lines = text.splitlines(keepends=True)
+    first = next((i for i, line in enumerate(lines) if line.startswith("error:")), len(lines))
+    return code, "".join(lines[first:])
+
+
+def _took_before(target: Target) -> str:
+    """Says how long programs for the chip took to compile here; "" where none has been compiled."""
+    file = timings_file(target)
+    taken = sorted(map(float, file.read_text(encoding="utf-8").split())) if file.is_file() else []
+    if not taken:
+        return ""
+    programs, middle = f"{len(taken)} program{'s' if len(taken) > 1 else ''}", statistics.median(taken)
+    took = f"took {taken[0]:.0f} to {taken[-1]:.0f} s of processor time here, {middle:.0f} in the middle"
+    return f" ({programs} for {target.chip.name} {took})"
+
+
+def timings_file(target: Target) -> Path:
+    """File with the seconds of processor time of each program that was compiled for a chip."""
+    return default_cache_folder() / "proofs" / f"{target.chip.name.replace(' ', '-')}.seconds"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """Result of tuning a plan."""
+
+    start: Proof
+    best: Proof
+    tried: tuple[tuple[str, Proof], ...]
+    """Name of each change, tried on top of those kept before, and its proof."""
+    kept: frozenset[str]
+    """Names of the changes that were kept."""
+
+
+def prove_best(plans: Sequence[Plan], target: Target, limit: int, say: Say) -> list[Proof]:
+    """Compiles plans one after another; those that fit come first, the fastest first."""
+    proofs = []
+    for plan in plans:
+        say(f"compiling {plan.name} for {target} ...")
+        proofs.append(prove_plan(plan, target, limit))
+    return sorted(proofs, key=lambda p: (bool(p.refused), p.step_seconds or 0.0))
+
+
+def trials(run: Run, target: Target) -> Iterator[tuple[str, Run]]:
+    """Yields `run` with one thing changed, and the name of the change.
+
+    The changes are the neighbouring remat policies, half and twice the microbatches, the dtype of gradient sums, block
+    sizes of attention and loss, and compiler options.
+    """
+    training = run.training
+
+    def changed(**fields: Any) -> Run:
+        return dataclasses.replace(run, training=dataclasses.replace(training, **fields))
+
+    policies = remat_policies(target)
+    current = policies.index(training.remat)
+    for remat in policies[max(0, current - 2) : current + 2]:
+        if remat != training.remat:
+            yield f"remat {remat}", changed(remat=remat)
+    for microbatches in filter(None, (training.microbatches // 2, 2 * training.microbatches)):
+        other = changed(microbatches=microbatches)
+        if _is_legal(other):
+            yield f"{microbatches} microbatch{'es' if microbatches > 1 else ''}", other
+    if training.reduce_dtype == "float32":
+        yield "gradients summed in bfloat16", changed(reduce_dtype="bfloat16")
+    if isinstance(target.chip.interconnect, Torus):
+        for block in (1024, 256):
+            if training.seq % block == 0:
+                yield f"attention in blocks of {block}", changed(attention_block=block)
+    for mib in (256, 2048):
+        yield f"logits of {mib} MiB", changed(logits_mib=mib)
+    if AUTO in training.compiler_options and target.chip.compiler_options:
+        others = tuple(word for word in training.compiler_options if word != AUTO)
+        yield "the compiler's own options", changed(compiler_options=others)
+
+
+def _is_legal(run: Run) -> bool:
+    try:
+        place_run(run)
+    except ConfigError:
+        return False
+    return True
+
+
+def tune(proof: Proof, target: Target, limit: int, say: Say) -> Tuned:
+    """Tries each change of `trials` on top of those that made the compiled step faster.
+
+    Raises ConfigError where the plan itself has no proof.
+    """
+    if proof.step_seconds is None:
+        raise ConfigError(f"tuning {proof.plan.name}", f"it cannot be compiled: {proof.refused}", "another plan")
+    # Any variant that fits is better than a plan that does not.
+    best, fastest = proof, math.inf if proof.refused else proof.step_seconds
+    tried, kept = list[tuple[str, Proof]](), set[str]()
+    names = [name for name, _ in trials(best.plan.run, target)]
+    for name in names:
+        changed = dict(trials(best.plan.run, target)).get(name)
+        if changed is None:
+            continue
+        say(f"trying {name} ...")
+        variant = prove_plan(price_run(changed, target), target, limit)
+        tried.append((name, variant))
+        if variant.step_seconds is not None and not variant.refused and variant.step_seconds < fastest * _KEPT:
+            best, fastest = variant, variant.step_seconds
+            kept.add(name)
+    return Tuned(proof, best, tuple(tried), frozenset(kept))
