@@ -25,11 +25,18 @@ class Shape:
     experts: int
     per_token: int
     nodes: int = 1
+    groups: tuple[int, int] = (1, 1)
+    """Groups of experts, and those that a token's are in."""
 
 
 def choices(shape: Shape, load: str, rng: np.random.Generator) -> np.ndarray:
     """Returns the experts of every token, [devices * TOKENS, k], each at most once."""
     tokens, E, k = shape.devices * TOKENS, shape.experts, shape.per_token
+    groups, limit = shape.groups
+    if limit < groups and load != "one":  # experts of a token's own groups, of which those used are the first ones
+        each, used = E // groups, groups if load == "even" else limit
+        own = [(rng.permutation(used)[:limit, None] * each + np.arange(each)).reshape(-1) for _ in range(tokens)]
+        return np.stack([rng.permutation(pool)[:k] for pool in own]).astype(np.int32)
     if load == "one":  # all tokens to the same experts, the last ones
         return np.broadcast_to(E - 1 - np.arange(k), (tokens, k)).astype(np.int32)
     if load == "groups":  # of two neighbouring groups among four, a token's own
@@ -42,7 +49,7 @@ def choices(shape: Shape, load: str, rng: np.random.Generator) -> np.ndarray:
 @functools.cache
 def program(shape: Shape, one: bool) -> Any:
     """Returns a function of (hidden states, experts, weights, expert weights) over the axis, or on one device."""
-    e = Experts(D, Routing(shape.experts, shape.per_token), F, 0.02)
+    e = Experts(D, Routing(shape.experts, shape.per_token, "softmax", True, 1.0, *shape.groups), F, 0.02)
     devices = np.array(jax.devices()[: 1 if one else shape.devices]).reshape(1, 1, 1, -1, 1, 1)
 
     def body(h: Any, experts: Any, weights: Any, w: Any) -> Any:

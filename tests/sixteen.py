@@ -32,7 +32,7 @@ for family, mesh, changes in (("llama", DENSE, {"microbatches": 4}), ("mixtral",
         "gradients": largest_difference(sharded.gradients, single.gradients),
     }
 
-shapes = (Shape(13, 13, 5), Shape(16, 32, 5, nodes=2))
+shapes = (Shape(13, 13, 5), Shape(16, 16, 5, nodes=2), Shape(16, 32, 5, nodes=4, groups=(8, 2)))
 results["exchange"] = {str(s): max(exchange_difference(s, load) for load in ("even", "one")) for s in shapes}
 
 text = folder / "text.txt"

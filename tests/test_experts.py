@@ -18,7 +18,10 @@ from tiny_runs import MODELS, assert_same_steps, device_run_of, random_batch, ti
 
 from meshwright.comm.hierarchical import Level
 from meshwright.comm.ragged import plan_exchange, ragged_all_to_all
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
+from meshwright.hardware.interconnect import machine_of_target, map_axes
+from meshwright.hardware.targets import parse_target
 from meshwright.models.blocks.experts import (
     Experts,
     Routes,
@@ -31,8 +34,13 @@ from meshwright.models.blocks.experts import (
     router_losses,
 )
 from meshwright.models.flops import FORMULAS, forward_flops, layer_flops
+from meshwright.models.model import ExpertSpec
+from meshwright.planner.software import MESHWRIGHT
+from meshwright.planner.traffic import movements
+from meshwright.planner.work import work_of
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.recipe import find_recipe
+from meshwright.runs.settle import Settled
 from meshwright.sharding.params import count_params
 from meshwright.sharding.sequence import split_sequence
 from meshwright.step.train_step import CompiledTrainStep
@@ -233,8 +241,8 @@ def test_a_gpu_sends_many_updates_inside_a_node(crosses_dcn: bool, platform: str
     assert call.count(f"tensor<{updates}xi32>") == 4
 
 
-@pytest.mark.parametrize("factor", [0.0, 1.0])
-def test_rows_without_room_give_zeros_and_are_counted(factor: float) -> None:
+@pytest.mark.parametrize(("factor", "nodes"), [(0.0, 1), (1.0, 1), (1.0, 2), (1.0, 4)])
+def test_rows_without_room_give_zeros_and_are_counted(factor: float, nodes: int) -> None:
     """Four devices with one expert each; all tokens of device 0 and 1 choose expert 2."""
     r = dataclasses.replace(PLAIN, experts_per_token=1)
     tokens = 128
@@ -251,7 +259,7 @@ def test_rows_without_room_give_zeros_and_are_counted(factor: float) -> None:
     def body(h: Any, experts: Any, ones: Any, w: Any) -> Any:
         def total(h: Any, w: Any) -> Any:
             routes = Routes(experts[0], ones[0], ones[0], ones[0, ..., 0])
-            out, dropped = dropless_moe(experts_of(r, expert_buffer_factor=factor), h[0], routes, w)
+            out, dropped = dropless_moe(experts_of(r, expert_buffer_factor=factor), h[0], routes, w, nodes=nodes)
             return (out * out).sum(), (out, jnp.zeros(()) if dropped is None else dropped)
 
         (_, (out, dropped)), gradient = jax.value_and_grad(total, has_aux=True)(h, w)
@@ -268,7 +276,8 @@ def test_rows_without_room_give_zeros_and_are_counted(factor: float) -> None:
         # Expert 2 lives on device 2, which has room for 128 rows: its own one, and then those of device 3 (none), 0, 1.
         want[0, 0, 127:] = 0
         want[1] = 0
-        assert list(dropped) == [1, tokens, 0, 0]
+        # Devices count their own choices, or between nodes those that they sent on to experts: the sum is the same.
+        assert dropped.sum() == tokens + 1 and (nodes > 1 or list(dropped) == [1, tokens, 0, 0])
         assert not np.asarray(gradient[1]).any() and np.asarray(gradient[0][0, :127]).all()
     else:
         assert not dropped.any()
@@ -277,11 +286,75 @@ def test_rows_without_room_give_zeros_and_are_counted(factor: float) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "shape", [Shape(8, 16, 5), Shape(8, 16, 5, nodes=2), Shape(4, 4, 1), Shape(4, 4, 1, nodes=2)], ids=str
+    "shape",
+    [
+        Shape(8, 16, 5),
+        Shape(8, 16, 5, nodes=2),
+        Shape(8, 16, 5, nodes=4, groups=(8, 3)),
+        Shape(8, 16, 5, nodes=8),
+        Shape(4, 4, 1),
+        Shape(4, 4, 1, nodes=2),
+        Shape(4, 4, 1, nodes=4),
+    ],
+    ids=str,
 )
 def test_an_exchange_has_the_numbers_of_one_device_at_every_load(shape: Shape) -> None:
     for load in ("even", "empty", "groups", "one"):
         assert largest_difference(shape, load) < 2e-6, load
+
+
+def test_buffers_have_room_for_the_most_that_can_arrive() -> None:
+    """DeepSeek-V3's 8 of 256 experts, in 4 of 8 groups, over 64 devices in 8 nodes; 1,000 tokens of a device."""
+    spec = ExpertSpec(256, 8, groups=8, topk_groups=4)
+    # A row from each of 8 devices for every token, a copy for each expert, and at most 4 experts on a device.
+    assert spec.buffers(1000, 64, 8) == (8 * 1000, 8 * 8 * 1000, 64 * 4 * 1000)
+    # 1.5 times 4 rows, of 8 experts each, in tiles of 128.
+    assert dataclasses.replace(spec, buffer_factor=1.5).buffers(1000, 64, 8) == (6016, 12032, 12032)
+    assert [spec.most_nodes(n) for n in (1, 8, 16, 64)] == [1, 4, 8, 8]
+    drawn = np.random.default_rng(0)
+    chosen = [
+        (drawn.permutation(8)[:4, None] * 32 + np.arange(32)).reshape(-1)[drawn.permutation(128)[:8]]
+        for _ in range(4000)
+    ]
+    for nodes in (2, 8, 16):
+        found = np.mean([len(set(experts // (256 // nodes))) for experts in chosen])
+        assert spec.mean_nodes(nodes) == pytest.approx(found, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target", "mesh", "nodes"),
+    [
+        ("qwen3-30b-a3b", "h100:16", "expert=16", 2),
+        ("qwen3-30b-a3b", "h100:8", "expert=8", 1),
+        ("qwen3-30b-a3b", "h100:16", "fsdp=2,expert=8", 1),
+        ("mixtral-8x7b", "h100:16", "expert=8,tensor=2", 2),
+        # One expert is on one node, so that a second exchange saves nothing.
+        ("llama4-scout", "h100:16", "expert=16", 16),
+        ("deepseek-v3", "h100:256", "fsdp=4,expert=64", 8),
+    ],
+)
+def test_a_token_crosses_to_a_node_once_where_that_is_faster(recipe: str, target: str, mesh: str, nodes: int) -> None:
+    shape, where = MeshShape.parse(mesh), parse_target(target)
+    run = find_recipe(recipe)
+    run = dataclasses.replace(run, mesh=shape, training=dataclasses.replace(run.training, batch=512, microbatches=1))
+    placed = place_run(run, shape)
+    settled = Settled(placed, machine_of_target(where, shape))
+    assert settled.expert_nodes == nodes
+    work, mapping = work_of(placed), map_axes(shape, where)
+    sent = {
+        m.axes[0]: (m.payload / work.tokens / work.width / 2, path.medium, path.devices)
+        for m in movements(placed, work, frozenset(), None, MESHWRIGHT, nodes)
+        if m.purpose == "tokens to experts" and (path := mapping.route(m.axes))
+    }
+    spec, n = next(layer.experts for layer in placed.spec.layers if layer.experts), shape.expert
+    if 1 < nodes < n:
+        assert sent == {
+            f"expert between {nodes}": (pytest.approx(spec.mean_nodes(nodes)), "network", nodes),
+            f"expert within {n // nodes}": (pytest.approx(spec.experts_per_token), "NVLink", n // nodes),
+        }
+    else:
+        medium = "NVLink" if nodes == 1 else "network"
+        assert sent == {"expert": (pytest.approx(spec.experts_per_token), medium, n)}
 
 
 @pytest.mark.exhaustive

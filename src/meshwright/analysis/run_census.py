@@ -121,7 +121,7 @@ def skipped_by_kernels(placed: PlacedRun) -> Skipped:
     if shards > 1 and specs:
         training, over = placed.run.training, placed.shape.over(BATCH_AXES) * placed.shape.context
         tokens = training.batch * training.seq // (over * training.microbatches)
-        rows = tokens * specs[0].experts_per_token / specs[0].buffer_rows(tokens, shards)
+        rows = tokens * specs[0].experts_per_token / specs[0].buffers(tokens, shards).experts
     return Skipped(causal_fraction(placed.spec, placed.run.training.seq), min(1.0, rows))
 
 

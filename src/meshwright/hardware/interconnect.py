@@ -167,11 +167,22 @@ class AxisMapping:
 
     def span(self, axes: tuple[str, ...]) -> GroupSpan | None:
         """Returns the extent of a group over several axes, or None where all have degree 1."""
-        spans = [self.spans[axis] for axis in axes if axis in self.spans]
+        known = self.spans | self._levels
+        spans = [known[axis] for axis in axes if axis in known]
         if not spans:
             return None
         chips = tuple(math.prod(s.chips[d] for s in spans) for d in range(len(spans[0].chips)))
         return GroupSpan(math.prod(s.domains for s in spans), chips, math.prod(s.cores for s in spans))
+
+    @functools.cached_property
+    def _levels(self) -> dict[str, GroupSpan]:
+        """Extents of the parts of axes that span slices or nodes, named as `hlo.collectives.axes_of_groups` does."""
+        levels = {}
+        for axis, span in self.spans.items():
+            if 1 < span.domains < span.devices:
+                levels[f"{axis} between {span.domains}"] = GroupSpan(span.domains, (1,) * len(span.chips))
+                levels[f"{axis} within {span.devices // span.domains}"] = dataclasses.replace(span, domains=1)
+        return levels
 
     def __str__(self) -> str:
         return ", ".join(f"{axis} on {format_span(span)}" for axis, span in self.spans.items())

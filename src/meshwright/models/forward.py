@@ -209,7 +209,7 @@ class LocalModel:
     sum_rows: SumRows = scatter_rows
     """Sums gradients of the rows of tables (blocks/layers.py)."""
     expert_nodes: int = 1
-    """Nodes or slices that the axis `expert` spans."""
+    """Groups of the devices of `expert` between which a token has one row (runs/settle.py)."""
     ahead: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Parameters that are gathered one layer ahead, by stack; other stacks gather all in their own layer."""
     tensor_ring: tuple[int, ...] = ()

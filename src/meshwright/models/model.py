@@ -71,7 +71,7 @@ class ForwardContext:
     sum_rows: SumRows = scatter_rows
     """Sums the gradients of the rows of a table that are taken several times (blocks/layers.py)."""
     expert_nodes: int = 1
-    """Nodes or slices that the axis `expert` spans."""
+    """Groups of the devices of `expert` between which a token has one row (runs/settle.py)."""
     tensor_ring: tuple[int, ...] = ()
     """Devices of `tensor` in the order of a ring, around which collective matmuls send chunks; () for no ring."""
     attend_pieces: tuple[Attend, ...] = ()
@@ -340,17 +340,55 @@ class ExpertSpec:
     sent_bytes: int | None = None
     """Bytes of an element of the rows sent to experts; None for the compute dtype."""
 
-    def buffer_rows(self, tokens: int, shards: int) -> int:
-        """Returns the rows that a device has room for, of those that the `shards` devices of `expert` send it.
+    groups: int = 1
+    """Groups of neighbouring experts."""
+    topk_groups: int = 1
+    """Groups that the experts of a token are in."""
 
-        tokens: of a device. An even share is tokens x k rows, and room is `buffer_factor` times as much. The most that
-        can arrive is tokens x min(k, E / shards) rows from each device: where that is less, or the factor is 0, it is
-        the room.
+    def buffers(self, tokens: int, shards: int, nodes: int = 1) -> "ExpertBuffers":
+        """Returns the rows of each buffer of a device, one of `shards` of the axis `expert` in `nodes` nodes.
+
+        tokens: of a device. Every buffer has room for the most that can arrive, or for `buffer_factor` times an even
+        share where that is less.
         """
-        most = shards * tokens * min(self.experts_per_token, self.experts // shards)
-        # Kernels work on tiles of 128 rows.
-        wanted = -(-math.ceil(self.buffer_factor * tokens * self.experts_per_token) // 128) * 128
-        return min(most, wanted) if self.buffer_factor else most
+
+        def rows(copies: int, most: int) -> int:
+            # Kernels work on tiles of 128 rows.
+            wanted = -(-math.ceil(self.buffer_factor * tokens * copies) // 128) * 128
+            return min(tokens * most, wanted) if self.buffer_factor else tokens * most
+
+        k = self.experts_per_token
+        inside, here = (n * min(k, self.experts // n) for n in (nodes, shards))
+        copies = rows(k, inside) if nodes > 1 else tokens * k
+        return ExpertBuffers(rows(self.most_nodes(nodes), nodes), copies, rows(k, here))
+
+    def most_nodes(self, nodes: int) -> int:
+        """Returns the most of `nodes` nodes that the experts of one token are on."""
+        in_group, in_node = self.experts // self.groups, self.experts // nodes
+        aligned = in_group % in_node == 0 or in_node % in_group == 0
+        return min(self.experts_per_token, nodes, self.topk_groups * (-(-in_group // in_node) + (not aligned)))
+
+    def mean_nodes(self, nodes: int) -> float:
+        """Returns the nodes that the experts of one token are on, on average over even choices."""
+        own = max(1, self.groups // nodes)  # groups of a node, and experts of the node in each
+        here, k, pool = self.experts // nodes // own, self.experts_per_token, self.experts // self.groups
+        pool *= self.topk_groups
+        missed = sum(
+            math.comb(own, j) * math.comb(self.groups - own, self.topk_groups - j) * math.comb(pool - j * here, k)
+            for j in range(min(own, self.topk_groups) + 1)
+        )
+        return nodes * (1 - missed / (math.comb(self.groups, self.topk_groups) * math.comb(pool, k)))
+
+
+class ExpertBuffers(NamedTuple):
+    """Rows of a device's buffers for experts, each of the model's width."""
+
+    nodes: int
+    """Rows that arrive from the devices of all nodes, one for each token."""
+    copies: int
+    """Copies of rows that are sent to experts inside a node."""
+    experts: int
+    """Rows that arrive at the device's experts."""
 
 
 @dataclasses.dataclass(frozen=True)

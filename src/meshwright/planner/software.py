@@ -99,6 +99,8 @@ class Software:
     nothing beside."""
     overlaps_experts: bool = False
     """Whether interleaved pipelines send tokens to experts beside another microbatch's computation."""
+    row_per_node: bool = False
+    """Whether a token crosses the network once for each node with experts of it, and not for each expert."""
     experts_in_low_precision: bool = False
     """Whether the matmuls of experts run in the run's low precision too."""
 
@@ -117,5 +119,6 @@ MESHWRIGHT = Software(
     recomputes_logits=True,
     vocab_over_stages=True,
     sums_gradients_last=True,
+    row_per_node=True,
 )
 """This package's own step."""

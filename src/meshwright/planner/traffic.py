@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
+from meshwright.models.model import ExpertSpec
 from meshwright.planner.memory_model import keeps_stages
 from meshwright.planner.optimizer import update_exchanges
 from meshwright.planner.software import MESHWRIGHT, Software
@@ -68,10 +69,12 @@ def movements(
         result += _context(placed, work, layers, compute, again)
     if shape.expert > 1 and work.experts:
         beside = software.overlaps_experts and placed.virtual_stages > 1
-        elements = work.tokens * work.experts * work.width
-        sent_bytes = next((layer.experts.sent_bytes for layer in placed.spec.layers if layer.experts is not None), None)
-        payloads = (elements * (sent_bytes or compute), elements * compute)
-        result += _experts(payloads, work.expert_layers * microbatches, again, not beside)
+        spec = next(layer.experts for layer in placed.spec.layers if layer.experts is not None)
+        nodes = settled.expert_nodes if software.row_per_node else 1
+        for axis, rows in _expert_rows(spec, shape.expert, nodes).items():
+            elements = work.tokens * rows * work.width
+            payloads = (elements * (spec.sent_bytes or compute), elements * compute)
+            result += _experts(axis, payloads, work.expert_layers * microbatches, again, not beside)
     if shape.stage > 1 and not keeps_stages(placed):
         result += [dataclasses.replace(m, during="recomputation") for m in result if m.during == "forward"]
     result += _weights(placed, microbatches, bool(again - {"scores"}), quantises_experts(settled, software))
@@ -240,7 +243,19 @@ def _context(placed: PlacedRun, work: Work, layers: float, compute: int, again: 
     return result
 
 
-def _experts(payloads: tuple[float, float], layers: float, again: frozenset[str], blocking: bool) -> list[Movement]:
+def _expert_rows(spec: ExpertSpec, devices: int, nodes: int) -> dict[str, float]:
+    """Returns the rows of a token that each exchange sends, by the devices that it goes over; even choices."""
+    if nodes == 1:
+        return {"expert": float(spec.experts_per_token)}
+    if nodes == devices:
+        return {"expert": spec.mean_nodes(devices)}
+    between, inside = f"expert between {nodes}", f"expert within {devices // nodes}"
+    return {between: spec.mean_nodes(nodes), inside: float(spec.experts_per_token)}
+
+
+def _experts(
+    axis: str, payloads: tuple[float, float], layers: float, again: frozenset[str], blocking: bool
+) -> list[Movement]:
     """Tokens sent to their experts and back; a pass that recomputes needs those that came, but not what goes back.
 
     payloads: bytes of the rows that go to experts, and of their outputs and the gradients of both.
@@ -249,7 +264,7 @@ def _experts(payloads: tuple[float, float], layers: float, again: frozenset[str]
     sent = [("forward", there), ("forward", back), ("backward", back), ("backward", back)]
     sent += [("recomputation", there)] if again - {"scores"} else []
     return [
-        Movement("all-to-all", ("expert",), payload, layers, during, blocking, "tokens to experts")
+        Movement("all-to-all", (axis,), payload, layers, during, blocking, "tokens to experts")
         for during, payload in sent
     ]
 

@@ -142,7 +142,7 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
         widths=widths,
         ffn_hidden=_ffn_hidden(layout, tokens),
         experts=float(max((e.experts_per_token for e in experts.values()), default=0)),
-        expert_rows=max((e.buffer_rows(int(tokens), shape.expert) for e in experts.values()), default=0.0),
+        expert_rows=max((e.buffers(int(tokens), shape.expert).experts for e in experts.values()), default=0.0),
         expert_layers=expert_layers,
         delta_inner=max((d.inner_bytes(seq) for d in spec.delta), default=0.0) / shape.tensor,
         quantised_inputs=sum(inputs.values()),
@@ -230,6 +230,6 @@ def _ffn_hidden(layout: ModelLayout, tokens: float) -> float:
             stack = path.partition(".")[0]
             first = len(p.dims) - len(p.dims.replace("L", "").replace("E", "")) + p.contract
             columns = math.prod(p.shape[first:]) * (2 if p.packed is not None and p.packed >= first else 1)
-            rows = experts[stack].buffer_rows(int(tokens), layout.shape.expert) if "E" in p.dims else tokens
+            rows = experts[stack].buffers(int(tokens), layout.shape.expert).experts if "E" in p.dims else tokens
             stacks[stack] = stacks.get(stack, 0.0) + columns * rows / tokens / layout.shape.tensor
     return max(stacks.values(), default=0.0)

@@ -85,14 +85,26 @@ class Settled:
         levels = ((axis, gather_levels(degrees)) for axis, degrees in self.machine.torus)
         return dataclasses.replace(dcn, torus=tuple((axis, sizes) for axis, sizes in levels if len(sizes) > 1))
 
-    @property
+    @functools.cached_property
     def expert_nodes(self) -> int:
-        """Nodes of GPUs, or slices, that the axis `expert` spans. The innermost axes of a mesh fill a node."""
-        shape, links = self.placed.shape, self.machine.chip and self.machine.chip.interconnect
-        if isinstance(links, Nodes):
-            inside = max(1, links.devices_per_node // (shape.context * shape.tensor))
-            return shape.expert // math.gcd(shape.expert, inside)
-        return shape.slices if shape.dcn_axis == "expert" else 1
+        """Groups of the devices of `expert` between which a token has one row (models/blocks/experts.py).
+
+        1 where they are in one node or slice. Over several these are the groups: a token's experts share a row on the
+        network, and their own are copied inside. With few experts per token that saves less than the copies cost, and
+        each device is a group.
+        """
+        shape, chip, model = self.placed.shape, self.machine.chip, self.placed.run.model
+        spec = next((layer.experts for layer in self.placed.spec.layers if layer.experts), None)
+        nodes, devices = shape.slices if shape.dcn_axis == "expert" else 1, shape.expert
+        if chip and isinstance(chip.interconnect, Nodes):  # the innermost axes of a mesh fill a node
+            inside = max(1, chip.interconnect.devices_per_node // (shape.context * shape.tensor))
+            nodes = devices // math.gcd(devices, inside)
+        if spec is None or nodes == 1 or getattr(model, "dispatch", None) == "capacity":
+            return 1
+        saved = (spec.mean_nodes(devices) - spec.mean_nodes(nodes)) * (1 - 1 / nodes)
+        copied = spec.experts_per_token * (1 - nodes / devices)
+        slower = chip.interconnect.link_bandwidth / chip.network_bandwidth if chip else math.inf
+        return nodes if saved > copied / slower else devices
 
     @functools.cached_property
     def gathers_ahead(self) -> bool:

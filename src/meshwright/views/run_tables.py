@@ -81,6 +81,10 @@ def choices_facts(device_run: DeviceRun) -> list[tuple[str, str]]:
         chosen["compiler_options"] and f"{len(chosen['compiler_options'])} compiler options of the chip",
     ]
     facts, refused = [("step", ", ".join(filter(None, step)))], chosen["refused_compiler_options"]
+    if (nodes := chosen["expert_nodes"]) > 1:
+        spec = next(layer.experts for layer in device_run.placed.spec.layers if layer.experts)
+        rows = f"{spec.mean_nodes(nodes):.3g} rows of a token for its {spec.experts_per_token} experts at an even load"
+        facts.append(("exchange", f"one row for each of {nodes} groups of devices: {rows}"))
     facts.append(("bits", chosen["bits"]))
     return [*facts, ("left out", f"{', '.join(refused)}: unknown to the installed compiler")] if refused else facts
 
@@ -93,6 +97,7 @@ def choices_to_json(device_run: DeviceRun) -> dict[str, Any]:
         "saved_layers": training.saved_layers,
         "attention_kernel": model.kernels.name,
         "grouped_matmul": device_run.settled.grouped_matmul and device_run.settled.grouped_matmul.name,
+        "expert_nodes": device_run.settled.expert_nodes,
         "gathered_ahead": {stack: list(names) for stack, names in model.ahead.items()},
         "tensor_ring": list(model.tensor_ring),
         "compiler_options": device_run.compiler_options(),

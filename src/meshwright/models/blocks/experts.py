@@ -1,7 +1,9 @@
 """Mixture of experts: routing of tokens to experts, and expert parallelism over the mesh axis `expert`.
 
 Tokens are dispatched with an all-to-all over `expert`: all of them, in groups of unequal size (`dropless_moe`), or as
-many of each sequence as an expert has capacity for (`capacity_moe`). Load balancing and capacity are counted within a
+many of each sequence as an expert has capacity for (`capacity_moe`). Over several nodes there are two: over the network
+with one row for each token and node, then inside the node with one for each expert. On the way back a node sums a
+token's outputs in float32 and returns one row (DeepSeek-V3, arXiv:2412.19437, section 3.2.2; DeepEP). Load balancing and capacity are counted within a
 sequence (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20): a token's output does not depend on other sequences, so
 the numbers are the same on any mesh and with any gradient accumulation.
 
@@ -16,7 +18,7 @@ Every device of `tensor` has the same tokens, by `sequence_all_gather`, and rout
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,17 +32,16 @@ from meshwright.comm.collectives import (
     all_to_all,
     axis_index,
     local_shard,
-    nontrivial_axes,
     sequence_all_gather,
     sequence_reduce_scatter,
 )
-from meshwright.comm.hierarchical import Level
+from meshwright.comm.hierarchical import DcnAxis, Level, levels_of
 from meshwright.comm.ragged import Exchange, all_to_all_counts, plan_exchange, ragged_all_to_all
 from meshwright.errors import refuse
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.blocks.feed_forward import swiglu
 from meshwright.models.blocks.layers import SumRows, linear, scatter_rows, take_rows
-from meshwright.models.model import Aux, ExpertSpec, ForwardContext, Kind
+from meshwright.models.model import Aux, ExpertBuffers, ExpertSpec, ForwardContext, Kind
 from meshwright.models.remat import FFN_HIDDEN, recomputed
 from meshwright.sharding.params import Param, Stored
 from meshwright.sharding.sequence import SequenceSplit
@@ -258,7 +259,9 @@ class Experts(Kind):
         # With capacity every device has room for the capacity of its experts, and no other buffer.
         factor = self.expert_buffer_factor if self.dispatch == "dropless" else self.capacity_factor
         sent_bytes = 1 if self.expert_exchange == "fp8" else None
-        return {"experts": ExpertSpec(self.routing.experts, self.routing.experts_per_token, factor, sent_bytes)}
+        r = self.routing
+        groups = (r.expert_groups, r.topk_groups)
+        return {"experts": ExpertSpec(r.experts, r.experts_per_token, factor, sent_bytes, *groups)}
 
     def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the experts of a step's tokens, routed and shared."""
@@ -390,110 +393,153 @@ def dropless_moe(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes the weighted sum of each token's experts, in groups of unequal size (MegaBlocks, arXiv:2211.15841).
 
-    nodes: nodes or slices that the axis `expert` spans.
-    Returns the outputs [B, T, D] and the number of this device's (token, expert) pairs that found no room on the device
-    of their expert; None where there is always room.
+    nodes: groups of the devices of `expert` between which a token has one row for all of its experts in a group; with 1
+    it has one for each expert.
+    Returns the outputs [B, T, D] and a number that sums over `expert` to the (token, expert) pairs that found no room;
+    None where there is always room.
     """
     B, T, D = h_BTD.shape
     k = e.routing.experts_per_token
-    # One row for each of a token's experts, sorted by expert.
-    expert_of_row = routes.experts_BTX.reshape(-1)
-    order = jnp.argsort(expert_of_row, stable=True)
-    back = jnp.argsort(order)
-    h_TD = h_BTD.reshape(B * T, D)
-    rows = _reorder(round_rows(h_TD) if e.expert_exchange == "fp8" else h_TD, order, back, k)
-    weights = _reorder(routes.weights_BTX.reshape(-1, 1), order, back, 1)
+    rows = h_BTD.reshape(B * T, D)
+    rows = round_rows(rows) if e.expert_exchange == "fp8" else rows
+    chosen, weights = (x.reshape(B * T, k) for x in (routes.experts_BTX, routes.weights_BTX))
+    spec, levels = e.facts()["experts"], levels_of(EXPERT, DcnAxis(nodes, *EXPERT))
+    buffers, most = (
+        each.buffers(B * T, lax.axis_size(*EXPERT), nodes)
+        for each in (spec, dataclasses.replace(spec, buffer_factor=0.0))
+    )
     apply = functools.partial(e.apply, w=w, multiply=multiply, sum_rows=sum_rows)
-    rows_E = (expert_of_row[:, None] == jnp.arange(e.routing.experts)).sum(0).astype(jnp.int32)
-    if nontrivial_axes(EXPERT):
-        out, dropped = _expert_parallel(e, rows, weights, rows_E, apply, nodes)
-    else:
-        out, dropped = apply(rows, weights, rows_E), None
-    out_BTXD = _reorder(out, back, order, 1).reshape(B, T, k, D)
-    return out_BTXD.sum(2, dtype=jnp.float32).astype(out_BTXD.dtype), dropped
+    send = _to_nodes if nodes > 1 else _to_experts
+    out, served = send(e, rows, chosen, weights, apply, levels, buffers)
+    return out.reshape(B, T, D), None if buffers == most else (B * T * k - served).astype(jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _reorder(x: jax.Array, order: jax.Array, back: jax.Array, k: int) -> jax.Array:
-    """Returns the rows of x [R, D], each repeated k times, in another order: [k R, D].
+class Copies(NamedTuple):
+    """Copies of rows, sorted by the group that each goes to."""
 
-    back: the inverse of `order`. With it the gradient is a gather too; that of an index is a scatter.
+    slots: jax.Array
+    """Slot `row * k + x` that each copy is of, [room]; past the last copy any."""
+    places: jax.Array
+    """Place of the copy of each slot, [rows, k]; out of bounds where there is none."""
+    sizes: jax.Array
+    """Copies for each group."""
+
+
+def sort_copies(group_RX: jax.Array, groups: int, room: int) -> Copies:
+    """Sorts the slots of rows by their group, as many as have room. group_RX: `groups` and above is no copy."""
+    flat = group_RX.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    ends = jnp.minimum(jnp.cumsum((flat[:, None] == jnp.arange(groups)).sum(0)), room).astype(jnp.int32)
+    places = jnp.where(flat < groups, jnp.argsort(order), room).reshape(group_RX.shape)
+    return Copies(order[:room], places, jnp.diff(ends, prepend=0))
+
+
+@jax.custom_vjp
+def copy_rows(x: jax.Array, source: jax.Array, places: jax.Array) -> jax.Array:
+    """Returns rows `source` of x, [copies, D]. places: of the copies of each row, [rows, k], out of bounds for none.
+
+    With the places the gradient is a gather too; that of an index is a scatter.
     """
-    return x[order // k]
+    return x[source]
 
 
-_reorder.defvjp(
-    lambda x, order, back, k: (x[order // k], back),
-    lambda k, back, g: (
-        g[back] if k == 1 else g[back].reshape(-1, k, g.shape[1]).sum(1, dtype=jnp.float32).astype(g.dtype),
-        None,
-        None,
-    ),
+@jax.custom_vjp
+def sum_copies(x: jax.Array, source: jax.Array, places: jax.Array) -> jax.Array:
+    """Returns the sum of the copies of each row, [rows, D], in float32: the transpose of `copy_rows`."""
+    copies = x.at[places].get(mode="fill", fill_value=0)
+    return copies[:, 0] if places.shape[1] == 1 else copies.sum(1, dtype=jnp.float32).astype(x.dtype)
+
+
+copy_rows.defvjp(
+    lambda x, source, places: (copy_rows(x, source, places), (source, places)),
+    lambda saved, g: (sum_copies(g, *saved), None, None),
+)
+sum_copies.defvjp(
+    lambda x, source, places: (sum_copies(x, source, places), (source, places)),
+    lambda saved, g: (copy_rows(g, *saved), None, None),
 )
 
 
-def _expert_parallel(
-    e: Experts, rows: jax.Array, weights: jax.Array, rows_E: jax.Array, apply: Callable[..., jax.Array], nodes: int
-) -> tuple[jax.Array, jax.Array | None]:
-    """Sends rows to the devices that hold their experts, applies these, and returns the outputs in the same order.
-
-    apply: `(rows, routing weights, rows of each expert here) -> outputs`.
-    Rows without room give zeros; returns their number too, None where there is always room.
-    """
-    experts, k = e.routing.experts, e.routing.experts_per_token
-    shards, tokens = lax.axis_size("expert"), rows.shape[0] // k
-    room, most = (
-        ExpertSpec(experts, k, factor).buffer_rows(tokens, shards) for factor in (e.expert_buffer_factor, 0.0)
-    )
-    # A token has at most one row for each expert, which bounds the rows that one device sends another.
-    largest = min(room, most // shards)
-    level = Level("expert", shards, None, crosses_dcn=nodes > 1)
-    sent = rows_E.reshape(shards, -1)
-    received = all_to_all_counts(sent, level)
-    if nodes > 1:
-        # An update for each expert costs a message between nodes, more than sorting the rows of one for each device.
-        exchange = plan_exchange(sent.sum(1, keepdims=True), received.sum(1, keepdims=True), level, room)
-        to_experts, back, rows_of_expert = _sort_blocks(exchange, received, room)
-    else:
-        exchange = plan_exchange(sent, received, level, room)
-        rows_of_expert = exchange.arriving_sizes.sum(0)
+def _send(
+    e: Experts, rows: jax.Array, columns: jax.Array, exchange: Exchange, level: Level, room: int, largest: int
+) -> tuple[jax.Array, jax.Array]:
+    """Sends rows in the type of the exchange, and float32 columns of each."""
     send = functools.partial(ragged_all_to_all, exchange=exchange, level=level, rows=room, largest=largest)
-    if e.expert_exchange == "fp8":
-        scales = row_scales(rows)
-        with_scales = send(jnp.concatenate([weights, scales], 1))
-        weights, arrived_scales = with_scales[:, :1], with_scales[:, 1:]
-        arrived = exchange_rows(rows, scales, arrived_scales, exchange, level, room, largest)
-    else:
-        weights, arrived = send(weights), send(rows)
-    if nodes > 1:
-        arrived, weights = (_reorder(x, to_experts, back, 1) for x in (arrived, weights))
-    out = apply(arrived, weights, rows_of_expert)
-    if nodes > 1:
-        out = _reorder(out, back, to_experts, 1)
-    out = ragged_all_to_all(out, exchange.reversed(), level, rows.shape[0], largest)
-    return out, (rows_E.sum() - exchange.sizes.sum()).astype(jnp.float32) if room < most else None
+    if e.expert_exchange == "compute":
+        return send(rows), send(columns)
+    scales = row_scales(rows)
+    arrived = send(jnp.concatenate([columns, scales], 1))
+    return exchange_rows(rows, scales, arrived[:, -1:], exchange, level, room, largest), arrived[:, :-1]
 
 
-def _sort_blocks(exchange: Exchange, counts: jax.Array, room: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Merges blocks of rows, one from each device and each sorted by expert, into one sorted by expert.
+Apply = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""`(rows, routing weights, rows of each expert here) -> outputs`."""
 
-    counts: rows from each device for each expert here, [n, experts].  room: rows of the buffer. Returns the order of
-    the rows [room], its inverse, and the rows of each expert. Places are sums over the n x experts runs: no sort.
+
+def _to_experts(
+    e: Experts,
+    rows: jax.Array,
+    chosen_RX: jax.Array,
+    weights_RX: jax.Array,
+    apply: Apply,
+    levels: list[Level],
+    buffers: ExpertBuffers,
+) -> tuple[jax.Array, jax.Array]:
+    """Sends each row to the devices of its experts, a copy for each, and returns the sums of their outputs.
+
+    chosen_RX: experts, counted from the first of these devices; any number above theirs for none.  levels: of these
+    devices, none where the experts are here. Copies without room give zeros; returns the number of the others too.
     """
-    ends = jnp.minimum(jnp.cumsum(counts, 1), exchange.arriving_sizes)
-    first = jnp.minimum(jnp.cumsum(counts, 1) - counts, exchange.arriving_sizes)
-    sizes = ends - first
-    arrived = (exchange.arriving_starts + first).reshape(-1)
-    by_expert = (jnp.cumsum(sizes.T.reshape(-1)) - sizes.T.reshape(-1)).reshape(sizes.T.shape).T.reshape(-1)
-    row = jnp.arange(room, dtype=jnp.int32)
+    k, (level, *_) = chosen_RX.shape[1], levels or [Level(*EXPERT, 1, None)]
+    own = e.routing.experts // lax.axis_size(*EXPERT)
+    slots, places, sizes = sort_copies(chosen_RX, level.size * own, buffers.copies)
+    source = slots // k
+    copies = copy_rows(rows, source, places)
+    weights = copy_rows(weights_RX.reshape(-1, 1), slots, places.reshape(-1, 1))
+    if level.size == 1:
+        return sum_copies(apply(copies, weights, sizes), source, places), sizes.sum()
+    # A row has at most one copy for each expert, which bounds those that one device sends another.
+    largest = min(buffers.experts, rows.shape[0] * min(k, own))
+    sent = sizes.reshape(level.size, -1)
+    exchange = plan_exchange(sent, all_to_all_counts(sent, level), level, buffers.experts)
+    arrived, weights = _send(e, copies, weights, exchange, level, buffers.experts, largest)
+    out = apply(arrived, weights, exchange.arriving_sizes.sum(0))
+    out = ragged_all_to_all(out, exchange.reversed(), level, buffers.copies, largest)
+    return sum_copies(out, source, places), exchange.sizes.sum()
 
-    def moved(source: jax.Array, target: jax.Array) -> jax.Array:
-        """Places of the rows of each run in `target`, in the order of `source`; rows past the last run stay."""
-        place = row[:, None] - source
-        inside = (place >= 0) & (place < sizes.reshape(-1))
-        return row + jnp.where(inside, target - source, 0).sum(1, dtype=jnp.int32)
 
-    return moved(by_expert, arrived), moved(arrived, by_expert), sizes.sum(0)
+def _to_nodes(
+    e: Experts,
+    rows: jax.Array,
+    chosen_RX: jax.Array,
+    weights_RX: jax.Array,
+    apply: Apply,
+    levels: list[Level],
+    buffers: ExpertBuffers,
+) -> tuple[jax.Array, jax.Array]:
+    """Sends each row once to every node with experts of it, and there to these; returns as `_to_experts` does.
+
+    A node's device that a row arrives at is the counterpart of the one that sent it, and sums the outputs of the row's
+    experts there, so that one row returns from each node.
+    """
+    k, (level, *inside) = chosen_RX.shape[1], levels
+    of_node, limit = e.routing.experts // level.size, e.facts()["experts"].most_nodes(level.size)
+    node_RX = chosen_RX // of_node
+    first_RX = (node_RX[:, :, None] == node_RX[:, None]).argmax(-1) == jnp.arange(k)
+    room, largest = limit * rows.shape[0], min(buffers.nodes, rows.shape[0])
+    slots, places, sizes = sort_copies(jnp.where(first_RX, node_RX, level.size), level.size, room)
+    source, places, sent = slots // k, jnp.sort(places, 1)[:, :limit], sizes[:, None]
+    # An update for each expert would cost a message between nodes.
+    exchange = plan_exchange(sent, all_to_all_counts(sent, level), level, buffers.nodes)
+    # Rows that do not arrive are zeros, so experts are counted from one.
+    columns = jnp.concatenate([weights_RX, 1.0 + chosen_RX], 1)
+    copies, columns = copy_rows(rows, source, places), copy_rows(columns, source, places)
+    arrived, columns = _send(e, copies, columns, exchange, level, buffers.nodes, largest)
+    here_RX = columns[:, k:].astype(jnp.int32) - 1 - level.index() * of_node
+    here_RX = jnp.where((here_RX >= 0) & (here_RX < of_node), here_RX, of_node)
+    out, served = _to_experts(e, arrived, here_RX, columns[:, :k], apply, inside, buffers)
+    out = ragged_all_to_all(out, exchange.reversed(), level, room, largest)
+    return sum_copies(out, source, places), served
 
 
 def expert_capacity(r: Routing, seq: int, factor: float) -> int:
