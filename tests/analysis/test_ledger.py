@@ -315,6 +315,8 @@ def test_a_ragged_exchange_counts_its_rows_alone() -> None:
     (entry,) = read_ledger(parse_module(RAGGED), AXES)
     assert (entry.kind, entry.axes, entry.payload) == ("ragged-all-to-all", (F,), 512)
     assert entry.sent == 512 * 3 / 4
+    (entry,) = read_ledger(parse_module(RAGGED), AXES, sent_rows={F: 5})
+    assert entry.payload == 5 * 8 * 4
 
 
 def test_a_ragged_exchange_is_expected_with_the_same_payload(mesh: Mesh) -> None:

@@ -234,7 +234,7 @@ def census(
     degrees = program.mesh((args, keywords)) if mesh is None else dict(mesh)
     leaves = {} if jaxpr is None else argument_leaves(jaxpr, (*args, keywords))
     arguments = program_arguments(module, leaves, {**ARGUMENT_CATEGORIES, **(categories or {})})
-    ledger = read_ledger(module, degrees, facts.library_files)
+    ledger = read_ledger(module, degrees, facts.library_files, facts.skipped.sent_rows)
     schedule = None if target is None else simulate_schedule(module, target, degrees, facts.skipped, facts.ticks)
     flops = Flops(
         dict(facts.model_flops),

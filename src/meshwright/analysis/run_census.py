@@ -29,7 +29,7 @@ from meshwright.hlo.scopes import BranchScope
 from meshwright.models.flops import forward_flops
 from meshwright.models.model import Model, ModelSpec, padded_vocab, vocab_size
 from meshwright.models.quantisation import SCOPE
-from meshwright.runs.placed_run import PlacedRun
+from meshwright.runs.settle import Settled
 from meshwright.sharding import params
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import named_leaves
@@ -84,7 +84,7 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
     run, placed = device_run.run, device_run.placed
     items = model_flops(device_run, passes)
     own = passes - 1 if _is_frozen(device_run, passes) else 3
-    fraction, again = skipped_by_kernels(placed), 1 + (1 if placed.shape.stage == 1 else 2) / own
+    fraction, again = skipped_by_kernels(device_run.settled), 1 + (1 if placed.shape.stage == 1 else 2) / own
     # Attention's backward kernels compute the scores again: seven products for four, beside two recomputed ones.
     factors = {
         "attention": again * 11 / 8 / max(fraction.causal_fraction, 1e-9),
@@ -111,18 +111,20 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
     )
 
 
-def skipped_by_kernels(placed: PlacedRun) -> Skipped:
+def skipped_by_kernels(settled: Settled) -> Skipped:
     """Returns what the kernels of a run skip: hidden blocks of attention, and rows of experts' buffers without a token.
 
     If the load is even, a device receives as many rows as its own tokens have.
     """
-    shards, rows = placed.shape.expert, 1.0
-    specs = [layer.experts for layer in placed.spec.layers if layer.experts is not None]
-    if shards > 1 and specs:
+    placed, shards = settled.placed, settled.placed.shape.expert
+    fraction, sent = 1.0, dict[str, int]()
+    spec = next((layer.experts for layer in placed.spec.layers if layer.experts is not None), None)
+    if shards > 1 and spec is not None:
         training, over = placed.run.training, placed.shape.over(BATCH_AXES) * placed.shape.context
         tokens = training.batch * training.seq // (over * training.microbatches)
-        rows = tokens * specs[0].experts_per_token / specs[0].buffers(tokens, shards).experts
-    return Skipped(causal_fraction(placed.spec, placed.run.training.seq), min(1.0, rows))
+        fraction = tokens * spec.experts_per_token / spec.buffers(tokens, shards).experts
+        sent = {axes: round(n * tokens) for axes, n in spec.sent_rows(shards, settled.expert_nodes).items()}
+    return Skipped(causal_fraction(placed.spec, placed.run.training.seq), min(1.0, fraction), sent)
 
 
 @functools.singledispatch
@@ -139,7 +141,7 @@ def _facts(device_run: DeviceRun, name: str, passes: float, table: ScheduleTable
     return ProgramFacts(
         name=name,
         model_flops=model_flops(device_run, passes),
-        skipped=skipped_by_kernels(device_run.placed),
+        skipped=skipped_by_kernels(device_run.settled),
         flops_band=flops_band(device_run, passes),
         # A backward branch computes its forward pass again; those of forward pass and loss do it for the first time.
         branches={scope: BranchScope(*counts, recomputes=repeats_forward(scope)) for scope, counts in taken.items()},
@@ -209,7 +211,7 @@ def located_devices(devices: Iterable[Any], target: Target) -> TargetDevices:
 
 def simulate_run(module: Module, device_run: DeviceRun, target: Target) -> SimulatedSchedule:
     """Simulates the compiled train step of a run without pipeline stages, whose branches differ between devices."""
-    devices, skipped = located_devices(device_run.mesh.devices.flat, target), skipped_by_kernels(device_run.placed)
+    devices, skipped = located_devices(device_run.mesh.devices.flat, target), skipped_by_kernels(device_run.settled)
     return simulate_schedule(module, devices, dict(device_run.mesh.shape), skipped=skipped)
 
 

@@ -464,7 +464,8 @@ class _Simulator:
             kind = "reduce-scatter"
         path, label = self._route(groups), group_label(groups, axes)
         self.routes[label] = path.medium
-        return label, path.seconds(kind, payload_of(inner, kind, path.devices))
+        payload = payload_of(inner, kind, path.devices, label, self.cost_model.skipped.sent_rows)
+        return label, path.seconds(kind, payload)
 
     def _route(self, groups: Groups) -> Route:
         """Returns the slowest path of any group; all groups of an axis are alike unless a slice is cut unevenly."""

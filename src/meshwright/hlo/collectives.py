@@ -14,7 +14,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -100,14 +100,19 @@ def group_label(groups: Groups, axes: tuple[str, ...] | None) -> str:
     return "+".join(axes) if axes else f"{max(len(group) for group in groups)} devices"
 
 
-def payload_of(instruction: Instruction, kind: str, devices: int) -> int:
+def payload_of(
+    instruction: Instruction, kind: str, devices: int, axes: str = "", sent_rows: Mapping[str, int] | None = None
+) -> int:
     """Returns the payload in bytes: the whole gathered or reduced array of one group, or the block one device sends.
 
-    A ragged all-to-all counts its whole input buffer, of which it may send less.
+    axes: label of the group.  sent_rows: rows that a ragged all-to-all sends of its buffer, by that label, or all.
     """
     # The other operands of a ragged all-to-all are the output buffer, offsets and sizes.
     operands = instruction.operands[:1] if kind == "ragged-all-to-all" else instruction.operands
     moved = sum(bytes_of(operand.shape) for operand in operands)
+    if kind == "ragged-all-to-all":
+        buffer = instruction.operand_arrays[0].dims[0]
+        return moved * min(buffer, (sent_rows or {}).get(axes, buffer)) // buffer
     return moved * devices if kind == "all-gather" else moved
 
 

@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -105,6 +105,8 @@ class Skipped:
     """
     group_fraction: float = 1.0
     """Fraction of the rows of a grouped matmul's buffer that belong to a group."""
+    sent_rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Rows that a ragged all-to-all sends of its buffer, by the label of its axes; where there is none all."""
 
 
 ALL_ROWS = Skipped()

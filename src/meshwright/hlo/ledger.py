@@ -2,12 +2,13 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from meshwright.hlo.collectives import (
     COLLECTIVE_TEXT,
     done_of,
+    group_label,
     group_of,
     is_wrapper,
     kind_of,
@@ -74,12 +75,16 @@ class LedgerEntry:
 
 
 def read_ledger(
-    module: Module, mesh: dict[str, int] | None = None, library_files: tuple[str, ...] = ()
+    module: Module,
+    mesh: dict[str, int] | None = None,
+    library_files: tuple[str, ...] = (),
+    sent_rows: Mapping[str, int] | None = None,
 ) -> list[LedgerEntry]:
     """Lists the collectives of a program, in program order.
 
     mesh: degree of each axis, outermost first, in the order of the program's devices.
     library_files: ends of file names that are skipped when a source line is chosen, such as `collectives.py`.
+    sent_rows: as `Skipped` has them.
     """
     entries: list[LedgerEntry] = []
     counted: set[tuple[str, ...]] = set()
@@ -111,7 +116,7 @@ def read_ledger(
                 kind="reduce-scatter" if is_scattered else kind,
                 axes=axes,
                 group_size=size,
-                payload=payload_of(instruction, kind, size),
+                payload=payload_of(instruction, kind, size, group_label(groups, axes), sent_rows),
                 count=context.count,
                 exact=context.exact,
                 conditional=context.conditional,

@@ -362,6 +362,18 @@ class ExpertSpec:
         copies = rows(k, inside) if nodes > 1 else tokens * k
         return ExpertBuffers(rows(self.most_nodes(nodes), nodes), copies, rows(k, here))
 
+    def sent_rows(self, shards: int, nodes: int = 1) -> dict[str, float]:
+        """Returns the rows of a token that each exchange sends, on average over even choices.
+
+        Keys are the devices that exchange, as `hlo.collectives.axes_of_groups` names them.
+        """
+        if nodes == 1:
+            return {"expert": float(self.experts_per_token)}
+        if nodes == shards:
+            return {"expert": self.mean_nodes(nodes)}
+        inside = {f"expert within {shards // nodes}": float(self.experts_per_token)}
+        return {f"expert between {nodes}": self.mean_nodes(nodes), **inside}
+
     def most_nodes(self, nodes: int) -> int:
         """Returns the most of `nodes` nodes that the experts of one token are on."""
         in_group, in_node = self.experts // self.groups, self.experts // nodes

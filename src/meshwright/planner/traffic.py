@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from meshwright.models.model import ExpertSpec
 from meshwright.planner.memory_model import keeps_stages
 from meshwright.planner.optimizer import update_exchanges
 from meshwright.planner.software import MESHWRIGHT, Software
@@ -71,7 +70,7 @@ def movements(
         beside = software.overlaps_experts and placed.virtual_stages > 1
         spec = next(layer.experts for layer in placed.spec.layers if layer.experts is not None)
         nodes = settled.expert_nodes if software.row_per_node else 1
-        for axis, rows in _expert_rows(spec, shape.expert, nodes).items():
+        for axis, rows in spec.sent_rows(shape.expert, nodes).items():
             elements = work.tokens * rows * work.width
             payloads = (elements * (spec.sent_bytes or compute), elements * compute)
             result += _experts(axis, payloads, work.expert_layers * microbatches, again, not beside)
@@ -241,16 +240,6 @@ def _context(placed: PlacedRun, work: Work, layers: float, compute: int, again: 
         else:
             result.append(Movement("all-to-all", axes, block + queries, layers * count, during, True, "heads"))
     return result
-
-
-def _expert_rows(spec: ExpertSpec, devices: int, nodes: int) -> dict[str, float]:
-    """Returns the rows of a token that each exchange sends, by the devices that it goes over; even choices."""
-    if nodes == 1:
-        return {"expert": float(spec.experts_per_token)}
-    if nodes == devices:
-        return {"expert": spec.mean_nodes(devices)}
-    between, inside = f"expert between {nodes}", f"expert within {devices // nodes}"
-    return {between: spec.mean_nodes(nodes), inside: float(spec.experts_per_token)}
 
 
 def _experts(

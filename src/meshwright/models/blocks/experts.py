@@ -3,9 +3,10 @@
 Tokens are dispatched with an all-to-all over `expert`: all of them, in groups of unequal size (`dropless_moe`), or as
 many of each sequence as an expert has capacity for (`capacity_moe`). Over several nodes there are two: over the network
 with one row for each token and node, then inside the node with one for each expert. On the way back a node sums a
-token's outputs in float32 and returns one row (DeepSeek-V3, arXiv:2412.19437, section 3.2.2; DeepEP). Load balancing and capacity are counted within a
-sequence (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20): a token's output does not depend on other sequences, so
-the numbers are the same on any mesh and with any gradient accumulation.
+token's outputs in float32 and returns one row (DeepSeek-V3, arXiv:2412.19437, section 3.2.2).
+
+Load balancing and capacity are counted within a sequence (DeepSeek-V3, equations 17 to 20): a token's output does not
+depend on other sequences, so the numbers are the same on any mesh and with any gradient accumulation.
 
 A routing weight multiplies the hidden layer of its expert, before the `down` matmul, and not the output: its gradient
 then needs the hidden layer, which is there, and the backward pass neither saves nor recomputes the experts' outputs and
