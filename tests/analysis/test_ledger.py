@@ -319,13 +319,18 @@ def test_a_ragged_exchange_counts_its_rows_alone() -> None:
     assert entry.payload == 5 * 8 * 4
 
 
-def test_a_ragged_exchange_is_expected_with_the_same_payload(mesh: Mesh) -> None:
+@pytest.mark.parametrize(
+    ("groups", "axes"), [(None, F), ([[0, 1], [2, 3]], f"{F} within 2"), ([[0, 2], [1, 3]], f"{F} between 2")]
+)
+def test_a_ragged_exchange_is_expected_with_the_same_payload(
+    mesh: Mesh, groups: list[list[int]] | None, axes: str
+) -> None:
     def exchange(x: jax.Array, y: jax.Array, o: jax.Array) -> jax.Array:
-        return jax.lax.ragged_all_to_all(x, y, o, o, o, o, axis_name=F)
+        return jax.lax.ragged_all_to_all(x, y, o, o, o, o, axis_name=F, axis_index_groups=groups)
 
     body = jax.shard_map(exchange, mesh=mesh, in_specs=(P(F), P(F), P()), out_specs=P(F), check_vma=False)
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((64, 8), "float32"), ((256, 8), "float32"))]
-    jaxpr = jax.make_jaxpr(body)(*shapes, jax.ShapeDtypeStruct((4,), "int32"))
+    jaxpr = jax.make_jaxpr(body)(*shapes, jax.ShapeDtypeStruct((len(groups[0]) if groups else 4,), "int32"))
     (found,) = read_jaxpr_collectives(jaxpr, AXES)
-    assert found == JaxprCollective("ragged-all-to-all", (F,), 1, 512, found.lines)
+    assert found == JaxprCollective("ragged-all-to-all", (axes,), 1, 512, found.lines)
     assert len(found.lines) == 1 and next(iter(found.lines)).startswith("test_ledger.py:")

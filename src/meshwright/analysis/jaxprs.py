@@ -10,6 +10,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from meshwright.hlo.collectives import axes_of_groups
+
 _JAX = str(Path(jax.__file__).parent)
 
 
@@ -104,7 +106,7 @@ class JaxprCollective:
     kind: str
     """HLO name of the collective; `reshard` for `jax.sharding.reshard`, which may become any; CONSTRAINED."""
     axes: tuple[str, ...]
-    """Mesh axes with more than one device, in the mesh's order; all of them for a reshard."""
+    """Mesh axes with more than one device, in the mesh's order, or part of one; all of them for a reshard."""
     count: int
     """Executions; the lengths of scans are multiplied."""
     payload: int
@@ -136,6 +138,9 @@ def read_jaxpr_collectives(jaxpr: Any, mesh: dict[str, int]) -> list[JaxprCollec
                 operands = equation.invars[:1] if kind == "ragged-all-to-all" else equation.invars
                 payload = sum(v.aval.size * v.aval.dtype.itemsize for v in operands if hasattr(v.aval, "dtype"))
                 degree = math.prod(mesh[axis] for axis in axes)
+                if (groups := equation.params.get("axis_index_groups")) is not None:
+                    degree = len(groups[0])
+                    axes = axes_of_groups(tuple(map(tuple, groups)), {axis: mesh[axis] for axis in axes}) or axes
                 add(kind, axes, lines, count, payload * (degree if kind == "all-gather" else 1))
     return [JaxprCollective(kind, axes, c["count"], c["payload"], lines) for (kind, axes, lines), c in sums.items()]
 
