@@ -92,6 +92,8 @@ TERMINALS = {
 """Picture of a terminal -> its command."""
 
 _MARK = re.compile(r"^(?P<indent> *)<!-- run(?P<how>[^:\n]*): (?P<what>[^\n]*?) -->\n.*?<!-- end -->", re.S | re.M)
+_WAITING = re.compile(r"^meshwright [a-z]+: .*\.\.\.\n", re.M)
+"""What a command says on standard error where it has printed nothing for a second: on a busy machine."""
 _OPTIONS = re.compile(r"^<!-- options: (?P<name>[a-z0-9_ ]+) -->$", re.M)
 
 
@@ -171,7 +173,7 @@ def capture(command: str, folder: Path, code: int, columns: int = COLUMNS) -> st
     )
     if done.returncode != code:
         raise SystemExit(f"{command}\nends with {done.returncode}, not {code}:\n{done.stdout[-3000:]}")
-    return done.stdout.replace(f"{folder}/", "")
+    return _WAITING.sub("", done.stdout.replace(f"{folder}/", ""))
 
 
 def trimmed(text: str, how: dict[str, str]) -> str:
