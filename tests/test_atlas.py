@@ -38,12 +38,3 @@ def test_the_table_and_the_pages_are_those_of_the_results() -> None:
     assert len(FILES) >= 10 and {file.stem for file in FILES} == RECORDS.keys()
     assert {page.stem for page in (ATLAS / "pages").glob("*.html")} == RECORDS.keys()
     assert table.table(list(RECORDS.values())) in (ATLAS / "index.md").read_text(encoding="utf-8")
-
-
-def test_the_example_of_the_docs_is_read(tmp_path: Path) -> None:
-    page = (ATLAS / "index.md").read_text(encoding="utf-8")
-    file = tmp_path / "mine.toml"
-    file.write_text(page.split("<!-- example -->\n```toml\n")[1].split("```")[0], encoding="utf-8")
-    facts = table.read_facts(file)
-    predicted = estimate(facts.placed(), facts.target(), SOFTWARE[facts.step.program])
-    assert abs(predicted.seconds / (256 * 4096 / 128 / 2150) - 1) < 0.1
