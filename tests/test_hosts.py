@@ -7,8 +7,10 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ranks import ranks
 
 from meshwright.api.verb import HostOptions, start_devices
 from meshwright.cli.main import run
@@ -215,9 +217,11 @@ def test_verbs_of_one_process_refuse_to_be_one_of_several(
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("own_cache")
 def test_collectives_are_timed_across_processes(tmp_path: Path) -> None:
-    words = ["launch", "--on", "local", "--processes", "2", "bench", "collectives", "--devices", "4", "--sizes", "4096",
-             "--out", str(tmp_path), "--json"]  # fmt: skip
-    done = subprocess.run([sys.executable, "-m", "meshwright", *words], text=True, capture_output=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout)["rows"]
+    words = [sys.executable, "-m", "meshwright", "bench", "collectives", "--devices", "4", "--sizes", "4096"]
+    words += ["--out", str(tmp_path), "--json"]
+    pipes: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    two = [subprocess.Popen(words, env=rank, **pipes) for rank in ranks(2)]
+    ends = [process.communicate(timeout=300) for process in two]
+    assert [process.returncode for process in two] == [0, 0], [error[-3000:] for _, error in ends]
+    rows = json.loads(ends[0][0])["rows"]
     assert {row["devices"] for row in rows} == {2} and all(row["correct"] and row["calls"] == 20 for row in rows)

@@ -1,13 +1,11 @@
-"""Job files as their schedulers read them, and processes on this machine."""
+"""Job files as their schedulers read them."""
 
 import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import time
 import tomllib
 from importlib.metadata import Distribution
 from pathlib import Path
@@ -21,7 +19,6 @@ from packaging.requirements import Requirement
 from meshwright.cli.main import run
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
-from meshwright.launching.local import of_the_first, run_local
 from meshwright.launching.restarts import restarts
 from meshwright.launching.schedulers import (
     REMOTE_SOURCE,
@@ -206,10 +203,8 @@ def test_nodes_install_what_is_installed_here(
         (["--on", "slurm", "--hosts", "4", "--processes", "6", "tiny", "--out", "x"], "--processes 4"),
         (["--on", "slurm", "--env", "A B=c", "tiny", "--out", "x"], "--env NAME=VALUE"),
         (["--on", "slurm", "--name", "My Run", "tiny", "--out", "x"], "--name my-run"),
-        (["--on", "local", "--write", "x", "tiny"], "no --write"),
-        (["--on", "local", "--hosts", "2", "tiny"], "it is one host"),
         (["--on", "slurm", "--hosts", "0", "tiny", "--out", "x"], "--hosts 1"),
-        (["--on", "local", "--processes", "0", "tiny"], "--processes 1"),
+        (["--on", "slurm", "--processes", "0", "tiny", "--out", "x"], "--processes 1"),
     ],
 )
 def test_refusals_teach(words: list[str], says: str) -> None:
@@ -250,75 +245,3 @@ def test_images_install_what_the_extras_name() -> None:
 
 def test_names() -> None:
     assert [legal_name(text) for text in ("My Run.v2", "3b", "Ü", "x" * 60)] == ["my-run-v2", "run-3b", "run", "x" * 40]
-
-
-def local(code: str, **changes: Any) -> Job:
-    fields: dict[str, Any] = {
-        "processes_per_host": 3,
-        "hosts": 1,
-        "environment": (),
-        "accelerators": None,
-        "restarts": 0,
-    }
-    script = f"import os, sys, time\ni = int(os.environ['MESHWRIGHT_PROCESS'])\n{code}"
-    return job(command=(sys.executable, "-c", script), **{**fields, **changes})
-
-
-def test_local_processes_are_shown_by_number(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    code = "print(os.environ['MESHWRIGHT_PROCESSES'], os.environ['A'])\nprint('no end', end='', file=sys.stderr)"
-    assert run_local(local(code, environment=(("A", "$(x)"),))) == 0
-    shown = capfdbinary.readouterr()
-    assert sorted(shown.out.splitlines()) == [f"[{i}] 3 $(x)".encode() for i in range(3)]
-    assert sorted(shown.err.splitlines()) == [f"[{i}] no end".encode() for i in range(3)]
-    assert run_local(local("print(i)"), of_the_first) == 0
-    assert capfdbinary.readouterr().out == b"0\n"
-
-
-@pytest.mark.parametrize(("fault", "code", "says"), [
-    ("sys.exit(7)", 7, "process 1 ended first, with exit code 7"),
-    ("os.kill(os.getpid(), 9)", 137, "process 1 ended first, by SIGKILL"),
-])  # fmt: skip
-def test_the_first_process_that_fails_is_named(fault: str, code: int, says: str, capfd: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("meshwright.launching.local.NOTICE_SECONDS", 0.2)
-    began = time.monotonic()
-    assert run_local(local(f"if i == 1: {fault}\ntime.sleep(60)")) == code
-    shown = capfd.readouterr().err
-    assert says in shown and "process 0, 2 still runs" in shown and time.monotonic() - began < 30
-
-
-def test_local_processes_start_again(tmp_path: Path, capfd: Any) -> None:
-    code = f"open({str(tmp_path / 'starts')!r}, 'a').write(str(i))\nsys.exit(75 if i == 0 else 0)"
-    assert run_local(local(code, restarts=2, processes_per_host=2)) == 75
-    assert len((tmp_path / "starts").read_text()) == 6
-    assert "start 3 of at most 3" in capfd.readouterr().err
-
-
-def test_a_signal_reaches_every_process(tmp_path: Path) -> None:
-    code = "import signal\nsignal.signal(15, lambda *_: sys.exit(143))\nprint('up', flush=True)\ntime.sleep(60)"
-    script = f"""
-import sys
-sys.path[:0] = [{str(Path(__file__).parent)!r}]
-from test_launch import local
-from meshwright.launching.local import run_local
-sys.exit(run_local(local({code!r})))"""
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for _ in range(3):
-            assert "up" in process.stdout.readline()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 143
-
-
-@pytest.mark.exhaustive
-def test_four_processes_train(tmp_path: Path) -> None:
-    out, text = tmp_path / "out", tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog; " * 400)
-    words = ["launch", "--on", "local", "--processes", "4", "tiny", "--data", str(text), "--devices", "8", "--out",
-             str(out), "--model.layers", "2", "--model.width", "32", "--model.mlp", "64", "--data.tokenizer", "bytes",
-             "--data.sample", "0", "--training.seq", "32", "--training.eval-samples", "16"]  # fmt: skip
-    for steps in ("2", "3"):  # the second resumes
-        done = subprocess.run([sys.executable, "-m", "meshwright", *words, "--steps", steps, "--json"],
-                              text=True, capture_output=True, timeout=600)  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout)["steps"] == 3
-    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()][-1] == 3

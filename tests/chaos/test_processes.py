@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import ranks
 
 SMALL = [
     "--model.width", "32", "--model.layers", "2", "--model.mlp", "64", "--data.tokenizer", "bytes",
@@ -43,33 +43,29 @@ def text_file(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("other", ["data=1", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.exhaustive)])
 def test_two_processes_compare_two_meshes(other: str) -> None:
     """One that process 0 computes alone, and one that both compute; and a mistake that only process 0 meets."""
-    two = ["launch", "--on", "local", "--processes", "2", "parity", "tiny", *SMALL, "--mesh", "fsdp=8", "--json"]
-    two += ["--steps", "2"]
-    process = start(*two, "--against", other)
-    found, error = process.communicate(timeout=240)
-    assert process.returncode == 0, error[-3000:]
+    words = ["parity", "tiny", *SMALL, "--mesh", "fsdp=8", "--json", "--steps", "2"]
+    first, second = [start(*words, "--against", other, env=rank) for rank in ranks(2)]
+    found, error = first.communicate(timeout=240)
+    assert first.returncode == 0, error[-3000:]
+    finish(second)
     result = json.loads(found)
     assert result["meshes"] == ["fsdp=8", other] and result["unequal_initial"] == []
     assert result["first_divergence"] is None
     assert [0 < step["gradient_difference"] < 1e-5 for step in result["steps"]] == [True, True]
     if other == "data=1":
-        said = finish(start(*two, "--against", "data=3"), 2)
-        assert said.count("16 = 5 * 3 + 1") == 2 and "Check failure stack" not in said
+        for process in [start(*words, "--against", "data=3", env=rank) for rank in ranks(2)]:
+            said = finish(process, 2)
+            assert "16 = 5 * 3 + 1" in said and "Check failure stack" not in said
 
 
 @pytest.mark.exhaustive
 def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     same = ["train", *text_file(tmp_path), "--steps", "8", "--devices", "8", "--mesh", "data=2,fsdp=2,tensor=2",
             "--training.save-every", "4"]  # fmt: skip
     alone, together = tmp_path / "alone", tmp_path / "together"
     finish(start(*same, "--out", str(alone)))
     same += ["--out", str(together)]
-    rank = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    two = [start(*same, env={**rank, "RANK": str(i)}) for i in range(2)]
-    for process in two:
+    for process in [start(*same, env=rank) for rank in ranks(2)]:
         finish(process)
     single, sharded = losses(alone), losses(together)
     assert single.keys() == sharded.keys() == set(range(1, 9))

@@ -22,7 +22,7 @@ EXIT_CODE = 128 + signal.SIGINT
 def acknowledge_interrupts() -> None:
     """Makes Ctrl-C raise KeyboardInterrupt, acknowledges it at once, and ends the process in any case.
 
-    While a verb has a handler of its own (a training step, `launch`, `--supervise`), this one does nothing. Where the
+    While a verb has a handler of its own (a training step, `--supervise`), this one does nothing. Where the
     shell has SIGINT ignored, as for a job in the background, it stays ignored.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()

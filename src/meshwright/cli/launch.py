@@ -1,9 +1,6 @@
-"""The verb `launch`: a command on several hosts, as a scheduler's job file or as processes on this machine."""
+"""The verb `launch`: a scheduler's job file that runs a command on several hosts."""
 
 import dataclasses
-import os
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -15,7 +12,6 @@ from meshwright.cli.parse import options_of
 from meshwright.cli.verbs import kind_of, parse_verb
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
-from meshwright.launching.local import numbered, of_the_first, run_local
 from meshwright.launching.schedulers import SCHEDULERS, Job, accelerators_of, legal_name, pairs
 from meshwright.ranges import NonNegativeInt, PositiveInt, Ranged
 from meshwright.trust import trust_options
@@ -24,25 +20,24 @@ VERBS = ("train", "finetune", "evaluate", "generate", "parity", "bench", "doctor
 """Verbs that join their hosts."""
 _TRAINING = ("train", "finetune")
 _RESTARTS = 10
-"""Starts after the first where a scheduler does them and --restarts is not given."""
+"""Starts after the first where --restarts is not given."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchOptions(Ranged):
     """Run RUN on several hosts: a recipe, a run file or a plan, followed by the options of `train`; or another verb
-    with its own arguments. Prints the job file of a scheduler, or runs the processes on this machine (--on local).
-    The options of launch come before RUN."""
+    with its own arguments. Prints the job file of a scheduler. The options of launch come before RUN."""
 
     usage: ClassVar[str] = "[launch options] RUN"
-    on: Literal["slurm", "jobset", "skypilot", "local"]
-    """Scheduler: Slurm, a Kubernetes JobSet, SkyPilot, or this machine."""
+    on: Literal["slurm", "jobset", "skypilot"]
+    """Scheduler: Slurm, a Kubernetes JobSet, or SkyPilot."""
     target: Annotated[str | None, tyro.conf.arg(metavar="CHIP:SIZE")] = None
     """Hardware, as `plan --on` names it: v5p:8x8x16, 2*v6e:16x16, h100:64. Gives the hosts and what each of them has.
     By default that of a plan."""
     hosts: PositiveInt | None = None
     """Number of hosts; by default those of --target, else one."""
     processes: PositiveInt | None = None
-    """Processes in all; by default one on each host, and two with --on local."""
+    """Processes in all; by default one on each host."""
     name: str | None = None
     """Name of the job; by default that of RUN."""
     image: str | None = None
@@ -55,8 +50,7 @@ class LaunchOptions(Ranged):
     cache: str | None = None
     """Folder of token files and compiled programs, which all hosts reach; by default each user's own."""
     restarts: NonNegativeInt | None = None
-    """Most starts after the first, from the last checkpoint; by default 10 for training with a scheduler, else
-    none."""
+    """Most starts after the first, from the last checkpoint; by default 10 for training, else none."""
     set: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE")] = ()
     """Further field of the scheduler: a directive of sbatch, a node label, a resource of SkyPilot; may
     be repeated."""
@@ -71,22 +65,12 @@ class LaunchOptions(Ranged):
         return _split(args)[0]
 
     def act(self, call: Call) -> Outcome:
-        """Runs `meshwright launch`; with --on local the exit code is that of the first process that failed.
-
-        Raises ConfigError for a job that a scheduler cannot run, or a file that exists.
-        """
+        """Runs `meshwright launch`. Raises ConfigError for a job that a scheduler cannot run, or a file that exists."""
         own, rest = _split(call.words[1:])
         if not rest:
-            raise ConfigError(
-                f"meshwright launch {' '.join(own)}", "there is no RUN", "meshwright launch --on local tiny"
-            )
+            fix = "meshwright launch --on slurm tiny --out /shared/runs/tiny"
+            raise ConfigError(f"meshwright launch {' '.join(own)}", "there is no RUN", fix)
         job = _job(self, rest)
-        if self.on == "local":
-            if self.write is not None:
-                raise ConfigError(
-                    "--on local --write", "the processes run here, and there is no job file", "no --write"
-                )
-            return Outcome(code=run_local(job, of_the_first if "--json" in rest else numbered))
         write_job, start = SCHEDULERS[self.on]
         text = write_job(job)
         if self.write is None:
@@ -133,19 +117,18 @@ def _job(options: LaunchOptions, words: Sequence[str]) -> Job:
             f"it has {accelerators.hosts} hosts of {accelerators.chips_per_host} chips",
             f"--hosts {accelerators.hosts}, or leave it out",
         )
-    processes = options.processes or (2 if options.on == "local" else hosts)
+    processes = options.processes or hosts
     if processes % hosts:
         raise ConfigError(
             f"--processes {processes} on {hosts} hosts", "each host has the same number", f"--processes {hosts}"
         )
     restarts = options.restarts
     if restarts is None:  # other verbs have no checkpoint to resume from
-        restarts = _RESTARTS if verb in _TRAINING and options.on != "local" else 0
-    program = [sys.executable, "-P", "-m", "meshwright"] if options.on == "local" else ["meshwright"]
+        restarts = _RESTARTS if verb in _TRAINING else 0
     cache = (("MESHWRIGHT_CACHE", options.cache),) if options.cache else ()
     return Job(
         name=name,
-        command=(*program, verb, *arguments, *trust_options()),
+        command=("meshwright", verb, *arguments, *trust_options()),
         hosts=hosts,
         processes_per_host=processes // hosts,
         accelerators=accelerators,
@@ -160,13 +143,11 @@ def _job(options: LaunchOptions, words: Sequence[str]) -> Job:
 def _with_out(options: LaunchOptions, name: str, arguments: list[str]) -> list[str]:
     """Returns the arguments with an output folder that all processes share, and with which a start resumes."""
     if value_of(arguments, "--out") is None:
-        if options.on != "local":
-            raise ConfigError(
-                f"launch --on {options.on} without --out",
-                "hosts and restarts share one folder, whatever the time",
-                f"--out /shared/runs/{name}, a path that every host reaches",
-            )
-        arguments = [*arguments, "--out", os.path.join("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")]
+        raise ConfigError(
+            f"launch --on {options.on} without --out",
+            "hosts and restarts share one folder, whatever the time",
+            f"--out /shared/runs/{name}, a path that every host reaches",
+        )
     resumes = {"--resume", "--at", "--resume-if-exists"} & {word.partition("=")[0] for word in arguments}
     return arguments if resumes else [*arguments, "--resume-if-exists"]
 

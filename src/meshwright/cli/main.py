@@ -39,7 +39,7 @@ VERBS = {
         "api.proving",
         "Compile the step, also for hardware that is not here: memory, communication, FLOPs, faults.",
     ),
-    "launch": ("cli.launch", "Run a verb on several hosts: a job file for a scheduler, or processes on this machine."),
+    "launch": ("cli.launch", "Write a scheduler's job file that runs a verb on several hosts."),
     "doctor": ("api.doctor", "Find what is wrong with this host before a run does."),
     "rehearse": ("api.rehearsal", "Run a plan with a small model on simulated devices: train, stop, resume, evaluate."),
     "parity": ("api.evaluation", "Compare a run on two meshes: initial values, losses, gradients."),
