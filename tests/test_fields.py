@@ -122,7 +122,6 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "finetune.targets": (("key",), {"finetune": LORA}),
     "finetune.base": ("int8", {"finetune": LORA}),
     "finetune.beta": (0.2, {"finetune": FineTune(objective="preferences"), "z_loss": 0.0}),
-    "finetune.adapter": ("runs/adapter", {"finetune": LORA}),
     "finetune.template": ("chat.jinja", {}),
     "finetune.too_long": ("drop", {}),
 }

@@ -1,4 +1,4 @@
-"""Fine-tuning: chat data, adapters on every mesh, quantised bases, PEFT's format in and out, resumed runs."""
+"""Fine-tuning: chat data, adapters on every mesh, quantised bases, PEFT's format, resumed runs."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 from tiny_runs import (
     DEEPSEEK,
     MODELS,
@@ -44,8 +44,9 @@ from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.runs.settle import Settled
-from meshwright.sharding.params import named_leaves
+from meshwright.sharding.params import Tree, named_leaves
 from meshwright.sharding.placement import axes_of
+from meshwright.step.device_run import DeviceRun
 from meshwright.step.train_step import build_eval_step
 from meshwright.trainer.evaluation import BatchEvaluation
 from meshwright.trainer.prepare import prepare_run, sum_metrics
@@ -319,23 +320,43 @@ def test_a_resumed_fine_tune_is_bitwise_the_one_that_went_through(tuned: Path, c
     assert before.read_bytes() == after.read_bytes()
 
 
-def logits_on(source: Path, mesh: str) -> np.ndarray:
-    """Logits of a folder's model or adapter on a mesh."""
+MODULES = {
+    "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj",
+    "attention_out": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
+}  # fmt: skip
+"""Names of `transformers`."""
+
+
+def adapted_run(folder: Path, config: dict[str, Any]) -> Run:
+    """Run of the model in `base` with adapters as a configuration of `peft` has them."""
+    alpha = config["lora_alpha"] * (config["r"] ** 0.5 if config["use_rslora"] else 1.0)
+    names = {module.split(".")[-1] for module in config["target_modules"]}
+    targets = tuple(name for name, module in MODULES.items() if module.split(".")[-1] in names)
+    tuning = FineTune(method="lora", rank=config["r"], alpha=alpha, targets=targets)
+    return dataclasses.replace(run_of_hugging_face(f"hf:{folder}/base"), finetune=tuning)
+
+
+def adapted_params(device_run: DeviceRun, shapes: dict[str, Any]) -> Tree:
+    """Weights of the base, with drawn adapters from `peft`'s A [r, in] and B [out, r] of each module."""
+    params, tensors = load_initial_weights(device_run), hf_models.draw_tensors(shapes)
+    for name, pair in params["blocks"][ADAPTERS].items():
+        for side, like in pair.items():
+            key = f"base_model.model.model.layers.{{}}.{MODULES[name]}.lora_{side.upper()}.weight"
+            rows = [tensors.pop(key.format(layer)).T for layer in range(like.shape[0])]
+            pair[side] = jax.device_put(np.stack(rows).reshape(like.shape), like.sharding)
+    assert not tensors
+    return params
+
+
+def adapted_logits(folder: Path, about: dict[str, Any], mesh: str) -> np.ndarray:
+    """Logits of the model in `base` with the drawn adapters of a golden file, on a mesh."""
     training = mw.Training(batch=hf_models.BATCH, seq=hf_models.SEQ, compute_dtype="float32", remat="none")
-    run = run_of_hugging_face(f"hf:{source}")
+    run = adapted_run(folder, about["config"])
     device_run = device_run_of(
         dataclasses.replace(run, mesh=mw.MeshShape.parse(mesh), fsdp_min_size=64, training=training)
     )
     batch = hf_models.batch_of(device_run)
-    return np.asarray(hf_models.build_logits(device_run)(load_initial_weights(device_run), batch))
-
-
-def write_adapter(folder: Path, about: dict[str, Any]) -> None:
-    """Writes `adapter` with the drawn weights of a golden file, on the model in `base`."""
-    (folder / "adapter").mkdir()
-    config = {**about["config"], "base_model_name_or_path": str(folder / "base")}
-    (folder / "adapter" / CONFIG).write_text(json.dumps(config))
-    save_file(hf_models.draw_tensors(about["tensors"]), folder / "adapter" / WEIGHTS, {"format": "pt"})
+    return np.asarray(hf_models.build_logits(device_run)(adapted_params(device_run, about["tensors"]), batch))
 
 
 def adapter_written(folder: Path) -> dict[str, Any]:
@@ -364,30 +385,30 @@ def test_merged_weights_and_adapter_are_what_peft_reads(tuned: Path, tmp_path: P
     assert 2 * changed == len(adapter)
     write_base(tmp_path / "base")
     about, golden = hf_models.read("adapter-written")
-    write_adapter(tmp_path, about)
-    found = logits_on(tmp_path / "adapter", "data=1")
+    found = adapted_logits(tmp_path, about, "data=1")
     np.testing.assert_allclose(found, golden["logits"], atol=1e-5 * np.abs(golden["logits"]).max())
 
 
 def test_outputs_of_a_fine_tune_are_sources_everywhere(tuned: Path, cache: Path) -> None:
-    mw.convert(tuned / "eight", tuned / "adapter of sources", weights="adapter")
     mw.convert(tuned / "eight", tuned / "merged of sources")
     evaluation = mw.evaluate(tuned / "eight", mesh="fsdp=2", cache=cache)
     assert abs(evaluation.loss - metrics(tuned / "eight", "held-out loss")[-1]) < 1e-4
     prompt = "<|user|>2+2?<|end|><|assistant|>"
     texts = [
         mw.generate(str(source), [prompt], max_tokens=6, mesh="data=1").tokens[0]
-        for source in (tuned / "eight", f"hf:{tuned}/adapter of sources", f"hf:{tuned}/merged of sources")
+        for source in (tuned / "eight", f"hf:{tuned}/merged of sources")
     ]
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1]
 
 
-def test_an_adapter_of_peft_is_read_to_equal_logits(tmp_path: Path) -> None:
-    _, golden = adapter_of_peft(tmp_path)
-    run = run_of_hugging_face(f"hf:{tmp_path}/adapter")
-    assert run.finetune.targets == ("blocks.query", "blocks.attention_out", "blocks.down")
-    found = logits_on(tmp_path / "adapter", "data=2,fsdp=2,tensor=2")
+def test_logits_with_adapters_are_those_of_peft(tmp_path: Path) -> None:
+    write_base(tmp_path / "base", "qwen3")
+    about, golden = hf_models.read("adapter")
+    found = adapted_logits(tmp_path, about, "data=2,fsdp=2,tensor=2")
     np.testing.assert_allclose(found, golden["logits"], atol=1e-5 * np.abs(golden["logits"]).max())
+    (tmp_path / "base/config.json").rename(tmp_path / "base/adapter_config.json")
+    with pytest.raises(mw.WeightsError, match="merge_and_unload"):
+        run_of_hugging_face(f"hf:{tmp_path}/base")
 
 
 def write_preferences(file: Path, count: int = 60) -> None:
@@ -400,24 +421,17 @@ def write_preferences(file: Path, count: int = 60) -> None:
             lines.write(json.dumps({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}) + "\n")
 
 
-def adapter_of_peft(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Writes a model (`base`) and an adapter of it (`adapter`) as `peft` does; returns their golden file."""
-    write_base(folder / "base", "qwen3")
-    about, golden = hf_models.read("adapter")
-    write_adapter(folder, about)
-    return about, golden
-
-
 @pytest.mark.parametrize("mesh", ["data=1", "context=2,fsdp=2,tensor=2"])
 def test_the_loss_of_preferences_is_that_of_torch(mesh: str, tmp_path: Path, cache: Path) -> None:
-    _, golden = adapter_of_peft(tmp_path)
+    write_base(tmp_path / "base", "qwen3")
+    about, golden = hf_models.read("adapter")
     write_preferences(tmp_path / "pairs.jsonl")
-    run = preference_run(run_of_hugging_face(f"hf:{tmp_path}/adapter"), tmp_path / "pairs.jsonl", mesh)
+    run = preference_run(adapted_run(tmp_path, about["config"]), tmp_path / "pairs.jsonl", mesh)
     prepared = prepare_run(run, cache=cache)
     samples = [prepared.train[0][i] for i in range(run.training.batch)]
     batch = Batch(**{name: np.stack([s[name] for s in samples]) for name in samples[0]})
     device_run = prepared.device_run
-    params = load_initial_weights(device_run)
+    params = adapted_params(device_run, about["tensors"])
     found = build_eval_step(device_run)(params, jax.device_put(batch, device_run.batch_sharding))
     values = [float(found[name][0] / found[name][1]) for name in ("loss", "reward margin", "preference accuracy")]
     with np.load(hf_models.PEERS / "written/preferences.npz") as given:  # the pairs that the golden file is of

@@ -45,8 +45,6 @@ class FineTune(Ranged, part="finetune"):
     or nf4 (4 bits in blocks of 64 with a float32 scale: QLoRA, arXiv:2305.14314). The first two hold all parameters."""
     beta: PositiveFloat = 0.1
     """Weight of the distance to the reference in the loss of preferences."""
-    adapter: str | None = None
-    """Folder of an adapter in PEFT's format (adapter_config.json) to start from; None draws A and starts B at zero."""
     template: str | None = None
     """File of a chat template (Jinja) in the place of the tokenizer's own."""
     too_long: TooLong = "refuse"

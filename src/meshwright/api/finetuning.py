@@ -21,9 +21,9 @@ from meshwright.trainer.loop import Summary
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FinetuneOptions(TrainOptions):
-    """Fine-tune the model SOURCE: hf:PATH of a Hugging Face model or of an adapter in PEFT's format, the output folder
-    of a run, or a recipe with --init-from. By default it trains LoRA adapters on the answers of conversations (--data
-    CHAT.jsonl); everything else is as in `train`."""
+    """Fine-tune the model SOURCE: hf:PATH of a Hugging Face model, the output folder of a run, or a recipe with
+    --init-from. By default it trains LoRA adapters on the answers of conversations (--data CHAT.jsonl); everything else
+    is as in `train`."""
 
     usage: ClassVar[str] = "[SOURCE]"
     without: ClassVar[Sequence[str]] = ()
@@ -69,11 +69,10 @@ def _check_same_source(source: str, run: Run, out: str) -> None:
     A supervisor and `--resume-if-exists` give both: the model, and the folder to resume in.
     """
     is_weights = is_hugging_face(source) or (path_of(source) / "run.json").is_file()
-    started = [name for name in (run.init_from, run.finetune.adapter) if name is not None]
-    if is_weights and _place(source) not in map(_place, started):
+    if is_weights and _place(source) != _place(run.init_from or ""):
         raise ConfigError(
             f"finetune {source} --out {out} --resume",
-            f"the run in {out} started from {' and '.join(started)}",
+            f"the run in {out} started from {run.init_from}",
             f"finetune --out {out} --resume to continue it, or another --out",
         )
 
@@ -97,9 +96,9 @@ def finetune(
 ) -> Summary:
     """Fine-tunes a model and returns a summary.
 
-    source: hf:PATH of a Hugging Face model or of an adapter in PEFT's format, the output folder of a run, or a Run with
-    `init_from`.  data: files of JSON lines with `messages`, `prompt` and `completion`, or for preferences `prompt`,
-    `chosen` and `rejected`; PATH=WEIGHT mixes several.  out: output folder, as for `train`, which resumes it.
+    source: hf:PATH of a Hugging Face model, the output folder of a run, or a Run with `init_from`.  data: files of JSON
+    lines with `messages`, `prompt` and `completion`, or for preferences `prompt`, `chosen` and `rejected`; PATH=WEIGHT
+    mixes several.  out: output folder, as for `train`, which resumes it.
     method, objective: fields of `FineTune`.  changes: fields of the Run or its parts by name, as for `recipe`.
     Raises ConfigError, DataError, WeightsError, TrainingError.
 

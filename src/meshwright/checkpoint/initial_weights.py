@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.errors import WeightsError
 from meshwright.fine_tuning import FineTune
 from meshwright.hugging_face.folder import KEPT, keep_files, load_params, open_folder, read_model
 from meshwright.hugging_face.hub import find_folder, is_hugging_face
-from meshwright.hugging_face.peft_files import read_adapter
 from meshwright.models.adapters import ADAPTERS, merged, quantise
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
-from meshwright.sharding.params import Param, Tree, init_params, is_param, layers_to_rows, named_leaves, trained_only
+from meshwright.sharding.params import Tree, init_params, is_param, named_leaves, trained_only
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.storage.paths import path_of
 from meshwright.storage.transfer import copy_file, files_of
@@ -127,8 +125,7 @@ def add_adapters(device_run: DeviceRun, load: Callable[[DeviceRun, Then], Tree])
     """Returns the parameters of a run with adapters: its base, kept as the run asks, and adapters to begin with.
 
     load: `(run without adapters, then) -> weights`, which gives each weight to `then` before it loads the next, so
-    that only one at a time is unquantised. The adapters are drawn from the run's seed, or read from the folder that
-    `FineTune.adapter` names. Raises WeightsError where that is not an adapter of this model.
+    that only one at a time is unquantised. The adapters are drawn from the run's seed.
     """
     tuning, where = device_run.run.finetune, device_run.state_shardings.params
     base = without_adapters(device_run)
@@ -150,15 +147,6 @@ def add_adapters(device_run: DeviceRun, load: Callable[[DeviceRun, Then], Tree])
     described = trained_only(device_run.params, device_run.params)
     training, placed = device_run.run.training, trained_only(device_run.params, where)
     fresh = init_params(described, placed, seed=training.seed, dtype=training.param_dtype)
-    if tuning.adapter is not None:
-        found = read_adapter(Path(tuning.adapter), device_run.run.model, tuning)
-
-        def place(keys: Any, p: Param, x: jax.Array) -> jax.Array:
-            stack, _, name, side = (key.key for key in keys)
-            matrix = layers_to_rows(p, jnp.asarray(found[f"{stack}.{name}"][0 if side == "a" else 1]))
-            return jax.device_put(matrix.astype(x.dtype), x.sharding)
-
-        fresh = jax.tree_util.tree_map_with_path(place, described, fresh, is_leaf=is_param)
     return {
         path: {**tree, ADAPTERS: fresh[path][ADAPTERS]} if isinstance(tree, dict) and ADAPTERS in fresh[path] else tree
         for path, tree in params.items()

@@ -124,6 +124,10 @@ def read_fields(folder: Path) -> Fields:
         config = read_json(file)
     except OSError as error:
         fix = "a folder that save_pretrained of `transformers` wrote"
+        if (folder / "adapter_config.json").is_file():
+            fix = (
+                "an adapter merged into its model by PEFT (merge_and_unload, save_pretrained); or the run that it is of"
+            )
         raise WeightsError(f"reading {file}", reason_of(error), fix) from error
     except ValueError as error:
         raise WeightsError(f"reading {file}", f"it is not a configuration: {error}", "download it again") from error

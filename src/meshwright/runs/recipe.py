@@ -114,17 +114,11 @@ def run_of_hugging_face(name: str) -> Run:
     """Returns the Run that trains the model `hf:NAME` from its weights, with its tokenizer.
 
     Batch, length and learning rate are those of a short continued training. Raises WeightsError where Meshwright does
-    not have the model; weights are not read. An adapter in PEFT's format is a run of its base model, with adapters that
-    start from it.
+    not have the model; weights are not read.
     """
     # Only runs of such models load their reader.
-    from meshwright.hugging_face import folder, hub, peft_files
+    from meshwright.hugging_face import folder
 
-    path = hub.find_folder(name, weights=False)
-    if (path / "adapter_config.json").is_file():
-        base = run_of_hugging_face(f"hf:{peft_files.read_config(path)['base_model_name_or_path']}")
-        tuning = dataclasses.replace(peft_files.tuning_of(path), targets=peft_files.targets_in(path, base.model))
-        return dataclasses.replace(base, name=path.resolve().name.lower(), finetune=tuning)
     found = folder.read_model(name)
     return Run(
         name=Path(name.partition(":")[2]).resolve().name.lower(),

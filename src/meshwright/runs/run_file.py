@@ -42,7 +42,7 @@ def with_absolute_paths(run: Run) -> Run:
     return dataclasses.replace(
         run,
         data=dataclasses.replace(run.data, paths=paths, tokenizer=place_of(run.data.tokenizer)),
-        finetune=dataclasses.replace(tuning, adapter=absolute(tuning.adapter), template=absolute(tuning.template)),
+        finetune=dataclasses.replace(tuning, template=absolute(tuning.template)),
         local_checkpoints=dataclasses.replace(local, path=local.path and str(path_of(local.path))),
         init_from=absolute(run.init_from),
     )

@@ -18,7 +18,6 @@ import hf_models
 import test_finetune
 
 import meshwright as mw
-from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.trainer.loop import prepare_run
 
 OUT = hf_models.PEERS / "written"
@@ -45,9 +44,9 @@ with tempfile.TemporaryDirectory() as name:
 
 with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
-    test_finetune.adapter_of_peft(folder)
+    test_finetune.write_base(folder / "base", "qwen3")
     test_finetune.write_preferences(folder / "pairs.jsonl")
-    source = run_of_hugging_face(f"hf:{folder}/adapter")
+    source = test_finetune.adapted_run(folder, hf_models.read("adapter")[0]["config"])
     run = test_finetune.preference_run(source, folder / "pairs.jsonl", "data=1")
     prepared = prepare_run(run, cache=folder)
     samples = [prepared.train[0][i] for i in range(run.training.batch)]
