@@ -1,7 +1,6 @@
 """The simulated schedule: by hand on small programs, and on programs of the chips' own compilers."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from meshwright.hardware.targets import Target, parse_target
 from meshwright.hlo.parser import parse_module
 from meshwright.hlo.scopes import BranchScope
 from meshwright.views.blocks import Bars
-from meshwright.views.census_page import schedule_blocks, trace_events, write_trace
+from meshwright.views.census_page import schedule_blocks
 from meshwright.views.charts import Drawing
 
 WHOLE = Efficiency(1, 1, 1, 1, 1, 1, 1, 1)
@@ -103,19 +102,6 @@ def test_a_loop_is_drawn_once_and_counted_as_often_as_it_runs() -> None:
     (copy,) = [span for span in played.spans if span.depth == 1 and span.seconds > 1e-7]
     assert loop.count == copy.count == 10
     assert loop.seconds == pytest.approx(10 * copy.seconds, rel=0.01) and copy.start >= loop.start
-
-
-def test_a_trace_is_what_perfetto_opens(tmp_path: Path) -> None:
-    played = play(PROGRAM.replace("CYCLES", "1750"))
-    write_trace(played, tmp_path / "trace.json")
-    told = json.loads((tmp_path / "trace.json").read_text())
-    assert told["traceEvents"] == trace_events(played)
-    rows = {e["tid"]: e["args"]["name"] for e in told["traceEvents"] if e["name"] == "thread_name"}
-    assert "fsdp (ICI x)" in rows.values()
-    work = [e for e in told["traceEvents"] if e["ph"] == "X"]
-    assert len(work) == len(played.spans) and all(e["dur"] > 0 and e["ts"] >= 0 for e in work)
-    gather = next(e for e in work if e["cat"] == "collective")
-    assert rows[gather["tid"]] == "fsdp (ICI x)" and gather["dur"] == pytest.approx(RING * 1e6, rel=1e-3)
 
 
 def test_a_schedule_is_drawn_with_its_loops() -> None:

@@ -181,7 +181,7 @@ class Census(Shown):
             "traffic": traffic(self.ledger),
             "flops": flops,
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
-            # Without its spans, which `write_trace` writes.
+            # Without its spans, which the page draws.
             "simulated_schedule": self.schedule
             and {
                 **{

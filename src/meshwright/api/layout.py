@@ -7,14 +7,14 @@ from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 from meshwright.api.targets import with_vocab
-from meshwright.api.verb import Call, Outcome, RunOptions, unwritable
+from meshwright.api.verb import Call, Outcome, RunOptions
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
-from meshwright.views.draw import MachineGrid, PipelineTimeline, draw_machine, machine_of_target, standalone
+from meshwright.views.draw import MachineGrid, PipelineTimeline, draw_machine, machine_of_target
 from meshwright.views.layout_page import LayoutReport, layout_page, layout_report, tensor_pictures
 
 
@@ -68,8 +68,6 @@ class ShowOptions(RunOptions):
     """Also draw which device holds which block of these parameters; `all` draws every one."""
     machine: str | None = None
     """Draw the mesh over a machine: v5p:4x4x8 (a torus), or h100:8x8 (nodes x GPUs per node)."""
-    svg: Path | None = None
-    """Write the drawings into this folder, one file each."""
     html: Path | None = None
     """Write one offline page: any tensor on the devices, the pipeline, the mesh over the machine."""
     json: bool = False
@@ -82,20 +80,10 @@ class ShowOptions(RunOptions):
         machine = _machine(self.machine, shape) if self.machine else None
         page = layout_page(placed, machine)
         wanted = () if self.draw == ("all",) else self.draw
-        pictures = tensor_pictures(placed, wanted) if self.draw or self.svg else []
+        pictures = tensor_pictures(placed, wanted) if self.draw else []
         timeline = PipelineTimeline(placed.schedule_table) if shape.stage > 1 else None
         if self.html:
             page.write(self.html)
-        if self.svg:
-            drawings = {"mesh": draw_machine(shape.degrees(), machine).svg()}
-            drawings |= {p.name.replace(", ", "-").replace(" ", "-"): p.svg() for p in pictures}
-            drawings |= {"pipeline": timeline.svg()} if timeline else {}
-            try:
-                self.svg.mkdir(parents=True, exist_ok=True)
-                for name, svg in drawings.items():
-                    (self.svg / f"{name}.svg").write_text(standalone(svg), encoding="utf-8")
-            except OSError as error:
-                raise unwritable(error.filename, error) from error
 
         def show_all(console: Console) -> None:
             page.print(console)

@@ -58,7 +58,6 @@ from meshwright.views.census_page import (
     difference_section,
     prediction_section,
     remedies_section,
-    write_trace,
 )
 from meshwright.views.draw import MachineGrid, machine_of
 from meshwright.views.layout_page import layout_sections, phases_section
@@ -67,7 +66,7 @@ from meshwright.views.run_tables import choices_facts, choices_to_json
 
 _LARGEST_ON_CPU = 2**33
 """Elements of an array from which on XLA's compiler for CPUs counts no tiles, and divides by zero."""
-_WRITTEN = ("trace", "save_budget", "save", "hlo", "html")
+_WRITTEN = ("save_budget", "save", "hlo", "html")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,8 +78,6 @@ class ProveOptions(RunOptions):
     on: Annotated[str | None, tyro.conf.arg(metavar="CHIP:SIZE")] = None
     """Compile for hardware that is not here, with its own compiler: v5p:4x4x8, 2*v6e:16x16, tpu7x:4x4x4, h100:64,
     b200:256. A plan file names its own."""
-    trace: Path | None = None
-    """Write the simulated schedule as a trace for ui.perfetto.dev or chrome://tracing."""
     limit: TimeLimit = 3600
     """Most seconds of processor time for compiling with --on."""
     step: Literal["train", "evaluate"] = "train"
@@ -205,8 +202,6 @@ class ProveOptions(RunOptions):
                 self.hlo.write_text(census.text, encoding="utf-8")
             if self.save:
                 save_census(census, self.save)
-            if self.trace and census.schedule is not None:
-                write_trace(census.schedule, self.trace)
             if self.save_budget:
                 self.save_budget.write_text(write_budget(census), encoding="utf-8")
             if self.html:

@@ -16,7 +16,7 @@ Cell = str | int | float | None
 Unit = Literal["seconds", "bytes", "count", "number", "integer", "fraction", "days", "dollars", "text"]
 Tone = Literal["", "good", "bad", "warning", "faded"]
 Where = Literal["everywhere", "page", "terminal"]
-"""Renderers that show a section, a block or a column. Charts, matrices and drawings are on pages only."""
+"""Renderers that show a section, a block or a column. Charts and drawings are on pages only."""
 
 
 def format_amount(value: float) -> str:

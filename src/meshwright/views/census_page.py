@@ -1,11 +1,8 @@
 """Report of a census: findings, the simulated schedule, memory over it, the ledger, FLOPs; of two the difference."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 from meshwright.analysis.census import Census
 from meshwright.analysis.compare import Change, LimitExceeded
@@ -31,7 +28,7 @@ from meshwright.views.blocks import (
     Table,
     Text,
 )
-from meshwright.views.charts import Axis, Chart, Drawing, Mark, Matrix, Series
+from meshwright.views.charts import Axis, Chart, Drawing, Mark, Series
 from meshwright.views.colours import WORK
 from meshwright.views.report import Report, Section
 
@@ -222,30 +219,6 @@ def _lanes(schedule: SimulatedSchedule) -> tuple[list[str], list[int]]:
     return lanes, [1 + links.index(s.axes) if s.kind == "collective" else rows.get(s.kind, 0) for s in schedule.spans]
 
 
-def trace_events(schedule: SimulatedSchedule) -> list[dict[str, Any]]:
-    """Returns events in Chrome's trace format, for Perfetto (ui.perfetto.dev) and chrome://tracing.
-
-    A loop's body is drawn once, at the beginning of the loop; `count` is its number of iterations.
-    """
-    lanes, lane_of = _lanes(schedule)
-    metadata: list[tuple[str, int, Any]] = [("process_name", 0, {"name": f"one {schedule.chip}, predicted"})]
-    for number, lane in enumerate(lanes):
-        metadata += [("thread_name", number, {"name": lane}), ("thread_sort_index", number, {"sort_index": number})]
-    events = [{"ph": "M", "name": name, "pid": 1, "tid": tid, "args": args} for name, tid, args in metadata]
-    for span, number in zip(schedule.spans, lane_of, strict=True):
-        place = {"ph": "X", "name": span.name, "cat": span.kind, "pid": 1, "tid": number}
-        time = {"ts": round(span.start * 1e6, 3), "dur": round(max(span.seconds, 1e-9) * 1e6, 3)}
-        args = {"count": span.count, "kind": span.kind, "exposed_us": round(span.exposed * 1e6, 3)}
-        events.append({**place, **time, "args": args})
-    return events
-
-
-def write_trace(schedule: SimulatedSchedule, file: Path) -> None:
-    """Writes the trace of a simulated schedule as JSON."""
-    trace = {"traceEvents": trace_events(schedule), "displayTimeUnit": "ms"}
-    file.write_text(json.dumps(trace) + "\n", encoding="utf-8")
-
-
 def _step_parts(schedule: SimulatedSchedule) -> Bars:
     parts = [(WORK[kind][1], kind, n) for kind, n in schedule.by_kind.items() if kind != "exposed" and n]
     for axes, n in schedule.exposed.items():
@@ -322,26 +295,12 @@ def _ledger(census: Census, link: str) -> list[Block]:
     if not census.ledger:
         return [Text(["No communication."])]
     sums = sorted(traffic(census.ledger), key=lambda row: -row["sent"])
-    kinds = list(dict.fromkeys(row["kind"] for row in sums))
-    axes = list(dict.fromkeys(row["axes"] for row in sums))
-    sent = {(row["kind"], row["axes"]): row["sent"] for row in sums}
-    matrix = Matrix(
-        "bytes",
-        kinds,
-        axes,
-        [[sent.get((kind, name)) for name in axes] for kind in kinds],
-        link,
-        [[f"{kind} {name}" for name in axes] for kind in kinds],
-        title="Bytes sent by a device, by mesh axis",
-        hint="Click a cell to filter the table.",
-        where="page",
-    )
     summed = [
         Column("collective", cell="kind"),
         Column("axes", cell="axes"),
         Column("count", "integer", "count"),
         Column("payload", "bytes", "total"),
-        Column("sent", "bytes", "sent"),
+        Column("sent", "bytes", "sent", bar=True),
     ]
     exposed: dict[str, float] = {}
     for span in census.schedule.spans if census.schedule is not None else ():
@@ -379,7 +338,7 @@ def _ledger(census: Census, link: str) -> list[Block]:
         shown=24,
         printed=16,
     )
-    return [Grid([matrix, inspector]), Table.of(sums, summed, where="terminal", printed=None), table]
+    return [Grid([Table.of(sums, summed, printed=None), inspector]), table]
 
 
 def _tensor(entry: LedgerEntry) -> str:

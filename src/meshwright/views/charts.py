@@ -72,18 +72,6 @@ class Chart(Block):
 
 
 @dataclasses.dataclass(frozen=True)
-class Matrix(Block):
-    """Matrix whose cells are shaded by value. filters: text that a cell puts into the filter of the linked table."""
-
-    unit: Unit
-    rows: Sequence[str]
-    columns: Sequence[str]
-    values: Sequence[Sequence[float | None]]
-    link: str = ""
-    filters: Sequence[Sequence[str]] = ()
-
-
-@dataclasses.dataclass(frozen=True)
 class Drawing(Block):
     """Picture that a script of the page draws from its data.
 

@@ -78,26 +78,6 @@ export function mountBars(host, data) {
   if (data.limit) host.lastChild.append(legendItem("limit", "limit", { mark: "mark-line" }));
 }
 
-/** A matrix whose shade is its value; a cell filters the table that it is linked to. */
-export function mountMatrix(host, data, store) {
-  const most = Math.max(...data.values.flat().filter((v) => v !== null), 1e-300);
-  const head = element("tr", {}, element("td", {}), ...data.columns.map((name) => element("th", { scope: "col" }, ...breakable(name))));
-  const rows = data.rows.map((name, r) =>
-    element("tr", {}, element("th", { scope: "row", text: name }), ...data.columns.map((column, c) => {
-      const value = data.values[r][c];
-      const text = value ? format(value, data.unit) : "";
-      const cell = element("td", { class: "cell", style: { "--shade": `${Math.round(8 + 62 * Math.sqrt((value || 0) / most))}%` } });
-      if (!value) cell.classList.add("empty");
-      else if (data.link) cell.append(element("button", { type: "button", text, "aria-label": `${name}, ${column}: ${text}; show in the table`, onclick: () => toggle(data.filters[r][c]) }));
-      else cell.textContent = text;
-      return cell;
-    })),
-  );
-  const toggle = (filter) => store.set(`${data.link}.filter`, store.get(`${data.link}.filter`) === filter ? "" : filter);
-  host.append(element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": data.title },
-    element("table", { class: "matrix" }, element("caption", { class: "visually-hidden", text: data.title }), element("thead", {}, head), element("tbody", {}, ...rows))));
-}
-
 /** Findings, the worst first: what, where, why, and what mends it. */
 export function mountFindings(host, data) {
   host.append(...data.items.map((item) =>

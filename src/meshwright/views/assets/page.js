@@ -1,6 +1,6 @@
 // A page: header, contents, sections and their parts; theme, deep links, and updates of a live page.
 
-import { Inspector, mountBars, mountCode, mountFacts, mountFigures, mountFindings, mountMatrix, mountText } from "./blocks.js";
+import { Inspector, mountBars, mountCode, mountFacts, mountFigures, mountFindings, mountText } from "./blocks.js";
 import { Chart } from "./chart.js";
 import { breakable, element } from "./dom.js";
 import { Machine, Pipeline, Placement } from "./drawings.js";
@@ -11,7 +11,7 @@ import { Timeline } from "./timeline.js";
 /** Name of a block in the page's data -> what draws it: a class with `update`, or a function that draws once. */
 export const BLOCKS = {
   Bars: mountBars, Chart, Code: mountCode, Facts: mountFacts, Figures: mountFigures, Findings: mountFindings, Inspector,
-  Machine, Matrix: mountMatrix, Pipeline, Placement, Table, Text: mountText, Timeline,
+  Machine, Pipeline, Placement, Table, Text: mountText, Timeline,
 };
 const THEMES = ["auto", "light", "dark"];
 
