@@ -38,7 +38,7 @@ from meshwright.views.hardware_report import report_page
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 PLANTED = """
-import dataclasses, os, random, time
+import dataclasses, os, time
 from pathlib import Path
 
 from meshwright.plugins import resolve
@@ -67,10 +67,8 @@ def hanging(section):
 def waiting(section):
     def wait():
         (section.folder / "pid").write_text(str(os.getpid()))
-        while not (section.folder / "go").exists():
-            time.sleep(0.05)
-        return {"value": 2}
-    section.measure({"first": lambda: {"value": random.random()}, "second": wait, "third": lambda: {"value": 3}})
+        time.sleep(600)
+    section.measure({"first": lambda: {"value": 1}, "second": wait})
 """
 
 
@@ -109,7 +107,7 @@ def test_sections_fail_alone_and_the_report_has_the_others(planted: Path, tmp_pa
     assert known is not None and known[0].devices == 2
 
 
-def test_a_killed_run_keeps_what_it_had_and_continues(planted: Path, tmp_path: Path) -> None:
+def test_a_killed_run_keeps_what_it_had(planted: Path, tmp_path: Path) -> None:
     out, name = tmp_path / "out", f"{planted}:waiting"
     words = ["bench", "hardware", "--out", str(out), "--devices", "1", "--only", name]
     process = subprocess.Popen([sys.executable, "-m", "meshwright", *words], stdout=subprocess.DEVNULL)
@@ -125,14 +123,6 @@ def test_a_killed_run_keeps_what_it_had_and_continues(planted: Path, tmp_path: P
         time.sleep(0.05)
     before = read_section(out, name)
     assert before is not None and before["state"] == RUNNING and [r["item"] for r in before["rows"]] == ["first"]
-    (out / "go").touch()
-    report = hardware(out, *words[4:])
-    rows = report["sections"][name]["rows"]
-    assert rows[0] == before["rows"][0] and [row["item"] for row in rows] == ["first", "second", "third"]
-    assert not report["unfinished"]
-    # Another machine's figures do not belong into the same folder.
-    refused = meshwright(*words[:4], "--devices", "2", "--only", name, code=2)
-    assert '"devices": 1' in refused and '"devices": 2' in refused and "another --out" in refused
 
 
 def test_a_section_that_hangs_is_stopped(planted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

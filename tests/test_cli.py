@@ -324,10 +324,10 @@ def test_an_option_makes_the_optional_part_that_a_recipe_leaves_out() -> None:
         (["tokenize", "stdlib"], "Missing from meshwright tokenize: --out PATH"),
         (
             ["bench", "colectives"],
-            "invalid choice 'colectives' for argument 'what'. Expected one of ('collectives', 'matmul'",
+            "invalid choice 'colectives' for argument 'what'. Expected one of ('collectives', 'hardware'",
         ),
         (
-            ["bench", "matmul", "--sizes", "4", "x"],
+            ["bench", "collectives", "--sizes", "4", "x"],
             "it takes a whole number of at least 1",
         ),
         (["plan", "llama3-8b", "--on", "v5p:2x2x2", "--compare", "fsdp=8"], "Error parsing --compare: "),
@@ -337,7 +337,7 @@ def test_an_option_makes_the_optional_part_that_a_recipe_leaves_out() -> None:
         ),
         (["train", "--processes", "2"], "--coordinator and --process are not given"),
         (["recipes", "--jsn"], "one option, --json"),
-        (["bench", "matmul", "again"], "the verb takes no further word"),
+        (["bench", "hardware", "again"], "the verb takes no further word"),
         (["plan", "--on", "v5litepod-16"], "a target is CHIP:SIZE"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,

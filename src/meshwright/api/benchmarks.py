@@ -1,4 +1,4 @@
-"""The verb `bench`: collectives, matrix products, or everything about the devices at hand."""
+"""The verb `bench`: collectives over a mesh, or everything about the devices at hand."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,10 +17,7 @@ from meshwright.bench.hardware.section import Request, write_json_file
 from meshwright.bench.microbenchmarks import (
     COLLECTIVES,
     CollectiveTiming,
-    MatmulTiming,
-    measure_memory_bandwidth,
     time_collectives,
-    time_matmuls,
     write_csv,
 )
 from meshwright.config import MeshShape
@@ -39,21 +36,14 @@ from meshwright.views.hardware_report import (
 )
 from meshwright.views.terminal import print_table
 
-_COPY_BYTES = 2**28
-"""Size of the array with which memory bandwidth is measured: larger than any cache."""
-
-
-Rows = list[CollectiveTiming] | list[MatmulTiming]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchOptions(Ranged):
-    """Time WHAT on the devices at hand: `collectives` over every axis of a mesh, `matmul` on one device, or `hardware`,
-    which measures a new machine in 30 minutes. Writes the figures, and the calibration that `plan` and `train` use for
-    their predictions."""
+    """Time WHAT on the devices at hand: `collectives` over every axis of a mesh, or `hardware`, which measures a new
+    machine in 30 minutes. Writes the figures, and the calibration that `plan` and `train` use for their predictions."""
 
-    what: Annotated[Literal["collectives", "matmul", "hardware"], tyro.conf.Positional]
-    """`collectives`, `matmul` or `hardware`."""
+    what: Annotated[Literal["collectives", "hardware"], tyro.conf.Positional]
+    """`collectives` or `hardware`."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
     """Mesh of the collectives, as axis=degree,...; by default one over all devices."""
     devices: PositiveInt | None = None
@@ -62,15 +52,6 @@ class BenchOptions(Ranged):
     """Collectives to time."""
     sizes: tuple[PositiveInt, ...] = (2**12, 2**16, 2**20, 2**24)
     """Sizes of the whole array, in bytes."""
-    shapes: tuple[tuple[PositiveInt, PositiveInt, PositiveInt], ...] = (
-        (128, 128, 128),
-        (512, 512, 512),
-        (1024, 1024, 1024),
-        (64, 1024, 4096),
-    )
-    """m k n of the matrix products."""
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    """Element types of the matrix products."""
     out: Path = Path("bench-results")
     """Folder for the results."""
     minutes: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 30.0
@@ -87,7 +68,7 @@ class BenchOptions(Ranged):
     def act(self, call: Call) -> Outcome:
         """Runs `meshwright bench`; with `hardware` the exit code is 6 after a wrong result, 5 for unfinished sections.
 
-        Raises CensusError where a collective or a product gives a wrong result.
+        Raises CensusError where a collective gives a wrong result.
         """
         try:
             self.out.mkdir(parents=True, exist_ok=True)
@@ -95,25 +76,24 @@ class BenchOptions(Ranged):
             truth = f"it cannot be created: {reason_of(error)}"
             raise ConfigError(f"--out {self.out}", truth, "another folder") from error
         hosts = self.hosts.hosts()
-        hosts = self.hosts.hosts()
         if self.what == "collectives":
             return self._finish(self._time_collectives(hosts))
         if hosts.processes > 1:
             raise ConfigError(
-                f"meshwright bench {self.what} as process {hosts.process} of {hosts.processes} ({hosts.source})",
+                f"meshwright bench hardware as process {hosts.process} of {hosts.processes} ({hosts.source})",
                 "it measures the devices of one host",
-                f"--processes 1, on one of the hosts: meshwright bench {self.what} --processes 1",
+                "--processes 1, on one of the hosts: meshwright bench hardware --processes 1",
             )
-        return self._bench_hardware(call.console) if self.what == "hardware" else self._finish(self._time_matmuls())
+        return self._bench_hardware(call.console)
 
-    def _finish(self, rows: Rows) -> Outcome:
+    def _finish(self, rows: list[CollectiveTiming]) -> Outcome:
         """Writes the figures, in process 0: the others have measured the same."""
         if jax.process_index() == 0:
-            write_csv(rows, self.out / f"{self.what}.csv")
+            write_csv(rows, self.out / "collectives.csv")
         wrong = [row for row in rows if not row.correct]
         if wrong:
             truth = f"{len(wrong)} results are wrong, first {wrong[0]}"
-            raise CensusError(f"{self.what} here", truth, "a report to JAX")
+            raise CensusError("collectives here", truth, "a report to JAX")
 
         def show(console: Console) -> None:
             print_timings(console, rows)
@@ -127,26 +107,17 @@ class BenchOptions(Ranged):
         start_devices(self.devices, shape, hosts)
         shape = shape or mesh.default_mesh_shape(jax.device_count())
         rows = list(time_collectives(mesh.build_mesh(shape), self.kinds, self.sizes))
-        if hosts.process == 0:
-            self._write_calibrations(collectives=rows, mesh=str(shape))
-        return rows
-
-    def _time_matmuls(self) -> list[MatmulTiming]:
-        mesh.prepare_host(self.devices or 1)
-        rows = list(time_matmuls(self.shapes, self.dtypes))
-        self._write_calibrations(matmuls=rows, memory_bandwidth=measure_memory_bandwidth(_COPY_BYTES))
-        return rows
-
-    def _write_calibrations(self, **measured: Any) -> None:
-        """Writes the calibration into the output folder and into the cache, where plans find it."""
-        for file in (self.out / "calibration.json", calibration_path(default_cache_folder())):
+        for file in (
+            (self.out / "calibration.json", calibration_path(default_cache_folder())) if hosts.process == 0 else ()
+        ):
             try:
-                write_calibration(file, **measured)
+                write_calibration(file, collectives=rows, mesh=str(shape))
             except OSError as error:
                 raise unwritable(file, error) from error
+        return rows
 
     def _bench_hardware(self, console: Console) -> Outcome:
-        """Runs the sections and writes the report. Raises ConfigError for an unknown one, or another host's folder."""
+        """Runs the sections and writes the report. Raises ConfigError for an unknown one."""
         out, devices = self.out, SIMULATED if self.devices is None else self.devices
         names = check_sections(self.only)
         results: dict[str, Mapping[str, Any]] = {}
@@ -170,24 +141,16 @@ class BenchOptions(Ranged):
         return Outcome(record=report_json(results), code=code)
 
 
-def print_timings(console: Console, rows: Rows) -> None:
-    """Prints the timings of collectives, or of matrix products."""
-    if all(isinstance(row, CollectiveTiming) for row in rows):
-        columns = [
-            Column("collective", cell="kind"),
-            Column("axis", cell="axis"),
-            Column("devices", "integer", "devices"),
-            Column("size", "bytes", "bytes"),
-            Column("median", "seconds", "seconds"),
-            Column("algorithm", cell=lambda row: f"{row.algorithm_bandwidth / 1e9:.3g} GB/s"),
-            Column("bus", cell=lambda row: f"{row.bus_bandwidth / 1e9:.3g} GB/s"),
-        ]
-    else:
-        columns = [
-            Column("type", cell="dtype"),
-            Column("m x k x n", cell=lambda row: f"{row.m} x {row.k} x {row.n}"),
-            Column("median", "seconds", "seconds"),
-            Column("rate", cell=lambda row: f"{row.flops_per_second / 1e9:.3g} GFLOP/s"),
-        ]
-    columns.append(Column("result", cell=lambda row: "correct" if row.correct else "WRONG"))
+def print_timings(console: Console, rows: list[CollectiveTiming]) -> None:
+    """Prints the timings of collectives."""
+    columns = [
+        Column("collective", cell="kind"),
+        Column("axis", cell="axis"),
+        Column("devices", "integer", "devices"),
+        Column("size", "bytes", "bytes"),
+        Column("median", "seconds", "seconds"),
+        Column("algorithm", cell=lambda row: f"{row.algorithm_bandwidth / 1e9:.3g} GB/s"),
+        Column("bus", cell=lambda row: f"{row.bus_bandwidth / 1e9:.3g} GB/s"),
+        Column("result", cell=lambda row: "correct" if row.correct else "WRONG"),
+    ]
     print_table(console, Table.of(rows, columns, printed=None))

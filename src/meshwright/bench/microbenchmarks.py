@@ -178,18 +178,17 @@ class MatmulTiming:
     """Whether the result agrees with numpy's within the precision of `dtype`."""
 
 
-def time_matmuls(shapes: tuple[tuple[int, int, int], ...], dtypes: tuple[str, ...]) -> Iterator[MatmulTiming]:
-    """Times matrix multiplications of `shapes` (m, k, n) in each of `dtypes` on the first device."""
-    for dtype, (m, k, n) in itertools.product(dtypes, shapes):
-        # Small integers: their sums are exact in float32.
-        x = jnp.asarray(np.arange(m * k).reshape(m, k) % 3, dtype)
-        w = jnp.asarray(np.arange(k * n).reshape(k, n) % 2, dtype)
-        compiled: Any = jax.jit(jnp.matmul).lower(x, w).compile()
-        expected = np.asarray(x[:_CHECKED_ROWS], np.float32) @ np.asarray(w, np.float32)
-        result = np.asarray(compiled(x, w)[:_CHECKED_ROWS], np.float32)
-        correct = np.allclose(result, expected, rtol=_RELATIVE_ERROR.get(dtype, 1e-6))
-        seconds, calls = median_seconds(compiled, x, w)
-        yield MatmulTiming(m, k, n, dtype, seconds, calls, 2.0 * m * k * n / seconds, bool(correct))
+def time_matmul(m: int, k: int, n: int, dtype: str) -> MatmulTiming:
+    """Times a matrix multiplication [m, k] x [k, n] in `dtype` on the first device."""
+    # Small integers: their sums are exact in float32.
+    x = jnp.asarray(np.arange(m * k).reshape(m, k) % 3, dtype)
+    w = jnp.asarray(np.arange(k * n).reshape(k, n) % 2, dtype)
+    compiled: Any = jax.jit(jnp.matmul).lower(x, w).compile()
+    expected = np.asarray(x[:_CHECKED_ROWS], np.float32) @ np.asarray(w, np.float32)
+    result = np.asarray(compiled(x, w)[:_CHECKED_ROWS], np.float32)
+    correct = np.allclose(result, expected, rtol=_RELATIVE_ERROR.get(dtype, 1e-6))
+    seconds, calls = median_seconds(compiled, x, w)
+    return MatmulTiming(m, k, n, dtype, seconds, calls, 2.0 * m * k * n / seconds, bool(correct))
 
 
 def measure_memory_bandwidth(size: int) -> float:

@@ -23,7 +23,7 @@ from meshwright.bench.microbenchmarks import (
     MatmulTiming,
     measure_memory_bandwidth,
     time_collective,
-    time_matmuls,
+    time_matmul,
 )
 from meshwright.config import MeshShape
 from meshwright.errors import reason_of
@@ -148,7 +148,7 @@ def _timings[T](section: Section, kind: type[T]) -> list[T]:
 
 
 def _matmul(m: int, k: int, n: int, dtype: str) -> Mapping[str, Any]:
-    timing = next(time_matmuls(((m, k, n),), (dtype,)))
+    timing = time_matmul(m, k, n, dtype)
     chip = find_chip(jax.devices()[0].device_kind)
     fraction = timing.flops_per_second / chip.flops_bf16 if chip and dtype == "bfloat16" else None
     wrong = [] if timing.correct else [f"{dtype} {m} x {k} x {n}: the product is wrong"]

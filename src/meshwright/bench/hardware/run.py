@@ -4,7 +4,6 @@ The time that a section leaves goes to those after it. A section that hangs is s
 what it had measured is kept.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -14,10 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from meshwright.bench.hardware.section import (
-    DONE,
     FAILED,
     OUT_OF_TIME,
     RUNNING,
@@ -62,31 +58,17 @@ def check_sections(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def run_sections(request: Request, names: Sequence[str], minutes: float, finished: Finished) -> dict[str, Any]:
-    """Runs the sections that are not done yet, and returns the result of each by name.
+    """Runs the sections, and returns the result of each by name.
 
     minutes: for all of them together.  finished: called after each.
-    Raises ConfigError where `request.folder` has the results of another machine.
     """
-    folder, again = Path(request.folder), {"machine"}
-    machine = read_section(folder, "machine")
-    try:
-        kernels_before = Request.read(folder).kernels
-    except (OSError, msgspec.MsgspecError):
-        kernels_before = ()
-    again |= {"kernels"} if kernels_before != request.kernels else set()
+    folder, ends, results = Path(request.folder), time.monotonic() + 60 * minutes, dict[str, Any]()
     request.write()
-    ends, results = time.monotonic() + 60 * minutes, dict[str, Any]()
-    done = {name for name in names if (read_section(folder, name) or {}).get("state") == DONE}
-    waiting = [name for name in names if name in again or name not in done]
-    for name in names:
-        if name in waiting:
-            share = sum(SECTIONS.get(n, _OUTSIDE)[1] for n in waiting[waiting.index(name) :])
-            left = max(0.0, ends - time.monotonic())
-            if name == "machine":
-                section_file(folder, name).unlink(missing_ok=True)
-            _run_child(folder, name, left * SECTIONS.get(name, _OUTSIDE)[1] / share)
-            if name == "machine" and machine is not None:
-                _check_same_machine(folder, machine)
+    for number, name in enumerate(names):
+        share = sum(SECTIONS.get(n, _OUTSIDE)[1] for n in names[number:])
+        left = max(0.0, ends - time.monotonic())
+        section_file(folder, name).unlink(missing_ok=True)  # of an earlier run
+        _run_child(folder, name, left * SECTIONS.get(name, _OUTSIDE)[1] / share)
         results[name] = read_section(folder, name)
         finished(name, results[name])
     return results
@@ -121,20 +103,3 @@ def _run_child(folder: Path, name: str, seconds: float) -> None:
 def _last_line(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it printed nothing")
-
-
-_MACHINE_FACTS = ("device_kind", "devices", "jax")
-
-
-def _check_same_machine(folder: Path, before: dict[str, Any]) -> None:
-    now = read_section(folder, "machine")
-    old = {name: before.get("facts", {}).get(name) for name in _MACHINE_FACTS}
-    new = {name: (now or {}).get("facts", {}).get(name) for name in _MACHINE_FACTS}
-    if None in (*old.values(), *new.values()) or old == new:
-        return
-    write_json_file(section_file(folder, "machine"), before)
-    raise ConfigError(
-        f"continuing in {folder}",
-        f"it was measured on {json.dumps(old)}, and this is {json.dumps(new)}",
-        "another --out for this machine",
-    )

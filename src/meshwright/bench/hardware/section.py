@@ -1,7 +1,6 @@
 """One section of the hardware benchmark: named measurements, each written to the section's file as soon as it is made.
 
-A measurement that raises is a row with its message, and the next one follows. A section that is started again keeps the
-rows it has and makes the others.
+A measurement that raises is a row with its message, and the next one follows.
 """
 
 import ctypes
@@ -48,34 +47,30 @@ class Request:
 
 
 class Section:
-    """Recorder of one section. It ends at `seconds`: what is not measured by then waits for the next call."""
+    """Recorder of one section. It ends at `seconds`, and names what is not measured by then."""
 
     def __init__(self, name: str, request: Request, seconds: float):
         self.name, self.request, self.seconds = name, request, seconds
         self.folder = Path(request.folder)
         self._file = section_file(self.folder, name)
-        before = read_section(self.folder, name) or {}
-        self.facts: dict[str, Any] = dict(before.get("facts", {}))
+        self.facts: dict[str, Any] = {}
         self.notes: list[str] = []
         # Figures of one measurement by name; `item` is what was measured.
-        self.rows: list[dict[str, Any]] = [row for row in before.get("rows", ()) if "failed" not in row]
-        self.problems: list[str] = [text for row in self.rows for text in row.get("problems", ())]
+        self.rows: list[dict[str, Any]] = []
+        self.problems: list[str] = []
         self._state, self._message = RUNNING, ""
         self._began = time.monotonic()
-        self._earlier = float(before.get("seconds_used", 0.0))
 
     def measure(self, items: Mapping[str, Measurement]) -> None:
-        """Makes the measurements that have no row yet, in their order, until the time is up.
+        """Makes the measurements in their order, until the time is up.
 
         A measurement returns its figures; `problems` among them are results that are wrong. One that raises is recorded
         with its message. At least one is made.
         """
-        known = {row["item"] for row in self.rows}
-        waiting = [name for name in items if name not in known]
-        for number, name in enumerate(waiting):
+        for number, name in enumerate(items):
             if number and self.seconds <= time.monotonic() - self._began:
                 self._state = OUT_OF_TIME
-                self._message = f"{len(waiting) - number} not measured: {', '.join(waiting[number:])}"
+                self._message = f"{len(items) - number} not measured: {', '.join([*items][number:])}"
                 break
             began = time.perf_counter()
             try:
@@ -101,13 +96,12 @@ class Section:
 
     def save(self) -> None:
         """Writes everything measured so far to the section's file."""
-        used = time.monotonic() - self._began
         contents = {
             "section": self.name,
             "state": self._state,
             "message": self._message,
             "seconds": self.seconds,
-            "seconds_used": round(self._earlier + used, 2),
+            "seconds_used": round(time.monotonic() - self._began, 2),
             "problems": self.problems,
             "notes": self.notes,
             "facts": self.facts,
