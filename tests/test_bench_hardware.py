@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -228,6 +229,16 @@ def test_an_exchange_that_loses_rows_is_found(monkeypatch: pytest.MonkeyPatch) -
     assert not experts._exchange(mesh, 2, 1, 16, 4, None)["problems"]
     monkeypatch.setattr(experts, "ragged_all_to_all", lambda *args: exchange(*args).at[1].set(0))
     assert len(experts._exchange(mesh, 2, 1, 16, 4, None)["problems"]) == 2
+
+
+def test_over_nodes_rows_go_between_these_and_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight devices in two nodes: one update per node, and inside for each of the two experts of a device."""
+    target, rows = dataclasses.replace(parse_target("h100:8"), topology=(2, 4)), dict[str, Any]()
+    monkeypatch.setattr(experts, "target_here", lambda folder: target)
+    section = SimpleNamespace(folder=None, measure=lambda items: rows.update({k: run() for k, run in items.items()}))
+    experts.measure_experts(section)  # type: ignore[arg-type]
+    assert [row["updates"] for row in rows.values()] == [1, 1, 2]
+    assert list(rows)[0].startswith("between nodes") and not any(row["problems"] for row in rows.values())
 
 
 def test_nothing_fits_a_small_device() -> None:

@@ -24,22 +24,32 @@ _SHAPES = {"cpu": (16, 64, 16), "": (128, 32768, 2048)}
 
 
 def measure_experts(section: Section) -> None:
-    """Exchanges rows between all devices, in one update per device, one per expert, and in those of a step."""
+    """Exchanges rows between all devices, in one update per device, one per expert, and in those of a step.
+
+    Over several nodes between these in one update per node, as a step does, and inside each.
+    """
     devices = jax.device_count()
     if devices == 1:
         section.notes.append("one device exchanges nothing")
         return
-    mesh, target = build_mesh(MeshShape(expert=devices), jax.devices()), target_here(section.folder)
-    path = None if target is None else map_axes(MeshShape(expert=devices), target).route(("expert",))
+    target, shapes = target_here(section.folder), {"": MeshShape(expert=devices)}
+    nodes = 1 if target is None else map_axes(shapes[""], target).spans["expert"].domains
+    if 1 < nodes < devices:
+        inside = devices // nodes
+        shapes = {"between nodes, ": MeshShape(expert=nodes, tensor=inside)}
+        shapes["inside nodes, "] = MeshShape(data=nodes, expert=inside)
     experts, rows, width = _SHAPES.get(jax.default_backend(), _SHAPES[""])
-    groups, level = max(1, experts // devices), Level("expert", devices, None)
-    forms = dict.fromkeys([(1, 1), (groups, 1), (groups, pieces_of(devices * groups, level, rows))])
-    section.measure(
-        {
-            f"{g} x {pieces} updates per device": functools.partial(_exchange, mesh, g, pieces, rows, width, path)
-            for g, pieces in forms
+    items = {}
+    for where, shape in shapes.items():
+        mesh, groups = build_mesh(shape, jax.devices()), max(1, experts // devices)
+        path = None if target is None else map_axes(shape, target).route(("expert",))
+        pieces = pieces_of(shape.expert * groups, Level("expert", shape.expert, None), rows)
+        forms = dict.fromkeys([(1, 1), (groups, 1), (groups, pieces)][: 1 if shape.tensor > 1 else 3])
+        items |= {
+            f"{where}{g} x {n} updates per device": functools.partial(_exchange, mesh, g, n, rows, width, path)
+            for g, n in forms
         }
-    )
+    section.measure(items)
 
 
 def _exchange(mesh: Mesh, groups: int, pieces: int, rows: int, width: int, path: Route | None) -> Mapping[str, Any]:
@@ -47,7 +57,8 @@ def _exchange(mesh: Mesh, groups: int, pieces: int, rows: int, width: int, path:
     n = mesh.shape["expert"]
     sent = np.random.default_rng(0).multinomial(rows, np.ones(n * groups) / (n * groups), n).astype(np.int32)
     sent[:, ::4] = 0  # empty updates
-    room, level = int(sent.reshape(n, n, groups).sum((0, 2)).max()), Level("expert", n, None)
+    # Between nodes an exchange is cut into no further pieces.
+    room, level = int(sent.reshape(n, n, groups).sum((0, 2)).max()), Level("expert", n, None, crosses_dcn=True)
 
     def body(x: jax.Array, sent: jax.Array) -> tuple[jax.Array, jax.Array]:
         counts = sent.reshape(n, groups)
