@@ -238,7 +238,7 @@ def test_over_nodes_rows_go_between_these_and_inside(monkeypatch: pytest.MonkeyP
     section = SimpleNamespace(folder=None, measure=lambda items: rows.update({k: run() for k, run in items.items()}))
     experts.measure_experts(section)  # type: ignore[arg-type]
     assert [row["updates"] for row in rows.values()] == [1, 1, 2]
-    assert list(rows)[0].startswith("between nodes") and not any(row["problems"] for row in rows.values())
+    assert next(iter(rows)).startswith("between nodes") and not any(row["problems"] for row in rows.values())
 
 
 def test_nothing_fits_a_small_device() -> None:
