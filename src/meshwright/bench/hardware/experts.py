@@ -1,7 +1,7 @@
 """Section `experts`: the exchange of rows between experts, checked and timed in several numbers of updates."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ def measure_experts(section: Section) -> None:
         shapes = {"between nodes, ": MeshShape(expert=nodes, tensor=inside)}
         shapes["inside nodes, "] = MeshShape(data=nodes, expert=inside)
     experts, rows, width = _SHAPES.get(jax.default_backend(), _SHAPES[""])
-    items = {}
+    items = dict[str, Callable[[], Mapping[str, Any]]]()
     for where, shape in shapes.items():
         mesh, groups = build_mesh(shape, jax.devices()), max(1, experts // devices)
         path = None if target is None else map_axes(shape, target).route(("expert",))
