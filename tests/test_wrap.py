@@ -20,6 +20,7 @@ from meshwright.analysis.run_census import census_of_train_step
 from meshwright.cli.main import run as cli
 from meshwright.errors import ConfigError, DataError, TrainingError
 from meshwright.hardware.mesh import build_mesh
+from meshwright.models.flops import training_flops_per_token
 from meshwright.plugins import load_file
 from meshwright.runs.run_file import read_run, run_from_dict, run_to_dict
 from meshwright.step.device_run import place_on_devices
@@ -27,7 +28,6 @@ from meshwright.step.gradients import build_gradients
 from meshwright.trainer.prepare import prepare_run
 from meshwright.wrapped import prepared as prepared_module
 from meshwright.wrapped.model import Wrapped
-from meshwright.wrapped.plan import training_flops
 from meshwright.wrapped.step import evaluation_parts
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "wrap"
@@ -595,7 +595,7 @@ def test_the_compiler_sums_activations_over_tensor_and_gathers_no_parameter() ->
 
 def test_plan_counts_matmuls_parameters_and_what_is_kept() -> None:
     model = mw.wrap(W, squares, rows)
-    assert training_flops(model.parts) == 3 * 2 * 16 * 64 * 128
+    assert 16 * training_flops_per_token(model, 1) == 3 * 2 * 16 * 64 * 128
     plans = mw.plan(model.run(), on="v5p:2x2x1")
     assert {str(plan.mesh) for plan in plans} == {"data=4", "data=2,fsdp=2", "fsdp=4"}
     fsdp = next(plan for plan in plans if str(plan.mesh) == "fsdp=4")
@@ -603,6 +603,16 @@ def test_plan_counts_matmuls_parameters_and_what_is_kept() -> None:
     assert fsdp.estimate.memory["optimizer state"] == pytest.approx(2 * 64 * 128 * 4 / 4, abs=8)
     with pytest.raises(ConfigError, match="every mesh is refused"):
         mw.plan(mw.wrap(W, squares, lambda step: rows(step, 6)).run(), on="v5p:2x2x1")
+
+
+def test_a_plan_has_reasons_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, words = tmp_path / "page.html", ["plan", f"{EXAMPLES / 'pytree.py'}:pytree", "--on", "v5p:2x2x2"]
+    assert cli([*words, "--why", "data=2,fsdp=2,tensor=2", "--html", str(page)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "examples/s" in shown and "tokens/s" not in shown and "mesh axes: data on ICI" in shown
+    assert "gathered weights" in page.read_text() and "tokens/s" not in page.read_text()
+    with pytest.raises(ConfigError, match=r"8 devices = 2 \* 3 \+ 2"):
+        mw.plan(example("pytree").run(mesh="tensor=3"), on="v5p:2x2x2")
 
 
 def test_a_proof_writes_what_is_asked_for(tmp_path: Path) -> None:

@@ -33,6 +33,37 @@ def all_jaxprs(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
             yield from all_jaxprs(inner, times * n)
 
 
+Origin = tuple[str, tuple[int, ...]]
+"""Array that a value is, in the same or another form, and the array's dimension of each dimension of the value."""
+_VIEWS = ("convert_element_type", "copy", "transpose", "optimization_barrier", "slice", "dynamic_slice", "squeeze")
+"""Operations that make of an array a part of it, or the same in another form."""
+
+
+def uses(
+    jaxpr: Any, origins: dict[Any, Origin], times: float = 1.0
+) -> Iterator[tuple[Any, list[Origin | None], float]]:
+    """Yields what computes in an open jaxpr and those inside it: equation, origin of each operand, executions.
+
+    origins: variables that are arrays by name.  A scan's body gets the rows of what it scans over; branches of a
+    conditional count equally; loops of unknown length count once.
+    """
+    origins = dict(origins)
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        given = [origins.get(v) if isinstance(v, core.Var) else None for v in equation.invars]
+        inside = list(nested_jaxprs(equation))
+        if name in _VIEWS and given and given[0] is not None:
+            path, dims = given[0]
+            kept = [d for d in range(len(dims)) if name != "squeeze" or d not in params["dimensions"]]
+            origins[equation.outvars[0]] = (path, tuple(dims[d] for d in params.get("permutation", kept)))
+        elif not inside:
+            yield equation, given, times
+        for inner, n in inside:
+            own = given[-len(inner.invars) :] if inner.invars else []
+            known = {v: (g[0], g[1][len(g[1]) - v.aval.ndim :]) for v, g in zip(inner.invars, own, strict=False) if g}
+            yield from uses(inner, known, times * n / (len(inside) if name == "cond" else 1))
+
+
 def user_frames(equation: Any) -> list[tuple[str, int]]:
     """Lists file and line of the frames outside of JAX that traced an equation, innermost first."""
     traceback = equation.source_info.traceback

@@ -55,7 +55,7 @@ _MAX_VOCAB_PADDING = 0.05
 def model_flops(device_run: DeviceRun, passes: float) -> Mapping[str, float]:
     """Returns the model FLOPs of one step on one device by item; a train step is 3 `passes`, an evaluation 1."""
     training = device_run.run.training
-    tokens = training.batch * training.seq
+    tokens = training.batch * device_run.placed.units
     items = forward_flops(device_run.run.model, training.seq)
     # Frozen weights have no gradient of their own: their matmuls have two passes of a step's three.
     own = passes - 1.0 if _is_frozen(device_run, passes) else passes

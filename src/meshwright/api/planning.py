@@ -42,7 +42,7 @@ from meshwright.runs.run import Run
 from meshwright.views.blocks import Column, Table, Text
 from meshwright.views.plan_page import offer_page, offers_table, plan_page, plans_table
 from meshwright.views.report import Report, Section, print_sections
-from meshwright.views.terminal import print_blocks, text_of
+from meshwright.views.terminal import text_of
 
 _CHOSEN = (
     "--mesh",
@@ -84,7 +84,7 @@ class OfferOptions(Ranged):
 
 
 _OF_OFFERS = tuple(field.name for field in dataclasses.fields(OfferOptions))
-_NOT_OF_WRAPPED = (*_OF_ONE_PLAN, *_OF_OFFERS, "html", "tokens", "tokens_per_step")
+_NOT_OF_WRAPPED = ("prove", "tune", *_OF_OFFERS, "tokens", "tokens_per_step")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,19 +160,15 @@ class PlanOptions(OfferOptions, RunOptions):
             tokens_per_step=self.tokens_per_step,
             include=(explained,) if explained else (),
         )
-        if not plans.searches:  # of a wrapped model
-            target = find_target(self.on)
-            if not self.json:
-                title = f"{self.run.name} on {target}: {self.run.training.batch} examples per step, predicted"
-                print_blocks(console, title, "", [plans_table(plans)])
-            return plans[0], {"target": str(target), "plans": [{"plan": p.name, **prediction_json(p)} for p in plans]}
         found, took = plans.searches[0], time.perf_counter() - began
         run = plans[0].run
         compared: tuple[Plan, ...] = ()
         for shape in map(MeshShape.parse, self.compare or ()):
             best, smallest = price_mesh(with_open_choices(run), found.target, shape)  # raises where there is neither
             compared += tuple(filter(None, (best or smallest,)))
-        offer = make_offer(plans[0], parse_count(self.tokens, "--tokens"), self.market())
+        offer = None
+        if run.model.unit == "tokens":
+            offer = make_offer(plans[0], parse_count(self.tokens, "--tokens"), self.market())
         remarks = notes(run, found)
 
         def report(best: Plan, sections: Sequence[Section] = ()) -> Report:
@@ -192,7 +188,8 @@ class PlanOptions(OfferOptions, RunOptions):
             report(chosen).print(console)
         if self.html:
             report(chosen, sections).write(self.html)
-        return chosen, {**_search_json(found, self.shown), "training": offer_json(offer), "notes": remarks, **proofs}
+        training = None if offer is None else offer_json(offer)
+        return chosen, {**_search_json(found, self.shown), "training": training, "notes": remarks, **proofs}
 
     def _plan_offers(self, console: Console) -> tuple[Plan, dict[str, Any]]:
         """Prints offers of several targets or batches, or within limits; returns the best plan, and all as JSON."""
@@ -326,13 +323,13 @@ class Plans(list[Plan]):
     def __init__(self, plans: Iterable[Plan], searches: Iterable[SearchResult] = ()):
         super().__init__(plans)
         self.searches = tuple(searches)
-        """Searches that the plans come from, with all that was priced; none of a wrapped model."""
+        """Searches that the plans come from, with all that was priced."""
 
     def __repr__(self) -> str:
         return text_of(plans_table(self))
 
     def _repr_html_(self) -> str | None:
-        """Returns the page of the best plan and of the search that it comes from; None of a wrapped model's."""
+        """Returns the page of the best plan and of the search that it comes from."""
         for found in self.searches:
             if self and self[0].target == found.target:
                 return plan_page(self[0], found).frame()
@@ -396,8 +393,7 @@ def plan(
         base = with_tokens_per_step(base, parse_count(str(tokens_per_step), "--tokens-per-step"))
     searches = [_search(base, target, include) for target in targets]
     plans = [plan for result in searches for plan in result.plans[:at_most]]
-    pages = searches if base.model.unit == "tokens" else ()
-    return Plans(sorted(plans, key=lambda p: p.estimate.seconds)[:at_most], pages)
+    return Plans(sorted(plans, key=lambda p: p.estimate.seconds)[:at_most], searches)
 
 
 def _search(run: Run, target: Target, include: Sequence[MeshShape] = ()) -> SearchResult:

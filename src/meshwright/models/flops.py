@@ -36,7 +36,6 @@ ITEMS = {
 """Role of a weight -> item that its matmul counts as; other roles are projections."""
 
 
-@functools.lru_cache(maxsize=256)
 def training_flops_per_token(model: Model, seq: int, method: str = "full") -> float:
     """Returns the FLOPs of one training step per token, forward and backward.
 
@@ -49,8 +48,13 @@ def training_flops_per_token(model: Model, seq: int, method: str = "full") -> fl
     return 3.0 * sum(items.values()) - frozen
 
 
+@functools.singledispatch
+@functools.lru_cache(maxsize=256)
 def forward_flops(model: Model, seq: int) -> dict[str, float]:
-    """Returns the FLOPs of one token's forward pass by item, averaged over a sequence of `seq` tokens."""
+    """Returns the FLOPs of one token's forward pass by item, averaged over a sequence of `seq` tokens.
+
+    Another kind of model registers its own function (`wrapped`): of one example.
+    """
     spec, params, items = model.spec(), model.params(), dict[str, float]()
     for layer, count in collections.Counter((*spec.layers, *spec.further)).items():
         for item, flops in _layer(layer, params[layer.stack], seq).items():

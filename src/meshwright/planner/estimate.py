@@ -7,7 +7,6 @@ launches, its HBM traffic and what it overlaps (planner/software.py); of the ari
 """
 
 import dataclasses
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -19,7 +18,6 @@ from meshwright.hardware.chips import Efficiency
 from meshwright.hardware.interconnect import AxisMapping, machine_of_target
 from meshwright.hardware.targets import Target
 from meshwright.models.flops import training_flops_per_token
-from meshwright.models.model import Model
 from meshwright.models.quantisation import check_precision
 from meshwright.planner.memory_model import (
     PhaseMemory,
@@ -154,12 +152,6 @@ def largest_bound(seconds: Mapping[str, float]) -> str:
 
 def estimate(placed: PlacedRun, target: Target, software: Software = MESHWRIGHT) -> Estimate:
     """Predicts a step of `placed` on `target`. software: whose program is priced."""
-    return estimate_model(placed.run.model, placed, target, software)
-
-
-@functools.singledispatch
-def estimate_model(model: Model, placed: PlacedRun, target: Target, software: Software) -> Estimate:
-    """Predicts a step of a model family; another kind of model registers its own function (`wrapped`)."""
     saved = placed.run.training.saved_layers / max(1, len(placed.spec.layers))
     if not saved:
         return _estimate(placed, target, software)
@@ -248,7 +240,7 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
     in_flight = 1.0
     if tasks is not None:
         parts, in_flight = software.pipeline_time(parts, tasks, busy), float(tasks.most_live_inputs)
-    tokens, memory = training.batch * training.seq, memory_by_category(settled, work, in_flight)
+    tokens, memory = training.batch * placed.units, memory_by_category(settled, work, in_flight)
     return Estimate(
         target=target,
         seconds=sum(parts.values()),
@@ -264,7 +256,7 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
         tokens=tokens,
         devices=shape.size,
         axis_mapping=mapping,
-        phases=phase_memory(settled, work, memory),
+        phases=phase_memory(settled, work, memory) if work.layers else {},
     )
 
 
@@ -317,7 +309,7 @@ def _compute_seconds(
         scores = work.scores * kernel.score_bytes.get(name, 0) / bandwidth if repeats[name] else 0.0
         scores *= software.elementwise if gpu else 1.0
         copies = RESIDUAL_COPIES[name] if not recomputes or recomputed else 0
-        elementwise = copies * residual
+        elementwise = copies * residual + (0.0 if recomputes else work.kept_bytes)
         if gpu and (not recomputes or "ffn_in" in again):
             elementwise += HIDDEN_COPIES[name] * 2 * hidden
         elementwise *= software.elementwise if gpu else 1.0
@@ -342,6 +334,8 @@ def _compute_seconds(
 def _attention_kernel(settled: Settled, software: Software) -> AttentionKernel:
     if software.kernel is not None and not settled.machine.on_tpu:
         return software.kernel
+    if not settled.placed.spec.layers:
+        return AttentionKernel(0.0)
     kernels = settled.kernels
     return AttentionKernel(kernels.backward, score_bytes={} if kernels.fused or software.kernel else SCORE_BYTES)
 
@@ -415,7 +409,7 @@ def _copied_bytes(placed: PlacedRun, work: Work, software: Software) -> dict[str
     compute, reduce = (jnp.dtype(t).itemsize for t in (training.compute_dtype, training.reduce_dtype))
     # Gradients are summed over microbatches: the sum is read and written.
     summed = 2.0 * reduce * trained if training.microbatches > 1 or placed.shape.stage > 1 else 0.0
-    if not software.copies:
+    if not (software.copies and work.layers):
         return {"backward": summed}
     # Cut out of its stack, a layer's weights are read, converted and written; its gradients are read to be summed.
     weights = param_bytes(placed.layout, training.param_dtype) + compute * kept
@@ -431,6 +425,8 @@ def _unembedding_seconds(placed: PlacedRun, work: Work, target: Target, software
     unembedding, the other stages wait for it, less the time of the layers that it has fewer.
     """
     m, chip, stages, tuning = work.unembedding, target.chip, placed.stages, placed.run.finetune
+    if not m.n:
+        return 0.0
     forward = 1 + (tuning.objective == "preferences") + software.recomputes_logits
     # A frozen table has no gradient.
     products = [m] * forward + list(dataclasses.replace(m, frozen=tuning.method == "lora").gradients())
@@ -456,7 +452,8 @@ def matmul_seconds(m: Matmul, target: Target) -> tuple[float, float]:
     chip, efficiency = target.chip, target.efficiency
     reached: float = getattr(chip, f"flops_{m.rate}") * efficiency.matmul
     reached *= shape_efficiency(m.m, m.k, m.n, efficiency, chip.multiprocessors, m.groups)
-    reached *= efficiency.grouped_matmul if m.groups else 1.0
+    # The groups of a wrapped model's product are a batch dimension, of equal rows.
+    reached *= efficiency.grouped_matmul if m.groups and m.role != "projection" else 1.0
     return m.flops / reached, m.bytes(2) / (chip.hbm_bandwidth * efficiency.hbm)
 
 

@@ -40,6 +40,8 @@ def memory_by_category(settled: Settled, work: Work, in_flight: float) -> dict[s
     in_flight: microbatches (of one virtual stage each) whose inputs a stage holds at once; 1 without a pipeline.
     """
     placed = settled.placed
+    if not work.layers:
+        return _memory_of_loss(placed, work)
     training, shape = placed.run.training, placed.shape
     param, reduce, compute = (
         jnp.dtype(t).itemsize for t in (training.param_dtype, training.reduce_dtype, training.compute_dtype)
@@ -85,6 +87,29 @@ def memory_by_category(settled: Settled, work: Work, in_flight: float) -> dict[s
     # The update comes when activations have gone: it counts where it needs more than they did.
     update = update_temporaries(placed) - (activations + weights + max(layer, loss))
     return result | {"optimizer update": update} if update > 0 else result
+
+
+def _memory_of_loss(placed: PlacedRun, work: Work) -> dict[str, float]:
+    """Returns the bytes by category where a loss begins its backward pass, with all of its weights gathered."""
+    training, shape = placed.run.training, placed.shape
+    compute, reduce = jnp.dtype(training.compute_dtype).itemsize, jnp.dtype(training.reduce_dtype).itemsize
+    gathered = [
+        (
+            p.size / shape.over(axes_of(where.in_use)),
+            compute if p.precision == "compute" else jnp.dtype(p.precision).itemsize,
+        )
+        for _, p, where in placed.leaves
+        if where.at_rest != where.in_use
+    ]
+    return {
+        "parameters": param_bytes(placed.layout, training.param_dtype),
+        "optimizer state": float(state_bytes(placed)),
+        # float32 at rest, and in the type of the reduction while they are scattered
+        "gradients": 4.0 * sharded_elements(placed.layout)[1] + reduce * max((n for n, _ in gathered), default=0.0),
+        "gathered weights": sum(n * itemsize for n, itemsize in gathered),
+        "activations": 0.0 if training.remat == "full" else work.kept_bytes,
+        "batch and variables": work.input_bytes,
+    }
 
 
 def layer_bytes(settled: Settled, work: Work) -> float:
@@ -347,6 +372,8 @@ def _saved_bytes(placed: PlacedRun, work: Work, compute: int) -> float:
 
 def offloaded_bytes(placed: PlacedRun, work: Work) -> float:
     """Returns the bytes that a microbatch of a device sends to host memory, and brings back."""
+    if not work.layers:
+        return 0.0
     training = placed.run.training
     policy, compute = REMAT_POLICIES[training.remat], jnp.dtype(training.compute_dtype).itemsize
     elements = sum(n for name, n in _elements_per_token(placed, work).items() if name in policy.offloaded)

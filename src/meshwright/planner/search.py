@@ -8,7 +8,6 @@ is as fast as the best plan of the mesh, because more microbatches make every po
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -18,7 +17,6 @@ from meshwright.config import ContextStrategy, MeshShape, Remat, StageSaves
 from meshwright.errors import ConfigError, divisors
 from meshwright.formatting import Shown, format_bytes
 from meshwright.hardware.targets import Target, parse_target
-from meshwright.models.model import Model
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.planner.estimate import Estimate, estimate, with_remat
 from meshwright.planner.software import MESHWRIGHT
@@ -132,7 +130,7 @@ class SearchResult:
     priced: int
     """Number of plans that were priced."""
     bound: float = 0.0
-    """Seconds that no plan can be below (`lower_bound`); 0 for wrapped models."""
+    """Seconds that no plan can be below (`lower_bound`)."""
 
 
 def check_size(shape: MeshShape, target: Target) -> None:
@@ -175,12 +173,8 @@ def candidate_meshes(run: Run, target: Target) -> Iterator[MeshShape]:
     Degrees of `tensor` and `expert` divide the parameter dimensions they split; `tensor` stays inside a GPU node, so
     that its collectives use NVLink. `data` > 1 with `fsdp` > 1 is HSDP.
     """
-    seq, devices, layers = run.training.seq, target.devices, len(run.model.spec().layers)
-    node = _MAX_TENSOR if target.chip.on_torus else target.topology[-1]
-    tensors = [t for t in tensor_degrees(run) if t <= min(_MAX_TENSOR, node)]
-    stages = [s for s in divisors(devices) if s <= min(layers, _MAX_STAGES)]
-    contexts = [c for c in divisors(devices) if c == 1 or (c <= _MAX_CONTEXT and seq // c >= _MIN_LOCAL_SEQ)]
-    experts = divisors(split_size(run, "expert"))
+    devices = target.devices
+    tensors, stages, contexts, experts = _degrees(run, target)
     for tensor, stage, context, expert in itertools.product(tensors, stages, contexts, experts):
         model_parallel = tensor * stage * context * expert
         if devices % model_parallel:
@@ -191,6 +185,30 @@ def candidate_meshes(run: Run, target: Target) -> Iterator[MeshShape]:
             sliced = _across_slices(shape, target)
             if sliced is not None and run.training.batch % sliced.over(BATCH_AXES) == 0:
                 yield sliced
+
+
+def _degrees(run: Run, target: Target) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Returns the degrees of `tensor`, `stage`, `context` and `expert` that are tried.
+
+    Raises ConfigError where the degree of `tensor` of a wrapped model, which only its author can choose, does not
+    divide the devices.
+    """
+    devices = target.devices
+    if run.model.unit != "tokens":
+        tensor = run.mesh.tensor if run.mesh else 1
+        if devices % tensor:
+            truth = f"its mesh has tensor={tensor}, and {devices} devices = {devices // tensor} * {tensor} + "
+            fix = "a degree of tensor that divides the devices"
+            raise ConfigError(f"{run.name} on {target}", f"{truth}{devices % tensor}", fix)
+        return [tensor], [1], [1], [1]
+    seq, layers = run.training.seq, len(run.model.spec().layers)
+    node = _MAX_TENSOR if target.chip.on_torus else target.topology[-1]
+    return (
+        [t for t in tensor_degrees(run) if t <= min(_MAX_TENSOR, node)],
+        [s for s in divisors(devices) if s <= min(layers, _MAX_STAGES)],
+        [c for c in divisors(devices) if c == 1 or (c <= _MAX_CONTEXT and seq // c >= _MIN_LOCAL_SEQ)],
+        divisors(split_size(run, "expert")),
+    )
 
 
 def _replica_counts(devices: int, stages: int, target: Target) -> list[int]:
@@ -219,7 +237,7 @@ def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
     pipeline the microbatches stay open.
     """
     run = dataclasses.replace(run, mesh=shape)
-    training, layers = run.training, len(run.model.spec().layers)
+    training = run.training
     if shape.context > 1 and training.context_strategy == "auto":
         run = _with_training(run, context_strategy=_context_strategy(run, shape))
     if shape.stage == 1:
@@ -229,15 +247,14 @@ def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
     # the last microbatch in either layout, and a reduce-scatter and an all-gather send no more than the all-reduce.
     if run.layout == "auto" and shape.data > 1:
         run = dataclasses.replace(run, layout="zero1")
-    local_batch = max(1, training.batch // shape.over(BATCH_AXES))
+    local_batch, layers = max(1, training.batch // shape.over(BATCH_AXES)), len(run.model.spec().layers)
     counts = [m for m in divisors(local_batch) if shape.stage <= m <= _MAX_MICROBATCHES]
     counts = [training.microbatches] if training.microbatches else counts or [min(local_batch, shape.stage)]
     named = training.pipeline_schedule
     for microbatches in sorted({min(counts, key=lambda m: abs(m - k * shape.stage)) for k in (2, 4, 8)}):
         for schedule in SCHEDULES_TRIED if named == "auto" else (named,):
-            for virtual_stages in (
-                _virtual_stages(schedule, shape.stage, layers) if named == "auto" else [training.virtual_stages]
-            ):
+            parts = _virtual_stages(schedule, shape.stage, layers) if named == "auto" else [training.virtual_stages]
+            for virtual_stages in parts:
                 yield _with_training(
                     run, microbatches=microbatches, pipeline_schedule=schedule, virtual_stages=virtual_stages
                 )
@@ -325,26 +342,6 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
     check_sizes(run)
     for shape in include:
         check_size(shape, target)
-    return search_model(run.model, run, target, include)
-
-
-def with_open_choices(run: Run) -> Run:
-    """Returns the run with everything left open that a plan chooses."""
-    run = dataclasses.replace(run, layout="auto" if run.layout == "fsdp" else run.layout)
-    return _with_training(
-        run,
-        remat="auto",
-        saved_layers=0,
-        microbatches=0,
-        pipeline_schedule="auto",
-        stage_saves="auto",
-        context_strategy="auto",
-    )
-
-
-@functools.singledispatch
-def search_model(model: Model, run: Run, target: Target, include: tuple[MeshShape, ...]) -> SearchResult:
-    """Ranks the plans of a model family; another kind of model registers its own function (`wrapped`)."""
     plans: list[Plan] = []
     too_large: list[Plan] = []
     refused: dict[str, str] = {}
@@ -376,6 +373,22 @@ def search_model(model: Model, run: Run, target: Target, include: tuple[MeshShap
     plans.sort(key=preference)
     too_large.sort(key=lambda plan: plan.estimate.bytes)
     return SearchResult(target, tuple(plans), tuple(too_large), refused, priced, lower_bound(run, target))
+
+
+def with_open_choices(run: Run) -> Run:
+    """Returns the run with everything left open that a plan chooses; a wrapped model's, its remat policy, stay."""
+    if run.model.unit != "tokens":
+        return run
+    run = dataclasses.replace(run, layout="auto" if run.layout == "fsdp" else run.layout)
+    return _with_training(
+        run,
+        remat="auto",
+        saved_layers=0,
+        microbatches=0,
+        pipeline_schedule="auto",
+        stage_saves="auto",
+        context_strategy="auto",
+    )
 
 
 def lower_bound(run: Run, target: Target) -> float:
@@ -446,7 +459,7 @@ class _MeshSearch:
     def _remat(self, saves: StageSaves | None) -> list[tuple[Remat, int]]:
         """Returns the policies to price, each with its layers saved."""
         training = self.run.training
-        if training.remat == "auto":
+        if training.remat == "auto" and self.run.model.unit == "tokens":
             return [(name, 0) for name in CHOSEN_REMAT]
         return [] if saves == "layers" and training.remat in OFFLOADING else [(training.remat, training.saved_layers)]
 
@@ -478,10 +491,10 @@ def _best_of_mesh(scheduled: Run, target: Target, refused: dict[str, str], limit
     for microbatches in [named] if named else accumulation_counts(scheduled, shape):
         try:
             placed = place_run(_with_training(scheduled, microbatches=microbatches, remat="full", saved_layers=0))
+            if result.price(placed, limit) >= min(result.seconds, limit):
+                break
         except ConfigError as error:
             refused[str(shape)] = str(error)
-            break
-        if result.price(placed, limit) >= min(result.seconds, limit):
             break
     return result
 

@@ -16,7 +16,7 @@ from meshwright.planner.software import MESHWRIGHT, Software
 from meshwright.planner.work import Work, low_precision
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.runs.settle import Settled
-from meshwright.sharding.layouts import VOCAB_AXES
+from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import Param, is_low_precision, is_low_precision_expert
 from meshwright.sharding.placement import Placements, axes_of
 from meshwright.sharding.schedule_table import TaskCounts
@@ -60,7 +60,10 @@ def movements(
     layers = work.layers * microbatches
     compute = jnp.dtype(training.compute_dtype).itemsize
     residual = work.tokens * work.width * compute
-    if shape.tensor > 1:
+    if shape.tensor > 1 and not work.layers:
+        sums = work.over_tensor
+        result.append(Movement("all-reduce", ("tensor",), sums, microbatches, "forward", True, "activations"))
+    elif shape.tensor > 1:
         pairs = max(1, len({matmul.role for matmul in work.matmuls} & {"attention_out", "ffn_out"}))
         opened = residual * (pairs - 1 + work.widths.gathered / work.width) / pairs
         result += _tensor((opened, residual), layers, pairs, microbatches, again)
@@ -83,7 +86,7 @@ def movements(
     if tasks is not None:
         result += _stages(tasks, residual / shape.tensor, software)
     vocab_axes = tuple(axis for axis in VOCAB_AXES if shape.degrees()[axis] > 1)
-    if vocab_axes:
+    if vocab_axes and work.unembedding.n:
         # Maximum, sum and label logit of every token, float32.
         result.append(
             Movement("all-reduce", vocab_axes, work.tokens * 4 * 3, microbatches, "forward", True, "loss softmax")
@@ -104,18 +107,18 @@ def _weights(placed: PlacedRun, microbatches: float, gathered_again: bool, low_e
     low = low_precision(placed)
     elements_of = _gathered_elements(placed.layout, low is not None and low.gathered, low_experts)
     gathered: dict[tuple[tuple[str, ...], bool], tuple[float, float]] = {}
-    for (axes, stacked, quantised, stored), (elements, trained) in elements_of.items():
+    for (axes, stacked, quantised, travels), (elements, trained) in elements_of.items():
         count, payload = gathered.get((axes, stacked), (0.0, 0.0))
-        # Frozen weights that are quantised travel as they are kept.
-        kept = stored if stored in ("int8", "uint8") else training.compute_dtype
-        itemsize = 1 if quantised else jnp.dtype(kept).itemsize
+        itemsize = 1 if quantised else jnp.dtype(travels or training.compute_dtype).itemsize
         gathered[axes, stacked] = (count + trained, payload + elements * itemsize)
     for (axes, stacked), (count, payload) in gathered.items():
-        what = "weights" if stacked else "embedding and unembedding"
+        # The weights of a model whose layers are not known are gathered before its loss, all of them.
+        in_layers = stacked or not placed.spec.layers
+        what = "weights" if in_layers else "embedding and unembedding"
         layers = float(len(placed.spec.layers)) if stacked else 1.0
         per, sent = count / layers, payload / layers
         result.append(Movement("all-gather", axes, sent, layers * microbatches, "forward", False, what))
-        if stacked and repeats:
+        if in_layers and repeats:
             times = layers * microbatches * repeats
             result.append(Movement("all-gather", axes, sent, times, "backward", False, f"{what}, recomputed"))
         times = layers * microbatches
@@ -131,7 +134,8 @@ def _gathered_elements(
 ) -> dict[tuple[tuple[str, ...], bool, bool, str | None], tuple[float, float]]:
     """Elements on a device after the all-gathers, and those of them that are trained.
 
-    By axes, whether they are stacked, whether they have one byte each, and their type at rest where it is their own.
+    By axes, whether they are stacked, whether they have one byte each, and the type that they travel in where it is not
+    the compute dtype: frozen quantised weights as they are kept, those of a wrapped model in the module's.
     low: whether low-precision weights are quantised before they are gathered. low_experts: the same of experts.
     """
     elements: dict[tuple[tuple[str, ...], bool, bool, str | None], tuple[float, float]] = {}
@@ -139,7 +143,9 @@ def _gathered_elements(
     for p, where in own:
         for axes, gathered in _gathers(p, where, layout):
             quantised = (low and is_low_precision(p)) or (low_experts and is_low_precision_expert(p))
-            key = (axes, "L" in p.dims, quantised, p.stored)
+            travels: str | None = p.stored if p.stored in ("int8", "uint8") else None
+            travels = travels if p.precision in ("compute", "float32") else p.precision
+            key = (axes, "L" in p.dims, quantised, travels)
             every, trained = elements.get(key, (0.0, 0.0))
             elements[key] = (every + gathered, trained + (0.0 if p.frozen else gathered))
     return elements
@@ -175,6 +181,7 @@ def _gradient_elements(layout: ModelLayout) -> tuple[_AxisElements, _AxisElement
     """Elements of the gradients that a device all-reduces and reduce-scatters once per step, by axes."""
     shape = layout.shape
     sums, scattered, degrees = _AxisElements(), _AxisElements(), shape.degrees()
+    summed_over = AXES if layout.spec.layers else BATCH_AXES  # `tensor` is the compiler's in a wrapped model
     for _, p, where in layout.leaves:
         if p.frozen:
             continue
@@ -182,7 +189,7 @@ def _gradient_elements(layout: ModelLayout) -> tuple[_AxisElements, _AxisElement
         more = tuple(a for a in axes_of(where.optimizer) if a not in axes_of(where.at_rest))
         if more:
             scattered[more] = scattered.get(more, 0.0) + sharded
-        lacking = tuple(a for a in AXES if a not in axes_of(where.optimizer) and degrees[a] > 1)
+        lacking = tuple(a for a in summed_over if a not in axes_of(where.optimizer) and degrees[a] > 1)
         if lacking:
             sums[lacking] = sums.get(lacking, 0.0) + math.prod(p.shape) / shape.over(axes_of(where.optimizer))
     return sums, scattered

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 
-from meshwright.models.model import Widths, chunk_of, padded_vocab
+from meshwright.models.model import Model, Widths, chunk_of, padded_vocab
 from meshwright.models.quantisation import find_precision
 from meshwright.models.remat import ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, QKV, REMAT_POLICIES
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
@@ -85,6 +85,12 @@ class Work:
     """Bytes per token and device of linear attention while it runs, of one layer; 0 in models without it."""
     quantised_gradients: float = 0.0
     """Gradients quantised in one backward pass: of the outputs of those matmuls."""
+    kept_bytes: float = 0.0
+    """Bytes that the backward pass reads, parameters excepted, of a loss whose layers are not known (`wrapped`)."""
+    input_bytes: float = 0.0
+    """Bytes of its batch on a device, and of the variables that it changes."""
+    over_tensor: float = 0.0
+    """Bytes of activations that such a loss sums over `tensor`."""
 
 
 def tokens_per_device(placed: PlacedRun) -> float:
@@ -95,6 +101,12 @@ def tokens_per_device(placed: PlacedRun) -> float:
 
 def work_of(placed: PlacedRun) -> Work:
     """Returns the work of the stage with the most."""
+    return work_of_model(placed.run.model, placed)
+
+
+@functools.singledispatch
+def work_of_model(model: Model, placed: PlacedRun) -> Work:
+    """Returns the work of a model family; another kind of model registers its own function (`wrapped`)."""
     return _work_of(placed.layout, placed.run.training.seq, tokens_per_device(placed), low_precision(placed))
 
 
@@ -191,6 +203,8 @@ def _largest_stage(layout: ModelLayout) -> float:
 
 def recomputed_roles(remat: str) -> frozenset[str]:
     """Returns the roles whose matmuls the backward pass recomputes; `attention` and `scores` are the kernel's."""
+    if remat == "auto":  # of a model whose layers are not known: only its weights are gathered again
+        return frozenset({"weights"})
     policy = REMAT_POLICIES[remat]
     if policy.saved is None:
         return frozenset({"scores"} if policy.dropped else ())

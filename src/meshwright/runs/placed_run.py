@@ -119,10 +119,16 @@ class PlacedRun:
     def sums_gradients_last(self) -> bool:
         """Whether replicas sum all gradients once, after the backward pass, and not layer by layer within it.
 
-        So do several microbatches, pipeline stages and low precision.
+        So do several microbatches, pipeline stages and low precision, and models whose layers are not known.
         """
         training = self.run.training
-        return training.microbatches > 1 or self.shape.stage > 1 or training.matmul_precision != "compute"
+        several = training.microbatches > 1 or self.shape.stage > 1
+        return several or training.matmul_precision != "compute" or not self.spec.layers
+
+    @property
+    def units(self) -> int:
+        """What a sample counts, in the model's unit: the tokens of its sequence, or one example."""
+        return self.run.training.seq if self.spec.layers else 1
 
     @functools.cached_property
     def sequence(self) -> SequenceSplit:

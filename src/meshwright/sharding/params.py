@@ -48,8 +48,8 @@ class Param:
     """Standard deviation of `normal`."""
     rows: int | None = None
     """Rows of the first dimension without padding; padding rows are zero and stay zero. None has no padding."""
-    precision: Literal["compute", "float32"] = "compute"
-    """Dtype of the gathered weight: the run's compute dtype, or always float32."""
+    precision: Literal["compute", "float32", "bfloat16", "float16"] = "compute"
+    """Dtype of the gathered weight: the run's compute dtype, or always this one."""
     role: Role | None = None
     """Matmul that a stacked weight takes part in; None for norms, biases and tables."""
     contract: int = 1
@@ -365,7 +365,7 @@ def plan_gathers(
         # First forwards, last backwards: of the scattered gradient the sum moves least.
         gathers = [(sum_over, None), *gathers] if sum_over else gathers
         # Quantised weights travel as they are.
-        kept = p.stored if p.stored in ("int8", "uint8") else None if p.precision == "compute" else jnp.float32
+        kept = p.stored if p.stored in ("int8", "uint8") else None if p.precision == "compute" else p.precision
         return _Gathers(tuple(gathers), kept)
 
     trees = (placed,) if summed is None else (placed, summed)

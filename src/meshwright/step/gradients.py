@@ -124,20 +124,10 @@ def _add_microbatches(loss_fn: Callable[[Tree, jax.Array, Batch], Any], params: 
 
 def _reduce(device_run: DeviceRun, grads: Tree) -> tuple[Tree, jax.Array]:
     """Sums gradients over devices into the optimizer's placement; returns them and their global norm."""
-    shape, dcn = device_run.shape, device_run.settled.links
+    shape = device_run.shape
     placements, summed = (
         trained_only(device_run.params, t) for t in (device_run.placements, device_run.summed_in_backward)
     )
-    reduce_dtype = jnp.dtype(device_run.run.training.reduce_dtype)
-
-    def scatter(grad: jax.Array, where: Placements) -> jax.Array:
-        # ZeRO-1: the optimizer's placement may split what the parameter's leaves whole.
-        grad = grad.astype(reduce_dtype)
-        for dim, (sharded, end) in enumerate(zip(where.at_rest, where.optimizer, strict=True)):
-            grad = hierarchical_reduce_scatter(grad, end[len(sharded) :], dim, dcn)
-        return grad
-
-    grads = jax.tree.map(scatter, grads, placements)
     # A parameter's gradient is partial over every axis that does not split it: over the batch axes because each device
     # has its own sequences, over `tensor` because it has its own part of the sequence or of the heads. Over some the
     # backward pass has summed already.
@@ -146,7 +136,7 @@ def _reduce(device_run: DeviceRun, grads: Tree) -> tuple[Tree, jax.Array]:
         placements,
         summed,
     )
-    grads = sum_gradients(grads, lacking, dcn)
+    grads = sum_over_devices(device_run, grads, placements, lacking)
     treedef: Any = jax.tree.structure(grads)
     # An element that several devices have counts once: each adds its square divided by the number of holders.
     squares = sum(
@@ -154,6 +144,22 @@ def _reduce(device_run: DeviceRun, grads: Tree) -> tuple[Tree, jax.Array]:
         for g, where in zip(jax.tree.leaves(grads), treedef.flatten_up_to(placements), strict=True)
     )
     return grads, jnp.sqrt(all_reduce(jnp.asarray(squares), tuple(AXES)))
+
+
+def sum_over_devices(device_run: DeviceRun, grads: Tree, placements: Tree, lacking: Tree) -> Tree:
+    """Sums gradients over the axes that each is `lacking`, into the optimizer's placement.
+
+    ZeRO-1: the optimizer's placement may split what the parameter's leaves whole.
+    """
+    dcn, dtype = device_run.settled.links, jnp.dtype(device_run.run.training.reduce_dtype)
+
+    def scatter(grad: jax.Array, where: Placements) -> jax.Array:
+        grad = grad.astype(dtype)
+        for dim, (sharded, end) in enumerate(zip(where.at_rest, where.optimizer, strict=True)):
+            grad = hierarchical_reduce_scatter(grad, end[len(sharded) :], dim, dcn)
+        return grad
+
+    return sum_gradients(jax.tree.map(scatter, grads, placements), lacking, dcn)
 
 
 def clip(grads: Tree, norm: jax.Array, limit: float) -> Tree:

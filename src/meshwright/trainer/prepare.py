@@ -73,9 +73,11 @@ class Trainable(abc.ABC):
     device_run: DeviceRun
     """The run on its devices."""
 
-    @abc.abstractmethod
     def meter(self, reporters: list[Reporter]) -> Meter:
-        """Returns the meter of its steps."""
+        """Returns a meter of its steps, in the model's unit."""
+        run, units = self.device_run.run, self.device_run.placed.units
+        flops = training_flops_per_token(run.model, units, run.finetune.method)
+        return Meter(reporters, run, self.device_run.mesh, per_sample=units, flops=flops)
 
     @abc.abstractmethod
     def feed(self, start: Position) -> Batches:
@@ -113,12 +115,6 @@ class PreparedRun(Trainable):
     corpus: Corpus
     train: tuple[Samples, ...]
     held_out: tuple[Samples, ...]
-
-    def meter(self, reporters: list[Reporter]) -> Meter:
-        """Returns a meter of tokens."""
-        run, seq = self.device_run.run, self.device_run.run.training.seq
-        flops = training_flops_per_token(run.model, seq, run.finetune.method)
-        return Meter(reporters, run, self.device_run.mesh, per_sample=seq, flops=flops)
 
     def feed(self, start: Position) -> Feed:
         """Returns the batches from a global sample on."""

@@ -114,8 +114,10 @@ _COLUMNS = {
 """What tables and inspectors show of a plan."""
 
 
-def _columns(*names: str) -> list[Column]:
-    return [_COLUMNS[name] for name in names]
+def _columns(*names: str, unit: str = "tokens") -> list[Column]:
+    """Returns columns by name. unit: what the speed of the plans counts."""
+    columns = [_COLUMNS[name] for name in names]
+    return [dataclasses.replace(c, heading=c.heading.replace("tokens", unit)) for c in columns]
 
 
 def plan_page(
@@ -139,14 +141,16 @@ def plan_page(
     rows = _rows(result, compared or (plan,), plan, most, None if offer is None else offer.tokens)
     first = "~".join(row.key for row in rows if row.plan.name in {p.name for p in compared or (plan,)})
     refused = f"; {len(result.refused)} meshes refused" if result.refused else ""
-    tokens = f"{format_count(e.tokens)} tokens of {plan.run.training.batch} x {plan.run.training.seq}"
+    unit = plan.run.model.unit
+    tokens = f"{format_count(e.tokens)} {unit}"
+    tokens += f" of {plan.run.training.batch} x {plan.run.training.seq}" if unit == "tokens" else ""
     used = f"{e.bytes / e.hbm_bytes:.0%} of {format_bytes(e.hbm_bytes)}"
     priced = f"best of each mesh and schedule: {len(result.plans)} fit, {len(result.too_large)} do not{refused}"
     figures = [
         Figure("step", format_step(e.seconds), tokens),
         *_above_bound(e.seconds, result.bound),
         Figure("MFU", f"{e.mfu:.1%}", f"bound by {e.bound_by}; recomputation is left out"),
-        Figure("tokens per second", format_count(e.tokens_per_second), f"on {e.devices:,} devices"),
+        Figure(f"{unit} per second", format_count(e.tokens_per_second), f"on {e.devices:,} devices"),
         Figure("memory of a device", format_bytes(e.bytes), used, "" if e.fits else "bad"),
         Figure("plans priced", f"{result.priced:,}", priced),
     ]
@@ -202,7 +206,8 @@ def single_plan_page(plan: Plan) -> Report:
 def plans_table(plans: Sequence[Plan]) -> Table:
     """Returns the table of ranked plans of several targets."""
     rows = [_Row(str(i), plan, rank=i) for i, plan in enumerate(plans, 1)]
-    columns = _columns("", "plan", "step", "MFU", "tokens/s", "memory", "bound by", "target")
+    unit = plans[0].run.model.unit if plans else "tokens"
+    columns = _columns("", "plan", "step", "MFU", "tokens/s", "memory", "bound by", "target", unit=unit)
     return Table.of(rows, columns, printed=None)
 
 
@@ -210,7 +215,7 @@ def _predicted(plan: Plan) -> str:
     e = plan.estimate
     return (
         f"predicted by arithmetic: {format_step(e.seconds)} per step, {e.mfu:.0%} MFU, "
-        f"{format_count(e.tokens_per_second)} tokens/s, "
+        f"{format_count(e.tokens_per_second)} {plan.run.model.unit}/s, "
         f"{format_bytes(e.bytes)} of {format_bytes(e.hbm_bytes)} per device"
     )
 
@@ -317,6 +322,7 @@ def _inspector(rows: Sequence[_Row], first: str) -> Inspector:
             "pipeline",
         ),
         *("layout", "mesh axes on the hardware", "links"),
+        unit=rows[0].plan.run.model.unit,
     )
     columns[columns.index(_COLUMNS[""])] = Column("rank", "integer", "rank")
     items = {}
@@ -330,6 +336,7 @@ def _search_table(rows: Sequence[_Row], result: SearchResult, printed: int) -> T
     columns = _columns(
         *("", "plan", "mesh", "remat", "microbatches", "pipeline", "step", "MFU", "tokens/s", "memory", "state"),
         *("bound by", "days", "reason"),
+        unit=rows[0].plan.run.model.unit,
     )
     columns[1] = dataclasses.replace(columns[1], where="terminal")  # on a page its parts are columns
     cells: list[list[Cell]] = [[column.of(row) for column in columns] for row in rows]

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.random import define_prng_impl, threefry2x32_p
 
-from meshwright.analysis.jaxprs import nested_jaxprs
+from meshwright.analysis.jaxprs import all_jaxprs
 from meshwright.errors import ConfigError
 
 Shape = tuple[int, ...]
@@ -42,14 +42,12 @@ class Draws:
 
     def read(self, jaxpr: Any) -> None:
         """Adds what an open jaxpr draws with keys of this module."""
-        for equation in jaxpr.eqns:
+        for equation in (equation for inner, _ in all_jaxprs(jaxpr) for equation in inner.eqns):
             kind = _DRAWING.get(equation.primitive.name)
             if kind is not None and _TAG in str(equation.invars[0].aval.dtype):
                 self.shapes.add((kind, tuple(equation.params["shape"])))
             elif kind is not None:
                 self.foreign.append((kind, tuple(equation.params["shape"])))
-            for inner, _ in nested_jaxprs(equation):
-                self.read(inner)
 
     def check_foreign(self, jaxpr: Any) -> None:
         """Raises ConfigError where a key of the loss's own draws for the examples of the batch.
@@ -78,22 +76,18 @@ class Draws:
         same = (kind, shape) in self.shapes
         if whole != same:
             return whole
-        what = f"{list(shape)} random {'keys' if kind == 'split' else 'numbers'} on each of {parts} parts of the batch"
+        drawn = f"{list(shape)} %s {[shape[0] * parts, *shape[1:]]}"
         if whole:
-            raise ConfigError(
-                what,
-                f"the whole batch draws {list(shape)} as well as {[shape[0] * parts, *shape[1:]]}, so they may belong "
-                "to the examples of the part or to all of the batch",
-                f"another batch or mesh, with other sizes for a part of the batch, or {shape[0] + 1} of those that all "
-                f"of the batch shares: split(key, {shape[0] + 1})"
-                if kind == "split"
-                else "another batch or mesh, with other sizes for a part of the batch",
-            )
+            truth = f"both {drawn % 'and'}, so they may belong to the examples of the part or to all of the batch"
+            fix = "another batch or mesh, with other sizes for a part of the batch"
+            fix += f"; or split(key, {shape[0] + 1}) for keys that all of the batch shares" if kind == "split" else ""
+        else:
+            truth = f"neither {drawn % 'nor'}: the batch is not its first dimension"
+            fix = "draw arrays whose first dimension is the batch, or that do not depend on it"
         raise ConfigError(
-            what,
-            f"the whole batch draws neither {list(shape)} nor {[shape[0] * parts, *shape[1:]]}: the batch is not its "
-            "first dimension",
-            "draw arrays whose first dimension is the batch, or that do not depend on it",
+            f"{list(shape)} random {'keys' if kind == 'split' else 'numbers'} on each of {parts} parts of the batch",
+            f"the whole batch draws {truth}",
+            fix,
         )
 
 

@@ -13,9 +13,9 @@ from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import MeshShape, Training
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.hardware.mesh import build_mesh
+from meshwright.models.flops import forward_flops
 from meshwright.models.model import Model
-from meshwright.planner.estimate import estimate_model
-from meshwright.planner.search import search_model
+from meshwright.planner.work import work_of_model
 from meshwright.plugins import load, name_of
 from meshwright.ranges import NonNegativeInt
 from meshwright.runs.placed_run import place_model
@@ -33,7 +33,7 @@ from meshwright.wrapped.batches import find_held_out, find_source
 from meshwright.wrapped.modules import find_adapter
 from meshwright.wrapped.parts import WrappedParts, describe_model
 from meshwright.wrapped.placing import check_rules, describe_params, place_wrapped, read_rules
-from meshwright.wrapped.plan import estimate_wrapped, search_wrapped
+from meshwright.wrapped.work import forward_flops_of_loss, work_of_loss
 
 Rules = Mapping[str, Any]
 """Regular expression of paths -> a PartitionSpec, or axis names of the dimensions."""
@@ -193,8 +193,8 @@ initial_arrays.register(Wrapped, step.draw_arrays)
 build_gradients.register(Wrapped, step.wrapped_gradients)
 prepare_other.register(Wrapped, prepared.prepare_wrapped)
 evaluate_prepared.register(prepared.PreparedModel, prepared.evaluate_wrapped)
-estimate_model.register(Wrapped, estimate_wrapped)
-search_model.register(Wrapped, search_wrapped)
+forward_flops.register(Wrapped, forward_flops_of_loss)
+work_of_model.register(Wrapped, work_of_loss)
 abstract_batch_of.register(
     Wrapped, lambda model, device_run: model.parts.source.abstract(sharding=device_run.batch_sharding)
 )

@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from meshwright.analysis.jaxprs import nested_jaxprs
+from meshwright.analysis.jaxprs import Origin, uses
 from meshwright.errors import ConfigError, MeshwrightError, describe_failure
 from meshwright.words import AXES
 from meshwright.wrapped.batches import Source, hash_of
@@ -65,6 +64,12 @@ class WrappedParts:
 
         return on_one_device(loss), (self.params, self.variables, source.abstract(rows), KEY_WORDS)
 
+    def origins(self, jaxpr: Any) -> dict[Any, Origin]:
+        """Returns the variables of the traced loss that are parameters, for `analysis.jaxprs.uses`."""
+        # A dictionary's leaves are in the order of its sorted keys.
+        names = zip(sorted(self.params), jaxpr.invars, strict=False)
+        return {v: (name, tuple(range(self.params[name].ndim))) for name, v in names}
+
 
 def describe_model(adapter: Adapter, source: Source, held_out: Source | None) -> WrappedParts:
     """Traces model and loss with abstract arrays: shapes, annotations, what is drawn, and which parameters are trained.
@@ -85,8 +90,7 @@ def describe_model(adapter: Adapter, source: Source, held_out: Source | None) ->
         jaxpr = _check_loss(parts, train=True)
         if held_out is not None:
             _check_loss(parts, train=False)
-        own = {v: name for name, v in zip(sorted(params), jaxpr.invars, strict=False)}
-        return dataclasses.replace(parts, untrained=_untrained(parts), ranks=_ranks(jaxpr, own))
+        return dataclasses.replace(parts, untrained=_untrained(parts), ranks=_ranks(parts, jaxpr))
     except MeshwrightError:
         raise
     except Exception as error:
@@ -134,29 +138,16 @@ def _check_loss(parts: WrappedParts, train: bool) -> Any:
     return jaxpr.jaxpr
 
 
-_VIEWS = ("convert_element_type", "copy", "transpose", "optimization_barrier", "slice", "dynamic_slice", "squeeze")
-"""Operations that make of a parameter a part of it, or the same in another form."""
-
-
-def _ranks(jaxpr: Any, origins: dict[Any, str]) -> dict[str, int]:
-    """Returns the largest rank with which an open jaxpr uses each parameter. origins: values that are parameters.
+def _ranks(parts: WrappedParts, jaxpr: Any) -> dict[str, int]:
+    """Returns the largest rank with which the loss uses each parameter.
 
     A loop uses the rows of what it scans over, so stacked norm scales [L, D] have rank 1.
     """
     found: dict[str, int] = {}
-    for equation in jaxpr.eqns:
-        given = [origins.get(v) if isinstance(v, core.Var) else None for v in equation.invars]
-        inside = [inner for inner, _ in nested_jaxprs(equation)]
-        for inner in inside:
-            own = given[-len(inner.invars) :] if inner.invars else []
-            more = _ranks(inner, {v: name for v, name in zip(inner.invars, own, strict=False) if name is not None})
-            found |= {name: max(rank, found.get(name, 0)) for name, rank in more.items()}
-        if equation.primitive.name in _VIEWS and given[0] is not None:
-            origins[equation.outvars[0]] = given[0]
-        elif not inside:
-            for name, v in zip(given, equation.invars, strict=True):
-                if name is not None:
-                    found[name] = max(v.aval.ndim, found.get(name, 0))
+    for equation, given, _ in uses(jaxpr, parts.origins(jaxpr)):
+        for origin, v in zip(given, equation.invars, strict=True):
+            if origin is not None:
+                found[origin[0]] = max(v.aval.ndim, found.get(origin[0], 0))
     return found
 
 

@@ -3,8 +3,9 @@
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshwright.config import MeshShape
@@ -37,6 +38,7 @@ def describe_params(parts: WrappedParts) -> dict[str, Param]:
             x.shape,
             "0123456789abcdefghijklmnopqrstuvwxyz"[: x.ndim],
             init="normal" if parts.ranks.get(name, 0) > 1 and name not in parts.untrained else "zeros",
+            precision=cast(Any, "compute" if x.dtype == jnp.float32 else x.dtype.name),
         )
         for name, x in parts.params.items()
     }

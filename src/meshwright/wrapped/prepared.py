@@ -8,13 +8,12 @@ from typing import Any
 
 import jax
 
+from meshwright.analysis import run_census
 from meshwright.analysis.census import ProgramFacts
-from meshwright.analysis.run_census import LIBRARY_FILES
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import build_mesh
-from meshwright.reporters import Reporter
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.step.device_memory import shard_bytes
@@ -22,12 +21,10 @@ from meshwright.step.device_run import DeviceRun, State, place_on_devices
 from meshwright.step.train_step import CompiledTrainStep, compile_on_devices
 from meshwright.storage.paths import path_of
 from meshwright.trainer.evaluation import BatchEvaluation
-from meshwright.trainer.meter import Meter
 from meshwright.trainer.prepare import Position, Trainable
 from meshwright.wrapped import step
 from meshwright.wrapped.batches import BatchFeed, read_epoch
 from meshwright.wrapped.parts import WrappedParts, check_rows
-from meshwright.wrapped.plan import training_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +35,6 @@ class PreparedModel(Trainable):
     def parts(self) -> WrappedParts:
         """Module, loss and data."""
         return step.parts_of(self.device_run)
-
-    def meter(self, reporters: list[Reporter]) -> Meter:
-        """Returns a meter of examples."""
-        flops = training_flops(self.parts) / self.parts.source.batch_size
-        return Meter(reporters, self.device_run.run, self.device_run.mesh, per_sample=1, flops=flops)
 
     def feed(self, start: Position) -> BatchFeed:
         """Returns the batches from a step on."""
@@ -120,6 +112,6 @@ def train_step_facts(model: Any, device_run: DeviceRun) -> ProgramFacts:
     """Returns what the census knows of the train step: the FLOPs of the loss's matmuls."""
     return ProgramFacts(
         name="train step",
-        model_flops={"matmuls of the loss": training_flops(model.parts) / device_run.mesh.size},
-        library_files=(*LIBRARY_FILES, str(step.__file__)),
+        model_flops=run_census.model_flops(device_run, 3.0),
+        library_files=(*run_census.LIBRARY_FILES, str(step.__file__)),
     )

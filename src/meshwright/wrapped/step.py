@@ -18,14 +18,14 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from meshwright.comm.collectives import all_reduce, axis_index, gather_param, sum_gradients
-from meshwright.comm.hierarchical import hierarchical_reduce_scatter
+from meshwright.comm.collectives import all_reduce, axis_index
 from meshwright.errors import ConfigError, divisors
 from meshwright.models.model import Metrics
 from meshwright.sharding.layouts import BATCH_AXES
-from meshwright.sharding.placement import Placement, Placements, axes_of, to_spec
+from meshwright.sharding.params import plan_gathers
+from meshwright.sharding.placement import Placement, axes_of, to_spec
 from meshwright.step.device_run import DeviceRun
-from meshwright.step.gradients import clip
+from meshwright.step.gradients import clip, sum_over_devices
 from meshwright.step.train_step import matmuls_of
 from meshwright.words import AXES
 from meshwright.wrapped.keys import Draws, step_key
@@ -85,25 +85,20 @@ def _over_mesh(device_run: DeviceRun, function: Callable[..., Any], in_specs: An
 
 def _gather(device_run: DeviceRun, params: Arrays) -> Arrays:
     """Gathers every parameter over `fsdp`, in the type in which the loss gets it."""
-    dcn, training = device_run.settled.links, device_run.run.training
-    reduce_dtype, own = jnp.dtype(training.reduce_dtype), parts_of(device_run).params
+    training = device_run.run.training
+    plan = plan_gathers(
+        device_run.params,
+        device_run.placements,
+        compute_dtype=jnp.dtype(training.compute_dtype),
+        reduce_dtype=jnp.dtype(training.reduce_dtype),
+        dcn=device_run.settled.links,
+    )
 
     def gather_one(name: str, w: jax.Array) -> jax.Array:
-        where: Placements = device_run.placements[name]
-        dims = [
-            (tuple(a for a in rest if a not in used), dim)
-            for dim, (rest, used) in enumerate(zip(where.at_rest, where.in_use, strict=True))
-        ]
-        gathers = tuple((axes, dim) for axes, dim in dims if axes)
-        with jax.named_scope(name):
-            # The module's own type, or the run's compute dtype.
-            dtype = own[name].dtype if training.compute_dtype == "float32" else jnp.dtype(training.compute_dtype)
-            return gather_param(w, gathers, dtype, reduce_dtype, dcn) if gathers else w.astype(dtype)
+        how = plan.gathers[name]
+        return plan(w, name) if how.gathers else w.astype(how.dtype or plan.compute_dtype)
 
-    def gather(params: Arrays) -> Arrays:
-        return {name: gather_one(name, w) for name, w in params.items()}
-
-    whole = _by_tensor(device_run, gather)(params)
+    whole = _by_tensor(device_run, lambda params: {name: gather_one(name, w) for name, w in params.items()})(params)
     return {name: checkpoint_name(w, _GATHERED) for name, w in whole.items()}
 
 
@@ -151,7 +146,7 @@ def wrapped_gradients(model: Any, device_run: DeviceRun) -> Callable[..., tuple[
     run, replicated = device_run.run, PartitionSpec()
 
     def local(params: Arrays, step: jax.Array, batch: Any, variables: Arrays) -> Any:
-        grads, sums, variables = _accumulate(device_run, params, step, batch, variables)
+        variables, (grads, sums) = _accumulate(device_run, params, step, batch, variables)
         sums = all_reduce(sums, BATCH_AXES)
         with jax.named_scope("gradients"):
             total = jnp.maximum(sums["loss"][1], 1e-9)
@@ -175,8 +170,24 @@ def wrapped_gradients(model: Any, device_run: DeviceRun) -> Callable[..., tuple[
     return gradients
 
 
+def _over_parts(count: int, batch: Any, carry: Any, one: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Any:
+    """Returns the last carry and the sum of the results of `one(carry, number, examples)` over parts of a batch."""
+    if count == 1:
+        return one(carry, 0, batch)
+    parts_M = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+    first = jax.tree.map(lambda x: x[0], parts_M)
+    like = jax.eval_shape(lambda: one(carry, jnp.int32(0), first)[1])
+
+    def add(state: Any, part: Any) -> Any:
+        carry, more = one(state[0], *part)
+        return (carry, jax.tree.map(jnp.add, state[1], more)), None
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    return jax.lax.scan(add, (carry, zeros), (jnp.arange(count), parts_M))[0]
+
+
 def _accumulate(device_run: DeviceRun, params: Arrays, step: jax.Array, batch: Any, variables: Arrays) -> Any:
-    """This device's gradients, metrics (sum, weight) and variables, over its microbatches one after another."""
+    """This device's variables, and its gradients and metrics (sum, weight), over its microbatches."""
     training, parts = device_run.run.training, parts_of(device_run)
     count = training.microbatches
     total = device_run.shape.over(BATCH_AXES) * count
@@ -188,30 +199,14 @@ def _accumulate(device_run: DeviceRun, params: Arrays, step: jax.Array, batch: A
 
     gradient = jax.grad(_saved(device_run, loss), has_aux=True)
 
-    def one(variables: Arrays, batch: Any, number: Any) -> Any:
+    def one(variables: Arrays, number: Any, batch: Any) -> Any:
         part = axis_index(BATCH_AXES) * count + number
-        grads, (sums, variables) = gradient(
-            params, variables, batch, step_key(training.seed, step, part, total, parts.draws)
-        )
+        key = step_key(training.seed, step, part, total, parts.draws)
+        grads, (sums, variables) = gradient(params, variables, batch, key)
         # Microbatches are summed in float32, whatever the type of the reduction over devices.
-        return {name: g.astype(jnp.float32) for name, g in grads.items()}, sums, variables
+        return variables, ({name: g.astype(jnp.float32) for name, g in grads.items()}, sums)
 
-    if count == 1:
-        return one(variables, batch, 0)
-    parts_M = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
-
-    def add(carry: Any, part: Any) -> Any:
-        (grads, sums), variables = carry
-        number, batch = part
-        *more, variables = one(variables, batch, number)
-        return (jax.tree.map(jnp.add, (grads, sums), tuple(more)), variables), None
-
-    first = jax.tree.map(lambda x: x[0], parts_M)
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: one(variables, first, jnp.int32(0))[:2])
-    )
-    (sums, variables), _ = jax.lax.scan(add, (zeros, variables), (jnp.arange(count), parts_M))
-    return (*sums, variables)
+    return _over_parts(count, batch, variables, one)
 
 
 def _weighted(result: Result) -> Metrics:
@@ -221,21 +216,10 @@ def _weighted(result: Result) -> Metrics:
 
 
 def _reduce(device_run: DeviceRun, grads: Arrays) -> Arrays:
-    """Sums gradients over the batch axes into the optimizer's placement, which may split more than the parameter's."""
-
-    def scatter(name: str, grad: jax.Array) -> jax.Array:
-        where: Placements = device_run.placements[name]
-        grad = grad.astype(device_run.run.training.reduce_dtype)
-        for dim, (sharded, end) in enumerate(zip(where.at_rest, where.optimizer, strict=True)):
-            grad = hierarchical_reduce_scatter(grad, end[len(sharded) :], dim, device_run.settled.links)
-        return grad
-
-    lacking = {
-        name: tuple(a for a in BATCH_AXES if a not in axes_of(p.optimizer))
-        for name, p in device_run.placements.items()
-        if name in grads
-    }
-    return sum_gradients({name: scatter(name, g) for name, g in grads.items()}, lacking, device_run.settled.links)
+    """Sums gradients over the batch axes into the optimizer's placement."""
+    where = {name: device_run.placements[name] for name in grads}
+    lacking = {name: tuple(a for a in BATCH_AXES if a not in axes_of(p.optimizer)) for name, p in where.items()}
+    return sum_over_devices(device_run, grads, where, lacking)
 
 
 def _averaged(variables: Arrays) -> Arrays:
@@ -263,17 +247,13 @@ def build_evaluation(device_run: DeviceRun) -> Any:
     total = device_run.shape.over(BATCH_AXES) * count
 
     def local(params: Arrays, batch: Any, variables: Arrays) -> Metrics:
-        def one(number: Any, batch: Any) -> Metrics:
+        def one(_: Any, number: Any, batch: Any) -> Any:
             part = axis_index(BATCH_AXES) * count + number
             key = step_key(training.seed, _EVALUATION, part, total, parts.eval_draws)
             with matmuls_of(training.compute_dtype):
-                return _weighted(parts.adapter.call((_gather(device_run, params), variables), batch, key, False))
+                return (), _weighted(parts.adapter.call((_gather(device_run, params), variables), batch, key, False))
 
-        if count == 1:
-            return all_reduce(one(0, batch), BATCH_AXES)
-        parts_M = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
-        sums = jax.lax.map(lambda part: one(*part), (jnp.arange(count), parts_M))
-        return all_reduce(jax.tree.map(lambda x: x.sum(0), sums), BATCH_AXES)
+        return all_reduce(_over_parts(count, batch, (), one)[1], BATCH_AXES)
 
     specs = (_specs(device_run, "at_rest"), PartitionSpec(BATCH_AXES), PartitionSpec())
     sharded = _over_mesh(device_run, local, specs, PartitionSpec())
