@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 
@@ -62,10 +62,10 @@ def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
 def print_prepared_model(console: Console, device_run: DeviceRun) -> None:
     """Prints the placement of the parameters of a wrapped model."""
     placed, run = device_run.placed, device_run.run
-    model: Any = run.model
+    kind = cast(Any, run.model).parts.adapter.parts.framework
     title = (
-        f"{run.name}: {model.parts.adapter.framework}, {format_count(count_params(placed.params))} parameters, mesh "
-        f"{placed.shape}; {run.training.steps} steps of {run.training.batch} examples"
+        f"{run.name}: {kind}, {format_count(count_params(placed.params))} parameters, mesh {placed.shape}; "
+        f"{run.training.steps} steps of {run.training.batch} examples"
     )
     print_blocks(console, title, "", [Table.of(param_rows(placed), _PLACEMENT)])
 

@@ -98,10 +98,11 @@ def find_adapter(model: Any, loss: Callable[..., Any], evaluate: Callable[..., A
     losses = (loss, evaluate or loss)
     linen = sys.modules.get("flax.linen")
     if linen is not None and isinstance(model, linen.Module):
-        return LinenModule(model, losses, example)
+        parts = LinenParts(model)
+        return Adapter(None, functools.partial(parts.draw, loss, example), losses, parts)
     if inspect.isroutine(model) or inspect.isclass(model) or isinstance(model, functools.partial):
-        return TreeModel(None, model, losses)
-    return TreeModel(model, None, losses)
+        return Adapter(None, model, losses)
+    return Adapter(model, None, losses)
 
 
 def _is_array(leaf: Any) -> bool:
@@ -112,32 +113,32 @@ def _is_key(leaf: Any) -> bool:
     return _is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-class TreeModel:
-    """A model that is a tree of arrays: a module of NNX or Equinox, an Equinox module with its state, or a pytree."""
+class Adapter:
+    """A model of some framework as two dictionaries of arrays, trained parameters and variables, and a loss of them."""
 
     def __init__(
         self,
         model: Any,
         factory: Callable[[jax.Array], Any] | None,
         losses: tuple[Callable[..., Any], Callable[..., Any]],
+        parts: Any = None,
     ):
         self._model, self._factory, self._losses = model, factory, losses
         self.drawn = factory is not None
         """Whether `build` draws initial values, and can be traced; else it returns arrays that exist."""
-        self.framework = ""
-        self._parts: Any = None
+        self.parts: Any = parts
         """What is not an array: how to build the model from its arrays."""
 
     def build(self, key: jax.Array) -> tuple[Arrays, Arrays, Annotations]:
         """Calls the function that makes the model, or takes the arrays of the given one."""
         model = self._model if self._factory is None else _made(self._factory, key)
-        self._parts = _parts_of(model)
-        self.framework = self._parts.framework
-        return self._parts.split(model)
+        if not isinstance(self.parts, LinenParts):
+            self.parts = _parts_of(model)
+        return self.parts.split(model)
 
     def call(self, arrays: tuple[Arrays, Arrays], batch: Any, key: jax.Array, train: bool) -> Result:
         """Computes the loss with a model that is made of the arrays."""
-        given = self._parts.merge(*arrays, key, train)
+        given = self.parts.merge(*arrays, key, train)
         with _constants_in_state() if len(given) == 2 else contextlib.nullcontext():
             result = call_loss(self._losses[0 if train else 1], (*given, batch), key)
         after = given
@@ -151,11 +152,13 @@ class TreeModel:
             *result, state = result
             after, result = (given[0], state), tuple(result) if len(result) == 2 else result[0]
         loss, metrics = read_result(result)
-        return Result(loss, metrics, self._parts.variables(after, arrays[1]))
+        return Result(loss, metrics, self.parts.variables(after, arrays[1]))
 
     def made_of(self, params: Arrays, variables: Arrays) -> Any:
-        """Returns the model, or an Equinox module and its state."""
-        made = self._parts.merge(params, variables, jax.random.key(0), False)
+        """Returns the model, an Equinox module and its state, or the variables of a Linen module."""
+        made = self.parts.merge(params, variables, jax.random.key(0), False)
+        if isinstance(made[0], BoundLinen):
+            return made[0].variables
         return made if len(made) > 1 else made[0]
 
 
@@ -341,32 +344,35 @@ def _key_for(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return flat.reshape(shape)
 
 
-class LinenModule:
-    """A module of Flax Linen: the loss gets it bound to its variables, and calls it as a function."""
+class LinenParts:
+    """Variables of a Flax Linen module: the loss gets it bound to them, and calls it as a function."""
 
-    framework, drawn = "Flax Linen", True
+    framework = "Flax Linen"
 
-    def __init__(self, module: Any, losses: tuple[Callable[..., Any], Callable[..., Any]], example: Any):
-        self._module, self._losses, self._example = module, losses, example
+    def __init__(self, module: Any):
+        self._module = module
         self._treedef: Any = None
         self._names: list[str] = []
         """Paths of the variables, in the order of the tree."""
         self._sown: frozenset[str] = frozenset()
         """Collections that each call makes anew (`sow`): no state."""
 
-    def build(self, key: jax.Array) -> tuple[Arrays, Arrays, Annotations]:
+    def draw(self, loss: Callable[..., Any], example: Any, key: jax.Array) -> Any:
         """Draws the variables by the module's calls in the loss."""
-        from flax.core import meta
-
         bound = BoundLinen(self._module, None, key, True)
-        batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._example)
-        call_loss(self._losses[0], (bound, batch), key)
+        batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), example)
+        call_loss(loss, (bound, batch), key)
         if bound.variables is None:
             raise ConfigError(
                 f"wrapping {type(self._module).__name__}", "the loss does not call the module", "model(batch[...])"
             )
         self._sown = frozenset(bound.sown)
-        state = {name: tree for name, tree in bound.variables.items() if name not in bound.sown}
+        return {name: tree for name, tree in bound.variables.items() if name not in bound.sown}
+
+    def split(self, state: Any) -> tuple[Arrays, Arrays, Annotations]:
+        """Returns parameters, all other variables, and the parameters' own annotations."""
+        from flax.core import meta
+
         flat = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, meta.AxisMetadata))[0]
         arrays, annotations = {path_name(path): meta.unbox(leaf) for path, leaf in flat}, {}
         for path, leaf in flat:
@@ -376,22 +382,16 @@ class LinenModule:
         params = {name.removeprefix("params."): x for name, x in arrays.items() if name.startswith("params.")}
         return params, {name: x for name, x in arrays.items() if not name.startswith("params.")}, annotations
 
-    def call(self, arrays: tuple[Arrays, Arrays], batch: Any, key: jax.Array, train: bool) -> Result:
-        """Computes the loss; collections besides `params` may change in training."""
-        variables = arrays[1]
-        bound = BoundLinen(self._module, self.made_of(*arrays), key, train, self._sown)
-        loss, metrics = read_result(call_loss(self._losses[0 if train else 1], (bound, batch), key))
-        after = {path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(bound.variables)[0]}
-        return Result(loss, metrics, {name: after[name] for name in variables})
-
-    def made_of(self, params: Arrays, variables: Arrays) -> Any:
-        """Returns the module's variables, by collection."""
+    def merge(self, params: Arrays, variables: Arrays, key: jax.Array, train: bool) -> tuple[Any]:
+        """Returns the module bound to its variables."""
         named = {**{f"params.{name}": x for name, x in params.items()}, **variables}
-        return jax.tree.unflatten(self._treedef, [named[name] for name in self._names])
+        tree = jax.tree.unflatten(self._treedef, [named[name] for name in self._names])
+        return (BoundLinen(self._module, tree, key, train, self._sown),)
 
-
-Adapter = TreeModel | LinenModule
-"""A model of some framework as two dictionaries of arrays: trained parameters, and variables."""
+    def variables(self, model: tuple[Any, ...], before: Arrays) -> Arrays:
+        """Returns the variables after the loss; collections besides `params` may change in training."""
+        after = {path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(model[0].variables)[0]}
+        return {name: after[name] for name in before}
 
 
 class BoundLinen:

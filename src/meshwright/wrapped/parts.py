@@ -95,7 +95,7 @@ def describe_model(adapter: Adapter, source: Source, held_out: Source | None) ->
         raise
     except Exception as error:
         raise ConfigError(
-            f"wrapping a model of {adapter.framework or 'unknown kind'}",
+            "wrapping a model",
             f"tracing it with its loss {describe_failure(error)}",
             "a loss of (model, batch) that works on one device",
         ) from error
