@@ -605,6 +605,21 @@ def test_plan_counts_matmuls_parameters_and_what_is_kept() -> None:
         mw.plan(mw.wrap(W, squares, lambda step: rows(step, 6)).run(), on="v5p:2x2x1")
 
 
+def test_a_plan_has_more_microbatches_where_one_does_not_fit() -> None:
+    """2^20 x 2^18 hidden values of 4 bytes, kept twice: 256 GiB on each of eight devices of 95 GiB."""
+
+    def loss(p: Any, b: Any) -> jax.Array:
+        return jnp.mean((jnp.tanh(b["x"] @ p["up"]) @ p["down"] - b["y"]) ** 2)
+
+    def params(key: jax.Array) -> Any:
+        return {"up": jax.random.normal(key, (8, 2**18)), "down": jax.random.normal(key, (2**18, 8))}
+
+    batch = {name: np.ones((2**20, 8), np.float32) for name in "xy"}
+    best = mw.plan(mw.wrap(params, loss, lambda step: batch).run(), on="v5p:2x2x2")[0]
+    assert best.run.training.microbatches == 4
+    assert best.estimate.memory["activations"] == pytest.approx(2 ** (20 + 18 + 2 - 3 - 2) * 2, rel=1e-3)
+
+
 def test_a_plan_has_reasons_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, words = tmp_path / "page.html", ["plan", f"{EXAMPLES / 'pytree.py'}:pytree", "--on", "v5p:2x2x2"]
     assert cli([*words, "--why", "data=2,fsdp=2,tensor=2", "--html", str(page)]) == 0

@@ -84,7 +84,7 @@ class OfferOptions(Ranged):
 
 
 _OF_OFFERS = tuple(field.name for field in dataclasses.fields(OfferOptions))
-_NOT_OF_WRAPPED = ("prove", "tune", *_OF_OFFERS, "tokens", "tokens_per_step")
+_NOT_OF_WRAPPED = ("tune", *_OF_OFFERS, "tokens", "tokens_per_step")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
