@@ -424,13 +424,29 @@ class BoundLinen:
 
     def _make(self, rngs: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Makes the variables that a call needs, and keeps those of the calls before as they were made."""
-        output, new = self.module.init_with_output(rngs, *args, **keywords)
-        self.variables = made = _joined(new, self.variables or {})
-        state = [name for name in made if name != "params"]
+        before = self.variables or {}
+        output, after = self._initialise(before, rngs, args, keywords)
+        self.variables = made = _joined(after, before)
+        if set(made) <= {"params"}:
+            return output
         # What was sown is longer after another call.
-        _, again = jax.eval_shape(lambda v: self.module.apply(v, *args, rngs=rngs, mutable=state, **keywords), made)
+        _, again = jax.eval_shape(lambda variables: self._initialise(variables, rngs, args, keywords), made)
         self.sown |= {n for n in again if len(jax.tree.leaves(again[n])) != len(jax.tree.leaves(made[n]))}
         return output
+
+    def _initialise(self, variables: Any, rngs: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Calls the module as its `init` does: missing variables are made, and running averages stay."""
+        from flax import core
+
+        keywords = dict(keywords)
+        method = keywords.pop("method", None) or "__call__"
+        method = getattr(type(self.module), method) if isinstance(method, str) else method
+
+        def call(scope: Any, *args: Any, **keywords: Any) -> Any:
+            return method(self.module.clone(parent=scope, _deep_clone=True), *args, **keywords)
+
+        mutable = core.DenyList("intermediates")
+        return core.apply(call, mutable=mutable, flags={"initializing": True})(variables, *args, rngs=rngs, **keywords)
 
 
 def _joined(new: Any, kept: Any) -> Any:
