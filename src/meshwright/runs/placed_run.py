@@ -127,7 +127,7 @@ class PlacedRun:
 
     @property
     def units(self) -> int:
-        """What a sample counts, in the model's unit: the tokens of its sequence, or one example."""
+        """Units of the model in a sample: the tokens of its sequence, or one example."""
         return self.run.training.seq if self.spec.layers else 1
 
     @functools.cached_property
