@@ -6,7 +6,9 @@ also without `--strict`.
 """
 
 import html
+import inspect
 import logging
+import pydoc
 import re
 import sys
 from pathlib import Path
@@ -31,6 +33,8 @@ _MARKER = re.compile(r"-{2,}\s*8\s*<\s*-{2,}")
 _TAG = re.compile(r"<[^>]*>")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _COMMAND = re.compile(rf"meshwright ({'|'.join(verb for verb in terminal.VERBS)})\b([^`\n|]*)")
+_NAMES = re.compile(r"<!-- names: (.*?) -->")
+_DOCUMENTED = re.compile(r"^::: (meshwright\.[\w.]+)$", re.M)
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9.-]*")
 _INLINE = re.compile(r"`(--[a-z][a-z0-9.-]*)")
 _FOREIGN = {"--no-deps", "--tp", "--version"}
@@ -56,15 +60,29 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Returns `CONTRIBUTING.md` for its page, the problems for theirs, and other pages with their options tables."""
+    """Returns `CONTRIBUTING.md` for its page, problems and public names for theirs, other pages with their options."""
     if page.file.src_uri == "ladder/problems/index.md":
         return markdown.replace("<!-- problems -->", check.problems_as_markdown())
+    if page.file.src_uri == "api/index.md":
+        return _NAMES.sub(lambda match: public_names(match[1].split()), markdown)
     if page.file.src_uri != "contributing.md":
         return terminal.with_options_tables(markdown)
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     return text.replace("](docs/", "](").replace(
         "](SECURITY.md)", "](https://github.com/meshwright/meshwright/security)"
     )
+
+
+def public_names(pages: list[str]) -> str:
+    """Returns what pages of `api/` document, each with the first line of its docstring, as a Markdown table."""
+    rows = ["| name | is or does | page |", "|---|---|---|"]
+    for page in pages:
+        text = (DOCS / "api" / page).read_text(encoding="utf-8")
+        title = text.removeprefix("# ").partition("\n")[0]
+        for name in _DOCUMENTED.findall(text):
+            summary = (inspect.getdoc(pydoc.locate(name)) or "").partition("\n")[0].replace("|", "\\|")
+            rows.append(f"| [`{name.removeprefix('meshwright.')}`][{name}] | {summary} | [{title}]({page}) |")
+    return "\n".join(rows)
 
 
 def on_page_content(rendered: str, page: Any, **_: Any) -> str:
