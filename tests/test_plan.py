@@ -336,7 +336,7 @@ def test_software_differs_by_its_own_constants_alone() -> None:
 
 
 def test_gathering_ahead_carries_gradients_and_weights_of_another_layer() -> None:
-    """Compiled: 86.1 GiB live (docs/overlap.md)."""
+    """Compiled: 86.1 GiB live (docs/log.md)."""
     training = {"batch": 512, "seq": 8192, "remat": "offload_attention", "saved_layers": 14}
     ahead, within = (
         price("llama3-405b", "fsdp=512", "v5p:8x8x8", **training, gather_ahead=strategy)

@@ -112,7 +112,7 @@ class Settled:
         training = self.placed.run.training
         if training.gather_ahead == "none" or self._gathered_within_reason is not None:
             return False
-        # With offloading it is the setting that was compiled: Llama 3 8B on v6e (docs/overlap.md).
+        # With offloading it is the setting that was compiled: Llama 3 8B on v6e (docs/log.md).
         offloads = bool(REMAT_POLICIES[training.remat].offloaded) and self.machine.on_tpu
         return training.gather_ahead == "layer" or bool(self.links.torus) or offloads
 
