@@ -57,7 +57,7 @@ class BenchOptions(Ranged):
     minutes: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 30.0
     """With `hardware`: time of all sections together."""
     only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SECTION ...")] = ()
-    """With `hardware`: sections to run, by default all: kernels, meshes, matmuls, collectives, steps, overlap,
+    """With `hardware`: sections to run, by default all: kernels, meshes, matmuls, collectives, steps,
     checkpoint, or module:attribute of a section of your own."""
     kernels: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KERNEL ...")] = ()
     """With `hardware`: attention kernels from outside the package to check, each as module:attribute."""

@@ -92,14 +92,6 @@ TABLES: dict[str, dict[str, tuple[str, str]]] = {
             " | attention = attention_kernel | cut = note | compiler options",
         ),
     },
-    "overlap": {
-        "Of one step": (
-            "profile",
-            "item | mesh | step = profiled_seconds s | computing = measured_compute s"
-            " | communicating = measured_communication s | exposed = measured_exposed s | idle = measured_idle s"
-            " | simulated step = simulated_seconds s | simulated exposed = simulated_exposed s | note = measured_note",
-        ),
-    },
     "checkpoint": {
         "Save and restore": (
             "bytes",
@@ -199,14 +191,6 @@ def _steps(rows: Sequence[Row]) -> str:
     return "; ".join(texts)
 
 
-def _overlap(rows: Sequence[Row]) -> str:
-    row = rows[0]
-    if "measured_note" in row:
-        return str(row["measured_note"])
-    simulated = f", simulated {format_step(row['simulated_exposed'])}" if "simulated_exposed" in row else ""
-    return f"exposed {format_step(row['measured_exposed'])} of {format_step(row['profiled_seconds'])}{simulated}"
-
-
 def _checkpoint(rows: Sequence[Row]) -> str:
     save, restore = (rows[0][name] / 1e9 for name in ("save_bandwidth", "restore_bandwidth"))
     return f"{format_bytes(rows[0]['bytes'])}: save {save:.3g} GB/s, restore {restore:.3g} GB/s"
@@ -219,7 +203,6 @@ _HEADLINES: dict[str, Callable[[Sequence[Row]], str]] = {
     "collectives": _collectives,
     "experts": _experts,
     "steps": _steps,
-    "overlap": _overlap,
     "checkpoint": _checkpoint,
 }
 

@@ -34,8 +34,7 @@ SECTIONS: dict[str, tuple[str, int]] = {
     "matmuls": (f"{_PLACE}.machine:measure_matmuls", 2),
     "collectives": (f"{_PLACE}.machine:measure_collectives", 3),
     "experts": (f"{_PLACE}.experts:measure_experts", 2),
-    "steps": (f"{_PLACE}.steps:measure_steps", 9),
-    "overlap": (f"{_PLACE}.steps:measure_overlap", 3),
+    "steps": (f"{_PLACE}.steps:measure_steps", 12),
     "checkpoint": (f"{_PLACE}.steps:measure_checkpoint", 1),
 }
 """Section -> its function `(section: Section) -> None` and its time relative to the others, in the order they run."""

@@ -1,14 +1,12 @@
-"""Sections `steps`, `overlap` and `checkpoint`: runs that fit the devices at hand, measured.
+"""Sections `steps` and `checkpoint`: runs that fit the devices at hand, measured.
 
 A run is a recipe with as many layers as the planner finds memory for, a tiny one on CPUs. Its steps are measured with
-the planner's prediction and the simulated schedule, exposed communication is read from a profile, and its state is
-saved and restored.
+the planner's prediction and the simulated schedule, and its state is saved and restored.
 """
 
 import dataclasses
 import functools
 import shutil
-import statistics
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,12 +15,11 @@ from typing import Any
 import jax
 
 from meshwright.analysis.run_census import simulate_run
-from meshwright.bench.device_trace import Trace, device_time, innermost, read_trace
 from meshwright.bench.hardware.machine import calibration_of, memory_stats
-from meshwright.bench.hardware.section import Measurement, Section, describe, file_name
+from meshwright.bench.hardware.section import Measurement, Section, describe
 from meshwright.bench.loop_cost import StepRunner, measure_loop
 from meshwright.checkpoint.checkpoints import Checkpoints, check_room
-from meshwright.config import MeshShape, Training
+from meshwright.config import Training
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import find_chip
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape
@@ -274,56 +271,6 @@ def _measure_run(sized: SizedRun, seconds: float) -> Mapping[str, Any]:
         "compiled_bytes": live + memory.temp_size_in_bytes,
         "peak_bytes": memory_stats(device).get("peak_bytes_in_use"),
         **started.simulated(),
-    }
-
-
-_PROFILED_STEPS = 4
-
-
-def measure_overlap(section: Section) -> None:
-    """Profiles steps of the first run under FSDP over all devices, and of the dense run on its planned mesh."""
-    first = run_names()[0]
-    items: dict[str, Measurement] = {
-        f"{first}, FSDP": functools.partial(_profile, section, first, MeshShape(fsdp=jax.device_count()))
-    }
-    if jax.default_backend() != "cpu":
-        items["dense, planned mesh"] = functools.partial(_profile, section, "dense", None)
-    section.measure(items)
-
-
-def _profile(section: Section, name: str, mesh: MeshShape | None) -> Mapping[str, Any]:
-    """Returns the measured and the simulated parts of a step. mesh: in place of the planned one."""
-    sized = sized_run(name, section.folder, section.seconds / 4)
-    if mesh is not None:
-        run = dataclasses.replace(sized.run, mesh=mesh)
-        plan = None if sized.target is None else price_run(run, sized.target)
-        sized = dataclasses.replace(sized, run=run, plan=plan)
-    started = _StartedRun(sized, steps=1)
-    started.runner.bare(2)
-    folder = section.folder / "profiles" / file_name(name + ("" if mesh is None else "-fsdp"))
-    shutil.rmtree(folder, ignore_errors=True)
-    with jax.profiler.trace(str(folder)):
-        seconds = started.runner.bare(_PROFILED_STEPS)
-    return {
-        **_describe_run(sized, started.device_run),
-        "profile": str(folder),
-        "profiled_seconds": seconds,
-        **measured_parts(read_trace(folder, started.module), _PROFILED_STEPS),
-        **started.simulated(),
-    }
-
-
-def measured_parts(trace: Trace, steps: int) -> dict[str, Any]:
-    """Returns the seconds per step that devices computed, communicated and waited: medians over devices."""
-    if not trace.devices:
-        events = [event for lane in trace.host for event in innermost(lane)]
-        total = sum(e.seconds for e in events)
-        share = sum(e.seconds for e in events if e.communicates) / total if total else None
-        return {"measured_note": "no device lanes in this trace", "host_share_in_collectives": share}
-    times = [device_time(name, lanes, trace.flights.get(name, ())) for name, lanes in trace.devices.items()]
-    return {
-        f"measured_{part}": statistics.median(getattr(t, part) for t in times) / steps
-        for part in ("window", "compute", "communication", "exposed", "idle")
     }
 
 
