@@ -26,16 +26,15 @@ from meshwright.errors import ConfigError
 from meshwright.models.model import Model
 from meshwright.sharding.params import Param, named_leaves
 from meshwright.sharding.stages import NO_LAYER
-from meshwright.step.optimizers import (
+from meshwright.step.bfloat16_params import (
     MasterState,
-    UpdateRule,
-    build_optimizer,
     join_float32,
     round_at_random,
     split_float32,
     with_masters,
     with_random_rounding,
 )
+from meshwright.step.optimizers import UpdateRule, build_optimizer
 from meshwright.step.train_step import build_train_step
 
 BFLOAT16 = {"param_dtype": "bfloat16"}
@@ -67,7 +66,7 @@ def test_random_rounding_is_right_on_average() -> None:
 ONE = {"w": Param((4096,), "D")}
 
 
-@pytest.mark.parametrize("rule", [with_masters(optax.sgd(1e-5)), with_random_rounding(optax.sgd(1e-5), 0, ONE)])
+@pytest.mark.parametrize("rule", [with_masters(optax.sgd(1e-5), 0, ONE), with_random_rounding(optax.sgd(1e-5), 0, ONE)])
 def test_small_updates_arrive(rule: UpdateRule) -> None:
     """A thousand steps of 1e-5 from 1.0; the next bfloat16 number below is 0.996, and nearest rounding stays."""
     params = {"w": jnp.ones((4096,), jnp.bfloat16)}

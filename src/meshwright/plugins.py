@@ -51,6 +51,14 @@ PARTS: dict[str, dict[str, str]] = {
         "muon": "step.layer_rules:muon",
         "sgd": "step.optimizers:sgd",
     },
+    "parameter rounding": {
+        "master": "step.bfloat16_params:with_masters",
+        "stochastic": "step.bfloat16_params:with_random_rounding",
+    },
+    "collective matmul": {
+        "column_parallel": "comm.collective_matmul:column_parallel",
+        "row_parallel": "comm.collective_matmul:row_parallel",
+    },
     "reporter": {
         "tensorboard": "reporters.trackers:_TensorBoard",
         "wandb": "reporters.trackers:_WeightsAndBiases",

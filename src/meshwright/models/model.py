@@ -13,12 +13,12 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meshwright.comm.collective_matmul import column_parallel, row_parallel
 from meshwright.comm.collectives import TokenFunction, sequence_all_gather, sequence_reduce_scatter
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.layers import Dropout, SumRows, scatter_rows
 from meshwright.models.kernels.attention import Scores
+from meshwright.plugins import resolve
 from meshwright.ranges import PositiveInt, Ranged
 from meshwright.sharding.params import GatherParams, Param, Tree
 from meshwright.sharding.placement import replicates_kv_heads
@@ -97,7 +97,7 @@ class ForwardContext:
         x_BTD: this device's positions [B, T/tensor, D].  f: matmuls, the same for every token.
         """
         if self.tensor_ring:
-            return column_parallel(f, x_BTD, weights, self.tensor_ring)
+            return resolve("collective matmul", "column_parallel")(f, x_BTD, weights, self.tensor_ring)
         return f(sequence_all_gather(x_BTD, 1), weights)
 
     def row_parallel(self, f: TokenFunction, y_BTF: jax.Array, weights: Any) -> jax.Array:
@@ -106,7 +106,8 @@ class ForwardContext:
         y_BTF: the complete sequence, features split over `tensor`.  f: matmuls, the same for every token.
         """
         if self.tensor_ring:
-            return row_parallel(f, y_BTF, weights, self.tensor_ring)
+            summed: jax.Array = resolve("collective matmul", "row_parallel")(f, y_BTF, weights, self.tensor_ring)
+            return summed
         return sequence_reduce_scatter(f(y_BTF, weights), 1)
 
     def attend_row_parallel(

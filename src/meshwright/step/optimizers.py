@@ -1,16 +1,6 @@
 """Optimizers: optax's update rules by name, the learning-rate schedule, and the placement of the optimizer state.
 
 Clipping is part of the gradients (step/gradients.py), where the norm over all devices is one collective.
-
-A step changes a bfloat16 parameter (`param_dtype`) by about the learning rate. At 3e-5 that is less than half the
-distance between two neighbouring bfloat16 numbers for every weight above 0.016, so rounding to the nearest would leave
-those weights where they are.
-
-- `master` keeps the other 16 bits of a float32 master weight in the optimizer state: 2 + 2 bytes, as many as a float32
-  parameter has, of which only the 2 of the parameter are gathered.
-- `stochastic` keeps nothing and rounds up with the probability of the remainder (Gupta et al. 2015, arXiv:1502.02551).
-
-Moments and updates are float32 in both.
 """
 
 import fnmatch
@@ -26,7 +16,7 @@ from optax import GradientTransformation as Rule
 from meshwright.config import MeshShape, Optimizer, Training
 from meshwright.errors import ConfigError, MeshwrightError, describe_failure, nearest
 from meshwright.plugins import PARTS, resolve
-from meshwright.sharding.params import Param, Tree, is_param, named_leaves, random_bits, tree_map
+from meshwright.sharding.params import Param, Tree, is_param, named_leaves, tree_map
 from meshwright.sharding.placement import Placement, like_param
 
 
@@ -197,8 +187,8 @@ def build_update_rule(o: Optimizer, training: Training, params: Tree, layer_map:
     if layer_map is not None:
         rule = Rule(rule.init, functools.partial(optax.with_extra_args_support(rule).update, layer_map=layer_map))
     if training.param_dtype == "bfloat16":
-        master = training.param_rounding == "master"
-        return with_masters(rule) if master else with_random_rounding(rule, training.seed, params)
+        rounded: UpdateRule = resolve("parameter rounding", training.param_rounding)(rule, training.seed, params)
+        return rounded
 
     def update(grads: Tree, state: Any, params: Tree, step: jax.Array) -> tuple[Tree, Any]:
         updates, state = rule.update(grads, state, params)
@@ -230,92 +220,3 @@ def place_optimizer_state(
         return ((),) * len(leaf.shape)
 
     return state, [place(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]]
-
-
-class MasterState(NamedTuple):
-    """Optimizer state with float32 master weights, whose upper bits are the parameters."""
-
-    low_bits: Tree
-    """What is missing from a parameter to its master weight, in units of the master's last bit; int16. None for a
-    parameter that is float32 at rest."""
-    inner: Any
-    """State of the optimizer."""
-
-
-def with_masters(rule: Rule) -> UpdateRule:
-    """Returns the update of bfloat16 parameters whose float32 master weights an optax rule updates.
-
-    Parameters that are float32 at rest are their own masters.
-    """
-
-    def init(params: Tree) -> MasterState:
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.int16) if p.dtype == jnp.bfloat16 else None, params)
-        return MasterState(zeros, rule.init(jax.tree.map(join_float32, params, zeros)))
-
-    def update(grads: Tree, state: MasterState, params: Tree, step: jax.Array) -> tuple[Tree, MasterState]:
-        masters = jax.tree.map(join_float32, params, state.low_bits)
-        updates, inner = rule.update(grads, state.inner, masters)
-        treedef: Any
-        new, treedef = jax.tree.flatten(optax.apply_updates(masters, updates))
-        kinds = [p.dtype for p in jax.tree.leaves(params)]
-        halves = [split_float32(x) if kind == jnp.bfloat16 else (x, None) for x, kind in zip(new, kinds, strict=True)]
-        upper, low_bits = (treedef.unflatten(side) for side in zip(*halves, strict=True))
-        return upper, MasterState(low_bits, inner)
-
-    return UpdateRule(init, update)
-
-
-def with_random_rounding(rule: Rule, seed: int, described: Tree) -> UpdateRule:
-    """Returns the update of bfloat16 parameters that are rounded at random, by an optax rule.
-
-    seed: of the rounding, which is the same on any mesh: its bits are drawn by layer, wherever a layer's row is.
-    described: descriptions of the parameters.
-    """
-
-    def to_float32(tree: Tree) -> Tree:
-        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
-    def update(grads: Tree, state: Any, params: Tree, step: jax.Array) -> tuple[Tree, Any]:
-        exact = to_float32(params)
-        updates, state = rule.update(grads, state, exact)
-        leaves, treedef = jax.tree.flatten(optax.apply_updates(exact, updates))
-        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
-        keys, kinds = jax.random.split(key, len(leaves)), [p.dtype for p in jax.tree.leaves(params)]
-        orders = [p.order for p in jax.tree.leaves(described, is_leaf=is_param)]
-        rounded = [
-            round_at_random(x, key, order) if kind == jnp.bfloat16 else x
-            for x, key, kind, order in zip(leaves, keys, kinds, orders, strict=True)
-        ]
-        return jax.tree.unflatten(treedef, rounded), state
-
-    return UpdateRule(lambda params: rule.init(to_float32(params)), update)
-
-
-def split_float32(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits finite float32 numbers into the nearest bfloat16 numbers and int16 remainders of their bits."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    # Half a unit is rounded away from zero: the remainder is then from -2^15 to 2^15 - 1, which is int16.
-    upper = (bits + jnp.uint32(1 << 15)) >> 16
-    return _from_upper(upper), (bits - (upper << 16)).astype(jnp.int32).astype(jnp.int16)
-
-
-def join_float32(upper: jax.Array, low_bits: jax.Array | None) -> jax.Array:
-    """Inverts `split_float32`; None stands for no remainder, of a float32 number."""
-    if low_bits is None:
-        return upper
-    bits = jax.lax.bitcast_convert_type(upper, jnp.uint16).astype(jnp.uint32) << 16
-    return jax.lax.bitcast_convert_type(bits + low_bits.astype(jnp.int32).astype(jnp.uint32), jnp.float32)
-
-
-def round_at_random(x: jax.Array, key: jax.Array, order: tuple[int, ...] | None = None) -> jax.Array:
-    """Rounds finite float32 numbers to one of the two nearest bfloat16 numbers; the mean is the number itself.
-
-    order: layer in each row of x (`Param.order`).
-    """
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    drawn = random_bits(jax.random.key_data(key), x.shape, order).astype(jnp.uint16)
-    return _from_upper((bits + drawn.astype(jnp.uint32)) >> 16)
-
-
-def _from_upper(upper: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
