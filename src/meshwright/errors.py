@@ -73,7 +73,7 @@ class WeightsError(MeshwrightError):
 
 
 class CensusError(MeshwrightError):
-    """Compiled program that cannot be parsed, or exceeds its budget."""
+    """Compiled program that cannot be parsed, or does not fit the memory."""
 
     exit_code = 6
 

@@ -17,7 +17,7 @@ def proved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One proof that wrote all its files."""
     out = tmp_path_factory.mktemp("proof")
     printed = meshwright(
-        *PROVE, "--save", str(out / "census.json"), "--save-budget", str(out / "budget.toml"),
+        *PROVE, "--save", str(out / "census.json"),
         "--hlo", str(out / "step.hlo"), "--html", str(out / "page.html"),
     )  # fmt: skip
     (out / "printed.txt").write_text(printed)
@@ -42,19 +42,6 @@ def test_it_prints_and_writes(proved: Path) -> None:
     assert document["provenance"]["simulated"] == ["simulated_schedule"] and document["simulated_schedule"] is None
     assert document["unread"] == [] and document["memory"]["live"] <= document["memory"]["peak"]
     assert document["mesh"]["fsdp"] == 2 and document["flops"]["compiled"] > 0
-
-
-def test_its_own_budget_holds_and_a_smaller_one_does_not(proved: Path, tmp_path: Path) -> None:
-    budget = (proved / "budget.toml").read_text()
-    meshwright(*PROVE, "--budget", str(proved / "budget.toml"))
-    small = tmp_path / "small.toml"
-    small.write_text(budget.replace("peak_bytes = ", "peak_bytes = 1 # ").replace("[sent]", "[sent]\ntensor = 10"))
-    printed = meshwright(*PROVE, "--budget", str(small), code=6)
-    assert "over budget peak memory" in printed and "over budget sent: tensor" in printed
-    small.write_text("peak_byte = 1")
-    assert "did you mean 'peak_bytes'?" in meshwright(*PROVE, "--budget", str(small), code=6)
-    small.write_text("peak_bytes 1")
-    assert "it is not TOML" in meshwright(*PROVE, "--budget", str(small), code=6)
 
 
 def test_two_meshes_and_two_commits(proved: Path, tmp_path: Path) -> None:
@@ -89,7 +76,7 @@ def test_files_that_cannot_be_written_are_named_before_compiling(
     monkeypatch.setattr("meshwright.api.proving.compile_step", None)
     kept = tmp_path / "kept.html"
     kept.write_text("kept")
-    for flag in ("--hlo", "--save", "--save-budget", "--html"):
+    for flag in ("--hlo", "--save", "--html"):
         for file in (tmp_path / "none" / "file", tmp_path):
             with pytest.raises(ConfigError, match=f"writing {file}"):
                 run([*PROVE, flag, str(file)])

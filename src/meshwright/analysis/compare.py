@@ -1,16 +1,13 @@
-"""Comparison of a census: with one of another mesh or commit, or with limits, so that CI fails when a program grows."""
+"""Comparison of a census with one of another mesh or commit."""
 
 import dataclasses
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.analysis.census import Census
 from meshwright.documents import LARGE, read_json
-from meshwright.errors import CensusError, nearest, reason_of
+from meshwright.errors import CensusError, reason_of
 from meshwright.formatting import format_bytes, format_count
-from meshwright.hlo.ledger import traffic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,56 +77,3 @@ def read_census(file: Path) -> dict[str, Any]:
             f"the census {file}", f"it is not a census: {error}", "what `meshwright prove --json` prints"
         ) from error
     return dict(document)
-
-
-_KEYS = ("peak_bytes", "findings", "flops", "memory", "sent", "counts")
-
-
-@dataclasses.dataclass(frozen=True)
-class LimitExceeded:
-    """A limit of a budget that the program exceeds."""
-
-    quantity: str
-    limit: float
-    actual: float
-
-
-def read_budget(file: Path) -> dict[str, Any]:
-    """Reads the limits of a TOML file (docs/census.md). Raises CensusError for an unknown key."""
-    try:
-        budget = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CensusError(f"the budget {file}", f"it cannot be read: {reason_of(error)}", "a TOML file") from error
-    except tomllib.TOMLDecodeError as error:
-        raise CensusError(f"the budget {file}", f"it is not TOML: {error}", "see docs/census.md") from error
-    for key in budget:
-        if key not in _KEYS:
-            raise CensusError(f"the budget {file}", f"{key} is not a limit", nearest(key, _KEYS))
-    return budget
-
-
-def check_budget(census: Census, budget: Mapping[str, Any]) -> list[LimitExceeded]:
-    """Lists the limits that `census` exceeds."""
-    rows, categories = traffic(census.ledger), census.memory.by_category()
-    # A key of `sent` is a set of axes, or a kind over a set of axes.
-    sends = {axes: sum(row["sent"] for row in rows if row["axes"] == axes) for axes in {row["axes"] for row in rows}}
-    sends |= {f"{row['kind']} over {row['axes']}": row["sent"] for row in rows}
-    counts = {f"{row['kind']} over {row['axes']}": row["count"] for row in rows}
-    figures = {
-        "peak_bytes": ("peak memory, bytes", census.memory.compiled.peak),
-        "findings": ("findings", len(census.findings)),
-        "flops": ("matrix-product FLOPs", census.flops.compiled),
-    }
-    limits = [(name, float(budget[key]), actual) for key, (name, actual) in figures.items() if key in budget]
-    limits += [(f"{k}, bytes", float(v), categories.get(k, 0)) for k, v in budget.get("memory", {}).items()]
-    limits += [(f"sent: {k}, bytes", float(v), sends.get(k, 0.0)) for k, v in budget.get("sent", {}).items()]
-    limits += [(f"counts: {k}", float(v), counts.get(k, 0)) for k, v in budget.get("counts", {}).items()]
-    return [LimitExceeded(quantity, limit, actual) for quantity, limit, actual in limits if actual > limit]
-
-
-def write_budget(census: Census) -> str:
-    """Formats the census's own figures as a budget, which the program then may not exceed."""
-    lines = [f"peak_bytes = {census.memory.compiled.peak}", f"findings = {len(census.findings)}", ""]
-    lines += ["[memory]", *(f'"{k}" = {v}' for k, v in census.memory.by_category().items()), ""]
-    lines += ["[sent]", *(f'"{row["kind"]} over {row["axes"]}" = {row["sent"]:.0f}' for row in traffic(census.ledger))]
-    return "\n".join(lines) + "\n"

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from meshwright.activity import activity
 from meshwright.analysis.census import Census, save_census
-from meshwright.analysis.compare import check_budget, compare, read_budget, read_census, write_budget
+from meshwright.analysis.compare import compare, read_census
 from meshwright.analysis.compile import OutOfMemory
 from meshwright.analysis.run_census import cache_key, cached, census_of_eval_step, census_of_train_step
 from meshwright.analysis.run_memory import compiled_phases
@@ -51,7 +51,6 @@ from meshwright.storage.paths import default_cache_folder, path_of
 from meshwright.trust import trust_options
 from meshwright.views.blocks import Facts
 from meshwright.views.census_page import (
-    budget_section,
     census_page,
     census_sections,
     census_title,
@@ -66,14 +65,14 @@ from meshwright.views.run_tables import choices_facts, choices_to_json
 
 _LARGEST_ON_CPU = 2**33
 """Elements of an array from which on XLA's compiler for CPUs counts no tiles, and divides by zero."""
-_WRITTEN = ("save_budget", "save", "hlo", "html")
+_WRITTEN = ("save", "hlo", "html")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProveOptions(RunOptions):
     """Compile the train step of RECIPE (by default `tiny`) for a mesh of the devices at hand, of simulated devices, or
     of hardware that is not here, and read the compiled program: memory by category, every collective, FLOPs, faults.
-    Nothing is trained. The exit code is 6 where the step does not fit the memory or breaks a budget."""
+    Nothing is trained. The exit code is 6 where the step does not fit the memory."""
 
     on: Annotated[str | None, tyro.conf.arg(metavar="CHIP:SIZE")] = None
     """Compile for hardware that is not here, with its own compiler: v5p:4x4x8, 2*v6e:16x16, tpu7x:4x4x4, h100:64,
@@ -85,10 +84,6 @@ class ProveOptions(RunOptions):
     against: str | None = None
     """Compare with another mesh (axis=degree,...), another PLAN.json for the same hardware, or a census that --save
     wrote; --html then shows the difference."""
-    budget: Path | None = None
-    """Compare the program with the limits of this TOML file; exit code 6 where one is exceeded."""
-    save_budget: Path | None = None
-    """Write the program's own figures as a budget."""
     save: Path | None = None
     """Write the census as JSON."""
     hlo: Path | None = None
@@ -108,7 +103,6 @@ class ProveOptions(RunOptions):
     def act(self, call: Call) -> Outcome:
         """Runs `meshwright prove`: compiles, writes, prints."""
         console = call.console
-        budget = read_budget(self.budget) if self.budget else None
         target = find_target(self.on) if self.on else None
         refuse_wrapped(self.run, given_options(self, ("step",)))
         require_writable(getattr(self, name) for name in _WRITTEN)
@@ -144,10 +138,8 @@ class ProveOptions(RunOptions):
             if phases:
                 planned = compiled.planned.phases if compiled.planned else {}
                 print_sections(console, [phases_section(planned, phases)])
-        exceeded = check_budget(compiled.census, budget) if budget is not None else []
-        print_sections(console, [budget_section(exceeded)] if exceeded else [])
         fits = target is None or _print_verdict(console, compiled, target, phases)
-        return Outcome(record=_to_json(compiled, phases), code=CensusError.exit_code if exceeded or not fits else 0)
+        return Outcome(record=_to_json(compiled, phases), code=0 if fits else CensusError.exit_code)
 
     def _other_side(self, target: Target | None) -> Run | dict[str, Any] | None:
         """Reads --against: a run to compile, or a saved census. Raises ConfigError for a plan for other hardware."""
@@ -202,8 +194,6 @@ class ProveOptions(RunOptions):
                 self.hlo.write_text(census.text, encoding="utf-8")
             if self.save:
                 save_census(census, self.save)
-            if self.save_budget:
-                self.save_budget.write_text(write_budget(census), encoding="utf-8")
             if self.html:
                 parts = [*sections, *layout_sections(compiled.placed, machine)]
                 Report(f"{run.name} on {run.mesh}", parts, topic="proof", lead=census_title(census)).write(self.html)

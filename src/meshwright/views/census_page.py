@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from meshwright.analysis.census import Census
-from meshwright.analysis.compare import Change, LimitExceeded
+from meshwright.analysis.compare import Change
 from meshwright.analysis.simulate import SimulatedSchedule
 from meshwright.formatting import format_bytes, format_count, format_step
 from meshwright.hardware.targets import Target
@@ -136,15 +136,6 @@ def remedies_section(over: float, remedies: Sequence[Remedy]) -> Section:
     ]
     table = Table.of(remedies, columns, title="Options that save memory, predicted")
     return Section(f"{format_bytes(over)} too many", [table])
-
-
-def budget_section(exceeded: Sequence[LimitExceeded]) -> Section:
-    """Returns the limits of a budget that a program exceeds."""
-    rows = []
-    for limit in exceeded:
-        over = f" ({limit.actual / limit.limit - 1:+.1%})" if limit.limit else ""
-        rows.append(f"over budget {limit.quantity}: {limit.actual:,.0f}, limit {limit.limit:,.0f}{over}")
-    return Section("Budget", [Text(rows, "bad")])
 
 
 def _unpriced(kernels: Mapping[str, int]) -> str:
