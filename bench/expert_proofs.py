@@ -26,7 +26,7 @@ from meshwright.runs.recipe import find_recipe
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "experts.json"
 MECHANISMS = RESULTS.with_name("expert_mechanisms.json")
-"""Simulated steps before and after each mechanism, from `prove` on two commits or with two values of an option."""
+"""Simulated steps without and with each mechanism, from `prove` on two commits or with two values of an option."""
 
 # Model, machine, sequences, tokens of each.
 CASES = [
@@ -42,6 +42,9 @@ CASES = [
     ("qwen3-30b-a3b", "v5p:4x4x8", 512, 4096),
     ("qwen3-235b-a22b", "v5p:4x4x8", 512, 4096),
 ]
+
+PUBLISHED = {("qwen3-30b-a3b", "h100:16"): "13,012 (Megatron-Bridge, bf16)"}
+"""Highest measured tokens per second and device that are published for a case."""
 
 
 def best_plans(case: tuple[str, str, int, int]) -> dict[str, Plan]:
@@ -101,19 +104,22 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Returns the results as Markdown."""
     lines = [
         "| model | machine | tokens | plan | planned, GiB | compiled, GiB | error | FLOPs, compiled / needed "
-        "| step planned | step simulated |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| step planned | step simulated | of it exposed | tokens/s per device | published |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         model, on, batch, seq = row["case"]
         start = f"| {model} | {on} | {batch} x {seq} | {row['plan']} | {row['planned'] / 2**30:.1f} |"
         if "error" in row:
-            lines.append(f"{start} {row['error']} | | | {row['planned_seconds']:.3g} s | |")
+            lines.append(f"{start} {row['error']} | | | {row['planned_seconds']:.3g} s | | | | |")
             continue
+        per_device = batch * seq / row["compiled_seconds"] / parse_target(on).devices
+        # Rows that were compiled before the figure was kept have none.
+        exposed = f"{sum(row['exposed'].values()):.3g} s" if "exposed" in row else ""
         lines.append(
             f"{start} {row['compiled'] / 2**30:.1f} | {row['planned'] / row['compiled'] - 1:+.0%} | "
             f"{row['flops'] / row['needed_flops']:.2f} | {row['planned_seconds']:.3g} s | "
-            f"{row['compiled_seconds']:.3g} s |"
+            f"{row['compiled_seconds']:.3g} s | {exposed} | {per_device:,.0f} | {PUBLISHED.get((model, on), '')} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -121,13 +127,14 @@ def table(rows: list[dict[str, Any]]) -> str:
 def mechanisms() -> str:
     """Returns the effect of each mechanism alone, as Markdown."""
     lines = [
-        "| mechanism | model | machine | mesh | tokens | step, s | of it bound by memory, s | speed |",
+        "| mechanism | model | machine | mesh | tokens | step, s | what it changes | speed |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in json.loads(MECHANISMS.read_text()):
         where = " | ".join(row[name] for name in ("mechanism", "model", "machine", "mesh", "tokens"))
-        steps, memory = (f"{row[f'{kind}before']:.4g} to {row[f'{kind}after']:.4g}" for kind in ("", "memory_"))
-        lines.append(f"| {where} | {steps} | {memory} | {row['before'] / row['after'] - 1:+.0%} |")
+        steps = f"{row['before']:.4g} to {row['after']:.4g}"
+        changes = ", ".join(f"{name} {before:.4g} to {after:.4g}" for name, (before, after) in row["changes"].items())
+        lines.append(f"| {where} | {steps} | {changes} | {row['before'] / row['after'] - 1:+.0%} |")
     return "\n".join(lines) + "\n"
 
 

@@ -311,9 +311,6 @@ def test_buffers_have_room_for_the_most_that_can_arrive() -> None:
     # 1.5 times 4 rows, of 8 experts each, in tiles of 128.
     assert dataclasses.replace(spec, buffer_factor=1.5).buffers(1000, 64, 8) == (6016, 12032, 12032)
     assert [spec.most_nodes(n) for n in (1, 8, 16, 64)] == [1, 4, 8, 8]
-    # Eight experts of a node reach into two groups of six.
-    odd = ExpertSpec(48, 2, groups=8, topk_groups=1)
-    assert odd.most_nodes(6) == 2 and 1 <= odd.mean_nodes(6) <= 2
     drawn = np.random.default_rng(0)
     chosen = [
         (drawn.permutation(8)[:4, None] * 32 + np.arange(32)).reshape(-1)[drawn.permutation(128)[:8]]
@@ -358,6 +355,36 @@ def test_a_token_crosses_to_a_node_once_where_that_is_faster(recipe: str, target
     else:
         rows, medium = (spec.experts_per_token, "NVLink") if nodes == 1 else (spec.mean_nodes(n), "network")
         assert sent == {"expert": (pytest.approx(rows), medium, n)}
+
+
+@pytest.mark.parametrize(
+    ("target", "changes", "pieces", "reason"),
+    [
+        ("h100:16", {"batch": 64}, 2, None),
+        ("h100:16", {"batch": 48}, 1, "3 sequences of a microbatch on a device are not a multiple of 2"),
+        # 64 tokens: 256 KiB at 50 GB/s are 5 us, three passes over 75 MB of weights at 3.35 TB/s are 68 us.
+        ("h100:16", {"batch": 64, "microbatches": 2, "seq": 32}, 1, "the rows of 64 tokens take 0.0052 ms"),
+        ("h100:8", {"batch": 64}, 1, "no rows travel to experts between GPU nodes"),
+        ("gb200:16", {"batch": 64}, 1, "no rows travel to experts between GPU nodes"),
+        ("v5p:2x2x4", {"batch": 64}, 1, "no rows travel to experts between GPU nodes"),
+    ],
+    ids=str,
+)
+def test_rows_travel_in_pieces_of_the_batch_where_that_is_faster(
+    target: str, changes: dict[str, int], pieces: int, reason: str | None
+) -> None:
+    """The option of overlap is that of programs that send rows between nodes."""
+    shape, run = MeshShape.parse(f"expert={parse_target(target).devices}"), find_recipe("qwen3-30b-a3b")
+    training = dataclasses.replace(run.training, **{"seq": 4096, "microbatches": 1, **changes})
+    machine = machine_of_target(parse_target(target), shape)
+    settled = Settled(place_run(dataclasses.replace(run, mesh=shape, training=training), shape), machine)
+    assert settled.exchange_pieces == pieces
+    assert (settled.exchanged_at_once_reason or "").startswith(reason or "")
+    between = target == "h100:16"
+    assert ("xla_gpu_enable_latency_hiding_scheduler" in settled.compiler_options) == between
+    own = dataclasses.replace(training, compiler_options=("auto", "xla_gpu_enable_latency_hiding_scheduler=False"))
+    placed = place_run(dataclasses.replace(run, mesh=shape, training=own), shape)
+    assert Settled(placed, machine).compiler_options["xla_gpu_enable_latency_hiding_scheduler"] == "False"
 
 
 @pytest.mark.exhaustive

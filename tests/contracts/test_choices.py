@@ -5,9 +5,20 @@ import functools
 from typing import Any
 
 import pytest
-from tiny_runs import MODELS, Trained, device_run_of, largest_difference, random_batch, tiny_run, train
+from tiny_runs import (
+    MODELS,
+    Trained,
+    assert_same_steps,
+    device_run_of,
+    largest_difference,
+    random_batch,
+    tiny_run,
+    train,
+    train_on_one_device,
+)
 
 from meshwright.errors import ConfigError
+from meshwright.runs.settle import Settled
 from meshwright.step.train_step import build_train_step
 
 MESH = "data=2,fsdp=2,tensor=2"
@@ -115,3 +126,34 @@ def test_a_policy_left_open_recomputes_whole_layers_on_simulated_devices() -> No
 def test_gathering_ahead_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"training\.gather_ahead auto"):
         device_run_of(tiny_run(MODELS["llama"], "fsdp=2", gather_ahead="layer", **changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "changes"),
+    [
+        ("mixtral", "fsdp=2,expert=4", {"remat": "projections"}),
+        ("deepseek-like", "expert=8", {"remat": "full", "gather_ahead": "layer"}),
+        ("deepseek-like", "stage=2,expert=2,tensor=2", {"remat": "full", "microbatches": 2}),
+        ("mixtral", "expert=4,context=2", {"remat": "none", "batch": 12}),
+    ],
+    ids=str,
+)
+def test_rows_travel_to_experts_in_pieces_of_the_batch(
+    family: str, mesh: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two pieces have the numbers of one device; three sequences of a device stay one batch."""
+    run = tiny_run(MODELS[family], mesh, **changes)
+    monkeypatch.setattr(Settled, "exchange_pieces", 2)
+    assert_same_steps(train(run, 2), train_on_one_device(run, 2))
+
+
+@pytest.mark.parametrize(("batch", "times"), [(16, 2), (12, 1)])
+def test_each_piece_of_the_batch_has_its_exchange(batch: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exchanges() -> int:
+        device_run = device_run_of(tiny_run(MODELS["mixtral"], "expert=4", batch=batch))
+        traced = build_train_step(device_run).trace(device_run.abstract, device_run.abstract_batch)
+        return str(traced.jaxpr).count("ragged_all_to_all[")
+
+    at_once = exchanges()
+    monkeypatch.setattr(Settled, "exchange_pieces", 2)
+    assert at_once and exchanges() == times * at_once

@@ -121,7 +121,7 @@ def skipped_by_kernels(settled: Settled) -> Skipped:
     spec = next((layer.experts for layer in placed.spec.layers if layer.experts is not None), None)
     if shards > 1 and spec is not None:
         training, over = placed.run.training, placed.shape.over(BATCH_AXES) * placed.shape.context
-        tokens = training.batch * training.seq // (over * training.microbatches)
+        tokens = training.batch * training.seq // (over * training.microbatches * settled.exchange_pieces)
         fraction = tokens * spec.experts_per_token / spec.buffers(tokens, shards).experts
         sent = {axes: round(n * tokens) for axes, n in spec.sent_rows(shards, settled.expert_nodes).items()}
     return Skipped(causal_fraction(placed.spec, placed.run.training.seq), min(1.0, fraction), sent)

@@ -70,7 +70,6 @@ class Block:
         self, ctx: ForwardContext, opening: Callable[[jax.Array, dict[str, Any]], jax.Array] = lambda x_BTD, w: x_BTD
     ) -> Layer:
         """Returns the layer function. opening: computation before the layer, `(x [B, T/tensor, D], weights) -> x`."""
-        mix, feed = ctx.half(self.attention), ctx.half(self.feed_forward)
 
         def norm(place: str, name: str, x_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
             if self.norm_place not in (place, "both"):
@@ -78,16 +77,32 @@ class Block:
             name = f"{name}_out_norm" if self.norm_place == "both" and place == "after" else f"{name}_norm"
             return self.norm(x_BTD, w[name], w.get(f"{name}_bias"))
 
+        def halves(ctx: ForwardContext) -> Callable[..., tuple[jax.Array, Aux]]:
+            mix, feed = ctx.half(self.attention), ctx.half(self.feed_forward)
+
+            def run(x_BTD: jax.Array, w: dict[str, Any], index: jax.Array) -> tuple[jax.Array, Aux]:
+                with jax.named_scope(self.attention.scope):
+                    y_BTD = mix(norm("before", "attention", x_BTD, w), w)
+                    y_BTD = ctx.dropout(norm("after", "attention", y_BTD, w), 2 * index + 1)
+                    x_BTD = checkpoint_name(x_BTD + y_BTD, ATTN_RESIDUAL)
+                with jax.named_scope(self.feed_forward.scope):
+                    y_BTD, aux = feed(norm("before", "mlp", x_BTD, w), w)
+                    return x_BTD + ctx.dropout(norm("after", "mlp", y_BTD, w), 2 * index + 2), aux
+
+            return run
+
+        pieces = ctx.batch_pieces if self.spec().experts else ()
+        runs = [halves(piece) for piece in pieces or (ctx,)]
+
         def layer(x_BTD: jax.Array, params: Tree, index: jax.Array) -> tuple[jax.Array, Aux]:
             w = ctx.gather_params(params, self.stack)
             x_BTD = opening(x_BTD, w)
-            with jax.named_scope(self.attention.scope):
-                y_BTD = mix(norm("before", "attention", x_BTD, w), w)
-                y_BTD = ctx.dropout(norm("after", "attention", y_BTD, w), 2 * index + 1)
-                x_BTD = checkpoint_name(x_BTD + y_BTD, ATTN_RESIDUAL)
-            with jax.named_scope(self.feed_forward.scope):
-                y_BTD, aux = feed(norm("before", "mlp", x_BTD, w), w)
-                return x_BTD + ctx.dropout(norm("after", "mlp", y_BTD, w), 2 * index + 2), aux
+            if not pieces:
+                return runs[0](x_BTD, w, index)
+            # No piece needs another, so the compiler's scheduler sends the rows of one while another computes.
+            each = zip(runs, jnp.split(x_BTD, len(pieces)), strict=True)
+            done, aux = zip(*(run(x_BTD, w, index) for run, x_BTD in each), strict=True)
+            return jnp.concatenate(done), jax.tree.map(lambda *sums: sum(sums[1:], sums[0]), *aux)
 
         return layer
 

@@ -216,6 +216,8 @@ class LocalModel:
     """Ring of collective matmuls over `tensor` (models/model.py); () for none."""
     attention_pieces: int = 1
     """Most pieces of the batch in which attention and its output projection are computed; 1 is all at once."""
+    exchange_pieces: int = 1
+    """Most pieces of the batch that layers with experts compute one after another; 1 is all at once."""
     preferences: "Preferences | None" = None
     """Loss of preferences, instead of that of tokens (models/preferences.py)."""
 
@@ -231,6 +233,15 @@ class LocalModel:
 
     def context(self, batch: Batch, dropout: Dropout) -> ForwardContext:
         """Returns the inputs that every layer needs besides its parameters."""
+        count = math.gcd(self.exchange_pieces, batch.segments.shape[0])
+        if count == 1:
+            return self._context(batch, dropout)
+        pieces = [jax.tree.map(lambda x, i=i: jnp.split(x, count)[i], batch) for i in range(count)]
+        parts = tuple(self._context(piece, part) for piece, part in zip(pieces, dropout.split(count), strict=True))
+        return dataclasses.replace(self._context(batch, dropout), batch_pieces=parts)
+
+    def _context(self, batch: Batch, dropout: Dropout) -> ForwardContext:
+        """Returns the inputs of all sequences of `batch` together."""
 
         def attend(segments_BT: jax.Array) -> Attend:
             built = build_attend(self.sequence, segments_BT, self.kernels)

@@ -386,13 +386,18 @@ def overlapped(
             each = path.seconds(movement.kind, movement.payload) + launches
             timed.append((movement, movement.count * each))
     exposed, busy = defaultdict[str, float](float), defaultdict[str, float](float)
-    overlappable = defaultdict[str, float](float)
+    overlappable, in_pieces = defaultdict[str, float](float), defaultdict[str, float](float)
+    for movement, seconds in timed:
+        in_pieces[movement.during] += seconds * movement.overlap
     for movement, seconds in timed:
         axes = "+".join(movement.axes)
         busy[axes] += seconds
         if movement.blocking:
             # Tensor parallelism overlaps in pieces with the matmuls that it opens and closes (collective matmul).
-            exposed[axes] += seconds * (1 - tensor_overlap if movement.axes == ("tensor",) else 1)
+            fraction = tensor_overlap if movement.axes == ("tensor",) else movement.overlap
+            if movement.overlap:  # with all of the pass at most
+                fraction *= min(1.0, room[movement.during] / in_pieces[movement.during])
+            exposed[axes] += seconds * (1 - fraction)
         else:
             overlappable[movement.during] += seconds
     for name, seconds in overlappable.items():

@@ -39,6 +39,8 @@ class Movement:
     blocking: bool
     """Whether the next operation needs its result at once, so that nothing overlaps it."""
     purpose: str
+    overlap: float = 0.0
+    """Fraction of a blocking one that overlaps all the same: it is sent in pieces, and another computes meanwhile."""
 
 
 def quantises_experts(settled: Settled, software: Software) -> bool:
@@ -76,7 +78,9 @@ def movements(
         for axis, rows in spec.sent_rows(shape.expert, nodes).items():
             elements = work.tokens * rows * work.width
             payloads = (elements * (spec.sent_bytes or compute), elements * compute)
-            result += _experts(axis, payloads, work.expert_layers * microbatches, again, not beside)
+            sent = _experts(axis, payloads, work.expert_layers * microbatches, again, not beside)
+            overlap = software.exchange_overlap if settled.exchange_pieces > 1 else 0.0
+            result += [dataclasses.replace(movement, overlap=overlap) for movement in sent]
     if shape.stage > 1 and not keeps_stages(placed):
         result += [dataclasses.replace(m, during="recomputation") for m in result if m.during == "forward"]
     result += _weights(placed, microbatches, bool(again - {"scores"}), quantises_experts(settled, software))

@@ -19,11 +19,19 @@ from meshwright.models.kernels.attention import Kernels
 from meshwright.models.kernels.choose import GroupedMatmul, choose_grouped_matmul, kernels_of
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.runs.placed_run import PlacedRun
+from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.params import Param, is_low_precision, is_low_precision_expert
+from meshwright.sharding.placement import axes_of
 
 _RING = 4
 """Least chips along a dimension of a TPU slice that has wraparound links."""
 _ATTENTION_PIECES = 4
+_EXCHANGE_PIECES = 2
+OVERLAP_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": "True"}
+"""XLA options of programs that send rows to experts between GPU nodes: without it the exchange overlaps with nothing.
+
+Programs that exchange only inside a node do without: another user of JAX has seen NaN with this scheduler, and measured
+a gain of 0.4 % from overlap with XLA's own kernel for exchanges there (docs/log.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +104,8 @@ class Settled:
         shape, chip, model = self.placed.shape, self.machine.chip, self.placed.run.model
         spec = next((layer.experts for layer in self.placed.spec.layers if layer.experts), None)
         nodes, devices = shape.slices if shape.dcn_axis == "expert" else 1, shape.expert
-        if chip and isinstance(chip.interconnect, Nodes):  # the innermost axes of a mesh fill a node
+        # The innermost axes of a mesh fill a node.
+        if chip and isinstance(chip.interconnect, Nodes) and shape.size > chip.interconnect.devices_per_node:
             inside = max(1, chip.interconnect.devices_per_node // (shape.context * shape.tensor))
             nodes = devices // math.gcd(devices, inside)
         if spec is None or nodes == 1 or getattr(model, "dispatch", None) == "capacity":
@@ -168,11 +177,42 @@ class Settled:
         chip = self.machine.listed
         return 1 if self.machine.on_tpu and not (chip and chip.sparse_cores) else _ATTENTION_PIECES
 
+    @property
+    def overlaps_exchange(self) -> bool:
+        """Whether rows travel to experts over the network of GPU nodes, which overlaps with the right options."""
+        return self.expert_nodes > 1 and not self.machine.on_tpu
+
+    @property
+    def exchange_pieces(self) -> int:
+        """Pieces of the batch of which the rows of one travel to experts while another computes; 1 is all at once."""
+        return _EXCHANGE_PIECES if self.exchanged_at_once_reason is None else 1
+
+    @functools.cached_property
+    def exchanged_at_once_reason(self) -> str | None:
+        """Why the rows of the whole batch travel to experts at once, None where they travel in pieces."""
+        placed, training, nodes, chip = self.placed, self.placed.run.training, self.expert_nodes, self.machine.chip
+        if not self.overlaps_exchange or chip is None:
+            return "no rows travel to experts between GPU nodes"
+        sequences = training.batch // training.microbatches // placed.shape.over(BATCH_AXES)
+        if sequences % _EXCHANGE_PIECES:
+            return f"{sequences} sequences of a microbatch on a device are not a multiple of {_EXCHANGE_PIECES}"
+        specs = [layer.experts for layer in placed.spec.layers if layer.experts]
+        tokens = sequences * training.seq // placed.shape.context
+        sent = 2.0 * tokens * placed.spec.width * specs[0].mean_nodes(nodes) * (1 - 1 / nodes) / chip.network_bandwidth
+        # Each piece has gradients of the experts' weights: two arrays are read and their sum is written.
+        own = [p.size / placed.shape.over(axes_of(where.in_use)) for _, p, where in placed.leaves if "E" in p.dims]
+        summed = 3 * 2.0 * sum(own) * placed.shape.stage / len(specs) / chip.hbm_bandwidth
+        if sent < summed:
+            times = f"{1e3 * sent:.2g} ms on the network, and sums of the gradients of two pieces {1e3 * summed:.2g} ms"
+            return f"the rows of {tokens} tokens take {times}"
+        return None
+
     @functools.cached_property
     def compiler_options(self) -> dict[str, str]:
         """XLA options of run and chip; none on simulated devices. Raises ConfigError for a word that is no option."""
         options = dict(self.machine.determinism.compiler_options) if self.fixes_bits else {}
-        options |= compiler_options_of(self.machine.listed, self.placed.run.training.compiler_options)
+        own = OVERLAP_OPTIONS if self.overlaps_exchange else {}
+        options |= compiler_options_of(self.machine.listed, self.placed.run.training.compiler_options, own)
         return {} if self.machine.simulated else options
 
     def check(self) -> None:

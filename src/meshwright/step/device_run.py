@@ -136,6 +136,7 @@ class DeviceRun:
             settled.gathered_ahead,
             settled.tensor_ring,
             settled.attention_pieces,
+            settled.exchange_pieces,
             learned,
         )
 

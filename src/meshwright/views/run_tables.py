@@ -85,6 +85,9 @@ def choices_facts(device_run: DeviceRun) -> list[tuple[str, str]]:
         spec = next(layer.experts for layer in device_run.placed.spec.layers if layer.experts)
         rows = f"{spec.mean_nodes(nodes):.3g} rows of a token for its {spec.experts_per_token} experts at an even load"
         facts.append(("exchange", f"one row for each of {nodes} groups of devices: {rows}"))
+        at_once, pieces = chosen["exchanged_at_once_reason"], chosen["exchange_pieces"]
+        overlap = f"those of {pieces} pieces of the batch one after another, while the other computes"
+        facts.append(("rows travel", overlap if at_once is None else f"those of the whole batch at once: {at_once}"))
     facts.append(("bits", chosen["bits"]))
     return [*facts, ("left out", f"{', '.join(refused)}: unknown to the installed compiler")] if refused else facts
 
@@ -98,6 +101,8 @@ def choices_to_json(device_run: DeviceRun) -> dict[str, Any]:
         "attention_kernel": model.kernels.name,
         "grouped_matmul": device_run.settled.grouped_matmul and device_run.settled.grouped_matmul.name,
         "expert_nodes": device_run.settled.expert_nodes,
+        "exchange_pieces": model.exchange_pieces,
+        "exchanged_at_once_reason": device_run.settled.exchanged_at_once_reason,
         "gathered_ahead": {stack: list(names) for stack, names in model.ahead.items()},
         "tensor_ring": list(model.tensor_ring),
         "compiler_options": device_run.compiler_options(),

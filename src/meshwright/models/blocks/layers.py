@@ -212,6 +212,14 @@ class Dropout:
     positions_T: jax.Array
     """Positions in the complete sequence that this device has, those of all devices of `tensor` together."""
 
+    def split(self, count: int) -> "list[Dropout]":
+        """Returns the dropout of each of `count` equal pieces of the batch."""
+        if self.rate == 0.0:
+            return [self] * count
+        return [
+            dataclasses.replace(self, sequences_B=sequences_B) for sequences_B in jnp.split(self.sequences_B, count)
+        ]
+
     def __call__(self, x_BTD: jax.Array, site: jax.Array | int) -> jax.Array:
         """Sets a fraction `rate` of x to zero and scales the rest up. site: a different number for each use."""
         if self.rate == 0.0:
