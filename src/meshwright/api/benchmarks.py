@@ -57,7 +57,7 @@ class BenchOptions(Ranged):
     minutes: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 30.0
     """With `hardware`: time of all sections together."""
     only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SECTION ...")] = ()
-    """With `hardware`: sections to run, by default all: kernels, meshes, matmuls, collectives, steps,
+    """With `hardware`: sections to run, by default all: kernels, meshes, matmuls, collectives, experts, steps,
     checkpoint, or module:attribute of a section of your own."""
     kernels: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KERNEL ...")] = ()
     """With `hardware`: attention kernels from outside the package to check, each as module:attribute."""
@@ -107,9 +107,8 @@ class BenchOptions(Ranged):
         start_devices(self.devices, shape, hosts)
         shape = shape or mesh.default_mesh_shape(jax.device_count())
         rows = list(time_collectives(mesh.build_mesh(shape), self.kinds, self.sizes))
-        for file in (
-            (self.out / "calibration.json", calibration_path(default_cache_folder())) if hosts.process == 0 else ()
-        ):
+        files = (self.out / "calibration.json", calibration_path(default_cache_folder()))
+        for file in files if hosts.process == 0 else ():
             try:
                 write_calibration(file, collectives=rows, mesh=str(shape))
             except OSError as error:
