@@ -311,6 +311,9 @@ def test_buffers_have_room_for_the_most_that_can_arrive() -> None:
     # 1.5 times 4 rows, of 8 experts each, in tiles of 128.
     assert dataclasses.replace(spec, buffer_factor=1.5).buffers(1000, 64, 8) == (6016, 12032, 12032)
     assert [spec.most_nodes(n) for n in (1, 8, 16, 64)] == [1, 4, 8, 8]
+    # Eight experts of a node reach into two groups of six.
+    odd = ExpertSpec(48, 2, groups=8, topk_groups=1)
+    assert odd.most_nodes(6) == 2 and 1 <= odd.mean_nodes(6) <= 2
     drawn = np.random.default_rng(0)
     chosen = [
         (drawn.permutation(8)[:4, None] * 32 + np.arange(32)).reshape(-1)[drawn.permutation(128)[:8]]

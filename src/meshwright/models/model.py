@@ -385,15 +385,18 @@ class ExpertSpec:
         return min(self.experts_per_token, nodes, self.topk_groups * (-(-in_group // in_node) + (not aligned)))
 
     def mean_nodes(self, nodes: int) -> float:
-        """Returns the nodes that the experts of one token are on, on average over even choices."""
-        own = max(1, self.groups // nodes)  # groups of a node, and experts of the node in each
-        here, k, pool = self.experts // nodes // own, self.experts_per_token, self.experts // self.groups
-        pool *= self.topk_groups
+        """Returns the nodes that the experts of one token are on, on average over even choices.
+
+        Groups and nodes that do not divide each other count as if a node had experts of one group.
+        """
+        k, in_group, own = self.experts_per_token, self.experts // self.groups, max(1, self.groups // nodes)
+        # Experts of a node in each of its groups, and those that a token chooses from.
+        here, pool = min(self.experts // nodes // own, in_group), self.topk_groups * in_group
         missed = sum(
             math.comb(own, j) * math.comb(self.groups - own, self.topk_groups - j) * math.comb(pool - j * here, k)
             for j in range(min(own, self.topk_groups) + 1)
         )
-        return nodes * (1 - missed / (math.comb(self.groups, self.topk_groups) * math.comb(pool, k)))
+        return max(1.0, nodes * (1 - missed / (math.comb(self.groups, self.topk_groups) * math.comb(pool, k))))
 
 
 class ExpertBuffers(NamedTuple):
