@@ -1,4 +1,4 @@
-"""Plans compiled for their machine, each in a process of its own, and tuned by what the compiler says."""
+"""Plans compiled for their machine, each in a process of its own, and tuned by what their programs show."""
 
 import contextlib
 import dataclasses
