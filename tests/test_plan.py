@@ -226,6 +226,28 @@ def test_weights_of_experts_in_low_precision_travel_with_a_byte_for_each_element
         assert whole - halved == saved[kind] + (dense if kind == "all-gather" else 0)
 
 
+@pytest.mark.parametrize("remat, arrays", [("full", 0), ("attention_out", 1), ("projections", 1), ("none", 0)])
+def test_an_exchange_of_heads_saves_the_output_of_attention_twice(remat: str, arrays: int) -> None:
+    """Where it is named: as the kernel made it and as the projection reads it. A ring makes it where it is read."""
+    settled = [
+        Settled(
+            placed_recipe(
+                "llama3-8b",
+                "fsdp=4,context=2",
+                batch=8,
+                seq=8192,
+                remat=remat,
+                context_strategy=strategy,
+                microbatches=1,
+            ),
+            Machine("tpu"),
+        )
+        for strategy in ("ring", "ulysses")
+    ]
+    ring, ulysses = (memory_by_category(each, work_of(each.placed), 1.0)["activations"] for each in settled)
+    assert ulysses - ring == arrays * 32 * 2 * 4096 * 4096 * 2
+
+
 def test_policies_recompute_what_they_do_not_save() -> None:
     names = ("none", "attention", "projections", "feed_forward", "full", "offload_attention", "offload")
     again = {remat: recomputed_roles(remat) for remat in names}

@@ -343,7 +343,8 @@ def _elements_per_token(placed: PlacedRun, work: Work) -> dict[str, float]:
     return {
         LAYER_INPUT: work.width / placed.shape.tensor,
         QKV: work.widths.saved,
-        ATTN_OUT: work.widths.value,
+        # An exchange of heads makes another array of the kernel's output, with the same name.
+        ATTN_OUT: work.widths.value * (2 if placed.sequence.group > 1 else 1),
         ATTN_RESIDUAL: work.width / placed.shape.tensor,
         FFN_HIDDEN: work.ffn_hidden,
     }
@@ -356,7 +357,8 @@ def _saved_bytes(placed: PlacedRun, work: Work, compute: int) -> float:
     if policy.saved is None:
         # Also both normalised inputs, whole over `tensor`, the attention output as its projection reads it, SwiGLU's
         # product (gate and up are `ffn_hidden`); of experts their rows, and the router's input in float32.
-        kept = sum(elements.values()) + 2 * work.width + work.ffn_hidden / 2 + work.widths.value
+        elements[ATTN_OUT] = 2 * work.widths.value
+        kept = sum(elements.values()) + 2 * work.width + work.ffn_hidden / 2
         if placed.spec.has_latents:
             # Queries, keys and values as the kernel reads them, besides the latents.
             kept += work.widths.query + 2 * work.widths.kv
