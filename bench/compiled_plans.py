@@ -1,15 +1,17 @@
-"""Planned step time and memory against compiled, over plans drawn at random: `python bench/compiled_plans.py`.
+"""Planned step time and memory against compiled, for cases drawn at random: `python bench/compiled_plans.py`.
 
-Needs the `tpu` extra, and for GPUs the wheels that `meshwright prove` names. For each machine legal meshes, pipeline
-schedules, remat policies and numbers of microbatches are drawn until the planner finds one that fits; every drawn plan
-is compiled whole and its schedule simulated. Every other plan may be used to set the planner's constants (`fit`), the
-rest is `held-out`. A row goes to bench/results/compiled_plans.json as soon as it is there, and rows that are there
-are not compiled again (`--again NAME`); what the planner predicts is computed anew each time. The summary goes to
+Needs the `tpu` extra, and for GPUs the wheels that `meshwright prove` names; cases whose compiler is not installed are
+left out. A case is a machine, a model and a batch. Its first choice of `plan` is compiled whole and its schedule
+simulated; every second case is one of the meshes with `expert`, `context` or `stage`. A row goes to
+bench/results/compiled_plans.json as soon as it is there, and rows that are there for the compiler that is installed are
+not compiled again (`--again NAME`); what the planner predicts is computed anew each time. The summary goes to
 docs/plan.md, the rows to results/compiled_plans.md, the picture to docs/img/compiled-plans.svg.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import random
 import statistics
@@ -23,20 +25,11 @@ from typing import Any
 
 from page_table import put_rows, put_table
 
-from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import Nodes
 from meshwright.hardware.targets import Target, parse_target
 from meshwright.planner.plan_file import write_plan
-from meshwright.planner.search import (
-    STAGE_SAVES,
-    Plan,
-    accumulation_counts,
-    candidate_meshes,
-    candidate_schedules,
-    price_run,
-    remat_policies,
-)
+from meshwright.planner.search import Plan, price_run, search
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_from_dict, run_to_dict
@@ -47,78 +40,54 @@ RESULTS = ROOT / "bench" / "results" / "compiled_plans.json"
 PAGE = ROOT / "docs" / "plan.md"
 PICTURE = ROOT / "docs" / "img" / "compiled-plans.svg"
 
-# Machine, model, sequences for each device, tokens of each, plans drawn.
-MACHINES = [
-    ("a100:8", "llama3-8b", 4, 2048, 6),
-    ("a100:16", "llama2-13b", 4, 4096, 5),
-    ("h100:8", "llama3-8b", 4, 4096, 6),
-    ("h100:8", "qwen3-30b-a3b", 2, 4096, 4),
-    ("h100:32", "llama2-7b", 8, 4096, 6),
-    ("h100:64", "qwen3-32b", 4, 4096, 6),
-    ("h100:128", "llama3-70b", 4, 8192, 6),
-    ("h200:64", "mixtral-8x7b", 4, 4096, 5),
-    ("b200:8", "qwen3-14b", 4, 4096, 5),
-    ("b200:64", "llama2-70b", 4, 4096, 6),
-    ("v5e:4x4", "llama32-3b", 4, 4096, 3),
-    ("v5e:16x16", "llama3-8b", 2, 4096, 3),
-    ("v6e:4x4", "llama3-8b", 4, 4096, 3),
-    ("v6e:8x16", "qwen3-14b", 2, 8192, 3),
-    ("v5p:2x2x4", "llama2-7b", 4, 4096, 3),
-    ("v5p:4x4x4", "qwen3-32b", 4, 4096, 3),
-    ("v5p:4x4x8", "llama2-70b", 4, 4096, 3),
-    ("tpu7x:2x2x4", "llama2-13b", 4, 4096, 3),
-]
+SEED, CASES, SET = 20261126, 20, "first choices, 2026-11-26"
+# Of three cases two are on GPUs. TPUs are those whose programs compile in minutes.
+GPUS = ("a100:16", "h100:8", "h100:16", "h100:32", "h100:64", "h100:128", "h200:32", "b200:8", "b200:32")
+TPUS = ("v5e:4x4", "v5e:8x8", "v5p:2x2x4", "v5p:4x4x4", "tpu7x:2x2x4", "v6e:4x4")
+MODELS = (
+    *("llama3-8b", "llama3-70b", "llama2-13b", "qwen3-14b", "qwen3-32b", "qwen25-32b", "gemma3-12b", "gemma3-27b"),
+    *("olmo2-13b", "olmo2-32b", "mistral-7b", "mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-20b"),
+    *("gpt-oss-120b", "glm45-air", "deepseek-v2-lite", "gemma2-9b", "llama32-3b"),
+)
+AXES = ("expert", "context", "stage")
+TOKENS, SEQS = (8192, 16384, 32768), (2048, 4096, 8192, 32768)
+"""Tokens of a device, and of a sequence."""
 
 
-def kind_of(mesh: MeshShape) -> str:
-    """Returns the axis beside `data` and `fsdp` that a mesh is drawn for."""
-    return next((axis for axis in ("stage", "context", "expert", "tensor") if mesh.degrees()[axis] > 1), "fsdp")
+def drawn_plans() -> Iterable[tuple[str, Plan]]:
+    """Yields the first choices of the cases, named after machine, model and batch."""
+    for number in range(CASES):
+        generator, plan = random.Random(SEED + number), None
+        while plan is None:
+            axis = generator.choice(AXES) if number % 2 else None
+            target = parse_target(generator.choice(TPUS if number % 3 == 2 else GPUS))
+            run, tokens, seq = find_recipe(generator.choice(MODELS)), generator.choice(TOKENS), generator.choice(SEQS)
+            plan = first_choice(run, target, max(1, tokens * target.devices // seq), seq, axis)
+        training = plan.run.training
+        yield f"{target} {plan.run.name} {training.batch}x{training.seq}", plan
 
 
-def drawn_plans(number: int, machine: tuple[str, str, int, int, int]) -> Iterable[tuple[str, Plan]]:
-    """Yields named plans that fit by the planner: a kind of mesh, then a mesh of it, its schedule and remat policy."""
-    on, model, sequences, seq, count = machine
-    target = parse_target(on)
-    run = find_recipe(model)
-    training = dataclasses.replace(run.training, batch=sequences * target.devices, seq=seq)
-    run = dataclasses.replace(run, training=training)
-    kinds: dict[str, list[MeshShape]] = {}
-    for mesh in candidate_meshes(run, target):
-        kinds.setdefault(kind_of(mesh), []).append(mesh)
-    generator = random.Random(number)
-    for drawn in range(count):
-        while True:
-            # The first plan of a machine shards over `fsdp` and `data` alone, as most runs do.
-            kind = "fsdp" if drawn == 0 else generator.choice(sorted(kinds))
-            plan = draw(generator, run, target, generator.choice(kinds[kind]))
-            if plan is not None and plan.estimate.fits:
-                break
-        yield f"{on} {model} {drawn}", plan
+def first_choice(run: Run, target: Target, batch: int, seq: int, axis: str | None) -> Plan | None:
+    """Returns the first choice among the meshes that have `axis`; None where nothing fits."""
+    with contextlib.suppress(ConfigError):
+        training = dataclasses.replace(run.training, batch=batch, seq=seq)
+        plans = search(dataclasses.replace(run, training=training), target).plans
+        return next((plan for plan in plans if axis is None or plan.mesh.degrees()[axis] > 1), None)
+    return None
 
 
-def draw(generator: random.Random, run: Run, target: Target, mesh: MeshShape) -> Plan | None:
-    """Returns a plan on a mesh with a schedule, policy and number of microbatches at random; None if it is refused."""
-    scheduled = generator.choice(list(candidate_schedules(run, mesh)))
-    saves = generator.choice(STAGE_SAVES) if mesh.stage > 1 else None
-    changes: dict[str, Any] = {"remat": generator.choice(remat_policies(target, saves))}
-    if mesh.stage > 1:
-        changes["stage_saves"] = saves
-    else:
-        changes["microbatches"] = generator.choice(accumulation_counts(scheduled, mesh))
-    try:
-        changed = dataclasses.replace(scheduled.training, **changes)
-        return price_run(dataclasses.replace(scheduled, training=changed), target)
-    except ConfigError:
-        return None
+def compile_plan(plan: Plan, kept: Path | None = None) -> dict[str, Any]:
+    """Proves a plan in a process of its own; returns its compiled bytes, simulated seconds, FLOPs and versions.
 
-
-def compile_plan(plan: Plan) -> dict[str, Any]:
-    """Proves a plan in a process of its own; returns its compiled bytes, simulated seconds, FLOPs and versions."""
+    kept: folder that receives the plan, the census and the compiled program.
+    """
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "plan.json"
-        write_plan(plan, plan.target, file)
-        words = [sys.executable, "-m", "meshwright", "prove", str(file), "--json", "--fresh", "--limit", "3000"]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = kept or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_plan(plan, plan.target, folder / "plan.json")
+        words = [sys.executable, "-m", "meshwright", "prove", str(folder / "plan.json"), "--json", "--fresh"]
+        words += ["--save", str(folder / "census.json"), "--hlo", str(folder / "program.txt")] if kept else []
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     row: dict[str, Any] = {"wall": time.perf_counter() - began}
     if "{" not in done.stdout:
@@ -140,21 +109,38 @@ def figures_of(text: str) -> dict[str, Any]:
     }
 
 
-def compile_all(again: list[str]) -> list[dict[str, Any]]:
+def compiler_of(target: Target) -> str:
+    """Returns package and version of the compiler that is installed for a target; an empty text without one."""
+    package = "jax-cuda13-plugin" if isinstance(target.chip.interconnect, Nodes) else "libtpu"
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def compile_all(only: str, again: list[str], kept: Path | None) -> list[dict[str, Any]]:
     """Compiles the plans that have no row yet; returns all rows."""
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     if RESULTS.is_file():
-        rows = {row["name"]: row for row in json.loads(RESULTS.read_text())}
-    for number, machine in enumerate(MACHINES):
-        for name, drawn in drawn_plans(number, machine):
-            plan = drawn
-            if name in rows:
-                if not any(word in name for word in again):
-                    continue
-                plan = price_run(run_from_dict(rows[name]["run"], str(RESULTS)), drawn.target)
-            rows[name] = {"name": name, "run": run_to_dict(plan.run), **compile_plan(plan)}
-            RESULTS.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
-            print(name, plan.name, {k: v for k, v in rows[name].items() if k not in ("name", "run")}, flush=True)
+        rows = {(row["name"], row["compiler"]): row for row in json.loads(RESULTS.read_text())}
+    for name, plan in drawn_plans():
+        key = (name, compiler_of(plan.target))
+        if not key[1] or only not in name:
+            print(f"{name}: {plan.name} is left out", flush=True)
+            continue
+        if key in rows and not any(word in name for word in again):
+            continue
+        folder = kept and kept / "-".join(key).replace(" ", "-").replace(":", "-")
+        rows[key] = {
+            "name": name,
+            "set": SET,
+            "compiler": key[1],
+            "run": run_to_dict(plan.run),
+            **compile_plan(plan, folder),
+        }
+        RESULTS.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
+        figures = {k: v for k, v in rows[key].items() if k not in ("name", "run")}
+        print(name, plan.name, plan.estimate.seconds, plan.estimate.bytes, figures, flush=True)
     return list(rows.values())
 
 
@@ -178,16 +164,25 @@ def is_gpu(row: dict[str, Any]) -> bool:
     return isinstance(parse_target(row["name"].split()[0]).chip.interconnect, Nodes)
 
 
-def summary(rows: list[dict[str, Any]]) -> list[tuple[str, int, float, float, float, float]]:
-    """Returns name, number, median and 90th percentile of the absolute errors of time, and of memory, by group."""
-    groups: dict[str, list[dict[str, Any]]] = {"all": rows, "fit": rows[::2], "held-out": rows[1::2]}
+def split_axis(row: dict[str, Any]) -> str:
+    """Returns which of the axes that half of the cases are drawn for a row's mesh has; an empty text without one."""
+    degrees = run_from_dict(row["run"], str(RESULTS)).mesh.degrees()
+    return next((axis for axis in AXES if degrees[axis] > 1), "")
+
+
+def summary(rows: list[dict[str, Any]]) -> list[tuple[str, int, int, float, float, float, float]]:
+    """Returns by group its name, plans, those that fit, and median and 90th percentile of the absolute errors."""
+    groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault("GPU" if is_gpu(row) else "TPU", []).append(row)
+        if "error" not in row:
+            device = "GPU" if is_gpu(row) else row["compiler"]
+            for name in ("", f", {device}", f", {'with ' + ' or '.join(AXES) if split_axis(row) else 'other meshes'}"):
+                groups.setdefault(row["set"] + name, []).append(row)
     result = []
     for name, group in groups.items():
         time_errors, memory_errors = (sorted(map(abs, column)) for column in zip(*errors(group), strict=True))
         cells = [f(e) for e in (time_errors, memory_errors) for f in (statistics.median, ninetieth)]
-        result.append((name, len(time_errors), *cells))
+        result.append((name, len(group), sum(row["fits"] for row in group), *cells))
     return result  # type: ignore[return-value]
 
 
@@ -199,26 +194,27 @@ def ninetieth(values: list[float]) -> float:
 def table(rows: list[dict[str, Any]]) -> str:
     """Returns the summary as Markdown."""
     lines = [
-        "| plans | number | time, median error | 90th | memory, median error | 90th |",
-        "|---|---|---|---|---|---|",
+        "| plans | number | fit | time, median error | 90th | memory, median error | 90th |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name, count, *cells in summary(rows):
-        lines.append(f"| {name} | {count} | {' | '.join(f'{cell:.1%}' for cell in cells)} |")
+    for name, count, fitting, *cells in summary(rows):
+        lines.append(f"| {name} | {count} | {fitting} | {' | '.join(f'{cell:.1%}' for cell in cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def row_table(rows: list[dict[str, Any]]) -> str:
     """Returns one line of Markdown for each plan."""
     lines = [
-        "| machine | model | tokens | plan | planned, GiB | compiled, GiB | error | step planned | simulated | error |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| machine | model | tokens | plan | compiler | planned, GiB | compiled, GiB | error | step planned "
+        "| simulated | error |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         on, model, _ = row["name"].split()
         training = row["run"]["training"]
         start = (
             f"| {on} | {model} | {training['batch']} x {training['seq']} | {row['plan']} | "
-            f"{row['planned'] / 2**30:.1f} |"
+            f"{row['compiler']} | {row['planned'] / 2**30:.1f} |"
         )
         if "error" in row:
             told = [line for line in row["error"].splitlines() if line.strip()]
@@ -234,7 +230,7 @@ def row_table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]]) -> None:
-    """Plots planned over compiled step time and memory, with a colour for each kind of machine."""
+    """Plots planned over compiled step time and memory, with a colour for each set of rows."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -245,12 +241,9 @@ def plot(rows: list[dict[str, Any]]) -> None:
     columns = (("compiled_seconds", "planned_seconds", "step, s", 1.0), ("compiled", "planned", "memory, GiB", 2**30))
     for axes, (compiled, planned, label, unit) in zip(both, columns, strict=True):
         axes.set_prop_cycle(color=[light for light, _ in PALETTE.values()])
-        for kind in ("GPU", "TPU"):
-            points = [
-                (r[compiled] / unit, r[planned] / unit)
-                for r in rows
-                if "error" not in r and is_gpu(r) == (kind == "GPU")
-            ]
+        for kind in dict.fromkeys(row["set"] for row in rows):
+            found = [r for r in rows if "error" not in r and r["set"] == kind]
+            points = [(r[compiled] / unit, r[planned] / unit) for r in found]
             axes.scatter(*zip(*points, strict=True), s=18, label=f"{kind} ({len(points)})", alpha=0.8)
         ends = (min(axes.get_xlim()[0], axes.get_ylim()[0], 1.0), max(axes.get_xlim()[1], axes.get_ylim()[1]))
         axes.plot(ends, ends, color="grey", linewidth=1)
@@ -262,13 +255,15 @@ def plot(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--again", action="append", default=[], help="compile rows whose name has this word again")
+    parser.add_argument("--only", default="", help="compile only the cases whose name has this word")
+    parser.add_argument("--again", action="append", default=[], help="compile cases whose name has this word again")
+    parser.add_argument("--keep", type=Path, help="folder that receives plans, censuses and compiled programs")
     parser.add_argument("--table", action="store_true", help="compile nothing")
     given = parser.parse_args()
-    rows = json.loads(RESULTS.read_text()) if given.table else compile_all(given.again)
+    rows = json.loads(RESULTS.read_text()) if given.table else compile_all(given.only, given.again, given.keep)
     rows = [with_prediction(row) for row in rows]
     put_table(PAGE, "compiled_plans.py", table(rows))
-    put_rows("compiled_plans.py", "Plans drawn at random: planned and compiled", row_table(rows))
+    put_rows("compiled_plans.py", "First choices of cases drawn at random: planned and compiled", row_table(rows))
     plot(rows)
     print(table(rows))
 
