@@ -201,7 +201,7 @@ def test_planned_traffic_is_the_compiled_programs(mesh: str, remat: str) -> None
     for m in movements(device_run.settled, work_of(device_run.placed), recomputed_roles(remat), None, MESHWRIGHT):
         if m.purpose != "loss softmax":
             # On XLA:CPU a reduce-scatter is an all-reduce of which most is dropped.
-            planned[m.axes] = planned.get(m.axes, 0.0) + m.payload * m.count
+            planned[m.axes] = planned.get(m.axes, 0.0) + m.payload * m.times
     compiled: dict[tuple[str, ...], float] = {}
     for entry in census_of_train_step(device_run).ledger:
         axes = tuple(entry.axes or ())
@@ -296,8 +296,8 @@ def test_activations_travel_beside_the_other_half_of_a_tick() -> None:
     placed = placed_recipe("llama3-8b", "stage=4", batch=16, microbatches=16, pipeline_schedule="1f1b")
     tasks = build_counts("1f1b", 4, 16, 1)
     settled, work, again = Settled(placed, Machine("tpu")), work_of(placed), recomputed_roles("full")
-    sent = [m for m in movements(settled, work, again, tasks, MESHWRIGHT) if m.count]
-    permutes = {(m.during, m.blocking): m.count for m in sent if m.kind == "collective-permute"}
+    sent = [m for m in movements(settled, work, again, tasks, MESHWRIGHT) if m.times]
+    permutes = {(m.during, m.blocking): m.times for m in sent if m.kind == "collective-permute"}
     # Microbatch m runs forward on stage s in tick m + s, backward in tick m + 2P - 1 - s (sharding/schedules.py).
     ticks, first_backward, last_forward = 16 + 2 * 4 - 1, 4, 16 + 4 - 2
     alone, both = (first_backward, ticks - 1 - last_forward), last_forward + 1 - first_backward
@@ -306,7 +306,7 @@ def test_activations_travel_beside_the_other_half_of_a_tick() -> None:
     }  # fmt: skip
     # The embedding is summed at the first stage, the hidden states go to all, and both back; whole over nothing.
     shared = [m for m in sent if m.kind == "all-reduce" and m.purpose == "hidden states of all stages"]
-    assert [(m.count, m.payload) for m in shared] == [(4 * 16, 2 * 8192 * 4096)]
+    assert [(m.times, m.payload) for m in shared] == [(4 * 16, 2 * 8192 * 4096)]
     others = movements(settled, work, again, tasks, SOFTWARE["Megatron-Core"])
     assert not [m for m in others if m.kind == "all-reduce" and m.purpose == shared[0].purpose]
 

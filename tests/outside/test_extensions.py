@@ -191,7 +191,7 @@ def test_the_planner_counts_the_bytes_that_parameters_and_activations_move(case:
     planned: dict[tuple[str, str], float] = {}
     for m in movements(device_run.settled, work, again, None, MESHWRIGHT):
         if m.kind in ("all-gather", "reduce-scatter") and m.payload:
-            planned[m.kind, "+".join(m.axes)] = planned.get((m.kind, "+".join(m.axes)), 0) + m.payload * m.count
+            planned[m.kind, "+".join(m.axes)] = planned.get((m.kind, "+".join(m.axes)), 0) + m.payload * m.times
     assert planned
     for key, payload in planned.items():
         added = sent[key] if case == "optimizer" else 0.0

@@ -182,10 +182,7 @@ class DecoderModel(Model):
 
     def spec(self) -> ModelSpec:
         """Returns the facts of all layers."""
-        d = self.decoder
-        facts = {block: block.spec() for block in set(d.layers)}
-        layers = tuple(facts[block] for block in d.layers)
-        return ModelSpec(d.width, layers, d.positions, d.table, d.logit_softcap, period=d.period)
+        return _spec_of(self)
 
     def embed(self, params: Tree, ctx: ForwardContext) -> jax.Array:
         """Returns the embedded tokens [B, T/tensor, D], on the first stage."""
@@ -254,6 +251,14 @@ class DecoderModel(Model):
             "sliding_window": None if getattr(self, "sliding_window", None) is None else 16,
             "attention_chunk": 16,
         }
+
+
+@functools.lru_cache(maxsize=256)
+def _spec_of(model: DecoderModel) -> ModelSpec:
+    d = model.decoder
+    facts = {block: block.spec() for block in set(d.layers)}
+    layers = tuple(facts[block] for block in d.layers)
+    return ModelSpec(d.width, layers, d.positions, d.table, d.logit_softcap, period=d.period)
 
 
 def head_size_of(c: Any) -> int:

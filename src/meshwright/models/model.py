@@ -468,10 +468,20 @@ class ModelSpec:
         """Linear attention of the layers that have one, in order."""
         return tuple(layer.delta for layer in self.layers if layer.delta is not None)
 
-    @property
+    @functools.cached_property
     def has_latents(self) -> bool:
         """Whether keys and values are projections of latents."""
         return any(a.latent is not None for a in self.attention)
+
+    @functools.cached_property
+    def head_sizes(self) -> tuple[int, ...]:
+        """Sizes of the layers' keys and values, each once."""
+        return tuple(sorted({size for a in self.attention for size in (a.head_size, a.value_size)}))
+
+    @functools.cached_property
+    def attention_features(self) -> frozenset[str]:
+        """Rows of `kernels.attention.FEATURES` that some layer needs."""
+        return frozenset().union(*(a.features for a in self.attention))
 
     @functools.cached_property
     def kv_heads(self) -> int | None:

@@ -10,10 +10,11 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 
-from meshwright.config import Remat, StageSaves
+from meshwright.config import Remat, StageSaves, Training
 from meshwright.hardware.chips import Efficiency
 from meshwright.hardware.interconnect import AxisMapping, machine_of_target
 from meshwright.hardware.targets import Target
@@ -165,13 +166,15 @@ def with_remat(
     placed: PlacedRun, remat: Remat, saved_layers: int = 0, stage_saves: StageSaves | None = None
 ) -> PlacedRun:
     """Returns the placed run with another remat policy, on which no placement depends; `stage_saves` of None stays."""
-    training = dataclasses.replace(
-        placed.run.training,
-        remat=remat,
-        saved_layers=saved_layers,
-        stage_saves=stage_saves or placed.run.training.stage_saves,
-    )
+    saves = stage_saves or placed.run.training.stage_saves
+    training = training_with(placed.run.training, remat=remat, saved_layers=saved_layers, stage_saves=saves)
     return dataclasses.replace(placed, run=dataclasses.replace(placed.run, training=training))
+
+
+@functools.lru_cache(maxsize=4096)
+def training_with(training: Training, **changes: Any) -> Training:
+    """Returns options of training with some changed. Searches repeat the same changes on thousands of meshes."""
+    return dataclasses.replace(training, **changes)
 
 
 def _mixed(others: Estimate, saving: Estimate, fraction: float) -> Estimate:
@@ -293,16 +296,15 @@ def _compute_seconds(
     residual /= placed.shape.tensor if software.splits_sequence else 1
     sorted_rows = work.tokens * work.experts * work.expert_layers
     hidden = sum(m.m * m.n * m.count for m in work.matmuls if m.role == "ffn_in")
+    products = _product_seconds(work.matmuls, target, low.rate if low else None)
     result = {}
     for name in PASSES:
         recomputes = name == "recomputation"
         matmul = operands = 0.0
-        for m in work.matmuls:
+        for m, forward, backward in products:
             # Linear attention is computed again from its inputs, whatever the policy keeps.
             if not recomputes or m.role in again or m.role == "delta":
-                rated = dataclasses.replace(m, rate=low.rate) if m.groups and low else m
-                for product in rated.gradients() if name == "backward" else (rated,):
-                    at_peak, moved = matmul_seconds(product, target)
+                for at_peak, moved in backward if name == "backward" else (forward,):
                     matmul += max(at_peak, moved, m.count * launch)
                     operands += moved if moved > at_peak else 0.0
         attention = repeats[name] * work.attention / attention_rate
@@ -328,6 +330,18 @@ def _compute_seconds(
         times = 2.0 if placed.run.finetune.objective == "preferences" and name == "forward" else 1.0
         result[name] = {kind: value * times for kind, value in seconds.items()}
         result[name]["elementwise"] += copied.get(name, 0.0) / bandwidth
+    return result
+
+
+@functools.lru_cache(maxsize=4096)
+def _product_seconds(
+    matmuls: tuple[Matmul, ...], target: Target, expert_rate: str | None
+) -> list[tuple[Matmul, tuple[float, float], list[tuple[float, float]]]]:
+    """Seconds as of `matmul_seconds`, of each matmul and of its gradients. expert_rate: of experts; None for theirs."""
+    result = []
+    for m in matmuls:
+        rated = dataclasses.replace(m, rate=expert_rate) if m.groups and expert_rate else m
+        result.append((m, matmul_seconds(rated, target), [matmul_seconds(g, target) for g in rated.gradients]))
     return result
 
 
@@ -384,7 +398,7 @@ def overlapped(
         if path is not None:
             routes["+".join(movement.axes)] = path.medium
             each = path.seconds(movement.kind, movement.payload) + launches
-            timed.append((movement, movement.count * each))
+            timed.append((movement, movement.times * each))
     exposed, busy = defaultdict[str, float](float), defaultdict[str, float](float)
     overlappable, in_pieces = defaultdict[str, float](float), defaultdict[str, float](float)
     for movement, seconds in timed:
@@ -434,8 +448,9 @@ def _unembedding_seconds(placed: PlacedRun, work: Work, target: Target, software
         return 0.0
     forward = 1 + (tuning.objective == "preferences") + software.recomputes_logits
     # A frozen table has no gradient.
-    products = [m] * forward + list(dataclasses.replace(m, frozen=tuning.method == "lora").gradients())
-    seconds = sum(matmul_seconds(product, target)[0] for product in products)
+    frozen = dataclasses.replace(m, frozen=True) if tuning.method == "lora" else m
+    ((_, once, gradients),) = _product_seconds((frozen,), target, None)
+    seconds = sum(at_peak for at_peak, _ in [once] * forward + gradients)
     if not chip.on_torus:
         seconds += LOSS_BYTES * m.m * m.n / (chip.hbm_bandwidth * target.efficiency.hbm)
     if placed.shape.stage == 1 or software.vocab_over_stages:

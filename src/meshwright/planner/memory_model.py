@@ -23,7 +23,14 @@ from meshwright.models.remat import (
     QKV,
     REMAT_POLICIES,
 )
-from meshwright.planner.optimizer import state_arrays, state_bytes, state_of, stored_array, update_temporaries
+from meshwright.planner.optimizer import (
+    StoredArray,
+    state_arrays,
+    state_bytes,
+    state_of,
+    stored_array,
+    update_temporaries,
+)
 from meshwright.planner.work import Work
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.runs.settle import Settled
@@ -147,12 +154,25 @@ def phase_memory(settled: Settled, work: Work, step: Mapping[str, float]) -> dic
     """
     placed = settled.placed
     training, compute = placed.run.training, jnp.dtype(placed.run.training.compute_dtype).itemsize
-    saved = checkpoint_arrays(placed)
+    copies = _checkpoint_copies(*state_of(placed))
     state = step["parameters"] + step["optimizer state"]
     logits = chunk_tokens(int(work.tokens), work.unembedding.n, training.logits_mib) * work.unembedding.n
     forward = layer_bytes(settled, work) + _gathered_elements(placed.layout)[0] * compute
     loss = work.unembedding.n * work.width * compute + 4.0 * logits
     between = 2.0 * work.tokens / placed.shape.tensor * work.width * compute * (placed.shape.stage > 1)
+    return {
+        "start": PhaseMemory(state + copies["start"].device, 0.0),
+        "step": PhaseMemory(sum(step.values()), offloaded_bytes(placed, work)),
+        "evaluation": PhaseMemory(state + between + max(forward, loss), 0.0),
+        "save": PhaseMemory(state + copies["save"].device, copies["save"].host),
+        "resume": PhaseMemory(state + copies["resume"].device, copies["resume"].host),
+    }
+
+
+@functools.lru_cache(maxsize=4096)
+def _checkpoint_copies(layout: ModelLayout, *rest: Any) -> dict[str, PhaseMemory]:
+    """Memory of the phases that make, save and read the state, besides the state."""
+    saved = _checkpoint_arrays(layout, *rest)
     # Tensors are hashed one by one, with two arrays of 32 bits where the compiler does not fuse them. Those whose rows
     # are permuted are converted one by one, and in pieces.
     permuted = [x for x in saved if x.rows is not None]
@@ -161,11 +181,9 @@ def phase_memory(settled: Settled, work: Work, step: Mapping[str, float]) -> dic
     back = max((1.5 * x.local for x in permuted), default=0.0)
     read = sorted((x.local for x in saved), reverse=True)[:READERS]
     return {
-        "start": PhaseMemory(state + max(x.local for x in saved), 0.0),
-        "step": PhaseMemory(sum(step.values()), offloaded_bytes(placed, work)),
-        "evaluation": PhaseMemory(state + between + max(forward, loss), 0.0),
-        "save": PhaseMemory(state + max(hashed, copied), sum(x.part for x in saved)),
-        "resume": PhaseMemory(state + max(hashed, back), float(sum(read))),
+        "start": PhaseMemory(max(x.local for x in saved), 0.0),
+        "save": PhaseMemory(max(hashed, copied), sum(x.part for x in saved)),
+        "resume": PhaseMemory(max(hashed, back), float(sum(read))),
     }
 
 
@@ -320,10 +338,8 @@ def checkpoint_arrays(placed: PlacedRun) -> tuple[Saved, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _checkpoint_arrays(layout: ModelLayout, optimizer: Optimizer, dtype: Any, rounding: Any) -> tuple[Saved, ...]:
-    saved = []
-    sizes = [(p, jnp.dtype(p.stored or dtype).itemsize, where.at_rest) for _, p, where in layout.leaves]
-    params = [stored_array(*each) for each in sizes]
-    for x in (*params, *state_arrays(layout, optimizer, dtype, rounding)):
+    @functools.cache
+    def saved(x: StoredArray) -> Saved:
         local, degree = list(local_shape(x.shape, x.placement, layout.shape)), layout.shape.over(axes_of(x.placement))
         if x.rows is not None:  # as in `checkpoint.layer_order`, and there in full
             stages = layout.shape.over(x.placement[0])
@@ -334,8 +350,11 @@ def _checkpoint_arrays(layout: ModelLayout, optimizer: Optimizer, dtype: Any, ro
         size = math.prod(local) * x.itemsize
         total = math.prod((x.rows or x.shape[0], *x.shape[1:]) if x.shape else ()) * x.itemsize
         parts = replica_parts(tuple(local), x.itemsize, layout.shape.size // degree)[1]
-        saved.append(Saved(total, size, size / parts, 4 * math.prod(local), x.rows))
-    return tuple(saved)
+        return Saved(total, size, size / parts, 4 * math.prod(local), x.rows)
+
+    sizes = [(p, jnp.dtype(p.stored or dtype).itemsize, where.at_rest) for _, p, where in layout.leaves]
+    params = [stored_array(*each) for each in sizes]
+    return tuple(saved(x) for x in (*params, *state_arrays(layout, optimizer, dtype, rounding)))
 
 
 def _elements_per_token(placed: PlacedRun, work: Work) -> dict[str, float]:
@@ -378,5 +397,7 @@ def offloaded_bytes(placed: PlacedRun, work: Work) -> float:
         return 0.0
     training = placed.run.training
     policy, compute = REMAT_POLICIES[training.remat], jnp.dtype(training.compute_dtype).itemsize
+    if not policy.offloaded:
+        return 0.0
     elements = sum(n for name, n in _elements_per_token(placed, work).items() if name in policy.offloaded)
     return elements * work.tokens * compute * work.layers

@@ -18,7 +18,7 @@ from meshwright.errors import ConfigError, divisors
 from meshwright.formatting import Shown, format_bytes
 from meshwright.hardware.targets import Target, parse_target
 from meshwright.models.remat import REMAT_POLICIES
-from meshwright.planner.estimate import Estimate, estimate, with_remat
+from meshwright.planner.estimate import Estimate, estimate, training_with, with_remat
 from meshwright.planner.software import MESHWRIGHT
 from meshwright.runs.checks import check_sizes
 from meshwright.runs.placed_run import PlacedRun, place_run, with_safe_choices
@@ -261,7 +261,7 @@ def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
 
 
 def _with_training(run: Run, **changes: Any) -> Run:
-    return dataclasses.replace(run, training=dataclasses.replace(run.training, **changes))
+    return dataclasses.replace(run, training=training_with(run.training, **changes))
 
 
 def _virtual_stages(schedule: str, stages: int, layers: int) -> list[int]:

@@ -3,10 +3,10 @@
 Payloads are bytes of the whole array that a group moves, as the census counts them.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -25,15 +25,14 @@ from meshwright.words import AXES
 _AxisElements = dict[tuple[str, ...], float]
 
 
-@dataclasses.dataclass(frozen=True)
-class Movement:
-    """A collective, `count` times in a step."""
+class Movement(NamedTuple):
+    """A collective, some times in a step."""
 
     kind: str
     axes: tuple[str, ...]
     payload: float
     """Bytes of the whole array."""
-    count: float
+    times: float
     during: str
     """Pass whose computation can overlap it: forward, recomputation, backward, or step (once, at the end)."""
     blocking: bool
@@ -80,9 +79,9 @@ def movements(
             payloads = (elements * (spec.sent_bytes or compute), elements * compute)
             sent = _experts(axis, payloads, work.expert_layers * microbatches, again, not beside)
             overlap = software.exchange_overlap if settled.exchange_pieces > 1 else 0.0
-            result += [dataclasses.replace(movement, overlap=overlap) for movement in sent]
+            result += [movement._replace(overlap=overlap) for movement in sent]
     if shape.stage > 1 and not keeps_stages(placed):
-        result += [dataclasses.replace(m, during="recomputation") for m in result if m.during == "forward"]
+        result += [m._replace(during="recomputation") for m in result if m.during == "forward"]
     result += _weights(placed, microbatches, bool(again - {"scores"}), quantises_experts(settled, software))
     result += _gradients(placed, software)
     for e, payload in update_exchanges(placed):
@@ -97,7 +96,7 @@ def movements(
         )
     if placed.run.finetune.objective == "preferences":
         # The reference is one more forward pass.
-        again_forward = [dataclasses.replace(m, purpose=f"{m.purpose}, reference") for m in result]
+        again_forward = [m._replace(purpose=f"{m.purpose}, reference") for m in result]
         result += [m for m in again_forward if m.during == "forward"]
     return result
 
@@ -285,4 +284,4 @@ def _stages(tasks: TaskCounts, activation: float, software: Software) -> list[Mo
         # The first stage's embeddings are summed over all stages, the last stage's hidden states go to all, and back.
         count = 4.0 * tasks.microbatches
         result.append(Movement("all-reduce", axes, activation, count, "forward", True, "hidden states of all stages"))
-    return [movement for movement in result if movement.count]
+    return [movement for movement in result if movement.times]

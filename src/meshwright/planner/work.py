@@ -38,8 +38,9 @@ class Matmul:
         """FLOPs of all of them."""
         return 2.0 * self.m * self.k * self.n * self.count
 
+    @functools.cached_property
     def gradients(self) -> tuple["Matmul", ...]:
-        """Returns the products of the backward pass: for the input, and unless it is frozen for the weight."""
+        """Products of the backward pass: for the input, and unless it is frozen for the weight."""
         given = dataclasses.replace(self, k=self.n, n=int(self.k))
         groups = max(1, self.groups)
         learned = dataclasses.replace(self, m=float(self.k * groups), k=self.m / groups)
@@ -136,12 +137,7 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
             # Matmuls of one role and width share their input: queries, keys, values; gate and up.
             inputs[stack, str(p.role), k] = m * k * layers
             outputs += m * n * layers * (low.gradient_passes if low else 0)
-    attention = [layer.attention for layer in all_layers if layer.attention is not None]
-    positions = [(a, a.causal_positions(seq)) for a in attention]
-    scores = sum(a.heads * n for a, n in positions) * tokens * fraction / shape.tensor
-    flops = sum(a.flops(seq) for a in attention)
-    each = [layer.widths(spec.width, shape.tensor) for layer in spec.layers]
-    widths = Widths(*(sum(column) / len(each) for column in zip(*each, strict=True)))
+    widths, scores, flops = _attention_work(layout, seq)
     vocab = padded_vocab(layout.model) // shape.over(VOCAB_AXES)
     return Work(
         tokens=tokens,
@@ -150,7 +146,7 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
         matmuls=(*matmuls.values(), *_delta_matmuls(layout, seq, tokens * fraction)),
         unembedding=Matmul("unembedding", tokens * (1 + len(spec.further)), spec.width, vocab),
         attention=flops * tokens * fraction / shape.tensor,
-        scores=scores,
+        scores=scores * tokens * fraction / shape.tensor,
         widths=widths,
         ffn_hidden=_ffn_hidden(layout, tokens),
         experts=float(max((e.experts_per_token for e in experts.values()), default=0)),
@@ -160,6 +156,16 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
         quantised_inputs=sum(inputs.values()),
         quantised_gradients=outputs,
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _attention_work(layout: ModelLayout, seq: int) -> tuple[Widths, float, float]:
+    """Widths averaged over layers; scores and FLOPs of a token's attention in all layers."""
+    spec = layout.spec
+    attention = [layer.attention for layer in (*spec.layers, *spec.further) if layer.attention is not None]
+    each = [layer.widths(spec.width, layout.shape.tensor) for layer in spec.layers]
+    widths = Widths(*(sum(column) / len(each) for column in zip(*each, strict=True)))
+    return widths, sum(a.heads * a.causal_positions(seq) for a in attention), sum(a.flops(seq) for a in attention)
 
 
 def _delta_matmuls(layout: ModelLayout, seq: int, tokens: float) -> list[Matmul]:

@@ -214,8 +214,8 @@ def with_safe_choices(run: Run) -> Run:
     """
     names = _SAFE if run.model.unit == "tokens" else ("microbatches",)
     chosen = {name: _SAFE[name] for name in names if getattr(run.training, name) in ("auto", 0)}
-    layout = "fsdp" if run.layout == "auto" else run.layout
-    return dataclasses.replace(run, layout=layout, training=dataclasses.replace(run.training, **chosen))
+    training = dataclasses.replace(run.training, **chosen) if chosen else run.training
+    return dataclasses.replace(run, layout="fsdp" if run.layout == "auto" else run.layout, training=training)
 
 
 def _schedules() -> ModuleType:

@@ -158,9 +158,17 @@ def _greedy(
     orders: list[list[Task]] = [[] for _ in range(parts.stages)]
     counts = [_Run() for _ in range(parts.stages)]
 
+    # By the first microbatch; the others wait for the same tasks of their own.
+    needs = functools.cache(lambda stage, kind, v: dependency(parts, stage, Task(kind, v, 0)))
+
     def ready(stage: int, task: Task) -> bool:
-        needed = dependency(parts, stage, task)
-        return task.microbatch < microbatches and (needed is None or done.get(needed, tick) < tick)
+        if task.microbatch >= microbatches:
+            return False
+        needed = needs(stage, task.kind, task.virtual_stage)
+        if needed is None:
+            return True
+        at, (kind, v, _) = needed
+        return done.get((at, Task(kind, v, task.microbatch)), tick) < tick
 
     while min(sum(own.values()) for own in counts) < passes * microbatches * parts.virtual_stages:
         chosen: list[tuple[int, Task]] = []

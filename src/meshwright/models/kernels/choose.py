@@ -6,6 +6,7 @@ named in the Run is used or refused, never replaced. A kernel from outside the p
 """
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,10 +38,10 @@ def kernels_of(training: Training, spec: "ModelSpec", sequence: SequenceSplit, m
         machine,
         block=training.attention_block,
         remat=training.remat,
-        head_sizes=tuple(sorted({size for a in spec.attention for size in (a.head_size, a.value_size)})),
+        head_sizes=spec.head_sizes,
         dtype=training.compute_dtype,
         sequence=sequence,
-        needs=frozenset().union(*(a.features for a in spec.attention)),
+        needs=spec.attention_features,
     )
 
 
@@ -92,10 +93,10 @@ def choose_kernels(
     if name == "auto":
         reasons: list[str] = []
         names = (*AUTO_BY_CHIP.get(machine.chip_name or "", AUTO.get(machine.platform, ())), "blocked")
-        for kernels in (resolve("attention kernel", candidate)(block) for candidate in names):
+        for kernels in (_built_in(candidate, block) for candidate in names):
             reason = refusal(kernels)
             if reason is None:
-                return in_strategy(dataclasses.replace(kernels, note="; ".join(reasons)))
+                return in_strategy(dataclasses.replace(kernels, note="; ".join(reasons)) if reasons else kernels)
             reasons.append(reason)
     kernels = resolve("attention kernel", name)
     if name in PARTS["attention kernel"]:
@@ -108,6 +109,12 @@ def choose_kernels(
             f"--training.attention-kernel {name}", reason, "--training.attention-kernel auto, or change what it lacks"
         )
     return in_strategy(kernels)
+
+
+@functools.cache
+def _built_in(name: str, block: int) -> Kernels:
+    built: Kernels = resolve("attention kernel", name)(block)
+    return built
 
 
 class GroupedProducts(NamedTuple):
