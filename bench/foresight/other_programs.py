@@ -10,10 +10,18 @@ from meshwright.sharding.schedule_table import TaskCounts
 from meshwright.sharding.schedules import bubble_formula
 
 
-def free_running(parts: dict[str, float], tasks: TaskCounts, busy: dict[str, float]) -> dict[str, float]:
-    """Adds the bubble of Megatron's pipeline: a stage waits only for its neighbours (arXiv:2104.04473, 2.2)."""
+def free_running(parts: dict[str, float], tasks: TaskCounts, busy: dict[str, float]) -> tuple[dict[str, float], float]:
+    """Adds the bubble of Megatron's pipeline: a stage waits only for its neighbours (arXiv:2104.04473, 2.2).
+
+    The first stage holds its warm-up: P microbatches, or with V virtual stages (V + 1) P - 1 inputs of one each.
+    """
     own = tasks.microbatches * (busy["forward"] + busy["recomputation"] + busy["backward"])
-    return {**parts, "bubble": own * bubble_formula(tasks.name, tasks.stages, tasks.microbatches, tasks.virtual_stages)}
+    live = tasks.stages if tasks.virtual_stages == 1 else (tasks.virtual_stages + 1) * tasks.stages - 1
+    live = min(live, tasks.microbatches * tasks.virtual_stages)
+    return {
+        **parts,
+        "bubble": own * bubble_formula(tasks.name, tasks.stages, tasks.microbatches, tasks.virtual_stages),
+    }, float(live)
 
 
 FLASH2 = AttentionKernel(rate="flash2")

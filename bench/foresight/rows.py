@@ -187,8 +187,8 @@ def read_row(row: dict[str, str]) -> Row:
         matmul_precision=read_precision(row, target),
         # Composer's PURE, and the blog's bfSixteen policy.
         reduce_dtype="bfloat16" if "mp=PURE" in row["precision"] or row["system"] == "PyTorch FSDP" else "float32",
-        # Megatron-Core keeps bfloat16 parameters; its optimizer has the float32 ones.
-        param_dtype="bfloat16" if software.name == "Megatron-Core" else "float32", **options
+        # Megatron keeps parameters in 16 bits; its optimizer has the float32 ones.
+        param_dtype="bfloat16" if software.name.startswith("Megatron") else "float32", **options
     )  # fmt: skip
     placed = place(row, model, mesh, training)
     seconds = read_seconds(row, placed, target)
@@ -410,9 +410,10 @@ def _megatron(row: dict[str, str], text: str, total: int, sequences: int) -> tup
         r"(?:MBS|local batch|per-GPU batch|BS/GPU)=(\d+)", row["per_device_batch or global_batch (tokens)"]
     )
     local_batch = sequences // replicas
-    # A pipeline whose microbatch is not given is assumed to have one sequence in it.
-    size = int(local[1]) if local else local_batch if stage == 1 else 1
-    microbatches = max(1, local_batch // max(1, size)) if stage > 1 or not sharded or "GA" in text else 1
+    # A microbatch of a pipeline or of NeMo that is not given is assumed to have one sequence.
+    size = int(local[1]) if local else 1 if stage > 1 or row["system"].startswith("NeMo") else local_batch
+    accumulates = stage > 1 or not sharded or "GA" in text or "NeMo" in row["system"]
+    microbatches = max(1, local_batch // max(1, size)) if accumulates else 1
     if "GA" in degree and sharded:
         microbatches = degree["GA"]
     if row["system"] == "torchtitan" and stage > 1:

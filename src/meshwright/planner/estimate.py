@@ -242,8 +242,8 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
     }
     in_flight = 1.0
     if tasks is not None:
-        parts, in_flight = software.pipeline_time(parts, tasks, busy), float(tasks.most_live_inputs)
-    tokens, memory = training.batch * placed.units, memory_by_category(settled, work, in_flight)
+        parts, in_flight = software.pipeline_time(parts, tasks, busy)
+    tokens, memory = training.batch * placed.units, memory_by_category(settled, work, in_flight, software)
     return Estimate(
         target=target,
         seconds=sum(parts.values()),

@@ -31,6 +31,7 @@ from meshwright.planner.optimizer import (
     stored_array,
     update_temporaries,
 )
+from meshwright.planner.software import MESHWRIGHT, Software
 from meshwright.planner.work import Work
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.runs.settle import Settled
@@ -41,7 +42,9 @@ EXPERT_COPIES = 2
 experts, and their gradient (Qwen3-30B-A3B on 8 H100: docs/log.md)."""
 
 
-def memory_by_category(settled: Settled, work: Work, in_flight: float) -> dict[str, float]:
+def memory_by_category(
+    settled: Settled, work: Work, in_flight: float, software: Software = MESHWRIGHT
+) -> dict[str, float]:
     """Returns the bytes of a device by category.
 
     in_flight: microbatches (of one virtual stage each) whose inputs a stage holds at once; 1 without a pipeline.
@@ -55,7 +58,7 @@ def memory_by_category(settled: Settled, work: Work, in_flight: float) -> dict[s
     )
     frozen, adds = placed.run.finetune.method == "lora", training.microbatches > 1 or shape.stage > 1
     one_layer, all_layers = _gathered_elements(placed.layout)
-    everything_kept = REMAT_POLICIES[training.remat].saved is None
+    keeps_weights = REMAT_POLICIES[training.remat].saved is None and software.copies
     # Two moments can be the peak: a layer in the backward pass, or the loss (its table, their gradient, the logits).
     logits = chunk_tokens(int(work.tokens), work.unembedding.n, training.logits_mib) * work.unembedding.n
     table = work.unembedding.n * work.width * (compute + (0 if frozen else 4))
@@ -74,19 +77,19 @@ def memory_by_category(settled: Settled, work: Work, in_flight: float) -> dict[s
     weights_of_layer = one_layer * 2 * compute + (0 if frozen else unreduced * reduce)
     layer = from_host + together * weights_of_layer + carried + inner
     # One part of a stage at a time; without a pipeline it is the model. Rows without a layer are saved too.
-    part = _saved_bytes(placed, work, compute) * _rows(placed.layout)
+    part = _saved_bytes(placed, work, compute, software) * _rows(placed.layout)
     parts_kept = in_flight if keeps_stages(placed) else 0.0
     activations = part * (1 + parts_kept)
     if shape.stage > 1:
         activations += in_flight * work.tokens / shape.tensor * work.width * compute
     all_layers -= _whole_elements(placed.layout, training.param_dtype, training.compute_dtype)  # used in place
     all_layers *= (1 + parts_kept) / placed.virtual_stages
-    weights = compute * all_layers if everything_kept else 0.0
+    weights = compute * all_layers if keeps_weights else 0.0
     result = {
         "parameters": param_bytes(placed.layout, training.param_dtype),
         "optimizer state": state_bytes(placed),
         "gradients": sharded_elements(placed.layout)[1] * (4 if adds else max(param, reduce))
-        + (param * _added_late(placed) if adds else 0.0),
+        + (param * _added_late(placed) if adds and software.copies else 0.0),
         "activations": activations,
         "gathered weights": weights,
         "one layer" if layer > loss else "loss and its table": max(layer, loss),
@@ -369,15 +372,17 @@ def _elements_per_token(placed: PlacedRun, work: Work) -> dict[str, float]:
     }
 
 
-def _saved_bytes(placed: PlacedRun, work: Work, compute: int) -> float:
+def _saved_bytes(placed: PlacedRun, work: Work, compute: int, software: Software = MESHWRIGHT) -> float:
     policy = REMAT_POLICIES[placed.run.training.remat]
     elements = _elements_per_token(placed, work)
     elements[ATTN_LSE] = work.widths.heads * 4 / compute
     if policy.saved is None:
-        # Also both normalised inputs, whole over `tensor`, the attention output as its projection reads it, SwiGLU's
-        # product (gate and up are `ffn_hidden`); of experts their rows, and the router's input in float32.
+        # Also both normalised inputs, whole over `tensor` as they are gathered, the attention output as its projection
+        # reads it, SwiGLU's product (gate and up are `ffn_hidden`); of experts their rows, and the router's input in
+        # float32.
+        normalised = 2 * work.width / (1 if software.copies else placed.shape.tensor)
         elements[ATTN_OUT] = 2 * work.widths.value
-        kept = sum(elements.values()) + 2 * work.width + work.ffn_hidden / 2
+        kept = sum(elements.values()) + normalised + work.ffn_hidden / 2
         if placed.spec.has_latents:
             # Queries, keys and values as the kernel reads them, besides the latents.
             kept += work.widths.query + 2 * work.widths.kv

@@ -130,7 +130,7 @@ class SearchResult:
     priced: int
     """Number of plans that were priced."""
     bound: float = 0.0
-    """Seconds that no plan can be below (`lower_bound`)."""
+    """Seconds that no plan can be below (`lower_bound`); 0 for wrapped models, and where nothing fits."""
 
 
 def check_size(shape: MeshShape, target: Target) -> None:
@@ -372,7 +372,8 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
                 too_large.append(found.smallest)
     plans.sort(key=preference)
     too_large.sort(key=lambda plan: plan.estimate.bytes)
-    return SearchResult(target, tuple(plans), tuple(too_large), refused, priced, lower_bound(run, target))
+    bound = lower_bound(runs[0], target, plans[0]) if plans and run.model.unit == "tokens" else 0.0
+    return SearchResult(target, tuple(plans), tuple(too_large), refused, priced, bound)
 
 
 def with_open_choices(run: Run) -> Run:
@@ -391,16 +392,43 @@ def with_open_choices(run: Run) -> Run:
     )
 
 
-def lower_bound(run: Run, target: Target) -> float:
-    """Returns the seconds of a step that no plan of `run` on `target` can be below.
+def lower_bound(run: Run, target: Target, best: Plan) -> float:
+    """Returns the seconds that no plan on any mesh and schedule of the search is below, of those that fit as `best`.
 
-    It is the step of one device that has the whole batch and model in one microbatch, recomputes nothing, launches its
-    kernels in no time and sends nothing, divided by the number of devices. No layout divides work better
-    than evenly, and each fraction of a matmul's rate grows with its dimensions (`shape_efficiency`).
+    Pipelines have no bubble, and any fraction of the layers is saved. Left out are only meshes on which a step that
+    recomputes and copies nothing takes longer than `best`.
     """
-    whole = _with_training(run, microbatches=1, remat="none", saved_layers=0)
-    placed = place_run(dataclasses.replace(whole, mesh=MeshShape()))
-    return estimate(placed, target, dataclasses.replace(MESHWRIGHT, launch=0.0)).seconds / target.devices
+    chip, least, bound = target.chip, dataclasses.replace(MESHWRIGHT, copies=False), best.estimate.seconds
+    room = chip.roomy_bytes if is_roomy(best) else chip.hbm_bytes / chip.fragmentation
+    schedules = (candidate_schedules(run, shape) for shape in candidate_meshes(run, target))
+    left_out = set[tuple[MeshShape, int]]()
+    for scheduled in itertools.chain.from_iterable(schedules):
+        named, shape = scheduled.training.microbatches, scheduled.mesh or MeshShape()
+        mixes = shape.stage == 1 and (chip.saves_some_layers or not chip.on_torus)
+        for microbatches in [named] if named else accumulation_counts(scheduled, shape):
+            if (shape, microbatches) in left_out:
+                break
+            try:
+                placed = place_run(_with_training(scheduled, microbatches=microbatches, remat="full"))
+            except ConfigError:
+                break
+            all_saves = stage_saves_of(placed) if shape.stage > 1 else (None,)
+            shortest = estimate(with_remat(placed, "none", 0, all_saves[0]), target, least)
+            # Another schedule may divide the layers more evenly.
+            even = 1 / (shape.stage * max(placed.stages.cost_fraction(stage) for stage in range(shape.stage)))
+            if even * (shortest.seconds - shortest.parts["bubble"]) >= bound:
+                left_out.add((shape, microbatches))
+                break  # more microbatches take no less
+            for saves in all_saves:
+                prices = {remat: estimate(with_remat(placed, remat, 0, saves), target) for remat in CHOSEN_REMAT}
+                times = {remat: e.seconds - e.parts["bubble"] for remat, e in prices.items()}
+                for remat, e in prices.items():
+                    spare = room - e.bytes
+                    more = prices["projections"].memory["activations"] - e.memory["activations"]
+                    saved = min(1.0, spare / more) if mixes and more > 0 else 0.0
+                    mixed = (1 - saved) * times[remat] + saved * times["projections"]
+                    bound = min(bound, times[remat], mixed) if spare >= 0 else bound
+    return bound
 
 
 def is_roomy(plan: Plan) -> bool:

@@ -16,13 +16,14 @@ from meshwright.sharding.schedule_table import (
     lockstep_seconds,
 )
 
-PipelineTime = Callable[[dict[str, float], TaskCounts, dict[str, float]], dict[str, float]]
-"""`(seconds of a step by part, task counts, seconds of one microbatch by pass) -> seconds by part, with the bubble`.
+PipelineTime = Callable[[dict[str, float], TaskCounts, dict[str, float]], tuple[dict[str, float], float]]
+"""`(seconds of a step by part, task counts, seconds of one microbatch by pass) -> (seconds by part, with the bubble;
+most inputs of virtual stages that a stage holds)`.
 
 The pass `stage` is the forward pass that a backward task repeats from its saved input; 0 where it repeats none."""
 
 
-def lockstep(parts: dict[str, float], tasks: TaskCounts, busy: dict[str, float]) -> dict[str, float]:
+def lockstep(parts: dict[str, float], tasks: TaskCounts, busy: dict[str, float]) -> tuple[dict[str, float], float]:
     """Adds the bubble of Meshwright's pipeline: all stages finish a tick together (step/pipeline.py).
 
     A tick lasts as long as the tasks of its busiest stage.
@@ -41,7 +42,8 @@ def lockstep(parts: dict[str, float], tasks: TaskCounts, busy: dict[str, float])
     ticks = lockstep_seconds(tasks.concurrent_tasks, task_seconds)
     own = sum(count * task_seconds[kind] for kind, count in tasks.task_counts.items())
     recomputed = own - tasks.microbatches * (forward + backward)
-    return {**parts, "recomputation": max(0.0, recomputed), "bubble": max(0.0, ticks - own)}
+    parts = {**parts, "recomputation": max(0.0, recomputed), "bubble": max(0.0, ticks - own)}
+    return parts, float(tasks.most_live_inputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +91,8 @@ class Software:
     """Whether `tensor` splits the residual stream too (sequence parallelism)."""
     copies: bool = False
     """Whether layers are rows of stacks: weights are copied out of them, gradients and what a pipeline stage keeps of
-    a microbatch into them. Programs without stacks hold pointers."""
+    a microbatch into them. Programs without stacks hold pointers, add gradients in place, gather weights again, and
+    keep the outputs of norms as sequence parallelism splits them."""
     recomputes_logits: bool = False
     """Whether the backward pass computes the logits again."""
     vocab_over_stages: bool = False

@@ -188,7 +188,7 @@ def plan_page(
 
 def _above_bound(seconds: float, bound: float) -> list[Figure]:
     """Returns how much slower a step is than the bound of its search, where it has one."""
-    note = f"no layout is below {format_step(bound)}: the same work, evenly divided, nothing exposed or recomputed"
+    note = f"no plan that fits on a searched mesh is below {format_step(bound)}, had it no bubble"
     return [Figure("above the lower bound", f"{seconds / bound - 1:.1%}", note)] if bound else []
 
 
