@@ -281,10 +281,14 @@ def test_a_free_running_pipeline_has_the_bubble_of_its_formula() -> None:
     tasks = build_counts("1f1b", 4, 8, 1)
     parts = dict.fromkeys(("recomputation", "bubble"), 0.0)
     # Narayanan et al. 2021, section 2.2: (P - 1)/M of the work.
-    assert free_running(parts, tasks, busy)["bubble"] == pytest.approx(3 / 8 * 8 * 3.0)
+    free, live = free_running(parts, tasks, busy)
+    assert free["bubble"] == pytest.approx(3 / 8 * 8 * 3.0) and live == 4
+    # With two virtual stages the first stage warms up with 2 (P - 1) + P inputs, and one more is in flight.
+    assert free_running(parts, build_counts("interleaved", 4, 8, 2), busy)[1] == 2 * 3 + 4 + 1
     # In lockstep too, with backward passes that recompute their stage; on a V it is less, by half a forward pass.
     ours = {
-        name: lockstep(parts, build_counts(name, 4, 8, n), busy) for name, n in (("1f1b", 1), ("gpipe", 1), ("zbv", 2))
+        name: lockstep(parts, build_counts(name, 4, 8, n), busy)[0]
+        for name, n in (("1f1b", 1), ("gpipe", 1), ("zbv", 2))
     }
     assert ours["gpipe"]["bubble"] == pytest.approx(3 * (1.0 + 3.0))
     assert ours["1f1b"]["bubble"] == pytest.approx(ours["gpipe"]["bubble"])

@@ -7,6 +7,7 @@ launches, its HBM traffic and what it overlaps (planner/software.py); of the ari
 """
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping
