@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import meshwright as mw
+from meshwright.activity import Activity, watched_by
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import build_mesh
 from meshwright.step.device_run import place_on_devices
@@ -121,7 +122,21 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
 }
 
 
-def check(name: str, mesh: str, microbatches: int = 1) -> None:
+class Announced:
+    """Results of the activities that it watches."""
+
+    def __init__(self) -> None:
+        self.results: list[str] = []
+
+    def began(self, activity: Activity) -> None:
+        pass
+
+    def ended(self, activity: Activity, *, failed: bool) -> None:
+        self.results.append(activity.result)
+
+
+def check(name: str, mesh: str, microbatches: int = 1) -> str:
+    """Checks a loss of the table; returns what was announced."""
     loss = LOSSES[name][0]
     rng = np.random.default_rng(1)
     integers = "entropy" in loss.__code__.co_names
@@ -137,13 +152,17 @@ def check(name: str, mesh: str, microbatches: int = 1) -> None:
     model = mw.wrap(W, of_key if "dropout" in name else of_batch, lambda step: batch)
     run = model.run(mesh=mesh, microbatches=microbatches)
     device_run = place_on_devices(run, build_mesh(run.mesh, jax.devices()))  # type: ignore[arg-type]
-    check_mean(device_run, jax.device_put(batch, device_run.batch_sharding))
+    announced = Announced()
+    with watched_by(announced):
+        check_mean(device_run, jax.device_put(batch, device_run.batch_sharding))
+    return "".join(announced.results)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_sum_is_refused_and_a_mean_passes(name: str) -> None:
     if not LOSSES[name][1]:
-        check(name, "data=2")
+        neither = check(name, "data=2").startswith("the loss is neither a mean nor a sum")
+        assert neither == (name in ("batch norm", "root of a mean", "root of a sum", "pairs"))
         return
     with pytest.raises(ConfigError) as caught:
         check(name, "data=2")
@@ -161,9 +180,9 @@ def test_the_arithmetic_is_shown() -> None:
 
 @pytest.mark.parametrize("mesh", ["fsdp=8", "data=1"])
 def test_what_one_device_has_is_compared_where_it_has_one_example_or_all(mesh: str) -> None:
-    check("mean", mesh)
+    assert check("mean", mesh) == ("" if mesh == "data=1" else "the loss is a mean over the examples")
     if mesh == "data=1":
-        check("sum", mesh)
+        assert check("sum", mesh) == ""
         return
     with pytest.raises(ConfigError, match="a sum over the 1 of 8"):
         check("sum", mesh)

@@ -18,6 +18,7 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from meshwright.activity import activity
 from meshwright.comm.collectives import all_reduce, axis_index
 from meshwright.errors import ConfigError, divisors
 from meshwright.models.model import Metrics
@@ -265,12 +266,17 @@ def check_mean(device_run: DeviceRun, batch: Any) -> None:
 
     batch: the first one, on the devices. The step takes the mean of what the parts of a batch give, so the loss has to
     be one, weighted by the metric `weight`. Raises ConfigError for a loss that is a sum over the examples. Batch
-    statistics, or pairs of examples, make a loss that is neither: its value depends on the mesh (docs: Your own model).
+    statistics, or pairs of examples, make a loss that is neither: its value depends on the mesh, which is announced.
     """
+    count = device_run.shape.over(BATCH_AXES) * device_run.run.training.microbatches
+    if count > 1:
+        with activity("check", "comparing the loss of some examples with that of halves", "compared the loss") as work:
+            work.result = _compare_halves(device_run, batch, count)
+
+
+def _compare_halves(device_run: DeviceRun, batch: Any, count: int) -> str:
+    """Returns what the loss of two parts of a batch is, in words. count: parts of the batch."""
     training, parts = device_run.run.training, parts_of(device_run)
-    count = device_run.shape.over(BATCH_AXES) * training.microbatches
-    if count == 1:
-        return
     rows, seed = parts.source.batch_size // count, training.seed
     params, variables = draw_arrays(device_run.run.model, device_run)
     draws, (function, arguments) = Draws(), parts.traced(True, 2 * rows)
@@ -305,16 +311,19 @@ def check_mean(device_run: DeviceRun, batch: Any) -> None:
     (both, _), (first, first_weight), (second, second_weight) = loss(0, 1), loss(0), loss(1)
     mean = (first * first_weight + second * second_weight) / max(first_weight + second_weight, 1e-9)
     if close(both, mean) or not math.isfinite(both):
-        return
+        return "the loss is a mean over the examples"
+    figures = (
+        f"at the first batch it is {both:.6g} for {2 * rows} examples, and {first:.6g} and {second:.6g} for its "
+        f"halves, whose mean is {mean:.6g}"
+    )
     if not close(both, first + second):
         # A sum and something that all examples share, such as a penalty: an example adds the same to any others.
         added, twice = both - second, loss(0, 0)[0] - first
         if abs(twice) <= _CLOSE * abs(both) or not close(added, twice):
-            return
+            return f"the loss is neither a mean nor a sum over the examples, so it depends on the mesh: {figures}"
     raise ConfigError(
         f"a loss that is a sum over the {rows} of {parts.source.batch_size} examples of a batch that a device has",
-        f"at the first batch it is {both:.6g} for {2 * rows} examples, and {first:.6g} and {second:.6g} for its "
-        f"halves, whose mean is {mean:.6g}. The step takes the mean of what the parts of a batch give: on another mesh "
-        "this loss and its gradients would have another size",
+        f"{figures}. The step takes the mean of what the parts of a batch give: on another mesh this loss and its "
+        "gradients would have another size",
         "the mean over the examples: .mean() instead of .sum(), or the sum divided by x.shape[0]",
     )
