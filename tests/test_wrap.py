@@ -5,6 +5,7 @@ import functools
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from meshwright.cli.main import run as cli
 from meshwright.errors import ConfigError, DataError, TrainingError
 from meshwright.hardware.mesh import build_mesh
 from meshwright.models.flops import training_flops_per_token
+from meshwright.planner.software import MESHWRIGHT
+from meshwright.planner.traffic import movements
+from meshwright.planner.work import recomputed_roles, work_of
 from meshwright.plugins import load_file
 from meshwright.runs.run_file import read_run, run_from_dict, run_to_dict
 from meshwright.step.device_run import place_on_devices
@@ -575,6 +579,25 @@ def test_the_census_has_the_collectives_that_the_docs_state() -> None:
     sent = {(e.kind, e.axes_label, e.total) for e in entries}
     assert {("all-gather", "fsdp", size), ("reduce-scatter", "fsdp", size)} <= sent
     assert ("all-reduce", "data", size / 4) in sent and not census.findings
+
+
+@pytest.mark.parametrize(("layout", "remat"), [("fsdp", "auto"), ("zero1", "full"), ("fsdp", "none")])
+def test_planned_traffic_is_the_compiled_programs(layout: str, remat: Any) -> None:
+    """Only `full` gathers again for the backward pass, which reads the weight of the second layer."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return squares({"w": params["up"]}, {**batch, "x": jnp.tanh(batch["x"] @ params["in"])})
+
+    params = {"in": jnp.zeros((64, 64)), "up": jnp.zeros((64, 128))}
+    run = mw.wrap(params, loss, rows).run(mesh="data=2,fsdp=4", remat=remat, layout=layout, fsdp_min_size=8000)
+    device_run = place_on_devices(run, build_mesh(run.mesh, jax.devices()))  # type: ignore[arg-type]
+    planned, compiled = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
+    for m in movements(device_run.settled, work_of(device_run.placed), recomputed_roles(remat), None, MESHWRIGHT):
+        planned[m.axes] += int(m.payload * m.count)
+    for entry in census_of_train_step(device_run).ledger:
+        compiled[tuple(entry.axes or ())] += entry.total
+    assert planned["fsdp",] == (3 if remat == "full" else 2) * 64 * 128 * 4
+    assert all(compiled[axes] == pytest.approx(n, abs=256) for axes, n in planned.items()), compiled
 
 
 def test_the_compiler_sums_activations_over_tensor_and_gathers_no_parameter() -> None:

@@ -209,8 +209,8 @@ def _largest_stage(layout: ModelLayout) -> float:
 
 def recomputed_roles(remat: str) -> frozenset[str]:
     """Returns the roles whose matmuls the backward pass recomputes; `attention` and `scores` are the kernel's."""
-    if remat == "auto":  # of a model whose layers are not known: only its weights are gathered again
-        return frozenset({"weights"})
+    if remat == "auto":  # of a model whose layers are not known
+        return frozenset()
     policy = REMAT_POLICIES[remat]
     if policy.saved is None:
         return frozenset({"scores"} if policy.dropped else ())

@@ -1,9 +1,9 @@
 """Gradients and evaluation of a wrapped model.
 
 `data` and `fsdp` are manual: a `shard_map` in which each device computes the loss of its own examples. Parameters are
-gathered over `fsdp` before the loss, and gathered again for the backward pass (ZeRO-3), which reduce-scatters their
-gradients; `data` sums them. `tensor` is the compiler's: it sees the whole arrays, split as rules or annotations state,
-and inserts what the module's own operations need.
+gathered over `fsdp` before the loss, and the backward pass reduce-scatters their gradients; `data` sums them. `tensor` is
+the compiler's: it sees the whole arrays, split as rules or annotations state, and inserts what the module's own
+operations need.
 """
 
 import functools
@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from meshwright.activity import activity
@@ -33,7 +32,6 @@ from meshwright.wrapped.keys import Draws, step_key
 from meshwright.wrapped.modules import Arrays, Result
 from meshwright.wrapped.parts import WrappedParts
 
-_GATHERED = "gathered parameter"
 _EVALUATION = 0x7FFFFFFF
 """Step of the keys of an evaluation."""
 _CLOSE = 2e-3
@@ -99,8 +97,7 @@ def _gather(device_run: DeviceRun, params: Arrays) -> Arrays:
         how = plan.gathers[name]
         return plan(w, name) if how.gathers else w.astype(how.dtype or plan.compute_dtype)
 
-    whole = _by_tensor(device_run, lambda params: {name: gather_one(name, w) for name, w in params.items()})(params)
-    return {name: checkpoint_name(w, _GATHERED) for name, w in whole.items()}
+    return _by_tensor(device_run, lambda params: {name: gather_one(name, w) for name, w in params.items()})(params)
 
 
 def _by_tensor(device_run: DeviceRun, function: Callable[[Arrays], Arrays]) -> Callable[[Arrays], Arrays]:
@@ -125,17 +122,6 @@ def _by_tensor(device_run: DeviceRun, function: Callable[[Arrays], Arrays]) -> C
         return own(split) | function({name: x for name, x in arrays.items() if name not in specs})
 
     return apply
-
-
-def _saved(device_run: DeviceRun, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Applies the run's rematerialisation to the loss with its gathers."""
-    remat = device_run.run.training.remat
-    if remat == "full":
-        return jax.checkpoint(function)
-    if device_run.shape.fsdp == 1 or remat == "none":
-        return function
-    policy = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
-    return jax.checkpoint(function, policy=policy)
 
 
 def wrapped_gradients(model: Any, device_run: DeviceRun) -> Callable[..., tuple[Arrays, Metrics, tuple[Arrays, ...]]]:
@@ -198,7 +184,7 @@ def _accumulate(device_run: DeviceRun, params: Arrays, step: jax.Array, batch: A
         sums = _weighted(result)
         return sums["loss"][0], (sums, result.variables)
 
-    gradient = jax.grad(_saved(device_run, loss), has_aux=True)
+    gradient = jax.grad(jax.checkpoint(loss) if training.remat == "full" else loss, has_aux=True)
 
     def one(variables: Arrays, number: Any, batch: Any) -> Any:
         part = axis_index(BATCH_AXES) * count + number
