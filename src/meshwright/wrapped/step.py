@@ -1,9 +1,9 @@
 """Gradients and evaluation of a wrapped model.
 
 `data` and `fsdp` are manual: a `shard_map` in which each device computes the loss of its own examples. Parameters are
-gathered over `fsdp` before the loss, and the backward pass reduce-scatters their gradients; `data` sums them. `tensor` is
-the compiler's: it sees the whole arrays, split as rules or annotations state, and inserts what the module's own
-operations need.
+gathered over `fsdp` before the loss, and the backward pass reduce-scatters their gradients; `data` sums them.
+`tensor` is the compiler's: it sees the whole arrays, split as rules or annotations state, and inserts what the module's
+own operations need.
 """
 
 import functools
