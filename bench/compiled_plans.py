@@ -103,7 +103,6 @@ def figures_of(text: str) -> dict[str, Any]:
     return {
         "compiled": census["memory"]["live"],
         "compiled_seconds": census["simulated_schedule"]["step_seconds"],
-        "exposed": census["simulated_schedule"]["exposed"],
         "flops": census["flops"]["compiled"],
         "versions": census["versions"],
     }

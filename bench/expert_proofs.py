@@ -43,9 +43,6 @@ CASES = [
     ("qwen3-235b-a22b", "v5p:4x4x8", 512, 4096),
 ]
 
-PUBLISHED = {("qwen3-30b-a3b", "h100:16"): "13,012 (Megatron-Bridge, bf16)"}
-"""Highest measured tokens per second and device that are published for a case."""
-
 
 def best_plans(case: tuple[str, str, int, int]) -> dict[str, Plan]:
     """Returns the fastest plan that fits without and with `expert`; where none does, full remat on the whole axis."""
@@ -104,22 +101,20 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Returns the results as Markdown."""
     lines = [
         "| model | machine | tokens | plan | planned, GiB | compiled, GiB | error | FLOPs, compiled / needed "
-        "| step planned | step simulated | of it exposed | tokens/s per device | published |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| step planned | step simulated | tokens/s per device |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         model, on, batch, seq = row["case"]
         start = f"| {model} | {on} | {batch} x {seq} | {row['plan']} | {row['planned'] / 2**30:.1f} |"
         if "error" in row:
-            lines.append(f"{start} {row['error']} | | | {row['planned_seconds']:.3g} s | | | | |")
+            lines.append(f"{start} {row['error']} | | | {row['planned_seconds']:.3g} s | | |")
             continue
         per_device = batch * seq / row["compiled_seconds"] / parse_target(on).devices
-        # Rows that were compiled before the figure was kept have none.
-        exposed = f"{sum(row['exposed'].values()):.3g} s" if "exposed" in row else ""
         lines.append(
             f"{start} {row['compiled'] / 2**30:.1f} | {row['planned'] / row['compiled'] - 1:+.0%} | "
             f"{row['flops'] / row['needed_flops']:.2f} | {row['planned_seconds']:.3g} s | "
-            f"{row['compiled_seconds']:.3g} s | {exposed} | {per_device:,.0f} | {PUBLISHED.get((model, on), '')} |"
+            f"{row['compiled_seconds']:.3g} s | {per_device:,.0f} |"
         )
     return "\n".join(lines) + "\n"
 
