@@ -28,11 +28,11 @@ SRC = ROOT / "src"
 PACKAGE = SRC / "meshwright"
 
 LIMITS = {
-    "modules that `train tiny` loads": 119,
-    "lines that `train tiny` loads": 17_898,
-    "lines of Python in src": 51_456,
+    "modules that `train tiny` loads": 118,
+    "lines that `train tiny` loads": 17_835,
+    "lines of Python in src": 50_708,
     "options of `train`": 80,
-    "imports of the package inside functions": 30,
+    "imports of the package inside functions": 29,
     "modules that import the package by a string": 0,
     "`# fmt: skip` in src": 0,
     "modules in circles of imports": 0,

@@ -33,7 +33,7 @@ from meshwright.planner.memory_model import (
 )
 from meshwright.planner.optimizer import update_bytes_moved, update_matmuls
 from meshwright.planner.software import MESHWRIGHT, SCORE_BYTES, AttentionKernel, Software
-from meshwright.planner.traffic import Movement, movements, quantises_experts
+from meshwright.planner.traffic import Movement, movements, runs_experts_in_low_precision
 from meshwright.planner.work import Matmul, Work, low_precision, recomputed_roles, work_of
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.runs.settle import Settled
@@ -277,7 +277,7 @@ def _compute_seconds(
     attention_rate = chip.flops_bf16 * efficiency.of_attention(kernel.rate)
     gpu = not settled.machine.on_tpu
     launch = software.launch if gpu else 0.0
-    ours = quantises_experts(settled, software)
+    ours = runs_experts_in_low_precision(settled, software)
     low = low_precision(placed) if software.experts_in_low_precision or ours else None
     copied = _copied_bytes(placed, work, software)
     scored = {"attention", "scores"} if kernel.keeps_scores else {"attention"}

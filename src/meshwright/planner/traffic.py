@@ -42,7 +42,7 @@ class Movement(NamedTuple):
     """Fraction of a blocking one that overlaps all the same: it is sent in pieces, and another computes meanwhile."""
 
 
-def quantises_experts(settled: Settled, software: Software) -> bool:
+def runs_experts_in_low_precision(settled: Settled, software: Software) -> bool:
     """Returns whether a program gathers weights of experts in low precision, and multiplies them so."""
     return software.name == MESHWRIGHT.name and settled.low_precision_experts
 
@@ -82,7 +82,7 @@ def movements(
             result += [movement._replace(overlap=overlap) for movement in sent]
     if shape.stage > 1 and not keeps_stages(placed):
         result += [m._replace(during="recomputation") for m in result if m.during == "forward"]
-    result += _weights(placed, microbatches, bool(again - {"scores"}), quantises_experts(settled, software))
+    result += _weights(placed, microbatches, bool(again - {"scores"}), runs_experts_in_low_precision(settled, software))
     result += _gradients(placed, software)
     for e, payload in update_exchanges(placed):
         result.append(Movement(e.kind, e.axes, payload, e.count, "step", True, "matrices of the optimizer"))
