@@ -17,10 +17,12 @@ from typing import IO, Any
 
 from meshwright.activity import activity
 from meshwright.api.targets import find_target, resolved_run
+from meshwright.config import MeshShape
 from meshwright.errors import CensusError, ConfigError
 from meshwright.formatting import format_bytes
 from meshwright.hardware.aot import compiler_environment, require_compiler
 from meshwright.hardware.chips import Torus
+from meshwright.hardware.interconnect import machine_of_target
 from meshwright.hardware.machine import AUTO
 from meshwright.hardware.targets import Target
 from meshwright.planner.plan_file import write_plan
@@ -29,6 +31,7 @@ from meshwright.plugins import options_of_child
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
+from meshwright.runs.settle import Settled
 from meshwright.storage.paths import default_cache_folder
 from meshwright.views.report import frame
 
@@ -257,7 +260,8 @@ def trials(run: Run, target: Target) -> Iterator[tuple[str, Run]]:
                 yield f"attention in blocks of {block}", changed(attention_block=block)
     for mib in (256, 2048):
         yield f"logits of {mib} MiB", changed(logits_mib=mib)
-    if AUTO in training.compiler_options and target.chip.compiler_options:
+    chosen = Settled(place_run(run), machine_of_target(target, run.mesh or MeshShape())).compiler_options
+    if AUTO in training.compiler_options and chosen:
         others = tuple(word for word in training.compiler_options if word != AUTO)
         yield "the compiler's own options", changed(compiler_options=others)
 
