@@ -50,6 +50,19 @@ def test_the_scan_saves_no_parameters() -> None:
     assert "f32[2,8,8]" not in str(jax.make_jaxpr(jax.grad(loss))(w_LDD))
 
 
+@pytest.mark.parametrize(("kinds", "rows", "barriers"), [(3, 6, 3), (3, 7, 4), (1, 6, 0), (1, 1, 1)])
+def test_a_layer_is_recomputed_when_its_gradient_is_there(kinds: int, rows: int, barriers: int) -> None:
+    """Where a body has other layers, or XLA inlines it; a loop over one layer keeps the recomputation apart itself."""
+    turns = [("blocks", lambda x, w, i, k=k: (jnp.sin(x @ w) + k, {})) for k in range(kinds)]
+
+    def loss(w_LDD: Any) -> Any:
+        x = jnp.ones((4, 8))
+        return scan_layers(turns, x, {"blocks": w_LDD}, {"blocks": np.arange(rows)}, remat="full")[0].sum()
+
+    text = jax.jit(jax.grad(loss)).lower(jnp.ones((rows, 8, 8))).as_text()
+    assert text.count("optimization_barrier") == barriers
+
+
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("layers", [6, 8, 2])
 def test_the_scan_is_a_loop_over_layers(layers: int, remat: str) -> None:

@@ -109,7 +109,8 @@ def scan_layers(
     """
     if len(period) == 1:
         ((stack, layer),) = period
-        body = checkpoint_layer(layer, remat)
+        count = jax.tree.leaves(stacked[stack])[0].shape[0]
+        body = checkpoint_layer(layer, remat, prevent_cse=count == 1)
         x, aux = jax.lax.scan(lambda x, rest: body(x, *rest), x, (stacked[stack], index[stack]), unroll=unroll)
         return x, {stack: aux}
     turns = collections.Counter(stack for stack, _ in period)
@@ -140,7 +141,7 @@ def scan_layers(
                     return layer(x, *jax.tree.map(lambda a: a[i], rows))
 
                 # The layer's rows are taken inside: rows taken before would be saved, a copy of all parameters.
-                x, aux = checkpoint_layer(turn, remat)(x, inputs[stack])
+                x, aux = checkpoint_layer(turn, remat, prevent_cse=True)(x, inputs[stack])
                 outputs[stack].append(aux)
             return x, {stack: jax.tree.map(lambda *a: jnp.stack(a), *aux) for stack, aux in outputs.items()}
 

@@ -76,12 +76,15 @@ def recomputed[**P, R](elementwise: Callable[P, R]) -> Callable[P, R]:
     return jax.checkpoint(elementwise, prevent_cse=False)
 
 
-def checkpoint_layer(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
-    """Returns `layer(x, ...)` with the remat policy applied; it must run inside a scan."""
+def checkpoint_layer(layer: Callable[..., Any], remat: str, *, prevent_cse: bool = False) -> Callable[..., Any]:
+    """Returns `layer(x, ...)` with the remat policy applied; it must run inside a scan.
+
+    prevent_cse: needed where the scan has one iteration, which XLA inlines and then merges recomputation and forward
+    pass, and where its body has other layers: the backward pass would recompute them all before it needs the first.
+    """
     policy = REMAT_POLICIES[remat].policy
 
     def named(x: jax.Array, *args: Any) -> Any:
         return layer(checkpoint_name(x, LAYER_INPUT), *args)
 
-    # Inside a scan XLA cannot merge recomputation and forward pass, so the barrier of prevent_cse is not needed.
-    return layer if policy is None else jax.checkpoint(named, policy=policy, prevent_cse=False)
+    return layer if policy is None else jax.checkpoint(named, policy=policy, prevent_cse=prevent_cse)
