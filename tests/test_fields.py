@@ -203,7 +203,7 @@ def wrapped(base: dict[str, Any]) -> Run:
     mesh = {"fsdp=2": "fsdp=2", "data=2": "data=2", CROSSING: "data=2*1,fsdp=4"}.get(
         base.get("mesh", ""), "data=2,fsdp=2"
     )
-    run = model.run(mesh=mesh, **{name: base[name] for name in names if name in base})
+    run = model.run(mesh=mesh, remat="full", **{name: base[name] for name in names if name in base})
     return dataclasses.replace(run, fsdp_min_size=64)
 
 
