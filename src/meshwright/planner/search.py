@@ -396,7 +396,7 @@ def lower_bound(run: Run, target: Target, best: Plan) -> float:
     """Returns the seconds that no plan on any mesh and schedule of the search is below, of those that fit as `best`.
 
     Pipelines have no bubble, and any fraction of the layers is saved. Left out are only meshes on which a step that
-    recomputes and copies nothing takes longer than `best`.
+    recomputes and copies nothing takes longer than `best`; more microbatches are taken to be no faster (not proved).
     """
     chip, least, bound = target.chip, dataclasses.replace(MESHWRIGHT, copies=False), best.estimate.seconds
     room = chip.roomy_bytes if is_roomy(best) else chip.hbm_bytes / chip.fragmentation

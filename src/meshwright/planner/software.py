@@ -105,7 +105,7 @@ class Software:
     row_per_node: bool = False
     """Whether a token crosses the network once for each node with experts of it, and not for each expert."""
     exchange_overlap: float = 0.0
-    """Overlapped fraction of the rows that travel to experts in pieces of the batch (`Settled.exchange_pieces`)."""
+    """Overlapped fraction of the rows that travel between nodes in pieces of the batch (`Settled.exchange_pieces`)."""
     experts_in_low_precision: bool = False
     """Whether the matmuls of experts run in the run's low precision too."""
 
@@ -125,6 +125,6 @@ MESHWRIGHT = Software(
     vocab_over_stages=True,
     sums_gradients_last=True,
     row_per_node=True,
-    exchange_overlap=0.5,
+    exchange_overlap=0.5,  # of one compiled case, Qwen3-30B-A3B on 16 H100 (docs/log.md)
 )
 """This package's own step."""

@@ -74,11 +74,11 @@ def movements(
         beside = software.overlaps_experts and placed.virtual_stages > 1
         spec = next(layer.experts for layer in placed.spec.layers if layer.experts is not None)
         nodes = settled.expert_nodes if software.row_per_node else 1
-        for axis, rows in spec.sent_rows(shape.expert, nodes).items():
+        for level, (axis, rows) in enumerate(spec.sent_rows(shape.expert, nodes).items()):
             elements = work.tokens * rows * work.width
             payloads = (elements * (spec.sent_bytes or compute), elements * compute)
             sent = _experts(axis, payloads, work.expert_layers * microbatches, again, not beside)
-            overlap = software.exchange_overlap if settled.exchange_pieces > 1 else 0.0
+            overlap = 0.0 if level or settled.exchange_pieces == 1 else software.exchange_overlap  # between nodes
             result += [movement._replace(overlap=overlap) for movement in sent]
     if shape.stage > 1 and not keeps_stages(placed):
         result += [m._replace(during="recomputation") for m in result if m.during == "forward"]
