@@ -55,10 +55,7 @@ PARTS: dict[str, dict[str, str]] = {
         "master": "step.bfloat16_params:with_masters",
         "stochastic": "step.bfloat16_params:with_random_rounding",
     },
-    "collective matmul": {
-        "column_parallel": "comm.collective_matmul:column_parallel",
-        "row_parallel": "comm.collective_matmul:row_parallel",
-    },
+    "tensor strategy": {"ring": "comm.collective_matmul:RING"},
     "reporter": {
         "tensorboard": "reporters.trackers:_TensorBoard",
         "wandb": "reporters.trackers:_WeightsAndBiases",

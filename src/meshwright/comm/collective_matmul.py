@@ -9,6 +9,7 @@ The gradient of the weights is one matmul over the full sequence, whose chunks t
 """
 
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -151,3 +152,6 @@ def _row_backward(f: TokenFunction, ring: tuple[int, ...], saved: Any, g_BTD: ja
 
 
 row_parallel.defvjp(_row_forward, _row_backward)
+
+RING = types.SimpleNamespace(column_parallel=column_parallel, row_parallel=row_parallel)
+"""What a run with `tensor_strategy` ring has."""

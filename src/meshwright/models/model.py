@@ -100,7 +100,7 @@ class ForwardContext:
         x_BTD: this device's positions [B, T/tensor, D].  f: matmuls, the same for every token.
         """
         if self.tensor_ring:
-            return resolve("collective matmul", "column_parallel")(f, x_BTD, weights, self.tensor_ring)
+            return resolve("tensor strategy", "ring").column_parallel(f, x_BTD, weights, self.tensor_ring)
         return f(sequence_all_gather(x_BTD, 1), weights)
 
     def row_parallel(self, f: TokenFunction, y_BTF: jax.Array, weights: Any) -> jax.Array:
@@ -109,7 +109,7 @@ class ForwardContext:
         y_BTF: the complete sequence, features split over `tensor`.  f: matmuls, the same for every token.
         """
         if self.tensor_ring:
-            summed: jax.Array = resolve("collective matmul", "row_parallel")(f, y_BTF, weights, self.tensor_ring)
+            summed: jax.Array = resolve("tensor strategy", "ring").row_parallel(f, y_BTF, weights, self.tensor_ring)
             return summed
         return sequence_reduce_scatter(f(y_BTF, weights), 1)
 
@@ -343,7 +343,6 @@ class ExpertSpec:
     """Rows that a device of the mesh axis `expert` has room for, as a multiple of an even share; 0: for all."""
     sent_bytes: int | None = None
     """Bytes of an element of the rows sent to experts; None for the compute dtype."""
-
     groups: int = 1
     """Groups of neighbouring experts."""
     topk_groups: int = 1
