@@ -50,6 +50,23 @@ def test_the_scan_saves_no_parameters() -> None:
     assert "f32[2,8,8]" not in str(jax.make_jaxpr(jax.grad(loss))(w_LDD))
 
 
+@pytest.mark.parametrize("kinds", [1, 3])
+def test_a_scan_over_some_rows_copies_none(kinds: int) -> None:
+    """What a program holds besides its gradients is a row of each kind, not the six that are scanned."""
+    turns = [("blocks", lambda x, w, i, k=k: (jnp.sin(x @ w) + k, {})) for k in range(kinds)]
+    w_LDD, rows = jnp.ones((8, 256, 256)), {"blocks": slice(1, 7)}
+
+    def loss(w_LDD: Any, rows: Any = rows) -> Any:
+        stacked, index = {"blocks": w_LDD}, {"blocks": np.arange(len(w_LDD))}
+        return scan_layers(turns, jnp.ones((4, 256)), stacked, index, rows=rows, remat="full")[0].sum()
+
+    gradients, layer = jax.grad(loss)(w_LDD), w_LDD[0].nbytes
+    np.testing.assert_allclose(gradients[1:7], jax.grad(lambda w: loss(w, None))(w_LDD[1:7]), rtol=1e-6)
+    assert not gradients[0].any() and not gradients[7].any()
+    memory = jax.jit(loss).lower(w_LDD).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < (kinds + 1) * layer
+
+
 @pytest.mark.parametrize(("kinds", "rows", "barriers"), [(3, 6, 3), (3, 7, 4), (1, 6, 0), (1, 1, 1)])
 def test_a_layer_is_recomputed_when_its_gradient_is_there(kinds: int, rows: int, barriers: int) -> None:
     """Where a body has other layers, or XLA inlines it; a loop over one layer keeps the recomputation apart itself."""
@@ -122,13 +139,13 @@ def test_stacks_take_turns_as_in_a_loop_over_layers() -> None:
     index = {stack: np.array(spec.layers_of(stack)) for stack in w}
     x, aux = jnp.arange(4.0), dict[str, list[Any]](dense_blocks=[], blocks=[])
     found = []
-    for parts in ([(slice(None), "none")], [(slice(0, 3), "projections"), (slice(3, 7), "full")]):
+    for parts in ([(slice(0, 7), "none")], [(slice(0, 3), "projections"), (slice(3, 7), "full")]):
         (section,), last, outputs = sections(spec, kinds), x, []
         assert (section.first, section.layers) == (0, 7)
         for part, remat in parts:
-            here = [section.rows(spec, part, trees) for trees in (w, index)]
+            rows = section.rows(spec, part)
             at = (part.start or 0) % spec.period
-            last, more = scan_layers(section.period[at:] + section.period[:at], last, *here, remat=remat)
+            last, more = scan_layers(section.period[at:] + section.period[:at], last, w, index, rows=rows, remat=remat)
             outputs.append(more)
         found.append((last, join(outputs)))
     for i, layer in enumerate(spec.layers):

@@ -11,6 +11,7 @@ of another stack, which takes turns with it.
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -65,14 +66,20 @@ class Section(NamedTuple):
         """Stacks that hold its layers."""
         return list(dict.fromkeys(stack for stack, _ in self.period))
 
-    def rows(self, spec: ModelSpec, part: slice, trees: Mapping[str, Any]) -> dict[str, Any]:
+    def rows(self, spec: ModelSpec, part: slice) -> dict[str, slice]:
         """Returns the rows of its stacks that belong to a part of its layers."""
+        ends = [self.first + end for end in (part.start, part.stop)]
+        layers = {stack: spec.layers_of(stack) for stack in self.stacks}
+        return {stack: slice(*(sum(i < end for i in rows) for end in ends)) for stack, rows in layers.items()}
 
-        def rows(stack: str) -> slice:
-            layers, ends = spec.layers_of(stack), (part.start, part.stop)
-            return slice(*(None if end is None else sum(layer < self.first + end for layer in layers) for end in ends))
 
-        return {stack: jax.tree.map(operator.itemgetter(rows(stack)), trees[stack]) for stack in self.stacks}
+@jax.custom_vjp
+def _read_row(row: jax.Array, stack: jax.Array, number: jax.Array) -> jax.Array:
+    """Returns a row of a stack, and in the backward pass its gradient as that of `row`, the same row of a copy."""
+    return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
+
+
+_read_row.defvjp(lambda *given: (_read_row(*given), None), lambda _, g: (g, None, None))
 
 
 def sections(
@@ -98,54 +105,56 @@ def scan_layers(
     stacked: Mapping[str, Any],
     index: Mapping[str, Any],
     *,
+    rows: Mapping[str, slice] | None = None,
     remat: str = "none",
     unroll: int = 1,
 ) -> tuple[Any, dict[str, Any]]:
     """Scans layers whose kinds repeat; returns x and the aux of each stack, [L, ...].
 
     stacked: parameters of each stack, with a leading dimension of rows.  index: index of each row's layer in the model,
-    int32, or a tree of such arrays.  remat: a row of REMAT_POLICIES.  unroll: layers per iteration, at least a period.
-    Layers after the last complete period are one more iteration.
+    int32, or a tree of such arrays.  rows: of each stack that are scanned, all by default.  remat: a row of
+    REMAT_POLICIES.  unroll: layers per iteration, at least a period; those after the last period are one more.
     """
+    turns = collections.Counter(stack for stack, _ in period)
+    total = {stack: jax.tree.leaves(stacked[stack])[0].shape[0] for stack in turns}
+    here = {stack: range(total[stack])[rows[stack] if rows else slice(None)] for stack in turns}
     if len(period) == 1:
         ((stack, layer),) = period
-        count = jax.tree.leaves(stacked[stack])[0].shape[0]
-        body = checkpoint_layer(layer, remat, prevent_cse=count == 1)
-        x, aux = jax.lax.scan(lambda x, rest: body(x, *rest), x, (stacked[stack], index[stack]), unroll=unroll)
-        return x, {stack: aux}
-    turns = collections.Counter(stack for stack, _ in period)
-    inputs = {stack: (stacked[stack], jax.tree.map(jnp.asarray, index[stack])) for stack in turns}
-    rows = {stack: jax.tree.leaves(both)[0].shape[0] for stack, both in inputs.items()}
-    periods = min(rows[stack] // count for stack, count in turns.items())
-    left = {stack: rows[stack] - periods * count for stack, count in turns.items()}
-    last = []
-    for stack, layer in period:
-        if left[stack]:
-            left[stack] -= 1
-            last.append((stack, layer))
-    assert not any(left.values()), f"{rows} rows are not periods of {dict(turns)} and a part of one"
+        body = checkpoint_layer(layer, remat, prevent_cse=len(here[stack]) == 1)
+        if len(here[stack]) == total[stack]:
+            x, aux = jax.lax.scan(lambda x, rest: body(x, *rest), x, (stacked[stack], index[stack]), unroll=unroll)
+            return x, {stack: aux}
+    # A scan over rows of a stack, or over groups of them, would copy what it reads: layers read the stack itself.
+    whole = jax.lax.stop_gradient({stack: stacked[stack] for stack in turns})
+    periods = min(len(here[stack]) // count for stack, count in turns.items())
+    left = collections.Counter({stack: len(here[stack]) - periods * count for stack, count in turns.items()})
+    last = period[: left.total()]
+    assert collections.Counter(stack for stack, _ in last) == left, f"{here} are not periods and a part of one"
 
     def scan(bodies: Sequence[Turn], x: Any, first: int, count: int) -> tuple[Any, dict[str, Any]]:
         """Scans `count` periods of `bodies` after the first ones."""
-        here = collections.Counter(stack for stack, _ in bodies)
+        counts = collections.Counter(stack for stack, _ in bodies)
 
         def by_period(stack: str, a: jax.Array) -> jax.Array:
-            start = first * turns[stack]
-            return a[start : start + count * here[stack]].reshape(count, here[stack], *a.shape[1:])
+            start = here[stack].start + first * turns[stack]
+            return a[start : start + count * counts[stack]].reshape(count, counts[stack], *a.shape[1:])
 
         def step(x: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-            outputs: dict[str, list[Any]] = {stack: [] for stack in here}
+            outputs: dict[str, list[Any]] = {stack: [] for stack in counts}
             for stack, layer in bodies:
 
-                def turn(x: Any, rows: Any, i: int = len(outputs[stack]), layer: Layer = layer) -> tuple[Any, Any]:
-                    return layer(x, *jax.tree.map(lambda a: a[i], rows))
+                def turn(x: Any, inputs: Any, i: int = len(outputs[stack]), turn: Turn = (stack, layer)) -> Any:
+                    params, index, number = jax.tree.map(lambda a: a[i], inputs)
+                    read = functools.partial(_read_row, number=number)
+                    return turn[1](x, jax.tree.map(read, params, whole[turn[0]]), index)
 
                 # The layer's rows are taken inside: rows taken before would be saved, a copy of all parameters.
-                x, aux = checkpoint_layer(turn, remat, prevent_cse=True)(x, inputs[stack])
+                x, aux = checkpoint_layer(turn, remat, prevent_cse=len(bodies) > 1 or count == 1)(x, inputs[stack])
                 outputs[stack].append(aux)
             return x, {stack: jax.tree.map(lambda *a: jnp.stack(a), *aux) for stack, aux in outputs.items()}
 
-        grouped = {stack: jax.tree.map(lambda a, s=stack: by_period(s, a), inputs[stack]) for stack in here}
+        given = {s: (stacked[s], jax.tree.map(jnp.asarray, index[s]), jnp.arange(total[s])) for s in counts}
+        grouped = {stack: jax.tree.map(lambda a, s=stack: by_period(s, a), given[stack]) for stack in counts}
         x, aux = jax.lax.scan(step, x, grouped, unroll=max(1, unroll // len(bodies)))
         return x, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
 
@@ -159,10 +168,7 @@ def scan_layers(
 
 def join(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the aux of each stack over all parts that have some."""
-    parts: dict[str, list[Any]] = {}
-    for aux in outputs:
-        for stack, value in aux.items():
-            parts.setdefault(stack, []).append(value)
+    parts = {s: [aux[s] for aux in outputs if s in aux] for s in itertools.chain.from_iterable(outputs)}
     return {s: v[0] if len(v) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *v) for s, v in parts.items()}
 
 
@@ -170,8 +176,7 @@ def skip_padding(layer: Layer) -> Layer:
     """Returns `layer` for a stack with padding rows: these are the identity and return zero aux."""
 
     def maybe(x_BTD: jax.Array, params: Any, index: jax.Array) -> tuple[jax.Array, Aux]:
-        aux = jax.eval_shape(layer, x_BTD, params, index)[1]
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), aux)
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(layer, x_BTD, params, index)[1])
         return jax.lax.cond(index == NO_LAYER, lambda: (x_BTD, zeros), lambda: layer(x_BTD, params, index))
 
     return maybe
@@ -286,17 +291,18 @@ class LocalModel:
         for section in sections(spec, functions, wrap):
             saved = min(max(self.training.saved_layers - section.first, 0), section.layers)
             parts = [(slice(0, saved), "projections"), (slice(saved, section.layers), self.training.remat)]
-            for part, remat in parts if saved else [(slice(None), self.training.remat)]:
-                if part.start == section.layers:
+            for part, remat in parts:
+                if part.start == part.stop:
                     continue
-                stacked, indices = (section.rows(spec, part, trees) for trees in (params, index))
-                if section.stacks[0] in self.ahead:
-                    x_BTD, aux = self._layers_ahead(section.stacks[0], x_BTD, ctx, stacked, indices, remat)
+                stack, own = section.stacks[0], section.rows(spec, part)
+                if stack in self.ahead:
+                    p, i = (jax.tree.map(operator.itemgetter(own[stack]), tree[stack]) for tree in (params, index))
+                    x_BTD, aux = self._layers_ahead(stack, x_BTD, ctx, p, i, remat)
                 else:
                     # A part may start in the middle of a period.
-                    at = (part.start or 0) % len(section.period)
+                    at, unroll = part.start % len(section.period), self.training.unroll
                     period = section.period[at:] + section.period[:at]
-                    x_BTD, aux = scan_layers(period, x_BTD, stacked, indices, remat=remat, unroll=self.training.unroll)
+                    x_BTD, aux = scan_layers(period, x_BTD, params, index, rows=own, remat=remat, unroll=unroll)
                 outputs.append(aux)
         return x_BTD, join(outputs)
 
@@ -304,8 +310,8 @@ class LocalModel:
         self, stack: str, x_BTD: jax.Array, ctx: ForwardContext, params: Tree, index: Tree, remat: str
     ) -> tuple[jax.Array, dict[str, Aux]]:
         """Runs a stack whose first weights are gathered one layer ahead."""
-        first = {name: p for name, p in params[stack].items() if name in self.ahead[stack]}
-        rest = {name: p for name, p in params[stack].items() if name not in first}
+        first = {name: p for name, p in params.items() if name in self.ahead[stack]}
+        rest = {name: p for name, p in params.items() if name not in first}
         gather_first, gather_rest = (
             functools.partial(self.gather_params.only(stack, names), path=stack) for names in (first, rest)
         )
@@ -316,9 +322,7 @@ class LocalModel:
         layer: Any = self.model.layer_functions(dataclasses.replace(ctx, gather_params=gather))[stack]
         from meshwright.models.gather_ahead import scan_layers_ahead
 
-        x_BTD, aux = scan_layers_ahead(
-            layer, (gather_first, gather_rest), x_BTD, (first, rest), index[stack], remat=remat
-        )
+        x_BTD, aux = scan_layers_ahead(layer, (gather_first, gather_rest), x_BTD, (first, rest), index, remat=remat)
         return x_BTD, {stack: aux}
 
     def loss(self, params: Tree, x_BTD: jax.Array, batch: Batch, total: jax.Array) -> tuple[jax.Array, Metrics]:

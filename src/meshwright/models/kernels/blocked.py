@@ -25,7 +25,6 @@ from meshwright.models.kernels.chunks import (
     select,
     self_attention_of,
     update,
-    zeros_like,
 )
 
 _SCORE_BYTES = 2**28
@@ -82,11 +81,11 @@ class _Blocks:
 def _forward(queries: Queries, keys: Keys, mask: ChunkMask, softcap: float | None = None) -> Result:
     blocks = _Blocks(queries, keys, mask)
     B, T, N, H = queries.q_BTNH.shape
-    q = blocks.grouped(queries.q_BTNH * H**-0.5)
+    # Zeros that are there with the queries: of constants XLA:GPU copies those of all layers of a body at its start.
+    zero, q = lax.optimization_barrier((jnp.float32(0), blocks.grouped(queries.q_BTNH * H**-0.5)))
     k, v = cut(keys.k_BSKH, blocks.block), cut(keys.v_BSKH, blocks.block)
     shape = (q.shape[0], B, *q.shape[3:5], blocks.block)
-    zeros = jnp.zeros(shape, jnp.float32)
-    values = jnp.zeros((*shape, v.shape[-1]), jnp.float32)
+    zeros, values = (jnp.full(x, zero) for x in (shape, (*shape, v.shape[-1])))
 
     # Running softmax of blocks of queries: largest score, sum of weights, weighted sum of values, float32.
     def add(states: Any, i: Any, j: Any) -> Any:
@@ -100,7 +99,7 @@ def _forward(queries: Queries, keys: Keys, mask: ChunkMask, softcap: float | Non
         added = jnp.einsum("bkgts,bskh->bkgth", weights.astype(v.dtype), v_j, preferred_element_type=jnp.float32)
         return update(states, i, (new_top, weight * rescale + weights.sum(-1), total * rescale[..., None] + added))
 
-    top, weight, total = blocks.loop(add, (jnp.full(shape, _MASKED, jnp.float32), zeros, values))
+    top, weight, total = blocks.loop(add, (zeros + _MASKED, zeros, values))
     seen = weight > 0
     weight = jnp.where(seen, weight, 1.0)
     out = (total / weight[..., None]).astype(queries.q_BTNH.dtype)
@@ -118,7 +117,8 @@ def _backward(
     H = queries.q_BTNH.shape[3]
     # The row sums of gradient times output that the softmax's derivative needs (FlashAttention-2, arXiv:2307.08691).
     inner_BNT = jnp.einsum("btnh,btnh->bnt", g_BTNH, result.out_BTNH, preferred_element_type=jnp.float32)
-    q, g = blocks.grouped(queries.q_BTNH * H**-0.5), blocks.grouped(g_BTNH)
+    zero, g = lax.optimization_barrier((jnp.float32(0), blocks.grouped(g_BTNH)))
+    q = blocks.grouped(queries.q_BTNH * H**-0.5)
     rows = (q, g, blocks.by_head(inner_BNT), blocks.by_head(result.lse_BNT))
     columns = (cut(keys.k_BSKH, blocks.block), cut(keys.v_BSKH, blocks.block))
 
@@ -136,7 +136,7 @@ def _backward(
         g_q, g_kv = jax.tree.map(jnp.add, totals, (g_q, (g_k, g_v)))
         return update(sums[0], i, g_q), update(sums[1], j, g_kv)
 
-    g_q, g_kv = blocks.loop(add, zeros_like((q, columns)))
+    g_q, g_kv = blocks.loop(add, jax.tree.map(lambda x: jnp.full(x.shape, zero), (q, columns)))
     g_k, g_v = (x.swapaxes(0, 1).reshape(like.shape) for x, like in zip(g_kv, keys[:2], strict=True))
     return (g_q * H**-0.5).swapaxes(0, 1).reshape(queries.q_BTNH.shape), g_k, g_v
 

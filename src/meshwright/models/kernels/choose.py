@@ -41,7 +41,7 @@ def kernels_of(training: Training, spec: "ModelSpec", sequence: SequenceSplit, m
         head_sizes=spec.head_sizes,
         dtype=training.compute_dtype,
         sequence=sequence,
-        needs=spec.attention_features,
+        needs=frozenset[str]().union(*(a.features for a in spec.attention)),
     )
 
 

@@ -167,11 +167,6 @@ def update(x: Any, i: jax.Array | int, value: Any) -> Any:
     return jax.tree.map(lambda leaf, v: lax.dynamic_update_index_in_dim(leaf, v, i, 0), x, value)
 
 
-def zeros_like(x: Any) -> Any:
-    """Returns float32 zeros of the shapes of a tree: sums of gradients before the first pair."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), x)
-
-
 Masks = tuple[ChunkMask | None, ...]
 """Masks of the pairs that a step may compute; None for a pair without a visible key."""
 Step = tuple[Any, Any, Any]
@@ -246,7 +241,8 @@ def backward_pass(kernel: ChunkAttention) -> Pass:
     def add(sums: Any, found: Any) -> Any:
         return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, found)
 
-    return Pass(lambda rows, keys: zeros_like((rows[0].q_BTNH, keys[:2])), pair, add)
+    zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, jnp.float32))
+    return Pass(lambda rows, keys: zeros((rows[0].q_BTNH, keys[:2])), pair, add)
 
 
 Rest = tuple[jax.Array, jax.Array | None]
