@@ -17,7 +17,9 @@ from meshwright.hardware.interconnect import GroupSpan, map_axes, route
 from meshwright.hardware.machine import Machine
 from meshwright.hardware.targets import parse_target
 from meshwright.models.flops import forward_flops, training_flops_per_token
-from meshwright.planner.estimate import Estimate, estimate
+from meshwright.models.kernels.chunks import causal_mask
+from meshwright.models.model import AttentionSpec
+from meshwright.planner.estimate import Estimate, estimate, visited_positions
 from meshwright.planner.memory_model import memory_by_category
 from meshwright.planner.software import MESHWRIGHT, lockstep
 from meshwright.planner.traffic import movements
@@ -256,6 +258,31 @@ def test_policies_recompute_what_they_do_not_save() -> None:
     assert again["offload_attention"] == again["feed_forward"] | {"attention_out"} and again["offload"] == again["full"]
     seconds = {remat: price("llama3-8b", "fsdp=8", "v5p:2x2x2", batch=8, remat=remat).seconds for remat in names}
     assert seconds["attention"] <= seconds["projections"] < seconds["feed_forward"] < seconds["full"]
+
+
+@pytest.mark.parametrize("remat", ["projections", pytest.param("feed_forward", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("norms", "read"), [("before", False), ("after", True)])
+def test_recomputed_matmuls_are_the_compiled_programs(norms: Any, read: bool, remat: str) -> None:
+    """Outputs that are normalised are computed again: the backward pass of their norm reads them."""
+    model = dataclasses.replace(MODELS["llama"], norm_place=norms)
+    device_run = device_run_of(tiny_run(model, batch=8, remat=remat, dropout=0.0))
+    work = work_of(device_run.placed)
+    assert work.outputs_read == ({"attention_out", "ffn_out"} if read else set())
+    again = (recomputed_roles(remat) | work.outputs_read) & {m.role for m in work.matmuls}
+    planned = sum(m.flops for m in work.matmuls if m.role in again)
+    found = census_of_train_step(device_run).flops.matmuls
+    compiled = sum(m.flops for m in found if m.phase == "recomputed" and m.module in ("attention", "feed-forward"))
+    scores = 2 * 8 * 16 * 16 * 64 * 2  # of two layers, which the backward pass of blocked attention computes again
+    assert compiled - scores == pytest.approx(planned, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("seq", "block", "window"), [(2048, 256, 1024), (2048, 128, 1000), (1024, 128, 129), (1024, 128, None)]
+)
+def test_blocked_attention_computes_the_blocks_that_its_mask_shows(seq: int, block: int, window: int | None) -> None:
+    mask, count = causal_mask(seq, window), seq // block
+    pairs = sum(mask.between(i, j, block) is not None for i in range(count) for j in range(count))
+    assert visited_positions(AttentionSpec(1, 1, 64, window), seq, block) * seq == pairs * block**2
 
 
 @settings(max_examples=25, deadline=None)

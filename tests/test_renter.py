@@ -80,10 +80,11 @@ BOUND: dict[str, tuple[tuple[str, str, str], dict[str, Any], str, float]] = {
         ("llama3-8b", "fsdp=2,context=4", "h100:8"), {**LONG, "attention_kernel": "cudnn"},
         "attention", 4 * SCORES * 128 * 4.5 / (989e12 * 0.45),
     ),
-    # Without a fused kernel: 14 bytes of each score forward, 14 recomputed, 32 backward.
+    # Without a fused kernel, in blocks of 1,024: 26 bytes of each score forward and recomputed, 28 backward, and 36 and
+    # 79 of each element of a block's queries, 1/8 as many (head 128).
     "scores": (
         ("llama3-8b", "fsdp=2,context=4", "h100:8"), {**LONG, "attention_kernel": "blocked"},
-        "HBM: attention scores", SCORES * 60 / (3.35e12 * 0.85),
+        "HBM: attention scores", SCORES * (2 * (26 + 36 / 8) + 28 + 79 / 8) / (3.35e12 * 0.85),
     ),
     # Keys and values around a ring of 64 hardly take time; scores of 80 layers and 64 heads do.
     "scores of a ring": (

@@ -247,11 +247,9 @@ def _check_others(folder: ModelFolder, expected: set[str], entries: dict[str, Te
     return tuple(notes)
 
 
-def check_tied(weights: WeightsFolder, rows: int = 4096) -> None:
-    """Raises WeightsError where files have a tensor that is tied to another, and not its values.
-
-    rows: rows that are compared at a time.
-    """
+def check_tied(weights: WeightsFolder) -> None:
+    """Raises WeightsError where files have a tensor that is tied to another, and not its values."""
+    rows = 4096  # compared at a time
     tied = weights.folder.architecture.tied
     kept = {name for path, p in weights.params.items() for name in weights.stored[path].names(p)}
     if tied is None or tied[0] not in weights.entries or tied[0] in kept:

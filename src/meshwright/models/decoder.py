@@ -64,7 +64,8 @@ class Block:
 
     def spec(self) -> LayerSpec:
         """Returns the facts of a layer."""
-        return LayerSpec(self.stack, **self.attention.facts(), **self.feed_forward.facts())
+        facts = self.attention.facts() | self.feed_forward.facts()
+        return LayerSpec(self.stack, **facts, normalises_outputs=self.norm_place != "before")
 
     def layer(
         self, ctx: ForwardContext, opening: Callable[[jax.Array, dict[str, Any]], jax.Array] = lambda x_BTD, w: x_BTD

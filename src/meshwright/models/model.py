@@ -418,6 +418,8 @@ class LayerSpec:
     experts: ExpertSpec | None = None
     delta: DeltaSpec | None = None
     """Linear attention; a layer has this or `attention`."""
+    normalises_outputs: bool = False
+    """Whether the output of each half is normalised before it is added: the backward pass reads it."""
 
     def widths(self, width: int, tensor: int) -> Widths:
         """Returns the widths on one of `tensor` devices; a layer without attention gathers the model's width."""
@@ -476,11 +478,6 @@ class ModelSpec:
     def head_sizes(self) -> tuple[int, ...]:
         """Sizes of the layers' keys and values, each once."""
         return tuple(sorted({size for a in self.attention for size in (a.head_size, a.value_size)}))
-
-    @functools.cached_property
-    def attention_features(self) -> frozenset[str]:
-        """Rows of `kernels.attention.FEATURES` that some layer needs."""
-        return frozenset().union(*(a.features for a in self.attention))
 
     @functools.cached_property
     def kv_heads(self) -> int | None:

@@ -54,15 +54,15 @@ class RematPolicy:
         return policies.save_only_these_names(*self.saved)
 
 
-# A layer's input is the carry of the loop over layers: it is saved in any case, unless it is offloaded.
+# In the order of what they recompute. A layer's input is the loop's carry: it is saved, unless it is offloaded.
 REMAT_POLICIES: dict[str, RematPolicy] = {
     "none": RematPolicy(None),
     "attention": RematPolicy(None, dropped=(ATTN_SCORES,)),
     "projections": RematPolicy((QKV, ATTN_OUT, ATTN_LSE, ATTN_RESIDUAL, FFN_HIDDEN)),
     "feed_forward": RematPolicy((QKV, ATTN_OUT, ATTN_LSE, ATTN_RESIDUAL)),
     "attention_out": RematPolicy((ATTN_OUT, ATTN_LSE)),
-    "full": RematPolicy(()),
     "offload_attention": RematPolicy((ATTN_LSE,), offloaded=(LAYER_INPUT, QKV, ATTN_OUT)),
+    "full": RematPolicy(()),
     "offload": RematPolicy((), offloaded=(LAYER_INPUT,)),
 }
 

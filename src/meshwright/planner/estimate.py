@@ -20,6 +20,8 @@ from meshwright.hardware.chips import Efficiency
 from meshwright.hardware.interconnect import AxisMapping, machine_of_target
 from meshwright.hardware.targets import Target
 from meshwright.models.flops import training_flops_per_token
+from meshwright.models.kernels.blocked import block_size
+from meshwright.models.model import AttentionSpec
 from meshwright.models.quantisation import check_precision
 from meshwright.planner.memory_model import (
     PhaseMemory,
@@ -32,9 +34,9 @@ from meshwright.planner.memory_model import (
     sharded_elements,
 )
 from meshwright.planner.optimizer import update_bytes_moved, update_matmuls
-from meshwright.planner.software import MESHWRIGHT, SCORE_BYTES, AttentionKernel, Software
+from meshwright.planner.software import MESHWRIGHT, SCORE_BYTES, SCORE_BYTES_OF_TPU, AttentionKernel, Software
 from meshwright.planner.traffic import Movement, movements, runs_experts_in_low_precision
-from meshwright.planner.work import Matmul, Work, low_precision, recomputed_roles, work_of
+from meshwright.planner.work import Matmul, Work, low_precision, recomputed_roles, tokens_per_device, work_of
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.runs.settle import Settled
 from meshwright.sharding.schedules import build_counts
@@ -184,20 +186,14 @@ def _mixed(others: Estimate, saving: Estimate, fraction: float) -> Estimate:
     def mix(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
         return {name: (1 - fraction) * value + fraction * b.get(name, 0.0) for name, value in a.items()}
 
-    parts = mix(others.parts, saving.parts)
+    mixed: dict[str, Any] = {
+        name: mix(getattr(others, name), getattr(saving, name)) for name in ("parts", "exposed", "busy", "bounds")
+    }
     memory = {name: max(n, saving.memory.get(name, 0.0)) for name, n in others.memory.items()}
     memory["activations"] = mix(others.memory, saving.memory)["activations"]
     step = PhaseMemory(sum(memory.values()), others.phases["step"].host)
-    return dataclasses.replace(
-        others,
-        seconds=sum(parts.values()),
-        parts=parts,
-        exposed=mix(others.exposed, saving.exposed),
-        busy=mix(others.busy, saving.busy),
-        memory=memory,
-        phases={**others.phases, "step": step},
-        bounds=mix(others.bounds, saving.bounds),
-    )
+    mixed |= {"seconds": sum(mixed["parts"].values()), "memory": memory, "phases": {**others.phases, "step": step}}
+    return dataclasses.replace(others, **mixed)
 
 
 def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate:
@@ -209,6 +205,7 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
     settled, mapping = Settled(placed, machine), machine.mapping
     assert mapping is not None  # machine_of_target fills it in
     work, again = work_of(placed), recomputed_roles(training.remat)
+    again |= work.outputs_read if again - {"scores"} else frozenset()
     tasks = None
     if shape.stage > 1:
         tasks = build_counts(training.pipeline_schedule, shape.stage, microbatches, placed.virtual_stages)
@@ -351,8 +348,30 @@ def _attention_kernel(settled: Settled, software: Software) -> AttentionKernel:
         return software.kernel
     if not settled.placed.spec.layers:
         return AttentionKernel(0.0)
-    kernels = settled.kernels
-    return AttentionKernel(kernels.backward, score_bytes={} if kernels.fused or software.kernel else SCORE_BYTES)
+    unfused = settled.placed.spec.attention and not (settled.kernels.fused or software.kernel)
+    return AttentionKernel(settled.kernels.backward, score_bytes=_blocked_bytes(settled) if unfused else {})
+
+
+def visited_positions(attention: AttentionSpec, seq: int, block: int) -> float:
+    """Returns the positions that are computed for a token in blocks of `block` queries and keys, averaged."""
+    seq, window = min(seq, attention.chunk or seq), attention.window or seq
+    hidden = sum(max(0, i - window + 1) // block for i in range(0, seq, block))
+    blocks = seq // block
+    return block * (blocks * (blocks + 1) / 2 - hidden) / blocks
+
+
+def _blocked_bytes(settled: Settled) -> dict[str, float]:
+    """HBM bytes that blocked attention moves per visible score, by pass: of all scores of the blocks that it visits."""
+    placed, table = settled.placed, SCORE_BYTES_OF_TPU if settled.machine.on_tpu else SCORE_BYTES
+    split, attention, seq = placed.sequence, placed.spec.attention, placed.run.training.seq
+    heads = max(a.heads for a in attention) / (placed.shape.tensor * split.group)
+    sequences = tokens_per_device(placed) * placed.shape.context / seq
+    tokens = seq if split.groups == 1 else seq // (2 * split.groups)
+    block = block_size(tokens, max(1, int(4 * sequences * heads)))
+    visible = sum(a.heads * a.causal_positions(seq) for a in attention)
+    visited = sum(a.heads * visited_positions(a, seq, block) for a in attention) / visible
+    elements = max(a.head_size for a in attention) / block
+    return {name: visited * (scores + rows * elements) for name, (scores, rows) in table.items()}
 
 
 def _bounds(

@@ -72,10 +72,12 @@ def memory_by_category(
     # Four programs for v5p have two of the three gradients of a layer's experts at once: so the plan is 0 to 8 % above
     # them, and 2 to 13 % with all three (docs/log.md). Programs for GPUs are on both sides of the plan with all three.
     unreduced = one_layer - (_first_reduced_elements(placed.layout) if settled.machine.on_tpu else 0.0)
-    # The layers of a period are one body of the loop: GPU programs gather all of them early and reduce them late.
+    # The layers of a period are one body of the loop: GPU programs reduce the gradients of all of them at its end.
     together = 1 if settled.machine.on_tpu else placed.spec.period
-    weights_of_layer = one_layer * 2 * compute + (0 if frozen else unreduced * reduce)
-    layer = from_host + together * weights_of_layer + carried + inner
+    weights_of_layer = one_layer * 2 * compute + (0 if frozen else together * unreduced * reduce)
+    # GPU programs keep the gradient of a tied table until the embedding's, which comes last, is added to it.
+    tied = software.copies and not (frozen or settled.machine.on_tpu) and placed.spec.embedding == "embed"
+    layer = from_host + weights_of_layer + carried + inner + tied * 4 * work.unembedding.n * work.width
     # One part of a stage at a time; without a pipeline it is the model. Rows without a layer are saved too.
     part = _saved_bytes(placed, work, compute, software) * _rows(placed.layout)
     parts_kept = in_flight if keeps_stages(placed) else 0.0
@@ -125,10 +127,13 @@ def _memory_of_loss(placed: PlacedRun, work: Work) -> dict[str, float]:
 def layer_bytes(settled: Settled, work: Work) -> float:
     """Returns the bytes of a layer's own arrays while it runs, without its weights."""
     compute = jnp.dtype(settled.placed.run.training.compute_dtype).itemsize
-    attention_inner = (work.widths.query + work.widths.kv) * 2
+    # Norms of queries and keys, and of the halves' outputs, read them as they were before.
+    normalised = any(attention.normalises_qk for attention in settled.placed.spec.attention)
+    attention_inner = (work.widths.query + work.widths.kv) * (2 + normalised)
+    residuals = (4 + len(work.outputs_read)) * work.width
     # Experts (compiled for v5p and H100) have four arrays of the hidden width at once, a dense layer's SwiGLU five.
     hidden = 2.0 if work.expert_rows else 2.5
-    inner = work.tokens * (4 * work.width + hidden * work.ffn_hidden + attention_inner) * compute
+    inner = work.tokens * (residuals + hidden * work.ffn_hidden + attention_inner) * compute
     inner += EXPERT_COPIES * work.expert_rows * work.width * compute
     # One of the halves runs at a time.
     return max(inner, work.tokens * (4 * work.width * compute + work.delta_inner))
@@ -330,13 +335,8 @@ class Saved(NamedTuple):
 
 def checkpoint_bytes(placed: PlacedRun) -> tuple[float, float]:
     """Returns the bytes of a checkpoint, and those that the device with most copies to its host."""
-    saved = checkpoint_arrays(placed)
+    saved = _checkpoint_arrays(*state_of(placed))
     return float(sum(x.total for x in saved)), sum(x.part for x in saved)
-
-
-def checkpoint_arrays(placed: PlacedRun) -> tuple[Saved, ...]:
-    """Returns the arrays of a checkpoint."""
-    return _checkpoint_arrays(*state_of(placed))
 
 
 @functools.lru_cache(maxsize=4096)

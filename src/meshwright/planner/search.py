@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from meshwright.config import ContextStrategy, MeshShape, Remat, StageSaves
 from meshwright.errors import ConfigError, divisors
@@ -36,16 +36,7 @@ SCHEDULES_TRIED = ("1f1b", "interleaved", "zbv")
 more inputs, and zero_bubble repeats work."""
 _MIN_LOCAL_SEQ = 1024
 """Tokens per device below which a sequence is not split further."""
-REMAT_ORDER: tuple[Remat, ...] = (
-    "none",
-    "attention",
-    "projections",
-    "feed_forward",
-    "attention_out",
-    "offload_attention",
-    "full",
-    "offload",
-)
+REMAT_ORDER = tuple(cast("dict[Remat, Any]", REMAT_POLICIES))
 """Remat policies, from the one that recomputes least to the one that saves least on the device."""
 STAGE_SAVES: tuple[StageSaves, ...] = ("layers", "input")
 """What a pipeline stage may save, from that which recomputes less."""
@@ -306,14 +297,9 @@ def stage_saves_of(placed: PlacedRun) -> tuple[StageSaves, ...]:
     return ("input",) if with_inputs.schedule_table.splits_backward else STAGE_SAVES
 
 
-def remat_policies(target: Target, stage_saves: StageSaves | None = None) -> tuple[Remat, ...]:
-    """Returns the remat policies of a target: offloading is only for TPUs, because XLA ignores it on GPUs.
-
-    stage_saves: of a run with pipeline stages; one that keeps layers offloads none of them.
-    """
-    if target.chip.on_torus and stage_saves != "layers":
-        return REMAT_ORDER
-    return tuple(name for name in REMAT_ORDER if name not in OFFLOADING)
+def remat_policies(target: Target) -> tuple[Remat, ...]:
+    """Returns the remat policies of a target: offloading is only for TPUs, because XLA ignores it on GPUs."""
+    return REMAT_ORDER if target.chip.on_torus else CHOSEN_REMAT
 
 
 def with_saved_layers(plan: Plan) -> Plan:
@@ -511,11 +497,8 @@ def _best_of_mesh(scheduled: Run, target: Target, refused: dict[str, str], limit
 
     refused: receives the trainer's error by mesh. limit: seconds above which pricing stops.
     """
-    result, shape, named = (
-        _MeshSearch(scheduled, target),
-        scheduled.mesh or MeshShape(),
-        scheduled.training.microbatches,
-    )
+    result, shape = _MeshSearch(scheduled, target), scheduled.mesh or MeshShape()
+    named = scheduled.training.microbatches
     for microbatches in [named] if named else accumulation_counts(scheduled, shape):
         try:
             placed = place_run(_with_training(scheduled, microbatches=microbatches, remat="full", saved_layers=0))
@@ -563,10 +546,8 @@ def variants(run: Run, target: Target, shape: MeshShape) -> tuple[Plan, list[tup
             changed.append((f"--mesh {narrower}", dataclasses.replace(run, mesh=narrower)))
     plans = []
     for option, variant in changed:
-        try:
+        with contextlib.suppress(ConfigError):
             plans.append((option, price_run(variant, target)))
-        except ConfigError:
-            continue
     return base, plans
 
 

@@ -54,7 +54,7 @@ class AttentionKernel:
     """Matrix products of the backward pass over those of the forward pass."""
     rate: Literal["attention", "flash2", "triton", "matmul"] = "attention"
     """Fraction of peak that it reaches: a field of `Efficiency`; `flash2` and `triton` are relative to `attention`."""
-    score_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    score_bytes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """HBM bytes that it moves per visible score, by pass; none where scores stay on the chip."""
     kernels: int = 1
     """Kernels of a forward pass."""
@@ -110,10 +110,13 @@ class Software:
     """Whether the matmuls of experts run in the run's low precision too."""
 
 
-# In blocked attention XLA writes and reads the scores: float32, and probabilities in the compute dtype
-# (models/kernels/blocked.py).
-SCORE_BYTES = {"forward": 14, "recomputation": 14, "backward": 32}
-"""HBM bytes per score, by pass, where a run of this package has no fused kernel (`Kernels.fused`)."""
+# In blocked attention XLA writes and reads scores, probabilities, and of each pair of blocks queries, keys and sums
+# (models/kernels/blocked.py). Counted in one program for GPUs, Gemma 3 12B on 16 A100, and divided by
+# `MESHWRIGHT.elementwise`.
+SCORE_BYTES = {"forward": (24, 33), "recomputation": (24, 33), "backward": (26, 72)}
+SCORE_BYTES_OF_TPU = {"forward": (14, 0), "recomputation": (14, 0), "backward": (32, 0)}
+"""HBM bytes per score and per element of a block of queries, by pass, where a run of this package has no fused kernel
+(`Kernels.fused`)."""
 MESHWRIGHT = Software(
     "Meshwright",
     lockstep,

@@ -220,8 +220,8 @@ def _tensor(
     ]
     if again - {"scores"}:
         result.append(Movement("all-gather", axes, opened, pairs * layers, "recomputation", True, "sequence gathered"))
-        # The output of the last half is not needed again.
-        scattered = (pairs - 1) * layers
+        # The output of the last half is not needed again, unless it is normalised.
+        scattered = (pairs if "ffn_out" in again else pairs - 1) * layers
         result.append(
             Movement("reduce-scatter", axes, residual, scattered, "recomputation", True, "sequence scattered")
         )
@@ -255,13 +255,14 @@ def _context(placed: PlacedRun, work: Work, layers: float, compute: int, again: 
 def _experts(
     axis: str, payloads: tuple[float, float], layers: float, again: frozenset[str], blocking: bool
 ) -> list[Movement]:
-    """Tokens sent to their experts and back; a pass that recomputes needs those that came, but not what goes back.
+    """Tokens sent to their experts and back; a pass that recomputes needs what goes back only to normalise it.
 
     payloads: bytes of the rows that go to experts, and of their outputs and the gradients of both.
     """
     there, back = payloads
     sent = [("forward", there), ("forward", back), ("backward", back), ("backward", back)]
     sent += [("recomputation", there)] if again - {"scores"} else []
+    sent += [("recomputation", back)] if "ffn_out" in again else []
     return [
         Movement("all-to-all", (axis,), payload, layers, during, blocking, "tokens to experts")
         for during, payload in sent

@@ -90,6 +90,8 @@ class Work:
     """Bytes that the backward pass reads, parameters excepted, of a loss whose layers are not known (`wrapped`)."""
     input_bytes: float = 0.0
     """Bytes of its batch on a device, and of the variables that it changes."""
+    outputs_read: frozenset[str] = frozenset()
+    """Roles whose outputs the backward pass reads: policies that save names compute them again."""
     over_tensor: float = 0.0
     """Bytes of activations that such a loss sums over `tensor`."""
 
@@ -114,7 +116,7 @@ def work_of_model(model: Model, placed: PlacedRun) -> Work:
 @functools.lru_cache(maxsize=4096)
 def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | None") -> Work:
     shape, spec = layout.shape, layout.spec
-    fraction = _largest_stage(layout)
+    fraction = max(layout.stages.cost_fraction(stage) for stage in range(shape.stage))
     all_layers = (*spec.layers, *spec.further)
     experts = {layer.stack: layer.experts for layer in all_layers if layer.experts is not None}
     matmuls: dict[tuple[str, int, int, int, bool], Matmul] = {}
@@ -155,6 +157,7 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
         delta_inner=max((d.inner_bytes(seq) for d in spec.delta), default=0.0) / shape.tensor,
         quantised_inputs=sum(inputs.values()),
         quantised_gradients=outputs,
+        outputs_read=frozenset(("attention_out", "ffn_out") if spec.layers[0].normalises_outputs else ()),
     )
 
 
@@ -200,11 +203,6 @@ def low_precision(placed: PlacedRun) -> LowPrecision | None:
     recipe = find_precision(name)
     whole = recipe.scaling in ("tensor", "row")
     return LowPrecision(recipe.rate, whole, 1 if recipe.scaling == "tensor" else 2)
-
-
-@functools.lru_cache(maxsize=4096)
-def _largest_stage(layout: ModelLayout) -> float:
-    return max(layout.stages.cost_fraction(stage) for stage in range(layout.shape.stage))
 
 
 def recomputed_roles(remat: str) -> frozenset[str]:
