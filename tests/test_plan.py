@@ -1,12 +1,15 @@
 """Predicted steps: arithmetic against the scaling book, the trainer's own descriptions, and compiled programs."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from other_programs import SOFTWARE, free_running
+from other_programs import FLASH2, RAMP, RATED_KEYS, SOFTWARE, SPEEDS, TRITON, free_running
+from report import fits
+from rows import read_rows
 from tiny_runs import MODELS, device_run_of, tiny_run
 
 from meshwright.analysis.run_census import census_of_train_step
@@ -19,14 +22,15 @@ from meshwright.hardware.targets import parse_target
 from meshwright.models.flops import forward_flops, training_flops_per_token
 from meshwright.models.kernels.chunks import causal_mask
 from meshwright.models.model import AttentionSpec
-from meshwright.planner.estimate import Estimate, estimate, visited_positions
+from meshwright.planner.estimate import LOSS_BYTES, Estimate, estimate, matmul_seconds, visited_positions
 from meshwright.planner.memory_model import memory_by_category
 from meshwright.planner.software import MESHWRIGHT, lockstep
 from meshwright.planner.traffic import movements
-from meshwright.planner.work import recomputed_roles, work_of
+from meshwright.planner.work import Matmul, recomputed_roles, work_of
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.settle import Settled
+from meshwright.sharding.params import count_params
 from meshwright.sharding.schedules import build_counts
 from meshwright.step.device_memory import shard_bytes
 from meshwright.views.layout_page import layout_report
@@ -376,8 +380,9 @@ def test_software_differs_by_its_own_constants_alone() -> None:
     # Ours cuts its layers' weights out of stacks: read in float32, written in bfloat16, twice.
     copied = 2 * (4 + 2) * 8.03e9 / 8 / (3.35e12 * 0.85)
     assert ours.parts["elementwise"] - maxtext.parts["elementwise"] == pytest.approx(copied, rel=0.01)
-    triton = estimate(placed, parse_target("h100:8"), SOFTWARE["PyTorch"])
-    assert triton.parts["attention"] == pytest.approx(maxtext.parts["attention"] / CHIPS["h100"].efficiency.triton)
+    triton = dataclasses.replace(SOFTWARE["PyTorch"], kernel=TRITON.at(RATED_KEYS, "h100"))
+    older = estimate(placed, parse_target("h100:8"), triton)
+    assert older.parts["attention"] == pytest.approx(maxtext.parts["attention"] / SPEEDS["h100", "triton"])
     on_tpu = {
         software.name: estimate(
             placed, parse_target("v5p:2x2x2"), dataclasses.replace(software, copies=False, recomputes_logits=False)
@@ -386,6 +391,76 @@ def test_software_differs_by_its_own_constants_alone() -> None:
         if software.name not in ("Megatron-LM", "vTrain")
     }
     assert len({round(seconds, 9) for seconds in on_tpu.values()}) == 1
+
+
+# Seconds of FlashAttention-2 on GB200 and of cuDNN on H200 by keys, forward and backward, in ms: NVIDIA/cudnn-frontend,
+# benchmark/ at d48a60e and 816ea45. Work grows with the square of the keys.
+MEASURED_ATTENTION = {
+    "flash2, GB200": {2048: 1.693, 4096: 5.836, 8192: 21.557, 16384: 82.842, 32768: 324.651},
+    "cuDNN, H200": {2048: 1.113, 4096: 3.672, 8192: 13.805, 16384: 54.691},
+}
+
+
+@pytest.mark.parametrize("kernel", MEASURED_ATTENTION)
+def test_fused_attention_is_faster_with_more_keys_as_measured(kernel: str) -> None:
+    milliseconds = MEASURED_ATTENTION[kernel]
+    longest = max(milliseconds)
+
+    def relative(keys: int) -> float:
+        return (keys / longest) ** 2 * milliseconds[longest] / milliseconds[keys]
+
+    for keys in milliseconds:
+        predicted = FLASH2.at(keys, "a100").speed / FLASH2.at(longest, "a100").speed
+        assert predicted == pytest.approx(relative(keys), rel=0.08)
+    assert FLASH2.at(RAMP, "a100").speed == pytest.approx(FLASH2.at(10**12, "a100").speed / 2)
+
+
+def test_the_last_stage_of_others_multiplies_the_logits_of_all_columns() -> None:
+    """Not one matmul of a quarter of the columns for each stage, whose tiles do not fill the chip."""
+    target, megatron = parse_target("h100:4"), SOFTWARE["Megatron-LM"]
+    sizes = {"batch": 64, "seq": 8192, "microbatches": 64, "remat": "none", "pipeline_schedule": "1f1b"}
+    whole, staged = (
+        estimate(placed_recipe("llama3-8b", mesh, **sizes), parse_target(f"h100:{n}"), megatron)
+        for mesh, n in (("fsdp=1", 1), ("stage=4", 4))
+    )
+    logits = Matmul("unembedding", 8192.0, 4096, 128256)
+    seconds = sum(matmul_seconds(m, target)[0] for m in (logits, *logits.gradients))
+    seconds += LOSS_BYTES * 8192 * 128256 / (3.35e12 * 0.85)
+    assert staged.parts["matmul"] - whole.parts["matmul"] / 4 == pytest.approx(64 * 0.75 * seconds, rel=1e-6)
+
+
+def test_rows_go_once_to_each_device_with_experts_of_a_token() -> None:
+    """128 experts on 8 devices: of a token's 8, none is on a given device with probability C(112, 8) / C(128, 8)."""
+    placed = placed_recipe("qwen3-30b-a3b", "expert=8", batch=64, seq=4096, remat="none")
+    settled, work, again = Settled(placed, Machine("cuda")), work_of(placed), recomputed_roles("none")
+
+    def sent(rows_by: Any) -> float:
+        software = dataclasses.replace(SOFTWARE["Megatron-Core"], rows_by=rows_by)
+        return next(m.payload for m in movements(settled, work, again, None, software) if m.kind == "all-to-all")
+
+    devices = 8 * (1 - math.comb(112, 8) / math.comb(128, 8))
+    assert sent("device") / sent("expert") == pytest.approx(devices / 8) and 5.3 < devices < 5.4
+
+
+def test_transformer_engine_quantises_an_array_once_and_keeps_it() -> None:
+    """4 bytes for each element, for others 5 of inputs and 10 of gradients; kept inputs have one byte, not two."""
+    placed = placed_recipe("llama3-8b", "fsdp=1", batch=1, seq=8192, remat="none", matmul_precision="mxfp8")
+    others = dataclasses.replace(SOFTWARE["Megatron-Core"], transformer_engine=False)
+    once, twice = (estimate(placed, parse_target("b200:1"), p) for p in (SOFTWARE["Megatron-Core"], others))
+    inputs, outputs = 3 * 4096 + 14336, 4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096
+    moved = 32 * 8192 * (inputs * (5 - 4) + outputs * (10 - 4))
+    assert twice.parts["elementwise"] - once.parts["elementwise"] == pytest.approx(moved / (8e12 * 0.85), rel=1e-3)
+    # Two normalised inputs and SwiGLU's product in one byte; of the attention's output one more, for its projection.
+    kept = 32 * 8192 * (2 * 4096 + 14336 - 4096)
+    assert twice.memory["activations"] - once.memory["activations"] == kept
+
+
+def test_rows_of_others_have_no_padding_and_fit_their_experts() -> None:
+    """DeepSeek-V3's three dense layers are not sixteen for sixteen parts; of Qwen3 235B no device has all rows."""
+    rows = {row.id: row for row in read_rows()[0]}
+    assert count_params(rows["P410"].placed.params) == sum(p.size for _, p, _ in rows["P410"].placed.leaves)
+    assert count_params(rows["P410"].placed.params) == pytest.approx(671e9, rel=0.002)
+    assert all(fits(estimate(rows[name].placed, rows[name].target, rows[name].software)) for name in ("P416", "P417"))
 
 
 def test_gathering_ahead_carries_gradients_and_weights_of_another_layer() -> None:

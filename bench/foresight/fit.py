@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 
-from other_programs import SOFTWARE
+from other_programs import SOFTWARE, SPEEDS, FusedKernel
 from rows import Row, read_rows
 
 from meshwright.hardware.chips import CHIPS, Nodes
@@ -36,6 +36,8 @@ _PROGRAMS = {
     "overlap": ("MaxText", "PyTorch"),
     "tensor_overlap": ("Megatron-Core", "torchtitan"),
 }
+RELEASE_OF = {"PAX": "MaxText", "Megatron-Core 2026.06": "Megatron-Core"}
+"""Programs that share the fitted constants of another, except for their own: one compiler, one library."""
 FITTED: tuple[Constant, ...] = tuple(
     (owner, name) for table in (_CHIPS, _PROGRAMS) for name, owners in table.items() for owner in owners
 )
@@ -48,7 +50,8 @@ def _first(owner: str) -> str:
 
 def owners_of(row: Row) -> set[str]:
     """Returns whose constants price a row: its chip's, its program's, and those of all GPUs."""
-    owners = {family_of(row), row.software.name}
+    name = row.software.name
+    owners = {family_of(row), name, RELEASE_OF.get(name, name)}
     owners |= {"GPU"} if isinstance(row.target.chip.interconnect, Nodes) else set()
     return owners
 
@@ -68,20 +71,24 @@ def current() -> dict[Constant, float]:
     values = {}
     for owner, name in FITTED:
         source = CHIPS[FAMILIES[_first(owner)][0]].efficiency if owner in (*FAMILIES, "GPU") else SOFTWARE[owner]
-        values[owner, name] = float(getattr(source, name))
+        values[owner, name] = SPEEDS[owner, name] if (owner, name) in SPEEDS else float(getattr(source, name))
     return values
 
 
 def error(row: Row, values: Values) -> float:
     """Returns the logarithm of predicted over measured step time with these constants."""
     family, program, owners = family_of(row), row.software, owners_of(row)
-    own = {name: value for (owner, name), value in values.items() if owner in (family, "GPU") and owner in owners}
+    chips = {key: value for key, value in values.items() if key[0] in (family, "GPU") and key[0] in owners}
+    own = {name: value for (owner, name), value in chips.items() if (owner, name) not in SPEEDS}
     efficiency = dataclasses.replace(row.target.efficiency, **own)
-    theirs = {name: value for (owner, name), value in values.items() if owner == program.name}
-    if program.name == "PAX" and ("MaxText", "overlap") in values:
-        theirs["overlap"] = values["MaxText", "overlap"]  # one compiler
+    theirs: dict[str, float] = {}
+    for name in (RELEASE_OF.get(program.name), program.name):
+        theirs |= {constant: value for (owner, constant), value in values.items() if owner == name}
     if not program.tensor_overlap:
         theirs.pop("tensor_overlap", None)  # the row says that nothing is cut into pieces
+    if isinstance(program.kernel, FusedKernel):
+        keys = row.placed.run.training.seq / row.placed.shape.context
+        program = dataclasses.replace(program, kernel=program.kernel.at(keys, family, {**SPEEDS, **values}))
     target = dataclasses.replace(row.target, given_efficiency=efficiency)
     return math.log(estimate(row.placed, target, dataclasses.replace(program, **theirs)).seconds / row.measured)
 

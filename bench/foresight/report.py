@@ -65,6 +65,11 @@ def spread(values: Iterable[float]) -> dict[str, float]:
     }  # fmt: skip
 
 
+def fits(predicted: Estimate) -> bool:
+    """Returns whether a step fits. Other phases of a training are only this package's."""
+    return predicted.bytes * predicted.target.chip.fragmentation <= predicted.hbm_bytes
+
+
 def sweeps(rows: list[Row]) -> dict[str, list[Row]]:
     """Returns the rows of each model, machine, batch, precision and program that differ in layout only."""
     groups: dict[str, list[Row]] = defaultdict(list)
@@ -183,8 +188,15 @@ def table(rows: list[Row], left_out: dict[str, str]) -> str:
         lines.append(f"| {name} | {of['rows']} | {of['median']:.1%} | {of['90th']:.1%} | {of['bias']:+.1%} |")
     bound = Counter(predicted.bound_by for _, predicted, _ in results.values())
     lines += ["", "Bound by: " + ", ".join(f"{name} {count}" for name, count in bound.most_common()) + "."]
-    tight = sum(not predicted.fits for _, predicted, _ in results.values())
-    lines += ["", f"{tight} of the {len(rows)} runs, all of which ran, are predicted not to fit."]
+    stated = sum(row.states_remat for row in rows)
+    misses = [row for row, predicted, _ in results.values() if not fits(predicted)]
+    tight = sum(row.states_remat for row in misses)
+    programs = Counter(row.software.name for row in misses).most_common()
+    lines += [
+        "", f"All runs ran. {tight} of the {stated} whose recomputation is published are predicted not to fit, and "
+        f"{len(misses) - tight} of the {len(rows) - stated} whose is not: "
+        + ", ".join(f"{name} {count}" for name, count in programs) + ".",
+    ]  # fmt: skip
     lines += ["", "| sweep of layouts | layouts | fastest predicted over fastest |", "|---|---|---|"]
     lines += [f"| {name} | {layouts} | {regret:+.1%} |" for name, (layouts, regret) in regrets(rows).items()]
     small = sorted(regret for _, regret in regrets(read_vtrain("V-single")).values())

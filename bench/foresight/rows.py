@@ -13,7 +13,8 @@ import math
 import re
 from pathlib import Path
 
-from other_programs import FLASH2, SOFTWARE
+import jax
+from other_programs import FLASH2, SOFTWARE, FusedKernel
 
 from meshwright.config import MeshShape, Training
 from meshwright.errors import MeshwrightError
@@ -30,7 +31,7 @@ from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import MEGATRON
-from meshwright.sharding.params import count_params
+from meshwright.sharding.params import Param, count_params, is_param
 from meshwright.sharding.placement import Layout
 
 FILE = Path(__file__).with_name("published.csv")
@@ -108,6 +109,8 @@ class Row:
     """Published seconds per step."""
     memory: float | None
     """Published peak bytes of a device."""
+    states_remat: bool
+    """Whether the row, or the published configuration of its program, says what the backward pass recomputes."""
 
     @property
     def is_fitted(self) -> bool:
@@ -157,12 +160,13 @@ def _vtrain_row(row: dict[str, str]) -> Row:
     target = parse_target(f"a100:{size['gpus']}")
     # 800 Gbit/s per node (config/validation, `inter_node_bandwidth`).
     target = dataclasses.replace(target, chip=dataclasses.replace(target.chip, network_bandwidth=100e9 / 8))
-    placed = place_run(Run(model=model, mesh=mesh, training=training, name=row["id"], fsdp_min_size=2**20), mesh)
+    run = Run(model=model, mesh=mesh, training=training, name=row["id"], fsdp_min_size=2**20)
+    placed = without_padding(place_run(run, mesh))
     system = "Megatron-LM" if measured else "vTrain"
     software = dataclasses.replace(SOFTWARE[system], splits_sequence=False)
     return Row(
         row["id"], system, f"GPT {size['layers']} x {size['hidden']}", placed, software, target,
-        float(row["seconds"]), None,
+        float(row["seconds"]), None, True,
     )  # fmt: skip
 
 
@@ -185,17 +189,19 @@ def read_row(row: dict[str, str]) -> Row:
     training = Training(
         batch=sequences, seq=seq, microbatches=microbatches, remat=read_remat(row, mesh), logits_mib=_WHOLE_LOGITS,
         matmul_precision=read_precision(row, target),
-        # Composer's PURE, and the blog's bfSixteen policy.
-        reduce_dtype="bfloat16" if "mp=PURE" in row["precision"] or row["system"] == "PyTorch FSDP" else "float32",
+        reduce_dtype="bfloat16" if reduces_in_16_bits(row) else "float32",
         # Megatron keeps parameters in 16 bits; its optimizer has the float32 ones.
         param_dtype="bfloat16" if software.name.startswith("Megatron") else "float32", **options
     )  # fmt: skip
     placed = place(row, model, mesh, training)
+    if isinstance(software.kernel, FusedKernel):
+        kernel = software.kernel.at(seq / mesh.context, target.chip.family)
+        software = dataclasses.replace(software, kernel=kernel)
     seconds = read_seconds(row, placed, target)
     gib = row["memory_per_chip_GiB"]
     return Row(
         row["id"], row["system"], row["model"], placed, software, target, seconds,
-        float(gib) * 2**30 if gib else None,
+        float(gib) * 2**30 if gib else None, bool(row["remat"]) or row["system"].startswith("Megatron-Bridge"),
     )  # fmt: skip
 
 
@@ -224,6 +230,9 @@ def software_of(row: dict[str, str]) -> Software:
         software = dataclasses.replace(software, kernel=FLASH2)  # nanotron and NeMo 24.07, before FlashAttention-3
     if name == "Megatron-LM" and "sequence parallel" not in row["remat"]:
         software = dataclasses.replace(software, splits_sequence=False)
+    if row["system"].startswith("Megatron-Bridge") and (row["hardware"], row["model"]) != ("B300", "Qwen3_235B_a22B"):
+        # HybridEP, DeepEP (scripts/performance/configs: `moe_flex_dispatcher_backend`); B300's 235B has "alltoall".
+        software = dataclasses.replace(software, rows_by="device")
     # Without AsyncTP, PyTorch's collectives of tensor parallelism are whole.
     whole = row["system"] == "torchtitan" and "AsyncTP" not in row["mesh_or_parallelism"]
     return dataclasses.replace(software, tensor_overlap=0.0) if whole else software
@@ -243,6 +252,15 @@ def read_precision(row: dict[str, str], target: Target) -> str:
     return "mxfp8" if "mx" in text else "fp8_rowwise" if "rowwise" in text else "fp8"
 
 
+def reduces_in_16_bits(row: dict[str, str]) -> bool:
+    """Returns whether gradients are summed in bfloat16: Composer's PURE, the blog's bfSixteen policy, NVIDIA's recipes.
+
+    Those have `grad_reduce_in_fp32 = False`: scripts/performance of Megatron-Bridge and (helpers.py) of NeMo.
+    """
+    nvidia = row["system"].startswith(("NeMo", "Megatron-Bridge"))
+    return "mp=PURE" in row["precision"] or row["system"] == "PyTorch FSDP" or nvidia
+
+
 def place(row: dict[str, str], model: Model, mesh: MeshShape, training: Training) -> PlacedRun:
     """Places the run. Raises NotPriced where its mesh is refused.
 
@@ -256,10 +274,20 @@ def place(row: dict[str, str], model: Model, mesh: MeshShape, training: Training
     for whole, name in ((mesh, layout), (replicated, "fsdp")):
         run = Run(model=model, mesh=whole, training=training, name=row["id"], fsdp_min_size=2**20, layout=name)
         try:
-            return place_run(run, whole)
+            return without_padding(place_run(run, whole))
         except MeshwrightError as error:
             reason = str(error.args[0])
     raise NotPriced(f"its mesh is refused here: {reason}")
+
+
+def without_padding(placed: PlacedRun) -> PlacedRun:
+    """Returns the run with the rows of layers alone: only this package pads stacks so that all stages have as many."""
+
+    def unpad(p: Param) -> Param:
+        return dataclasses.replace(p, shape=p.logical_shape, order=None, rows=None)
+
+    params = jax.tree.map(unpad, placed.params, is_leaf=is_param)
+    return dataclasses.replace(placed, layout=dataclasses.replace(placed.layout, params=params))
 
 
 def read_model(row: dict[str, str]) -> Llama | GptOss:
@@ -294,7 +322,7 @@ def read_model(row: dict[str, str]) -> Llama | GptOss:
     if experts:
         return Mixtral(
             **shape, mlp=wide[0], experts=int(experts[1]), experts_per_token=int(experts[2]), expert_mlp=wide[-1],
-            shared_experts=1 if "shared" in notes else 0,
+            shared_experts=1 if "shared" in notes else 0, expert_buffer_factor=1.0,
         )  # fmt: skip
     width = round(wide[0] * 2 / 3 / 256) * 256 if two else wide[0]
     return Llama(**shape, mlp=width)
@@ -341,11 +369,13 @@ def read_target(row: dict[str, str]) -> Target:
         given = re.search(r"(\d+x\d+x\d+)", hardware)
         if not shape and not given:
             raise NotPriced(f"a slice of {chips // number} chips of unknown shape")
-        return parse_target(f"{number}*{name}:{given[1] if given else shape}")
-    target = parse_target(f"{name}:{chips}")
+        target = parse_target(f"{number}*{name}:{given[1] if given else shape}")
+    else:
+        target = parse_target(f"{name}:{chips}")
     chip = target.chip
+    memory = float(_MEMORY[name] * 2**20) if name in _MEMORY else chip.hbm_bytes
     network = next((n for words, n in _NETWORKS if words in hardware), chip.network_bandwidth)
-    chip = dataclasses.replace(chip, network_bandwidth=network)
+    chip = dataclasses.replace(chip, network_bandwidth=network, hbm_bytes=memory)
     if "96GB HBM2e 2.4TB/s" in hardware:
         # At 500 of 700 W: power grows with the third power of the clock.
         clock = (500 / 700) ** (1 / 3)
@@ -354,6 +384,13 @@ def read_target(row: dict[str, str]) -> Target:
             flops_fp8=clock * (chip.flops_fp8 or 0.0),
         )  # fmt: skip
     return dataclasses.replace(target, chip=chip)
+
+
+_MEMORY = {
+    "a100-40gb": 40960, "a100": 81920, "h100": 81559, "h200": 143771, "b200": 183359, "gb200": 189471, "b300": 275040,
+    "gb300": 284208, "v5e": 16128, "v6e": 32000, "v5p": 98038, "tpu7x": 97024,
+}  # fmt: skip
+"""MiB of a device as nvidia-smi and XLA's messages print them ("Used 33.07G of 31.25G hbm"); chips.toml has less."""
 
 
 def read_mesh(row: dict[str, str], target: Target, sequences: int) -> tuple[MeshShape, int, dict[str, str]]:

@@ -10,7 +10,7 @@ import itertools
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from meshwright.errors import ConfigError, nearest
 
@@ -76,17 +76,8 @@ class Efficiency:
     tensor_overlap: float
     """Fraction overlapped with compute, of the communication over `tensor`, which is pipelined with the matmul before
     or after it."""
-    flash2: float = 1.0
-    """Fraction of the `attention` rate that FlashAttention-2 reaches, which uses only the instructions of Ampere."""
-    triton: float = 1.0
-    """Fraction of the `attention` rate that the port of the first FlashAttention to Triton reaches."""
     tile: int = 128
     """Rows and columns of one matrix-unit tile, or of a step of a GPU's matmul along K (a size, not a fraction)."""
-
-    def of_attention(self, rate: Literal["attention", "flash2", "triton", "matmul"]) -> float:
-        """Returns the fraction of peak FLOP/s that an attention kernel reaches: a field, by name."""
-        relative = {"attention": 1.0, "flash2": self.flash2, "triton": self.triton}
-        return self.matmul if rate == "matmul" else self.attention * relative[rate]
 
 
 GPU_EFFICIENCY = Efficiency(**_KNOWN["gpu"]["efficiency"])

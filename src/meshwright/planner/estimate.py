@@ -51,6 +51,8 @@ _TOKEN_BYTES = 4
 """Bytes of a token that a device reads."""
 QUANTISE_BYTES = 5
 """HBM bytes per element that is quantised: read for the maximum, read and written for the conversion, bfloat16."""
+BLOCK_BYTES = 4
+"""The same in MXFP8 where one kernel finds the maxima and writes rows and columns (TransformerEngine)."""
 RESIDUAL_COPIES = {"forward": 10, "recomputation": 8, "backward": 20}
 """Copies of the residual stream that a layer's norms, sums and rotations read and write besides its matmuls.
 
@@ -271,11 +273,11 @@ def _compute_seconds(
     placed, chip, efficiency = settled.placed, target.chip, target.efficiency
     kernel = _attention_kernel(settled, software)
     bandwidth = chip.hbm_bandwidth * efficiency.hbm
-    attention_rate = chip.flops_bf16 * efficiency.of_attention(kernel.rate)
+    attention_rate = chip.flops_bf16 * kernel.speed * getattr(efficiency, kernel.rate)
     gpu = not settled.machine.on_tpu
     launch = software.launch if gpu else 0.0
     ours = runs_experts_in_low_precision(settled, software)
-    low = low_precision(placed) if software.experts_in_low_precision or ours else None
+    low = low_precision(placed) if software.transformer_engine or ours else None
     copied = _copied_bytes(placed, work, software)
     scored = {"attention", "scores"} if kernel.keeps_scores else {"attention"}
     repeats = {"forward": 1.0, "backward": kernel.backward, "recomputation": 1.0 if scored & again else 0.0}
@@ -285,11 +287,14 @@ def _compute_seconds(
         "recomputation": work.quantised_inputs if recomputed else 0.0,
         "backward": work.quantised_gradients,
     }
-    for m in work.matmuls if ours else ():
+    once = software.transformer_engine and low is not None
+    quantised["backward"] /= low.gradient_passes if low and once else 1
+    for m in work.matmuls if low else ():
         if m.groups:
-            # Gate and up share their rows. Gradients are quantised once for each of their two products.
+            # Gate and up share their rows. Gradients are quantised once, or for each of their two products.
             quantised["forward"] += m.m * m.k * m.count / (2 if m.role == "ffn_in" else 1)
-            quantised["backward"] += 2 * m.m * m.n * m.count
+            quantised["backward"] += (1 if once else 2) * m.m * m.n * m.count
+    quantise_bytes = BLOCK_BYTES if low and once and low.rate == "mxfp8" else QUANTISE_BYTES
     residual = work.tokens * work.width * 2 * work.layers
     residual /= placed.shape.tensor if software.splits_sequence else 1
     sorted_rows = work.tokens * work.experts * work.expert_layers
@@ -314,7 +319,7 @@ def _compute_seconds(
             elementwise += HIDDEN_COPIES[name] * 2 * hidden
         elementwise *= software.elementwise if gpu else 1.0
         if not recomputes or recomputed:
-            elementwise += QUANTISE_BYTES * quantised[name]
+            elementwise += quantise_bytes * quantised[name]
             elementwise += SORTING_COPIES[name] * 2 * sorted_rows * work.width * software.sorting
         calls = work.layers * kernel.kernels * math.ceil(repeats[name])
         seconds = {
@@ -466,6 +471,7 @@ def _unembedding_seconds(placed: PlacedRun, work: Work, target: Target, software
     m, chip, stages, tuning = work.unembedding, target.chip, placed.stages, placed.run.finetune
     if not m.n:
         return 0.0
+    m = m if software.vocab_over_stages else dataclasses.replace(m, n=m.n * placed.shape.stage)
     forward = 1 + (tuning.objective == "preferences") + software.recomputes_logits
     # A frozen table has no gradient.
     frozen = dataclasses.replace(m, frozen=True) if tuning.method == "lora" else m
@@ -477,7 +483,7 @@ def _unembedding_seconds(placed: PlacedRun, work: Work, target: Target, software
         return seconds
     most = max(stages.cost_fraction(stage) for stage in range(placed.shape.stage))
     fewer = layers * (1 - stages.cost_fraction(stages.last_stage) / most)
-    return max(0.0, seconds * placed.shape.stage - fewer)
+    return max(0.0, seconds - fewer)
 
 
 def update_seconds(placed: PlacedRun, target: Target) -> float:

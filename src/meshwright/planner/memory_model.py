@@ -62,8 +62,7 @@ def memory_by_category(
     # Two moments can be the peak: a layer in the backward pass, or the loss (its table, their gradient, the logits).
     logits = chunk_tokens(int(work.tokens), work.unembedding.n, training.logits_mib) * work.unembedding.n
     table = work.unembedding.n * work.width * (compute + (0 if frozen else 4))
-    # Logits are float32; so is their gradient while it is computed.
-    loss = table + 2.0 * logits * 4
+    loss = table + 2.0 * logits * software.logit_bytes
     inner = layer_bytes(settled, work)
     # Offloaded activations come back for one layer and, ahead of time, for the next.
     from_host = 2 * offloaded_bytes(placed, work) / max(1.0, work.layers)
@@ -75,6 +74,7 @@ def memory_by_category(
     # The layers of a period are one body of the loop: GPU programs reduce the gradients of all of them at its end.
     together = 1 if settled.machine.on_tpu else placed.spec.period
     weights_of_layer = one_layer * 2 * compute + (0 if frozen else together * unreduced * reduce)
+    weights_of_layer *= software.copies or any(where.at_rest != where.in_use for _, _, where in placed.leaves)
     # GPU programs keep the gradient of a tied table until the embedding's, which comes last, is added to it.
     tied = software.copies and not (frozen or settled.machine.on_tpu) and placed.spec.embedding == "embed"
     layer = from_host + weights_of_layer + carried + inner + tied * 4 * work.unembedding.n * work.width
@@ -82,16 +82,17 @@ def memory_by_category(
     part = _saved_bytes(placed, work, compute, software) * _rows(placed.layout)
     parts_kept = in_flight if keeps_stages(placed) else 0.0
     activations = part * (1 + parts_kept)
-    if shape.stage > 1:
+    if shape.stage > 1 and software.copies:
         activations += in_flight * work.tokens / shape.tensor * work.width * compute
     all_layers -= _whole_elements(placed.layout, training.param_dtype, training.compute_dtype)  # used in place
     all_layers *= (1 + parts_kept) / placed.virtual_stages
     weights = compute * all_layers if keeps_weights else 0.0
+    gradients = sharded_elements(placed.layout)[1] * (4 if adds and software.copies else max(param, reduce))
+    loss -= 0.0 if adds or software.copies else gradients  # layers have none yet when the loss has
     result = {
         "parameters": param_bytes(placed.layout, training.param_dtype),
         "optimizer state": state_bytes(placed),
-        "gradients": sharded_elements(placed.layout)[1] * (4 if adds else max(param, reduce))
-        + (param * _added_late(placed) if adds and software.copies else 0.0),
+        "gradients": gradients + (param * _added_late(placed) if adds and software.copies else 0.0),
         "activations": activations,
         "gathered weights": weights,
         "one layer" if layer > loss else "loss and its table": max(layer, loss),
@@ -377,19 +378,18 @@ def _saved_bytes(placed: PlacedRun, work: Work, compute: int, software: Software
     elements = _elements_per_token(placed, work)
     elements[ATTN_LSE] = work.widths.heads * 4 / compute
     if policy.saved is None:
-        # Also both normalised inputs, whole over `tensor` as they are gathered, the attention output as its projection
-        # reads it, SwiGLU's product (gate and up are `ffn_hidden`); of experts their rows, and the router's input in
-        # float32.
-        normalised = 2 * work.width / (1 if software.copies else placed.shape.tensor)
-        elements[ATTN_OUT] = 2 * work.widths.value
-        kept = sum(elements.values()) + normalised + work.ffn_hidden / 2
+        # Also inputs of matmuls: of both halves (whole over `tensor`, as they are gathered), SwiGLU's product (gate, up
+        # are `ffn_hidden`), rows of experts, the router's in float32, the attention output as its projection reads it.
+        kept_low = software.transformer_engine and placed.run.training.matmul_precision != "compute"
+        inputs = 2 * work.width / (1 if software.copies else placed.shape.tensor) + work.ffn_hidden / 2
+        inputs += work.expert_rows / work.tokens * work.width + work.widths.value * (software.copies or kept_low)
+        kept = sum((elements | {ATTN_OUT: work.widths.value}).values()) + inputs / (compute if kept_low else 1)
         if placed.spec.has_latents:
             # Queries, keys and values as the kernel reads them, besides the latents.
             kept += work.widths.query + 2 * work.widths.kv
         if any(attention.normalises_qk for attention in placed.spec.attention):
             kept += work.widths.query + work.widths.kv
-        if work.expert_rows:
-            kept += (work.expert_rows / work.tokens + 4 / compute) * work.width
+        kept += 4 / compute * work.width * (work.expert_rows > 0)
     else:
         kept = sum(n for name, n in elements.items() if name in policy.saved)
         kept += 0.0 if LAYER_INPUT in policy.offloaded else elements[LAYER_INPUT]

@@ -52,18 +52,16 @@ class AttentionKernel:
 
     backward: float = 2.5
     """Matrix products of the backward pass over those of the forward pass."""
-    rate: Literal["attention", "flash2", "triton", "matmul"] = "attention"
-    """Fraction of peak that it reaches: a field of `Efficiency`; `flash2` and `triton` are relative to `attention`."""
+    rate: Literal["attention", "matmul"] = "attention"
+    """Fraction of peak that it reaches: a field of `Efficiency`."""
     score_bytes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """HBM bytes that it moves per visible score, by pass; none where scores stay on the chip."""
     kernels: int = 1
     """Kernels of a forward pass."""
     keeps_scores: bool = False
     """Whether its backward pass reads the scores of the forward pass, which some remat policies compute again."""
-
-
-CHIPS_OWN = AttentionKernel()
-"""The kernel that was written for the chip: cuDNN, FlashAttention-3."""
+    speed: float = 1.0
+    """Its rate over `rate`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Software:
     name: str
     pipeline_time: PipelineTime
     """Seconds of a step with pipeline stages."""
-    kernel: AttentionKernel | None = CHIPS_OWN
+    kernel: AttentionKernel | None = None
     """Attention on GPUs; None takes that which a run of this package chooses."""
     launch: float = 4e-6
     """Seconds between two kernels that a GPU's host can launch: 3.8 us in a row of short ones (NVIDIA, "Getting Started
@@ -93,6 +91,8 @@ class Software:
     """Whether layers are rows of stacks: weights are copied out of them, gradients and what a pipeline stage keeps of
     a microbatch into them. Programs without stacks hold pointers, add gradients in place, gather weights again, and
     keep the outputs of norms as sequence parallelism splits them."""
+    logit_bytes: int = 4
+    """Bytes of a logit, and of its gradient while it is computed."""
     recomputes_logits: bool = False
     """Whether the backward pass computes the logits again."""
     vocab_over_stages: bool = False
@@ -100,14 +100,14 @@ class Software:
     sums_gradients_last: bool = False
     """Whether replicas sum the gradients of several microbatches or of a pipeline after the last backward pass, with
     nothing beside."""
-    overlaps_experts: bool = False
-    """Whether interleaved pipelines send tokens to experts beside another microbatch's computation."""
-    row_per_node: bool = False
-    """Whether a token crosses the network once for each node with experts of it, and not for each expert."""
+    sends_beside: bool = False
+    """Whether a ring's keys and an interleaved pipeline's activations and rows of experts travel beside computation."""
+    rows_by: Literal["expert", "node", "device"] = "expert"
+    """What a token is sent to once: each of its experts, or over the network each node with some, or each device."""
     exchange_overlap: float = 0.0
     """Overlapped fraction of the rows that travel between nodes in pieces of the batch (`Settled.exchange_pieces`)."""
-    experts_in_low_precision: bool = False
-    """Whether the matmuls of experts run in the run's low precision too."""
+    transformer_engine: bool = False
+    """Whether experts have low precision too, and one kernel quantises an input for all products, which is kept so."""
 
 
 # In blocked attention XLA writes and reads scores, probabilities, and of each pair of blocks queries, keys and sums
@@ -120,14 +120,13 @@ SCORE_BYTES_OF_TPU = {"forward": (14, 0), "recomputation": (14, 0), "backward": 
 MESHWRIGHT = Software(
     "Meshwright",
     lockstep,
-    kernel=None,
     elementwise=1.1,
     overlap=0.35,
     copies=True,
     recomputes_logits=True,
     vocab_over_stages=True,
     sums_gradients_last=True,
-    row_per_node=True,
+    rows_by="node",
     exchange_overlap=0.5,  # of one compiled case, Qwen3-30B-A3B on 16 H100 (docs/log.md)
 )
 """This package's own step."""

@@ -71,9 +71,10 @@ def movements(
     if shape.context > 1:
         result += _context(placed, work, layers, compute, again)
     if shape.expert > 1 and work.experts:
-        beside = software.overlaps_experts and placed.virtual_stages > 1
+        beside = software.sends_beside and placed.virtual_stages > 1
         spec = next(layer.experts for layer in placed.spec.layers if layer.experts is not None)
-        nodes = settled.expert_nodes if software.row_per_node else 1
+        nodes = 1 if software.rows_by == "expert" else settled.expert_nodes
+        nodes = shape.expert if software.rows_by == "device" and nodes == 1 else nodes
         for level, (axis, rows) in enumerate(spec.sent_rows(shape.expert, nodes).items()):
             elements = work.tokens * rows * work.width
             payloads = (elements * (spec.sent_bytes or compute), elements * compute)
@@ -94,6 +95,9 @@ def movements(
         result.append(
             Movement("all-reduce", vocab_axes, work.tokens * 4 * 3, microbatches, "forward", True, "loss softmax")
         )
+    for at, m in enumerate(result if software.sends_beside else ()):
+        if m.kind == "collective-permute" and not m.blocking and (m.axes != ("stage",) or placed.virtual_stages > 1):
+            result[at] = m._replace(blocking=True, overlap=1.0)
     if placed.run.finetune.objective == "preferences":
         # The reference is one more forward pass.
         again_forward = [m._replace(purpose=f"{m.purpose}, reference") for m in result]
