@@ -151,6 +151,8 @@ def test_a_checkpoint_is_evaluated_by_the_name_of_its_model(trained: Any, cache:
     evaluation: Any = mw.evaluate(out, mesh="fsdp=8", cache=cache)
     assert evaluation.step == STEPS and evaluation.loss == pytest.approx(losses(out, "held-out loss")[-1], rel=1e-6)
     assert 0 <= evaluation.metrics["accuracy"] <= 1
+    with pytest.raises(ConfigError, match="--data"):
+        mw.evaluate(out, data=["text.txt"], cache=cache)
 
 
 def test_parity_compares_gradients_too(cache: Path) -> None:

@@ -81,7 +81,10 @@ def run_to_evaluate(
     training = run.training
     if data:
         texts = dataclasses.replace(texts, paths=tuple(data))
-        training = dataclasses.replace(training, eval_samples=0)
+        # A wrapped model is refused for the text, not for how much of it is evaluated.
+        training = dataclasses.replace(
+            training, eval_samples=0 if run.model.unit == "tokens" else training.eval_samples
+        )
     return dataclasses.replace(run, data=texts, training=training, mesh=mesh or run.mesh)
 
 

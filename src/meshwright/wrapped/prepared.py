@@ -97,7 +97,7 @@ def held_out_metrics(device_run: DeviceRun) -> Callable[[Any, Any], dict[str, fl
 
 
 def evaluate_wrapped(prepared: PreparedModel, source: str | Path, whole: bool, at: int | None) -> BatchEvaluation:
-    """Evaluates a checkpoint of a wrapped model on its held-out batches; `whole` means nothing to them.
+    """Evaluates a checkpoint of a wrapped model on its held-out batches; `whole` is of text, which its run refuses.
 
     Raises CheckpointError, or ConfigError without such batches.
     """
