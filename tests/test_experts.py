@@ -177,14 +177,14 @@ LEVEL = Level("expert", 4, None)
 
 @functools.cache
 def exchange_step(room: int, pieces: int) -> Any:
-    def body(x: Any, sent: Any, received: Any) -> Any:
-        exchange = plan_exchange(sent[0], received[0], LEVEL, room).split(pieces)
+    def body(x: Any, sent: Any) -> Any:
+        exchange = plan_exchange(sent[0], LEVEL, room).split(pieces)
         arrived = ragged_all_to_all(x[0], exchange, LEVEL, room, 6)
         back = ragged_all_to_all(arrived, exchange.reversed(), LEVEL, x.shape[1], 6)
         return arrived[None], back[None], exchange.arriving_sizes.sum()[None]
 
     spec, mesh = P("expert"), Mesh(np.array(jax.devices()[:4]), ("expert",))
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec,) * 3, check_vma=False))
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(spec,) * 2, out_specs=(spec,) * 3, check_vma=False))
 
 
 @settings(max_examples=15, deadline=None)
@@ -203,7 +203,7 @@ def test_ragged_all_to_all_and_back(sizes: list[list[int]], form: tuple[int, int
     for s in range(4):
         for i in range(sent[s].sum()):
             x[s, i] = (s + 1) * 100 + i + np.arange(width) / 10
-    arrived, back, count = exchange_step(room, pieces)(x, sent, sent.transpose(1, 0, 2).copy())
+    arrived, back, count = exchange_step(room, pieces)(x, sent)
     returned = np.zeros_like(x)
     for d in range(4):
         # By group, in the order of the devices; which rows have room is decided from this device on, around the axis.
@@ -231,7 +231,7 @@ def test_a_gpu_sends_many_updates_inside_a_node(crosses_dcn: bool, platform: str
     level = dataclasses.replace(LEVEL, crosses_dcn=crosses_dcn)
 
     def body(x: Any, sent: Any) -> Any:
-        return ragged_all_to_all(x, plan_exchange(sent, sent, level, 2048), level, 2048, 2048)
+        return ragged_all_to_all(x, plan_exchange(sent, level, 2048), level, 2048, 2048)
 
     mesh = Mesh(np.array(jax.devices()[:4]), ("expert",))
     step = jax.shard_map(body, mesh=mesh, in_specs=(P("expert"), P("expert")), out_specs=P("expert"), check_vma=False)

@@ -8,10 +8,11 @@ nothing has to sort them.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from meshwright.comm.hierarchical import Level
@@ -58,30 +59,29 @@ class Exchange(NamedTuple):
         return Exchange(*divide(*self[:3]), *divide(*self[3:]))
 
 
-def plan_exchange(sent: jax.Array, received: jax.Array, level: Level, capacity: int) -> Exchange:
-    """Fits the rows that devices send each other into buffers of `capacity` rows; sends a few integers.
+def plan_exchange(sent: jax.Array, level: Level, capacity: int) -> Exchange:
+    """Fits the rows that devices send each other into buffers of `capacity` rows; gathers the numbers of all rows.
 
-    sent: rows for each group on each device, [n, groups]; they lie in this order.  received: rows from each device for
-    each group here, [n, groups]; they will lie by group, those of a group by device. A device takes its own rows first,
-    then those of the devices after it around the axis. What finds no room is not sent: the last rows of a device.
+    sent: rows for each group on each device, [n, groups]; they lie in this order. They will lie by group, those of a
+    group by device. A device takes its own rows first, then those of the devices after it around the axis. What finds
+    no room is not sent: the last rows of a device.
     """
+    # Arrays are by the device that sends, the one it sends to, and the group. No gather: XLA would combine two pieces'.
+    copies = jnp.broadcast_to(sent, (level.size, *sent.shape))
+    sent_all = lax.all_to_all(copies, level.axis, 0, 0, axis_index_groups=level.groups, tiled=True)
+    first = (jnp.cumsum(sent_all.reshape(level.size, -1), 1).reshape(sent_all.shape) - sent_all).astype(jnp.int32)
+    around = (np.arange(level.size)[:, None] + np.arange(level.size)) % level.size
+    wanted = jnp.take_along_axis(sent_all.sum(2).T, around, 1)
+    room = jnp.clip(capacity - jnp.cumsum(wanted, 1) + wanted, 0, wanted)
+    room_of_sender = jnp.take_along_axis(room, np.argsort(around, 1), 1).T[..., None]
+    ends = jnp.cumsum(sent_all, 2)
+    sizes = (jnp.minimum(ends, room_of_sender) - jnp.minimum(ends - sent_all, room_of_sender)).astype(jnp.int32)
+    by_group = sizes.transpose(1, 2, 0)
+    ends_there = jnp.cumsum(by_group.reshape(level.size, -1), 1).reshape(by_group.shape)
+    there = (ends_there - by_group).transpose(2, 0, 1).astype(jnp.int32)
     here = level.index()
-    from_here = jnp.roll(received.sum(1), -here)
-    room = jnp.roll(jnp.clip(capacity - jnp.cumsum(from_here) + from_here, 0, from_here), here)[:, None]
-    ends = jnp.cumsum(received, 1)
-    arriving_sizes = jnp.minimum(ends, room) - jnp.minimum(ends - received, room)
-    by_group = arriving_sizes.T.reshape(-1)
-    arriving_starts = (jnp.cumsum(by_group) - by_group).reshape(received.T.shape).T
-    starts = (jnp.cumsum(sent) - sent.reshape(-1)).reshape(sent.shape)
-    # Only the receiver knows where rows go and how many have room; only the sender knows where they were.
-    known = jnp.stack([arriving_sizes, arriving_starts, starts], 1).astype(jnp.int32)
-    sizes, remote_starts, arriving_from = jnp.moveaxis(all_to_all_counts(known, level), 1, 0)
-    return Exchange(sizes, starts, remote_starts, arriving_sizes, arriving_starts, arriving_from)
-
-
-def all_to_all_counts(counts: jax.Array, level: Level) -> jax.Array:
-    """Sends row `d` of each device's counts [n, ...] to device `d`; row `s` of the result comes from device `s`."""
-    return lax.all_to_all(counts, level.axis, 0, 0, axis_index_groups=level.groups, tiled=True)
+    by_receiver = (sizes[:, here], there[:, here], first[:, here])
+    return Exchange(sizes[here], first[here], there[here], *by_receiver)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -130,9 +130,11 @@ def _padded(x: jax.Array, exchange: Exchange, *, level: Level, rows: int, larges
 
 def _ragged(x: jax.Array, exchange: Exchange, *, level: Level, rows: int, pieces: int = 1) -> jax.Array:
     sizes, starts, remote_starts, arriving_sizes, *_ = (field.reshape(-1) for field in exchange.split(pieces))
+    # Zeros that the compiler does not know: constant ones would be shared by exchanges, and copied for each.
+    zero = jnp.minimum(sizes[0], 0).astype(x.dtype)
     return lax.ragged_all_to_all(
         x,
-        jnp.zeros((rows, x.shape[1]), x.dtype),
+        jnp.broadcast_to(zero, (rows, x.shape[1])),
         starts,
         sizes,
         remote_starts,
@@ -142,14 +144,11 @@ def _ragged(x: jax.Array, exchange: Exchange, *, level: Level, rows: int, pieces
     )
 
 
-def _forward(x: jax.Array, exchange: Exchange, level: Level, rows: int, largest: int) -> tuple[jax.Array, Any]:
-    # Residuals are arrays: an array of shape [rows, 0] carries the number of rows to the backward pass.
-    return ragged_all_to_all(x, exchange, level, rows, largest), (exchange, jnp.zeros((x.shape[0], 0)))
-
-
-def _backward(level: Level, rows: int, largest: int, saved: Any, g: jax.Array) -> tuple[jax.Array, None]:
-    exchange, like = saved
-    return ragged_all_to_all(g, exchange.reversed(), level, like.shape[0], largest), None
-
-
-ragged_all_to_all.defvjp(_forward, _backward)
+# The number of rows is not an array, so an array of shape [rows, 0] carries it to the backward pass.
+ragged_all_to_all.defvjp(
+    lambda x, exchange, *sizes: (ragged_all_to_all(x, exchange, *sizes), (exchange, jnp.zeros((x.shape[0], 0)))),
+    lambda level, rows, largest, saved, g: (
+        ragged_all_to_all(g, saved[0].reversed(), level, saved[1].shape[0], largest),
+        None,
+    ),
+)

@@ -14,7 +14,7 @@ from meshwright.bench.hardware.section import Section
 from meshwright.bench.hardware.steps import target_here
 from meshwright.bench.microbenchmarks import median_seconds
 from meshwright.comm.hierarchical import Level
-from meshwright.comm.ragged import all_to_all_counts, pieces_of, plan_exchange, ragged_all_to_all
+from meshwright.comm.ragged import pieces_of, plan_exchange, ragged_all_to_all
 from meshwright.config import MeshShape
 from meshwright.hardware.interconnect import Route, map_axes
 from meshwright.hardware.mesh import build_mesh
@@ -62,7 +62,7 @@ def _exchange(mesh: Mesh, groups: int, pieces: int, rows: int, width: int, path:
 
     def body(x: jax.Array, sent: jax.Array) -> tuple[jax.Array, jax.Array]:
         counts = sent.reshape(n, groups)
-        exchange = plan_exchange(counts, all_to_all_counts(counts, level), level, room).split(pieces)
+        exchange = plan_exchange(counts, level, room).split(pieces)
         there, send_back = jax.vjp(lambda x: ragged_all_to_all(x, exchange, level, room, room), x)
         return there, send_back(there)[0]
 

@@ -37,7 +37,7 @@ from meshwright.comm.collectives import (
     sequence_reduce_scatter,
 )
 from meshwright.comm.hierarchical import DcnAxis, Level, levels_of
-from meshwright.comm.ragged import Exchange, all_to_all_counts, plan_exchange, ragged_all_to_all
+from meshwright.comm.ragged import Exchange, plan_exchange, ragged_all_to_all
 from meshwright.errors import refuse
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.blocks.feed_forward import swiglu
@@ -154,7 +154,7 @@ def router_losses(r: Routing, routes: Routes, padding_BT: jax.Array | None = Non
     sequence_counts_BE, tokens_B = all_reduce(
         (lax.stop_gradient(counts_BE), text_BT.sum(1, dtype=jnp.float32)), CONTEXT
     )
-    weights_BT = jnp.where(text_BT, 1.0 / jnp.maximum(tokens_B, 1)[:, None], 0.0)
+    weights_BT = text_BT / jnp.maximum(tokens_B, 1)[:, None]
     # Each device of `tensor` counts only its own positions, so the router's gradient is partial over `tensor`.
     probs_BTE, lse_BT, weights_BT = (
         local_shard(x, ("tensor",), 1) for x in (routes.router_probs_BTR, routes.lse_BT, weights_BT)
@@ -355,31 +355,39 @@ def row_scales(x: jax.Array) -> jax.Array:
     return jnp.ldexp(jnp.ones_like(mantissa), exponent - (mantissa == 0.5))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def exchange_rows(
-    x: jax.Array, scale: jax.Array, arrived_scale: jax.Array, exchange: Exchange, level: Level, rows: int, largest: int
-) -> jax.Array:
-    """Sends rounded rows as `ragged_all_to_all` does, one byte for each element; gradients come back in their own type.
+def beside(rows: jax.Array, columns: jax.Array, send: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Sends rows [R, D] and float32 columns [R, C] of each as one array of their bits; returns what arrives of both."""
+    D, C, words = rows.shape[1], columns.shape[1], 4 // rows.dtype.itemsize
+    bits = jnp.dtype(f"uint{32 // words}")
+    own = lax.bitcast_convert_type(columns, bits).reshape(len(rows), C * words)
+    # GPUs copy 16 bytes at a time where rows begin at multiples of them.
+    aligned = jnp.zeros((len(rows), -(D + C * words) % (4 * words)), bits)
+    arrived = send(jnp.concatenate([lax.bitcast_convert_type(rows, bits), own, aligned], 1))
+    there = lax.bitcast_convert_type(arrived[:, D : D + C * words].reshape(len(arrived), C, words), jnp.float32)
+    return lax.bitcast_convert_type(arrived[:, :D], rows.dtype), there.reshape(len(arrived), C)
 
-    scale: of the rows here, [R, 1].  arrived_scale: of those that arrive, [rows, 1].
-    """
-    bits = lax.bitcast_convert_type((x / scale).astype(_ROW_FORMAT), jnp.uint8)
-    arrived = lax.bitcast_convert_type(ragged_all_to_all(bits, exchange, level, rows, largest), _ROW_FORMAT)
-    return (arrived.astype(jnp.float32) * arrived_scale).astype(x.dtype)
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 4, 5, 6))
+def exchange_rows(
+    x: jax.Array, columns: jax.Array, sent_as: ExchangeType, exchange: Exchange, level: Level, rows: int, largest: int
+) -> tuple[jax.Array, jax.Array]:
+    """Sends rows, rounded ones in float8, and float32 columns of them; gradients come back in the types of both."""
+    send = functools.partial(ragged_all_to_all, exchange=exchange, level=level, rows=rows, largest=largest)
+    if sent_as == "compute":
+        return beside(x, columns, send)
+    scales = row_scales(x)
+    there, columns = beside((x / scales).astype(_ROW_FORMAT), jnp.concatenate([columns, scales], 1), send)
+    return (there.astype(jnp.float32) * columns[:, -1:]).astype(x.dtype), columns[:, :-1]
+
+
+def _send_back(_: ExchangeType, level: Level, __: int, largest: int, saved: Any, g: Any) -> tuple[Any, ...]:
+    exchange, rows = saved[0].reversed(), saved[1].shape[0]
+    return *beside(g[0], g[1], lambda bits: ragged_all_to_all(bits, exchange, level, rows, largest)), None
 
 
 # The number of rows is not an array, so an array of shape [rows, 0] carries it to the backward pass.
 exchange_rows.defvjp(
-    lambda x, scale, arrived_scale, exchange, level, rows, largest: (
-        exchange_rows(x, scale, arrived_scale, exchange, level, rows, largest),
-        (exchange, jnp.zeros((x.shape[0], 0))),
-    ),
-    lambda level, rows, largest, saved, g: (
-        ragged_all_to_all(g, saved[0].reversed(), level, saved[1].shape[0], largest),
-        None,
-        None,
-        None,
-    ),
+    lambda x, columns, *more: (exchange_rows(x, columns, *more), (more[1], jnp.zeros((x.shape[0], 0)))), _send_back
 )
 
 
@@ -461,18 +469,6 @@ sum_copies.defvjp(
 )
 
 
-def _send(
-    e: Experts, rows: jax.Array, columns: jax.Array, exchange: Exchange, level: Level, room: int, largest: int
-) -> tuple[jax.Array, jax.Array]:
-    """Sends rows in the type of the exchange, and float32 columns of each."""
-    send = functools.partial(ragged_all_to_all, exchange=exchange, level=level, rows=room, largest=largest)
-    if e.expert_exchange == "compute":
-        return send(rows), send(columns)
-    scales = row_scales(rows)
-    arrived = send(jnp.concatenate([columns, scales], 1))
-    return exchange_rows(rows, scales, arrived[:, -1:], exchange, level, room, largest), arrived[:, :-1]
-
-
 Apply = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """`(rows, routing weights, rows of each expert here) -> outputs`."""
 
@@ -491,7 +487,7 @@ def _to_experts(
     chosen_RX: experts, counted from the first of these devices; any number above theirs for none.  levels: of these
     devices, none where the experts are here. Copies without room give zeros; returns the number of the others too.
     """
-    k, (level, *_) = chosen_RX.shape[1], levels or [Level(*EXPERT, 1, None)]
+    k, sent_as, (level, *_) = chosen_RX.shape[1], e.expert_exchange, levels or [Level(*EXPERT, 1, None)]
     own = e.routing.experts // lax.axis_size(*EXPERT)
     slots, places, sizes = sort_copies(chosen_RX, level.size * own, buffers.copies)
     source = slots // k
@@ -502,8 +498,10 @@ def _to_experts(
     # A row has at most one copy for each expert, which bounds those that one device sends another.
     largest = min(buffers.experts, rows.shape[0] * min(k, own))
     sent = sizes.reshape(level.size, -1)
-    exchange = plan_exchange(sent, all_to_all_counts(sent, level), level, buffers.experts)
-    arrived, weights = _send(e, copies, weights, exchange, level, buffers.experts, largest)
+    exchange = plan_exchange(sent, level, buffers.experts)
+    # Kernels read these rows as they arrive; beside them weights would cost a copy.
+    to = (exchange, level, buffers.experts, largest)
+    arrived, weights = exchange_rows(copies, weights[:, :0], sent_as, *to)[0], ragged_all_to_all(weights, *to)
     out = apply(arrived, weights, exchange.arriving_sizes.sum(0))
     out = ragged_all_to_all(out, exchange.reversed(), level, buffers.copies, largest)
     return sum_copies(out, source, places), exchange.sizes.sum()
@@ -531,11 +529,11 @@ def _to_nodes(
     slots, places, sizes = sort_copies(jnp.where(first_RX, node_RX, level.size), level.size, room)
     source, places, sent = slots // k, jnp.sort(places, 1)[:, :limit], sizes[:, None]
     # An update for each expert would cost a message between nodes.
-    exchange = plan_exchange(sent, all_to_all_counts(sent, level), level, buffers.nodes)
+    exchange = plan_exchange(sent, level, buffers.nodes)
     # Rows that do not arrive are zeros, so experts are counted from one.
     columns = jnp.concatenate([weights_RX, 1.0 + chosen_RX], 1)
     copies, columns = copy_rows(rows, source, places), copy_rows(columns, source, places)
-    arrived, columns = _send(e, copies, columns, exchange, level, buffers.nodes, largest)
+    arrived, columns = exchange_rows(copies, columns, e.expert_exchange, exchange, level, buffers.nodes, largest)
     here_RX = columns[:, k:].astype(jnp.int32) - 1 - level.index() * of_node
     here_RX = jnp.where((here_RX >= 0) & (here_RX < of_node), here_RX, of_node)
     out, served = _to_experts(e, arrived, here_RX, columns[:, :k], apply, inside, buffers)
