@@ -65,6 +65,8 @@ def test_a_scan_over_some_rows_copies_none(kinds: int) -> None:
     assert not gradients[0].any() and not gradients[7].any()
     memory = jax.jit(loss).lower(w_LDD).compile().memory_analysis()
     assert memory.temp_size_in_bytes < (kinds + 1) * layer
+    lines = jax.jit(jax.grad(loss)).lower(w_LDD).as_text().splitlines()
+    assert not [line for line in lines if "stablehlo.slice" in line and "x256x256x" in line]
 
 
 @pytest.mark.parametrize(("kinds", "rows", "barriers"), [(3, 6, 3), (3, 7, 4), (1, 6, 0), (1, 1, 1)])
