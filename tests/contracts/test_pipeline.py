@@ -17,9 +17,12 @@ from tiny_runs import (
     train_on_one_device,
 )
 
+import meshwright as mw
 from meshwright.analysis.run_census import census_of_train_step
 from meshwright.errors import ConfigError
+from meshwright.step import pipeline
 from meshwright.step.gradients import build_gradients
+from meshwright.step.train_step import build_train_step
 
 STEPS = 3
 
@@ -111,6 +114,17 @@ def test_stages_of_a_split_backward_pass_keep_their_inputs_alone(schedule: str) 
     run = tiny_run(model, "stage=2", microbatches=4, pipeline_schedule=schedule, remat="full", **KEEPS)
     with pytest.raises(ConfigError, match=r"--training\.stage-saves input"):
         train(run, 1)
+
+
+def test_a_stage_keeps_no_parameters_of_layers_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there: a slot for each microbatch would hold them as often."""
+    found, kept = list[Any](), pipeline._Engine._kept
+    monkeypatch.setattr(pipeline._Engine, "_kept", lambda engine: found.append(engine) or kept(engine))
+    model = mw.Gemma3(50, 64, 4, 8, 4, 8, 96, vocab_multiple=16, local_layers=1, sliding_window=5)
+    device_run = device_run_of(tiny_run(model, "stage=2", microbatches=4, dropout=0.0, remat="feed_forward", **KEEPS))
+    build_train_step(device_run).lower(device_run.abstract, device_run.abstract_batch)
+    stacked = [path for path, p, _ in device_run.placed.layout.leaves if "L" in p.dims]
+    assert len(found[0]._backward_of_part.weights) == len(stacked)
 
 
 def test_a_stage_that_keeps_everything_recomputes_nothing() -> None:

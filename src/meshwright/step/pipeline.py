@@ -401,18 +401,17 @@ class _Engine:
     @functools.cached_property
     def _backward_of_part(self) -> "_Backward":
         """How to call the derivative of a part with what a forward pass has kept."""
-        found: list[dict[int, int]] = []
-
-        def vjp(part: Layers, x: jax.Array, virtual_stage: jax.Array, microbatch: jax.Array) -> Any:
-            derivative = self._vjp(part, x, virtual_stage, microbatch)[1]
-            weights = jax.tree.leaves(part)
-            same = ((i, j) for i, a in enumerate(jax.tree.leaves(derivative)) for j, b in enumerate(weights) if a is b)
-            found.append(dict(same))
-            return derivative
-
         first = jnp.int32(0)
         part = _part_rows(self.model.stacked(self.params), first, self.table.virtual_stages)
-        return _Backward(*jax.tree.flatten(jax.eval_shape(vjp, part, self.x, first, first)), found[-1])
+        given = (part, self.x, first, first)
+        traced, shapes = jax.make_jaxpr(lambda *given: self._vjp(*given)[1], return_shape=True)(*given)
+        # The part's parameters are leaves as they are, or by `stop_gradient` (models/forward.py).
+        numbers = {id(var): i for i, var in enumerate(traced.jaxpr.invars[: len(jax.tree.leaves(part))])}
+        for equation in traced.eqns:
+            if equation.primitive.name == "stop_gradient" and id(equation.invars[0]) in numbers:
+                numbers[id(equation.outvars[0])] = numbers[id(equation.invars[0])]
+        weights = {i: numbers[id(var)] for i, var in enumerate(traced.jaxpr.outvars) if id(var) in numbers}
+        return _Backward(*jax.tree.flatten(shapes), weights)
 
     def _kept(self) -> list[Any]:
         if not (self.trains and self.model.keeps):
