@@ -16,7 +16,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "mesh axes": (*AXES, "any one of them across slices"),
     "pipeline": (*SCHEDULES, "uneven stages"),
     "context strategies": ("ring", "all_gather", "ulysses", "usp"),
-    "experts": ("dropless", "capacity", "leading dense layers"),
+    "experts": ("dropless", "capacity", "folded", "leading dense layers"),
     "memory": ("accumulation", "zero1", *(f"remat {name}" for name in REMAT_POLICIES)),
     "model": ("tied embeddings", "dropout", "multi-token prediction"),
     "optimizers": ("adamw", "adafactor", "lion", "muon", "sgd"),

@@ -1,7 +1,8 @@
-"""Experts over an axis of devices against experts on one: values and gradients, whichever experts the tokens choose."""
+"""Experts over axes of devices against experts on one: values and gradients, whichever experts the tokens choose."""
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ TOKENS, D, F = 12, 6, 5
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Experts over the devices of an axis."""
+    """Experts over devices."""
 
     devices: int
     experts: int
@@ -27,6 +28,8 @@ class Shape:
     nodes: int = 1
     groups: tuple[int, int] = (1, 1)
     """Groups of experts, and those that a token's are in."""
+    split: tuple[int, int, int] = (0, 1, 1)
+    """Devices along `expert`, `context` and `tensor`; 0 are all."""
 
 
 def choices(shape: Shape, load: str, rng: np.random.Generator) -> np.ndarray:
@@ -48,21 +51,23 @@ def choices(shape: Shape, load: str, rng: np.random.Generator) -> np.ndarray:
 
 @functools.cache
 def program(shape: Shape, one: bool) -> Any:
-    """Returns a function of (hidden states, experts, weights, expert weights) over the axis, or on one device."""
+    """Returns a function of (hidden states, experts, weights, expert weights) over the devices, or on one."""
     e = Experts(D, Routing(shape.experts, shape.per_token, "softmax", True, 1.0, *shape.groups), F, 0.02)
-    devices = np.array(jax.devices()[: 1 if one else shape.devices]).reshape(1, 1, 1, -1, 1, 1)
+    split = (1, 1, 1) if one else (shape.split[0] or shape.devices, *shape.split[1:])
+    axes = tuple(axis for axis, n in zip(AXES[3:], split, strict=True) if n > 1)
+    devices = np.array(jax.devices()[: math.prod(split)]).reshape(1, 1, 1, *split)
 
     def body(h: Any, experts: Any, weights: Any, w: Any) -> Any:
         def total(h: Any, weights: Any, w: Any) -> Any:
             routes = Routes(experts[None], weights[None], weights[None], weights[None, :, 0])
-            out, dropped = dropless_moe(e, h[None], routes, w, nodes=1 if one else shape.nodes)
+            out, dropped = dropless_moe(e, h[None], routes, w, axes=axes, nodes=1 if one else shape.nodes)
             assert dropped is None
             return (out[0] * jnp.sin(lax.stop_gradient(h))).sum(), out[0]
 
         gradients, out = jax.grad(total, (0, 1, 2), has_aux=True)(h, weights, w)
         return out, gradients
 
-    spec = P("expert")
+    spec = P(AXES[3:])
     step = jax.shard_map(body, mesh=Mesh(devices, AXES), in_specs=(spec,) * 4, out_specs=spec, check_vma=False)
     return jax.jit(step)
 

@@ -21,10 +21,15 @@ from meshwright.config import Data, MeshShape
 from meshwright.trainer import loop
 
 DENSE, EXPERTS = "data=2,fsdp=2,tensor=2,stage=2", "fsdp=2,context=2,expert=4"
+FOLDED = "fsdp=2,expert=2,context=2,tensor=2"
 folder = Path(sys.argv[1])
 results: dict[str, object] = {"devices": len(jax.devices())}
 
-for family, mesh, changes in (("llama", DENSE, {"microbatches": 4}), ("mixtral", EXPERTS, {})):
+for family, mesh, changes in (
+    ("llama", DENSE, {"microbatches": 4}),
+    ("mixtral", EXPERTS, {}),
+    ("mixtral", FOLDED, {"layout": "folded"}),
+):
     single = train(tiny_run(MODELS[family]), 3)
     sharded = train(tiny_run(MODELS[family], mesh, **changes), 3)
     results[mesh] = {
@@ -32,7 +37,8 @@ for family, mesh, changes in (("llama", DENSE, {"microbatches": 4}), ("mixtral",
         "gradients": largest_difference(sharded.gradients, single.gradients),
     }
 
-shapes = (Shape(13, 13, 5), Shape(16, 16, 5, nodes=2), Shape(16, 32, 5, nodes=4, groups=(8, 2)))
+folded = Shape(16, 48, 5, nodes=2, split=(2, 2, 4))
+shapes = (Shape(13, 13, 5), Shape(16, 16, 5, nodes=2), Shape(16, 32, 5, nodes=4, groups=(8, 2)), folded)
 results["exchange"] = {str(s): max(exchange_difference(s, load) for load in ("even", "one")) for s in shapes}
 
 text = folder / "text.txt"

@@ -172,7 +172,7 @@ def test_router_losses() -> None:
     assert list(on_one_device(lambda: router_losses(PLAIN, padded))["load"]) == [2, 2, 2, 2]
 
 
-LEVEL = Level("expert", 4, None)
+LEVEL = Level(("expert",), 4, None)
 
 
 @functools.cache
@@ -295,6 +295,10 @@ def test_rows_without_room_give_zeros_and_are_counted(factor: float, nodes: int)
         Shape(4, 4, 1),
         Shape(4, 4, 1, nodes=2),
         Shape(4, 4, 1, nodes=4),
+        Shape(8, 16, 5, split=(1, 2, 4)),
+        Shape(8, 16, 5, nodes=2, groups=(8, 3), split=(2, 2, 2)),
+        Shape(8, 8, 1, nodes=8, split=(1, 1, 8)),
+        Shape(6, 18, 5, nodes=3, split=(1, 3, 2)),
     ],
     ids=str,
 )
@@ -358,6 +362,43 @@ def test_a_token_crosses_to_a_node_once_where_that_is_faster(recipe: str, target
     else:
         rows, medium = (spec.experts_per_token, "NVLink") if nodes == 1 else (spec.mean_nodes(n), "network")
         assert sent == {"expert": (pytest.approx(rows), medium, n)}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "target", "nodes", "exchanges"),
+    [
+        ("expert=2,context=2,tensor=2", "h100:8", 1, {"expert+context+tensor": 7 / 8}),
+        ("tensor=8,fsdp=2", "h100:16", 1, {"tensor": 7 / 8}),
+        ("expert=4,tensor=4", "h100:16", 2, {"expert between 2": 1 / 2, "expert within 2+tensor": 7 / 8}),
+        ("context=8,tensor=2", "h100:16", 2, {"context between 2": 1 / 2, "context within 4+tensor": 7 / 8}),
+        ("expert=2,context=4,tensor=4", "h100:32", 4, {"expert+context between 2": 3 / 4,
+                                                      "context within 2+tensor": 7 / 8}),
+        ("expert=4,context=2,tensor=8", "h100:64", 8, {"expert+context": 7 / 8, "tensor": 7 / 8}),
+    ],
+)  # fmt: skip
+def test_folded_experts_send_a_device_s_own_part_of_the_sequence(
+    mesh: str, target: str, nodes: int, exchanges: dict[str, float]
+) -> None:
+    """Over all axes that split a sequence or experts, to nodes first; the bytes against counted devices and rows."""
+    shape, where = MeshShape.parse(mesh), parse_target(target)
+    run = find_recipe("qwen3-30b-a3b")
+    training = dataclasses.replace(run.training, batch=64, seq=4096, microbatches=1)
+    placed = place_run(dataclasses.replace(run, mesh=shape, training=training, layout="folded"), shape)
+    settled = Settled(placed, machine_of_target(where, shape))
+    assert settled.expert_nodes == nodes
+    own, mapping = 64 * 4096 / where.devices, map_axes(shape, where)
+    traffic = movements(settled, work_of(placed), frozenset(), None, MESHWRIGHT)
+    sent = {"+".join(m.axes): m for m in traffic if m.purpose == "tokens to experts"}
+    spec = ExpertSpec(128, 8)
+    rows = dict(zip(exchanges, ([spec.mean_nodes(nodes), 8] if nodes > 1 else [8]), strict=True))
+    assert sent.keys() == exchanges.keys()
+    for axes, away in exchanges.items():
+        path = mapping.route(sent[axes].axes)
+        assert path is not None and 1 - 1 / path.devices == away
+        assert path.medium == ("network" if nodes > 1 and axes == next(iter(exchanges)) else "NVLink")
+        assert sent[axes].payload == pytest.approx(own * rows[axes] * 2048 * 2)
+    (weights,) = {m.n for m in work_of(placed).matmuls if m.role == "ffn_in"}
+    assert weights == 768  # an expert keeps its width
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,19 @@ def test_every_placement_divides_and_uses_an_axis_once(dims, sizes, data, fsdp, 
     assert all(axes == () for axes, d in zip(placed.optimizer, dims, strict=True) if d == "L")
 
 
+def test_folded_experts_keep_their_width() -> None:
+    """Experts over the axes of a sequence too; the other weights, and experts in other layouts, are cut by `tensor`."""
+    mesh, shape = MeshShape(fsdp=2, expert=2, context=2, tensor=2), (3, 16, 64, 32)
+    for name, in_use in (("fsdp", "w[L, E/expert, D, F/tensor]"), ("folded", "w[L, E/expert+context+tensor, D, F]")):
+        placed = place_param("w", shape, "LEDF", layout=LAYOUTS[name], mesh=mesh, min_size=1)
+        assert notation("w", "LEDF", placed.in_use) == in_use
+        assert placed.at_rest[1] == (*placed.in_use[1], "fsdp")
+        dense = place_param("w", shape[1:], "LDF", layout=LAYOUTS[name], mesh=mesh, min_size=1)
+        assert dense.in_use[2] == ("tensor",)
+    with pytest.raises(ConfigError, match=r"E=12 does not divide: 12 = 1 \* 8 \+ 4(.|\n)*E of 8 or 16"):
+        place_param("w", (3, 12, 64, 32), "LEDF", layout=LAYOUTS["folded"], mesh=mesh, min_size=1)
+
+
 def test_notation_of_the_scaling_book() -> None:
     placed = place_param("w", (32, 64), "DF", layout=LAYOUTS["fsdp"], mesh=MeshShape(fsdp=2, tensor=2), min_size=1)
     assert notation("w", "DF", placed.at_rest) == "w[D/fsdp, F/tensor]"

@@ -163,7 +163,10 @@ def test_stacks_take_turns_as_in_a_loop_over_layers() -> None:
 @pytest.mark.parametrize(
     ("family", "mesh", "changes"),
     [
-        ("llama4", "stage=2,context=2,tensor=2", {"microbatches": 2}),
+        ("llama4", "stage=2,context=2,tensor=2", {"microbatches": 2, "layout": "folded"}),
+        pytest.param("llama4", "stage=2,context=2,tensor=2", {"microbatches": 2}, marks=pytest.mark.exhaustive),
+        pytest.param("qwen3_next", "fsdp=2,expert=2,tensor=2", {"layout": "folded"}, marks=pytest.mark.exhaustive),
+        pytest.param("gpt_oss", "fsdp=2,expert=2,tensor=2", {"layout": "folded"}, marks=pytest.mark.exhaustive),
         pytest.param("llama4", "fsdp=2,expert=2,tensor=2", {"saved_layers": 3, "remat": "full"},
                      marks=pytest.mark.exhaustive),
         pytest.param("qwen3_next", "stage=2,expert=2,tensor=2", {"microbatches": 2}, marks=pytest.mark.exhaustive),

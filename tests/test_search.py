@@ -284,6 +284,32 @@ def test_a_mesh_alone_is_given_the_plan_of_that_mesh() -> None:
     assert chosen.training.microbatches > 1 and best.estimate.bytes <= machine.chip.roomy_bytes
 
 
+@pytest.mark.parametrize(
+    ("mesh", "changes", "layout"),
+    [
+        ("expert=2,tensor=4", {}, "folded"),
+        ("expert=8", {}, "auto"),  # nothing to fold
+        ("expert=2,tensor=4", {"dispatch": "capacity"}, "auto"),
+        ("expert=2,tensor=4", {"experts": 12}, "auto"),  # 8 devices do not divide 12 experts
+        ("stage=2,data=2,tensor=2", {}, "folded_zero1"),
+    ],
+)
+def test_experts_are_folded_where_that_is_predicted_to_be_faster(
+    mesh: str, changes: dict[str, Any], layout: str
+) -> None:
+    """Without room for all rows: with it a device computes elementwise on up to n times an even share of them."""
+    run, machine = find_recipe("qwen3-30b-a3b"), parse_target("h100:8")
+    training = dataclasses.replace(run.training, batch=32, seq=4096)
+    model = dataclasses.replace(run.model, layers=4, **changes)
+    run = dataclasses.replace(run, model=model, mesh=MeshShape.parse(mesh), training=training)
+    chosen = with_choices(run, machine)
+    assert chosen.layout == layout
+    if layout.startswith("folded"):
+        plain = dataclasses.replace(chosen, layout=layout.replace("folded_", "").replace("folded", "fsdp"))
+        assert price_run(chosen, machine).estimate.seconds < price_run(plain, machine).estimate.seconds
+        assert with_choices(dataclasses.replace(run, layout="fsdp"), machine).layout == "fsdp"
+
+
 def test_virtual_stages_are_tried_while_layers_allow() -> None:
     """Fewer than one part of each stage may be empty: 126 layers are 128 parts of one layer (arXiv:2407.21783)."""
     run = find_recipe("llama3-405b")

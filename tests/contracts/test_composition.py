@@ -46,8 +46,12 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "dispatch": ("dropless", "capacity"),
     "microbatches": (2, 1),
     "remat": ("full", "none", "attention", "projections", "feed_forward", "offload_attention", "offload"),
-    "layout": ("fsdp", "zero1"),
+    "layout": ("fsdp", "zero1", "folded_zero1"),
 }  # fmt: skip
+
+
+APART = frozenset({("dispatch", "capacity"), ("layout", "folded_zero1")})
+"""Choices that no run has together (`test_every_refusal_is_made`)."""
 
 
 def covering(choices: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
@@ -58,7 +62,7 @@ def covering(choices: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
         for a, b in itertools.combinations(names, 2)
         for x in choices[a]
         for y in choices[b]
-    }  # fmt: skip
+    } - {APART}  # fmt: skip
     found = []
     while missing:
         # Sets have an order of their own in every process; the rows must not.
@@ -66,8 +70,8 @@ def covering(choices: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
         row = dict(sorted(first, key=lambda taken: names.index(taken[0])))
         for name in (n for n in names if n not in row):
             pairs = {value: {frozenset({(name, value), taken}) for taken in row.items()} for value in choices[name]}
-            met = {value: len(missing & pairs[value]) for value in choices[name]}
-            row[name] = max(choices[name], key=met.__getitem__)
+            met = {value: len(missing & new) for value, new in pairs.items() if APART not in new}
+            row[name] = max(met, key=met.__getitem__)
         missing -= {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
         found.append({name: row[name] for name in names})
     return found
@@ -103,7 +107,10 @@ def features(row: dict[str, Any]) -> set[str]:
         "uneven stages": uneven(run),
         f"context: {training.context_strategy}": "context" in axes,
         "accumulation": training.microbatches > 1,
-        "zero1": run.layout == "zero1",
+        "zero1": run.layout.endswith("zero1"),
+        "layout: folded": run.layout.startswith("folded")
+        and dispatch is not None
+        and bool(axes & {"context", "tensor"}),
         "dropout": training.dropout > 0,
     }
     return axes | {row["family"], f"remat: {training.remat}"} | {name for name, there in optional.items() if there}
@@ -173,6 +180,7 @@ def test_every_refusal_is_made(refusal: Refusal) -> None:
         "pipeline_schedule": "1f1b", "context_strategy": "all_gather", "microbatches": 2, "layout": "fsdp",
     }  # fmt: skip
     options = {"context": "context_strategy", "schedule": "pipeline_schedule"}
+    row["family"] = "mixtral" if "layout: folded" in refusal.features else "llama"
     for feature in refusal.features:
         kind, _, value = feature.partition(": ")
         row |= {options.get(kind, kind): value} if value else {}
@@ -210,8 +218,9 @@ def test_padding_rows_change_no_update(name: str) -> None:
 MOVES = [
     ("data=1", "stage=2,fsdp=2"),
     pytest.param("stage=2,fsdp=2", "stage=4,tensor=2", marks=pytest.mark.exhaustive),
-    ("stage=4,tensor=2", "fsdp=2,expert=2,tensor=2"),
+    ("stage=4,tensor=2", "fsdp=2,expert=2,tensor=2 folded"),
     pytest.param("fsdp=2,expert=2,tensor=2", "data=2*2,context=2", marks=pytest.mark.exhaustive),
+    pytest.param("expert=2,context=2,tensor=2 folded", "fsdp=2,expert=2,tensor=2", marks=pytest.mark.exhaustive),
     ("data=2*2,context=2", "stage=3"),
     pytest.param("stage=3", "stage=2,expert=4", marks=pytest.mark.exhaustive),
     pytest.param("stage=2,expert=4", "data=1", marks=pytest.mark.exhaustive),
@@ -223,11 +232,10 @@ def test_checkpoints_move_between_meshes(before: str, after: str, tmp_path: Path
     """State saved on one mesh, restored on another: the same bits, wherever the layers lie."""
     model = dataclasses.replace(MODELS["deepseek-like"], layers=7)
     sides = []
-    for mesh in (before, after):
+    for mesh, _, folded in (side.partition(" ") for side in (before, after)):
         schedule = "interleaved" if mesh == "stage=2,fsdp=2" else "1f1b"
-        sides.append(
-            device_run_of(tiny_run(model, mesh, pipeline_schedule=schedule, context_strategy="all_gather", batch=48))
-        )
+        run = tiny_run(model, mesh, pipeline_schedule=schedule, context_strategy="all_gather", batch=48)
+        sides.append(device_run_of(dataclasses.replace(run, layout=folded or "fsdp")))
     rng = np.random.default_rng(0)
 
     def values() -> Any:

@@ -74,7 +74,8 @@ def texts() -> list[np.ndarray]:
 
 
 def run_of(name: str, mesh: str) -> DeviceRun:
-    return device_run_of(tiny_run(model_of(name), mesh, batch=8, seq=32))
+    mesh, _, folded = mesh.partition(" ")
+    return device_run_of(tiny_run(model_of(name), mesh, batch=8, seq=32, layout=folded or "fsdp"))
 
 
 def forward_logits(device_run: DeviceRun, params: Any, tokens_BT: np.ndarray) -> np.ndarray:
@@ -158,6 +159,8 @@ ROWS: list[Any] = [
     ("two-kv-heads", "data=2,tensor=4", "gathered"),
     ("deepseek-like", "expert=4,context=2", "gathered"),
     ("deepseek", "fsdp=2,context=2,tensor=2", "gathered"),
+    ("deepseek-like", "expert=2,context=2,tensor=2 folded", "sharded"),
+    pytest.param("gpt-oss", "context=2,tensor=4 folded", "gathered", marks=pytest.mark.exhaustive),
 ]
 
 

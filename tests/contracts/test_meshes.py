@@ -55,16 +55,20 @@ def test_same_numbers_as_one_device(family: str, layout: str, mesh: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("family", "mesh", "steps"),
+    ("family", "mesh", "steps", "layout"),
     [
-        pytest.param("mixtral", "expert=8", STEPS, marks=exhaustive),
-        pytest.param("mixtral", "fsdp=2,expert=4", STEPS, marks=exhaustive),
-        pytest.param("deepseek-like", "expert=2,fsdp=2,tensor=2", STEPS, marks=exhaustive),
-        ("mixtral", "expert=2,fsdp=2,tensor=2", 3),
+        pytest.param("mixtral", "expert=8", STEPS, "fsdp", marks=exhaustive),
+        pytest.param("mixtral", "fsdp=2,expert=4", STEPS, "fsdp", marks=exhaustive),
+        pytest.param("deepseek-like", "expert=2,fsdp=2,tensor=2", STEPS, "fsdp", marks=exhaustive),
+        pytest.param("mixtral", "expert=2,fsdp=2,tensor=2", 3, "fsdp", marks=exhaustive),
+        pytest.param("mixtral", "context=8", STEPS, "folded", marks=exhaustive),
+        pytest.param("mixtral", "expert=2,context=2,tensor=2", STEPS, "folded", marks=exhaustive),
+        pytest.param("deepseek-like", "data=2,context=2,tensor=2", STEPS, "folded_zero1", marks=exhaustive),
+        ("deepseek-like", "fsdp=2,expert=2,tensor=2", 3, "folded"),
     ],
 )
-def test_experts_over_devices(family: str, mesh: str, steps: int) -> None:
-    run = tiny_run(MODELS[family], mesh)
+def test_experts_over_devices(family: str, mesh: str, steps: int, layout: str) -> None:
+    run = tiny_run(MODELS[family], mesh, layout=layout)
     one, many = train_on_one_device(run, steps), train(run, steps)
     assert_same_initial(many, one)
     assert_same_steps(many, one)

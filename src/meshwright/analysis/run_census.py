@@ -31,7 +31,7 @@ from meshwright.models.model import Model, ModelSpec, padded_vocab, vocab_size
 from meshwright.models.quantisation import SCOPE
 from meshwright.runs.settle import Settled
 from meshwright.sharding import params
-from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
+from meshwright.sharding.layouts import TOKEN_AXES, VOCAB_AXES
 from meshwright.sharding.params import named_leaves
 from meshwright.sharding.schedule_table import FORWARD, ScheduleTable
 from meshwright.step.device_run import DeviceRun
@@ -116,14 +116,16 @@ def skipped_by_kernels(settled: Settled) -> Skipped:
 
     If the load is even, a device receives as many rows as its own tokens have.
     """
-    placed, shards = settled.placed, settled.placed.shape.expert
+    placed, layout = settled.placed, settled.placed.layout
+    degrees = {axis: layout.shape.degrees()[axis] for axis in layout.expert_axes}
     fraction, sent = 1.0, dict[str, int]()
     spec = next((layer.experts for layer in placed.spec.layers if layer.experts is not None), None)
-    if shards > 1 and spec is not None:
-        training, over = placed.run.training, placed.shape.over(BATCH_AXES) * placed.shape.context
+    if degrees and spec is not None:
+        training, over = placed.run.training, placed.shape.over(TOKEN_AXES) * layout.routed_parts
         tokens = training.batch * training.seq // (over * training.microbatches * settled.exchange_pieces)
-        fraction = tokens * spec.experts_per_token / spec.buffers(tokens, shards).experts
-        sent = {axes: round(n * tokens) for axes, n in spec.sent_rows(shards, settled.expert_nodes).items()}
+        fraction = tokens * spec.experts_per_token / spec.buffers(tokens, math.prod(degrees.values())).experts
+        rows = spec.sent_rows(degrees, settled.expert_nodes)
+        sent = {"+".join(axes): round(n * tokens) for axes, n in rows.items()}
     return Skipped(causal_fraction(placed.spec, placed.run.training.seq), min(1.0, fraction), sent)
 
 

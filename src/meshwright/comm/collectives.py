@@ -59,8 +59,7 @@ def with_transpose[F: Callable[..., Any]](transpose: Callable[..., Any]) -> Call
         static = range(1, len(inspect.signature(collective).parameters))
         differentiable: Any = jax.custom_vjp(collective, nondiff_argnums=tuple(static))
         differentiable.defvjp(
-            lambda x, *static: (collective(x, *static), None),
-            lambda *saved: (transpose(saved[-1], *saved[:-2]),),
+            lambda x, *static: (collective(x, *static), None), lambda *saved: (transpose(saved[-1], *saved[:-2]),)
         )
         return differentiable
 

@@ -42,32 +42,41 @@ ONE_SLICE = DcnAxis(1, "data")
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """Part of a mesh axis that one collective covers: devices inside a slice, or their counterparts between slices."""
+    """Part of mesh axes that one collective covers: devices inside a slice, or their counterparts between slices."""
 
-    axis: str
+    axes: Axes
     size: int
     """Devices that take part in one group."""
     groups: Any
-    """`axis_index_groups` of the collective; None is the full axis."""
+    """`axis_index_groups` of the collective; None is all of the axes."""
     crosses_dcn: bool = False
     stride: int = 1
-    """Distance along the axis between neighbours of a group."""
+    """Distance along the axes between neighbours of a group."""
 
     def index(self) -> jax.Array:
         """Returns the place of this device in its group."""
-        return lax.axis_index(self.axis) // self.stride % self.size
+        return lax.axis_index(self.axes) // self.stride % self.size
 
 
 def levels_of(axes: Axes, dcn: DcnAxis) -> list[Level]:
-    """Returns the levels of the nontrivial axes, outermost first: slices, then dimensions of the torus."""
-    levels = []
+    """Returns the levels of the nontrivial axes, outermost first: slices, dimensions of the torus, or one of all."""
+    axes, levels = nontrivial_axes(axes), list[Level]()
+    if not (dcn.slices > 1 and dcn.axis in axes) and not any(axis in axes for axis, _ in dcn.torus):
+        return split_axes(axes, (1, lax.axis_size(axes))) if axes else levels
     for axis in axes:
         n = lax.axis_size(axis)
         slices = dcn.slices if axis == dcn.axis else 1
-        degrees = (slices, *dict(dcn.torus).get(axis, (n // slices,)))
-        for i, degree in enumerate(degrees):
-            groups = None if degree == n else _groups(degrees, i)
-            levels.append(Level(axis, degree, groups, i == 0 and slices > 1, math.prod(degrees[i + 1 :])))
+        levels += split_axes((axis,), (slices, *dict(dcn.torus).get(axis, (n // slices,))))
+    return levels
+
+
+def split_axes(axes: Axes, degrees: tuple[int, ...]) -> list[Level]:
+    """Returns the levels of axes taken together, outermost first. degrees: of each level, slices or nodes first."""
+    n, strides = math.prod(degrees), [math.prod(degrees[i + 1 :]) for i in range(len(degrees))]
+    levels = [
+        Level(axes, degree, None if degree == n else _groups(degrees, i), i == 0, strides[i])
+        for i, degree in enumerate(degrees)
+    ]
     return [level for level in levels if level.size > 1]
 
 
@@ -78,51 +87,33 @@ def _groups(degrees: tuple[int, ...], level: int) -> list[list[int]]:
     return [[start + i * inner for i in range(degrees[level])] for start in starts]
 
 
-def _crosses_dcn(axes: Axes, dcn: DcnAxis) -> bool:
-    return dcn.slices > 1 and dcn.axis in axes
-
-
-def _spans_torus(axes: Axes, dcn: DcnAxis) -> bool:
-    return any(axis in axes for axis, _ in dcn.torus)
-
-
 def hierarchical_all_gather(x: jax.Array, axes: Axes, dim: int, dcn: DcnAxis) -> jax.Array:
     """Gathers the blocks of `dim` along `axes`, in order, over DCN first. Sends V(n-1)/n for a result of V bytes."""
-    axes = nontrivial_axes(axes)
-    if not axes:
-        return x
     levels, gathered = levels_of(axes, dcn), list[int]()
-    if not _crosses_dcn(axes, dcn):
-        if not _spans_torus(axes, dcn):
-            return lax.all_gather(x, axes, axis=dim, tiled=True)
+    if not any(level.crosses_dcn for level in levels):
         # Blocks of the innermost level are neighbours, so each gather leaves the blocks in order.
         for level in reversed(levels):
-            x = lax.all_gather(x, level.axis, axis=dim, axis_index_groups=level.groups, tiled=True)
+            x = lax.all_gather(x, level.axes, axis=dim, axis_index_groups=level.groups, tiled=True)
         return x
     for i in sorted(range(len(levels)), key=lambda i: (not levels[i].crosses_dcn, -i)):
         new_dim = dim + sum(j < i for j in gathered)
-        x = lax.all_gather(x, levels[i].axis, axis=new_dim, axis_index_groups=levels[i].groups)
+        x = lax.all_gather(x, levels[i].axes, axis=new_dim, axis_index_groups=levels[i].groups)
         gathered.append(i)
     return x.reshape(*x.shape[:dim], -1, *x.shape[dim + len(levels) + 1 :])
 
 
 def hierarchical_reduce_scatter(x: jax.Array, axes: Axes, dim: int, dcn: DcnAxis) -> jax.Array:
     """Sums over `axes` and scatters `dim`, inside a slice first. Sends V(n-1)/n for an input of V bytes."""
-    axes = nontrivial_axes(axes)
-    if not axes:
-        return x
     levels = levels_of(axes, dcn)
-    if not _crosses_dcn(axes, dcn):
-        if not _spans_torus(axes, dcn):
-            return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    if not any(level.crosses_dcn for level in levels):
         for level in levels:
-            x = lax.psum_scatter(x, level.axis, scatter_dimension=dim, axis_index_groups=level.groups, tiled=True)
+            x = lax.psum_scatter(x, level.axes, scatter_dimension=dim, axis_index_groups=level.groups, tiled=True)
         return x
     x = x.reshape(*x.shape[:dim], *(level.size for level in levels), -1, *x.shape[dim + 1 :])
     remaining = list(range(len(levels)))
     for i in sorted(range(len(levels)), key=lambda i: levels[i].crosses_dcn):
         scatter_dim = dim + remaining.index(i)
-        x = lax.psum_scatter(x, levels[i].axis, scatter_dimension=scatter_dim, axis_index_groups=levels[i].groups)
+        x = lax.psum_scatter(x, levels[i].axes, scatter_dimension=scatter_dim, axis_index_groups=levels[i].groups)
         remaining.remove(i)
     return x
 
@@ -132,24 +123,21 @@ def hierarchical_all_reduce(leaves: list[jax.Array], axes: Axes, dcn: DcnAxis) -
 
     Sends 2V(n-1)/n, of which only 1/m crosses DCN where a slice has m devices.
     """
-    axes = nontrivial_axes(axes)
-    if not axes:
-        return leaves
-    if not _crosses_dcn(axes, dcn):
-        return list(lax.psum(leaves, axes))
     levels = levels_of(axes, dcn)
     inside = [level for level in levels if not level.crosses_dcn]
-    between = next(level for level in levels if level.crosses_dcn)
+    between = next((level for level in levels if level.crosses_dcn), None)
+    if between is None:
+        return list(lax.psum(leaves, nontrivial_axes(axes))) if levels else leaves
     if not inside:
-        return list(lax.psum(leaves, between.axis, axis_index_groups=between.groups))
+        return list(lax.psum(leaves, between.axes, axis_index_groups=between.groups))
     flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
     devices = math.prod(level.size for level in inside)
     blocks = jnp.pad(flat, (0, -flat.size % devices)).reshape(*(level.size for level in inside), -1)
     for level in inside:
-        blocks = lax.psum_scatter(blocks, level.axis, scatter_dimension=0, axis_index_groups=level.groups)
-    blocks = lax.psum(blocks, between.axis, axis_index_groups=between.groups)
+        blocks = lax.psum_scatter(blocks, level.axes, scatter_dimension=0, axis_index_groups=level.groups)
+    blocks = lax.psum(blocks, between.axes, axis_index_groups=between.groups)
     for level in reversed(inside):
-        blocks = lax.all_gather(blocks, level.axis, axis=0, axis_index_groups=level.groups)
+        blocks = lax.all_gather(blocks, level.axes, axis=0, axis_index_groups=level.groups)
     flat, sums, start = blocks.reshape(-1), [], 0
     for leaf in leaves:
         sums.append(flat[start : start + leaf.size].reshape(leaf.shape))

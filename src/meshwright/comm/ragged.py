@@ -68,7 +68,7 @@ def plan_exchange(sent: jax.Array, level: Level, capacity: int) -> Exchange:
     """
     # Arrays are by the device that sends, the one it sends to, and the group. No gather: XLA would combine two pieces'.
     copies = jnp.broadcast_to(sent, (level.size, *sent.shape))
-    sent_all = lax.all_to_all(copies, level.axis, 0, 0, axis_index_groups=level.groups, tiled=True)
+    sent_all = lax.all_to_all(copies, level.axes, 0, 0, axis_index_groups=level.groups, tiled=True)
     first = (jnp.cumsum(sent_all.reshape(level.size, -1), 1).reshape(sent_all.shape) - sent_all).astype(jnp.int32)
     around = (np.arange(level.size)[:, None] + np.arange(level.size)) % level.size
     wanted = jnp.take_along_axis(sent_all.sum(2).T, around, 1)
@@ -121,7 +121,7 @@ def _padded(x: jax.Array, exchange: Exchange, *, level: Level, rows: int, larges
     i = jnp.arange(largest)[None, :, None] - inside(exchange.sizes)[:, None]
     row, sent = rows_of(i, exchange.sizes[:, None], exchange.starts[:, None])
     blocks = jnp.where(sent[..., None], x[row], 0)
-    blocks = lax.all_to_all(blocks, level.axis, 0, 0, axis_index_groups=level.groups, tiled=True)
+    blocks = lax.all_to_all(blocks, level.axes, 0, 0, axis_index_groups=level.groups, tiled=True)
     place = jnp.arange(rows)[:, None] - exchange.arriving_starts.reshape(-1)
     block = largest * jnp.arange(level.size)[:, None] + inside(exchange.arriving_sizes)
     row, arrived = rows_of(place, exchange.arriving_sizes.reshape(-1), block.reshape(-1))
@@ -139,7 +139,7 @@ def _ragged(x: jax.Array, exchange: Exchange, *, level: Level, rows: int, pieces
         sizes,
         remote_starts,
         arriving_sizes,
-        axis_name=level.axis,
+        axis_name=level.axes,
         axis_index_groups=level.groups,
     )
 

@@ -282,6 +282,7 @@ class Decoder:
             self.weights.gather,
             no_dropout(),
             *kernels,
+            expert_axes=model.expert_axes,
             expert_nodes=model.expert_nodes,
             attend_latent=attend.latent,
             attend_delta=attend.delta,

@@ -27,15 +27,7 @@ import numpy as np
 from meshwright.errors import ConfigError, nearest
 from meshwright.fine_tuning import FineTune
 from meshwright.models.blocks.layers import SelfMultiplying, linear
-from meshwright.sharding.params import (
-    LOW_PRECISION_ROLES,
-    GatherParams,
-    Param,
-    Stored,
-    Tree,
-    frozen_params,
-    is_param,
-)
+from meshwright.sharding.params import LOW_PRECISION_ROLES, GatherParams, Param, Stored, Tree, frozen_params, is_param
 
 BLOCK = 64
 """Elements that share a scale in NF4."""

@@ -215,8 +215,10 @@ class LocalModel:
     """Grouped matmul of experts (kernels/choose.py)."""
     sum_rows: SumRows = scatter_rows
     """Sums gradients of the rows of tables (blocks/layers.py)."""
+    expert_axes: tuple[str, ...] = ("expert",)
+    """Axes that split experts (sharding/layouts.py)."""
     expert_nodes: int = 1
-    """Groups of the devices of `expert` between which a token has one row (runs/settle.py)."""
+    """Groups of their devices between which a token has one row (runs/settle.py)."""
     ahead: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Parameters that are gathered one layer ahead, by stack; other stacks gather all in their own layer."""
     tensor_ring: tuple[int, ...] = ()
@@ -259,7 +261,7 @@ class LocalModel:
         count = math.gcd(self.attention_pieces, batch.segments.shape[0])
         pieces = tuple(map(attend, jnp.split(batch.segments, count))) if count > 1 else ()
         tokens = Tokens(local.inputs, local.positions, local.segments == PADDING)
-        kernels = (whole, self.sequence, self.grouped_matmul, self.sum_rows, self.expert_nodes)
+        kernels = (whole, self.sequence, self.grouped_matmul, self.sum_rows, self.expert_axes, self.expert_nodes)
         return ForwardContext(tokens, self.gather_params, dropout, *kernels, self.tensor_ring, pieces)
 
     def local_positions(self, batch: Batch) -> Batch:

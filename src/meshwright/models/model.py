@@ -70,8 +70,10 @@ class ForwardContext:
     """`(rows, weights, rows of each expert) -> rows times their expert's weights` (kernels/choose.py)."""
     sum_rows: SumRows = scatter_rows
     """Sums the gradients of the rows of a table that are taken several times (blocks/layers.py)."""
+    expert_axes: tuple[str, ...] = ("expert",)
+    """Axes that split experts (sharding/layouts.py)."""
     expert_nodes: int = 1
-    """Groups of the devices of `expert` between which a token has one row (runs/settle.py)."""
+    """Groups of their devices between which a token has one row (runs/settle.py)."""
     tensor_ring: tuple[int, ...] = ()
     """Devices of `tensor` in the order of a ring, around which collective matmuls send chunks; () for no ring."""
     attend_pieces: tuple[Attend, ...] = ()
@@ -340,7 +342,7 @@ class ExpertSpec:
     experts: int
     experts_per_token: int
     buffer_factor: float = 0.0
-    """Rows that a device of the mesh axis `expert` has room for, as a multiple of an even share; 0: for all."""
+    """Rows that one of the devices that split experts has room for, as a multiple of an even share; 0: for all."""
     sent_bytes: int | None = None
     """Bytes of an element of the rows sent to experts; None for the compute dtype."""
     groups: int = 1
@@ -349,7 +351,7 @@ class ExpertSpec:
     """Groups that the experts of a token are in."""
 
     def buffers(self, tokens: int, shards: int, nodes: int = 1) -> "ExpertBuffers":
-        """Returns the rows of each buffer of a device, one of `shards` of the axis `expert` in `nodes` nodes.
+        """Returns the rows of each buffer of a device, one of `shards` that split the experts, in `nodes` nodes.
 
         tokens: of a device. Every buffer has room for the most that can arrive, or for `buffer_factor` times an even
         share where that is less.
@@ -365,17 +367,22 @@ class ExpertSpec:
         copies = rows(k, inside) if nodes > 1 else tokens * k
         return ExpertBuffers(rows(self.most_nodes(nodes), nodes), copies, rows(k, here))
 
-    def sent_rows(self, shards: int, nodes: int = 1) -> dict[str, float]:
+    def sent_rows(self, degrees: Mapping[str, int], nodes: int = 1) -> dict[tuple[str, ...], float]:
         """Returns the rows of a token that each exchange sends, on average over even choices.
 
-        Keys are the devices that exchange, as `hlo.collectives.axes_of_groups` names them.
+        degrees: of the axes that split the experts. Keys are the devices that exchange, those between nodes first, as
+        `hlo.collectives.axes_of_groups` names them.
         """
-        if nodes == 1:
-            return {"expert": float(self.experts_per_token)}
-        if nodes == shards:
-            return {"expert": self.mean_nodes(nodes)}
-        inside = {f"expert within {shards // nodes}": float(self.experts_per_token)}
-        return {f"expert between {nodes}": self.mean_nodes(nodes), **inside}
+        between, inside = list[str](), list[str]()
+        room = math.prod(degrees.values()) // nodes
+        for axis, degree in reversed([*degrees.items()]):
+            here = math.gcd(degree, room)
+            room //= here
+            whole = here in (1, degree)
+            between = [axis if whole else f"{axis} between {degree // here}", *between] if here < degree else between
+            inside = [axis if whole else f"{axis} within {here}", *inside] if here > 1 else inside
+        rows = {tuple(between): self.mean_nodes(nodes), tuple(inside): float(self.experts_per_token)}
+        return {axes: n for axes, n in rows.items() if axes}
 
     def most_nodes(self, nodes: int) -> int:
         """Returns the most of `nodes` nodes that the experts of one token are on."""

@@ -235,7 +235,8 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
         "attention": microbatches * sum(seconds["attention"] for seconds in both),
         "recomputation": microbatches * busy["recomputation"],
         "elementwise": microbatches * sum(seconds["elementwise"] for seconds in both),
-        "optimizer": update_seconds(placed, target),
+        "optimizer": sum(max(matmul_seconds(m, target)) for m in update_matmuls(placed))
+        + update_bytes_moved(placed, sharded_elements(placed.layout)[1]) / (chip.hbm_bandwidth * target.efficiency.hbm),
         "exposed": sum(exposed.values()),
         "host": max(0.0, host - target.efficiency.overlap * microbatches * sum(busy.values())),
         "bubble": 0.0,
@@ -297,7 +298,7 @@ def _compute_seconds(
     quantise_bytes = BLOCK_BYTES if low and once and low.rate == "mxfp8" else QUANTISE_BYTES
     residual = work.tokens * work.width * 2 * work.layers
     residual /= placed.shape.tensor if software.splits_sequence else 1
-    sorted_rows = work.tokens * work.experts * work.expert_layers
+    sorted_rows = work.expert_tokens * work.experts * work.expert_layers
     hidden = sum(m.m * m.n * m.count for m in work.matmuls if m.role == "ffn_in")
     products = _product_seconds(work.matmuls, target, low.rate if low else None)
     result = {}
@@ -433,7 +434,8 @@ def overlapped(
         busy[axes] += seconds
         if movement.blocking:
             # Tensor parallelism overlaps in pieces with the matmuls that it opens and closes (collective matmul).
-            fraction = tensor_overlap if movement.axes == ("tensor",) else movement.overlap
+            pair = movement.axes == ("tensor",) and movement.kind != "all-to-all"
+            fraction = tensor_overlap if pair else movement.overlap
             if movement.overlap:  # with all of the pass at most
                 fraction *= min(1.0, room[movement.during] / in_pieces[movement.during])
             exposed[axes] += seconds * (1 - fraction)
@@ -484,13 +486,6 @@ def _unembedding_seconds(placed: PlacedRun, work: Work, target: Target, software
     most = max(stages.cost_fraction(stage) for stage in range(placed.shape.stage))
     fewer = layers * (1 - stages.cost_fraction(stages.last_stage) / most)
     return max(0.0, seconds - fewer)
-
-
-def update_seconds(placed: PlacedRun, target: Target) -> float:
-    """Seconds of the optimizer update, which is bound by HBM, and of its matrix products."""
-    products = sum(max(matmul_seconds(m, target)) for m in update_matmuls(placed))
-    moved = update_bytes_moved(placed, sharded_elements(placed.layout)[1])
-    return products + moved / (target.chip.hbm_bandwidth * target.efficiency.hbm)
 
 
 def matmul_seconds(m: Matmul, target: Target) -> tuple[float, float]:

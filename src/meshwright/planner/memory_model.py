@@ -14,15 +14,7 @@ import jax.numpy as jnp
 
 from meshwright.config import Optimizer
 from meshwright.models.loss import chunk_tokens
-from meshwright.models.remat import (
-    ATTN_LSE,
-    ATTN_OUT,
-    ATTN_RESIDUAL,
-    FFN_HIDDEN,
-    LAYER_INPUT,
-    QKV,
-    REMAT_POLICIES,
-)
+from meshwright.models.remat import ATTN_LSE, ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, LAYER_INPUT, QKV, REMAT_POLICIES
 from meshwright.planner.optimizer import (
     StoredArray,
     state_arrays,
@@ -381,7 +373,9 @@ def _saved_bytes(placed: PlacedRun, work: Work, compute: int, software: Software
         # Also inputs of matmuls: of both halves (whole over `tensor`, as they are gathered), SwiGLU's product (gate, up
         # are `ffn_hidden`), rows of experts, the router's in float32, the attention output as its projection reads it.
         kept_low = software.transformer_engine and placed.run.training.matmul_precision != "compute"
-        inputs = 2 * work.width / (1 if software.copies else placed.shape.tensor) + work.ffn_hidden / 2
+        tensor = placed.shape.tensor
+        whole = 2 - work.ungathered_layers / work.layers * (1 - 1 / tensor) if software.copies else 2 / tensor
+        inputs = work.width * whole + work.ffn_hidden / 2
         inputs += work.expert_rows / work.tokens * work.width + work.widths.value * (software.copies or kept_low)
         kept = sum((elements | {ATTN_OUT: work.widths.value}).values()) + inputs / (compute if kept_low else 1)
         if placed.spec.has_latents:
@@ -389,7 +383,7 @@ def _saved_bytes(placed: PlacedRun, work: Work, compute: int, software: Software
             kept += work.widths.query + 2 * work.widths.kv
         if any(attention.normalises_qk for attention in placed.spec.attention):
             kept += work.widths.query + work.widths.kv
-        kept += 4 / compute * work.width * (work.expert_rows > 0)
+        kept += 4 / compute / tensor * work.width * (work.expert_rows > 0)
     else:
         kept = sum(n for name, n in elements.items() if name in policy.saved)
         kept += 0.0 if LAYER_INPUT in policy.offloaded else elements[LAYER_INPUT]

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-from meshwright.config import ContextStrategy, MeshShape, Remat, StageSaves
+from meshwright.config import MeshShape, Remat, StageSaves
 from meshwright.errors import ConfigError, divisors
 from meshwright.formatting import Shown, format_bytes
 from meshwright.hardware.targets import Target, parse_target
@@ -23,7 +23,7 @@ from meshwright.planner.software import MESHWRIGHT
 from meshwright.runs.checks import check_sizes
 from meshwright.runs.placed_run import PlacedRun, place_run, with_safe_choices
 from meshwright.runs.run import Run
-from meshwright.sharding.layouts import BATCH_AXES, find_layout
+from meshwright.sharding.layouts import BATCH_AXES, FOLDED, find_layout
 from meshwright.sharding.params import named_leaves
 from meshwright.sharding.placement import replicates_kv_heads
 from meshwright.sharding.schedules import find_schedule
@@ -227,17 +227,14 @@ def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
     What the run names is kept: its layout, microbatches, schedule, and the virtual stages of that schedule. Without a
     pipeline the microbatches stay open.
     """
-    run = dataclasses.replace(run, mesh=shape)
     training = run.training
     if shape.context > 1 and training.context_strategy == "auto":
-        run = _with_training(run, context_strategy=_context_strategy(run, shape))
+        even = not max(1, (run.model.spec().kv_heads or 1) // shape.tensor) % shape.context
+        run = _with_training(run, context_strategy="ulysses" if even else "ring")
+    laid_out = [dataclasses.replace(run, mesh=shape, layout=layout) for layout in _layouts(run, shape)]
     if shape.stage == 1:
-        yield run
+        yield from laid_out
         return
-    # Instead of `fsdp`, a pipeline's replicas share the optimizer state too (`zero1`): they sum their gradients after
-    # the last microbatch in either layout, and a reduce-scatter and an all-gather send no more than the all-reduce.
-    if run.layout == "auto" and shape.data > 1:
-        run = dataclasses.replace(run, layout="zero1")
     local_batch, layers = max(1, training.batch // shape.over(BATCH_AXES)), len(run.model.spec().layers)
     counts = [m for m in divisors(local_batch) if shape.stage <= m <= _MAX_MICROBATCHES]
     counts = [training.microbatches] if training.microbatches else counts or [min(local_batch, shape.stage)]
@@ -245,10 +242,25 @@ def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
     for microbatches in sorted({min(counts, key=lambda m: abs(m - k * shape.stage)) for k in (2, 4, 8)}):
         for schedule in SCHEDULES_TRIED if named == "auto" else (named,):
             parts = _virtual_stages(schedule, shape.stage, layers) if named == "auto" else [training.virtual_stages]
-            for virtual_stages in parts:
+            for each, virtual_stages in itertools.product(laid_out, parts):
                 yield _with_training(
-                    run, microbatches=microbatches, pipeline_schedule=schedule, virtual_stages=virtual_stages
+                    each, microbatches=microbatches, pipeline_schedule=schedule, virtual_stages=virtual_stages
                 )
+
+
+def _layouts(run: Run, shape: MeshShape) -> list[str]:
+    """Returns the layouts of a mesh that are priced: the one that the run names, or each that `auto` may be.
+
+    Instead of `fsdp`, a pipeline's replicas share the optimizer state too (`zero1`): they sum their gradients after the
+    last microbatch in either layout, and a reduce-scatter and an all-gather send no more than the all-reduce.
+    """
+    if run.layout != "auto":
+        return [run.layout]
+    plain, folded = ("zero1", "folded_zero1") if shape.stage > 1 and shape.data > 1 else ("auto", "folded")
+    experts = [layer.experts.experts for layer in run.model.spec().layers if layer.experts is not None]
+    can_fold = experts and shape.context * shape.tensor > 1 and getattr(run.model, "dispatch", None) != "capacity"
+    even = not any(number % shape.over(FOLDED["E"]) for number in experts)
+    return [plain, folded] if can_fold and even else [plain]
 
 
 def _with_training(run: Run, **changes: Any) -> Run:
@@ -263,13 +275,6 @@ def _virtual_stages(schedule: str, stages: int, layers: int) -> list[int]:
     asked = [2**n for n in range(1, layers.bit_length() + 1)]
     taken = dict.fromkeys(find_schedule(schedule).virtual_stages_for(number) for number in asked)
     return [number for number in taken if number == 1 or stages * number - layers < stages]
-
-
-def _context_strategy(run: Run, shape: MeshShape) -> ContextStrategy:
-    kv_heads = run.model.spec().kv_heads
-    if kv_heads is not None and max(1, kv_heads // shape.tensor) % shape.context == 0:
-        return "ulysses"
-    return "ring"
 
 
 def accumulation_counts(run: Run, shape: MeshShape) -> list[int]:
@@ -339,11 +344,11 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
     # Meshes without a pipeline first: they are far fewer, and their best time prunes the others.
     candidates = dict.fromkeys([*candidate_meshes(run, target), *include])
     for shape in sorted(candidates, key=lambda shape: (shape.stage, shape.tensor * shape.context)):
-        without_bubble: dict[tuple[int, str], float] = {}
+        without_bubble: dict[tuple[int, str, str], float] = {}
         tried = runs if shape.stage > 1 else runs[:1]
         for scheduled in itertools.chain.from_iterable(candidate_schedules(run, shape) for run in tried):
             # More virtual stages make the bubble smaller, and nothing else.
-            schedule = (scheduled.training.microbatches, scheduled.training.pipeline_schedule)
+            schedule = (scheduled.training.microbatches, scheduled.training.pipeline_schedule, scheduled.layout)
             if shape not in include and without_bubble.get(schedule, 0.0) > fastest:
                 continue
             limit = math.inf if shape in include else fastest * _SLOWER
@@ -450,8 +455,9 @@ class _MeshSearch:
 
         limit: seconds above which the policies after the first, which is the fastest on most runs, are left out.
         """
-        plans: list[Plan] = []
-        for saves in self._stage_saves(placed):
+        plans, named = list[Plan](), self.run.training.stage_saves
+        staged = placed.shape.stage > 1
+        for saves in (None,) if not staged else stage_saves_of(placed) if named == "auto" else (named,):
             for remat, layers in self._remat(saves):
                 plans.append(self._add(with_remat(placed, remat, layers, saves)))
                 if plans[0].estimate.seconds > limit:
@@ -463,12 +469,6 @@ class _MeshSearch:
                 self._take(with_saved_layers(plan))
                 self.priced += 2
         return min((plan.estimate.seconds for plan in plans), default=math.inf)
-
-    def _stage_saves(self, placed: PlacedRun) -> tuple[StageSaves | None, ...]:
-        if placed.shape.stage == 1:
-            return (None,)
-        named = self.run.training.stage_saves
-        return stage_saves_of(placed) if named == "auto" else (named,)
 
     def _remat(self, saves: StageSaves | None) -> list[tuple[Remat, int]]:
         """Returns the policies to price, each with its layers saved."""
@@ -566,8 +566,8 @@ def with_tokens_per_step(run: Run, tokens: int) -> Run:
 def with_choices(run: Run, target: Target) -> Run:
     """Returns the run with the choices of the best plan on its mesh, where it leaves them open (`auto`, 0).
 
-    They are the remat policy with its saved layers, the microbatches, the strategy of `context`, and with pipeline
-    stages the schedule, what a stage saves, and the layout. Where nothing fits they are those that need least memory.
+    They are the layout, the remat policy with its saved layers, the microbatches, the strategy of `context`, and with
+    pipeline stages the schedule and what a stage saves. Where nothing fits they are those that need least memory.
     Raises ConfigError where the run does not fit its mesh.
     """
     shape, training = run.mesh or MeshShape(), run.training
@@ -575,14 +575,14 @@ def with_choices(run: Run, target: Target) -> Run:
     names += ["pipeline_schedule", "stage_saves"] if shape.stage > 1 else []
     left_open = [name for name in names if getattr(training, name) in ("auto", 0)]
     # No policies are known for a model without known layers, such as a wrapped one.
-    if not left_open or run.model.unit != "tokens" or not run.model.spec().layers:
+    if run.model.unit != "tokens" or not run.model.spec().layers or not (left_open or len(_layouts(run, shape)) > 1):
         return run
     best, smallest = price_mesh(run, target, shape)
     plan = best or smallest
     assert plan is not None  # price_mesh raises where there is neither
     left_open += [name for of, name in _WITH.items() if of in left_open]
-    layout = plan.run.layout if shape.stage > 1 else run.layout
     chosen = {name: getattr(plan.run.training, name) for name in left_open}
+    layout = run.layout if shape.stage == 1 and plan.run.layout == "fsdp" else plan.run.layout
     return _with_training(dataclasses.replace(run, layout=layout), **chosen)
 
 

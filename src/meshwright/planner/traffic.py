@@ -66,19 +66,22 @@ def movements(
         result.append(Movement("all-reduce", ("tensor",), sums, microbatches, "forward", True, "activations"))
     elif shape.tensor > 1:
         pairs = max(1, len({matmul.role for matmul in work.matmuls} & {"attention_out", "ffn_out"}))
-        opened = residual * (pairs - 1 + work.widths.gathered / work.width) / pairs
-        result += _tensor((opened, residual), layers, pairs, microbatches, again)
+        # Routed experts that `tensor` splits gather nothing over it.
+        halves = pairs * layers - work.ungathered_layers * microbatches
+        opened = residual * (halves + layers * (work.widths.gathered / work.width - 1)) / halves
+        result += _tensor((opened, residual), halves, (pairs - 1) * layers, microbatches, again)
     if shape.context > 1:
         result += _context(placed, work, layers, compute, again)
-    if shape.expert > 1 and work.experts:
+    degrees = {axis: shape.degrees()[axis] for axis in placed.layout.expert_axes}
+    if degrees and work.experts:
         beside = software.sends_beside and placed.virtual_stages > 1
         spec = next(layer.experts for layer in placed.spec.layers if layer.experts is not None)
         nodes = 1 if software.rows_by == "expert" else settled.expert_nodes
-        nodes = shape.expert if software.rows_by == "device" and nodes == 1 else nodes
-        for level, (axis, rows) in enumerate(spec.sent_rows(shape.expert, nodes).items()):
-            elements = work.tokens * rows * work.width
+        nodes = math.prod(degrees.values()) if software.rows_by == "device" and nodes == 1 else nodes
+        for level, (axes, rows) in enumerate(spec.sent_rows(degrees, nodes).items()):
+            elements = work.expert_tokens * rows * work.width
             payloads = (elements * (spec.sent_bytes or compute), elements * compute)
-            sent = _experts(axis, payloads, work.expert_layers * microbatches, again, not beside)
+            sent = _experts(axes, payloads, work.expert_layers * microbatches, again, not beside)
             overlap = 0.0 if level or settled.exchange_pieces == 1 else software.exchange_overlap  # between nodes
             result += [movement._replace(overlap=overlap) for movement in sent]
     if shape.stage > 1 and not keeps_stages(placed):
@@ -203,19 +206,19 @@ def _gradient_elements(layout: ModelLayout) -> tuple[_AxisElements, _AxisElement
 
 
 def _tensor(
-    payloads: tuple[float, float], layers: float, pairs: int, microbatches: float, again: frozenset[str]
+    payloads: tuple[float, float], halves: float, first: float, microbatches: float, again: frozenset[str]
 ) -> list[Movement]:
     """Tensor parallel with sequence parallel: each half of a layer is entered by an all-gather and left by a
     reduce-scatter (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2).
 
     payloads: bytes that enter a half of a layer, on average, and that leave it: latent attention gathers its latents.
-    pairs: halves of a layer: attention, feed-forward.
+    halves: of all layers, attention and feed-forward.  first: those of them that are not a layer's last.
     """
     opened, residual = payloads
     axes = ("tensor",)
     # The embedding ends with a reduce-scatter and the unembedding begins with an all-gather, once per microbatch.
-    times = pairs * layers + microbatches
-    gathered = (opened * pairs * layers + residual * microbatches) / times
+    times = halves + microbatches
+    gathered = (opened * halves + residual * microbatches) / times
     result = [
         Movement("all-gather", axes, gathered, times, "forward", True, "sequence gathered"),
         Movement("reduce-scatter", axes, residual, times, "forward", True, "sequence scattered"),
@@ -223,12 +226,10 @@ def _tensor(
         Movement("reduce-scatter", axes, gathered, times, "backward", True, "sequence gathered, backward"),
     ]
     if again - {"scores"}:
-        result.append(Movement("all-gather", axes, opened, pairs * layers, "recomputation", True, "sequence gathered"))
+        result.append(Movement("all-gather", axes, opened, halves, "recomputation", True, "sequence gathered"))
         # The output of the last half is not needed again, unless it is normalised.
-        scattered = (pairs if "ffn_out" in again else pairs - 1) * layers
-        result.append(
-            Movement("reduce-scatter", axes, residual, scattered, "recomputation", True, "sequence scattered")
-        )
+        times = halves if "ffn_out" in again else first
+        result.append(Movement("reduce-scatter", axes, residual, times, "recomputation", True, "sequence scattered"))
     return result
 
 
@@ -257,7 +258,7 @@ def _context(placed: PlacedRun, work: Work, layers: float, compute: int, again: 
 
 
 def _experts(
-    axis: str, payloads: tuple[float, float], layers: float, again: frozenset[str], blocking: bool
+    axes: tuple[str, ...], payloads: tuple[float, float], layers: float, again: frozenset[str], blocking: bool
 ) -> list[Movement]:
     """Tokens sent to their experts and back; a pass that recomputes needs what goes back only to normalise it.
 
@@ -268,8 +269,7 @@ def _experts(
     sent += [("recomputation", there)] if again - {"scores"} else []
     sent += [("recomputation", back)] if "ffn_out" in again else []
     return [
-        Movement("all-to-all", (axis,), payload, layers, during, blocking, "tokens to experts")
-        for during, payload in sent
+        Movement("all-to-all", axes, payload, layers, during, blocking, "tokens to experts") for during, payload in sent
     ]
 
 

@@ -12,8 +12,8 @@ from meshwright.models.model import Model, Widths, chunk_of, padded_vocab
 from meshwright.models.quantisation import find_precision
 from meshwright.models.remat import ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, QKV, REMAT_POLICIES
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
-from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
-from meshwright.sharding.params import Param, is_low_precision
+from meshwright.sharding.layouts import TOKEN_AXES, VOCAB_AXES
+from meshwright.sharding.params import is_low_precision
 from meshwright.sharding.placement import local_shape
 
 
@@ -80,6 +80,10 @@ class Work:
     """Rows of a device's buffer for experts, each of the model's width; 0 in a dense model."""
     expert_layers: float
     """Layers with experts of a device."""
+    expert_tokens: float = 0.0
+    """Tokens of a device that it sends to experts: in a folded layout its part over `tensor`."""
+    ungathered_layers: float = 0.0
+    """Layers with experts whose second half gathers nothing over `tensor`: folded, and without shared experts."""
     quantised_inputs: float = 0.0
     """Activations quantised in one forward pass of all layers: the inputs of low-precision matmuls, each once."""
     delta_inner: float = 0.0
@@ -98,8 +102,8 @@ class Work:
 
 def tokens_per_device(placed: PlacedRun) -> float:
     """Returns the tokens of one microbatch on a device, whole over `tensor`."""
-    training, shape = placed.run.training, placed.shape
-    return training.batch * training.seq / (shape.over(BATCH_AXES) * shape.context * training.microbatches)
+    training = placed.run.training
+    return training.batch * training.seq / (placed.shape.over(TOKEN_AXES) * training.microbatches)
 
 
 def work_of(placed: PlacedRun) -> Work:
@@ -117,19 +121,33 @@ def work_of_model(model: Model, placed: PlacedRun) -> Work:
 def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | None") -> Work:
     shape, spec = layout.shape, layout.spec
     fraction = max(layout.stages.cost_fraction(stage) for stage in range(shape.stage))
+    routed, shards = tokens / layout.routed_parts, shape.over(layout.expert_axes)
     all_layers = (*spec.layers, *spec.further)
     experts = {layer.stack: layer.experts for layer in all_layers if layer.experts is not None}
+    # Experts have hidden layers for every row of their buffer.
+    rows = {stack: e.buffers(int(routed), shards).experts for stack, e in experts.items()}
     matmuls: dict[tuple[str, int, int, int, bool], Matmul] = {}
-    expert_layers, inputs, outputs = 0.0, dict[tuple[str, str, int], float](), 0.0
-    for stack, p, sizes in _stacked_matmuls(layout):
-        groups, layers = 0, p.logical_shape[0] * fraction
-        m = tokens
+    hidden, gathers, expert_layers = dict[str, float](), set[str](), 0.0
+    inputs, outputs = dict[tuple[str, str, int], float](), 0.0
+    for path, p, where in layout.leaves:
+        if p.role is None or path.startswith("reference."):
+            continue
+        local = local_shape(p.shape, where.in_use, shape)
+        whole = (2 * n if i == p.packed else n for i, n in enumerate(local))
+        sizes = tuple(n for letter, n in zip(p.dims, whole, strict=True) if letter not in "LE")
+        k, n = math.prod(sizes[: p.contract]), math.prod(sizes[p.contract :])
+        stack, groups, layers, m = path.partition(".")[0], 0, p.logical_shape[0] * fraction, tokens
         if "E" in p.dims:
-            groups = experts[stack].experts // shape.expert
+            groups = experts[stack].experts // shards
             expert_layers = max(expert_layers, layers)
             # Tokens sent to other devices' experts are made up for by tokens received from them.
-            m = tokens * experts[stack].experts_per_token
-        k, n = math.prod(sizes[: p.contract]), math.prod(sizes[p.contract :])
+            m = routed * experts[stack].experts_per_token
+        elif "R" in p.dims:  # each device of `tensor` routes its own tokens
+            m = tokens / shape.tensor
+        if p.role == "ffn_in":
+            hidden[stack] = hidden.get(stack, 0.0) + n * (rows[stack] / tokens if groups else 1.0)
+        if p.role == "ffn_out" and (layout.routed_parts == 1 or not groups):
+            gathers.add(stack)
         key = (str(p.role), k, n, groups, p.frozen)
         count = matmuls[key].count + layers if key in matmuls else layers
         quantised = low is not None and is_low_precision(p)
@@ -139,7 +157,8 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
             # Matmuls of one role and width share their input: queries, keys, values; gate and up.
             inputs[stack, str(p.role), k] = m * k * layers
             outputs += m * n * layers * (low.gradient_passes if low else 0)
-    widths, scores, flops = _attention_work(layout, seq)
+    each = [layer.widths(spec.width, shape.tensor) for layer in spec.layers]
+    attention = [layer.attention for layer in all_layers if layer.attention is not None]
     vocab = padded_vocab(layout.model) // shape.over(VOCAB_AXES)
     return Work(
         tokens=tokens,
@@ -147,28 +166,20 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
         width=spec.width,
         matmuls=(*matmuls.values(), *_delta_matmuls(layout, seq, tokens * fraction)),
         unembedding=Matmul("unembedding", tokens * (1 + len(spec.further)), spec.width, vocab),
-        attention=flops * tokens * fraction / shape.tensor,
-        scores=scores * tokens * fraction / shape.tensor,
-        widths=widths,
-        ffn_hidden=_ffn_hidden(layout, tokens),
+        attention=sum(a.flops(seq) for a in attention) * tokens * fraction / shape.tensor,
+        scores=sum(a.heads * a.causal_positions(seq) for a in attention) * tokens * fraction / shape.tensor,
+        widths=Widths(*(sum(column) / len(each) for column in zip(*each, strict=True))),
+        ffn_hidden=max(hidden.values(), default=0.0),
         experts=float(max((e.experts_per_token for e in experts.values()), default=0)),
-        expert_rows=max((e.buffers(int(tokens), shape.expert).experts for e in experts.values()), default=0.0),
+        expert_tokens=routed,
+        expert_rows=max(rows.values(), default=0.0),
         expert_layers=expert_layers,
+        ungathered_layers=fraction * sum(layer.stack in hidden.keys() - gathers for layer in all_layers),
         delta_inner=max((d.inner_bytes(seq) for d in spec.delta), default=0.0) / shape.tensor,
         quantised_inputs=sum(inputs.values()),
         quantised_gradients=outputs,
         outputs_read=frozenset(("attention_out", "ffn_out") if spec.layers[0].normalises_outputs else ()),
     )
-
-
-@functools.lru_cache(maxsize=4096)
-def _attention_work(layout: ModelLayout, seq: int) -> tuple[Widths, float, float]:
-    """Widths averaged over layers; scores and FLOPs of a token's attention in all layers."""
-    spec = layout.spec
-    attention = [layer.attention for layer in (*spec.layers, *spec.further) if layer.attention is not None]
-    each = [layer.widths(spec.width, layout.shape.tensor) for layer in spec.layers]
-    widths = Widths(*(sum(column) / len(each) for column in zip(*each, strict=True)))
-    return widths, sum(a.heads * a.causal_positions(seq) for a in attention), sum(a.flops(seq) for a in attention)
 
 
 def _delta_matmuls(layout: ModelLayout, seq: int, tokens: float) -> list[Matmul]:
@@ -220,34 +231,3 @@ def recomputed_roles(remat: str) -> frozenset[str]:
     again |= set() if ATTN_OUT in saved else {"attention"}
     again |= set() if FFN_HIDDEN in saved else {"ffn_in"}
     return frozenset(again)
-
-
-@functools.lru_cache(maxsize=4096)
-def _stacked_matmuls(layout: ModelLayout) -> list[tuple[str, Param, tuple[int, ...]]]:
-    """Stack, description and gathered local sizes (layers and experts left out) of each weight with a role."""
-    rows = []
-    for path, p, where in layout.leaves:
-        if p.role is not None and not path.startswith("reference."):
-            shape = local_shape(p.shape, where.in_use, layout.shape)
-            whole = (2 * n if i == p.packed else n for i, n in enumerate(shape))
-            sizes = tuple(n for letter, n in zip(p.dims, whole, strict=True) if letter not in "LE")
-            rows.append((path.partition(".")[0], p, sizes))
-    return rows
-
-
-def _ffn_hidden(layout: ModelLayout, tokens: float) -> float:
-    """Elements per token of the outputs of the feed-forward's first matmuls, of the widest layer.
-
-    Experts have them for every row of their buffer.
-    """
-    layers = (*layout.spec.layers, *layout.spec.further)
-    experts = {layer.stack: layer.experts for layer in layers if layer.experts is not None}
-    stacks: dict[str, float] = {}
-    for path, p, _ in layout.leaves:
-        if p.role == "ffn_in" and not path.startswith("reference."):
-            stack = path.partition(".")[0]
-            first = len(p.dims) - len(p.dims.replace("L", "").replace("E", "")) + p.contract
-            columns = math.prod(p.shape[first:]) * (2 if p.packed is not None and p.packed >= first else 1)
-            rows = experts[stack].buffers(int(tokens), layout.shape.expert).experts if "E" in p.dims else tokens
-            stacks[stack] = stacks.get(stack, 0.0) + columns * rows / tokens / layout.shape.tensor
-    return max(stacks.values(), default=0.0)

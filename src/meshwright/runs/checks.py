@@ -14,7 +14,7 @@ from meshwright.fine_tuning import FineTune
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.ranges import check_ranges, option_of
 from meshwright.runs.run import Run
-from meshwright.sharding.layouts import BATCH_AXES
+from meshwright.sharding.layouts import BATCH_AXES, find_layout
 
 _MOST_SAMPLES = 2**62
 """Samples are counted in 64 bits."""
@@ -193,6 +193,11 @@ REFUSED: tuple[Refusal, ...] = (
         "its state passes from token to token, so each device of context would wait for those before it",
         "the same devices as fsdp or tensor",
     ),
+    Refusal(
+        ("layout: folded", "dispatch: capacity"),
+        "an expert has capacity for tokens of a sequence, and devices that split one would send their parts apart",
+        "--layout fsdp, or --model.dispatch dropless",
+    ),
 )
 """Pairs of features that are refused; all others go together. Tests walk all pairs on eight devices and compare each
 with one device, or expect its refusal."""
@@ -202,6 +207,8 @@ def check_composition(run: Run) -> None:
     """Raises ConfigError where the run has two features that do not go together."""
     spec, degrees = run.model.spec(), run.mesh.degrees() if run.mesh else {}
     features = {axis for axis, degree in degrees.items() if degree > 1}
+    folded = features & {"context", "tensor"} & set(find_layout(run.layout).table.get("E", ()))
+    features |= {f"dispatch: {getattr(run.model, 'dispatch', None)}", *(["layout: folded"] if folded else [])}
     features |= {"multi-token prediction"} if spec.further else set()
     features |= {"linear attention"} if spec.delta else set()
     for refusal in REFUSED:

@@ -10,7 +10,7 @@ import math
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from meshwright.comm.hierarchical import DcnAxis
+from meshwright.comm.hierarchical import Axes, DcnAxis
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.fine_tuning import FineTune
@@ -58,6 +58,13 @@ class ModelLayout:
     """Layers of each pipeline stage."""
     spec: ModelSpec
     """Facts of the model."""
+    expert_axes: Axes = ()
+    """Axes that split experts, those with more than one device."""
+
+    @property
+    def routed_parts(self) -> int:
+        """Parts of a sequence that devices of `tensor` send to experts, each its own; 1 where each sends all."""
+        return self.shape.tensor if "tensor" in self.expert_axes else 1
 
     @functools.cached_property
     def leaves(self) -> Leaves:
@@ -259,5 +266,7 @@ def _place_params(
     elif tuning is not None:
         described = {**described, REFERENCE: frozen_params(described, dtype)}
     params = reorder_stacks(described, orders)
-    placements = place_params(params, layout=find_layout(layout), mesh=shape, min_size=min_size)
-    return ModelLayout(model, shape, params, placements, stages, spec)
+    table = find_layout(layout)
+    placements = place_params(params, layout=table, mesh=shape, min_size=min_size)
+    axes = tuple(axis for axis in table.table.get("E", ()) if shape.degrees()[axis] > 1)
+    return ModelLayout(model, shape, params, placements, stages, spec, axes)

@@ -95,7 +95,7 @@ class Settled:
 
     @functools.cached_property
     def expert_nodes(self) -> int:
-        """Groups of the devices of `expert` between which a token has one row (models/blocks/experts.py).
+        """Groups of the devices that split experts between which a token has one row (models/blocks/experts.py).
 
         1 where they are in one node or slice. Over several these are the groups: a token's experts share a row on the
         network, and their own are copied inside. With few experts per token that saves less than the copies cost, and
@@ -103,11 +103,12 @@ class Settled:
         """
         shape, chip, model = self.placed.shape, self.machine.chip, self.placed.run.model
         spec = next((layer.experts for layer in self.placed.spec.layers if layer.experts), None)
-        nodes, devices = shape.slices if shape.dcn_axis == "expert" else 1, shape.expert
+        axes = self.placed.layout.expert_axes
+        nodes, devices = shape.slices if shape.dcn_axis in axes[:1] else 1, shape.over(axes)
         # The innermost axes of a mesh fill a node.
         if chip and isinstance(chip.interconnect, Nodes) and shape.size > chip.interconnect.devices_per_node:
-            inside = max(1, chip.interconnect.devices_per_node // (shape.context * shape.tensor))
-            nodes = devices // math.gcd(devices, inside)
+            others = math.prod(shape.degrees()[axis] for axis in ("context", "tensor") if axis not in axes)
+            nodes = devices // math.gcd(devices, max(1, chip.interconnect.devices_per_node // others))
         if spec is None or nodes == 1 or getattr(model, "dispatch", None) == "capacity":
             return 1
         saved = (spec.mean_nodes(devices) - spec.mean_nodes(nodes)) * (1 - 1 / nodes)
@@ -197,7 +198,7 @@ class Settled:
         if sequences % _EXCHANGE_PIECES:
             return f"{sequences} sequences of a microbatch on a device are not a multiple of {_EXCHANGE_PIECES}"
         specs = [layer.experts for layer in placed.spec.layers if layer.experts]
-        tokens = sequences * training.seq // placed.shape.context
+        tokens = sequences * training.seq // (placed.shape.context * placed.layout.routed_parts)
         sent = 2.0 * tokens * placed.spec.width * specs[0].mean_nodes(nodes) * (1 - 1 / nodes) / chip.network_bandwidth
         # Each piece has gradients of the experts' weights: two arrays are read and their sum is written.
         own = [p.size / placed.shape.over(axes_of(where.in_use)) for _, p, where in placed.leaves if "E" in p.dims]

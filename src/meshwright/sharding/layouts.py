@@ -20,19 +20,23 @@ MEGATRON: dict[str, tuple[str, ...]] = {
     "E": ("expert",),
 }
 
+# Parallel folding (Liu et al. 2025, arXiv:2504.14960): the devices that split a sequence and its heads for attention
+# split the experts too, innermost in the mesh. An expert keeps its full width: F takes the axes that E leaves.
+FOLDED: dict[str, tuple[str, ...]] = {**MEGATRON, "E": ("expert", "context", "tensor")}
+
+_FSDP = ("fsdp", "expert")
 LAYOUTS: dict[str, Layout] = {
     "fsdp": Layout(
-        MEGATRON,
-        params_over=("fsdp", "expert"),
-        optimizer_over=("fsdp", "expert"),
-        summary="parameters and optimizer state sharded over fsdp (ZeRO-3), replicated over data (HSDP); Megatron "
-        "tensor parallelism",
+        MEGATRON, _FSDP, _FSDP, "parameters and optimizer state over fsdp (ZeRO-3), replicated over data (HSDP)"
     ),
     "zero1": Layout(
-        MEGATRON,
-        params_over=("fsdp", "expert"),
-        optimizer_over=("fsdp", "expert", "data"),
-        summary="as fsdp, with the optimizer state sharded over data as well (ZeRO-1)",
+        MEGATRON, _FSDP, (*_FSDP, "data"), "as fsdp, with the optimizer state sharded over data as well (ZeRO-1)"
+    ),
+    "folded": Layout(
+        FOLDED, _FSDP, _FSDP, "as fsdp, with experts split over expert, context and tensor (parallel folding)"
+    ),
+    "folded_zero1": Layout(
+        FOLDED, _FSDP, (*_FSDP, "data"), "as folded, with the optimizer state sharded over data as well (ZeRO-1)"
     ),
 }
 
@@ -67,7 +71,7 @@ def _check_layout(name: str, layout: Layout) -> None:
             )
     for letter, axes in MEGATRON.items():
         # The model's collectives are written for these axes; another table would give wrong numbers, not an error.
-        if layout.table.get(letter, ()) != axes:
+        if layout.table.get(letter, ()) not in (axes, FOLDED[letter]):
             raise ConfigError(
                 asked,
                 f"it shards {letter} in use over {layout.table.get(letter, ())}, and the models compute with {letter} "

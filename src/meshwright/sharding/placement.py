@@ -69,7 +69,9 @@ def place_param(
     min_size: parameters of fewer elements per layer are not sharded further at rest. Raises ConfigError with tensor,
     axis and arithmetic where a dimension does not divide.
     """
-    in_use = tuple(_unused(layout.table.get(letter, ()), (), mesh) for letter in dims)
+    # Of experts that `tensor` splits each keeps its width F.
+    taken = layout.table.get("E", ()) if "E" in dims else ()
+    in_use = tuple(_unused(layout.table.get(x, ()), () if x == "E" else (taken,), mesh) for x in dims)
     in_use = tuple(
         () if letter == "K" and replicates_kv_heads(size, mesh.over(axes)) else axes
         for letter, size, axes in zip(dims, shape, in_use, strict=True)

@@ -194,10 +194,7 @@ SCHEDULES: dict[str, PipelineSchedule] = {
     "1f1b": PipelineSchedule(_one_f_one_b, bubble=lambda p, m, v, b: (p - 1) / m),
     "interleaved": PipelineSchedule(_one_f_one_b, virtual_stages=None, bubble=lambda p, m, v, b: (p - 1) / (v * m)),
     "zbv": PipelineSchedule(
-        _zbv,
-        virtual_stages=2,
-        placement=v_placement,
-        bubble=lambda p, m, v, b: (p - 1) / m * (b + 0.5) / (b + 1),
+        _zbv, virtual_stages=2, placement=v_placement, bubble=lambda p, m, v, b: (p - 1) / m * (b + 0.5) / (b + 1)
     ),
     "zero_bubble": PipelineSchedule(_zero_bubble, bubble=lambda p, m, v, b: (p - 1) / m * (b / 2 + 1) / (b + 1)),
     "circular": PipelineSchedule(_forward_then_back, virtual_stages=None, bubble=lambda p, m, v, b: (p - 1) / (v * m)),

@@ -132,6 +132,7 @@ class DeviceRun:
             settled.kernels,
             multiply,
             settled.sum_rows,
+            self.placed.layout.expert_axes,
             settled.expert_nodes,
             settled.gathered_ahead,
             settled.tensor_ring,

@@ -96,6 +96,7 @@ def choices_to_json(device_run: DeviceRun) -> dict[str, Any]:
     """Returns what was chosen for this machine as JSON values."""
     model, training = device_run.local_model, device_run.run.training
     return {
+        "layout": device_run.run.layout,
         "remat": training.remat,
         "saved_layers": training.saved_layers,
         "attention_kernel": model.kernels.name,

@@ -43,7 +43,7 @@ def measure_experts(section: Section) -> None:
     for where, shape in shapes.items():
         mesh, groups = build_mesh(shape, jax.devices()), max(1, experts // devices)
         path = None if target is None else map_axes(shape, target).route(("expert",))
-        pieces = pieces_of(shape.expert * groups, Level("expert", shape.expert, None), rows)
+        pieces = pieces_of(shape.expert * groups, Level(("expert",), shape.expert, None), rows)
         forms = dict.fromkeys([(1, 1), (groups, 1), (groups, pieces)][: 1 if shape.tensor > 1 else 3])
         items |= {
             f"{where}{g} x {n} updates per device": functools.partial(_exchange, mesh, g, n, rows, width, path)
@@ -58,7 +58,7 @@ def _exchange(mesh: Mesh, groups: int, pieces: int, rows: int, width: int, path:
     sent = np.random.default_rng(0).multinomial(rows, np.ones(n * groups) / (n * groups), n).astype(np.int32)
     sent[:, ::4] = 0  # empty updates
     # Between nodes an exchange is cut into no further pieces.
-    room, level = int(sent.reshape(n, n, groups).sum((0, 2)).max()), Level("expert", n, None, crosses_dcn=True)
+    room, level = int(sent.reshape(n, n, groups).sum((0, 2)).max()), Level(("expert",), n, None, crosses_dcn=True)
 
     def body(x: jax.Array, sent: jax.Array) -> tuple[jax.Array, jax.Array]:
         counts = sent.reshape(n, groups)

@@ -64,9 +64,7 @@ def delta_net(
     q_BTNH, k_BTNH, v_BTNF = jnp.split(mixed_BTNF, (H, 2 * H), axis=-1)
     with jax.named_scope("delta rule"):
         out, states = gated_delta_rule(
-            x._replace(q=q_BTNH, k=k_BTNH, v=v_BTNF.reshape(B, T, N, G, F)),
-            positions_BT == 0,
-            carried.states,
+            x._replace(q=q_BTNH, k=k_BTNH, v=v_BTNF.reshape(B, T, N, G, F)), positions_BT == 0, carried.states
         )
     last = joined_BTNF[:, T:].transpose(2, 0, 1, 3).astype(jnp.float32)
     return out.astype(x.v.dtype), Carried(last, states)

@@ -1,9 +1,10 @@
-"""Mixture of experts: routing of tokens to experts, and expert parallelism over the mesh axis `expert`.
+"""Mixture of experts: routing of tokens to experts, and expert parallelism over mesh axes.
 
-Tokens are dispatched with an all-to-all over `expert`: all of them, in groups of unequal size (`dropless_moe`), or as
-many of each sequence as an expert has capacity for (`capacity_moe`). Over several nodes there are two: over the network
-with one row for each token and node, then inside the node with one for each expert. On the way back a node sums a
-token's outputs in float32 and returns one row (DeepSeek-V3, arXiv:2412.19437, section 3.2.2).
+The axes are `expert`, and in folded layouts `context` and `tensor` too (sharding/layouts.py). Tokens are dispatched
+with an all-to-all over them: all tokens, in groups of unequal size (`dropless_moe`), or as many of each sequence as an
+expert has capacity for (`capacity_moe`). Over several nodes there are two: over the network with one row for each token
+and node, then inside the node with one for each expert. On the way back a node sums a token's outputs in float32 and
+returns one row (DeepSeek-V3, arXiv:2412.19437, section 3.2.2).
 
 Load balancing and capacity are counted within a sequence (DeepSeek-V3, equations 17 to 20): a token's output does not
 depend on other sequences, so the numbers are the same on any mesh and with any gradient accumulation.
@@ -12,12 +13,14 @@ A routing weight multiplies the hidden layer of its expert, before the `down` ma
 then needs the hidden layer, which is there, and the backward pass neither saves nor recomputes the experts' outputs and
 their way back (as with ScatterMoE, Tan et al. 2024, arXiv:2403.08245, the numbers equal a weighted sum).
 
-Every device of `tensor` has the same tokens, by `sequence_all_gather`, and routes them alike. Outputs are partial sums
-`{U/tensor}`, which `sequence_reduce_scatter` reduces.
+Each device of `tensor` routes its own part of the sequence. Where `tensor` splits the experts, rows leave from there
+and return there. Where it splits the width of each expert, all its devices send the rows of the complete sequence, by
+`sequence_all_gather`, and outputs are partial sums `{U/tensor}`, which `sequence_reduce_scatter` reduces.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -36,7 +39,7 @@ from meshwright.comm.collectives import (
     sequence_all_gather,
     sequence_reduce_scatter,
 )
-from meshwright.comm.hierarchical import DcnAxis, Level, levels_of
+from meshwright.comm.hierarchical import Axes, Level, split_axes
 from meshwright.comm.ragged import Exchange, plan_exchange, ragged_all_to_all
 from meshwright.errors import refuse
 from meshwright.models.blocks.context import CONTEXT
@@ -47,7 +50,7 @@ from meshwright.models.remat import FFN_HIDDEN, recomputed
 from meshwright.sharding.params import Param, Stored
 from meshwright.sharding.sequence import SequenceSplit
 
-EXPERT = ("expert",)
+EXPERT, TENSOR = ("expert",), ("tensor",)
 ExchangeType = Literal["compute", "fp8"]
 """Type of the rows that go to experts on other devices: the compute dtype, or float8 with a scale for each row."""
 
@@ -141,30 +144,26 @@ def route(
 
 
 def router_losses(r: Routing, routes: Routes, padding_BT: jax.Array | None = None) -> dict[str, jax.Array]:
-    """Returns the router's auxiliary losses and load, summed over this device's sequences and positions.
+    """Returns the router's auxiliary losses and load of this device's sequences, summed over `tensor`.
 
     balance: load-balancing loss, E times the sum over experts of (fraction of tokens x mean router probability); 1 for
     an even load.  router z: mean squared log-sum-exp (ST-MoE: Zoph et al. 2022, arXiv:2202.08906, equation 5).  load:
     tokens routed to each expert, [E].  padding_BT: positions that none of them counts, and means do not include; None
-    counts all. Values are equal on the devices of `tensor`; sums over the token axes are over the batch.
+    counts all. Sums over the token axes are over the batch. Each device of `tensor` has its own positions, so the
+    router's gradient is partial over `tensor`.
     """
     text_BT = jnp.ones(routes.lse_BT.shape, bool) if padding_BT is None else ~padding_BT
     chosen_BTXE = (routes.experts_BTX[..., None] == jnp.arange(r.experts)) & text_BT[..., None, None]
     counts_BE = chosen_BTXE.sum((1, 2)).astype(jnp.float32)
     sequence_counts_BE, tokens_B = all_reduce(
-        (lax.stop_gradient(counts_BE), text_BT.sum(1, dtype=jnp.float32)), CONTEXT
+        (lax.stop_gradient(counts_BE), text_BT.sum(1, dtype=jnp.float32)), (*CONTEXT, *TENSOR)
     )
     weights_BT = text_BT / jnp.maximum(tokens_B, 1)[:, None]
-    # Each device of `tensor` counts only its own positions, so the router's gradient is partial over `tensor`.
-    probs_BTE, lse_BT, weights_BT = (
-        local_shard(x, ("tensor",), 1) for x in (routes.router_probs_BTR, routes.lse_BT, weights_BT)
-    )
-    mean_probs_BE = (probs_BTE * weights_BT[..., None]).sum(1)
+    mean_probs_BE = (routes.router_probs_BTR * weights_BT[..., None]).sum(1)
     fractions_BE = sequence_counts_BE / jnp.maximum(tokens_B, 1)[:, None]
     balance = (fractions_BE * mean_probs_BE).sum() * (r.experts / r.experts_per_token)
-    z = (jnp.square(lse_BT) * weights_BT).sum()
-    balance, z = all_reduce((balance, z), ("tensor",))
-    return {"balance": balance, "router z": z, "load": counts_BE.sum(0)}
+    z = (jnp.square(routes.lse_BT) * weights_BT).sum()
+    return all_reduce({"balance": balance, "router z": z, "load": counts_BE.sum(0)}, TENSOR)
 
 
 def hidden_layer(clamp: tuple[float, float] | None) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
@@ -186,7 +185,8 @@ Multiply = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Grouped matmul: `(rows [R, K], weights [E, K, N], rows of each expert [E]) -> [R, N]` (kernels/choose.py)."""
 ExpertWeights = dict[str, jax.Array]
 """Weights of this device's experts: gate, up [E/expert, D, F/tensor] and down [E/expert, F/tensor, D]; of experts with
-biases gate_bias, up_bias [E/expert, F/tensor] and down_bias [E/expert, D]."""
+biases gate_bias, up_bias [E/expert, F/tensor] and down_bias [E/expert, D]. Folded they are [E/expert+context+tensor]
+and have all of F."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,27 +268,34 @@ class Experts(Kind):
         """Returns the experts of a step's tokens, routed and shared."""
 
         def feed(h_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, Aux]:
-            h_BTD = sequence_all_gather(h_BTD, 1)
             biases = {self.router_bias: w.get("router_bias")}
             with jax.named_scope("router"):
                 routes = route(self.routing, h_BTD, w["router"], biases.get("choice"), biases.get("logits"))
-                aux = router_losses(self.routing, routes, ctx.tokens.padding)
+                padding = ctx.tokens.padding
+                own_padding = None if padding is None else local_shard(padding, TENSOR, 1)
+                aux = router_losses(self.routing, routes, own_padding)
+            # Outputs of experts that `tensor` splits are those of this device's tokens.
+            own_BTD, folded = h_BTD, "tensor" in ctx.expert_axes
+            if self.shared or not folded:
+                h_BTD = sequence_all_gather(h_BTD, 1)
+            if not folded:
+                own_BTD, routes = h_BTD, _gathered(routes)
             aux["aux_loss"] = self.aux_loss_weight * aux["balance"] + self.router_z_loss_weight * aux["router z"]
             own = {name.removeprefix("expert_"): weight for name, weight in w.items() if name.startswith("expert_")}
             if self.dispatch == "capacity":
-                y_BTD, dropped = capacity_moe(self, h_BTD, routes, own, ctx.sequence)
+                y_BTD, dropped = capacity_moe(self, own_BTD, routes, own, ctx.sequence)
             else:
                 y_BTD, dropped = dropless_moe(
-                    self, h_BTD, routes, own, ctx.grouped_matmul, ctx.sum_rows, ctx.expert_nodes
+                    self, own_BTD, routes, own, ctx.grouped_matmul, ctx.sum_rows, ctx.expert_axes, ctx.expert_nodes
                 )
             if dropped is not None:
-                aux["dropped"] = dropped
+                aux["dropped"] = all_reduce(dropped, TENSOR) if folded else dropped
             if self.shared:
                 shared_BTD = swiglu(h_BTD, w["shared_gate"], w["shared_up"], w["shared_down"])
                 if self.shared_gate:
                     shared_BTD = jax.nn.sigmoid(linear(h_BTD, w["shared_scale"])) * shared_BTD
-                y_BTD += shared_BTD
-            return sequence_reduce_scatter(y_BTD, 1), aux
+                y_BTD += sequence_reduce_scatter(shared_BTD, 1) if folded else shared_BTD
+            return y_BTD if folded else sequence_reduce_scatter(y_BTD, 1), aux
 
         return feed
 
@@ -301,10 +308,12 @@ class Experts(Kind):
         w: ExpertWeights,
         multiply: Multiply,
         sum_rows: SumRows,
+        partial: Axes,
     ) -> jax.Array:
         """Applies each expert to its rows, and their routing weights.
 
-        rows: [rows, D], sorted by expert.  weights: [rows, 1].  rows_E: rows of each expert.
+        rows: [rows, D], sorted by expert.  weights: [rows, 1].  rows_E: rows of each expert.  partial: axes that split
+        the experts' width, over which the result is a partial sum.
         """
         if self.weighted == "input":
             rows, weights = rows * weights.astype(rows.dtype), jnp.ones_like(weights)
@@ -320,10 +329,19 @@ class Experts(Kind):
 
         out = multiply(hidden_layer(self.clamp)(product("gate"), product("up"), weights), w["down"], rows_E)
         if self.bias:
-            # Outputs are summed over `tensor`: one device adds the bias.
-            first = (axis_index(("tensor",)) == 0).astype(jnp.float32)
+            # One of the devices whose outputs are summed adds the bias.
+            first = (axis_index(partial) == 0).astype(jnp.float32)
             out += (first * weights * bias_of_rows("down", out)).astype(out.dtype)
         return out
+
+
+def _gathered(routes: Routes) -> Routes:
+    """Returns the routes of the complete sequence, gathered over `tensor`, in one collective."""
+    k = routes.weights_BTX.shape[-1]
+    columns = (routes.weights_BTX, routes.experts_BTX.astype(jnp.float32))
+    both = all_gather(jnp.concatenate(columns, -1), TENSOR, 1)
+    chosen = lax.stop_gradient(both[..., k:]).astype(jnp.int32)
+    return dataclasses.replace(routes, experts_BTX=chosen, weights_BTX=both[..., :k])
 
 
 _ROW_FORMAT, _LARGEST_IN_ROW = jnp.float8_e4m3fn, 448.0
@@ -398,13 +416,14 @@ def dropless_moe(
     w: ExpertWeights,
     multiply: Multiply = lax.ragged_dot,
     sum_rows: SumRows = scatter_rows,
+    axes: Axes = EXPERT,
     nodes: int = 1,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes the weighted sum of each token's experts, in groups of unequal size (MegaBlocks, arXiv:2211.15841).
 
-    nodes: groups of the devices of `expert` between which a token has one row for all of its experts in a group; with 1
-    it has one for each expert.
-    Returns the outputs [B, T, D] and a number that sums over `expert` to the (token, expert) pairs that found no room;
+    axes: those that split the experts.  nodes: groups of their devices between which a token has one row for all of its
+    experts in a group; with 1 it has one for each expert.
+    Returns the outputs [B, T, D] and a number that sums over `axes` to the (token, expert) pairs that found no room;
     None where there is always room.
     """
     B, T, D = h_BTD.shape
@@ -412,14 +431,15 @@ def dropless_moe(
     rows = h_BTD.reshape(B * T, D)
     rows = round_rows(rows) if e.expert_exchange == "fp8" else rows
     chosen, weights = (x.reshape(B * T, k) for x in (routes.experts_BTX, routes.weights_BTX))
-    spec, levels = e.facts()["experts"], levels_of(EXPERT, DcnAxis(nodes, *EXPERT))
+    spec, devices = e.facts()["experts"], math.prod(map(lax.axis_size, axes))
+    levels = split_axes(axes, (nodes, devices // nodes))
     buffers, most = (
-        each.buffers(B * T, lax.axis_size(*EXPERT), nodes)
-        for each in (spec, dataclasses.replace(spec, buffer_factor=0.0))
+        each.buffers(B * T, devices, nodes) for each in (spec, dataclasses.replace(spec, buffer_factor=0.0))
     )
-    apply = functools.partial(e.apply, w=w, multiply=multiply, sum_rows=sum_rows)
+    own, partial = e.routing.experts // devices, () if "tensor" in axes else TENSOR
+    apply = functools.partial(e.apply, w=w, multiply=multiply, sum_rows=sum_rows, partial=partial)
     send = _to_nodes if nodes > 1 else _to_experts
-    out, served = send(e, rows, chosen, weights, apply, levels, buffers)
+    out, served = send(e, rows, chosen, weights, apply, levels, own, buffers)
     return out.reshape(B, T, D), None if buffers == most else (B * T * k - served).astype(jnp.float32)
 
 
@@ -480,15 +500,16 @@ def _to_experts(
     weights_RX: jax.Array,
     apply: Apply,
     levels: list[Level],
+    own: int,
     buffers: ExpertBuffers,
 ) -> tuple[jax.Array, jax.Array]:
     """Sends each row to the devices of its experts, a copy for each, and returns the sums of their outputs.
 
     chosen_RX: experts, counted from the first of these devices; any number above theirs for none.  levels: of these
-    devices, none where the experts are here. Copies without room give zeros; returns the number of the others too.
+    devices, none where the experts are here.  own: experts of each. Copies without room give zeros; returns the number
+    of the others too.
     """
-    k, sent_as, (level, *_) = chosen_RX.shape[1], e.expert_exchange, levels or [Level(*EXPERT, 1, None)]
-    own = e.routing.experts // lax.axis_size(*EXPERT)
+    k, sent_as, (level, *_) = chosen_RX.shape[1], e.expert_exchange, levels or [Level((), 1, None)]
     slots, places, sizes = sort_copies(chosen_RX, level.size * own, buffers.copies)
     source = slots // k
     copies = copy_rows(rows, source, places)
@@ -514,6 +535,7 @@ def _to_nodes(
     weights_RX: jax.Array,
     apply: Apply,
     levels: list[Level],
+    own: int,
     buffers: ExpertBuffers,
 ) -> tuple[jax.Array, jax.Array]:
     """Sends each row once to every node with experts of it, and there to these; returns as `_to_experts` does.
@@ -536,7 +558,7 @@ def _to_nodes(
     arrived, columns = exchange_rows(copies, columns, e.expert_exchange, exchange, level, buffers.nodes, largest)
     here_RX = columns[:, k:].astype(jnp.int32) - 1 - level.index() * of_node
     here_RX = jnp.where((here_RX >= 0) & (here_RX < of_node), here_RX, of_node)
-    out, served = _to_experts(e, arrived, here_RX, columns[:, :k], apply, inside, buffers)
+    out, served = _to_experts(e, arrived, here_RX, columns[:, :k], apply, inside, own, buffers)
     out = ragged_all_to_all(out, exchange.reversed(), level, room, largest)
     return sum_copies(out, source, places), served
 

@@ -28,9 +28,9 @@ class RoutedExperts(DecoderModel):
     expert_mlp: PositiveInt = 384
     """Feed-forward width F of an expert."""
     expert_buffer_factor: NonNegativeFloat = 0.0
-    """Rows that a device of the mesh axis `expert` has room for, as a multiple of an even share; for `dropless`. Rows
-    beyond are dropped and counted as `choices dropped`. 0 has room for the most that can arrive, up to `expert` times
-    the share, and gives the numbers of one device."""
+    """Rows that each of n devices that experts are split over has room for, as a multiple of an even share; for
+    `dropless`. Rows beyond are dropped and counted as `choices dropped`. 0 has room for the most that can arrive, up to
+    n times the share, and gives the numbers of one device."""
     aux_loss_weight: NonNegativeFloat = 0.001
     """Weight of the load-balancing loss, summed over layers (DeepSeek-V3, equations 17 to 20)."""
     router_z_loss_weight: NonNegativeFloat = 0.0
