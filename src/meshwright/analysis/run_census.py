@@ -29,6 +29,7 @@ from meshwright.hlo.scopes import BranchScope
 from meshwright.models.flops import forward_flops
 from meshwright.models.model import Model, ModelSpec, padded_vocab, vocab_size
 from meshwright.models.quantisation import SCOPE
+from meshwright.planner.traffic import sent_rows
 from meshwright.runs.settle import Settled
 from meshwright.sharding import params
 from meshwright.sharding.layouts import TOKEN_AXES, VOCAB_AXES
@@ -124,8 +125,7 @@ def skipped_by_kernels(settled: Settled) -> Skipped:
         training, over = placed.run.training, placed.shape.over(TOKEN_AXES) * layout.routed_parts
         tokens = training.batch * training.seq // (over * training.microbatches * settled.exchange_pieces)
         fraction = tokens * spec.experts_per_token / spec.buffers(tokens, math.prod(degrees.values())).experts
-        rows = spec.sent_rows(degrees, settled.expert_nodes)
-        sent = {"+".join(axes): round(n * tokens) for axes, n in rows.items()}
+        sent = {"+".join(a): round(n * tokens) for a, n in sent_rows(spec, degrees, settled.expert_nodes).items()}
     return Skipped(causal_fraction(placed.spec, placed.run.training.seq), min(1.0, fraction), sent)
 
 

@@ -367,23 +367,6 @@ class ExpertSpec:
         copies = rows(k, inside) if nodes > 1 else tokens * k
         return ExpertBuffers(rows(self.most_nodes(nodes), nodes), copies, rows(k, here))
 
-    def sent_rows(self, degrees: Mapping[str, int], nodes: int = 1) -> dict[tuple[str, ...], float]:
-        """Returns the rows of a token that each exchange sends, on average over even choices.
-
-        degrees: of the axes that split the experts. Keys are the devices that exchange, those between nodes first, as
-        `hlo.collectives.axes_of_groups` names them.
-        """
-        between, inside = list[str](), list[str]()
-        room = math.prod(degrees.values()) // nodes
-        for axis, degree in reversed([*degrees.items()]):
-            here = math.gcd(degree, room)
-            room //= here
-            whole = here in (1, degree)
-            between = [axis if whole else f"{axis} between {degree // here}", *between] if here < degree else between
-            inside = [axis if whole else f"{axis} within {here}", *inside] if here > 1 else inside
-        rows = {tuple(between): self.mean_nodes(nodes), tuple(inside): float(self.experts_per_token)}
-        return {axes: n for axes, n in rows.items() if axes}
-
     def most_nodes(self, nodes: int) -> int:
         """Returns the most of `nodes` nodes that the experts of one token are on."""
         in_group, in_node = self.experts // self.groups, self.experts // nodes

@@ -434,8 +434,8 @@ def overlapped(
         busy[axes] += seconds
         if movement.blocking:
             # Tensor parallelism overlaps in pieces with the matmuls that it opens and closes (collective matmul).
-            pair = movement.axes == ("tensor",) and movement.kind != "all-to-all"
-            fraction = tensor_overlap if pair else movement.overlap
+            exchange = movement.kind == "all-to-all" or movement.axes != ("tensor",)
+            fraction = movement.overlap if exchange else tensor_overlap
             if movement.overlap:  # with all of the pass at most
                 fraction *= min(1.0, room[movement.during] / in_pieces[movement.during])
             exposed[axes] += seconds * (1 - fraction)

@@ -5,11 +5,12 @@ Payloads are bytes of the whole array that a group moves, as the census counts t
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from meshwright.models.model import ExpertSpec
 from meshwright.planner.memory_model import keeps_stages
 from meshwright.planner.optimizer import update_exchanges
 from meshwright.planner.software import MESHWRIGHT, Software
@@ -78,7 +79,7 @@ def movements(
         spec = next(layer.experts for layer in placed.spec.layers if layer.experts is not None)
         nodes = 1 if software.rows_by == "expert" else settled.expert_nodes
         nodes = math.prod(degrees.values()) if software.rows_by == "device" and nodes == 1 else nodes
-        for level, (axes, rows) in enumerate(spec.sent_rows(degrees, nodes).items()):
+        for level, (axes, rows) in enumerate(sent_rows(spec, degrees, nodes).items()):
             elements = work.expert_tokens * rows * work.width
             payloads = (elements * (spec.sent_bytes or compute), elements * compute)
             sent = _experts(axes, payloads, work.expert_layers * microbatches, again, not beside)
@@ -255,6 +256,22 @@ def _context(placed: PlacedRun, work: Work, layers: float, compute: int, again: 
         else:
             result.append(Movement("all-to-all", axes, block + queries, layers * count, during, True, "heads"))
     return result
+
+
+def sent_rows(spec: ExpertSpec, degrees: Mapping[str, int], nodes: int) -> dict[tuple[str, ...], float]:
+    """Returns the rows of a token that each exchange sends, those between nodes first, on average over even choices.
+
+    degrees: of the axes that split the experts. Keys are as `hlo.collectives.axes_of_groups` names devices.
+    """
+    between, inside, room = list[str](), list[str](), math.prod(degrees.values()) // nodes
+    for axis, degree in reversed([*degrees.items()]):
+        here = math.gcd(degree, room)
+        room //= here
+        whole = here in (1, degree)
+        between = [axis if whole else f"{axis} between {degree // here}", *between] if here < degree else between
+        inside = [axis if whole else f"{axis} within {here}", *inside] if here > 1 else inside
+    rows = {tuple(between): spec.mean_nodes(nodes), tuple(inside): float(spec.experts_per_token)}
+    return {axes: n for axes, n in rows.items() if axes}
 
 
 def _experts(
