@@ -68,7 +68,8 @@ _VIRTUAL_STAGES = {"Nemotron4 340B": 12, "Llama 3 405B": 8}
 """Virtual stages where a row does not say. Each of Meta's 126 layers is a part (arXiv:2407.21783, section 3.3.2)."""
 # Bytes/s per GPU between nodes, where a row's machine has another network than its chip's in hardware/chips.py.
 _NETWORKS = (
-    ("(A3)", 25e9),  # Google Cloud documentation, A3 High: 1600 Gbit/s of eight GPUs
+    # A3 High (h100-80gb-8): four interfaces of 200 Gbit/s for eight GPUs; NCCL reached 83 GB/s, and 318 on A3 Mega.
+    ("(A3)", 100e9 / 8),
     ("400Gbps", 50e9 / 8),  # pytorch.org/blog/maximizing-training: of a node of eight
     ("800Gbps", 100e9 / 8),
 )
