@@ -254,7 +254,7 @@ def _layouts(run: Run, shape: MeshShape) -> list[str]:
     Instead of `fsdp`, a pipeline's replicas share the optimizer state too (`zero1`): they sum their gradients after the
     last microbatch in either layout, and a reduce-scatter and an all-gather send no more than the all-reduce.
     """
-    if run.layout != "auto":
+    if run.layout != "auto" or run.model.unit != "tokens":  # the layers of a wrapped model are not known
         return [run.layout]
     plain, folded = ("zero1", "folded_zero1") if shape.stage > 1 and shape.data > 1 else ("auto", "folded")
     experts = [layer.experts.experts for layer in run.model.spec().layers if layer.experts is not None]
