@@ -20,7 +20,7 @@ from meshwright.hardware.machine import DETERMINISM, Machine, determinism_of, fi
 from meshwright.hlo.ledger import read_ledger
 from meshwright.hlo.parser import parse_module
 from meshwright.launching.host_checks import check_bits
-from meshwright.models.blocks.layers import scatter_rows, sorted_rows, take_rows
+from meshwright.models.blocks.layers import SumRows, few_rows, scatter_rows, sorted_rows, take_rows
 from meshwright.models.families.gpt_oss import GptOss
 from meshwright.runs.settle import Settled
 from meshwright.step.device_run import DeviceRun
@@ -41,18 +41,21 @@ def on(machine: Machine, **changes: Any) -> Settled:
 @pytest.mark.parametrize(
     ("number", "rows", "dtype"), [(1000, 37, "float32"), (600, 3, "bfloat16"), (7, 100, "float32")]
 )
-def test_sorted_rows_are_the_sums_of_a_scatter(number: int, rows: int, dtype: str) -> None:
+@pytest.mark.parametrize("summed", [sorted_rows, few_rows])
+def test_rows_summed_in_one_order_are_the_sums_of_a_scatter(
+    summed: SumRows, number: int, rows: int, dtype: str
+) -> None:
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.integers(-8, 8, (number, 5)), dtype)  # sums of small integers are exact
     index = jnp.asarray(rng.integers(0, rows + 2, number), jnp.int32)  # some are out of bounds
-    sums = sorted_rows(x, index, rows)
+    sums = summed(x, index, rows)
     assert sums.dtype == jnp.float32 and (sums == scatter_rows(x, index, rows)).all()
 
     def loss(table: jax.Array, how: Any) -> jax.Array:
         return (take_rows(table, index.reshape(-1, 1) % rows, how) ** 2).sum()
 
     table = jnp.asarray(rng.integers(-8, 8, (rows, 5)), dtype)
-    assert (jax.grad(loss)(table, sorted_rows) == jax.grad(loss)(table, scatter_rows)).all()
+    assert (jax.grad(loss)(table, summed) == jax.grad(loss)(table, scatter_rows)).all()
 
 
 def scatters_that_may_meet(device_run: DeviceRun) -> list[str]:

@@ -93,6 +93,24 @@ def test_dropless_matches_a_loop_over_tokens(k: int) -> None:
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5)
 
 
+def test_biases_of_experts_are_saved_by_expert_and_not_by_row() -> None:
+    """The backward pass keeps the rows, gate and up, and the hidden layer: of each row's biases nothing."""
+    e, rows, rng = experts_of(PLAIN, bias=True, clamp=(1.702, 7.0)), 64, np.random.default_rng(0)
+    shapes = {"gate": (E, D, F), "up": (E, D, F), "down": (E, F, D), "gate_bias": (E, F), "up_bias": (E, F)}
+    w = {n: jnp.asarray(rng.normal(size=s), "bfloat16") for n, s in (shapes | {"down_bias": (E, D)}).items()}
+    x, weights = jnp.ones((rows, D), "bfloat16"), jnp.ones((rows, 1))
+    rows_E = jnp.array([20, 0, 30, 10])
+
+    def applied(x: Any, weights: Any, w: Any) -> Any:
+        return e.apply(x, weights, rows_E, w=w, multiply=jax.lax.ragged_dot, partial=())
+
+    out, backward = jax.vjp(applied, x, weights, w)
+    saved = [leaf for leaf in jax.tree.leaves(backward) if leaf.size >= rows * min(D, F)]
+    assert sum(leaf.nbytes for leaf in saved) <= 2 * rows * (D + 3 * F)
+    gradient = backward(jnp.ones_like(out))[2]["down_bias"]
+    assert gradient.tolist() == [[float(n)] * D for n in rows_E]  # the weights are 1
+
+
 def test_capacity_serves_first_choices_first() -> None:
     h, router, w = draw(1)
     split = split_sequence("ring", T, 1, 1)

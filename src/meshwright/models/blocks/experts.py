@@ -44,7 +44,7 @@ from meshwright.comm.ragged import Exchange, plan_exchange, ragged_all_to_all
 from meshwright.errors import refuse
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.blocks.feed_forward import swiglu
-from meshwright.models.blocks.layers import SumRows, linear, scatter_rows, take_rows
+from meshwright.models.blocks.layers import few_rows, linear, take_rows
 from meshwright.models.model import Aux, ExpertBuffers, ExpertSpec, ForwardContext, Kind
 from meshwright.models.remat import FFN_HIDDEN, recomputed
 from meshwright.sharding.params import Param, Stored
@@ -286,7 +286,7 @@ class Experts(Kind):
                 y_BTD, dropped = capacity_moe(self, own_BTD, routes, own, ctx.sequence)
             else:
                 y_BTD, dropped = dropless_moe(
-                    self, own_BTD, routes, own, ctx.grouped_matmul, ctx.sum_rows, ctx.expert_axes, ctx.expert_nodes
+                    self, own_BTD, routes, own, ctx.grouped_matmul, ctx.expert_axes, ctx.expert_nodes
                 )
             if dropped is not None:
                 aux["dropped"] = all_reduce(dropped, TENSOR) if folded else dropped
@@ -307,7 +307,6 @@ class Experts(Kind):
         *,
         w: ExpertWeights,
         multiply: Multiply,
-        sum_rows: SumRows,
         partial: Axes,
     ) -> jax.Array:
         """Applies each expert to its rows, and their routing weights.
@@ -320,8 +319,8 @@ class Experts(Kind):
 
         def bias_of_rows(name: str, like: jax.Array) -> jax.Array:
             """Returns the bias of each row's expert; zeros for the empty rows of a buffer."""
-            expert = jnp.searchsorted(jnp.cumsum(rows_E), jnp.arange(like.shape[0]), side="right")
-            return take_rows(jnp.pad(w[f"{name}_bias"], ((0, 1), (0, 0))), expert, sum_rows).astype(like.dtype)
+            expert = (jnp.arange(like.shape[0])[:, None] >= jnp.cumsum(rows_E)).sum(1)
+            return take_rows(jnp.pad(w[f"{name}_bias"], ((0, 1), (0, 0))), expert, few_rows).astype(like.dtype)
 
         def product(name: str) -> jax.Array:
             y = multiply(rows, w[name], rows_E)
@@ -329,9 +328,9 @@ class Experts(Kind):
 
         out = multiply(hidden_layer(self.clamp)(product("gate"), product("up"), weights), w["down"], rows_E)
         if self.bias:
-            # One of the devices whose outputs are summed adds the bias.
-            first = (axis_index(partial) == 0).astype(jnp.float32)
-            out += (first * weights * bias_of_rows("down", out)).astype(out.dtype)
+            # One of the devices whose outputs are summed adds the bias; the gradient of the weights reads it again.
+            first = weights * (axis_index(partial) == 0)
+            out += recomputed(lambda scale: (scale * bias_of_rows("down", out)).astype(out.dtype))(first)
         return out
 
 
@@ -415,7 +414,6 @@ def dropless_moe(
     routes: Routes,
     w: ExpertWeights,
     multiply: Multiply = lax.ragged_dot,
-    sum_rows: SumRows = scatter_rows,
     axes: Axes = EXPERT,
     nodes: int = 1,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -437,7 +435,7 @@ def dropless_moe(
         each.buffers(B * T, devices, nodes) for each in (spec, dataclasses.replace(spec, buffer_factor=0.0))
     )
     own, partial = e.routing.experts // devices, () if "tensor" in axes else TENSOR
-    apply = functools.partial(e.apply, w=w, multiply=multiply, sum_rows=sum_rows, partial=partial)
+    apply = functools.partial(e.apply, w=w, multiply=multiply, partial=partial)
     send = _to_nodes if nodes > 1 else _to_experts
     out, served = send(e, rows, chosen, weights, apply, levels, own, buffers)
     return out.reshape(B, T, D), None if buffers == most else (B * T * k - served).astype(jnp.float32)
