@@ -99,7 +99,7 @@ def test_biases_of_experts_are_saved_by_expert_and_not_by_row() -> None:
     shapes = {"gate": (E, D, F), "up": (E, D, F), "down": (E, F, D), "gate_bias": (E, F), "up_bias": (E, F)}
     w = {n: jnp.asarray(rng.normal(size=s), "bfloat16") for n, s in (shapes | {"down_bias": (E, D)}).items()}
     x, weights = jnp.ones((rows, D), "bfloat16"), jnp.ones((rows, 1))
-    rows_E = jnp.array([20, 0, 30, 10])
+    rows_E = jnp.array([20, 0, 30, 6])
 
     def applied(x: Any, weights: Any, w: Any) -> Any:
         return e.apply(x, weights, rows_E, w=w, multiply=jax.lax.ragged_dot, partial=())
@@ -107,7 +107,8 @@ def test_biases_of_experts_are_saved_by_expert_and_not_by_row() -> None:
     out, backward = jax.vjp(applied, x, weights, w)
     saved = [leaf for leaf in jax.tree.leaves(backward) if leaf.size >= rows * min(D, F)]
     assert sum(leaf.nbytes for leaf in saved) <= 2 * rows * (D + 3 * F)
-    gradient = backward(jnp.ones_like(out))[2]["down_bias"]
+    # A kernel may leave anything in the rows of no expert.
+    gradient = backward(jnp.ones_like(out).at[rows_E.sum() :].set(jnp.nan))[2]["down_bias"]
     assert gradient.tolist() == [[float(n)] * D for n in rows_E]  # the weights are 1
 
 

@@ -318,9 +318,9 @@ class Experts(Kind):
             rows, weights = rows * weights.astype(rows.dtype), jnp.ones_like(weights)
 
         def bias_of_rows(name: str, like: jax.Array) -> jax.Array:
-            """Returns the bias of each row's expert; zeros for the empty rows of a buffer."""
+            """Returns the bias of each row's expert; any for the empty rows of a buffer."""
             expert = (jnp.arange(like.shape[0])[:, None] >= jnp.cumsum(rows_E)).sum(1)
-            return take_rows(jnp.pad(w[f"{name}_bias"], ((0, 1), (0, 0))), expert, few_rows).astype(like.dtype)
+            return take_rows(w[f"{name}_bias"], expert, few_rows).astype(like.dtype)
 
         def product(name: str) -> jax.Array:
             y = multiply(rows, w[name], rows_E)

@@ -99,9 +99,11 @@ def sorted_rows(x: jax.Array, index: jax.Array, rows: int) -> jax.Array:
 
 
 def few_rows(x: jax.Array, index: jax.Array, rows: int) -> jax.Array:
-    """Adds rows by one matmul, in one order: up to some 150 sums take no longer than reading x."""
+    """Adds rows by one matmul, in one order; what rows with an index out of bounds hold does not matter."""
+    # Up to some 150 sums take no longer than reading x.
     equal_VR = jax.nn.one_hot(index.reshape(-1), rows, dtype=x.dtype, axis=0)
-    return jnp.matmul(equal_VR, x.reshape(-1, x.shape[-1]), precision="highest", preferred_element_type=jnp.float32)
+    x_RD = jnp.where((index < rows)[..., None], x, 0).reshape(-1, x.shape[-1])
+    return jnp.matmul(equal_VR, x_RD, precision="highest", preferred_element_type=jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -218,9 +220,7 @@ class Dropout:
         """Returns the dropout of each of `count` equal pieces of the batch."""
         if self.rate == 0.0:
             return [self] * count
-        return [
-            dataclasses.replace(self, sequences_B=sequences_B) for sequences_B in jnp.split(self.sequences_B, count)
-        ]
+        return [dataclasses.replace(self, sequences_B=piece_B) for piece_B in jnp.split(self.sequences_B, count)]
 
     def __call__(self, x_BTD: jax.Array, site: jax.Array | int) -> jax.Array:
         """Sets a fraction `rate` of x to zero and scales the rest up. site: a different number for each use."""
