@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from test_cli import meshwright
+from test_cli import in_process, meshwright
 
 from meshwright.bench import microbenchmarks
 from meshwright.bench.calibration_file import read_calibration, write_calibration
@@ -85,7 +85,7 @@ def test_the_command_writes_the_rows_that_it_prints(tmp_path: Path) -> None:
         assert [row["kind"] for row in csv.DictReader(file)] == [row["kind"] for row in rows]
     assert {row["axis"] for row in rows} == {"fsdp", "tensor"} and all(row["correct"] for row in rows)
     assert (out / "calibration.json").exists()
-    assert "number of at least 1" in meshwright("bench", "collectives", "--sizes", "0", "--out", str(out), code=2)
-    misspelt = meshwright("bench", "collectives", "--kinds", "allgather", "--out", str(out), code=2)
+    assert "number of at least 1" in in_process("bench", "collectives", "--sizes", "0", "--out", str(out), code=2)
+    misspelt = in_process("bench", "collectives", "--kinds", "allgather", "--out", str(out), code=2)
     assert "did you mean 'all-gather'" in misspelt
-    assert "it cannot be created" in meshwright("bench", "collectives", "--out", "/proc/none", code=2)
+    assert "it cannot be created" in in_process("bench", "collectives", "--out", "/proc/none", code=2)

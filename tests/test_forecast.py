@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_cli import meshwright
+from test_cli import in_process, meshwright
 from test_plan import placed_recipe
 from tiny_runs import MODELS, tiny_run
 
@@ -65,7 +65,7 @@ def test_a_rehearsal_trains_and_resumes() -> None:
 
 
 def test_a_rehearsal_that_kills_needs_two_processes() -> None:
-    assert "or --mesh" in meshwright("rehearse", "tiny", code=2)
+    assert "or --mesh" in in_process("rehearse", "tiny", code=2)
 
 
 def test_steps_on_measured_devices_are_predicted() -> None:

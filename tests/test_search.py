@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from page_data import blocks_of, page_data
-from test_cli import meshwright
+from test_cli import in_process
 from tiny_runs import MODELS, tiny_run
 
 from meshwright.config import MeshShape
@@ -153,7 +153,7 @@ def test_a_plan_is_a_file_that_other_verbs_take(found: SearchResult, tmp_path: P
     back = read_plan(file)
     assert back.run == found.plans[0].run and back.target == "v5p:2x4x4"
     assert back.predicted["seconds"] == found.plans[0].estimate.seconds
-    shown = json.loads(meshwright("show", str(file), "--json"))
+    shown = json.loads(in_process("show", str(file), "--json"))
     assert shown["mesh"] == str(found.plans[0].mesh)
     for text, says in (("{", "it cannot be read"), ("{}", "it is not a plan of format 2")):
         file.write_text(text)
@@ -171,7 +171,7 @@ def test_tokens_of_a_step_are_a_batch_that_divides(tokens: int, batch: int) -> N
 
 def test_the_command_plans_explains_compares_and_draws(tmp_path: Path) -> None:
     page, plan = tmp_path / "plan.html", tmp_path / "plan.json"
-    done = meshwright(
+    done = in_process(
         "plan", "llama32-1b", "--on", "h100:8", "--tokens-per-step", "0.5M", "--why", "data=8", "--compare", "fsdp=8",
         "fsdp=4,tensor=2", "--html", str(page), "--out", str(plan),
     )  # fmt: skip
@@ -191,7 +191,7 @@ def test_the_command_plans_explains_compares_and_draws(tmp_path: Path) -> None:
 
 
 def test_what_fits_nowhere_is_told_how_close_it_came() -> None:
-    done = meshwright("plan", "llama3-405b", "--on", "v5e:2x4", "--tokens-per-step", "64k", code=2)
+    done = in_process("plan", "llama3-405b", "--on", "v5e:2x4", "--tokens-per-step", "64k", code=2)
     assert "no mesh has the memory; the closest:" in done
     assert "does not fit:" in done and "times the chips" in done
 
@@ -207,7 +207,7 @@ def test_what_fits_nowhere_is_told_how_close_it_came() -> None:
     ],
 )
 def test_bad_questions_teach(words: tuple[str, ...], says: str) -> None:
-    assert says in meshwright("plan", "llama32-1b", *words, code=2)
+    assert says in in_process("plan", "llama32-1b", *words, code=2)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_cli import SMALL, meshwright
+from test_cli import SMALL, in_process, meshwright
 
 from meshwright.cli.main import run
 from meshwright.errors import ConfigError
@@ -46,27 +46,27 @@ def test_it_prints_and_writes(proved: Path) -> None:
 
 def test_two_meshes_and_two_commits(proved: Path, tmp_path: Path) -> None:
     page = tmp_path / "both.html"
-    meshes = meshwright(*PROVE, "--against", "fsdp=8", "--html", str(page))
+    meshes = in_process(*PROVE, "--against", "fsdp=8", "--html", str(page))
     assert "all-gather over tensor" in meshes and "parameters" in meshes
     drawn = page.read_text()
     assert "data=2,fsdp=2,tensor=2 against fsdp=8" in drawn
     assert "Communication ledger: data=2,fsdp=2,tensor=2" in drawn
     assert "Communication ledger: fsdp=8" in drawn
-    same = meshwright(*PROVE, "--against", str(proved / "census.json"))
+    same = in_process(*PROVE, "--against", str(proved / "census.json"))
     peak = next(line for line in same.splitlines() if line.strip().startswith("peak"))
     assert float(peak.split()[-1]) == 1.0
     broken = tmp_path / "broken.json"
     broken.write_text("{}")
-    assert "it is not a census" in meshwright(*PROVE, "--against", str(broken), code=6)
+    assert "it is not a census" in in_process(*PROVE, "--against", str(broken), code=6)
     plan = tmp_path / "plan.json"
-    meshwright("plan", "llama32-1b", "--on", "h100:8", "--tokens-per-step", "64k", "--out", str(plan))
-    assert "--on h100:1x8" in meshwright(*PROVE, "--against", str(plan), code=2)
-    assert "it cannot be read" in meshwright(*PROVE, "--against", str(tmp_path / "none.json"), code=6)
-    assert "did you mean 'tensor'?" in meshwright(*PROVE, "--against", "tensr=2", code=2)
+    in_process("plan", "llama32-1b", "--on", "h100:8", "--tokens-per-step", "64k", "--out", str(plan))
+    assert "--on h100:1x8" in in_process(*PROVE, "--against", str(plan), code=2)
+    assert "it cannot be read" in in_process(*PROVE, "--against", str(tmp_path / "none.json"), code=6)
+    assert "did you mean 'tensor'?" in in_process(*PROVE, "--against", "tensr=2", code=2)
 
 
 def test_json_and_the_evaluation_step() -> None:
-    document = json.loads(meshwright(*PROVE, "--step", "evaluate", "--json"))
+    document = json.loads(in_process(*PROVE, "--step", "evaluate", "--json"))
     assert document["name"] == "evaluation step" and "gradients" not in document["memory"]["categories"]
 
 
@@ -85,8 +85,8 @@ def test_files_that_cannot_be_written_are_named_before_compiling(
 
 def test_pictures_on_the_command_line() -> None:
     words = ["show", "llama3-8b", "--mesh", "fsdp=4,tensor=2"]
-    drawn = meshwright(*words, "--draw", "blocks.query", "--machine", "h100:2x4")
+    drawn = in_process(*words, "--draw", "blocks.query", "--machine", "h100:2x4")
     assert "blocks.query, gathered[L, D, N/tensor, H]" in drawn and "tensor=2: within a node" in drawn
-    assert "did you mean 'blocks.query'?" in meshwright(*words, "--draw", "blocks.qury", code=2)
-    assert "the machine has 16 devices, and the mesh 8" in meshwright(*words, "--machine", "h100:4x4", code=2)
-    assert "cannot be written" in meshwright(*words, "--html", "/proc/none", code=2)
+    assert "did you mean 'blocks.query'?" in in_process(*words, "--draw", "blocks.qury", code=2)
+    assert "the machine has 16 devices, and the mesh 8" in in_process(*words, "--machine", "h100:4x4", code=2)
+    assert "cannot be written" in in_process(*words, "--html", "/proc/none", code=2)
