@@ -1,70 +1,110 @@
-"""Best plans of mixtures of experts with and without the axis `expert`, planned against compiled.
+"""Best plans of mixtures of experts, planned against compiled, and what has been published for the same machine.
 
-`python bench/expert_proofs.py [--only NAME] [--from FOLDER]`. Needs the `tpu` extra, and for GPUs the wheels that
-`meshwright prove` names. For each model and machine the fastest plan that fits is taken among those with `expert` and
-among those without, both without stages and context, and compiled whole. Results go to bench/results/experts.json, the
-table to bench/results/expert_proofs.md. --from takes what `prove --json` has written into FOLDER instead of compiling.
+`python bench/expert_proofs.py [--only NAME] [--keep FOLDER] [--table]`. Needs the `tpu` extra, and for GPUs the wheels
+that `meshwright prove` names. For each model and machine the fastest plan that fits is taken among those without and
+with `expert`, both without stages and context, and for some of all plans; it is compiled whole. A row goes to
+bench/results/experts.json as soon as it is there, the table to bench/results/expert_proofs.md. --only compiles cases by
+model, machine or kind of plan, and keeps the rows of the others; --table compiles nothing.
 """
 
 import argparse
 import dataclasses
+import datetime
 import json
+import statistics
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from compiled_plans import compile_plan, figures_of
+from compiled_plans import compile_plan
 from page_table import put_rows
 
 from meshwright.config import MeshShape
 from meshwright.errors import MeshwrightError
+from meshwright.hardware.interconnect import map_axes
 from meshwright.hardware.targets import parse_target
-from meshwright.planner.plan_file import read_plan
 from meshwright.planner.search import Plan, price_run, search
 from meshwright.planner.work import recomputed_roles, work_of
 from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run_file import run_from_dict, run_to_dict
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "experts.json"
 MECHANISMS = RESULTS.with_name("expert_mechanisms.json")
 """Simulated steps without and with each mechanism, from `prove` on two commits or with two values of an option."""
 
-# Model, machine, sequences, tokens of each.
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Model and batch on a machine, with the tokens per second of a device that others have published for it."""
+
+    model: str
+    on: str
+    batch: int
+    seq: int = 4096
+    precision: str = "compute"
+    published: float = 0.0
+    source: str = ""
+    kinds: tuple[str, ...] = ("none", "expert")
+    """Plans that are compiled: the fastest without and with `expert`, and the `best` of all."""
+    layers: int = 0
+    """Layers of a shortened model, whose whole program takes too long to compile; 0 for all."""
+
+    @property
+    def key(self) -> tuple[str, str, int, int]:
+        """Name of the case in the results."""
+        return self.model, self.on, self.batch, self.seq
+
+
+ALL = ("none", "expert", "best")
 CASES = [
-    ("qwen3-30b-a3b", "h100:8", 16, 4096),
-    ("mixtral-8x7b", "h100:8", 8, 4096),
-    ("qwen3-30b-a3b", "h200:64", 256, 4096),
-    ("mixtral-8x7b", "h200:64", 256, 4096),
-    ("qwen3-235b-a22b", "h200:64", 256, 4096),
-    ("qwen3-30b-a3b", "b200:64", 256, 4096),
-    ("mixtral-8x7b", "b200:64", 256, 4096),
-    ("qwen3-235b-a22b", "b200:64", 256, 4096),
-    ("mixtral-8x7b", "v5p:4x4x8", 512, 4096),
-    ("qwen3-30b-a3b", "v5p:4x4x8", 512, 4096),
-    ("qwen3-235b-a22b", "v5p:4x4x8", 512, 4096),
+    Case("qwen3-30b-a3b", "h100:8", 16),
+    Case("mixtral-8x7b", "h100:8", 8),
+    Case("qwen3-30b-a3b", "h100:16", 256, 4096, "compute", 13_012, "Megatron-Bridge on 16 H100, bfloat16", ALL),
+    Case("qwen3-30b-a3b", "h200:64", 256),
+    Case("mixtral-8x7b", "h200:64", 256),
+    Case("qwen3-235b-a22b", "h200:64", 256),
+    Case("qwen3-30b-a3b", "b200:64", 256, 4096, "compute", 14_796, "Megatron-Bridge on B200, bfloat16"),
+    Case("mixtral-8x7b", "b200:64", 256),
+    Case("qwen3-235b-a22b", "b200:64", 256),
+    Case("qwen3-235b-a22b", "b200:64", 256, 4096, "mxfp8", 3_776, "Megatron-Bridge on 256 B200, MXFP8", ("best",)),
+    Case("mixtral-8x7b", "v5p:4x4x8", 512),
+    Case("qwen3-30b-a3b", "v5p:4x4x8", 512),
+    Case("qwen3-235b-a22b", "v5p:4x4x8", 512),
 ]
 
 
-def best_plans(case: tuple[str, str, int, int]) -> dict[str, Plan]:
-    """Returns the fastest plan that fits without and with `expert`; where none does, full remat on the whole axis."""
-    model, on, batch, seq = case
-    run = find_recipe(model)
-    run = dataclasses.replace(run, training=dataclasses.replace(run.training, batch=batch, seq=seq))
-    target = parse_target(on)
+def run_of(case: Case) -> Any:
+    """Returns the run of a case, without a mesh."""
+    run = find_recipe(case.model)
+    training = dataclasses.replace(run.training, batch=case.batch, seq=case.seq, matmul_precision=case.precision)
+    model = dataclasses.replace(run.model, layers=case.layers) if case.layers else run.model
+    return dataclasses.replace(run, model=model, training=training)
+
+
+def best_plans(case: Case) -> dict[str, Plan]:
+    """Returns the fastest plan that fits of each kind; of meshes where none does, full remat on the whole axis."""
+    run, target = run_of(case), parse_target(case.on)
     try:
-        found = [p for p in search(run, target).plans if p.mesh.stage == p.mesh.context == 1]
+        found = search(run, target).plans
     except MeshwrightError:
-        found = []
-    best = {}
-    for name, group in (
-        ("none", [p for p in found if p.mesh.expert == 1]),
-        ("expert", [p for p in found if p.mesh.expert > 1]),
-    ):
-        if group:
-            best[name] = min(group, key=lambda p: p.estimate.seconds)
+        found = ()
+    plain = [p for p in found if p.mesh.stage == p.mesh.context == 1]
+    groups = {
+        "none": [p for p in plain if p.mesh.expert == 1],
+        "expert": [p for p in plain if p.mesh.expert > 1],
+        "best": list(found),
+    }
+    best: dict[str, Plan] = {}
+    for kind in case.kinds:
+        if groups[kind]:
+            plan = min(groups[kind], key=lambda p: p.estimate.seconds)
         else:
-            mesh = MeshShape.parse(f"{'expert' if name == 'expert' else 'fsdp'}={target.devices}")
+            mesh = MeshShape.parse(f"{'expert' if kind == 'expert' else 'fsdp'}={target.devices}")
             full = dataclasses.replace(run.training, remat="full")
-            best[name] = price_run(dataclasses.replace(run, mesh=mesh, training=full), target)
+            plan = price_run(dataclasses.replace(run, mesh=mesh, training=full), target)
+        if plan.name not in [p.name for p in best.values()]:
+            best[kind] = plan
     return best
 
 
@@ -81,42 +121,105 @@ def needed_flops(plan: Plan) -> float:
     return training.microbatches * (matmuls + attention + 4 * work.unembedding.flops)
 
 
-def prove(case: tuple[str, str, int, int], name: str, plan: Plan, given: Path | None) -> dict[str, Any]:
-    """Compiles a plan, or reads what is in `given`; returns planned and compiled figures."""
-    key = f"{case[0]}_{case[1].replace(':', '-')}_{'exp' if name == 'expert' else 'noexp'}"
-    if given is not None:
-        contents = read_plan(given / f"{key}.plan.json")
-        plan = price_run(contents.run, parse_target(contents.target))
-        compiled = figures_of((given / f"{key}.json").read_text())
-    else:
-        compiled = compile_plan(plan)
+def exchange_of(census: dict[str, Any], plan: Plan) -> dict[str, float]:
+    """Returns the seconds that rows travel to experts and back, those of them exposed, and the bytes a device sends.
+
+    A ring over several nodes crosses the network once for all devices of a node; in an exchange each device sends its
+    own rows.
+    """
+    mapping, sums = map_axes(plan.mesh, plan.target), dict.fromkeys(("seconds", "exposed", "network", "inside"), 0.0)
+    for entry in census["ledger"]:
+        span = mapping.span(tuple(entry["axes"] or ()))
+        n = entry["group_size"]
+        inside = n if span is None or plan.target.domains == 1 else span.devices // span.domains
+        if entry["kind"].endswith("all-to-all"):
+            crossing, within = (n - inside) / max(n - 1, 1), (inside - 1) / max(n - 1, 1)
+        else:
+            crossing, within = (1 / inside if n > inside else 0.0), float(inside > 1)
+        sums["network"] += entry["sent"] * crossing
+        sums["inside"] += entry["sent"] * within
+        if entry["kind"] == "ragged-all-to-all":
+            sums["seconds"] += entry.get("seconds", 0.0)
+            sums["exposed"] += entry.get("exposed", 0.0)
+    return sums
+
+
+def prove(case: Case, kind: str, plan: Plan, kept: Path | None) -> dict[str, Any]:
+    """Compiles a plan; returns planned and compiled figures."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = kept / "-".join((*map(str, case.key), case.precision, kind)) if kept else Path(temporary)
+        compiled, saved = compile_plan(plan, folder), folder / "census.json"
+        census = json.loads(saved.read_text()) if saved.is_file() else None
     row: dict[str, Any] = {
-        "case": case, "experts over": name, "plan": plan.name, "planned": plan.estimate.bytes,
-        "planned_seconds": plan.estimate.seconds, "needed_flops": needed_flops(plan),
+        "case": case.key, "precision": case.precision, "experts over": kind, "plan": plan.name,
+        "run": run_to_dict(plan.run), "planned": plan.estimate.bytes, "planned_seconds": plan.estimate.seconds,
+        "needed_flops": needed_flops(plan), "date": datetime.date.today().isoformat(),
     }  # fmt: skip
-    return row | compiled if "compiled" in compiled else {**row, "error": "not compiled"}
+    if "compiled" not in compiled or census is None:
+        return {**row, "error": "not compiled"}
+    schedule = census["simulated_schedule"]
+    return row | compiled | {
+        "exchange": exchange_of(census, plan), "by_kind": schedule["by_kind"], "exposed": schedule["exposed"],
+        "bubble": schedule["bubble"],
+    }  # fmt: skip
+
+
+def with_prediction(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row with the planner's present prediction of its plan."""
+    plan = price_run(run_from_dict(row["run"], str(RESULTS)), parse_target(row["case"][1]))
+    return {**row, "planned": plan.estimate.bytes, "planned_seconds": plan.estimate.seconds}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Returns the results as Markdown."""
     lines = [
-        "| model | machine | tokens | plan | planned, GiB | compiled, GiB | error | FLOPs, compiled / needed "
-        "| step planned | step simulated | tokens/s per device |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| model | machine | tokens | plan | compiled on | planned, GiB | compiled, GiB | error "
+        "| FLOPs, compiled / needed | step planned | step simulated | error | exchange exposed "
+        "| KiB per token: network, inside a node or slice | tokens/s per device | published | ratio |",
+        "|---" * 17 + "|",
     ]
+    published = {(case.key, case.precision): case.published for case in CASES}
     for row in rows:
-        model, on, batch, seq = row["case"]
-        start = f"| {model} | {on} | {batch} x {seq} | {row['plan']} | {row['planned'] / 2**30:.1f} |"
+        (model, on, batch, seq), precision = row["case"], row.get("precision", "compute")
+        words = row["plan"] if precision == "compute" else f"{row['plan']}, {precision}"
+        start = f"| {model} | {on} | {batch} x {seq} | {words} | {row.get('date', 'older code')} "
+        start += f"| {row['planned'] / 2**30:.1f} |"
         if "error" in row:
-            lines.append(f"{start} {row['error']} | | | {row['planned_seconds']:.3g} s | | |")
+            lines.append(f"{start} {row['error']} | | | {row['planned_seconds']:.3g} s |" + " |" * 7)
             continue
-        per_device = batch * seq / row["compiled_seconds"] / parse_target(on).devices
-        lines.append(
-            f"{start} {row['compiled'] / 2**30:.1f} | {row['planned'] / row['compiled'] - 1:+.0%} | "
-            f"{row['flops'] / row['needed_flops']:.2f} | {row['planned_seconds']:.3g} s | "
-            f"{row['compiled_seconds']:.3g} s | {per_device:,.0f} |"
-        )
+        tokens = batch * seq / parse_target(on).devices
+        cells = [f"{row['compiled'] / 2**30:.1f}", f"{row['planned'] / row['compiled'] - 1:+.0%}"]
+        cells += [f"{row['flops'] / row['needed_flops']:.2f}", f"{row['planned_seconds']:.3g} s"]
+        cells += [f"{row['compiled_seconds']:.3g} s", f"{row['planned_seconds'] / row['compiled_seconds'] - 1:+.0%}"]
+        exchange = row.get("exchange")
+        if exchange:
+            of = exchange["exposed"] / exchange["seconds"] if exchange["seconds"] else None
+            cells += ["" if of is None else f"{of:.0%}"]
+            cells += [f"{exchange['network'] / tokens / 1024:,.0f}, {exchange['inside'] / tokens / 1024:,.0f}"]
+        else:
+            cells += ["", ""]
+        reached = tokens / row["compiled_seconds"]
+        theirs = published.get((tuple(row["case"]), precision), 0.0)
+        cells += [f"{reached:,.0f}", *((f"{theirs:,.0f}", f"{reached / theirs:.2f}") if theirs else ("", ""))]
+        lines.append(f"{start} {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def errors(rows: list[dict[str, Any]]) -> str:
+    """Returns the planner's median errors over the compiled rows, as a paragraph."""
+    sentences = []
+    for name, group in (
+        ("all compiled rows", rows), ("rows of this code", [r for r in rows if "date" in r]),
+    ):  # fmt: skip
+        found = [row for row in group if "error" not in row]
+        if found:
+            time, memory = (
+                statistics.median(abs(row[planned] / row[compiled] - 1) for row in found)
+                for planned, compiled in (("planned_seconds", "compiled_seconds"), ("planned", "compiled"))
+            )
+            sentences.append(f"{name} ({len(found)}): step {time:.1%}, memory {memory:.1%}")
+    sources = "; ".join(f"{case.model} on {case.on}: {case.source}" for case in CASES if case.source)
+    return f"Median error of the planner, {'; '.join(sentences)}.\n\nPublished: {sources}.\n"
 
 
 def mechanisms() -> str:
@@ -135,21 +238,31 @@ def mechanisms() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", action="append", help="models or machines to compile again, by name")
-    parser.add_argument("--from", dest="given", type=Path, help="folder with NAME.plan.json and NAME.json")
+    parser.add_argument("--only", action="append", default=[], help="model, machine or kind of plan to compile again")
+    parser.add_argument("--keep", type=Path, help="folder that receives plans, censuses and compiled programs")
+    parser.add_argument("--table", action="store_true", help="compile nothing")
     given = parser.parse_args()
-    old = json.loads(RESULTS.read_text()) if RESULTS.is_file() else []
-    rows = []
-    for case in CASES:
-        kept = [row for row in old if tuple(row["case"]) == case]
-        if given.only and not {case[0], case[1]} & set(given.only) and kept:
-            rows += kept
-            continue
-        rows += [prove(case, name, plan, given.given) for name, plan in best_plans(case).items()]
-        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
-    title = "Plans with and without the axis `expert`, planned and compiled"
-    put_rows("expert_proofs.py", title, f"{table(rows)}\n{mechanisms()}")
-    print(table(rows))
+    rows = {(tuple(row["case"]), row["precision"], row["experts over"]): row for row in json.loads(RESULTS.read_text())}
+    for case in () if given.table else CASES:
+        only = set(given.only)
+        kinds = [
+            kind
+            for kind in case.kinds
+            if (
+                only <= {case.model, case.on, case.precision, kind}
+                if only
+                else (case.key, case.precision, kind) not in rows
+            )
+        ]
+        for kind, plan in best_plans(case).items() if kinds else ():
+            if kind in kinds:
+                rows[case.key, case.precision, kind] = prove(case, kind, plan, given.keep)
+                RESULTS.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
+    keys = [(case.key, case.precision, kind) for case in CASES for kind in case.kinds]
+    shown = [with_prediction(rows[key]) for key in keys if key in rows]
+    title = "Mixtures of experts: plans, compiled programs and published figures"
+    put_rows("expert_proofs.py", title, f"{table(shown)}\n{errors(shown)}\n{mechanisms()}")
+    print(table(shown), errors(shown), sep="\n")
 
 
 if __name__ == "__main__":

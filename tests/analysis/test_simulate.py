@@ -230,6 +230,44 @@ def test_what_lies_in_vmem_costs_no_hbm() -> None:
     assert play(text).by_kind["memory"] == pytest.approx(COPY / 2, rel=0.01)
 
 
+TWO_GATHERS = """HloModule step, is_scheduled=true, num_partitions=16
+
+ENTRY %main (w: bf16[1048576]) -> bf16[2097152] {
+  %w = bf16[1048576] parameter(0)
+  %first = (bf16[1048576], bf16[2097152]) all-gather-start(%w), replica_groups=FIRST, dimensions={0}
+  %second = (bf16[1048576], bf16[2097152]) all-gather-start(%w), replica_groups=SECOND, dimensions={0}
+  %one = bf16[2097152] all-gather-done(%first)
+  ROOT %other = bf16[2097152] all-gather-done(%second)
+}
+"""
+BETWEEN = "{{0,8},{1,9},{2,10},{3,11},{4,12},{5,13},{6,14},{7,15}}"
+INSIDE = "{{0,1},{2,3},{4,5},{6,7},{8,9},{10,11},{12,13},{14,15}}"
+ACROSS = "{{0,4},{1,5},{2,6},{3,7},{8,12},{9,13},{10,14},{11,15}}"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shared"),
+    [(BETWEEN, BETWEEN, True), (INSIDE, ACROSS, True), (BETWEEN, INSIDE, False)],
+    ids=["the network of one axis", "NVLink of two axes", "network and NVLink"],
+)
+def test_collectives_in_flight_divide_their_links(first: str, second: str, shared: bool) -> None:
+    target, mesh = parse_target("h100:2x8"), {"data": 2, "fsdp": 2, "context": 2, "tensor": 2}
+
+    def seconds(*groups: str) -> tuple[list[float], float]:
+        text = TWO_GATHERS.replace("FIRST", groups[0]).replace("SECOND", groups[-1])
+        text = text if len(groups) > 1 else "".join(s for s in text.splitlines(True) if "%second" not in s)
+        played = play(text.replace("%one =", "ROOT %one =") if len(groups) == 1 else text, target, mesh)
+        return [span.seconds for span in played.spans if span.kind == "collective"], played.step_seconds
+
+    ((one,), _), ((other,), _) = seconds(first), seconds(second)
+    both, step = seconds(first, second)
+    if shared:
+        # Each has half of the link, and the longer one all of it after the other's end.
+        assert min(both) == pytest.approx(2 * min(one, other)) and step == pytest.approx(one + other)
+    else:
+        assert both == pytest.approx([one, other]) and step == pytest.approx(max(one, other))
+
+
 BRANCHES = """HloModule step, is_scheduled=true
 
 %skip (x: f32[1024,1024]) -> f32[1024,1024] {

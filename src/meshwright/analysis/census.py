@@ -164,6 +164,12 @@ class Census(Shown):
             "peak": self.memory.compiled.peak,
             "live": self.memory.compiled.live,
         }
+        timed = {} if self.schedule is None else self.schedule.by_collective
+        entries = [
+            {**dataclasses.asdict(e), "total": e.total, "sent": e.sent, "axes_label": e.axes_label}
+            | dict(zip(("seconds", "exposed"), timed.get(e.instruction, ()), strict=False))
+            for e in self.ledger
+        ]
         return {
             "name": self.name,
             "mesh": dict(self.mesh),
@@ -172,10 +178,7 @@ class Census(Shown):
             "compile_seconds": self.compile_seconds,
             "provenance": PROVENANCE,
             "memory": memory,
-            "ledger": [
-                {**dataclasses.asdict(e), "total": e.total, "sent": e.sent, "axes_label": e.axes_label}
-                for e in self.ledger
-            ],
+            "ledger": entries,
             "unread": list(self.unread),
             "doubts": list(self.doubts),
             "traffic": traffic(self.ledger),
@@ -183,14 +186,7 @@ class Census(Shown):
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
             # Without its spans, which the page draws.
             "simulated_schedule": self.schedule
-            and {
-                **{
-                    f.name: getattr(self.schedule, f.name)
-                    for f in dataclasses.fields(self.schedule)
-                    if f.name != "spans"
-                },
-                "doubt": self.schedule.doubt,
-            },
+            and {**{k: v for k, v in vars(self.schedule).items() if k != "spans"}, "doubt": self.schedule.doubt},
         }
 
     def __str__(self) -> str:

@@ -218,14 +218,9 @@ def lint_missed_overlap(
     """
     spans = {span.instruction: span for span in schedule.spans}
     entries = {entry.instruction: entry for entry in ledger}
-    exposed, used = list[tuple[Instruction, Span]](), set[str]()
-    for instruction in module:
-        span = spans.get(instruction.name)
-        if span is not None and span.kind == "collective":
-            if instruction.opcode.endswith("-start"):
-                used.update(overlapped_work(instruction))
-            if span.exposed > 0:
-                exposed.append((instruction, span))
+    timed = [(i, spans[i.name]) for i in module if i.name in spans and spans[i.name].kind == "collective"]
+    used = {work for i, _ in timed if i.opcode.endswith("-start") for work in overlapped_work(i)}
+    exposed = [(i, span) for i, span in timed if span.exposed > 0]
     groups = defaultdict[tuple[str, str, str, str], list[tuple[Span, str, LedgerEntry]]](list)
     for start, span in sorted(exposed, key=lambda pair: -pair[1].exposed * pair[1].count):
         inner = collective_in(start)
@@ -265,15 +260,10 @@ def _hidden_by(start: Instruction, spans: Mapping[str, Span], used: set[str]) ->
 
     def enough(excluded: Set[Instruction]) -> list[str]:
         """Returns the fewest instructions that take as long as the collective is exposed; none if all are too few."""
-        free = (i for i in compute if i.name not in used and i not in excluded)
-        chosen: list[str] = []
-        seconds = 0.0
-        for instruction in sorted(free, key=lambda i: -compute[i]):
-            if seconds >= span.exposed:
-                break
-            chosen.append(instruction.name)
-            seconds += compute[instruction]
-        return chosen if seconds >= span.exposed else []
+        free = sorted((i for i in compute if i.name not in used and i not in excluded), key=lambda i: -compute[i])
+        sums = itertools.accumulate(compute[i] for i in free)
+        count = next((n for n, seconds in enumerate(sums, 1) if seconds >= span.exposed), 0)
+        return [i.name for i in free[:count]]
 
     if beside := enough(before | after):
         return "beside", beside

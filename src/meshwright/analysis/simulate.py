@@ -1,7 +1,7 @@
 """Simulated schedule: a predicted timeline of a scheduled program on one chip.
 
 Instructions run in the order of the schedule, one after another. A collective between its start and its done overlaps
-with the instructions between them and occupies the links that its group spans; a link carries one collective at a time.
+with the instructions between them and occupies the links that its group spans; those in flight divide a link equally.
 A loop's body is simulated once and multiplied by its trip count. The compiler fixes the order; every time is predicted,
 none is measured.
 
@@ -14,8 +14,8 @@ import dataclasses
 import functools
 import math
 import re
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
 
 from meshwright.hardware.chips import Chip, Efficiency
 from meshwright.hardware.interconnect import DeviceCoordinates, Route, route, span_of_group
@@ -218,13 +218,21 @@ class Span:
         return self.name.rpartition(": ")[2]
 
 
+@dataclasses.dataclass
+class _Transfer:
+    """A transfer in flight. left: seconds that the rest of it takes with its links to itself."""
+
+    span: Span
+    links: Collection[str]
+    left: float
+
+
 class _Timeline:
     def __init__(self) -> None:
-        self.now = self.bubble = 0.0
+        self.now = self.bubble = self._carried = 0.0
         self.by_kind, self.exposed, self.link_seconds = (defaultdict[str, float](float) for _ in range(3))
         self.spans: list[Span] = []
-        self._in_flight: dict[str, tuple[float, int | None, str]] = {}
-        self._link_free = defaultdict[str, float](float)
+        self._in_flight: dict[str, _Transfer] = {}
 
     def run(self, name: str, cost: Cost) -> None:
         """Runs work on the compute units."""
@@ -248,27 +256,38 @@ class _Timeline:
                 getattr(self, sums)[key] += value * times
         self.now = start + inner.now * times
 
-    def begin(self, key: str, kind: str, link: str, seconds: float, axes: str, name: str) -> None:
-        """Starts a transfer that overlaps with what follows; a link carries one transfer at a time."""
-        start = max(self.now, self._link_free[link])
-        self._link_free[link] = start + seconds
-        span = None
-        if kind in ("collective", "host"):
+    def begin(self, key: str, kind: str, links: Collection[str], seconds: float, axes: str, name: str) -> None:
+        """Starts a transfer that overlaps with what follows."""
+        self._carry(self.now)
+        if kind != "memory":
             self.link_seconds[axes or kind] += seconds
-            span = len(self.spans)
-            self.spans.append(Span(name, kind, start, seconds, 1, 0, axes))
-        self._in_flight[key] = (start + seconds, span, axes or kind)
+        self._in_flight[key] = _Transfer(Span(name, kind, self.now, seconds, 1, 0, axes), links, seconds)
 
     def wait(self, key: str) -> None:
         """Waits until a transfer has ended; the waiting time is exposed communication."""
-        end, span, axes = self._in_flight.pop(key, (0.0, None, ""))
-        waited = end - self.now
-        if waited > 0:
-            self.by_kind["exposed"] += waited
-            self.exposed[axes] += waited
-            if span is not None:
-                self.spans[span] = dataclasses.replace(self.spans[span], exposed=waited)
-            self.now = end
+        if (transfer := self._in_flight.get(key)) is not None:
+            self._carry(self.now)
+            self._carry(math.inf, transfer)
+            del self._in_flight[key]
+            span, waited = transfer.span, self._carried - self.now
+            if waited > 0:
+                self.by_kind["exposed"] += waited
+                self.exposed[span.axes or span.kind] += waited
+                self.now = self._carried
+            self.spans += [] if span.kind == "memory" else [dataclasses.replace(span, exposed=waited)]
+
+    def _carry(self, until: float, last: _Transfer | None = None) -> None:
+        """Carries what is in flight until a time or the end of a transfer; a link is divided equally among its own."""
+        while self._carried < until and (last is None or last.left > 0):
+            active = [t for t in self._in_flight.values() if t.left > 0]
+            users = Counter(link for t in active for link in t.links)
+            stretched = [max(users[link] for link in t.links) for t in active]
+            passed = min([until - self._carried, *(t.left * n for t, n in zip(active, stretched, strict=True))])
+            self._carried += passed
+            for t, n in zip(active, stretched, strict=True):
+                t.left = max(0.0, t.left - (1 + _ROUNDING) * passed / n)
+                if not t.left:
+                    t.span = dataclasses.replace(t.span, seconds=self._carried - t.span.start)
 
     def wait_for_all(self) -> None:
         """Waits for every transfer in flight."""
@@ -313,6 +332,15 @@ class SimulatedSchedule:
     """Time of the program's matrix products at the chip's peak for their types: no step is faster."""
     unpriced: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Executions of the kernels whose FLOPs are not known, by name; they are priced by their bytes alone."""
+
+    @property
+    def by_collective(self) -> dict[str, tuple[float, float]]:
+        """Seconds in flight and exposed seconds of each collective instruction, all executions together."""
+        sums: dict[str, tuple[float, float]] = {}
+        for span in (span for span in self.spans if span.kind == "collective"):
+            seconds, exposed = sums.get(span.instruction, (0.0, 0.0))
+            sums[span.instruction] = (seconds + span.seconds * span.count, exposed + span.exposed * span.count)
+        return sums
 
     @property
     def doubt(self) -> str:
@@ -376,15 +404,13 @@ class _Simulator:
 
     def _instruction(self, instruction: Instruction, timeline: _Timeline) -> None:
         opcode = instruction.opcode
-        if opcode == "while":
+        if opcode in ("while", "call"):
             timeline.enter(_label(instruction), self.run(instruction.called[0]), trip_count(instruction) or 1)
         elif opcode == "conditional":
             # Its longest branch, as often as it is taken.
             longest = max(branches_of(instruction), key=lambda body: self.run(body).now)
             known = known_branch(longest)
             timeline.enter(_label(instruction), self.run(longest), known.taken / known.executions if known else 1.0)
-        elif opcode == "call":
-            timeline.enter(_label(instruction), self.run(instruction.called[0]), 1)
         elif opcode.endswith(("-done", "-update")) or is_fused_done(instruction):
             start = start_of(instruction)
             # An update that passes the operands of a start begins it.
@@ -395,7 +421,7 @@ class _Simulator:
                 self._begin(timeline, instruction)
         elif opcode in ("copy-start", "slice-start"):
             seconds, medium = self._copy(instruction)
-            timeline.begin(instruction.name, medium, medium, seconds, "", _label(instruction))
+            timeline.begin(instruction.name, medium, (medium,), seconds, "", _label(instruction))
         elif not _FREE.fullmatch(opcode):
             timeline.run(_label(instruction), self.cost_model.cost_of(instruction))
 
@@ -417,7 +443,7 @@ class _Simulator:
         scattered = 3 * _hbm_bytes(operands[-1]) if operands else 0.0
         moved = scattered if "scatter" in start.name or done is None else 2 * _hbm_bytes(done.shape)
         seconds = self.cost_model.memory_seconds(moved)
-        timeline.begin(start.name, "memory", "memory", seconds, "", _label(start))
+        timeline.begin(start.name, "memory", ("memory",), seconds, "", _label(start))
 
     def _bubble(self, computation: Computation) -> float:
         """Returns the mean seconds for which a stage waits for the others, if a computation is a pipeline's tick.
@@ -440,7 +466,7 @@ class _Simulator:
 
     def _communicate(self, timeline: _Timeline, instruction: Instruction) -> None:
         """Adds a collective: overlapped until its done if it is asynchronous, exposed otherwise."""
-        axes, seconds = self._transfer(instruction)
+        axes, seconds, links = self._transfer(instruction)
         name = instruction.name
         asynchronous = instruction.opcode.endswith("-start") or name.startswith("async-collective-start")
         is_piece = name.startswith("async_collective_fusion") or "async-collective" in name
@@ -450,12 +476,12 @@ class _Simulator:
             return
         # Links are full duplex: two permutes in opposite directions of a ring do not wait for each other.
         pairs = instruction.attributes.get("source_target_pairs")
-        links = f"{axes} {pairs}" if pairs else axes
+        links = [f"{link} {pairs}" for link in links] if pairs else links
         timeline.begin(name, "collective", links, seconds, axes, _label(instruction))
         if not asynchronous:
             timeline.wait(name)
 
-    def _price_transfer(self, instruction: Instruction) -> tuple[str, float]:
+    def _price_transfer(self, instruction: Instruction) -> tuple[str, float, Collection[str]]:
         inner = collective_in(instruction)
         assert inner is not None
         groups, axes = group_of(inner, self.mesh)
@@ -465,7 +491,7 @@ class _Simulator:
         path, label = self._route(groups), group_label(groups, axes)
         self.routes[label] = path.medium
         payload = payload_of(inner, kind, path.devices, label, self.cost_model.skipped.sent_rows)
-        return label, path.seconds(kind, payload)
+        return label, path.seconds(kind, payload), path.links
 
     def _route(self, groups: Groups) -> Route:
         """Returns the slowest path of any group; all groups of an axis are alike unless a slice is cut unevenly."""

@@ -40,6 +40,8 @@ class Route:
     """Bytes/s from one device to its neighbour."""
     on_torus: bool
     """Whether messages pass through neighbours (ICI) rather than through a switch."""
+    links: tuple[str, ...]
+    """Links that transfers along other paths may use at the same time: each dimension of a torus is one."""
     outside: int = 0
     """Devices of the group in other slices or nodes than a device's own."""
 
@@ -94,8 +96,6 @@ def span_of_group(chip: Chip, group: Sequence[DeviceCoordinates]) -> GroupSpan:
     dims = chip.interconnect.dims if isinstance(chip.interconnect, Torus) else 1
     first_domain = [coordinates for coordinates in group if coordinates[0] == group[0][0]]
     chips = {coordinates[1 : 1 + dims] for coordinates in first_domain}
-    if dims == 1:
-        return GroupSpan(domains, (len(chips),))
     extents = tuple(len({coordinates[d] for coordinates in chips}) for d in range(dims))
     return GroupSpan(domains, extents, len(set(first_domain)) // len(chips))
 
@@ -111,7 +111,7 @@ def route(chip: Chip, topology: tuple[int, ...], span: GroupSpan, efficiency: Ef
         local = _ici_route(chip, interconnect, topology, span, efficiency)
     else:
         bandwidth = interconnect.link_bandwidth * efficiency.links
-        local = Route(inside, bandwidth, _HOP_LATENCY["nvlink"], inside - 1, "NVLink", bandwidth, False)
+        local = Route(inside, bandwidth, _HOP_LATENCY["nvlink"], inside - 1, "NVLink", bandwidth, False, ("NVLink",))
     if span.domains == 1:
         return local
     network = chip.network_bandwidth * efficiency.network
@@ -120,7 +120,8 @@ def route(chip: Chip, topology: tuple[int, ...], span: GroupSpan, efficiency: Ef
     hops = span.domains - 1 + local.hops
     medium = "DCN" if isinstance(interconnect, Torus) else "network"
     outside = span.devices - inside
-    return Route(span.devices, bandwidth, _HOP_LATENCY["network"], hops, medium, network, False, outside)
+    links = (medium, *(local.links if inside > 1 else ()))
+    return Route(span.devices, bandwidth, _HOP_LATENCY["network"], hops, medium, network, False, links, outside)
 
 
 def _ici_route(chip: Chip, torus: Torus, topology: tuple[int, ...], span: GroupSpan, efficiency: Efficiency) -> Route:
@@ -137,8 +138,9 @@ def _ici_route(chip: Chip, torus: Torus, topology: tuple[int, ...], span: GroupS
     if not names:
         # The devices of one chip: a die-to-die link as wide as six ICI links (MaxText, Ironwood).
         die_to_die = 6 * 2 * torus.link_bandwidth
-        return Route(devices, die_to_die, _HOP_LATENCY["ici"], 1, "die-to-die", die_to_die, True)
-    return Route(devices, bandwidth, _HOP_LATENCY["ici"], hops, "ICI " + "+".join(names), link, True)
+        return Route(devices, die_to_die, _HOP_LATENCY["ici"], 1, "die-to-die", die_to_die, True, ("die-to-die",))
+    links = tuple(f"ICI {name[0]}" for name in names)
+    return Route(devices, bandwidth, _HOP_LATENCY["ici"], hops, "ICI " + "+".join(names), link, True, links)
 
 
 def all_coordinates(chip: Chip, topology: tuple[int, ...], domains: int) -> list[DeviceCoordinates]:
@@ -161,8 +163,7 @@ class AxisMapping:
         """Returns the path of a group over several axes, or None where all have degree 1."""
         if axes not in self._routes:
             span, target = self.span(axes), self.target
-            path = None if span is None else route(target.chip, target.topology, span, target.efficiency)
-            self._routes[axes] = path
+            self._routes[axes] = None if span is None else route(target.chip, target.topology, span, target.efficiency)
         return self._routes[axes]
 
     def span(self, axes: tuple[str, ...]) -> GroupSpan | None:
@@ -190,17 +191,10 @@ class AxisMapping:
 
 def format_span(span: GroupSpan) -> str:
     """Formats an extent: `ICI x4 y2`, `2 slices x ICI x16`, `8 nodes x 2 GPUs (NVLink)`."""
-    outer, parts = span.domains, []
-    if len(span.chips) == 1:
-        inside = span.chips[0]
-        parts += [f"{outer} nodes"] if outer > 1 else []
-        parts += [f"{inside} GPUs (NVLink)"] if inside > 1 else []
-        return " x ".join(parts)
-    dims = [f"{'xyz'[d]}{n}" for d, n in enumerate(span.chips) if n > 1]
-    parts += [f"{outer} slices (DCN)"] if outer > 1 else []
-    parts += ["ICI " + " ".join(dims)] if dims else []
-    parts += [f"{span.cores} devices of a chip"] if span.cores > 1 else []
-    return " x ".join(parts)
+    on_torus, dims = len(span.chips) > 1, [f"{'xyz'[d]}{n}" for d, n in enumerate(span.chips) if n > 1]
+    parts = [f"{span.domains} {'slices (DCN)' if on_torus else 'nodes'}"] if span.domains > 1 else []
+    parts += ["ICI " + " ".join(dims) if on_torus else f"{span.chips[0]} GPUs (NVLink)"] if dims else []
+    return " x ".join([*parts, *([f"{span.cores} devices of a chip"] if span.cores > 1 else [])])
 
 
 @functools.lru_cache(maxsize=65536)

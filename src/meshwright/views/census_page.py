@@ -212,13 +212,10 @@ def _lanes(schedule: SimulatedSchedule) -> tuple[list[str], list[int]]:
 
 def _step_parts(schedule: SimulatedSchedule) -> Bars:
     parts = [(WORK[kind][1], kind, n) for kind, n in schedule.by_kind.items() if kind != "exposed" and n]
-    for axes, n in schedule.exposed.items():
-        if n:
-            parts.append((f"exposed, {axes} ({schedule.routes.get(axes, 'HBM')})", "exposed", n))
-    if schedule.bubble:
-        parts.append(("pipeline bubble", "bubble", schedule.bubble))
-    if schedule.link_seconds:
-        parts.append(("busy links", "collective", 0.0))
+    exposed = ((f"exposed, {axes} ({schedule.routes.get(axes, 'HBM')})", n) for axes, n in schedule.exposed.items())
+    parts += [(name, "exposed", n) for name, n in exposed if n]
+    parts += [("pipeline bubble", "bubble", schedule.bubble)] if schedule.bubble else []
+    parts += [("busy links", "collective", 0.0)] if schedule.link_seconds else []
     idle = [0.0] * (len(parts) - 1)
     rows = [Bar("one step", [n for _, _, n in parts])]
     rows += [Bar(f"links of {axes}", [*idle, n]) for axes, n in schedule.link_seconds.items()]
@@ -293,17 +290,14 @@ def _ledger(census: Census, link: str) -> list[Block]:
         Column("payload", "bytes", "total"),
         Column("sent", "bytes", "sent", bar=True),
     ]
-    exposed: dict[str, float] = {}
-    for span in census.schedule.spans if census.schedule is not None else ():
-        if span.kind == "collective":
-            exposed[span.instruction] = exposed.get(span.instruction, 0.0) + span.exposed * span.count
-    routes = {} if census.schedule is None else census.schedule.routes
+    schedule = census.schedule
+    (timed, routes) = ({}, {}) if schedule is None else (schedule.by_collective, schedule.routes)
     kind = Column("collective", cell="kind", choices=True)
     over = Column("axes", cell="axes_label", choices=True)
     sent_by = Column("sent", "bytes", "sent", bar=True)
     count = Column("count", "integer", "count")
     payload = Column("payload", "bytes", "payload", where="page")
-    exposed_for = Column("exposed", "seconds", lambda e: exposed.get(e.instruction))
+    exposed_for = Column("exposed", "seconds", lambda e: timed[e.instruction][1] if e.instruction in timed else None)
     operands = Column("operands", cell=_operands, where="terminal")
     line = Column("source line", cell="line")
     columns = [Column("tensor or scope", cell=_tensor), kind, over, operands, sent_by, count, payload, exposed_for]
