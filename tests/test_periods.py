@@ -7,14 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import QWEN3_NEXT, assert_same_steps, device_run_of, tiny_run, train, train_on_one_device
+from tiny_runs import MODELS, QWEN3_NEXT, assert_same_steps, device_run_of, tiny_run, train, train_on_one_device
 
 import meshwright as mw
+from meshwright.analysis.jaxprs import all_jaxprs
 from meshwright.models.blocks.rotary import RopeScaling, Yarn
 from meshwright.models.flops import layer_flops
 from meshwright.models.forward import join, scan_layers, sections
 from meshwright.runs.placed_run import place_run
 from meshwright.sharding.stages import assign_layers, loop_placement
+from meshwright.step.train_step import build_train_step
 
 GEMMA = mw.Gemma3(
     50, 64, 5, 8, 4, 8, 96, vocab_multiple=16, local_layers=1, sliding_window=5, query_scale=6, rope_factor=4.0
@@ -80,6 +82,15 @@ def test_a_layer_is_recomputed_when_its_gradient_is_there(kinds: int, rows: int,
 
     text = jax.jit(jax.grad(loss)).lower(jnp.ones((rows, 8, 8))).as_text()
     assert text.count("optimization_barrier") == barriers
+
+
+@pytest.mark.parametrize(("model", "barriers"), [("gemma2", 3), ("llama", 0)])
+def test_a_layer_of_a_period_has_its_gradients_before_the_next(model: str, barriers: int) -> None:
+    """The gradient of a layer's input waits for those of its weights: two in the loop, and one after it."""
+    device_run = device_run_of(tiny_run(PATTERNS.get(model) or MODELS[model], "data=1", remat="none"))
+    step = jax.jit(build_train_step(device_run)).trace(device_run.abstract, device_run.abstract_batch)
+    equations = (equation for inner, _ in all_jaxprs(step.jaxpr.jaxpr) for equation in inner.eqns)
+    assert sum(e.primitive.name == "optimization_barrier" and len(e.invars) > 5 for e in equations) == barriers
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])

@@ -34,6 +34,9 @@ from meshwright.comm.hierarchical import nontrivial_axes as nontrivial_axes
 TokenFunction = Callable[[jax.Array, Any], Any]
 """`(x [B, T, ...], weights) -> array or tree of arrays [B, T, ...]`, the same for each token: matmuls."""
 
+Gathers = tuple[tuple[Axes, int | None], ...]
+"""Axes and dimension of each all-gather of a parameter, in order."""
+
 
 def axis_index(axes: Axes) -> jax.Array:
     """Returns the index of this device along `axes` taken together, the first of them outermost; int32 scalar."""
@@ -193,15 +196,12 @@ def ring_shift(x: jax.Array, axis: str, by: int) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def gather_param(
-    w: jax.Array, gathers: tuple[tuple[Axes, int | None], ...], compute_dtype: Any, reduce_dtype: Any, dcn: DcnAxis
-) -> jax.Array:
+def gather_param(w: jax.Array, gathers: Gathers, compute_dtype: Any, reduce_dtype: Any, dcn: DcnAxis) -> jax.Array:
     """Gathers a sharded parameter in the compute dtype (FSDP, ZeRO-3).
 
-    gathers: axes and dimension of each all-gather, in order; a dimension of None gathers nothing and only sums the
-    gradient. The cast comes first, so the all-gathers move `compute_dtype`. The backward pass casts the gradient to
-    `reduce_dtype` and reduce-scatters it in the reverse order, inside a slice before it crosses DCN. Forward sends
-    V(n-1)/n, backward V(n-1)/n.
+    gathers: a dimension of None gathers nothing and only sums the gradient. The cast comes first, so the all-gathers
+    move `compute_dtype`. The backward pass casts the gradient to `reduce_dtype` and reduce-scatters it in the reverse
+    order, inside a slice before it crosses DCN. Forward sends V(n-1)/n, backward V(n-1)/n.
     """
     w = _row_major(w.astype(compute_dtype))
     for axes, dim in gathers:
@@ -209,20 +209,8 @@ def gather_param(
     return w
 
 
-def _gather_param_fwd(
-    w: jax.Array, gathers: tuple[tuple[Axes, int | None], ...], compute_dtype: Any, reduce_dtype: Any, dcn: DcnAxis
-) -> tuple[jax.Array, jax.Array]:
-    # Residuals are arrays, so an empty array carries the parameter's dtype to the backward pass.
-    return gather_param(w, gathers, compute_dtype, reduce_dtype, dcn), jnp.zeros((0,), w.dtype)
-
-
 def _gather_param_bwd(
-    gathers: tuple[tuple[Axes, int | None], ...],
-    compute_dtype: Any,
-    reduce_dtype: Any,
-    dcn: DcnAxis,
-    like: jax.Array,
-    g: jax.Array,
+    gathers: Gathers, compute_dtype: Any, reduce_dtype: Any, dcn: DcnAxis, like: jax.Array, g: jax.Array
 ) -> tuple[jax.Array]:
     g = g.astype(reduce_dtype)
     for axes, dim in reversed(gathers):
@@ -242,7 +230,8 @@ def _row_major(x: jax.Array) -> jax.Array:
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-gather_param.defvjp(_gather_param_fwd, _gather_param_bwd)
+# Residuals are arrays, so an empty array carries the parameter's dtype to the backward pass.
+gather_param.defvjp(lambda w, *how: (gather_param(w, *how), jnp.zeros((0,), w.dtype)), _gather_param_bwd)
 
 
 def sequence_all_gather(x_BTD: jax.Array, dim: int) -> jax.Array:

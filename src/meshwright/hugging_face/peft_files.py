@@ -33,7 +33,8 @@ def write_adapter(folder: Path, model: Model, tuning: FineTune, adapters: Mappin
     tensors: dict[str, np.ndarray] = {}
     suffixes: set[str] = set()
     for path, p, stored in _matrices(model, tuning):
-        for layer, module in enumerate(_modules(stored, p)):
+        for layer, name in enumerate(stored.names(p)):
+            module = name.removesuffix(".weight")
             a, b = (x[layer] for x in adapters[path])
             tensors[_key(module, "A")] = np.moveaxis(a, -1, 0).reshape(tuning.rank, -1)
             tensors[_key(module, "B")] = np.moveaxis(b, 0, -1).reshape(-1, tuning.rank)
@@ -80,10 +81,6 @@ def _matrices(model: Model, tuning: FineTune) -> Iterator[tuple[str, Param, Stor
                     "the weights with adapters merged: meshwright convert RUN OUT",
                 )
             yield path, p, where
-
-
-def _modules(stored: StoredTensor, p: Param) -> list[str]:
-    return [name.removesuffix(".weight") for name in stored.names(p)]
 
 
 def _key(module: str, side: str) -> str:

@@ -68,9 +68,9 @@ class Block:
         return LayerSpec(self.stack, **facts, normalises_outputs=self.norm_place != "before")
 
     def layer(
-        self, ctx: ForwardContext, opening: Callable[[jax.Array, dict[str, Any]], jax.Array] = lambda x_BTD, w: x_BTD
+        self, ctx: ForwardContext, opening: Callable[[jax.Array, Tree], tuple[jax.Array, Tree]] = lambda *given: given
     ) -> Layer:
-        """Returns the layer function. opening: computation before the layer, `(x [B, T/tensor, D], weights) -> x`."""
+        """Returns the layer function. opening: what comes before it, `(x [B, T/tensor, D], weights) -> x, weights`."""
 
         def norm(place: str, name: str, x_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
             if self.norm_place not in (place, "both"):
@@ -96,8 +96,7 @@ class Block:
         runs = [halves(piece) for piece in pieces or (ctx,)]
 
         def layer(x_BTD: jax.Array, params: Tree, index: jax.Array) -> tuple[jax.Array, Aux]:
-            w = ctx.gather_params(params, self.stack)
-            x_BTD = opening(x_BTD, w)
+            x_BTD, w = opening(x_BTD, ctx.gather_params(params, self.stack))
             if not pieces:
                 return runs[0](x_BTD, w, index)
             # No piece needs another, so the compiler's scheduler sends the rows of one while another computes.
@@ -106,6 +105,25 @@ class Block:
             return jnp.concatenate(done), jax.tree.map(lambda *sums: sum(sums[1:], sums[0]), *aux)
 
         return layer
+
+
+@jax.custom_vjp
+def _own_gradients_first(x_BTD: jax.Array, weights: Tree) -> tuple[jax.Array, Tree]:
+    """Returns its arguments; the backward pass leaves a layer when it has the gradients of the layer's weights.
+
+    XLA:GPU would compute those of all layers of a loop's body at its end, and keep what they multiply (docs/log.md).
+    """
+    return x_BTD, weights
+
+
+def _leave(_: None, g: tuple[jax.Array, Tree]) -> tuple[jax.Array, Tree]:
+    if jax.lax.axis_size("stage") > 1:  # a pipeline may compute the two apart
+        return g
+    own = [gradient for gradient in jax.tree.leaves(g[1]) if jnp.issubdtype(gradient.dtype, jnp.inexact)]
+    return jax.lax.optimization_barrier((g[0], own))[0], g[1]
+
+
+_own_gradients_first.defvjp(lambda *given: (given, None), _leave)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,9 +218,9 @@ class DecoderModel(Model):
 
     def layer_functions(self, ctx: ForwardContext) -> dict[str, Pattern]:
         """Returns the layer function of each stack, or one per turn in a period."""
-        layer = functools.cache(lambda block: block.layer(ctx))
         if self.decoder.period == 1:
-            return {stack: layer(blocks[0]) for stack, blocks in self.decoder.stacks.items()}
+            return {stack: blocks[0].layer(ctx) for stack, blocks in self.decoder.stacks.items()}
+        layer = functools.cache(lambda block: block.layer(ctx, _own_gradients_first))
         turns: dict[str, tuple[Layer, ...]] = {}
         for block in self.decoder.layers[: self.decoder.period]:
             turns[block.stack] = (*turns.get(block.stack, ()), layer(block))

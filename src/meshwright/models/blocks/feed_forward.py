@@ -72,8 +72,4 @@ def _gelu_product(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
     return jax.nn.gelu(gate_BTF, approximate=True) * up_BTF
 
 
-def _gelu(x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x, approximate=True)
-
-
-_HIDDEN: dict[str, Callable[..., jax.Array]] = {"swiglu": _silu_product, "geglu": _gelu_product, "gelu": _gelu}
+_HIDDEN: dict[str, Callable[..., jax.Array]] = {"swiglu": _silu_product, "geglu": _gelu_product, "gelu": jax.nn.gelu}

@@ -96,9 +96,9 @@ class Deepseek(DenseLayersFirst):
         h_BTD = norm(x_BTD, ctx.gather_params(params["final_norm"], "final_norm"))
         embedded_BTD = self.embed(params, ctx)
 
-        def join(h_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
+        def join(h_BTD: jax.Array, w: Tree) -> tuple[jax.Array, Tree]:
             both = [norm(embedded_BTD, w["embed_norm"]), norm(h_BTD, w["hidden_norm"])]
-            return linear(jnp.concatenate(both, -1), w["project"])
+            return linear(jnp.concatenate(both, -1), w["project"]), w
 
         return h_BTD, block.layer(ctx, join)
 
