@@ -7,6 +7,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from meshwright.planner.software import MESHWRIGHT, AttentionKernel, Software
+from meshwright.planner.traffic import Movement
+from meshwright.planner.work import Work
+from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.schedule_table import TaskCounts
 from meshwright.sharding.schedules import bubble_formula
 
@@ -14,15 +17,35 @@ from meshwright.sharding.schedules import bubble_formula
 def free_running(parts: dict[str, float], tasks: TaskCounts, busy: dict[str, float]) -> tuple[dict[str, float], float]:
     """Adds the bubble of Megatron's pipeline: a stage waits only for its neighbours (arXiv:2104.04473, 2.2).
 
-    The first stage holds its warm-up: P microbatches, or with V virtual stages (V + 1) P - 1 inputs of one each.
+    Layers wait for their collectives in the microbatches that fill and drain it too. The first stage holds its warm-up:
+    P microbatches, or with V virtual stages (V + 1) P - 1 inputs of one each.
     """
-    own = tasks.microbatches * (busy["forward"] + busy["recomputation"] + busy["backward"])
+    own = tasks.microbatches * (busy["forward"] + busy["recomputation"] + busy["backward"] + busy["exposed"])
     live = tasks.stages if tasks.virtual_stages == 1 else (tasks.virtual_stages + 1) * tasks.stages - 1
     live = min(live, tasks.microbatches * tasks.virtual_stages)
     return {
         **parts,
         "bubble": own * bubble_formula(tasks.name, tasks.stages, tasks.microbatches, tasks.virtual_stages),
     }, float(live)
+
+
+def gathered_ring(placed: PlacedRun, work: Work, layers: float, compute: int, again: frozenset[str]) -> list[Movement]:
+    """Returns what the ring attention of PyTorch sends, which torchtitan gives keys of all heads of queries.
+
+    torch/distributed/tensor/experimental/_attention.py (pytorch/torchtitan issue 1283): one all-gather of keys and
+    values for each pass, and their gradients around the ring in float32, as often as it has devices. That nothing of
+    it is beside attention is an assumption.
+    """
+    axes, n = ("context",), placed.shape.context
+    block = 2 * work.tokens * work.widths.query
+    passes = ["forward", "backward", *(["recomputation"] if "attention" in again else [])]
+    result = [
+        Movement("all-gather", axes, block * compute * n, layers, name, True, "keys and values") for name in passes
+    ]
+    gradients = Movement(
+        "collective-permute", axes, block * 4, n * layers, "backward", True, "gradients of keys and values"
+    )
+    return [*result, gradients]
 
 
 RAMP = 600
@@ -82,8 +105,20 @@ SOFTWARE = {
         dataclasses.replace(_MEGATRON, name="Megatron-Core 2026.06", sorting=0.5),
         _MEGATRON_LM,
         dataclasses.replace(_MEGATRON_LM, name="vTrain", launch=4e-5),
-        Software("torchtitan", free_running, FLASH2, launch=1e-5, elementwise=3.2, tensor_overlap=0.1),
-        Software("PyTorch", free_running, TRITON, launch=1e-5, elementwise=2.84, overlap=0.54, tensor_overlap=0.0),
+        Software(
+            "torchtitan", free_running, FLASH2, launch=1e-5, elementwise=3.2, tensor_overlap=0.1, context=gathered_ring
+        ),
+        # Composer's loss (flash-attn, csrc/xentropy) reads logits in bfloat16, and writes their gradient so.
+        Software(
+            "PyTorch",
+            free_running,
+            TRITON,
+            launch=1e-5,
+            elementwise=2.84,
+            overlap=0.54,
+            tensor_overlap=0.0,
+            logit_bytes=2,
+        ),
         Software("Meta", free_running, CHIPS_OWN, launch=1e-5, tensor_overlap=0.0),
     )
 }

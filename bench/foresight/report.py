@@ -65,9 +65,9 @@ def spread(values: Iterable[float]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def fits(predicted: Estimate) -> bool:
+def fits(row: Row, predicted: Estimate) -> bool:
     """Returns whether a step fits. Other phases of a training are only this package's."""
-    return predicted.bytes * predicted.target.chip.fragmentation <= predicted.hbm_bytes
+    return row.bytes(predicted) * predicted.target.chip.fragmentation <= predicted.hbm_bytes
 
 
 def sweeps(rows: list[Row]) -> dict[str, list[Row]]:
@@ -171,7 +171,7 @@ def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
         add(f"other half, {family}", [row for row in other if family_of(row) == family], errors)
     for program in sorted({row.software.name for row in rows}):
         add(f"other half, {program}", [row for row in other if row.software.name == program], errors)
-    memory = [results[row.id][1].bytes / row.memory - 1 for row in rows if row.memory]
+    memory = [row.bytes(results[row.id][1]) / row.memory - 1 for row in rows if row.memory]
     return {**table, "memory": spread(memory)}
 
 
@@ -189,7 +189,7 @@ def table(rows: list[Row], left_out: dict[str, str]) -> str:
     bound = Counter(predicted.bound_by for _, predicted, _ in results.values())
     lines += ["", "Bound by: " + ", ".join(f"{name} {count}" for name, count in bound.most_common()) + "."]
     stated = sum(row.states_remat for row in rows)
-    misses = [row for row, predicted, _ in results.values() if not fits(predicted)]
+    misses = [row for row, predicted, _ in results.values() if not fits(row, predicted)]
     tight = sum(row.states_remat for row in misses)
     programs = Counter(row.software.name for row in misses).most_common()
     lines += [
@@ -234,7 +234,7 @@ def row_tables(rows: list[Row]) -> str:
         if row.memory:
             lines.append(
                 f"| {row.id} | {row.model} | {row.placed.run.mesh} | {row.memory / 2**30:.1f} | "
-                f"{predicted.bytes / 2**30:.1f} | {predicted.bytes / row.memory - 1:+.0%} |"
+                f"{row.bytes(predicted) / 2**30:.1f} | {row.bytes(predicted) / row.memory - 1:+.0%} |"
             )
     return "\n".join(lines) + "\n"
 

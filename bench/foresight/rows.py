@@ -26,6 +26,7 @@ from meshwright.models.families.llama import Llama
 from meshwright.models.families.mixtral import Mixtral
 from meshwright.models.model import Model
 from meshwright.models.quantisation import MatmulPrecision
+from meshwright.planner.estimate import Estimate
 from meshwright.planner.software import Software
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
@@ -66,6 +67,8 @@ _SIZES = {
 # NVIDIA/NeMo, nemo/collections/llm/recipes/nemotron4_340b.py: twelve virtual stages.
 _VIRTUAL_STAGES = {"Nemotron4 340B": 12, "Llama 3 405B": 8}
 """Virtual stages where a row does not say. Each of Meta's 126 layers is a part (arXiv:2407.21783, section 3.3.2)."""
+_OFFLOADED = {("LLAMA3_70B", "GB200", "FSDP64"): 40 / 80}
+"""Megatron-Bridge, scripts/performance/configs/llama, `cpu_offloading_num_layers` of the layers."""
 # Bytes/s per GPU between nodes, where a row's machine has another network than its chip's in hardware/chips.py.
 _NETWORKS = (
     # A3 High (h100-80gb-8): four interfaces of 200 Gbit/s for eight GPUs; NCCL reached 83 GB/s, and 318 on A3 Mega.
@@ -112,6 +115,15 @@ class Row:
     """Published peak bytes of a device."""
     states_remat: bool
     """Whether the row, or the published configuration of its program, says what the backward pass recomputes."""
+    offloaded: float = 0.0
+    """Fraction of its layers whose activations the program keeps in host memory."""
+
+    def bytes(self, predicted: Estimate) -> float:
+        """Returns the predicted peak bytes of a device."""
+        # Other programs pad sizes that `fsdp` of 24, 48 or 96 does not divide, and shard (`place`).
+        odd = self.placed.shape.data if self.system == "PyTorch FSDP" else 1
+        state = sum(predicted.memory[name] for name in ("parameters", "optimizer state", "gradients"))
+        return predicted.bytes - state * (1 - 1 / odd) - self.offloaded * predicted.memory["activations"]
 
     @property
     def is_fitted(self) -> bool:
@@ -203,6 +215,7 @@ def read_row(row: dict[str, str]) -> Row:
     return Row(
         row["id"], row["system"], row["model"], placed, software, target, seconds,
         float(gib) * 2**30 if gib else None, bool(row["remat"]) or row["system"].startswith("Megatron-Bridge"),
+        _OFFLOADED.get((row["model"], row["hardware"], row["mesh_or_parallelism"][:6]), 0.0),
     )  # fmt: skip
 
 
@@ -228,12 +241,19 @@ def software_of(row: dict[str, str]) -> Software:
         raise NotPriced("a program that other_programs.py does not have")
     software = SOFTWARE[name]
     if row["system"] == "nanotron" or ("NVIDIA/NeMo" in row["source_repo_or_paper"] and "H100" in row["hardware"]):
-        software = dataclasses.replace(software, kernel=FLASH2)  # nanotron and NeMo 24.07, before FlashAttention-3
+        # nanotron and NeMo 24.07, before FlashAttention-3
+        software = dataclasses.replace(software, kernel=FLASH2, logit_bytes=4)
     if name == "Megatron-LM" and "sequence parallel" not in row["remat"]:
         software = dataclasses.replace(software, splits_sequence=False)
     if row["system"].startswith("Megatron-Bridge") and (row["hardware"], row["model"]) != ("B300", "Qwen3_235B_a22B"):
         # HybridEP, DeepEP (scripts/performance/configs: `moe_flex_dispatcher_backend`); B300's 235B has "alltoall".
         software = dataclasses.replace(software, rows_by="device")
+    if row["system"].startswith("Megatron-Bridge"):
+        # TransformerEngine's loss writes the gradient over the logits, in bfloat16 (`cross_entropy_fusion_impl`).
+        software = dataclasses.replace(software, logit_bytes=1)
+    if row["system"] == "torchtitan" and "TP" in row["mesh_or_parallelism"]:
+        # loss_parallel holds four arrays in float32: logits less their maximum, exponentials, gradient, their product.
+        software = dataclasses.replace(software, logit_bytes=8)
     # Without AsyncTP, PyTorch's collectives of tensor parallelism are whole.
     whole = row["system"] == "torchtitan" and "AsyncTP" not in row["mesh_or_parallelism"]
     return dataclasses.replace(software, tensor_overlap=0.0) if whole else software
@@ -256,10 +276,12 @@ def read_precision(row: dict[str, str], target: Target) -> str:
 def reduces_in_16_bits(row: dict[str, str]) -> bool:
     """Returns whether gradients are summed in bfloat16: Composer's PURE, the blog's bfSixteen policy, NVIDIA's recipes.
 
-    Those have `grad_reduce_in_fp32 = False`: scripts/performance of Megatron-Bridge and (helpers.py) of NeMo.
+    Those have `grad_reduce_in_fp32 = False`: scripts/performance of Megatron-Bridge and (helpers.py) of NeMo. MaxText's
+    are summed as their matmul wrote them, before the cast (docs/peers.md; jax-ml/jax issue 27496).
     """
     nvidia = row["system"].startswith(("NeMo", "Megatron-Bridge"))
-    return "mp=PURE" in row["precision"] or row["system"] == "PyTorch FSDP" or nvidia
+    maxtext = row["system"].startswith(("MaxText", "AXLearn"))
+    return "mp=PURE" in row["precision"] or row["system"] == "PyTorch FSDP" or nvidia or maxtext
 
 
 def place(row: dict[str, str], model: Model, mesh: MeshShape, training: Training) -> PlacedRun:

@@ -212,8 +212,7 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
     if shape.stage > 1:
         tasks = build_counts(training.pipeline_schedule, shape.stage, microbatches, placed.virtual_stages)
     compute = _compute_seconds(settled, work, again, target, software)
-    kinds = ("matmul", "attention", "elementwise")
-    busy = {name: sum(seconds[kind] for kind in kinds) for name, seconds in compute.items()}
+    busy = {name: sum(n[kind] for kind in ("matmul", "attention", "elementwise")) for name, n in compute.items()}
     unembedding = _unembedding_seconds(placed, work, target, software, sum(busy.values()))
     busy["stage"] = busy["forward"] if tasks is not None and not keeps_stages(placed) else 0.0
     exposed, links, routes = overlapped(
@@ -243,6 +242,8 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
     }
     in_flight = 1.0
     if tasks is not None:
+        in_layers = [n for axes, n in exposed.items() if not {"data", "fsdp", "stage"} & {*axes.split("+")}]
+        busy["exposed"] = sum(in_layers) / microbatches
         parts, in_flight = software.pipeline_time(parts, tasks, busy)
     tokens, memory = training.batch * placed.units, memory_by_category(settled, work, in_flight, software)
     return Estimate(

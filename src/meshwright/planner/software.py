@@ -5,7 +5,7 @@ Programs of others, for published measurements, are in bench/foresight/other_pro
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from meshwright.sharding.schedule_table import (
     BACKWARD,
@@ -20,7 +20,8 @@ PipelineTime = Callable[[dict[str, float], TaskCounts, dict[str, float]], tuple[
 """`(seconds of a step by part, task counts, seconds of one microbatch by pass) -> (seconds by part, with the bubble;
 most inputs of virtual stages that a stage holds)`.
 
-The pass `stage` is the forward pass that a backward task repeats from its saved input; 0 where it repeats none."""
+The pass `stage` is the forward pass that a backward task repeats from its saved input; 0 where it repeats none.
+`exposed` is what the layers of a microbatch wait for: collectives over `tensor`, `context` and `expert`."""
 
 
 def lockstep(parts: dict[str, float], tasks: TaskCounts, busy: dict[str, float]) -> tuple[dict[str, float], float]:
@@ -106,6 +107,8 @@ class Software:
     """What a token is sent to once: each of its experts, or over the network each node with some, or each device."""
     exchange_overlap: float = 0.0
     """Overlapped fraction of the rows that travel between nodes in pieces of the batch (`Settled.exchange_pieces`)."""
+    context: Callable[..., list[Any]] | None = None
+    """Collectives of context parallelism, with the arguments of the planner's own, which None takes."""
     transformer_engine: bool = False
     """Whether experts have low precision too, and one kernel quantises an input for all products, which is kept so."""
 

@@ -72,7 +72,7 @@ def movements(
         opened = residual * (halves + layers * (work.widths.gathered / work.width - 1)) / halves
         result += _tensor((opened, residual), halves, (pairs - 1) * layers, microbatches, again)
     if shape.context > 1:
-        result += _context(placed, work, layers, compute, again)
+        result += (software.context or _context)(placed, work, layers, compute, again)
     degrees = {axis: shape.degrees()[axis] for axis in placed.layout.expert_axes}
     if degrees and work.experts:
         beside = software.sends_beside and placed.virtual_stages > 1

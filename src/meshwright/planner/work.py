@@ -223,11 +223,7 @@ def recomputed_roles(remat: str) -> frozenset[str]:
     policy = REMAT_POLICIES[remat]
     if policy.saved is None:
         return frozenset({"scores"} if policy.dropped else ())
-    saved = set(policy.saved) | set(policy.offloaded)
     # The layer's output is not needed, and of other matmuls nothing is known.
-    again = {"router", "projection", "adapter"}
-    again |= set() if ATTN_RESIDUAL in saved else {"attention_out"}
-    again |= set() if QKV in saved else {"qkv"}
-    again |= set() if ATTN_OUT in saved else {"attention"}
-    again |= set() if FFN_HIDDEN in saved else {"ffn_in"}
-    return frozenset(again)
+    made_by = {ATTN_RESIDUAL: "attention_out", QKV: "qkv", ATTN_OUT: "attention", FFN_HIDDEN: "ffn_in"}
+    again = {role for name, role in made_by.items() if name not in (*policy.saved, *policy.offloaded)}
+    return frozenset({"router", "projection", "adapter", *again})
