@@ -124,7 +124,7 @@ def test_a_stage_keeps_no_parameters_of_layers_that_take_turns(monkeypatch: pyte
     device_run = device_run_of(tiny_run(model, "stage=2", microbatches=4, dropout=0.0, remat="feed_forward", **KEEPS))
     build_train_step(device_run).lower(device_run.abstract, device_run.abstract_batch)
     stacked = [path for path, p, _ in device_run.placed.layout.leaves if "L" in p.dims]
-    assert len(found[0]._backward_of_part.weights) == len(stacked)
+    assert set(found[0]._backward_of_part.given.values()) >= set(range(len(stacked)))
 
 
 def test_a_stage_that_keeps_everything_recomputes_nothing() -> None:

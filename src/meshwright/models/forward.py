@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 Turn = tuple[str, Callable[..., tuple[Any, Any]]]
 """Stack of a layer, and its function `(x, params, index) -> (x, aux)`."""
+ReadRow = Callable[[str, Any], Tree]
+"""`(stack, number) -> parameters` of a row of the part of the stack that is run."""
 
 
 class Section(NamedTuple):
@@ -74,13 +76,12 @@ class Section(NamedTuple):
 
 
 @jax.custom_vjp
-def _read_row(row: jax.Array, stack: jax.Array, number: jax.Array) -> jax.Array:
-    """Returns a row of a stack, and in the backward pass its gradient as that of `row`, the same row of a copy."""
-    return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
+def with_gradient_of(of: jax.Array, value: jax.Array) -> jax.Array:
+    """Returns `value`, and in the backward pass its gradient as that of `of`, which is not read."""
+    return value
 
 
-# The function itself: a call with its derivative would keep the copy, which it does not read.
-_read_row.defvjp(lambda *given: (_read_row.fun(*given), None), lambda _, g: (g, None, None))
+with_gradient_of.defvjp(lambda _, value: (value, None), lambda _, g: (g, None))
 
 
 def sections(
@@ -103,7 +104,7 @@ def sections(
 def scan_layers(
     period: Sequence[Turn],
     x: Any,
-    stacked: Mapping[str, Any],
+    stacked: Mapping[str, Any] | ReadRow,
     index: Mapping[str, Any],
     *,
     rows: Mapping[str, slice] | None = None,
@@ -112,21 +113,22 @@ def scan_layers(
 ) -> tuple[Any, dict[str, Any]]:
     """Scans layers whose kinds repeat; returns x and the aux of each stack, [L, ...].
 
-    stacked: parameters of each stack, with a leading dimension of rows.  index: index of each row's layer in the model,
-    int32, or a tree of such arrays.  rows: of each stack that are scanned, all by default.  remat: a row of
-    REMAT_POLICIES.  unroll: layers per iteration, at least a period; those after the last period are one more.
+    stacked: parameters of each stack, with a leading dimension of rows, or what reads them.  index: index of each row's
+    layer in the model, int32, or a tree of such arrays.  rows: of each stack that are scanned, all by default.  remat:
+    a row of REMAT_POLICIES.  unroll: layers per iteration, at least a period; those after the last period are one more.
     """
     turns = collections.Counter(stack for stack, _ in period)
-    total = {stack: jax.tree.leaves(stacked[stack])[0].shape[0] for stack in turns}
+    total = {stack: jax.tree.leaves(index[stack])[0].shape[0] for stack in turns}
     here = {stack: range(total[stack])[rows[stack] if rows else slice(None)] for stack in turns}
-    if len(period) == 1:
+    if len(period) == 1 and not callable(stacked):
         ((stack, layer),) = period
         body = checkpoint_layer(layer, remat, prevent_cse=len(here[stack]) == 1)
         if len(here[stack]) == total[stack]:
             x, aux = jax.lax.scan(lambda x, rest: body(x, *rest), x, (stacked[stack], index[stack]), unroll=unroll)
             return x, {stack: aux}
     # A scan over rows of a stack, or over groups of them, would copy what it reads: layers read the stack itself.
-    whole = jax.lax.stop_gradient({stack: stacked[stack] for stack in turns})
+    copied = dict.fromkeys(turns) if callable(stacked) else {stack: stacked[stack] for stack in turns}
+    whole = jax.lax.stop_gradient(copied)
     periods = min(len(here[stack]) // count for stack, count in turns.items())
     left = collections.Counter({stack: len(here[stack]) - periods * count for stack, count in turns.items()})
     last = period[: left.total()]
@@ -146,15 +148,19 @@ def scan_layers(
 
                 def turn(x: Any, inputs: Any, i: int = len(outputs[stack]), turn: Turn = (stack, layer)) -> Any:
                     params, index, number = jax.tree.map(lambda a: a[i], inputs)
-                    read = functools.partial(_read_row, number=number)
-                    return turn[1](x, jax.tree.map(read, params, whole[turn[0]]), index)
+                    if callable(stacked):
+                        params = stacked(turn[0], number)
+                    else:
+                        own = functools.partial(jax.lax.dynamic_index_in_dim, index=number, keepdims=False)
+                        params = jax.tree.map(with_gradient_of, params, jax.tree.map(own, whole[turn[0]]))
+                    return turn[1](x, params, index)
 
                 # The layer's rows are taken inside: rows taken before would be saved, a copy of all parameters.
                 x, aux = checkpoint_layer(turn, remat, prevent_cse=len(bodies) > 1 or count == 1)(x, inputs[stack])
                 outputs[stack].append(aux)
             return x, {stack: jax.tree.map(lambda *a: jnp.stack(a), *aux) for stack, aux in outputs.items()}
 
-        given = {s: (stacked[s], jax.tree.map(jnp.asarray, index[s]), jnp.arange(total[s])) for s in counts}
+        given = {s: (copied[s], jax.tree.map(jnp.asarray, index[s]), jnp.arange(total[s])) for s in counts}
         grouped = {stack: jax.tree.map(lambda a, s=stack: by_period(s, a), given[stack]) for stack in counts}
         x, aux = jax.lax.scan(step, x, grouped, unroll=max(1, unroll // len(bodies)))
         return x, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
@@ -272,11 +278,11 @@ class LocalModel:
         return jax.tree.map(lambda field: field[:, positions_T], batch)
 
     def layers(
-        self, params: dict[str, Tree], x_BTD: jax.Array, ctx: ForwardContext, virtual_stage: jax.Array | int = 0
+        self, params: dict[str, Tree] | ReadRow, x_BTD: jax.Array, ctx: ForwardContext, virtual_stage: Any = 0
     ) -> tuple[jax.Array, dict[str, Aux]]:
         """Runs the layers of one virtual stage; returns the hidden states and each stack's aux, [rows, ...].
 
-        params: only the parameters of that virtual stage, by stack.
+        params: of that virtual stage, by stack, or what reads their rows.
         """
         spec, functions, outputs = self.model.spec(), self.model.layer_functions(ctx), list[dict[str, Aux]]()
         # Layer in each row: [stages, virtual stages, rows].
@@ -298,7 +304,7 @@ class LocalModel:
                 if part.start == part.stop:
                     continue
                 stack, own = section.stacks[0], section.rows(spec, part)
-                if stack in self.ahead:
+                if stack in self.ahead and not callable(params):
                     p, i = (jax.tree.map(operator.itemgetter(own[stack]), tree[stack]) for tree in (params, index))
                     x_BTD, aux = self._layers_ahead(stack, x_BTD, ctx, p, i, remat)
                 else:

@@ -222,19 +222,17 @@ def _rows(layout: ModelLayout) -> float:
 def _added_late(placed: PlacedRun) -> float:
     """Elements on a device of gradients of one microbatch that are there at once, before they are added to the sum.
 
-    In a pipeline they are those of a part, but not of experts: compiled pipelines of DeepSeek-V3 and Mixtral hold these
-    once. Elsewhere references add each layer's in place, but not in another type, and not those of
-    layers that take turns, whose stack has another shape in the loop over periods.
+    References add each layer's in place: without a pipeline not those in another type, nor those of layers that take
+    turns, whose stack has another shape in the loop over periods.
     """
     layout = placed.layout
-    if layout.shape.stage == 1 and layout.spec.period == 1 and placed.run.training.param_dtype == "float32":
+    if layout.shape.stage > 1 or (layout.spec.period == 1 and placed.run.training.param_dtype == "float32"):
         return 0.0
-    stacked = sum(
+    return sum(
         p.size / layout.shape.over(axes_of(where.at_rest))
         for _, p, where in layout.leaves
-        if "L" in p.dims and not p.frozen and not (layout.shape.stage > 1 and "E" in p.dims)
+        if "L" in p.dims and not p.frozen
     )
-    return stacked / placed.virtual_stages
 
 
 @functools.lru_cache(maxsize=4096)

@@ -16,6 +16,7 @@ from meshwright.comm.collectives import all_gather, all_reduce, axis_index, sum_
 from meshwright.comm.hierarchical import hierarchical_reduce_scatter
 from meshwright.data.batch import Batch
 from meshwright.models.blocks.layers import Dropout, dropout_key
+from meshwright.models.forward import with_gradient_of
 from meshwright.models.model import Aux, Metrics, Model
 from meshwright.sharding.layouts import BATCH_AXES, TOKEN_AXES
 from meshwright.sharding.params import Tree, is_param, rows_to_layers, trained_only, with_frozen
@@ -94,26 +95,18 @@ def _add_microbatches(loss_fn: Callable[[Tree, jax.Array, Batch], Any], params: 
     parts: sequence indices and batch, with a leading dimension of microbatches. Without references all gradients of
     a microbatch would exist before they are added: a second copy of the model's gradients.
     """
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    references = jax.tree.map(jax.new_ref, zeros)
     # The gradients of bfloat16 parameters are bfloat16, and a reference cannot change the type of what is added to it.
-    sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    treedef: Any = jax.tree.structure(params)
-    references = jax.tree.map(jax.new_ref, sums)
+    given = jax.tree.map(lambda p, zero: p if p.dtype == zero.dtype else zero, params, zeros)
 
-    def accumulator(total: Any, p: jax.Array) -> Any:
-        if total.dtype == p.dtype:
-            return total
-        return jax.ad.GradValue()  # type: ignore[attr-defined]
-
-    accumulators = jax.tree.map(accumulator, references, params)
+    def read(of: jax.Array, p: jax.Array) -> jax.Array:
+        return of if of.dtype == p.dtype else with_gradient_of(of.astype(p.dtype), p)
 
     def add(more: Any, part: tuple[jax.Array, Batch]) -> tuple[Any, None]:
         vjp: Any
-        value, vjp, sums = jax.vjp(lambda params: loss_fn(params, *part), params, has_aux=True)
-        (grads,) = vjp.with_refs(accumulators)(jnp.ones_like(value))
-        # In the place of a gradient that went into its reference is a mark.
-        for total, grad in zip(jax.tree.leaves(references), treedef.flatten_up_to(grads), strict=True):
-            if isinstance(grad, jax.Array):
-                total[...] += grad.astype(total.dtype)
+        value, vjp, sums = jax.vjp(lambda of: loss_fn(jax.tree.map(read, of, params), *part), given, has_aux=True)
+        vjp.with_refs(references)(jnp.ones_like(value))
         return jax.tree.map(jnp.add, more, sums), None
 
     more = jax.eval_shape(lambda part: loss_fn(params, *part)[1], jax.tree.map(lambda x: x[0], parts))

@@ -7,6 +7,9 @@ forward half of the next. They wait in the buffer slots that the table has assig
 part with `jax.vjp`: from the saved input, by recomputing the part, or from what the forward half has kept
 (`PipelineModel.keeps`).
 
+A layer reads its row of the stage's stacks by number, and its gradients are added to the same row of their float32 sums
+as soon as they are known: no part's weights are copied, and no part's gradients exist beside the sums.
+
 The ticks are run in segments (before the first backward pass, with both halves, after the last forward pass), each a
 loop whose body has only the halves that some stage runs in it. A half that all stages run in every tick of its segment
 has no branch around it; elsewhere a stage without a task waits in a `lax.cond`. Where the layers send values around a
@@ -29,7 +32,7 @@ from jax import lax
 from meshwright.comm.collectives import ring_shift
 from meshwright.data.batch import Batch
 from meshwright.models.blocks.layers import Dropout
-from meshwright.models.forward import LocalModel
+from meshwright.models.forward import LocalModel, with_gradient_of
 from meshwright.models.model import Aux, ForwardContext, Metrics
 from meshwright.sharding.params import Tree, with_frozen
 from meshwright.sharding.schedule_table import (
@@ -50,6 +53,21 @@ Ticks = dict[frozenset[frozenset[str]], int]
 
 Layers = dict[str, Tree]
 """Parameters of the stacked layers, by stack."""
+
+
+class Part(NamedTuple):
+    """A part of the layers, as the inputs of a forward pass."""
+
+    params: Layers
+    """Whole stacks."""
+    sums: Layers
+    """Of the gradients of trained parameters; derivatives are by these, and do not read them."""
+    counts: jax.Array
+    """Whether gradients are added."""
+    virtual_stage: jax.Array
+    microbatch: jax.Array
+
+
 _COLUMNS = ("kind", "virtual_stage", "microbatch", "input_slot", "gradient_slot")
 """Fields of a table, and of a task."""
 _RUN, _INPUT, _WEIGHT = range(len(PLACES))
@@ -77,20 +95,33 @@ class PipelineModel:
         sequences_B, batch = self._take(m)
         return self.model.context(batch, self.dropout(sequences_B))
 
-    def _all(self, params: Tree, stored: Callable[[Tree], Tree] = lambda stored: stored) -> Tree:
+    def _all(self, params: Tree) -> Tree:
         if self.frozen is None:
             return params
-        arrays = stored({path: self.frozen[1][path] for path in params})
-        return {path: with_frozen(self.frozen[0][path], tree, arrays[path]) for path, tree in params.items()}
+        described, arrays = self.frozen
+        return {path: with_frozen(described[path], tree, arrays[path]) for path, tree in params.items()}
 
     def embed(self, params: Tree, m: jax.Array) -> jax.Array:
         """Returns x [B, T, D] of a microbatch, on the first stage."""
         return self.model.model.embed(self._all(params), self._context(m))
 
-    def layers(self, part: Layers, x: jax.Array, virtual_stage: jax.Array, m: jax.Array) -> tuple[jax.Array, Any]:
+    def layers(self, part: Part, x: jax.Array) -> tuple[jax.Array, Any]:
         """Returns x after the layers of a part, and their aux: a tree of [rows, ...]."""
-        params = self._all(part, lambda stored: _part_rows(stored, virtual_stage, self.model.stages.virtual_stages))
-        return self.model.layers(params, x, self._context(m), virtual_stage)
+        params, sums, parts = self._all(part.params), self._all(part.sums), self.model.stages.virtual_stages
+
+        def read(stack: str, number: Any) -> Tree:
+            def row(a: jax.Array) -> jax.Array:
+                return lax.dynamic_index_in_dim(a, part.virtual_stage * (a.shape[0] // parts) + number, keepdims=False)
+
+            def read_row(a: jax.Array, total: jax.Array) -> jax.Array:
+                if a is total:  # frozen, or nothing is trained
+                    return row(a)
+                of = row(total).astype(a.dtype)
+                return with_gradient_of(lax.select(part.counts, of, jnp.zeros_like(of)), row(a))
+
+            return jax.tree.map(read_row, params[stack], sums[stack])
+
+        return self.model.layers(read, x, self._context(part.microbatch), part.virtual_stage)
 
     def loss(self, params: Tree, x: jax.Array, m: jax.Array) -> tuple[jax.Array, Any]:
         """Returns the loss of the local shard and its sums from x of the last part."""
@@ -229,27 +260,27 @@ class _Task(NamedTuple):
     gradient_slot: jax.Array
 
 
+_FIRST = _Task._make([True, *[np.int32(0)] * len(_COLUMNS)])  # for shapes, which are those of every task
+
+
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """Derivative of a part as `jax.vjp` returns it, a tree of arrays: those to keep, and parameters of the part."""
+    """Derivative of a part as `jax.vjp` returns it, a tree of arrays: those to keep, and those that are given again."""
 
     leaves: list[Any]
     treedef: Any
-    weights: dict[int, int]
-    """Leaves of the tree that are parameters of the part, with their index among those."""
+    given: dict[int, int]
+    """Leaves of the tree that are leaves of the part, with their index among those."""
 
     def select(self, leaves: list[Any]) -> list[Any]:
         """Returns the leaves that a forward pass keeps, or their shapes and types."""
-        return [leaf for i, leaf in enumerate(leaves) if i not in self.weights]
+        return [leaf for i, leaf in enumerate(leaves) if i not in self.given]
 
-    def rebuild(self, kept: list[jax.Array], part: Layers) -> Callable[..., tuple[Any, ...]]:
-        """Returns the derivative: `gradient of the output -> gradients of the inputs`."""
-        values, weights = iter(kept), jax.tree.leaves(part)
-        leaves = [
-            weights[self.weights[i]] if i in self.weights else next(values) for i in range(self.treedef.num_leaves)
-        ]
-        derivative: Callable[..., tuple[Any, ...]] = jax.tree.unflatten(self.treedef, leaves)
-        return derivative
+    def rebuild(self, kept: list[jax.Array], part: Part) -> Any:
+        """Returns the derivative of a part, as `jax.vjp` does."""
+        values, given = iter(kept), jax.tree.leaves(part)
+        leaves = [given[self.given[i]] if i in self.given else next(values) for i in range(self.treedef.num_leaves)]
+        return jax.tree.unflatten(self.treedef, leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,13 +305,9 @@ class _Engine:
 
     def _start(self) -> _Carry:
         table, model, x, first = self.table, self.model, self.x, jnp.int32(0)
-
-        def part_aux(params: Tree, x: jax.Array) -> Any:
-            return model.layers(_part_rows(model.stacked(params), first, table.virtual_stages), x, first, first)[1]
-
         # The gradients of bfloat16 parameters are bfloat16; the sum of many is float32.
         grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.params) if self.trains else {}
-        aux = jax.eval_shape(part_aux, self.params, x) if self.trains else {}
+        aux = jax.eval_shape(lambda x: self._run_part(self._part(_FIRST), x)[1], x) if self.trains else {}
         sums = jax.eval_shape(lambda params, x: model.loss(params, x, first)[1], self.params, x)
         return _Carry(
             inputs=jnp.zeros((table.input_slots, *x.shape), x.dtype),
@@ -355,93 +382,77 @@ class _Engine:
     ) -> tuple[jax.Array, Any, list[jax.Array]]:
         x, part = _read_slot(carry.inputs, task.input_slot), self._part(task)
         if not self.trains:
-            return self._run_part(part, x, task.virtual_stage, task.microbatch)[0][0], *otherwise[1:]
+            return self._run_part(part, x)[0][0], *otherwise[1:]
         if not self.model.keeps:
-            (x, _), aux = self._run_part(part, x, task.virtual_stage, task.microbatch)
-            return x, self._add(otherwise[1], aux, task, task.runs), otherwise[2]
-        (x, _), vjp, aux = self._vjp(part, x, task.virtual_stage, task.microbatch)
+            (x, _), aux = self._run_part(part, x)
+            return x, self._add(otherwise[1], aux, task), otherwise[2]
+        (x, _), vjp, aux = self._vjp(part, x)
         kept = self._backward_of_part.select(jax.tree.leaves(vjp))
         # A stage that runs only its own tasks writes their slots without reading them.
         write, slot = _put, task.input_slot
         if task.runs is not True:
             write, slot = _write_slot, jnp.where(task.runs, task.input_slot, NOTHING)
         buffers = [write(buffer, value, slot) for buffer, value in zip(otherwise[2], kept, strict=True)]
-        return x, self._add(otherwise[1], aux, task, task.runs), buffers
+        return x, self._add(otherwise[1], aux, task), buffers
 
     def _backward(
         self, task: _Task, carry: _Carry, otherwise: tuple[jax.Array, Layers], unsplit: bool
     ) -> tuple[jax.Array, Layers]:
-        if not unsplit:
-            return _masked(self._gradients(task, carry, "input")[1], task.runs), otherwise[1]
-        g_layers, g_x = self._gradients(task, carry, "both")
-        # The other half of a split backward pass adds the gradients of the weights.
-        counts = task.runs if (self.table.kind != BACKWARD_INPUT).all() else task.kind == BACKWARD
-        return _masked(g_x, task.runs), self._add(otherwise[1], g_layers, task, counts)
+        sums = otherwise[1]
+        return self._gradients(task, carry, sums) if unsplit else (self._gradients(task, carry, None)[0], sums)
 
     def _backward_weight(self, task: _Task, carry: _Carry, otherwise: Layers) -> Layers:
-        return self._add(otherwise, self._gradients(task, carry, "weights")[0], task, task.runs)
+        return self._gradients(task, carry, otherwise)[1]
 
-    def _gradients(self, task: _Task, carry: _Carry, of: str) -> tuple[Any, Any]:
-        """Returns the gradients of a part's parameters and of its input: `of` both, or one of them and None."""
+    def _gradients(self, task: _Task, carry: _Carry, sums: Any) -> tuple[jax.Array, Any]:
+        """Returns the gradient of a part's input, and `sums` with those of its parameters; None computes none."""
         # Gradients of the part's output, and of its auxiliary loss.
         g = _masked((_read_slot(carry.gradients, task.gradient_slot), jnp.ones(())), task.runs)
-        part, index = self._part(task), (task.virtual_stage, task.microbatch)
-        if self.model.keeps:
-            kept = [_read_slot(buffer, task.input_slot) for buffer in carry.kept]
-            g_part, g_x, *_ = self._backward_of_part.rebuild(kept, part)(g)
-            return g_part, g_x
-        x = _read_slot(carry.inputs, task.input_slot)
-        if of == "input":
-            return None, jax.vjp(lambda x: self._run_part(part, x, *index)[0], x)[1](g)[0]
-        if of == "weights":
-            return jax.vjp(lambda part: self._run_part(part, x, *index)[0], part)[1](g)[0], None
-        g_part, g_x = jax.vjp(lambda part, x: self._run_part(part, x, *index)[0], part, x)[1](g)
-        return g_part, g_x
+        part, x = self._part(task), _read_slot(carry.inputs, task.input_slot)
+        if sums is None:
+            return _masked(jax.vjp(lambda x: self._run_part(part, x)[0], x)[1](g)[0], task.runs), None
+        kept = [_read_slot(buffer, task.input_slot) for buffer in carry.kept]
+        vjp = self._backward_of_part.rebuild(kept, part) if self.model.keeps else self._vjp(part, x)[1]
+        references = jax.tree.map(jax.new_ref, sums)
+        g_x = vjp.with_refs(references, jax.ad.GradValue())(g)[1]  # type: ignore[attr-defined]
+        return _masked(g_x, task.runs), jax.tree.map(jax.freeze, references)
 
     @functools.cached_property
     def _backward_of_part(self) -> "_Backward":
         """How to call the derivative of a part with what a forward pass has kept."""
-        first = jnp.int32(0)
-        part = _part_rows(self.model.stacked(self.params), first, self.table.virtual_stages)
-        given = (part, self.x, first, first)
-        traced, shapes = jax.make_jaxpr(lambda *given: self._vjp(*given)[1], return_shape=True)(*given)
-        # The part's parameters are leaves as they are, or by `stop_gradient` (models/forward.py).
+        part = self._part(_FIRST)
+        traced, shapes = jax.make_jaxpr(lambda *given: self._vjp(*given)[1], return_shape=True)(part, self.x)
         numbers = {id(var): i for i, var in enumerate(traced.jaxpr.invars[: len(jax.tree.leaves(part))])}
-        for equation in traced.eqns:
-            if equation.primitive.name == "stop_gradient" and id(equation.invars[0]) in numbers:
-                numbers[id(equation.outvars[0])] = numbers[id(equation.invars[0])]
-        weights = {i: numbers[id(var)] for i, var in enumerate(traced.jaxpr.outvars) if id(var) in numbers}
-        return _Backward(*jax.tree.flatten(shapes), weights)
+        given = {i: numbers[id(var)] for i, var in enumerate(traced.jaxpr.outvars) if id(var) in numbers}
+        return _Backward(*jax.tree.flatten(shapes), given)
 
     def _kept(self) -> list[Any]:
-        if not (self.trains and self.model.keeps):
-            return []
-        return self._backward_of_part.select(self._backward_of_part.leaves)
+        keeps = self.trains and self.model.keeps
+        return self._backward_of_part.select(self._backward_of_part.leaves) if keeps else []
 
-    def _vjp(self, part: Layers, x: jax.Array, virtual_stage: jax.Array, microbatch: jax.Array) -> Any:
-        return jax.vjp(self._run_part, part, x, virtual_stage, microbatch, has_aux=True)
+    def _vjp(self, part: Part, x: jax.Array) -> Any:
+        return jax.vjp(lambda sums, x: self._run_part(part._replace(sums=sums), x), part.sums, x, has_aux=True)
 
-    def _run_part(
-        self, part: Layers, x: jax.Array, virtual_stage: jax.Array, microbatch: jax.Array
-    ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-        x, aux = self.model.layers(part, x, virtual_stage, microbatch)
+    def _run_part(self, part: Part, x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Any]:
+        x, aux = self.model.layers(part, x)
         return (x, jnp.asarray(self.model.model.aux_loss(aux), jnp.float32)), aux
 
-    def _part(self, task: _Task) -> Layers:
-        return _part_rows(self.model.stacked(self.params), task.virtual_stage, self.table.virtual_stages)
+    def _part(self, task: _Task) -> Part:
+        params = self.model.stacked(self.params)
+        sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params) if self.trains else params
+        # The other half of a split backward pass adds the gradients of the weights.
+        splits = (self.table.kind == BACKWARD_INPUT).any()
+        counts = task.runs & (task.kind != BACKWARD_INPUT) if splits else task.runs
+        return Part(params, sums, jnp.asarray(counts), task.virtual_stage, task.microbatch)
 
-    def _add(self, tree: Any, values: Any, task: _Task, counts: jax.Array | bool) -> Any:
-        """Returns `tree` with the values of a task that counts added to the rows of its part."""
-        values, virtual_stages = _masked(values, counts), self.table.virtual_stages
-        if virtual_stages == 1:
-            return jax.tree.map(jnp.add, tree, values)
+    def _add(self, tree: Any, values: Any, task: _Task) -> Any:
+        """Returns `tree` with the values of a task added to the rows of its part."""
 
         def add(x: jax.Array, y: jax.Array) -> jax.Array:
-            n = x.shape[0] // virtual_stages
-            start = task.virtual_stage * n
+            start, n = task.virtual_stage * y.shape[0], y.shape[0]
             return lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(x, start, n) + y, start, 0)
 
-        return jax.tree.map(add, tree, values)
+        return jax.tree.map(add, tree, _masked(values, task.runs))
 
     def _embed(self, microbatch: jax.Array, now: Tick, carry: _Carry) -> _Carry:
         slot = jnp.where(lax.axis_index("stage") == 0, now["input_slot"][_RUN], NOTHING)
@@ -497,18 +508,6 @@ def _write_slot(buffer: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Arr
 
 def _put(buffer: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(buffer, value, slot, 0)
-
-
-def _part_rows(tree: Any, virtual_stage: jax.Array, virtual_stages: int) -> Any:
-    """Slices the rows of one virtual stage from every leaf [virtual_stages * rows, ...]."""
-    if virtual_stages == 1:
-        return tree
-
-    def rows(x: jax.Array) -> jax.Array:
-        n = x.shape[0] // virtual_stages
-        return lax.dynamic_slice_in_dim(x, virtual_stage * n, n)
-
-    return jax.tree.map(rows, tree)
 
 
 def _zeros_of(abstract: Any) -> Any:
