@@ -169,9 +169,10 @@ ENTRY %main (stack: f32[80,1024], other: f32[80,1024], i: s32[]) -> f32[1,1024] 
 
 
 def test_a_nested_fusion_reads_what_it_uses() -> None:
-    """One row of each stack, also through a nested fusion that passes it on; an index; one row written."""
-    module = parse_module(NESTED)
-    assert hbm_bytes_accessed(module.entry.root) == 3 * 4096 + 4
+    """One row of each stack, also through a nested fusion that passes it on or lays it out; an index; a row written."""
+    for passed in ("bitcast", "copy"):
+        module = parse_module(NESTED.replace("bitcast(%x)", f"{passed}(%x)"))
+        assert hbm_bytes_accessed(module.entry.root) == 3 * 4096 + 4
     whole = parse_module(NESTED.replace("slice(%flat), slice={[0:1024]}", "reduce(%flat), to_apply=%add"))
     assert hbm_bytes_accessed(whole.entry.root) == 2 * 4096 + 80 * 4096 + 4
 

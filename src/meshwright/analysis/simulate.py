@@ -164,7 +164,7 @@ def _bytes_read(value: Instruction, callers: tuple[Instruction, ...] = ()) -> fl
             total += sum(array.bytes for array in arrays_of(user.shape))
         elif user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] is value:
             continue
-        elif user.opcode == "bitcast":
+        elif user.opcode in ("bitcast", "copy"):  # in a fusion a copy is another layout of what its users read
             total += _bytes_read(user, callers)
         elif nested is not None:
             numbers = [i for i, operand in enumerate(user.operands) if operand is value and i in nested.parameters]
