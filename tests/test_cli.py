@@ -43,7 +43,8 @@ def meshwright(*words: str, code: int = 0) -> str:
 
 
 def in_process(*words: str, code: int = 0) -> str:
-    """The same without a process of its own, which takes three seconds to load the libraries."""
+    """The same without a process of its own, which takes three seconds to load the libraries; for words that trust no
+    code, as trust would stay."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
             assert run(words) == code
@@ -190,16 +191,17 @@ def test_train_reproduce_evaluate(tmp_path: Path) -> None:
     for a, b in zip(first, second, strict=True):
         x, y = json.loads(a), json.loads(b)
         assert [[x.get(n) for n in names] for names in key] == [[y.get(n) for n in names] for names in key]
-    told = json.loads(meshwright("evaluate", str(out), "--json", "--mesh", "fsdp=2"))
+    told = json.loads(in_process("evaluate", str(out), "--json", "--mesh", "fsdp=2"))
     assert told["step"] == 6 and told["loss"] == pytest.approx(again["held_out_loss"], rel=1e-5)
     (tmp_path / "other.txt").write_text("def f(x):\n    return x\n" * 50)
-    other = json.loads(meshwright("evaluate", str(out), "--json", "--data", str(tmp_path / "other.txt")))
+    other = json.loads(in_process("evaluate", str(out), "--json", "--data", str(tmp_path / "other.txt")))
     assert other["loss"] != told["loss"]
 
 
 @pytest.mark.exhaustive
+@pytest.mark.compiles
 def test_parity_of_two_meshes() -> None:
-    said = meshwright(
+    said = in_process(
         "parity", "--mesh", "data=2,fsdp=2,tensor=2", "--against", "data=1", "--steps", "3", *SMALL,
         "--training.dropout", "0.1",
     )  # fmt: skip
@@ -250,10 +252,10 @@ def test_text_from_a_function_of_ones_own(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "run.json").read_text())["data"]["paths"] == [name]
     metrics = tmp_path / "out" / "metrics.jsonl"
     before = [json.loads(line).get("loss") for line in metrics.read_text().splitlines()]
-    resumed = json.loads(in_process("train", "--out", out, "--at", "2", "--devices", "2", "--json", "--trust-code"))
+    resumed = json.loads(meshwright("train", "--out", out, "--at", "2", "--devices", "2", "--json", "--trust-code"))
     assert [json.loads(line).get("loss") for line in metrics.read_text().splitlines()] == before
     assert resumed["held_out_loss"] == whole["held_out_loss"]
-    evaluated = json.loads(in_process("evaluate", out, "--json", "--trust-code"))
+    evaluated = json.loads(meshwright("evaluate", out, "--json", "--trust-code"))
     assert evaluated["loss"] == pytest.approx(whole["held_out_loss"], rel=1e-5)
     other = json.loads(in_process("evaluate", out, "--json", "--data", name))
     assert other["samples"] > 100 and other["step"] == 4
