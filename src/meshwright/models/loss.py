@@ -17,6 +17,7 @@ from meshwright.models.kernels.attention import cap, cap_gradient
 from meshwright.sharding.layouts import VOCAB_AXES
 
 
+@functools.cache
 def chunk_tokens(tokens: int, vocab: int, logits_mib: int) -> int:
     """Returns the tokens per chunk: the largest divisor of `tokens` whose float32 logits fit in `logits_mib` MiB.
 
