@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from other_programs import FLASH2, RAMP, RATED_KEYS, SOFTWARE, SPEEDS, TRITON, free_running
+from other_programs import FLASH2, RAMP, RATED_KEYS, SOFTWARE, SPEEDS, TRITON, free_running, gathered_ring
 from report import fits
 from rows import read_rows
 from tiny_runs import MODELS, device_run_of, tiny_run
@@ -332,12 +332,12 @@ def test_the_parts_of_a_step_are_all_of_it() -> None:
 
 
 def test_a_free_running_pipeline_has_the_bubble_of_its_formula() -> None:
-    busy = {"forward": 1.0, "stage": 1.0, "recomputation": 0.0, "backward": 2.0}
+    busy = {"forward": 1.0, "stage": 1.0, "recomputation": 0.0, "backward": 2.0, "exposed": 0.5}
     tasks = build_counts("1f1b", 4, 8, 1)
     parts = dict.fromkeys(("recomputation", "bubble"), 0.0)
-    # Narayanan et al. 2021, section 2.2: (P - 1)/M of the work.
+    # Narayanan et al. 2021, section 2.2: (P - 1)/M of the work, and of what its layers wait for.
     free, live = free_running(parts, tasks, busy)
-    assert free["bubble"] == pytest.approx(3 / 8 * 8 * 3.0) and live == 4
+    assert free["bubble"] == pytest.approx(3 / 8 * 8 * 3.5) and live == 4
     # With two virtual stages the first stage warms up with 2 (P - 1) + P inputs, and one more is in flight.
     assert free_running(parts, build_counts("interleaved", 4, 8, 2), busy)[1] == 2 * 3 + 4 + 1
     # In lockstep too, with backward passes that recompute their stage; on a V it is less, by half a forward pass.
@@ -484,7 +484,11 @@ def test_rows_of_others_have_no_padding_and_fit_their_experts() -> None:
     rows = {row.id: row for row in read_rows()[0]}
     assert count_params(rows["P410"].placed.params) == sum(p.size for _, p, _ in rows["P410"].placed.leaves)
     assert count_params(rows["P410"].placed.params) == pytest.approx(671e9, rel=0.002)
-    assert all(fits(estimate(rows[name].placed, rows[name].target, rows[name].software)) for name in ("P416", "P417"))
+    for row in (rows["P416"], rows["P417"]):
+        assert fits(row, estimate(row.placed, row.target, row.software))
+    # 131,072 keys and values of 16 of 128 heads of 128, in bfloat16; gradients of a fourth of them, in float32.
+    gather, *_, gradients = gathered_ring(rows["P127"].placed, work_of(rows["P127"].placed), 1.0, 2, frozenset())
+    assert gather.payload == 2 * 131072 * 16 * 128 * 2 and gradients.payload * gradients.times == 2 * gather.payload
 
 
 def test_gathering_ahead_carries_gradients_and_weights_of_another_layer() -> None:
