@@ -14,7 +14,7 @@ import json
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from compiled_plans import compile_plan
 from page_table import put_rows
@@ -47,13 +47,13 @@ class Case:
     source: str = ""
     kinds: tuple[str, ...] = ("none", "expert")
     """Plans that are compiled: the fastest without and with `expert`, and the `best` of all."""
-    layers: int = 0
-    """Layers of a shortened model, whose whole program takes too long to compile; 0 for all."""
+    reduce: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are summed over devices; NVIDIA's recipes sum them in bfloat16."""
 
     @property
-    def key(self) -> tuple[str, str, int, int]:
+    def key(self) -> tuple[str, str, int, int, str, str]:
         """Name of the case in the results."""
-        return self.model, self.on, self.batch, self.seq
+        return self.model, self.on, self.batch, self.seq, self.precision, self.reduce
 
 
 ALL = ("none", "expert", "best")
@@ -61,6 +61,15 @@ CASES = [
     Case("qwen3-30b-a3b", "h100:8", 16),
     Case("mixtral-8x7b", "h100:8", 8),
     Case("qwen3-30b-a3b", "h100:16", 256, 4096, "compute", 13_012, "Megatron-Bridge on 16 H100, bfloat16", ALL),
+    Case(
+        "qwen3-30b-a3b",
+        "h100:16",
+        256,
+        published=13_012,
+        source="gradients summed in bfloat16 as in its recipes (`grad_reduce_in_fp32 = False`)",
+        kinds=("best",),
+        reduce="bfloat16",
+    ),
     Case("qwen3-30b-a3b", "h200:64", 256),
     Case("mixtral-8x7b", "h200:64", 256),
     Case("qwen3-235b-a22b", "h200:64", 256),
@@ -88,9 +97,10 @@ CASES = [
 def run_of(case: Case) -> Any:
     """Returns the run of a case, without a mesh."""
     run = find_recipe(case.model)
-    training = dataclasses.replace(run.training, batch=case.batch, seq=case.seq, matmul_precision=case.precision)
-    model = dataclasses.replace(run.model, layers=case.layers) if case.layers else run.model
-    return dataclasses.replace(run, model=model, training=training)
+    training = dataclasses.replace(
+        run.training, batch=case.batch, seq=case.seq, matmul_precision=case.precision, reduce_dtype=case.reduce
+    )
+    return dataclasses.replace(run, training=training)
 
 
 def best_plans(case: Case) -> dict[str, Plan]:
@@ -158,11 +168,11 @@ def exchange_of(census: dict[str, Any], plan: Plan) -> dict[str, float]:
 def prove(case: Case, kind: str, plan: Plan, kept: Path | None) -> dict[str, Any]:
     """Compiles a plan; returns planned and compiled figures."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder = kept / "-".join((*map(str, case.key), case.precision, kind)) if kept else Path(temporary)
+        folder = kept / "-".join((*map(str, case.key), kind)) if kept else Path(temporary)
         compiled, saved = compile_plan(plan, folder), folder / "census.json"
         census = json.loads(saved.read_text()) if saved.is_file() else None
     row: dict[str, Any] = {
-        "case": case.key, "precision": case.precision, "experts over": kind, "plan": plan.name,
+        "case": case.key, "experts over": kind, "plan": plan.name,
         "run": run_to_dict(plan.run), "planned": plan.estimate.bytes, "planned_seconds": plan.estimate.seconds,
         "needed_flops": needed_flops(plan), "date": datetime.date.today().isoformat(),
     }  # fmt: skip
@@ -189,10 +199,11 @@ def table(rows: list[dict[str, Any]]) -> str:
         "| KiB per token: network, inside a node or slice | tokens/s per device | published | ratio |",
         "|---" * 17 + "|",
     ]
-    published = {(case.key, case.precision): case.published for case in CASES}
+    published = {case.key: case.published for case in CASES}
     for row in rows:
-        (model, on, batch, seq), precision = row["case"], row.get("precision", "compute")
+        model, on, batch, seq, precision, reduce = row["case"]
         words = row["plan"] if precision == "compute" else f"{row['plan']}, {precision}"
+        words += "" if reduce == "float32" else f", gradients summed in {reduce}"
         tokens = batch * seq / parse_target(on).devices
         start = f"| {model} | {on} | {batch} x {seq} | {words} | {row.get('date', 'older code')} "
         start += f"| {row['planned'] / 2**30:.1f} |"
@@ -211,7 +222,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         else:
             cells += ["", ""]
         reached = tokens / row["compiled_seconds"]
-        theirs = published.get((tuple(row["case"]), precision), 0.0)
+        theirs = published.get(tuple(row["case"]), 0.0)
         cells += [f"{reached:,.0f}", *((f"{theirs:,.0f}", f"{reached / theirs:.2f}") if theirs else ("", ""))]
         lines.append(f"{start} {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -236,9 +247,9 @@ def errors(rows: list[dict[str, Any]]) -> str:
 
 def seconds_of(rows: list[dict[str, Any]]) -> str:
     """Returns what the simulated steps that are slower than published ones spend their seconds on, a line for each."""
-    lines, published = [], {(case.key, case.precision): case.published for case in CASES}
+    lines, published = [], {case.key: case.published for case in CASES}
     for row in rows:
-        (model, on, batch, seq), theirs = row["case"], published.get((tuple(row["case"]), row["precision"]), 0.0)
+        (model, on, batch, seq, *_), theirs = row["case"], published.get(tuple(row["case"]), 0.0)
         if "by_kind" in row and batch * seq / row["compiled_seconds"] / parse_target(on).devices < theirs:
             kinds = {kind: n for kind, n in row["by_kind"].items() if kind != "exposed"} | {
                 f"exposed over {axes}": n for axes, n in row["exposed"].items()
@@ -270,23 +281,23 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="folder that receives plans, censuses and compiled programs")
     parser.add_argument("--table", action="store_true", help="compile nothing")
     given = parser.parse_args()
-    rows = {(tuple(row["case"]), row["precision"], row["experts over"]): row for row in json.loads(RESULTS.read_text())}
+    rows = {(tuple(row["case"]), row["experts over"]): row for row in json.loads(RESULTS.read_text())}
     for case in () if given.table else CASES:
         only = set(given.only)
         kinds = [
             kind
             for kind in case.kinds
             if (
-                only <= {case.model, case.on, case.precision, kind}
+                only <= {case.model, case.on, case.precision, case.reduce, kind}
                 if only
-                else (case.key, case.precision, kind) not in rows
+                else (case.key, kind) not in rows
             )
         ]
         for kind, plan in best_plans(case).items() if kinds else ():
             if kind in kinds:
-                rows[case.key, case.precision, kind] = prove(case, kind, plan, given.keep)
+                rows[case.key, kind] = prove(case, kind, plan, given.keep)
                 RESULTS.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
-    keys = [(case.key, case.precision, kind) for case in CASES for kind in case.kinds]
+    keys = [(case.key, kind) for case in CASES for kind in case.kinds]
     shown = [with_prediction(rows[key]) for key in keys if key in rows]
     title = "Mixtures of experts: plans, compiled programs and published figures"
     put_rows("expert_proofs.py", title, f"{table(shown)}\n{errors(shown)}\n{seconds_of(shown)}\n{mechanisms()}")

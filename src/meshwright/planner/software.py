@@ -130,6 +130,6 @@ MESHWRIGHT = Software(
     vocab_over_stages=True,
     sums_gradients_last=True,
     rows_by="node",
-    exchange_overlap=0.5,  # of one compiled case, Qwen3-30B-A3B on 16 H100 (docs/log.md)
+    exchange_overlap=0.1,  # median of four whole programs with recomputation, compiled (docs/log.md)
 )
 """This package's own step."""
