@@ -130,16 +130,20 @@ def best_plans(case: Case) -> dict[str, Plan]:
 
 
 def needed_flops(plan: Plan) -> float:
-    """Returns the FLOPs of a device's step: the model's, and what the remat policy and the loss compute again.
+    """Returns the FLOPs of a device's step: the model's, and what remat policies and the loss compute again.
 
-    Programs for GPUs have two forms of attention in branches, for whole and for packed sequences; the census counts the
-    larger, as a step runs one.
+    Saved layers have the policy `projections`. Programs for GPUs have two forms of attention in branches, for whole and
+    for packed sequences; the census counts the larger, as a step runs one.
     """
     training, work = plan.run.training, work_of(plan.placed)
-    again = recomputed_roles(training.remat)
-    matmuls = sum((3 + (m.role in again)) * m.flops for m in work.matmuls)
-    attention = (3.5 + ("attention" in again)) * work.attention
-    return training.microbatches * (matmuls + attention + 4 * work.unembedding.flops)
+    saved = training.saved_layers / len(plan.placed.spec.layers)
+    total = training.microbatches * 4 * work.unembedding.flops
+    for remat, share in ((training.remat, 1 - saved), ("projections", saved)):
+        again = recomputed_roles(remat)
+        matmuls = sum((3 + (m.role in again)) * m.flops for m in work.matmuls)
+        attention = (3.5 + ("attention" in again)) * work.attention
+        total += training.microbatches * share * (matmuls + attention)
+    return total
 
 
 def exchange_of(census: dict[str, Any], plan: Plan) -> dict[str, float]:
@@ -174,7 +178,7 @@ def prove(case: Case, kind: str, plan: Plan, kept: Path | None) -> dict[str, Any
     row: dict[str, Any] = {
         "case": case.key, "experts over": kind, "plan": plan.name,
         "run": run_to_dict(plan.run), "planned": plan.estimate.bytes, "planned_seconds": plan.estimate.seconds,
-        "needed_flops": needed_flops(plan), "date": datetime.date.today().isoformat(),
+        "date": datetime.date.today().isoformat(),
     }  # fmt: skip
     if "compiled" not in compiled or census is None:
         return {**row, "error": "not compiled"}
@@ -186,9 +190,10 @@ def prove(case: Case, kind: str, plan: Plan, kept: Path | None) -> dict[str, Any
 
 
 def with_prediction(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row with the planner's present prediction of its plan."""
+    """Returns a row with the planner's present prediction of its plan, and the FLOPs that it needs."""
     plan = price_run(run_from_dict(row["run"], str(RESULTS)), parse_target(row["case"][1]))
-    return {**row, "planned": plan.estimate.bytes, "planned_seconds": plan.estimate.seconds}
+    figures = {"planned": plan.estimate.bytes, "planned_seconds": plan.estimate.seconds}
+    return {**row, **figures, "needed_flops": needed_flops(plan)}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
