@@ -247,7 +247,7 @@ def errors(rows: list[dict[str, Any]]) -> str:
             )
             sentences.append(f"{name} ({len(found)}): step {time:.1%}, memory {memory:.1%}")
     sources = "; ".join(f"{case.model} on {case.on}: {case.source}" for case in CASES if case.source)
-    return f"Median error of the planner, {'; '.join(sentences)}.\n\nPublished: {sources}.\n"
+    return f"Median error of the planner, {'; '.join(sentences)}.\n\nPublished steps are measured, ours simulated; batches may differ: {sources}.\n"
 
 
 def seconds_of(rows: list[dict[str, Any]]) -> str:
