@@ -247,7 +247,8 @@ def errors(rows: list[dict[str, Any]]) -> str:
             )
             sentences.append(f"{name} ({len(found)}): step {time:.1%}, memory {memory:.1%}")
     sources = "; ".join(f"{case.model} on {case.on}: {case.source}" for case in CASES if case.source)
-    return f"Median error of the planner, {'; '.join(sentences)}.\n\nPublished steps are measured, ours simulated; batches may differ: {sources}.\n"
+    published = f"Published steps are measured, ours simulated; batches may differ: {sources}."
+    return f"Median error of the planner, {'; '.join(sentences)}.\n\n{published}\n"
 
 
 def seconds_of(rows: list[dict[str, Any]]) -> str:
