@@ -27,6 +27,7 @@ from meshwright.hlo.flops import Skipped
 from meshwright.hlo.parser import Module, parse_module
 from meshwright.hlo.scopes import BranchScope
 from meshwright.models.flops import forward_flops
+from meshwright.models.forward import row_scope
 from meshwright.models.model import Model, ModelSpec, padded_vocab, vocab_size
 from meshwright.models.quantisation import SCOPE
 from meshwright.planner.traffic import sent_rows
@@ -35,6 +36,7 @@ from meshwright.sharding import params
 from meshwright.sharding.layouts import TOKEN_AXES, VOCAB_AXES
 from meshwright.sharding.params import named_leaves
 from meshwright.sharding.schedule_table import FORWARD, ScheduleTable
+from meshwright.sharding.stages import NO_LAYER
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.muon import plan_muon
 from meshwright.step.optimizers import ELEMENTWISE
@@ -133,20 +135,38 @@ def skipped_by_kernels(settled: Settled) -> Skipped:
 def train_step_facts(model: Model, device_run: DeviceRun) -> ProgramFacts:
     """Returns what is known of the train step of a model family; another kind of model registers its own function."""
     table = device_run.placed.schedule_table if device_run.placed.shape.stage > 1 else None
-    ticks = {} if table is None else tick_scopes(table, device_run.local_model.permutes)
-    return dataclasses.replace(_facts(device_run, "train step", 3.0, table), ticks=ticks)
+    facts = _facts(device_run, "train step", 3.0, table)
+    if table is None:
+        return facts
+    ticks = tick_scopes(table, device_run.local_model.permutes)
+    if _layer_rows(device_run):
+        # A branch is priced with the mean of padding: a tick waits for a part that has the most layers.
+        cost = device_run.placed.stages.part_costs
+        ticks = {scopes: count * max(cost) * len(cost) / sum(cost) for scopes, count in ticks.items()}
+    return dataclasses.replace(facts, ticks=ticks)
+
+
+def _layer_rows(device_run: DeviceRun) -> dict[str, BranchScope]:
+    """Returns how many rows of each stack hold a layer, where the program branches around its padding rows."""
+    if device_run.local_model.permutes:
+        return {}
+    placed = device_run.placed
+    rows = {stack: placed.stages.rows(placed.spec.layers_of(stack)) for stack in placed.spec.stacks}
+    counts = {stack: (int((layers != NO_LAYER).sum()), layers.size) for stack, layers in rows.items()}
+    return {row_scope(stack): BranchScope(n, size) for stack, (n, size) in counts.items() if n < size}
 
 
 def _facts(device_run: DeviceRun, name: str, passes: float, table: ScheduleTable | None) -> ProgramFacts:
     """Returns what is known of a step of `passes` forward passes. table: schedule of its pipeline."""
     taken = {} if table is None else branch_ticks(table, device_run.local_model.permutes)
+    # A backward branch computes its forward pass again; those of forward pass and loss do it for the first time.
+    branches = {scope: BranchScope(*counts, recomputes=repeats_forward(scope)) for scope, counts in taken.items()}
     return ProgramFacts(
         name=name,
         model_flops=model_flops(device_run, passes),
         skipped=skipped_by_kernels(device_run.settled),
         flops_band=flops_band(device_run, passes),
-        # A backward branch computes its forward pass again; those of forward pass and loss do it for the first time.
-        branches={scope: BranchScope(*counts, recomputes=repeats_forward(scope)) for scope, counts in taken.items()},
+        branches=branches | _layer_rows(device_run),
         library_files=LIBRARY_FILES,
     )
 

@@ -295,7 +295,7 @@ class _Timeline:
             self.wait(key)
 
 
-Ticks = Mapping[frozenset[frozenset[str]], int]
+Ticks = Mapping[frozenset[frozenset[str]], float]
 """Ticks of a pipeline schedule: scopes of the branches that each stage takes in a tick -> number of such ticks."""
 
 
@@ -409,7 +409,7 @@ class _Simulator:
         elif opcode == "conditional":
             # Its longest branch, as often as it is taken.
             longest = max(branches_of(instruction), key=lambda body: self.run(body).now)
-            known = known_branch(longest)
+            known = known_branch(instruction, longest)
             timeline.enter(_label(instruction), self.run(longest), known.taken / known.executions if known else 1.0)
         elif opcode.endswith(("-done", "-update")) or is_fused_done(instruction):
             start = start_of(instruction)
@@ -450,9 +450,9 @@ class _Simulator:
 
         What is not in a branch takes all stages the same time.
         """
-        bodies = [body for i in computation if i.opcode == "conditional" for body in i.called]
         in_ticks = {scope for stages in self.ticks for scopes in stages for scope in scopes}
-        scoped = ((scope_of_branch(body), body) for body in bodies)
+        bodies = [(i, body) for i in computation if i.opcode == "conditional" for body in i.called]
+        scoped = ((scope_of_branch(conditional, body), body) for conditional, body in bodies)
         seconds = {scope: self.run(body).now for scope, body in scoped if scope in in_ticks}
         if not seconds:
             return 0.0

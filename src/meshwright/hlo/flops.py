@@ -247,7 +247,7 @@ def _products(
             priced = _price(instruction, skipped)
             flops += priced[0] if priced else 0.0
             if instruction.opcode == "conditional":
-                known = [(b, known_branch(b)) for b in branches_of(instruction)]
+                known = [(b, known_branch(instruction, b)) for b in branches_of(instruction)]
                 flops += sum(total(b) * taken.taken / taken.executions for b, taken in known if taken is not None)
                 flops += sum(map(total, choose([b for b, taken in known if taken is None])))
             else:
@@ -298,7 +298,7 @@ def least_flops(module: Module, skipped: Skipped = ALL_ROWS) -> dict[Rate, float
     totals: Counter[Rate] = Counter()
     for context, _, flops, rate in _products(module, skipped, min):
         conditionals = [caller for caller in context.callers if caller.opcode == "conditional"]
-        known = [{known_branch(b) is not None for b in branches_of(conditional)} for conditional in conditionals]
+        known = [{known_branch(c, b) is not None for b in branches_of(c)} for c in conditionals]
         if not context.conditional or {True, False} not in known:
             totals[rate] += int(flops * context.count)
     return {rate: float(n) for rate, n in totals.items()}

@@ -58,7 +58,7 @@ def _contexts(context: ExecutionContext, choice: Choice) -> Iterator[ExecutionCo
         if instruction.opcode == "while":
             trips = trip_count(instruction)
         elif instruction.opcode == "conditional":
-            branches = [(branch, known_branch(branch)) for branch in branches_of(instruction)]
+            branches = [(branch, known_branch(instruction, branch)) for branch in branches_of(instruction)]
             unknown = [branch for branch, known in branches if known is None]
             chosen = choice(unknown) if len(unknown) > 1 else unknown
             callees = [(branch, known) for branch, known in branches if known is not None or branch in chosen]
@@ -87,14 +87,15 @@ def branches_of(conditional: Instruction) -> tuple[Computation, ...]:
     return (branches[int(value) if 0 <= int(value) < len(branches) else -1],)
 
 
-def scope_of_branch(branch: Computation) -> str | None:
-    """Finds the scope of `Module.branches` that a branch belongs to; None if it belongs to none."""
-    return next((s for s in branch.module.branches if any(f"/{s}/" in i.op_name for i in branch)), None)
+def scope_of_branch(conditional: Instruction, branch: Computation) -> str | None:
+    """Finds the scope of `Module.branches` that a branch has; None if it has none, or only that of an outer one."""
+    inside = (scope for scope in branch.module.branches if scope not in conditional.op_name)
+    return next((scope for scope in inside if any(scope in i.op_name for i in branch)), None)
 
 
-def known_branch(branch: Computation) -> BranchScope | None:
+def known_branch(conditional: Instruction, branch: Computation) -> BranchScope | None:
     """Returns how often a branch is taken; None if the caller has not said."""
-    scope = scope_of_branch(branch)
+    scope = scope_of_branch(conditional, branch)
     return None if scope is None else branch.module.branches[scope]
 
 

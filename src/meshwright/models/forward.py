@@ -179,8 +179,14 @@ def join(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {s: v[0] if len(v) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *v) for s, v in parts.items()}
 
 
-def skip_padding(layer: Layer) -> Layer:
+def row_scope(stack: str) -> str:
+    """Returns the named scope of a row with a layer, by which the census knows how many rows of a stack are padding."""
+    return f"layer of {stack}."
+
+
+def skip_padding(layer: Layer, stack: str) -> Layer:
     """Returns `layer` for a stack with padding rows: these are the identity and return zero aux."""
+    layer = jax.named_scope(row_scope(stack))(layer)
 
     def maybe(x_BTD: jax.Array, params: Any, index: jax.Array) -> tuple[jax.Array, Aux]:
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(layer, x_BTD, params, index)[1])
@@ -294,7 +300,7 @@ class LocalModel:
         def wrap(stack: str, layer: Layer) -> Layer:
             if not (rows[stack] == NO_LAYER).any():
                 return layer
-            padded = (drop_padding if self.permutes else skip_padding)(layer)
+            padded = drop_padding(layer) if self.permutes else skip_padding(layer, stack)
             return lambda x_BTD, params, index: padded(x_BTD, self.gather_params.cast(params, stack), index)
 
         for section in sections(spec, functions, wrap):

@@ -119,6 +119,11 @@ class StageAssignment(PartMap):
         """Returns the layers of a stage, one range for each of its virtual stages."""
         return [self.layers_in(v, stage) for v in range(self.virtual_stages)]
 
+    @property
+    def part_costs(self) -> list[float]:
+        """Cost of the layers of each part."""
+        return [sum(self.layer_costs[first:end]) for first, end in itertools.pairwise(self.boundaries)]
+
     def cost_fraction(self, stage: int) -> float:
         """Returns the fraction of the layers' cost that a stage has."""
         return sum(self.layer_costs[i] for part in self.layers_of(stage) for i in part) / sum(self.layer_costs)

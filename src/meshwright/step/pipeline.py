@@ -48,7 +48,7 @@ from meshwright.sharding.schedule_table import (
 
 Tick = dict[str, Any]
 """The table's entries of one tick, for this stage."""
-Ticks = dict[frozenset[frozenset[str]], int]
+Ticks = dict[frozenset[frozenset[str]], float]
 """Number of ticks by the scopes of what the stages run in them: a set for each stage that is not idle."""
 
 Layers = dict[str, Tree]
