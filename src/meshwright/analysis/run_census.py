@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 import meshwright
 from meshwright.analysis.census import Census, FlopsBand, ProgramFacts, census
+from meshwright.analysis.compile import compile_function
 from meshwright.analysis.lint import Finding, lint_attention_kernel, lint_precision
 from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, simulate_schedule
 from meshwright.comm import collectives, hierarchical, ragged
@@ -176,8 +177,11 @@ def census_of_train_step(device_run: DeviceRun, target: Target | None = None) ->
 
     target: hardware of the mesh's devices, on which a schedule is simulated; None simulates none.
     """
+    step, options = build_train_step(device_run), device_run.compiler_options()
+    if target is not None and device_run.settled.scheduled_by_price:
+        options |= profile_for(target)(device_run, step.lower(device_run.abstract, device_run.abstract_batch))
     result = census(
-        build_train_step(device_run),
+        step,
         device_run.abstract,
         device_run.abstract_batch,
         mesh=device_run.mesh.shape,
@@ -185,7 +189,7 @@ def census_of_train_step(device_run: DeviceRun, target: Target | None = None) ->
         declared=_declared(device_run),
         target=None if target is None else located_devices(device_run.mesh.devices.flat, target),
         facts=train_step_facts(device_run.run.model, device_run),
-        compiler_options=device_run.compiler_options(),
+        compiler_options=options,
     )
     findings = [*result.findings, *_vocabulary_padding(device_run)]
     settled, asked = device_run.settled, device_run.run.training.matmul_precision
@@ -198,6 +202,23 @@ def census_of_train_step(device_run: DeviceRun, target: Target | None = None) ->
         if device_run.placed.spec.layers and settled.kernels.fused:
             findings += lint_attention_kernel(module, settled.kernels.name)
     return dataclasses.replace(result, findings=tuple(findings))
+
+
+def profile_for(target: Target) -> Callable[[DeviceRun, Any], dict[str, Any]]:
+    """Returns the `DeviceRun.profile_of` of hardware: a step is compiled and simulated before it is scheduled so.
+
+    The option is JAX's for profiles that were measured; of several processes all take that of the first.
+    """
+
+    def profile(device_run: DeviceRun, lowered: Any) -> dict[str, Any]:
+        if not device_run.settled.scheduled_by_price:
+            return {}
+        facts, devices = train_step_facts(device_run.run.model, device_run), device_run.mesh.devices.flat
+        program = compile_function(lowered, compiler_options=device_run.compiler_options(), branches=facts.branches)
+        mesh, at = dict(device_run.mesh.shape), located_devices(devices, target)
+        return {"fdo_profile": simulate_schedule(program.module, at, mesh, facts.skipped, facts.ticks).profile}
+
+    return profile
 
 
 def census_of_eval_step(device_run: DeviceRun) -> Census:
@@ -299,7 +320,7 @@ def cache_key(device_run: DeviceRun, target: Target) -> str:
     parts = [
         lowered.as_text(),
         str(target),
-        repr(sorted(device_run.compiler_options().items())),
+        repr((sorted(device_run.compiler_options().items()), device_run.settled.scheduled_by_price)),
         repr(target.chip),
         repr(target.efficiency),
         str(sums_in_order()),

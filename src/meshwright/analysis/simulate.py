@@ -343,6 +343,12 @@ class SimulatedSchedule:
         return sums
 
     @property
+    def profile(self) -> bytes:
+        """Times of the instructions as XLA's scheduler takes them (`ProfiledInstructionsProto`, as text)."""
+        seconds = {span.instruction: span.seconds for span in self.spans}
+        return "\n".join(f'costs {{ name: "{name}" cost_us: {1e6 * s:.3f} }}' for name, s in seconds.items()).encode()
+
+    @property
     def doubt(self) -> str:
         """Reason not to trust the step time: it is below the time of its FLOPs at the peak. Empty if it is not."""
         if self.step_seconds >= self.floor_seconds * (1 - _ROUNDING):

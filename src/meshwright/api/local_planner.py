@@ -6,12 +6,13 @@ import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
 from meshwright.activity import activity
 from meshwright.analysis.compile import OutOfMemory, compiler_error
+from meshwright.analysis.run_census import profile_for
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, reason_of
 from meshwright.formatting import format_bytes
@@ -25,7 +26,7 @@ from meshwright.runs.run import Run
 from meshwright.step.device_memory import OutOfDeviceMemory, Room
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.train_step import CompiledTrainStep
-from meshwright.trainer.loop import Summary
+from meshwright.trainer.loop import Summary, Trainable
 
 _NEAR = 0.9
 """Planned fraction of the memory, with its fragmentation, from which the compiler decides whether a choice fits."""
@@ -65,7 +66,8 @@ class LocalPlanner:
         why = (
             f"compiling {plan.name}, planned at {plan.estimate.bytes / available:.0%} of the memory, to see if it fits"
         )
-        device_run = place_on_devices(plan.run, build_mesh(plan.mesh, list(self._devices)))
+        placed = place_on_devices(plan.run, build_mesh(plan.mesh, list(self._devices)))
+        device_run = dataclasses.replace(placed, profile_of=profile_for(target))
         try:
             with activity("compile", why, "compiled the step"):
                 CompiledTrainStep(device_run, device_run.abstract_batch)
@@ -76,6 +78,13 @@ class LocalPlanner:
             if error.needed and error.available:
                 return error.needed / error.available.bytes * available
         return 0.0
+
+    def scheduled[T: Trainable](self, prepared: T) -> T:
+        """Returns a run whose steps XLA schedules by predicted times, where it is better off with them."""
+        if self.target is None or not prepared.device_run.settled.scheduled_by_price:
+            return prepared
+        device_run = dataclasses.replace(prepared.device_run, profile_of=profile_for(self.target))
+        return dataclasses.replace(cast(Any, prepared), device_run=device_run)
 
     def forecast(self, placed: PlacedRun) -> StepForecast | None:
         """Predicts the step time; None where nothing is known of the devices."""

@@ -13,7 +13,7 @@ from typing import Any
 from meshwright.comm.hierarchical import DcnAxis
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import Nodes
-from meshwright.hardware.machine import Machine, compiler_options_of, ring_order
+from meshwright.hardware.machine import AUTO, Machine, compiler_options_of, ring_order
 from meshwright.models.blocks.layers import SumRows, scatter_rows, sorted_rows
 from meshwright.models.kernels.attention import Kernels
 from meshwright.models.kernels.choose import GroupedMatmul, choose_grouped_matmul, kernels_of
@@ -182,6 +182,14 @@ class Settled:
     def overlaps_exchange(self) -> bool:
         """Whether rows travel to experts over the network of GPU nodes, which overlaps with the right options."""
         return self.expert_nodes > 1 and not self.machine.on_tpu
+
+    @property
+    def scheduled_by_price(self) -> bool:
+        """Whether XLA schedules by the times that are predicted here; it knows none of the kernels of experts."""
+        gpus = self.machine.chip is not None and not (self.machine.on_tpu or self.machine.simulated)
+        experts = any(layer.experts for layer in self.placed.spec.layers)
+        inside = self.placed.shape.expert > 1 and not self.overlaps_exchange
+        return gpus and experts and not inside and AUTO in self.placed.run.training.compiler_options
 
     @property
     def exchange_pieces(self) -> int:

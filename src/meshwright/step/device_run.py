@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import jax
@@ -64,6 +65,8 @@ class DeviceRun:
     optimizer: UpdateRule
     abstract: State
     """`ShapeDtypeStruct`s with their shardings."""
+    profile_of: "Callable[[DeviceRun, Any], Mapping[str, Any]]" = lambda device_run, lowered: {}
+    """Returns the compiler option with the times of a lowered step, which XLA schedules it by; by default none."""
 
     @property
     def placed(self) -> PlacedRun:

@@ -107,7 +107,8 @@ def compile_on_devices(device_run: DeviceRun, lowered: Any, what: str, resident:
     """
     if not device_run.batch_sharding.is_fully_addressable:
         agree_on_program(lowered.as_text())
-    compiled, training = lowered.compile(compiler_options=device_run.compiler_options()), device_run.run.training
+    options, training = device_run.compiler_options(), device_run.run.training
+    compiled = lowered.compile(compiler_options={**options, **device_run.profile_of(device_run, lowered)})
     asked = f"{what} of {training.batch} sequences of {training.seq} tokens on mesh {device_run.shape}"
     check_memory(compiled, list(device_run.mesh.devices.flat), asked, resident)
     return compiled

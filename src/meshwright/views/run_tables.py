@@ -79,6 +79,7 @@ def choices_facts(device_run: DeviceRun) -> list[tuple[str, str]]:
         chosen["gathered_ahead"] and "weights gathered one layer ahead",
         chosen["tensor_ring"] and "collective matmul over tensor",
         chosen["compiler_options"] and f"{len(chosen['compiler_options'])} compiler options of the chip",
+        chosen["scheduled_by_price"] and "scheduled by predicted times",
     ]
     facts, refused = [("step", ", ".join(filter(None, step)))], chosen["refused_compiler_options"]
     if (nodes := chosen["expert_nodes"]) > 1:
@@ -107,6 +108,7 @@ def choices_to_json(device_run: DeviceRun) -> dict[str, Any]:
         "gathered_ahead": {stack: list(names) for stack, names in model.ahead.items()},
         "tensor_ring": list(model.tensor_ring),
         "compiler_options": device_run.compiler_options(),
+        "scheduled_by_price": device_run.settled.scheduled_by_price,
         "refused_compiler_options": list(device_run.refused_compiler_options),
         "bits": device_run.settled.machine.determinism.sentence,
     }

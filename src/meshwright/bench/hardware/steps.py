@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from meshwright.analysis.run_census import simulate_run
+from meshwright.analysis.run_census import profile_for, simulate_run
 from meshwright.bench.hardware.machine import calibration_of, memory_stats
 from meshwright.bench.hardware.section import Measurement, Section, describe
 from meshwright.bench.loop_cost import StepRunner, measure_loop
@@ -168,7 +168,10 @@ class _StartedRun:
         self.runner = StepRunner(self.device_run, steps=steps)
         self._lap("place_seconds")
         lowered = build_train_step(self.device_run).lower(self.device_run.abstract, self.runner.batch)
-        self.compiled: Any = lowered.compile(compiler_options=self.device_run.compiler_options() or None)
+        options: dict[str, Any] = self.device_run.compiler_options()
+        if sized.target is not None:
+            options |= profile_for(sized.target)(self.device_run, lowered)
+        self.compiled: Any = lowered.compile(compiler_options=options)
         self._lap("compile_seconds")
         state = jax.block_until_ready(self.device_run.initial_state())
         self._lap("init_seconds")
