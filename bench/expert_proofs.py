@@ -49,11 +49,13 @@ class Case:
     """Plans that are compiled: the fastest without and with `expert`, and the `best` of all."""
     reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over devices; NVIDIA's recipes sum them in bfloat16."""
+    exchange: Literal["compute", "fp8"] = "compute"
+    """Type in which rows are sent to experts; DeepSeek-AI sent them in fp8."""
 
     @property
-    def key(self) -> tuple[str, str, int, int, str, str]:
+    def key(self) -> tuple[str, str, int, int, str, str, str]:
         """Name of the case in the results."""
-        return self.model, self.on, self.batch, self.seq, self.precision, self.reduce
+        return self.model, self.on, self.batch, self.seq, self.precision, self.reduce, self.exchange
 
 
 ALL = ("none", "expert", "best")
@@ -86,7 +88,17 @@ CASES = [
         "Megatron-Bridge on 256 B200, MXFP8",
         ("expert", "best"),
     ),
-    Case("deepseek-v3", "h100:2048", 15_360, 4096, "fp8", 1_544, "DeepSeek-AI on 2,048 H800, fp8, 19.9 s", ("best",)),
+    Case(
+        "deepseek-v3",
+        "h100:2048",
+        15_360,
+        4096,
+        "fp8",
+        1_544,
+        "DeepSeek-AI on 2,048 H800, fp8, 19.9 s",
+        ("best",),
+        exchange="fp8",
+    ),
     Case("deepseek-v3", "v5p:8x8x16", 15_360, 4096, "compute", 542, "MaxText on 512 v5p, 8,192 tokens", ("best",)),
     Case("mixtral-8x7b", "v5p:4x4x8", 512),
     Case("qwen3-30b-a3b", "v5p:4x4x8", 512),
@@ -100,7 +112,8 @@ def run_of(case: Case) -> Any:
     training = dataclasses.replace(
         run.training, batch=case.batch, seq=case.seq, matmul_precision=case.precision, reduce_dtype=case.reduce
     )
-    return dataclasses.replace(run, training=training)
+    model = run.model if case.exchange == "compute" else dataclasses.replace(run.model, expert_exchange=case.exchange)
+    return dataclasses.replace(run, training=training, model=model)
 
 
 def best_plans(case: Case) -> dict[str, Plan]:
@@ -206,9 +219,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     published = {case.key: case.published for case in CASES}
     for row in rows:
-        model, on, batch, seq, precision, reduce = row["case"]
+        model, on, batch, seq, precision, reduce, exchange_type = row["case"]
         words = row["plan"] if precision == "compute" else f"{row['plan']}, {precision}"
         words += "" if reduce == "float32" else f", gradients summed in {reduce}"
+        words += "" if exchange_type == "compute" else f", rows sent in {exchange_type}"
         tokens = batch * seq / parse_target(on).devices
         start = f"| {model} | {on} | {batch} x {seq} | {words} | {row.get('date', 'older code')} "
         start += f"| {row['planned'] / 2**30:.1f} |"
@@ -294,7 +308,7 @@ def main() -> None:
             kind
             for kind in case.kinds
             if (
-                only <= {case.model, case.on, case.precision, case.reduce, kind}
+                only <= {case.model, case.on, case.precision, case.reduce, case.exchange, kind}
                 if only
                 else (case.key, kind) not in rows
             )

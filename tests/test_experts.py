@@ -424,7 +424,8 @@ def test_folded_experts_send_a_device_s_own_part_of_the_sequence(
     ("target", "changes", "pieces", "reason"),
     [
         ("h100:16", {"batch": 64}, 2, None),
-        ("h100:16", {"batch": 48}, 1, "3 sequences of a microbatch on a device are not a multiple of 2"),
+        ("h100:16", {"batch": 48}, 3, None),
+        ("h100:16", {"batch": 80}, 1, "5 sequences of a microbatch on a device are no multiple of 2 or 3"),
         # 64 tokens: 256 KiB at 50 GB/s are 5 us, three passes over 75 MB of weights at 3.35 TB/s are 68 us.
         ("h100:16", {"batch": 64, "microbatches": 2, "seq": 32}, 1, "the rows of 64 tokens take 0.0052 ms"),
         ("h100:8", {"batch": 64}, 1, "no rows travel to experts between GPU nodes"),

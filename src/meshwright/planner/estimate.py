@@ -226,6 +226,7 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
             "backward": microbatches * (busy["backward"] + busy["recomputation"] + busy["stage"] + unembedding * 2 / 3),
             "step": 0.0,
         },
+        software.beside if settled.scheduled_by_price else 0.0,
     )
     host = 2 * offloaded_bytes(placed, work) * microbatches / chip.host_bandwidth
     both = [compute["forward"], compute["backward"]]
@@ -413,10 +414,19 @@ def _bounds(
 
 
 def overlapped(
-    traffic: list[Movement], mapping: AxisMapping, target: Target, software: Software, room: dict[str, float]
+    traffic: list[Movement],
+    mapping: AxisMapping,
+    target: Target,
+    software: Software,
+    room: dict[str, float],
+    beside: float,
 ) -> tuple[dict[str, float], dict[str, float], dict[str, str]]:
-    """Exposed seconds, busy seconds and links, each by axes."""
+    """Exposed seconds, busy seconds and links, each by axes.
+
+    room: seconds of computation by pass.  beside: fraction of it that has transfers beside; 0 for the chip's overlap.
+    """
     overlap = target.efficiency.overlap * (software.overlap if not target.chip.on_torus else 1.0)
+    overlap = 1.0 if beside else overlap
     tensor_overlap = target.efficiency.tensor_overlap * software.tensor_overlap
     launches = 0.0 if target.chip.on_torus else COLLECTIVE_LAUNCHES * software.launch
     timed, routes = [], dict[str, str]()
@@ -443,7 +453,7 @@ def overlapped(
         else:
             overlappable[movement.during] += seconds
     for name, seconds in overlappable.items():
-        left = seconds - overlap * min(seconds, room[name])
+        left = seconds - min(overlap * seconds, (beside or overlap) * room[name])
         for movement, own in timed:
             if movement.during == name and not movement.blocking:
                 exposed["+".join(movement.axes)] += left * own / seconds

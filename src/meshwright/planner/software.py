@@ -105,8 +105,9 @@ class Software:
     """Whether a ring's keys and an interleaved pipeline's activations and rows of experts travel beside computation."""
     rows_by: Literal["expert", "node", "device"] = "expert"
     """What a token is sent to once: each of its experts, or over the network each node with some, or each device."""
-    exchange_overlap: float = 0.0
-    """Overlapped fraction of the rows that travel between nodes in pieces of the batch (`Settled.exchange_pieces`)."""
+    beside: float = 0.0
+    """Fraction of a pass' computation that has transfers beside, gathers and rows in pieces of the batch alike, in
+    programs that are scheduled by predicted times (`Settled.scheduled_by_price`); 0 where none is."""
     context: Callable[..., list[Any]] | None = None
     """Collectives of context parallelism, with the arguments of the planner's own, which None takes."""
     transformer_engine: bool = False
@@ -130,6 +131,6 @@ MESHWRIGHT = Software(
     vocab_over_stages=True,
     sums_gradients_last=True,
     rows_by="node",
-    exchange_overlap=0.1,  # median of four whole programs with recomputation, compiled (docs/log.md)
+    beside=0.5,  # three whole programs with more to send than to compute, compiled: 0.51 to 0.58 (docs/log.md)
 )
 """This package's own step."""

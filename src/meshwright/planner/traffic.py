@@ -76,15 +76,14 @@ def movements(
     degrees = {axis: shape.degrees()[axis] for axis in placed.layout.expert_axes}
     if degrees and work.experts:
         beside = software.sends_beside and placed.virtual_stages > 1
+        beside |= software.beside > 0 and settled.scheduled_by_price and settled.exchange_pieces > 1
         spec = next(layer.experts for layer in placed.spec.layers if layer.experts is not None)
         nodes = 1 if software.rows_by == "expert" else settled.expert_nodes
         nodes = math.prod(degrees.values()) if software.rows_by == "device" and nodes == 1 else nodes
-        for level, (axes, rows) in enumerate(sent_rows(spec, degrees, nodes).items()):
+        for axes, rows in sent_rows(spec, degrees, nodes).items():
             elements = work.expert_tokens * rows * work.width
             payloads = (elements * (spec.sent_bytes or compute), elements * compute)
-            sent = _experts(axes, payloads, work.expert_layers * microbatches, again, not beside)
-            overlap = 0.0 if level or settled.exchange_pieces == 1 else software.exchange_overlap  # between nodes
-            result += [movement._replace(overlap=overlap) for movement in sent]
+            result += _experts(axes, payloads, work.expert_layers * microbatches, again, not beside)
     if shape.stage > 1 and not keeps_stages(placed):
         result += [m._replace(during="recomputation") for m in result if m.during == "forward"]
     result += _weights(placed, microbatches, bool(again - {"scores"}), runs_experts_in_low_precision(settled, software))

@@ -26,7 +26,8 @@ from meshwright.sharding.placement import axes_of
 _RING = 4
 """Least chips along a dimension of a TPU slice that has wraparound links."""
 _ATTENTION_PIECES = 4
-_EXCHANGE_PIECES = 2
+_EXCHANGE_PIECES = (2, 3)
+"""Pieces of a microbatch on a device, whichever divides its sequences."""
 OVERLAP_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": "True"}
 """XLA options of programs that send rows to experts between GPU nodes: without it the exchange overlaps with nothing.
 
@@ -194,7 +195,17 @@ class Settled:
     @property
     def exchange_pieces(self) -> int:
         """Pieces of the batch of which the rows of one travel to experts while another computes; 1 is all at once."""
-        return _EXCHANGE_PIECES if self.exchanged_at_once_reason is None else 1
+        return self._pieces if self.exchanged_at_once_reason is None else 1
+
+    @property
+    def _pieces(self) -> int:
+        return next((n for n in _EXCHANGE_PIECES if self._sequences % n == 0), 1)
+
+    @property
+    def _sequences(self) -> int:
+        """Sequences of a microbatch on a device."""
+        training = self.placed.run.training
+        return training.batch // training.microbatches // self.placed.shape.over(BATCH_AXES)
 
     @functools.cached_property
     def exchanged_at_once_reason(self) -> str | None:
@@ -202,9 +213,9 @@ class Settled:
         placed, training, nodes, chip = self.placed, self.placed.run.training, self.expert_nodes, self.machine.chip
         if not self.overlaps_exchange or chip is None:
             return "no rows travel to experts between GPU nodes"
-        sequences = training.batch // training.microbatches // placed.shape.over(BATCH_AXES)
-        if sequences % _EXCHANGE_PIECES:
-            return f"{sequences} sequences of a microbatch on a device are not a multiple of {_EXCHANGE_PIECES}"
+        sequences = self._sequences
+        if self._pieces == 1:
+            return f"{sequences} sequences of a microbatch on a device are no multiple of 2 or 3"
         specs = [layer.experts for layer in placed.spec.layers if layer.experts]
         tokens = sequences * training.seq // (placed.shape.context * placed.layout.routed_parts)
         sent = 2.0 * tokens * placed.spec.width * specs[0].mean_nodes(nodes) * (1 - 1 / nodes) / chip.network_bandwidth
