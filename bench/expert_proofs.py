@@ -25,7 +25,7 @@ from meshwright.hardware.interconnect import map_axes
 from meshwright.hardware.targets import parse_target
 from meshwright.planner.search import Plan, price_run, search
 from meshwright.planner.work import recomputed_roles, work_of
-from meshwright.runs.recipe import find_recipe
+from meshwright.runs.recipe import change_fields, find_recipe
 from meshwright.runs.run_file import run_from_dict, run_to_dict
 
 ROOT = Path(__file__).parents[1]
@@ -112,8 +112,8 @@ def run_of(case: Case) -> Any:
     training = dataclasses.replace(
         run.training, batch=case.batch, seq=case.seq, matmul_precision=case.precision, reduce_dtype=case.reduce
     )
-    model = run.model if case.exchange == "compute" else dataclasses.replace(run.model, expert_exchange=case.exchange)
-    return dataclasses.replace(run, training=training, model=model)
+    run = dataclasses.replace(run, training=training)
+    return change_fields(run, None, {} if case.exchange == "compute" else {"expert_exchange": case.exchange})
 
 
 def best_plans(case: Case) -> dict[str, Plan]:

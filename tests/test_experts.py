@@ -437,18 +437,19 @@ def test_folded_experts_send_a_device_s_own_part_of_the_sequence(
 def test_rows_travel_in_pieces_of_the_batch_where_that_is_faster(
     target: str, changes: dict[str, int], pieces: int, reason: str | None
 ) -> None:
-    """The option of overlap is that of programs that send rows between nodes."""
+    """XLA schedules by predicted times where rows travel between nodes, and where they do not travel."""
     shape, run = MeshShape.parse(f"expert={parse_target(target).devices}"), find_recipe("qwen3-30b-a3b")
     training = dataclasses.replace(run.training, **{"seq": 4096, "microbatches": 1, **changes})
     machine = machine_of_target(parse_target(target), shape)
     settled = Settled(place_run(dataclasses.replace(run, mesh=shape, training=training), shape), machine)
     assert settled.exchange_pieces == pieces
     assert (settled.exchanged_at_once_reason or "").startswith(reason or "")
-    between = target == "h100:16"
-    assert ("xla_gpu_enable_latency_hiding_scheduler" in settled.compiler_options) == between
-    own = dataclasses.replace(training, compiler_options=("auto", "xla_gpu_enable_latency_hiding_scheduler=False"))
-    placed = place_run(dataclasses.replace(run, mesh=shape, training=own), shape)
-    assert Settled(placed, machine).compiler_options["xla_gpu_enable_latency_hiding_scheduler"] == "False"
+    assert settled.scheduled_by_price == (target == "h100:16")
+    rows = [(MeshShape(fsdp=shape.size), ("auto",), not machine.on_tpu), (shape, (), False)]
+    for mesh, words, by_price in rows:
+        own = dataclasses.replace(training, compiler_options=words)
+        placed = place_run(dataclasses.replace(run, mesh=mesh, training=own), mesh)
+        assert Settled(placed, machine_of_target(parse_target(target), mesh)).scheduled_by_price == by_price
 
 
 @pytest.mark.exhaustive

@@ -1,11 +1,14 @@
 """The simulated schedule: by hand on small programs, and on programs of the chips' own compilers."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_runs import MODELS, device_run_of, random_batch, tiny_run
 
+from meshwright.analysis.run_census import census_of_train_step, profile_for, simulate_run
 from meshwright.analysis.simulate import (
     CostModel,
     SimulatedSchedule,
@@ -18,6 +21,9 @@ from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hardware.targets import Target, parse_target
 from meshwright.hlo.parser import parse_module
 from meshwright.hlo.scopes import BranchScope
+from meshwright.runs.settle import Settled
+from meshwright.step.device_run import DeviceRun
+from meshwright.step.train_step import CompiledTrainStep
 from meshwright.views.blocks import Bars
 from meshwright.views.census_page import schedule_blocks
 from meshwright.views.charts import Drawing
@@ -385,3 +391,62 @@ def test_attention_between_chunks_is_priced_by_its_own_mask() -> None:
     whole = seconds("visible_1.000000")
     assert seconds("layers") == pytest.approx(whole / 2)
     assert seconds("jvp(visible_0.501000)/cond/visible_0.250000") == pytest.approx(whole / 4)
+
+
+def test_a_tick_takes_the_rows_that_hold_a_layer() -> None:
+    """A conditional inside a tick's branch has its own frequency, or none, and no bubble."""
+    text = BRANCHES.replace(
+        '%y = f32[1024,1024] negate(%x), metadata={op_name="jit(f)/pipeline: backward/neg"}',
+        "%y = f32[1024,1024] conditional(%row, %x, %x), branch_computations={%skip, %layer}, "
+        'metadata={op_name="jit(f)/pipeline: backward/cond"}',
+    )
+    text = text.replace(
+        "%backward (x: f32[1024,1024]) -> f32[1024,1024] {\n",
+        "%layer (x: f32[1024,1024]) -> f32[1024,1024] {\n  %x = f32[1024,1024] parameter(0)\n"
+        '  ROOT %y = f32[1024,1024] negate(%x), metadata={op_name="jit(f)/pipeline: backward/cond/SCOPEneg"}\n}\n\n'
+        "%backward (x: f32[1024,1024]) -> f32[1024,1024] {\n  %row = s32[] constant({...})\n",
+    )
+    taken = {"pipeline: forward": BranchScope(2, 5), "pipeline: backward": BranchScope(2, 5, recomputes=True)}
+    ticks = {frozenset({frozenset({"pipeline: backward"})}): 5}
+    one = 2 * 2**22 / 2.765e12
+    for scope, rows in (("", 1.0), ("layer of blocks./", 3 / 4)):
+        module = parse_module(text.replace("SCOPE", scope), taken | {"layer of blocks.": BranchScope(3, 4)})
+        played = simulate_schedule(module, devices_of(V5P), {"stage": 4}, ticks=ticks)
+        own = 2 * one / 5 + 2 * (1 + rows) * one / 5
+        assert played.by_kind["memory"] == pytest.approx(own)
+        assert played.bubble == pytest.approx((1 + rows) * one - 2 * (1 + rows) * one / 5)
+
+
+@pytest.mark.parametrize("layers", [3, 5])
+def test_padding_rows_add_no_flops(layers: int) -> None:
+    model = dataclasses.replace(MODELS["llama"], layers=layers)
+    device_run = device_run_of(tiny_run(model, "stage=2", microbatches=8, pipeline_schedule="1f1b"))
+    flops = census_of_train_step(device_run).flops
+    assert flops is not None
+    forward = next(m.flops for m in flops.matmuls if (m.phase, m.module) == ("forward", "feed-forward"))
+    assert forward == pytest.approx(flops.model["feed-forward"] / 3)
+
+
+def test_a_step_is_compiled_with_the_times_that_are_predicted_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA:CPU takes a profile and does not use it."""
+    monkeypatch.setattr(Settled, "scheduled_by_price", True)
+    target, given = parse_target("h100:4"), list[bytes]()
+    plain = device_run_of(tiny_run(MODELS["mixtral"], "expert=4"))
+
+    def profile_of(device_run: DeviceRun, lowered: Any) -> dict[str, Any]:
+        given.append(profile_for(target)(device_run, lowered)["fdo_profile"])
+        return {"fdo_profile": given[-1]}
+
+    device_run = dataclasses.replace(plain, profile_of=profile_of)
+    step = CompiledTrainStep(device_run, device_run.abstract_batch)
+    rows = re.findall(r'costs { name: "([\w.-]+)" cost_us: ([\d.]+) }', given[0].decode())
+    seconds = {name: float(us) / 1e6 for name, us in rows}
+    played = simulate_run(parse_module(step.program_text()), device_run, target)
+    sent = {span.instruction: span.seconds for span in played.spans if span.kind == "collective"}
+    assert len(rows) == len(given[0].splitlines()) and len(sent) > 4
+    assert {name: seconds[name] for name in sent} == pytest.approx(sent, abs=1e-9)
+    batch = random_batch(device_run)
+    losses = [
+        CompiledTrainStep(run, run.abstract_batch)(run.initial_state(), batch)[1]["loss"] for run in (plain, device_run)
+    ]
+    assert losses[0] == losses[1]

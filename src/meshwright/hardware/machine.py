@@ -9,8 +9,7 @@ import functools
 import os
 import re
 import tomllib
-import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -173,19 +172,17 @@ def ring_order(degrees: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(order)
 
 
-def compiler_options_of(
-    chip: Chip | None, words: Sequence[str], program: Mapping[str, str] = types.MappingProxyType({})
-) -> dict[str, str]:
+def compiler_options_of(chip: Chip | None, words: Sequence[str]) -> dict[str, str]:
     """Returns XLA options by name.
 
-    chip: None has no options of its own.  words: `auto` for the options of chip and program, and NAME=VALUE, which
-    replaces one of them.  program: options of what is compiled. Raises ConfigError for a word that is neither.
+    chip: None has no options of its own.  words: `auto` for the options of the chip, and NAME=VALUE, which
+    replaces one of them. Raises ConfigError for a word that is neither.
     """
     options: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if word == AUTO:
-            options |= {**(chip.compiler_options if chip else {}), **program}
+            options |= chip.compiler_options if chip else {}
         elif not equals:
             raise ConfigError(f"compiler option {word!r}", "an option has a name and a value", f"{word}=true, or auto")
         else:

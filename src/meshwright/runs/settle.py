@@ -28,11 +28,6 @@ _RING = 4
 _ATTENTION_PIECES = 4
 _EXCHANGE_PIECES = (2, 3)
 """Pieces of a microbatch on a device, whichever divides its sequences."""
-OVERLAP_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": "True"}
-"""XLA options of programs that send rows to experts between GPU nodes: without it the exchange overlaps with nothing.
-
-Programs that exchange only inside a node do without: another user of JAX has seen NaN with this scheduler, and measured
-a gain of 0.4 % from overlap with XLA's own kernel for exchanges there (docs/log.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,17 +175,17 @@ class Settled:
         return 1 if self.machine.on_tpu and not (chip and chip.sparse_cores) else _ATTENTION_PIECES
 
     @property
-    def overlaps_exchange(self) -> bool:
-        """Whether rows travel to experts over the network of GPU nodes, which overlaps with the right options."""
-        return self.expert_nodes > 1 and not self.machine.on_tpu
-
-    @property
     def scheduled_by_price(self) -> bool:
-        """Whether XLA schedules by the times that are predicted here; it knows none of the kernels of experts."""
-        gpus = self.machine.chip is not None and not (self.machine.on_tpu or self.machine.simulated)
-        experts = any(layer.experts for layer in self.placed.spec.layers)
-        inside = self.placed.shape.expert > 1 and not self.overlaps_exchange
-        return gpus and experts and not inside and AUTO in self.placed.run.training.compiler_options
+        """Whether XLA's scheduler for GPUs has the times that are predicted here; it knows none of experts' kernels.
+
+        Not where rows travel inside a node alone: another user of JAX has seen NaN with this scheduler, and measured a
+        gain of 0.4 % from overlap with XLA's own kernel for exchanges there (docs/log.md).
+        """
+        machine, placed = self.machine, self.placed
+        asked = machine.chip is not None and AUTO in placed.run.training.compiler_options
+        if not asked or machine.on_tpu or machine.simulated or not any(layer.experts for layer in placed.spec.layers):
+            return False
+        return self.expert_nodes > 1 or all(placed.shape.degrees()[axis] == 1 for axis in placed.layout.expert_axes)
 
     @property
     def exchange_pieces(self) -> int:
@@ -211,7 +206,7 @@ class Settled:
     def exchanged_at_once_reason(self) -> str | None:
         """Why the rows of the whole batch travel to experts at once, None where they travel in pieces."""
         placed, training, nodes, chip = self.placed, self.placed.run.training, self.expert_nodes, self.machine.chip
-        if not self.overlaps_exchange or chip is None:
+        if nodes == 1 or self.machine.on_tpu or chip is None:
             return "no rows travel to experts between GPU nodes"
         sequences = self._sequences
         if self._pieces == 1:
@@ -219,20 +214,19 @@ class Settled:
         specs = [layer.experts for layer in placed.spec.layers if layer.experts]
         tokens = sequences * training.seq // (placed.shape.context * placed.layout.routed_parts)
         sent = 2.0 * tokens * placed.spec.width * specs[0].mean_nodes(nodes) * (1 - 1 / nodes) / chip.network_bandwidth
-        # Each piece has gradients of the experts' weights: two arrays are read and their sum is written.
+        # Each piece has gradients of the experts' weights: of a sum two arrays are read and one is written.
         own = [p.size / placed.shape.over(axes_of(where.in_use)) for _, p, where in placed.leaves if "E" in p.dims]
-        summed = 3 * 2.0 * sum(own) * placed.shape.stage / len(specs) / chip.hbm_bandwidth
+        summed = 3 * 2.0 * (self._pieces - 1) * sum(own) * placed.shape.stage / len(specs) / chip.hbm_bandwidth
         if sent < summed:
-            times = f"{1e3 * sent:.2g} ms on the network, and sums of the gradients of two pieces {1e3 * summed:.2g} ms"
-            return f"the rows of {tokens} tokens take {times}"
+            sums = f"sums of the gradients of {self._pieces} pieces {1e3 * summed:.2g} ms"
+            return f"the rows of {tokens} tokens take {1e3 * sent:.2g} ms on the network, and {sums}"
         return None
 
     @functools.cached_property
     def compiler_options(self) -> dict[str, str]:
         """XLA options of run and chip; none on simulated devices. Raises ConfigError for a word that is no option."""
         options = dict(self.machine.determinism.compiler_options) if self.fixes_bits else {}
-        own = OVERLAP_OPTIONS if self.overlaps_exchange else {}
-        options |= compiler_options_of(self.machine.listed, self.placed.run.training.compiler_options, own)
+        options |= compiler_options_of(self.machine.listed, self.placed.run.training.compiler_options)
         return {} if self.machine.simulated else options
 
     def check(self) -> None:
