@@ -213,10 +213,9 @@ def profile_for(target: Target) -> Callable[[DeviceRun, Any], dict[str, Any]]:
     def profile(device_run: DeviceRun, lowered: Any) -> dict[str, Any]:
         if not device_run.settled.scheduled_by_price:
             return {}
-        facts, devices = train_step_facts(device_run.run.model, device_run), device_run.mesh.devices.flat
-        program = compile_function(lowered, compiler_options=device_run.compiler_options(), branches=facts.branches)
-        mesh, at = dict(device_run.mesh.shape), located_devices(devices, target)
-        return {"fdo_profile": simulate_schedule(program.module, at, mesh, facts.skipped, facts.ticks).profile}
+        options, branches = device_run.compiler_options(), train_step_facts(device_run.run.model, device_run).branches
+        program = compile_function(lowered, compiler_options=options, branches=branches)
+        return {"fdo_profile": simulate_run(program.module, device_run, target).profile}
 
     return profile
 
@@ -253,9 +252,10 @@ def located_devices(devices: Iterable[Any], target: Target) -> TargetDevices:
 
 
 def simulate_run(module: Module, device_run: DeviceRun, target: Target) -> SimulatedSchedule:
-    """Simulates the compiled train step of a run without pipeline stages, whose branches differ between devices."""
-    devices, skipped = located_devices(device_run.mesh.devices.flat, target), skipped_by_kernels(device_run.settled)
-    return simulate_schedule(module, devices, dict(device_run.mesh.shape), skipped=skipped)
+    """Simulates the compiled train step of a run. module: with the branches of `train_step_facts`."""
+    facts, devices = train_step_facts(device_run.run.model, device_run), device_run.mesh.devices.flat
+    at, mesh = located_devices(devices, target), dict(device_run.mesh.shape)
+    return simulate_schedule(module, at, mesh, facts.skipped, facts.ticks)
 
 
 def causal_fraction(spec: ModelSpec, seq: int) -> float:
