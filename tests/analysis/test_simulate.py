@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tiny_runs import MODELS, device_run_of, random_batch, tiny_run
 
+import meshwright as mw
 from meshwright.analysis.run_census import census_of_train_step, profile_for, simulate_run
 from meshwright.analysis.simulate import (
     CostModel,
@@ -16,6 +17,7 @@ from meshwright.analysis.simulate import (
     hbm_bytes_accessed,
     simulate_schedule,
 )
+from meshwright.api import local_planner, training
 from meshwright.hardware.chips import CHIPS, Efficiency
 from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hardware.targets import Target, parse_target
@@ -449,4 +451,25 @@ def test_a_step_is_compiled_with_the_times_that_are_predicted_of_it(monkeypatch:
     losses = [
         CompiledTrainStep(run, run.abstract_batch)(run.initial_state(), batch)[1]["loss"] for run in (plain, device_run)
     ]
+    assert losses[0] == losses[1]
+
+
+def test_train_takes_them_where_the_chip_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made, losses = list[int](), list[float]()
+    profile = SimulatedSchedule.profile.fget  # type: ignore[attr-defined]
+
+    def counted(schedule: SimulatedSchedule) -> bytes:
+        made.append(len(schedule.spans))
+        return bytes(profile(schedule))
+
+    monkeypatch.setattr(SimulatedSchedule, "profile", property(counted))
+    monkeypatch.setattr(Settled, "scheduled_by_price", True)
+    monkeypatch.setattr(local_planner, "local_target", lambda devices, calibration: (parse_target("h100:2"), ""))
+    for name, planner in (("plain", None), ("scheduled", local_planner.LocalPlanner([], None))):
+        monkeypatch.setattr(training, "_local_planner", lambda devices, planner=planner: planner)
+        monkeypatch.setattr(local_planner.LocalPlanner, "forecast", lambda *_: None)
+        monkeypatch.setattr(local_planner.LocalPlanner, "choose", lambda planner, run: run)
+        run = mw.recipe("tiny-moe", mesh="expert=2", layers=2, steps=2, sample=0, eval_samples=16)
+        losses.append(mw.train(run, out=tmp_path / name, progress="none").loss)
+        assert bool(made) == (name == "scheduled")
     assert losses[0] == losses[1]
