@@ -112,8 +112,4 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def _page_of(result: Any) -> Any:
-    return importlib.import_module("meshwright.views.result_pages").page_of(result)
-
-
-Shown.page_of = staticmethod(_page_of)
+Shown.page_of = staticmethod(lambda result: importlib.import_module("meshwright.views.result_pages").page_of(result))

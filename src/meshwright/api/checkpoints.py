@@ -151,12 +151,7 @@ class MoveOptions(_FolderOptions):
         return Outcome(lambda console: print_table(console, table), record)
 
 
-ACTIONS = {
-    "list": ListOptions,
-    "inspect": InspectOptions,
-    "verify": VerifyOptions,
-    "move": MoveOptions,
-}
+ACTIONS = {"list": ListOptions, "inspect": InspectOptions, "verify": VerifyOptions, "move": MoveOptions}
 
 
 def _written_at(seconds: float | None) -> str | None:

@@ -182,8 +182,7 @@ def format_report(report: GenerationReport) -> str:
         f"prefill: {report.prompt_tokens} tokens, first token after {format_step(first)} "
         f"({format_count(round(report.prefill_tokens_per_second))} tokens/s); compiling took "
         f"{format_time(report.compile_seconds)}\n"
-        f"decode:  {report.new_tokens} tokens in {took} "
-        f"({format_count(round(decode))} tokens/s)\n"
+        f"decode:  {report.new_tokens} tokens in {took} ({format_count(round(decode))} tokens/s)\n"
         f"memory:  weights {format_bytes(report.weight_bytes)} ({report.weights}), cache {cache} (planned "
         f"{format_bytes(report.planned_cache_bytes)}), temporaries {format_bytes(report.temporary_bytes)} per device\n"
     )

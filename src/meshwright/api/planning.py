@@ -154,12 +154,7 @@ class PlanOptions(OfferOptions, RunOptions):
         """Prints the plans of one target; returns the best, and all figures as JSON."""
         explained = MeshShape.parse(self.why) if self.why else None
         began = time.perf_counter()
-        plans = plan(
-            self.run,
-            self.on,
-            tokens_per_step=self.tokens_per_step,
-            include=(explained,) if explained else (),
-        )
+        plans = plan(self.run, self.on, tokens_per_step=self.tokens_per_step, include=(explained,) if explained else ())
         found, took = plans.searches[0], time.perf_counter() - began
         run = plans[0].run
         compared: tuple[Plan, ...] = ()

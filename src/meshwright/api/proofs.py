@@ -250,7 +250,8 @@ def trials(run: Run, target: Target) -> Iterator[tuple[str, Run]]:
             yield f"remat {remat}", changed(remat=remat)
     for microbatches in filter(None, (training.microbatches // 2, 2 * training.microbatches)):
         other = changed(microbatches=microbatches)
-        if _is_legal(other):
+        with contextlib.suppress(ConfigError):
+            place_run(other)
             yield f"{microbatches} microbatch{'es' if microbatches > 1 else ''}", other
     if training.reduce_dtype == "float32":
         yield "gradients summed in bfloat16", changed(reduce_dtype="bfloat16")
@@ -264,14 +265,6 @@ def trials(run: Run, target: Target) -> Iterator[tuple[str, Run]]:
     if AUTO in training.compiler_options and chosen:
         others = tuple(word for word in training.compiler_options if word != AUTO)
         yield "the compiler's own options", changed(compiler_options=others)
-
-
-def _is_legal(run: Run) -> bool:
-    try:
-        place_run(run)
-    except ConfigError:
-        return False
-    return True
 
 
 def tune(proof: Proof, target: Target, limit: int, say: Say) -> Tuned:

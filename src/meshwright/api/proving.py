@@ -241,12 +241,7 @@ class CompiledStep:
 
 
 def compile_step(
-    run: Run,
-    devices: Sequence[Any],
-    target: Target | None,
-    *,
-    step: str = "train",
-    fresh: bool = False,
+    run: Run, devices: Sequence[Any], target: Target | None, *, step: str = "train", fresh: bool = False
 ) -> CompiledStep:
     """Compiles the train or evaluation step of a run for devices, here or not.
 

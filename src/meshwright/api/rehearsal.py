@@ -162,18 +162,14 @@ class TrainingProcesses:
 
     def wait(self) -> dict[str, Any]:
         """Waits for the end and returns the summary of process 0. Raises TrainingError where a process fails."""
-        outputs = self._communicate(self._running, f"it took more than {self._limit} s")
+        try:
+            outputs = [process.communicate(timeout=self._limit) for process in self._running]
+        except subprocess.TimeoutExpired:
+            self._fail(f"it took more than {self._limit} s")
         for process, (_, errors) in zip(self._running, outputs, strict=True):
             if process.returncode:
                 self._fail(errors.strip()[-1500:])
         return dict(json.loads(outputs[0][0].strip().splitlines()[-1]))
-
-    def _communicate(self, processes: list[subprocess.Popen[str]], late: str) -> list[tuple[str, str]]:
-        """Returns what processes printed until their ends. Raises TrainingError with the reason `late`."""
-        try:
-            return [process.communicate(timeout=self._limit) for process in processes]
-        except subprocess.TimeoutExpired:
-            self._fail(late)
 
     def _fail(self, reason: str) -> NoReturn:
         for process in self._running:

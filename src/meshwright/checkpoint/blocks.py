@@ -76,7 +76,8 @@ class StoredTensors:
                 if all(p.start < p.stop for p in inside):
                     yield inside, values[tuple(slice(0, p.stop - p.start) for p in inside)]
         except ValueError as error:
-            raise self._unreadable(name, error) from error
+            truth = str(error).splitlines()[0][:200]
+            raise self._damaged(f"tensor {name!r} cannot be read: {truth}") from error
         if total != record.fingerprint:
             raise self._damaged(f"tensor {name!r} is not what was saved")
 
@@ -92,9 +93,6 @@ class StoredTensors:
         for index, block in self.blocks(name):
             tensor[index] = block
         return tensor
-
-    def _unreadable(self, name: str, error: ValueError) -> CheckpointError:
-        return self._damaged(f"tensor {name!r} cannot be read: {str(error).splitlines()[0][:200]}")
 
     def _damaged(self, damage: str, fix: str = "another checkpoint of the run: --at STEP") -> CheckpointError:
         return CheckpointError(f"the checkpoint in {self.step_folder}", damage, fix)

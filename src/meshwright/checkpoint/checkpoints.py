@@ -43,14 +43,7 @@ from meshwright.checkpoint.steps import (
     remove_checkpoint,
     unwritable,
 )
-from meshwright.checkpoint.tensors import (
-    Shards,
-    from_first_replica,
-    host_shards,
-    layout_of,
-    read_shards,
-    write_shards,
-)
+from meshwright.checkpoint.tensors import Shards, from_first_replica, host_shards, layout_of, read_shards, write_shards
 from meshwright.documents import replace_durably, write_atomically
 from meshwright.errors import CheckpointError, HostError, MeshwrightError, RoomError, StorageError, limit_of, reason_of
 from meshwright.hardware.agreement import answer_of_the_first, choose_together

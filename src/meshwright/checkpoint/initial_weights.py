@@ -65,16 +65,16 @@ def _load(init_from: str, device_run: DeviceRun, then: Then) -> Tree:
     return treedef.unflatten([then(path, w) for path, w in named_leaves(params).items()])
 
 
-def load_run(folder: Path, device_run: DeviceRun, at: int | None = None) -> Tree:
-    """Returns the weights of another run's checkpoint, the last one or that of step `at`; its adapters are merged."""
+def load_run(folder: Path, device_run: DeviceRun) -> Tree:
+    """Returns the weights of another run's last checkpoint; its adapters are merged."""
     theirs = run_in_folder(folder)
     with Checkpoints(folder / "checkpoints", max_to_keep=None) as checkpoints:
         if theirs.finetune.method != "lora":
-            return checkpoints.restore_params(device_run, at)[0]
+            return checkpoints.restore_params(device_run)[0]
         training = dataclasses.replace(device_run.run.training, param_dtype=theirs.training.param_dtype)
         adapted = dataclasses.replace(device_run.run, finetune=theirs.finetune, training=training)
         other = place_on_devices(adapted, device_run.mesh)
-        params = merge_adapters(other, checkpoints.restore_params(other, at)[0])[1]
+        params = merge_adapters(other, checkpoints.restore_params(other)[0])[1]
     return jax.tree.map(lambda w, like: w.astype(like.dtype), params, device_run.abstract.params)
 
 

@@ -87,11 +87,8 @@ def reordering(
     if dim is None or not axes:
         return jax.jit(functools.partial(convert, p), out_shardings=target)
 
-    def whole_rows(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-        return lax.all_to_all(x, axes, dim, 0, tiled=True) if _axes(sharding, 0) else x
-
     def permute(x: jax.Array) -> jax.Array:
-        x = convert(p, whole_rows(x, source))
+        x = convert(p, lax.all_to_all(x, axes, dim, 0, tiled=True) if _axes(source, 0) else x)
         return lax.all_to_all(x, axes, 0, dim, tiled=True) if _axes(target, 0) else x
 
     def run(x: jax.Array) -> jax.Array:

@@ -22,11 +22,9 @@ def partial_steps(folder: Path) -> list[int]:
 
 
 def _completeness(folder: Path) -> dict[int, bool]:
-    def is_complete(file: Path) -> bool:
-        # An object is written completely or not at all.
-        return file.is_file() and (in_bucket(file) or file.stat().st_size > 0)
-
-    return {step: is_complete(path_of(folder) / str(step) / MANIFEST) for step in sorted(all_steps(folder))}
+    files = {step: path_of(folder) / str(step) / MANIFEST for step in sorted(all_steps(folder))}
+    # An object is written completely or not at all.
+    return {step: f.is_file() and (in_bucket(f) or f.stat().st_size > 0) for step, f in files.items()}
 
 
 def all_steps(folder: Path) -> list[int]:

@@ -49,7 +49,6 @@ VERBS = {
 }
 """Verb -> module with its options, `TrainOptions` of `train` or `ACTIONS` with those of each, and one line about it."""
 
-
 _OPEN_FILES = 65536
 """Files that a process may have open, where the system lets it."""
 

@@ -41,10 +41,7 @@ from meshwright.fine_tuning import FineTune, Objective, TooLong
 from meshwright.storage.transfer import sha256_of
 
 _FORMAT = 3
-_KINDS = {
-    "answers": "`messages`, or `prompt` and `completion`",
-    "preferences": "`prompt`, `chosen` and `rejected`",
-}
+_KINDS = {"answers": "`messages`, or `prompt` and `completion`", "preferences": "`prompt`, `chosen` and `rejected`"}
 _ROLES = "role and content, such as {'role': 'user', 'content': 'Hello'}"
 Span = tuple[int, int]
 """First character, and one past the last."""

@@ -220,15 +220,9 @@ def _put_rows(local: _Sample, own: tuple[int, ...], shape: tuple[int, int], shar
 
 def held_out_order(parts: Sequence[Samples], samples: int) -> Iterator[tuple[Samples, int]]:
     """Yields the first `samples` windows (0: all) as source and index in it, taken from the sources in turn."""
-
-    def in_turn(left: Sequence[Samples]) -> Iterator[tuple[Samples, int]]:
-        for i in itertools.count():
-            left = [part for part in left if i < len(part)]
-            if not left:
-                return
-            yield from ((part, i) for part in left)
-
-    return itertools.islice(in_turn(parts), samples or None)
+    rounds = ([(part, i) for part in parts if i < len(part)] for i in itertools.count())
+    in_turn = itertools.chain.from_iterable(itertools.takewhile(bool, rounds))
+    return itertools.islice(in_turn, samples or None)
 
 
 def held_out_batches(parts: Sequence[Samples], *, samples: int, batch: int, sharding: NamedSharding) -> Iterator[Batch]:

@@ -14,16 +14,7 @@ from typing import IO, Any, cast
 
 import numpy as np
 
-from meshwright.data.sources import (
-    COLUMNS,
-    LINES,
-    Documents,
-    FileDocuments,
-    FunctionDocuments,
-    Place,
-    Records,
-    kind_of,
-)
+from meshwright.data.sources import COLUMNS, LINES, Documents, FileDocuments, FunctionDocuments, Place, Records, kind_of
 from meshwright.documents import RepeatedNameError, open_bytes, parse_json, unique_object
 from meshwright.errors import DataError, describe_failure
 

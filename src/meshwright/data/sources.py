@@ -32,8 +32,10 @@ _KINDS = (
     f"one of {', '.join(_TEXTS)}, each also with {', '.join(COMPRESSED)}; {COLUMNS} (`to_parquet` of datasets or "
     "pandas); or module:attribute"
 )
-
-
+_STDLIB = (
+    "asyncio concurrent/futures collections email http importlib json logging multiprocessing unittest urllib xml/etree"
+)
+"""Packages of Python's standard library that the source `stdlib` reads, besides its single modules."""
 _EXAMPLES = 20
 """Bad records that are kept with their places in `tokens.json`; all of them are in `skipped.jsonl`."""
 
@@ -269,8 +271,10 @@ def download_dataset(path: str) -> list[Path]:
 
 def find_files(path: str) -> list[Path]:
     """Returns the files of a source, sorted. Raises DataError where no file of a known kind is found."""
-    if path == "stdlib":
-        return _stdlib()
+    if path == "stdlib":  # without the packages' tests and generated tables
+        root = Path(sysconfig.get_paths()["stdlib"])
+        folders = (root, *(root / name for name in _STDLIB.split()))
+        return sorted(f for folder in folders for f in folder.glob("*.py") if f.stat().st_size > 0)
     location = Path(path)
     if not path:
         raise DataError("--data ''", "it is no name", _KINDS)
@@ -326,15 +330,3 @@ def _walk(path: str) -> Iterator[str]:
                 seen.add(real)
                 folders.append(name)
         yield from (os.path.join(folder, name) for name in names)
-
-
-_STDLIB = (
-    "asyncio concurrent/futures collections email http importlib json logging multiprocessing unittest urllib xml/etree"
-)
-
-
-def _stdlib() -> list[Path]:
-    """Returns the modules of Python's standard library, without the packages' tests and generated tables."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    folders = (root, *(root / name for name in _STDLIB.split()))
-    return sorted(f for folder in folders for f in folder.glob("*.py") if f.stat().st_size > 0)

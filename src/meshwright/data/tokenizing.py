@@ -18,13 +18,7 @@ import numpy as np
 from meshwright.data.readers import read_documents
 from meshwright.data.sources import Documents, Place, Records, open_source
 from meshwright.data.token_writer import PROGRESS, SHARD_TOKENS, UNIT, TokenWriter, read_progress, write_description
-from meshwright.data.tokenizers import (
-    Tokenizer,
-    build_tokenizer,
-    spec_identity,
-    tokenizer_from_json,
-    with_begin,
-)
+from meshwright.data.tokenizers import Tokenizer, build_tokenizer, spec_identity, tokenizer_from_json, with_begin
 from meshwright.data.tokens import SKIPPED, Progress, TokenFile, is_token_file, open_tokens
 from meshwright.documents import LARGE, read_text, write_atomically
 from meshwright.errors import DataError, reason_of

@@ -187,11 +187,7 @@ class Decoder:
         """Compiles `(params, state, settings, stops, integer) -> results` as a `shard_map`; the state is donated."""
         mesh, weights = self.device_run.mesh, self.weights
         mapped = jax.shard_map(
-            f,
-            mesh=mesh,
-            in_specs=(weights.specs, self.specs, _ALL, _ALL, _ALL),
-            out_specs=out_specs,
-            check_vma=False,
+            f, mesh=mesh, in_specs=(weights.specs, self.specs, _ALL, _ALL, _ALL), out_specs=out_specs, check_vma=False
         )
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights.params)
         settings, stops = Sampling().settings(), stop_array(())

@@ -43,11 +43,7 @@ class OpenedModel:
 
 
 def open_weights(
-    source: str | Path,
-    *,
-    mesh: MeshShape | None = None,
-    at: int | None = None,
-    devices: int | None = None,
+    source: str | Path, *, mesh: MeshShape | None = None, at: int | None = None, devices: int | None = None
 ) -> OpenedModel:
     """Opens a run's folder and restores its last checkpoint, or that of step `at`, on a mesh; or loads `hf:PATH`.
 

@@ -49,8 +49,8 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         yield field.field_number, field.data
 
 
-def _integer(data: bytes, number: int, default: int = 0) -> int:
-    return next((v for k, v in _fields(data) if k == number and isinstance(v, int)), default)
+def _integer(data: bytes, number: int) -> int:
+    return next((v for k, v in _fields(data) if k == number and isinstance(v, int)), 0)
 
 
 def _messages(data: bytes, number: int) -> list[bytes]:

@@ -235,8 +235,6 @@ def _chains(pairs: str) -> Groups:
 _WRAPPERS = ("async-start", "call-start", "custom-call-start")
 _WORK = ("fusion", "dot", "convolution", "custom-call", "while", "call", "conditional", "sort", "scatter", "reduce")
 """Opcodes of computation that can overlap with communication."""
-
-
 _FUSED_START, _FUSED_DONE = "async-collective-start", "async-collective-done"
 
 

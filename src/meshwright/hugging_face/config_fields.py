@@ -28,7 +28,6 @@ NEUTRAL = frozenset[str]().union(
 )
 """Fields of every architecture that change no number of the forward pass, or name the architecture itself."""
 
-
 _SIZES = frozenset[str]().union(
     ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     ("n_embd", "n_layer", "n_head", "n_positions", "n_inner", "max_position_embeddings", "intermediate_size"),

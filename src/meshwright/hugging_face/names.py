@@ -44,7 +44,8 @@ class StoredTensor:
 
     def names(self, p: Param) -> Iterator[str]:
         """Yields the names of all stored tensors of the parameter `p`."""
-        for layer, expert in itertools.product(self.layers or (0,), range(self._experts(p))):
+        experts = _sizes(p)["E"] if "{expert}" in self.name else 1
+        for layer, expert in itertools.product(self.layers or (0,), range(experts)):
             yield self.name.format(layer=layer, expert=expert)
 
     def blocks(self, p: Param, index: Index) -> Iterator[tuple[str, Index, Index]]:
@@ -89,9 +90,6 @@ class StoredTensor:
     def _is_outer(self, letter: str) -> bool:
         """Whether the stored tensors are counted by this dimension, rather than having it."""
         return (letter == "L" and bool(self.layers)) or (letter == "E" and "{expert}" in self.name)
-
-    def _experts(self, p: Param) -> int:
-        return _sizes(p)["E"] if "{expert}" in self.name else 1
 
 
 def _sizes(p: Param) -> dict[str, int]:

@@ -25,13 +25,9 @@ from meshwright.sharding.placement import Layout, Placements, notation, place_pa
 
 Tree = Any
 """Nested dictionary of Params, of arrays, or of Placements; all have the same keys."""
-
-
 Role = Literal["qkv", "attention_out", "ffn_in", "ffn_out", "router", "adapter", "projection"]
 """Matmul of a weight in its layer; planner, FLOPs and Muon read it. `projection` is any other."""
 Stored = Literal["float32", "bfloat16", "int8", "uint8"]
-
-
 LOW_PRECISION_ROLES: tuple[Role, ...] = ("qkv", "attention_out", "ffn_in", "ffn_out", "projection")
 """Roles of the weights that `--training.matmul-precision` is about."""
 

@@ -49,16 +49,12 @@ class SequenceSplit:
         chunks = jnp.split(x_BTKH, 2 * self.groups, axis=1)
         return jnp.concatenate([*chunks[::2], *chunks[::-2]], axis=1)
 
-    def group_positions(self, group: Any) -> jax.Array:
-        """Returns the positions that a group holds, int32 [T/groups], in its order."""
-        chunk = self.seq // (2 * self.groups)
-        starts = jnp.stack([jnp.asarray(group), 2 * self.groups - 1 - jnp.asarray(group)]) * chunk
-        return (starts[:, None] + jnp.arange(chunk)).reshape(-1).astype(jnp.int32)
-
     def shard_positions(self, shard: Any) -> jax.Array:
         """Returns the positions that a device holds, int32 [T/shards], in its order."""
-        size = self.seq // self.shards
-        return lax.dynamic_slice_in_dim(self.group_positions(shard // self.group), shard % self.group * size, size)
+        group, size, chunk = jnp.asarray(shard // self.group), self.seq // self.shards, self.seq // (2 * self.groups)
+        starts = jnp.stack([group, 2 * self.groups - 1 - group]) * chunk
+        of_group = (starts[:, None] + jnp.arange(chunk)).reshape(-1).astype(jnp.int32)
+        return lax.dynamic_slice_in_dim(of_group, shard % self.group * size, size)
 
     def local_positions(self) -> jax.Array:
         """Returns the positions of this device, int32 [T/shards]; call it inside the `shard_map`."""

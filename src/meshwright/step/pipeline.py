@@ -336,7 +336,7 @@ class _Engine:
         backward = functools.partial(self._backward, unsplit=segment.unsplit)
         g_x, layers = self._half(segment, now, _INPUT, backward, (_zeros_of(self.x), carry.layers), carry)
         carry = carry._replace(sent=g_x, layers=layers)
-        layers = self._half(segment, now, _WEIGHT, self._backward_weight, layers, carry)
+        layers = self._half(segment, now, _WEIGHT, lambda *given: self._gradients(*given)[1], layers, carry)
         carry = carry._replace(layers=layers)
         # A slot is free for what arrives when the tick's last task has read it.
         for value, slot in zip(sent, now["inputs"], strict=True):
@@ -400,9 +400,6 @@ class _Engine:
     ) -> tuple[jax.Array, Layers]:
         sums = otherwise[1]
         return self._gradients(task, carry, sums) if unsplit else (self._gradients(task, carry, None)[0], sums)
-
-    def _backward_weight(self, task: _Task, carry: _Carry, otherwise: Layers) -> Layers:
-        return self._gradients(task, carry, otherwise)[1]
 
     def _gradients(self, task: _Task, carry: _Carry, sums: Any) -> tuple[jax.Array, Any]:
         """Returns the gradient of a part's input, and `sums` with those of its parameters; None computes none."""

@@ -61,11 +61,6 @@ def agree_on(run: Run) -> None:
     agree("run or versions", _fields_of(run))
 
 
-def agree_on_data(prepared: Trainable) -> None:
-    """Compares what determines the numbers of a run, once its data are read."""
-    agree("run, versions, data or tokenizer", same_fields(prepared))
-
-
 def _fields_of(run: Run) -> dict[str, str]:
     """Returns the fields of the Run, the settings of JAX, and the versions of libraries and of the devices' driver."""
     # The package's files: an installation in place has no version that tells changes.

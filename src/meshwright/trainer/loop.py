@@ -17,7 +17,7 @@ from meshwright.checkpoint.steps import committed_steps
 from meshwright.data.batch import ramp_of
 from meshwright.errors import ConfigError
 from meshwright.formatting import Shown
-from meshwright.hardware.agreement import answer_of_the_first
+from meshwright.hardware.agreement import agree, answer_of_the_first
 from meshwright.reporters import Reporter, build_reporters
 from meshwright.reporters.files import EventLog, JsonLines
 from meshwright.runs.run_file import write_run
@@ -101,7 +101,7 @@ def train(
     with contextlib.ExitStack() as stack:
         if (hosts := hosts_module()) is not None:
             stack.enter_context(hosts.watching(out, phases, watchdog or Watchdog()))
-            hosts.agree_on_data(prepared)
+            agree("run, versions, data or tokenizer", hosts.same_fields(prepared))
         answer_of_the_first(lambda: _check_folder(out, device_run, start, at))
         if hosts is not None:
             hosts.check_shared(out)

@@ -41,7 +41,9 @@ class Meter:
     def __init__(self, reporters: list[Reporter], run: Run, mesh: Mesh, *, per_sample: int, flops: float):
         """Counts `per_sample` units (tokens, examples) in each sample of a batch, of `flops` model FLOPs each."""
         self._reporters, self._run, self.per_sample, self._flops = reporters, run, per_sample, flops
-        self._ramp, self._peak = ramp_of(run.training), _peak_flops(mesh)
+        device, self._ramp = mesh.devices.flat[0], ramp_of(run.training)
+        chip = None if device.platform == "cpu" else find_chip(device.device_kind)
+        self._peak = None if chip is None else chip.flops_bf16 * mesh.size
         self.norms: collections.deque[float] = collections.deque(maxlen=100)
         """Gradient norms of the last steps that were no spikes; empty where the run does not look for these."""
         self._pending: tuple[int, Metrics] | None = None
@@ -129,10 +131,3 @@ class Meter:
             return f"its gradient norm is {norm:.4g}, {norm / median:.3g} times the median of the steps before it"
         self.norms.append(norm)
         return ""
-
-
-def _peak_flops(mesh: Mesh) -> float | None:
-    if mesh.devices.flat[0].platform == "cpu":
-        return None
-    chip = find_chip(mesh.devices.flat[0].device_kind)
-    return None if chip is None else chip.flops_bf16 * mesh.size

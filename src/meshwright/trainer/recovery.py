@@ -260,9 +260,7 @@ def _keep_evidence(
     def numbered(number: int) -> Path:
         return out / (f"evidence-step-{bad.step}" + (f".{number}" if number else ""))
 
-    number = 0
-    while numbered(number).exists():
-        number += 1
+    number = next(n for n in itertools.count() if not numbered(n).exists())
     if jax.process_count() > 1:
         number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
     folder = numbered(number)

@@ -90,10 +90,7 @@ class Tiers(Checkpoints):
         return list(dict.fromkeys(step for step, _, _ in self._choices(None, strict=False)))
 
     def restore(
-        self,
-        device_run: DeviceRun,
-        step: int | None = None,
-        accept: Callable[[Manifest], None] = lambda manifest: None,
+        self, device_run: DeviceRun, step: int | None = None, accept: Callable[[Manifest], None] = lambda manifest: None
     ) -> tuple[State, Manifest]:
         """Returns the newest state that all hosts can read, or that of `step`, verified; of equal ones the hosts'.
 

@@ -233,7 +233,8 @@ def _step_parts(schedule: SimulatedSchedule) -> Bars:
 def _memory(census: Census) -> list[Block]:
     memory, profile = census.memory, census.memory.profile
     categories = memory.by_category()
-    shown = {name: _shown_category(name) for name in categories}
+    copies = "copies of arguments"
+    shown = {c: copies if c.startswith("copies of ") else c if c in _MEMORY_COLOURS else "other" for c in categories}
     names = sorted(set(shown.values()), key=list(_MEMORY_COLOURS).index)
     by_module: dict[str, list[float]] = {}
     for part in memory.parts:
@@ -275,27 +276,18 @@ def _memory(census: Census) -> list[Block]:
     return [chart, bars, table]
 
 
-def _shown_category(name: str) -> str:
-    return "copies of arguments" if name.startswith("copies of ") else name if name in _MEMORY_COLOURS else "other"
-
-
 def _ledger(census: Census, link: str) -> list[Block]:
     if not census.ledger:
         return [Text(["No communication."])]
     sums = sorted(traffic(census.ledger), key=lambda row: -row["sent"])
-    summed = [
-        Column("collective", cell="kind"),
-        Column("axes", cell="axes"),
-        Column("count", "integer", "count"),
-        Column("payload", "bytes", "total"),
-        Column("sent", "bytes", "sent", bar=True),
-    ]
     schedule = census.schedule
     (timed, routes) = ({}, {}) if schedule is None else (schedule.by_collective, schedule.routes)
     kind = Column("collective", cell="kind", choices=True)
     over = Column("axes", cell="axes_label", choices=True)
     sent_by = Column("sent", "bytes", "sent", bar=True)
     count = Column("count", "integer", "count")
+    summed = [Column("collective", cell="kind"), Column("axes", cell="axes"), count]
+    summed += [Column("payload", "bytes", "total"), sent_by]
     payload = Column("payload", "bytes", "payload", where="page")
     exposed_for = Column("exposed", "seconds", lambda e: timed[e.instruction][1] if e.instruction in timed else None)
     operands = Column("operands", cell=_operands, where="terminal")

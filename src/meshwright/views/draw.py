@@ -498,8 +498,7 @@ def machine_of(devices: Sequence[Any]) -> MachineGrid:
         return MachineGrid("torus", kind, shape, coordinates)
     hosts = sorted({d.process_index for d in devices})
     if len(hosts) == 1:
-        name = "simulated devices of this CPU" if devices[0].platform == "cpu" else kind
-        return _host(len(devices), name)
+        return _host(len(devices), "simulated devices of this CPU" if devices[0].platform == "cpu" else kind)
     members: list[tuple[int, int]] = []
     for d in devices:
         host = hosts.index(d.process_index)

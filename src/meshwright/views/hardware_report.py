@@ -17,8 +17,6 @@ Results = Mapping[str, Mapping[str, Any]]
 
 _MACHINE = ("device_kind", "devices", "chip", "runtime", "driver", "host", "memory_limit", "peak_bfloat16")
 _PREFORMATTED = ("links", "versions", "environment", "coordinates")
-
-
 _UNITS: dict[str, Unit] = {"s": "seconds", "B": "bytes", "n": "count", "i": "integer", "%": "fraction"}
 _RATES = {"TFLOP/s": 1e12, "GB/s": 1e9}
 """Units of a column in `TABLES`."""

@@ -145,10 +145,11 @@ def plan_page(
     tokens = f"{format_count(e.tokens)} {unit}"
     tokens += f" of {plan.run.training.batch} x {plan.run.training.seq}" if unit == "tokens" else ""
     used = f"{e.bytes / e.hbm_bytes:.0%} of {format_bytes(e.hbm_bytes)}"
+    bound = f"no plan that fits on a searched mesh is below {format_step(result.bound)}, had it no bubble"
     priced = f"best of each mesh and schedule: {len(result.plans)} fit, {len(result.too_large)} do not{refused}"
     figures = [
         Figure("step", format_step(e.seconds), tokens),
-        *_above_bound(e.seconds, result.bound),
+        *([Figure("above the lower bound", f"{e.seconds / result.bound - 1:.1%}", bound)] if result.bound else []),
         Figure("MFU", f"{e.mfu:.1%}", f"bound by {e.bound_by}; recomputation is left out"),
         Figure(f"{unit} per second", format_count(e.tokens_per_second), f"on {e.devices:,} devices"),
         Figure("memory of a device", format_bytes(e.bytes), used, "" if e.fits else "bad"),
@@ -184,12 +185,6 @@ def plan_page(
     footer = "Every figure is predicted by arithmetic; meshwright prove compiles a plan. This file loads nothing."
     lead = f"{plan.name}, {_predicted(plan)}"
     return Report(f"{plan.run.name} on {target}", sections, topic="plan", lead=lead, footer=footer)
-
-
-def _above_bound(seconds: float, bound: float) -> list[Figure]:
-    """Returns how much slower a step is than the bound of its search, where it has one."""
-    note = f"no plan that fits on a searched mesh is below {format_step(bound)}, had it no bubble"
-    return [Figure("above the lower bound", f"{seconds / bound - 1:.1%}", note)] if bound else []
 
 
 def single_plan_page(plan: Plan) -> Report:

@@ -57,9 +57,9 @@ def print_blocks(console: Console, title: str, note: str, blocks: Sequence[Block
         _print(console, block.note, "dim")
 
 
-def text_of(*blocks: Block, width: int = 120) -> str:
-    """Returns blocks as plain text."""
-    console = Console(width=width, color_system=None, highlight=False, force_jupyter=False)
+def text_of(*blocks: Block) -> str:
+    """Returns blocks as plain text, 120 columns wide."""
+    console = Console(width=120, color_system=None, highlight=False, force_jupyter=False)
     with console.capture() as capture:
         print_blocks(console, "", "", blocks)
     return "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines())

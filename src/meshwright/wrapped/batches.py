@@ -32,7 +32,6 @@ class Source:
     """`(steps taken, saved position) -> batches from there on`."""
     example: Any
     """First batch, as `ShapeDtypeStruct`s."""
-
     first: str
     """Hash of the first batch."""
     once: Callable[[], Iterator[Any]] | None = None
@@ -256,22 +255,18 @@ def put_batch(batch: Any, example: Any, sharding: NamedSharding) -> Any:
     def place(x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
         given = np.asarray(x)
         if given.dtype.kind in "iu" and given.dtype != like.dtype and given.size:
-            _check_range(given, like.dtype)
+            limits, least, most = np.iinfo(like.dtype), int(given.min()), int(given.max())
+            if least < limits.min or most > limits.max:
+                raise DataError(
+                    f"{given.dtype} numbers of a batch",
+                    f"devices have them as {like.dtype}, up to {limits.max}, and there is "
+                    f"{most if most > limits.max else least}",
+                    "smaller numbers: indices into a table, or two arrays",
+                )
         array = given.astype(like.dtype, copy=False)
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     return jax.tree.map(place, batch, example)
-
-
-def _check_range(array: np.ndarray, dtype: Any) -> None:
-    limits = np.iinfo(dtype)
-    least, most = int(array.min()), int(array.max())
-    if least < limits.min or most > limits.max:
-        raise DataError(
-            f"{array.dtype} numbers of a batch",
-            f"devices have them as {dtype}, up to {limits.max}, and there is {most if most > limits.max else least}",
-            "smaller numbers: indices into a table, or two arrays",
-        )
 
 
 def read_epoch(source: Source, sharding: NamedSharding) -> Iterator[Any]:

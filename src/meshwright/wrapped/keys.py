@@ -108,8 +108,7 @@ def _implementation(parts: int, draws: Draws) -> Any:
         high, low = hashed(key, shape, draws.has_batch("bits", shape, parts), 0)
         if width == 64:
             return high.astype(jnp.uint64) << 32 | low.astype(jnp.uint64)
-        kinds = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
-        return (high ^ low).astype(kinds[width])
+        return (high ^ low).astype({8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[width])
 
     def split(key: jax.Array, shape: Shape) -> jax.Array:
         batched = draws.has_batch("split", shape, parts)

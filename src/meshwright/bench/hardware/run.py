@@ -93,12 +93,9 @@ def _run_child(folder: Path, name: str, seconds: float) -> None:
         return
     if not message:
         ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        message = f"its process ended with {ended}: {_last_line(log)}; its log is {log}"
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        last = next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it printed nothing")
+        message = f"its process ended with {ended}: {last}; its log is {log}"
     unmeasured: dict[str, Any] = {"section": name, "seconds": seconds, "seconds_used": 0.0}
     result = result or {**unmeasured, "problems": [], "notes": [], "facts": {}, "rows": []}
     write_json_file(section_file(folder, name), {**result, "state": state, "message": message})
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it printed nothing")
