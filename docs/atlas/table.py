@@ -1,7 +1,7 @@
 """Writes the table of docs/atlas/index.md and a plan page of each run of docs/atlas/runs.
 
-`python docs/atlas/table.py` takes some minutes for the searches. `atlas.json` keeps their figures, so that a test can
-hold the predictions to them.
+`python docs/atlas/table.py [NAME ...]` takes some minutes for the searches; with names only those runs are priced anew.
+`atlas.json` keeps their figures, so that a test can hold the predictions to them.
 """
 
 import dataclasses
@@ -188,8 +188,11 @@ def table(records: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Writes the plan pages, atlas.json and the table."""
-    records = []
+    kept, records = {record["name"]: record for record in json.loads((HERE / "atlas.json").read_text())}, []
     for file in sorted((HERE / "runs").glob("*.toml")):
+        if file.stem in kept and sys.argv[1:] and file.stem not in sys.argv[1:]:
+            records.append(kept[file.stem])
+            continue
         record, page = priced(file)
         page.write(HERE / "pages" / f"{file.stem}.html")
         records.append(record)
