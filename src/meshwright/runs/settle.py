@@ -178,12 +178,15 @@ class Settled:
     def scheduled_by_price(self) -> bool:
         """Whether XLA's scheduler for GPUs has the times that are predicted here; it knows none of experts' kernels.
 
-        Not where rows travel inside a node alone: another user of JAX has seen NaN with this scheduler, and measured a
-        gain of 0.4 % from overlap with XLA's own kernel for exchanges there (docs/log.md).
+        Not in pipelines, where it lets nothing overlap, nor where rows travel inside a node alone: another user of JAX
+        has seen NaN with this scheduler, and measured a gain of 0.4 % from overlap with XLA's own kernel for exchanges
+        there (docs/log.md).
         """
         machine, placed = self.machine, self.placed
         asked = machine.chip is not None and AUTO in placed.run.training.compiler_options
-        if not asked or machine.on_tpu or machine.simulated or not any(layer.experts for layer in placed.spec.layers):
+        if not asked or machine.on_tpu or machine.simulated or placed.shape.stage > 1:
+            return False
+        if not any(layer.experts for layer in placed.spec.layers):
             return False
         return self.expert_nodes > 1 or all(placed.shape.degrees()[axis] == 1 for axis in placed.layout.expert_axes)
 
