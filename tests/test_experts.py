@@ -446,10 +446,12 @@ def test_rows_travel_in_pieces_of_the_batch_where_that_is_faster(
     assert (settled.exchanged_at_once_reason or "").startswith(reason or "")
     assert settled.scheduled_by_price == (target == "h100:16")
     rows = [(MeshShape(fsdp=shape.size), ("auto",), not machine.on_tpu), (shape, (), False)]
+    rows.append((MeshShape(stage=2, expert=shape.size // 2), ("auto",), False))
     for mesh, words, by_price in rows:
         own = dataclasses.replace(training, compiler_options=words)
         placed = place_run(dataclasses.replace(run, mesh=mesh, training=own), mesh)
-        assert Settled(placed, machine_of_target(parse_target(target), mesh)).scheduled_by_price == by_price
+        other = Settled(placed, machine_of_target(parse_target(target), mesh))
+        assert other.scheduled_by_price == by_price and other.exchange_pieces == 1
 
 
 @pytest.mark.exhaustive

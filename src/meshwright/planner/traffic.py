@@ -76,7 +76,7 @@ def movements(
     degrees = {axis: shape.degrees()[axis] for axis in placed.layout.expert_axes}
     if degrees and work.experts:
         beside = software.sends_beside and placed.virtual_stages > 1
-        beside |= software.beside > 0 and settled.scheduled_by_price and settled.exchange_pieces > 1
+        beside |= software.beside > 0 and settled.exchange_pieces > 1
         spec = next(layer.experts for layer in placed.spec.layers if layer.experts is not None)
         nodes = 1 if software.rows_by == "expert" else settled.expert_nodes
         nodes = math.prod(degrees.values()) if software.rows_by == "device" and nodes == 1 else nodes

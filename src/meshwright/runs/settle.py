@@ -211,6 +211,9 @@ class Settled:
         placed, training, nodes, chip = self.placed, self.placed.run.training, self.expert_nodes, self.machine.chip
         if nodes == 1 or self.machine.on_tpu or chip is None:
             return "no rows travel to experts between GPU nodes"
+        if not self.scheduled_by_price:
+            why = "in the ticks of a pipeline" if placed.shape.stage > 1 else f"without compiler option {AUTO}"
+            return f"nothing overlaps with them {why}"
         sequences = self._sequences
         if self._pieces == 1:
             return f"{sequences} sequences of a microbatch on a device are no multiple of 2 or 3"
@@ -219,7 +222,7 @@ class Settled:
         sent = 2.0 * tokens * placed.spec.width * specs[0].mean_nodes(nodes) * (1 - 1 / nodes) / chip.network_bandwidth
         # Each piece has gradients of the experts' weights: of a sum two arrays are read and one is written.
         own = [p.size / placed.shape.over(axes_of(where.in_use)) for _, p, where in placed.leaves if "E" in p.dims]
-        summed = 3 * 2.0 * (self._pieces - 1) * sum(own) * placed.shape.stage / len(specs) / chip.hbm_bandwidth
+        summed = 3 * 2.0 * (self._pieces - 1) * sum(own) / len(specs) / chip.hbm_bandwidth
         if sent < summed:
             sums = f"sums of the gradients of {self._pieces} pieces {1e3 * summed:.2g} ms"
             return f"the rows of {tokens} tokens take {1e3 * sent:.2g} ms on the network, and {sums}"
