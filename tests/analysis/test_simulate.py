@@ -24,7 +24,9 @@ from meshwright.hardware.targets import Target, parse_target
 from meshwright.hlo.parser import parse_module
 from meshwright.hlo.scopes import BranchScope
 from meshwright.runs.settle import Settled
+from meshwright.sharding.schedule_table import IDLE
 from meshwright.step.device_run import DeviceRun
+from meshwright.step.pipeline import tick_scopes
 from meshwright.step.train_step import CompiledTrainStep
 from meshwright.views.blocks import Bars
 from meshwright.views.census_page import schedule_blocks
@@ -473,3 +475,11 @@ def test_train_takes_them_where_the_chip_is_known(monkeypatch: pytest.MonkeyPatc
         losses.append(mw.train(run, out=tmp_path / name, progress="none").loss)
         assert bool(made) == (name == "scheduled")
     assert losses[0] == losses[1]
+
+
+def test_a_tick_counts_as_much_as_its_costliest_stage() -> None:
+    table = device_run_of(tiny_run(MODELS["llama"], "stage=2", microbatches=4)).placed.schedule_table
+    runs = (table.kind != IDLE).any(axis=2)
+    assert sum(tick_scopes(table, [1.0] * len(table.parts.stage_of)).values()) == table.ticks
+    costs = [1.5 if stage == 0 else 0.5 for stage in table.parts.stage_of]
+    assert sum(tick_scopes(table, costs).values()) == 1.5 * runs[:, 0].sum() + 0.5 * (~runs[:, 0]).sum()

@@ -139,12 +139,10 @@ def train_step_facts(model: Model, device_run: DeviceRun) -> ProgramFacts:
     facts = _facts(device_run, "train step", 3.0, table)
     if table is None:
         return facts
-    ticks = tick_scopes(table, device_run.local_model.permutes)
-    if _layer_rows(device_run):
-        # A branch is priced with the mean of padding: a tick waits for a part that has the most layers.
-        cost = device_run.placed.stages.part_costs
-        ticks = {scopes: count * max(cost) * len(cost) / sum(cost) for scopes, count in ticks.items()}
-    return dataclasses.replace(facts, ticks=ticks)
+    # Branches are priced with the mean of padding rows; without these all parts take the same time.
+    costs = device_run.placed.stages.part_costs
+    costs = [c * len(costs) / sum(costs) if _layer_rows(device_run) else 1.0 for c in costs]
+    return dataclasses.replace(facts, ticks=tick_scopes(table, costs, device_run.local_model.permutes))
 
 
 def _layer_rows(device_run: DeviceRun) -> dict[str, BranchScope]:

@@ -21,7 +21,7 @@ first part begins a microbatch, or the last part has finished one.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -184,17 +184,25 @@ def branch_ticks(table: ScheduleTable, together: bool = False) -> dict[str, tupl
     return {scope: count for scope, count in counts.items() if count[0]}
 
 
-def tick_scopes(table: ScheduleTable, together: bool = False) -> Ticks:
-    """Counts the ticks of a table by the scopes of the halves that each stage runs in them."""
+def tick_scopes(table: ScheduleTable, costs: Sequence[float], together: bool = False) -> Ticks:
+    """Counts the ticks of a table by the scopes of the halves that each stage runs in them.
+
+    costs: of each part over the mean of all; a tick counts as much as the stage whose parts cost most in it.
+    """
     counts: Ticks = {}
     for segment, ticks in table.segments:
-        for row in table.kind[ticks] != IDLE:
+        for row, virtual_stages in zip(table.kind[ticks] != IDLE, table.virtual_stage[ticks], strict=True):
             stages = [row.any(axis=0)] if together else row
+            by_stage = [
+                np.mean([costs[table.parts.part(stage, v)] for v in virtual_stages[stage][runs]])
+                for stage, runs in enumerate(row)
+                if runs.any()
+            ]
             scopes = frozenset(
                 frozenset(scope_of(segment, name) for name, runs in zip(PLACES, own, strict=True) if runs)
                 for own in stages
             )
-            counts[scopes] = counts.get(scopes, 0) + 1
+            counts[scopes] = counts.get(scopes, 0.0) + float(max(by_stage, default=1.0))
     return counts
 
 
