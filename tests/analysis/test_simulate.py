@@ -454,6 +454,8 @@ def test_a_step_is_compiled_with_the_times_that_are_predicted_of_it(monkeypatch:
         CompiledTrainStep(run, run.abstract_batch)(run.initial_state(), batch)[1]["loss"] for run in (plain, device_run)
     ]
     assert losses[0] == losses[1]
+    census_of_train_step(device_run)  # without a target it is scheduled as `train` schedules it
+    assert len(given) == 3 and len({*given}) == 1
 
 
 def test_train_takes_them_where_the_chip_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -176,8 +176,9 @@ def census_of_train_step(device_run: DeviceRun, target: Target | None = None) ->
     target: hardware of the mesh's devices, on which a schedule is simulated; None simulates none.
     """
     step, options = build_train_step(device_run), device_run.compiler_options()
-    if target is not None and device_run.settled.scheduled_by_price:
-        options |= profile_for(target)(device_run, step.lower(device_run.abstract, device_run.abstract_batch))
+    if device_run.settled.scheduled_by_price:
+        profile_of = device_run.profile_of if target is None else profile_for(target)
+        options |= profile_of(device_run, step.lower(device_run.abstract, device_run.abstract_batch))
     result = census(
         step,
         device_run.abstract,

@@ -17,7 +17,7 @@ from meshwright.activity import activity
 from meshwright.analysis.census import Census, save_census
 from meshwright.analysis.compare import compare, read_census
 from meshwright.analysis.compile import OutOfMemory
-from meshwright.analysis.run_census import cache_key, cached, census_of_eval_step, census_of_train_step
+from meshwright.analysis.run_census import cache_key, cached, census_of_eval_step, census_of_train_step, profile_for
 from meshwright.analysis.run_memory import compiled_phases
 from meshwright.api.proofs import Say, compile_in_subprocess, is_compiling_process, timings_file
 from meshwright.api.targets import find_target, refuse_wrapped, resolved_run, run_on_mesh
@@ -32,6 +32,7 @@ from meshwright.api.verb import (
     start_devices,
     unwritable,
 )
+from meshwright.bench.calibration_file import calibration_here
 from meshwright.config import MeshShape
 from meshwright.errors import CensusError, ConfigError
 from meshwright.formatting import format_bytes
@@ -40,6 +41,7 @@ from meshwright.hardware.mesh import build_mesh
 from meshwright.hardware.targets import Target
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.explain import memory_remedies
+from meshwright.planner.forecast import local_target
 from meshwright.planner.plan_file import is_plan, read_plan
 from meshwright.planner.search import machine_for, with_choices_that_fit
 from meshwright.ranges import TimeLimit
@@ -254,6 +256,8 @@ def compile_step(
     device_run = place_on_devices(run, build_mesh(run.mesh, devices))
     if target is None and devices[0].platform == "cpu":
         _check_arrays(run, device_run.placed)
+    elif target is None and (here := local_target(devices, calibration_here(default_cache_folder()))) is not None:
+        device_run = dataclasses.replace(device_run, profile_of=profile_for(here[0]))
     # Choices are made, and states saved as weights, of a model whose layers are known.
     known = device_run if run.model.unit == "tokens" else None
     if target is None or step != "train":

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from meshwright.activity import watched_by
 from meshwright.api.verb import Base, Call, HostOptions, Outcome, RunOptions, base_run, start_devices, value_of
-from meshwright.bench.calibration_file import calibration_path, read_calibration
+from meshwright.bench.calibration_file import calibration_here
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_step
 from meshwright.launching.restarts import Restarts
@@ -275,8 +275,7 @@ def train_reported(
 
 def _local_planner(devices: Sequence[Any]) -> "LocalPlanner | None":
     """Returns the planner of devices; None of simulated devices that `meshwright bench` has not measured."""
-    file = calibration_path(default_cache_folder())
-    calibration = read_calibration(file) if file.is_file() else None
+    calibration = calibration_here(default_cache_folder())
     if calibration is None and devices[0].platform == "cpu":
         return None
     found: LocalPlanner = _planning().LocalPlanner(devices, calibration)

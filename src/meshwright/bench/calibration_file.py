@@ -23,6 +23,12 @@ def calibration_path(cache: Path) -> Path:
     return cache / "calibration" / f"{kind}.json"
 
 
+def calibration_here(cache: Path) -> dict[str, Any] | None:
+    """Returns the calibration in `cache` of the present kind of device; None where it has not been measured."""
+    file = calibration_path(cache)
+    return read_calibration(file) if file.is_file() else None
+
+
 def write_calibration(
     file: Path,
     *,
