@@ -203,7 +203,7 @@ def test_errors_of_the_compiler_are_explained() -> None:
 
 @pytest.mark.parametrize(("mesh", "given"), [("expert=16", True), ("data=2,expert=8", False)])
 def test_options_of_a_program_are_tried_without_too(mesh: str, given: bool) -> None:
-    """Rows that cross between GPU nodes give a program an option that the chip has not."""
+    """Rows that cross between GPU nodes are scheduled by predicted times; the compiler's own schedule may be faster."""
     run = dataclasses.replace(find_recipe("qwen3-30b-a3b"), mesh=MeshShape.parse(mesh))
     run = dataclasses.replace(run, training=dataclasses.replace(run.training, batch=64, remat="full", microbatches=1))
     names = {name for name, _ in proofs.trials(run, parse_target("h100:16"))}

@@ -261,8 +261,8 @@ def trials(run: Run, target: Target) -> Iterator[tuple[str, Run]]:
                 yield f"attention in blocks of {block}", changed(attention_block=block)
     for mib in (256, 2048):
         yield f"logits of {mib} MiB", changed(logits_mib=mib)
-    chosen = Settled(place_run(run), machine_of_target(target, run.mesh or MeshShape())).compiler_options
-    if AUTO in training.compiler_options and chosen:
+    settled = Settled(place_run(run), machine_of_target(target, run.mesh or MeshShape()))
+    if AUTO in training.compiler_options and (settled.compiler_options or settled.scheduled_by_price):
         others = tuple(word for word in training.compiler_options if word != AUTO)
         yield "the compiler's own options", changed(compiler_options=others)
 
