@@ -35,7 +35,7 @@ from meshwright.planner.memory_model import (
 )
 from meshwright.planner.optimizer import update_bytes_moved, update_matmuls
 from meshwright.planner.software import MESHWRIGHT, SCORE_BYTES, SCORE_BYTES_OF_TPU, AttentionKernel, Software
-from meshwright.planner.traffic import Movement, movements, runs_experts_in_low_precision
+from meshwright.planner.traffic import TO_EXPERTS, Movement, movements, runs_experts_in_low_precision
 from meshwright.planner.work import Matmul, Work, low_precision, recomputed_roles, tokens_per_device, work_of
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.runs.settle import Settled
@@ -426,7 +426,8 @@ def overlapped(
     room: seconds of computation by pass.  beside: fraction of it that has transfers beside; 0 for the chip's overlap.
     """
     overlap = target.efficiency.overlap * (software.overlap if not target.chip.on_torus else 1.0)
-    overlap = 1.0 if beside else overlap
+    if beside:
+        overlap = software.exchange_overlap if any(m.purpose == TO_EXPERTS for m in traffic) else 1.0
     tensor_overlap = target.efficiency.tensor_overlap * software.tensor_overlap
     launches = 0.0 if target.chip.on_torus else COLLECTIVE_LAUNCHES * software.launch
     timed, routes = [], dict[str, str]()

@@ -26,6 +26,10 @@ from meshwright.words import AXES
 _AxisElements = dict[tuple[str, ...], float]
 
 
+TO_EXPERTS = "tokens to experts"
+"""Purpose of the movements of experts' rows."""
+
+
 class Movement(NamedTuple):
     """A collective, some times in a step."""
 
@@ -284,9 +288,7 @@ def _experts(
     sent = [("forward", there), ("forward", back), ("backward", back), ("backward", back)]
     sent += [("recomputation", there)] if again - {"scores"} else []
     sent += [("recomputation", back)] if "ffn_out" in again else []
-    return [
-        Movement("all-to-all", axes, payload, layers, during, blocking, "tokens to experts") for during, payload in sent
-    ]
+    return [Movement("all-to-all", axes, payload, layers, during, blocking, TO_EXPERTS) for during, payload in sent]
 
 
 def _stages(tasks: TaskCounts, activation: float, software: Software) -> list[Movement]:
