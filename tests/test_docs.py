@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from meshwright.api import finetuning, training
+from meshwright.api import finetuning, proving, training
 from meshwright.api import verb as shared
 from meshwright.cli import verbs
 from meshwright.cli.main import TRUST
@@ -83,7 +83,8 @@ def only_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Parsed
 
     monkeypatch.setattr(recipe, "_builder", known)
-    monkeypatch.setattr(plan_file, "read_plan", lambda path: SimpleNamespace(run=tiny, target="h100:64"))
+    for module in (plan_file, proving):
+        monkeypatch.setattr(module, "read_plan", lambda path: SimpleNamespace(run=tiny, target="h100:64"))
     monkeypatch.setattr(shared, "read_run", lambda path: tiny)
     monkeypatch.setattr(training, "run_in_folder", lambda path: tiny)
     monkeypatch.setattr(finetuning, "source_run", lambda name: tiny)
