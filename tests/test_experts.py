@@ -447,6 +447,7 @@ def test_rows_travel_in_pieces_of_the_batch_where_that_is_faster(
     assert settled.scheduled_by_price == (target == "h100:16")
     rows = [(MeshShape(fsdp=shape.size), ("auto",), not machine.on_tpu), (shape, (), False)]
     rows.append((MeshShape(stage=2, expert=shape.size // 2), ("auto",), False))
+    rows.append((shape, ("auto", "xla_gpu_enable_latency_hiding_scheduler=False"), False))
     for mesh, words, by_price in rows:
         own = dataclasses.replace(training, compiler_options=words)
         placed = place_run(dataclasses.replace(run, mesh=mesh, training=own), mesh)

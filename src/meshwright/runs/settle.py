@@ -28,6 +28,8 @@ _RING = 4
 _ATTENTION_PIECES = 4
 _EXCHANGE_PIECES = (2, 3)
 """Pieces of a microbatch on a device, whichever divides its sequences."""
+_SCHEDULER_OPTIONS = ("xla_gpu_enable_latency_hiding_scheduler=", "xla_gpu_pgle_profile_file_or_directory_path=")
+"""Options that a profile of predicted times would overrule."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,13 +182,12 @@ class Settled:
 
         Not in pipelines, where it lets nothing overlap, nor where rows travel inside a node alone: another user of JAX
         has seen NaN with this scheduler, and measured a gain of 0.4 % from overlap with XLA's own kernel for exchanges
-        there (docs/log.md).
+        there (docs/log.md). Nor where the run names its own profile or scheduler.
         """
-        machine, placed = self.machine, self.placed
-        asked = machine.chip is not None and AUTO in placed.run.training.compiler_options
-        if not asked or machine.on_tpu or machine.simulated or placed.shape.stage > 1:
-            return False
-        if not any(layer.experts for layer in placed.spec.layers):
+        machine, placed, words = self.machine, self.placed, self.placed.run.training.compiler_options
+        asked = AUTO in words and not any(word.startswith(_SCHEDULER_OPTIONS) for word in words)
+        experts = any(layer.experts for layer in placed.spec.layers)
+        if not (asked and experts and machine.chip) or machine.on_tpu or machine.simulated or placed.shape.stage > 1:
             return False
         return self.expert_nodes > 1 or all(placed.shape.degrees()[axis] == 1 for axis in placed.layout.expert_axes)
 
@@ -212,13 +213,12 @@ class Settled:
         if nodes == 1 or self.machine.on_tpu or chip is None:
             return "no rows travel to experts between GPU nodes"
         if not self.scheduled_by_price:
-            why = "in the ticks of a pipeline" if placed.shape.stage > 1 else f"without compiler option {AUTO}"
+            why = "in the ticks of a pipeline" if placed.shape.stage > 1 else "with these --training.compiler-options"
             return f"nothing overlaps with them {why}"
-        sequences = self._sequences
         if self._pieces == 1:
-            return f"{sequences} sequences of a microbatch on a device are no multiple of 2 or 3"
+            return f"{self._sequences} sequences of a microbatch on a device are no multiple of 2 or 3"
         specs = [layer.experts for layer in placed.spec.layers if layer.experts]
-        tokens = sequences * training.seq // (placed.shape.context * placed.layout.routed_parts)
+        tokens = self._sequences * training.seq // (placed.shape.context * placed.layout.routed_parts)
         sent = 2.0 * tokens * placed.spec.width * specs[0].mean_nodes(nodes) * (1 - 1 / nodes) / chip.network_bandwidth
         # Each piece has gradients of the experts' weights: of a sum two arrays are read and one is written.
         own = [p.size / placed.shape.over(axes_of(where.in_use)) for _, p, where in placed.leaves if "E" in p.dims]
