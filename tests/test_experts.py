@@ -26,6 +26,7 @@ from meshwright.models.blocks.experts import (
     Experts,
     Routes,
     Routing,
+    Rows,
     capacity_moe,
     dropless_moe,
     expert_capacity,
@@ -102,7 +103,7 @@ def test_biases_of_experts_are_saved_by_expert_and_not_by_row() -> None:
     rows_E = jnp.array([20, 0, 30, 6])
 
     def applied(x: Any, weights: Any, w: Any) -> Any:
-        return e.apply(x, weights, rows_E, w=w, multiply=jax.lax.ragged_dot, partial=())
+        return e.apply(Rows(x), weights, rows_E, w=w, multiply=jax.lax.ragged_dot, partial=())
 
     out, backward = jax.vjp(applied, x, weights, w)
     saved = [leaf for leaf in jax.tree.leaves(backward) if leaf.size >= rows * min(D, F)]
@@ -437,22 +438,22 @@ def test_folded_experts_send_a_device_s_own_part_of_the_sequence(
 def test_rows_travel_in_pieces_of_the_batch_where_that_is_faster(
     target: str, changes: dict[str, int], pieces: int, reason: str | None
 ) -> None:
-    """XLA schedules by predicted times where rows travel between nodes, and where they do not travel."""
+    """XLA for GPUs schedules steps with experts by predicted times, unless the run names its own."""
     shape, run = MeshShape.parse(f"expert={parse_target(target).devices}"), find_recipe("qwen3-30b-a3b")
     training = dataclasses.replace(run.training, **{"seq": 4096, "microbatches": 1, **changes})
     machine = machine_of_target(parse_target(target), shape)
     settled = Settled(place_run(dataclasses.replace(run, mesh=shape, training=training), shape), machine)
     assert settled.exchange_pieces == pieces
     assert (settled.exchanged_at_once_reason or "").startswith(reason or "")
-    assert settled.scheduled_by_price == (target == "h100:16")
-    rows = [(MeshShape(fsdp=shape.size), ("auto",), not machine.on_tpu), (shape, (), False)]
-    rows.append((MeshShape(stage=2, expert=shape.size // 2), ("auto",), False))
-    rows.append((shape, ("auto", "xla_gpu_enable_latency_hiding_scheduler=False"), False))
-    for mesh, words, by_price in rows:
+    assert settled.scheduled_by_price == (not machine.on_tpu)
+    stages, own_scheduler = MeshShape(stage=2, expert=shape.size // 2), "xla_gpu_enable_latency_hiding_scheduler=False"
+    rows = [(mesh, ("auto",), not machine.on_tpu) for mesh in (MeshShape(fsdp=shape.size), stages)]
+    for mesh, words, by_price in [*rows, (shape, (), False), (shape, ("auto", own_scheduler), False)]:
         own = dataclasses.replace(training, compiler_options=words)
         placed = place_run(dataclasses.replace(run, mesh=mesh, training=own), mesh)
         other = Settled(placed, machine_of_target(parse_target(target), mesh))
-        assert other.scheduled_by_price == by_price and other.exchange_pieces == 1
+        assert other.scheduled_by_price == by_price
+        assert other.exchange_pieces == 1 or (mesh == stages and by_price)
 
 
 @pytest.mark.exhaustive
@@ -494,13 +495,13 @@ def test_rows_in_float8_are_their_own_rounding() -> None:
     """A power of two for each row: rounding again, in float32 or bfloat16, changes nothing; gradients pass."""
     x = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32) * np.logspace(-6, 6, 64)[:, None]
     x[3] = 0
-    once = np.asarray(round_rows(jnp.asarray(x, jnp.float32)))
-    np.testing.assert_array_equal(np.asarray(round_rows(jnp.asarray(once))), once)
+    once = np.asarray(round_rows(jnp.asarray(x, jnp.float32)).values)
+    np.testing.assert_array_equal(np.asarray(round_rows(jnp.asarray(once)).values), once)
     np.testing.assert_array_equal(np.asarray(jnp.asarray(once).astype(jnp.bfloat16).astype(jnp.float32)), once)
     # Four significant bits: at most half of the last one is lost, but for elements near the bottom of the range.
     large = np.abs(x) > np.abs(x).max(1, keepdims=True) / 1000
     assert (np.abs(once - x)[large] <= np.abs(x)[large] / 16).all() and not once[3].any()
-    np.testing.assert_array_equal(jax.grad(lambda x: (round_rows(x) * 3).sum())(jnp.asarray(x, jnp.float32)), 3)
+    np.testing.assert_array_equal(jax.grad(lambda x: (round_rows(x).values * 3).sum())(jnp.asarray(x, jnp.float32)), 3)
 
 
 @pytest.mark.parametrize("mesh", ["data=2", pytest.param("expert=4", marks=pytest.mark.exhaustive), "fsdp=2,expert=4"])

@@ -21,6 +21,7 @@ from meshwright.hardware.machine import Machine
 from meshwright.hardware.targets import parse_target
 from meshwright.hlo.parser import parse_module
 from meshwright.models import quantisation as products
+from meshwright.models.blocks.experts import round_rows
 from meshwright.models.blocks.layers import linear
 from meshwright.models.kernels import choose
 from meshwright.models.kernels.choose import GroupedProducts
@@ -55,8 +56,8 @@ def quantised(w_DF: jax.Array, recipe: MatmulPrecision) -> LowPrecisionWeight:
     plan = WeightPlan(recipe, 1, (), (), (0,) if recipe.scaling == "row" else None)
     if recipe.scaling not in ("tensor", "row"):
         return LowPrecisionWeight(w_DF, None, None, plan)
-    amax = products._amax(w_DF, (0,) if recipe.scaling == "row" else None)
-    return LowPrecisionWeight(*products._quantise(jax.lax.stop_gradient(w_DF), amax, recipe.operand), w_DF, plan)
+    amax = products.largest_along(w_DF, (0,) if recipe.scaling == "row" else None)
+    return LowPrecisionWeight(*products.quantise(jax.lax.stop_gradient(w_DF), amax, recipe.operand), w_DF, plan)
 
 
 def three_products(recipe: MatmulPrecision | None, x: Any, w: Any, g: Any) -> Any:
@@ -198,6 +199,9 @@ def test_experts_in_fp8_have_the_numbers_of_one_device(mesh: str) -> None:
     assert difference(many.gradients, one.gradients) < 1e-4
 
 
+EXPERT_PLAN = WeightPlan(RECIPES["fp8"], 1, (), (), (1, 2))
+
+
 @pytest.mark.parametrize(
     ("kernel", "sizes"),
     [("ragged_dot", [5, 0, 58, 1]), ("triton", [5, 0, 58, 1]), ("triton", [0, 0, 64, 0]), ("triton", [20, 7, 10, 3])],
@@ -211,22 +215,21 @@ def test_experts_in_fp8_are_a_loop_over_quantised_experts(kernel: str, sizes: li
         grouped = dataclasses.replace(grouped, float8=GroupedProducts(("cpu",), *found))
     x, w, g = (rng.standard_normal(s).astype(np.float32) for s in ((64, 96), (4, 96, 48), (64, 48)))
     g[sum(sizes) :] = 0
-    e4m3 = functools.partial(products._quantise, dtype="float8_e4m3fn")
+    e4m3 = functools.partial(products.quantise, dtype="float8_e4m3fn")
 
     def scaled(a: Any, dims: Any) -> Any:
-        values, scale = e4m3(a, products._amax(a, dims))
+        values, scale = e4m3(a, products.largest_along(a, dims))
         return values.astype(jnp.float32) * scale
 
-    plan = WeightPlan(RECIPES["fp8"], 1, (), (), (1, 2))
-    values, scale = e4m3(jnp.asarray(w), products._amax(jnp.asarray(w), plan.shares))
+    values, scale = e4m3(jnp.asarray(w), products.largest_along(jnp.asarray(w), EXPERT_PLAN.shares))
 
     def out(x: Any, w: Any) -> Any:
-        weight = LowPrecisionWeight(values, scale, w, plan)
+        weight = LowPrecisionWeight(values, scale, w, EXPERT_PLAN)
         return products.with_low_precision(grouped)(x, weight, jnp.asarray(sizes, jnp.int32))
 
     y, pull = jax.vjp(out, jnp.asarray(x), jnp.asarray(w))
     g_x, g_w = pull(jnp.asarray(g))
-    x_scale = e4m3(jnp.asarray(x), products._amax(jnp.asarray(x), (1,)))[1]
+    x_scale = e4m3(jnp.asarray(x), products.largest_along(jnp.asarray(x), (1,)))[1]
     low_x, low_w, low_g = scaled(jnp.asarray(x), (1,)), scaled(jnp.asarray(w), (1, 2)), scaled(jnp.asarray(g), (1,))
     columns = scaled(jnp.asarray(g) * x_scale, (0,)) / x_scale
     start = 0
@@ -237,6 +240,31 @@ def test_experts_in_fp8_are_a_loop_over_quantised_experts(kernel: str, sizes: li
         np.testing.assert_allclose(g_w[e], low_x[own].T @ columns[own], rtol=1e-5, atol=1e-4)
         start += size
     assert not np.any(y[start:])
+
+
+def test_rows_are_rounded_alike_where_they_leave_and_where_they_arrive() -> None:
+    """So experts in low precision have rows in a byte per element, and the numbers of rows that are not rounded."""
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((64, 96)) * np.logspace(-20, 20, 64)[:, None]).astype(jnp.bfloat16)
+    x[3] = 0
+    values, scale = products.quantise(jnp.asarray(x), products.largest_along(jnp.asarray(x), (1,)), "float8_e4m3fn")
+    rows = round_rows(jnp.asarray(x))
+    assert rows.rounded is not None
+    np.testing.assert_array_equal(rows.rounded[0].astype(jnp.float32), values.astype(jnp.float32))
+    np.testing.assert_array_equal(np.delete(rows.rounded[1], 3, 0), np.delete(scale, 3, 0))
+    w, sizes = jnp.asarray(rng.standard_normal((4, 96, 48)), jnp.bfloat16), jnp.asarray([20, 7, 10, 3], jnp.int32)
+    weight = LowPrecisionWeight(
+        *products.quantise(w, products.largest_along(w, (1, 2)), "float8_e4m3fn"), w, EXPERT_PLAN
+    )
+    multiply = products.with_low_precision(choose.ragged_dot())
+
+    def product_and_gradient(given: Any) -> tuple[Any, Any]:
+        y, pull = jax.vjp(lambda given: multiply(given, weight, sizes), given)
+        return y, pull(jnp.ones_like(y))[0]
+
+    (y, g), (same, g_rows) = product_and_gradient(jnp.asarray(x)), product_and_gradient(rows)
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(same))
+    np.testing.assert_array_equal(np.asarray(g), np.asarray(g_rows.values))
 
 
 def test_a_family_that_does_not_use_linear_is_told_so() -> None:

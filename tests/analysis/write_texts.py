@@ -127,7 +127,7 @@ def write_precision(name: str) -> None:
 
     def layer(x: jax.Array, w: jax.Array) -> jax.Array:
         plan = quantised.WeightPlan(recipe, 1, (), (), (0,) if recipe.scaling == "row" else None)
-        values, scale = quantised._quantise(jax.lax.stop_gradient(w), quantised._amax(w, None), recipe.operand)
+        values, scale = quantised.quantise(jax.lax.stop_gradient(w), quantised.largest_along(w, None), recipe.operand)
         return linear(x, quantised.LowPrecisionWeight(values, scale, w, plan))
 
     def products(x: jax.Array, w: jax.Array, g: jax.Array) -> Any:

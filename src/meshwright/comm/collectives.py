@@ -203,7 +203,7 @@ def gather_param(w: jax.Array, gathers: Gathers, compute_dtype: Any, reduce_dtyp
     move `compute_dtype`. The backward pass casts the gradient to `reduce_dtype` and reduce-scatters it in the reverse
     order, inside a slice before it crosses DCN. Forward sends V(n-1)/n, backward V(n-1)/n.
     """
-    w = _row_major(w.astype(compute_dtype))
+    w = row_major(w.astype(compute_dtype))
     for axes, dim in gathers:
         w = w if dim is None else hierarchical_all_gather(w, axes, dim, dcn)
     return w
@@ -218,10 +218,10 @@ def _gather_param_bwd(
             (g,) = hierarchical_all_reduce([g], axes, dcn)
         else:
             g = hierarchical_reduce_scatter(g, axes, dim, dcn)
-    return (_row_major(g.astype(like.dtype)),)
+    return (row_major(g.astype(like.dtype)),)
 
 
-def _row_major(x: jax.Array) -> jax.Array:
+def row_major(x: jax.Array) -> jax.Array:
     """Keeps the layout of an array in memory row-major.
 
     XLA:GPU gathers and scatters along the outermost dimension in memory. It would keep that layout for the weights and

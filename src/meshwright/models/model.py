@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -349,6 +349,8 @@ class ExpertSpec:
     """Groups of neighbouring experts."""
     topk_groups: int = 1
     """Groups that the experts of a token are in."""
+    weighted: Literal["hidden", "input"] = "hidden"
+    """What the routing weight multiplies: only where it is the hidden layer products read rows as they were sent."""
 
     def buffers(self, tokens: int, shards: int, nodes: int = 1) -> "ExpertBuffers":
         """Returns the rows of each buffer of a device, one of `shards` that split the experts, in `nodes` nodes.

@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from meshwright import plugins
-from meshwright.comm.collectives import all_reduce_max
+from meshwright.comm.collectives import all_reduce_max, row_major
 from meshwright.comm.hierarchical import Axes, hierarchical_all_gather
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import CHIPS, Chip
@@ -200,7 +200,7 @@ class LowPrecisionGather(GatherParams):
         hows = treedef.flatten_up_to(self.gathers[path])
         low = {name(k): (w, how.gathers) for (k, w), how in zip(rows, hows, strict=True) if name(k) in self.plans}
         early = {n for n in low if self.plans[n].shares is not None or self.plans[n].recipe.scaling != "mx"}
-        quantised = self._quantise({n: row for n, row in low.items() if n in early})
+        quantised = self._quantise({n: (row_major(w), how) for n, (w, how) in low.items() if n in early})
 
         def replace(keys: Any, weight: jax.Array) -> Any:
             plan = self.plans.get(name(keys))
@@ -212,14 +212,6 @@ class LowPrecisionGather(GatherParams):
 
         return jax.tree_util.tree_map_with_path(replace, weights)
 
-    def cast(self, params: Tree, path: str) -> Tree:
-        """Returns what `GatherParams.cast` does, and quantised parameters unchanged: their scales are of these."""
-
-        def choose(keys: Any, own: jax.Array, cast: jax.Array) -> jax.Array:
-            return own if ".".join((path, *(key.key for key in keys))) in self.plans else cast
-
-        return jax.tree_util.tree_map_with_path(choose, params, super().cast(params, path))
-
     def _quantise(self, shards: dict[str, tuple[jax.Array, Any]]) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Quantises shards and gathers them, each with its scale: the scale is known before the gather."""
         amax, axes_of = {}, {}
@@ -227,7 +219,7 @@ class LowPrecisionGather(GatherParams):
             plan = self.plans[name]
             dims = plan.shares
             with jax.named_scope(name):
-                amax[name] = _amax(lax.stop_gradient(w), dims)
+                amax[name] = largest_along(lax.stop_gradient(w), dims)
             shared = [a for axes, dim in gathers if dims is None or dim in dims for a in axes]
             axes_of[name] = tuple(shared) + (plan.in_axes if plan.recipe.operand == "int8" else ())
         with jax.named_scope("scales of weights"):
@@ -236,7 +228,7 @@ class LowPrecisionGather(GatherParams):
         for name, (w, gathers) in shards.items():
             plan = self.plans[name]
             with jax.named_scope(name):
-                values, scale = _quantise(lax.stop_gradient(w), amax[name], plan.recipe.operand)
+                values, scale = quantise(lax.stop_gradient(w), amax[name], plan.recipe.operand)
                 for axes, dim in gathers:
                     values = hierarchical_all_gather(values, axes, dim, self.dcn)
                     if plan.shares is not None and dim not in plan.shares:
@@ -279,7 +271,7 @@ def _max_in_groups(values: dict[str, jax.Array], axes_of: dict[str, Axes]) -> di
     return result
 
 
-def _amax(x: jax.Array, dims: tuple[int, ...] | None) -> jax.Array:
+def largest_along(x: jax.Array, dims: tuple[int, ...] | None) -> jax.Array:
     """Returns the largest magnitude along `dims` (None: of all), float32; kept as dimensions of size 1.
 
     NaN counts as infinity: XLA:CPU's maximum drops it, and integers have no NaN to carry it on.
@@ -288,7 +280,7 @@ def _amax(x: jax.Array, dims: tuple[int, ...] | None) -> jax.Array:
     return jnp.max(magnitude, dims, keepdims=dims is not None).astype(jnp.float32)
 
 
-def _quantise(x: jax.Array, amax: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+def quantise(x: jax.Array, amax: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
     """Returns `x` in a low-precision format and the float32 scale that takes it back.
 
     fp8 is scaled by the largest power of two that takes `amax` into its range. A zero gives a finite power; infinities
@@ -347,7 +339,7 @@ def _multiply_bwd(plan: WeightPlan, saved: _Saved, g_TF: jax.Array) -> tuple[jax
     dtype, recipe = g_TF.dtype, plan.recipe
     with jax.named_scope(SCOPE):
         if recipe.scaling == "tensor":
-            q_TF, g_scale = _quantise(g_TF, _amax(g_TF, None), recipe.gradient)
+            q_TF, g_scale = quantise(g_TF, largest_along(g_TF, None), recipe.gradient)
             g_x_TD = _product(q_TF, w_DF, (1, 1), dtype, g_scale * w_scale)
             return g_x_TD, None, None, _product(q_TD, q_TF, (0, 0), dtype, g_scale * x_scale)
         # Scales along a contracted dimension cannot multiply the result. They multiply the gradient before it is
@@ -378,44 +370,57 @@ def quantises_experts(name: str, grouped: GroupedMatmul | None, platform: str, c
     """
     if name == "compute" or grouped is None or grouped.float8 is None or capacity:
         return False
-    return find_precision(name).operand == _GROUPED_FORMAT and platform in grouped.float8.platforms
+    return find_precision(name).operand == GROUPED_FORMAT and platform in grouped.float8.platforms
 
 
-def with_low_precision(grouped: GroupedMatmul) -> Callable[[jax.Array, Any, jax.Array], jax.Array]:
+class Rows(NamedTuple):
+    """Rows on their way to experts."""
+
+    values: jax.Array
+    """[R, D] in the compute dtype; the gradients are of these."""
+    rounded: tuple[jax.Array, jax.Array] | None = None
+    """The same numbers as float8 [R, D] and float32 scales [R, 1], where they are rounded so: what is sent, and what
+    products in low precision read."""
+
+
+def with_low_precision(grouped: GroupedMatmul) -> Callable[[jax.Array | Rows, Any, jax.Array], jax.Array]:
     """Returns the grouped matmul with products in low precision for weights that are gathered so."""
     products = grouped.float8
     assert products is not None
 
-    def multiply(rows: jax.Array, w: Any, rows_E: jax.Array) -> jax.Array:
+    def multiply(rows: jax.Array | Rows, w: Any, rows_E: jax.Array) -> jax.Array:
+        given = rows if isinstance(rows, Rows) else Rows(rows)
         if not isinstance(w, LowPrecisionWeight):
-            return grouped.multiply(rows, w, rows_E)
-        return _multiply_groups(rows, w.values, w.scale, w.carrier, rows_E, products)
+            return grouped.multiply(given.values, w, rows_E)
+        return _multiply_groups(given, w.values, w.scale, w.carrier, rows_E, products)
 
     return multiply
 
 
-_GROUPED_FORMAT = "float8_e4m3fn"
+GROUPED_FORMAT = "float8_e4m3fn"
+"""Format of the operands of grouped matmuls, and of rows on their way to experts."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _multiply_groups(
-    rows: jax.Array, w: jax.Array, w_scale: Any, carrier: Any, rows_E: jax.Array, products: GroupedProducts
+    rows: Rows, w: jax.Array, w_scale: Any, carrier: Any, rows_E: jax.Array, products: GroupedProducts
 ) -> jax.Array:
     """Multiplies the rows of each expert [R, K] by its quantised weight, w [E, K, N] with a scale [E, 1, 1].
 
-    carrier: takes the gradient of the weights.
+    Rounded rows are read as they are. carrier: takes the gradient of the weights.
     """
     return _multiply_groups_fwd(rows, w, w_scale, carrier, rows_E, products)[0]
 
 
 def _multiply_groups_fwd(
-    rows: jax.Array, w: jax.Array, w_scale: Any, carrier: Any, rows_E: jax.Array, products: GroupedProducts
+    rows: Rows, w: jax.Array, w_scale: Any, carrier: Any, rows_E: jax.Array, products: GroupedProducts
 ) -> tuple[jax.Array, Any]:
     with jax.named_scope(SCOPE):
-        q_RK, x_scale = _quantise(rows, _amax(rows, (1,)), _GROUPED_FORMAT)
-        expert = (jnp.arange(rows.shape[0])[:, None] >= jnp.cumsum(rows_E)).sum(1)
+        x = rows.values
+        q_RK, x_scale = quantise(x, largest_along(x, (1,)), GROUPED_FORMAT) if rows.rounded is None else rows.rounded
+        expert = (jnp.arange(x.shape[0])[:, None] >= jnp.cumsum(rows_E)).sum(1)
         w_scale_R1 = w_scale[jnp.minimum(expert, rows_E.shape[0] - 1), 0]
-        y = products.rows(q_RK, w.swapaxes(1, 2), rows_E, rows.dtype)
+        y = products.rows(q_RK, w.swapaxes(1, 2), rows_E, x.dtype)
         y = y * (x_scale * w_scale_R1).astype(y.dtype)
     return y, (q_RK, x_scale, w, w_scale_R1, rows_E)
 
@@ -423,14 +428,14 @@ def _multiply_groups_fwd(
 def _multiply_groups_bwd(products: GroupedProducts, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     q_RK, x_scale, w, w_scale_R1, rows_E = saved
     with jax.named_scope(SCOPE):
-        q_RN, g_scale = _quantise(g, _amax(g, (1,)), _GROUPED_FORMAT)
+        q_RN, g_scale = quantise(g, largest_along(g, (1,)), GROUPED_FORMAT)
         g_rows = products.rows(q_RN, w, rows_E, g.dtype)
         g_rows = g_rows * (g_scale * w_scale_R1).astype(g.dtype)
         # The scales of rows lie along the contracted dimension: they multiply the gradient before it is quantised.
         scaled = g * x_scale.astype(g.dtype)
-        q_RN, g_scale = _quantise(scaled, _amax(scaled, (0,)), _GROUPED_FORMAT)
+        q_RN, g_scale = quantise(scaled, largest_along(scaled, (0,)), GROUPED_FORMAT)
         g_w = products.groups(q_RK, q_RN, rows_E, g.dtype) * g_scale.astype(g.dtype)
-    return g_rows, None, None, g_w, None
+    return Rows(g_rows), None, None, g_w, None
 
 
 _multiply_groups.defvjp(_multiply_groups_fwd, _multiply_groups_bwd)
@@ -444,9 +449,9 @@ def _quantise_activations(
     axes: mesh axes that split `dim`.
     """
     if plan.recipe.scaling == "tensor":
-        return _quantise(x, _amax(x, None), dtype)
-    amax = _amax(x, (dim,))
-    return _quantise(x, all_reduce_max(amax, axes) if dtype == "int8" else amax, dtype)
+        return quantise(x, largest_along(x, None), dtype)
+    amax = largest_along(x, (dim,))
+    return quantise(x, all_reduce_max(amax, axes) if dtype == "int8" else amax, dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -477,7 +482,7 @@ def _block_product(a_TD: jax.Array, b_FD: jax.Array, recipe: MatmulPrecision, *f
     def quantised(x_TD: jax.Array, field: str) -> tuple[jax.Array, jax.Array]:
         padded_TD = jnp.pad(x_TD, ((0, 0), (0, -x_TD.shape[1] % recipe.block)))
         blocks = padded_TD.reshape(x_TD.shape[0], -1, recipe.block)
-        values, scale = _quantise(blocks, _amax(blocks, (2,)), getattr(recipe, field))
+        values, scale = quantise(blocks, largest_along(blocks, (2,)), getattr(recipe, field))
         return values.reshape(1, *padded_TD.shape), scale[..., 0].astype(jnp.float8_e8m0fnu)[None]
 
     (a, a_scale), (b, b_scale) = (quantised(x, field) for x, field in zip((a_TD, b_FD), formats, strict=True))

@@ -44,8 +44,9 @@ from meshwright.comm.ragged import Exchange, plan_exchange, ragged_all_to_all
 from meshwright.errors import refuse
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.blocks.feed_forward import swiglu
-from meshwright.models.blocks.layers import few_rows, linear, take_rows
+from meshwright.models.blocks.layers import SelfMultiplying, few_rows, linear, take_rows
 from meshwright.models.model import Aux, ExpertBuffers, ExpertSpec, ForwardContext, Kind
+from meshwright.models.quantisation import GROUPED_FORMAT, Rows, largest_along, quantise
 from meshwright.models.remat import FFN_HIDDEN, recomputed
 from meshwright.sharding.params import Param, Stored
 from meshwright.sharding.sequence import SequenceSplit
@@ -181,8 +182,9 @@ def hidden_layer(clamp: tuple[float, float] | None) -> Callable[[jax.Array, jax.
     return swiglu
 
 
-Multiply = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""Grouped matmul: `(rows [R, K], weights [E, K, N], rows of each expert [E]) -> [R, N]` (kernels/choose.py)."""
+Multiply = Callable[[Any, Any, jax.Array], jax.Array]
+"""Grouped matmul: `(rows [R, K], weights [E, K, N], rows of each expert [E]) -> [R, N]` (kernels/choose.py). Weights in
+low precision take `Rows` too."""
 ExpertWeights = dict[str, jax.Array]
 """Weights of this device's experts: gate, up [E/expert, D, F/tensor] and down [E/expert, F/tensor, D]; of experts with
 biases gate_bias, up_bias [E/expert, F/tensor] and down_bias [E/expert, D]. Folded they are [E/expert+context+tensor]
@@ -261,8 +263,8 @@ class Experts(Kind):
         factor = self.expert_buffer_factor if self.dispatch == "dropless" else self.capacity_factor
         sent_bytes = 1 if self.expert_exchange == "fp8" else None
         r = self.routing
-        groups = (r.expert_groups, r.topk_groups)
-        return {"experts": ExpertSpec(r.experts, r.experts_per_token, factor, sent_bytes, *groups)}
+        own = (r.expert_groups, r.topk_groups, self.weighted)
+        return {"experts": ExpertSpec(r.experts, r.experts_per_token, factor, sent_bytes, *own)}
 
     def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the experts of a step's tokens, routed and shared."""
@@ -300,14 +302,7 @@ class Experts(Kind):
         return feed
 
     def apply(
-        self,
-        rows: jax.Array,
-        weights: jax.Array,
-        rows_E: jax.Array,
-        *,
-        w: ExpertWeights,
-        multiply: Multiply,
-        partial: Axes,
+        self, rows: Rows, weights: jax.Array, rows_E: jax.Array, *, w: ExpertWeights, multiply: Multiply, partial: Axes
     ) -> jax.Array:
         """Applies each expert to its rows, and their routing weights.
 
@@ -315,7 +310,8 @@ class Experts(Kind):
         the experts' width, over which the result is a partial sum.
         """
         if self.weighted == "input":
-            rows, weights = rows * weights.astype(rows.dtype), jnp.ones_like(weights)
+            rows, weights = Rows(rows.values * weights.astype(rows.values.dtype)), jnp.ones_like(weights)
+        given = rows if isinstance(w["gate"], SelfMultiplying) else rows.values
 
         def bias_of_rows(name: str, like: jax.Array) -> jax.Array:
             """Returns the bias of each row's expert; any for the empty rows of a buffer."""
@@ -323,7 +319,7 @@ class Experts(Kind):
             return take_rows(w[f"{name}_bias"], expert, few_rows).astype(like.dtype)
 
         def product(name: str) -> jax.Array:
-            y = multiply(rows, w[name], rows_E)
+            y = multiply(given, w[name], rows_E)
             return checkpoint_name(y + bias_of_rows(name, y) if self.bias else y, FFN_HIDDEN)
 
         out = multiply(hidden_layer(self.clamp)(product("gate"), product("up"), weights), w["down"], rows_E)
@@ -343,33 +339,25 @@ def _gathered(routes: Routes) -> Routes:
     return dataclasses.replace(routes, experts_BTX=chosen, weights_BTX=both[..., :k])
 
 
-_ROW_FORMAT, _LARGEST_IN_ROW = jnp.float8_e4m3fn, 448.0
-
-
 @jax.custom_jvp
-def round_rows(x: jax.Array) -> jax.Array:
+def _with_values(x: jax.Array, low: jax.Array, scales: jax.Array) -> jax.Array:
+    """Returns float8 rows times their scales in the type of x. The derivative is by x, of which nothing is read."""
+    return (low.astype(jnp.float32) * scales).astype(x.dtype)
+
+
+_with_values.defjvp(lambda primals, tangents: (_with_values(*primals), tangents[0]))
+
+
+def round_rows(x: jax.Array) -> Rows:
     """Returns the rows of x [R, D] rounded to float8 (e4m3) with a scale each; derivatives pass unchanged.
 
     DeepSeek-V3 sends activations to experts in fp8 and their outputs, like the gradients of both, in bfloat16
     (arXiv:2412.19437, sections 3.2.2 and 3.3.3). Here every row is rounded before it is sent, also where all experts
     are on its own device, so that the numbers do not depend on the mesh; sending it then loses nothing.
     """
-    scale = row_scales(x)
-    return ((x / scale).astype(_ROW_FORMAT).astype(jnp.float32) * scale).astype(x.dtype)
-
-
-round_rows.defjvp(lambda primals, tangents: (round_rows(*primals), *tangents))
-
-
-def row_scales(x: jax.Array) -> jax.Array:
-    """Returns the least power of two for each row of x with which it fits the format, float32 [R, 1]; 1 for zeros.
-
-    Powers of two times float8 are exact in bfloat16, so a rounded row is its own rounding.
-    """
-    largest = jnp.abs(lax.stop_gradient(x)).max(-1, keepdims=True).astype(jnp.float32)
-    mantissa, exponent = jnp.frexp(jnp.where(largest > 0, largest, _LARGEST_IN_ROW) / _LARGEST_IN_ROW)
-    # The mantissa is in [1/2, 1): a power of two has exactly 1/2.
-    return jnp.ldexp(jnp.ones_like(mantissa), exponent - (mantissa == 0.5))
+    fixed = lax.stop_gradient(x)
+    low, scales = quantise(fixed, largest_along(fixed, (1,)), GROUPED_FORMAT)
+    return Rows(_with_values(x, low, scales), (low, scales))
 
 
 def beside(rows: jax.Array, columns: jax.Array, send: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -384,28 +372,39 @@ def beside(rows: jax.Array, columns: jax.Array, send: Callable[[jax.Array], jax.
     return lax.bitcast_convert_type(arrived[:, :D], rows.dtype), there.reshape(len(arrived), C)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 4, 5, 6))
-def exchange_rows(
-    x: jax.Array, columns: jax.Array, sent_as: ExchangeType, exchange: Exchange, level: Level, rows: int, largest: int
-) -> tuple[jax.Array, jax.Array]:
-    """Sends rows, rounded ones in float8, and float32 columns of them; gradients come back in the types of both."""
-    send = functools.partial(ragged_all_to_all, exchange=exchange, level=level, rows=rows, largest=largest)
-    if sent_as == "compute":
-        return beside(x, columns, send)
-    scales = row_scales(x)
-    there, columns = beside((x / scales).astype(_ROW_FORMAT), jnp.concatenate([columns, scales], 1), send)
-    return (there.astype(jnp.float32) * columns[:, -1:]).astype(x.dtype), columns[:, :-1]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def send_rows(
+    rows: Rows, columns: jax.Array, exchange: Exchange, level: Level, room: int, largest: int
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """Sends rows and float32 columns of each [R, C]; gradients come back in the types of both.
+
+    Returns what arrives, `room` rows: values, float8 rows and columns. Of rounded rows the float8 ones are sent, and
+    the values that arrive are zeros.
+    """
+    send = functools.partial(ragged_all_to_all, exchange=exchange, level=level, rows=room, largest=largest)
+    if rows.rounded is None:
+        values, columns = beside(rows.values, columns, send)
+        return values, None, columns
+    low, columns = beside(rows.rounded[0], columns, send)
+    return jnp.zeros((room, low.shape[1]), rows.values.dtype), low, columns
 
 
-def _send_back(_: ExchangeType, level: Level, __: int, largest: int, saved: Any, g: Any) -> tuple[Any, ...]:
+def _send_back(level: Level, _: int, largest: int, saved: Any, g: Any) -> tuple[Any, ...]:
     exchange, rows = saved[0].reversed(), saved[1].shape[0]
-    return *beside(g[0], g[1], lambda bits: ragged_all_to_all(bits, exchange, level, rows, largest)), None
+    values, columns = beside(g[0], g[2], lambda bits: ragged_all_to_all(bits, exchange, level, rows, largest))
+    return Rows(values), columns, None
 
 
 # The number of rows is not an array, so an array of shape [rows, 0] carries it to the backward pass.
-exchange_rows.defvjp(
-    lambda x, columns, *more: (exchange_rows(x, columns, *more), (more[1], jnp.zeros((x.shape[0], 0)))), _send_back
+send_rows.defvjp(
+    lambda rows, *more: (send_rows(rows, *more), (more[1], jnp.zeros((rows.values.shape[0], 0)))), _send_back
 )
+
+
+def arrived_rows(values: jax.Array, low: jax.Array | None, columns: jax.Array) -> Rows:
+    """Returns the rows that `send_rows` has sent. columns: of which the last are the scales of rounded rows."""
+    scales = lax.stop_gradient(columns[:, -1:])
+    return Rows(values) if low is None else Rows(_with_values(values, low, scales), (low, scales))
 
 
 def dropless_moe(
@@ -426,8 +425,9 @@ def dropless_moe(
     """
     B, T, D = h_BTD.shape
     k = e.routing.experts_per_token
-    rows = h_BTD.reshape(B * T, D)
-    rows = round_rows(rows) if e.expert_exchange == "fp8" else rows
+    flat = h_BTD.reshape(B * T, D)
+    # Products in low precision would round these rows alike where they arrive.
+    rounds = e.expert_exchange == "fp8" or (isinstance(w["gate"], SelfMultiplying) and e.weighted == "hidden")
     chosen, weights = (x.reshape(B * T, k) for x in (routes.experts_BTX, routes.weights_BTX))
     spec, devices = e.facts()["experts"], math.prod(map(lax.axis_size, axes))
     levels = split_axes(axes, (nodes, devices // nodes))
@@ -437,6 +437,7 @@ def dropless_moe(
     own, partial = e.routing.experts // devices, () if "tensor" in axes else TENSOR
     apply = functools.partial(e.apply, w=w, multiply=multiply, partial=partial)
     send = _to_nodes if nodes > 1 else _to_experts
+    rows = round_rows(flat) if rounds else Rows(flat)
     out, served = send(e, rows, chosen, weights, apply, levels, own, buffers)
     return out.reshape(B, T, D), None if buffers == most else (B * T * k - served).astype(jnp.float32)
 
@@ -487,13 +488,22 @@ sum_copies.defvjp(
 )
 
 
-Apply = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+def copies_of(rows: Rows, columns: jax.Array, source: jax.Array, places: jax.Array) -> tuple[Rows, jax.Array]:
+    """Copies rows as `copy_rows` does, and float32 columns of each beside the scales of rounded rows."""
+    values = copy_rows(rows.values, source, places)
+    if rows.rounded is None:
+        return Rows(values), columns
+    low, scales = (x[source] for x in rows.rounded)
+    return Rows(values, (low, scales)), jnp.concatenate([columns, scales], 1)
+
+
+Apply = Callable[[Rows, jax.Array, jax.Array], jax.Array]
 """`(rows, routing weights, rows of each expert here) -> outputs`."""
 
 
 def _to_experts(
     e: Experts,
-    rows: jax.Array,
+    rows: Rows,
     chosen_RX: jax.Array,
     weights_RX: jax.Array,
     apply: Apply,
@@ -507,28 +517,28 @@ def _to_experts(
     devices, none where the experts are here.  own: experts of each. Copies without room give zeros; returns the number
     of the others too.
     """
-    k, sent_as, (level, *_) = chosen_RX.shape[1], e.expert_exchange, levels or [Level((), 1, None)]
+    k, (level, *_) = chosen_RX.shape[1], levels or [Level((), 1, None)]
     slots, places, sizes = sort_copies(chosen_RX, level.size * own, buffers.copies)
     source = slots // k
-    copies = copy_rows(rows, source, places)
     weights = copy_rows(weights_RX.reshape(-1, 1), slots, places.reshape(-1, 1))
+    copies, columns = copies_of(rows, weights, source, places)
     if level.size == 1:
         return sum_copies(apply(copies, weights, sizes), source, places), sizes.sum()
     # A row has at most one copy for each expert, which bounds those that one device sends another.
-    largest = min(buffers.experts, rows.shape[0] * min(k, own))
+    largest = min(buffers.experts, chosen_RX.shape[0] * min(k, own))
     sent = sizes.reshape(level.size, -1)
     exchange = plan_exchange(sent, level, buffers.experts)
-    # Kernels read these rows as they arrive; beside them weights would cost a copy.
+    # Kernels read these rows as they arrive; beside them columns would cost a copy.
     to = (exchange, level, buffers.experts, largest)
-    arrived, weights = exchange_rows(copies, weights[:, :0], sent_as, *to)[0], ragged_all_to_all(weights, *to)
-    out = apply(arrived, weights, exchange.arriving_sizes.sum(0))
+    (values, low, _), columns = send_rows(copies, columns[:, :0], *to), ragged_all_to_all(columns, *to)
+    out = apply(arrived_rows(values, low, columns), columns[:, :1], exchange.arriving_sizes.sum(0))
     out = ragged_all_to_all(out, exchange.reversed(), level, buffers.copies, largest)
     return sum_copies(out, source, places), exchange.sizes.sum()
 
 
 def _to_nodes(
     e: Experts,
-    rows: jax.Array,
+    rows: Rows,
     chosen_RX: jax.Array,
     weights_RX: jax.Array,
     apply: Apply,
@@ -545,18 +555,19 @@ def _to_nodes(
     of_node, limit = e.routing.experts // level.size, e.facts()["experts"].most_nodes(level.size)
     node_RX = chosen_RX // of_node
     first_RX = (node_RX[:, :, None] == node_RX[:, None]).argmax(-1) == jnp.arange(k)
-    room, largest = limit * rows.shape[0], min(buffers.nodes, rows.shape[0])
+    tokens = chosen_RX.shape[0]
+    room, largest = limit * tokens, min(buffers.nodes, tokens)
     slots, places, sizes = sort_copies(jnp.where(first_RX, node_RX, level.size), level.size, room)
     source, places, sent = slots // k, jnp.sort(places, 1)[:, :limit], sizes[:, None]
     # An update for each expert would cost a message between nodes.
     exchange = plan_exchange(sent, level, buffers.nodes)
     # Rows that do not arrive are zeros, so experts are counted from one.
-    columns = jnp.concatenate([weights_RX, 1.0 + chosen_RX], 1)
-    copies, columns = copy_rows(rows, source, places), copy_rows(columns, source, places)
-    arrived, columns = exchange_rows(copies, columns, e.expert_exchange, exchange, level, buffers.nodes, largest)
-    here_RX = columns[:, k:].astype(jnp.int32) - 1 - level.index() * of_node
+    columns = copy_rows(jnp.concatenate([weights_RX, 1.0 + chosen_RX], 1), source, places)
+    arrived = send_rows(*copies_of(rows, columns, source, places), exchange, level, buffers.nodes, largest)
+    columns = arrived[2]
+    here_RX = columns[:, k : 2 * k].astype(jnp.int32) - 1 - level.index() * of_node
     here_RX = jnp.where((here_RX >= 0) & (here_RX < of_node), here_RX, of_node)
-    out, served = _to_experts(e, arrived, here_RX, columns[:, :k], apply, inside, own, buffers)
+    out, served = _to_experts(e, arrived_rows(*arrived), here_RX, columns[:, :k], apply, inside, own, buffers)
     out = ragged_all_to_all(out, exchange.reversed(), level, room, largest)
     return sum_copies(out, source, places), served
 
