@@ -52,6 +52,9 @@ _CATEGORIES = {
 }
 # Lines of these files tell how bytes move, not what for; the line that called them is reported instead.
 LIBRARY_FILES = tuple(str(module.__file__) for module in (collectives, hierarchical, ragged, params))
+_LEFT_OUT, _RENAMES = "xla_disable_hlo_passes", "gpu-convert-async-collectives-to-sync"
+"""Option that leaves passes of XLA out, and the one that gives collectives beside nothing another name: the scheduler
+would know no time of these, and keep its only transfer in flight for a few bytes."""
 _MAX_VOCAB_PADDING = 0.05
 """Fraction of padding rows from which the vocabulary is reported."""
 
@@ -97,11 +100,12 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
         "experts": again * max(2.0, 1 / fraction.group_fraction),
         "unembedding": again * padded_vocab(run.model) / vocab_size(run.model),
     }
-    layers, parts = len(placed.spec.layers), placed.shape.stage * (placed.virtual_stages or 1)
-    uneven = -(-layers // parts) * parts / layers if placed.shape.stage > 1 else 1.0
+    uneven = 1.0
     if placed.shape.stage > 1 and device_run.local_model.permutes:
-        # A stage without a task computes beside the others.
-        uneven *= placed.schedule_table.ticks_of(FORWARD) / (run.training.microbatches * placed.virtual_stages)
+        # A stage without a task computes beside the others, and padding rows too.
+        rows = -(-len(placed.spec.layers) // (placed.shape.stage * placed.virtual_stages)) * placed.shape.stage
+        ticks = int((placed.schedule_table.kind == FORWARD).any(axis=(1, 2)).sum())
+        uneven = rows * ticks / (len(placed.spec.layers) * run.training.microbatches)
     most = _SLACK * uneven * sum(factors.get(item, again) * flops for item, flops in items.items())
     adapters = sum(p.size for _, p, _ in placed.leaves if p.role == "adapter")
     most += _SLACK * uneven * again * 2 * passes * run.training.batch * run.training.seq * adapters / placed.shape.size
@@ -212,8 +216,9 @@ def profile_for(target: Target) -> Callable[[DeviceRun, Any], dict[str, Any]]:
     def profile(device_run: DeviceRun, lowered: Any) -> dict[str, Any]:
         if not device_run.settled.scheduled_by_price:
             return {}
-        options, branches = device_run.compiler_options(), train_step_facts(device_run.run.model, device_run).branches
-        program = compile_function(lowered, compiler_options=options, branches=branches)
+        branches, options = train_step_facts(device_run.run.model, device_run).branches, device_run.compiler_options()
+        passes = ",".join(word for word in (options.get(_LEFT_OUT), _RENAMES) if word)
+        program = compile_function(lowered, compiler_options=options | {_LEFT_OUT: passes}, branches=branches)
         return {"fdo_profile": simulate_run(program.module, device_run, target).profile}
 
     return profile
