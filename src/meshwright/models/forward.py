@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 Turn = tuple[str, Callable[..., tuple[Any, Any]]]
 """Stack of a layer, and its function `(x, params, index) -> (x, aux)`."""
-ReadRow = Callable[[str, Any], Tree]
-"""`(stack, number) -> parameters` of a row of the part of the stack that is run."""
+ReadRow = Callable[[str, Any], Callable[[], Tree]]
+"""`(stack, number) -> what reads the parameters` of a row of the part of the stack that is run."""
 
 
 class Section(NamedTuple):
@@ -189,10 +189,19 @@ def skip_padding(layer: Layer, stack: str) -> Layer:
     layer = jax.named_scope(row_scope(stack))(layer)
 
     def maybe(x_BTD: jax.Array, params: Any, index: jax.Array) -> tuple[jax.Array, Aux]:
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(layer, x_BTD, params, index)[1])
+        shapes = jax.eval_shape(lambda x, index: layer(x, params, index)[1], x_BTD, index)
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
         return jax.lax.cond(index == NO_LAYER, lambda: (x_BTD, zeros), lambda: layer(x_BTD, params, index))
 
     return maybe
+
+
+def read_inside(layer: Layer) -> Layer:
+    """Returns `layer` for parameters that a function reads.
+
+    Read inside a branch they are converted where they lie; before it, XLA would copy them in float32.
+    """
+    return lambda x_BTD, read, index: layer(x_BTD, read(), index)
 
 
 def drop_padding(layer: Layer) -> Layer:
@@ -298,10 +307,10 @@ class LocalModel:
             index = {s: jnp.asarray(layers)[axis_index(("stage",)), virtual_stage] for s, layers in rows.items()}
 
         def wrap(stack: str, layer: Layer) -> Layer:
+            own = read_inside(layer) if callable(params) else layer
             if not (rows[stack] == NO_LAYER).any():
-                return layer
-            padded = drop_padding(layer) if self.permutes else skip_padding(layer, stack)
-            return lambda x_BTD, params, index: padded(x_BTD, self.gather_params.cast(params, stack), index)
+                return own
+            return drop_padding(own) if self.permutes else skip_padding(own, stack)
 
         for section in sections(spec, functions, wrap):
             saved = min(max(self.training.saved_layers - section.first, 0), section.layers)

@@ -309,17 +309,6 @@ class GatherParams:
 
         return jax.tree_util.tree_map_with_path(gather, params, self.gathers[path])
 
-    def cast(self, params: Tree, path: str) -> Tree:
-        """Returns the parameters of one layer of `path`, in the compute dtype where that is all of their gather.
-
-        Inside a branch the gather would read them in float32, which XLA copies out of the stack before the branch.
-        """
-
-        def cast(w: jax.Array, how: _Gathers) -> jax.Array:
-            return w if how.gathers or how.dtype else w.astype(self.compute_dtype)
-
-        return jax.tree.map(cast, params, self.gathers[path])
-
     def only(self, path: str, names: Iterable[str]) -> "GatherParams":
         """Returns only the gathers of the parameters `names` of the subtree `path`."""
         return dataclasses.replace(self, gathers={path: {name: self.gathers[path][name] for name in names}})

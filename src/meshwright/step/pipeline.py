@@ -109,17 +109,21 @@ class PipelineModel:
         """Returns x after the layers of a part, and their aux: a tree of [rows, ...]."""
         params, sums, parts = self._all(part.params), self._all(part.sums), self.model.stages.virtual_stages
 
-        def read(stack: str, number: Any) -> Tree:
+        def read(stack: str, number: Any) -> Callable[[], Tree]:
             def row(a: jax.Array) -> jax.Array:
                 return lax.dynamic_index_in_dim(a, part.virtual_stage * (a.shape[0] // parts) + number, keepdims=False)
 
-            def read_row(a: jax.Array, total: jax.Array) -> jax.Array:
+            def row_of_sums(a: jax.Array, total: jax.Array) -> jax.Array | None:
                 if a is total:  # frozen, or nothing is trained
-                    return row(a)
+                    return None
                 of = row(total).astype(a.dtype)
-                return with_gradient_of(lax.select(part.counts, of, jnp.zeros_like(of)), row(a))
+                return lax.select(part.counts, of, jnp.zeros_like(of))
 
-            return jax.tree.map(read_row, params[stack], sums[stack])
+            def read_row(a: jax.Array, of: jax.Array | None) -> jax.Array:
+                return row(a) if of is None else with_gradient_of(of, row(a))
+
+            of = jax.tree.map(row_of_sums, params[stack], sums[stack])
+            return lambda: jax.tree.map(read_row, params[stack], of)
 
         return self.model.layers(read, x, self._context(part.microbatch), part.virtual_stage)
 
