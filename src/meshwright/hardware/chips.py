@@ -35,10 +35,6 @@ class Torus:
     slices: tuple[SliceShape, ...] = ()
     """Slice shapes that are offered; empty where every shape up to `largest` is."""
 
-    def wraps_around(self, chips: int) -> bool:
-        """Whether a dimension of `chips` chips is a ring."""
-        return chips % self.wraparound_multiple == 0
-
 
 @dataclasses.dataclass(frozen=True)
 class Nodes:
@@ -201,7 +197,8 @@ def _known_chip(name: str) -> Chip:
     interconnect = _interconnect(fields)
     if isinstance(interconnect, Torus):
         interconnect = dataclasses.replace(interconnect, slices=_slices(interconnect.largest))
-    fields["sources"] = defaults["sources"] | fields.get("sources", {})
+    for name in ("sources", "compiler_options"):
+        fields[name] = defaults.get(name, {}) | fields.get(name, {})
     fields["efficiency"] = Efficiency(**(defaults["efficiency"] | fields.get("efficiency", {})))
     return Chip(**{key: value for key, value in fields.items() if key not in _LINKS}, interconnect=interconnect)
 
