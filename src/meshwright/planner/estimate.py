@@ -65,6 +65,10 @@ have it fused."""
 SORTING_COPIES = {"forward": 6, "recomputation": 3, "backward": 10}
 """Copies of the rows of experts that are read and written besides their matmuls: sorted by expert, scaled by the
 router's weight, sent back and summed."""
+CHUNK_BYTES = {"ring": {"forward": 11, "backward": 23}, "all_gather": {"forward": 23, "backward": 46}}
+"""HBM bytes per element of queries, for each device of `context`, in which a GPU sums attention to each chunk of keys
+in float32, by `context_strategy`. Counted in one program each, Qwen3-235B on 64 B200 with `context=4`, and divided by
+`MESHWRIGHT.elementwise`; where attention is computed again the forward pass' once more."""
 COLLECTIVE_LAUNCHES = 3
 """Launches that a collective of GPUs takes besides its bytes and hops: its event, its kernel, and the last device's."""
 LOSS_BYTES = 24
@@ -292,17 +296,25 @@ def _compute_seconds(
     }
     once = software.transformer_engine and low is not None
     quantised["backward"] /= low.gradient_passes if low and once else 1
+    sorted_rows = work.expert_tokens * work.experts
+    # Our experts compute all rows of their buffers.
+    buffered = max(1.0, work.expert_rows / sorted_rows) if software.copies and sorted_rows else 1.0
     for m in work.matmuls if low else ():
         if m.groups:
-            # Gate and up share their rows. Gradients are quantised once, or for each of their two products.
-            quantised["forward"] += m.m * m.k * m.count / (2 if m.role == "ffn_in" else 1)
-            quantised["backward"] += (1 if once else 2) * m.m * m.n * m.count
+            # Gate and up share their rows, which ours round before they are copied for experts. Gradients are quantised
+            # once, or for each of their two products.
+            shared = (0.0 if ours else 0.5) if m.role == "ffn_in" else 1.0
+            quantised["forward"] += buffered * shared * m.m * m.k * m.count
+            quantised["backward"] += buffered * (1 if once else 2) * m.m * m.n * m.count
     quantise_bytes = BLOCK_BYTES if low and once and low.rate == "mxfp8" else QUANTISE_BYTES
     residual = work.tokens * work.width * 2 * work.layers
     residual /= placed.shape.tensor if software.splits_sequence else 1
-    sorted_rows = work.expert_tokens * work.experts * work.expert_layers
-    hidden = sum(m.m * m.n * m.count for m in work.matmuls if m.role == "ffn_in")
+    sorted_rows *= work.expert_layers * (1 + buffered) / 2
+    hidden = sum(m.m * m.n * m.count * (buffered if m.groups else 1) for m in work.matmuls if m.role == "ffn_in")
     products = _product_seconds(work.matmuls, target, low.rate if low else None)
+    chunks = CHUNK_BYTES if gpu and software.copies and placed.sequence.groups > 1 and not kernel.score_bytes else {}
+    chunked = chunks.get(placed.run.training.context_strategy, {})
+    queries = placed.shape.context * work.tokens * work.layers * work.widths.query
     result = {}
     for name in PASSES:
         recomputes = name == "recomputation"
@@ -320,6 +332,8 @@ def _compute_seconds(
         elementwise = copies * residual + (0.0 if recomputes else work.kept_bytes)
         if gpu and (not recomputes or "ffn_in" in again):
             elementwise += HIDDEN_COPIES[name] * 2 * hidden
+        if chunked and repeats[name]:
+            elementwise += chunked["backward" if name == "backward" else "forward"] * queries
         elementwise *= software.elementwise if gpu else 1.0
         if not recomputes or recomputed:
             elementwise += quantise_bytes * quantised[name]
