@@ -40,10 +40,7 @@ PARTS: dict[str, dict[str, str]] = {
         "splash_fused": "models.kernels.splash:splash_fused_kernels",
         "cudnn": "models.kernels.cudnn:cudnn_kernels",
     },
-    "grouped matmul": {
-        "ragged_dot": "models.kernels.choose:ragged_dot",
-        "triton": "models.kernels.choose:triton",
-    },
+    "grouped matmul": {"ragged_dot": "models.kernels.choose:ragged_dot", "triton": "models.kernels.choose:triton"},
     "optimizer": {
         "adamw": "step.optimizers:adamw",
         "adafactor": "step.layer_rules:adafactor",
@@ -56,10 +53,7 @@ PARTS: dict[str, dict[str, str]] = {
         "stochastic": "step.bfloat16_params:with_random_rounding",
     },
     "tensor strategy": {"ring": "comm.collective_matmul:RING"},
-    "reporter": {
-        "tensorboard": "reporters.trackers:_TensorBoard",
-        "wandb": "reporters.trackers:_WeightsAndBiases",
-    },
+    "reporter": {"tensorboard": "reporters.trackers:_TensorBoard", "wandb": "reporters.trackers:_WeightsAndBiases"},
 }
 """Kind -> name -> module of the package and attribute."""
 

@@ -166,7 +166,8 @@ def compare(
     simulated = None if schedule is None else _simulated_by_name(schedule, exposed=tpu)
     rows = [ProfileRow("step", "whole step", seconds / steps, None if schedule is None else schedule.step_seconds)]
     rows += _parts(trace, schedule, steps)
-    for kind, label in (("collective", _collective_labels(module, dict(mesh))), ("scope", _scope_labels(module))):
+    scopes = {instruction.name: "/".join(instruction.scopes[-2:]) or "no scope" for instruction in module}
+    for kind, label in (("collective", _collective_labels(module, dict(mesh))), ("scope", scopes)):
         rows += _grouped(kind, label, {name: value * share for name, value in measured.items()}, simulated)
     return rows, _TPU if tpu else _GPU if trace.devices else _HOST
 
@@ -228,7 +229,3 @@ def _collective_labels(module: Module, mesh: dict[str, int]) -> dict[str, str]:
             label = group_label(*group_of(inner, mesh))
             labels[instruction.name] = f"{kind_of(inner) or 'all-reduce'} over {label}"
     return labels
-
-
-def _scope_labels(module: Module) -> dict[str, str]:
-    return {instruction.name: "/".join(instruction.scopes[-2:]) or "no scope" for instruction in module}

@@ -131,7 +131,7 @@ def _ici_route(chip: Chip, torus: Torus, topology: tuple[int, ...], span: GroupS
     devices = math.prod(span.chips) * span.cores
     for d, chips in enumerate(span.chips):
         if chips > 1:
-            ring = chips == topology[d] and torus.wraps_around(chips)
+            ring = chips == topology[d] and chips % torus.wraparound_multiple == 0
             bandwidth += 2 * link if ring else link
             hops += chips // 2 if ring else chips - 1
             names.append("xyz"[d] + ("" if ring else " (open)"))

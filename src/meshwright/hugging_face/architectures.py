@@ -5,7 +5,6 @@ added from outside the package by adding it to `ARCHITECTURES`.
 """
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -96,14 +95,6 @@ class Architecture:
     def tensors(self, model: Model) -> Mapping[str, StoredTensor]:
         """Returns where each parameter of a model is stored, by dotted path."""
         return locate_tensors(model, self.names, self.layer)
-
-    def is_computed(self, name: str) -> bool:
-        """Returns whether a stored tensor is one that the model computes."""
-        return any(re.fullmatch(pattern, name) for pattern in self.computed)
-
-    def leaves_out(self, name: str) -> bool:
-        """Returns whether a stored tensor is learned, and none of those that the model computes logits from."""
-        return any(re.fullmatch(pattern, name) for pattern in self.left_out)
 
 
 # Entries that several architectures share.
@@ -737,12 +728,7 @@ _ALL = (
     ),
     # What is left out is the layer that predicts the token after the next: `transformers` does not read it either.
     Architecture(
-        "Glm4MoeForCausalLM",
-        "glm4_moe",
-        Glm4Moe,
-        _GLM4_MOE,
-        _GLM4_MOE_NAMES,
-        left_out=(r"model\.layers\.(46|92)\..*",),
+        "Glm4MoeForCausalLM", "glm4_moe", Glm4Moe, _GLM4_MOE, _GLM4_MOE_NAMES, left_out=(r"model\.layers\.(46|92)\..*",)
     ),
     Architecture("GptOssForCausalLM", "gpt_oss", GptOss, _GPT_OSS, _GPT_OSS_NAMES, tied=None, packed=MXFP4),
     Architecture("Gemma2ForCausalLM", "gemma2", Gemma2, _GEMMA2, _GEMMA_NAMES),

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,9 @@ def open_folder(name: str) -> WeightsFolder:
             _check_tensor(folder, entries, tensor, path, shape)
             if entries[tensor].dtype == FP8_CODE and folder.fp8_block is not None:
                 scales = quantised.scale_name(tensor)
-                _check_tensor(folder, entries, scales, path, quantised.scale_shape(shape, folder.fp8_block))
+                # One for each block of a weight [out, in]; the last blocks may be partial.
+                blocks = tuple(-(-size // n) for size, n in zip(shape, folder.fp8_block, strict=True))
+                _check_tensor(folder, entries, scales, path, blocks)
                 parts.add(scales)
     parts |= {tensor + part for tensor in expected & unpacked.keys() for part in (quantised.BLOCKS, quantised.SCALES)}
     notes = folder.notes + _check_others(folder, expected | parts, entries)
@@ -231,9 +234,9 @@ def _check_others(folder: ModelFolder, expected: set[str], entries: dict[str, Te
     for tensor, entry in entries.items():
         if tensor in expected or (tied is not None and tensor == tied[0]):
             continue
-        if folder.architecture.leaves_out(tensor):
+        if any(re.fullmatch(pattern, tensor) for pattern in folder.architecture.left_out):
             unused.append(tensor)
-        elif folder.architecture.is_computed(tensor):
+        elif any(re.fullmatch(pattern, tensor) for pattern in folder.architecture.computed):
             computed += 1
         else:
             raise WeightsError(

@@ -46,11 +46,6 @@ def scale_name(tensor: str) -> str:
     return tensor + _SUFFIX
 
 
-def scale_shape(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
-    """Returns the shape of the scales of a weight [out, in]; the last blocks may be partial."""
-    return tuple(-(-size // n) for size, n in zip(shape, block, strict=True))
-
-
 def dequantise(weight: np.ndarray, scale: np.ndarray, block: Block) -> np.ndarray:
     """Returns a weight [out, in] in bfloat16, the type of the released models' other weights.
 

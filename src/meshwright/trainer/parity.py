@@ -200,12 +200,9 @@ class _Side:
         return float(metrics["loss"][0] / metrics["loss"][1])
 
     def _to_host(self, tree: Tree) -> Tensors:
-        descriptions = named_leaves(self._device_run.params)
-
-        def on_host(x: jax.Array) -> np.ndarray:
-            return np.asarray(x if x.is_fully_addressable else process_allgather(x, tiled=True))
-
-        return {name: rows_to_layers(descriptions[name], on_host(x)) for name, x in named_leaves(tree).items()}
+        descriptions, arrays = named_leaves(self._device_run.params), named_leaves(tree)
+        whole = {k: x if x.is_fully_addressable else process_allgather(x, tiled=True) for k, x in arrays.items()}
+        return {name: rows_to_layers(descriptions[name], np.asarray(x)) for name, x in whole.items()}
 
     def _to_devices(self, params: Tensors) -> Tree:
         def on_devices(name: str, p: Param, sharding: NamedSharding) -> jax.Array:

@@ -38,7 +38,7 @@ TABLES: dict[str, dict[str, tuple[str, str]]] = {
             "item",
             "model | mesh | bits | initial values | gradients differ by | most in = worst_tensor | losses"
             " | on one device | outcome",
-        ),
+        )
     },
     "matmuls": {
         "One device": (
@@ -53,14 +53,14 @@ TABLES: dict[str, dict[str, tuple[str, str]]] = {
             "kind",
             "collective = kind | axis | devices i | size = bytes B | median = seconds s"
             " | algorithm = algorithm_bandwidth GB/s | bus = bus_bandwidth GB/s | outcome",
-        ),
+        )
     },
     "experts": {
         "Exchange of rows": (
             "updates",
             "item | updates i | measured = seconds s | expected = expected_seconds s | rate = bytes_per_second GB/s"
             " | outcome",
-        ),
+        )
     },
     "steps": {
         "Measured": (
@@ -96,7 +96,7 @@ TABLES: dict[str, dict[str, tuple[str, str]]] = {
             "model = run | mesh | state = bytes B | save = save_seconds s | of which training waits = blocked_seconds s"
             " | written = save_bandwidth GB/s | restore and verify = restore_seconds s"
             " | read = restore_bandwidth GB/s",
-        ),
+        )
     },
 }
 """Section -> title of a table -> the figure that each of its rows has, and its columns: `heading = key unit`."""

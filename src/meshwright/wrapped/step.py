@@ -23,7 +23,7 @@ from meshwright.errors import ConfigError, divisors
 from meshwright.models.model import Metrics
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.params import plan_gathers
-from meshwright.sharding.placement import Placement, axes_of, to_spec
+from meshwright.sharding.placement import axes_of, to_spec
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.gradients import clip, sum_over_devices
 from meshwright.step.train_step import matmuls_of
@@ -65,12 +65,9 @@ def draw_arrays(model: Any, device_run: DeviceRun) -> tuple[Arrays, tuple[Arrays
     )
 
 
-def _manual(placement: Placement) -> Placement:
-    return tuple(tuple(axis for axis in axes if axis != "tensor") for axes in placement)
-
-
 def _specs(device_run: DeviceRun, which: str) -> Any:
-    return {name: to_spec(_manual(getattr(p, which))) for name, p in device_run.placements.items()}
+    placed = {name: getattr(p, which) for name, p in device_run.placements.items()}
+    return {name: to_spec(tuple(tuple(a for a in axes if a != "tensor") for axes in p)) for name, p in placed.items()}
 
 
 def _over_mesh(device_run: DeviceRun, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:

@@ -54,7 +54,7 @@ class Llama4(RoutedExperts, ScaledRotary, TiedOrNot):
                 f"{self.layers} layers of which every {self.expert_interval}-th has experts",
                 "at least one layer has experts",
                 f"--model.expert-interval {self.layers}",
-            ),
+            )
         )
         period = math.lcm(self.no_rope_interval, self.expert_interval)
         l2 = self.norm_epsilon if self.qk_l2_norm == "rotary" else None
