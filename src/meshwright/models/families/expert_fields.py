@@ -91,7 +91,8 @@ class ChoiceOfExperts(RoutedExperts):
     """Capacity of an expert as a multiple of an even share of a sequence's tokens; for `capacity`."""
     expert_exchange: ExchangeType = "compute"
     """Type of the rows that go to experts, for `dropless`: the compute dtype, or fp8 with a scale for each row, as in
-    DeepSeek-V3; what comes back, and gradients, stay in the compute dtype. Rows are rounded on every mesh."""
+    DeepSeek-V3; what comes back, and gradients, stay in the compute dtype. Rows are rounded on every mesh. Rows of
+    experts in low precision always are."""
     bias_update_rate: NonNegativeFloat = 0.0
     """Step of the router bias that balances load without an auxiliary loss (DeepSeek-V3, section 2.1.2); 0 disables
     it."""
