@@ -201,10 +201,13 @@ def test_errors_of_the_compiler_are_explained() -> None:
     assert isinstance(other, CensusError) and "No such compile option" in str(other) and "more\n" not in str(other)
 
 
-@pytest.mark.parametrize(("recipe", "given"), [("qwen3-30b-a3b", True), ("llama3-8b", False)])
-def test_options_of_a_program_are_tried_without_too(recipe: str, given: bool) -> None:
-    """Steps with experts are scheduled by predicted times; the compiler's own schedule may be faster."""
+@pytest.mark.parametrize(
+    ("recipe", "target", "given"),
+    [("qwen3-30b-a3b", "h100:16", True), ("llama3-8b", "v6e:4x4", True), ("llama3-8b", "v5e:4x4", False)],
+)
+def test_options_of_a_program_are_tried_without_too(recipe: str, target: str, given: bool) -> None:
+    """Options of a chip, and schedules by predicted times: the compiler's own may be faster."""
     run = dataclasses.replace(find_recipe(recipe), mesh=MeshShape.parse("fsdp=16"))
     run = dataclasses.replace(run, training=dataclasses.replace(run.training, batch=64, remat="full", microbatches=1))
-    names = {name for name, _ in proofs.trials(run, parse_target("h100:16"))}
+    names = {name for name, _ in proofs.trials(run, parse_target(target))}
     assert ("the compiler's own options" in names) == given
