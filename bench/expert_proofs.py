@@ -1,8 +1,8 @@
 """Best plans of mixtures of experts, planned against compiled, and what has been published for the same machine.
 
 `python bench/expert_proofs.py [--only NAME] [--keep FOLDER] [--table]`. Needs the `tpu` extra, and for GPUs the wheels
-that `meshwright prove` names. For each model and machine the fastest plan that fits is taken among those without and
-with `expert`, both without stages and context, and for some of all plans; it is compiled whole. A row goes to
+that `meshwright prove` names. For each model and machine the first choice is taken among those without and with
+`expert`, both without stages and context, and for some of all plans; it is compiled whole. A row goes to
 bench/results/experts.json as soon as it is there, the table to bench/results/expert_proofs.md. --only compiles cases by
 model, machine or kind of plan, and keeps the rows of the others; --table compiles nothing.
 """
@@ -117,7 +117,7 @@ def run_of(case: Case) -> Any:
 
 
 def best_plans(case: Case) -> dict[str, Plan]:
-    """Returns the fastest plan that fits of each kind; of meshes where none does, full remat on the whole axis."""
+    """Returns the first choice of each kind; of meshes where nothing fits, full remat on the whole axis."""
     run, target = run_of(case), parse_target(case.on)
     try:
         found = search(run, target).plans
@@ -132,7 +132,7 @@ def best_plans(case: Case) -> dict[str, Plan]:
     best: dict[str, Plan] = {}
     for kind in case.kinds:
         if groups[kind]:
-            plan = min(groups[kind], key=lambda p: p.estimate.seconds)
+            plan = groups[kind][0]
         else:
             mesh = MeshShape.parse(f"{'expert' if kind == 'expert' else 'fsdp'}={target.devices}")
             full = dataclasses.replace(run.training, remat="full")
