@@ -12,11 +12,22 @@ import meshwright as mw
 from meshwright.api import local_planner, training
 from meshwright.cli.main import run
 from meshwright.errors import MeshwrightError
+from meshwright.hardware import mesh
 from meshwright.hardware.targets import parse_target
 from meshwright.step import device_memory
 from meshwright.step.device_memory import OutOfDeviceMemory, Room, check_memory
 
 GIB = 2**30
+
+
+@pytest.mark.parametrize("given", [None, "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_a_run_takes_what_plans_count_of_a_gpu(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the environment says otherwise, by either of JAX's names: it refuses both together."""
+    environment = {given: "0.5"} if given else {}
+    monkeypatch.setattr("meshwright.hardware.mesh.os", types.SimpleNamespace(environ=environment))
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    mesh.prepare_host(8)
+    assert environment == {"NPROC": "32", **({given: "0.5"} if given else {"XLA_CLIENT_MEM_FRACTION": "0.92"})}
 
 
 def gpu(limit: int | None) -> types.SimpleNamespace:

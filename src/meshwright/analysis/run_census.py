@@ -53,8 +53,7 @@ _CATEGORIES = {
 # Lines of these files tell how bytes move, not what for; the line that called them is reported instead.
 LIBRARY_FILES = tuple(str(module.__file__) for module in (collectives, hierarchical, ragged, params))
 _LEFT_OUT, _RENAMES = "xla_disable_hlo_passes", "gpu-convert-async-collectives-to-sync"
-"""Option that leaves passes of XLA out, and the one that gives collectives beside nothing another name: the scheduler
-would know no time of these, and keep its only transfer in flight for a few bytes."""
+"""Option that leaves passes out, and the one after which collectives beside nothing have names without a time."""
 _MAX_VOCAB_PADDING = 0.05
 """Fraction of padding rows from which the vocabulary is reported."""
 

@@ -21,7 +21,9 @@ from meshwright.words import AXES
 
 
 def prepare_host(devices: int | None) -> None:
-    """Simulates `devices` CPU devices where no accelerator is found."""
+    """Simulates `devices` CPU devices where no accelerator is found; takes 92 % of a GPU's memory, JAX's default 75."""
+    if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.92"
     simulated = devices or 1
     if simulated == 1:
         _keep_heap()

@@ -201,7 +201,7 @@ def check_devices(devices: list[dict[str, Any]] | str, accelerator: str) -> Wron
     memories = [device["memory"] for device in devices if device["memory"]]
     if chip is not None and memories and min(memories) < 0.6 * chip.hbm_bytes:
         text = f"{kinds[0]} with {format_bytes(min(memories))} of {format_bytes(chip.hbm_bytes)}"
-        fix = "end the process that has the rest (nvidia-smi), or raise XLA_PYTHON_CLIENT_MEM_FRACTION"
+        fix = "end the process that has the rest (nvidia-smi), or raise XLA_CLIENT_MEM_FRACTION"
         yield "fault", text, fix
     yield "ok", f"{len(devices)} x {kinds[0]}", ""
 

@@ -88,7 +88,7 @@ def measure_machine(section: Section) -> None:
     if chip is not None and limit and limit < chip.hbm_bytes * (1 - _MEMORY_GAP):
         section.notes.append(
             f"JAX may use {limit / 2**30:.1f} of the {chip.hbm_bytes / 2**30:.1f} GiB of a device; on GPUs "
-            "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 raises it, and the runs below are sized for what it may use"
+            "XLA_CLIENT_MEM_FRACTION=0.92 raises it, and the runs below are sized for what it may use"
         )
     if chip is not None and isinstance(chip.interconnect, Nodes) and len(devices) > chip.interconnect.devices_per_node:
         section.notes.append("more devices than a node has: some links are the network")
