@@ -80,15 +80,15 @@ def movements(
     degrees = {axis: shape.degrees()[axis] for axis in placed.layout.expert_axes}
     if degrees and work.experts:
         beside = software.sends_beside and placed.virtual_stages > 1
-        beside |= software.beside > 0 and settled.scheduled_by_price
         spec = next(layer.experts for layer in placed.spec.layers if layer.experts is not None)
         nodes = 1 if software.rows_by == "expert" else settled.expert_nodes
+        # Rows of the whole batch at once are half overlapped inside a node (two compiled programs), and bare between.
+        beside |= software.beside > 0 and settled.scheduled_by_price and (nodes == 1 or settled.exchange_pieces > 1)
         nodes = math.prod(degrees.values()) if software.rows_by == "device" and nodes == 1 else nodes
         low = runs_experts_in_low_precision(settled, software) and spec.weighted == "hidden"
-        sent_bytes = spec.sent_bytes or (1 if low else compute)
         for axes, rows in sent_rows(spec, degrees, nodes).items():
             elements = work.expert_tokens * rows * work.width
-            payloads = (elements * sent_bytes, elements * compute)
+            payloads = (elements * (spec.sent_bytes or (1 if low else compute)), elements * compute)
             result += _experts(axes, payloads, work.expert_layers * microbatches, again, not beside)
     if shape.stage > 1 and not keeps_stages(placed):
         result += [m._replace(during="recomputation") for m in result if m.during == "forward"]
