@@ -251,7 +251,7 @@ def errors(rows: list[dict[str, Any]]) -> str:
     """Returns the planner's median errors over the compiled rows, as a paragraph."""
     sentences = []
     for name, group in (
-        ("all compiled rows", rows), ("rows of this code", [r for r in rows if "date" in r]),
+        ("all compiled rows", rows), ("rows with a date", [r for r in rows if "date" in r]),
     ):  # fmt: skip
         found = [row for row in group if "error" not in row]
         if found:

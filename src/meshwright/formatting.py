@@ -18,8 +18,7 @@ class Shown:
         return Shown.page_of(self)
 
     def _repr_html_(self) -> str:
-        html: str = self.page().frame()
-        return html
+        return self.page().frame()
 
 
 def format_time(seconds: float) -> str:

@@ -278,8 +278,7 @@ def _local_planner(devices: Sequence[Any]) -> "LocalPlanner | None":
     calibration = calibration_here(default_cache_folder())
     if calibration is None and devices[0].platform == "cpu":
         return None
-    found: LocalPlanner = _planning().LocalPlanner(devices, calibration)
-    return found
+    return _planning().LocalPlanner(devices, calibration)
 
 
 def _planning() -> ModuleType:

@@ -89,8 +89,7 @@ def run(args: Sequence[str]) -> int:
         return _list_recipes(args[1:])
     with activity("load", "loading libraries", "loaded libraries"):
         verbs = importlib.import_module("meshwright.cli.verbs")
-    code: int = verbs.run_verb(verb, args[1:])
-    return code
+    return verbs.run_verb(verb, args[1:])
 
 
 def _list_recipes(args: Sequence[str]) -> int:

@@ -111,8 +111,7 @@ class ForwardContext:
         y_BTF: the complete sequence, features split over `tensor`.  f: matmuls, the same for every token.
         """
         if self.tensor_ring:
-            summed: jax.Array = resolve("tensor strategy", "ring").row_parallel(f, y_BTF, weights, self.tensor_ring)
-            return summed
+            return resolve("tensor strategy", "ring").row_parallel(f, y_BTF, weights, self.tensor_ring)
         return sequence_reduce_scatter(f(y_BTF, weights), 1)
 
     def attend_row_parallel(

@@ -296,9 +296,9 @@ def _compute_seconds(
     }
     once = software.transformer_engine and low is not None
     quantised["backward"] /= low.gradient_passes if low and once else 1
-    sorted_rows = work.expert_tokens * work.experts
+    own_step, sorted_rows = software.name == MESHWRIGHT.name, work.expert_tokens * work.experts
     # Our experts compute all rows of their buffers.
-    buffered = max(1.0, work.expert_rows / sorted_rows) if software.copies and sorted_rows else 1.0
+    buffered = max(1.0, work.expert_rows / sorted_rows) if own_step and sorted_rows else 1.0
     for m in work.matmuls if low else ():
         if m.groups:
             # Gate and up share their rows, which ours round before they are copied for experts. Gradients are quantised
@@ -312,7 +312,7 @@ def _compute_seconds(
     sorted_rows *= work.expert_layers * (1 + buffered) / 2
     hidden = sum(m.m * m.n * m.count * (buffered if m.groups else 1) for m in work.matmuls if m.role == "ffn_in")
     products = _product_seconds(work.matmuls, target, low.rate if low else None)
-    chunks = CHUNK_BYTES if gpu and software.copies and placed.sequence.groups > 1 and not kernel.score_bytes else {}
+    chunks = CHUNK_BYTES if gpu and own_step and placed.sequence.groups > 1 and not kernel.score_bytes else {}
     chunked = chunks.get(placed.run.training.context_strategy, {})
     queries = placed.shape.context * work.tokens * work.layers * work.widths.query
     result = {}

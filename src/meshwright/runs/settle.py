@@ -65,8 +65,7 @@ class Settled:
         name, capacity = run.training.matmul_precision, getattr(run.model, "dispatch", None) == "capacity"
         if name == "compute":
             return False
-        found: bool = self._quantisation.quantises_experts(name, self.grouped_matmul, self.machine.platform, capacity)
-        return found
+        return self._quantisation.quantises_experts(name, self.grouped_matmul, self.machine.platform, capacity)
 
     def in_low_precision(self, p: Param) -> bool:
         """Whether the matmuls of a weight are in the run's matmul precision, where that is a low one."""

@@ -187,8 +187,7 @@ def build_update_rule(o: Optimizer, training: Training, params: Tree, layer_map:
     if layer_map is not None:
         rule = Rule(rule.init, functools.partial(optax.with_extra_args_support(rule).update, layer_map=layer_map))
     if training.param_dtype == "bfloat16":
-        rounded: UpdateRule = resolve("parameter rounding", training.param_rounding)(rule, training.seed, params)
-        return rounded
+        return resolve("parameter rounding", training.param_rounding)(rule, training.seed, params)
 
     def update(grads: Tree, state: Any, params: Tree, step: jax.Array) -> tuple[Tree, Any]:
         updates, state = rule.update(grads, state, params)

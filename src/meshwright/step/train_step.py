@@ -167,5 +167,4 @@ def build_eval_step(device_run: DeviceRun) -> Any:
 def compile_eval_step(device_run: DeviceRun, resident: int = 0) -> Callable[[Tree, Batch], Metrics]:
     """Returns the evaluation step, compiled once. resident: as of `check_memory`. Raises OutOfDeviceMemory."""
     lowered = build_eval_step(device_run).lower(device_run.abstract.params, device_run.abstract_batch)
-    compiled: Callable[[Tree, Batch], Metrics] = compile_on_devices(device_run, lowered, "an evaluation step", resident)
-    return compiled
+    return compile_on_devices(device_run, lowered, "an evaluation step", resident)

@@ -51,8 +51,7 @@ def linear(x: jax.Array, w: Any, *, contract: int = 1) -> jax.Array:
     and their size as one, XLA:TPU copies the gradients of queries, keys and values three times each (docs/log.md).
     """
     if hasattr(w, "linear"):
-        result: jax.Array = w.linear(x, contract)
-        return result
+        return w.linear(x, contract)
     lead, dims = x.shape[: x.ndim - contract], tuple(range(contract))
     contracted = (tuple(1 + dim for dim in dims), dims)
     out = jax.lax.dot_general(x.reshape(-1, *w.shape[:contract]), w, (contracted, ((), ())))

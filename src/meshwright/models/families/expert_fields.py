@@ -44,8 +44,7 @@ class RoutedExperts(DecoderModel):
             own = {name: getattr(self, name) for name in names if hasattr(self, name)}
             return kind(**own, **others | {name: changes[name] for name in names if name in changes})
 
-        experts: Experts = made(Experts, routing=made(Routing), hidden=self.expert_mlp)
-        return experts
+        return made(Experts, routing=made(Routing), hidden=self.expert_mlp)
 
     def layer_metrics(self, aux: dict[str, Aux], sequences: int) -> Metrics:
         """Returns the routing metrics of a step, averaged over the layers with experts.
@@ -91,8 +90,8 @@ class ChoiceOfExperts(RoutedExperts):
     """Capacity of an expert as a multiple of an even share of a sequence's tokens; for `capacity`."""
     expert_exchange: ExchangeType = "compute"
     """Type of the rows that go to experts, for `dropless`: the compute dtype, or fp8 with a scale for each row, as in
-    DeepSeek-V3; what comes back, and gradients, stay in the compute dtype. Rows are rounded on every mesh. Rows of
-    experts in low precision always are."""
+    DeepSeek-V3; what comes back, and gradients, stay in the compute dtype. Rows are rounded on every mesh. Those of
+    experts in low precision always are, but in Llama 4, whose routing weights multiply them where they arrive."""
     bias_update_rate: NonNegativeFloat = 0.0
     """Step of the router bias that balances load without an auxiliary loss (DeepSeek-V3, section 2.1.2); 0 disables
     it."""

@@ -113,8 +113,7 @@ def choose_kernels(
 
 @functools.cache
 def _built_in(name: str, block: int) -> Kernels:
-    built: Kernels = resolve("attention kernel", name)(block)
-    return built
+    return resolve("attention kernel", name)(block)
 
 
 class GroupedProducts(NamedTuple):

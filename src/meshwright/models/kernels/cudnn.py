@@ -60,8 +60,7 @@ def has_cudnn() -> bool:
 
 
 def _forward(queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
-    result: Result = _by_documents(forward_pass, mask, (queries,), keys)[0]
-    return result
+    return _by_documents(forward_pass, mask, (queries,), keys)[0]
 
 
 def _backward(queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask) -> Gradients:
