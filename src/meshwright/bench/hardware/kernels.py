@@ -183,10 +183,6 @@ def _attention(kernels: Kernels, case: Case, segments: jax.Array) -> Any:
     return lambda q, k, v: kernels.self_attention(q, k, v, segments, window=case.window)
 
 
-def _forward(kernels: Kernels, case: Case) -> Any:
-    return _on_one_device(lambda q, k, v, s: _attention(kernels, case, s)(q, k, v))
-
-
 def _forward_and_backward(kernels: Kernels, case: Case) -> Any:
     return _on_one_device(lambda q, k, v, s, g: _with_gradients(_attention(kernels, case, s))(q, k, v, g))
 
@@ -294,7 +290,8 @@ def _time(name: str, case: Case) -> Mapping[str, Any]:
     if isinstance(kernels, str):
         return {**label, "unsupported": kernels}
     inputs = _inputs(case, "bfloat16")
-    forward, _ = median_seconds(_forward(kernels, case), *inputs[:4])
+    alone = _on_one_device(lambda q, k, v, s: _attention(kernels, case, s)(q, k, v))
+    forward, _ = median_seconds(alone, *inputs[:4])
     both, _ = median_seconds(_forward_and_backward(kernels, case), *inputs)
     return {**label, **_rates(forward, both, case.flops, _BACKWARD)}
 
@@ -350,9 +347,7 @@ def _time_float8(products: GroupedProducts, experts: int, rows: int, k: int, n: 
     x, w, sizes, g = _grouped_inputs(experts, rows, k, n, "bfloat16")
     x8, w8, g8 = (a.astype(jnp.float8_e4m3fn) for a in (x, w.swapaxes(1, 2), g))
     forward, _ = median_seconds(jax.jit(lambda x, w, rows_E: products.rows(x, w, rows_E, jnp.bfloat16)), x8, w8, sizes)
-    of_weights, _ = median_seconds(
-        jax.jit(lambda x, g, rows_E: products.groups(x, g, rows_E, jnp.bfloat16)), x8, g8, sizes
-    )
+    of_weights, _ = median_seconds(jax.jit(lambda x, g, n: products.groups(x, g, n, jnp.bfloat16)), x8, g8, sizes)
     wide, _ = median_seconds(jax.jit(_grouped_matmul("bfloat16").multiply), x, w, sizes)
     flops = 2.0 * rows * k * n
     return {
