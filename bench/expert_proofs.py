@@ -295,8 +295,8 @@ def mechanisms() -> str:
     return "\n".join(lines) + "\n"
 
 
-FLOAT8 = """Rows in fp8 on an H100 are too fast: the kernel of experts reaches a seventh to a half of the rate that they count
-(docs/log.md, "One H100"). Of B200 nothing is measured."""
+FLOAT8 = """Rows in fp8 on an H100 are too fast: the kernel of experts reaches a seventh to a half of the rate that they
+count (docs/log.md, "One H100"). Of B200 nothing is measured."""
 
 
 def main() -> None:
@@ -324,9 +324,8 @@ def main() -> None:
     keys = [(case.key, kind) for case in CASES for kind in case.kinds]
     shown = [with_prediction(rows[key]) for key in keys if key in rows]
     title = "Mixtures of experts: plans, compiled programs and published figures"
-    put_rows(
-        "expert_proofs.py", title, f"{FLOAT8}\n\n{table(shown)}\n{errors(shown)}\n{seconds_of(shown)}\n{mechanisms()}"
-    )
+    rows_and_figures = "\n".join((table(shown), errors(shown), seconds_of(shown), mechanisms()))
+    put_rows("expert_proofs.py", title, f"{FLOAT8}\n\n{rows_and_figures}")
     print(table(shown), errors(shown), seconds_of(shown), sep="\n")
 
 
