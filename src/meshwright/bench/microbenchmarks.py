@@ -25,11 +25,11 @@ from meshwright.comm import collectives
 from meshwright.errors import ConfigError, nearest
 
 _TOTAL_SECONDS = 0.25
-"""Seconds of measurement after which repetition stops, once there are `_MIN_ROUNDS`."""
-_MIN_ROUNDS, _MAX_ROUNDS = 5, 50
-_ROUNDS_TOGETHER = 20
-"""Rounds where several processes take part, which must make equally many."""
-_CALLS = 16
+"""Seconds of measurement after which repetition stops, once there are `_MIN_CALLS`."""
+_MIN_CALLS, _MAX_CALLS = 5, 50
+_CALLS_TOGETHER = 20
+"""Calls where several processes take part, which must make equally many."""
+_ROUND = 16
 """Calls of a round on an accelerator, which follow each other on the device: the host takes about 0.1 ms to start one
 and to see its end. Simulated devices finish each call first: their threads would wait for each other."""
 
@@ -38,15 +38,15 @@ def median_seconds(function: Callable[..., Any], *arguments: Any) -> tuple[float
     """Returns the median seconds of a call, over rounds of calls that are awaited together, and the calls timed."""
     jax.block_until_ready(function(*arguments))
     times: list[float] = []
-    calls = 1 if jax.default_backend() == "cpu" else _CALLS
-    least, most = (_ROUNDS_TOGETHER, 0) if jax.process_count() > 1 else (_MIN_ROUNDS, _MAX_ROUNDS)
-    while len(times) < least or (sum(times) * calls < _TOTAL_SECONDS and len(times) < most):
+    together = 1 if jax.default_backend() == "cpu" else _ROUND
+    least, most = (_CALLS_TOGETHER, 0) if jax.process_count() > 1 else (_MIN_CALLS, _MAX_CALLS)
+    while together * len(times) < least or (together * sum(times) < _TOTAL_SECONDS and together * len(times) < most):
         start = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(together):
             result = function(*arguments)
         jax.block_until_ready(result)
-        times.append((time.perf_counter() - start) / calls)
-    return statistics.median(times), calls * len(times)
+        times.append((time.perf_counter() - start) / together)
+    return statistics.median(times), together * len(times)
 
 
 @dataclasses.dataclass(frozen=True)

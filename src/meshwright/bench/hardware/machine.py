@@ -121,7 +121,7 @@ _MATMULS = (
     *((n, n, n) for n in (8192, 4096, 2048, 1024)),
     *((1024, 8192, 8192), (128, 8192, 8192)),
 )
-"""m k n on accelerators: a feed-forward of Llama 3 8B first, whose rate a plan is made with, squares, and few rows."""
+"""m k n on accelerators: a feed-forward of Llama 3 8B, squares, few rows. Plans take the best: large ones first."""
 _SMALL_MATMULS = tuple((n, n, n) for n in (128, 256, 512))
 _SIZES = (2**14, 2**18, 2**22, 2**26)
 """Bytes of collectives on accelerators."""
