@@ -209,7 +209,8 @@ class Training(Ranged, part="training"):
     matmul_precision: str = "compute"
     """Precision of the layers' matmuls, forward and backward: compute (the compute dtype), fp8, fp8_rowwise, mxfp8,
     int8, or module:attribute of a `MatmulPrecision`. Embedding, unembedding, norms, router and attention itself stay in
-    the compute dtype, and the grouped matmuls of experts where they have no float8 (int8 recipes, TPUs)."""
+    the compute dtype, and so do the grouped matmuls of experts where float8 does not make them faster (int8 recipes,
+    TPUs, H100, H200)."""
     remat: Remat = "auto"
     """Rematerialisation (activation checkpointing): the backward pass recomputes nothing (none), the attention scores
     (attention), everything between the projections (projections), the feed-forward half of a layer (feed_forward), all

@@ -362,15 +362,17 @@ def _multiply_bwd(plan: WeightPlan, saved: _Saved, g_TF: jax.Array) -> tuple[jax
 _multiply.defvjp(_multiply_fwd, _multiply_bwd)
 
 
-def quantises_experts(name: str, grouped: GroupedMatmul | None, platform: str, capacity: bool) -> bool:
+def quantises_experts(name: str, grouped: GroupedMatmul | None, machine: Machine, capacity: bool) -> bool:
     """Whether the grouped matmuls of experts are in low precision; elsewhere they stay in the compute dtype.
 
-    name: matmul precision of the run.  grouped: its grouped matmul; None for a model without experts.  platform:
-    `jax.Device.platform`.  capacity: whether experts are dispatched with a capacity, whose products are not grouped.
+    name: matmul precision of the run.  grouped: its grouped matmul; None for a model without experts.  capacity:
+    whether experts are dispatched with a capacity, whose products are not grouped.
     """
     if name == "compute" or grouped is None or grouped.float8 is None or capacity:
         return False
-    return find_precision(name).operand == GROUPED_FORMAT and platform in grouped.float8.platforms
+    family = machine.chip.family if machine.chip else ""
+    gains = machine.platform in grouped.float8.platforms and family not in grouped.float8.slower_on
+    return gains and find_precision(name).operand == GROUPED_FORMAT
 
 
 class Rows(NamedTuple):

@@ -65,7 +65,7 @@ class Settled:
         name, capacity = run.training.matmul_precision, getattr(run.model, "dispatch", None) == "capacity"
         if name == "compute":
             return False
-        return self._quantisation.quantises_experts(name, self.grouped_matmul, self.machine.platform, capacity)
+        return self._quantisation.quantises_experts(name, self.grouped_matmul, self.machine, capacity)
 
     def in_low_precision(self, p: Param) -> bool:
         """Whether the matmuls of a weight are in the run's matmul precision, where that is a low one."""

@@ -48,7 +48,7 @@ class StageRow:
 
 
 Quantises = Callable[[Param], bool]
-_WHERE_THE_KERNEL_HAS_IT = "e4m3 where the machine's kernel has it (NVIDIA GPUs, fp8 recipes)"
+_WHERE_FASTER = "e4m3 where that is faster (NVIDIA GPUs since B200, fp8 recipes)"
 
 
 def _low_precision(training: Training) -> "MatmulPrecision | None":
@@ -117,7 +117,7 @@ def stages_table(stages: tuple[StageRow, ...]) -> Table:
 
 
 def precision_blocks(
-    placed: PlacedRun, quantises: Quantises = is_low_precision, grouped: str = _WHERE_THE_KERNEL_HAS_IT
+    placed: PlacedRun, quantises: Quantises = is_low_precision, grouped: str = _WHERE_FASTER
 ) -> list[Block]:
     """Returns which matmuls are in low precision and what stays in the compute dtype; nothing if none is.
 

@@ -125,6 +125,8 @@ class GroupedProducts(NamedTuple):
     """`(rows [R, K], weights [E, N, K], rows_E [E], dtype of the result) -> [R, N]`."""
     groups: Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]
     """`(rows [R, K], gradients [R, N], rows_E [E], dtype of the result) -> [E, K, N]`."""
+    slower_on: tuple[str, ...] = ()
+    """Families of chips (`Chip.family`) on which they were measured to be slower than those of bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +178,7 @@ def triton() -> GroupedMatmul:
     from meshwright.models.kernels.grouped_triton import grouped_matmul, multiply, multiply_transposed
 
     platforms, dtypes = ("gpu", "cuda"), ("bfloat16", "float16", "float32")
-    float8 = GroupedProducts(platforms, multiply, multiply_transposed)
+    float8 = GroupedProducts(platforms, multiply, multiply_transposed, slower_on=("h100",))
     return GroupedMatmul("triton", grouped_matmul, platforms, dtypes, float8)
 
 
