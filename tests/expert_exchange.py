@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from meshwright.models.blocks.experts import Experts, Routes, Routing, dropless_moe
+from meshwright.models.kernels.choose import ragged_dot
 
 AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 TOKENS, D, F = 12, 6, 5
@@ -60,7 +61,9 @@ def program(shape: Shape, one: bool) -> Any:
     def body(h: Any, experts: Any, weights: Any, w: Any) -> Any:
         def total(h: Any, weights: Any, w: Any) -> Any:
             routes = Routes(experts[None], weights[None], weights[None], weights[None, :, 0])
-            out, dropped = dropless_moe(e, h[None], routes, w, axes=axes, nodes=1 if one else shape.nodes)
+            out, dropped = dropless_moe(
+                e, h[None], routes, w, ragged_dot().multiply, axes=axes, nodes=1 if one else shape.nodes
+            )
             assert dropped is None
             return (out[0] * jnp.sin(lax.stop_gradient(h))).sum(), out[0]
 

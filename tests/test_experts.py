@@ -35,6 +35,7 @@ from meshwright.models.blocks.experts import (
     router_losses,
 )
 from meshwright.models.flops import FORMULAS, forward_flops, layer_flops
+from meshwright.models.kernels.choose import ragged_dot
 from meshwright.models.model import ExpertSpec
 from meshwright.planner.software import MESHWRIGHT
 from meshwright.planner.traffic import movements
@@ -45,6 +46,8 @@ from meshwright.runs.settle import Settled
 from meshwright.sharding.params import count_params
 from meshwright.sharding.sequence import split_sequence
 from meshwright.step.train_step import CompiledTrainStep
+
+MULTIPLY = ragged_dot().multiply
 
 B, T, D, F, E = 2, 8, 6, 5, 4
 AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
@@ -80,7 +83,7 @@ def test_dropless_matches_a_loop_over_tokens(k: int) -> None:
 
     def run(h: Any, router: Any, w: Any) -> Any:
         routes = route(r, h, router, None)
-        return dropless_moe(experts_of(r), h, routes, w)[0], routes.experts_BTX
+        return dropless_moe(experts_of(r), h, routes, w, MULTIPLY)[0], routes.experts_BTX
 
     got, chosen = on_one_device(run, h, router, w)
     scores = h @ router
@@ -103,7 +106,7 @@ def test_biases_of_experts_are_saved_by_expert_and_not_by_row() -> None:
     rows_E = jnp.array([20, 0, 30, 6])
 
     def applied(x: Any, weights: Any, w: Any) -> Any:
-        return e.apply(Rows(x), weights, rows_E, w=w, multiply=jax.lax.ragged_dot, partial=())
+        return e.apply(Rows(x), weights, rows_E, w=w, multiply=MULTIPLY, partial=())
 
     out, backward = jax.vjp(applied, x, weights, w)
     saved = [leaf for leaf in jax.tree.leaves(backward) if leaf.size >= rows * min(D, F)]
@@ -142,7 +145,7 @@ def test_capacity_serves_first_choices_first() -> None:
     whole, no_drops = on_one_device(lambda *a: run(*a, 4.0)[:2], h, router, w)
     assert no_drops == 0
     e = experts_of(PLAIN)
-    served = on_one_device(lambda h, m, w: dropless_moe(e, h, route(PLAIN, h, m, None), w)[0], h, router, w)
+    served = on_one_device(lambda h, m, w: dropless_moe(e, h, route(PLAIN, h, m, None), w, MULTIPLY)[0], h, router, w)
     np.testing.assert_allclose(whole, served, rtol=2e-5, atol=1e-5)
 
 
@@ -279,7 +282,9 @@ def test_rows_without_room_give_zeros_and_are_counted(factor: float, nodes: int)
     def body(h: Any, experts: Any, ones: Any, w: Any) -> Any:
         def total(h: Any, w: Any) -> Any:
             routes = Routes(experts[0], ones[0], ones[0], ones[0, ..., 0])
-            out, dropped = dropless_moe(experts_of(r, expert_buffer_factor=factor), h[0], routes, w, nodes=nodes)
+            out, dropped = dropless_moe(
+                experts_of(r, expert_buffer_factor=factor), h[0], routes, w, MULTIPLY, nodes=nodes
+            )
             return (out * out).sum(), (out, jnp.zeros(()) if dropped is None else dropped)
 
         (_, (out, dropped)), gradient = jax.value_and_grad(total, has_aux=True)(h, w)

@@ -34,7 +34,9 @@ from meshwright.trainer import loop, parity, prepare
 
 MESH, CROSSING = "data=2,fsdp=2,tensor=2", "data=2*1,fsdp=2,tensor=2"
 LORA = FineTune(method="lora", rank=4, targets=("query",))
-GROUPED = GroupedMatmul("doubled", lambda rows, weights, counts: 2 * jax.lax.ragged_dot(rows, weights, counts))
+GROUPED = GroupedMatmul(
+    "doubled", lambda rows, weights, counts: tuple(2 * jax.lax.ragged_dot(rows, w, counts) for w in weights)
+)
 STAGES: dict[str, Any] = {"mesh": "stage=2,data=2,tensor=2", "microbatches": 4, "layers": 4}
 WIDE: dict[str, Any] = {"vocab": 4096, "batch": 64, "seq": 64}
 LOCAL = LocalCheckpoints(path="local", every=5)

@@ -48,7 +48,7 @@ def draw(case: str, dtype: Any = np.float32) -> tuple[Any, ...]:
 
 
 def with_gradients(x: jax.Array, w: jax.Array, g: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
-    out, pullback = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, True), x, w)
+    out, pullback = jax.vjp(lambda x, w: grouped_matmul(x, (w,), sizes, True)[0], x, w)
     return out, *pullback(g)
 
 
@@ -75,6 +75,30 @@ def test_wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, g, sizes = draw("two tiles of columns in one")
     for a, b in zip(jax.jit(with_gradients)(x, w, g, sizes), by_expert((x, w, g), sizes), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["ragged ends", "rows past the last expert"])
+def test_gradients_of_rows_are_added_over_several_weights(case: str) -> None:
+    x, w, g, sizes = draw(case)
+    weights, gs = (w, 2 * w[::-1]), (g, g[::-1])
+    out, pullback = jax.vjp(lambda x, weights: grouped_matmul(x, weights, sizes, True), x, weights)
+    g_x, g_w = pullback(gs)
+    wants = [by_expert((x, *each), sizes) for each in zip(weights, gs, strict=True)]
+    np.testing.assert_allclose(g_x, wants[0][1] + wants[1][1], rtol=1e-5, atol=1e-4)
+    for number, (want, _, want_w) in enumerate(wants):
+        np.testing.assert_allclose(out[number], want, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(g_w[number], want_w, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["ragged ends", "rows past the last expert"])
+def test_sums_are_scaled_before_something_is_added(case: str) -> None:
+    x, w, g, sizes = draw(case)
+    scales = np.logspace(-2, 2, len(x), dtype=np.float32)[:, None]
+    got = grouped_triton.multiply(x, w, sizes, jnp.float32, jnp.asarray(scales), g, transposed=False, interpret=True)
+    np.testing.assert_allclose(got, by_expert((x, w, g), sizes)[0] * scales + g, rtol=1e-5, atol=1e-3)
+    columns = np.logspace(-2, 2, w.shape[2], dtype=np.float32)[None]
+    of_weights = grouped_triton.multiply_transposed(x, g, sizes, jnp.float32, jnp.asarray(columns), interpret=True)
+    np.testing.assert_allclose(of_weights, by_expert((x, w, g), sizes)[2] * columns, rtol=1e-5, atol=1e-3)
 
 
 def test_neighbours_do_not_leak() -> None:

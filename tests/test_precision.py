@@ -160,13 +160,19 @@ def test_same_numbers_as_one_device(name: str, mesh: str) -> None:
         assert difference(many.gradients, one.gradients) < 1e-4
 
 
-@pytest.mark.parametrize(("mesh", "changes"), [
-    pytest.param("stage=2,fsdp=2,tensor=2", {"microbatches": 2}, marks=exhaustive),
-    pytest.param("zero1", {"layout": "zero1", "mesh": "data=4,tensor=2", "remat": "none"}, marks=exhaustive),
-])  # fmt: skip
-def test_goes_with_pipelines_and_other_layouts(mesh: str, changes: dict[str, Any]) -> None:
-    one = trained("fp8", "data=1")
-    run = tiny_run(MODELS["llama"], **{"mesh": mesh, "dropout": 0.0, "matmul_precision": "fp8", **changes})
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        pytest.param("llama", {"mesh": "stage=2,fsdp=2,tensor=2", "microbatches": 2}, marks=exhaustive),
+        pytest.param("llama", {"mesh": "stage=2,data=2,tensor=2", "microbatches": 2}, marks=exhaustive),
+        ("mixtral", {"mesh": "stage=2,expert=2,tensor=2", "microbatches": 2}),
+        pytest.param("llama", {"layout": "zero1", "mesh": "data=4,tensor=2", "remat": "none"}, marks=exhaustive),
+    ],
+    ids=str,
+)
+def test_goes_with_pipelines_and_other_layouts(model: str, changes: dict[str, Any]) -> None:
+    one = trained("fp8", "data=1") if model == "llama" else trained_experts("fp8", "data=1")
+    run = tiny_run(MODELS[model], **{"dropout": 0.0, "matmul_precision": "fp8", **changes})
     many = train(run, 1, initial=one.initial)
     assert difference(many.gradients, one.gradients) < 1e-4
 
@@ -225,7 +231,7 @@ def test_experts_in_fp8_are_a_loop_over_quantised_experts(kernel: str, sizes: li
 
     def out(x: Any, w: Any) -> Any:
         weight = LowPrecisionWeight(values, scale, w, EXPERT_PLAN)
-        return products.with_low_precision(grouped)(x, weight, jnp.asarray(sizes, jnp.int32))
+        return products.with_low_precision(grouped)(x, (weight,), jnp.asarray(sizes, jnp.int32))[0]
 
     y, pull = jax.vjp(out, jnp.asarray(x), jnp.asarray(w))
     g_x, g_w = pull(jnp.asarray(g))
@@ -262,7 +268,7 @@ def test_rows_are_rounded_alike_where_they_leave_and_where_they_arrive() -> None
     multiply = products.with_low_precision(choose.ragged_dot())
 
     def product_and_gradient(given: Any) -> tuple[Any, Any]:
-        y, pull = jax.vjp(lambda given: multiply(given, weight, sizes), given)
+        y, pull = jax.vjp(lambda given: multiply(given, (weight,), sizes)[0], given)
         return y, pull(jnp.ones_like(y))[0]
 
     (y, g), (same, g_rows) = product_and_gradient(jnp.asarray(x)), product_and_gradient(rows)

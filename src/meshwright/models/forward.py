@@ -77,11 +77,13 @@ class Section(NamedTuple):
 
 @jax.custom_vjp
 def with_gradient_of(of: jax.Array, value: jax.Array) -> jax.Array:
-    """Returns `value`, and in the backward pass its gradient as that of `of`, which is not read."""
+    """Returns `value`, and in the backward pass its gradient as that of `of`, in its type, which is not read."""
     return value
 
 
-with_gradient_of.defvjp(lambda _, value: (value, None), lambda _, g: (g, None))
+with_gradient_of.defvjp(
+    lambda of, value: (value, jnp.zeros((0,), of.dtype)), lambda like, g: (g.astype(like.dtype), None)
+)
 
 
 def sections(
@@ -232,8 +234,8 @@ class LocalModel:
     sequence: SequenceSplit
     stages: StageAssignment
     kernels: Kernels
-    grouped_matmul: Callable[..., jax.Array] = jax.lax.ragged_dot
-    """Grouped matmul of experts (kernels/choose.py)."""
+    grouped_matmul: Any
+    """Grouped matmul of experts (kernels/choose.py); None without."""
     sum_rows: SumRows = scatter_rows
     """Sums gradients of the rows of tables (blocks/layers.py)."""
     expert_axes: tuple[str, ...] = ("expert",)

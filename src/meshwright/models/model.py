@@ -66,8 +66,9 @@ class ForwardContext:
     attend: Attend
     """Attention of this device's queries to the complete sequence."""
     sequence: SequenceSplit
-    grouped_matmul: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = jax.lax.ragged_dot
-    """`(rows, weights, rows of each expert) -> rows times their expert's weights` (kernels/choose.py)."""
+    grouped_matmul: Any
+    """`(rows, weights, rows of each expert) -> rows times each of their expert's weights` (kernels/choose.py); None in
+    models without experts."""
     sum_rows: SumRows = scatter_rows
     """Sums the gradients of the rows of a table that are taken several times (blocks/layers.py)."""
     expert_axes: tuple[str, ...] = ("expert",)

@@ -37,7 +37,7 @@ from meshwright.hardware.machine import Machine
 from meshwright.models.blocks.layers import SelfMultiplying
 from meshwright.models.kernels.choose import GroupedMatmul, GroupedProducts
 from meshwright.sharding.layouts import TOKEN_AXES
-from meshwright.sharding.params import GatherParams, Param, Tree, named_leaves
+from meshwright.sharding.params import GatherParams, Param, Rounded, Tree, named_leaves
 from meshwright.sharding.placement import Placements
 
 SCOPE = "low precision"
@@ -190,17 +190,21 @@ class LowPrecisionGather(GatherParams):
 
     def __call__(self, params: Tree, path: str) -> Tree:
         """Returns the weights of the subtree `path`, of one layer of it where it is stacked."""
-        weights = super().__call__(params, path)
 
         def name(keys: Any) -> str:
             return ".".join((path, *(key.key for key in keys)))
 
+        def is_rounded(x: Any) -> bool:
+            return isinstance(x, Rounded)
+
         treedef: Any
-        rows, treedef = jax.tree_util.tree_flatten_with_path(params)
+        own = jax.tree.map(lambda x: x.param if isinstance(x, Rounded) else x, params, is_leaf=is_rounded)
+        weights = super().__call__(own, path)
+        rows, treedef = jax.tree_util.tree_flatten_with_path(params, is_rounded)
         hows = treedef.flatten_up_to(self.gathers[path])
-        low = {name(k): (w, how.gathers) for (k, w), how in zip(rows, hows, strict=True) if name(k) in self.plans}
-        early = {n for n in low if self.plans[n].shares is not None or self.plans[n].recipe.scaling != "mx"}
-        quantised = self._quantise({n: (row_major(w), how) for n, (w, how) in low.items() if n in early})
+        early = {name(k): (w, how.gathers) for (k, w), how in zip(rows, hows, strict=True) if self._is_early(name(k))}
+        quantised = {n: (w.values, w.scale) for n, (w, _) in early.items() if isinstance(w, Rounded)}
+        quantised |= self._quantise({n: (row_major(w), how) for n, (w, how) in early.items() if n not in quantised})
 
         def replace(keys: Any, weight: jax.Array) -> Any:
             plan = self.plans.get(name(keys))
@@ -211,6 +215,19 @@ class LowPrecisionGather(GatherParams):
             return LowPrecisionWeight(*quantised[name(keys)], weight, plan)
 
         return jax.tree_util.tree_map_with_path(replace, weights)
+
+    def _is_early(self, name: str) -> bool:
+        """Whether a weight is rounded before it is gathered: elsewhere its products round it."""
+        plan = self.plans.get(name)
+        return plan is not None and (plan.shares is not None or plan.recipe.scaling != "mx")
+
+    def rounded(self, params: Tree, path: str) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """Rounds all rows of the weights of a stack that are rounded early and not gathered."""
+        names = {n: f"{path}.{n}" for n, how in self.gathers[path].items() if not how.gathers}
+        names = {n: full for n, full in names.items() if self._is_early(full)}
+        rows = {full: row_major(lax.stop_gradient(params[n])) for n, full in names.items()}
+        found = jax.vmap(lambda rows: self._quantise({n: (w, ()) for n, w in rows.items()}))(rows) if rows else {}
+        return {n: found[full] for n, full in names.items()}
 
     def _quantise(self, shards: dict[str, tuple[jax.Array, Any]]) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Quantises shards and gathers them, each with its scale: the scale is known before the gather."""
@@ -385,16 +402,17 @@ class Rows(NamedTuple):
     products in low precision read."""
 
 
-def with_low_precision(grouped: GroupedMatmul) -> Callable[[jax.Array | Rows, Any, jax.Array], jax.Array]:
+def with_low_precision(grouped: GroupedMatmul) -> Callable[[jax.Array | Rows, Any, jax.Array], tuple[jax.Array, ...]]:
     """Returns the grouped matmul with products in low precision for weights that are gathered so."""
     products = grouped.float8
     assert products is not None
 
-    def multiply(rows: jax.Array | Rows, w: Any, rows_E: jax.Array) -> jax.Array:
+    def multiply(rows: jax.Array | Rows, weights: tuple[Any, ...], rows_E: jax.Array) -> tuple[jax.Array, ...]:
         given = rows if isinstance(rows, Rows) else Rows(rows)
-        if not isinstance(w, LowPrecisionWeight):
-            return grouped.multiply(given.values, w, rows_E)
-        return _multiply_groups(given, w.values, w.scale, w.carrier, rows_E, products)
+        if not isinstance(weights[0], LowPrecisionWeight):
+            return grouped.multiply(given.values, weights, rows_E)
+        values, scales, carriers = zip(*((w.values, w.scale, w.carrier) for w in weights), strict=True)
+        return _multiply_groups(given, values, scales, carriers, rows_E, products)
 
     return multiply
 
@@ -405,39 +423,43 @@ GROUPED_FORMAT = "float8_e4m3fn"
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _multiply_groups(
-    rows: Rows, w: jax.Array, w_scale: Any, carrier: Any, rows_E: jax.Array, products: GroupedProducts
-) -> jax.Array:
-    """Multiplies the rows of each expert [R, K] by its quantised weight, w [E, K, N] with a scale [E, 1, 1].
+    rows: Rows, weights: tuple[Any, ...], scales: Any, carriers: Any, rows_E: jax.Array, products: GroupedProducts
+) -> tuple[jax.Array, ...]:
+    """Multiplies the rows of each expert [R, K] by its quantised weights, each [E, K, N] with a scale [E, 1, 1].
 
-    Rounded rows are read as they are. carrier: takes the gradient of the weights.
+    Rounded rows are read as they are. carriers: take the gradients of the weights.
     """
-    return _multiply_groups_fwd(rows, w, w_scale, carrier, rows_E, products)[0]
+    return _multiply_groups_fwd(rows, weights, scales, carriers, rows_E, products)[0]
 
 
 def _multiply_groups_fwd(
-    rows: Rows, w: jax.Array, w_scale: Any, carrier: Any, rows_E: jax.Array, products: GroupedProducts
-) -> tuple[jax.Array, Any]:
+    rows: Rows, weights: tuple[Any, ...], scales: Any, carriers: Any, rows_E: jax.Array, products: GroupedProducts
+) -> tuple[tuple[jax.Array, ...], Any]:
     with jax.named_scope(SCOPE):
         x = rows.values
         q_RK, x_scale = quantise(x, largest_along(x, (1,)), GROUPED_FORMAT) if rows.rounded is None else rows.rounded
         expert = (jnp.arange(x.shape[0])[:, None] >= jnp.cumsum(rows_E)).sum(1)
-        w_scale_R1 = w_scale[jnp.minimum(expert, rows_E.shape[0] - 1), 0]
-        y = products.rows(q_RK, w.swapaxes(1, 2), rows_E, x.dtype)
-        y = y * (x_scale * w_scale_R1).astype(y.dtype)
-    return y, (q_RK, x_scale, w, w_scale_R1, rows_E)
+        scales_R1 = [scale[jnp.minimum(expert, rows_E.shape[0] - 1), 0] for scale in scales]
+        results = tuple(
+            products.rows(q_RK, w.swapaxes(1, 2), rows_E, x.dtype, x_scale * scale_R1, None)
+            for w, scale_R1 in zip(weights, scales_R1, strict=True)
+        )
+    return results, (q_RK, x_scale, weights, scales_R1, rows_E)
 
 
-def _multiply_groups_bwd(products: GroupedProducts, saved: Any, g: jax.Array) -> tuple[Any, ...]:
-    q_RK, x_scale, w, w_scale_R1, rows_E = saved
+def _multiply_groups_bwd(products: GroupedProducts, saved: Any, g: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+    q_RK, x_scale, weights, scales_R1, rows_E = saved
+    g_rows: Any = None
+    g_weights = []
     with jax.named_scope(SCOPE):
-        q_RN, g_scale = quantise(g, largest_along(g, (1,)), GROUPED_FORMAT)
-        g_rows = products.rows(q_RN, w, rows_E, g.dtype)
-        g_rows = g_rows * (g_scale * w_scale_R1).astype(g.dtype)
-        # The scales of rows lie along the contracted dimension: they multiply the gradient before it is quantised.
-        scaled = g * x_scale.astype(g.dtype)
-        q_RN, g_scale = quantise(scaled, largest_along(scaled, (0,)), GROUPED_FORMAT)
-        g_w = products.groups(q_RK, q_RN, rows_E, g.dtype) * g_scale.astype(g.dtype)
-    return Rows(g_rows), None, None, g_w, None
+        for w, scale_R1, g_RN in zip(weights, scales_R1, g, strict=True):
+            q_RN, g_scale = quantise(g_RN, largest_along(g_RN, (1,)), GROUPED_FORMAT)
+            g_rows = products.rows(q_RN, w, rows_E, g_RN.dtype, g_scale * scale_R1, g_rows)
+            # The scales of rows lie along the contracted dimension: they multiply the gradient before it is quantised.
+            scaled = g_RN * x_scale.astype(g_RN.dtype)
+            q_RN, g_scale = quantise(scaled, largest_along(scaled, (0,)), GROUPED_FORMAT)
+            g_weights.append(products.groups(q_RK, q_RN, rows_E, g_RN.dtype, g_scale))
+    return Rows(g_rows), None, None, tuple(g_weights), None
 
 
 _multiply_groups.defvjp(_multiply_groups_fwd, _multiply_groups_bwd)

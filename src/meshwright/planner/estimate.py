@@ -31,6 +31,7 @@ from meshwright.planner.memory_model import (
     offloaded_bytes,
     param_bytes,
     phase_memory,
+    rounded_elements,
     sharded_elements,
 )
 from meshwright.planner.optimizer import update_bytes_moved, update_matmuls
@@ -285,7 +286,7 @@ def _compute_seconds(
     launch = software.launch if gpu else 0.0
     ours = runs_experts_in_low_precision(settled, software)
     low = low_precision(placed) if software.transformer_engine or ours else None
-    copied = _copied_bytes(placed, work, software)
+    copied = _copied_bytes(settled, work, software)
     scored = {"attention", "scores"} if kernel.keeps_scores else {"attention"}
     repeats = {"forward": 1.0, "backward": kernel.backward, "recomputation": 1.0 if scored & again else 0.0}
     recomputed = again - {"scores"}
@@ -475,16 +476,21 @@ def overlapped(
     return dict(exposed), dict(busy), routes
 
 
-def _copied_bytes(placed: PlacedRun, work: Work, software: Software) -> dict[str, float]:
+def _copied_bytes(settled: Settled, work: Work, software: Software) -> dict[str, float]:
     """HBM bytes that a microbatch's weights, gradients and kept activations take besides their matmuls, by pass."""
+    placed = settled.placed
     training, (kept, trained) = placed.run.training, sharded_elements(placed.layout)
-    compute, reduce = (jnp.dtype(t).itemsize for t in (training.compute_dtype, training.reduce_dtype))
+    param, compute, reduce = (
+        jnp.dtype(t).itemsize for t in (training.param_dtype, training.compute_dtype, training.reduce_dtype)
+    )
     # Gradients are summed over microbatches: the sum is read and written.
     summed = 2.0 * reduce * trained if training.microbatches > 1 or placed.shape.stage > 1 else 0.0
     if not (software.copies and work.layers):
         return {"backward": summed}
-    # Cut out of its stack, a layer's weights are read, converted and written; its gradients are read to be summed.
+    # Cut out of its stack, a layer's weights are read, converted and written, those that are rounded already in a byte
+    # each; its gradients are read to be summed.
     weights = param_bytes(placed.layout, training.param_dtype) + compute * kept
+    weights -= (param + compute - 2) * rounded_elements(settled)
     # A stage copies what it keeps into the slot of the microbatch, and out of it.
     copied = 2.0 * kept_bytes(placed, work)
     return {"forward": weights + copied, "backward": weights + copied + summed * (1 + compute / (2 * reduce))}

@@ -24,7 +24,7 @@ from meshwright.planner.optimizer import (
     update_temporaries,
 )
 from meshwright.planner.software import MESHWRIGHT, Software
-from meshwright.planner.work import Work
+from meshwright.planner.work import Work, low_precision
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.runs.settle import Settled
 from meshwright.sharding.placement import axes_of, local_shape, replica_parts
@@ -79,6 +79,7 @@ def memory_by_category(
     all_layers -= _whole_elements(placed.layout, training.param_dtype, training.compute_dtype)  # used in place
     all_layers *= (1 + parts_kept) / placed.virtual_stages
     weights = compute * all_layers if keeps_weights else 0.0
+    weights += rounded_elements(settled) if software.copies else 0.0
     gradients = sharded_elements(placed.layout)[1] * (4 if adds and software.copies else max(param, reduce))
     loss -= 0.0 if adds or software.copies else gradients  # layers have none yet when the loss has
     result = {
@@ -240,6 +241,19 @@ def sharded_elements(layout: ModelLayout) -> tuple[float, float]:
     """Returns the elements that a device keeps of all parameters, and of those that are trained."""
     elements = [(p.size / layout.shape.over(axes_of(where.at_rest)), p.frozen) for _, p, where in layout.leaves]
     return sum(n for n, _ in elements), sum(n for n, frozen in elements if not frozen)
+
+
+def rounded_elements(settled: Settled) -> float:
+    """Returns the elements on a device of weights that a pipeline rounds once for all ticks, in a byte each."""
+    placed, low = settled.placed, low_precision(settled.placed)
+    if low is None or placed.shape.stage == 1:
+        return 0.0
+    return sum(
+        p.size / placed.shape.over(axes_of(where.at_rest))
+        for _, p, where in placed.leaves
+        if "L" in p.dims and where.at_rest == where.in_use
+        if settled.in_low_precision(p) and (low.gathered or "E" in p.dims)
+    )
 
 
 @functools.lru_cache(maxsize=4096)

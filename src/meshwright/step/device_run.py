@@ -112,7 +112,7 @@ class DeviceRun:
             summed=self.summed_in_backward,
         )
         settled, grouped = self.settled, self.settled.grouped_matmul
-        multiply: Any = grouped.multiply if grouped else jax.lax.ragged_dot
+        multiply: Any = grouped and grouped.multiply
         if training.matmul_precision != "compute":
             from meshwright.models.quantisation import low_precision_gather, with_low_precision
 

@@ -34,7 +34,7 @@ from meshwright.data.batch import Batch
 from meshwright.models.blocks.layers import Dropout
 from meshwright.models.forward import LocalModel, with_gradient_of
 from meshwright.models.model import Aux, ForwardContext, Metrics
-from meshwright.sharding.params import Tree, with_frozen
+from meshwright.sharding.params import Rounded, Tree, with_frozen
 from meshwright.sharding.schedule_table import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -60,6 +60,8 @@ class Part(NamedTuple):
 
     params: Layers
     """Whole stacks."""
+    rounded: dict[str, dict[str, tuple[jax.Array, jax.Array]]]
+    """Weights of them in low precision, rounded once for all ticks (`GatherParams.rounded`)."""
     sums: Layers
     """Of the gradients of trained parameters; derivatives are by these, and do not read them."""
     counts: jax.Array
@@ -113,17 +115,25 @@ class PipelineModel:
             def row(a: jax.Array) -> jax.Array:
                 return lax.dynamic_index_in_dim(a, part.virtual_stage * (a.shape[0] // parts) + number, keepdims=False)
 
-            def row_of_sums(a: jax.Array, total: jax.Array) -> jax.Array | None:
+            def row_of_sums(a: jax.Array, total: jax.Array, dtype: Any) -> jax.Array | None:
                 if a is total:  # frozen, or nothing is trained
                     return None
-                of = row(total).astype(a.dtype)
+                # A gradient leaves its layer in this type, and is converted where it is added.
+                of = row(total).astype(dtype)
                 return lax.select(part.counts, of, jnp.zeros_like(of))
 
             def read_row(a: jax.Array, of: jax.Array | None) -> jax.Array:
                 return row(a) if of is None else with_gradient_of(of, row(a))
 
-            of = jax.tree.map(row_of_sums, params[stack], sums[stack])
-            return lambda: jax.tree.map(read_row, params[stack], of)
+            types = self.model.gather_params.gradient_types(params[stack], stack)
+            of = jax.tree.map(row_of_sums, params[stack], sums[stack], types)
+
+            def rows() -> Tree:
+                weights = jax.tree.map(read_row, params[stack], of)
+                low = {n: Rounded(weights[n], *map(row, pair)) for n, pair in part.rounded[stack].items()}
+                return {**weights, **low}
+
+            return rows
 
         return self.model.layers(read, x, self._context(part.microbatch), part.virtual_stage)
 
@@ -151,12 +161,16 @@ class PipelineModel:
 
     def gradients(self, table: ScheduleTable, trained: Tree) -> tuple[Tree, tuple[Metrics, dict[str, Aux]]]:
         """Returns this device's gradients of the trained parameters, and its metrics and aux."""
-        end = _Engine(table, self, trained, trains=True).run()
+        end = _Engine(table, self, trained, self._rounded(trained), trains=True).run()
         return {path: {**end.layers, **end.rest}[path] for path in trained}, (end.sums, end.aux)
 
     def sums(self, table: ScheduleTable, params: Tree) -> Any:
         """Runs a table of forward passes; returns the sums of `loss`, summed over `stage`."""
-        return _Engine(table, self, params, trains=False).run().sums
+        return _Engine(table, self, params, self._rounded(params), trains=False).run().sums
+
+    def _rounded(self, params: Tree) -> Any:
+        stacks = self._all(self.stacked(params))
+        return {path: self.model.gather_params.rounded(tree, path) for path, tree in stacks.items()}
 
 
 _EVENTS = {"embed": (0, (FORWARD,)), "loss": (-1, (FORWARD,)), "embed gradient": (0, (BACKWARD, BACKWARD_INPUT))}
@@ -300,6 +314,8 @@ class _Engine:
     table: ScheduleTable
     model: PipelineModel
     params: Tree
+    rounded: Any
+    """As of `Part`."""
     trains: bool
 
     @functools.cached_property
@@ -452,7 +468,7 @@ class _Engine:
         # The other half of a split backward pass adds the gradients of the weights.
         splits = (self.table.kind == BACKWARD_INPUT).any()
         counts = task.runs & (task.kind != BACKWARD_INPUT) if splits else task.runs
-        return Part(params, sums, jnp.asarray(counts), task.virtual_stage, task.microbatch)
+        return Part(params, self.rounded, sums, jnp.asarray(counts), task.virtual_stage, task.microbatch)
 
     def _add(self, tree: Any, values: Any, task: _Task) -> Any:
         """Returns `tree` with the values of a task added to the rows of its part."""

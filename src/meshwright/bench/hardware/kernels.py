@@ -309,9 +309,12 @@ def _grouped_matmul(dtype: str) -> GroupedMatmul:
     return choose_grouped_matmul("auto", jax.devices()[0].platform, dtype)
 
 
+def _product(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    return _grouped_matmul(x.dtype.name).multiply(x, (w,), sizes)[0]
+
+
 def _grouped_with_gradients(x: jax.Array, w: jax.Array, sizes: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
-    multiply = _grouped_matmul(x.dtype.name).multiply
-    result: tuple[jax.Array, ...] = _with_gradients(lambda x, w: multiply(x, w, sizes))(x, w, g)
+    result: tuple[jax.Array, ...] = _with_gradients(lambda x, w: _product(x, w, sizes))(x, w, g)
     return result
 
 
@@ -330,7 +333,7 @@ def _compare_grouped(dtype: str) -> Mapping[str, Any]:
 def _time_grouped(experts: int, rows: int, k: int, n: int) -> Mapping[str, Any]:
     """Returns the time of the grouped matmul, and its rate relative to one dense matmul of equal FLOPs."""
     x, w, sizes, g = _grouped_inputs(experts, rows, k, n, "bfloat16")
-    forward, _ = median_seconds(jax.jit(_grouped_matmul("bfloat16").multiply), x, w, sizes)
+    forward, _ = median_seconds(jax.jit(_product), x, w, sizes)
     both, _ = median_seconds(jax.jit(_grouped_with_gradients), x, w, sizes, g)
     dense, _ = median_seconds(jax.jit(jnp.matmul), x, w[0])
     return {
@@ -346,9 +349,13 @@ def _time_float8(products: GroupedProducts, experts: int, rows: int, k: int, n: 
     """Returns the times of the products of operands in float8, and the forward one's rate relative to bfloat16."""
     x, w, sizes, g = _grouped_inputs(experts, rows, k, n, "bfloat16")
     x8, w8, g8 = (a.astype(jnp.float8_e4m3fn) for a in (x, w.swapaxes(1, 2), g))
-    forward, _ = median_seconds(jax.jit(lambda x, w, rows_E: products.rows(x, w, rows_E, jnp.bfloat16)), x8, w8, sizes)
-    of_weights, _ = median_seconds(jax.jit(lambda x, g, n: products.groups(x, g, n, jnp.bfloat16)), x8, g8, sizes)
-    wide, _ = median_seconds(jax.jit(_grouped_matmul("bfloat16").multiply), x, w, sizes)
+    scales = jnp.ones((rows, 1))
+    multiply = jax.jit(lambda x, w, rows_E, scales: products.rows(x, w, rows_E, jnp.bfloat16, scales, None))
+    forward, _ = median_seconds(multiply, x8, w8, sizes, scales)
+    columns = jnp.ones((1, n))
+    gradient = jax.jit(lambda x, g, rows_E, scales: products.groups(x, g, rows_E, jnp.bfloat16, scales))
+    of_weights, _ = median_seconds(gradient, x8, g8, sizes, columns)
+    wide, _ = median_seconds(jax.jit(_product), x, w, sizes)
     flops = 2.0 * rows * k * n
     return {
         "kernel": "grouped matmul",

@@ -182,9 +182,9 @@ def hidden_layer(clamp: tuple[float, float] | None) -> Callable[[jax.Array, jax.
     return swiglu
 
 
-Multiply = Callable[[Any, Any, jax.Array], jax.Array]
-"""Grouped matmul: `(rows [R, K], weights [E, K, N], rows of each expert [E]) -> [R, N]` (kernels/choose.py). Weights in
-low precision take `Rows` too."""
+Multiply = Callable[[Any, Any, jax.Array], tuple[jax.Array, ...]]
+"""Grouped matmul: `(rows [R, K], weights, each [E, K, N], rows of each expert [E]) -> results, each [R, N]`
+(kernels/choose.py). Weights in low precision take `Rows` too."""
 ExpertWeights = dict[str, jax.Array]
 """Weights of this device's experts: gate, up [E/expert, D, F/tensor] and down [E/expert, F/tensor, D]; of experts with
 biases gate_bias, up_bias [E/expert, F/tensor] and down_bias [E/expert, D]. Folded they are [E/expert+context+tensor]
@@ -318,11 +318,12 @@ class Experts(Kind):
             expert = (jnp.arange(like.shape[0])[:, None] >= jnp.cumsum(rows_E)).sum(1)
             return take_rows(w[f"{name}_bias"], expert, few_rows).astype(like.dtype)
 
-        def product(name: str) -> jax.Array:
-            y = multiply(given, w[name], rows_E)
+        def hidden(name: str, y: jax.Array) -> jax.Array:
             return checkpoint_name(y + bias_of_rows(name, y) if self.bias else y, FFN_HIDDEN)
 
-        out = multiply(hidden_layer(self.clamp)(product("gate"), product("up"), weights), w["down"], rows_E)
+        gate, up = multiply(given, (w["gate"], w["up"]), rows_E)
+        activated = hidden_layer(self.clamp)(hidden("gate", gate), hidden("up", up), weights)
+        (out,) = multiply(activated, (w["down"],), rows_E)
         if self.bias:
             # One of the devices whose outputs are summed adds the bias; the gradient of the weights reads it again.
             first = weights * (axis_index(partial) == 0)
@@ -412,7 +413,7 @@ def dropless_moe(
     h_BTD: jax.Array,
     routes: Routes,
     w: ExpertWeights,
-    multiply: Multiply = lax.ragged_dot,
+    multiply: Multiply,
     axes: Axes = EXPERT,
     nodes: int = 1,
 ) -> tuple[jax.Array, jax.Array | None]:

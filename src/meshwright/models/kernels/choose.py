@@ -121,10 +121,12 @@ class GroupedProducts(NamedTuple):
 
     platforms: tuple[str, ...]
     """Values of `jax.Device.platform` that they run on."""
-    rows: Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]
-    """`(rows [R, K], weights [E, N, K], rows_E [E], dtype of the result) -> [R, N]`."""
-    groups: Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]
-    """`(rows [R, K], gradients [R, N], rows_E [E], dtype of the result) -> [E, K, N]`."""
+    rows: Callable[[jax.Array, jax.Array, jax.Array, Any, jax.Array, jax.Array | None], jax.Array]
+    """`(rows [R, K], weights [E, N, K], rows_E [E], dtype of the result, float32 scales of its rows [R, 1], what is
+    added to the scaled product) -> [R, N]`."""
+    groups: Callable[[jax.Array, jax.Array, jax.Array, Any, jax.Array], jax.Array]
+    """`(rows [R, K], gradients [R, N], rows_E [E], dtype of the result, float32 scales of its columns [1, N]) ->
+    [E, K, N]`."""
     slower_on: tuple[str, ...] = ()
     """Families of chips (`Chip.family`) on which they were measured to be slower than those of bfloat16."""
 
@@ -135,10 +137,11 @@ class GroupedMatmul:
 
     name: str
     """Name in logs and the census."""
-    multiply: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-    """`(rows [R, K], weights [E, K, N], rows_E [E]) -> [R, N]`.
+    multiply: Callable[[jax.Array, tuple[jax.Array, ...], jax.Array], tuple[jax.Array, ...]]
+    """`(rows [R, K], weights, each [E, K, N], rows_E [E]) -> results, each [R, N]`.
 
-    The rows of expert 0 come first, then those of expert 1; rows past those of the last expert give zeros.
+    The rows of expert 0 come first, then those of expert 1; rows past those of the last expert give zeros. Gate and up
+    are multiplied together, so that a kernel may add the gradients of their rows.
     """
     platforms: tuple[str, ...] = ()
     """Values of `jax.Device.platform` that it runs on; () are all."""
@@ -155,16 +158,20 @@ def ragged_dot() -> GroupedMatmul:
     kernel of this package runs there (kernels/grouped_triton.py).
     """
 
-    def in_float32(x: jax.Array, w: jax.Array, rows_E: jax.Array, dtype: Any) -> jax.Array:
-        wide = w.swapaxes(1, 2).astype(jnp.float32)
-        return jax.lax.ragged_dot(x.astype(jnp.float32), wide, rows_E).astype(dtype)
+    def multiply(x: jax.Array, weights: tuple[jax.Array, ...], rows_E: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jax.lax.ragged_dot(x, w, rows_E) for w in weights)
 
-    def groups(x: jax.Array, g: jax.Array, rows_E: jax.Array, dtype: Any) -> jax.Array:
+    def in_float32(x: jax.Array, w: jax.Array, rows_E: jax.Array, dtype: Any, scales: Any, added: Any) -> jax.Array:
+        wide = w.swapaxes(1, 2).astype(jnp.float32)
+        product = jax.lax.ragged_dot(x.astype(jnp.float32), wide, rows_E) * scales
+        return (product if added is None else product + added.astype(jnp.float32)).astype(dtype)
+
+    def groups(x: jax.Array, g: jax.Array, rows_E: jax.Array, dtype: Any, scales: jax.Array) -> jax.Array:
         contract_rows = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
         wide = g.astype(jnp.float32)
-        return jax.lax.ragged_dot_general(x.astype(jnp.float32), wide, rows_E, contract_rows).astype(dtype)
+        return (jax.lax.ragged_dot_general(x.astype(jnp.float32), wide, rows_E, contract_rows) * scales).astype(dtype)
 
-    return GroupedMatmul("ragged_dot", jax.lax.ragged_dot, float8=GroupedProducts(("cpu",), in_float32, groups))
+    return GroupedMatmul("ragged_dot", multiply, float8=GroupedProducts(("cpu",), in_float32, groups))
 
 
 def triton() -> GroupedMatmul:

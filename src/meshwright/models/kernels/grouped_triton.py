@@ -68,20 +68,23 @@ def _inside(start: Any, size: int, block: int) -> jax.Array | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def grouped_matmul(rows: jax.Array, weights: jax.Array, rows_E: jax.Array, interpret: bool = False) -> jax.Array:
-    """Multiplies each row by the weights of its expert; products are summed in float32.
+def grouped_matmul(
+    rows: jax.Array, weights: tuple[jax.Array, ...], rows_E: jax.Array, interpret: bool = False
+) -> tuple[jax.Array, ...]:
+    """Multiplies each row by the weights of its expert, of which there may be several; products are summed in float32.
 
-    rows: [R, K], sorted by expert.  weights: [E, K, N], of the same dtype.  rows_E: rows of each expert, [E]; their sum
-    is at most R.  interpret: runs on a CPU. Returns [R, N], zero for rows past those of the last expert. Sizes need not
-    be multiples of the tiles.
+    rows: [R, K], sorted by expert.  weights: each [E, K, N], of the same dtype.  rows_E: rows of each expert, [E];
+    their sum is at most R.  interpret: runs on a CPU. Returns [R, N] for each, zero for rows past those of the last
+    expert. Sizes need not be multiples of the tiles.
     """
-    return multiply(rows, weights, rows_E, transposed=False, interpret=interpret)
+    return tuple(multiply(rows, w, rows_E, transposed=False, interpret=interpret) for w in weights)
 
 
-def _backward(interpret: bool, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    rows, weights, rows_E = saved
-    g_rows = multiply(g, weights, rows_E, transposed=True, interpret=interpret)
-    return g_rows, multiply_transposed(rows, g, rows_E, interpret=interpret), None
+def _backward(interpret: bool, saved: Any, g: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+    (rows, weights, rows_E), g_rows = saved, None
+    for w, g_of_product in zip(weights, g, strict=True):
+        g_rows = multiply(g_of_product, w, rows_E, added=g_rows, interpret=interpret)
+    return g_rows, tuple(multiply_transposed(rows, each, rows_E, interpret=interpret) for each in g), None
 
 
 grouped_matmul.defvjp(lambda *inputs: (grouped_matmul(*inputs), inputs[:3]), _backward)
@@ -92,21 +95,28 @@ def multiply(
     weights: jax.Array,
     rows_E: jax.Array,
     dtype: Any = None,
+    scales: jax.Array | None = None,
+    added: jax.Array | None = None,
     *,
     transposed: bool = True,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes `grouped_matmul`, without a derivative. transposed: weights are [E, N, K].
+    """Computes one product of `grouped_matmul`, without a derivative. transposed: weights are [E, N, K].
 
-    dtype: of the result; None is that of the rows. Hopper multiplies float8 only along the innermost dimension of both
-    operands, which `transposed` is.
+    dtype: of the result; None is that of the rows.  scales: [R, 1], which the float32 sums are multiplied by.  added:
+    [R, N] in the type of the result, added to it afterwards, whose memory the result takes. Hopper multiplies float8
+    only along the innermost dimension of both operands, which `transposed` is.
     """
     R, K = rows.shape
     E, N = weights.shape[0], weights.shape[1 if transposed else 2]
     depth, width = _DEPTH_BYTES // rows.dtype.itemsize, _columns(R // _ROWS, N)
     tiles = _tiles(rows_E, R, _ROWS)
+    given = {} if added is None else {"added": added}
+    given |= {} if scales is None else {"scales": scales[:, 0]}
 
-    def kernel(rows_ref: Any, w_ref: Any, start_ref: Any, end_ref: Any, expert_ref: Any, out_ref: Any) -> None:
+    def kernel(rows_ref: Any, w_ref: Any, *refs: Any) -> None:
+        *more, start_ref, end_ref, expert_ref, out_ref = refs
+        ref_of = dict(zip(given, more, strict=True))
         tile, n = pl.program_id(1), pl.program_id(0) * width
         start, end, expert = start_ref[tile], end_ref[tile], expert_ref[tile]
         row_inside, column_inside = start + jnp.arange(_ROWS) < end, _inside(n, N, width)
@@ -125,32 +135,47 @@ def multiply(
         # Rows of no expert are written as zeros.
         steps = jnp.where((expert < E) & (start < end), jnp.int32(pl.cdiv(K, depth)), jnp.int32(0))
         total = jax.lax.fori_loop(0, steps, add, jnp.zeros((_ROWS, width), jnp.float32))
-        mask = _mask((row_inside, column_inside))
-        plgpu.store(out_ref.at[block, columns], total.astype(out_ref.dtype), mask=mask)
+        inside = row_inside, column_inside
+        if scales is not None:
+            total *= plgpu.load(ref_of["scales"].at[block], mask=row_inside, other=0.0)[:, None]
+        if added is not None:
+            total += _load(ref_of["added"], (block, columns), inside).astype(jnp.float32)
+        plgpu.store(out_ref.at[block, columns], total.astype(out_ref.dtype), mask=_mask(inside))
 
     return pl.pallas_call(
         kernel,
         grid=(pl.cdiv(N, width), tiles[0].shape[0]),
         out_shape=jax.ShapeDtypeStruct((R, N), dtype or rows.dtype),
+        # Each row and column is read and written by one tile only.
+        input_output_aliases={} if added is None else {2: 0},
         compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
         interpret=interpret,
         name="grouped_matmul",
-    )(rows, weights, *tiles)
+    )(rows, weights, *given.values(), *tiles)
 
 
 def multiply_transposed(
-    rows: jax.Array, g: jax.Array, rows_E: jax.Array, dtype: Any = None, *, interpret: bool = False
+    rows: jax.Array,
+    g: jax.Array,
+    rows_E: jax.Array,
+    dtype: Any = None,
+    scales: jax.Array | None = None,
+    *,
+    interpret: bool = False,
 ) -> jax.Array:
     """Returns, for each expert, its rows [R, K] transposed times its rows of g [R, N]: [E, K, N]; zero without rows.
 
-    dtype: of the result; None is that of the rows.
+    dtype: of the result; None is that of the rows.  scales: [1, N], which the float32 sums are multiplied by.
     """
     K, N, E = rows.shape[1], g.shape[1], rows_E.shape[0]
     depth, width = _DEPTH_BYTES // rows.dtype.itemsize, _columns(E * pl.cdiv(K, _ROWS), N)
     ends = jnp.cumsum(rows_E, dtype=jnp.int32)
     starts = ends - rows_E.astype(jnp.int32)
 
-    def kernel(x_ref: Any, g_ref: Any, start_ref: Any, end_ref: Any, out_ref: Any) -> None:
+    given = () if scales is None else (scales[0],)
+
+    def kernel(x_ref: Any, g_ref: Any, *refs: Any) -> None:
+        *scales_ref, start_ref, end_ref, out_ref = refs
         expert, k, n = pl.program_id(2), pl.program_id(1) * _ROWS, pl.program_id(0) * width
         start, end = start_ref[expert], end_ref[expert]
         k_inside, n_inside = _inside(k, K, _ROWS), _inside(n, N, width)
@@ -164,6 +189,8 @@ def multiply_transposed(
             return total + plgpu.dot(x, gradient, trans_a=True)
 
         total = jax.lax.fori_loop(0, pl.cdiv(end - start, depth), add, jnp.zeros((_ROWS, width), jnp.float32))
+        for ref in scales_ref:
+            total *= plgpu.load(ref.at[along_n], mask=n_inside, other=None if n_inside is None else 0.0)[None, :]
         mask = _mask((k_inside, n_inside))
         plgpu.store(out_ref.at[expert, along_k, along_n], total.astype(out_ref.dtype), mask=mask)
 
@@ -174,4 +201,4 @@ def multiply_transposed(
         compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
         interpret=interpret,
         name="grouped_matmul_transposed",
-    )(rows, g, starts, ends)
+    )(rows, g, *given, starts, ends)
