@@ -421,6 +421,15 @@ def test_a_tick_takes_the_rows_that_hold_a_layer() -> None:
         assert played.bubble == pytest.approx((1 + rows) * one - 2 * (1 + rows) * one / 5)
 
 
+@pytest.mark.parametrize(("backward", "longest"), [(BranchScope(1, 2), 1.0), (BranchScope(0, 2), 0.0)])
+def test_a_branch_that_is_never_taken_costs_nothing(backward: BranchScope, longest: float) -> None:
+    """Such as attention over several documents (kernels/cudnn.py), which takes longer than over one."""
+    module = parse_module(BRANCHES, {"pipeline: forward": BranchScope(2, 2), "pipeline: backward": backward})
+    one = 2 * 2**22 / 2.765e12
+    played = simulate_schedule(module, devices_of(V5P), {"stage": 4})
+    assert played.step_seconds == pytest.approx(one + longest * one)
+
+
 @pytest.mark.parametrize("layers", [3, 5])
 def test_padding_rows_add_no_flops(layers: int) -> None:
     model = dataclasses.replace(MODELS["llama"], layers=layers)

@@ -29,6 +29,7 @@ from meshwright.hlo.parser import Module, parse_module
 from meshwright.hlo.scopes import BranchScope
 from meshwright.models.flops import forward_flops
 from meshwright.models.forward import row_scope
+from meshwright.models.kernels.attention import ONE_DOCUMENT, SEVERAL_DOCUMENTS
 from meshwright.models.model import Model, ModelSpec, padded_vocab, vocab_size
 from meshwright.models.quantisation import SCOPE
 from meshwright.planner.traffic import sent_rows
@@ -54,6 +55,8 @@ _CATEGORIES = {
 LIBRARY_FILES = tuple(str(module.__file__) for module in (collectives, hierarchical, ragged, params))
 _LEFT_OUT, _RENAMES = "xla_disable_hlo_passes", "gpu-convert-async-collectives-to-sync"
 """Option that leaves passes out, and the one after which collectives beside nothing have names without a time."""
+_DOCUMENTS = {ONE_DOCUMENT: BranchScope(1, 1), SEVERAL_DOCUMENTS: BranchScope(0, 1)}
+"""Forms of attention that a step takes: what is published of steps has one document in each sequence."""
 _MAX_VOCAB_PADDING = 0.05
 """Fraction of padding rows from which the vocabulary is reported."""
 
@@ -167,7 +170,7 @@ def _facts(device_run: DeviceRun, name: str, passes: float, table: ScheduleTable
         model_flops=model_flops(device_run, passes),
         skipped=skipped_by_kernels(device_run.settled),
         flops_band=flops_band(device_run, passes),
-        branches=branches | _layer_rows(device_run),
+        branches=branches | _layer_rows(device_run) | _DOCUMENTS,
         library_files=LIBRARY_FILES,
     )
 

@@ -413,10 +413,13 @@ class _Simulator:
         if opcode in ("while", "call"):
             timeline.enter(_label(instruction), self.run(instruction.called[0]), trip_count(instruction) or 1)
         elif opcode == "conditional":
-            # Its longest branch, as often as it is taken.
-            longest = max(branches_of(instruction), key=lambda body: self.run(body).now)
-            known = known_branch(instruction, longest)
-            timeline.enter(_label(instruction), self.run(longest), known.taken / known.executions if known else 1.0)
+            # The longest branch that is taken, as often as it is.
+            taken = {body: known_branch(instruction, body) for body in branches_of(instruction)}
+            bodies = [body for body, known in taken.items() if known is None or known.taken]
+            if bodies:
+                longest = max(bodies, key=lambda body: self.run(body).now)
+                known = taken[longest]
+                timeline.enter(_label(instruction), self.run(longest), known.taken / known.executions if known else 1.0)
         elif opcode.endswith(("-done", "-update")) or is_fused_done(instruction):
             start = start_of(instruction)
             # An update that passes the operands of a start begins it.

@@ -235,8 +235,7 @@ def _products(
     """Yields every instruction with matrix products that one execution of the program runs, with its `_price`.
 
     branch: `max` or `min`: of the branches of a conditional that are not known, the one with the most or the fewest
-    FLOPs counts, never the sum. A program for GPUs has two forms of attention, for sequences with and without document
-    boundaries.
+    FLOPs counts, never the sum.
     """
 
     @functools.cache

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshwright.models.kernels.attention import AttentionShapes, Kernels
+from meshwright.models.kernels.attention import ONE_DOCUMENT, SEVERAL_DOCUMENTS, AttentionShapes, Kernels
 from meshwright.models.kernels.chunks import (
     FULL,
     ChunkAttention,
@@ -78,6 +78,7 @@ def _kernel(masked: bool) -> ChunkAttention:
 def _by_documents(pass_of: Callable[[ChunkAttention], Pass], mask: ChunkMask, rows: Any, keys: Keys) -> Any:
     """Runs cuDNN without documents where all tokens are of one document, else pair by pair of at most CHUNK tokens."""
     plain, masked = pass_of(_kernel(masked=False)), pass_of(_kernel(masked=True))
+    one, several = jax.named_scope(ONE_DOCUMENT), jax.named_scope(SEVERAL_DOCUMENTS)
 
     def has_one_document(rows: Any, keys: Keys) -> jax.Array:
         first = rows[0].segments_BT[:, :1]
@@ -90,9 +91,14 @@ def _by_documents(pass_of: Callable[[ChunkAttention], Pass], mask: ChunkMask, ro
         apart = ((a.max(1) < b.min(1)) | (a.min(1) > b.max(1))).all()
         compute = functools.partial(masked.pair, mask, rows, keys)
         empty = _as(compute, masked.start(rows, keys))
-        branches: list[Callable[[], Any]] = [lambda: empty, compute, functools.partial(plain.pair, mask, rows, keys)]
-        kind = jnp.where(apart, 0, jnp.where(has_one_document(rows, keys) & _native(mask), 2, 1))
-        return lax.switch(kind, branches if _native(mask) else branches[:2])
+        if not _native(mask):
+            return lax.cond(apart, lambda: empty, compute)
+        branches: list[Callable[[], Any]] = [
+            lambda: empty,
+            several(compute),
+            one(functools.partial(plain.pair, mask, rows, keys)),
+        ]
+        return lax.switch(jnp.where(apart, 0, jnp.where(has_one_document(rows, keys), 2, 1)), branches)
 
     def here(mask: ChunkMask, rows: Any, keys: Keys) -> Any:
         """Computes the mask where it is used: JAX moves what needs only documents out of the loop over layers.
@@ -124,7 +130,7 @@ def _by_documents(pass_of: Callable[[ChunkAttention], Pass], mask: ChunkMask, ro
 
     if not _native(mask):
         return in_chunks()
-    return lax.cond(has_one_document(rows, keys), undivided, in_chunks)
+    return lax.cond(has_one_document(rows, keys), one(undivided), several(in_chunks))
 
 
 def _as(like: Callable[[], Any], x: Any) -> Any:
