@@ -29,7 +29,7 @@ from meshwright.hlo.parser import Module, parse_module
 from meshwright.hlo.scopes import BranchScope
 from meshwright.models.flops import forward_flops
 from meshwright.models.forward import row_scope
-from meshwright.models.kernels.attention import ONE_DOCUMENT, SEVERAL_DOCUMENTS
+from meshwright.models.kernels.cudnn import ONE_DOCUMENT, SEVERAL_DOCUMENTS
 from meshwright.models.model import Model, ModelSpec, padded_vocab, vocab_size
 from meshwright.models.quantisation import SCOPE
 from meshwright.planner.traffic import sent_rows

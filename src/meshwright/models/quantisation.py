@@ -37,7 +37,7 @@ from meshwright.hardware.machine import Machine
 from meshwright.models.blocks.layers import SelfMultiplying
 from meshwright.models.kernels.choose import GroupedMatmul, GroupedProducts
 from meshwright.sharding.layouts import TOKEN_AXES
-from meshwright.sharding.params import GatherParams, Param, Rounded, Tree, named_leaves
+from meshwright.sharding.params import GatherParams, Param, Tree, named_leaves
 from meshwright.sharding.placement import Placements
 
 SCOPE = "low precision"
@@ -195,15 +195,15 @@ class LowPrecisionGather(GatherParams):
             return ".".join((path, *(key.key for key in keys)))
 
         def is_rounded(x: Any) -> bool:
-            return isinstance(x, Rounded)
+            return isinstance(x, tuple)
 
         treedef: Any
-        own = jax.tree.map(lambda x: x.param if isinstance(x, Rounded) else x, params, is_leaf=is_rounded)
+        own = jax.tree.map(lambda x: x[0] if is_rounded(x) else x, params, is_leaf=is_rounded)
         weights = super().__call__(own, path)
         rows, treedef = jax.tree_util.tree_flatten_with_path(params, is_rounded)
         hows = treedef.flatten_up_to(self.gathers[path])
         early = {name(k): (w, how.gathers) for (k, w), how in zip(rows, hows, strict=True) if self._is_early(name(k))}
-        quantised = {n: (w.values, w.scale) for n, (w, _) in early.items() if isinstance(w, Rounded)}
+        quantised = {n: (w[1], w[2]) for n, (w, _) in early.items() if is_rounded(w)}
         quantised |= self._quantise({n: (row_major(w), how) for n, (w, how) in early.items() if n not in quantised})
 
         def replace(keys: Any, weight: jax.Array) -> Any:

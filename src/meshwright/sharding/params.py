@@ -8,7 +8,7 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -285,14 +285,6 @@ def shardings(mesh: Mesh, placed: Tree, which: Literal["at_rest", "optimizer"]) 
     )
 
 
-class Rounded(NamedTuple):
-    """Parameter of a layer beside its low-precision values and their scale, which `GatherParams.rounded` has made."""
-
-    param: jax.Array
-    values: jax.Array
-    scale: jax.Array
-
-
 @dataclasses.dataclass(frozen=True)
 class GatherParams:
     """Gathers sharded parameters into weights in the compute dtype, inside the step."""
@@ -318,17 +310,10 @@ class GatherParams:
         return jax.tree_util.tree_map_with_path(gather, params, self.gathers[path])
 
     def rounded(self, params: Tree, path: str) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """Returns low-precision values and scales of the rows of a stack, by name: none where they are gathered.
-
-        A layer that has them in `Rounded` does not round its weights again.
+        """Returns low-precision values and scales of a stack, by name, for layers that have (parameter, values, scale)
+        in the place of a parameter; none of those that are gathered.
         """
         return {}
-
-    def gradient_types(self, params: Tree, path: str) -> Tree:
-        """Returns the type of each gradient of a layer: the weight's, or the parameter's where that is gathered."""
-        return jax.tree.map(
-            lambda p, how: p.dtype if how.gathers else how.dtype or self.compute_dtype, params, self.gathers[path]
-        )
 
     def only(self, path: str, names: Iterable[str]) -> "GatherParams":
         """Returns only the gathers of the parameters `names` of the subtree `path`."""

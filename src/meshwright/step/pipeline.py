@@ -34,7 +34,7 @@ from meshwright.data.batch import Batch
 from meshwright.models.blocks.layers import Dropout
 from meshwright.models.forward import LocalModel, with_gradient_of
 from meshwright.models.model import Aux, ForwardContext, Metrics
-from meshwright.sharding.params import Rounded, Tree, with_frozen
+from meshwright.sharding.params import Tree, with_frozen
 from meshwright.sharding.schedule_table import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -115,23 +115,22 @@ class PipelineModel:
             def row(a: jax.Array) -> jax.Array:
                 return lax.dynamic_index_in_dim(a, part.virtual_stage * (a.shape[0] // parts) + number, keepdims=False)
 
-            def row_of_sums(a: jax.Array, total: jax.Array, dtype: Any) -> jax.Array | None:
+            def row_of_sums(a: jax.Array, total: jax.Array, how: Any) -> jax.Array | None:
                 if a is total:  # frozen, or nothing is trained
                     return None
-                # A gradient leaves its layer in this type, and is converted where it is added.
-                of = row(total).astype(dtype)
+                # Where nothing is gathered, a gradient leaves its layer in the weight's type.
+                weight = how.dtype or self.model.gather_params.compute_dtype
+                of = row(total).astype(a.dtype if how.gathers else weight)
                 return lax.select(part.counts, of, jnp.zeros_like(of))
 
             def read_row(a: jax.Array, of: jax.Array | None) -> jax.Array:
                 return row(a) if of is None else with_gradient_of(of, row(a))
 
-            types = self.model.gather_params.gradient_types(params[stack], stack)
-            of = jax.tree.map(row_of_sums, params[stack], sums[stack], types)
+            of = jax.tree.map(row_of_sums, params[stack], sums[stack], self.model.gather_params.gathers[stack])
 
             def rows() -> Tree:
                 weights = jax.tree.map(read_row, params[stack], of)
-                low = {n: Rounded(weights[n], *map(row, pair)) for n, pair in part.rounded[stack].items()}
-                return {**weights, **low}
+                return weights | {n: (weights[n], *map(row, pair)) for n, pair in part.rounded[stack].items()}
 
             return rows
 

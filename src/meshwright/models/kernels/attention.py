@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 
 FEATURES: dict[str, str] = {"softcap": "soft cap of the scores", "sinks": "attention sinks"}
 """Fields of `Scores` that not every kernel supports -> in words."""
-ONE_DOCUMENT, SEVERAL_DOCUMENTS = "one document.", "several documents."
-"""Named scopes of the forms of attention that a kernel chooses from by the documents of its tokens, in a conditional:
-plans, and schedules simulated from a program, count the first."""
 SelfAttention = Callable[..., jax.Array]
 """`(q [B, T, N, H], k [B, T, K, H], v, segments [B, T], *, window, scores=None) -> [B, T, N, H]`.
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshwright.models.kernels.attention import ONE_DOCUMENT, SEVERAL_DOCUMENTS, AttentionShapes, Kernels
+from meshwright.models.kernels.attention import AttentionShapes, Kernels
 from meshwright.models.kernels.chunks import (
     FULL,
     ChunkAttention,
@@ -45,6 +45,8 @@ BEFORE_HOPPER = ("a100", "a100-40gb")
 """Chips of earlier architectures."""
 CHUNK = 4096
 """Most queries and keys of a pair whose documents are a mask: 32 MiB per sequence."""
+ONE_DOCUMENT, SEVERAL_DOCUMENTS = "one document.", "several documents."
+"""Named scopes of the forms of attention, from which a conditional chooses by the documents of the tokens."""
 _HIDDEN = -(2.0**41)
 """Bias of a hidden key; cuDNN cannot subtract two larger numbers."""
 
