@@ -295,8 +295,8 @@ def mechanisms() -> str:
     return "\n".join(lines) + "\n"
 
 
-FLOAT8 = """Rows in fp8 on an H100 are too fast: the kernel of experts reaches a seventh to a half of the rate that they
-count (docs/log.md, "One H100"). Of B200 nothing is measured."""
+FLOAT8 = """On an H100 experts stay in bfloat16 where a run multiplies in fp8, since their kernel is slower in fp8 there
+(docs/log.md, "One H100"). Of B200 nothing is measured: its rates of low precision are the datasheet's."""
 
 
 def main() -> None:
