@@ -349,12 +349,10 @@ def _time_float8(products: GroupedProducts, experts: int, rows: int, k: int, n: 
     """Returns the times of the products of operands in float8, and the forward one's rate relative to bfloat16."""
     x, w, sizes, g = _grouped_inputs(experts, rows, k, n, "bfloat16")
     x8, w8, g8 = (a.astype(jnp.float8_e4m3fn) for a in (x, w.swapaxes(1, 2), g))
-    scales = jnp.ones((rows, 1))
-    multiply = jax.jit(lambda x, w, rows_E, scales: products.rows(x, w, rows_E, jnp.bfloat16, scales, None))
-    forward, _ = median_seconds(multiply, x8, w8, sizes, scales)
-    columns = jnp.ones((1, n))
-    gradient = jax.jit(lambda x, g, rows_E, scales: products.groups(x, g, rows_E, jnp.bfloat16, scales))
-    of_weights, _ = median_seconds(gradient, x8, g8, sizes, columns)
+    of_rows, of_columns = jnp.ones((rows, 1)), jnp.ones((1, n))
+    multiply = jax.jit(lambda x, w, rows_E: products.rows(x, w, rows_E, jnp.bfloat16, of_rows, None))
+    gradient = jax.jit(lambda x, g, rows_E: products.groups(x, g, rows_E, jnp.bfloat16, of_columns))
+    forward, of_weights = (median_seconds(f, x8, a, sizes)[0] for f, a in ((multiply, w8), (gradient, g8)))
     wide, _ = median_seconds(jax.jit(_product), x, w, sizes)
     flops = 2.0 * rows * k * n
     return {
