@@ -10,6 +10,7 @@ meshwright's census and by `second_reading.py`, and writes results/peers.json an
 - `shipped`: what a user gets who says nothing but model, chips, mesh and batch;
 - `options`: every set of compiler options with remat `full`;
 - `remat`: every other remat policy with the best of those options (by the census; `compile` reads as it goes);
+- `microbatches`: MaxText's policies that save more, with its gradients accumulated over two and four microbatches;
 - `all`: every policy with every set of options. `--only` picks from it, and from the others.
 
 MaxText runs in an environment of its own (README.md). Nothing runs on a TPU.
@@ -151,7 +152,8 @@ def read(side: str, name: str, setting: Setting, cache: Cache) -> dict[str, Any]
     row = {
         "side": side, "case": name, "setting": setting.summary(), "arguments": facts["arguments"],
         "remat": setting.remat, "options": setting.options, "windowed": setting.windowed,
-        "reduce_dtype": setting.reduce_dtype, "source": folder.parts[-3] if side == "ours" else None,
+        "reduce_dtype": setting.reduce_dtype, "microbatches": setting.microbatches,
+        "source": folder.parts[-3] if side == "ours" else None,
     }  # fmt: skip
     if "error" in facts:
         return {**row, "error": facts["error"]}
@@ -207,6 +209,8 @@ def compile_stage(given: argparse.Namespace) -> None:
             settings = [SHIPPED]
         elif given.stage == "options":
             settings = list(peer_cases.option_settings(given.side, CASES[name]))
+        elif given.stage == "microbatches":
+            settings = list(peer_cases.microbatch_settings(CASES[name])) if given.side == "maxtext" else [SHIPPED]
         elif given.stage == "all":
             settings = list(peer_cases.all_settings(given.side, CASES[name]))
         else:
@@ -224,14 +228,19 @@ def compile_stage(given: argparse.Namespace) -> None:
 
 
 def read_all(given: argparse.Namespace) -> None:
-    """Reads every program in the cache; writes the results and the tables."""
-    rows = [
-        row
-        for name in given.case or CASES
-        for side in ("maxtext", "ours")
-        for setting in peer_cases.all_settings(side, CASES[name])
-        if (row := read(side, name, setting, given.cache)) is not None
-    ]
+    """Reads every program in the cache; writes the results and the tables. Rows of other programs are kept."""
+    kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else []
+    rows = {(row["side"], row["case"], row["setting"]): row for row in kept}
+    for name in given.case or CASES:
+        for side in ("maxtext", "ours"):
+            for setting in peer_cases.all_settings(side, CASES[name]):
+                if (row := read(side, name, setting, given.cache)) is not None:
+                    rows[side, name, row["setting"]] = row
+    write_rows(list(rows.values()))
+
+
+def write_rows(rows: list[dict[str, Any]]) -> None:
+    """Writes the results and the tables of all rows."""
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     page = HERE.parent / "docs" / "peers.md"
     page.write_text(peer_tables.fill(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
@@ -254,7 +263,7 @@ def main() -> None:
         verb.add_argument("--cache", type=Path, required=True, help="folder of compiled programs")
     compiling.set_defaults(do=compile_stage)
     compiling.add_argument("side", choices=("maxtext", "ours"))
-    compiling.add_argument("--stage", choices=("shipped", "options", "remat", "all"), required=True)
+    compiling.add_argument("--stage", choices=("shipped", "options", "remat", "microbatches", "all"), required=True)
     compiling.add_argument("--only", action="append", help="settings whose file name has this in it")
     compiling.add_argument("--maxtext", help="Python of an environment that has MaxText")
     compiling.add_argument("--report", type=Path, help="file that receives one line per program")

@@ -1,13 +1,14 @@
 """Scan over layers in which weights and gradients travel during the computation of another layer.
 
 Most gathers of a layer overlap with the matmuls before them. Those of the weights that a layer needs first have nothing
-before them, and the gradients that its backward pass computes last have nothing after them. Here the scan's carry holds
-the first weights of the next layer, already gathered, and in the backward pass the gradients of the layer above, not
-yet reduced: both travel during the computation of a layer.
+before them, and their gradients, which its backward pass computes last, have nothing after them. Here the scan's carry
+holds the first weights of the next layer, already gathered, and in the backward pass the gradients of those of the
+layer above, not yet reduced: both travel during the computation of a layer. Other gradients are reduced in their own
+layer, during the rest of its backward pass: carried they would be copied, a layer's gradients once more.
 
 Plain autodiff would save the gathered weights of every layer. This scan has a derivative of its own, which gathers them
-again and saves what the remat policy names. Its price is memory for the gradients of one layer, unreduced, and for the
-first weights of another.
+again and saves what the remat policy names. Its price is memory for the first weights of another layer, and for their
+gradients.
 """
 
 from collections.abc import Callable
@@ -84,23 +85,19 @@ def scan_layers_ahead(
             following, scatter_first = jax.vjp(gather_first, row_of(first, (row - 1) % length))
             others, scatter_rest = jax.vjp(gather_rest, rest)
             # A gather is linear, so that of any layer reduces the gradients of the layer above.
-            g_first, g_rest = _with_integers((weights, others), g_above)
-            reduced = (scatter_first(g_first)[0], scatter_rest(g_rest)[0])
+            (above,) = scatter_first(_with_integers(weights, g_above))
             known, own = jax.tree.leaves((weights, others)), iter(saved)
             leaves = [next(own) if source is None else known[source] for source in sources]
-            g_x, *g_weights = jax.tree.unflatten(treedef, leaves)((g_x, g_aux))
-            return (g_x, following, _without_integers((weights, others), tuple(g_weights))), reduced
+            g_x, g_first, g_rest = jax.tree.unflatten(treedef, leaves)((g_x, g_aux))
+            return (g_x, following, _without_integers(weights, g_first)), (above, scatter_rest(g_rest)[0])
 
-        last = (row_of(first, length - 1), row_of(rest, length - 1))
-        weights, scatter_first = jax.vjp(gather_first, last[0])
-        others, scatter_rest = jax.vjp(gather_rest, last[1])
-        zeros = _without_integers((weights, others), jax.tree.map(jnp.zeros_like, (weights, others)))
+        weights, scatter_first = jax.vjp(gather_first, row_of(first, length - 1))
+        zeros = _without_integers(weights, jax.tree.map(jnp.zeros_like, weights))
         rows = (jnp.arange(length), index_L, rest, saved, g_aux)
-        (g_x, _, g_below), g_params = lax.scan(step, (g_x, weights, zeros), rows, reverse=True)
-        # Row l of the scan has reduced the gradients of row l + 1; row 0 is still to be reduced.
-        g_first, g_rest = _with_integers((weights, others), g_below)
-        row_0 = (scatter_first(g_first)[0], scatter_rest(g_rest)[0])
-        return g_x, jax.tree.map(lambda row, rows: jnp.concatenate([row[None], rows[:-1]]), row_0, g_params)
+        (g_x, _, g_below), (g_first, g_rest) = lax.scan(step, (g_x, weights, zeros), rows, reverse=True)
+        # Row l of the scan has reduced the first gradients of row l + 1; those of row 0 are still to be reduced.
+        (row_0,) = scatter_first(_with_integers(weights, g_below))
+        return g_x, (jax.tree.map(lambda row, rows: jnp.concatenate([row[None], rows[:-1]]), row_0, g_first), g_rest)
 
     run = jax.custom_vjp(lambda x, params: scan(body, x, params))
     run.defvjp(forward, backward)

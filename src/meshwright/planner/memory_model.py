@@ -319,7 +319,7 @@ def _carried_elements(layout: ModelLayout) -> float:
             stack = path.partition(".")[0]
             elements = math.prod(p.shape) / layout.shape.over(axes_of(where.in_use)) / p.logical_shape[0]
             first = p.role not in ("ffn_in", "ffn_out")
-            carried[stack] = carried.get(stack, 0.0) + elements * (2 if first else 1)
+            carried[stack] = carried.get(stack, 0.0) + elements * (2 if first else 0)
             gathered |= {stack} if first and where.at_rest != where.in_use else set()
     return max((n for stack, n in carried.items() if stack in gathered), default=0.0)
 
