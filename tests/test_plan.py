@@ -493,17 +493,16 @@ def test_rows_of_others_have_no_padding_and_fit_their_experts() -> None:
 
 
 def test_gathering_ahead_carries_gradients_and_weights_of_another_layer() -> None:
-    """Compiled: 86.1 GiB live (docs/log.md)."""
+    """Compiled: 81.4 GiB live (docs/log.md)."""
     training = {"batch": 512, "seq": 8192, "remat": "offload_attention", "saved_layers": 14}
     ahead, within = (
         price("llama3-405b", "fsdp=512", "v5p:8x8x8", **training, gather_ahead=strategy)
         for strategy in ("auto", "none")
     )
-    d, f, kv = 16384, 53248, 8 * 128
-    attention, layer = 2 * d * d + 2 * d * kv, 2 * d * d + 2 * d * kv + 3 * d * f
-    norms = 3 * d * 2
-    assert ahead.bytes - within.bytes == pytest.approx(2 * (layer + attention), abs=2 * norms)
-    assert ahead.bytes / 2**30 == pytest.approx(86.1, rel=0.02)
+    d, kv = 16384, 8 * 128
+    attention, norms = 2 * d * d + 2 * d * kv, 3 * d * 2
+    assert ahead.bytes - within.bytes == pytest.approx(2 * (2 * attention), abs=2 * norms)
+    assert ahead.bytes / 2**30 == pytest.approx(81.4, rel=0.02)
     # Neither on a torus that is not closed, nor where nothing is recomputed.
     for mesh, target, remat in (("fsdp=16", "v5p:2x2x4", "full"), ("fsdp=64", "v5p:4x4x4", "none")):
         auto, none = (

@@ -58,7 +58,7 @@ def memory_by_category(
     inner = layer_bytes(settled, work)
     # Offloaded activations come back for one layer and, ahead of time, for the next.
     from_host = 2 * offloaded_bytes(placed, work) / max(1.0, work.layers)
-    # Gathering ahead: the gradients of the layer above, not yet reduced, and the first weights of the layer below.
+    # Gathering ahead: the first weights of the layer below, and the gradients of those of the layer above.
     carried = compute * _carried_elements(placed.layout) if settled.gathers_ahead else 0.0
     # Four programs for v5p have two of the three gradients of a layer's experts at once: so the plan is 0 to 8 % above
     # them, and 2 to 13 % with all three (docs/log.md). Programs for GPUs are on both sides of the plan with all three.
@@ -311,7 +311,7 @@ def _whole_elements(layout: ModelLayout, param_dtype: str, compute_dtype: str) -
 
 @functools.lru_cache(maxsize=4096)
 def _carried_elements(layout: ModelLayout) -> float:
-    """Elements that a scan which gathers ahead carries between layers, of the stack with the largest layer."""
+    """Elements that a scan which gathers ahead carries between layers, weights and gradients, of the largest stack."""
     carried: dict[str, float] = {}
     gathered: set[str] = set()
     for path, p, where in layout.leaves:
@@ -319,7 +319,7 @@ def _carried_elements(layout: ModelLayout) -> float:
             stack = path.partition(".")[0]
             elements = math.prod(p.shape) / layout.shape.over(axes_of(where.in_use)) / p.logical_shape[0]
             first = p.role not in ("ffn_in", "ffn_out")
-            carried[stack] = carried.get(stack, 0.0) + elements * (2 if first else 0)
+            carried[stack] = carried.get(stack, 0.0) + 2 * elements * first
             gathered |= {stack} if first and where.at_rest != where.in_use else set()
     return max((n for stack, n in carried.items() if stack in gathered), default=0.0)
 
