@@ -230,17 +230,13 @@ def compile_stage(given: argparse.Namespace) -> None:
 def read_all(given: argparse.Namespace) -> None:
     """Reads every program in the cache; writes the results and the tables. Rows of other programs are kept."""
     kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else []
-    rows = {(row["side"], row["case"], row["setting"]): row for row in kept}
+    found = {(row["side"], row["case"], row["setting"]): row for row in kept}
     for name in given.case or CASES:
         for side in ("maxtext", "ours"):
             for setting in peer_cases.all_settings(side, CASES[name]):
                 if (row := read(side, name, setting, given.cache)) is not None:
-                    rows[side, name, row["setting"]] = row
-    write_rows(list(rows.values()))
-
-
-def write_rows(rows: list[dict[str, Any]]) -> None:
-    """Writes the results and the tables of all rows."""
+                    found[side, name, row["setting"]] = row
+    rows = list(found.values())
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     page = HERE.parent / "docs" / "peers.md"
     page.write_text(peer_tables.fill(page.read_text(encoding="utf-8"), rows), encoding="utf-8")

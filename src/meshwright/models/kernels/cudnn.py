@@ -95,12 +95,9 @@ def _by_documents(pass_of: Callable[[ChunkAttention], Pass], mask: ChunkMask, ro
         empty = _as(compute, masked.start(rows, keys))
         if not _native(mask):
             return lax.cond(apart, lambda: empty, compute)
-        branches: list[Callable[[], Any]] = [
-            lambda: empty,
-            several(compute),
-            one(functools.partial(plain.pair, mask, rows, keys)),
-        ]
-        return lax.switch(jnp.where(apart, 0, jnp.where(has_one_document(rows, keys), 2, 1)), branches)
+        alone = functools.partial(plain.pair, mask, rows, keys)
+        kind = jnp.where(apart, 0, jnp.where(has_one_document(rows, keys), 2, 1))
+        return lax.switch(kind, (lambda: empty, several(compute), one(alone)))
 
     def here(mask: ChunkMask, rows: Any, keys: Keys) -> Any:
         """Computes the mask where it is used: JAX moves what needs only documents out of the loop over layers.
