@@ -261,7 +261,7 @@ ACROSS = "{{0,4},{1,5},{2,6},{3,7},{8,12},{9,13},{10,14},{11,15}}"
     [(BETWEEN, BETWEEN, True), (INSIDE, ACROSS, True), (BETWEEN, INSIDE, False)],
     ids=["the network of one axis", "NVLink of two axes", "network and NVLink"],
 )
-def test_collectives_in_flight_divide_their_links(first: str, second: str, shared: bool) -> None:
+def test_links_carry_first_what_was_started_first(first: str, second: str, shared: bool) -> None:
     target, mesh = parse_target("h100:2x8"), {"data": 2, "fsdp": 2, "context": 2, "tensor": 2}
 
     def seconds(*groups: str) -> tuple[list[float], float]:
@@ -273,8 +273,7 @@ def test_collectives_in_flight_divide_their_links(first: str, second: str, share
     ((one,), _), ((other,), _) = seconds(first), seconds(second)
     both, step = seconds(first, second)
     if shared:
-        # Each has half of the link, and the longer one all of it after the other's end.
-        assert min(both) == pytest.approx(2 * min(one, other)) and step == pytest.approx(one + other)
+        assert both == pytest.approx([one, one + other]) and step == pytest.approx(one + other)
     else:
         assert both == pytest.approx([one, other]) and step == pytest.approx(max(one, other))
 

@@ -1,9 +1,9 @@
 """Simulated schedule: a predicted timeline of a scheduled program on one chip.
 
 Instructions run in the order of the schedule, one after another. A collective between its start and its done overlaps
-with the instructions between them and occupies the links that its group spans; those in flight divide a link equally.
-A loop's body is simulated once and multiplied by its trip count. The compiler fixes the order; every time is predicted,
-none is measured.
+with the instructions between them and occupies the links that its group spans, which carry first what was started
+first. A loop's body is simulated once and multiplied by its trip count. The compiler fixes the order; every time is
+predicted, none is measured.
 
 An instruction takes the time of its FLOPs or of its bytes. TPU programs have the compiler's own estimate of every
 fusion in cycles. It is used for matrix products; for elementwise work it is several times too high, and bytes over HBM
@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 
 from meshwright.hardware.chips import Chip, Efficiency
@@ -277,17 +277,18 @@ class _Timeline:
             self.spans += [] if span.kind == "memory" else [dataclasses.replace(span, exposed=waited)]
 
     def _carry(self, until: float, last: _Transfer | None = None) -> None:
-        """Carries what is in flight until a time or the end of a transfer; a link is divided equally among its own."""
+        """Carries what is in flight until a time or the end of a transfer; a link carries what was started first."""
         while self._carried < until and (last is None or last.left > 0):
-            active = [t for t in self._in_flight.values() if t.left > 0]
-            users = Counter(link for t in active for link in t.links)
-            stretched = [max(users[link] for link in t.links) for t in active]
-            passed = min([until - self._carried, *(t.left * n for t, n in zip(active, stretched, strict=True))])
+            waiting, taken, active = [t for t in self._in_flight.values() if t.left > 0], set[str](), list[_Transfer]()
+            for transfer in waiting:
+                active += [] if taken.intersection(transfer.links) else [transfer]
+                taken.update(transfer.links)
+            passed = min([until - self._carried, *(t.left for t in active)])
             self._carried += passed
-            for t, n in zip(active, stretched, strict=True):
-                t.left = max(0.0, t.left - (1 + _ROUNDING) * passed / n)
-                if not t.left:
-                    t.span = dataclasses.replace(t.span, seconds=self._carried - t.span.start)
+            for transfer in active:
+                transfer.left = max(0.0, transfer.left - (1 + _ROUNDING) * passed)
+                if not transfer.left:
+                    transfer.span = dataclasses.replace(transfer.span, seconds=self._carried - transfer.span.start)
 
     def wait_for_all(self) -> None:
         """Waits for every transfer in flight."""
