@@ -396,7 +396,7 @@ def test_bound_by_names_what_bounds() -> None:
 
 
 def test_software_differs_by_its_own_constants_alone() -> None:
-    """Ours is XLA's on the same chip, and on TPUs, where one compiler writes all programs, no constant has a say."""
+    """Ours is XLA's on the same chip, and on TPUs, where one compiler writes all programs, only its options differ."""
     placed = placed_recipe("llama3-8b", "fsdp=8", batch=16, seq=8192)
     # Ours computes the logits again.
     once = dataclasses.replace(SOFTWARE["Meshwright"], recomputes_logits=False)
@@ -408,14 +408,20 @@ def test_software_differs_by_its_own_constants_alone() -> None:
     triton = dataclasses.replace(SOFTWARE["PyTorch"], kernel=TRITON.at(RATED_KEYS, "h100"))
     older = estimate(placed, parse_target("h100:8"), triton)
     assert older.parts["attention"] == pytest.approx(maxtext.parts["attention"] / SPEEDS["h100", "triton"])
-    on_tpu = {
-        software.name: estimate(
-            placed, parse_target("v5p:2x2x2"), dataclasses.replace(software, copies=False, recomputes_logits=False)
-        ).seconds
-        for software in SOFTWARE.values()
-        if software.name not in ("Megatron-LM", "vTrain")
-    }
-    assert len({round(seconds, 9) for seconds in on_tpu.values()}) == 1
+    on_v5p, on_v6e = (
+        {
+            software.name: estimate(
+                placed, parse_target(target), dataclasses.replace(software, copies=False, recomputes_logits=False)
+            )
+            for software in SOFTWARE.values()
+            if software.name not in ("Megatron-LM", "vTrain")
+        }
+        for target in ("v5p:2x2x2", "v6e:2x4")
+    )
+    assert len({round(found.seconds, 9) for found in on_v6e.values()}) == 1
+    gain, matmuls = CHIPS["v5p"].efficiency.options_gain, {n: found.parts["matmul"] for n, found in on_v5p.items()}
+    assert gain > 1 and len({round(found.seconds, 9) for found in on_v5p.values()}) == 2
+    assert matmuls["Meshwright"] == pytest.approx(matmuls["MaxText"] / gain)
 
 
 # Seconds of FlashAttention-2 on GB200 and of cuDNN on H200 by keys, forward and backward, in ms: NVIDIA/cudnn-frontend,

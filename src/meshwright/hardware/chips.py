@@ -72,6 +72,8 @@ class Efficiency:
     tensor_overlap: float
     """Fraction overlapped with compute, of the communication over `tensor`, which is pipelined with the matmul before
     or after it."""
+    options_gain: float = 1.0
+    """Rate of a large matmul with the compiler options of `Chip` over `matmul`, which programs without them reach."""
     tile: int = 128
     """Rows and columns of one matrix-unit tile, or of a step of a GPU's matmul along K (a size, not a fraction)."""
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from meshwright.config import Remat, StageSaves, Training
 from meshwright.hardware.chips import Efficiency
 from meshwright.hardware.interconnect import AxisMapping, machine_of_target
+from meshwright.hardware.machine import AUTO
 from meshwright.hardware.targets import Target
 from meshwright.models.flops import training_flops_per_token
 from meshwright.models.kernels.blocked import block_size
@@ -210,6 +211,8 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
     if training.matmul_precision != "compute":
         check_precision(training.matmul_precision, machine)
     settled, mapping = Settled(placed, machine), machine.mapping
+    if software.name == MESHWRIGHT.name and AUTO in training.compiler_options:
+        target = _with_options(target)
     assert mapping is not None  # machine_of_target fills it in
     work, again = work_of(placed), recomputed_roles(training.remat)
     again |= work.outputs_read if again - {"scores"} else frozenset()
@@ -269,6 +272,19 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
         axis_mapping=mapping,
         phases=phase_memory(settled, work, memory) if work.layers else {},
     )
+
+
+@functools.lru_cache
+def _with_options(target: Target) -> Target:
+    """Returns the target with the rate of dense matmuls that the chip's compiler options reach."""
+    plain, gain = target.efficiency, target.efficiency.options_gain
+    if gain == 1:
+        return target
+    matmul = min(1.0, plain.matmul * gain)
+    # The kernel of experts has tiles of its own.
+    grouped = plain.grouped_matmul * plain.matmul / matmul
+    faster = dataclasses.replace(plain, matmul=matmul, grouped_matmul=grouped, options_gain=1.0)
+    return dataclasses.replace(target, given_efficiency=faster)
 
 
 def _compute_seconds(
