@@ -106,12 +106,12 @@ _NO_SPACE = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([
 
 
 def compiler_error(error: Exception) -> CensusError:
-    """Converts an error of XLA: OutOfMemory with its sizes, or CensusError with the compiler's first line."""
+    """Converts an error of XLA: OutOfMemory with its sizes, or CensusError with the beginning of the error."""
     match = _NO_SPACE.search(str(error))
     if match:
         return OutOfMemory(float(match[1]) * _SIZES[match[2]], float(match[3]) * _SIZES[match[4]])
-    first = str(error).splitlines()[0][:400]
-    return CensusError("compiling the program", f"the compiler refuses it: {first}", "another mesh, batch or target")
+    said = " ".join(str(error).split())[:600]
+    return CensusError("compiling the program", f"the compiler refuses it: {said}", "another mesh, batch or target")
 
 
 def compile_function(

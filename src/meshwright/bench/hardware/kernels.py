@@ -319,15 +319,23 @@ def _grouped_with_gradients(x: jax.Array, w: jax.Array, sizes: jax.Array, g: jax
 
 
 def _compare_grouped(dtype: str) -> Mapping[str, Any]:
-    inputs = _grouped_inputs(8, 512, 128, 256, dtype)
-    x, w, g = (np.asarray(inputs[i].astype(jnp.float32), np.float64) for i in (0, 1, 3))
-    expert = np.repeat(np.arange(8), np.asarray(inputs[2]))
-    out = np.einsum("rk,rkn->rn", x, w[expert])
-    dx = np.einsum("rn,rkn->rk", g, w[expert])
-    dw = np.stack([x[expert == e].T @ g[expert == e] for e in range(8)])
-    results = jax.jit(_grouped_with_gradients)(*inputs)
-    labelled = dict(zip(("out", "dx", "dw"), results, strict=True))
-    return _compared("grouped matmul", "8 groups, one empty", dtype, labelled, (out, dx, dw))
+    """Compares two products of the same rows, as gate and up are: the kernel may add the gradients of their rows."""
+    x, gate, sizes, g = _grouped_inputs(8, 512, 128, 256, dtype)
+    given = (x, gate, gate[::-1], g, g[::-1])
+
+    def both(x: jax.Array, gate: jax.Array, up: jax.Array, g: jax.Array, h: jax.Array) -> tuple[jax.Array, ...]:
+        multiply = _grouped_matmul(x.dtype.name).multiply
+        results, gradients = jax.vjp(lambda x, *weights: multiply(x, weights, sizes), x, gate, up)
+        return (*results, *gradients((g, h)))
+
+    rows, *pairs = (np.asarray(a.astype(jnp.float32), np.float64) for a in given)
+    weights, cotangents = pairs[:2], pairs[2:]
+    expert = np.repeat(np.arange(8), np.asarray(sizes))
+    out = [np.einsum("rk,rkn->rn", rows, w[expert]) for w in weights]
+    dx = sum(np.einsum("rn,rkn->rk", c, w[expert]) for c, w in zip(cotangents, weights, strict=True))
+    dw = [np.stack([rows[expert == e].T @ c[expert == e] for e in range(8)]) for c in cotangents]
+    labelled = dict(zip(("gate", "up", "dx", "gate's dw", "up's dw"), jax.jit(both)(*given), strict=True))
+    return _compared("grouped matmul", "gate and up, 8 groups, one empty", dtype, labelled, (*out, dx, *dw))
 
 
 def _time_grouped(experts: int, rows: int, k: int, n: int) -> Mapping[str, Any]:
