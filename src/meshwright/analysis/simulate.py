@@ -218,21 +218,13 @@ class Span:
         return self.name.rpartition(": ")[2]
 
 
-@dataclasses.dataclass
-class _Transfer:
-    """A transfer in flight. left: seconds that the rest of it takes with its links to itself."""
-
-    span: Span
-    links: Collection[str]
-    left: float
-
-
 class _Timeline:
     def __init__(self) -> None:
-        self.now = self.bubble = self._carried = 0.0
+        self.now = self.bubble = 0.0
         self.by_kind, self.exposed, self.link_seconds = (defaultdict[str, float](float) for _ in range(3))
         self.spans: list[Span] = []
-        self._in_flight: dict[str, _Transfer] = {}
+        self._in_flight: dict[str, Span] = {}
+        self._free: defaultdict[str, float] = defaultdict(float)
 
     def run(self, name: str, cost: Cost) -> None:
         """Runs work on the compute units."""
@@ -257,38 +249,22 @@ class _Timeline:
         self.now = start + inner.now * times
 
     def begin(self, key: str, kind: str, links: Collection[str], seconds: float, axes: str, name: str) -> None:
-        """Starts a transfer that overlaps with what follows."""
-        self._carry(self.now)
+        """Starts a transfer that overlaps with what follows; its links carry first what was started before."""
         if kind != "memory":
             self.link_seconds[axes or kind] += seconds
-        self._in_flight[key] = _Transfer(Span(name, kind, self.now, seconds, 1, 0, axes), links, seconds)
+        ends = max([self.now, *(self._free[link] for link in links)]) + seconds
+        self._free.update(dict.fromkeys(links, ends))
+        self._in_flight[key] = Span(name, kind, self.now, ends - self.now, 1, 0, axes)
 
     def wait(self, key: str) -> None:
         """Waits until a transfer has ended; the waiting time is exposed communication."""
-        if (transfer := self._in_flight.get(key)) is not None:
-            self._carry(self.now)
-            self._carry(math.inf, transfer)
-            del self._in_flight[key]
-            span, waited = transfer.span, self._carried - self.now
-            if waited > 0:
+        if (span := self._in_flight.pop(key, None)) is not None:
+            waited = max(0.0, span.start + span.seconds - self.now)
+            if waited:
                 self.by_kind["exposed"] += waited
                 self.exposed[span.axes or span.kind] += waited
-                self.now = self._carried
+                self.now += waited
             self.spans += [] if span.kind == "memory" else [dataclasses.replace(span, exposed=waited)]
-
-    def _carry(self, until: float, last: _Transfer | None = None) -> None:
-        """Carries what is in flight until a time or the end of a transfer; a link carries what was started first."""
-        while self._carried < until and (last is None or last.left > 0):
-            waiting, taken, active = [t for t in self._in_flight.values() if t.left > 0], set[str](), list[_Transfer]()
-            for transfer in waiting:
-                active += [] if taken.intersection(transfer.links) else [transfer]
-                taken.update(transfer.links)
-            passed = min([until - self._carried, *(t.left for t in active)])
-            self._carried += passed
-            for transfer in active:
-                transfer.left = max(0.0, transfer.left - (1 + _ROUNDING) * passed)
-                if not transfer.left:
-                    transfer.span = dataclasses.replace(transfer.span, seconds=self._carried - transfer.span.start)
 
     def wait_for_all(self) -> None:
         """Waits for every transfer in flight."""

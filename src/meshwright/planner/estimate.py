@@ -276,14 +276,9 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
 
 @functools.lru_cache
 def _with_options(target: Target) -> Target:
-    """Returns the target with the rate of dense matmuls that the chip's compiler options reach."""
-    plain, gain = target.efficiency, target.efficiency.options_gain
-    if gain == 1:
-        return target
-    matmul = min(1.0, plain.matmul * gain)
-    # The kernel of experts has tiles of its own.
-    grouped = plain.grouped_matmul * plain.matmul / matmul
-    faster = dataclasses.replace(plain, matmul=matmul, grouped_matmul=grouped, options_gain=1.0)
+    """Returns the target with the rate of matmuls that the chip's compiler options reach."""
+    plain = target.efficiency
+    faster = dataclasses.replace(plain, matmul=min(1.0, plain.matmul * plain.options_gain), options_gain=1.0)
     return dataclasses.replace(target, given_efficiency=faster)
 
 

@@ -309,40 +309,35 @@ def _grouped_matmul(dtype: str) -> GroupedMatmul:
     return choose_grouped_matmul("auto", jax.devices()[0].platform, dtype)
 
 
-def _product(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    return _grouped_matmul(x.dtype.name).multiply(x, (w,), sizes)[0]
+def _products(x: jax.Array, weights: tuple[jax.Array, ...], sizes: jax.Array) -> tuple[jax.Array, ...]:
+    return _grouped_matmul(x.dtype.name).multiply(x, weights, sizes)
 
 
-def _grouped_with_gradients(x: jax.Array, w: jax.Array, sizes: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
-    result: tuple[jax.Array, ...] = _with_gradients(lambda x, w: _product(x, w, sizes))(x, w, g)
-    return result
+def _with_all_gradients(x: Any, weights: Any, sizes: Any, g: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    results, gradients = jax.vjp(lambda x, weights: _products(x, weights, sizes), x, weights)
+    dx, dw = gradients(g)
+    return (*results, dx, *dw)
 
 
 def _compare_grouped(dtype: str) -> Mapping[str, Any]:
     """Compares two products of the same rows, as gate and up are: the kernel may add the gradients of their rows."""
-    x, gate, sizes, g = _grouped_inputs(8, 512, 128, 256, dtype)
-    given = (x, gate, gate[::-1], g, g[::-1])
-
-    def both(x: jax.Array, gate: jax.Array, up: jax.Array, g: jax.Array, h: jax.Array) -> tuple[jax.Array, ...]:
-        multiply = _grouped_matmul(x.dtype.name).multiply
-        results, gradients = jax.vjp(lambda x, *weights: multiply(x, weights, sizes), x, gate, up)
-        return (*results, *gradients((g, h)))
-
-    rows, *pairs = (np.asarray(a.astype(jnp.float32), np.float64) for a in given)
-    weights, cotangents = pairs[:2], pairs[2:]
-    expert = np.repeat(np.arange(8), np.asarray(sizes))
-    out = [np.einsum("rk,rkn->rn", rows, w[expert]) for w in weights]
-    dx = sum(np.einsum("rn,rkn->rk", c, w[expert]) for c, w in zip(cotangents, weights, strict=True))
-    dw = [np.stack([rows[expert == e].T @ c[expert == e] for e in range(8)]) for c in cotangents]
-    labelled = dict(zip(("gate", "up", "dx", "gate's dw", "up's dw"), jax.jit(both)(*given), strict=True))
-    return _compared("grouped matmul", "gate and up, 8 groups, one empty", dtype, labelled, (*out, dx, *dw))
+    x, w, sizes, g = _grouped_inputs(8, 512, 128, 256, dtype)
+    weights, gradients = (w, w[::-1]), (g, g[::-1])
+    rows, *pairs = (np.asarray(a.astype(jnp.float32), np.float64) for a in (x, *weights, *gradients))
+    expert, of = np.repeat(np.arange(8), np.asarray(sizes)), list(zip(pairs[:2], pairs[2:], strict=True))
+    expected = [np.einsum("rk,rkn->rn", rows, w[expert]) for w, _ in of]
+    expected.append(sum(np.einsum("rn,rkn->rk", g, w[expert]) for w, g in of))
+    expected += [np.stack([rows[expert == e].T @ g[expert == e] for e in range(8)]) for _, g in of]
+    results = jax.jit(_with_all_gradients)(x, weights, sizes, gradients)
+    labelled = dict(zip(("gate", "up", "dx", "gate's dw", "up's dw"), results, strict=True))
+    return _compared("grouped matmul", "gate and up, 8 groups, one empty", dtype, labelled, expected)
 
 
 def _time_grouped(experts: int, rows: int, k: int, n: int) -> Mapping[str, Any]:
     """Returns the time of the grouped matmul, and its rate relative to one dense matmul of equal FLOPs."""
     x, w, sizes, g = _grouped_inputs(experts, rows, k, n, "bfloat16")
-    forward, _ = median_seconds(jax.jit(_product), x, w, sizes)
-    both, _ = median_seconds(jax.jit(_grouped_with_gradients), x, w, sizes, g)
+    forward, _ = median_seconds(jax.jit(_products), x, (w,), sizes)
+    both, _ = median_seconds(jax.jit(_with_all_gradients), x, (w,), sizes, (g,))
     dense, _ = median_seconds(jax.jit(jnp.matmul), x, w[0])
     return {
         "kernel": "grouped matmul",
@@ -361,7 +356,7 @@ def _time_float8(products: GroupedProducts, experts: int, rows: int, k: int, n: 
     multiply = jax.jit(lambda x, w, rows_E: products.rows(x, w, rows_E, jnp.bfloat16, of_rows, None))
     gradient = jax.jit(lambda x, g, rows_E: products.groups(x, g, rows_E, jnp.bfloat16, of_columns))
     forward, of_weights = (median_seconds(f, x8, a, sizes)[0] for f, a in ((multiply, w8), (gradient, g8)))
-    wide, _ = median_seconds(jax.jit(_product), x, w, sizes)
+    wide, _ = median_seconds(jax.jit(_products), x, (w,), sizes)
     flops = 2.0 * rows * k * n
     return {
         "kernel": "grouped matmul",
