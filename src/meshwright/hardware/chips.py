@@ -48,7 +48,7 @@ class Nodes:
 
 @dataclasses.dataclass(frozen=True)
 class Efficiency:
-    """Achieved fractions of a chip's peaks in a training step, each between 0 and 1: what chip and kernels can do.
+    """Achieved fractions of a chip's peaks in a training step, 0 to 1 but for the gain: what chip and kernels can do.
 
     How much of it a program uses is in planner/software.py.
     """
@@ -73,7 +73,7 @@ class Efficiency:
     """Fraction overlapped with compute, of the communication over `tensor`, which is pipelined with the matmul before
     or after it."""
     options_gain: float = 1.0
-    """Rate of a large matmul with the compiler options of `Chip` over `matmul`, which programs without them reach."""
+    """Rate of a large matmul with `Chip.compiler_options` over `matmul`, which published programs reach without."""
     tile: int = 128
     """Rows and columns of one matrix-unit tile, or of a step of a GPU's matmul along K (a size, not a fraction)."""
 
