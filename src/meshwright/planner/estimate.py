@@ -211,17 +211,17 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
     if training.matmul_precision != "compute":
         check_precision(training.matmul_precision, machine)
     settled, mapping = Settled(placed, machine), machine.mapping
-    if software.name == MESHWRIGHT.name and AUTO in training.compiler_options:
-        target = _with_options(target)
+    has_options = software.name == MESHWRIGHT.name and AUTO in training.compiler_options
+    compiled = _with_options(target) if has_options else target
     assert mapping is not None  # machine_of_target fills it in
     work, again = work_of(placed), recomputed_roles(training.remat)
     again |= work.outputs_read if again - {"scores"} else frozenset()
     tasks = None
     if shape.stage > 1:
         tasks = build_counts(training.pipeline_schedule, shape.stage, microbatches, placed.virtual_stages)
-    compute = _compute_seconds(settled, work, again, target, software)
+    compute = _compute_seconds(settled, work, again, compiled, software)
     busy = {name: sum(n[kind] for kind in ("matmul", "attention", "elementwise")) for name, n in compute.items()}
-    unembedding = _unembedding_seconds(placed, work, target, software, sum(busy.values()))
+    unembedding = _unembedding_seconds(placed, work, compiled, software, sum(busy.values()))
     busy["stage"] = busy["forward"] if tasks is not None and not keeps_stages(placed) else 0.0
     exposed, links, routes = overlapped(
         movements(settled, work, again, tasks, software),
