@@ -73,7 +73,7 @@ class Efficiency:
     """Fraction overlapped with compute, of the communication over `tensor`, which is pipelined with the matmul before
     or after it."""
     options_gain: float = 1.0
-    """Rate of a large matmul with `Chip.compiler_options` over `matmul`, which published programs reach without."""
+    """Rate of a large matmul with `Chip.compiler_options` over `matmul`, that of most published programs."""
     tile: int = 128
     """Rows and columns of one matrix-unit tile, or of a step of a GPU's matmul along K (a size, not a fraction)."""
 
