@@ -174,6 +174,11 @@ class Program:
             flying[line.name] = (kind, busy[channel])
             asynchronous = line.opcode.endswith(("-start", "-update")) or line.name.startswith("async-collective-start")
             if not asynchronous:
+                # Half of its channel until it or all that is in flight there has ended.
+                for other, (of, ends) in flying.items():
+                    if of == kind and ends > out.seconds and other != line.name:
+                        flying[other] = of, ends + min(ends - out.seconds, seconds)
+                flying[line.name] = kind, out.seconds + seconds + min(begins - out.seconds, seconds)
                 self._wait(line.name, out, flying)
         elif line.opcode not in _FREE and not line.opcode.endswith(("-start", "-update")):
             kind, seconds, flops = self._compute(body, line, out)

@@ -278,6 +278,36 @@ def test_links_carry_first_what_was_started_first(first: str, second: str, share
         assert both == pytest.approx([one, other]) and step == pytest.approx(max(one, other))
 
 
+BESIDE = """HloModule step, is_scheduled=true, num_partitions=16
+
+ENTRY %main (w: bf16[FLYING], x: bf16[WAITED]) -> bf16[OUT] {
+  %w = bf16[FLYING] parameter(0)
+  %x = bf16[WAITED] parameter(1)
+  %first = (bf16[FLYING], bf16[OUT]) all-gather-start(%w), replica_groups=GROUPS, dimensions={0}
+  %waited = bf16[2,WAITED] all-gather(%x), replica_groups=GROUPS, dimensions={0}
+  ROOT %one = bf16[OUT] all-gather-done(%first)
+}
+"""
+
+
+@pytest.mark.parametrize(("flying", "waited"), [(2**20, 2**12), (2**12, 2**20)])
+def test_a_collective_that_the_program_waits_for_has_half_of_a_link_in_use(flying: int, waited: int) -> None:
+    target, mesh = parse_target("h100:2x8"), {"data": 2, "fsdp": 2, "context": 2, "tensor": 2}
+    text = BESIDE.replace("FLYING", str(flying)).replace("WAITED", str(waited)).replace("OUT", str(2 * flying))
+
+    def seconds(text: str) -> dict[str, float]:
+        played = play(text.replace("GROUPS", BETWEEN), target, mesh)
+        return {span.instruction: span.seconds for span in played.spans if span.kind == "collective"}
+
+    both, one = seconds(text), seconds("".join(line for line in text.splitlines(True) if "%waited" not in line))
+    alone = seconds(
+        "".join(line for line in text.splitlines(True) if "%first" not in line).replace("%x = ", "ROOT %x = ")
+    )
+    first, second = one["first"], alone["waited"]
+    assert both["waited"] == pytest.approx(second + min(first, second))
+    assert both["first"] == pytest.approx(first + min(first, second))
+
+
 BRANCHES = """HloModule step, is_scheduled=true
 
 %skip (x: f32[1024,1024]) -> f32[1024,1024] {

@@ -223,7 +223,7 @@ class _Timeline:
         self.now = self.bubble = 0.0
         self.by_kind, self.exposed, self.link_seconds = (defaultdict[str, float](float) for _ in range(3))
         self.spans: list[Span] = []
-        self._in_flight: dict[str, Span] = {}
+        self._in_flight: dict[str, tuple[Span, Collection[str]]] = {}
         self._free: defaultdict[str, float] = defaultdict(float)
 
     def run(self, name: str, cost: Cost) -> None:
@@ -254,11 +254,25 @@ class _Timeline:
             self.link_seconds[axes or kind] += seconds
         ends = max([self.now, *(self._free[link] for link in links)]) + seconds
         self._free.update(dict.fromkeys(links, ends))
-        self._in_flight[key] = Span(name, kind, self.now, ends - self.now, 1, 0, axes)
+        self._in_flight[key] = Span(name, kind, self.now, ends - self.now, 1, 0, axes), links
+
+    def transfer(self, key: str, kind: str, links: Collection[str], seconds: float, axes: str, name: str) -> None:
+        """Runs a transfer with nothing beside but those in flight, which have half of its links until either ends."""
+        for other, (span, shared) in self._in_flight.items():
+            left = span.start + span.seconds - self.now
+            if left > 0 and not set(links).isdisjoint(shared):
+                slower = dataclasses.replace(span, seconds=span.seconds + min(left, seconds))
+                self._in_flight[other] = slower, shared
+        behind = max([0.0, *(self._free[link] - self.now for link in links)])
+        self.begin(key, kind, links, seconds, axes, name)
+        alone = Span(name, kind, self.now, seconds + min(behind, seconds), 1, 0, axes)
+        self._in_flight[key] = alone, links
+        self.wait(key)
 
     def wait(self, key: str) -> None:
         """Waits until a transfer has ended; the waiting time is exposed communication."""
-        if (span := self._in_flight.pop(key, None)) is not None:
+        span, _ = self._in_flight.pop(key, (None, ()))
+        if span is not None:
             waited = max(0.0, span.start + span.seconds - self.now)
             if waited:
                 self.by_kind["exposed"] += waited
@@ -463,9 +477,8 @@ class _Simulator:
         # Links are full duplex: two permutes in opposite directions of a ring do not wait for each other.
         pairs = instruction.attributes.get("source_target_pairs")
         links = [f"{link} {pairs}" for link in links] if pairs else links
-        timeline.begin(name, "collective", links, seconds, axes, _label(instruction))
-        if not asynchronous:
-            timeline.wait(name)
+        run = timeline.begin if asynchronous else timeline.transfer
+        run(name, "collective", links, seconds, axes, _label(instruction))
 
     def _price_transfer(self, instruction: Instruction) -> tuple[str, float, Collection[str]]:
         inner = collective_in(instruction)
