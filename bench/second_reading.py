@@ -200,7 +200,7 @@ class Program:
             host = "S(5)" in line.shape
             return ("host", "host", moved / self.machine.host, 0.0) if host else (
                 "copy", "copy", moved / self.machine.hbm, 0.0)  # fmt: skip
-        piece = line.name.startswith("async_collective_fusion")
+        piece = line.attribute("calls").startswith("async_collective_fusion")
         origin = line
         if line.opcode.endswith("-update"):
             origin = body.get(line.operands[0], line)

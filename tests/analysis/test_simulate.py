@@ -234,6 +234,41 @@ def test_a_transfer_on_another_core_begins_with_its_operands() -> None:
     assert late.exposed["fsdp"] == pytest.approx(RING)
 
 
+def test_a_matmul_fused_with_a_piece_of_a_gather_is_a_matmul() -> None:
+    """v5e prints the gather in each fusion that it overlaps with; start and done are fusions too."""
+    text = PROGRAM.replace("CYCLES", "1750000")
+    gather = "all-gather(%w), replica_groups={{0,1,2,3}}, dimensions={0}"
+    begun = f"""%begun (w: bf16[256,1024]) -> bf16[1024,1024] {{
+  %w = bf16[256,1024] parameter(0)
+  ROOT %gather = bf16[1024,1024] {gather}
+}}
+
+%async_collective_fusion.1 (a: bf16[1024,1024], w: bf16[256,1024]) -> bf16[1024,1024] {{
+  %a = bf16[1024,1024] parameter(0)
+  %w = bf16[256,1024] parameter(1)
+  %gather = bf16[1024,1024] {gather}
+  ROOT %dot = bf16[1024,1024] dot(%a, %a), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+
+%ended (g: bf16[1024,1024]) -> bf16[1024,1024] {{
+  ROOT %g = bf16[1024,1024] parameter(0)
+}}
+
+ENTRY"""
+    start = (
+        "%start = (bf16[256,1024], bf16[1024,1024]) all-gather-start(%w), replica_groups={{0,1,2,3}}, dimensions={0}"
+    )
+    pieces = (
+        text.replace("ENTRY", begun)
+        .replace(start, "%async-collective-start = bf16[1024,1024] fusion(%w), kind=kCustom, calls=%begun")
+        .replace("fusion(%a, %a), kind=kOutput, calls=%product", "fusion(%a, %w), calls=%async_collective_fusion.1")
+        .replace("all-gather-done(%start)", "fusion(%async-collective-start), kind=kCustom, calls=%ended")
+        .replace("%done", "%async-collective-done")
+    )
+    whole, played = play(text), play(pieces)
+    assert played.by_kind == whole.by_kind and played.step_seconds == pytest.approx(whole.step_seconds)
+
+
 def test_what_lies_in_vmem_costs_no_hbm() -> None:
     text = PROGRAM.replace("CYCLES", "1750").replace(
         "%y = f32[1024,1024] negate", "%y = f32[1024,1024]{1,0:S(1)} negate"

@@ -469,7 +469,7 @@ class _Simulator:
         axes, seconds, links = self._transfer(instruction)
         name = instruction.name
         asynchronous = instruction.opcode.endswith("-start") or name.startswith("async-collective-start")
-        is_piece = name.startswith("async_collective_fusion") or "async-collective" in name
+        is_piece = any(inner.name.startswith("async_collective_fusion") for inner in instruction.called)
         if instruction.opcode == "fusion" and not asynchronous and is_piece:
             # Computation fused with one piece of a collective that was started elsewhere.
             timeline.run(_label(instruction), self.cost_model.cost_of(instruction))
