@@ -126,8 +126,8 @@ def train(
         if chief:
             write_run(run, out / "run.json")
             prepared.write_files(out)
-            lines = JsonLines(out / "metrics.jsonl", upto=position.step, every=resumed.log_every)
-            sinks += [*build_reporters(out, run), lines, events]
+            sinks += [*build_reporters(out, run), events]  # before a file is open, as names may be refused
+            sinks.append(lines := JsonLines(out / "metrics.jsonl", upto=position.step, every=resumed.log_every))
             events.start(
                 position.step,
                 mesh=str(device_run.shape),
