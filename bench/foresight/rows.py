@@ -69,6 +69,8 @@ _VIRTUAL_STAGES = {"Nemotron4 340B": 12, "Llama 3 405B": 8}
 """Virtual stages where a row does not say. Each of Meta's 126 layers is a part (arXiv:2407.21783, section 3.3.2)."""
 _OFFLOADED = {("LLAMA3_70B", "GB200", "FSDP64"): 40 / 80}
 """Megatron-Bridge, scripts/performance/configs/llama, `cpu_offloading_num_layers` of the layers."""
+_VMEM = ("training/v5p/Llama3.1-405B-MaxText/", "training/v5p/Llama4-Scout-17B-16E-Maxtext/")
+"""Recipes on v5p that give matmuls more VMEM (`MaxText/benchmarks`, 96 and 80 MiB), as the chip's options here do."""
 # Bytes/s per GPU between nodes, where a row's machine has another network than its chip's in hardware/chips.py.
 _NETWORKS = (
     # A3 High (h100-80gb-8): four interfaces of 200 Gbit/s for eight GPUs; NCCL reached 83 GB/s, and 318 on A3 Mega.
@@ -204,7 +206,8 @@ def read_row(row: dict[str, str]) -> Row:
         matmul_precision=read_precision(row, target),
         reduce_dtype="bfloat16" if reduces_in_16_bits(row) else "float32",
         # Megatron keeps parameters in 16 bits; its optimizer has the float32 ones.
-        param_dtype="bfloat16" if software.name.startswith("Megatron") else "float32", **options
+        param_dtype="bfloat16" if software.name.startswith("Megatron") else "float32",
+        compiler_options=("auto",) if row["path_or_url"].startswith(_VMEM) else (), **options
     )  # fmt: skip
     placed = place(row, model, mesh, training)
     if isinstance(software.kernel, FusedKernel):
@@ -411,9 +414,9 @@ def read_target(row: dict[str, str]) -> Target:
 
 _MEMORY = {
     "a100-40gb": 40960, "a100": 81920, "h100": 81559, "h200": 143771, "b200": 183359, "gb200": 189471, "b300": 275040,
-    "gb300": 284208, "v5e": 16128, "v6e": 32000, "v5p": 98038, "tpu7x": 97024,
+    "gb300": 284208,
 }  # fmt: skip
-"""MiB of a device as nvidia-smi and XLA's messages print them ("Used 33.07G of 31.25G hbm"); chips.toml has less."""
+"""MiB of a GPU as nvidia-smi prints them; chips.toml has what data sheets say."""
 
 
 def read_mesh(row: dict[str, str], target: Target, sequences: int) -> tuple[MeshShape, int, dict[str, str]]:

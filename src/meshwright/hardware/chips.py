@@ -164,12 +164,8 @@ class Chip:
 
     @property
     def fragmentation(self) -> float:
-        """Heap size over live bytes: what is lost between blocks.
-
-        Compiled proofs for TPUs have 1.07 to 1.5, most where there is room (docs/plan.md); Llama 2 70B with its
-        attention outputs kept on 128 v5p needs 101 GiB for a planned 86. Thirty programs for GPUs have 1.00 to 1.03.
-        """
-        return 1.15 if self.on_torus else 1.05
+        """Heap over live bytes: 1.00 to 1.10 in programs that fill two thirds of a TPU (docs/log.md), 1.03 of a GPU."""
+        return 1.1 if self.on_torus else 1.05
 
     @property
     def roomy_bytes(self) -> float:

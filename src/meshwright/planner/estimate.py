@@ -197,8 +197,10 @@ def _mixed(others: Estimate, saving: Estimate, fraction: float) -> Estimate:
     mixed: dict[str, Any] = {
         name: mix(getattr(others, name), getattr(saving, name)) for name in ("parts", "exposed", "busy", "bounds")
     }
-    memory = {name: max(n, saving.memory.get(name, 0.0)) for name, n in others.memory.items()}
-    memory["activations"] = mix(others.memory, saving.memory)["activations"]
+    # The layers that save are the first: their backward pass comes when the activations of the others are gone.
+    kept = fraction * saving.memory["activations"]
+    both = {**others.memory, "activations": (1 - fraction) * others.memory["activations"] + kept}
+    memory = max(both, {**saving.memory, "activations": kept}, key=lambda kinds: sum(kinds.values()))
     step = PhaseMemory(sum(memory.values()), others.phases["step"].host)
     mixed |= {"seconds": sum(mixed["parts"].values()), "memory": memory, "phases": {**others.phases, "step": step}}
     return dataclasses.replace(others, **mixed)
@@ -211,8 +213,7 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
     if training.matmul_precision != "compute":
         check_precision(training.matmul_precision, machine)
     settled, mapping = Settled(placed, machine), machine.mapping
-    has_options = software.name == MESHWRIGHT.name and AUTO in training.compiler_options
-    compiled = _with_options(target) if has_options else target
+    compiled = _with_options(target) if AUTO in training.compiler_options else target
     assert mapping is not None  # machine_of_target fills it in
     work, again = work_of(placed), recomputed_roles(training.remat)
     again |= work.outputs_read if again - {"scores"} else frozenset()
