@@ -230,7 +230,9 @@ class DecoderModel(Model):
         """Returns the normalised hidden states [B, T, D] and the unembedding [V/stage+tensor, D]."""
         d = self.decoder
         final: Any = gather_params(params["final_norm"], "final_norm")
-        table_VD = gather_params(params[d.table], d.table)
+        # Two gradients of a tied table are added before they are scattered.
+        x_BTD, table = (x_BTD, params["embed"]) if d.tied else _own_gradients_first(x_BTD, params["unembed"])
+        table_VD = gather_params(table, d.table)
         scale, bias = (final["scale"], final.get("bias")) if d.norm.kind == "layer" else (final, None)
         with jax.named_scope("unembedding"):
             return sequence_all_gather(d.norm(x_BTD, scale, bias), 1), table_VD
