@@ -6,26 +6,31 @@ from collections.abc import Iterator
 SPARSE_CORE = "SparseCore"
 VMEM = "SparseCore + VMEM"
 ALL = "all of SparseCore + VMEM"
+QUEUED = "all of SparseCore + VMEM, queued"
 NO_OPTIONS = "none"
 
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_{}=true"
 _V5P_KINDS = ("all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter")
 _V6E_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 _KINDS = ("all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter", "all_reduce")
+_QUEUE = "xla_tpu_enable_sparse_core_offload_queuing_in_lhs=true"
 
 OPTION_SETS: dict[str, dict[str, tuple[str, ...]]] = {
     "v5p": {
         NO_OPTIONS: (),
         SPARSE_CORE: tuple(_OFFLOAD.format(kind) for kind in _V5P_KINDS),
         VMEM: (*(_OFFLOAD.format(kind) for kind in _V5P_KINDS), "xla_tpu_scoped_vmem_limit_kib=49152"),
-        # What Meshwright takes on this chip when nothing is said.
         ALL: (*(_OFFLOAD.format(kind) for kind in _KINDS), "xla_tpu_scoped_vmem_limit_kib=49152"),
+        # What Meshwright takes on this chip when nothing is said.
+        QUEUED: (*(_OFFLOAD.format(kind) for kind in _KINDS), "xla_tpu_scoped_vmem_limit_kib=49152", _QUEUE),
     },
     "v6e": {
         NO_OPTIONS: (),
         SPARSE_CORE: tuple(_OFFLOAD.format(kind) for kind in _V6E_KINDS),
         VMEM: (*(_OFFLOAD.format(kind) for kind in _V6E_KINDS), "xla_tpu_scoped_vmem_limit_kib=98304"),
+        # What Meshwright takes on this chip when nothing is said.
         ALL: (*(_OFFLOAD.format(kind) for kind in _KINDS), "xla_tpu_scoped_vmem_limit_kib=98304"),
+        QUEUED: (*(_OFFLOAD.format(kind) for kind in _KINDS), "xla_tpu_scoped_vmem_limit_kib=98304", _QUEUE),
     },
 }
 """Sets of compiler options that both sides are compiled with, by chip: the search on our side starts from none of its
@@ -150,7 +155,8 @@ def microbatch_settings(case: Case) -> Iterator[Setting]:
     for count in (2, 4):
         if case.batch // case.chips % count == 0:
             for remat in ("minimal_with_context", "save_dot_with_context_except_mlp", "save_qkv_proj"):
-                yield Setting(remat, ALL, windowed=False, microbatches=count)
+                for options in (ALL, QUEUED):
+                    yield Setting(remat, options, windowed=False, microbatches=count)
 
 
 def all_settings(side: str, case: Case) -> Iterator[Setting]:

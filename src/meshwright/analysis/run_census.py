@@ -106,7 +106,8 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
     if placed.shape.stage > 1 and device_run.local_model.permutes:
         # A stage without a task computes beside the others, and padding rows too.
         rows = -(-len(placed.spec.layers) // (placed.shape.stage * placed.virtual_stages)) * placed.shape.stage
-        uneven = rows * placed.schedule_table.ticks_of(FORWARD) / (len(placed.spec.layers) * run.training.microbatches)
+        ticks = int((placed.schedule_table.kind == FORWARD).any(axis=(1, 2)).sum())
+        uneven = rows * ticks / (len(placed.spec.layers) * run.training.microbatches)
     most = _SLACK * uneven * sum(factors.get(item, again) * flops for item, flops in items.items())
     adapters = sum(p.size for _, p, _ in placed.leaves if p.role == "adapter")
     most += _SLACK * uneven * again * 2 * passes * run.training.batch * run.training.seq * adapters / placed.shape.size

@@ -258,15 +258,13 @@ class _Timeline:
 
     def transfer(self, key: str, kind: str, links: Collection[str], seconds: float, axes: str, name: str) -> None:
         """Runs a transfer with nothing beside but those in flight, which have half of its links until either ends."""
+        behind = max([0.0, *(self._free[link] - self.now for link in links)])
         for other, (span, shared) in self._in_flight.items():
             left = span.start + span.seconds - self.now
             if left > 0 and not set(links).isdisjoint(shared):
-                slower = dataclasses.replace(span, seconds=span.seconds + min(left, seconds))
-                self._in_flight[other] = slower, shared
-        behind = max([0.0, *(self._free[link] - self.now for link in links)])
+                self._in_flight[other] = dataclasses.replace(span, seconds=span.seconds + min(left, seconds)), shared
         self.begin(key, kind, links, seconds, axes, name)
-        alone = Span(name, kind, self.now, seconds + min(behind, seconds), 1, 0, axes)
-        self._in_flight[key] = alone, links
+        self._in_flight[key] = Span(name, kind, self.now, seconds + min(behind, seconds), 1, 0, axes), links
         self.wait(key)
 
     def wait(self, key: str) -> None:

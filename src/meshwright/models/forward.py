@@ -40,7 +40,7 @@ from meshwright.models.model import (
     Tokens,
     vocab_size,
 )
-from meshwright.models.remat import checkpoint_layer
+from meshwright.models.remat import REMAT_POLICIES, checkpoint_layer
 from meshwright.sharding.params import GatherParams, Tree
 from meshwright.sharding.sequence import SequenceSplit
 from meshwright.sharding.stages import NO_LAYER, StageAssignment
@@ -242,8 +242,9 @@ class LocalModel:
     """Axes that split experts (sharding/layouts.py)."""
     expert_nodes: int = 1
     """Groups of their devices between which a token has one row (runs/settle.py)."""
-    ahead: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """Parameters that are gathered one layer ahead, by stack; other stacks gather all in their own layer."""
+    ahead: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = dataclasses.field(default_factory=dict)
+    """Parameters that are gathered one layer ahead, by stack: for passes that begin at a layer's start, and for those
+    that begin with its feed-forward half. Other stacks gather all in their own layer."""
     tensor_ring: tuple[int, ...] = ()
     """Ring of collective matmuls over `tensor` (models/model.py); () for none."""
     attention_pieces: int = 1
@@ -336,11 +337,9 @@ class LocalModel:
         self, stack: str, x_BTD: jax.Array, ctx: ForwardContext, params: Tree, index: Tree, remat: str
     ) -> tuple[jax.Array, dict[str, Aux]]:
         """Runs a stack whose first weights are gathered one layer ahead."""
-        first = {name: p for name, p in params.items() if name in self.ahead[stack]}
-        rest = {name: p for name, p in params.items() if name not in first}
-        gather_first, gather_rest = (
-            functools.partial(self.gather_params.only(stack, names), path=stack) for names in (first, rest)
-        )
+
+        def gather_some(some: Tree) -> Tree:
+            return self.gather_params.only(stack, some)(some, path=stack)
 
         def gather(given: Tree, path: str) -> Tree:
             return given if path == stack else self.gather_params(given, path)
@@ -348,7 +347,9 @@ class LocalModel:
         layer: Any = self.model.layer_functions(dataclasses.replace(ctx, gather_params=gather))[stack]
         from meshwright.models.gather_ahead import scan_layers_ahead
 
-        x_BTD, aux = scan_layers_ahead(layer, (gather_first, gather_rest), x_BTD, (first, rest), index, remat=remat)
+        at_start, inside = self.ahead[stack]
+        ahead = at_start, inside if REMAT_POLICIES[remat].begins_inside else at_start
+        x_BTD, aux = scan_layers_ahead(layer, gather_some, x_BTD, params, ahead, index, remat=remat)
         return x_BTD, {stack: aux}
 
     def loss(self, params: Tree, x_BTD: jax.Array, batch: Batch, total: jax.Array) -> tuple[jax.Array, Metrics]:

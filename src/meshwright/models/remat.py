@@ -39,6 +39,11 @@ class RematPolicy:
     """Names offloaded to host memory."""
 
     @property
+    def begins_inside(self) -> bool:
+        """Whether a layer's backward pass begins with its feed-forward half: it recomputes nothing before that."""
+        return self.saved is not None and ATTN_RESIDUAL in self.saved
+
+    @property
     def policy(self) -> Callable[..., Any] | None:
         """Policy for `jax.checkpoint`; None where nothing is recomputed."""
         policies = jax.checkpoint_policies

@@ -4,6 +4,7 @@ Activations are what the remat policy keeps of each layer (Korthikanti et al. 20
 the microbatches in flight on a stage. The rest is what a layer needs while it runs.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -58,8 +59,8 @@ def memory_by_category(
     inner = layer_bytes(settled, work)
     # Offloaded activations come back for one layer and, ahead of time, for the next.
     from_host = 2 * offloaded_bytes(placed, work) / max(1.0, work.layers)
-    # Gathering ahead: the first weights of the layer below, and the gradients of those of the layer above.
-    carried = compute * _carried_elements(placed.layout) if settled.gathers_ahead else 0.0
+    # Of a scan that gathers ahead: weights that the layer below begins with, last gradients of the layer above.
+    carried = compute * _carried_elements(settled)
     # Four programs for v5p have two of the three gradients of a layer's experts at once: so the plan is 0 to 8 % above
     # them, and 2 to 13 % with all three (docs/log.md). Programs for GPUs are on both sides of the plan with all three.
     unreduced = one_layer - (_first_reduced_elements(placed.layout) if settled.machine.on_tpu else 0.0)
@@ -266,62 +267,48 @@ def param_bytes(layout: ModelLayout, param_dtype: str) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def _gathered_elements(layout: ModelLayout) -> tuple[float, float]:
-    """Elements on a device after the gather: of one layer of the largest stack, and of all layers."""
-    shape = layout.shape
-    all_layers, one_layer = 0.0, dict[str, float]()
-    for path, p, where in layout.leaves:
-        if "L" in p.dims and not path.startswith("reference."):
-            gathered = p.size / shape.over(axes_of(where.in_use))
-            all_layers += gathered
-            stack = path.partition(".")[0]
-            one_layer[stack] = one_layer.get(stack, 0.0) + gathered / p.logical_shape[0] * shape.stage
-    return max(one_layer.values(), default=0.0), all_layers
+def _weights(layout: ModelLayout) -> tuple[tuple[str, Any, Any, float], ...]:
+    """Paths, parameters and placements of the layers' weights, with the gathered elements of one layer on a device."""
+    leaves = [(path, p, where) for path, p, where in layout.leaves if "L" in p.dims and path[:10] != "reference."]
+    over = [layout.shape.over(axes_of(where.in_use)) * p.logical_shape[0] for _, p, where in leaves]
+    return tuple((*leaf, leaf[1].size * layout.shape.stage / n) for leaf, n in zip(leaves, over, strict=True))
 
 
 @functools.lru_cache(maxsize=4096)
+def _gathered_elements(layout: ModelLayout) -> tuple[float, float]:
+    """Elements on a device after the gather: of one layer of the largest stack, and of all layers."""
+    one_layer = collections.defaultdict[str, float](float)
+    for path, _, _, elements in _weights(layout):
+        one_layer[path.partition(".")[0]] += elements
+    all_layers = sum(elements * p.logical_shape[0] for _, p, _, elements in _weights(layout)) / layout.shape.stage
+    return max(one_layer.values(), default=0.0), all_layers
+
+
 def _first_reduced_elements(layout: ModelLayout) -> float:
     """Elements of a layer's experts whose gradient has been scattered when the others are there: `down`'s comes first.
 
     Experts' gradients are too large for the compiler to combine their reduce-scatters, as it does a dense layer's.
     """
-    stages = layout.shape.stage
-    return max(
-        (
-            p.size / layout.shape.over(axes_of(where.in_use)) / p.logical_shape[0] * stages
-            for _, p, where in layout.leaves
-            if "L" in p.dims and "E" in p.dims and p.role == "ffn_out" and where.at_rest != where.in_use
-        ),
-        default=0.0,
-    )
+    downs = ((where, n) for _, p, where, n in _weights(layout) if "E" in p.dims and p.role == "ffn_out")
+    return max((n for where, n in downs if where.at_rest != where.in_use), default=0.0)
 
 
-@functools.lru_cache(maxsize=4096)
 def _whole_elements(layout: ModelLayout, param_dtype: str, compute_dtype: str) -> float:
     """Elements on a device of the layers' parameters that are neither gathered nor converted before use."""
-    return sum(
-        math.prod(p.shape) / layout.shape.over(axes_of(where.in_use))
-        for path, p, where in layout.leaves
-        if "L" in p.dims
-        and where.at_rest == where.in_use
-        and not path.startswith("reference.")
-        and (p.stored or param_dtype) == compute_dtype
-    )
+    whole = ((p, n) for _, p, where, n in _weights(layout) if where.at_rest == where.in_use)
+    layers = (n * p.logical_shape[0] for p, n in whole if (p.stored or param_dtype) == compute_dtype)
+    return sum(layers) / layout.shape.stage
 
 
-@functools.lru_cache(maxsize=4096)
-def _carried_elements(layout: ModelLayout) -> float:
+def _carried_elements(settled: Settled) -> float:
     """Elements that a scan which gathers ahead carries between layers, weights and gradients, of the largest stack."""
-    carried: dict[str, float] = {}
-    gathered: set[str] = set()
-    for path, p, where in layout.leaves:
-        if "L" in p.dims:
-            stack = path.partition(".")[0]
-            elements = math.prod(p.shape) / layout.shape.over(axes_of(where.in_use)) / p.logical_shape[0]
-            first = p.role not in ("ffn_in", "ffn_out")
-            carried[stack] = carried.get(stack, 0.0) + 2 * elements * first
-            gathered |= {stack} if first and where.at_rest != where.in_use else set()
-    return max((n for stack, n in carried.items() if stack in gathered), default=0.0)
+    inside, carried = REMAT_POLICIES[settled.placed.run.training.remat].begins_inside, [0.0]
+    for stack, (first, half) in settled.gathered_ahead.items():
+        weights = {
+            path.split(".")[1]: n for path, _, _, n in _weights(settled.placed.layout) if path.startswith(f"{stack}.")
+        }
+        carried.append(sum(weights.get(name, 0.0) for name in (*first, *(half if inside else first))))
+    return max(carried)
 
 
 class Saved(NamedTuple):

@@ -114,32 +114,24 @@ class Settled:
         return nodes if saved > copied / slower else devices
 
     @functools.cached_property
-    def gathers_ahead(self) -> bool:
-        """Whether the weights that a layer needs first are gathered one layer ahead (models/gather_ahead.py)."""
-        training = self.placed.run.training
-        if training.gather_ahead == "none" or self._gathered_within_reason is not None:
-            return False
+    def gathered_ahead(self) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+        """Parameters that are gathered one layer ahead, by stack (models/gather_ahead.py).
+
+        The first are for passes that begin at a layer's start, the second for those that begin with its feed-forward
+        half (`RematPolicy.begins_inside`). Experts are too large to have those of two layers.
+        """
+        training, names = self.placed.run.training, dict[str, tuple[tuple[str, ...], tuple[str, ...]]]()
         # With offloading it is the setting that was compiled: Llama 3 8B on v6e (docs/log.md).
         offloads = bool(REMAT_POLICIES[training.remat].offloaded) and self.machine.on_tpu
-        return training.gather_ahead == "layer" or bool(self.links.torus) or offloads
-
-    @functools.cached_property
-    def gathered_ahead(self) -> dict[str, tuple[str, ...]]:
-        """Parameters that are gathered one layer ahead, by stack; none where nothing is gathered or recomputed."""
-        if not self.gathers_ahead:
-            return {}
-        params, placements = self.placed.params, self.placed.placements
-        # All except the feed-forward half, whose gathers overlap with attention.
-        names = {
-            stack: tuple(n for n, p in params[stack].items() if getattr(p, "role", None) not in ("ffn_in", "ffn_out"))
-            for stack, count in self.placed.spec.stacks.items()
-            if count > 1
-        }
-        return {
-            stack: chosen
-            for stack, chosen in names.items()
-            if any(placements[stack][n].at_rest != placements[stack][n].in_use for n in chosen)
-        }
+        wanted = {"layer": True, "none": False, "auto": bool(self.links.torus) or offloads}[training.gather_ahead]
+        for stack, count in self.placed.spec.stacks.items() if self._gathered_within_reason is None else ():
+            params, where = self.placed.params[stack], self.placed.placements[stack]
+            hidden = tuple(n for n, p in params.items() if getattr(p, "role", None) in ("ffn_in", "ffn_out"))
+            first = tuple(n for n in params if n not in hidden)
+            # The gathers of the half that is not first overlap with the other.
+            if wanted and count > 1 and any(where[n].at_rest != where[n].in_use for n in first):
+                names[stack] = first, first if any("E" in params[n].dims for n in hidden) else hidden
+        return names
 
     @property
     def _gathered_within_reason(self) -> str | None:
@@ -168,12 +160,9 @@ class Settled:
     @property
     def attention_pieces(self) -> int:
         """Most pieces of the batch whose attention overlaps with another's sums over `tensor`; 1 without a ring."""
-        if not self.tensor_ring or self.placed.shape.context > 1:
-            return 1
-        if self.placed.run.training.matmul_precision != "compute":
-            return 1
-        chip = self.machine.listed
-        return 1 if self.machine.on_tpu and not (chip and chip.sparse_cores) else _ATTENTION_PIECES
+        low, chip = self.placed.run.training.matmul_precision != "compute", self.machine.listed
+        whole = not self.tensor_ring or self.placed.shape.context > 1 or low
+        return 1 if whole or (self.machine.on_tpu and not (chip and chip.sparse_cores)) else _ATTENTION_PIECES
 
     @property
     def scheduled_by_price(self) -> bool:

@@ -181,10 +181,6 @@ class ScheduleTable(TaskCounts):
             "per stage"
         )
 
-    def ticks_of(self, kind: int) -> int:
-        """Returns the number of ticks in which some stage runs a task of a kind."""
-        return int((self.kind == kind).any(axis=(1, 2)).sum())
-
     def tasks(self, tick: int, stage: int) -> list[Task]:
         """Returns the tasks of a stage in a tick, in the order in which they run."""
         columns = (a[tick, stage].tolist() for a in (self.kind, self.virtual_stage, self.microbatch))

@@ -105,7 +105,7 @@ def choices_to_json(device_run: DeviceRun) -> dict[str, Any]:
         "expert_nodes": device_run.settled.expert_nodes,
         "exchange_pieces": model.exchange_pieces,
         "exchanged_at_once_reason": device_run.settled.exchanged_at_once_reason,
-        "gathered_ahead": {stack: list(names) for stack, names in model.ahead.items()},
+        "gathered_ahead": {stack: sorted({*first, *half}) for stack, (first, half) in model.ahead.items()},
         "tensor_ring": list(model.tensor_ring),
         "compiler_options": device_run.compiler_options(),
         "scheduled_by_price": device_run.settled.scheduled_by_price,
