@@ -70,6 +70,17 @@ def test_attention_in_pieces_of_the_batch(family: str) -> None:
     assert largest_difference(pieces.gradients, whole.gradients) < 1e-6
 
 
+@pytest.mark.parametrize("precision", ["int8", pytest.param("fp8_rowwise", marks=exhaustive)])
+def test_weights_in_low_precision_gather_ahead(precision: str) -> None:
+    """Integers have no gradient that a scan could carry."""
+    changes = {"remat": "projections", "matmul_precision": precision, "microbatches": 2}
+    within, ahead = (tiny_run(MODELS["llama"], "fsdp=2", gather_ahead=g, **changes) for g in ("none", "layer"))
+    expected = train(within, 3)
+    found = train(ahead, 3, initial=expected.initial)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert largest_difference(found.gradients, expected.gradients) < 1e-6
+
+
 @pytest.mark.parametrize("family", [pytest.param(f, marks=exhaustive) for f in ("mixtral", "deepseek-like")])
 def test_layers_with_experts_gather_ahead(family: str) -> None:
     """The balance loss of a layer's aux has a gradient too, and a stack of one layer has no layer ahead."""
