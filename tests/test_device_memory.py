@@ -98,9 +98,9 @@ def test_what_a_device_raises_while_it_runs_is_the_same_error(monkeypatch: pytes
 def test_what_this_machine_cannot_compile_or_hold_is_refused_before_the_compiler(tmp_path: Path) -> None:
     """XLA's compiler for CPUs died of SIGFPE on the first, without a word; the second went on to read its text."""
     for words, truth, fix in (
-        (["prove", "llama3-70b"], r"256 x 4096 x 8192 = 8,589,934,592 activations", "--on v5p:4x4x4"),
+        (["prove", "llama3-70b"], r"256 x 4096 x 8192 = 8,589,934,592 activations", "--on v5p:2x2x4"),
         (["prove", "llama3-405b"], r"256 x 4096 x 16384 = 17,179,869,184", r"--on v5p:8x8x\d+"),
-        (["train", "llama3-70b", "--out", str(tmp_path / "out")], r"needs 1.54 TiB, and this host", "--on v5p:4x4x4"),
+        (["train", "llama3-70b", "--out", str(tmp_path / "out")], r"needs 1.54 TiB, and this host", "--on v5p:2x2x4"),
         (["prove", "tiny", "--mesh", "fsdp=16384"], "at most 1,024 are simulated", r"prove --on CHIP:SIZE"),
     ):
         with pytest.raises(MeshwrightError) as refused:

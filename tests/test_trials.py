@@ -67,7 +67,7 @@ def test_a_proof_brings_back_seconds_and_bytes(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_proof_that_is_too_large_or_refused_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch, census_json(7.5, 2e11))
-    assert prove_plan(plan(), TARGET, 60).refused == "186 GiB of 95 GiB"
+    assert prove_plan(plan(), TARGET, 60).refused == "186 GiB of 95.7 GiB"
     answer(monkeypatch, "", "error: compiling\n  because: D=3 does not divide\n  fix: another mesh\n")
     refused = prove_plan(plan(), TARGET, 60)
     assert refused.step_seconds is None and refused.refused == "D=3 does not divide"

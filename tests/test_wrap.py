@@ -573,7 +573,7 @@ def test_a_run_file_of_a_model_without_a_name_asks_for_the_model(tmp_path: Path,
 
 
 def test_the_census_has_the_collectives_that_the_docs_state() -> None:
-    run = mw.wrap(W, squares, rows).run(mesh="data=2,fsdp=4", remat="none", fsdp_min_size=64 * 128)
+    run = mw.wrap(W, squares, rows).run(mesh="data=2,fsdp=4", remat="none")
     device_run = place_on_devices(run, build_mesh(run.mesh, jax.devices()))  # type: ignore[arg-type]
     census = census_of_train_step(device_run)
     size = 64 * 128 * 4
@@ -621,7 +621,7 @@ def test_the_compiler_sums_activations_over_tensor_and_gathers_no_parameter() ->
 def test_plan_counts_matmuls_parameters_and_what_is_kept() -> None:
     model = mw.wrap(W, squares, rows)
     assert 16 * training_flops_per_token(model, 1) == 3 * 2 * 16 * 64 * 128
-    plans = mw.plan(model.run(fsdp_min_size=64 * 128), on="v5p:2x2x1")
+    plans = mw.plan(model.run(), on="v5p:2x2x1")
     assert {str(plan.mesh) for plan in plans} == {"data=4", "data=2,fsdp=2", "fsdp=4"}
     fsdp = next(plan for plan in plans if str(plan.mesh) == "fsdp=4")
     assert fsdp.estimate.memory["parameters"] == 64 * 128 * 4 / 4

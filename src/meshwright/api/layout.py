@@ -45,8 +45,8 @@ def show(run: Run | str, mesh: str | MeshShape | None = None) -> LayoutView:
 
     Example:
         >>> view = mw.show("llama3-8b", mesh="fsdp=64")
-        >>> view.report.rows[0].sharded
-        'w[L, D/fsdp]'
+        >>> view.report.rows[3].sharded
+        'w[L, D/fsdp, F]'
         >>> view.report.parameters
         8030261248
     """

@@ -40,8 +40,8 @@ class Run(Shown, Ranged):
     layout: str = "auto"
     """Layout of tensors on the mesh: fsdp, zero1, folded, folded_zero1, or module:attribute of a `Layout`. `auto` is
     fsdp; on a known chip zero1 for pipelines with `data`, and folded where that is predicted to be faster."""
-    fsdp_min_size: Annotated[NonNegativeInt, tyro.conf.Fixed] = 2**16
-    """Parameters of fewer elements (per layer) are not sharded over `fsdp`."""
+    fsdp_min_size: Annotated[NonNegativeInt, tyro.conf.Fixed] = 2**12
+    """Parameters of fewer elements (per layer), and norms and biases, are not sharded over `fsdp`."""
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
     data: Data = Data()

@@ -66,8 +66,8 @@ def place_param(
 ) -> Placements:
     """Returns the placements of the parameter `name`. dims: its dimension letters.
 
-    min_size: parameters of fewer elements per layer are not sharded further at rest. Raises ConfigError with tensor,
-    axis and arithmetic where a dimension does not divide.
+    min_size: parameters of fewer elements per layer, and vectors, are not sharded further at rest. Raises ConfigError
+    with tensor, axis and arithmetic where a dimension does not divide.
     """
     # Of experts that `tensor` splits each keeps its width F.
     taken = layout.table.get("E", ()) if "E" in dims else ()
@@ -77,7 +77,7 @@ def place_param(
         for letter, size, axes in zip(dims, shape, in_use, strict=True)
     )
     _check(name, shape, dims, in_use, mesh)
-    if _elements_per_layer(shape, dims) < min_size:
+    if _elements_per_layer(shape, dims) < min_size or len(dims.replace("L", "")) == 1:
         return Placements(in_use, in_use, in_use)
     at_rest = tuple(
         axes + _unused(layout.at_rest.get(letter, ()), in_use, mesh) for letter, axes in zip(dims, in_use, strict=True)
