@@ -47,7 +47,9 @@ def test_every_placement_divides_and_uses_an_axis_once(dims, sizes, data, fsdp, 
         local = local_shape(shape, placement, mesh)
         assert math.prod(local) * mesh.over(axes) == math.prod(shape)
     per_layer = math.prod(n for n, d in zip(shape, dims, strict=True) if d != "L")
-    assert ("fsdp" in axes_of(placed.at_rest)) == (fsdp > 1 and per_layer >= min_size)
+    # Norms and biases are whole.
+    is_matrix = len(dims.replace("L", "")) > 1
+    assert ("fsdp" in axes_of(placed.at_rest)) == (fsdp > 1 and per_layer >= min_size and is_matrix)
     assert all(axes == () for axes, d in zip(placed.optimizer, dims, strict=True) if d == "L")
 
 
