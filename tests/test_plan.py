@@ -16,7 +16,7 @@ from meshwright.analysis.run_census import census_of_train_step
 from meshwright.config import MeshShape, Optimizer
 from meshwright.errors import divisors
 from meshwright.hardware.chips import CHIPS, Efficiency
-from meshwright.hardware.interconnect import GroupSpan, map_axes, route
+from meshwright.hardware.interconnect import GroupSpan, machine_of_target, map_axes, route
 from meshwright.hardware.machine import Machine
 from meshwright.hardware.targets import parse_target
 from meshwright.models.flops import forward_flops, training_flops_per_token
@@ -369,6 +369,23 @@ def test_activations_travel_beside_the_other_half_of_a_tick() -> None:
     assert [(m.times, m.payload) for m in shared] == [(4 * 16, 2 * 8192 * 4096)]
     others = movements(settled, work, again, tasks, SOFTWARE["Megatron-Core"])
     assert not [m for m in others if m.kind == "all-reduce" and m.purpose == shared[0].purpose]
+
+
+@pytest.mark.parametrize(
+    ("on", "mesh", "kind", "alone"),
+    [
+        ("v5e:16x16", "fsdp=256", "all-reduce", True),  # over two dimensions of the torus: twice the bytes
+        ("v5e:16x16", "data=16,fsdp=16", "reduce-scatter", True),
+        ("v6e:16x16", "fsdp=256", "reduce-scatter", False),
+    ],
+)
+def test_gradients_are_summed_beside_nothing_on_v5e(on: str, mesh: str, kind: str, alone: bool) -> None:
+    placed = placed_recipe("llama3-8b", mesh, batch=256, seq=4096, remat="full")
+    settled = Settled(placed, machine_of_target(parse_target(on), placed.shape))
+    sent = movements(settled, work_of(placed), recomputed_roles("full"), None, MESHWRIGHT)
+    layers = [m for m in sent if m.purpose == "gradients of weights"]
+    assert [(m.kind, m.blocking, m.times) for m in layers] == [(kind, alone, 32)]
+    assert all(m.blocking == alone for m in sent if m.during == "backward" and m.kind != "all-gather")
 
 
 def test_microbatches_cost_the_sums_of_their_gradients() -> None:

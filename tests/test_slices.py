@@ -23,7 +23,7 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.interconnect import machine_of_target
 from meshwright.hardware.machine import machine_of_mesh, torus_degrees
-from meshwright.hardware.mesh import _in_slices, build_mesh
+from meshwright.hardware.mesh import _in_slices, build_mesh, order_rings
 from meshwright.hardware.targets import parse_target
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.settle import Settled, gather_levels
@@ -112,6 +112,28 @@ def test_dimensions_of_the_torus_under_an_axis(devices: Any, shape: tuple[int, .
 
 
 @pytest.mark.parametrize(
+    ("kind", "order"), [("TPU v5 lite", [0, 2, 4, 6, 7, 5, 3, 1]), ("TPU v5p", list(range(8)))], ids=["v5e", "v5p"]
+)
+@pytest.mark.parametrize("axis", ["stage", "context", "tensor", "fsdp"])
+def test_rings_go_along_a_line_and_back_where_permutes_cannot_go_around(axis: str, kind: str, order: list[int]) -> None:
+    """A ring's neighbours are two chips apart at most; axes that send around no ring keep the order of the torus."""
+    devices: Any = torus_devices(4, 8)
+    for device in devices:
+        device.device_kind = kind
+    # data=4 over the first dimension, the axis over the second.
+    axes = list(MeshShape().degrees())
+    places = axes.index("data"), axes.index(axis)
+    mesh = np.moveaxis(np.array(devices, object).reshape(4, 8, 1, 1, 1, 1), (0, 1), places)
+    folded = np.moveaxis(order_rings(mesh), places, (0, 1)).reshape(4, 8)
+    expected = order if axis != "fsdp" else range(8)
+    assert [[d.coords for d in row] for row in folded] == [[(x, y) for y in expected] for x in range(4)]
+    # Two rows of four are a cycle.
+    square = np.array(devices[:4] + devices[8:12], object).reshape([8 if a == axis else 1 for a in axes])
+    cycle = [0, 1, 2, 3, 11, 10, 9, 8] if axis != "fsdp" else [0, 1, 2, 3, 8, 9, 10, 11]
+    assert [d.id for d in order_rings(square).flat] == cycle
+
+
+@pytest.mark.parametrize(
     ("degrees", "levels"),
     [((4, 4, 4), (16, 4)), ((4, 4, 4, 2), (16, 8)), ((8, 16), (128,)), ((2, 2, 4), (16,)), ((2, 8, 8), (128,))],
 )
@@ -177,7 +199,7 @@ def test_devices_and_their_target_settle_a_run_alike(target: str, degrees: tuple
     placed = place_run(tiny_run(MODELS["llama"], mesh, batch=128), shape)
     step, plan = Settled(placed, found), Settled(placed, planned)
     assert step.links == plan.links and step.gathered_ahead == plan.gathered_ahead
-    assert step.tensor_ring == plan.tensor_ring and step.compiler_options == plan.compiler_options
+    assert step.tensor_strategy == plan.tensor_strategy and step.compiler_options == plan.compiler_options
     assert step.attention_pieces == plan.attention_pieces and step.kernels.name == plan.kernels.name
 
 

@@ -313,6 +313,41 @@ def test_links_carry_first_what_was_started_first(first: str, second: str, share
         assert both == pytest.approx([one, other]) and step == pytest.approx(max(one, other))
 
 
+PERMUTES = """HloModule step, is_scheduled=true, num_partitions=4
+
+ENTRY %main (x: bf16[1048576]) -> bf16[1048576] {
+  %x = bf16[1048576] parameter(0)
+  %first = (bf16[1048576], bf16[1048576]) collective-permute-start(%x), source_target_pairs=FIRST
+  %second = (bf16[1048576], bf16[1048576]) collective-permute-start(%x), source_target_pairs=SECOND
+  %one = bf16[1048576] collective-permute-done(%first)
+  ROOT %other = bf16[1048576] collective-permute-done(%second)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("chip", "ring", "forward", "both"),
+    [
+        # Messages on the busiest link of a permute, and of one each way around the ring.
+        ("v5p", [0, 1, 2, 3], 1, 1),  # closed: one direction each
+        ("v5p", [0, 2, 1, 3], 2, 4),  # messages of two hops; both directions have some of each way
+        ("v5e", [0, 1, 2, 3], 1, 2),  # open: the last message goes back over all links
+        ("v5e", [0, 2, 3, 1], 1, 2),  # along the line and back
+    ],
+)
+def test_permutes_share_the_links_that_their_messages_pass(chip: str, ring: list[int], forward: int, both: int) -> None:
+    target = Target(chip, CHIPS[chip], (4, 1, 1)[: CHIPS[chip].interconnect.dims])  # type: ignore[union-attr]
+    follows = {device: ring[(place + 1) % 4] for place, device in enumerate(ring)}
+    ways = [
+        ",".join(f"{{{a},{b}}}" for a, b in pairs) for pairs in (follows.items(), [(b, a) for a, b in follows.items()])
+    ]
+    played = play(PERMUTES.replace("FIRST", f"{{{ways[0]}}}").replace("SECOND", f"{{{ways[1]}}}"), target)
+    spans = [span.seconds for span in played.spans if span.kind == "collective"]
+    message = 2**21 / target.chip.interconnect.link_bandwidth
+    assert spans[0] == pytest.approx(forward * message + 1e-6)
+    assert played.step_seconds == pytest.approx(both * message, rel=0.1)
+
+
 BESIDE = """HloModule step, is_scheduled=true, num_partitions=16
 
 ENTRY %main (w: bf16[FLYING], x: bf16[WAITED]) -> bf16[OUT] {

@@ -190,7 +190,7 @@ _OVERLAPS = {
     "beside": (
         "beside it",
         "start it before that work and use its result after it; where the compiler orders them otherwise, an "
-        "option that makes it asynchronous (v5e: xla_tpu_enable_async_collective_fusion; v5p, v6e: "
+        "option that makes it asynchronous (v5e: none for sums; v5p, v6e: "
         "xla_tpu_enable_sparse_core_collective_offload_*; GPU: xla_gpu_enable_latency_hiding_scheduler)",
     ),
     "ahead": (

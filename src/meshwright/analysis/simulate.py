@@ -17,12 +17,13 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
-from meshwright.hardware.chips import Chip, Efficiency
-from meshwright.hardware.interconnect import DeviceCoordinates, Route, route, span_of_group
+from meshwright.hardware.chips import Chip, Efficiency, Torus
+from meshwright.hardware.interconnect import DeviceCoordinates, Route, messages_on_links, route, span_of_group
 from meshwright.hlo.collectives import (
     Groups,
     collective_in,
     done_of,
+    expand,
     group_label,
     group_of,
     is_fused_done,
@@ -472,9 +473,6 @@ class _Simulator:
             # Computation fused with one piece of a collective that was started elsewhere.
             timeline.run(_label(instruction), self.cost_model.cost_of(instruction))
             return
-        # Links are full duplex: two permutes in opposite directions of a ring do not wait for each other.
-        pairs = instruction.attributes.get("source_target_pairs")
-        links = [f"{link} {pairs}" for link in links] if pairs else links
         run = timeline.begin if asynchronous else timeline.transfer
         run(name, "collective", links, seconds, axes, _label(instruction))
 
@@ -488,7 +486,16 @@ class _Simulator:
         path, label = self._route(groups), group_label(groups, axes)
         self.routes[label] = path.medium
         payload = payload_of(inner, kind, path.devices, label, self.cost_model.skipped.sent_rows)
-        return label, path.seconds(kind, payload), path.links
+        pairs, torus = inner.attributes.get("source_target_pairs"), self.target.chip.interconnect
+        if pairs is None:
+            return label, path.seconds(kind, payload), path.links
+        # Links are full duplex: two permutes in opposite directions of a ring do not wait for each other.
+        if not isinstance(torus, Torus) or not path.medium.startswith("ICI"):
+            return label, path.seconds(kind, payload), [f"{link} {pairs}" for link in path.links]
+        moves = [(self.target.coordinates[a], self.target.coordinates[b]) for a, b in expand(pairs, 1)]
+        messages = messages_on_links(torus, self.target.topology, moves)
+        link = torus.link_bandwidth * self.target.efficiency.links
+        return label, payload * max(messages.values()) / link + path.hop_latency, list(messages)
 
     def _route(self, groups: Groups) -> Route:
         """Returns the slowest path of any group; all groups of an axis are alike unless a slice is cut unevenly."""

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.comm.collectives import TokenFunction
+from meshwright.comm.collectives import TokenFunction, ring_shift
 
 _SEQUENCE = 1
 """Dimension of the sequence."""
@@ -30,24 +30,20 @@ class _Ring:
     of which the first travels forward and the second backward.
     """
 
-    def __init__(self, ring: tuple[int, ...], chunk: int):
-        self.ring, self.size = ring, len(ring)
-        places = [ring.index(device) for device in range(self.size)]
-        self.place = jnp.asarray(places)[lax.axis_index("tensor")]
+    def __init__(self, chunk: int):
+        self.size, self.place = lax.axis_size("tensor"), lax.axis_index("tensor")
         # A ring of two has one link, and an odd chunk no halves.
         self.directions = (1, -1) if self.size > 2 and chunk % 2 == 0 else (1,)
         self.part = chunk // len(self.directions)
 
     def start(self, shifts: int, direction: int) -> jax.Array:
         """Returns where in the sequence the part starts that is here after `shifts` shifts in a direction."""
-        chunk = jnp.asarray(self.ring)[(self.place - direction * shifts) % self.size]
+        chunk = (self.place - direction * shifts) % self.size
         return (chunk * len(self.directions) + self.directions.index(direction)) * self.part
 
     def shift(self, tree: Any, direction: int) -> Any:
         """Sends values to the next device of the ring in a direction."""
-        n = self.size
-        pairs = [(self.ring[i], self.ring[(i + direction) % n]) for i in range(n)]
-        return jax.tree.map(lambda x: lax.ppermute(x, "tensor", pairs), tree)
+        return jax.tree.map(lambda x: ring_shift(x, "tensor", direction), tree)
 
     def take(self, tree: Any, start: jax.Array) -> Any:
         """Takes the part at `start` of full sequences."""
@@ -91,18 +87,18 @@ def _empty(parts: Any, seq: int) -> Any:
     return jax.tree.map(lambda p: jnp.zeros((p.shape[0], seq, *p.shape[2:]), p.dtype), parts)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def column_parallel(f: TokenFunction, x_BTD: jax.Array, weights: Any, ring: tuple[int, ...]) -> Any:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def column_parallel(f: TokenFunction, x_BTD: jax.Array, weights: Any) -> Any:
     """Returns `f(sequence_all_gather(x), weights)`: a Megatron pair opens.
 
-    x_BTD: this device's chunk of the sequence.  ring: devices of `tensor` in the order of the ring. Sends V(n-1)/n
-    forward and backward, for V bytes of the full sequence.
+    x_BTD: this device's chunk of the sequence. Sends V(n-1)/n forward and backward, for V bytes of the full sequence.
     """
-    return _column_forward(f, x_BTD, weights, ring)[0]
+    return _column_forward(f, x_BTD, weights)[0]
 
 
-def _column_forward(f: TokenFunction, x_BTD: jax.Array, weights: Any, ring: tuple[int, ...]) -> Any:
-    links, seq = _Ring(ring, x_BTD.shape[_SEQUENCE]), x_BTD.shape[_SEQUENCE] * len(ring)
+def _column_forward(f: TokenFunction, x_BTD: jax.Array, weights: Any) -> Any:
+    links = _Ring(x_BTD.shape[_SEQUENCE])
+    seq = x_BTD.shape[_SEQUENCE] * links.size
     full, out = _empty(x_BTD, seq), None
     for part, start in links.arrivals(x_BTD):
         result = f(part, weights)
@@ -111,9 +107,9 @@ def _column_forward(f: TokenFunction, x_BTD: jax.Array, weights: Any, ring: tupl
     return out, (full, weights)
 
 
-def _column_backward(f: TokenFunction, ring: tuple[int, ...], saved: Any, g: Any) -> tuple[jax.Array, Any]:
+def _column_backward(f: TokenFunction, saved: Any, g: Any) -> tuple[jax.Array, Any]:
     full, weights = saved
-    links = _Ring(ring, full.shape[_SEQUENCE] // len(ring))
+    links = _Ring(full.shape[_SEQUENCE] // lax.axis_size("tensor"))
 
     def gradient_at(start: jax.Array) -> jax.Array:
         vjp = jax.vjp(lambda x: f(x, weights), links.take(full, start))[1]
@@ -126,23 +122,23 @@ def _column_backward(f: TokenFunction, ring: tuple[int, ...], saved: Any, g: Any
 column_parallel.defvjp(_column_forward, _column_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def row_parallel(f: TokenFunction, y_BTF: jax.Array, weights: Any, ring: tuple[int, ...]) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def row_parallel(f: TokenFunction, y_BTF: jax.Array, weights: Any) -> jax.Array:
     """Returns `sequence_reduce_scatter(f(y, weights))`: a Megatron pair closes.
 
-    y_BTF: the full sequence, features split over `tensor`.  ring: as for `column_parallel`.
+    y_BTF: the full sequence, features split over `tensor`.
     """
-    return _row_forward(f, y_BTF, weights, ring)[0]
+    return _row_forward(f, y_BTF, weights)[0]
 
 
-def _row_forward(f: TokenFunction, y_BTF: jax.Array, weights: Any, ring: tuple[int, ...]) -> Any:
-    links = _Ring(ring, y_BTF.shape[_SEQUENCE] // len(ring))
+def _row_forward(f: TokenFunction, y_BTF: jax.Array, weights: Any) -> Any:
+    links = _Ring(y_BTF.shape[_SEQUENCE] // lax.axis_size("tensor"))
     return links.scatter(lambda start: f(links.take(y_BTF, start), weights)), (y_BTF, weights)
 
 
-def _row_backward(f: TokenFunction, ring: tuple[int, ...], saved: Any, g_BTD: jax.Array) -> tuple[jax.Array, Any]:
+def _row_backward(f: TokenFunction, saved: Any, g_BTD: jax.Array) -> tuple[jax.Array, Any]:
     y_BTF, weights = saved
-    links, seq = _Ring(ring, g_BTD.shape[_SEQUENCE]), y_BTF.shape[_SEQUENCE]
+    links, seq = _Ring(g_BTD.shape[_SEQUENCE]), y_BTF.shape[_SEQUENCE]
     g_y, g_full = jnp.zeros_like(y_BTF), _empty(g_BTD, seq)
     for part, start in links.arrivals(g_BTD):
         vjp = jax.vjp(lambda y: f(y, weights), links.take(y_BTF, start))[1]

@@ -146,6 +146,12 @@ class Chip:
     """XLA options, the defaults of every verb that compiles for the chip."""
     sparse_cores: bool = False
     """Whether collectives run on SparseCores beside the matrix units."""
+    folds_rings: bool = False
+    """Whether rings go along a line of chips and back, in steps of two: the compiler runs permutes beside computation
+    only where no message goes around the torus or along three chips."""
+    sums_alone: bool = False
+    """Whether the compiler runs nothing beside a reduce-scatter or an all-reduce, and makes a reduce-scatter over
+    several dimensions of the torus an all-reduce."""
     gathers_in_levels: bool = False
     """Whether a gather over a closed three-dimensional torus takes two levels, because the compiler makes an all-reduce
     of one over all dimensions."""

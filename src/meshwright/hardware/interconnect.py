@@ -10,7 +10,9 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from meshwright.config import MeshShape
 from meshwright.hardware.chips import Chip, Efficiency, Torus, chip_name
@@ -41,7 +43,7 @@ class Route:
     on_torus: bool
     """Whether messages pass through neighbours (ICI) rather than through a switch."""
     links: tuple[str, ...]
-    """Links that transfers along other paths may use at the same time: each dimension of a torus is one."""
+    """Links that transfers along other paths may use at the same time: each direction of a torus' dimension is one."""
     outside: int = 0
     """Devices of the group in other slices or nodes than a device's own."""
 
@@ -139,8 +141,31 @@ def _ici_route(chip: Chip, torus: Torus, topology: tuple[int, ...], span: GroupS
         # The devices of one chip: a die-to-die link as wide as six ICI links (MaxText, Ironwood).
         die_to_die = 6 * 2 * torus.link_bandwidth
         return Route(devices, die_to_die, _HOP_LATENCY["ici"], 1, "die-to-die", die_to_die, True, ("die-to-die",))
-    links = tuple(f"ICI {name[0]}" for name in names)
+    links = tuple(f"ICI {name[0]}{sign}" for name in names for sign in "+-")
     return Route(devices, bandwidth, _HOP_LATENCY["ici"], hops, "ICI " + "+".join(names), link, True, links)
+
+
+def messages_on_links(
+    torus: Torus, topology: tuple[int, ...], moves: Iterable[tuple[DeviceCoordinates, DeviceCoordinates]]
+) -> dict[str, int]:
+    """Returns the most messages that a link carries, by dimension and direction of a slice, while all moves are made.
+
+    A message goes along one dimension after another, the shorter way around those that are closed.
+    """
+    messages = Counter[tuple[Any, ...]]()
+    for source, target in moves:
+        at = list(source[: 1 + len(topology)])
+        for d, n in enumerate(topology, start=1):
+            ahead = target[d] - at[d]
+            if n % torus.wraparound_multiple == 0 and 2 * abs(ahead) > n:
+                ahead -= n if ahead > 0 else -n
+            for _ in range(abs(ahead)):
+                messages[f"ICI {'xyz'[d - 1]}{'+' if ahead > 0 else '-'}", *at] += 1
+                at[d] = (at[d] + (1 if ahead > 0 else -1)) % n
+    most: dict[str, int] = {}
+    for (link, *_), count in messages.items():
+        most[link] = max(count, most.get(link, 0))
+    return most
 
 
 def all_coordinates(chip: Chip, topology: tuple[int, ...], domains: int) -> list[DeviceCoordinates]:

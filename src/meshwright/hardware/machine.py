@@ -117,21 +117,20 @@ def torus_degrees(mesh: Mesh) -> tuple[tuple[str, tuple[int, ...]], ...]:
     Degrees are outermost first. Empty for devices that report no coordinates, and for an axis whose order does not
     follow the dimensions.
     """
-    found = []
-    for number, axis in enumerate(mesh.axis_names):
-        line = np.moveaxis(mesh.devices, number, 0).reshape(mesh.devices.shape[number], -1)[:, 0]
-        first = getattr(line[0], "slice_index", 0)
-        coordinates = [_coordinates(d) for d in line if getattr(d, "slice_index", 0) == first]
-        known = [c for c in coordinates if c is not None]
-        degrees = _degrees_by_dimension(known) if len(known) == len(coordinates) else ()
-        if len(degrees) > 1:
-            found.append((axis, degrees))
-    return tuple(found)
+    degrees = {axis: degrees_on_torus(mesh.devices, number) for number, axis in enumerate(mesh.axis_names)}
+    return tuple((axis, sizes) for axis, sizes in degrees.items() if len(sizes) > 1)
 
 
-def _coordinates(device: jax.Device) -> tuple[int, ...] | None:
-    coords = getattr(device, "coords", None)
-    return None if coords is None else (*coords, getattr(device, "core_on_chip", 0))
+def degrees_on_torus(devices: np.ndarray, axis: int) -> tuple[int, ...]:
+    """Returns the degree of an axis of a mesh along each dimension of the torus that it spans inside a slice.
+
+    () where devices report no coordinates, and where their order does not follow the dimensions.
+    """
+    line = np.moveaxis(devices, axis, 0).reshape(devices.shape[axis], -1)[:, 0]
+    inside = [d for d in line if getattr(d, "slice_index", 0) == getattr(line[0], "slice_index", 0)]
+    if any(getattr(d, "coords", None) is None for d in inside):
+        return ()
+    return _degrees_by_dimension([(*d.coords, getattr(d, "core_on_chip", 0)) for d in inside])
 
 
 def _degrees_by_dimension(coordinates: list[tuple[int, ...]]) -> tuple[int, ...]:

@@ -17,6 +17,8 @@ from jax.sharding import AxisType, Mesh
 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
+from meshwright.hardware.chips import find_chip
+from meshwright.hardware.machine import degrees_on_torus, ring_order
 from meshwright.words import AXES
 
 
@@ -112,13 +114,29 @@ def build_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mes
     sizes, on_torus = tuple(inside.values()), devices[0].platform == "tpu" and shape.size == len(devices)
     slices = [
         # Neighbours in the mesh are neighbours on the torus of a TPU slice.
-        mesh_utils.create_device_mesh(sizes, part, allow_split_physical_axes=True)
+        order_rings(mesh_utils.create_device_mesh(sizes, part, allow_split_physical_axes=True))
         if on_torus
         else np.array(part).reshape(sizes)
         for part in _in_slices(shape, devices)
     ]
     array = np.concatenate(slices, axis=list(degrees).index(shape.dcn_axis))
     return Mesh(array, tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def order_rings(devices: np.ndarray) -> np.ndarray:
+    """Orders the devices of axes that send around a ring so that its neighbours are neighbours on the torus.
+
+    devices: of a slice, by the axes of a mesh. On a line of chips whose permutes cannot go around, the ring goes along
+    it and back, in steps of two.
+    """
+    chip = find_chip(devices.flat[0].device_kind)
+    for number, axis in enumerate(AXES):
+        degrees = degrees_on_torus(devices, number) if axis in ("stage", "context", "tensor") else ()
+        if degrees:
+            order = list(ring_order(degrees))
+            folds = chip is not None and chip.folds_rings and len(degrees) == 1
+            devices = devices.take([*order[::2], *reversed(order[1::2])] if folds else order, axis=number)
+    return devices
 
 
 def _in_slices(shape: MeshShape, devices: list[jax.Device]) -> list[list[jax.Device]]:

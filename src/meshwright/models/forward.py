@@ -15,7 +15,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -245,8 +245,8 @@ class LocalModel:
     ahead: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = dataclasses.field(default_factory=dict)
     """Parameters that are gathered one layer ahead, by stack: for passes that begin at a layer's start, and for those
     that begin with its feed-forward half. Other stacks gather all in their own layer."""
-    tensor_ring: tuple[int, ...] = ()
-    """Ring of collective matmuls over `tensor` (models/model.py); () for none."""
+    tensor_strategy: Literal["gather", "ring"] = "gather"
+    """Whether the sequence goes around a ring over `tensor` (models/model.py)."""
     attention_pieces: int = 1
     """Most pieces of the batch in which attention and its output projection are computed; 1 is all at once."""
     exchange_pieces: int = 1
@@ -262,7 +262,7 @@ class LocalModel:
     @property
     def permutes(self) -> bool:
         """Whether a layer sends values around a ring of devices: attention in a ring, collective matmuls."""
-        return self.sequence.is_ring or bool(self.tensor_ring)
+        return self.sequence.is_ring or self.tensor_strategy == "ring"
 
     def context(self, batch: Batch, dropout: Dropout) -> ForwardContext:
         """Returns the inputs that every layer needs besides its parameters."""
@@ -286,7 +286,7 @@ class LocalModel:
         pieces = tuple(map(attend, jnp.split(batch.segments, count))) if count > 1 else ()
         tokens = Tokens(local.inputs, local.positions, local.segments == PADDING)
         kernels = (whole, self.sequence, self.grouped_matmul, self.sum_rows, self.expert_axes, self.expert_nodes)
-        return ForwardContext(tokens, self.gather_params, dropout, *kernels, self.tensor_ring, pieces)
+        return ForwardContext(tokens, self.gather_params, dropout, *kernels, self.tensor_strategy, pieces)
 
     def local_positions(self, batch: Batch) -> Batch:
         """This device's positions of every sequence."""

@@ -75,8 +75,8 @@ class ForwardContext:
     """Axes that split experts (sharding/layouts.py)."""
     expert_nodes: int = 1
     """Groups of their devices between which a token has one row (runs/settle.py)."""
-    tensor_ring: tuple[int, ...] = ()
-    """Devices of `tensor` in the order of a ring, around which collective matmuls send chunks; () for no ring."""
+    tensor_strategy: Literal["gather", "ring"] = "gather"
+    """Whether the sequence is gathered over `tensor` and scattered, or its chunks go around a ring during matmuls."""
     attend_pieces: tuple[Attend, ...] = ()
     """Attention of each piece of the batch, for `attend_row_parallel`; () for no pieces."""
     batch_pieces: tuple["ForwardContext", ...] = ()
@@ -102,8 +102,8 @@ class ForwardContext:
 
         x_BTD: this device's positions [B, T/tensor, D].  f: matmuls, the same for every token.
         """
-        if self.tensor_ring:
-            return resolve("tensor strategy", "ring").column_parallel(f, x_BTD, weights, self.tensor_ring)
+        if self.tensor_strategy == "ring":
+            return resolve("tensor strategy", "ring").column_parallel(f, x_BTD, weights)
         return f(sequence_all_gather(x_BTD, 1), weights)
 
     def row_parallel(self, f: TokenFunction, y_BTF: jax.Array, weights: Any) -> jax.Array:
@@ -111,8 +111,8 @@ class ForwardContext:
 
         y_BTF: the complete sequence, features split over `tensor`.  f: matmuls, the same for every token.
         """
-        if self.tensor_ring:
-            return resolve("tensor strategy", "ring").row_parallel(f, y_BTF, weights, self.tensor_ring)
+        if self.tensor_strategy == "ring":
+            return resolve("tensor strategy", "ring").row_parallel(f, y_BTF, weights)
         return sequence_reduce_scatter(f(y_BTF, weights), 1)
 
     def attend_row_parallel(

@@ -481,7 +481,11 @@ def overlapped(
         else:
             overlappable[movement.during] += seconds
     for name, seconds in overlappable.items():
-        left = seconds - min(overlap * seconds, (beside or overlap) * room[name])
+        beside_them = room[name]
+        if target.chip.on_torus:
+            # Near the end of a pass less is left to compute than to send, the more so the closer the two are.
+            beside_them *= seconds / math.hypot(seconds, room[name])
+        left = seconds - min(overlap * seconds, (beside or overlap) * beside_them)
         for movement, own in timed:
             if movement.during == name and not movement.blocking:
                 exposed["+".join(movement.axes)] += left * own / seconds

@@ -8,12 +8,12 @@ prices can decide, the remat policy and the pipeline schedule, is chosen before 
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.comm.hierarchical import DcnAxis
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import Nodes
-from meshwright.hardware.machine import AUTO, Machine, compiler_options_of, ring_order
+from meshwright.hardware.machine import AUTO, Machine, compiler_options_of
 from meshwright.models.blocks.layers import SumRows, scatter_rows, sorted_rows
 from meshwright.models.kernels.attention import Kernels
 from meshwright.models.kernels.choose import GroupedMatmul, choose_grouped_matmul, kernels_of
@@ -149,19 +149,18 @@ class Settled:
             return f"its loop has one layer per iteration, and unroll is {training.unroll}"
         return None
 
-    @functools.cached_property
-    def tensor_ring(self) -> tuple[int, ...]:
-        """Devices of `tensor` in the order of a ring; () where its collectives are not split."""
-        strategy, tensor = self.placed.run.training.tensor_strategy, self.placed.shape.tensor
-        if tensor == 1 or strategy == "gather" or (strategy == "auto" and not self.machine.on_tpu):
-            return ()
-        return ring_order(dict(self.machine.torus).get("tensor", (tensor,)))
+    @property
+    def tensor_strategy(self) -> Literal["gather", "ring"]:
+        """Whether chunks of the sequence go around a ring over `tensor`; alone a device gathers nothing."""
+        strategy = self.placed.run.training.tensor_strategy
+        chosen = ("ring" if self.machine.on_tpu else "gather") if strategy == "auto" else strategy
+        return chosen if self.placed.shape.tensor > 1 else "gather"
 
     @property
     def attention_pieces(self) -> int:
         """Most pieces of the batch whose attention overlaps with another's sums over `tensor`; 1 without a ring."""
         low, chip = self.placed.run.training.matmul_precision != "compute", self.machine.listed
-        whole = not self.tensor_ring or self.placed.shape.context > 1 or low
+        whole = self.tensor_strategy == "gather" or self.placed.shape.context > 1 or low
         return 1 if whole or (self.machine.on_tpu and not (chip and chip.sparse_cores)) else _ATTENTION_PIECES
 
     @property

@@ -138,7 +138,7 @@ class DeviceRun:
             self.placed.layout.expert_axes,
             settled.expert_nodes,
             settled.gathered_ahead,
-            settled.tensor_ring,
+            settled.tensor_strategy,
             settled.attention_pieces,
             settled.exchange_pieces,
             learned,

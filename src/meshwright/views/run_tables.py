@@ -77,7 +77,7 @@ def choices_facts(device_run: DeviceRun) -> list[tuple[str, str]]:
         f"remat {chosen['remat']}",
         chosen["saved_layers"] and f"projections of {chosen['saved_layers']} layers saved",
         chosen["gathered_ahead"] and "weights gathered one layer ahead",
-        chosen["tensor_ring"] and "collective matmul over tensor",
+        chosen["tensor_strategy"] == "ring" and "collective matmul over tensor",
         chosen["compiler_options"] and f"{len(chosen['compiler_options'])} compiler options of the chip",
         chosen["scheduled_by_price"] and "scheduled by predicted times",
     ]
@@ -106,7 +106,7 @@ def choices_to_json(device_run: DeviceRun) -> dict[str, Any]:
         "exchange_pieces": model.exchange_pieces,
         "exchanged_at_once_reason": device_run.settled.exchanged_at_once_reason,
         "gathered_ahead": {stack: sorted({*first, *half}) for stack, (first, half) in model.ahead.items()},
-        "tensor_ring": list(model.tensor_ring),
+        "tensor_strategy": model.tensor_strategy,
         "compiler_options": device_run.compiler_options(),
         "scheduled_by_price": device_run.settled.scheduled_by_price,
         "refused_compiler_options": list(device_run.refused_compiler_options),
