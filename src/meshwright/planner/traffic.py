@@ -95,7 +95,12 @@ def movements(
     result += _weights(placed, microbatches, bool(again - {"scores"}), runs_experts_in_low_precision(settled, software))
     result += _gradients(placed, software)
     if settled.machine.chip is not None and settled.machine.chip.sums_alone:
-        result = [_alone(m, dict(settled.machine.torus)) if m.during == "backward" else m for m in result]
+        # Over several dimensions of the torus they are all-reduces. Sums between slices are sent by the hosts.
+        outside = {shape.dcn_axis} if shape.slices > 1 else set[str]()
+        whole = dict(settled.machine.torus).keys()
+        for at, m in enumerate(result):
+            if m.during == "backward" and "reduce" in m.kind and not (m.blocking or outside & {*m.axes}):
+                result[at] = m._replace(blocking=True, kind="all-reduce" if whole & {*m.axes} else m.kind)
     for e, payload in update_exchanges(placed):
         result.append(Movement(e.kind, e.axes, payload, e.count, "step", True, "matrices of the optimizer"))
     if tasks is not None:
@@ -114,13 +119,6 @@ def movements(
         again_forward = [m._replace(purpose=f"{m.purpose}, reference") for m in result]
         result += [m for m in again_forward if m.during == "forward"]
     return result
-
-
-def _alone(m: Movement, torus: Mapping[str, tuple[int, ...]]) -> Movement:
-    """Returns a sum of gradients that nothing overlaps, and which is scattered over one dimension of the torus only."""
-    if m.blocking or m.kind not in ("reduce-scatter", "all-reduce"):
-        return m
-    return m._replace(blocking=True, kind="all-reduce" if torus.keys() & set(m.axes) else m.kind)
 
 
 def _weights(placed: PlacedRun, microbatches: float, gathered_again: bool, low_experts: bool) -> list[Movement]:
