@@ -40,7 +40,7 @@ from meshwright.hardware.targets import parse_target
 from meshwright.hugging_face.folder import keep_files
 from meshwright.hugging_face.safetensors_files import find_files, read_header
 from meshwright.launching.restarts import Restarts
-from meshwright.launching.supervise import supervise
+from meshwright.launching.supervise import Supervisor
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.planner.plan_file import read_plan
 from meshwright.runs.recipe import find_recipe
@@ -517,7 +517,7 @@ def test_a_child_is_handed_the_names_that_the_user_gave(tmp_path: Path, monkeypa
     limits = (Restarts(most=0), Watchdog())
     for typed in ([], ["--trust-code=evil:attack"]):
         words = take_options(["tiny", *typed, "--layout", "evil:attack"])
-        assert supervise("train", words, run, tmp_path / "out", ALONE, None, limits) == 0
+        assert Supervisor("train", words, run, tmp_path / "out", ALONE, None, *limits).supervise() == 0
     asked = "-P -m meshwright train tiny --layout evil:attack"
     assert printed.read_text().splitlines() == [asked, f"{asked} --trust-code=evil:attack"]
 

@@ -16,7 +16,7 @@ from meshwright.hardware.hosts import ALONE, Hosts
 from meshwright.hardware.targets import parse_target
 from meshwright.launching import supervise as supervision
 from meshwright.launching.restarts import Restarts
-from meshwright.launching.supervise import Meeting, Start, _without, supervise
+from meshwright.launching.supervise import Meeting, Start, Supervisor, _without
 from meshwright.planner.fewer_devices import plan_for_fewer
 from meshwright.planner.search import search
 from meshwright.runs.recipe import find_recipe
@@ -106,14 +106,14 @@ def test_the_planner_chooses_the_smaller_mesh(run: Run) -> None:
 def test_restarts_are_limited(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = [75]
     monkeypatch.setattr(
-        "meshwright.launching.supervise._Supervisor._attempt", lambda self, start, attempt: codes[attempt % len(codes)]
+        "meshwright.launching.supervise.Supervisor._attempt", lambda self, start, attempt: codes[attempt % len(codes)]
     )
     limits = (Restarts(most=2, backoff=0), Watchdog())
     with pytest.raises(HostError, match="started again 2 times"):
-        supervise("train", [], run, tmp_path, ALONE, None, limits)
+        Supervisor("train", [], run, tmp_path, ALONE, None, *limits).supervise()
     # A mistake in the run is met again by every start, and so is damage that no host can go round; a full disk may not.
     for codes[:], code in (([2], 2), ([4], 4), ([10, -9, 0], 0)):
-        assert supervise("train", [], run, tmp_path, ALONE, None, limits) == code
+        assert Supervisor("train", [], run, tmp_path, ALONE, None, *limits).supervise() == code
 
 
 def test_a_host_that_starts_nothing_more_tells_the_others(
@@ -122,7 +122,7 @@ def test_a_host_that_starts_nothing_more_tells_the_others(
     """Their children would wait for its child, five minutes at each start."""
     codes = {0: [75] * 9, 1: [3]}
     monkeypatch.setattr(
-        "meshwright.launching.supervise._Supervisor._attempt",
+        "meshwright.launching.supervise.Supervisor._attempt",
         lambda self, start, attempt: codes[self.hosts.process][attempt],
     )
     limits = (Restarts(most=5, backoff=0.2), Watchdog())
@@ -130,7 +130,7 @@ def test_a_host_that_starts_nothing_more_tells_the_others(
     monkeypatch.setattr("signal.signal", lambda *_: None)
 
     def one(process: int) -> None:
-        ended[process] = supervise("train", [], run, tmp_path, hosts(process, 2), None, limits)
+        ended[process] = Supervisor("train", [], run, tmp_path, hosts(process, 2), None, *limits).supervise()
 
     threads = [threading.Thread(target=one, args=(process,)) for process in (0, 1)]
     for thread in threads:
@@ -156,10 +156,10 @@ def test_several_starts_print_one_json(
     child.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(child))
     limits = (Restarts(most=2, backoff=0), Watchdog())
-    assert supervise("train", ["--json"], run, tmp_path / "out", ALONE, None, limits) == 0
+    assert Supervisor("train", ["--json"], run, tmp_path / "out", ALONE, None, *limits).supervise() == 0
     assert capfd.readouterr().out == "second\n"
     ran.unlink()
-    assert supervise("train", [], run, tmp_path / "out", ALONE, None, limits) == 0
+    assert Supervisor("train", [], run, tmp_path / "out", ALONE, None, *limits).supervise() == 0
     assert capfd.readouterr().out == "first\nsecond\n"
 
 

@@ -82,10 +82,10 @@ class TrainOptions(RunOptions):
         if self.supervise:
             rest = [word for word in call.words[1:] if word != "--supervise"]
             rest += [] if self.out else ["--out", str(out)]
-            limits = (self.restarts, self.watchdog)
-            from meshwright.launching.supervise import supervise
+            from meshwright.launching.supervise import Supervisor
 
-            return Outcome(code=supervise(call.words[0], rest, self.run, out, hosts, self.devices, limits))
+            given = (self.run, out, hosts, self.devices, self.restarts, self.watchdog)
+            return Outcome(code=Supervisor(call.words[0], rest, *given).supervise())
         console = call.console
         start: loop.Start = "resume" if self.resume else "resume if exists" if self.resume_if_exists else "fresh"
 

@@ -147,29 +147,15 @@ def _own_address(coordinator: str | None) -> str:
         return socket.gethostname()
 
 
-def supervise(
-    verb: str,
-    args: Sequence[str],
-    run: Run,
-    out: Path,
-    hosts: Hosts,
-    devices: int | None,
-    limits: tuple[Restarts, Watchdog],
-) -> int:
-    """Runs `meshwright VERB ARGS` in a child process, again and again until it ends well; returns its exit code.
-
-    run, out, hosts, devices: what the arguments say, for a start on fewer hosts.  Raises HostError where the limit of
-    restarts is reached, or hosts stay away.
-    """
-    supervisor = _Supervisor(verb, list(args), run, out, hosts, devices, *limits)
-    with supervisor.forwarding():
-        return supervisor.run_to_the_end()
-
-
 @dataclasses.dataclass
-class _Supervisor:
+class Supervisor:
+    """Process that runs `meshwright VERB ARGS` in a child process, again and again until it ends well.
+
+    run, out, hosts, devices: what the arguments say, for a start on fewer hosts.
+    """
+
     verb: str
-    args: list[str]
+    args: Sequence[str]
     run: Run
     out: Path
     hosts: Hosts
@@ -187,8 +173,15 @@ class _Supervisor:
     """Standard output of the last child with --json: one that is preempted prints a summary, the next another, and a
     program reads one."""
 
-    def run_to_the_end(self) -> int:
-        """Starts the child until it ends well, or for good."""
+    def supervise(self) -> int:
+        """Starts the child until it ends well, or for good; returns its exit code, and passes signals on to it.
+
+        Raises HostError where the limit of restarts is reached, or hosts stay away.
+        """
+        with self._forwarding():
+            return self._run_to_the_end()
+
+    def _run_to_the_end(self) -> int:
         start, failures, several = Start(tuple(range(self.hosts.processes)), None), 0, self.hosts.processes > 1
         meeting = Meeting(self.out, self.hosts, self.restarts) if several and self.restarts.hosts == "left" else None
         stopped = self.out / ".supervise" / "stopped"
@@ -302,7 +295,7 @@ class _Supervisor:
         return words
 
     @contextlib.contextmanager
-    def forwarding(self) -> Iterator[None]:
+    def _forwarding(self) -> Iterator[None]:
         """Passes signals that ask to stop on to the child."""
 
         def forward(number: int, frame: FrameType | None) -> None:
