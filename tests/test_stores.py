@@ -44,7 +44,7 @@ from meshwright.storage.paths import bucket_path, path_of
 from meshwright.storage.tiers import LocalCheckpoints
 from meshwright.storage.transfer import copy_tree
 from meshwright.trainer import loop
-from meshwright.trainer.evaluation import evaluate_checkpoint, run_to_evaluate
+from meshwright.trainer.evaluation import evaluate_prepared, run_to_evaluate
 from meshwright.trainer.heartbeat import LockError
 from meshwright.trainer.hosts import _Watch
 from meshwright.trainer.lock import locked
@@ -189,7 +189,8 @@ def test_a_run_in_a_bucket_that_fails_crashes_and_resumes_has_the_losses_of_a_lo
     if kind == "s3":
         assert servers.failed > 10
     evaluations = [
-        evaluate_checkpoint(source, run_to_evaluate(source), cache=cache) for source in (out, tmp_path / "local")
+        evaluate_prepared(loop.prepare_run(run_to_evaluate(source), cache=cache), source, False, None)
+        for source in (out, tmp_path / "local")
     ]
     assert evaluations[0] == evaluations[1]
     _verbs_agree(out, tmp_path / "local", capsys)

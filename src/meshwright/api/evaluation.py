@@ -86,9 +86,8 @@ def evaluate(
     shape = MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
     out = place_of(str(out))
     run = evaluation.run_to_evaluate(out, data, shape, model)
-    return evaluation.evaluate_checkpoint(
-        out, run, cache=path_of(cache or default_cache_folder()), whole=bool(data), at=at, devices=devices
-    )
+    prepared = loop.prepare_run(run, cache=path_of(cache or default_cache_folder()), devices=devices)
+    return evaluation.evaluate_prepared(prepared, out, bool(data), at)
 
 
 _STEPS = 5

@@ -22,7 +22,7 @@ from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.step.train_step import compile_eval_step
 from meshwright.storage.paths import path_of
-from meshwright.trainer.prepare import prepare_run, sum_metrics
+from meshwright.trainer.prepare import sum_metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,21 +88,14 @@ def run_to_evaluate(
     return dataclasses.replace(run, data=texts, training=training, mesh=mesh or run.mesh)
 
 
-def evaluate_checkpoint(
-    source: str | Path, run: Run, *, cache: Path, whole: bool = False, at: int | None = None, devices: int | None = None
-) -> Evaluation | BatchEvaluation:
-    """Evaluates a checkpoint of the run in the folder `source`, or the Hugging Face model that it names.
-
-    run: as `run_to_evaluate` returns it.  whole: evaluate all of the text instead of its held-out part.
-    at: step of the checkpoint; None takes the last.
-    Raises CheckpointError where there is none, ConfigError where the run has no held-out data.
-    """
-    return evaluate_prepared(prepare_run(run, cache=cache, devices=devices), source, whole, at)
-
-
 @functools.singledispatch
 def evaluate_prepared(prepared: Any, source: str | Path, whole: bool, at: int | None) -> Evaluation | BatchEvaluation:
-    """Evaluates a run of text on its devices; `wrapped` registers its own function for runs of its models."""
+    """Evaluates a checkpoint of a run of text; `wrapped` registers its own function for runs of its models.
+
+    source: folder of the run, or the Hugging Face model it starts from.  whole: evaluate all of the text instead of its
+    held-out part.  at: step of the checkpoint; None takes the last.
+    Raises CheckpointError where there is none, ConfigError where the run has no held-out data.
+    """
     parts = prepared.held_out
     if whole:
         parts = tuple(part.whole() for part in prepared.train)
