@@ -276,11 +276,6 @@ _V3_BALANCE_WEIGHT, _V2_BALANCE_WEIGHT = 0.0001, 0.001
 """Weight of the sequence-wise balance loss (arXiv:2412.19437, section 4.2; V2-Lite's `aux_loss_alpha`)."""
 
 
-def _read_deepseek_heads(fields: Fields) -> dict[str, Any]:
-    fields.require("num_key_value_heads", fields.get("num_attention_heads"))
-    return {}
-
-
 def _read_deepseek_rope(fields: Fields) -> dict[str, Any]:
     rope = rope_fields(fields)
     if rope.kind == "default":
@@ -341,7 +336,10 @@ _DEEPSEEK = (
     fixed("mlp_bias", False, written=False),
     fixed("moe_layer_freq", 1),
     fixed("ep_size", 1, written=False),
-    Entry(_read_deepseek_heads, lambda c: {"num_key_value_heads": c.heads}),
+    Entry(
+        lambda fields: fields.require("num_key_value_heads", fields.get("num_attention_heads")),
+        lambda c: {"num_key_value_heads": c.heads},
+    ),
     without_effect("head_dim", "qk_head_dim", "seq_aux"),
     Entry(_read_deepseek_rope, _write_deepseek_rope),
     same("q_lora_rank", "q_lora_rank", 0, kind=lambda rank: rank or None),
@@ -486,12 +484,11 @@ _GEMMA_NAMES = {
 
 
 # GPT-2: projections as [inputs, outputs], query, key and value fused.
-def _read_inner(fields: Fields) -> dict[str, Any]:
+def _check_inner(fields: Fields) -> None:
     width, inner = fields.get("n_embd"), fields.get("n_inner", 4 * fields.get("n_embd"))
     if inner != 4 * width:
         truth = f"n_inner is {inner}, and Meshwright computes GPT-2 with 4 * {width} = {4 * width}"
         raise fields.error(truth, f"a model with n_inner {4 * width}")
-    return {}
 
 
 _GPT2 = (
@@ -507,7 +504,7 @@ _GPT2 = (
     fixed("scale_attn_by_inverse_layer_idx", False, written=False),
     fixed("add_cross_attention", False, written=False),
     must(bias="learned"),
-    Entry(_read_inner),
+    Entry(_check_inner),
     without_effect("attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn", "n_ctx"),
     without_effect("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
     without_effect("summary_use_proj"),

@@ -139,8 +139,8 @@ def read_fields(folder: Path) -> Fields:
 class Entry:
     """One fact that a config.json and a model both state."""
 
-    read: Callable[[Fields], dict[str, Any]] = lambda fields: {}
-    """Returns fields of the model. Raises WeightsError for a value that the family does not compute."""
+    read: Callable[[Fields], dict[str, Any] | None] = lambda fields: None
+    """Returns fields of the model, None if it only checks. Raises WeightsError for what the family cannot compute."""
     write: Callable[[Any], dict[str, Any] | None] = lambda c: {}
     """Returns fields of config.json; None where the architecture cannot express the model."""
 
@@ -149,7 +149,7 @@ def read_table(table: tuple[Entry, ...], fields: Fields) -> dict[str, Any]:
     """Returns the fields of a model from a config.json."""
     found: dict[str, Any] = {}
     for entry in table:
-        found |= entry.read(fields)
+        found |= entry.read(fields) or {}
     return found
 
 
@@ -199,12 +199,7 @@ def flag(name: str, *fields_of_model: str) -> Entry:
 
 def fixed(name: str, *allowed: Any, written: bool = True) -> Entry:
     """Returns the entry of a field that has one of the values that the family computes, the first where it lacks."""
-
-    def read(fields: Fields) -> dict[str, Any]:
-        fields.require(name, *allowed)
-        return {}
-
-    return Entry(read, lambda c: {name: allowed[0]} if written else {})
+    return Entry(lambda fields: fields.require(name, *allowed), lambda c: {name: allowed[0]} if written else {})
 
 
 def must(**values: Any) -> Entry:
@@ -222,12 +217,7 @@ def given(**values: Any) -> Entry:
 
 def without_effect(*names: str) -> Entry:
     """Returns the entry of fields that change no number of the forward pass."""
-
-    def read(fields: Fields) -> dict[str, Any]:
-        fields.without_effect(*names)
-        return {}
-
-    return Entry(read)
+    return Entry(lambda fields: fields.without_effect(*names))
 
 
 def only_if(condition: Callable[[Any], bool]) -> Entry:
