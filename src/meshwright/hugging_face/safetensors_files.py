@@ -142,15 +142,12 @@ class NewSafetensorsFile(_MappedFile):
             offset = stop
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        start, size = 8 + len(text), 8 + len(text) + offset
-        self.entries = {}
-        for name, (dtype, shape) in tensors.items():
-            first, last = header[name]["data_offsets"]
-            self.entries[name] = TensorEntry(path, dtype, shape, start + first, start + last)
+        size = 8 + len(text) + offset
         if not path.is_file() or path.stat().st_size != size:
             with path.open("wb") as file:
                 file.write(len(text).to_bytes(8, "little") + text)
                 file.truncate(size)
+        self.entries = read_header(path)
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), size)
 
