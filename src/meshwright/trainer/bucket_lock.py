@@ -60,7 +60,7 @@ def bucket_locked(out: Path) -> Iterator[None]:
                 again = f"when the other has ended, meshwright train --out {out} --resume"
                 _end(LockError(f"training in {out}", truth, f"let one of them go on: {again}; or another --out"))
             # Where another run wrote in between, the next renewal reads its name.
-            if _put(file, lock_record(next(counts), token=token), version) is not None:
+            if file.put_if(lock_record(next(counts), token=token).encode(), version, _ANSWER) is not None:
                 renewed = began
         except StorageError as error:
             seconds = time.monotonic() - renewed
@@ -91,16 +91,16 @@ def _end(error: MeshwrightError) -> NoReturn:
 
 
 def _take(file: BucketPath, token: str) -> None:
-    record = lock_record(0, token=token)
-    if _put(file, record, MISSING) is None:
+    record = lock_record(0, token=token).encode()
+    if file.put_if(record, MISSING, _ANSWER) is None:
         holder, version = _read_object(file)
         # It is this run's own where the answer to the write was lost and the write sent again.
         if holder.get("token") != token:
             if version != MISSING and not _gone(holder) and changes(lambda: _read_object(file)[1], version, FREE):
                 raise refused(file.parent, holder)
-            if _put(file, record, version) is None and _read_object(file)[0].get("token") != token:
+            if file.put_if(record, version, _ANSWER) is None and _read_object(file)[0].get("token") != token:
                 raise refused(file.parent, _read_object(file)[0])
-    if _put(file, record, MISSING) is not None:
+    if file.put_if(record, MISSING, _ANSWER) is not None:
         print(
             f"{file}: this server takes no notice of conditional writes (If-None-Match), so two runs that start within "
             "the same second are not kept apart",
@@ -119,11 +119,6 @@ def _gone(holder: dict[str, Any]) -> bool:
     except PermissionError:
         pass
     return False
-
-
-def _put(file: BucketPath, record: str, version: bytes) -> bytes | None:
-    """Replaces the lock if it has this version; returns the new one, None where it has not."""
-    return file.put_if(record.encode(), version, _ANSWER)
 
 
 def _read_object(file: BucketPath) -> tuple[dict[str, Any], bytes]:
