@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the tokens of each text."""
-        ...
+        return list(map(self.encode, texts))
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Returns the text of `tokens`."""
@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Bytes:
+class Bytes(Tokenizer):
     """Tokenizer over UTF-8 bytes; token 256 ends a document."""
 
     vocab: int = 257
@@ -61,10 +61,6 @@ class Bytes:
     def encode(self, text: str) -> np.ndarray:
         """Returns the UTF-8 bytes of `text`."""
         return np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.int32)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the UTF-8 bytes of each text."""
-        return list(map(self.encode, texts))
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Returns the text of `tokens`; bytes that are not UTF-8 become U+FFFD."""
@@ -76,7 +72,7 @@ class Bytes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chars:
+class Chars(Tokenizer):
     """Tokenizer over the characters of the training text; the token after the last character ends a document."""
 
     letters: str
@@ -106,10 +102,6 @@ class Chars:
                 "--data.tokenizer bytes, or text with these characters only",
             )
         return index.astype(np.int32)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the indices of the characters of each text."""
-        return list(map(self.encode, texts))
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Returns the characters of `tokens`."""
