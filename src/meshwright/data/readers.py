@@ -36,10 +36,7 @@ def read_documents(source: Documents, records: Records) -> Iterator[str]:
 
     Raises DataError where it cannot be read, or too many records are bad.
     """
-    if isinstance(source, FileDocuments):
-        yield from _read_files(source, records)
-    elif isinstance(source, FunctionDocuments):
-        yield from _call(source, records)
+    yield from _read_files(source, records) if isinstance(source, FileDocuments) else _call(source, records)
     records.check()
 
 

@@ -143,20 +143,8 @@ class Records(_Counts):
         vars(self).update(vars(msgspec.convert(state, _Counts)))
 
 
-class Documents:
-    """Documents of one source. `read` may be called several times and yields the same documents each time."""
-
-    def fingerprint(self) -> list[str]:
-        """Returns lines of text that change when the documents do; token files are cached under their hash."""
-        raise NotImplementedError
-
-    def size(self) -> tuple[int, int]:
-        """Returns the number of files and their bytes; 0 where they are not known."""
-        return 0, 0
-
-
 @dataclasses.dataclass(frozen=True)
-class FileDocuments(Documents):
+class FileDocuments:
     """Documents in files. field: name of the field or column with the text."""
 
     files: tuple[Path, ...]
@@ -187,7 +175,7 @@ class FileDocuments(Documents):
 
 
 @dataclasses.dataclass(frozen=True)
-class FunctionDocuments(Documents):
+class FunctionDocuments:
     """Documents from a callable `() -> Iterable[str]` outside the package (`--data module:attribute`)."""
 
     name: str
@@ -212,8 +200,16 @@ class FunctionDocuments(Documents):
             ) from error
         return [self.name, hashlib.sha256(code).hexdigest()]
 
+    def size(self) -> tuple[int, int]:
+        """Returns 0, 0: what a function yields is not known beforehand."""
+        return 0, 0
+
     def __str__(self) -> str:
         return self.name
+
+
+Documents = FileDocuments | FunctionDocuments
+"""Documents of one source. Token files are cached under the hash of their `fingerprint`."""
 
 
 def open_source(path: str, field: str = "text") -> Documents:
