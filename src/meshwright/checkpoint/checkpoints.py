@@ -88,7 +88,7 @@ def named_tensors(state: State) -> dict[str, Any]:
     return named_leaves(_saved_fields(state))
 
 
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     """Checkpoints in one folder. Close it, or use it in a `with` statement, so that the last one is committed.
 
     max_to_keep: checkpoints to keep when another is saved; None opens it only for reading.  reach: `shared` for a
@@ -122,9 +122,6 @@ class Checkpoints:
     def _commits(self) -> bool:
         """Whether this process writes the descriptions of the arrays and the manifest."""
         return self._reach == "process" or jax.process_index() == 0
-
-    def __enter__(self) -> "Checkpoints":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

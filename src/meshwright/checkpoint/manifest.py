@@ -74,17 +74,10 @@ class Manifest:
         return seal(
             {
                 "format": _FORMAT,
-                "step": self.step,
-                "cursor": self.cursor,
-                "run": run_to_dict(self.run),
                 "versions": {"jax": jax.__version__, "numpy": np.__version__},
+                **vars(self),
+                "run": run_to_dict(self.run),
                 "tensors": {name: dataclasses.asdict(tensor) for name, tensor in self.tensors.items()},
-                "data": self.data,
-                "corpus": self.corpus,
-                "skipped": self.skipped,
-                "norms": self.norms,
-                "identity": self.identity,
-                "began": self.began,
             }
         )
 
