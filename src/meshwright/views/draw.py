@@ -331,16 +331,11 @@ def picture_of(
     is smaller or empty.
     """
     degrees = [math.prod(mesh[axis] for axis in axes) for axes in placement]
-    holders: dict[tuple[int, ...], list[int]] = {key: [] for key in itertools.product(*map(range, degrees))}
-    for device, place in enumerate(itertools.product(*map(range, mesh.values()))):
-        at = dict(zip(mesh, place, strict=True))
-        key = []
-        for axes in placement:
-            index = 0
-            for axis in axes:
-                index = index * mesh[axis] + at[axis]
-            key.append(index)
-        holders[tuple(key)].append(device)
+    split = [axis for axes in placement for axis in axes]
+    order = [*split, *(axis for axis in mesh if axis not in split)]
+    devices = np.arange(math.prod(mesh.values())).reshape([*mesh.values()])
+    blocks = devices.transpose([list(mesh).index(axis) for axis in order]).reshape(*degrees, -1)
+    holders = {key: tuple(blocks[key].tolist()) for key in np.ndindex(*degrees)}
     cuts = tuple(
         (*(min(i * -(-size // degree), size) for i in range(degree)), size)
         for size, degree in zip(shape, degrees, strict=True)
@@ -349,7 +344,7 @@ def picture_of(
         str(size) if letter == "?" else letter for letter, size in zip(dims or "?" * len(shape), shape, strict=True)
     ]
     labels = tuple("/".join([n, "+".join(axes)]) if axes else n for n, axes in zip(names, placement, strict=True))
-    return ArrayPicture(name, tuple(shape), labels, cuts, {k: tuple(v) for k, v in holders.items()})
+    return ArrayPicture(name, tuple(shape), labels, cuts, holders)
 
 
 def draw(array: Any, name: str = "", dims: str = "", sharding: Sharding | None = None) -> ArrayPicture:
