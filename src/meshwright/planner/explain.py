@@ -7,7 +7,6 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_bytes, format_step
 from meshwright.hardware.targets import Target
-from meshwright.planner.estimate import Estimate
 from meshwright.planner.search import Plan, SearchResult, check_size, search, variants
 from meshwright.runs.run import Run
 from meshwright.words import AXES
@@ -134,15 +133,6 @@ def memory_remedies(run: Run, target: Target, shape: MeshShape, over: float) -> 
     ]
     enough = [remedy for remedy in savings if remedy.saved_bytes >= over]
     return sorted(enough or savings, key=lambda remedy: (remedy.extra_seconds, -remedy.saved_bytes))[:3]
-
-
-def differences(a: Estimate, b: Estimate) -> list[tuple[str, float, float]]:
-    """Returns (part, seconds in a, seconds in b) where two plans differ by a thousandth of a step or more."""
-    return [
-        (name, a.parts[part], b.parts[part])
-        for part, name in STEP_PARTS.items()
-        if abs(a.parts[part] - b.parts[part]) > 0.001 * max(a.seconds, b.seconds)
-    ]
 
 
 def nothing_fits(run: Run, result: SearchResult) -> ConfigError:
