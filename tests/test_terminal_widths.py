@@ -1,5 +1,6 @@
 """Tables of every verb in terminals of any width: no line is wider, and no layout or mesh breaks inside."""
 
+import dataclasses
 import io
 import re
 from collections.abc import Callable, Iterator
@@ -82,7 +83,7 @@ def test_tables_of_measurements(printed: dict[int, io.StringIO]) -> None:
         ProfileRow("scope", "transformer_layer/attention_with_a_long_name", 0.5, 0.5),
     ]  # fmt: skip
     profile = Profile(2, 3, tuple(rows), "a note that is long enough for two lines")
-    print_profile(Console(file=io.StringIO()), profile.to_json())
+    print_profile(Console(file=io.StringIO()), dataclasses.asdict(profile))
     print_forecast_gaps(Console(file=io.StringIO()), [ForecastGap("exposed communication", 0.25, 0.5)])
     timing = CollectiveTiming("reduce-scatter", "data+fsdp", 8, 2**24, 0.0074, 10, 2.27e9, 2.27e9, True)
     print_timings(Console(file=io.StringIO()), [timing])

@@ -1,6 +1,7 @@
 """Steps of a training traced, and set beside the simulated schedule."""
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,13 +36,13 @@ def profiled(
         run.stop()
     profile = run.profile(target)
     if profile is not None and jax.process_index() == 0:
-        write_atomically(out / "profile.json", json.dumps(profile.to_json(), indent=1) + "\n")
+        write_atomically(out / "profile.json", json.dumps(dataclasses.asdict(profile), indent=1) + "\n")
     if console is None:
         return
     if profile is None:
         console.print(f"no profile: the run ended before step {steps.rpartition(':')[2]}", markup=False)
         return
-    print_profile(console, profile.to_json())
+    print_profile(console, dataclasses.asdict(profile))
     console.print(
         f"{out / FOLDER}: for xprof (TensorBoard), and perfetto_trace.json.gz for ui.perfetto.dev", markup=False
     )

@@ -57,10 +57,6 @@ class Profile:
     note: str
     """Meaning of the figures on these devices."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the profile as JSON values."""
-        return dataclasses.asdict(self)
-
 
 def parse_steps(text: str, steps: int) -> tuple[int, int]:
     """Parses `10:13`, the first and the last step of a run of `steps`. Raises ConfigError on anything else."""
