@@ -104,6 +104,13 @@ def resolve(kind: str, name: str, builtin: Mapping[str, Any] | None = None) -> A
     return load(kind, name)
 
 
+def expect[T](value: Any, kind: type[T], asked: str, fix: str) -> T:
+    """Returns what a name led to. Raises ConfigError where it is no `kind`."""
+    if not isinstance(value, kind):
+        raise ConfigError(asked, f"it is a {type(value).__name__}", fix)
+    return value
+
+
 def is_reference(name: str) -> bool:
     """Whether `name` has the form `module:attribute` or `FILE.py:attribute`."""
     module, _, attribute = name.rpartition(":")

@@ -96,11 +96,8 @@ RECIPES: dict[str, MatmulPrecision] = {
 def find_precision(name: str) -> MatmulPrecision:
     """Returns the recipe called `name`: a row of RECIPES, or a `MatmulPrecision` named as `module:attribute`."""
     recipe = plugins.resolve("matmul precision", name, {**RECIPES, "compute": None})
-    if not isinstance(recipe, MatmulPrecision):
-        raise ConfigError(
-            f"--training.matmul-precision {name}", f"it is a {type(recipe).__name__}", "a meshwright MatmulPrecision"
-        )
-    return recipe
+    asked = f"--training.matmul-precision {name}"
+    return plugins.expect(recipe, MatmulPrecision, asked, "a meshwright MatmulPrecision")
 
 
 def check_precision(name: str, machine: Machine) -> None:

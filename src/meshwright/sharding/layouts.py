@@ -53,9 +53,8 @@ def find_layout(name: str) -> Layout:
 
     Raises ConfigError with the nearest name, and for a layout that the step cannot compute with.
     """
-    layout = plugins.resolve("layout", name, LAYOUTS)
-    if not isinstance(layout, Layout):
-        raise ConfigError(f"layout {name!r}", f"it is a {type(layout).__name__}", "a meshwright `Layout`")
+    found = plugins.resolve("layout", name, LAYOUTS)
+    layout = plugins.expect(found, Layout, f"layout {name!r}", "a meshwright `Layout`")
     _check_layout(name, layout)
     return layout
 

@@ -207,11 +207,8 @@ def find_schedule(name: str) -> PipelineSchedule:
     Raises ConfigError with the nearest name, or where the attribute is something else.
     """
     schedule = plugins.resolve("pipeline schedule", name, SCHEDULES)
-    if not isinstance(schedule, PipelineSchedule):
-        raise ConfigError(
-            f"pipeline schedule {name!r}", f"it is a {type(schedule).__name__}", "a meshwright PipelineSchedule"
-        )
-    return schedule
+    asked = f"pipeline schedule {name!r}"
+    return plugins.expect(schedule, PipelineSchedule, asked, "a meshwright PipelineSchedule")
 
 
 def bubble_formula(name: str, stages: int, microbatches: int, virtual_stages: int, backward: float = 2.0) -> float:

@@ -16,7 +16,7 @@ from meshwright.hardware.mesh import build_mesh
 from meshwright.models.flops import forward_flops
 from meshwright.models.model import Model
 from meshwright.planner.work import work_of_model
-from meshwright.plugins import load, name_of
+from meshwright.plugins import expect, load, name_of
 from meshwright.ranges import NonNegativeInt
 from meshwright.runs.placed_run import place_model
 from meshwright.runs.recipe import change_fields
@@ -68,9 +68,7 @@ class Wrapped(Model):
                 "pass the model: model=mw.wrap(...), or define it at the top level of a .py file",
             )
         found = load("wrapped model", self.name)
-        if not isinstance(found, Wrapped):
-            raise ConfigError(f"wrapped model {self.name}", f"it is a {type(found).__name__}", "the result of mw.wrap")
-        return found.parts
+        return expect(found, Wrapped, f"wrapped model {self.name}", "the result of mw.wrap").parts
 
     def named(self) -> "Wrapped":
         """Returns the model with its name, where it is a top-level object of a module or file."""

@@ -18,7 +18,7 @@ from meshwright.config import Training
 from meshwright.errors import ConfigError
 from meshwright.hardware.machine import Machine
 from meshwright.models.kernels.attention import FEATURES, AttentionShapes, Kernels
-from meshwright.plugins import PARTS, resolve
+from meshwright.plugins import PARTS, expect, resolve
 from meshwright.sharding.sequence import SequenceSplit
 
 if TYPE_CHECKING:
@@ -101,8 +101,7 @@ def choose_kernels(
     kernels = resolve("attention kernel", name)
     if name in PARTS["attention kernel"]:
         kernels = kernels(block)
-    if not isinstance(kernels, Kernels):
-        raise ConfigError(f"attention kernel {name!r}", f"it is a {type(kernels).__name__}", "a meshwright `Kernels`")
+    kernels = expect(kernels, Kernels, f"attention kernel {name!r}", "a meshwright `Kernels`")
     reason = refusal(kernels)
     if reason is not None:
         raise ConfigError(
@@ -203,10 +202,7 @@ def choose_grouped_matmul(name: str, platform: str, dtype: str) -> GroupedMatmul
     kernel = resolve("grouped matmul", chosen)
     if chosen in PARTS["grouped matmul"]:
         kernel = kernel()
-    if not isinstance(kernel, GroupedMatmul):
-        raise ConfigError(
-            f"grouped matmul {name!r}", f"it is a {type(kernel).__name__}", "a meshwright `GroupedMatmul`"
-        )
+    kernel = expect(kernel, GroupedMatmul, f"grouped matmul {name!r}", "a meshwright `GroupedMatmul`")
     reason = None
     if kernel.platforms and platform not in kernel.platforms:
         reason = f"it runs on {' or '.join(kernel.platforms)}, and the devices are of platform {platform!r}"
