@@ -1,12 +1,13 @@
 """Errors in three parts: the request, the reason it is refused, and the smallest change that fixes it."""
 
+import contextlib
 import difflib
 import errno
 import math
 import os
 import resource
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class MeshwrightError(Exception):
@@ -115,6 +116,22 @@ def divisors(n: int) -> list[int]:
     """Returns the divisors of `n` in ascending order, for errors that list legal sizes."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
+
+
+@contextlib.contextmanager
+def foreign_code(
+    asked: str, fix: str, truth: str = "it {}", kind: type[MeshwrightError] = ConfigError
+) -> Iterator[None]:
+    """Raises an error of `kind` in place of one by code from outside the package; errors of the package pass.
+
+    truth: with `{}` where `describe_failure` stands.
+    """
+    try:
+        yield
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        raise kind(asked, truth.format(describe_failure(error)), fix) from error
 
 
 def describe_failure(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshwright.errors import ConfigError, MeshwrightError, TrainingError, describe_failure
+from meshwright.errors import ConfigError, TrainingError, foreign_code
 from meshwright.plugins import PARTS, resolve
 from meshwright.storage.paths import in_bucket
 
@@ -42,13 +42,8 @@ def build_reporters(out: Path, run: Any) -> list[Reporter]:
                 "a local --out, or metrics.jsonl, which every run writes",
             )
         factory = resolve("reporter", name)
-        try:
+        with foreign_code(asked, "a function (out: Path, run: Run) -> Reporter"):
             reporter = factory(out) if is_tracker else factory(out, run)
-        except MeshwrightError:
-            raise
-        except Exception as error:
-            fix = "a function (out: Path, run: Run) -> Reporter"
-            raise ConfigError(asked, f"it {describe_failure(error)}", fix) from error
         if not all(callable(getattr(reporter, method, None)) for method in ("write", "close")):
             truth = f"it returned an object of type {type(reporter).__name__}"
             raise ConfigError(asked, truth, "an object with methods write(step, values) and close()")
@@ -76,10 +71,6 @@ class _Checked:
 
     def _call(self, method: str, place: str, *arguments: Any) -> None:
         """Calls a method of the reporter; one that it does not have is left out."""
-        try:
+        asked = f"--report {self._name}, {place}"
+        with foreign_code(asked, "correct the reporter, then --resume", kind=TrainingError):
             getattr(self._reporter, method, lambda *arguments: None)(*arguments)
-        except MeshwrightError:
-            raise
-        except Exception as error:
-            failure, fix = f"it {describe_failure(error)}", "correct the reporter, then --resume"
-            raise TrainingError(f"--report {self._name}, {place}", failure, fix) from error

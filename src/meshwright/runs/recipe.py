@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from meshwright.config import Data, MeshShape, Optimizer, Training
-from meshwright.errors import ConfigError, MeshwrightError, describe_failure, nearest
+from meshwright.errors import ConfigError, foreign_code, nearest
 from meshwright.plugins import is_reference, keep_own_names, load, load_file
 from meshwright.runs.catalogue import catalogue, recipe_name
 from meshwright.runs.run import Run
@@ -25,12 +25,8 @@ def find_recipe(name: str) -> Run:
 
     Raises ConfigError with the nearest name, or with the failure of a recipe's own code.
     """
-    try:
+    with foreign_code(f"recipe {name}", "correct the recipe"):
         built = _builder(name)()
-    except MeshwrightError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"recipe {name}", f"it {describe_failure(error)}", "correct the recipe") from error
     if not isinstance(built, Run):
         raise ConfigError(f"recipe {name}", f"it returned {type(built).__name__}", "return a Run")
     if is_reference(name) or name.endswith(".py"):  # the user's own code chose what it names

@@ -14,7 +14,7 @@ import optax
 from optax import GradientTransformation as Rule
 
 from meshwright.config import MeshShape, Optimizer, Training
-from meshwright.errors import ConfigError, MeshwrightError, describe_failure, nearest
+from meshwright.errors import ConfigError, foreign_code, nearest
 from meshwright.plugins import PARTS, resolve
 from meshwright.sharding.params import Param, Tree, is_param, named_leaves, tree_map
 from meshwright.sharding.placement import Placement, like_param
@@ -42,7 +42,8 @@ def build_lr_schedule(o: Optimizer, steps: int) -> optax.Schedule:
     """
     warmup = min(o.warmup_steps, max(steps - 1, 0))
     schedule = resolve("learning-rate schedule", o.lr_schedule, LR_SCHEDULES)
-    after: optax.Schedule = _call("learning-rate schedule", o.lr_schedule, schedule, o, max(steps - warmup, 1))
+    with foreign_code(f"learning-rate schedule {o.lr_schedule}", "correct the function"):
+        after: optax.Schedule = schedule(o, max(steps - warmup, 1))
     if not warmup:
         return after
     # The first step already moves: warm-up starts at peak / warmup, not at zero.
@@ -98,7 +99,8 @@ def build_optimizer(o: Optimizer, steps: int, params: Tree) -> Rule:
     if o.name in PARTS["optimizer"]:
         built: Rule = rule(o, rate, params)
     else:
-        built = _call("optimizer", o.name, rule, o, rate)
+        with foreign_code(f"optimizer {o.name}", "correct the function"):
+            built = rule(o, rate)
         if not (hasattr(built, "init") and hasattr(built, "update")):
             raise ConfigError(
                 f"optimizer {o.name}", f"it returned {type(built).__name__}", "return an optax.GradientTransformation"
@@ -108,16 +110,6 @@ def build_optimizer(o: Optimizer, steps: int, params: Tree) -> Rule:
     # The updates of each parameter, weight decay included, times the factor of its group.
     factors = lr_factors(o.lr_groups, params)
     return optax.chain(built, optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, factors)))
-
-
-def _call(kind: str, name: str, function: Any, *arguments: Any) -> Any:
-    """Calls a function from outside the package; its failure becomes a ConfigError that names it."""
-    try:
-        return function(*arguments)
-    except MeshwrightError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{kind} {name}", f"it {describe_failure(error)}", "correct the function") from error
 
 
 def lr_factors(groups: tuple[str, ...], params: Tree) -> Tree:

@@ -12,7 +12,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from meshwright.analysis.jaxprs import Origin, uses
-from meshwright.errors import ConfigError, MeshwrightError, describe_failure
+from meshwright.errors import ConfigError, foreign_code
 from meshwright.words import AXES
 from meshwright.wrapped.batches import Source, hash_of
 from meshwright.wrapped.keys import KEY_WORDS, Draws, key_of
@@ -83,7 +83,8 @@ def describe_model(adapter: Adapter, source: Source, held_out: Source | None) ->
         annotations.update(found)
         return params, variables
 
-    try:
+    fix = "a loss of (model, batch) that works on one device"
+    with foreign_code("wrapping a model", fix, "tracing it with its loss {}"):
         params, variables = jax.eval_shape(build, jax.eval_shape(jax.random.key, 0))
         _check_arrays({**variables, **params})
         parts = WrappedParts(adapter, source, held_out, {}, {}, Draws(), Draws(), params, variables, annotations)
@@ -91,14 +92,6 @@ def describe_model(adapter: Adapter, source: Source, held_out: Source | None) ->
         if held_out is not None:
             _check_loss(parts, train=False)
         return dataclasses.replace(parts, untrained=_untrained(parts), ranks=_ranks(parts, jaxpr))
-    except MeshwrightError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            "wrapping a model",
-            f"tracing it with its loss {describe_failure(error)}",
-            "a loss of (model, batch) that works on one device",
-        ) from error
 
 
 def _check_arrays(arrays: Arrays) -> None:
@@ -195,17 +188,10 @@ def check_rows(parts: WrappedParts, rows: int, held_out: int) -> None:
         if not own:
             continue
         function, arguments = parts.traced(train, own)
-        try:
+        size = jax.tree.leaves(parts.traced(train)[1][2])[0].shape[0]
+        asked, truth = f"{own} of the {size} examples of a batch on a device", "the loss {}, and takes all of them"
+        with foreign_code(asked, "the number of examples from the batch, x.shape[0], instead of a constant", truth):
             jax.eval_shape(function, *arguments)
-        except MeshwrightError:
-            raise
-        except Exception as error:
-            size = jax.tree.leaves(parts.traced(train)[1][2])[0].shape[0]
-            raise ConfigError(
-                f"{own} of the {size} examples of a batch on a device",
-                f"the loss {describe_failure(error)}, and takes all of them",
-                "the number of examples from the batch, x.shape[0], instead of a constant",
-            ) from error
 
 
 def on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
