@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -297,17 +297,11 @@ def make_offer(plan: Plan, tokens: int, market: Market) -> Offer:
     return Offer(plan, tokens, goodput(placed, target, market.reliability), price, band_of(placed, target))
 
 
-AIMS: dict[Aim, Callable[[Offer], float | None]] = {
-    "time": lambda offer: offer.days,
-    "cost": lambda offer: offer.dollars,
-}
-
-
 def rank(offers: Sequence[Offer], aim: Aim) -> list[Offer]:
     """Returns the offers with the least days or dollars first; those without the number last, by days."""
 
     def key(offer: Offer) -> tuple[bool, float, float]:
-        value = AIMS[aim](offer)
+        value = offer.days if aim == "time" else offer.dollars
         return value is None, value or 0.0, offer.days
 
     return sorted(offers, key=key)
