@@ -236,7 +236,7 @@ def test_weights_and_cache_take_the_memory_that_was_planned(mesh: str, layout: W
     # By hand: layers, sequences, key/value heads, slots, head size; keys and values of 4 bytes.
     planned = 2 * 8 * 4 * 4 * 512 * 32 * 4 / device_run.shape.size
     assert decoder.plan.bytes_per_device == planned
-    memory = decoder.memory("decode")
+    memory = decoder.memory()
     assert decoder.cache_bytes(memory) == pytest.approx(planned, rel=0.02)
     given = memory.argument_size_in_bytes - memory.alias_size_in_bytes
     assert given == pytest.approx(weight_bytes(device_run.placed, layout), rel=0.02)

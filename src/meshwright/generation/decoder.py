@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -172,9 +172,9 @@ class Decoder:
         )
         return tokens[:, self.end : int(slot) + 1], logprobs[:, self.end : int(slot) + 1], done
 
-    def memory(self, program: Literal["prefill", "decode"]) -> Any:
-        """Returns the compiler's memory figures of a program: arguments, donated arguments, temporaries."""
-        return (self._prefill if program == "prefill" else self._decode).memory_analysis()
+    def memory(self) -> Any:
+        """Returns the compiler's memory figures of the loop: arguments, donated arguments, temporaries."""
+        return self._decode.memory_analysis()
 
     def cache_bytes(self, memory: Any) -> int:
         """Returns the bytes of the cache in a program's memory figures: its donated state, less what is not cache."""

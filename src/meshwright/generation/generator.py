@@ -195,11 +195,25 @@ class Generator:
                     on_text(row, added)
             if all(text.ended for text in texts):
                 break
+        memory = decoder.memory()
+        report = GenerationReport(
+            prompts=len(encoded),
+            prompt_tokens=sum(map(len, encoded)),
+            new_tokens=sum(len(text.tokens) for text in texts),
+            compile_seconds=compile_seconds,
+            first_token_seconds=first - began,
+            decode_seconds=last - first,
+            weights=self.layout,
+            weight_bytes=weight_bytes(self.device_run.placed, self.layout),
+            cache_bytes=decoder.cache_bytes(memory),
+            planned_cache_bytes=decoder.plan.bytes_per_device,
+            temporary_bytes=int(memory.temp_size_in_bytes),
+        )
         return Generated(
             tuple(text.shown for text in texts),
             tuple(tuple(text.tokens) for text in texts),
             tuple(tuple(text.logprobs) for text in texts),
-            self._report(decoder, encoded, texts, (compile_seconds, first - began, last - first)),
+            report,
         )
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -237,28 +251,6 @@ class Generator:
             state = decoder.decode(state, sampling, self._stops, piece)
             left -= piece
             yield state
-
-    def _report(
-        self,
-        decoder: Decoder,
-        encoded: Sequence[np.ndarray],
-        texts: "Sequence[_Text]",
-        seconds: tuple[float, float, float],
-    ) -> GenerationReport:
-        memory = decoder.memory("decode")
-        return GenerationReport(
-            prompts=len(encoded),
-            prompt_tokens=sum(map(len, encoded)),
-            new_tokens=sum(len(text.tokens) for text in texts),
-            compile_seconds=seconds[0],
-            first_token_seconds=seconds[1],
-            decode_seconds=seconds[2],
-            weights=self.layout,
-            weight_bytes=weight_bytes(self.device_run.placed, self.layout),
-            cache_bytes=decoder.cache_bytes(memory),
-            planned_cache_bytes=decoder.plan.bytes_per_device,
-            temporary_bytes=int(memory.temp_size_in_bytes),
-        )
 
 
 class _Text:
