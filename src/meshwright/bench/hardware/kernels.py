@@ -169,14 +169,10 @@ def _on_one_device(function: Any) -> Any:
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
 
 
-def _with_gradients(function: Any) -> Any:
-    """Returns a function of (*inputs, gradient of the output): the output, and the gradients of the inputs."""
-
-    def both(*arguments: Any) -> tuple[jax.Array, ...]:
-        out, pullback = jax.vjp(function, *arguments[:-1])
-        return out, *pullback(arguments[-1])
-
-    return both
+def _with_gradients(function: Any, inputs: tuple[Any, ...], g: Any) -> tuple[Any, ...]:
+    """Returns the output of a function and the gradients of its inputs. g: gradient of the output."""
+    out, pullback = jax.vjp(function, *inputs)
+    return out, *pullback(g)
 
 
 def _attention(kernels: Kernels, case: Case, segments: jax.Array) -> Any:
@@ -184,7 +180,7 @@ def _attention(kernels: Kernels, case: Case, segments: jax.Array) -> Any:
 
 
 def _forward_and_backward(kernels: Kernels, case: Case) -> Any:
-    return _on_one_device(lambda q, k, v, s, g: _with_gradients(_attention(kernels, case, s))(q, k, v, g))
+    return _on_one_device(lambda q, k, v, s, g: _with_gradients(_attention(kernels, case, s), (q, k, v), g))
 
 
 class Attention(NamedTuple):
@@ -314,8 +310,7 @@ def _products(x: jax.Array, weights: tuple[jax.Array, ...], sizes: jax.Array) ->
 
 
 def _with_all_gradients(x: Any, weights: Any, sizes: Any, g: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    results, gradients = jax.vjp(lambda x, weights: _products(x, weights, sizes), x, weights)
-    dx, dw = gradients(g)
+    results, dx, dw = _with_gradients(lambda x, weights: _products(x, weights, sizes), (x, weights), g)
     return (*results, dx, *dw)
 
 
