@@ -15,7 +15,6 @@ import socket
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -301,7 +300,7 @@ def metadata(environment: Mapping[str, str], name: str) -> str | None:
         request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
         with urllib.request.urlopen(request, timeout=3) as answer:
             return str(answer.read().decode())
-    except (urllib.error.URLError, TimeoutError, OSError):
+    except OSError:  # also URLError and TimeoutError
         return None
 
 

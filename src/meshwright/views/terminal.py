@@ -40,9 +40,8 @@ _LAYOUT = re.compile(r"\w[\[{][^\[\]{}]* [^\[\]{}]*[\]}]")
 
 def print_blocks(console: Console, title: str, note: str, blocks: Sequence[Block]) -> None:
     """Prints a section: its heading, its note, and the blocks that a terminal can show; nothing if there are none."""
-    flat = [
-        b for block in blocks for b in (block.blocks if isinstance(block, Grid) else (block,)) if block.where != "page"
-    ]
+    visible = [block for block in blocks if block.where != "page"]
+    flat = [b for block in visible for b in (block.blocks if isinstance(block, Grid) else (block,))]
     shown = [block for block in flat if block.where != "page" and type(block) in _PRINTERS]
     if not shown and (blocks or not note):
         return
