@@ -17,7 +17,12 @@ from tiny_runs import (
     train_on_one_device,
 )
 
+from meshwright.config import Remat
 from meshwright.errors import ConfigError
+from meshwright.hardware.interconnect import machine_of_target
+from meshwright.hardware.targets import parse_target
+from meshwright.models.remat import SaveHidden, save_as_it_is, save_tokens_last
+from meshwright.planner.estimate import with_remat
 from meshwright.runs.settle import Settled
 from meshwright.step.train_step import build_train_step
 
@@ -68,6 +73,24 @@ def test_attention_in_pieces_of_the_batch(family: str) -> None:
     pieces = train(run, 3, initial=whole.initial)
     assert pieces.losses == pytest.approx(whole.losses, rel=1e-6)
     assert largest_difference(pieces.gradients, whole.gradients) < 1e-6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_features_are_kept_with_tokens_last_on_v6e(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tiny_run(MODELS[family], MESH, remat="projections")
+    placed = device_run_of(run).placed
+
+    def chosen(target: str, remat: Remat) -> SaveHidden:
+        settled = Settled(with_remat(placed, remat), machine_of_target(parse_target(target), placed.shape))
+        return settled.save_hidden
+
+    assert chosen("v6e:2x4", "projections") is save_tokens_last
+    # Where they are computed again nothing is copied, and other compilers read them as they are.
+    assert {chosen("v6e:2x4", "full"), chosen("v5p:2x2x2", "projections")} == {save_as_it_is}
+    monkeypatch.setattr(Settled, "save_hidden", property(lambda self: save_tokens_last))
+    changed = train(run, 3, initial=plain(family).initial)
+    assert changed.losses == pytest.approx(plain(family).losses, rel=1e-6)
+    assert largest_difference(changed.gradients, plain(family).gradients) < 1e-6
 
 
 @pytest.mark.parametrize("precision", ["int8", pytest.param("fp8_rowwise", marks=exhaustive)])

@@ -146,6 +146,8 @@ class Chip:
     """XLA options, the defaults of every verb that compiles for the chip."""
     sparse_cores: bool = False
     """Whether collectives run on SparseCores beside the matrix units."""
+    tokens_last: bool = False
+    """Whether saved outputs of gate and up are kept with tokens last: the compiler copies them into that order else."""
     folds_rings: bool = False
     """Whether rings go along a line of chips and back, in steps of two: the compiler runs permutes beside computation
     only where no message goes around the torus or along three chips."""

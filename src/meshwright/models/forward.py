@@ -40,7 +40,7 @@ from meshwright.models.model import (
     Tokens,
     vocab_size,
 )
-from meshwright.models.remat import REMAT_POLICIES, checkpoint_layer
+from meshwright.models.remat import REMAT_POLICIES, SaveHidden, checkpoint_layer, save_as_it_is
 from meshwright.sharding.params import GatherParams, Tree
 from meshwright.sharding.sequence import SequenceSplit
 from meshwright.sharding.stages import NO_LAYER, StageAssignment
@@ -238,6 +238,8 @@ class LocalModel:
     """Grouped matmul of experts (kernels/choose.py); None without."""
     sum_rows: SumRows = scatter_rows
     """Sums gradients of the rows of tables (blocks/layers.py)."""
+    save_hidden: SaveHidden = save_as_it_is
+    """Names outputs of the feed-forward's first matmuls (models/remat.py)."""
     expert_axes: tuple[str, ...] = ("expert",)
     """Axes that split experts (sharding/layouts.py)."""
     expert_nodes: int = 1
@@ -285,8 +287,9 @@ class LocalModel:
         count = math.gcd(self.attention_pieces, batch.segments.shape[0])
         pieces = tuple(map(attend, jnp.split(batch.segments, count))) if count > 1 else ()
         tokens = Tokens(local.inputs, local.positions, local.segments == PADDING)
-        kernels = (whole, self.sequence, self.grouped_matmul, self.sum_rows, self.expert_axes, self.expert_nodes)
-        return ForwardContext(tokens, self.gather_params, dropout, *kernels, self.tensor_strategy, pieces)
+        kernels = (whole, self.sequence, self.grouped_matmul, self.sum_rows, self.save_hidden)
+        split = (self.expert_axes, self.expert_nodes, self.tensor_strategy)
+        return ForwardContext(tokens, self.gather_params, dropout, *kernels, *split, pieces)
 
     def local_positions(self, batch: Batch) -> Batch:
         """This device's positions of every sequence."""

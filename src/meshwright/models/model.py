@@ -18,6 +18,7 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.layers import Dropout, SumRows, scatter_rows
 from meshwright.models.kernels.attention import Scores
+from meshwright.models.remat import SaveHidden, save_as_it_is
 from meshwright.plugins import resolve
 from meshwright.ranges import PositiveInt, Ranged
 from meshwright.sharding.params import GatherParams, Param, Tree
@@ -71,6 +72,8 @@ class ForwardContext:
     models without experts."""
     sum_rows: SumRows = scatter_rows
     """Sums the gradients of the rows of a table that are taken several times (blocks/layers.py)."""
+    save_hidden: SaveHidden = save_as_it_is
+    """Names the outputs of the feed-forward's first matmuls (models/remat.py)."""
     expert_axes: tuple[str, ...] = ("expert",)
     """Axes that split experts (sharding/layouts.py)."""
     expert_nodes: int = 1

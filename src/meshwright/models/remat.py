@@ -9,7 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+
+from meshwright.comm.collectives import row_major
 
 LAYER_INPUT = "layer input"
 """Name of a layer's input: the residual stream."""
@@ -70,6 +73,24 @@ REMAT_POLICIES: dict[str, RematPolicy] = {
     "full": RematPolicy(()),
     "offload": RematPolicy((), offloaded=(LAYER_INPUT,)),
 }
+
+
+SaveHidden = Callable[[jax.Array], jax.Array]
+"""`x [B, T, F] -> x`, named for the remat policy."""
+
+
+def save_as_it_is(x_BTF: jax.Array) -> jax.Array:
+    """Names an output of the feed-forward's first matmuls."""
+    return checkpoint_name(x_BTF, FFN_HIDDEN)
+
+
+def save_tokens_last(x_BTF: jax.Array) -> jax.Array:
+    """Names it too, and keeps it with tokens as the last dimension in memory.
+
+    Gradients of weights read it so. Kept otherwise, the compiler for v6e copies it out of its stack and then into that
+    order (docs/log.md).
+    """
+    return jnp.swapaxes(checkpoint_name(row_major(jnp.swapaxes(x_BTF, -1, -2)), FFN_HIDDEN), -1, -2)
 
 
 def recomputed[**P, R](elementwise: Callable[P, R]) -> Callable[P, R]:

@@ -484,7 +484,7 @@ def overlapped(
         beside_them = room[name]
         if target.chip.on_torus:
             # Near the end of a pass less is left to compute than to send, the more so the closer the two are.
-            beside_them *= seconds / math.hypot(seconds, room[name])
+            beside_them *= seconds / (math.hypot(seconds, room[name]) or 1.0)
         left = seconds - min(overlap * seconds, (beside or overlap) * beside_them)
         for movement, own in timed:
             if movement.during == name and not movement.blocking:

@@ -17,7 +17,7 @@ from meshwright.hardware.machine import AUTO, Machine, compiler_options_of
 from meshwright.models.blocks.layers import SumRows, scatter_rows, sorted_rows
 from meshwright.models.kernels.attention import Kernels
 from meshwright.models.kernels.choose import GroupedMatmul, choose_grouped_matmul, kernels_of
-from meshwright.models.remat import REMAT_POLICIES
+from meshwright.models.remat import FFN_HIDDEN, REMAT_POLICIES, SaveHidden, save_as_it_is, save_tokens_last
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.params import Param, is_low_precision, is_low_precision_expert
@@ -80,6 +80,12 @@ class Settled:
     def sum_rows(self) -> SumRows:
         """How the gradients of rows that are taken several times are summed."""
         return sorted_rows if self.fixes_bits else scatter_rows
+
+    @property
+    def save_hidden(self) -> SaveHidden:
+        """How outputs of gate and up are kept where the remat policy saves them."""
+        chip, saved = self.machine.listed, REMAT_POLICIES[self.placed.run.training.remat].saved
+        return save_tokens_last if chip and chip.tokens_last and FFN_HIDDEN in (saved or ()) else save_as_it_is
 
     @functools.cached_property
     def links(self) -> DcnAxis:

@@ -135,6 +135,7 @@ class DeviceRun:
             settled.kernels,
             multiply,
             settled.sum_rows,
+            settled.save_hidden,
             self.placed.layout.expert_axes,
             settled.expert_nodes,
             settled.gathered_ahead,

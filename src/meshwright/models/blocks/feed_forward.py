@@ -5,11 +5,10 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.models.blocks.layers import linear, linears
 from meshwright.models.model import Aux, ForwardContext, Kind
-from meshwright.models.remat import FFN_HIDDEN, recomputed
+from meshwright.models.remat import recomputed, save_as_it_is
 from meshwright.sharding.params import Param
 
 
@@ -49,7 +48,7 @@ class FeedForward(Kind):
             products = ctx.column_parallel(linears, h_BTD, [w[name] for name in self._names])
             if self.bias:
                 products = [x + w[f"{name}_bias"] for name, x in zip(self._names, products, strict=True)]
-            hidden = _HIDDEN[self.kind](*(checkpoint_name(x, FFN_HIDDEN) for x in products))
+            hidden = _HIDDEN[self.kind](*map(ctx.save_hidden, products))
             y_BTD = ctx.row_parallel(linear, hidden, w["down"])
             return y_BTD + w["down_bias"] if self.bias else y_BTD, {}
 
@@ -58,7 +57,7 @@ class FeedForward(Kind):
 
 def swiglu(h_BTD: jax.Array, gate: Any, up: Any, down: Any) -> jax.Array:
     """Returns (silu(h gate) * h up) down, unreduced over `tensor`."""
-    gate_BTF, up_BTF = (checkpoint_name(x, FFN_HIDDEN) for x in linears(h_BTD, [gate, up]))
+    gate_BTF, up_BTF = map(save_as_it_is, linears(h_BTD, [gate, up]))
     return linear(_HIDDEN["swiglu"](gate_BTF, up_BTF), down)
 
 
