@@ -124,33 +124,18 @@ def torus_degrees(mesh: Mesh) -> tuple[tuple[str, tuple[int, ...]], ...]:
 def degrees_on_torus(devices: np.ndarray, axis: int) -> tuple[int, ...]:
     """Returns the degree of an axis of a mesh along each dimension of the torus that it spans inside a slice.
 
-    () where devices report no coordinates, and where their order does not follow the dimensions.
+    Outermost first; () where devices report no coordinates, and where their order does not follow the dimensions.
     """
     line = np.moveaxis(devices, axis, 0).reshape(devices.shape[axis], -1)[:, 0]
     inside = [d for d in line if getattr(d, "slice_index", 0) == getattr(line[0], "slice_index", 0)]
     if any(getattr(d, "coords", None) is None for d in inside):
         return ()
-    return _degrees_by_dimension([(*d.coords, getattr(d, "core_on_chip", 0)) for d in inside])
-
-
-def _degrees_by_dimension(coordinates: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """Splits an order of devices into runs that move along one dimension each; () where it cannot be split so."""
-    degrees: list[int] = []
-    while len(coordinates) > 1:
-        dims = [d for d in range(len(coordinates[0])) if coordinates[0][d] != coordinates[1][d]]
-        if len(dims) != 1:
-            return ()
-
-        def rest(c: tuple[int, ...], dim: int = dims[0]) -> tuple[int, ...]:
-            return c[:dim] + c[dim + 1 :]
-
-        run = next((i for i, c in enumerate(coordinates) if rest(c) != rest(coordinates[0])), len(coordinates))
-        runs = [coordinates[i : i + run] for i in range(0, len(coordinates), run)]
-        if len(coordinates) % run or any(rest(c) != rest(part[0]) for part in runs for c in part):
-            return ()
-        degrees.insert(0, run)
-        coordinates = [part[0] for part in runs]
-    return tuple(degrees)
+    columns = [list(c) for c in zip(*((*d.coords, getattr(d, "core_on_chip", 0)) for d in inside), strict=True)]
+    # Places along each dimension, numbered as they appear; the outer a dimension is, the fewer times it changes.
+    places = [[list(dict.fromkeys(c)).index(place) for place in c] for c in columns if len(set(c)) > 1]
+    places.sort(key=lambda c: np.count_nonzero(np.diff(c)))
+    degrees = tuple(max(c) + 1 for c in places)
+    return degrees if [*zip(*places, strict=True)] == [*np.ndindex(*degrees)] else ()
 
 
 def ring_order(degrees: tuple[int, ...]) -> tuple[int, ...]:
@@ -161,13 +146,12 @@ def ring_order(degrees: tuple[int, ...]) -> tuple[int, ...]:
     """
     order = list(range(degrees[0]))
     for degree in degrees[1:]:
-        rows, columns = [[place * degree + i for i in range(degree)] for place in order], range(1, degree)
-        if len(rows) % 2:
-            order = [p for i, row in enumerate(rows) for p in (row if i % 2 == 0 else row[::-1])]
-            continue
-        # There and back through the other columns row by row, and home along the first.
-        there = [row[j] for i, row in enumerate(rows) for j in (columns if i % 2 == 0 else reversed(columns))]
-        order = [rows[0][0], *there, *(row[0] for row in reversed(rows[1:]))]
+        # There and back row by row, with an even number of rows through all columns but the first, and home along it.
+        first = 1 - len(order) % 2
+        columns = [range(first, degree), range(degree - 1, first - 1, -1)]
+        there = [row * degree + j for i, row in enumerate(order) for j in columns[i % 2]]
+        home = [row * degree for row in order] if first else []
+        order = [*home[:1], *there, *reversed(home[1:])]
     return tuple(order)
 
 

@@ -126,8 +126,7 @@ def build_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mes
 def order_rings(devices: np.ndarray) -> np.ndarray:
     """Orders the devices of axes that send around a ring so that its neighbours are neighbours on the torus.
 
-    devices: of a slice, by the axes of a mesh. On a line of chips whose permutes cannot go around, the ring goes along
-    it and back, in steps of two.
+    devices: of a slice, by the axes of a mesh. A line whose permutes cannot go around goes there and back.
     """
     chip = find_chip(devices.flat[0].device_kind)
     for number, axis in enumerate(AXES):

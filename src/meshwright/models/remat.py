@@ -85,11 +85,7 @@ def save_as_it_is(x_BTF: jax.Array) -> jax.Array:
 
 
 def save_tokens_last(x_BTF: jax.Array) -> jax.Array:
-    """Names it too, and keeps it with tokens as the last dimension in memory.
-
-    Gradients of weights read it so. Kept otherwise, the compiler for v6e copies it out of its stack and then into that
-    order (docs/log.md).
-    """
+    """Names it too, and keeps it with tokens last in memory: so v6e's gradients of weights read it (docs/log.md)."""
     return jnp.swapaxes(checkpoint_name(row_major(jnp.swapaxes(x_BTF, -1, -2)), FFN_HIDDEN), -1, -2)
 
 
