@@ -84,7 +84,7 @@ def _write(full: Any, part: Any, start: jax.Array) -> Any:
 
 
 def _empty(parts: Any, seq: int) -> Any:
-    return jax.tree.map(lambda p: jnp.zeros((p.shape[0], seq, *p.shape[2:]), p.dtype), parts)
+    return jax.tree.map(lambda p: lax.empty((p.shape[0], seq, *p.shape[2:]), p.dtype), parts)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -139,7 +139,7 @@ def _row_forward(f: TokenFunction, y_BTF: jax.Array, weights: Any) -> Any:
 def _row_backward(f: TokenFunction, saved: Any, g_BTD: jax.Array) -> tuple[jax.Array, Any]:
     y_BTF, weights = saved
     links, seq = _Ring(g_BTD.shape[_SEQUENCE]), y_BTF.shape[_SEQUENCE]
-    g_y, g_full = jnp.zeros_like(y_BTF), _empty(g_BTD, seq)
+    g_y, g_full = lax.empty(y_BTF.shape, y_BTF.dtype), _empty(g_BTD, seq)
     for part, start in links.arrivals(g_BTD):
         vjp = jax.vjp(lambda y: f(y, weights), links.take(y_BTF, start))[1]
         g_y = _write(g_y, vjp(part)[0], start)
