@@ -3,7 +3,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.14; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
 
-.PHONY: train test test-ci test-all check golden golden-check
+.PHONY: train test test-ci test-all check reading golden golden-check
 
 train: .venv/run
 	$(BIN)/meshwright train
@@ -26,6 +26,10 @@ check: .venv/docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mkdocs build --strict --quiet
+
+# What a reader of the package meets, by room and by function. It asserts nothing.
+reading: .venv/made
+	$(BIN)/python bench/reading.py src/meshwright
 
 .venv/made:
 	@test -n "$(PYTHON)" || { echo "meshwright needs Python 3.12 or later: make train PYTHON=/path/to/python3.12"; exit 1; }

@@ -31,7 +31,9 @@ def adamw_to_nearest(o: Optimizer, rate: optax.Schedule) -> optax.GradientTransf
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, state = adamw.update(grads, state, params)
         # The difference of two neighbouring bfloat16 numbers is exact in float32, and so is their sum.
-        stay = jax.tree.map(lambda p, u: (p + u).astype(jnp.bfloat16).astype(jnp.float32) - p, params, updates)
+        stay = jax.tree.map(
+            lambda p, u: (p + u).astype(jnp.bfloat16).astype(jnp.float32) - p, params, updates
+        )
         return stay, state
 
     return optax.GradientTransformation(adamw.init, update)
@@ -56,8 +58,12 @@ def losses(text: str, way: str) -> dict[str, float]:
         paths=(text,), tokenizer="bytes", sample=0, eval_samples=1024, optimizer=optimizer, **changes,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        summary = meshwright.train(run, out=Path(folder) / "run", progress="none", cache=Path(folder), devices=1)
-        rows = [json.loads(line) for line in (summary.out / "metrics.jsonl").read_text().splitlines()]
+        summary = meshwright.train(
+            run, out=Path(folder) / "run", progress="none", cache=Path(folder), devices=1
+        )
+        rows = [
+            json.loads(line) for line in (summary.out / "metrics.jsonl").read_text().splitlines()
+        ]
     curve = [row["loss"] for row in rows if "loss" in row]
     assert len(curve) >= STEPS and summary.held_out_loss is not None
     return {"first": curve[0], "last": sum(curve[-LAST:]) / LAST, "held out": summary.held_out_loss}

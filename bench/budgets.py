@@ -40,7 +40,9 @@ class Costs:
     """What each host has asked for in one phase."""
 
     def __init__(self) -> None:
-        self.of_host: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        self.of_host: dict[int, collections.Counter[str]] = collections.defaultdict(
+            collections.Counter
+        )
 
     def add(self, **counts: int) -> None:
         """Adds to the host of this thread."""
@@ -143,7 +145,12 @@ def phases(folder: Path, processes: int) -> dict[str, Callable[[int], Any]]:
 
     def tiers() -> Tiers:
         found = Tiers.__new__(Tiers)
-        found.folder, found._local, found._reach, found._saves = folder / "checkpoints", None, "shared", lambda _: None
+        found.folder, found._local, found._reach, found._saves = (
+            folder / "checkpoints",
+            None,
+            "shared",
+            lambda _: None,
+        )
         return found
 
     def start(process: int) -> None:
@@ -179,7 +186,9 @@ def phases(folder: Path, processes: int) -> dict[str, Callable[[int], Any]]:
         watches[process]._sign()
 
     def meeting(process: int) -> None:
-        meet = supervise.Meeting(folder, Hosts("test", processes, process, "127.0.0.1:8476"), Restarts(wait=120))
+        meet = supervise.Meeting(
+            folder, Hosts("test", processes, process, "127.0.0.1:8476"), Restarts(wait=120)
+        )
         meet.next_start(tiny, processes)
 
     return {
@@ -215,7 +224,11 @@ def measure(processes: int) -> dict[str, dict[str, Any]]:
                 others = [costs[i] for i in range(1, processes)]
                 most = {kind: max(each[kind] for each in others) for kind in COUNTED}
                 if phase:
-                    found[phase] = {"process 0": dict(costs[0]), "others": most, "seconds": time.monotonic() - began}
+                    found[phase] = {
+                        "process 0": dict(costs[0]),
+                        "others": most,
+                        "seconds": time.monotonic() - began,
+                    }
     return found
 
 
@@ -229,7 +242,10 @@ def _on_all(store: CountingStore, run: Callable[[int], Any]) -> None:
 
     before = threading.stack_size(256 * 1024)
     try:
-        threads = [threading.Thread(target=one, args=(process,), daemon=True) for process in range(store.processes)]
+        threads = [
+            threading.Thread(target=one, args=(process,), daemon=True)
+            for process in range(store.processes)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -244,7 +260,10 @@ def _checkpoint(folder: Path) -> None:
     """A committed checkpoint with the manifest of a model of 80 layers' worth of tensors."""
     from meshwright.checkpoint.manifest import Manifest, TensorRecord
 
-    tensors = {f"params.blocks.tensor_{i}": TensorRecord((80, 8192, 8192), "float32", (i, i)) for i in range(40)}
+    tensors = {
+        f"params.blocks.tensor_{i}": TensorRecord((80, 8192, 8192), "float32", (i, i))
+        for i in range(40)
+    }
     Manifest(600, 0, find_recipe("llama3-70b"), tensors).write(folder / "checkpoints" / "600")
 
 
@@ -255,7 +274,9 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for phase, costs in found.items():
-        cells = [f"{costs[who].get(kind, 0):,}" for who in ("others", "process 0") for kind in COUNTED]
+        cells = [
+            f"{costs[who].get(kind, 0):,}" for who in ("others", "process 0") for kind in COUNTED
+        ]
         lines.append(f"| {phase} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -26,18 +26,26 @@ from page_table import put_rows, put_table
 
 def newest(out: Path) -> list[Path]:
     """Returns the files of tensors of the newest of two checkpoints or more."""
-    steps = [p for p in (out / "checkpoints").glob("[0-9]*") if p.name.isdigit() and (p / "manifest/metadata").exists()]
+    steps = [
+        p
+        for p in (out / "checkpoints").glob("[0-9]*")
+        if p.name.isdigit() and (p / "manifest/metadata").exists()
+    ]
     if len(steps) < 2:
         return []
     last = max(steps, key=lambda p: int(p.name))
-    return [p for p in (last / "state").rglob("*") if p.is_file() and p.name.replace(".", "").isdigit()]
+    return [
+        p for p in (last / "state").rglob("*") if p.is_file() and p.name.replace(".", "").isdigit()
+    ]
 
 
 def inject(kind: str, pair: Pair, victim: int, rng: random.Random) -> float:
     """Waits for the moment and injects the fault into the host `victim`; returns the time of the injection."""
     at = rng.randrange(SAVE + 1, STEPS - 3)
     if kind in LOCAL:
-        pair.wait_for(lambda: pair.steps() >= SAVE + 2)  # the hosts alone have the newest checkpoint
+        pair.wait_for(
+            lambda: pair.steps() >= SAVE + 2
+        )  # the hosts alone have the newest checkpoint
     elif kind == "killed while saving":
         pair.wait_for(lambda: any((pair.out / "checkpoints").glob("*tmp*")) or pair.steps() > at)
     elif kind in ("flipped byte", "truncated file"):
@@ -99,7 +107,15 @@ KINDS = (
 OF_ONE = ("SIGKILL of one", "SIGSTOP", "SIGTERM", "killed while saving", "full disk", "network cut", "slow host",
           "poisoned batch", "host lost", *LOCAL)  # fmt: skip
 """Faults of one of the hosts."""
-NAMED = ("SIGKILL of one", "SIGSTOP", "killed while saving", "full disk", "network cut", "poisoned batch", "host lost")
+NAMED = (
+    "SIGKILL of one",
+    "SIGSTOP",
+    "killed while saving",
+    "full disk",
+    "network cut",
+    "poisoned batch",
+    "host lost",
+)
 """Faults of a host that the other has to name in its error."""
 POISON = """
 import numpy as np
@@ -123,20 +139,29 @@ def start(kind: str, folder: Path) -> Pair:
         disk = folder.parent / f"{folder.name}-disk"
         disk.mkdir(parents=True)
         if kind == "full local disk":
-            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "meshwright", str(disk)], check=True)
-        return Pair(folder, more=("--local-checkpoints.path", str(disk), "--local-checkpoints.every", "1"))
+            subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", "size=64k", "meshwright", str(disk)], check=True
+            )
+        return Pair(
+            folder, more=("--local-checkpoints.path", str(disk), "--local-checkpoints.every", "1")
+        )
     if kind != "poisoned batch":
         return Pair(folder)
     site = folder.parent / "poison"
     site.mkdir(exist_ok=True)
     (site / "usercustomize.py").write_text(POISON)
     path = f"{site}:{os.environ.get('PYTHONPATH', '')}"
-    return Pair(folder, more=("--faults.bad-step", "roll_back"), PYTHONPATH=path, PYTHONNOUSERSITE="")
+    return Pair(
+        folder, more=("--faults.bad-step", "roll_back"), PYTHONPATH=path, PYTHONNOUSERSITE=""
+    )
 
 
 def row(seed: int, kind: str, folder: Path, expected: dict[str, Any]) -> dict[str, Any]:
     """One run with one fault, compared with the undisturbed one."""
-    rng, victim = random.Random(seed), seed // len(KINDS) % 2  # each kind of fault meets both processes
+    rng, victim = (
+        random.Random(seed),
+        seed // len(KINDS) % 2,
+    )  # each kind of fault meets both processes
     lost = victim if kind == "host lost" else None
     pair = start(kind, folder)
     began, at, why = time.time(), 0.0, ""
@@ -200,24 +225,37 @@ def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return "" if value == [None, None] else ", ".join("-" if v is None else f"{v:g}" for v in value)
+        return (
+            ""
+            if value == [None, None]
+            else ", ".join("-" if v is None else f"{v:g}" for v in value)
+        )
     return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def source() -> str:
     """The commit of the package that runs."""
     words = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip() or "unknown"
+    return (
+        subprocess.run(
+            words, capture_output=True, text=True, cwd=Path(__file__).parent
+        ).stdout.strip()
+        or "unknown"
+    )
 
 
 def main() -> None:
     """Runs the faults in turn and writes a row for each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=30)
-    parser.add_argument("--first", type=int, default=0, help="seed of the first run; the rows before it are kept")
+    parser.add_argument(
+        "--first", type=int, default=0, help="seed of the first run; the rows before it are kept"
+    )
     parser.add_argument("--folder", type=Path, default=Path("/tmp/meshwright-chaos"))
     parser.add_argument("--results", type=Path)
-    parser.add_argument("--table", action="store_true", help="only write the table of the page from --results")
+    parser.add_argument(
+        "--table", action="store_true", help="only write the table of the page from --results"
+    )
     options = parser.parse_args()
     if options.table:
         record = json.loads(options.results.read_text())
@@ -233,17 +271,25 @@ def main() -> None:
     expected: dict[bool, dict[str, Any]] = {}
     rows = []
     if options.first and options.results and options.results.is_file():
-        rows = [row for row in json.loads(options.results.read_text())["rows"] if row["seed"] < options.first]
+        rows = [
+            row
+            for row in json.loads(options.results.read_text())["rows"]
+            if row["seed"] < options.first
+        ]
     for seed in range(options.first, options.first + options.runs):
         kind = KINDS[seed % len(KINDS)]
         poisoned = kind == "poisoned batch"
         if poisoned not in expected:
-            reference = start(kind if poisoned else "none", options.folder / f"reference-{poisoned}")
+            reference = start(
+                kind if poisoned else "none", options.folder / f"reference-{poisoned}"
+            )
             codes = reference.finish()
             assert codes == [0, 0], f"the undisturbed run: {codes}"
             expected[poisoned] = result(reference.out)
             if Pair.apart:
-                print(f"both processes on one host, and no network is cut: {Pair.apart}", flush=True)
+                print(
+                    f"both processes on one host, and no network is cut: {Pair.apart}", flush=True
+                )
         rows.append(row(seed, kind, options.folder / f"run-{seed}", expected[poisoned]))
         print(json.dumps(rows[-1]), flush=True)
         if options.results:

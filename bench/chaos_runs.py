@@ -45,7 +45,12 @@ class Pair:
         except RuntimeError as error:
             Pair.apart = Pair.apart or str(error)
         address = f"{self.hosts.addresses[0]}:29500" if self.hosts else f"127.0.0.1:{free_port()}"
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0", **environment}
+        env = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+            **environment,
+        }
         self.processes, self.logs = [], []
         for i in range(2):
             words = [
@@ -55,9 +60,13 @@ class Pair:
             ]  # fmt: skip
             command = [sys.executable, "-m", "meshwright", "train", *words]
             command = self.hosts.on(i, command) if self.hosts else command
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env
+            )
             # Through a pipe: a full disk of the run is not one of its log.
-            log = threading.Thread(target=_copy, args=(process.stdout, folder / f"log-{i}"), daemon=True)
+            log = threading.Thread(
+                target=_copy, args=(process.stdout, folder / f"log-{i}"), daemon=True
+            )
             log.start()
             self.processes.append(process)
             self.logs.append(log)
@@ -66,7 +75,11 @@ class Pair:
         """Process id of the training process of host `i`."""
         file = Path(f"/proc/{self.processes[i].pid}/task/{self.processes[i].pid}/children")
         # The supervisor may start it from any thread.
-        found = [int(word) for task in file.parents[1].iterdir() for word in (task / "children").read_text().split()]
+        found = [
+            int(word)
+            for task in file.parents[1].iterdir()
+            for word in (task / "children").read_text().split()
+        ]
         return found[0]
 
     def steps(self) -> int:
@@ -110,7 +123,9 @@ class Pair:
     def names(self, victim: int) -> bool:
         """Whether the other host's error names the process `victim`."""
         log = (self.folder / f"log-{1 - victim}").read_text(errors="replace")
-        return bool(re.search(rf"seen by process {1 - victim} .*\n +because: .*process {victim}\b", log))
+        return bool(
+            re.search(rf"seen by process {1 - victim} .*\n +because: .*process {victim}\b", log)
+        )
 
     def events(self) -> list[dict[str, Any]]:
         """The journals of both supervisors, in order of time."""
@@ -144,7 +159,11 @@ def text(folder: Path) -> Path:
 
 def metrics(out: Path) -> list[dict[str, Any]]:
     """Returns the lines of the metrics that have a loss."""
-    lines = (json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if line.endswith("}"))
+    lines = (
+        json.loads(line)
+        for line in (out / "metrics.jsonl").read_text().splitlines()
+        if line.endswith("}")
+    )
     return [line for line in lines if "loss" in line]
 
 
@@ -156,7 +175,9 @@ def result(out: Path) -> dict[str, Any]:
     return {"out": out, "tensors": prints, "cursor": manifest["cursor"], "losses": losses}
 
 
-def compare(found: dict[str, Any], expected: dict[str, Any], *, shrunk: bool) -> tuple[bool, str, str]:
+def compare(
+    found: dict[str, Any], expected: dict[str, Any], *, shrunk: bool
+) -> tuple[bool, str, str]:
     """Returns whether two results are equal, and how far their tensors and their losses are.
 
     shrunk: the mesh did, so sums are in another order. Losses are then equal within the tolerance of `parity`; of the
@@ -170,9 +191,15 @@ def compare(found: dict[str, Any], expected: dict[str, Any], *, shrunk: bool) ->
     from meshwright.trainer.parity import TOLERANCE
 
     steps = [[step for step, _ in each["losses"]] for each in (found, expected)]
-    apart = [abs(a - b) / b for (_, a), (_, b) in zip(found["losses"], expected["losses"], strict=False)]
+    apart = [
+        abs(a - b) / b for (_, a), (_, b) in zip(found["losses"], expected["losses"], strict=False)
+    ]
     equal = same and steps[0] == steps[1] and max(apart) <= TOLERANCE
-    return equal, f"{scaled_difference(found['out'], expected['out']):.0e} of its scale", f"{max(apart):.0e}"
+    return (
+        equal,
+        f"{scaled_difference(found['out'], expected['out']):.0e} of its scale",
+        f"{max(apart):.0e}",
+    )
 
 
 def scaled_difference(out: Path, other: Path) -> float:

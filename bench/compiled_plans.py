@@ -42,11 +42,38 @@ PICTURE = ROOT / "docs" / "img" / "compiled-plans.svg"
 
 SEED, CASES, SET = 20261126, 20, "first choices, 2026-11-26"
 # Of three cases two are on GPUs. TPUs are those whose programs compile in minutes.
-GPUS = ("a100:16", "h100:8", "h100:16", "h100:32", "h100:64", "h100:128", "h200:32", "b200:8", "b200:32")
+GPUS = (
+    "a100:16",
+    "h100:8",
+    "h100:16",
+    "h100:32",
+    "h100:64",
+    "h100:128",
+    "h200:32",
+    "b200:8",
+    "b200:32",
+)
 TPUS = ("v5e:4x4", "v5e:8x8", "v5p:2x2x4", "v5p:4x4x4", "tpu7x:2x2x4", "v6e:4x4")
 MODELS = (
-    *("llama3-8b", "llama3-70b", "llama2-13b", "qwen3-14b", "qwen3-32b", "qwen25-32b", "gemma3-12b", "gemma3-27b"),
-    *("olmo2-13b", "olmo2-32b", "mistral-7b", "mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-20b"),
+    *(
+        "llama3-8b",
+        "llama3-70b",
+        "llama2-13b",
+        "qwen3-14b",
+        "qwen3-32b",
+        "qwen25-32b",
+        "gemma3-12b",
+        "gemma3-27b",
+    ),
+    *(
+        "olmo2-13b",
+        "olmo2-32b",
+        "mistral-7b",
+        "mixtral-8x7b",
+        "qwen3-30b-a3b",
+        "qwen3-235b-a22b",
+        "gpt-oss-20b",
+    ),
     *("gpt-oss-120b", "glm45-air", "deepseek-v2-lite", "gemma2-9b", "llama32-3b"),
 )
 AXES = ("expert", "context", "stage")
@@ -61,7 +88,11 @@ def drawn_plans(numbers: Iterable[int]) -> Iterable[tuple[str, Plan]]:
         while plan is None:
             axis = generator.choice(AXES) if number % 2 else None
             target = parse_target(generator.choice(TPUS if number % 3 == 2 else GPUS))
-            run, tokens, seq = find_recipe(generator.choice(MODELS)), generator.choice(TOKENS), generator.choice(SEQS)
+            run, tokens, seq = (
+                find_recipe(generator.choice(MODELS)),
+                generator.choice(TOKENS),
+                generator.choice(SEQS),
+            )
             plan = first_choice(run, target, max(1, tokens * target.devices // seq), seq, axis)
         training = plan.run.training
         yield f"{target} {plan.run.name} {training.batch}x{training.seq}", plan
@@ -86,8 +117,20 @@ def compile_plan(plan: Plan, kept: Path | None = None) -> dict[str, Any]:
         folder = kept or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         write_plan(plan, plan.target, folder / "plan.json")
-        words = [sys.executable, "-m", "meshwright", "prove", str(folder / "plan.json"), "--json", "--fresh"]
-        words += ["--save", str(folder / "census.json"), "--hlo", str(folder / "program.txt")] if kept else []
+        words = [
+            sys.executable,
+            "-m",
+            "meshwright",
+            "prove",
+            str(folder / "plan.json"),
+            "--json",
+            "--fresh",
+        ]
+        words += (
+            ["--save", str(folder / "census.json"), "--hlo", str(folder / "program.txt")]
+            if kept
+            else []
+        )
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     row: dict[str, Any] = {"wall": time.perf_counter() - began}
     if "{" not in done.stdout:
@@ -117,7 +160,9 @@ def compiler_of(target: Target) -> str:
         return ""
 
 
-def compile_cases(numbers: Iterable[int], again: list[str], kept: Path | None) -> list[dict[str, Any]]:
+def compile_cases(
+    numbers: Iterable[int], again: list[str], kept: Path | None
+) -> list[dict[str, Any]]:
     """Compiles the plans of these cases that have no row yet; returns all rows."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     if RESULTS.is_file():
@@ -146,7 +191,12 @@ def compile_cases(numbers: Iterable[int], again: list[str], kept: Path | None) -
 def with_prediction(row: dict[str, Any]) -> dict[str, Any]:
     """Returns a row with the planner's present prediction of its plan."""
     plan = price_run(run_from_dict(row["run"], str(RESULTS)), parse_target(row["name"].split()[0]))
-    return {**row, "plan": plan.name, "planned": plan.estimate.bytes, "planned_seconds": plan.estimate.seconds}
+    return {
+        **row,
+        "plan": plan.name,
+        "planned": plan.estimate.bytes,
+        "planned_seconds": plan.estimate.seconds,
+    }
 
 
 def errors(rows: list[dict[str, Any]]) -> list[tuple[float, float]]:
@@ -175,11 +225,17 @@ def summary(rows: list[dict[str, Any]]) -> list[tuple[str, int, int, float, floa
     for row in rows:
         if "error" not in row:
             device = "GPU" if is_gpu(row) else row["compiler"]
-            for name in ("", f", {device}", f", {'with ' + ' or '.join(AXES) if split_axis(row) else 'other meshes'}"):
+            for name in (
+                "",
+                f", {device}",
+                f", {'with ' + ' or '.join(AXES) if split_axis(row) else 'other meshes'}",
+            ):
                 groups.setdefault(row["set"] + name, []).append(row)
     result = []
     for name, group in groups.items():
-        time_errors, memory_errors = (sorted(map(abs, column)) for column in zip(*errors(group), strict=True))
+        time_errors, memory_errors = (
+            sorted(map(abs, column)) for column in zip(*errors(group), strict=True)
+        )
         cells = [f(e) for e in (time_errors, memory_errors) for f in (statistics.median, ninetieth)]
         result.append((name, len(group), sum(row["fits"] for row in group), *cells))
     return result  # type: ignore[return-value]
@@ -197,7 +253,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, count, fitting, *cells in summary(rows):
-        lines.append(f"| {name} | {count} | {fitting} | {' | '.join(f'{cell:.1%}' for cell in cells)} |")
+        lines.append(
+            f"| {name} | {count} | {fitting} | {' | '.join(f'{cell:.1%}' for cell in cells)} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -217,7 +275,9 @@ def row_table(rows: list[dict[str, Any]]) -> str:
         )
         if "error" in row:
             told = [line for line in row["error"].splitlines() if line.strip()]
-            reason = next((line.partition("because: ")[2] for line in told if "because: " in line), told[-1])
+            reason = next(
+                (line.partition("because: ")[2] for line in told if "because: " in line), told[-1]
+            )
             lines.append(f"{start} {reason[:80].strip()} | | {row['planned_seconds']:.3g} s | | |")
             continue
         ((seconds, size),) = errors([row])
@@ -237,16 +297,26 @@ def plot(rows: list[dict[str, Any]]) -> None:
 
     matplotlib.rcParams["svg.hashsalt"] = "compiled-plans"
     figure, both = plt.subplots(1, 2, figsize=(9.6, 4.6))
-    columns = (("compiled_seconds", "planned_seconds", "step, s", 1.0), ("compiled", "planned", "memory, GiB", 2**30))
+    columns = (
+        ("compiled_seconds", "planned_seconds", "step, s", 1.0),
+        ("compiled", "planned", "memory, GiB", 2**30),
+    )
     for axes, (compiled, planned, label, unit) in zip(both, columns, strict=True):
         axes.set_prop_cycle(color=[light for light, _ in PALETTE.values()])
         for kind in dict.fromkeys(row["set"] for row in rows):
             found = [r for r in rows if "error" not in r and r["set"] == kind]
             points = [(r[compiled] / unit, r[planned] / unit) for r in found]
-            axes.scatter(*zip(*points, strict=True), s=18, label=f"{kind} ({len(points)})", alpha=0.8)
-        ends = (min(axes.get_xlim()[0], axes.get_ylim()[0], 1.0), max(axes.get_xlim()[1], axes.get_ylim()[1]))
+            axes.scatter(
+                *zip(*points, strict=True), s=18, label=f"{kind} ({len(points)})", alpha=0.8
+            )
+        ends = (
+            min(axes.get_xlim()[0], axes.get_ylim()[0], 1.0),
+            max(axes.get_xlim()[1], axes.get_ylim()[1]),
+        )
         axes.plot(ends, ends, color="grey", linewidth=1)
-        axes.set(xscale="log", yscale="log", xlabel=f"compiled: {label}", ylabel=f"planned: {label}")
+        axes.set(
+            xscale="log", yscale="log", xlabel=f"compiled: {label}", ylabel=f"planned: {label}"
+        )
         axes.legend(frameon=False, fontsize=8)
     figure.tight_layout()
     figure.savefig(PICTURE, metadata={"Date": None})
@@ -254,15 +324,29 @@ def plot(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", type=int, nargs="+", default=range(CASES), help="numbers of the cases to compile")
-    parser.add_argument("--again", action="append", default=[], help="compile cases whose name has this word again")
-    parser.add_argument("--keep", type=Path, help="folder that receives plans, censuses and compiled programs")
+    parser.add_argument(
+        "--only", type=int, nargs="+", default=range(CASES), help="numbers of the cases to compile"
+    )
+    parser.add_argument(
+        "--again", action="append", default=[], help="compile cases whose name has this word again"
+    )
+    parser.add_argument(
+        "--keep", type=Path, help="folder that receives plans, censuses and compiled programs"
+    )
     parser.add_argument("--table", action="store_true", help="compile nothing")
     given = parser.parse_args()
-    rows = json.loads(RESULTS.read_text()) if given.table else compile_cases(given.only, given.again, given.keep)
+    rows = (
+        json.loads(RESULTS.read_text())
+        if given.table
+        else compile_cases(given.only, given.again, given.keep)
+    )
     rows = [with_prediction(row) for row in rows]
     put_table(PAGE, "compiled_plans.py", table(rows))
-    put_rows("compiled_plans.py", "First choices of cases drawn at random: planned and compiled", row_table(rows))
+    put_rows(
+        "compiled_plans.py",
+        "First choices of cases drawn at random: planned and compiled",
+        row_table(rows),
+    )
     plot(rows)
     print(table(rows))
 

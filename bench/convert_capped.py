@@ -17,7 +17,11 @@ import ml_dtypes
 import numpy as np
 
 from meshwright.hugging_face.architectures import architecture_of
-from meshwright.hugging_face.safetensors_files import NewSafetensorsFile, file_names, split_into_files
+from meshwright.hugging_face.safetensors_files import (
+    NewSafetensorsFile,
+    file_names,
+    split_into_files,
+)
 from meshwright.models.families.llama import Llama
 from meshwright.sharding.params import named_leaves
 
@@ -60,7 +64,17 @@ def convert(source: Path, out: Path) -> tuple[int, float]:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))
 
-    command = [sys.executable, "-m", "meshwright", "convert", str(source), str(out), "--json", "--max-file-mib", "1907"]
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "convert",
+        str(source),
+        str(out),
+        "--json",
+        "--max-file-mib",
+        "1907",
+    ]
     began = time.perf_counter()
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, preexec_fn=limit)
     return json.loads(done.stdout)["peak_bytes"], time.perf_counter() - began

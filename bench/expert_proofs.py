@@ -62,7 +62,16 @@ ALL = ("none", "expert", "best")
 CASES = [
     Case("qwen3-30b-a3b", "h100:8", 16),
     Case("mixtral-8x7b", "h100:8", 8),
-    Case("qwen3-30b-a3b", "h100:16", 256, 4096, "compute", 13_012, "Megatron-Bridge on 16 H100, bfloat16", ALL),
+    Case(
+        "qwen3-30b-a3b",
+        "h100:16",
+        256,
+        4096,
+        "compute",
+        13_012,
+        "Megatron-Bridge on 16 H100, bfloat16",
+        ALL,
+    ),
     Case(
         "qwen3-30b-a3b",
         "h100:16",
@@ -75,7 +84,15 @@ CASES = [
     Case("qwen3-30b-a3b", "h200:64", 256),
     Case("mixtral-8x7b", "h200:64", 256),
     Case("qwen3-235b-a22b", "h200:64", 256),
-    Case("qwen3-30b-a3b", "b200:64", 256, 4096, "compute", 14_796, "Megatron-Bridge on B200, bfloat16"),
+    Case(
+        "qwen3-30b-a3b",
+        "b200:64",
+        256,
+        4096,
+        "compute",
+        14_796,
+        "Megatron-Bridge on B200, bfloat16",
+    ),
     Case("mixtral-8x7b", "b200:64", 256),
     Case("qwen3-235b-a22b", "b200:64", 256),
     Case(
@@ -99,7 +116,16 @@ CASES = [
         ("best",),
         exchange="fp8",
     ),
-    Case("deepseek-v3", "v5p:8x8x16", 15_360, 4096, "compute", 542, "MaxText on 512 v5p, 8,192 tokens", ("best",)),
+    Case(
+        "deepseek-v3",
+        "v5p:8x8x16",
+        15_360,
+        4096,
+        "compute",
+        542,
+        "MaxText on 512 v5p, 8,192 tokens",
+        ("best",),
+    ),
     Case("mixtral-8x7b", "v5p:4x4x8", 512),
     Case("qwen3-30b-a3b", "v5p:4x4x8", 512),
     Case("qwen3-235b-a22b", "v5p:4x4x8", 512),
@@ -110,10 +136,16 @@ def run_of(case: Case) -> Any:
     """Returns the run of a case, without a mesh."""
     run = find_recipe(case.model)
     training = dataclasses.replace(
-        run.training, batch=case.batch, seq=case.seq, matmul_precision=case.precision, reduce_dtype=case.reduce
+        run.training,
+        batch=case.batch,
+        seq=case.seq,
+        matmul_precision=case.precision,
+        reduce_dtype=case.reduce,
     )
     run = dataclasses.replace(run, training=training)
-    return change_fields(run, None, {} if case.exchange == "compute" else {"expert_exchange": case.exchange})
+    return change_fields(
+        run, None, {} if case.exchange == "compute" else {"expert_exchange": case.exchange}
+    )
 
 
 def best_plans(case: Case) -> dict[str, Plan]:
@@ -165,7 +197,10 @@ def exchange_of(census: dict[str, Any], plan: Plan) -> dict[str, float]:
     A ring over several nodes crosses the network once for all devices of a node; in an exchange each device sends its
     own rows.
     """
-    mapping, sums = map_axes(plan.mesh, plan.target), dict.fromkeys(("seconds", "exposed", "network", "inside"), 0.0)
+    mapping, sums = (
+        map_axes(plan.mesh, plan.target),
+        dict.fromkeys(("seconds", "exposed", "network", "inside"), 0.0),
+    )
     for entry in census["ledger"]:
         span = mapping.span(tuple(entry["axes"] or ()))
         n = entry["group_size"]
@@ -228,21 +263,31 @@ def table(rows: list[dict[str, Any]]) -> str:
         start += f"| {row['planned'] / 2**30:.1f} |"
         if "error" in row:
             reached = f"{tokens / row['planned_seconds']:,.0f} planned"
-            lines.append(f"{start} {row['error']} | | | {row['planned_seconds']:.3g} s | | | | | {reached} | | |")
+            lines.append(
+                f"{start} {row['error']} | | | {row['planned_seconds']:.3g} s | | | | | {reached} | | |"
+            )
             continue
         cells = [f"{row['compiled'] / 2**30:.1f}", f"{row['planned'] / row['compiled'] - 1:+.0%}"]
         cells += [f"{row['flops'] / row['needed_flops']:.2f}", f"{row['planned_seconds']:.3g} s"]
-        cells += [f"{row['compiled_seconds']:.3g} s", f"{row['planned_seconds'] / row['compiled_seconds'] - 1:+.0%}"]
+        cells += [
+            f"{row['compiled_seconds']:.3g} s",
+            f"{row['planned_seconds'] / row['compiled_seconds'] - 1:+.0%}",
+        ]
         exchange = row.get("exchange")
         if exchange:
             of = exchange["exposed"] / exchange["seconds"] if exchange["seconds"] else None
             cells += ["" if of is None else f"{of:.0%}"]
-            cells += [f"{exchange['network'] / tokens / 1024:,.0f}, {exchange['inside'] / tokens / 1024:,.0f}"]
+            cells += [
+                f"{exchange['network'] / tokens / 1024:,.0f}, {exchange['inside'] / tokens / 1024:,.0f}"
+            ]
         else:
             cells += ["", ""]
         reached = tokens / row["compiled_seconds"]
         theirs = published.get(tuple(row["case"]), 0.0)
-        cells += [f"{reached:,.0f}", *((f"{theirs:,.0f}", f"{reached / theirs:.2f}") if theirs else ("", ""))]
+        cells += [
+            f"{reached:,.0f}",
+            *((f"{theirs:,.0f}", f"{reached / theirs:.2f}") if theirs else ("", "")),
+        ]
         lines.append(f"{start} {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -257,10 +302,15 @@ def errors(rows: list[dict[str, Any]]) -> str:
         if found:
             time, memory = (
                 statistics.median(abs(row[planned] / row[compiled] - 1) for row in found)
-                for planned, compiled in (("planned_seconds", "compiled_seconds"), ("planned", "compiled"))
+                for planned, compiled in (
+                    ("planned_seconds", "compiled_seconds"),
+                    ("planned", "compiled"),
+                )
             )
             sentences.append(f"{name} ({len(found)}): step {time:.1%}, memory {memory:.1%}")
-    sources = "; ".join(f"{case.model} on {case.on}: {case.source}" for case in CASES if case.source)
+    sources = "; ".join(
+        f"{case.model} on {case.on}: {case.source}" for case in CASES if case.source
+    )
     published = f"Published steps are measured, ours simulated; batches may differ: {sources}."
     return f"Median error of the planner, {'; '.join(sentences)}.\n\n{published}\n"
 
@@ -270,15 +320,27 @@ def seconds_of(rows: list[dict[str, Any]]) -> str:
     lines, published = [], {case.key: case.published for case in CASES}
     for row in rows:
         (model, on, batch, seq, *_), theirs = row["case"], published.get(tuple(row["case"]), 0.0)
-        if "by_kind" in row and batch * seq / row["compiled_seconds"] / parse_target(on).devices < theirs:
+        if (
+            "by_kind" in row
+            and batch * seq / row["compiled_seconds"] / parse_target(on).devices < theirs
+        ):
             kinds = {kind: n for kind, n in row["by_kind"].items() if kind != "exposed"} | {
                 f"exposed over {axes}": n for axes, n in row["exposed"].items()
             }
             kinds["bubble"] = row["bubble"]
-            most = sorted(((n, kind) for kind, n in kinds.items() if n > 0.02 * row["compiled_seconds"]), reverse=True)
+            most = sorted(
+                ((n, kind) for kind, n in kinds.items() if n > 0.02 * row["compiled_seconds"]),
+                reverse=True,
+            )
             spent = ", ".join(f"{n:.3g} s {kind}" for n, kind in most)
-            lines.append(f"- {model} on {on}, {row['plan']}: of {row['compiled_seconds']:.3g} s {spent}.")
-    return "Seconds of the simulated steps that are slower than the published ones:\n\n" + "\n".join(lines) + "\n"
+            lines.append(
+                f"- {model} on {on}, {row['plan']}: of {row['compiled_seconds']:.3g} s {spent}."
+            )
+    return (
+        "Seconds of the simulated steps that are slower than the published ones:\n\n"
+        + "\n".join(lines)
+        + "\n"
+    )
 
 
 def mechanisms() -> str:
@@ -288,9 +350,14 @@ def mechanisms() -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in json.loads(MECHANISMS.read_text()):
-        where = " | ".join(row[name] for name in ("mechanism", "model", "machine", "mesh", "tokens"))
+        where = " | ".join(
+            row[name] for name in ("mechanism", "model", "machine", "mesh", "tokens")
+        )
         steps = f"{row['before']:.4g} to {row['after']:.4g}"
-        changes = ", ".join(f"{name} {before:.4g} to {after:.4g}" for name, (before, after) in row["changes"].items())
+        changes = ", ".join(
+            f"{name} {before:.4g} to {after:.4g}"
+            for name, (before, after) in row["changes"].items()
+        )
         lines.append(f"| {where} | {steps} | {changes} | {row['before'] / row['after'] - 1:+.0%} |")
     return "\n".join(lines) + "\n"
 
@@ -301,11 +368,20 @@ FLOAT8 = """On an H100 experts stay in bfloat16 where a run multiplies in fp8, s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", action="append", default=[], help="model, machine or kind of plan to compile again")
-    parser.add_argument("--keep", type=Path, help="folder that receives plans, censuses and compiled programs")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        help="model, machine or kind of plan to compile again",
+    )
+    parser.add_argument(
+        "--keep", type=Path, help="folder that receives plans, censuses and compiled programs"
+    )
     parser.add_argument("--table", action="store_true", help="compile nothing")
     given = parser.parse_args()
-    rows = {(tuple(row["case"]), row["experts over"]): row for row in json.loads(RESULTS.read_text())}
+    rows = {
+        (tuple(row["case"]), row["experts over"]): row for row in json.loads(RESULTS.read_text())
+    }
     for case in () if given.table else CASES:
         only = set(given.only)
         kinds = [

@@ -40,7 +40,9 @@ class Comparison:
 
     def steps(self) -> dict[str, float]:
         """Returns the largest differences of eight AdamW steps: first gradients, losses, and parameters after them."""
-        losses, gradients, params = self.hf.steps_of(self.folder, self.hf.MESHES.get(self.row, self.hf.EIGHT_DEVICES))
+        losses, gradients, params = self.hf.steps_of(
+            self.folder, self.hf.MESHES.get(self.row, self.hf.EIGHT_DEVICES)
+        )
 
         def largest(prefix: str, found: dict[str, Any]) -> float:
             names = self.hf.names_under(prefix, self.golden)
@@ -48,17 +50,23 @@ class Comparison:
 
         return {
             "gradients": largest("gradient", gradients),
-            "losses": max(abs(a / b - 1) for a, b in zip(losses, self.golden["losses"].tolist(), strict=True)),
+            "losses": max(
+                abs(a / b - 1) for a, b in zip(losses, self.golden["losses"].tolist(), strict=True)
+            ),
             "params": largest("after steps", params),
         }
 
     def decode(self) -> float:
         """Returns the largest difference of the logits of every position, each from the cache of those before it."""
-        return float(abs(self.hf.decoded_logits_of(self.folder, "data=1") - self.golden["logits"]).max())
+        return float(
+            abs(self.hf.decoded_logits_of(self.folder, "data=1") - self.golden["logits"]).max()
+        )
 
     def greedy(self) -> bool:
         """Returns whether greedy text on eight devices is that of `transformers`."""
-        found = self.hf.greedy_of(self.folder, self.hf.DECODE_MESHES.get(self.row, "fsdp=2,context=2,tensor=2"))
+        found = self.hf.greedy_of(
+            self.folder, self.hf.DECODE_MESHES.get(self.row, "fsdp=2,context=2,tensor=2")
+        )
         return bool((found == self.golden["greedy"]).all())
 
     def round_trip(self) -> bool:
@@ -101,7 +109,11 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     def cell(value: Any) -> str:
         if value is None:
             return ""
-        return {True: "equal", False: "**differs**"}[value] if isinstance(value, bool) else f"{value:.0e}"
+        return (
+            {True: "equal", False: "**differs**"}[value]
+            if isinstance(value, bool)
+            else f"{value:.0e}"
+        )
 
     lines = [f"| row | {' | '.join(COLUMNS.values())} |", f"|---|{'---|' * len(COLUMNS)}"]
     for row, found in results.items():
@@ -125,7 +137,10 @@ def main() -> None:
 
         for row in arguments.rows or ROWS:
             with tempfile.TemporaryDirectory() as temporary:
-                comparison, found = Comparison(row, Path(temporary) / "model"), dict(results.get(row, {}))
+                comparison, found = (
+                    Comparison(row, Path(temporary) / "model"),
+                    dict(results.get(row, {})),
+                )
                 for part, compare in PARTS.items():
                     if part in found or (part == "steps" and "losses" in found):
                         continue
@@ -135,7 +150,11 @@ def main() -> None:
                     print(row, part, value, flush=True)
                     ordered = {name: results[name] for name in ROWS if name in results}
                     RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
-    put_rows("families.py", "Architectures against transformers: largest differences", table(results) + "\n")
+    put_rows(
+        "families.py",
+        "Architectures against transformers: largest differences",
+        table(results) + "\n",
+    )
 
 
 if __name__ == "__main__":

@@ -39,7 +39,9 @@ def devices_for(on: str) -> tuple[list[Any], Any]:
     """Returns eight devices of a target and the target; the environment is set before JAX is imported."""
     if on == "cpu":
         os.environ |= {"JAX_PLATFORMS": "cpu"}
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+        os.environ["XLA_FLAGS"] = (
+            f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+        )
         import jax
 
         return jax.devices(), None
@@ -94,8 +96,14 @@ def source_of(docstring: str) -> str:
 
 def equal(row: dict[str, Any]) -> bool:
     """Whether ledger and FLOPs of the census are those of the second count."""
-    same = {k: tuple(v) for k, v in row["ledger"].items()} == {k: tuple(v) for k, v in row["second_ledger"].items()}
-    return same and not row["unread"] and abs(row["flops"] - row["second_flops"]) <= 1e-9 * max(1.0, row["flops"])
+    same = {k: tuple(v) for k, v in row["ledger"].items()} == {
+        k: tuple(v) for k, v in row["second_ledger"].items()
+    }
+    return (
+        same
+        and not row["unread"]
+        and abs(row["flops"] - row["second_flops"]) <= 1e-9 * max(1.0, row["flops"])
+    )
 
 
 def explanation(row: dict[str, Any]) -> str:
@@ -105,7 +113,9 @@ def explanation(row: dict[str, Any]) -> str:
         return "the compiler has no cost analysis"
     parts = []
     if row["products_once"] != row["second_flops"]:
-        parts.append(f"loop bodies and branches once {row['products_once'] - row['second_flops']:+.3g}")
+        parts.append(
+            f"loop bodies and branches once {row['products_once'] - row['second_flops']:+.3g}"
+        )
     parts.append(f"elementwise and reductions +{row['elementwise_once']:.3g}")
     rest = cost - row["products_once"] - row["elementwise_once"]
     if abs(rest) > SMALL * cost:
@@ -117,13 +127,19 @@ def run(on: str, only: list[str]) -> list[dict[str, Any]]:
     """Compiles programs for a target in a process of their own."""
     words = [sys.executable, __file__, "--child", on, "--only", ",".join(only)]
     done = subprocess.run(
-        words, capture_output=True, text=True, check=False, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+        words,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"program"')]
     for name in only[len(rows) :][:1]:
         # A compiler for absent hardware may end its process.
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        rows.append({"program": name, "source": "", "on": on, "error": f"the process ended: {last[:300]}"})
+        rows.append(
+            {"program": name, "source": "", "on": on, "error": f"the process ended: {last[:300]}"}
+        )
         rows += run(on, only[len(rows) :]) if len(rows) < len(only) else []
     return rows
 
@@ -132,7 +148,9 @@ def row_table(rows: list[dict[str, Any]]) -> str:
     """Returns one line of Markdown for each program."""
     targets = [on for on in TARGETS if any(row["on"] == on for row in rows)]
     lines = [
-        "| program | " + " | ".join(on.partition(":")[0] for on in targets) + " | FLOPs and cost analysis on CPU |",
+        "| program | "
+        + " | ".join(on.partition(":")[0] for on in targets)
+        + " | FLOPs and cost analysis on CPU |",
         "|---|" + "---|" * (len(targets) + 1),
     ]
     for name in sorted({row["program"] for row in rows}):
@@ -140,7 +158,11 @@ def row_table(rows: list[dict[str, Any]]) -> str:
         cells = [_cell(own.get(on)) for on in targets]
         source = next((row["source"] for row in own.values() if row["source"]), "")
         cpu = own.get("cpu", {})
-        why = f"{cpu['flops']:.4g}; {cpu['cost_analysis']:.4g}: {explanation(cpu)}" if "flops" in cpu else ""
+        why = (
+            f"{cpu['flops']:.4g}; {cpu['cost_analysis']:.4g}: {explanation(cpu)}"
+            if "flops" in cpu
+            else ""
+        )
         lines.append(f"| [{name}]({source}) | " + " | ".join(cells) + f" | {why} |")
     return "\n".join(lines) + "\n"
 
@@ -162,7 +184,9 @@ def sums(rows: list[dict[str, Any]], targets: list[str]) -> list[str]:
         refused = [row for row in rows if row["on"] == on and "error" in row]
         costed = [row for row in read if row["cost_analysis"]]
         rest = [
-            abs(r["cost_analysis"] - r["products_once"] - r["elementwise_once"]) / r["cost_analysis"] for r in costed
+            abs(r["cost_analysis"] - r["products_once"] - r["elementwise_once"])
+            / r["cost_analysis"]
+            for r in costed
         ]
         entries = sum(n for row in read for n, _ in row["ledger"].values())
         versions = next((row["versions"] for row in read), "")
@@ -204,7 +228,10 @@ def main() -> None:
         redone = {(row["program"], row["on"]) for row in new}
         rows = sorted(
             [row for row in rows if (row["program"], row["on"]) not in redone] + new,
-            key=lambda row: (row["program"], TARGETS.index(row["on"]) if row["on"] in TARGETS else len(TARGETS)),
+            key=lambda row: (
+                row["program"],
+                TARGETS.index(row["on"]) if row["on"] in TARGETS else len(TARGETS),
+            ),
         )
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     targets = [on for on in TARGETS if any(row["on"] == on for row in rows)]

@@ -50,22 +50,30 @@ def next_token_of(device_run: DeviceRun):  # type: ignore[no-untyped-def]
 
     def next_token(params: Tree, tokens_BT: jax.Array, position: jax.Array) -> jax.Array:
         positions_BT = jnp.broadcast_to(jnp.arange(SEQ), tokens_BT.shape)
-        batch = Batch(tokens_BT, tokens_BT, jnp.zeros_like(tokens_BT), positions_BT, jnp.ones(tokens_BT.shape))
+        batch = Batch(
+            tokens_BT, tokens_BT, jnp.zeros_like(tokens_BT), positions_BT, jnp.ones(tokens_BT.shape)
+        )
         x_BTD, _ = model.hidden(params, batch, no_dropout())
         x_BTD, table_VD = model.unembed(params, x_BTD)
-        logits_BV = jnp.einsum("bd,vd->bv", x_BTD[:, position], table_VD, preferred_element_type=jnp.float32)
+        logits_BV = jnp.einsum(
+            "bd,vd->bv", x_BTD[:, position], table_VD, preferred_element_type=jnp.float32
+        )
         return jnp.argmax(all_gather(all_gather(logits_BV, VOCAB_AXES, 1), BATCH_AXES, 0)[0])
 
     everywhere = PartitionSpec()
     specs = (param_specs(device_run.placements, "at_rest"), BATCH_SPEC, everywhere)
-    sharded = jax.shard_map(next_token, mesh=device_run.mesh, in_specs=specs, out_specs=everywhere, check_vma=False)
+    sharded = jax.shard_map(
+        next_token, mesh=device_run.mesh, in_specs=specs, out_specs=everywhere, check_vma=False
+    )
     return jax.jit(sharded)
 
 
 def forward_seconds(device_run: DeviceRun, params: Tree) -> float:
     """Returns the median seconds of one token by a whole forward pass."""
     tokens_BT = np.zeros((device_run.shape.over(BATCH_AXES), SEQ), np.int32)
-    batch = jax.make_array_from_callback(tokens_BT.shape, device_run.batch_sharding, tokens_BT.__getitem__)
+    batch = jax.make_array_from_callback(
+        tokens_BT.shape, device_run.batch_sharding, tokens_BT.__getitem__
+    )
     next_token, times = next_token_of(device_run), []
     for position in range(2 * _REPEATS):
         began = time.perf_counter()
@@ -78,7 +86,8 @@ def cached_seconds(opened: OpenedModel, weights: str, tokens: int) -> float:
     """Returns the median seconds of one token by the decode loop."""
     generator = Generator(opened, Decoding(weights=weights, stream_every=tokens))  # type: ignore[arg-type]
     reports = [
-        generator.generate(["def "], max_tokens=tokens, sampling=Sampling(temperature=0.0)).report for _ in "123"
+        generator.generate(["def "], max_tokens=tokens, sampling=Sampling(temperature=0.0)).report
+        for _ in "123"
     ]
     return statistics.median(1 / report.decode_tokens_per_second for report in reports[1:])
 
@@ -91,12 +100,16 @@ def main() -> None:
     shape = MeshShape.parse(given.mesh)
     prepare_host(shape.size)
     device_run = place_for_decoding(tiny_512(), shape, None)
-    opened = OpenedModel(device_run, device_run.initial_state().params, Bytes(), (), 512, "random weights")
+    opened = OpenedModel(
+        device_run, device_run.initial_state().params, Bytes(), (), 512, "random weights"
+    )
     forward = forward_seconds(opened.device_run, opened.params)
     print(f"mesh {shape}: a forward pass for each token {1e3 * forward:.1f} ms")
     for weights in ("sharded", "gathered"):
         seconds = cached_seconds(opened, weights, given.tokens)
-        print(f"cache, weights {weights}: {1e3 * seconds:.2f} ms, {forward / seconds:.0f} times faster")
+        print(
+            f"cache, weights {weights}: {1e3 * seconds:.2f} ms, {forward / seconds:.0f} times faster"
+        )
 
 
 if __name__ == "__main__":

@@ -129,8 +129,18 @@ class Worker:
     def __init__(self, side: str, job: Job, python: str):
         script = Path(__file__) if side == SIDES[0] else Path(__file__).with_name("gpu_torch.py")
         # Three processes share the device: ours must not take most of its memory at the start.
-        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TOKENIZERS_PARALLELISM": "false"}
-        command = [python, str(script), "--worker", side, json.dumps({**dataclasses.asdict(job), "shape": job.shape})]
+        environment = {
+            **os.environ,
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        command = [
+            python,
+            str(script),
+            "--worker",
+            side,
+            json.dumps({**dataclasses.asdict(job), "shape": job.shape}),
+        ]
         self.side = side
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -142,7 +152,9 @@ class Worker:
         for line in self._process.stdout:
             if line.startswith(("{", "0.", *"123456789")):
                 return json.loads(line)
-        raise SystemExit(f"{self.side}: its worker ended with exit code {self._process.wait()}; its error is above")
+        raise SystemExit(
+            f"{self.side}: its worker ended with exit code {self._process.wait()}; its error is above"
+        )
 
     def measure(self) -> float:
         """Returns seconds per step."""
@@ -164,11 +176,16 @@ def check_equal(job: Job, facts: Mapping[str, Mapping[str, Any]]) -> None:
     expected = parameter_count(job.shape)
     for side, its in facts.items():
         if its["parameters"] != expected:
-            raise SystemExit(f"{side} has {its['parameters']:,} parameters, and the model has {expected:,}")
+            raise SystemExit(
+                f"{side} has {its['parameters']:,} parameters, and the model has {expected:,}"
+            )
 
 
 def summarise(
-    job: Job, facts: Mapping[str, Mapping[str, Any]], rounds: Mapping[str, Sequence[float]], peak: float | None
+    job: Job,
+    facts: Mapping[str, Mapping[str, Any]],
+    rounds: Mapping[str, Sequence[float]],
+    peak: float | None,
 ) -> list[dict[str, Any]]:
     """Returns a row per side: median seconds, tokens/s and MFU per device, and the ratio to ours, round by round.
 
@@ -188,7 +205,9 @@ def summarise(
 
 def format_table(rows: Iterable[Mapping[str, Any]]) -> str:
     """Formats the rows for a terminal: seconds over ours above 1 means that ours is faster."""
-    lines = [f"{'':16}{'step':>11}{'tokens/s':>12}{'MFU':>8}{'over ours':>11}{'compiled in':>13}  attention"]
+    lines = [
+        f"{'':16}{'step':>11}{'tokens/s':>12}{'MFU':>8}{'over ours':>11}{'compiled in':>13}  attention"
+    ]
     for row in rows:
         utilisation = "" if row["mfu"] is None else f"{row['mfu']:.1%}"
         lines.append(
@@ -220,25 +239,33 @@ def compare(job: Job, pythons: Mapping[str, str], rounds: int) -> list[dict[str,
 def main() -> None:
     """Parses the arguments, compares, prints and writes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--torch", help="Python with torch, transformers, accelerate; without it ours alone runs")
+    parser.add_argument(
+        "--torch", help="Python with torch, transformers, accelerate; without it ours alone runs"
+    )
     parser.add_argument("--size", choices=SIZES, default="1b")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a device")
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--remat", default="none", help="ours; torch checkpoints its layers unless it is none")
+    parser.add_argument(
+        "--remat", default="none", help="ours; torch checkpoints its layers unless it is none"
+    )
     parser.add_argument("--steps", type=int, default=10, help="steps of a measurement")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     job = Job(options.size, options.batch, options.seq, options.dtype, options.remat, options.steps)
-    sides = {SIDES[0]: sys.executable} | (dict.fromkeys(SIDES[1:], options.torch) if options.torch else {})
+    sides = {SIDES[0]: sys.executable} | (
+        dict.fromkeys(SIDES[1:], options.torch) if options.torch else {}
+    )
     rows = compare(job, sides, options.rounds)
     print(f"Llama of {parameter_count(job.shape):,} parameters, {job.batch} x {job.seq} tokens, {job.dtype}, "
           f"{options.rounds} rounds of {job.steps} steps by turns")  # fmt: skip
     print(format_table(rows))
     print("\n".join(f"{row['side']}: {row['versions']}" for row in rows))
     if options.out:
-        options.out.write_text(json.dumps({"job": dataclasses.asdict(job), "rows": rows}, indent=1) + "\n")
+        options.out.write_text(
+            json.dumps({"job": dataclasses.asdict(job), "rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -30,13 +30,19 @@ class Layer(nn.Module):
         self.head = D // N
         self.norm_1, self.norm_2 = nn.RMSNorm(D, EPSILON), nn.RMSNorm(D, EPSILON)
         self.q, self.out = nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False)
-        self.k, self.v = nn.Linear(D, K * self.head, bias=False), nn.Linear(D, K * self.head, bias=False)
+        self.k, self.v = (
+            nn.Linear(D, K * self.head, bias=False),
+            nn.Linear(D, K * self.head, bias=False),
+        )
         self.gate, self.up = nn.Linear(D, F_, bias=False), nn.Linear(D, F_, bias=False)
         self.down = nn.Linear(F_, D, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         h = self.norm_1(x)
-        q, k, v = (z.view(*x.shape[:2], -1, self.head).transpose(1, 2) for z in (self.q(h), self.k(h), self.v(h)))
+        q, k, v = (
+            z.view(*x.shape[:2], -1, self.head).transpose(1, 2)
+            for z in (self.q(h), self.k(h), self.v(h))
+        )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
@@ -83,7 +89,11 @@ def synchronize() -> None:
 
 def facts(model: nn.Module, compile_seconds: float, attention: str, versions: str) -> None:
     """Prints what bench/gpu.py needs to know of this side."""
-    cuda = f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}" if DEVICE == "cuda" else ", CPU"
+    cuda = (
+        f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+        if DEVICE == "cuda"
+        else ", CPU"
+    )
     print(json.dumps({
         "parameters": sum(p.numel() for p in model.parameters()), "compile_seconds": compile_seconds,
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu", "attention": attention,
@@ -96,7 +106,9 @@ def serve_compiled() -> None:
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     model = Llama().to(DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=DEVICE == "cuda")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), 3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=DEVICE == "cuda"
+    )
     compiled = torch.compile(model)
     tokens = torch.randint(0, SHAPE["vocab"], (JOB["batch"], JOB["seq"] + 1), device=DEVICE)
 
@@ -128,7 +140,13 @@ def serve_trainer() -> None:
     import tempfile
 
     import transformers
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
 
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
@@ -150,7 +168,12 @@ def serve_trainer() -> None:
                 return
             synchronize()
             if taken == 0:
-                facts(model, time.perf_counter() - began, "sdpa", f", transformers {transformers.__version__}")
+                facts(
+                    model,
+                    time.perf_counter() - began,
+                    "sdpa",
+                    f", transformers {transformers.__version__}",
+                )
             else:
                 print(json.dumps((time.perf_counter() - self.start) / JOB["steps"]), flush=True)
             if not sys.stdin.readline():

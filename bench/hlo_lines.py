@@ -42,7 +42,10 @@ class Line:
 @functools.lru_cache(maxsize=100_000)
 def _arrays(shape: str) -> list[tuple[str, tuple[int, ...], str]]:
     found = ARRAY.findall(shape)
-    return [(kind, tuple(int(n) for n in sizes.split(",") if n), layout) for kind, sizes, layout in found]
+    return [
+        (kind, tuple(int(n) for n in sizes.split(",") if n), layout)
+        for kind, sizes, layout in found
+    ]
 
 
 def bytes_of(shape: str, *, hbm: bool = False) -> float:
@@ -76,7 +79,15 @@ def parse_line(text: str) -> Line | None:
         return None
     close = _closing(text, opcode.end() - 1)
     inside = text[opcode.end() : close]
-    return Line(head[2], text[at:end], opcode[1], tuple(NAME.findall(inside)), inside, text[close + 1 :], bool(head[1]))
+    return Line(
+        head[2],
+        text[at:end],
+        opcode[1],
+        tuple(NAME.findall(inside)),
+        inside,
+        text[close + 1 :],
+        bool(head[1]),
+    )
 
 
 Computations = dict[str, dict[str, Line]]
@@ -113,7 +124,10 @@ def trips(computations: Computations, body: dict[str, Line], loop: Line) -> int 
     given = body.get(loop.operands[0])
     if compare is None or compare.opcode != "compare" or result is None or given is None:
         return None
-    counter, last = _counter(condition, compare.operands[0]), _constant(condition, compare.operands[1])
+    counter, last = (
+        _counter(condition, compare.operands[0]),
+        _constant(condition, compare.operands[1]),
+    )
     if counter is None or given.opcode != "tuple" or result.opcode != "tuple":
         return None
     if last is None:  # the bound is carried by the loop, unchanged
@@ -131,7 +145,9 @@ def trips(computations: Computations, body: dict[str, Line], loop: Line) -> int 
     return max(0, -(-(last - first + more) // step))  # type: ignore[operator]
 
 
-def _step_of(computations: Computations, body: dict[str, Line], name: str, counter: int) -> int | None:
+def _step_of(
+    computations: Computations, body: dict[str, Line], name: str, counter: int
+) -> int | None:
     """Returns what a loop's body adds to its counter."""
     line = body.get(name)
     if line is None:
@@ -149,7 +165,11 @@ def _step_of(computations: Computations, body: dict[str, Line], name: str, count
         step = _constant(body, other)
         if step is not None:
             # A sum of sums: unrolled loops add one several times.
-            return step if _counter(body, one) == counter else _plus(_step_of(computations, body, one, counter), step)
+            return (
+                step
+                if _counter(body, one) == counter
+                else _plus(_step_of(computations, body, one, counter), step)
+            )
     return None
 
 
@@ -157,12 +177,16 @@ def _plus(before: int | None, more: int) -> int | None:
     return None if before is None else before + more
 
 
-def _with_arguments(inner: dict[str, Line], outer: dict[str, Line], operands: tuple[str, ...]) -> dict[str, Line]:
+def _with_arguments(
+    inner: dict[str, Line], outer: dict[str, Line], operands: tuple[str, ...]
+) -> dict[str, Line]:
     """Returns a fused computation in which each parameter stands for the operand that the fusion passes."""
     merged = {**outer, **inner}
     for line in inner.values():
         if line.opcode == "parameter" and int(line.inside) < len(operands):
-            merged[line.name] = dataclasses.replace(line, opcode="bitcast", operands=(operands[int(line.inside)],))
+            merged[line.name] = dataclasses.replace(
+                line, opcode="bitcast", operands=(operands[int(line.inside)],)
+            )
     return merged
 
 
@@ -200,7 +224,9 @@ def group_size(rest: str, devices: int) -> int:
     return len(listed[1].split(",")) if listed else devices
 
 
-def convolution_flops(left: tuple[int, ...], right: tuple[int, ...], out: tuple[int, ...], rest: str) -> float:
+def convolution_flops(
+    left: tuple[int, ...], right: tuple[int, ...], out: tuple[int, ...], rest: str
+) -> float:
     """Counts the FLOPs of a convolution; taps that fall on padding multiply nothing and count nothing."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", rest)
     if labels is None:
@@ -217,7 +243,11 @@ def convolution_flops(left: tuple[int, ...], right: tuple[int, ...], out: tuple[
     total = 2.0 * right[labels[2].index("i")]
     total *= out[labels[3].index("b")] * out[labels[3].index("f")]
     for number, label in enumerate(spatial):
-        sizes = (left[labels[1].index(label)], right[labels[2].index(label)], out[labels[3].index(label)])
+        sizes = (
+            left[labels[1].index(label)],
+            right[labels[2].index(label)],
+            out[labels[3].index(label)],
+        )
         spread = (int(spread_left[number]), int(spread_right[number]))
         total *= _taps(*sizes, int(pads[number].split("_")[0]), int(strides[number]), spread)
     groups = re.search(r"batch_group_count=(\d+)", rest)
@@ -236,7 +266,8 @@ def _taps(size: int, window: int, out: int, pad: int, stride: int, spread: tuple
             count += max(0, min(out - 1, high) - low + 1)
         else:
             count += sum(
-                0 <= o * stride + offset <= (size - 1) * spread[0] and (o * stride + offset) % spread[0] == 0
+                0 <= o * stride + offset <= (size - 1) * spread[0]
+                and (o * stride + offset) % spread[0] == 0
                 for o in range(out)
             )
     return count
@@ -244,7 +275,9 @@ def _taps(size: int, window: int, out: int, pad: int, stride: int, spread: tuple
 
 def grouped_flops(shapes: list[tuple[str, tuple[int, ...], str]], out: tuple[int, ...]) -> float:
     """Counts the FLOPs of a grouped matmul over all rows: [M, K] x [E, K, N], or the [E, K, N] of [M, K] and [M, N]."""
-    floats = [sizes for kind, sizes, _ in shapes if kind in ("bf16", "f32", "f16") and len(sizes) >= 2]
+    floats = [
+        sizes for kind, sizes, _ in shapes if kind in ("bf16", "f32", "f16") and len(sizes) >= 2
+    ]
     if len(floats) < 2:
         return 0.0
     if len(out) == 3:

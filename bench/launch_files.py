@@ -29,7 +29,9 @@ def check(name: str, command: list[str], program: str) -> bool:
         return True
     done = subprocess.run(command, text=True, capture_output=True)
     lines = (done.stderr + done.stdout).strip().splitlines()
-    print(f"{name}: {'valid' if done.returncode == 0 else 'REFUSED'} by {program}: {lines[-1] if lines else ''}")
+    print(
+        f"{name}: {'valid' if done.returncode == 0 else 'REFUSED'} by {program}: {lines[-1] if lines else ''}"
+    )
     return done.returncode == 0
 
 
@@ -42,20 +44,32 @@ print(sky.__version__, task.resources)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sky", default="sky-python", help="Python of an environment with SkyPilot")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sky", default="sky-python", help="Python of an environment with SkyPilot"
+    )
     sky = parser.parse_args().sky
     good = []
     with tempfile.TemporaryDirectory() as folder:
         files = {name: Path(folder) / name for name in ("job.sh", "gpu.yaml", "tpu.yaml")}
         files["job.sh"].write_text(launch("slurm", "--set", "time=01:00:00"))
-        files["gpu.yaml"].write_text(launch("skypilot", "--target", "h100:16", "--image", "image:tag"))
+        files["gpu.yaml"].write_text(
+            launch("skypilot", "--target", "h100:16", "--image", "image:tag")
+        )
         files["tpu.yaml"].write_text(launch("skypilot", "--target", "v5p:4x4x8"))
         good.append(check("job.sh", ["bash", "-n", str(files["job.sh"])], "bash"))
         good.append(check("job.sh", ["sbatch", "--test-only", str(files["job.sh"])], "sbatch"))
         for name in ("gpu.yaml", "tpu.yaml"):
             good.append(check(name, [sky, "-c", SKY, str(files[name]), HOSTILE], sky))
-    good.append(check("Dockerfile", ["hadolint", str(Path(__file__).parents[1] / "docker" / "Dockerfile")], "hadolint"))
+    good.append(
+        check(
+            "Dockerfile",
+            ["hadolint", str(Path(__file__).parents[1] / "docker" / "Dockerfile")],
+            "hadolint",
+        )
+    )
     sys.exit(not all(good))
 
 

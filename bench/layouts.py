@@ -36,7 +36,9 @@ A100."""
 def with_options(run: Run, target: Target) -> Run:
     """Returns the run with all compiler options that tuning tries for its chip."""
     options = tuple(f"{name}={value}" for name, value in target.chip.compiler_options.items())
-    return dataclasses.replace(run, training=dataclasses.replace(run.training, compiler_options=options))
+    return dataclasses.replace(
+        run, training=dataclasses.replace(run.training, compiler_options=options)
+    )
 
 
 def proof_json(proof: Proof) -> dict[str, Any]:
@@ -63,7 +65,10 @@ def compare(row: Row, best: int, limit: int) -> dict[str, Any]:
     """Compiles the published layout and the planner's best plans."""
     published = prove_published(row, limit)
     plans = search(row.placed.run, row.target).plans[:best]
-    proofs = [prove_plan(price_run(with_options(p.run, row.target), row.target), row.target, limit) for p in plans]
+    proofs = [
+        prove_plan(price_run(with_options(p.run, row.target), row.target), row.target, limit)
+        for p in plans
+    ]
     fitting = [proof for proof in proofs if proof.fits]
     planned = min(fitting, key=lambda proof: proof.step_seconds or 0.0) if fitting else proofs[0]
     return {
@@ -74,13 +79,18 @@ def compare(row: Row, best: int, limit: int) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """Returns the results as Markdown."""
-    lines = ["| row | model | hardware | published layout | simulated | measured | best plan | simulated | ratio |"]
+    lines = [
+        "| row | model | hardware | published layout | simulated | measured | best plan | simulated | ratio |"
+    ]
     lines += ["|---|---|---|---|---|---|---|---|---|"]
     for row in results.values():
         published, planned = row["published"], row["planned"]
         both = published["compiled"] and planned["compiled"]
         ratio = f"{planned['compiled'] / published['compiled']:.2f}" if both else ""
-        steps = [f"{p['compiled']:.3g} s" if p["compiled"] else p["refused"][-60:] for p in (published, planned)]
+        steps = [
+            f"{p['compiled']:.3g} s" if p["compiled"] else p["refused"][-60:]
+            for p in (published, planned)
+        ]
         lines.append(
             f"| {row['row']} | {row['model']} | {row['target']} | {published['plan']} | {steps[0]} | "
             f"{row['measured']:.3g} s | {planned['plan']} | {steps[1]} | {ratio} |"
@@ -89,7 +99,9 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--case", action="append")
     parser.add_argument("--best", type=int, default=2)
     parser.add_argument("--limit", type=int, default=600)

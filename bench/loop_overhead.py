@@ -29,7 +29,9 @@ def main() -> None:
     prepare_host(1)
     model = Llama(vocab=512, width=64, layers=2, heads=4, kv_heads=4, mlp=128)
     training = Training(steps=10_000, batch=8, seq=64, compute_dtype="float32", remat="none")
-    device_run = place_on_devices(Run(model=model, mesh=MeshShape(), training=training), build_mesh(MeshShape()))
+    device_run = place_on_devices(
+        Run(model=model, mesh=MeshShape(), training=training), build_mesh(MeshShape())
+    )
     runner = StepRunner(device_run, steps=STEPS * ROUNDS + 1)
     runner.start(CompiledTrainStep(device_run, runner.batch), device_run.initial_state())
     with tempfile.TemporaryDirectory() as out:

@@ -33,12 +33,17 @@ THEIRS = (
 
 def sides(python: str, devices: int) -> dict[str, turns.Command]:
     """Returns both sides on so many simulated devices."""
-    common = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "XLA_FLAGS")}
+    common = {
+        key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "XLA_FLAGS")
+    }
     simulated = f"--xla_force_host_platform_device_count={devices}"
     theirs = {**common, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": simulated, "DECOUPLE_GCLOUD": "TRUE"}
     degrees = (f"per_device_batch_size={16 // devices}", f"ici_fsdp_parallelism={devices}")
     return {
-        "meshwright": ([sys.executable, str(HERE / "our_step.py"), "tiny", str(devices), *OURS], os.environ),
+        "meshwright": (
+            [sys.executable, str(HERE / "our_step.py"), "tiny", str(devices), *OURS],
+            os.environ,
+        ),
         "maxtext": ([python, str(HERE / "maxtext_step.py"), *THEIRS, *degrees], theirs),
     }
 
@@ -48,10 +53,17 @@ def main(python: str, rounds: int) -> None:
     for devices in (1, 8):
         times = turns.by_turns(sides(python, devices), rounds=rounds)
         results[f"{devices} devices"] = turns.summary(times, "meshwright", "maxtext")
-        print(f"{devices} devices:", turns.line_of(results[f"{devices} devices"], "meshwright", "maxtext"), flush=True)
+        print(
+            f"{devices} devices:",
+            turns.line_of(results[f"{devices} devices"], "meshwright", "maxtext"),
+            flush=True,
+        )
     load = os.getloadavg()[0]
     RESULTS.write_text(
-        json.dumps({"ours": OURS, "maxtext": THEIRS, "load_after": load, "results": results}, indent=1) + "\n"
+        json.dumps(
+            {"ours": OURS, "maxtext": THEIRS, "load_after": load, "results": results}, indent=1
+        )
+        + "\n"
     )
 
 

@@ -28,7 +28,9 @@ def main(arguments: list[str]) -> None:
         config, model, mesh, state, where, train.train_step, train.eval_step, None, params_where
     )
     with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
-        shaped = maxtext_utils.get_shaped_batch(config, batch_sharding=sharding.get_input_data_sharding(config, mesh))
+        shaped = maxtext_utils.get_shaped_batch(
+            config, batch_sharding=sharding.get_input_data_sharding(config, mesh)
+        )
         batch = train.make_synthetic_batch(config, shaped)
 
         def steps(count: int) -> None:

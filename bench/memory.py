@@ -23,7 +23,13 @@ from typing import Any
 import meshwright as mw
 from meshwright.hardware.machine import Machine
 from meshwright.hardware.mesh import build_mesh, prepare_host
-from meshwright.planner.memory_model import PHASES, PhaseMemory, checkpoint_bytes, memory_by_category, phase_memory
+from meshwright.planner.memory_model import (
+    PHASES,
+    PhaseMemory,
+    checkpoint_bytes,
+    memory_by_category,
+    phase_memory,
+)
 from meshwright.planner.work import work_of
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
@@ -46,17 +52,29 @@ PAGE = Path(__file__).parents[1] / "docs" / "howto" / "find-a-memory-problem.md"
 def run_of(layout: str) -> Run:
     """A Llama of 30 M parameters, whose arrays are much larger than what the process has besides."""
     changes = {"layers": 8, "remat": "full", **LAYOUTS[layout]}
-    run = mw.recipe("tiny", mesh=layout.partition(" ")[0], batch=32, seq=256, compute_dtype="float32", **changes)
-    return dataclasses.replace(run, model=dataclasses.replace(run.model, width=512, heads=8, mlp=1408, vocab=8192))
+    run = mw.recipe(
+        "tiny", mesh=layout.partition(" ")[0], batch=32, seq=256, compute_dtype="float32", **changes
+    )
+    return dataclasses.replace(
+        run, model=dataclasses.replace(run.model, width=512, heads=8, mlp=1408, vocab=8192)
+    )
 
 
 def planned(run: Run) -> dict[str, PhaseMemory]:
     """The planner's arithmetic, for devices that are simulated."""
     placed = place_run(run)
-    settled, work, training, in_flight = Settled(placed, Machine("cpu")), work_of(placed), run.training, 1.0
+    settled, work, training, in_flight = (
+        Settled(placed, Machine("cpu")),
+        work_of(placed),
+        run.training,
+        1.0,
+    )
     if placed.shape.stage > 1:
         counts = build_counts(
-            training.pipeline_schedule, placed.shape.stage, training.microbatches, placed.virtual_stages
+            training.pipeline_schedule,
+            placed.shape.stage,
+            training.microbatches,
+            placed.virtual_stages,
         )
         in_flight = float(counts.most_live_inputs)
     phases = phase_memory(settled, work, memory_by_category(settled, work, in_flight))
@@ -103,7 +121,10 @@ def measured(layout: str) -> dict[str, Any]:
 
     state_bytes = DEVICES * shard_bytes(device_run.abstract)
     for _ in range(2):
-        with tempfile.TemporaryDirectory() as folder, Checkpoints(Path(folder), max_to_keep=1) as checkpoints:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Checkpoints(Path(folder), max_to_keep=1) as checkpoints,
+        ):
             state = phase("start", device_run.initial_state)
             state = phase("step", lambda state=state: train(state, batch))[0]
             phase("evaluation", lambda state=state: evaluate(state.params, batch))
@@ -132,7 +153,10 @@ def table(results: dict[str, Any]) -> str:
     """Rows of a Markdown table, in MiB."""
     rows = ["| layout | " + " | ".join(PHASES) + " |", "|---|" + "---|" * len(PHASES)]
     for layout, phases in results.items():
-        cells = [" / ".join(f"{phases[p][k] / 2**20:.0f}" for k in ("planned", "compiled", "measured")) for p in PHASES]
+        cells = [
+            " / ".join(f"{phases[p][k] / 2**20:.0f}" for k in ("planned", "compiled", "measured"))
+            for p in PHASES
+        ]
         rows.append(f"| {layout} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -145,7 +169,11 @@ def main(args: list[str]) -> None:
     for layout in LAYOUTS:
         env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
         done = subprocess.run(
-            [sys.executable, __file__, layout], env=env, check=True, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, layout],
+            env=env,
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         results[layout] = json.loads(done.stdout.splitlines()[-1])
         print(table(results), flush=True)
@@ -153,7 +181,9 @@ def main(args: list[str]) -> None:
     text = PAGE.read_text(encoding="utf-8")
     start, end = "<!-- table: bench/memory.py -->\n", "<!-- end of the table -->"
     before, _, rest = text.partition(start)
-    PAGE.write_text(f"{before}{start}{table(results)}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
+    PAGE.write_text(
+        f"{before}{start}{table(results)}\n{end}{rest.partition(end)[2]}", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,10 @@ HERE = Path(__file__).parent
 
 def main(python: str, rounds: int) -> None:
     ours = [sys.executable, str(HERE / "our_step.py"), "nanogpt-cpu", "1", "--model.vocab", "66"]
-    sides = {"meshwright": (ours, os.environ), "torch": ([python, str(HERE / "torch_nanogpt.py")], os.environ)}
+    sides = {
+        "meshwright": (ours, os.environ),
+        "torch": ([python, str(HERE / "torch_nanogpt.py")], os.environ),
+    }
     found = turns.summary(turns.by_turns(sides, rounds=rounds), "meshwright", "torch")
     print(turns.line_of(found, "meshwright", "torch"))
     print(json.dumps(found))

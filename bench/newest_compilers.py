@@ -23,7 +23,13 @@ TESTS = (
 )  # fmt: skip
 PACKAGES = ("jax", "libtpu", "jax-cuda13-plugin", "nvidia-cudnn-cu13")
 # The plugin's own requirements are a whole CUDA; to compile, these are enough.
-GPU_WHEELS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cudnn-cu13")
+GPU_WHEELS = (
+    "jax-cuda13-plugin",
+    "jax-cuda13-pjrt",
+    "nvidia-cuda-nvcc",
+    "nvidia-nvvm",
+    "nvidia-cudnn-cu13",
+)
 TARGETS = ("cpu", "v5e:2x4", "v5p:2x2x2", "tpu7x:2x2x1", "h100:1x8")
 PROGRAMS = "jax_shard_map_fsdp,jax_model_parallel,jax_training_cookbook,maxtext_step,optax_gradient_accumulation"
 
@@ -41,7 +47,10 @@ def install(folder: Path) -> Path:
 def versions(python: Path) -> dict[str, str]:
     """Returns the installed versions."""
     listed = subprocess.run(
-        [str(python), "-m", "pip", "list", "--format=json"], capture_output=True, text=True, check=True
+        [str(python), "-m", "pip", "list", "--format=json"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     found = {row["name"].lower(): row["version"] for row in json.loads(listed.stdout)}
     return {name: found.get(name, "not installed") for name in PACKAGES}
@@ -55,7 +64,14 @@ def pinned() -> dict[str, str]:
 
 def foreign(python: Path, on: str) -> list[str]:
     """Takes the census of foreign programs; returns what is wrong, one line each."""
-    words = [str(python), str(ROOT / "bench" / "foreign_programs.py"), "--child", on, "--only", PROGRAMS]
+    words = [
+        str(python),
+        str(ROOT / "bench" / "foreign_programs.py"),
+        "--child",
+        on,
+        "--only",
+        PROGRAMS,
+    ]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"program"')]
     wrong = []
@@ -66,10 +82,14 @@ def foreign(python: Path, on: str) -> list[str]:
             wrong.append(f"{on} {row['program']}: ledger {row['ledger']}, second count {row['second_ledger']}, "
                          f"{row['unread']} unread")  # fmt: skip
         elif abs(row["flops"] - row["second_flops"]) > 1e-9 * row["flops"]:
-            wrong.append(f"{on} {row['program']}: {row['flops']} FLOPs, second count {row['second_flops']}")
+            wrong.append(
+                f"{on} {row['program']}: {row['flops']} FLOPs, second count {row['second_flops']}"
+            )
     missing = len(PROGRAMS.split(",")) - len(rows)
     if missing:
-        wrong.append(f"{on}: the compiler's process ended, {missing} programs are missing: {done.stderr[-300:]}")
+        wrong.append(
+            f"{on}: the compiler's process ended, {missing} programs are missing: {done.stderr[-300:]}"
+        )
     print(f"{on}: {len(rows)} programs, {len(wrong)} wrong", flush=True)
     return wrong
 
@@ -90,7 +110,11 @@ def main() -> None:
     wrong = [line for on in given.on.split(",") for line in foreign(python, on)]
     for line in wrong:
         print(line)
-    print("the newest compilers are read" if not failed and not wrong else "the newest compilers are NOT read")
+    print(
+        "the newest compilers are read"
+        if not failed and not wrong
+        else "the newest compilers are NOT read"
+    )
     sys.exit(bool(failed or wrong))
 
 

@@ -29,9 +29,17 @@ def main(recipe: str, devices: int, options: dict[str, str]) -> None:
         run = dataclasses.replace(run, **{part: dataclasses.replace(config, **{field: value})})
     device_run = place_on_devices(run, build_mesh(MeshShape(fsdp=devices)))
     shape, vocab = (run.training.batch, run.training.seq), run.model.vocab
-    tokens = np.random.default_rng(0).integers(0, vocab - 1, (shape[0], shape[1] + 1)).astype(np.int32)
+    tokens = (
+        np.random.default_rng(0).integers(0, vocab - 1, (shape[0], shape[1] + 1)).astype(np.int32)
+    )
     positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-    batch = Batch(tokens[:, :-1], tokens[:, 1:], np.zeros(shape, np.int32), positions, np.ones(shape, np.float32))
+    batch = Batch(
+        tokens[:, :-1],
+        tokens[:, 1:],
+        np.zeros(shape, np.int32),
+        positions,
+        np.ones(shape, np.float32),
+    )
     batch = jax.device_put(batch, device_run.batch_sharding)
     step, state = CompiledTrainStep(device_run, batch), device_run.initial_state()
 
@@ -46,5 +54,7 @@ def main(recipe: str, devices: int, options: dict[str, str]) -> None:
 
 if __name__ == "__main__":
     words = sys.argv[3:]
-    pairs = {name.removeprefix("--"): text for name, text in zip(words[::2], words[1::2], strict=True)}
+    pairs = {
+        name.removeprefix("--"): text for name, text in zip(words[::2], words[1::2], strict=True)
+    }
     main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1, pairs)

@@ -77,14 +77,18 @@ def page_table(record: dict[str, Any]) -> str:
         "| part | measured |", "|---|---|",
     ]  # fmt: skip
     for name, row in record["rows"].items():
-        lines.append(f"| {name} | {', '.join(f'{what}: {value:g}' for what, value in row.items())} |")
+        lines.append(
+            f"| {name} | {', '.join(f'{what}: {value:g}' for what, value in row.items())} |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def measure(folder: Path, blocks: int) -> dict[str, dict[str, float]]:
     """Returns the cost of each part."""
     run = find_recipe("tiny")
-    run = dataclasses.replace(run, mesh=MeshShape(), training=dataclasses.replace(run.training, batch=1, seq=64))
+    run = dataclasses.replace(
+        run, mesh=MeshShape(), training=dataclasses.replace(run.training, batch=1, seq=64)
+    )
     prepared = prepare_run(run, cache=Path(os.environ.get("MESHWRIGHT_CACHE", folder / "cache")))
     state, feed = prepared.device_run.initial_state(), prepared.feed(Position(0, 0))
     batch = next(feed)
@@ -120,7 +124,9 @@ def measure(folder: Path, blocks: int) -> dict[str, dict[str, float]]:
     on: list[tuple[float, float]] = []
     off: list[tuple[float, float]] = []
     # More pairs while the error bar is wide, as it is on a busy machine.
-    while len(on) < blocks or (paired(on, off)["standard error, CPU"] > _ERROR and len(on) < 4 * blocks):
+    while len(on) < blocks or (
+        paired(on, off)["standard error, CPU"] > _ERROR and len(on) < 4 * blocks
+    ):
         # Which comes first alternates too.
         for watched in (True, False) if len(on) % 2 else (False, True):
             with watch.running() if watched else contextlib.nullcontext():
@@ -131,7 +137,9 @@ def measure(folder: Path, blocks: int) -> dict[str, dict[str, float]]:
     rows["watchdog"] = {"pairs": len(on), **paired(on, off)}
     rows["watchdog, by its parts"] = {
         "enter, us per step": round(2e6 * seconds_of(lambda: phases.enter("data", 1), 10000), 2),
-        "sign and reading, us of CPU per second": round(1e6 * cpu_of(lambda: (watch._sign(), watch._read()), 200), 1),
+        "sign and reading, us of CPU per second": round(
+            1e6 * cpu_of(lambda: (watch._sign(), watch._read()), 200), 1
+        ),
     }
     rows["watchdog, process 0 of 1,000 hosts"] = thousand_hosts(watch)
     tensors = named_tensors(state)
@@ -179,7 +187,9 @@ def checksums(tensors: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def saving(prepared: Any, state: Any, folder: Path, blocks: int, block: Callable[..., Any]) -> dict[str, float]:
+def saving(
+    prepared: Any, state: Any, folder: Path, blocks: int, block: Callable[..., Any]
+) -> dict[str, float]:
     """Share of the wall time that the loop waits for a save every 100 steps, its checksums included."""
     waits = []
     with Checkpoints(folder / "checkpoints", max_to_keep=2) as checkpoints:
@@ -192,7 +202,9 @@ def saving(prepared: Any, state: Any, folder: Path, blocks: int, block: Callable
     # The first compiles the fingerprints.
     return {
         "ms of waiting per save": round(1000 * statistics.median(waits[1:]), 1),
-        "share of wall time": round(statistics.mean(waits[1:]) / (whole + statistics.mean(waits[1:])), 4),
+        "share of wall time": round(
+            statistics.mean(waits[1:]) / (whole + statistics.mean(waits[1:])), 4
+        ),
     }
 
 

@@ -12,25 +12,46 @@ NO_OPTIONS = "none"
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_{}=true"
 _V5P_KINDS = ("all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter")
 _V6E_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-_KINDS = ("all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter", "all_reduce")
+_KINDS = (
+    "all_gather",
+    "2d_all_gather",
+    "3d_all_gather",
+    "reduce_scatter",
+    "nd_reduce_scatter",
+    "all_reduce",
+)
 _QUEUE = "xla_tpu_enable_sparse_core_offload_queuing_in_lhs=true"
 
 OPTION_SETS: dict[str, dict[str, tuple[str, ...]]] = {
     "v5p": {
         NO_OPTIONS: (),
         SPARSE_CORE: tuple(_OFFLOAD.format(kind) for kind in _V5P_KINDS),
-        VMEM: (*(_OFFLOAD.format(kind) for kind in _V5P_KINDS), "xla_tpu_scoped_vmem_limit_kib=49152"),
+        VMEM: (
+            *(_OFFLOAD.format(kind) for kind in _V5P_KINDS),
+            "xla_tpu_scoped_vmem_limit_kib=49152",
+        ),
         ALL: (*(_OFFLOAD.format(kind) for kind in _KINDS), "xla_tpu_scoped_vmem_limit_kib=49152"),
         # What Meshwright takes on this chip when nothing is said.
-        QUEUED: (*(_OFFLOAD.format(kind) for kind in _KINDS), "xla_tpu_scoped_vmem_limit_kib=49152", _QUEUE),
+        QUEUED: (
+            *(_OFFLOAD.format(kind) for kind in _KINDS),
+            "xla_tpu_scoped_vmem_limit_kib=49152",
+            _QUEUE,
+        ),
     },
     "v6e": {
         NO_OPTIONS: (),
         SPARSE_CORE: tuple(_OFFLOAD.format(kind) for kind in _V6E_KINDS),
-        VMEM: (*(_OFFLOAD.format(kind) for kind in _V6E_KINDS), "xla_tpu_scoped_vmem_limit_kib=98304"),
+        VMEM: (
+            *(_OFFLOAD.format(kind) for kind in _V6E_KINDS),
+            "xla_tpu_scoped_vmem_limit_kib=98304",
+        ),
         # What Meshwright takes on this chip when nothing is said.
         ALL: (*(_OFFLOAD.format(kind) for kind in _KINDS), "xla_tpu_scoped_vmem_limit_kib=98304"),
-        QUEUED: (*(_OFFLOAD.format(kind) for kind in _KINDS), "xla_tpu_scoped_vmem_limit_kib=98304", _QUEUE),
+        QUEUED: (
+            *(_OFFLOAD.format(kind) for kind in _KINDS),
+            "xla_tpu_scoped_vmem_limit_kib=98304",
+            _QUEUE,
+        ),
     },
 }
 """Sets of compiler options that both sides are compiled with, by chip: the search on our side starts from none of its
@@ -114,7 +135,12 @@ class Setting:
         """Returns a file name."""
         if self.remat is None:
             return "as-shipped"
-        words = (self.remat, self.options, *(() if self.windowed else ("not windowed",)), *self._more())
+        words = (
+            self.remat,
+            self.options,
+            *(() if self.windowed else ("not windowed",)),
+            *self._more(),
+        )
         return "__".join(words).replace(", ", "-").replace(" + ", "-").replace(" ", "-")
 
     def summary(self) -> str:
@@ -122,7 +148,14 @@ class Setting:
         if self.remat is None:
             return "as shipped"
         options = "no options" if self.options == NO_OPTIONS else self.options
-        return ", ".join((self.remat, options, *(() if self.windowed else ("windowed einsum off",)), *self._more()))
+        return ", ".join(
+            (
+                self.remat,
+                options,
+                *(() if self.windowed else ("windowed einsum off",)),
+                *self._more(),
+            )
+        )
 
     def _more(self) -> tuple[str, ...]:
         sums = (f"{self.reduce_dtype} sums",) if self.reduce_dtype else ()
@@ -154,7 +187,11 @@ def microbatch_settings(case: Case) -> Iterator[Setting]:
     """Lists MaxText's policies that save more, in two and four microbatches, with the options that were best."""
     for count in (2, 4):
         if case.batch // case.chips % count == 0:
-            for remat in ("minimal_with_context", "save_dot_with_context_except_mlp", "save_qkv_proj"):
+            for remat in (
+                "minimal_with_context",
+                "save_dot_with_context_except_mlp",
+                "save_qkv_proj",
+            ):
                 for options in (ALL, QUEUED):
                     yield Setting(remat, options, windowed=False, microbatches=count)
 
@@ -175,7 +212,10 @@ def all_settings(side: str, case: Case) -> Iterator[Setting]:
 
 def arguments(side: str, case: Case, setting: Setting) -> list[str]:
     """Returns what follows the program's name on the command line."""
-    options = [*OPTION_SETS[case.chip][setting.options], *(() if setting.windowed else (NOT_WINDOWED,))]
+    options = [
+        *OPTION_SETS[case.chip][setting.options],
+        *(() if setting.windowed else (NOT_WINDOWED,)),
+    ]
     remat = () if setting.remat is None else REMAT[side][setting.remat]
     if side == "maxtext":
         each = case.batch // case.chips // setting.microbatches
@@ -184,8 +224,16 @@ def arguments(side: str, case: Case, setting: Setting) -> list[str]:
             f"per_device_batch_size={each}", f"max_target_length={case.seq}",
             f"ici_fsdp_parallelism={case.chips}", *case.maxtext_more, *remat,
         ]  # fmt: skip
-        words += [f"gradient_accumulation_steps={setting.microbatches}"] if setting.microbatches > 1 else []
-        return [*words, "compile_xla_flags=" + " ".join(f"--{option}" for option in options)] if options else words
+        words += (
+            [f"gradient_accumulation_steps={setting.microbatches}"]
+            if setting.microbatches > 1
+            else []
+        )
+        return (
+            [*words, "compile_xla_flags=" + " ".join(f"--{option}" for option in options)]
+            if options
+            else words
+        )
     words = [
         case.model, "--on", case.target, "--mesh", f"fsdp={case.chips}", "--batch", str(case.batch),
         "--seq", str(case.seq), *remat,

@@ -37,8 +37,13 @@ def best_of(rows: list[Row]) -> Row | None:
 
 def pairs_of(rows: list[Row], case: str) -> list[tuple[str, Row, Row]]:
     """Pairs the two sides of a case: as shipped, the best that the search found, ours as shipped against their best."""
-    sides = {side: [row for row in rows if row["case"] == case and row["side"] == side] for side in ("maxtext", "ours")}
-    shipped = {side: best_of([row for row in of if row["remat"] is None]) for side, of in sides.items()}
+    sides = {
+        side: [row for row in rows if row["case"] == case and row["side"] == side]
+        for side in ("maxtext", "ours")
+    }
+    shipped = {
+        side: best_of([row for row in of if row["remat"] is None]) for side, of in sides.items()
+    }
     searched = {side: [row for row in of if row["remat"] is not None] for side, of in sides.items()}
     pairs = [("as shipped", shipped["maxtext"], shipped["ours"])]
     if any("error" not in row for row in searched["maxtext"]):
@@ -46,7 +51,11 @@ def pairs_of(rows: list[Row], case: str) -> list[tuple[str, Row, Row]]:
         pairs.append(("ours as shipped, MaxText searched", best, shipped["ours"]))
         if any("error" not in row for row in searched["ours"]):
             pairs.append(("both searched", best, best_of(sides["ours"])))
-    return [(name, theirs, ours) for name, theirs, ours in pairs if theirs is not None and ours is not None]
+    return [
+        (name, theirs, ours)
+        for name, theirs, ours in pairs
+        if theirs is not None and ours is not None
+    ]
 
 
 def comparison(rows: list[Row]) -> str:
@@ -63,7 +72,9 @@ def comparison(rows: list[Row]) -> str:
                 f"{ours['setting']} | {_times(ours)} | {ratios[0]:.2f}, {ratios[1]:.2f} |"
             )
     if len(lines) == 2:
-        return "No case has both sides compiled yet; the table of every program has what there is.\n"
+        return (
+            "No case has both sides compiled yet; the table of every program has what there is.\n"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -98,4 +109,6 @@ def _times(row: Row) -> str:
 
 
 def _failure(error: str) -> str:
-    return "does not fit" if re.search("RESOURCE_EXHAUSTED|memory|HBM", error) else "does not compile"
+    return (
+        "does not fit" if re.search("RESOURCE_EXHAUSTED|memory|HBM", error) else "does not compile"
+    )

@@ -68,12 +68,18 @@ def source_version() -> str:
     """Returns the Git hash of `src`, with a mark if it has changes that are not committed."""
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=HERE, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=HERE, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
-    return git("rev-parse", "--short=10", "HEAD:src") + ("-changed" if git("status", "--short", "--", "../src") else "")
+    return git("rev-parse", "--short=10", "HEAD:src") + (
+        "-changed" if git("status", "--short", "--", "../src") else ""
+    )
 
 
-def compile_side(side: str, name: str, setting: Setting, cache: Cache, maxtext: str | None) -> dict[str, Any]:
+def compile_side(
+    side: str, name: str, setting: Setting, cache: Cache, maxtext: str | None
+) -> dict[str, Any]:
     """Compiles one setting unless the cache has it; returns its facts, of which `error` says that it did not compile.
 
     The folder receives program.hlo.gz and facts.json.
@@ -84,16 +90,26 @@ def compile_side(side: str, name: str, setting: Setting, cache: Cache, maxtext: 
     folder.mkdir(parents=True, exist_ok=True)
     words = peer_cases.arguments(side, case, setting)
     began = time.perf_counter()
-    facts = _compile_maxtext(maxtext, case, words, folder) if side == "maxtext" else _compile_ours(words, folder)
+    facts = (
+        _compile_maxtext(maxtext, case, words, folder)
+        if side == "maxtext"
+        else _compile_ours(words, folder)
+    )
     facts.update(arguments=words, wall_seconds=time.perf_counter() - began, chips=case.target)
     (folder / "facts.json").write_text(json.dumps(facts, indent=1) + "\n")
     return facts
 
 
-def _compile_maxtext(python: str | None, case: Case, words: list[str], folder: Path) -> dict[str, Any]:
+def _compile_maxtext(
+    python: str | None, case: Case, words: list[str], folder: Path
+) -> dict[str, Any]:
     if python is None:
         raise SystemExit("MaxText has to be compiled: --maxtext VENV/bin/python")
-    environment = {**os.environ, **compiler_environment(parse_target(case.target)), "DECOUPLE_GCLOUD": "TRUE"}
+    environment = {
+        **os.environ,
+        **compiler_environment(parse_target(case.target)),
+        "DECOUPLE_GCLOUD": "TRUE",
+    }
     environment.pop("PYTHONPATH", None)
     with tempfile.TemporaryDirectory() as scratch:
         done = subprocess.run(
@@ -109,7 +125,18 @@ def _compile_maxtext(python: str | None, case: Case, words: list[str], folder: P
 
 def _compile_ours(words: list[str], folder: Path) -> dict[str, Any]:
     hlo = folder / "program.hlo"
-    command = [sys.executable, "-m", "meshwright", "prove", *words, "--json", "--limit", "7200", "--hlo", str(hlo)]
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "prove",
+        *words,
+        "--json",
+        "--limit",
+        "7200",
+        "--hlo",
+        str(hlo),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     (folder / "log").write_text(done.stderr)
     _refuse_killed(done)
@@ -139,7 +166,11 @@ def _refuse_killed(done: subprocess.CompletedProcess[str]) -> None:
 def _reason(text: str) -> str:
     """Returns the line of a compiler's output that says why it failed."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    marked = [line for line in lines if re.search("RESOURCE_EXHAUSTED|Ran out of memory|of HBM at the peak", line)]
+    marked = [
+        line
+        for line in lines
+        if re.search("RESOURCE_EXHAUSTED|Ran out of memory|of HBM at the peak", line)
+    ]
     return (marked or lines or ["no output"])[-1][:400]
 
 
@@ -196,9 +227,15 @@ def theoretical_flops(case: Case) -> dict[str, float]:
 def best_options(side: str, name: str, cache: Cache) -> Setting:
     """Returns the fastest setting with `full` in the cache."""
     rows = [(read(side, name, s, cache), s) for s in peer_cases.option_settings(side, CASES[name])]
-    timed = [(row["census"]["seconds"], number, s) for number, (row, s) in enumerate(rows) if row and "census" in row]
+    timed = [
+        (row["census"]["seconds"], number, s)
+        for number, (row, s) in enumerate(rows)
+        if row and "census" in row
+    ]
     if not timed:
-        raise SystemExit(f"no setting with `full` in the cache: peers.py compile {side} --case {name} --stage options")
+        raise SystemExit(
+            f"no setting with `full` in the cache: peers.py compile {side} --case {name} --stage options"
+        )
     return min(timed)[2]
 
 
@@ -210,11 +247,17 @@ def compile_stage(given: argparse.Namespace) -> None:
         elif given.stage == "options":
             settings = list(peer_cases.option_settings(given.side, CASES[name]))
         elif given.stage == "microbatches":
-            settings = list(peer_cases.microbatch_settings(CASES[name])) if given.side == "maxtext" else [SHIPPED]
+            settings = (
+                list(peer_cases.microbatch_settings(CASES[name]))
+                if given.side == "maxtext"
+                else [SHIPPED]
+            )
         elif given.stage == "all":
             settings = list(peer_cases.all_settings(given.side, CASES[name]))
         else:
-            settings = list(peer_cases.remat_settings(given.side, best_options(given.side, name, given.cache)))
+            settings = list(
+                peer_cases.remat_settings(given.side, best_options(given.side, name, given.cache))
+            )
         for setting in settings:
             if given.only and not any(word in setting.slug() for word in given.only):
                 continue
@@ -240,18 +283,26 @@ def read_all(given: argparse.Namespace) -> None:
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     page = HERE.parent / "docs" / "peers.md"
     page.write_text(peer_tables.fill(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
-    put_rows("peers.py", "Every program compiled for the comparison with MaxText", peer_tables.evidence(rows))
+    put_rows(
+        "peers.py",
+        "Every program compiled for the comparison with MaxText",
+        peer_tables.evidence(rows),
+    )
     below = [
         row["case"] + " " + row["setting"]
         for row in rows
         if "error" not in row and (row["census"]["doubt"] or not row["above_floor"])
     ]
     if below:
-        raise SystemExit(f"steps faster than their FLOPs at the peak, so a reading is wrong: {', '.join(below)}")
+        raise SystemExit(
+            f"steps faster than their FLOPs at the peak, so a reading is wrong: {', '.join(below)}"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     verbs = parser.add_subparsers(required=True)
     compiling, reading = verbs.add_parser("compile"), verbs.add_parser("read")
     for verb in (compiling, reading):
@@ -259,13 +310,19 @@ def main() -> None:
         verb.add_argument("--cache", type=Path, required=True, help="folder of compiled programs")
     compiling.set_defaults(do=compile_stage)
     compiling.add_argument("side", choices=("maxtext", "ours"))
-    compiling.add_argument("--stage", choices=("shipped", "options", "remat", "microbatches", "all"), required=True)
-    compiling.add_argument("--only", action="append", help="settings whose file name has this in it")
+    compiling.add_argument(
+        "--stage", choices=("shipped", "options", "remat", "microbatches", "all"), required=True
+    )
+    compiling.add_argument(
+        "--only", action="append", help="settings whose file name has this in it"
+    )
     compiling.add_argument("--maxtext", help="Python of an environment that has MaxText")
     compiling.add_argument("--report", type=Path, help="file that receives one line per program")
     reading.set_defaults(do=read_all)
     reading.add_argument(
-        "--source", action="append", help="version of ours to read, a Git hash of `src`; default: of this checkout"
+        "--source",
+        action="append",
+        help="version of ours to read, a Git hash of `src`; default: of this checkout",
     )
     given = parser.parse_args()
     given.cache = Cache(given.cache, tuple(getattr(given, "source", None) or (source_version(),)))

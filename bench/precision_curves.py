@@ -19,7 +19,9 @@ from meshwright.models.quantisation import RECIPES
 
 STEPS, LAST = 2000, 100
 
-EXPERTS = Mixtral(layers=2, width=64, heads=4, kv_heads=2, experts=8, experts_per_token=2, expert_mlp=96)
+EXPERTS = Mixtral(
+    layers=2, width=64, heads=4, kv_heads=2, experts=8, experts_per_token=2, expert_mlp=96
+)
 
 
 def losses(text: str, precision: str, experts: bool, seed: int) -> tuple[float, float]:
@@ -31,8 +33,12 @@ def losses(text: str, precision: str, experts: bool, seed: int) -> tuple[float, 
     )  # fmt: skip
     run = dataclasses.replace(run, model=EXPERTS) if experts else run
     with tempfile.TemporaryDirectory() as folder:
-        summary = meshwright.train(run, out=Path(folder) / "run", progress="none", cache=Path(folder), devices=1)
-        rows = [json.loads(line) for line in (summary.out / "metrics.jsonl").read_text().splitlines()]
+        summary = meshwright.train(
+            run, out=Path(folder) / "run", progress="none", cache=Path(folder), devices=1
+        )
+        rows = [
+            json.loads(line) for line in (summary.out / "metrics.jsonl").read_text().splitlines()
+        ]
     curve = [row["loss"] for row in rows if "loss" in row]
     assert len(curve) >= STEPS and summary.held_out_loss is not None
     return sum(curve[-LAST:]) / LAST, summary.held_out_loss

@@ -26,7 +26,17 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hlo_lines import ARRAY, NAME, Line, bytes_of, convolution_flops, group_size, grouped_flops, parse, trips
+from hlo_lines import (
+    ARRAY,
+    NAME,
+    Line,
+    bytes_of,
+    convolution_flops,
+    group_size,
+    grouped_flops,
+    parse,
+    trips,
+)
 
 ATTENTION = 0.5
 """Fraction of peak that an attention kernel is taken to reach, on every chip and for both sides."""
@@ -50,10 +60,15 @@ class Machine:
         """
         closes = 4 if len(self.torus) == 3 else 16
         for count in range(1, len(self.torus) + 1):
-            fitting = [d for d in itertools.combinations(self.torus, count) if math.prod(d) == devices]
+            fitting = [
+                d for d in itertools.combinations(self.torus, count) if math.prod(d) == devices
+            ]
             if fitting:
                 whole = math.prod(self.torus) >= closes ** len(self.torus)
-                return max(sum(self.link * (2 if whole and size % closes == 0 else 1) for size in d) for d in fitting)
+                return max(
+                    sum(self.link * (2 if whole and size % closes == 0 else 1) for size in d)
+                    for d in fitting
+                )
         return self.link
 
 
@@ -63,7 +78,14 @@ _CHIPS = {
 }  # fmt: skip
 """Peak bfloat16 FLOP/s, HBM bytes/s, clock, bytes/s of a link in one direction, bytes/s to the host."""
 
-_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+_COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+)
 _FREE = frozenset(
     (
         "parameter",
@@ -155,7 +177,9 @@ class Program:
             listed = re.search(r"branch_computations=\{([^}]*)\}", line.rest)
             pair = [line.attribute("true_computation"), line.attribute("false_computation")]
             names = NAME.findall(listed[1]) if listed else pair
-            out.add(max((self.run(n) for n in names if n), key=lambda r: r.seconds, default=Reading()))
+            out.add(
+                max((self.run(n) for n in names if n), key=lambda r: r.seconds, default=Reading())
+            )
         elif line.opcode.endswith("-done") or line.name.startswith("async-collective-done"):
             self._wait(_handle(body, line, flying), out, flying)
         else:
@@ -172,7 +196,9 @@ class Program:
             busy[channel] = begins + seconds
             out.sent += sent
             flying[line.name] = (kind, busy[channel])
-            asynchronous = line.opcode.endswith(("-start", "-update")) or line.name.startswith("async-collective-start")
+            asynchronous = line.opcode.endswith(("-start", "-update")) or line.name.startswith(
+                "async-collective-start"
+            )
             if not asynchronous:
                 # Half of its channel until it or all that is in flight there has ended.
                 for other, (of, ends) in flying.items():
@@ -196,7 +222,9 @@ class Program:
     def _started(self, body: dict[str, Line], line: Line) -> tuple[str, str, float, float] | None:
         """Reads a transfer that begins here: its kind, the channel it occupies, its seconds, the bytes sent."""
         if line.opcode in ("copy-start", "slice-start"):
-            moved = min(bytes_of(match[0]) for match in itertools.islice(ARRAY.finditer(line.shape), 2))
+            moved = min(
+                bytes_of(match[0]) for match in itertools.islice(ARRAY.finditer(line.shape), 2)
+            )
             host = "S(5)" in line.shape
             return ("host", "host", moved / self.machine.host, 0.0) if host else (
                 "copy", "copy", moved / self.machine.hbm, 0.0)  # fmt: skip
@@ -206,7 +234,9 @@ class Program:
             origin = body.get(line.operands[0], line)
             if origin.operands or len(line.operands) < 2:
                 return None  # the start has begun the transfer
-        elif line.opcode in ("call-start", "custom-call-start", "async-start") and not line.operands:
+        elif (
+            line.opcode in ("call-start", "custom-call-start", "async-start") and not line.operands
+        ):
             return None  # its update begins the transfer
         found = None if piece else self._collective(origin)
         if found is None:
@@ -228,7 +258,9 @@ class Program:
                     return self.computations[name], inner, name
         return None
 
-    def _price_collective(self, body: dict[str, Line], line: Line, fused: str) -> tuple[str, str, float, float]:
+    def _price_collective(
+        self, body: dict[str, Line], line: Line, fused: str
+    ) -> tuple[str, str, float, float]:
         kind = line.opcode.removesuffix("-start")
         if fused.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"
@@ -258,14 +290,22 @@ class Program:
             return self._kernel(body, line, memory, out)
         flops = self.flops(body, line)
         if flops:
-            return "matmul", max(flops / machine.peak, estimate if estimate is not None else memory), flops
+            return (
+                "matmul",
+                max(flops / machine.peak, estimate if estimate is not None else memory),
+                flops,
+            )
         return "memory", memory if estimate is None else min(memory, estimate), 0.0
 
-    def _kernel(self, body: dict[str, Line], line: Line, memory: float, out: Reading) -> tuple[str, float, float]:
+    def _kernel(
+        self, body: dict[str, Line], line: Line, memory: float, out: Reading
+    ) -> tuple[str, float, float]:
         if "tpu_custom_call" not in line.rest:
             return "memory", 0.0, 0.0  # AllocateBuffer and hints
         name, shapes = line.name, [body[n].arrays()[0] for n in line.operands if n in body]
-        floats = [sizes for kind, sizes, _ in shapes if kind in ("bf16", "f32", "f16") and len(sizes) >= 3]
+        floats = [
+            sizes for kind, sizes, _ in shapes if kind in ("bf16", "f32", "f16") and len(sizes) >= 3
+        ]
         if "splash" in name or "flash" in name or "attention" in name:
             queries, keys = floats[0], floats[1]
             products = 4 if "dkv" in name else 3 if "dq" in name else 2
@@ -296,13 +336,17 @@ class Program:
     def _traffic(self, body: dict[str, Line], line: Line) -> float:
         """Counts the bytes of HBM that an instruction reads and writes; of a slice of an array, the slice."""
         operands = [body[name].shape for name in line.operands if name in body]
-        inner = self.computations.get(line.attribute("calls"), {}) if line.opcode == "fusion" else {}
+        inner = (
+            self.computations.get(line.attribute("calls"), {}) if line.opcode == "fusion" else {}
+        )
         if line.opcode in ("dynamic-slice", "slice", "gather"):
             return 2 * bytes_of(line.shape, hbm=True)
         if line.opcode == "dynamic-update-slice":
             return 2 * bytes_of(operands[1], hbm=True)
         if not inner:
-            return bytes_of(line.shape, hbm=True) + sum(bytes_of(shape, hbm=True) for shape in operands)
+            return bytes_of(line.shape, hbm=True) + sum(
+                bytes_of(shape, hbm=True) for shape in operands
+            )
         parameters = {int(i.inside): i.name for i in inner.values() if i.opcode == "parameter"}
         read = sum(
             min(bytes_of(shape, hbm=True), self._read(inner, parameters[number]))
@@ -317,7 +361,11 @@ class Program:
         for user in inner.values():
             if name not in user.operands:
                 continue
-            nested = self.computations.get(user.attribute("calls"), {}) if user.opcode == "fusion" else {}
+            nested = (
+                self.computations.get(user.attribute("calls"), {})
+                if user.opcode == "fusion"
+                else {}
+            )
             if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
                 total += bytes_of(user.shape)
             elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
@@ -326,7 +374,9 @@ class Program:
                 total += self._read(inner, user.name) if not user.root else math.inf
             elif nested:
                 inputs = {int(i.inside): i.name for i in nested.values() if i.opcode == "parameter"}
-                total += sum(self._read(nested, inputs[k]) for k, n in enumerate(user.operands) if n == name)
+                total += sum(
+                    self._read(nested, inputs[k]) for k, n in enumerate(user.operands) if n == name
+                )
             else:
                 return math.inf
         return total
@@ -335,12 +385,17 @@ class Program:
         """Counts the bytes that a fusion writes: of an update in place, the slice."""
         if root.opcode == "tuple":
             parts = [m[0] for m in ARRAY.finditer(shape)]
-            return sum(self._written(inner, inner[n], p) for n, p in zip(root.operands, parts, strict=False))
+            return sum(
+                self._written(inner, inner[n], p)
+                for n, p in zip(root.operands, parts, strict=False)
+            )
         if root.opcode == "bitcast" and root.operands and root.operands[0] in inner:
             return self._written(inner, inner[root.operands[0]], shape)
         if root.opcode == "dynamic-update-slice":
             return bytes_of(inner[root.operands[1]].shape)
-        nested = self.computations.get(root.attribute("calls"), {}) if root.opcode == "fusion" else {}
+        nested = (
+            self.computations.get(root.attribute("calls"), {}) if root.opcode == "fusion" else {}
+        )
         last = next((i for i in nested.values() if i.root), None)
         return self._written(nested, last, shape) if last is not None else bytes_of(shape, hbm=True)
 
@@ -366,7 +421,9 @@ def read_program(text: str, machine: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("machine", help="such as v5p:2x2x4")
     parser.add_argument("file", type=Path, help="HLO text, plain or .gz")
     given = parser.parse_args()

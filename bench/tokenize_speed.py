@@ -40,14 +40,28 @@ def write_text(file: Path, size: int) -> None:
     with pyarrow.output_stream(str(file), compression="zstd") as output:
         while size > 0:
             start = draw.randrange(len(words) - 900)
-            line = json.dumps({"text": " ".join(words[start : start + draw.randrange(50, 900)])}).encode() + b"\n"
+            line = (
+                json.dumps(
+                    {"text": " ".join(words[start : start + draw.randrange(50, 900)])}
+                ).encode()
+                + b"\n"
+            )
             output.write(line)
             size -= len(line)
 
 
 def tokenize(file: Path, vocabulary: Path, folder: Path, turn: int) -> int:
     """Runs the command, with a new folder inside `folder`; returns the number of tokens."""
-    command = [sys.executable, "-m", "meshwright", "tokenize", str(file), "--tokenizer", str(vocabulary), "--out"]
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "tokenize",
+        str(file),
+        "--tokenizer",
+        str(vocabulary),
+        "--out",
+    ]
     run = [*command, str(folder / f"tokens-{turn}"), "--json"]
     printed = subprocess.run(run, check=True, capture_output=True, text=True).stdout
     return int(json.loads(printed)["tokens"])
@@ -65,7 +79,16 @@ def measure(megabytes: int, repeats: int) -> tuple[int, dict[str, float]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_text(folder / "text.jsonl.zst", megabytes * 10**6)
-        command = [sys.executable, "-m", "meshwright", "tokenize", "stdlib", "--tokenizer", "bpe:8192", "--out"]
+        command = [
+            sys.executable,
+            "-m",
+            "meshwright",
+            "tokenize",
+            "stdlib",
+            "--tokenizer",
+            "bpe:8192",
+            "--out",
+        ]
         subprocess.run([*command, str(folder / "vocabulary")], check=True, capture_output=True)
         vocabulary = folder / "vocabulary" / "tokenizer.json"
         texts = list(read_documents(open_source(str(folder / "text.jsonl.zst")), Records("")))
@@ -95,7 +118,9 @@ def main() -> None:
     options = parser.parse_args()
     tokens, rates = measure(options.megabytes, options.repeats)
     reference = list(rates.values())[-1]
-    rows = [f"| {way} | {rate / 1e3:,.0f} k | {rate / reference:.2f} |\n" for way, rate in rates.items()]
+    rows = [
+        f"| {way} | {rate / 1e3:,.0f} k | {rate / reference:.2f} |\n" for way, rate in rates.items()
+    ]
     text = f"{options.megabytes} MB of JSON lines with zstd, {tokens / 1e6:.1f} million tokens, `bpe:8192`"
     machine = f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}"
     load = os.getloadavg()[0]

@@ -16,7 +16,10 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(D, 4 * D, bias=False), nn.Linear(4 * D, D, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (z.view(*x.shape[:2], H, D // H).transpose(1, 2) for z in self.qkv(self.norm_1(x)).split(D, dim=2))
+        q, k, v = (
+            z.view(*x.shape[:2], H, D // H).transpose(1, 2)
+            for z in self.qkv(self.norm_1(x)).split(D, dim=2)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
         x = x + self.out(y)
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
@@ -26,7 +29,10 @@ class Gpt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(V, D), nn.Embedding(T, D)
-        self.blocks, self.norm = nn.ModuleList(Block() for _ in range(L)), nn.LayerNorm(D, bias=False)
+        self.blocks, self.norm = (
+            nn.ModuleList(Block() for _ in range(L)),
+            nn.LayerNorm(D, bias=False),
+        )
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens) + self.place(torch.arange(T))

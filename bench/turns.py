@@ -31,7 +31,9 @@ def serve(steps: Callable[[int], None], warm_up: int = 5) -> None:
         print((time.perf_counter() - began) / count * 1e3, file=answers, flush=True)
 
 
-def by_turns(sides: Mapping[str, Command], *, rounds: int = 30, steps: int = 10) -> dict[str, list[float]]:
+def by_turns(
+    sides: Mapping[str, Command], *, rounds: int = 30, steps: int = 10
+) -> dict[str, list[float]]:
     """Returns the milliseconds of a step of each side in each round."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     processes: dict[str, subprocess.Popen[str]] = {}
@@ -39,7 +41,12 @@ def by_turns(sides: Mapping[str, Command], *, rounds: int = 30, steps: int = 10)
         try:
             for name, (words, env) in sides.items():
                 processes[name] = subprocess.Popen(
-                    words, env=dict(env), cwd=scratch, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                    words,
+                    env=dict(env),
+                    cwd=scratch,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
                 )
                 _wait_until_ready(processes[name], words)
             for number in range(rounds):

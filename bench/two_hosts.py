@@ -28,12 +28,26 @@ class TwoHosts:
             raise RuntimeError("network namespaces need root and the program `ip` (iproute2)")
         self.names = [f"{name}-{i}" for i in range(2)]
         self._hosts = folder / "hosts"
-        own = "".join(f"{address} {name}\n" for address, name in zip(self.addresses, self.names, strict=True))
+        own = "".join(
+            f"{address} {name}\n" for address, name in zip(self.addresses, self.names, strict=True)
+        )
         self._hosts.write_text("127.0.0.1 localhost\n" + own)
         try:
             for name in self.names:
                 _ip("netns", "add", name)
-            _ip("link", "add", _CABLE, "netns", self.names[0], "type", "veth", "peer", _CABLE, "netns", self.names[1])
+            _ip(
+                "link",
+                "add",
+                _CABLE,
+                "netns",
+                self.names[0],
+                "type",
+                "veth",
+                "peer",
+                _CABLE,
+                "netns",
+                self.names[1],
+            )
             for name, address in zip(self.names, self.addresses, strict=True):
                 _ip("-n", name, "link", "set", "lo", "up")
                 _ip("-n", name, "address", "add", f"{address}/24", "dev", _CABLE)
@@ -46,7 +60,17 @@ class TwoHosts:
         """Returns the command that runs `command` on a host, in the same process."""
         # `ip netns exec` gives it a mount namespace, in which the file of host names is its own.
         script = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
-        inside = ["unshare", "--uts", "sh", "-c", script, "sh", str(self._hosts), self.names[host], *command]
+        inside = [
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            script,
+            "sh",
+            str(self._hosts),
+            self.names[host],
+            *command,
+        ]
         return ["ip", "netns", "exec", self.names[host], *inside]
 
     def pull(self, host: int) -> None:

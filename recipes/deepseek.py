@@ -16,8 +16,12 @@ def _run(name: str, model: Deepseek, *, batch: int, learning_rate: float) -> Run
     return Run(
         name=name,
         model=model,
-        training=Training(steps=100_000, batch=batch, seq=4096, eval_every=1000, save_every=1000, logits_mib=1024),
-        optimizer=Optimizer(learning_rate=learning_rate, warmup_steps=2000, weight_decay=0.1, beta2=0.95),
+        training=Training(
+            steps=100_000, batch=batch, seq=4096, eval_every=1000, save_every=1000, logits_mib=1024
+        ),
+        optimizer=Optimizer(
+            learning_rate=learning_rate, warmup_steps=2000, weight_decay=0.1, beta2=0.95
+        ),
         data=Data(paths=("data/*.parquet",), tokenizer="tokenizer.json"),
     )
 

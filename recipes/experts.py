@@ -35,7 +35,9 @@ def _run(name: str, model: Mixtral, *, seq: int, batch: int, learning_rate: floa
     return Run(
         name=name,
         model=model,
-        training=Training(steps=100_000, batch=batch, seq=seq, eval_every=1000, save_every=1000, logits_mib=1024),
+        training=Training(
+            steps=100_000, batch=batch, seq=seq, eval_every=1000, save_every=1000, logits_mib=1024
+        ),
         optimizer=Optimizer(learning_rate=learning_rate, warmup_steps=2000, weight_decay=0.1),
         data=Data(paths=("data/*.parquet",), tokenizer="tokenizer.json"),
     )
@@ -64,7 +66,9 @@ def mixtral_8x22b() -> Run:
     return _run("mixtral-8x22b", model, seq=8192, batch=512, learning_rate=2e-4)
 
 
-def _qwen3_moe(name: str, width: int, layers: int, heads: int, kv_heads: int, expert_mlp: int) -> Run:
+def _qwen3_moe(
+    name: str, width: int, layers: int, heads: int, kv_heads: int, expert_mlp: int
+) -> Run:
     model = Mixtral(
         151936, width, layers, heads, kv_heads=kv_heads, head_size=128, rope_theta=1e6, norm_epsilon=1e-6,
         qk_norm="rms", experts=128, experts_per_token=8, expert_mlp=expert_mlp, aux_loss_weight=0.001,

@@ -13,7 +13,9 @@ def _gemma(name: str, model: Gemma, batch: int = 512) -> Run:
     return Run(
         name=name,
         model=model,
-        training=Training(steps=100_000, batch=batch, seq=4096, eval_every=1000, save_every=1000, logits_mib=1024),
+        training=Training(
+            steps=100_000, batch=batch, seq=4096, eval_every=1000, save_every=1000, logits_mib=1024
+        ),
         optimizer=Optimizer(learning_rate=3e-4, warmup_steps=2000, weight_decay=0.1),
         data=Data(paths=("data/*.parquet",), tokenizer="tokenizer.json"),
     )
@@ -46,17 +48,50 @@ def gemma3_1b() -> Run:
 
 def gemma3_4b() -> Run:
     """Gemma 3 4B, the text model (arXiv:2503.19786, table 1)."""
-    model = Gemma3(262208, 2560, 34, 8, 4, 256, mlp=10240, sliding_window=1024, rope_factor=8.0, query_scale=256)
+    model = Gemma3(
+        262208,
+        2560,
+        34,
+        8,
+        4,
+        256,
+        mlp=10240,
+        sliding_window=1024,
+        rope_factor=8.0,
+        query_scale=256,
+    )
     return _gemma("gemma3-4b", model)
 
 
 def gemma3_12b() -> Run:
     """Gemma 3 12B, the text model (arXiv:2503.19786, table 1)."""
-    model = Gemma3(262208, 3840, 48, 16, 8, 256, mlp=15360, sliding_window=1024, rope_factor=8.0, query_scale=256)
+    model = Gemma3(
+        262208,
+        3840,
+        48,
+        16,
+        8,
+        256,
+        mlp=15360,
+        sliding_window=1024,
+        rope_factor=8.0,
+        query_scale=256,
+    )
     return _gemma("gemma3-12b", model)
 
 
 def gemma3_27b() -> Run:
     """Gemma 3 27B, the text model (arXiv:2503.19786, table 1)."""
-    model = Gemma3(262208, 5376, 62, 32, 16, 128, mlp=21504, sliding_window=1024, rope_factor=8.0, query_scale=168)
+    model = Gemma3(
+        262208,
+        5376,
+        62,
+        32,
+        16,
+        128,
+        mlp=21504,
+        sliding_window=1024,
+        rope_factor=8.0,
+        query_scale=168,
+    )
     return _gemma("gemma3-27b", model)

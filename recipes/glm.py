@@ -15,7 +15,9 @@ def _run(name: str, model: Glm4Moe) -> Run:
     return Run(
         name=name,
         model=model,
-        training=Training(steps=100_000, batch=4096, seq=4096, eval_every=1000, save_every=1000, logits_mib=1024),
+        training=Training(
+            steps=100_000, batch=4096, seq=4096, eval_every=1000, save_every=1000, logits_mib=1024
+        ),
         optimizer=Optimizer(learning_rate=2.5e-4, warmup_steps=2000, weight_decay=0.1, beta2=0.95),
         data=Data(paths=("data/*.parquet",), tokenizer="tokenizer.json"),
     )

@@ -26,7 +26,13 @@ def nanogpt_cpu() -> Run:
             eval_samples=0,
             log_every=10,
         ),
-        optimizer=Optimizer(learning_rate=4e-3, warmup_steps=100, final_lr_fraction=0.1, beta2=0.99, weight_decay=0.1),
+        optimizer=Optimizer(
+            learning_rate=4e-3,
+            warmup_steps=100,
+            final_lr_fraction=0.1,
+            beta2=0.99,
+            weight_decay=0.1,
+        ),
         data=Data(paths=("tinyshakespeare.txt",), tokenizer="chars", held_out=0.1, prompt="\n"),
     )
 
@@ -35,9 +41,18 @@ def _sized(name: str, width: int, layers: int, heads: int) -> Run:
     return Run(
         name=name,
         model=Gpt2(vocab=50257, width=width, layers=layers, heads=heads),
-        training=Training(steps=600_000, batch=480, seq=1024, eval_every=1000, save_every=1000, remat="projections"),
+        training=Training(
+            steps=600_000,
+            batch=480,
+            seq=1024,
+            eval_every=1000,
+            save_every=1000,
+            remat="projections",
+        ),
         optimizer=Optimizer(learning_rate=6e-4, warmup_steps=2000),
-        data=Data(paths=("openwebtext/*.parquet",), tokenizer="gpt2/tokenizer.json", held_out=0.0005),
+        data=Data(
+            paths=("openwebtext/*.parquet",), tokenizer="gpt2/tokenizer.json", held_out=0.0005
+        ),
     )
 
 

@@ -21,7 +21,9 @@ def _gpt_oss(name: str, layers: int, experts: int) -> Run:
     return Run(
         name=name,
         model=model,
-        training=Training(steps=100_000, batch=1024, seq=4096, eval_every=1000, save_every=1000, logits_mib=1024),
+        training=Training(
+            steps=100_000, batch=1024, seq=4096, eval_every=1000, save_every=1000, logits_mib=1024
+        ),
         optimizer=Optimizer(learning_rate=3e-4, warmup_steps=2000, weight_decay=0.1),
         data=Data(paths=("data/*.parquet",), tokenizer="tokenizer.json"),
     )

@@ -11,15 +11,21 @@ from meshwright.models.families.olmo3 import Olmo3
 from meshwright.models.families.smollm3 import SmolLM3
 from meshwright.runs.run import Run
 
-_LLAMA31 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
-_LLAMA32 = RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+_LLAMA31 = RopeScaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+)
+_LLAMA32 = RopeScaling(
+    factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+)
 
 
 def _run(name: str, model: Llama, *, seq: int, batch: int, learning_rate: float) -> Run:
     return Run(
         name=name,
         model=model,
-        training=Training(steps=100_000, batch=batch, seq=seq, eval_every=1000, save_every=1000, logits_mib=1024),
+        training=Training(
+            steps=100_000, batch=batch, seq=seq, eval_every=1000, save_every=1000, logits_mib=1024
+        ),
         optimizer=Optimizer(learning_rate=learning_rate, warmup_steps=2000, weight_decay=0.1),
         data=Data(paths=("data/*.parquet",), tokenizer="tokenizer.json"),
     )
@@ -31,9 +37,17 @@ def _llama2(name: str, width: int, layers: int, heads: int, kv_heads: int, mlp: 
 
 
 def _llama3(
-    name: str, width: int, layers: int, heads: int, mlp: int, scaling: RopeScaling | None, learning_rate: float
+    name: str,
+    width: int,
+    layers: int,
+    heads: int,
+    mlp: int,
+    scaling: RopeScaling | None,
+    learning_rate: float,
 ) -> Run:
-    model = Llama(128256, width, layers, heads, kv_heads=8, mlp=mlp, rope_theta=500000.0, rope_scaling=scaling)
+    model = Llama(
+        128256, width, layers, heads, kv_heads=8, mlp=mlp, rope_theta=500000.0, rope_scaling=scaling
+    )
     return _run(name, model, seq=8192, batch=1024, learning_rate=learning_rate)
 
 
@@ -92,7 +106,15 @@ def llama31_70b() -> Run:
 def llama32_1b() -> Run:
     """Llama 3.2 1B: tied embeddings."""
     model = Llama(
-        128256, 2048, 16, 32, kv_heads=8, mlp=8192, rope_theta=500000.0, rope_scaling=_LLAMA32, embedding="tied"
+        128256,
+        2048,
+        16,
+        32,
+        kv_heads=8,
+        mlp=8192,
+        rope_theta=500000.0,
+        rope_scaling=_LLAMA32,
+        embedding="tied",
     )
     return _run("llama32-1b", model, seq=8192, batch=512, learning_rate=3e-4)
 
@@ -100,7 +122,15 @@ def llama32_1b() -> Run:
 def llama32_3b() -> Run:
     """Llama 3.2 3B: tied embeddings."""
     model = Llama(
-        128256, 3072, 28, 24, kv_heads=8, mlp=8192, rope_theta=500000.0, rope_scaling=_LLAMA32, embedding="tied"
+        128256,
+        3072,
+        28,
+        24,
+        kv_heads=8,
+        mlp=8192,
+        rope_theta=500000.0,
+        rope_scaling=_LLAMA32,
+        embedding="tied",
     )
     return _run("llama32-3b", model, seq=8192, batch=512, learning_rate=3e-4)
 
@@ -111,7 +141,9 @@ def mistral_7b() -> Run:
     return _run("mistral-7b", model, seq=8192, batch=512, learning_rate=3e-4)
 
 
-def _qwen2(name: str, width: int, layers: int, heads: int, kv_heads: int, mlp: int, vocab: int) -> Run:
+def _qwen2(
+    name: str, width: int, layers: int, heads: int, kv_heads: int, mlp: int, vocab: int
+) -> Run:
     tied = "tied" if width < 3000 else "untied"
     model = Llama(
         vocab, width, layers, heads, kv_heads=kv_heads, mlp=mlp, rope_theta=1e6, norm_epsilon=1e-6, qkv_bias="learned",

@@ -10,14 +10,18 @@ from meshwright.runs.run import Run
 
 _ROOM = 1.5
 """Room for rows of experts on other devices, of an even share: the most that can arrive is up to `expert` times it."""
-_SCALING = RopeScaling(factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=8192)
+_SCALING = RopeScaling(
+    factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=8192
+)
 
 
 def _run(name: str, model: Llama4) -> Run:
     return Run(
         name=name,
         model=model,
-        training=Training(steps=100_000, batch=1024, seq=8192, eval_every=1000, save_every=1000, logits_mib=1024),
+        training=Training(
+            steps=100_000, batch=1024, seq=8192, eval_every=1000, save_every=1000, logits_mib=1024
+        ),
         optimizer=Optimizer(learning_rate=3e-4, warmup_steps=2000, weight_decay=0.1),
         data=Data(paths=("data/*.parquet",), tokenizer="tokenizer.json"),
     )

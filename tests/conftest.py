@@ -19,7 +19,9 @@ from meshwright.hardware.mesh import enable_compilation_cache, prepare_host
 
 pytest_plugins = ["measured"]
 # How fast examples are drawn depends on what else the machine does.
-hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("untimed")
 
 prepare_host(8)
@@ -28,14 +30,21 @@ _COMPILED.mkdir(parents=True, exist_ok=True)
 enable_compilation_cache(_COMPILED)
 
 
-_NOT_FAST = ("tests/browser/", "tests/seeds/test_notebooks.py", "tests/test_stores.py", "tests/test_trackers.py")
+_NOT_FAST = (
+    "tests/browser/",
+    "tests/seeds/test_notebooks.py",
+    "tests/test_stores.py",
+    "tests/test_trackers.py",
+)
 """Files that have no fast test, and import what only the extra `dev-all` installs."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leaves files without a fast test unread where the fast tests run."""
     where = collection_path.relative_to(config.rootpath).as_posix()
-    return True if "not exhaustive" in config.option.markexpr and where.startswith(_NOT_FAST) else None
+    return (
+        True if "not exhaustive" in config.option.markexpr and where.startswith(_NOT_FAST) else None
+    )
 
 
 @pytest.fixture(scope="session")

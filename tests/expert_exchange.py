@@ -37,9 +37,14 @@ def choices(shape: Shape, load: str, rng: np.random.Generator) -> np.ndarray:
     """Returns the experts of every token, [devices * TOKENS, k], each at most once."""
     tokens, E, k = shape.devices * TOKENS, shape.experts, shape.per_token
     groups, limit = shape.groups
-    if limit < groups and load != "one":  # experts of a token's own groups, of which those used are the first ones
+    if (
+        limit < groups and load != "one"
+    ):  # experts of a token's own groups, of which those used are the first ones
         each, used = E // groups, groups if load == "even" else limit
-        own = [(rng.permutation(used)[:limit, None] * each + np.arange(each)).reshape(-1) for _ in range(tokens)]
+        own = [
+            (rng.permutation(used)[:limit, None] * each + np.arange(each)).reshape(-1)
+            for _ in range(tokens)
+        ]
         return np.stack([rng.permutation(pool)[:k] for pool in own]).astype(np.int32)
     if load == "one":  # all tokens to the same experts, the last ones
         return np.broadcast_to(E - 1 - np.arange(k), (tokens, k)).astype(np.int32)
@@ -53,7 +58,9 @@ def choices(shape: Shape, load: str, rng: np.random.Generator) -> np.ndarray:
 @functools.cache
 def program(shape: Shape, one: bool) -> Any:
     """Returns a function of (hidden states, experts, weights, expert weights) over the devices, or on one."""
-    e = Experts(D, Routing(shape.experts, shape.per_token, "softmax", True, 1.0, *shape.groups), F, 0.02)
+    e = Experts(
+        D, Routing(shape.experts, shape.per_token, "softmax", True, 1.0, *shape.groups), F, 0.02
+    )
     split = (1, 1, 1) if one else (shape.split[0] or shape.devices, *shape.split[1:])
     axes = tuple(axis for axis, n in zip(AXES[3:], split, strict=True) if n > 1)
     devices = np.array(jax.devices()[: math.prod(split)]).reshape(1, 1, 1, *split)
@@ -62,7 +69,13 @@ def program(shape: Shape, one: bool) -> Any:
         def total(h: Any, weights: Any, w: Any) -> Any:
             routes = Routes(experts[None], weights[None], weights[None], weights[None, :, 0])
             out, dropped = dropless_moe(
-                e, h[None], routes, w, ragged_dot().multiply, axes=axes, nodes=1 if one else shape.nodes
+                e,
+                h[None],
+                routes,
+                w,
+                ragged_dot().multiply,
+                axes=axes,
+                nodes=1 if one else shape.nodes,
             )
             assert dropped is None
             return (out[0] * jnp.sin(lax.stop_gradient(h))).sum(), out[0]
@@ -71,7 +84,9 @@ def program(shape: Shape, one: bool) -> Any:
         return out, gradients
 
     spec = P(AXES[3:])
-    step = jax.shard_map(body, mesh=Mesh(devices, AXES), in_specs=(spec,) * 4, out_specs=spec, check_vma=False)
+    step = jax.shard_map(
+        body, mesh=Mesh(devices, AXES), in_specs=(spec,) * 4, out_specs=spec, check_vma=False
+    )
     return jax.jit(step)
 
 
@@ -80,10 +95,14 @@ def largest_difference(shape: Shape, load: str) -> float:
     rng = np.random.default_rng(0)
     chosen, E = choices(shape, load, rng), shape.experts
     h, weights = rng.normal(size=(len(chosen), D)), rng.uniform(0.1, 1, chosen.shape)
-    w = {n: rng.normal(size=s) for n, s in (("gate", (E, D, F)), ("up", (E, D, F)), ("down", (E, F, D)))}
+    w = {
+        n: rng.normal(size=s)
+        for n, s in (("gate", (E, D, F)), ("up", (E, D, F)), ("down", (E, F, D)))
+    }
     arguments = jax.tree.map(lambda a: a.astype(np.float32), (h, weights, w))
     found, expected = (
-        jax.tree.leaves(program(shape, one)(arguments[0], chosen, *arguments[1:])) for one in (False, True)
+        jax.tree.leaves(program(shape, one)(arguments[0], chosen, *arguments[1:]))
+        for one in (False, True)
     )
     pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(found, expected, strict=True)]
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)

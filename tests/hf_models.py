@@ -94,16 +94,24 @@ def write_tensors(folder: Path, tensors: dict[str, np.ndarray], files: int = 1) 
     """Writes tensors as a Hugging Face folder has them: in one file, or in several and an index of them."""
     names = list(tensors)
     for number in range(files):
-        file = "model.safetensors" if files == 1 else f"model-{number + 1:05}-of-{files:05}.safetensors"
+        file = (
+            "model.safetensors"
+            if files == 1
+            else f"model-{number + 1:05}-of-{files:05}.safetensors"
+        )
         save_file({n: tensors[n] for n in names[number::files]}, folder / file, {"format": "pt"})
     if files > 1:
-        where = {n: f"model-{i % files + 1:05}-of-{files:05}.safetensors" for i, n in enumerate(names)}
+        where = {
+            n: f"model-{i % files + 1:05}-of-{files:05}.safetensors" for i, n in enumerate(names)
+        }
         total = sum(t.nbytes for t in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": where}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def assert_near(prefix: str, found: dict[str, np.ndarray], golden: dict[str, np.ndarray], tolerance: float) -> None:
+def assert_near(
+    prefix: str, found: dict[str, np.ndarray], golden: dict[str, np.ndarray], tolerance: float
+) -> None:
     """Every array under `prefix` of a golden file is the one found, within a tolerance of its largest element."""
     names = names_under(prefix, golden)
     assert names
@@ -130,7 +138,9 @@ def load(folder: Path, mesh: str, run: Run | None = None) -> tuple[DeviceRun, An
     run = run or run_of(folder, mesh)
     assert run.mesh is not None
     device_run = place_on_devices(run, build_mesh(run.mesh))
-    params = load_params(open_folder(f"hf:{folder}"), device_run.params, device_run.state_shardings.params, "float32")
+    params = load_params(
+        open_folder(f"hf:{folder}"), device_run.params, device_run.state_shardings.params, "float32"
+    )
     return device_run, params
 
 
@@ -138,7 +148,9 @@ def batch_of(device_run: DeviceRun) -> Batch:
     """The tokens as one document for each sequence."""
     positions = np.broadcast_to(np.arange(SEQ, dtype=np.int32), (BATCH, SEQ))
     fields = (TOKENS[:, :-1], TOKENS[:, 1:], np.zeros((BATCH, SEQ), np.int32), positions)
-    return jax.device_put(Batch(*fields, np.ones((BATCH, SEQ), np.float32)), device_run.batch_sharding)
+    return jax.device_put(
+        Batch(*fields, np.ones((BATCH, SEQ), np.float32)), device_run.batch_sharding
+    )
 
 
 def build_logits(device_run: DeviceRun) -> Callable[[Any, Batch], jax.Array]:
@@ -150,17 +162,23 @@ def build_logits(device_run: DeviceRun) -> Callable[[Any, Batch], jax.Array]:
             x_BTD, table_VD = model.unembed(params, x)
             positions_T = all_gather(placed.sequence.local_positions(), ("context",), 0)
             x_BTD = all_gather(x_BTD, ("context",), 1)[:, jnp.argsort(positions_T)]
-            logits_BTV = jnp.einsum("btd,vd->btv", x_BTD, table_VD, preferred_element_type=jnp.float32)
+            logits_BTV = jnp.einsum(
+                "btd,vd->btv", x_BTD, table_VD, preferred_element_type=jnp.float32
+            )
             return jnp.zeros(()), cap(logits_BTV, placed.spec.logit_softcap)
 
     def run(params: Any, batch: Batch) -> jax.Array:
         batch_M = jax.tree.map(lambda x: x[None], batch)
-        pipeline = Logits(model, (batch_M.positions[:, :, 0], batch_M), lambda _: no_dropout(), jnp.ones(()))
+        pipeline = Logits(
+            model, (batch_M.positions[:, :, 0], batch_M), lambda _: no_dropout(), jnp.ones(())
+        )
         logits_BTV = pipeline.sums(placed.forward_table(1), params)
         return all_gather(all_gather(logits_BTV, VOCAB_AXES, 2), BATCH_AXES, 0)[..., :VOCAB]
 
     specs = (param_specs(device_run.placements, "at_rest"), BATCH_SPEC)
-    return jax.jit(jax.shard_map(run, mesh=device_run.mesh, in_specs=specs, out_specs=P(), check_vma=False))
+    return jax.jit(
+        jax.shard_map(run, mesh=device_run.mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    )
 
 
 def logits_of(folder: Path, mesh: str) -> np.ndarray:
@@ -179,7 +197,9 @@ def _by_tensor(folder: Path, device_run: DeviceRun, tree: Any) -> dict[str, np.n
         for name in stored.names(p):
             found.setdefault(name, np.zeros(stored.stored_shape(p), np.float32))
         whole = by_layer[path] if p.rows is None else by_layer[path][: p.rows]
-        write_block(p, stored, tuple(slice(0, size) for size in whole.shape), whole, found.__getitem__)
+        write_block(
+            p, stored, tuple(slice(0, size) for size in whole.shape), whole, found.__getitem__
+        )
     return found
 
 
@@ -189,13 +209,19 @@ def steps_of(
     """Losses of AdamW steps on one batch; the first gradients and the last parameters by the name of their tensor."""
     run = run_of(folder, mesh)
     o = Optimizer(
-        learning_rate=LEARNING_RATE, lr_schedule="constant", epsilon=EPSILON, weight_decay=DECAY, grad_clip_norm=0.0
+        learning_rate=LEARNING_RATE,
+        lr_schedule="constant",
+        epsilon=EPSILON,
+        weight_decay=DECAY,
+        grad_clip_norm=0.0,
     )
     assert (o.beta1, o.beta2) == BETAS
     device_run, params = load(folder, mesh, dataclasses.replace(run, optimizer=o))
     where = device_run.state_shardings
     moments = jax.jit(device_run.optimizer.init, out_shardings=where.optimizer)(params)
-    number, healthy = jax.device_put((np.zeros((), np.int32), np.ones((), np.bool_)), (where.step, where.healthy))
+    number, healthy = jax.device_put(
+        (np.zeros((), np.int32), np.ones((), np.bool_)), (where.step, where.healthy)
+    )
     batch, losses = batch_of(device_run), []
     state, step = State(number, healthy, params, moments), CompiledTrainStep(device_run, batch)
     gradients: Any = None
@@ -206,14 +232,20 @@ def steps_of(
             # Adam's first moment after one step is (1 - beta1) times the gradient: no second program to compile.
             adam = getattr(state.optimizer, "inner", state.optimizer)[0]
             gradients = jax.tree.map(lambda mu: mu / (1 - o.beta1), jax.device_get(adam.mu))
-    return losses, _by_tensor(folder, device_run, gradients), _by_tensor(folder, device_run, state.params)
+    return (
+        losses,
+        _by_tensor(folder, device_run, gradients),
+        _by_tensor(folder, device_run, state.params),
+    )
 
 
 def decoder_of(folder: Path, mesh: str) -> Decoder:
     """Decoder of a folder's model in float32."""
     device_run, params = load(folder, mesh)
     share = device_run.shape.over(BATCH_AXES)
-    bucket = Bucket(-(-BATCH // share) * share, 128 * device_run.shape.context, device_run.shape.context)
+    bucket = Bucket(
+        -(-BATCH // share) * share, 128 * device_run.shape.context, device_run.shape.context
+    )
     return Decoder(device_run, lay_out(device_run, params, "gathered"), bucket)
 
 

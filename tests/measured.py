@@ -82,16 +82,22 @@ class Meter:
         if event == "subprocess.Popen":
             executable, words = arguments[0], arguments[1]
             program = executable or (words if isinstance(words, str | bytes) else words[0])
-            self._so_far.processes += Path(os.fsdecode(program)).name.startswith(("python", "meshwright"))
+            self._so_far.processes += Path(os.fsdecode(program)).name.startswith(
+                ("python", "meshwright")
+            )
 
 
 def undeclared(cost: Cost, markers: set[str]) -> list[str]:
     """Returns what a test costs without a marker that says so."""
     found = []
     if cost.large > 1 and "compiles" not in markers:
-        found.append(f"compiles {cost.large} large programs: share them, or mark the test `compiles`")
+        found.append(
+            f"compiles {cost.large} large programs: share them, or mark the test `compiles`"
+        )
     if cost.processes and "processes" not in markers:
-        found.append(f"starts {cost.processes} Python processes: call `cli.main.run`, or mark the test `processes`")
+        found.append(
+            f"starts {cost.processes} Python processes: call `cli.main.run`, or mark the test `processes`"
+        )
     return found
 
 
@@ -109,7 +115,9 @@ class Costs:
         """Checks the test itself: what fixtures compile is shared."""
         before = self._meter.read()
         yield
-        faults = undeclared(self._meter.read() - before, {marker.name for marker in item.iter_markers()})
+        faults = undeclared(
+            self._meter.read() - before, {marker.name for marker in item.iter_markers()}
+        )
         if self._check and faults:
             pytest.fail("; ".join(faults), pytrace=False)
 
@@ -156,18 +164,34 @@ def read_tiers() -> dict[str, str]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the two options."""
-    parser.addoption("--costs", metavar="FILE", help="write CPU seconds, programs and processes of each test to FILE")
-    parser.addoption("--check-costs", action="store_true", help="fail tests that cost more than their markers say")
+    parser.addoption(
+        "--costs",
+        metavar="FILE",
+        help="write CPU seconds, programs and processes of each test to FILE",
+    )
+    parser.addoption(
+        "--check-costs",
+        action="store_true",
+        help="fail tests that cost more than their markers say",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Measures where one of the options is given."""
     if config.getoption("costs") or config.getoption("check_costs"):
-        config.pluginmanager.register(Costs(config.getoption("check_costs"), config.getoption("costs")), "costs")
+        config.pluginmanager.register(
+            Costs(config.getoption("check_costs"), config.getoption("costs")), "costs"
+        )
 
 
 if __name__ == "__main__":
-    measured = [json.loads(line) for name in sys.argv[1:] for line in Path(name).read_text().splitlines()]
+    measured = [
+        json.loads(line) for name in sys.argv[1:] for line in Path(name).read_text().splitlines()
+    ]
     costs = {row["test"]: row["cpu"] for row in measured}
-    placed = {name: tier for name, tier in read_tiers().items() if name not in costs} | tiers_of(costs)
-    TIERS.write_text("".join(f"{tier} {name}\n" for name, tier in sorted(placed.items())), encoding="utf-8")
+    placed = {name: tier for name, tier in read_tiers().items() if name not in costs} | tiers_of(
+        costs
+    )
+    TIERS.write_text(
+        "".join(f"{tier} {name}\n" for name, tier in sorted(placed.items())), encoding="utf-8"
+    )

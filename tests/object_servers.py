@@ -43,7 +43,9 @@ def serve(kind: str, port: int) -> None:
             """Answers a read with the object's version, as Google does: TensorStore makes conditions of it."""
             download(request, response, storage)
             if response.status in (200, 206):
-                found = storage.get_file_obj(request.params["bucket_name"], request.params["object_id"])
+                found = storage.get_file_obj(
+                    request.params["bucket_name"], request.params["object_id"]
+                )
                 response["x-goog-generation"] = found["generation"]
 
         objects.download = download_with_generation
@@ -63,7 +65,9 @@ def object_server(kind: str) -> Iterator[int]:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", __file__, kind, str(port)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-W", "ignore", __file__, kind, str(port)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     try:
         assert process.stdout is not None
@@ -78,7 +82,13 @@ class FaultyProxy:
     """Server in front of another that answers some requests with 500 or 503, and all of them late; by a seed."""
 
     def __init__(self, port: int, *, share: float = 0.0, latency: float = 0.0, seed: int = 0):
-        self.share, self.latency, self.failed, self.passed, self.refuses = share, latency, 0, 0, False
+        self.share, self.latency, self.failed, self.passed, self.refuses = (
+            share,
+            latency,
+            0,
+            0,
+            False,
+        )
         self.sent = 0
         """Bytes of content that were answered."""
         self._random, self._target = random.Random(seed), port
@@ -99,12 +109,17 @@ class FaultyProxy:
                     return
                 # The emulator of Google's store ignores the range of a listing, here always that of a prefix.
                 path = re.sub(r"startOffset=([^&]*)&endOffset=[^&]*", r"prefix=\1", self.path)
-                with contextlib.closing(http.client.HTTPConnection("127.0.0.1", proxy._target, timeout=60)) as target:
+                with contextlib.closing(
+                    http.client.HTTPConnection("127.0.0.1", proxy._target, timeout=60)
+                ) as target:
                     try:
                         target.request(self.command, path, body or None, dict(self.headers))
                         with target.getresponse() as answer:
                             content = answer.read()
-                    except (OSError, http.client.HTTPException):  # as a balancer does whose server does not answer
+                    except (
+                        OSError,
+                        http.client.HTTPException,
+                    ):  # as a balancer does whose server does not answer
                         proxy.failed += 1
                         self._answer(503, [], b"")
                         return
@@ -115,7 +130,11 @@ class FaultyProxy:
                 self._answer(answer.status, kept, content, length)
 
             def _answer(
-                self, status: int, headers: list[tuple[str, str]], content: bytes, length: str | None = None
+                self,
+                status: int,
+                headers: list[tuple[str, str]],
+                content: bytes,
+                length: str | None = None,
             ) -> None:
                 with contextlib.suppress(OSError):
                     self.send_response(status)

@@ -8,7 +8,9 @@ from typing import Any
 
 def page_data(html: str) -> dict[str, Any]:
     """Document of a page's HTML."""
-    found = re.search(r'<script type="application/json" id="page-data">(.*?)</script>', html, re.DOTALL)
+    found = re.search(
+        r'<script type="application/json" id="page-data">(.*?)</script>', html, re.DOTALL
+    )
     assert found
     return json.loads(found[1])
 

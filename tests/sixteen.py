@@ -38,8 +38,15 @@ for family, mesh, changes in (
     }
 
 folded = Shape(16, 48, 5, nodes=2, split=(2, 2, 4))
-shapes = (Shape(13, 13, 5), Shape(16, 16, 5, nodes=2), Shape(16, 32, 5, nodes=4, groups=(8, 2)), folded)
-results["exchange"] = {str(s): max(exchange_difference(s, load) for load in ("even", "one")) for s in shapes}
+shapes = (
+    Shape(13, 13, 5),
+    Shape(16, 16, 5, nodes=2),
+    Shape(16, 32, 5, nodes=4, groups=(8, 2)),
+    folded,
+)
+results["exchange"] = {
+    str(s): max(exchange_difference(s, load) for load in ("even", "one")) for s in shapes
+}
 
 text = folder / "text.txt"
 text.write_text("the quick brown fox jumps over the lazy dog; " * 400)

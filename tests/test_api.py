@@ -22,7 +22,9 @@ def examples_of(name: str) -> list[doctest.DocTest]:
 @pytest.mark.parametrize("name", [name for name in NAMES if examples_of(name)])
 def test_the_examples_of_a_docstring_run(name: str, cache: Path) -> None:
     report: list[str] = []
-    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE, verbose=False)
+    runner = doctest.DocTestRunner(
+        optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE, verbose=False
+    )
     for example in examples_of(name):
         example.globs = {**example.globs, "mw": mw, "tmp": cache}
         runner.run(example, out=report.append)

@@ -17,7 +17,10 @@ try:
 finally:
     sys.path.remove(str(ATLAS))
 FILES = sorted((ATLAS / "runs").glob("*.toml"))
-RECORDS = {record["name"]: record for record in json.loads((ATLAS / "atlas.json").read_text(encoding="utf-8"))}
+RECORDS = {
+    record["name"]: record
+    for record in json.loads((ATLAS / "atlas.json").read_text(encoding="utf-8"))
+}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -27,8 +30,12 @@ def test_a_run_is_priced_as_the_table_says(file: Path) -> None:
     seconds, mfu = facts.published_step(predicted)
     assert predicted.seconds == pytest.approx(record["predicted_seconds"], rel=1e-9)
     assert predicted.mfu == pytest.approx(record["predicted_mfu"], rel=1e-9)
-    assert (seconds, mfu) == pytest.approx((record["published_seconds"], record["published_mfu"]), rel=1e-9)
-    assert facts.reason or abs(predicted.seconds / seconds - 1) <= 0.1, "a file says why its prediction is off"
+    assert (seconds, mfu) == pytest.approx(
+        (record["published_seconds"], record["published_mfu"]), rel=1e-9
+    )
+    assert facts.reason or abs(predicted.seconds / seconds - 1) <= 0.1, (
+        "a file says why its prediction is off"
+    )
     assert all(source.url.startswith("https://") for source in facts.sources) and facts.sources
     data = page_data((ATLAS / "pages" / f"{file.stem}.html").read_text(encoding="utf-8"))
     assert data["title"] == facts.title and record["plan"] in data["lead"]

@@ -6,7 +6,9 @@ import pytest
 from meshwright.models.kernels.attention import reference_attention, sequence_positions
 
 
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, segments: np.ndarray, *, window: int | None) -> np.ndarray:
+def attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, segments: np.ndarray, *, window: int | None
+) -> np.ndarray:
     positions = sequence_positions(segments)
     return np.asarray(reference_attention(q, k, v, positions, positions, window=window))
 
@@ -26,7 +28,11 @@ def numpy_attention(
     B, T, N, H = q.shape
     for b in range(B):
         for t in range(T):
-            keys = [s for s in range(t + 1) if segments[b, s] == segments[b, t] and (window is None or t - s < window)]
+            keys = [
+                s
+                for s in range(t + 1)
+                if segments[b, s] == segments[b, t] and (window is None or t - s < window)
+            ]
             for n in range(N):
                 kv = n // (N // k.shape[2])
                 scores = np.array([q[b, t, n] @ k[b, s, kv] for s in keys]) / H**0.5

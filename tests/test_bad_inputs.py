@@ -37,7 +37,12 @@ GOOD = '{"text": "good"}\n'
 
 def line_of(value: str | bytes) -> bytes:
     """Two good records with a bad one between them."""
-    return GOOD.encode() + (value if isinstance(value, bytes) else value.encode()) + b"\n" + GOOD.encode()
+    return (
+        GOOD.encode()
+        + (value if isinstance(value, bytes) else value.encode())
+        + b"\n"
+        + GOOD.encode()
+    )
 
 
 RECORDS: dict[str, tuple[bytes, str]] = {
@@ -72,7 +77,10 @@ RECORDS: dict[str, tuple[bytes, str]] = {
     "a number of many digits": (b'{"text": ' + b"9" * 5000 + b"}", "Exceeds the limit"),
     "zeros": (b"\0\0\0\0", "not JSON"),
     "a field twice": (b'{"text": "a", "text": "b"}', "has the field 'text' twice"),
-    "a field twice, once in escapes": (rb'{"text": "a", "te\u0078t": "b"}', "has the field 'text' twice"),
+    "a field twice, once in escapes": (
+        rb'{"text": "a", "te\u0078t": "b"}',
+        "has the field 'text' twice",
+    ),
     "a mark inside": (b'\xef\xbb\xbf{"text": "a"}', "not JSON"),
 }
 """Bad lines of a JSON file, and the reason that is given for each."""
@@ -87,7 +95,9 @@ def test_a_bad_line_is_refused_with_its_place_or_skipped(name: str, tmp_path: Pa
             (tmp_path / file).write_bytes(gzip.compress(line_of(content)))
         with pytest.raises(DataError, match=rf"reading \S*{file}, line 2(.|\n)*{reason}"):
             tokenize(str(tmp_path / file), "bytes", tmp_path / "refused")
-        tokens = tokenize(str(tmp_path / file), "bytes", tmp_path / f"{file}.tokens", bad_records=0.4)
+        tokens = tokenize(
+            str(tmp_path / file), "bytes", tmp_path / f"{file}.tokens", bad_records=0.4
+        )
         assert tokens.skipped["bad"] == 1 and tokens.skipped["read"] == 3 and tokens.documents == 2
         assert f"{file}, line 2" in tokens.skipped["examples"][0]
     # A third of the records is more than a tenth.
@@ -109,29 +119,55 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     "not UTF-8": (not_utf8, "row 2(.|\n)*not UTF-8"),
 }
 FILES: dict[str, tuple[str, bytes | Callable[[Path], None], str]] = {
-    "numbers": ("a.parquet", lambda f: parquet(f, [1, 2]), "its column 'text' is of type int64, and no text"),
+    "numbers": (
+        "a.parquet",
+        lambda f: parquet(f, [1, 2]),
+        "its column 'text' is of type int64, and no text",
+    ),
     "bytes": ("a.parquet", lambda f: parquet(f, [b"a"]), "its column 'text' is of type binary"),
     "lists": ("a.parquet", lambda f: parquet(f, [["a"]]), "its column 'text' is of type list"),
     "nulls": ("a.parquet", lambda f: parquet(f, pa.nulls(2)), "its column 'text' is of type null"),
-    "other column": ("a.parquet", lambda f: parquet(f, ["a"], "body"), "no column 'text' among body"),
+    "other column": (
+        "a.parquet",
+        lambda f: parquet(f, ["a"], "body"),
+        "no column 'text' among body",
+    ),
     "no Parquet": ("a.parquet", b"PAR1 nothing PAR1", "reading .*a.parquet"),
     "empty Parquet": ("a.parquet", b"", "reading .*a.parquet"),
-    "cut Parquet": ("a.parquet", lambda f: (parquet(f, ["a" * 999]), f.write_bytes(f.read_bytes()[:-9]))[0], "Arrow"),
+    "cut Parquet": (
+        "a.parquet",
+        lambda f: (parquet(f, ["a" * 999]), f.write_bytes(f.read_bytes()[:-9]))[0],
+        "Arrow",
+    ),
     "cut gzip": ("a.jsonl.gz", gzip.compress(GOOD.encode() * 99)[:-9], "EOFError"),
     "no gzip": ("a.jsonl.gz", b"plain", "BadGzipFile"),
     "damaged gzip": ("a.jsonl.gz", gzip.compress(b"")[:10] + b"\xff" * 20, "error: Error -3"),
     "UTF-16": ("a.txt", "text".encode("utf-16"), "not UTF-8: it is UTF-16"),
-    "lines in UTF-16 without a mark": ("a.jsonl", GOOD.encode("utf-16-le"), "it is UTF-16LE(.|\n)*iconv -f UTF-16LE"),
-    "gzip by another name": ("a.jsonl", gzip.compress(GOOD.encode()), r"it is .gz(.|\n)*the end .gz of its name"),
+    "lines in UTF-16 without a mark": (
+        "a.jsonl",
+        GOOD.encode("utf-16-le"),
+        "it is UTF-16LE(.|\n)*iconv -f UTF-16LE",
+    ),
+    "gzip by another name": (
+        "a.jsonl",
+        gzip.compress(GOOD.encode()),
+        r"it is .gz(.|\n)*the end .gz of its name",
+    ),
     "a name that is bytes": (os.fsdecode(b"a\xff.jsonl"), b"3", r"a\\udcff.jsonl, line 1"),
     "a link to itself": ("a.txt", lambda f: f.symlink_to(f), "Too many levels of symbolic links"),
     "columns of one name": (
         "a.parquet",
-        lambda f: pyarrow.parquet.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, ["text", "text"]), f),
+        lambda f: pyarrow.parquet.write_table(
+            pa.Table.from_arrays([pa.array(["a"])] * 2, ["text", "text"]), f
+        ),
         "2 of its columns are named 'text'",
     ),
     "a name for a terminal": ("a\n\x1b[2J.jsonl", b"3", r"a\\n\\x1b\[2J.jsonl, line 1"),
-    "latin-1": ("a.txt", "one\ntwo\ncaf\xe9".encode("latin-1"), r"not UTF-8: byte 12 \(0xe9\) on line 3"),
+    "latin-1": (
+        "a.txt",
+        "one\ntwo\ncaf\xe9".encode("latin-1"),
+        r"not UTF-8: byte 12 \(0xe9\) on line 3",
+    ),
     "a picture": ("a.md", b"\x89PNG\r\n\x1a\n", r"not UTF-8: byte 1 \(0x89\) on line 1"),
     "empty": ("a.txt", b"", "hold no text: all are empty"),
     "a mark alone": ("a.txt", b"\xef\xbb\xbf", "hold no text: all are empty"),
@@ -141,7 +177,11 @@ FILES: dict[str, tuple[str, bytes | Callable[[Path], None], str]] = {
     "a pipe": ("a.txt", lambda f: os.mkfifo(f), "no regular file"),
     "a pipe of lines": ("a.jsonl", lambda f: os.mkfifo(f), "no regular file"),
     "a link to nothing": ("a.txt", lambda f: f.symlink_to("nothing"), "No such file"),
-    "a folder in the place of a file": ("a.txt", lambda f: f.mkdir(), "without a file of a known kind"),
+    "a folder in the place of a file": (
+        "a.txt",
+        lambda f: f.mkdir(),
+        "without a file of a known kind",
+    ),
 }
 """Files that cannot be read, whatever share of records may be skipped, and the reason."""
 
@@ -178,7 +218,10 @@ def test_marks_are_no_tokens_and_text_files_may_be_skipped(tmp_path: Path) -> No
     with pytest.raises(DataError, match=r"c.txt(.|\n)*not UTF-8"):
         tokenize(str(tmp_path), "bytes", tmp_path / "tokens")
     file = tokenize(str(tmp_path), "bytes", tmp_path / "tokens", bad_records=0.5)
-    texts = {file.tokenizer.decode(part) for part in np.split(np.asarray(file.tokens), file.tokens.ends[:-1])}
+    texts = {
+        file.tokenizer.decode(part)
+        for part in np.split(np.asarray(file.tokens), file.tokens.ends[:-1])
+    }
     assert texts == {"abc", "def"} and file.skipped["bad"] == 1
 
 
@@ -194,7 +237,9 @@ def test_linked_folders_are_read_once(tmp_path: Path) -> None:
 
 
 def test_streams_of_one_file_are_read_one_after_another(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(GOOD.encode() * 2) + gzip.compress(GOOD.encode()))
+    (tmp_path / "a.jsonl.gz").write_bytes(
+        gzip.compress(GOOD.encode() * 2) + gzip.compress(GOOD.encode())
+    )
     assert tokenize(str(tmp_path), "bytes", tmp_path / "tokens").documents == 3
 
 
@@ -205,7 +250,9 @@ def test_a_linked_file_is_read_once(tmp_path: Path) -> None:
     for link, target in (("a.txt", "b.txt"), ("c.txt", "../other"), ("d.txt", "../other")):
         (tmp_path / "in" / link).symlink_to(target)
     for number, source in enumerate(("in", "in/*.txt")):
-        assert tokenize(str(tmp_path / source), "bytes", tmp_path / f"tokens{number}").documents == 2
+        assert (
+            tokenize(str(tmp_path / source), "bytes", tmp_path / f"tokens{number}").documents == 2
+        )
 
 
 def tokenizer_file(**changes: Any) -> Callable[[Path], None]:
@@ -217,7 +264,12 @@ def tokenizer_file(**changes: Any) -> Callable[[Path], None]:
     return write
 
 
-ONE_WORD = {"type": "WordLevel", "vocab": {"</s>": 0, "good": 1}, "unk_token": "<unk>", "merges": None}
+ONE_WORD = {
+    "type": "WordLevel",
+    "vocab": {"</s>": 0, "good": 1},
+    "unk_token": "<unk>",
+    "merges": None,
+}
 TOKENIZERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no letters": (tokenizer_file(model={"vocab": {"<|end|>": 0}, "merges": []}), "line 1(.|\n)*character 1 is 'g'"),
     "no unknown word": (tokenizer_file(model=ONE_WORD), "Missing .UNK. token"),
@@ -260,13 +312,24 @@ def test_a_vocabulary_of_no_size_is_refused(size: str, tmp_path: Path) -> None:
 
 def test_the_verb_names_its_own_options(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(line_of(b'{"body": 3}'))
-    for words, own in (([], "--text-field NAME, or --bad-records 0.001"), (["--tokenizer", "chars"], "--bad-records")):
+    for words, own in (
+        ([], "--text-field NAME, or --bad-records 0.001"),
+        (["--tokenizer", "chars"], "--bad-records"),
+    ):
         with pytest.raises(DataError) as refused:
-            run_verb("tokenize", [str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "tokens"), *words])
-        assert own in str(refused.value) and "--data" not in str(refused.value) and "faults" not in str(refused.value)
+            run_verb(
+                "tokenize", [str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "tokens"), *words]
+            )
+        assert (
+            own in str(refused.value)
+            and "--data" not in str(refused.value)
+            and "faults" not in str(refused.value)
+        )
 
 
-def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_grows_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = tokenizing.read_documents
 
     def read(source: FileDocuments, records: Records) -> Iterator[str]:
@@ -289,21 +352,39 @@ def test_a_share_that_is_none_is_refused(share: float, tmp_path: Path) -> None:
         tokenize("stdlib", "bytes", tmp_path / "tokens", bad_records=share)
 
 
-def test_a_run_that_goes_on_keeps_its_kind_of_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_goes_on_keeps_its_kind_of_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "own.json").write_text('{"kind": "bytes"}')
     (tmp_path / "a.txt").write_text("some text")
     for spec in ("chars", "bpe:300"):
-        with pytest.raises(DataError, match="the run was trained with bytes, and keeps its tokenizer"):
-            load_corpus([str(tmp_path / "a.txt")], spec, tmp_path / "cache", own=tmp_path / "own.json")
+        with pytest.raises(
+            DataError, match="the run was trained with bytes, and keeps its tokenizer"
+        ):
+            load_corpus(
+                [str(tmp_path / "a.txt")], spec, tmp_path / "cache", own=tmp_path / "own.json"
+            )
     for spec in ("bytes", str(tmp_path / "gone.json")):
-        assert load_corpus([str(tmp_path / "a.txt")], spec, tmp_path / "cache", own=tmp_path / "own.json").vocab == 257
+        assert (
+            load_corpus(
+                [str(tmp_path / "a.txt")], spec, tmp_path / "cache", own=tmp_path / "own.json"
+            ).vocab
+            == 257
+        )
     assert not capsys.readouterr().err
     (tmp_path / "other.json").write_text('{"kind": "chars", "letters": " emostx"}')
-    load_corpus([str(tmp_path / "a.txt")], str(tmp_path / "other.json"), tmp_path / "cache", own=tmp_path / "own.json")
+    load_corpus(
+        [str(tmp_path / "a.txt")],
+        str(tmp_path / "other.json"),
+        tmp_path / "cache",
+        own=tmp_path / "own.json",
+    )
     assert "it goes on with" in capsys.readouterr().err
 
 
-def test_long_documents_are_encoded_in_parts_to_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_documents_are_encoded_in_parts_to_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     text = (Path(np.__file__).parent / "conftest.py").read_text() * 3
     own = train_bpe([text], 400).to_json()
     llama = json.loads(own)
@@ -312,20 +393,31 @@ def test_long_documents_are_encoded_in_parts_to_the_same_tokens(monkeypatch: pyt
         {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]}  # fmt: skip
     monkeypatch.setattr(subwords, "LONG", 50)
     for description in (own, json.dumps(llama)):
-        tokenizer, parts = tokenizer_from_json(description), list(subwords.split_text(text, description))
+        tokenizer, parts = (
+            tokenizer_from_json(description),
+            list(subwords.split_text(text, description)),
+        )
         assert len(parts) > 100 and "".join(parts) == text
-        assert np.array_equal(np.concatenate([tokenizer.encode(p) for p in parts]), tokenizer.encode(text))
-    pieces = json.loads(own) | {"pre_tokenizer": {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always"}}
+        assert np.array_equal(
+            np.concatenate([tokenizer.encode(p) for p in parts]), tokenizer.encode(text)
+        )
+    pieces = json.loads(own) | {
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always"}
+    }
     assert list(subwords.split_text(text, json.dumps(pieces))) == [text]
     monkeypatch.setattr(subwords, "_COST", 10**12)
     with pytest.raises(DataError, match="this tokenizer takes it in one piece"):
         list(subwords.split_text(text, json.dumps(pieces)))
 
 
-def test_tokens_that_skipped_more_than_is_allowed_now_are_not_taken_from_the_cache(tmp_path: Path) -> None:
+def test_tokens_that_skipped_more_than_is_allowed_now_are_not_taken_from_the_cache(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "a.jsonl").write_bytes(line_of(b"bad"))
     assert (
-        load_corpus([str(tmp_path / "a.jsonl")], "bytes", tmp_path / "cache", bad_records=0.5).files[0].skipped["bad"]
+        load_corpus([str(tmp_path / "a.jsonl")], "bytes", tmp_path / "cache", bad_records=0.5)
+        .files[0]
+        .skipped["bad"]
         == 1
     )
     with pytest.raises(DataError, match="line 2"):
@@ -333,16 +425,48 @@ def test_tokens_that_skipped_more_than_is_allowed_now_are_not_taken_from_the_cac
 
 
 HARMS: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
-    "flipped token": ("tokens-00000.bin", lambda b: bytes([b[0] ^ 1]) + b[1:], "bytes 0 to 4,355 .* checksum differs"),
-    "flipped end": ("tokens-00000.bin", lambda b: b[:-37] + bytes([b[-37] ^ 1]) + b[-36:], "checksum differs"),
-    "flipped sum": ("tokens-00000.bin", lambda b: b[:-33] + bytes([b[-33] ^ 1]) + b[-32:], "checksum differs"),
-    "flipped checksum": ("tokens-00000.bin", lambda b: b[:-1] + bytes([b[-1] ^ 1]), "not the shard of this place"),
-    "cut tokens": ("tokens-00000.bin", lambda b: b[:-2], "tokens-00000.bin has fewer than 4,388 bytes"),
+    "flipped token": (
+        "tokens-00000.bin",
+        lambda b: bytes([b[0] ^ 1]) + b[1:],
+        "bytes 0 to 4,355 .* checksum differs",
+    ),
+    "flipped end": (
+        "tokens-00000.bin",
+        lambda b: b[:-37] + bytes([b[-37] ^ 1]) + b[-36:],
+        "checksum differs",
+    ),
+    "flipped sum": (
+        "tokens-00000.bin",
+        lambda b: b[:-33] + bytes([b[-33] ^ 1]) + b[-32:],
+        "checksum differs",
+    ),
+    "flipped checksum": (
+        "tokens-00000.bin",
+        lambda b: b[:-1] + bytes([b[-1] ^ 1]),
+        "not the shard of this place",
+    ),
+    "cut tokens": (
+        "tokens-00000.bin",
+        lambda b: b[:-2],
+        "tokens-00000.bin has fewer than 4,388 bytes",
+    ),
     "more tokens": ("tokens-00000.bin", lambda b: b + b"\0\0", "tokens-00000.bin has more bytes"),
     "no tokens": ("tokens-00000.bin", lambda b: b"", "tokens-00000.bin has"),
-    "other checksum": ("shards.bin", lambda b: bytes([b[0] ^ 1]) + b[1:], "shards.bin is not what was written"),
-    "other tokenizer": ("tokenizer.json", lambda b: b.replace(b"bytes", b"chars"), "tokenizer.json is not what was"),
-    "other count": ("tokens.json", lambda b: b.replace(b'"documents": 2', b'"documents": 3'), "checksum differs"),
+    "other checksum": (
+        "shards.bin",
+        lambda b: bytes([b[0] ^ 1]) + b[1:],
+        "shards.bin is not what was written",
+    ),
+    "other tokenizer": (
+        "tokenizer.json",
+        lambda b: b.replace(b"bytes", b"chars"),
+        "tokenizer.json is not what was",
+    ),
+    "other count": (
+        "tokens.json",
+        lambda b: b.replace(b'"documents": 2', b'"documents": 3'),
+        "checksum differs",
+    ),
     "other format": (
         "tokens.json",
         lambda b: b.replace(b'"format": 4', b'"format": 9'),
@@ -368,7 +492,10 @@ def other_shard(folder: Path) -> Path:
     """A complete second shard of a text that differs in its first shard alone."""
     text = "".join(chr(97 + i * i % 23) for i in range(1000))
     (folder / "b.jsonl").write_text(json.dumps({"text": "A" + (text * 300)[1:]}) + "\n")
-    return tokenize(str(folder / "b.jsonl"), "bytes", folder / "other", shard_tokens=1).folder / "tokens-00001.bin"
+    return (
+        tokenize(str(folder / "b.jsonl"), "bytes", folder / "other", shard_tokens=1).folder
+        / "tokens-00001.bin"
+    )
 
 
 SHARD_HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -415,7 +542,9 @@ def test_damaged_shards_are_refused(name: str, tmp_path: Path) -> None:
     harm, reason = SHARD_HARMS[name]
     text = "".join(chr(97 + i * i % 23) for i in range(1000))
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text * 300}) + "\n")
-    folder = tokenize(str(tmp_path / "a.jsonl"), "bytes", tmp_path / "tokens", shard_tokens=1).folder
+    folder = tokenize(
+        str(tmp_path / "a.jsonl"), "bytes", tmp_path / "tokens", shard_tokens=1
+    ).folder
     harm(folder)
     with pytest.raises(DataError, match=rf"token file {folder}(.|\n)*{reason}"):
         _ = np.asarray(open_tokens(folder).tokens)
@@ -436,7 +565,9 @@ def test_each_of_many_files_is_found_named_and_read_with_as_many_calls(tmp_path:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{number}.txt").write_text("some text")
         profile = cProfile.Profile()
-        corpus = profile.runcall(load_corpus, [str(tmp_path / str(count))], "bytes", tmp_path / "cache")
+        corpus = profile.runcall(
+            load_corpus, [str(tmp_path / str(count))], "bytes", tmp_path / "cache"
+        )
         assert corpus.files[0].documents == count
         calls[count] = sum(entry.callcount for entry in profile.getstats())
     assert calls[2000] - calls[500] < 400 * 1500
@@ -466,7 +597,11 @@ def test_a_run_file_that_is_wrong_is_refused(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value", "fix"),
-    [("learning_rate", -1.0, "--lr 0.0003"), ("beta1", 2.0, "optimizer.beta1 0.9"), ("unroll", 0, "training.unroll 1")],
+    [
+        ("learning_rate", -1.0, "--lr 0.0003"),
+        ("beta1", 2.0, "optimizer.beta1 0.9"),
+        ("unroll", 0, "training.unroll 1"),
+    ],
 )
 def test_a_fix_names_an_option_only_where_there_is_one(field: str, value: float, fix: str) -> None:
     with pytest.raises(ConfigError) as refused:

@@ -22,14 +22,18 @@ def mesh() -> Mesh:
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
-def test_every_collective_is_correct_over_every_axis(kind: str, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_collective_is_correct_over_every_axis(
+    kind: str, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(microbenchmarks, "median_seconds", lambda f, x: (0.5, 1))
     for t in time_collectives(mesh, (kind,), (1000, 70_000)):
         assert t.correct
         n = {"fsdp": 4, "tensor": 2}[t.axis]
         assert t.devices == n and t.bytes >= 1000 and t.bytes % (4 * n * n) == 0
         # doc/PERFORMANCE.md of nccl-tests.
-        factor = {"all-reduce": 2 * (n - 1) / n, "ring-shift": 1, "broadcast": 1}.get(kind, (n - 1) / n)
+        factor = {"all-reduce": 2 * (n - 1) / n, "ring-shift": 1, "broadcast": 1}.get(
+            kind, (n - 1) / n
+        )
         assert t.algorithm_bandwidth == t.bytes / 0.5
         assert t.bus_bandwidth == pytest.approx(t.bytes / 0.5 * factor)
 
@@ -37,7 +41,9 @@ def test_every_collective_is_correct_over_every_axis(kind: str, mesh: Mesh, monk
 def test_a_wrong_result_is_reported(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(microbenchmarks, "median_seconds", lambda f, x: (0.5, 1))
     shift = COLLECTIVES["ring-shift"]
-    broken = Collective(lambda x, a: x + 1, shift.output_spec, shift.expected, lambda m, n: m, lambda n: 1.0)
+    broken = Collective(
+        lambda x, a: x + 1, shift.output_spec, shift.expected, lambda m, n: m, lambda n: 1.0
+    )
     monkeypatch.setitem(COLLECTIVES, "ring-shift", broken)
     assert not any(t.correct for t in time_collectives(mesh, ("ring-shift",), (1000,)))
 
@@ -83,9 +89,15 @@ def test_the_command_writes_the_rows_that_it_prints(tmp_path: Path) -> None:
     rows = json.loads(printed)["rows"]
     with (out / "collectives.csv").open() as file:
         assert [row["kind"] for row in csv.DictReader(file)] == [row["kind"] for row in rows]
-    assert {row["axis"] for row in rows} == {"fsdp", "tensor"} and all(row["correct"] for row in rows)
+    assert {row["axis"] for row in rows} == {"fsdp", "tensor"} and all(
+        row["correct"] for row in rows
+    )
     assert (out / "calibration.json").exists()
-    assert "number of at least 1" in in_process("bench", "collectives", "--sizes", "0", "--out", str(out), code=2)
+    assert "number of at least 1" in in_process(
+        "bench", "collectives", "--sizes", "0", "--out", str(out), code=2
+    )
     misspelt = in_process("bench", "collectives", "--kinds", "allgather", "--out", str(out), code=2)
     assert "did you mean 'all-gather'" in misspelt
-    assert "it cannot be created" in in_process("bench", "collectives", "--out", "/proc/none", code=2)
+    assert "it cannot be created" in in_process(
+        "bench", "collectives", "--out", "/proc/none", code=2
+    )

@@ -35,12 +35,21 @@ def test_our_side_runs_and_the_table_is_made_of_rounds(gpu: Any) -> None:
     ours = gpu.OurStep(job)
     assert ours.measure() > 0 and ours.facts["parameters"] == gpu.parameter_count(job.shape)
     facts = {side: {**ours.facts, "attention": side} for side in gpu.SIDES}
-    rounds = {"meshwright": [1.0, 2.0, 1.0], "torch.compile": [2.0, 2.0, 3.0], "Trainer": [3.0, 9.0, 3.0]}
+    rounds = {
+        "meshwright": [1.0, 2.0, 1.0],
+        "torch.compile": [2.0, 2.0, 3.0],
+        "Trainer": [3.0, 9.0, 3.0],
+    }
     rows = gpu.summarise(job, facts, rounds, peak=gpu.step_flops(job))
     # The ratio is of rounds beside each other: 2, 1, 3 and 3, 4.5, 3.
     assert [row["ratio"] for row in rows] == [1.0, 2.0, 3.0] and rows[0]["mfu"] == 1.0
     table = gpu.format_table(rows).splitlines()
-    assert len(table) == 4 and "torch.compile" in table[2] and "2.00" in table[2] and "50.0%" in table[2]
+    assert (
+        len(table) == 4
+        and "torch.compile" in table[2]
+        and "2.00" in table[2]
+        and "50.0%" in table[2]
+    )
     gpu.check_equal(job, facts)
     facts["Trainer"]["parameters"] += 1
     with pytest.raises(SystemExit, match="Trainer has"):

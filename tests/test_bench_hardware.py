@@ -20,10 +20,25 @@ from test_cli import meshwright
 
 from meshwright.analysis.compile import compile_function
 from meshwright.bench.calibration_file import read_calibration
-from meshwright.bench.device_trace import DeviceTime, Event, collective_names, device_time, innermost, read_trace
+from meshwright.bench.device_trace import (
+    DeviceTime,
+    Event,
+    collective_names,
+    device_time,
+    innermost,
+    read_trace,
+)
 from meshwright.bench.hardware import experts, kernels, run
 from meshwright.bench.hardware.kernels import attention_with_gradients
-from meshwright.bench.hardware.section import DONE, FAILED, OUT_OF_TIME, RUNNING, Request, read_section, section_file
+from meshwright.bench.hardware.section import (
+    DONE,
+    FAILED,
+    OUT_OF_TIME,
+    RUNNING,
+    Request,
+    read_section,
+    section_file,
+)
 from meshwright.bench.hardware.steps import RECIPES, fit_recipe
 from meshwright.cli.main import run as command
 from meshwright.config import MeshShape
@@ -111,7 +126,9 @@ def test_sections_fail_alone_and_the_report_has_the_others(planted: Path, tmp_pa
 def test_a_killed_run_keeps_what_it_had(planted: Path, tmp_path: Path) -> None:
     out, name = tmp_path / "out", f"{planted}:waiting"
     words = ["bench", "hardware", "--out", str(out), "--devices", "1", "--only", name]
-    process = subprocess.Popen([sys.executable, "-m", "meshwright", *words], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshwright", *words], stdout=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 120
     while not (out / "pid").exists():
         assert time.monotonic() < deadline and process.poll() is None
@@ -123,10 +140,16 @@ def test_a_killed_run_keeps_what_it_had(planted: Path, tmp_path: Path) -> None:
         assert time.monotonic() < deadline, "the section outlives the benchmark"
         time.sleep(0.05)
     before = read_section(out, name)
-    assert before is not None and before["state"] == RUNNING and [r["item"] for r in before["rows"]] == ["first"]
+    assert (
+        before is not None
+        and before["state"] == RUNNING
+        and [r["item"] for r in before["rows"]] == ["first"]
+    )
 
 
-def test_a_section_that_hangs_is_stopped(planted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_that_hangs_is_stopped(
+    planted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run, "_GRACE_SECONDS", 6.0)
     name = f"{planted}:hanging"
     request = Request(str(tmp_path), 1)
@@ -137,7 +160,10 @@ def test_a_section_that_hangs_is_stopped(planted: Path, tmp_path: Path, monkeypa
 
 def test_unknown_sections_and_illegal_numbers_are_refused(tmp_path: Path) -> None:
     words = ["bench", "hardware", "--out", str(tmp_path / "out")]
-    for wrong, message in ((["--only", "kernel"], "did you mean 'kernels'"), (["--minutes", "0"], "--minutes 30")):
+    for wrong, message in (
+        (["--only", "kernel"], "did you mean 'kernels'"),
+        (["--minutes", "0"], "--minutes 30"),
+    ):
         with pytest.raises(ConfigError, match=message):
             command([*words, *wrong])
     assert run.check_sections(("steps", "kernels")) == ("machine", "kernels", "steps")
@@ -156,7 +182,9 @@ def test_the_float64_truth_agrees_with_automatic_differentiation() -> None:
     case = kernels.Case("", 24, 4, 2, 8, window=7, documents=3, batch=2)
     q, k, v, s, g = kernels._inputs(case, "float32")
     positions = sequence_positions(s)
-    out, pullback = jax.vjp(lambda *qkv: reference_attention(*qkv, positions, positions, window=7), q, k, v)
+    out, pullback = jax.vjp(
+        lambda *qkv: reference_attention(*qkv, positions, positions, window=7), q, k, v
+    )
     found = (out, *pullback(g))
     truth = attention_with_gradients(*(np.asarray(x) for x in (q, k, v, s, g)), 7)
     for result, expected in zip(found, truth, strict=True):
@@ -166,7 +194,9 @@ def test_the_float64_truth_agrees_with_automatic_differentiation() -> None:
 def test_grouped_matmul_is_compared_and_timed() -> None:
     assert not kernels._compare_grouped("bfloat16")["problems"]
     row = kernels._time_grouped(4, 64, 32, 16)
-    assert row["seconds"] > 0 and row["flops_per_second"] == pytest.approx(3 * 2 * 64 * 32 * 16 / row["seconds"])
+    assert row["seconds"] > 0 and row["flops_per_second"] == pytest.approx(
+        3 * 2 * 64 * 32 * 16 / row["seconds"]
+    )
 
 
 def test_kernels_calibrate_plans() -> None:
@@ -191,7 +221,11 @@ def test_exposed_time_of_a_device() -> None:
     network = [Event("ncclDevKernel_AllGather", 1.0, 3.0, True)]
     assert device_time("gpu", [compute, network]) == DeviceTime("gpu", 6.0, 3.0, 3.0, 2.0, 1.0)
     # One lane of a TPU: a loop contains its body, and only what is inside counts.
-    lane = [Event("while", 0.0, 4.0, False), Event("fusion", 0.0, 3.0, False), Event("all-gather-done", 3.0, 1.0, True)]
+    lane = [
+        Event("while", 0.0, 4.0, False),
+        Event("fusion", 0.0, 3.0, False),
+        Event("all-gather-done", 3.0, 1.0, True),
+    ]
     assert [event.name for event in innermost(lane)] == ["fusion", "all-gather-done"]
     assert device_time("tpu", [lane]) == DeviceTime("tpu", 4.0, 3.0, 1.0, 1.0, 0.0)
     assert union([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0)]) == [(0.0, 2.0), (3.0, 4.0)]
@@ -209,7 +243,9 @@ def test_a_trace_of_simulated_devices_has_no_device_lanes(tmp_path: Path) -> Non
     with jax.profiler.trace(str(tmp_path)):
         jax.block_until_ready(program.executable(x))
     trace = read_trace(tmp_path, program.module)
-    assert not trace.devices and any(event.communicates for lane in trace.host for event in innermost(lane))
+    assert not trace.devices and any(
+        event.communicates for lane in trace.host for event in innermost(lane)
+    )
 
 
 @pytest.mark.parametrize("machine", ["h200:1", "h100:8", "v5e:2x4", "v5p:2x2x1"])
@@ -217,7 +253,11 @@ def test_recipes_are_cut_until_they_fit_memory_and_time(machine: str) -> None:
     target = parse_target(machine)
     for name in ("small", "dense"):
         sized = fit_recipe(name, target, 60.0)
-        assert sized.plan is not None and sized.plan.estimate.fits and sized.plan.estimate.seconds < 60 / 20
+        assert (
+            sized.plan is not None
+            and sized.plan.estimate.fits
+            and sized.plan.estimate.seconds < 60 / 20
+        )
         assert sized.run.mesh is not None and sized.run.mesh.size == target.devices
     assert fit_recipe("dense", target, 60.0, layers=2).note.startswith("2 of 32 layers")
     assert set(RECIPES) == {"small", "dense", "experts", "long"}
@@ -234,10 +274,14 @@ def test_over_nodes_rows_go_between_these_and_inside(monkeypatch: pytest.MonkeyP
     """Eight devices in two nodes: one update per node, and inside for each of the two experts of a device."""
     target, rows = dataclasses.replace(parse_target("h100:8"), topology=(2, 4)), dict[str, Any]()
     monkeypatch.setattr(experts, "target_here", lambda folder: target)
-    section = SimpleNamespace(folder=None, measure=lambda items: rows.update({k: run() for k, run in items.items()}))
+    section = SimpleNamespace(
+        folder=None, measure=lambda items: rows.update({k: run() for k, run in items.items()})
+    )
     experts.measure_experts(section)  # type: ignore[arg-type]
     assert [row["updates"] for row in rows.values()] == [1, 1, 2]
-    assert next(iter(rows)).startswith("between nodes") and not any(row["problems"] for row in rows.values())
+    assert next(iter(rows)).startswith("between nodes") and not any(
+        row["problems"] for row in rows.values()
+    )
 
 
 def test_nothing_fits_a_small_device() -> None:
@@ -248,28 +292,56 @@ def test_nothing_fits_a_small_device() -> None:
 @pytest.mark.exhaustive
 def test_the_whole_verb_on_eight_devices(planted: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = ["bench", "hardware", "--out", str(out), "--minutes", "8", "--kernels", f"{planted}:broken"]
-    done = subprocess.run([sys.executable, "-m", "meshwright", *words], capture_output=True, text=True, timeout=900)
+    words = [
+        "bench",
+        "hardware",
+        "--out",
+        str(out),
+        "--minutes",
+        "8",
+        "--kernels",
+        f"{planted}:broken",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright", *words], capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 6, done.stdout + done.stderr
     report = json.loads((out / "report.json").read_text())
     sections = report["sections"]
     assert list(sections) == list(run.SECTIONS)
     assert report["problems"] and all("broken" in problem for problem in report["problems"])
-    assert not any(row.get("problems") for row in sections["kernels"]["rows"] if "broken" not in row["kernel"])
+    assert not any(
+        row.get("problems") for row in sections["kernels"]["rows"] if "broken" not in row["kernel"]
+    )
     repeated, *compared = sections["meshes"]["rows"]
-    assert repeated["bits"] == "equal in two runs" and all(row.get("first_divergence") is None for row in compared)
+    assert repeated["bits"] == "equal in two runs" and all(
+        row.get("first_divergence") is None for row in compared
+    )
     kinds = {row["kind"] for row in sections["collectives"]["rows"]}
     assert {"all-gather", "reduce-scatter", "all-to-all"} <= kinds
-    assert all(row["seconds"] > 0 and row["expected_seconds"] > 0 for row in sections["experts"]["rows"])
+    assert all(
+        row["seconds"] > 0 and row["expected_seconds"] > 0 for row in sections["experts"]["rows"]
+    )
     dense = next(row for row in sections["steps"]["rows"] if row["item"] == "dense")
     for figure in ("compile_seconds", "init_seconds", "first_step_seconds", "bare_seconds", "loop_seconds",
                    "dispatch_seconds", "tokens_per_second", "predicted_seconds", "simulated_seconds"):  # fmt: skip
         assert dense[figure] > 0, figure
     assert dense["data_wait_seconds"] >= 0
     saved = sections["checkpoint"]["rows"][0]
-    assert saved["save_bandwidth"] > 0 and saved["restore_bandwidth"] > 0 and not (out / "checkpoint-bench").exists()
+    assert (
+        saved["save_bandwidth"] > 0
+        and saved["restore_bandwidth"] > 0
+        and not (out / "checkpoint-bench").exists()
+    )
     page = (out / "report.html").read_text()
-    for heading in ("Overview", "Machine", "Kernels", "Meshes", "Predicted over measured", "Host, per step"):
+    for heading in (
+        "Overview",
+        "Machine",
+        "Kernels",
+        "Meshes",
+        "Predicted over measured",
+        "Host, per step",
+    ):
         assert heading in page
     # The report is made again from the files alone.
     results = {name: json.loads(section_file(out, name).read_text()) for name in run.SECTIONS}
@@ -283,7 +355,9 @@ def test_a_section_ends_with_its_parent() -> None:
     script = "import os, time\nfrom meshwright.bench.hardware.section import end_with_parent\nend_with_parent()\n"
     script += "print(os.getpid(), flush=True)\ntime.sleep(100)"
     outer = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {script!r}])"
-    with subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         child = int(process.stdout.readline())
         process.send_signal(signal.SIGKILL)

@@ -44,7 +44,15 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=["master", "stochastic"])
 
 def test_a_float32_number_is_its_two_halves() -> None:
     """All lower halves under some upper ones: 1, -1, zeros, the smallest, the largest, and a hundred others."""
-    upper = [0x3F80, 0xBF80, 0x0000, 0x8000, 0x0080, 0x7F00, *np.random.default_rng(0).integers(0, 0x7F00, 100)]
+    upper = [
+        0x3F80,
+        0xBF80,
+        0x0000,
+        0x8000,
+        0x0080,
+        0x7F00,
+        *np.random.default_rng(0).integers(0, 0x7F00, 100),
+    ]
     bits = (np.array(upper, np.uint32)[:, None] << 16) + np.arange(2**16, dtype=np.uint32)
     halves = split_float32(jnp.asarray(bits.view(np.float32)))
     assert [x.dtype for x in halves] == [jnp.bfloat16, jnp.int16]
@@ -66,7 +74,9 @@ def test_random_rounding_is_right_on_average() -> None:
 ONE = {"w": Param((4096,), "D")}
 
 
-@pytest.mark.parametrize("rule", [with_masters(optax.sgd(1e-5), 0, ONE), with_random_rounding(optax.sgd(1e-5), 0, ONE)])
+@pytest.mark.parametrize(
+    "rule", [with_masters(optax.sgd(1e-5), 0, ONE), with_random_rounding(optax.sgd(1e-5), 0, ONE)]
+)
 def test_small_updates_arrive(rule: UpdateRule) -> None:
     """A thousand steps of 1e-5 from 1.0; the next bfloat16 number below is 0.996, and nearest rounding stays."""
     params = {"w": jnp.ones((4096,), jnp.bfloat16)}
@@ -74,10 +84,16 @@ def test_small_updates_arrive(rule: UpdateRule) -> None:
 
     @jax.jit
     def thousand(params: Any, state: Any) -> Any:
-        return jax.lax.fori_loop(0, 1000, lambda i, x: rule.update(ones, x[1], x[0], i), (params, state))
+        return jax.lax.fori_loop(
+            0, 1000, lambda i, x: rule.update(ones, x[1], x[0], i), (params, state)
+        )
 
     params, state = thousand(params, state)
-    weights = join_float32(params["w"], state.low_bits["w"]) if isinstance(state, MasterState) else params["w"]
+    weights = (
+        join_float32(params["w"], state.low_bits["w"])
+        if isinstance(state, MasterState)
+        else params["w"]
+    )
     assert abs(np.asarray(weights, np.float64).mean() - 0.99) < 4e-4
     assert jnp.bfloat16(1.0) - jnp.bfloat16(1e-5) == 1.0
 
@@ -99,16 +115,28 @@ def test_a_layer_is_rounded_alike_in_any_row() -> None:
     [(MODELS["deepseek-like"], {"router_bias"}), (QWEN3_NEXT, {"a_log", "step_bias"})],
     ids=["router-bias", "decay-rates"],
 )
-def test_what_small_steps_move_is_float32_at_rest(kind: dict[str, Any], model: Model, names: set[str]) -> None:
+def test_what_small_steps_move_is_float32_at_rest(
+    kind: dict[str, Any], model: Model, names: set[str]
+) -> None:
     """A step of 0.001 is lost in a bfloat16 bias above 0.5; `transformers` keeps these in float32 too."""
     device_run = device_run_of(tiny_run(model, **kind))
     state = device_run.abstract
-    kept = {path.rpartition(".")[2] for path, x in named_leaves(state.params).items() if x.dtype == jnp.float32}
+    kept = {
+        path.rpartition(".")[2]
+        for path, x in named_leaves(state.params).items()
+        if x.dtype == jnp.float32
+    }
     assert kept == names
     if isinstance(state.optimizer, MasterState):
-        assert not any(path.endswith(tuple(names)) for path in named_leaves(state.optimizer.low_bits))
+        assert not any(
+            path.endswith(tuple(names)) for path in named_leaves(state.optimizer.low_bits)
+        )
     if "router_bias" in names:
-        params = {"blocks": {"router_bias": jnp.full((2, 8), 0.75, state.params["blocks"]["router_bias"].dtype)}}
+        params = {
+            "blocks": {
+                "router_bias": jnp.full((2, 8), 0.75, state.params["blocks"]["router_bias"].dtype)
+            }
+        }
         moved = model.post_update(params, {"blocks": {"load": jnp.tile(jnp.arange(8.0), (2, 1))}})
         assert (moved["blocks"]["router_bias"][:, :4] > 0.75).all()
 
@@ -144,7 +172,9 @@ def test_masters_follow_the_float32_run() -> None:
 
 
 @kinds
-def test_saved_and_restored_bit_for_bit_on_another_mesh(kind: dict[str, Any], tmp_path: Path) -> None:
+def test_saved_and_restored_bit_for_bit_on_another_mesh(
+    kind: dict[str, Any], tmp_path: Path
+) -> None:
     run = tiny_run(MODELS["llama"], "data=2,fsdp=2,tensor=2", **kind)
     device_run = device_run_of(run)
     state, _ = build_train_step(device_run)(device_run.initial_state(), random_batch(device_run))

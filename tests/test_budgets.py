@@ -18,7 +18,9 @@ def test_a_host_costs_the_same_on_any_number_of_hosts(monkeypatch: pytest.Monkey
     for phase, costs in many.items():
         for kind in budgets.COUNTED:
             # A host looks for the start file until the others have come: a poll more or less.
-            assert costs["others"][kind] <= few[phase]["others"][kind] + (8 if phase.startswith("meeting") else 0) + (
-                200 if kind == "bytes" else 0
+            assert costs["others"][kind] <= few[phase]["others"][kind] + (
+                8 if phase.startswith("meeting") else 0
+            ) + (200 if kind == "bytes" else 0), (phase, kind)
+            assert (
+                costs["process 0"].get(kind, 0) <= 9 * few[phase]["process 0"].get(kind, 0) + 300
             ), (phase, kind)
-            assert costs["process 0"].get(kind, 0) <= 9 * few[phase]["process 0"].get(kind, 0) + 300, (phase, kind)

@@ -66,10 +66,14 @@ def programs_are_compiled_once() -> Iterator[None]:
         def build_once(device_run: DeviceRun, *like: Any) -> Any:
             run = device_run.run
             # None of these is part of a program.
-            training = dataclasses.replace(run.training, save_every=0, max_to_keep=1, eval_every=0, log_every=1)
+            training = dataclasses.replace(
+                run.training, save_every=0, max_to_keep=1, eval_every=0, log_every=1
+            )
             key = (
                 build,
-                dataclasses.replace(run, training=training, data=Data(), name="", reporters=(), faults=Faults()),
+                dataclasses.replace(
+                    run, training=training, data=Data(), name="", reporters=(), faults=Faults()
+                ),
             )
             if key not in compiled:
                 compiled[key] = build(device_run, *like)
@@ -121,12 +125,20 @@ def test_a_run_stopped_twice_is_bitwise_the_uninterrupted_run(
     assert (third.interrupted_by, third.steps) == (0, 60)
     assert_same_bits(final_state(run, out, cache), final_state(run, folder / "out", cache))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    expected = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [(x["step"], x.get("loss")) for x in lines] == [(x["step"], x.get("loss")) for x in expected]
+    expected = [
+        json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [(x["step"], x.get("loss")) for x in lines] == [
+        (x["step"], x.get("loss")) for x in expected
+    ]
 
 
 @pytest.mark.parametrize(
-    "mesh", [*(pytest.param(mesh, marks=pytest.mark.exhaustive) for mesh in ("data=1", "fsdp=8")), "data=4,tensor=2"]
+    "mesh",
+    [
+        *(pytest.param(mesh, marks=pytest.mark.exhaustive) for mesh in ("data=1", "fsdp=8")),
+        "data=4,tensor=2",
+    ],
 )
 def test_resumed_on_another_mesh_agrees(
     uninterrupted: tuple[Run, Path], tmp_path: Path, cache: Path, mesh: str
@@ -137,17 +149,27 @@ def test_resumed_on_another_mesh_agrees(
     moved = dataclasses.replace(run, mesh=MeshShape.parse(mesh))
     summary = train_into(moved, out, cache, start="resume")
     losses = [json.loads(x).get("loss") for x in (out / "metrics.jsonl").read_text().splitlines()]
-    expected = [json.loads(x).get("loss") for x in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    expected = [
+        json.loads(x).get("loss")
+        for x in (folder / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
     resumed, reference = ([x for x in each if x is not None] for each in (losses, expected))
     assert summary.steps == len(resumed) == 60
     np.testing.assert_allclose(resumed[:20], reference[:20], rtol=0)
     np.testing.assert_allclose(resumed[20:], reference[20:], rtol=1e-5)
 
 
-def test_another_padding_of_the_vocabulary_restores(uninterrupted: tuple[Run, Path], cache: Path) -> None:
+def test_another_padding_of_the_vocabulary_restores(
+    uninterrupted: tuple[Run, Path], cache: Path
+) -> None:
     run, folder = uninterrupted
-    wider = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab_multiple=40), mesh=MeshShape(fsdp=4))
-    narrow, wide = final_state(run, folder / "out", cache), final_state(wider, folder / "out", cache)
+    wider = dataclasses.replace(
+        run, model=dataclasses.replace(run.model, vocab_multiple=40), mesh=MeshShape(fsdp=4)
+    )
+    narrow, wide = (
+        final_state(run, folder / "out", cache),
+        final_state(wider, folder / "out", cache),
+    )
     rows = len(set(TEXT)) + 1
     assert wide.params["embed"].shape[0] == 40 != narrow.params["embed"].shape[0]
     np.testing.assert_array_equal(wide.params["embed"][:rows], narrow.params["embed"][:rows])
@@ -171,7 +193,9 @@ def saved_twice(two_checkpoints: tuple[Run, Path], tmp_path: Path) -> tuple[Run,
 
 
 def largest_file(folder: Path) -> Path:
-    return max((f for f in (folder / "state").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    return max(
+        (f for f in (folder / "state").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size
+    )
 
 
 def test_one_flipped_bit_names_the_tensor_and_the_previous_checkpoint(
@@ -189,14 +213,18 @@ def test_one_flipped_bit_names_the_tensor_and_the_previous_checkpoint(
     params = {**state.params, "blocks": {**state.params["blocks"], "up": damaged}}
     shutil.rmtree(out / "checkpoints" / "4")
     with Checkpoints(out / "checkpoints", max_to_keep=9) as checkpoints:
-        checkpoints.save(dataclasses.replace(state, params=params), device_run, step=4, cursor=manifest.cursor)
+        checkpoints.save(
+            dataclasses.replace(state, params=params), device_run, step=4, cursor=manifest.cursor
+        )
     file = out / "checkpoints" / "4" / "manifest" / "metadata"
     content = json.loads(file.read_text())
     content["tensors"] = manifest.to_dict()["tensors"]
     file.write_text(json.dumps(seal(content)))
     with (
         Checkpoints(out / "checkpoints", max_to_keep=9) as checkpoints,
-        pytest.raises(CheckpointError, match=r"'params\.blocks\.up' is not what was saved(.|\n)*--at 2"),
+        pytest.raises(
+            CheckpointError, match=r"'params\.blocks\.up' is not what was saved(.|\n)*--at 2"
+        ),
     ):
         checkpoints.restore(device_run)
     resumed = train_into(run, out, cache, start="resume", at=2)
@@ -235,14 +263,23 @@ def test_a_truncated_file_is_refused_and_the_previous_checkpoint_restores(
         assert checkpoints.restore(device_run, 2)[1].step == 2
 
 
-def test_another_model_is_refused_naming_its_first_tensor(saved_twice: tuple[Run, Path], cache: Path) -> None:
+def test_another_model_is_refused_naming_its_first_tensor(
+    saved_twice: tuple[Run, Path], cache: Path
+) -> None:
     run, out = saved_twice
     other = dataclasses.replace(run, model=dataclasses.replace(run.model, mlp=64))
-    with pytest.raises(CheckpointError, match=r"'params\.blocks\.down' is float32\[2, 96, 64\] in the checkpoint and"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"'params\.blocks\.down' is float32\[2, 96, 64\] in the checkpoint and",
+    ):
         final_state(other, out, cache)
-    with pytest.raises(CheckpointError, match=r"the model has a tensor '.*', and the checkpoint does not"):
+    with pytest.raises(
+        CheckpointError, match=r"the model has a tensor '.*', and the checkpoint does not"
+    ):
         final_state(text_run(out.parent, "fsdp=2,tensor=2", family="gpt2"), out, cache)
-    half = dataclasses.replace(run, training=dataclasses.replace(run.training, param_dtype="bfloat16"))
+    half = dataclasses.replace(
+        run, training=dataclasses.replace(run.training, param_dtype="bfloat16")
+    )
     with pytest.raises(CheckpointError, match=r"is float32.* in the checkpoint and bfloat16"):
         final_state(half, out, cache)
 
@@ -250,15 +287,21 @@ def test_another_model_is_refused_naming_its_first_tensor(saved_twice: tuple[Run
 def test_only_the_last_ones_are_kept(tmp_path: Path, cache: Path) -> None:
     run = text_run(tmp_path, "fsdp=2,tensor=2", steps=5, save_every=1, max_to_keep=2, remat="none")
     train_into(run, tmp_path / "out", cache)
-    assert sorted(p.name for p in (tmp_path / "out" / "checkpoints").iterdir() if p.name.isdigit()) == ["4", "5"]
+    assert sorted(
+        p.name for p in (tmp_path / "out" / "checkpoints").iterdir() if p.name.isdigit()
+    ) == ["4", "5"]
 
 
-def test_parameters_restore_without_the_optimizer_state(saved_twice: tuple[Run, Path], cache: Path) -> None:
+def test_parameters_restore_without_the_optimizer_state(
+    saved_twice: tuple[Run, Path], cache: Path
+) -> None:
     run, out = saved_twice
     prepared = loop.prepare_run(dataclasses.replace(run, mesh=MeshShape(tensor=4)), cache=cache)
     with Checkpoints(out / "checkpoints", max_to_keep=9) as checkpoints:
         params, manifest = checkpoints.restore_params(prepared.device_run)
-    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(final_state(run, out, cache).params), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(params), jax.tree.leaves(final_state(run, out, cache).params), strict=True
+    ):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     assert manifest.step == 4 and manifest.cursor == 4 * run.training.batch
 
@@ -273,17 +316,22 @@ def test_a_folder_of_another_run_is_refused(saved_twice: tuple[Run, Path], cache
         train_into(run, out, cache, start="resume", at=3)
 
 
-def test_disk_space_is_checked_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_space_is_checked_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device_run = device_run_of(tiny_run(MODELS["llama"]))
     nearly_full = shutil._ntuple_diskusage(10**9, 10**9 - 10**6, 10**6)  # type: ignore[attr-defined]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: nearly_full)
     with pytest.raises(
-        CheckpointError, match=r"takes up to 0\.\d MiB, 2 are kept while another is written, and 1\.0 MiB are free"
+        CheckpointError,
+        match=r"takes up to 0\.\d MiB, 2 are kept while another is written, and 1\.0 MiB are free",
     ):
         check_room(tmp_path / "out", device_run, max_to_keep=2)
 
 
-def test_checkpoints_that_will_be_replaced_count_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_that_will_be_replaced_count_as_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run that fitted its disk resumes on it: with room for 1.5 checkpoints besides the two that are kept."""
     device_run = device_run_of(tiny_run(MODELS["llama"]))
     size = sum(x.size * x.dtype.itemsize for x in named_tensors(device_run.abstract).values())
@@ -305,7 +353,9 @@ def test_a_failed_save_is_reported_once_and_leaves_the_process_as_it_was(
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
 
     def process() -> list[Any]:
-        settings = [[logger.level, logger.disabled, *logger.filters, *logger.handlers] for logger in loggers]
+        settings = [
+            [logger.level, logger.disabled, *logger.filters, *logger.handlers] for logger in loggers
+        ]
         return [sys.unraisablehook, *settings, *warnings.filters]
 
     before, limits = process(), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -316,7 +366,8 @@ def test_a_failed_save_is_reported_once_and_leaves_the_process_as_it_was(
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, limits[1]))
         try:
             with pytest.raises(
-                CheckpointError, match=r"than `ulimit -f`(.|\n)*the checkpoint of step 1 is intact and takes 0\.\d MiB"
+                CheckpointError,
+                match=r"than `ulimit -f`(.|\n)*the checkpoint of step 1 is intact and takes 0\.\d MiB",
             ) as caught:
                 checkpoints.save(state, device_run, step=2, cursor=32)
                 # The loop asks before each step: it does not go on to the next save.
@@ -345,13 +396,17 @@ def test_reordering_layers_takes_half_a_local_shard_of_memory(schedule: str, lay
     device_run = device_run_of(run)
     rows = {f"params.{name}": x for name, x in named_leaves(device_run.abstract.params).items()}
     in_order = abstract_in_layer_order(rows, device_run.params)
-    permuted = {name: p for name, p in named_leaves(device_run.params).items() if p.order is not None}
+    permuted = {
+        name: p for name, p in named_leaves(device_run.params).items() if p.order is not None
+    }
     assert permuted
     for path, p in permuted.items():
         x, y = rows[f"params.{path}"], in_order[f"params.{path}"]
         local = 4 * math.prod(x.sharding.shard_shape(x.shape))
         for convert, source in ((rows_to_layers, x), (layers_to_rows, y)):
-            compiled = reordering(convert, p, x.shape, x.sharding, y.sharding).lower(source).compile()
+            compiled = (
+                reordering(convert, p, x.shape, x.sharding, y.sharding).lower(source).compile()
+            )
             pieces = 1 if x.ndim < 3 else 2
             assert compiled.memory_analysis().temp_size_in_bytes <= 2 * local / pieces + 1024, path
             assert "all-gather" not in compiled.as_text()
@@ -364,9 +419,13 @@ def test_a_loss_that_is_nan_stops_with_evidence(tmp_path: Path, cache: Path) -> 
         tmp_path,
         MESH,
         steps=20,
-        optimizer=Optimizer(name="sgd", learning_rate=1e30, lr_schedule="constant", grad_clip_norm=0),
+        optimizer=Optimizer(
+            name="sgd", learning_rate=1e30, lr_schedule="constant", grad_clip_norm=0
+        ),
     )
-    with pytest.raises(TrainingError, match=r"gradient norm (nan|inf)(.|\n)*its batch are saved in") as caught:
+    with pytest.raises(
+        TrainingError, match=r"gradient norm (nan|inf)(.|\n)*its batch are saved in"
+    ) as caught:
         train_into(run, tmp_path / "out", cache)
     folder = next((tmp_path / "out").glob("evidence-step-*"))
     step = int(folder.name.rsplit("-", 1)[1])
@@ -380,6 +439,8 @@ def test_a_loss_that_is_nan_stops_with_evidence(tmp_path: Path, cache: Path) -> 
     from meshwright.data.batch import Batch
     from meshwright.step.train_step import build_train_step
 
-    batch = jax.device_put(Batch(**np.load(folder / "batch-process-0.npz")), prepared.device_run.batch_sharding)
+    batch = jax.device_put(
+        Batch(**np.load(folder / "batch-process-0.npz")), prepared.device_run.batch_sharding
+    )
     after, _ = build_train_step(prepared.device_run)(state, batch)
     assert not bool(after.healthy)

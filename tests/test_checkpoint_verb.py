@@ -19,10 +19,17 @@ def save(out: Path, step: int, **changed: np.ndarray) -> Path:
     """A checkpoint of two tensors, as converted weights are written."""
     folder = out / "checkpoints" / str(step)
     (folder / "state").mkdir(parents=True)
-    tensors = {"params.a": np.arange(12, dtype=np.float32).reshape(3, 4), "params.b": np.ones(5, np.float32)}
+    tensors = {
+        "params.a": np.arange(12, dtype=np.float32).reshape(3, 4),
+        "params.b": np.ones(5, np.float32),
+    }
     records = {}
-    for name, values in (tensors | {f"params.{name}": value for name, value in changed.items()}).items():
-        total = write_tensor(folder / "state", name, values.shape, values.dtype, lambda index, x=values: x[index])
+    for name, values in (
+        tensors | {f"params.{name}": value for name, value in changed.items()}
+    ).items():
+        total = write_tensor(
+            folder / "state", name, values.shape, values.dtype, lambda index, x=values: x[index]
+        )
         records[name] = TensorRecord(values.shape, "float32", total)
     run = Run(model=Gpt2(50, 32, 1, 4), optimizer=Optimizer(learning_rate=step * 1e-3))
     data = {"tokenizer": "t", "sources": [["d", 1.0]], "held_out": 0.1, "sequence": 8, "seed": 0}
@@ -40,14 +47,27 @@ def out(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_checkpoints_are_listed_and_inspected(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_are_listed_and_inspected(
+    out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_verb("checkpoint", ["list", str(out), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert [(row["step"], row["samples"], row["tensors"]) for row in rows] == [(2, 32, 2), (4, 64, 2), (6, None, 0)]
+    assert [(row["step"], row["samples"], row["tensors"]) for row in rows] == [
+        (2, 32, 2),
+        (4, 64, 2),
+        (6, None, 0),
+    ]
     assert [row["state"].partition(":")[0] for row in rows] == ["whole", "whole", "not whole"]
-    assert run_verb("checkpoint", ["list", str(out)]) == run_verb("checkpoint", ["inspect", str(out)]) == 0
+    assert (
+        run_verb("checkpoint", ["list", str(out)])
+        == run_verb("checkpoint", ["inspect", str(out)])
+        == 0
+    )
     text = capsys.readouterr()
-    assert "step 4, 64 samples read\nleft out: samples 32 to 47" in text.out and "params.a  float32[3, 4]" in text.out
+    assert (
+        "step 4, 64 samples read\nleft out: samples 32 to 47" in text.out
+        and "params.a  float32[3, 4]" in text.out
+    )
     assert "left out, it is not whole; step 4 is taken" in text.err
     assert run_verb("checkpoint", ["inspect", str(out), "--at", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 2

@@ -56,7 +56,9 @@ class CountedCudnn:
         self.count("forward", masked)
         return blocked_chunks.forward(*self.documents(queries, keys, masked), mask)
 
-    def backward(self, queries: Any, keys: Any, result: Any, g: Any, mask: ChunkMask, masked: bool) -> Any:
+    def backward(
+        self, queries: Any, keys: Any, result: Any, g: Any, mask: ChunkMask, masked: bool
+    ) -> Any:
         self.count("backward", masked)
         return blocked_chunks.backward(*self.documents(queries, keys, masked), result, g, mask)
 
@@ -86,12 +88,16 @@ def test_cudnn_runs_documents_pair_by_pair(
     positions = sequence_positions(segments)
 
     def value_and_gradients(attend: Any) -> Any:
-        return jax.jit(jax.value_and_grad(lambda q, k, v: jnp.sin(attend(q, k, v)).sum(), (0, 1, 2)))(q, k, v)
+        return jax.jit(
+            jax.value_and_grad(lambda q, k, v: jnp.sin(attend(q, k, v)).sum(), (0, 1, 2))
+        )(q, k, v)
 
     attention = self_attention_of(cudnn.cudnn_chunks)
     ours = value_and_gradients(lambda q, k, v: attention(q, k, v, segments, window=window))
     jax.effects_barrier()
-    truth = value_and_gradients(lambda q, k, v: reference_attention(q, k, v, positions, positions, window=window))
+    truth = value_and_gradients(
+        lambda q, k, v: reference_attention(q, k, v, positions, positions, window=window)
+    )
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(truth), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     for kind in ("forward", "backward"):
@@ -108,7 +114,9 @@ def test_masks_of_documents_are_not_kept_for_all_pairs(monkeypatch: pytest.Monke
         def layer(x: Any, _: Any) -> Any:
             return x + self_attention_of(cudnn.cudnn_chunks)(x, x, x, segments, window=None), None
 
-        layer = jax.checkpoint(layer, prevent_cse=False, policy=REMAT_POLICIES["attention_out"].policy)
+        layer = jax.checkpoint(
+            layer, prevent_cse=False, policy=REMAT_POLICIES["attention_out"].policy
+        )
         return jax.lax.scan(layer, x, length=2)[0].sum()
 
     # 36 causal pairs: 8 on the diagonal and 28 below it, each with a mask [batch, 1, 8, 8].
@@ -128,9 +136,13 @@ def test_cudnn_in_context_parallelism(strategy: str, monkeypatch: pytest.MonkeyP
     mesh, spec = Mesh(np.array(jax.devices()[:shards]), ("context",)), P(None, "context")
 
     def body(q: Any, k: Any, v: Any, segments: Any) -> Any:
-        return build_attend(split, segments, resolve("attention kernel", "cudnn")(512))(q, k, v, window=None)
+        return build_attend(split, segments, resolve("attention kernel", "cudnn")(512))(
+            q, k, v, window=None
+        )
 
-    sharded = jax.shard_map(body, mesh=mesh, in_specs=(*(spec,) * 3, P()), out_specs=spec, check_vma=False)
+    sharded = jax.shard_map(
+        body, mesh=mesh, in_specs=(*(spec,) * 3, P()), out_specs=spec, check_vma=False
+    )
     out = jax.jit(sharded)(q[:, order], k[:, order], v[:, order], segments)[:, np.argsort(order)]
     positions = sequence_positions(segments)
     np.testing.assert_allclose(
@@ -143,15 +155,23 @@ def calls(jaxpr: Any, name: str) -> int:
     total = 0
     for equation in jaxpr.eqns:
         times = equation.params["length"] if equation.primitive.name == "scan" else 1
-        leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns"))
-        inner = sum(calls(getattr(leaf, "jaxpr", leaf), name) for leaf in leaves if hasattr(leaf, "eqns"))
-        total += times * inner + (equation.primitive.name == "pallas_call" and name in str(equation.params["name"]))
+        leaves = jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")
+        )
+        inner = sum(
+            calls(getattr(leaf, "jaxpr", leaf), name) for leaf in leaves if hasattr(leaf, "eqns")
+        )
+        total += times * inner + (
+            equation.primitive.name == "pallas_call" and name in str(equation.params["name"])
+        )
     return total
 
 
 @pytest.mark.parametrize(("remat", "forward"), [("full", 2), ("projections", 1), ("none", 1)])
 @pytest.mark.parametrize(("strategy", "shards"), [("ring", 1), ("ring", 4), ("all_gather", 2)])
-def test_a_saved_output_is_not_computed_again(strategy: str, shards: int, remat: str, forward: int) -> None:
+def test_a_saved_output_is_not_computed_again(
+    strategy: str, shards: int, remat: str, forward: int
+) -> None:
     kernels = splash_kernels(128, interpret=True)
     split = split_sequence(strategy, 256 * shards, shards, 1)
     mesh, spec = Mesh(np.array(jax.devices()[:shards]), ("context",)), P(None, "context")
@@ -169,6 +189,10 @@ def test_a_saved_output_is_not_computed_again(strategy: str, shards: int, remat:
     x = jax.ShapeDtypeStruct((1, split.seq, 1, 128), jnp.float32)
     jaxpr = jax.make_jaxpr(function)(x, jax.ShapeDtypeStruct((1, split.seq), jnp.int32)).jaxpr
     # A ring of n: own keys, and two pairs for every other device; gathered keys: two own chunks, 2n - 1 pairs.
-    pairs = 1 if shards == 1 else {"ring": 1 + 2 * (shards - 1), "all_gather": 2 + 2 * shards - 1}[strategy]
+    pairs = (
+        1
+        if shards == 1
+        else {"ring": 1 + 2 * (shards - 1), "all_gather": 2 + 2 * shards - 1}[strategy]
+    )
     assert calls(jaxpr, "splash_mha_fwd") == forward * pairs
     assert calls(jaxpr, "splash_mha_dkv") == pairs

@@ -36,7 +36,9 @@ from meshwright.words import AXES
 
 
 def meshwright(*words: str, code: int = 0) -> str:
-    done = subprocess.run([sys.executable, "-m", "meshwright", *words], text=True, capture_output=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright", *words], text=True, capture_output=True, timeout=240
+    )
     assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
     assert "Traceback" not in done.stderr
     return done.stdout if code == 0 else done.stderr + done.stdout
@@ -123,14 +125,25 @@ def test_every_verb_explains_itself(verb: str) -> None:
     said = in_process(*([verb] if verb else []), "--help")
     assert "usage: meshwright" in said
     if verb in ("train", "parity"):
-        for option in ("--steps", "--mesh", "--data", "--seed", "--training.remat", "--model.kv-heads", "--json"):
+        for option in (
+            "--steps",
+            "--mesh",
+            "--data",
+            "--seed",
+            "--training.remat",
+            "--model.kv-heads",
+            "--json",
+        ):
             assert option in said
     if verb == "train":
         for option in ("--devices", "--out", "--resume", "--run"):
             assert option in said
     assert "[options]" in said
     if verb == "train":
-        at = [said.index(text) for text in ("common options:", "--steps", "run options:", "model (Llama) options:")]
+        at = [
+            said.index(text)
+            for text in ("common options:", "--steps", "run options:", "model (Llama) options:")
+        ]
         assert at == sorted(at) and at[-1] < said.index("--training.microbatches")
 
 
@@ -147,7 +160,10 @@ def test_show_needs_neither_devices_nor_much() -> None:
     assert told["parameters"] == 70553706496
     assert told["mesh"] == "fsdp=64,tensor=8"
     row = next(r for r in told["rows"] if r["path"] == "blocks.gate")
-    assert row["sharded"] == "w[L, D/fsdp, F/tensor]" and row["bytes_sharded"] == 80 * 8192 * 28672 * 4 // 512
+    assert (
+        row["sharded"] == "w[L, D/fsdp, F/tensor]"
+        and row["bytes_sharded"] == 80 * 8192 * 28672 * 4 // 512
+    )
     if not before:
         assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 1.5 * 2**20
 
@@ -172,29 +188,64 @@ class Lines:
 def test_train_reproduce_evaluate(tmp_path: Path) -> None:
     out, reporter = tmp_path / "out", tmp_path / "mine.py"
     reporter.write_text(REPORTER)
-    words = [*SMALL, "--steps", "6", "--data.sample", "5", "--training.eval-every", "0", "--seed", "3"]
+    words = [
+        *SMALL,
+        "--steps",
+        "6",
+        "--data.sample",
+        "5",
+        "--training.eval-every",
+        "0",
+        "--seed",
+        "3",
+    ]
     words += ["--report", "tensorboard", "--report", f"{reporter}:Lines"]
     said = meshwright("train", "--out", str(out), *words)
     assert "mesh data=2,fsdp=2,tensor=2 (8 devices, simulated on this CPU)" in said
-    assert "w[L, D, N/tensor, H]" in said and "step 6/6" in said and "sample from the model:" in said
+    assert (
+        "w[L, D, N/tensor, H]" in said and "step 6/6" in said and "sample from the model:" in said
+    )
     assert list((out / "tensorboard").iterdir())
-    assert json.loads((out / "run.json").read_text())["reporters"] == ["tensorboard", f"{reporter}:Lines"]
+    assert json.loads((out / "run.json").read_text())["reporters"] == [
+        "tensorboard",
+        f"{reporter}:Lines",
+    ]
     lines = (out / "lines.txt").read_text().splitlines()
-    assert [line.split()[0] for line in lines] == ["1", "2", "3", "4", "5", "6", "6"] and "held-out loss" in lines[-1]
+    assert [line.split()[0] for line in lines] == [
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+        "6",
+        "6",
+    ] and "held-out loss" in lines[-1]
     rerun = ("train", "--run", str(out / "run.json"), "--out", str(tmp_path / "again"), "--json")
     # A file chooses no code: the reporter that it names is the user's own only where the user says so.
-    told = subprocess.run([sys.executable, "-m", "meshwright", *rerun], text=True, capture_output=True)
-    assert told.returncode == 2 and f"it would run {reporter}" in told.stderr and "--trust-code" in told.stderr
+    told = subprocess.run(
+        [sys.executable, "-m", "meshwright", *rerun], text=True, capture_output=True
+    )
+    assert (
+        told.returncode == 2
+        and f"it would run {reporter}" in told.stderr
+        and "--trust-code" in told.stderr
+    )
     again = json.loads(meshwright(*rerun, "--trust-code"))
-    first, second = ((d / "metrics.jsonl").read_text().splitlines() for d in (out, tmp_path / "again"))
+    first, second = (
+        (d / "metrics.jsonl").read_text().splitlines() for d in (out, tmp_path / "again")
+    )
     key = [("step", "loss"), ("step", "held-out loss")]
     for a, b in zip(first, second, strict=True):
         x, y = json.loads(a), json.loads(b)
-        assert [[x.get(n) for n in names] for names in key] == [[y.get(n) for n in names] for names in key]
+        assert [[x.get(n) for n in names] for names in key] == [
+            [y.get(n) for n in names] for names in key
+        ]
     told = json.loads(in_process("evaluate", str(out), "--json", "--mesh", "fsdp=2"))
     assert told["step"] == 6 and told["loss"] == pytest.approx(again["held_out_loss"], rel=1e-5)
     (tmp_path / "other.txt").write_text("def f(x):\n    return x\n" * 50)
-    other = json.loads(in_process("evaluate", str(out), "--json", "--data", str(tmp_path / "other.txt")))
+    other = json.loads(
+        in_process("evaluate", str(out), "--json", "--data", str(tmp_path / "other.txt"))
+    )
     assert other["loss"] != told["loss"]
 
 
@@ -212,16 +263,35 @@ def test_tokenize_then_train(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("one two three four five " * 400)
     told = json.loads(
-        in_process("tokenize", str(text), "--out", str(tmp_path / "t"), "--tokenizer", "bpe:300", "--json")
+        in_process(
+            "tokenize", str(text), "--out", str(tmp_path / "t"), "--tokenizer", "bpe:300", "--json"
+        )
     )
     assert told["vocab"] <= 300
     small = [w for w in SMALL if w not in ("--data.tokenizer", "bytes")]
-    words = ["--data", str(tmp_path / "t"), "--steps", "2", "--data.sample", "0", "--json", "--devices", "2", *small]
+    words = [
+        "--data",
+        str(tmp_path / "t"),
+        "--steps",
+        "2",
+        "--data.sample",
+        "0",
+        "--json",
+        "--devices",
+        "2",
+        *small,
+    ]
     summary = json.loads(in_process("train", "--out", str(tmp_path / "out"), *words))
     assert summary["steps"] == 2
     other = text.with_name("other.txt")
     other.write_text("six seven " * 100)
-    mixed = ["--data", f"{tmp_path}/t=2", str(other), "--data.tokenizer", str(tmp_path / "t" / "tokenizer.json")]
+    mixed = [
+        "--data",
+        f"{tmp_path}/t=2",
+        str(other),
+        "--data.tokenizer",
+        str(tmp_path / "t" / "tokenizer.json"),
+    ]
     json.loads(in_process("train", "--out", str(tmp_path / "mixed"), *words[2:], *mixed))
 
 
@@ -252,7 +322,9 @@ def test_text_from_a_function_of_ones_own(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "run.json").read_text())["data"]["paths"] == [name]
     metrics = tmp_path / "out" / "metrics.jsonl"
     before = [json.loads(line).get("loss") for line in metrics.read_text().splitlines()]
-    resumed = json.loads(meshwright("train", "--out", out, "--at", "2", "--devices", "2", "--json", "--trust-code"))
+    resumed = json.loads(
+        meshwright("train", "--out", out, "--at", "2", "--devices", "2", "--json", "--trust-code")
+    )
     assert [json.loads(line).get("loss") for line in metrics.read_text().splitlines()] == before
     assert resumed["held_out_loss"] == whole["held_out_loss"]
     evaluated = json.loads(meshwright("evaluate", out, "--json", "--trust-code"))
@@ -324,11 +396,25 @@ def test_a_wrong_option_is_answered_with_the_right_one(words: list[str], fix: st
 
 
 def test_an_option_makes_the_optional_part_that_a_recipe_leaves_out() -> None:
-    words = ["qwen3-0-6b", "--model.yarn.factor", "4", "--model.yarn.bounds=exact", "--mesh", "fsdp=2"]
+    words = [
+        "qwen3-0-6b",
+        "--model.yarn.factor",
+        "4",
+        "--model.yarn.bounds=exact",
+        "--mesh",
+        "fsdp=2",
+    ]
     run = parse_verb("show", words).run
-    assert run.model == dataclasses.replace(find_recipe("qwen3-0-6b").model, yarn=Yarn(factor=4.0, bounds="exact"))
-    assert refused("show", "qwen3-0-6b", "--model.yarn.factr", "4").fix.startswith("did you mean --model.yarn.factor?")
-    assert "--model.yarn.factor 32.0" in refused("show", "qwen3-0-6b", "--model.yarn.factor", "four").fix
+    assert run.model == dataclasses.replace(
+        find_recipe("qwen3-0-6b").model, yarn=Yarn(factor=4.0, bounds="exact")
+    )
+    assert refused("show", "qwen3-0-6b", "--model.yarn.factr", "4").fix.startswith(
+        "did you mean --model.yarn.factor?"
+    )
+    assert (
+        "--model.yarn.factor 32.0"
+        in refused("show", "qwen3-0-6b", "--model.yarn.factor", "four").fix
+    )
     assert "one of them" in refused("show", "llama31-8b", "--model.yarn.factor", "4").fix
 
 
@@ -346,7 +432,10 @@ def test_an_option_makes_the_optional_part_that_a_recipe_leaves_out() -> None:
             ["bench", "collectives", "--sizes", "4", "x"],
             "it takes a whole number of at least 1",
         ),
-        (["plan", "llama3-8b", "--on", "v5p:2x2x2", "--compare", "fsdp=8"], "Error parsing --compare: "),
+        (
+            ["plan", "llama3-8b", "--on", "v5p:2x2x2", "--compare", "fsdp=8"],
+            "Error parsing --compare: ",
+        ),
         (
             ["train", "--training.steps", "3.5"],
             "it takes a whole number of at least 1",
@@ -377,14 +466,23 @@ def test_an_option_that_a_mode_does_not_use_is_refused(words: list[str]) -> None
 
 def test_every_suggestion_exists() -> None:
     recipes = [find_recipe(name) for name in ("gemma3-270m", "nanogpt-cpu", "tiny", "tiny-moe")]
-    defaults: list[tuple[type, Any]] = [(TrainOptions, TrainOptions(run=recipe)) for recipe in recipes]
+    defaults: list[tuple[type, Any]] = [
+        (TrainOptions, TrainOptions(run=recipe)) for recipe in recipes
+    ]
     defaults += [(EvaluateOptions, None), (PlanOptions, PlanOptions(run=recipes[0], on=""))]
-    known = {name for kind, default in defaults for option in options_of(kind, default) for name in option.names}
+    known = {
+        name
+        for kind, default in defaults
+        for option in options_of(kind, default)
+        for name in option.names
+    }
     assert {meant.split()[0] for meant in (*OPTIONS.values(), *SETTINGS.values())} <= known
     assert set(MESH_OPTIONS.values()) <= set(AXES)
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["recipes"], ["recipes", "--json"], ["--version"], ["wrods"]])
+@pytest.mark.parametrize(
+    "words", [[], ["--help"], ["recipes"], ["recipes", "--json"], ["--version"], ["wrods"]]
+)
 def test_small_questions_are_answered_without_jax(words: list[str]) -> None:
     script = (
         "import sys\nfrom meshwright.cli import main\nsys.argv[1:] = " + repr(words) + "\n"
@@ -395,7 +493,9 @@ def test_small_questions_are_answered_without_jax(words: list[str]) -> None:
     assert done.stderr.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("words", [["show", "tiny", "--mesh", "fsdp=2"], ["plan", "llama3-8b", "--on", "v5p:2x2x2"]])
+@pytest.mark.parametrize(
+    "words", [["show", "tiny", "--mesh", "fsdp=2"], ["plan", "llama3-8b", "--on", "v5p:2x2x2"]]
+)
 def test_arithmetic_needs_no_optimizer_checkpoint_or_data_library(words: list[str]) -> None:
     script = (
         "import sys\nfrom meshwright.cli.main import run\nassert run(" + repr(words) + ") == 0\n"
@@ -426,15 +526,24 @@ def test_files_are_written_also_where_nobody_reads_the_output(tmp_path: Path) ->
         str(page),
     ]
     running = subprocess.Popen(
-        [sys.executable, "-m", "meshwright", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "meshwright", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert running.stdout is not None and running.stderr is not None
     running.stdout.close()
     errors = running.stderr.read()
     running.stderr.close()
     assert running.wait(240) == 0
-    assert not [line for line in errors.splitlines() if not re.fullmatch(r"meshwright plan: .* \.\.\.", line)]
-    assert json.loads(plan.read_text())["target"] == "v5p:2x2x2" and page.read_text().startswith("<!doctype html>")
+    assert not [
+        line
+        for line in errors.splitlines()
+        if not re.fullmatch(r"meshwright plan: .* \.\.\.", line)
+    ]
+    assert json.loads(plan.read_text())["target"] == "v5p:2x2x2" and page.read_text().startswith(
+        "<!doctype html>"
+    )
 
 
 def test_show_draws_the_batch_of_the_run() -> None:
@@ -450,7 +559,10 @@ def test_a_command_without_output_says_what_it_does(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "__stderr__", said)
     monkeypatch.setattr(output, "_QUIET", 0.02)
     monkeypatch.setattr(output, "_said", threading.Event())
-    with watched_by(output.Notices("meshwright plan")), activity("load", "loading libraries", "loaded libraries"):
+    with (
+        watched_by(output.Notices("meshwright plan")),
+        activity("load", "loading libraries", "loaded libraries"),
+    ):
         while "libraries" not in said.getvalue():
             time.sleep(0.01)
     output.Stream(io.BytesIO(), "utf-8").write("a table")
@@ -458,7 +570,16 @@ def test_a_command_without_output_says_what_it_does(monkeypatch: pytest.MonkeyPa
 
 
 def test_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
-    write_json({"a": math.nan, "b": [math.inf, 1.5], "c": Path("x"), "d": np.float32(2.5), 3: None, "e": True})
+    write_json(
+        {
+            "a": math.nan,
+            "b": [math.inf, 1.5],
+            "c": Path("x"),
+            "d": np.float32(2.5),
+            3: None,
+            "e": True,
+        }
+    )
     assert json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name)) == {
         "a": None, "b": [None, 1.5], "c": "x", "d": 2.5, "3": None, "e": True,
     }  # fmt: skip
@@ -467,7 +588,9 @@ def test_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_rehearsal_compares_every_step() -> None:
     losses = {1: 5.0, 2: 4.0, 3: 3.0, 4: 2.5}
     check_equal(2, losses, dict(losses))
-    with pytest.raises(TrainingError, match=r"the loss of step 4 is 2.5000000000000004, and 2.5 without a stop"):
+    with pytest.raises(
+        TrainingError, match=r"the loss of step 4 is 2.5000000000000004, and 2.5 without a stop"
+    ):
         check_equal(2, losses, {**losses, 4: math.nextafter(2.5, 3)})
     with pytest.raises(TrainingError, match=r"the loss of step 3 is None"):
         check_equal(2, losses, {1: 5.0, 2: 4.0})
@@ -481,13 +604,16 @@ def test_nothing_needs_the_network_or_the_shared_folder() -> None:
     assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 
-def test_errors_shorten_only_paths_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_shorten_only_paths_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Text that is another path, or a bucket, stays: in a container the working directory is often `/`."""
     from meshwright.cli.main import _relative
 
     monkeypatch.chdir(tmp_path)
     assert (
-        _relative(f"'{tmp_path}/x', /mnt{tmp_path}/x, gs:/{tmp_path}/x") == f"'x', /mnt{tmp_path}/x, gs:/{tmp_path}/x"
+        _relative(f"'{tmp_path}/x', /mnt{tmp_path}/x, gs:/{tmp_path}/x")
+        == f"'x', /mnt{tmp_path}/x, gs:/{tmp_path}/x"
     )
     monkeypatch.chdir("/")
     assert _relative("gs://bucket/x and /data/x") == "gs://bucket/x and /data/x"

@@ -46,18 +46,24 @@ def values_and_gradients(strategy: str, tensor: int, chunk: int) -> Any:
     specs = (P(None, "tensor"), {"in": [P(None, "tensor")] * 2, "out": P("tensor")})
 
     def body(x: jax.Array, weights: Any) -> Any:
-        (_, y), gradients = jax.value_and_grad(functools.partial(loss_of, strategy), (0, 1), has_aux=True)(x, weights)
+        (_, y), gradients = jax.value_and_grad(
+            functools.partial(loss_of, strategy), (0, 1), has_aux=True
+        )(x, weights)
         return y, gradients
 
     mesh = Mesh(np.array(jax.devices()[:tensor]), ("tensor",))
     out = (P(None, "tensor"), specs)
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False))(x, weights)
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False))(
+        x, weights
+    )
 
 
 # Three of a chunk are no two halves: one direction.
 @pytest.mark.parametrize(("tensor", "chunk"), [(2, 4), (4, 4), (4, 3), (8, 2)])
 def test_the_ring_gives_the_values_and_gradients_of_one_collective(tensor: int, chunk: int) -> None:
-    ring, expected = (jax.tree.leaves(values_and_gradients(s, tensor, chunk)) for s in ("ring", "gather"))
+    ring, expected = (
+        jax.tree.leaves(values_and_gradients(s, tensor, chunk)) for s in ("ring", "gather")
+    )
     for array, other in zip(ring, expected, strict=True):
         np.testing.assert_allclose(array, other, atol=2e-6 * np.abs(other).max())
 
@@ -68,7 +74,9 @@ def test_neighbours_of_the_ring_are_neighbours_on_the_torus(degrees: list[int]) 
     assert sorted(order) == list(range(int(np.prod(degrees))))
     coordinates = np.array(np.unravel_index(order, degrees)).T
     steps = np.abs(coordinates - np.roll(coordinates, -1, axis=0))
-    steps = np.minimum(steps, np.array(degrees) - steps).sum(1)  # the last of a dimension is next to the first
+    steps = np.minimum(steps, np.array(degrees) - steps).sum(
+        1
+    )  # the last of a dimension is next to the first
     # An odd first dimension may leave the two ends apart.
     assert (steps[:-1] == 1).all()
     if degrees[0] % 2 == 0 or len(degrees) == 1:

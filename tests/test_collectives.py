@@ -27,7 +27,9 @@ def over_devices(mesh: Mesh, body: Callable[..., Any], *arrays: np.ndarray) -> A
     def local(*rows: jax.Array) -> Any:
         return jax.tree.map(lambda y: y[None], body(*(row[0] for row in rows)))
 
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("ring"), out_specs=P("ring"), check_vma=False))(*arrays)
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=P("ring"), out_specs=P("ring"), check_vma=False)
+    )(*arrays)
 
 
 def transposed_blocks(x: np.ndarray) -> np.ndarray:
@@ -75,10 +77,14 @@ def test_result_and_transpose(name: str, mesh: Mesh) -> None:
     np.testing.assert_allclose(over_devices(mesh, collective, x), result(x), rtol=1e-6)
     # Each device weights its result differently: the cotangents of its loss are its weights.
     weights = rng.normal(size=result(x).shape).astype(np.float32)
-    gradients = over_devices(mesh, lambda x, w: jax.grad(lambda x: (collective(x) * w).sum())(x), x, weights)
+    gradients = over_devices(
+        mesh, lambda x, w: jax.grad(lambda x: (collective(x) * w).sum())(x), x, weights
+    )
     np.testing.assert_allclose(gradients, transpose(weights), rtol=1e-5, atol=1e-6)
     # The inner products of a linear map and its transpose agree: <f(x), w> = <x, transpose(w)> over all devices.
-    np.testing.assert_allclose((result(x) * weights).sum(), (x * transpose(weights)).sum(), rtol=1e-4)
+    np.testing.assert_allclose(
+        (result(x) * weights).sum(), (x * transpose(weights)).sum(), rtol=1e-4
+    )
 
 
 def test_all_reduce_passes_its_cotangent_to_each_addend(mesh: Mesh) -> None:
@@ -107,7 +113,10 @@ def test_first_of_two_axes_is_outermost(mesh: Mesh) -> None:
 
 def test_reduction_of_sharded_and_replicated_gradients(mesh: Mesh) -> None:
     """Gradients of sharded parameters stay as they are; those of replicated ones are summed."""
-    grads = {"whole": np.arange(N * M, dtype=np.float32).reshape(N, M), "split": np.ones((N, M), np.float32)}
+    grads = {
+        "whole": np.arange(N * M, dtype=np.float32).reshape(N, M),
+        "split": np.ones((N, M), np.float32),
+    }
     lacking = {"whole": ("ring",), "split": ()}
 
     def body(whole: jax.Array, split: jax.Array) -> Any:
@@ -127,8 +136,13 @@ def test_axis_of_one_device_sends_nothing(name: str) -> None:
         "grouped_all_to_all": lambda x: c.grouped_all_to_all(x, "ring", 1, 0, 0),
     }
     collective = single_device.get(name, COLLECTIVES[name][0])
-    program = jax.jit(jax.shard_map(collective, mesh=single, in_specs=P(), out_specs=P(), check_vma=False))
+    program = jax.jit(
+        jax.shard_map(collective, mesh=single, in_specs=P(), out_specs=P(), check_vma=False)
+    )
     x = jnp.arange(8.0)
     np.testing.assert_array_equal(program(x), x)
     text = program.lower(x).compile().as_text()
-    assert not any(f" {kind}(" in text for kind in ("all-gather", "all-reduce", "reduce-scatter", "collective-permute"))
+    assert not any(
+        f" {kind}(" in text
+        for kind in ("all-gather", "all-reduce", "reduce-scatter", "collective-permute")
+    )

@@ -24,10 +24,14 @@ def test_an_evaluation_takes_the_microbatches_of_training() -> None:
     run = tiny_run(MODELS["llama"], "fsdp=8", batch=64, seq=128, microbatches=8)
     device_run = device_run_of(run)
     batch, params = device_run.abstract_batch, device_run.abstract.params
-    trains = build_train_step(device_run).lower(device_run.abstract, batch).compile().memory_analysis()
+    trains = (
+        build_train_step(device_run).lower(device_run.abstract, batch).compile().memory_analysis()
+    )
     evaluates = build_eval_step(device_run).lower(params, batch).compile().memory_analysis()
     assert evaluates.temp_size_in_bytes <= trains.temp_size_in_bytes
-    whole = device_run_of(dataclasses.replace(run, training=dataclasses.replace(run.training, microbatches=1)))
+    whole = device_run_of(
+        dataclasses.replace(run, training=dataclasses.replace(run.training, microbatches=1))
+    )
     values, given = device_run.initial_state().params, random_batch(device_run)
     losses = [build_eval_step(d)(values, given)["loss"] for d in (device_run, whole)]
     np.testing.assert_allclose(*losses, rtol=1e-6)
@@ -50,7 +54,11 @@ class _Compiled:
 
 
 def _watch(monkeypatch: pytest.MonkeyPatch) -> _Compiled:
-    seen, compile_once, take = _Compiled(), train_step.compile_on_devices, train_step.CompiledTrainStep.__call__
+    seen, compile_once, take = (
+        _Compiled(),
+        train_step.compile_on_devices,
+        train_step.CompiledTrainStep.__call__,
+    )
 
     def compile_on_devices(device_run: Any, lowered: Any, what: str, resident: int = 0) -> Any:
         assert seen.steps == 0, f"{what} is compiled after step {seen.steps}"
@@ -70,7 +78,9 @@ def test_every_program_is_compiled_once_and_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path
 ) -> None:
     seen = _watch(monkeypatch)
-    run = text_run(tmp_path, "fsdp=2", steps=4, batch=4, batch_ramp=("2=2",), eval_every=1, microbatches=1)
+    run = text_run(
+        tmp_path, "fsdp=2", steps=4, batch=4, batch_ramp=("2=2",), eval_every=1, microbatches=1
+    )
     summary = train_into(run, tmp_path / "out", cache)
     assert seen.compiled == ["a step of 2", "a step of 4", "an evaluation step of 4"]
     assert (seen.steps, summary.steps) == (4, 4) and summary.held_out_loss is not None
@@ -92,9 +102,14 @@ def test_an_evaluation_that_does_not_fit_is_refused_before_the_first_step(
     monkeypatch.setattr(train_step, "check_memory", little_room)
     run = text_run(tmp_path, "fsdp=2", steps=4, batch=4)
     optimizer = prepare.prepare_run(run, cache=cache).device_run.abstract.optimizer
-    with pytest.raises(OutOfDeviceMemory, match="an evaluation step of 4 sequences of 16 tokens on mesh fsdp=2"):
+    with pytest.raises(
+        OutOfDeviceMemory, match="an evaluation step of 4 sequences of 16 tokens on mesh fsdp=2"
+    ):
         train_into(run, tmp_path / "out", cache)
-    assert seen.steps == 0 and given == [0, sum(x.nbytes for x in jax.tree.leaves(_on_one_device(optimizer)))]
+    assert seen.steps == 0 and given == [
+        0,
+        sum(x.nbytes for x in jax.tree.leaves(_on_one_device(optimizer))),
+    ]
 
 
 def _on_one_device(tree: Any) -> Any:

@@ -30,7 +30,9 @@ def test_words_of_a_run() -> None:
 
 def test_the_installed_compiler_refuses_what_it_does_not_know() -> None:
     known = ("xla_cpu_enable_fast_math", "False")
-    assert refused_options(jax.devices()[0], (known, ("xla_no_such_option", "1"))) == ("xla_no_such_option",)
+    assert refused_options(jax.devices()[0], (known, ("xla_no_such_option", "1"))) == (
+        "xla_no_such_option",
+    )
     assert refused_options(jax.devices()[0], (known,)) == ()
     with pytest.raises(ConfigError, match="not a valid bool"):
         refused_options(jax.devices()[0], (("xla_cpu_enable_fast_math", "perhaps"),))
@@ -42,14 +44,18 @@ def device_run_with(*words: str) -> Any:
     device = SimpleNamespace(platform="tpu", device_kind="TPU v5p")
     mesh = SimpleNamespace(devices=SimpleNamespace(flat=[device]))
     machine = Machine("tpu", "v5p", kind="TPU v5p")
-    return dataclasses.replace(device_run, mesh=mesh, settled=dataclasses.replace(device_run.settled, machine=machine))
+    return dataclasses.replace(
+        device_run, mesh=mesh, settled=dataclasses.replace(device_run.settled, machine=machine)
+    )
 
 
 def test_refused_options_of_the_chip_are_left_out_and_those_of_the_run_are_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     refused = "xla_tpu_scoped_vmem_limit_kib"
-    monkeypatch.setattr("meshwright.step.device_run.refused_options", lambda device, options: (refused,))
+    monkeypatch.setattr(
+        "meshwright.step.device_run.refused_options", lambda device, options: (refused,)
+    )
     device_run = device_run_with("auto")
     assert device_run.refused_compiler_options == (refused,)
     assert refused not in device_run.compiler_options() and len(device_run.compiler_options()) > 1

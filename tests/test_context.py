@@ -52,7 +52,11 @@ def split_attention(
 
     spec = P(None, "context")
     sharded = jax.shard_map(
-        body, mesh=mesh_of(shards), in_specs=(spec, spec, spec, P()), out_specs=spec, check_vma=False
+        body,
+        mesh=mesh_of(shards),
+        in_specs=(spec, spec, spec, P()),
+        out_specs=spec,
+        check_vma=False,
     )
 
     def whole(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
@@ -61,14 +65,20 @@ def split_attention(
     return whole
 
 
-def unsharded(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, window: int | None) -> jax.Array:
-    return reference_attention(q, k, v, sequence_positions(segments), sequence_positions(segments), window=window)
+def unsharded(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, window: int | None
+) -> jax.Array:
+    return reference_attention(
+        q, k, v, sequence_positions(segments), sequence_positions(segments), window=window
+    )
 
 
 @pytest.mark.parametrize("window", [None, pytest.param(1, marks=pytest.mark.exhaustive), 7])
 @pytest.mark.parametrize("shards", [1, 2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_values_and_gradients_match_one_device(strategy: str, shards: int, window: int | None) -> None:
+def test_values_and_gradients_match_one_device(
+    strategy: str, shards: int, window: int | None
+) -> None:
     assert_matches_one_device(split_attention(strategy, shards, window), window, *draw())
 
 
@@ -84,17 +94,26 @@ def test_values_and_gradients_match_one_device(strategy: str, shards: int, windo
         ),
     ],
 )  # fmt: skip
-def test_splash_in_every_strategy_matches_one_device(strategy: str, shards: int, window: int | None) -> None:
+def test_splash_in_every_strategy_matches_one_device(
+    strategy: str, shards: int, window: int | None
+) -> None:
     """The TPU's kernel, interpreted, between chunks of 128 positions, heads of 64."""
     kernels = splash_kernels(128, interpret=True)
     seq = 256 * shards
     q, k, v, segments = draw(seq=seq, size=64)
     heads = (q[:1, :, :4], k[:1, :, :2], v[:1, :, :2], segments[:1])
-    assert_matches_one_device(split_attention(strategy, shards, window, kernels, seq), window, *heads)
+    assert_matches_one_device(
+        split_attention(strategy, shards, window, kernels, seq), window, *heads
+    )
 
 
 def assert_matches_one_device(
-    split: Callable[..., Any], window: int | None, q: np.ndarray, k: np.ndarray, v: np.ndarray, segments: np.ndarray
+    split: Callable[..., Any],
+    window: int | None,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    segments: np.ndarray,
 ) -> None:
     weights = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
 
@@ -125,10 +144,15 @@ def test_attention_is_causal_and_within_documents(strategy: str, shards: int) ->
     for boundary in (1, T // 4, T // 2 + 3, T - 1):
         segments[:] = np.arange(T) >= boundary
         before = np.asarray(run(q, k, v, segments))
-        for masked, own in ((slice(boundary, T), slice(0, boundary)), (slice(0, boundary), slice(boundary, T))):
+        for masked, own in (
+            (slice(boundary, T), slice(0, boundary)),
+            (slice(0, boundary), slice(boundary, T)),
+        ):
             k2, v2 = k.copy(), v.copy()
             k2[:, masked], v2[:, masked] = 7.0, -7.0
-            np.testing.assert_array_equal(np.asarray(run(q, k2, v2, segments))[:, own], before[:, own])
+            np.testing.assert_array_equal(
+                np.asarray(run(q, k2, v2, segments))[:, own], before[:, own]
+            )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -136,7 +160,9 @@ def test_gradients_stay_within_documents(strategy: str) -> None:
     q, k, v, segments = draw()
     segments[:] = np.arange(T) >= T // 2
     split = split_attention(strategy, 4, None)
-    g_k, g_v = jax.jit(jax.grad(lambda k, v: split(q, k, v, segments)[:, T // 2 :].sum(), (0, 1)))(k, v)
+    g_k, g_v = jax.jit(jax.grad(lambda k, v: split(q, k, v, segments)[:, T // 2 :].sum(), (0, 1)))(
+        k, v
+    )
     assert float(abs(g_k[:, : T // 2]).max()) == float(abs(g_v[:, : T // 2]).max()) == 0.0
     assert float(abs(g_v[:, T // 2 :]).max()) > 0
 
@@ -151,8 +177,13 @@ def compiled(strategy: str, shards: int, seq: int) -> Any:
 
         return jax.grad(loss, (0, 1, 2))(q, k, v)
 
-    function = jax.shard_map(body, mesh=mesh, in_specs=(spec, spec, spec, P()), out_specs=spec, check_vma=False)
-    arrays = [jax.ShapeDtypeStruct((B, seq, n, H), jnp.float32, sharding=NamedSharding(mesh, spec)) for n in (N, K, K)]
+    function = jax.shard_map(
+        body, mesh=mesh, in_specs=(spec, spec, spec, P()), out_specs=spec, check_vma=False
+    )
+    arrays = [
+        jax.ShapeDtypeStruct((B, seq, n, H), jnp.float32, sharding=NamedSharding(mesh, spec))
+        for n in (N, K, K)
+    ]
     segments = jax.ShapeDtypeStruct((B, seq), jnp.int32, sharding=NamedSharding(mesh, P()))
     return mw.census(jax.jit(function), *arrays, segments)
 
@@ -174,7 +205,8 @@ def test_memory_of_the_ring_is_linear_in_the_shard(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(blocked, "_LEAST_BLOCK", 64)
     monkeypatch.setattr(blocked, "_SCORE_BYTES", 64 * 64 * 4 * B * N)
     short, long, split = (
-        compiled("ring", shards, seq).memory.compiled.peak for shards, seq in ((4, 4096), (4, 8192), (8, 8192))
+        compiled("ring", shards, seq).memory.compiled.peak
+        for shards, seq in ((4, 4096), (4, 8192), (8, 8192))
     )
     assert long <= 2.1 * short and split <= 1.1 * short
 

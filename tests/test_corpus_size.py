@@ -83,15 +83,26 @@ def sparse_corpus(folder: Path, total: int, documents: int, taken: int) -> None:
             os.pwrite(file.fileno(), checksums[32 * number :][:32], blocks * block)
     border = held_out_border(total, None)
     stream = build_stream([Long((border - 1) // SEQ)], [1.0], 0)  # type: ignore[list-item]
-    firsts = [int(stream[i]["index"]) * SEQ for i in range(taken)] + [border + i * SEQ for i in range(taken)]
+    firsts = [int(stream[i]["index"]) * SEQ for i in range(taken)] + [
+        border + i * SEQ for i in range(taken)
+    ]
     for first in [(shards - 1) * SHARD, *firsts]:
         number, inside = divmod(first // BLOCK, SHARD // BLOCK)
         contents = np.arange(5 * BLOCK) % 251
         with (folder / shard_name(number)).open("r+b") as file:
             written = make_blocks(contents, contents == 250, "<u2", first // BLOCK)
             os.pwrite(file.fileno(), written.tobytes(), inside * block)
-    described = {"dtype": "uint16", "tokens": total, "documents": documents, "vocab": 257, "shards": shards}
-    write_description(folder, {**described, "shard_tokens": SHARD, "source": "", "tokenizer": "bytes", "skipped": {}})
+    described = {
+        "dtype": "uint16",
+        "tokens": total,
+        "documents": documents,
+        "vocab": 257,
+        "shards": shards,
+    }
+    write_description(
+        folder,
+        {**described, "shard_tokens": SHARD, "source": "", "tokenizer": "bytes", "skipped": {}},
+    )
 
 
 READING = """
@@ -129,7 +140,9 @@ def test_a_corpus_is_read_under_limits_that_do_not_grow_with_it(tmp_path: Path) 
     """3,493 shards of 15 T tokens and 15 G documents, with 200 open files, 1 GiB and 20 seconds."""
     sparse_corpus(tmp_path / "tokens", TRILLIONS, TRILLIONS // 1000, 300)
     command = [sys.executable, "-c", READING, str(tmp_path / "tokens"), str(SEQ), "300"]
-    found = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    found = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+    )
     assert found.returncode == 0, found.stderr[-2000:]
     windows, *_ = found.stdout.split()
     assert int(windows) == (10**7 - 1) // SEQ
@@ -144,7 +157,8 @@ def test_an_open_file_too_many_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0], limit[1]))
     try:
         with pytest.raises(
-            DataError, match=r"tokens-00000.bin cannot be read: this process has \d+ files open, its"
+            DataError,
+            match=r"tokens-00000.bin cannot be read: this process has \d+ files open, its",
         ) as e:
             _ = file.tokens[:9]
     finally:
@@ -153,18 +167,25 @@ def test_an_open_file_too_many_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     assert "ulimit -n 65536" in e.value.fix
 
 
-def test_hosts_that_do_not_see_the_tokens_are_told_the_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_that_do_not_see_the_tokens_are_told_the_choices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three hosts, of which host 2 has a cache of its own: nothing is sent, and all stop."""
     (tmp_path / "a.txt").write_text("some text " * 300)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     monkeypatch.setattr(corpus, "answer_of_the_first", lambda compute: compute())
     absent = [[False], [False], [True]]
-    monkeypatch.setattr(corpus.multihost_utils, "process_allgather", lambda own: np.array([own, *absent[1:]]))
+    monkeypatch.setattr(
+        corpus.multihost_utils, "process_allgather", lambda own: np.array([own, *absent[1:]])
+    )
     path = str(tmp_path / "a.txt")
     with pytest.raises(DataError) as e:
         corpus.load_corpus([path], "bytes", tmp_path / "cache")
     assert "which 1 hosts do not see, the first is host 2" in e.value.truth
-    assert f"`meshwright tokenize {path} --out s3://BUCKET/FOLDER`" in e.value.fix and "MESHWRIGHT_CACHE" in e.value.fix
+    assert (
+        f"`meshwright tokenize {path} --out s3://BUCKET/FOLDER`" in e.value.fix
+        and "MESHWRIGHT_CACHE" in e.value.fix
+    )
     absent[2] = [False]
     assert corpus.load_corpus([path], "bytes", tmp_path / "cache").files[0].documents == 1

@@ -38,9 +38,13 @@ def test_a_flipped_bit_of_a_replica_is_named() -> None:
     devices = [shard.device for shard in whole.addressable_shards]
     arrays = [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
     broken = {"w": jax.make_array_from_single_device_arrays(whole.shape, where, arrays)}
-    with pytest.raises(HostError, match=f"its replicas differ in w: device {devices[5].id} of process 0\n"):
+    with pytest.raises(
+        HostError, match=f"its replicas differ in w: device {devices[5].id} of process 0\n"
+    ):
         silent.check_replicas(broken, silent.shard_sums(broken), 3)
-    with pytest.raises(HostError, match=rf"two results in w: device {devices[5].id} of process 0\n"):
+    with pytest.raises(
+        HostError, match=rf"two results in w: device {devices[5].id} of process 0\n"
+    ):
         silent.check_equal(silent.shard_sums({"w": whole}), silent.shard_sums(broken), 3)
     answers = iter([broken, {"w": whole}])
     with pytest.raises(HostError, match="computed twice"):
@@ -50,7 +54,10 @@ def test_a_flipped_bit_of_a_replica_is_named() -> None:
 def test_checked_steps_change_nothing(run: Run, cache: Path, tmp_path: Path) -> None:
     def losses(run: Run, out: Path) -> list[float]:
         loop.train(loop.prepare_run(run, cache=cache), out)
-        return [json.loads(line).get("loss") for line in (out / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line).get("loss")
+            for line in (out / "metrics.jsonl").read_text().splitlines()
+        ]
 
     checked = dataclasses.replace(run, faults=Faults(check_every=2))
     assert losses(run, tmp_path / "plain") == losses(checked, tmp_path / "checked")

@@ -58,8 +58,16 @@ def test_every_kind_of_file_is_read(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.jsonl", b'{"text": "good"}\n{"text": 3}\n', r"a.jsonl, line 2(.|\n)*no text: its 'text' is a number"),
-        ("a.jsonl", b'{"text": "go', r"line 1(.|\n)*not JSON: Unterminated string starting at column 10"),
+        (
+            "a.jsonl",
+            b'{"text": "good"}\n{"text": 3}\n',
+            r"a.jsonl, line 2(.|\n)*no text: its 'text' is a number",
+        ),
+        (
+            "a.jsonl",
+            b'{"text": "go',
+            r"line 1(.|\n)*not JSON: Unterminated string starting at column 10",
+        ),
         ("a.jsonl.gz", gzip.compress(b'{"text": "good"}\n', mtime=0)[:-9], "EOFError"),
         ("a.jsonl.gz", gzip.compress(b"", mtime=0)[:10] + b"\xff" * 20, "error: Error -3"),
         ("a.parquet", b"PAR1 no parquet at all", "Arrow"),
@@ -106,7 +114,11 @@ def test_bpe_is_trained_kept_and_read() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "says"),
-    [("bpe:99", "take 257 tokens"), ("bpe:x", "is not a number"), ("words", "no such file, and no known kind")],
+    [
+        ("bpe:99", "take 257 tokens"),
+        ("bpe:x", "is not a number"),
+        ("words", "no such file, and no known kind"),
+    ],
 )
 def test_unknown_tokenizers_are_refused(spec: str, says: str) -> None:
     with pytest.raises(DataError, match=says):
@@ -152,7 +164,9 @@ def samples(tmp_path: Path, shards: int, cursor: int, steps: int, seed: int = 0)
     parts = []
     for name, text in (("a", LOWER), ("b", LOWER.upper())):
         (tmp_path / f"{name}.txt").write_text(text)
-        parts.append(load_corpus([str(tmp_path / f"{name}.txt")], "bytes", tmp_path / "cache").files[0])
+        parts.append(
+            load_corpus([str(tmp_path / f"{name}.txt")], "bytes", tmp_path / "cache").files[0]
+        )
     windows = [split(part, 8, 0.1)[0] for part in parts]
     mesh = build_mesh(MeshShape(data=shards))
     feed = Feed(
@@ -180,7 +194,11 @@ def test_mixing_keeps_its_weights_and_every_window_comes_once_a_pass(tmp_path: P
     stream = build_stream([windows], [1.0], 0)
     first = [tuple(stream[i]["inputs"]) for i in range(len(windows))]
     second = [tuple(stream[i]["inputs"]) for i in range(len(windows), 2 * len(windows))]
-    assert sorted(first) == sorted(second) == sorted(tuple(windows[i]["inputs"]) for i in range(len(windows)))
+    assert (
+        sorted(first)
+        == sorted(second)
+        == sorted(tuple(windows[i]["inputs"]) for i in range(len(windows)))
+    )
     assert first != second
 
 
@@ -206,7 +224,9 @@ def test_several_sources_share_one_vocabulary(tmp_path: Path) -> None:
         load_corpus((str(a.folder), str(b.folder)), "bytes", tmp_path / "cache")
 
 
-@pytest.mark.parametrize("harm", ["tokens-00000.bin", "shards.bin", "tokens.json", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "harm", ["tokens-00000.bin", "shards.bin", "tokens.json", "tokenizer.json"]
+)
 def test_damaged_token_files_are_refused(tmp_path: Path, harm: str) -> None:
     tokenize(str(write(tmp_path, "txt")), "bytes", tmp_path / "tokens")
     file = tmp_path / "tokens" / harm
@@ -221,7 +241,9 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
     content = bytearray(shard.read_bytes())
     content[10:12] = (999).to_bytes(2, "little")
     shard.write_bytes(content)
-    with pytest.raises(DataError, match=r"bytes 0 to 4,355 of tokens-00000.bin are not what was written"):
+    with pytest.raises(
+        DataError, match=r"bytes 0 to 4,355 of tokens-00000.bin are not what was written"
+    ):
         Windows(open_tokens(file.folder), 16, 0, 100)[0]
     # A folder that was made so: its checksums agree.
     block = np.frombuffer(content[:-32], block_type("<u2"))
@@ -268,7 +290,10 @@ def shelf(tmp_path: Path) -> Path:
 
 def test_a_function_of_ones_own_is_a_source_of_documents(tmp_path: Path, shelf: Path) -> None:
     file = load_corpus([f"{shelf}:poems"], "bytes", tmp_path / "cache").files[0]
-    text = [file.tokenizer.decode(part) for part in np.split(np.asarray(file.tokens), file.tokens.ends[:-1])]
+    text = [
+        file.tokenizer.decode(part)
+        for part in np.split(np.asarray(file.tokens), file.tokens.ends[:-1])
+    ]
     assert text == ["roses are red", "violets are blue"]
     assert json.loads((file.folder / "tokens.json").read_text())["source"] == f"{shelf}:poems"
 
@@ -276,7 +301,8 @@ def test_a_function_of_ones_own_is_a_source_of_documents(tmp_path: Path, shelf: 
 def test_a_function_is_called_again_only_when_its_file_changes(tmp_path: Path, shelf: Path) -> None:
     def tokens() -> bytes:
         return (
-            load_corpus([f"{shelf}:poems"], "bytes", tmp_path / "cache").files[0].folder / "tokens-00000.bin"
+            load_corpus([f"{shelf}:poems"], "bytes", tmp_path / "cache").files[0].folder
+            / "tokens-00000.bin"
         ).read_bytes()
 
     first = tokens()
@@ -299,13 +325,19 @@ def test_functions_and_files_mix(tmp_path: Path, shelf: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "error", "says"),
     [
-        ("broken", DataError, r"after 1 document\(s\) it raised KeyError: 'shelf' .*shelf.py, line 11"),
+        (
+            "broken",
+            DataError,
+            r"after 1 document\(s\) it raised KeyError: 'shelf' .*shelf.py, line 11",
+        ),
         ("numbers", DataError, "its document 2 is of type int"),
         ("bare", DataError, "give it an attribute `fingerprint`"),
         ("poem", ConfigError, "did you mean 'poems'"),
     ],
 )
-def test_bad_functions_say_what_is_wrong(tmp_path: Path, shelf: Path, name: str, error: type, says: str) -> None:
+def test_bad_functions_say_what_is_wrong(
+    tmp_path: Path, shelf: Path, name: str, error: type, says: str
+) -> None:
     with pytest.raises(error, match=says):
         load_corpus([f"{shelf}:{name}"], "bytes", tmp_path / "cache").files[0]
 
@@ -324,6 +356,11 @@ def test_the_vocabulary_is_known_without_text_where_the_tokenizer_is(tmp_path: P
     assert vocab_of_corpus(("no/such/text",), str(tmp_path / "tokenizer.json"), tmp_path) <= 300
     (tmp_path / "a.txt").write_text("aaa bbb" * 30)
     (tmp_path / "b.txt").write_text("ccc ddd" * 30)
-    assert vocab_of_corpus((str(tmp_path / "a.txt"), str(tmp_path / "b.txt")), "chars", tmp_path / "cache") == 6
+    assert (
+        vocab_of_corpus(
+            (str(tmp_path / "a.txt"), str(tmp_path / "b.txt")), "chars", tmp_path / "cache"
+        )
+        == 6
+    )
     with pytest.raises(DataError, match="neither a file"):
         vocab_of_corpus(("no/such/text",), "chars", tmp_path)

@@ -10,7 +10,14 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from tiny_runs import DEEPSEEK, assert_same_steps, largest_difference, tiny_run, train, train_on_one_device
+from tiny_runs import (
+    DEEPSEEK,
+    assert_same_steps,
+    largest_difference,
+    tiny_run,
+    train,
+    train_on_one_device,
+)
 
 import meshwright as mw
 from meshwright.config import MeshShape
@@ -41,9 +48,15 @@ FURTHER = dataclasses.replace(DEEPSEEK, mtp_depth=1, mtp_weight=0.5)
         ("expert=2,fsdp=2,tensor=2", {"remat": "projections"}),
         ("stage=2,fsdp=2,expert=2", {"microbatches": 4}),
         ("context=4,tensor=2", {"context_strategy": "ring"}),
-        pytest.param("context=2,data=2,tensor=2", {"context_strategy": "ulysses"}, marks=exhaustive),
-        pytest.param("context=2,data=2,tensor=2", {"context_strategy": "all_gather"}, marks=exhaustive),
-        pytest.param("data=2,tensor=4", {"tensor_strategy": "ring", "remat": "none"}, marks=exhaustive),
+        pytest.param(
+            "context=2,data=2,tensor=2", {"context_strategy": "ulysses"}, marks=exhaustive
+        ),
+        pytest.param(
+            "context=2,data=2,tensor=2", {"context_strategy": "all_gather"}, marks=exhaustive
+        ),
+        pytest.param(
+            "data=2,tensor=4", {"tensor_strategy": "ring", "remat": "none"}, marks=exhaustive
+        ),
         pytest.param("stage=2,context=2,tensor=2", {"context_strategy": "usp"}, marks=exhaustive),
     ],
     ids=str,
@@ -57,7 +70,10 @@ def test_the_numbers_of_one_device(mesh: str, changes: dict[str, Any]) -> None:
 
 
 def test_tokens_after_the_next_stay_in_their_document() -> None:
-    row = [np.array([x]) for x in ([1, 2, 3, 4], [2, 3, 4, 5], [0, 0, 1, 1], [0, 1, 0, 1], [1.0, 0.5, 2.0, 3.0])]
+    row = [
+        np.array([x])
+        for x in ([1, 2, 3, 4], [2, 3, 4, 5], [0, 0, 1, 1], [0, 1, 0, 1], [1.0, 0.5, 2.0, 3.0])
+    ]
     found = shift(jax.tree.map(np.asarray, Batch(*row)))
     # Position 1 predicts the end of a document, and position 3 has no token after the next.
     np.testing.assert_array_equal(found.inputs, [[2, 3, 4, 5]])
@@ -84,7 +100,9 @@ def released(folder: Path, **config: Any) -> dict[str, np.ndarray]:
     about, _ = hf_models.read("further-token")
     tensors = hf_models.draw_tensors(about["tensors"])
     shared = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
-    tensors |= {f"model.layers.3.{own}.weight": tensors[f"{name}.weight"] for own, name in shared.items()}
+    tensors |= {
+        f"model.layers.3.{own}.weight": tensors[f"{name}.weight"] for own, name in shared.items()
+    }
     folder.mkdir(exist_ok=True)
     hf_models.write_tensors(folder, tensors)
     (folder / "config.json").write_text(json.dumps({**about["config"], **config}))
@@ -107,27 +125,45 @@ def in_float8(folder: Path, tensors: dict[str, np.ndarray]) -> dict[str, np.ndar
     """Rewrites the matrices of layers in float8 with a scale for each block; returns their values in bfloat16."""
     stored, values, rng = {}, {}, np.random.default_rng(0)
     for name, w in tensors.items():
-        if w.ndim != 2 or "layers" not in name or any(part in name for part in ("mlp.gate.", "embed_tokens", "head")):
+        if (
+            w.ndim != 2
+            or "layers" not in name
+            or any(part in name for part in ("mlp.gate.", "embed_tokens", "head"))
+        ):
             stored[name] = w if "correction_bias" in name else w.astype(ml_dtypes.bfloat16)
             continue
         rows, columns = (-(-size // n) for size, n in zip(w.shape, BLOCK, strict=True))
         scale = (0.01 * (1 + rng.random((rows, columns)))).astype(np.float32)
         whole = scale.repeat(BLOCK[0], 0).repeat(BLOCK[1], 1)[: w.shape[0], : w.shape[1]]
-        stored[name], stored[f"{name}_scale_inv"] = (w / whole).astype(ml_dtypes.float8_e4m3fn), scale
-        values[name] = (stored[name].astype(np.float32) * whole).astype(ml_dtypes.bfloat16).astype(np.float32)
+        stored[name], stored[f"{name}_scale_inv"] = (
+            (w / whole).astype(ml_dtypes.float8_e4m3fn),
+            scale,
+        )
+        values[name] = (
+            (stored[name].astype(np.float32) * whole).astype(ml_dtypes.bfloat16).astype(np.float32)
+        )
     codes = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
     file = folder / "model.safetensors"
     header, data = {}, b""
     for name, tensor in stored.items():
         place = [len(data), len(data) + tensor.nbytes]
-        header[name] = {"dtype": codes[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": place}
+        header[name] = {
+            "dtype": codes[tensor.dtype.name],
+            "shape": list(tensor.shape),
+            "data_offsets": place,
+        }
         data += tensor.tobytes()
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + data)
     return values
 
 
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": list(BLOCK),
+}
 
 
 def test_float8_weights_come_in_dequantised(tmp_path: Path) -> None:
@@ -157,7 +193,9 @@ def test_float8_weights_come_in_dequantised(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_other_quantisations_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_other_quantisations_are_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     in_float8(tmp_path, released(tmp_path, quantization_config={**FP8, **change}))
     with pytest.raises(WeightsError, match=message):
         open_folder(f"hf:{tmp_path}")
@@ -177,15 +215,21 @@ def test_published_sizes(recipe: str, parameters: float, used: float, cached: in
     assert isinstance(model, Deepseek)
     leaves = named_leaves(model.params())
     total = count_params(model.params())
-    idle = sum(p.size for p in leaves.values() if "E" in p.dims) * (1 - model.experts_per_token / model.experts)
-    assert total == pytest.approx(parameters, rel=2e-3) and total - idle == pytest.approx(used, rel=2e-3)
+    idle = sum(p.size for p in leaves.values() if "E" in p.dims) * (
+        1 - model.experts_per_token / model.experts
+    )
+    assert total == pytest.approx(parameters, rel=2e-3) and total - idle == pytest.approx(
+        used, rel=2e-3
+    )
     # Latents and rotary keys of every layer in bfloat16, whole on each device of `tensor`.
     plan = CachePlan(model.spec(), MeshShape(tensor=2), 1, 128, "bfloat16")
     assert plan.bytes_per_device == 128 * cached * 2
     # One layer more, its projection of two widths, and one more unembedding.
     further = dataclasses.replace(model, mtp_depth=1)
     more = training_flops_per_token(further, 4096) - training_flops_per_token(model, 4096)
-    forward = layer_flops(model, 4096)[-1] + 2 * 2 * model.width**2 + 2 * model.width * (model.vocab or 0)
+    forward = (
+        layer_flops(model, 4096)[-1] + 2 * 2 * model.width**2 + 2 * model.width * (model.vocab or 0)
+    )
     assert more == pytest.approx(3 * forward)
 
 
@@ -197,7 +241,10 @@ def test_planned_memory_is_that_of_the_compiler() -> None:
         stage_saves="layers",
     )  # fmt: skip
     mesh = MeshShape.parse("stage=2,data=4,expert=256")
-    plan = price_run(dataclasses.replace(run, mesh=mesh, layout="zero1", training=training), parse_target("h100:2048"))
+    plan = price_run(
+        dataclasses.replace(run, mesh=mesh, layout="zero1", training=training),
+        parse_target("h100:2048"),
+    )
     assert plan.estimate.bytes / 2**30 == pytest.approx(59.3, rel=0.1) and plan.estimate.fits
 
 
@@ -208,14 +255,23 @@ def test_an_odd_rotation_is_refused() -> None:
 
 def test_no_family_has_fields_that_it_does_not_use() -> None:
     names = {field.name for field in dataclasses.fields(Deepseek)}
-    assert not names & {"kv_heads", "head_size", "sliding_window", "qk_norm", "qkv_bias", "rope_factor"}
+    assert not names & {
+        "kv_heads",
+        "head_size",
+        "sliding_window",
+        "qk_norm",
+        "qkv_bias",
+        "rope_factor",
+    }
 
 
 @pytest.mark.parametrize("kind", ["array", "adapter"])
 def test_absorbed_projections_are_the_expanded_ones(kind: str) -> None:
     """q (W c) = (W^T q) c, with every form in which decoding has weights."""
     rng = np.random.default_rng(0)
-    q, up, latent = (rng.standard_normal(shape, np.float32) for shape in ((1, 3, 4, 6), (5, 4, 6 + 7), (1, 3, 5)))
+    q, up, latent = (
+        rng.standard_normal(shape, np.float32) for shape in ((1, 3, 4, 6), (5, 4, 6 + 7), (1, 3, 5))
+    )
     weight: Any = up
     if kind == "adapter":
         a, b = rng.standard_normal((5, 2), np.float32), rng.standard_normal((2, 4, 13), np.float32)
@@ -223,6 +279,8 @@ def test_absorbed_projections_are_the_expanded_ones(kind: str) -> None:
         up = up + 0.5 * np.einsum("zr,rnh->znh", a, b)
     expanded = np.einsum("btz,znh->btnh", latent, up)
     scores = np.einsum("btnz,bsz->bnts", absorb_keys(q, weight), latent)
-    np.testing.assert_allclose(scores, np.einsum("btnh,bsnh->bnts", q, expanded[..., :6]), atol=1e-4)
+    np.testing.assert_allclose(
+        scores, np.einsum("btnh,bsnh->bnts", q, expanded[..., :6]), atol=1e-4
+    )
     each = np.repeat(latent[:, :, None], 4, 2)
     np.testing.assert_allclose(absorb_values(each, weight, 7), expanded[..., 6:], atol=1e-4)

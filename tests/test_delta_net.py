@@ -47,10 +47,17 @@ def test_chunks_are_the_recurrence_of_transformers(inputs: DeltaInputs) -> None:
 
     (_, (out, states)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(inputs)
     np.testing.assert_allclose(out, GOLDEN["output"].reshape(out.shape), atol=1e-5)
-    np.testing.assert_allclose(states.swapaxes(0, 1), GOLDEN["state"].reshape(B, N, G, H, F), atol=1e-5)
+    np.testing.assert_allclose(
+        states.swapaxes(0, 1), GOLDEN["state"].reshape(B, N, G, H, F), atol=1e-5
+    )
     for name in ("q", "k", "v", "decay", "rate"):
         found = getattr(grads, name)
-        assert hf_models.largest_gap(np.asarray(found), GOLDEN[f"gradient/{name}"].reshape(found.shape)) < 1e-5
+        assert (
+            hf_models.largest_gap(
+                np.asarray(found), GOLDEN[f"gradient/{name}"].reshape(found.shape)
+            )
+            < 1e-5
+        )
     program = mw.census(jax.jit(lambda x: gated_delta_rule(x, starts_BT, empty)), inputs)
     # 150 tokens are three chunks of 64; products of one number by one are no matmuls.
     assert program.flops.compiled == pytest.approx(SPEC.flops(T) * B * 192, rel=1e-3)
@@ -70,7 +77,9 @@ def test_documents_of_a_row_are_rows_of_their_own(inputs: DeltaInputs) -> None:
     assert np.abs(packed[:, :cut] - alone[:, T - cut :]).max() < 1e-5 * largest
     first, carried = net(jax.tree.map(lambda a: a[:, :75], inputs), taps_NFW, positions_BT[:, :75])
     assert carried.inputs.shape == (N, B, W - 1, SPEC.channels)
-    second, _ = net(jax.tree.map(lambda a: a[:, 75:], inputs), taps_NFW, positions_BT[:, 75:], carried)
+    second, _ = net(
+        jax.tree.map(lambda a: a[:, 75:], inputs), taps_NFW, positions_BT[:, 75:], carried
+    )
     assert np.abs(np.concatenate([first, second], 1) - packed).max() < 1e-5 * largest
 
 
@@ -88,9 +97,12 @@ def test_the_published_model() -> None:
     assert count_params(model.params()) == pytest.approx(79.67e9, rel=1e-3)
     inverse = 2 * (64**2 - 1) / 3
     head = inverse + 2 * 64 * (2 * 128 + 128) + 6 * 128 * 128
-    assert forward_flops(model, 4096)["linear attention"] == pytest.approx(36 * (16 * 4 * 64 * 128 + 32 * head))
+    assert forward_flops(model, 4096)["linear attention"] == pytest.approx(
+        36 * (16 * 4 * 64 * 128 + 32 * head)
+    )
     short, long = (
-        CachePlan(model.spec(), mw.MeshShape(tensor=2), 1, s, "bfloat16").bytes_per_device for s in (128, 256)
+        CachePlan(model.spec(), mw.MeshShape(tensor=2), 1, s, "bfloat16").bytes_per_device
+        for s in (128, 256)
     )
     assert long - short == 12 * 128 * 2 * 256 * 2 * 2 // 2
     assert 2 * short - long == 36 * 4 * (32 * 128 * 128 + 3 * 8192) // 2
@@ -100,7 +112,9 @@ def test_weights_of_another_prediction_are_left_out_with_a_note(tmp_path: Path) 
     hf_models.write_folder("qwen3-next", tmp_path)
     file = tmp_path / "mtp.safetensors"
     NewSafetensorsFile(file, {"mtp.fc.weight": ("F32", (2, 2))}).tensor("mtp.fc.weight")[...] = 1.0
-    names = dict.fromkeys(SafetensorsFile(tmp_path / "model.safetensors").entries, "model.safetensors")
+    names = dict.fromkeys(
+        SafetensorsFile(tmp_path / "model.safetensors").entries, "model.safetensors"
+    )
     index = {"weight_map": {**names, "mtp.fc.weight": file.name}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     notes = open_folder(f"hf:{tmp_path}").notes
@@ -113,7 +127,11 @@ def test_weights_of_another_prediction_are_left_out_with_a_note(tmp_path: Path) 
         ({}, "context=2", "state passes from token to token"),
         ({"full_attention_interval": 5}, "data=1", "fix: .*--model.full-attention-interval 4"),
         ({"linear_value_heads": 6}, "data=1", "fix: .*--model.linear-value-heads 8"),
-        ({"rotary_fraction": 0.4, "head_size": 8}, "data=1", "3 features rotate, and they rotate in pairs"),
+        (
+            {"rotary_fraction": 0.4, "head_size": 8},
+            "data=1",
+            "3 features rotate, and they rotate in pairs",
+        ),
         ({"convolution_taps": 1}, "data=1", "a whole number of at least 2"),
         ({}, "tensor=8", "N=4 does not divide"),
     ],

@@ -60,7 +60,9 @@ def test_rows_summed_in_one_order_are_the_sums_of_a_scatter(
 
 def scatters_that_may_meet(device_run: DeviceRun) -> list[str]:
     """Lines of the float scatters of a train step whose indices may be equal."""
-    step = jax.jit(build_train_step(device_run)).trace(device_run.abstract, device_run.abstract_batch)
+    step = jax.jit(build_train_step(device_run)).trace(
+        device_run.abstract, device_run.abstract_batch
+    )
     return [
         f"{equation.primitive.name} at {next(iter(lines_of(equation)), '?')}"
         for inner, _ in all_jaxprs(step.jaxpr.jaxpr)
@@ -71,7 +73,16 @@ def scatters_that_may_meet(device_run: DeviceRun) -> list[str]:
 
 
 GPT_OSS = GptOss(
-    50, 64, 2, 16, vocab_multiple=16, kv_heads=8, head_size=8, experts=8, experts_per_token=2, expert_mlp=32
+    50,
+    64,
+    2,
+    16,
+    vocab_multiple=16,
+    kv_heads=8,
+    head_size=8,
+    experts=8,
+    experts_per_token=2,
+    expert_mlp=32,
 )
 CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "llama": (MODELS["llama"], "data=1", {}),
@@ -83,7 +94,11 @@ CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "qwen3_next": (QWEN3_NEXT, "data=1", {}),
     "context": (MODELS["qwen-like"], "context=2,tensor=2", {}),
     "stages": (MODELS["gpt2"], "stage=2", {"microbatches": 2}),
-    "preferences": (MODELS["llama"], "data=1", {"finetune": FineTune(objective="preferences"), "z_loss": 0.0}),
+    "preferences": (
+        MODELS["llama"],
+        "data=1",
+        {"finetune": FineTune(objective="preferences"), "z_loss": 0.0},
+    ),
 }
 
 
@@ -95,18 +110,28 @@ def test_no_two_updates_of_a_deterministic_step_meet(name: str) -> None:
     settled = dataclasses.replace(device_run.settled, machine=H100)
     assert scatters_that_may_meet(dataclasses.replace(device_run, settled=settled)) == []
     if name == "llama":
-        assert len(scatters_that_may_meet(device_run)) == 1  # on a CPU the scatter is in order, and its bits stay
+        assert (
+            len(scatters_that_may_meet(device_run)) == 1
+        )  # on a CPU the scatter is in order, and its bits stay
 
 
 def test_options_of_a_deterministic_run_are_those_of_its_machine() -> None:
     usual, fixed = on(H100), on(H100, deterministic=True)
-    assert usual.sum_rows is scatter_rows and "xla_gpu_deterministic_ops" not in usual.compiler_options
-    assert fixed.sum_rows is sorted_rows and fixed.compiler_options["xla_gpu_deterministic_ops"] == "True"
+    assert (
+        usual.sum_rows is scatter_rows and "xla_gpu_deterministic_ops" not in usual.compiler_options
+    )
+    assert (
+        fixed.sum_rows is sorted_rows
+        and fixed.compiler_options["xla_gpu_deterministic_ops"] == "True"
+    )
     own = on(H100, deterministic=True, compiler_options=("xla_gpu_deterministic_ops=False",))
     assert own.compiler_options["xla_gpu_deterministic_ops"] == "False"
     for machine in (Machine("cpu"), Machine("tpu", "v5p", kind="TPU v5p")):
         kept = on(machine, deterministic=True)
-        assert kept.sum_rows is scatter_rows and "xla_gpu_deterministic_ops" not in kept.compiler_options
+        assert (
+            kept.sum_rows is scatter_rows
+            and "xla_gpu_deterministic_ops" not in kept.compiler_options
+        )
         kept.check()
 
 
@@ -114,14 +139,28 @@ def test_options_of_a_deterministic_run_are_those_of_its_machine() -> None:
     ("machine", "changes", "refused"),
     [
         (H100, {}, None),
-        (H100, {"faults": Faults(check_every=100)}, r"check-every 100 on NVIDIA H100(.|\n)*fix: +--training.determin"),
+        (
+            H100,
+            {"faults": Faults(check_every=100)},
+            r"check-every 100 on NVIDIA H100(.|\n)*fix: +--training.determin",
+        ),
         (H100, {"faults": Faults(check_every=100), "deterministic": True}, None),
         (Machine("cpu"), {"faults": Faults(check_every=100)}, None),
-        (Machine("rocm", kind="MI300"), {"deterministic": True}, r"deterministic on MI300(.|\n)*not promised"),
-        (Machine("rocm", kind="MI300"), {"faults": Faults(check_every=9)}, r"check-every 9 on MI300(.|\n)*neither"),
+        (
+            Machine("rocm", kind="MI300"),
+            {"deterministic": True},
+            r"deterministic on MI300(.|\n)*not promised",
+        ),
+        (
+            Machine("rocm", kind="MI300"),
+            {"faults": Faults(check_every=9)},
+            r"check-every 9 on MI300(.|\n)*neither",
+        ),
     ],
 )
-def test_who_counts_on_equal_bits_asks_for_them(machine: Machine, changes: dict[str, Any], refused: str | None) -> None:
+def test_who_counts_on_equal_bits_asks_for_them(
+    machine: Machine, changes: dict[str, Any], refused: str | None
+) -> None:
     settled = on(machine, attention_kernel="reference", **changes)
     if refused is None:
         settled.check()
@@ -189,14 +228,23 @@ DETERMINISTIC_OPS = {"xla_gpu_deterministic_ops": "True"}
     [
         ({}, "", "", "meets; tuned, blas; attention, atomics; all, parts"),
         ({}, "", "Ring", "meets; tuned, blas; attention, atomics"),
-        (DETERMINISTIC_OPS, "", "Ring", "meets; atomics"),  # what is in the program in spite of the option
+        (
+            DETERMINISTIC_OPS,
+            "",
+            "Ring",
+            "meets; atomics",
+        ),  # what is in the program in spite of the option
         ({}, "--xla_gpu_deterministic_ops", "NVLS", "meets; atomics; all, parts"),
         ({"xla_gpu_exclude_nondeterministic_ops": True}, "", "Ring", "meets; tuned, blas; atomics"),
         ({"xla_gpu_load_autotune_results_from": "f"}, "", "Ring", "meets; attention, atomics"),
     ],
 )
 def test_the_census_names_what_may_differ(
-    options: dict[str, Any], flags: str, algorithm: str, expected: str, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any],
+    flags: str,
+    algorithm: str,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XLA_FLAGS", flags)
     monkeypatch.setenv("NCCL_ALGO", algorithm)
@@ -207,12 +255,20 @@ def test_the_census_names_what_may_differ(
 
 
 def test_readme_docs_doctor_and_prove_say_the_same() -> None:
-    assert [row.keeps for row in DETERMINISM] == ["bitwise", "bitwise", "bitwise with options", "not promised"]
+    assert [row.keeps for row in DETERMINISM] == [
+        "bitwise",
+        "bitwise",
+        "bitwise with options",
+        "not promised",
+    ]
     assert (
-        determinism_of("cuda") is determinism_of("gpu") is DETERMINISM[2] and determinism_of("rocm") is DETERMINISM[3]
+        determinism_of("cuda") is determinism_of("gpu") is DETERMINISM[2]
+        and determinism_of("rocm") is DETERMINISM[3]
     )
     for page in ("README.md", "docs/determinism.md"):
         text = " ".join((ROOT / page).read_text(encoding="utf-8").split()).replace("`", "")
         assert all(row.sentence in text for row in DETERMINISM), page
     assert check_bits([{"platform": "tpu"}])[0].found == DETERMINISM[1].sentence
-    assert ("bits", DETERMINISM[0].sentence) in choices_facts(device_run_of(tiny_run(MODELS["llama"])))
+    assert ("bits", DETERMINISM[0].sentence) in choices_facts(
+        device_run_of(tiny_run(MODELS["llama"]))
+    )

@@ -20,14 +20,21 @@ from meshwright.step.device_memory import OutOfDeviceMemory, Room, check_memory
 GIB = 2**30
 
 
-@pytest.mark.parametrize("given", [None, "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
-def test_a_run_takes_what_plans_count_of_a_gpu(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "given", [None, "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"]
+)
+def test_a_run_takes_what_plans_count_of_a_gpu(
+    given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unless the environment says otherwise, by either of JAX's names: it refuses both together."""
     environment = {given: "0.5"} if given else {}
     monkeypatch.setattr("meshwright.hardware.mesh.os", types.SimpleNamespace(environ=environment))
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     mesh.prepare_host(8)
-    assert environment == {"NPROC": "32", **({given: "0.5"} if given else {"XLA_CLIENT_MEM_FRACTION": "0.92"})}
+    assert environment == {
+        "NPROC": "32",
+        **({given: "0.5"} if given else {"XLA_CLIENT_MEM_FRACTION": "0.92"}),
+    }
 
 
 def gpu(limit: int | None) -> types.SimpleNamespace:
@@ -68,21 +75,39 @@ def _without_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OutOfDevic
     return refused.value
 
 
-def test_training_refuses_it_before_the_first_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_training_refuses_it_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     error = _without_room(monkeypatch, tmp_path)
-    assert error.exit_code == 5 and "this host has 8 MiB" in str(error) and "--training.remat full" in error.fix
+    assert (
+        error.exit_code == 5
+        and "this host has 8 MiB" in str(error)
+        and "--training.remat full" in error.fix
+    )
 
 
-def test_remedies_have_numbers_where_the_chip_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(local_planner, "local_target", lambda devices, calibration: (parse_target("h100:2"), ""))
-    monkeypatch.setattr(training, "_local_planner", lambda devices: local_planner.LocalPlanner(devices, None))
+def test_remedies_have_numbers_where_the_chip_is_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        local_planner, "local_target", lambda devices, calibration: (parse_target("h100:2"), "")
+    )
+    monkeypatch.setattr(
+        training, "_local_planner", lambda devices: local_planner.LocalPlanner(devices, None)
+    )
     fix = _without_room(monkeypatch, tmp_path).fix
     options = [line.split()[0] for line in fix.splitlines()[1:]]
-    assert 1 <= len(options) <= 3 and set(options) <= {"--training.remat", "--training.microbatches", "--mesh"}
+    assert 1 <= len(options) <= 3 and set(options) <= {
+        "--training.remat",
+        "--training.microbatches",
+        "--mesh",
+    }
     assert all("per device" in line and "s per step" in line for line in fix.splitlines()[1:])
 
 
-def test_what_a_device_raises_while_it_runs_is_the_same_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_a_device_raises_while_it_runs_is_the_same_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def exhausted(*_: object) -> None:
         raise jax.errors.JaxRuntimeError(
             "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 68719476736 bytes."
@@ -95,14 +120,30 @@ def test_what_a_device_raises_while_it_runs_is_the_same_error(monkeypatch: pytes
         mw.train(run, out=tmp_path / "run", progress="none")
 
 
-def test_what_this_machine_cannot_compile_or_hold_is_refused_before_the_compiler(tmp_path: Path) -> None:
+def test_what_this_machine_cannot_compile_or_hold_is_refused_before_the_compiler(
+    tmp_path: Path,
+) -> None:
     """XLA's compiler for CPUs died of SIGFPE on the first, without a word; the second went on to read its text."""
     for words, truth, fix in (
-        (["prove", "llama3-70b"], r"256 x 4096 x 8192 = 8,589,934,592 activations", "--on v5p:2x2x4"),
+        (
+            ["prove", "llama3-70b"],
+            r"256 x 4096 x 8192 = 8,589,934,592 activations",
+            "--on v5p:2x2x4",
+        ),
         (["prove", "llama3-405b"], r"256 x 4096 x 16384 = 17,179,869,184", r"--on v5p:8x8x\d+"),
-        (["train", "llama3-70b", "--out", str(tmp_path / "out")], r"needs 1.54 TiB, and this host", "--on v5p:2x2x4"),
-        (["prove", "tiny", "--mesh", "fsdp=16384"], "at most 1,024 are simulated", r"prove --on CHIP:SIZE"),
+        (
+            ["train", "llama3-70b", "--out", str(tmp_path / "out")],
+            r"needs 1.54 TiB, and this host",
+            "--on v5p:2x2x4",
+        ),
+        (
+            ["prove", "tiny", "--mesh", "fsdp=16384"],
+            "at most 1,024 are simulated",
+            r"prove --on CHIP:SIZE",
+        ),
     ):
         with pytest.raises(MeshwrightError) as refused:
             run(words)
-        assert re.search(truth, refused.value.truth) and re.search(fix, refused.value.fix), str(refused.value)
+        assert re.search(truth, refused.value.truth) and re.search(fix, refused.value.fix), str(
+            refused.value
+        )

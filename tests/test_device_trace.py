@@ -23,19 +23,31 @@ Written = tuple[str, float, float] | tuple[str, float, float, Mapping[str, str]]
 def plane(name: str, lines: Mapping[str, Sequence[Written]]) -> str:
     """Writes a plane as a text proto, in the form of `xplane.proto`."""
     events = sorted({event[0] for line in lines.values() for event in line})
-    stats = sorted({stat for line in lines.values() for event in line for stat in (event[3] if len(event) > 3 else {})})
+    stats = sorted(
+        {
+            stat
+            for line in lines.values()
+            for event in line
+            for stat in (event[3] if len(event) > 3 else {})
+        }
+    )
     text = [f"name: {json.dumps(name)}"]
     for number, names in (("event_metadata", events), ("stat_metadata", stats)):
         text += [
-            f"{number} {{ key: {i} value {{ id: {i} name: {json.dumps(n)} }} }}" for i, n in enumerate(names, start=1)
+            f"{number} {{ key: {i} value {{ id: {i} name: {json.dumps(n)} }} }}"
+            for i, n in enumerate(names, start=1)
         ]
     for i, (line, written) in enumerate(lines.items()):
         text.append(f"lines {{ id: {i} name: {json.dumps(line)} timestamp_ns: 1000")
         for event in written:
-            text.append(f"events {{ metadata_id: {events.index(event[0]) + 1} offset_ps: {round(event[1] * 1e6)}")
+            text.append(
+                f"events {{ metadata_id: {events.index(event[0]) + 1} offset_ps: {round(event[1] * 1e6)}"
+            )
             text.append(f"duration_ps: {round(event[2] * 1e6)}")
             for stat, value in (event[3] if len(event) > 3 else {}).items():
-                text.append(f"stats {{ metadata_id: {stats.index(stat) + 1} str_value: {json.dumps(value)} }}")
+                text.append(
+                    f"stats {{ metadata_id: {stats.index(stat) + 1} str_value: {json.dumps(value)} }}"
+                )
             text.append("}")
         text.append("}")
     return f"planes {{ {' '.join(text)} }}"
@@ -51,13 +63,23 @@ def read(planes: Sequence[str], module: Module, folder: Path) -> Trace:
 
 def instruction(text: str, name: str) -> str:
     """Returns an instruction as the profiler of a TPU names its events: whole, without metadata."""
-    line = next(line for line in text.splitlines() if line.strip().removeprefix("ROOT ").startswith(f"%{name} = "))
+    line = next(
+        line
+        for line in text.splitlines()
+        if line.strip().removeprefix("ROOT ").startswith(f"%{name} = ")
+    )
     return line.strip().removeprefix("ROOT ").partition(", metadata=")[0]
 
 
 def tpu_planes(text: str) -> list[str]:
     """Two turns of a ring on two chips: 20 us of compute while a permutation of 26 us is in flight, 6 us exposed."""
-    names = ("collective-permute-start", "select_add_fusion.2", "collective-permute-done", "copy-start.3", "while.13")
+    names = (
+        "collective-permute-start",
+        "select_add_fusion.2",
+        "collective-permute-done",
+        "copy-start.3",
+        "while.13",
+    )
     start, add, done, copy, loop = (instruction(text, name) for name in names)
     turns = (10.0, 50.0)
     operations = [
@@ -74,7 +96,11 @@ def tpu_planes(text: str) -> list[str]:
     }
     core = {"Sparse Core Ops": [("wait", 0.0, 900.0)], "XLA Ops": [(add, 0.0, 900.0)]}
     host = plane("/host:CPU", {"python": [("train_step", 0.0, 100.0)]})
-    return [host, *(plane(f"/device:TPU:{i}", chip) for i in range(2)), plane("/device:TPU:0 SparseCore 0", core)]
+    return [
+        host,
+        *(plane(f"/device:TPU:{i}", chip) for i in range(2)),
+        plane("/device:TPU:0 SparseCore 0", core),
+    ]
 
 
 def test_a_trace_of_tpus(tmp_path: Path) -> None:
@@ -85,22 +111,30 @@ def test_a_trace_of_tpus(tmp_path: Path) -> None:
     micro = 1e-6
     time = device_time("", trace.devices["/device:TPU:0"], trace.flights["/device:TPU:0"])
     # The other program keeps the chip busy for 5 us; between it, the turns and the end of the last nothing runs.
-    assert [time.window, time.compute, time.communication, time.exposed, time.idle] == pytest.approx(
-        [76 * micro, 45 * micro, 52 * micro, 12 * micro, 19 * micro]
-    )
+    assert [
+        time.window,
+        time.compute,
+        time.communication,
+        time.exposed,
+        time.idle,
+    ] == pytest.approx([76 * micro, 45 * micro, 52 * micro, 12 * micro, 19 * micro])
     rows, note = compare(trace, module, None, MESH, steps=2, seconds=90 * micro)
     measured = {(row.kind, row.name): row.measured for row in rows}
     assert measured["part", "communication"] == pytest.approx(26 * micro)
     assert measured["part", "exposed"] == pytest.approx(6 * micro)
     assert measured["collective", "collective-permute over data"] == pytest.approx(6 * micro)
-    assert sum(value for (kind, _), value in measured.items() if kind == "scope") == pytest.approx(26 * micro)
+    assert sum(value for (kind, _), value in measured.items() if kind == "scope") == pytest.approx(
+        26 * micro
+    )
     assert not any("another" in row.name for row in rows) and "in flight" in note
 
 
 def test_a_start_without_a_lane_of_its_own_is_in_flight_until_its_done(tmp_path: Path) -> None:
     text = (TEXTS / "v5p" / "ring.hlo").read_text()
     without = [plane.replace("Async XLA Ops", "Other") for plane in tpu_planes(text)]
-    derived, written = (read(planes, parse_module(text), tmp_path).flights for planes in (without, tpu_planes(text)))
+    derived, written = (
+        read(planes, parse_module(text), tmp_path).flights for planes in (without, tpu_planes(text))
+    )
     assert [end for flight in derived["/device:TPU:0"] for end in flight] == pytest.approx(
         [end for flight in written["/device:TPU:0"] for end in flight]
     )
@@ -132,22 +166,32 @@ def test_a_trace_of_gpus(tmp_path: Path) -> None:
         "Launch Stats": [("loop_add_fusion", 0.0, 1.0)],
     }  # fmt: skip
     trace = read([plane(f"/device:GPU:{i}", card) for i in range(8)], module, tmp_path)
-    assert len(trace.devices) == 8 and len(trace.devices["/device:GPU:0"]) == 2 and not trace.flights["/device:GPU:0"]
+    assert (
+        len(trace.devices) == 8
+        and len(trace.devices["/device:GPU:0"]) == 2
+        and not trace.flights["/device:GPU:0"]
+    )
     micro = 1e-6
     time = device_time("", trace.devices["/device:GPU:0"])
     # Of 20 us of NCCL in a turn 11 are under kernels and 9 are exposed.
-    assert [time.compute, time.communication, time.exposed] == pytest.approx([33 * micro, 40 * micro, 18 * micro])
+    assert [time.compute, time.communication, time.exposed] == pytest.approx(
+        [33 * micro, 40 * micro, 18 * micro]
+    )
     rows, note = compare(trace, module, None, MESH, steps=2, seconds=63 * micro)
     measured = {(row.kind, row.name): row.measured for row in rows}
     assert measured["collective", "collective-permute over data"] == pytest.approx(20 * micro)
     # 12 and 2 us of fusions, 3 us of a copy, 20 us of NCCL, each in its scope; the other program has none.
-    assert sum(value for (kind, _), value in measured.items() if kind == "scope") == pytest.approx(37 * micro)
+    assert sum(value for (kind, _), value in measured.items() if kind == "scope") == pytest.approx(
+        37 * micro
+    )
     assert "kernel" in note
 
 
 def test_kernels_of_another_program_have_no_instruction_of_this_one(tmp_path: Path) -> None:
     module = parse_module((TEXTS / "h100" / "ring.hlo").read_text())
     stats = {"hlo_op": "loop_add_fusion", "hlo_module": "jit__ring_of_another"}
-    trace = read([plane("/device:GPU:0", {"Stream #7": [("kernel", 0.0, 1.0, stats)]})], module, tmp_path)
+    trace = read(
+        [plane("/device:GPU:0", {"Stream #7": [("kernel", 0.0, 1.0, stats)]})], module, tmp_path
+    )
     (event,) = trace.devices["/device:GPU:0"][0]
     assert event == Event("another program: kernel", event.start, event.seconds, False, "")

@@ -54,11 +54,20 @@ def commands(page: Path) -> Iterator[list[str]]:
             if language == "console" and not line.startswith("$ "):
                 continue
             words = shlex.split(line.removeprefix("$ "), comments=True)
-            for word in list(words):  # `srun ... meshwright doctor`, and `--command "meshwright train ..."`
+            for word in list(
+                words
+            ):  # `srun ... meshwright doctor`, and `--command "meshwright train ..."`
                 words += shlex.split(word) if word.startswith("meshwright ") else []
             for start in (i for i, word in enumerate(words) if word == "meshwright"):
                 rest = words[start + 1 :]
-                end = next((i for i, word in enumerate(rest) if word in ("|", ">", "&&", "&", "meshwright")), len(rest))
+                end = next(
+                    (
+                        i
+                        for i, word in enumerate(rest)
+                        if word in ("|", ">", "&&", "&", "meshwright")
+                    ),
+                    len(rest),
+                )
                 yield rest[:end]
 
 
@@ -69,14 +78,20 @@ def only_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
     builder = recipe._builder
 
     def known(name: str) -> Any:
-        absent = name.startswith("hf:") or (".py" in name and not Path(name.partition(":")[0]).is_file())
+        absent = name.startswith("hf:") or (
+            ".py" in name and not Path(name.partition(":")[0]).is_file()
+        )
         return (lambda: tiny) if absent else builder(name)
 
     def parse_and_stop(kind: type, verb: str, args: Sequence[str], **how: Any) -> Any:
         options = parse(kind, verb, args, **how)
         machines = (getattr(options, name, None) for name in ("on", "target"))
-        for target in (part for value in machines if isinstance(value, str) for part in value.split(",")):
-            if ":" in target and ".toml" not in target:  # launch --on slurm; a chip that a page only names
+        for target in (
+            part for value in machines if isinstance(value, str) for part in value.split(",")
+        ):
+            if (
+                ":" in target and ".toml" not in target
+            ):  # launch --on slurm; a chip that a page only names
                 parse_target(target.partition("..")[0])
         if verb.startswith("launch"):
             return options
@@ -84,7 +99,9 @@ def only_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(recipe, "_builder", known)
     for module in (plan_file, proving):
-        monkeypatch.setattr(module, "read_plan", lambda path: SimpleNamespace(run=tiny, target="h100:64"))
+        monkeypatch.setattr(
+            module, "read_plan", lambda path: SimpleNamespace(run=tiny, target="h100:64")
+        )
     monkeypatch.setattr(shared, "read_run", lambda path: tiny)
     monkeypatch.setattr(training, "run_in_folder", lambda path: tiny)
     monkeypatch.setattr(finetuning, "source_run", lambda name: tiny)
@@ -94,7 +111,9 @@ def only_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("only_parsing")
 def test_every_command_of_the_pages_parses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT / "tests" / "outside" / "extensions")  # whose files `docs/adding.md` uses
+    monkeypatch.chdir(
+        ROOT / "tests" / "outside" / "extensions"
+    )  # whose files `docs/adding.md` uses
     found, faults = 0, []
     for page in PAGES:
         for args in commands(page) if page.name not in _QUOTING else ():
@@ -115,7 +134,11 @@ def test_every_command_of_the_pages_parses(monkeypatch: pytest.MonkeyPatch) -> N
 def names_of(tree: ast.AST) -> Iterator[str]:
     """Yields `mw.NAME` and the names imported from the package, with their modules."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "mw":
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "mw"
+        ):
             yield f"meshwright.{node.attr}"
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("meshwright"):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
@@ -139,7 +162,11 @@ def test_python_of_the_pages_compiles_and_names_what_exists() -> None:
             except SyntaxError as error:
                 faults.append(f"{page.name}: {error}\n{body}")
                 continue
-            faults += [f"{page.name}: there is no {name}" for name in set(names_of(tree)) if not exists(name)]
+            faults += [
+                f"{page.name}: there is no {name}"
+                for name in set(names_of(tree))
+                if not exists(name)
+            ]
     assert not faults, "\n".join(faults)
 
 

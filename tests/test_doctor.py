@@ -20,13 +20,21 @@ from meshwright.launching.host_checks import (
     check_versions,
 )
 
-JAX = ["jaxlib<=0.12.0,>=0.11.2", "jaxlib==0.11.2; extra == 'ci'", 'libtpu==0.0.50.*; extra == "tpu"']
+JAX = [
+    "jaxlib<=0.12.0,>=0.11.2",
+    "jaxlib==0.11.2; extra == 'ci'",
+    'libtpu==0.0.50.*; extra == "tpu"',
+]
 GOOD = {"python": "3.12.1", "jax": "0.12.0", "jaxlib": "0.12.0"}
 
 
 def faults(found: list[Finding]) -> list[str]:
     assert all(bool(finding.fix) == (finding.verdict != "ok") for finding in found)
-    return [f"{finding.verdict} {finding.check}: {finding.found}" for finding in found if finding.verdict != "ok"]
+    return [
+        f"{finding.verdict} {finding.check}: {finding.found}"
+        for finding in found
+        if finding.verdict != "ok"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -36,8 +44,16 @@ def faults(found: list[Finding]) -> list[str]:
         ({"jaxlib": "0.11.0"}, "", ["fault versions: jax 0.12.0 with jaxlib 0.11.0"]),
         ({"jaxlib": "0.12.1"}, "", ["fault versions: jax 0.12.0 with jaxlib 0.12.1"]),
         ({"python": "3.11.9"}, "", ["fault versions: Python 3.11.9"]),
-        ({"jax-cuda13-plugin": "0.11.2"}, "gpu", ["fault versions: jax-cuda13-plugin 0.11.2 with jaxlib 0.12.0"]),
-        ({"jax-cuda13-plugin": "0.11.2"}, "", ["warning versions: jax-cuda13-plugin 0.11.2 with jaxlib 0.12.0"]),
+        (
+            {"jax-cuda13-plugin": "0.11.2"},
+            "gpu",
+            ["fault versions: jax-cuda13-plugin 0.11.2 with jaxlib 0.12.0"],
+        ),
+        (
+            {"jax-cuda13-plugin": "0.11.2"},
+            "",
+            ["warning versions: jax-cuda13-plugin 0.11.2 with jaxlib 0.12.0"],
+        ),
         ({}, "gpu", ["fault versions: GPUs, and no CUDA plugin of JAX"]),
         ({}, "tpu", ["fault versions: TPUs, and no libtpu"]),
         ({"libtpu": "0.0.52"}, "tpu", ["warning versions: libtpu 0.0.52 with jax 0.12.0"]),
@@ -99,7 +115,10 @@ def test_faults_of_this_host_are_named(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "meshwright", "doctor", "--json", "--out", str(tmp_path / "out")]
     environment = {**os.environ, "JAX_PLATFORMS": "nonsense", "WORLD_SIZE": "4"}
     done = subprocess.run(
-        ["bash", "-c", 'ulimit -n 256; exec "$@"', "-", *words], text=True, capture_output=True, env=environment
+        ["bash", "-c", 'ulimit -n 256; exec "$@"', "-", *words],
+        text=True,
+        capture_output=True,
+        env=environment,
     )
     report = json.loads(done.stdout)
     assert done.returncode == 1 and report["verdict"] == "fault", done.stderr
@@ -108,7 +127,17 @@ def test_faults_of_this_host_are_named(tmp_path: Path) -> None:
 
 
 def test_one_host_needs_room(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "meshwright", "doctor", "llama3-405b", "--out", str(tmp_path / "out")]
+    words = [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "doctor",
+        "llama3-405b",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     done = subprocess.run(words, text=True, capture_output=True, timeout=300)
-    assert done.returncode == 1 and "TiB for the checkpoints of the run" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1 and "TiB for the checkpoints of the run" in done.stdout, (
+        done.stdout + done.stderr
+    )
     assert "fix: a folder with more room" in done.stdout and "1 fault on " in done.stdout

@@ -14,7 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
-from meshwright.views.draw import draw, draw_machine, format_devices, local_view, machine_of_target, picture_of
+from meshwright.views.draw import (
+    draw,
+    draw_machine,
+    format_devices,
+    local_view,
+    machine_of_target,
+    picture_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +53,9 @@ def test_blocks_are_where_jax_puts_them(shape: tuple[int, ...], spec: P, mesh: M
         assert flat.index(device) in picture.holders[key]
     assert sorted(itertools.chain(*picture.holders.values())) == list(range(8))
     panels = picture.panels
-    assert sorted(d for panel in panels for cell in panel.cells for d in cell.devices) == list(range(8))
+    assert sorted(d for panel in panels for cell in panel.cells for d in cell.devices) == list(
+        range(8)
+    )
     ET.fromstring(picture.svg())  # well-formed
     assert picture.title in str(picture)
     assert ("each block on" in str(picture)) == (picture.copies > 1)
@@ -63,12 +72,16 @@ def test_a_real_array_and_one_on_a_single_device(mesh: Mesh) -> None:
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.data())
 @settings(max_examples=60, deadline=None)
-def test_every_device_holds_one_block_of_any_layout(degrees: list[int], data: st.DataObject) -> None:
+def test_every_device_holds_one_block_of_any_layout(
+    degrees: list[int], data: st.DataObject
+) -> None:
     mesh = {f"axis{i}": n for i, n in enumerate(degrees)}
     rank = data.draw(st.integers(1, 4))
     order = data.draw(st.permutations(sorted(mesh)))
     spent = data.draw(st.lists(st.integers(0, rank), min_size=len(order), max_size=len(order)))
-    placement = tuple(tuple(a for a, d in zip(order, spent, strict=True) if d == dim) for dim in range(rank))
+    placement = tuple(
+        tuple(a for a, d in zip(order, spent, strict=True) if d == dim) for dim in range(rank)
+    )
     shape = tuple(data.draw(st.integers(1, 40)) for _ in range(rank))
     picture = picture_of("w", shape, "", placement, mesh)
     size = int(np.prod(degrees))
@@ -97,12 +110,16 @@ def test_a_value_inside_shard_map(mesh: Mesh) -> None:
         return total
 
     spec = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    jax.eval_shape(jax.shard_map(body, mesh=mesh, in_specs=P("a", ("b", "c")), out_specs=P(None, "c")), spec)
+    jax.eval_shape(
+        jax.shard_map(body, mesh=mesh, in_specs=P("a", ("b", "c")), out_specs=P(None, "c")), spec
+    )
     x, y = seen
     assert x.title == "x 4 x 2 on each device; differs over a, b, c"
     assert y.title == "y 4 x 2 on each device; differs over c" and y.svg().count("<rect") == 8
     assert {"y0", "y1"} <= {word.split(":")[-1] for word in str(y).split()}
-    unchecked = jax.shard_map(body, mesh=mesh, in_specs=P("a", ("b", "c")), out_specs=P(None, "c"), check_vma=False)
+    unchecked = jax.shard_map(
+        body, mesh=mesh, in_specs=P("a", ("b", "c")), out_specs=P(None, "c"), check_vma=False
+    )
     jax.eval_shape(unchecked, spec)
     assert "may differ" in str(seen[-1])
     with pytest.raises(ConfigError, match="not inside a shard_map"):
@@ -114,15 +131,26 @@ def test_a_value_inside_shard_map(mesh: Mesh) -> None:
     [
         ("", ["fsdp=4: within the host", "tensor=8: within the host"]),
         ("h100:4x8", ["fsdp=4: between nodes", "tensor=8: within a node"]),
-        ("h100:8x4", ["fsdp=4: between nodes", "tensor=8: within a node for 24 of 28 neighbours, else between nodes"]),
+        (
+            "h100:8x4",
+            [
+                "fsdp=4: between nodes",
+                "tensor=8: within a node for 24 of 28 neighbours, else between nodes",
+            ],
+        ),
         (
             "v6e:4x8",
-            ["fsdp=4: along x of the torus, 1 ICI hop to a neighbour", "tensor=8: along y of the torus"],
+            [
+                "fsdp=4: along x of the torus, 1 ICI hop to a neighbour",
+                "tensor=8: along y of the torus",
+            ],
         ),
     ],
 )
 def test_the_mesh_over_the_machine(machine: str, says: list[str]) -> None:
-    picture = draw_machine({"fsdp": 4, "tensor": 8}, machine_of_target(parse_target(machine)) if machine else None)
+    picture = draw_machine(
+        {"fsdp": 4, "tensor": 8}, machine_of_target(parse_target(machine)) if machine else None
+    )
     for line, want in zip(picture.lines, says, strict=True):
         assert line.startswith(want)
     ET.fromstring(picture.svg())
@@ -138,5 +166,7 @@ def test_the_mesh_of_real_devices(mesh: Mesh) -> None:
     [((0,), 9, "0"), ((0, 4), 9, "0,4"), ((0, 1, 2), 9, "0-2"), ((0, 2, 4), 9, "0-4 by 2"), ((0, 1, 5), 9, "0,1,5"),
      (tuple(range(0, 64, 3)), 8, "0.. x22"), (tuple(range(0, 64, 3)), 4, "x22")],
 )  # fmt: skip
-def test_devices_are_spelled_in_the_room_there_is(devices: tuple[int, ...], room: int, text: str) -> None:
+def test_devices_are_spelled_in_the_room_there_is(
+    devices: tuple[int, ...], room: int, text: str
+) -> None:
     assert format_devices(devices, room) == text

@@ -39,11 +39,21 @@ def tables() -> Iterator[tuple[list[str], list[Option]]]:
     recipe = find_recipe("qwen3-0-6b")
     for verb in sorted(VERBS.keys() - {"recipes"}):
         found = verbs.kind_of(verb)
-        kinds = {f"{verb} {name}": kind for name, kind in found.items()} if isinstance(found, dict) else {verb: found}
+        kinds = (
+            {f"{verb} {name}": kind for name, kind in found.items()}
+            if isinstance(found, dict)
+            else {verb: found}
+        )
         for words, kind in kinds.items():
-            fields = [f for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
+            fields = [
+                f
+                for f in dataclasses.fields(kind)
+                if f.default is f.default_factory is dataclasses.MISSING
+            ]
             with_run = any(field.name == "run" for field in fields)
-            default = {field.name: tyro.MISSING for field in fields} | ({"run": recipe} if with_run else {})
+            default = {field.name: tyro.MISSING for field in fields} | (
+                {"run": recipe} if with_run else {}
+            )
             yield words.split(), list(options_of(kind, kind(**default), parts=True))
 
 
@@ -51,15 +61,25 @@ def numeric() -> dict[str, tuple[list[str], Option]]:
     """Returns the command line before each numeric option; an option of a Run once, for the cheapest verb."""
     found = {}
     for words, options in tables():
-        given = [word for option in options if option.default is tyro.MISSING for word in required(option)]
+        given = [
+            word
+            for option in options
+            if option.default is tyro.MISSING
+            for word in required(option)
+        ]
         recipe = ["qwen3-0-6b"] if any(option.path[0] == "run" for option in options) else []
         after = {"launch": ["tiny", "--out", "/x"], "train": ["--out", "x"]}.get(words[0], [])
         for option in options:
             own = option.path[0] != "run" or words == [_RUN_FIRST]
             own = own and words != ["finetune"]  # it has the options of train
-            is_number = option.numbers is not None or option.metavar.startswith(("COUNT", "DOLLARS"))
+            is_number = option.numbers is not None or option.metavar.startswith(
+                ("COUNT", "DOLLARS")
+            )
             if is_number and own and not option.fixed:
-                found[f"{' '.join(words)} {option.names[0]}"] = ([*words, *recipe, *given, "\0", *after], option)
+                found[f"{' '.join(words)} {option.names[0]}"] = (
+                    [*words, *recipe, *given, "\0", *after],
+                    option,
+                )
     return found
 
 
@@ -88,7 +108,11 @@ def test_a_number_is_accepted_or_refused_with_its_option_and_its_range(
         monkeypatch.setattr(verbs, "parse", ended(verbs.parse))
     for value in NUMBERS:
         count = option.metavar.count("N") if option.metavar.startswith("N N") else 1
-        line = [part for word in words for part in ([option.names[0], *[value] * count] if word == "\0" else [word])]
+        line = [
+            part
+            for word in words
+            for part in ([option.names[0], *[value] * count] if word == "\0" else [word])
+        ]
         legal = is_in_range(value, option)
         try:
             run(line)
@@ -97,13 +121,16 @@ def test_a_number_is_accepted_or_refused_with_its_option_and_its_range(
         except MeshwrightError as error:
             if not legal:
                 assert option.names[0] in error.asked and option.names[0] in error.fix, str(error)
-                assert re.fullmatch(r"it takes a .* ?(of at least|above|at most|a multiple of) .*", error.truth), str(
-                    error
-                )
+                assert re.fullmatch(
+                    r"it takes a .* ?(of at least|above|at most|a multiple of) .*", error.truth
+                ), str(error)
         else:
             assert legal, f"{value!r} is accepted"
         shown = capsys.readouterr().out
-        assert not re.search(r"\bnan\b|\binf\b|-\d+(\.\d+)? [KMGT]?i?B\b", shown), (value, shown[:2000])
+        assert not re.search(r"\bnan\b|\binf\b|-\d+(\.\d+)? [KMGT]?i?B\b", shown), (
+            value,
+            shown[:2000],
+        )
 
 
 def is_in_range(word: str, option: Option) -> bool:
@@ -137,7 +164,12 @@ def test_every_number_has_a_range_in_its_type() -> None:
     assert not lacking
 
 
-SPELLINGS = ("..", "a link and ..", "links, a space, an umlaut, a trailing slash", "~ and a trailing slash")
+SPELLINGS = (
+    "..",
+    "a link and ..",
+    "links, a space, an umlaut, a trailing slash",
+    "~ and a trailing slash",
+)
 
 
 def spelled(how: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -167,12 +199,24 @@ def paths() -> dict[str, tuple[list[str], list[str], Option]]:
                 others = [o for o in options if o.default is tyro.MISSING and o is not option]
                 at = options.index(option)
                 before = [
-                    word for o in others if options.index(o) < at or not option.positional for word in required(o)
+                    word
+                    for o in others
+                    if options.index(o) < at or not option.positional
+                    for word in required(o)
                 ]
-                after = [word for o in others if options.index(o) > at and option.positional for word in required(o)]
+                after = [
+                    word
+                    for o in others
+                    if options.index(o) > at and option.positional
+                    for word in required(o)
+                ]
                 after += ["tiny", "--out", "/x"] if words == ["launch"] else []
                 first = ["hf:x"] if words == ["finetune"] and option.names[0] != "--run" else []
-                found[f"{' '.join(words)} {option.names[0]}"] = ([*words, *first, *before], after, option)
+                found[f"{' '.join(words)} {option.names[0]}"] = (
+                    [*words, *first, *before],
+                    after,
+                    option,
+                )
     return found
 
 
@@ -180,7 +224,9 @@ PATHS = paths()
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_every_path_enters_absolute_and_normal(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_path_enters_absolute_and_normal(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, after, option = PATHS[name]
     given: list[Any] = []
 
@@ -204,7 +250,11 @@ def test_every_path_enters_absolute_and_normal(name: str, tmp_path: Path, monkey
                 run([*before, *([] if option.positional else [option.names[0]]), word, *after])
         value = getattr(given.pop(), option.path[-1])
         found = value[0] if isinstance(value, tuple) else value
-        assert isinstance(found, Path) and str(found) == os.path.normpath(found) and found.is_absolute(), how
+        assert (
+            isinstance(found, Path)
+            and str(found) == os.path.normpath(found)
+            and found.is_absolute()
+        ), how
         assert found.resolve() == place.resolve(), how
         for link in ("a b", "ü", "deep-link"):
             (tmp_path / link).unlink()
@@ -229,8 +279,19 @@ READERS = {
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps in a folder with a space and an umlaut, and a link to it."""
     folder = tmp_path_factory.mktemp("paths") / "mein Läufe"
-    small = ["--model.width", "32", "--model.layers", "2", "--model.mlp", "64", "--training.save-every", "1"]
-    assert run(["train", "--out", str(folder / "run"), "--steps", "2", "--devices", "1", *small]) == 0
+    small = [
+        "--model.width",
+        "32",
+        "--model.layers",
+        "2",
+        "--model.mlp",
+        "64",
+        "--training.save-every",
+        "1",
+    ]
+    assert (
+        run(["train", "--out", str(folder / "run"), "--steps", "2", "--devices", "1", *small]) == 0
+    )
     (folder / "sub").mkdir()
     (folder / "link").symlink_to(folder / "run")
     return folder
@@ -243,9 +304,13 @@ def test_every_reader_of_a_run_takes_every_spelling(
     """One run, by `..`, a link, a trailing slash and `~`, in a folder with a space and an umlaut."""
     monkeypatch.setenv("HOME", str(trained))
     monkeypatch.chdir(trained / "sub")
-    for number, word in enumerate(("../run", "../sub/../run/", "../link", "~/run", "../../mein Läufe/run")):
+    for number, word in enumerate(
+        ("../run", "../sub/../run/", "../link", "~/run", "../../mein Läufe/run")
+    ):
         new = f"../new-{command}-{number}"
-        assert run([part.replace("RUN", word).replace("NEW", new) for part in READERS[command]]) == 0, word
+        assert (
+            run([part.replace("RUN", word).replace("NEW", new) for part in READERS[command]]) == 0
+        ), word
     found = capfd.readouterr()
     assert "Traceback" not in found.out + found.err
     if command in ("convert", "view"):

@@ -16,7 +16,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from test_checkpoint import StopAt, assert_same_bits, final_state, programs_are_compiled_once, text_run, train_into
+from test_checkpoint import (
+    StopAt,
+    assert_same_bits,
+    final_state,
+    programs_are_compiled_once,
+    text_run,
+    train_into,
+)
 from tiny_runs import device_run_of
 
 from meshwright.checkpoint.manifest import Manifest, manifest_of
@@ -63,7 +70,9 @@ def poisoned(run: Run, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _ = stream[(BAD - 1) * BATCH]
 
 
-def trained_by_hand(run: Run, cache: Path, skipped: tuple[tuple[int, int], ...], without: int | None) -> State:
+def trained_by_hand(
+    run: Run, cache: Path, skipped: tuple[tuple[int, int], ...], without: int | None
+) -> State:
     """State after all steps: samples of `skipped` left out, and the update of the step `without`."""
     prepared = loop.prepare_run(run, cache=cache)
     feed = Feed(
@@ -89,7 +98,8 @@ def lines_of(out: Path) -> list[dict[str, Any]]:
 @pytest.mark.usefixtures("poisoned")
 def test_a_bad_step_stops_the_run_with_its_evidence(run: Run, tmp_path: Path, cache: Path) -> None:
     with pytest.raises(
-        TrainingError, match=rf"step {BAD}(.|\n)*not finite(.|\n)*the state before it and its batch(.|\n)*roll_back"
+        TrainingError,
+        match=rf"step {BAD}(.|\n)*not finite(.|\n)*the state before it and its batch(.|\n)*roll_back",
     ):
         train_into(run, tmp_path / "out", cache)
     folder = tmp_path / "out" / f"evidence-step-{BAD}"
@@ -99,23 +109,36 @@ def test_a_bad_step_stops_the_run_with_its_evidence(run: Run, tmp_path: Path, ca
 
 
 @pytest.mark.usefixtures("poisoned")
-def test_a_bad_step_is_skipped(run: Run, tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_step_is_skipped(
+    run: Run, tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     skipping = with_faults(run, bad_step="skip")
     summary = train_into(skipping, tmp_path / "out", cache)
-    assert summary.steps == STEPS and f"step {BAD}: its loss or gradient is not finite" in capfd.readouterr().err
+    assert (
+        summary.steps == STEPS
+        and f"step {BAD}: its loss or gradient is not finite" in capfd.readouterr().err
+    )
     expected = trained_by_hand(run, cache, (), BAD)
     assert_same_bits(final_state(run, tmp_path / "out", cache), expected)
-    assert [line["step"] for line in lines_of(tmp_path / "out") if "loss" in line] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines_of(tmp_path / "out") if "loss" in line] == list(
+        range(1, STEPS + 1)
+    )
     assert (tmp_path / "out" / f"evidence-step-{BAD}" / "batch-process-0.npz").is_file()
     # The rate that is reported is the one that was used: the rule's schedule counts updates, and one was left out.
     rate = build_lr_schedule(run.optimizer, STEPS)
     used = [float(rate(count)) for count in (0, 1, 2, 2, 3, 4)]
-    rates = [line["learning rate"] for line in lines_of(tmp_path / "out") if "learning rate" in line]
+    rates = [
+        line["learning rate"] for line in lines_of(tmp_path / "out") if "learning rate" in line
+    ]
     np.testing.assert_allclose(rates, used, rtol=1e-6)
 
 
 def test_a_step_without_any_weight_is_skipped(
-    run: Run, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    run: Run,
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     prepared = loop.prepare_run(run, cache=cache)
     stream = build_stream(list(prepared.train), list(prepared.corpus.weights), run.training.seed)
@@ -134,7 +157,9 @@ def test_a_step_without_any_weight_is_skipped(
     known = True
     train_into(with_faults(run, bad_step="skip"), tmp_path / "out", cache)
     assert f"step {BAD}: the total weight of its batch is 0" in capfd.readouterr().err
-    assert_same_bits(final_state(run, tmp_path / "out", cache), trained_by_hand(run, cache, (), BAD))
+    assert_same_bits(
+        final_state(run, tmp_path / "out", cache), trained_by_hand(run, cache, (), BAD)
+    )
     assert [line["loss"] is None for line in lines_of(tmp_path / "out") if "loss" in line] == [
         step == BAD for step in range(1, STEPS + 1)
     ]
@@ -152,7 +177,9 @@ def test_a_run_rolls_back_and_skipped_samples_stay_skipped(
     record = json.loads((out / "skipped.json").read_text())
     assert [(part["first"], part["number"], part["step"]) for part in record] == [(*skipped, BAD)]
     if first.steps > BAD:
-        (out / "skipped.json").unlink()  # the checkpoint that was saved since then knows them as well
+        (
+            out / "skipped.json"
+        ).unlink()  # the checkpoint that was saved since then knows them as well
     second = train_into(rolling, out, cache, start="resume")
     assert second.steps == STEPS and not list(out.glob("evidence-step-*.1"))
     assert_same_bits(final_state(run, out, cache), trained_by_hand(run, cache, (skipped,), None))
@@ -166,33 +193,50 @@ def test_too_many_bad_steps_stop_the_run(
 ) -> None:
     read = Windows.__getitem__
     monkeypatch.setattr(
-        Windows, "__getitem__", lambda self, i: {**read(self, i), "weights": np.full(self.seq, np.nan, np.float32)}
+        Windows,
+        "__getitem__",
+        lambda self, i: {**read(self, i), "weights": np.full(self.seq, np.nan, np.float32)},
     )
-    with pytest.raises(TrainingError, match=r"3 steps were bad, and --faults.most-skipped is 2(.|\n)*a higher"):
+    with pytest.raises(
+        TrainingError, match=r"3 steps were bad, and --faults.most-skipped is 2(.|\n)*a higher"
+    ):
         train_into(with_faults(run, bad_step="roll_back", most_skipped=2), tmp_path / "out", cache)
 
 
 def test_a_spike_is_measured_by_the_median(run: Run, tmp_path: Path) -> None:
-    mesh = device_run_of(dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=50))).mesh
-    meter = Meter([], dataclasses.replace(run, faults=Faults(spike=5.0)), mesh, per_sample=1, flops=1.0)
+    mesh = device_run_of(
+        dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=50))
+    ).mesh
+    meter = Meter(
+        [], dataclasses.replace(run, faults=Faults(spike=5.0)), mesh, per_sample=1, flops=1.0
+    )
     assert not any(meter._spike_of(1.0 + 0.01 * step) for step in range(30))
     assert "is 50, 43.7 times the median" in meter._spike_of(50.0)
     assert not meter._spike_of(5.0)
     # A run that resumes, or returns to a checkpoint, has the norms of that checkpoint.
     manifest = Manifest(31, 0, run, {}, norms=tuple(meter.norms))
     manifest.write(tmp_path / "31")
-    later = Meter([], dataclasses.replace(run, faults=Faults(spike=5.0)), mesh, per_sample=1, flops=1.0)
+    later = Meter(
+        [], dataclasses.replace(run, faults=Faults(spike=5.0)), mesh, per_sample=1, flops=1.0
+    )
     assert not later._spike_of(50.0)
     later.rewind(31, manifest_of(tmp_path, 31).norms)
     assert later.norms == meter.norms and "times the median" in later._spike_of(50.0)
-    for wrong in ({"spike": 0.5}, {"bad_records": 1.0}, {"most_skipped": 0}, {"spike": 3.0, "bad_step": "skip"}):
+    for wrong in (
+        {"spike": 0.5},
+        {"bad_records": 1.0},
+        {"most_skipped": 0},
+        {"spike": 3.0, "bad_step": "skip"},
+    ):
         with pytest.raises(ConfigError, match="--faults"):
             Faults(**wrong)  # type: ignore[arg-type]
 
 
 def test_a_resume_on_other_data_is_refused(run: Run, tmp_path: Path, cache: Path) -> None:
     out, text = tmp_path / "out", tmp_path / "text.txt"
-    short = dataclasses.replace(run, training=dataclasses.replace(run.training, steps=2, save_every=0))
+    short = dataclasses.replace(
+        run, training=dataclasses.replace(run.training, steps=2, save_every=0)
+    )
     train_into(short, out, cache)
     vocabulary = (out / "tokenizer.json").read_text()
 
@@ -201,14 +245,19 @@ def test_a_resume_on_other_data_is_refused(run: Run, tmp_path: Path, cache: Path
         return loop.train(prepared, out, start="resume", **how)
 
     other = dataclasses.replace(run, training=dataclasses.replace(run.training, seed=7))
-    with pytest.raises(ConfigError, match=r"training.seed was 0 and is 7(.|\n)*--accept training.seed, if the change"):
+    with pytest.raises(
+        ConfigError,
+        match=r"training.seed was 0 and is 7(.|\n)*--accept training.seed, if the change",
+    ):
         resumed(other)
     # Other text, which would lead to another vocabulary of as many characters.
     text.write_text(text.read_text().swapcase().replace("LAZY", "lazy"))
     with pytest.raises(Exception, match=r"which the vocabulary does not have"):
         resumed(run)
     text.write_text("".join(reversed(text.read_text().swapcase().replace("LAZY", "lazy"))))
-    with pytest.raises(ConfigError, match=r"text.txt have changed(.|\n)*--accept text, if the change is meant"):
+    with pytest.raises(
+        ConfigError, match=r"text.txt have changed(.|\n)*--accept text, if the change is meant"
+    ):
         resumed(run)
     assert resumed(run, accept=("text",)).steps == STEPS
     assert (out / "tokenizer.json").read_text() == vocabulary
@@ -226,8 +275,12 @@ def test_a_finished_run_and_broken_files_are_no_obstacle(
     shutil.rmtree(out / "checkpoints" / str(STEPS))
     (out / "checkpoints" / "5").mkdir()
     shutil.copytree(out / "checkpoints" / "4" / "state", out / "checkpoints" / str(STEPS) / "state")
-    (out / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 1.0}\n\xff\xfe\x00{"step": 2\n[[[\n{"step": "x"}\n')
-    assert committed_steps(out / "checkpoints") == [2, 4] and partial_steps(out / "checkpoints") == [5, STEPS]
+    (out / "metrics.jsonl").write_bytes(
+        b'{"step": 1, "loss": 1.0}\n\xff\xfe\x00{"step": 2\n[[[\n{"step": "x"}\n'
+    )
+    assert committed_steps(out / "checkpoints") == [2, 4] and partial_steps(
+        out / "checkpoints"
+    ) == [5, STEPS]
     train_into(run, out, cache, start="resume")
     assert_same_bits(final_state(run, out, cache), reference)
     told = capfd.readouterr().err
@@ -259,7 +312,9 @@ def test_one_run_at_a_time_writes_into_a_folder(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLDER, str(tmp_path / "out")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        with pytest.raises(CheckpointError, match=rf"process {holder.pid} on {socket.gethostname()} trains there"):
+        with pytest.raises(
+            CheckpointError, match=rf"process {holder.pid} on {socket.gethostname()} trains there"
+        ):
             locked(tmp_path / "out").__enter__()
         holder.kill()
     with locked(tmp_path / "out"):  # of a process that is gone
@@ -276,7 +331,11 @@ def test_a_lock_of_another_host_is_watched(tmp_path: Path, monkeypatch: pytest.M
         pass
     file.write_text(json.dumps({"host": "elsewhere", "process": 7, "count": 3}))
     counts = itertools.count()
-    monkeypatch.setattr(lock, "parse_holder", lambda text: {"host": "elsewhere", "process": 7, "count": next(counts)})
+    monkeypatch.setattr(
+        lock,
+        "parse_holder",
+        lambda text: {"host": "elsewhere", "process": 7, "count": next(counts)},
+    )
     with pytest.raises(CheckpointError, match="on elsewhere trains there"):
         locked(tmp_path).__enter__()
 
@@ -295,7 +354,9 @@ with Preemption().listening() as preemption:
 def test_ctrl_c_is_acknowledged_inside_a_call(tmp_path: Path) -> None:
     def start(rounds: int) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", IN_A_CALL, str(rounds)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         assert process.stdout is not None and process.stdout.readline() == "computing\n"
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
@@ -303,7 +364,9 @@ def test_ctrl_c_is_acknowledged_inside_a_call(tmp_path: Path) -> None:
 
     process = start(20_000_000)
     assert process.stderr is not None
-    assert process.stderr.readline().startswith("Ctrl-C: the run saves a checkpoint after the step in progress")
+    assert process.stderr.readline().startswith(
+        "Ctrl-C: the run saves a checkpoint after the step in progress"
+    )
     assert process.poll() is None, "it had not returned yet"
     out, _ = process.communicate(timeout=200)
     assert out == f"returned {int(signal.SIGINT)}\n" and process.returncode == 0
@@ -330,7 +393,9 @@ else:
 """
 
 
-@pytest.mark.parametrize("place, rounds", [("a long call", 2_000_000_000), ("a callback of the collector", 1_000_000)])
+@pytest.mark.parametrize(
+    "place, rounds", [("a long call", 2_000_000_000), ("a callback of the collector", 1_000_000)]
+)
 def test_ctrl_c_ends_every_verb(place: str, rounds: int) -> None:
     command = [sys.executable, "-c", BEFORE_THE_LOOP, str(rounds), place]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -343,7 +408,9 @@ def test_ctrl_c_ends_every_verb(place: str, rounds: int) -> None:
 
 
 def test_every_device_gets_the_state_of_a_skipped_step(run: Run, cache: Path) -> None:
-    prepared = loop.prepare_run(dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, data=2)), cache=cache)
+    prepared = loop.prepare_run(
+        dataclasses.replace(run, mesh=dataclasses.replace(run.mesh, data=2)), cache=cache
+    )
     state = healed(prepared.device_run.initial_state(), 5)
     assert int(state.step) == 5 and bool(state.healthy) and len(state.step.sharding.device_set) == 2
     assert jax.tree.map(lambda x: x.sharding, state) == prepared.device_run.state_shardings

@@ -35,7 +35,8 @@ from meshwright.trainer import loop, parity, prepare
 MESH, CROSSING = "data=2,fsdp=2,tensor=2", "data=2*1,fsdp=2,tensor=2"
 LORA = FineTune(method="lora", rank=4, targets=("query",))
 GROUPED = GroupedMatmul(
-    "doubled", lambda rows, weights, counts: tuple(2 * jax.lax.ragged_dot(rows, w, counts) for w in weights)
+    "doubled",
+    lambda rows, weights, counts: tuple(2 * jax.lax.ragged_dot(rows, w, counts) for w in weights),
 )
 STAGES: dict[str, Any] = {"mesh": "stage=2,data=2,tensor=2", "microbatches": 4, "layers": 4}
 WIDE: dict[str, Any] = {"vocab": 4096, "batch": 64, "seq": 64}
@@ -132,7 +133,9 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
 def base_run(changes: dict[str, Any]) -> Run:
     rest = {name: value for name, value in changes.items() if name != "bad"}
     model: Any = MODELS[rest.pop("family", "llama")]
-    model = dataclasses.replace(model, **{n: rest.pop(n) for n in ("layers", "vocab", "head_size") if n in rest})
+    model = dataclasses.replace(
+        model, **{n: rest.pop(n) for n in ("layers", "vocab", "head_size") if n in rest}
+    )
     return tiny_run(model, rest.pop("mesh", MESH), **rest)
 
 
@@ -140,7 +143,9 @@ def changed(run: Run, field: str, value: Any) -> Run:
     part, _, name = field.rpartition(".")
     if not part:
         return dataclasses.replace(run, **{name: value})
-    return dataclasses.replace(run, **{part: dataclasses.replace(getattr(run, part), **{name: value})})
+    return dataclasses.replace(
+        run, **{part: dataclasses.replace(getattr(run, part), **{name: value})}
+    )
 
 
 def text_of(program: Any) -> str:
@@ -161,7 +166,10 @@ def on_tpu(run: Run) -> tuple[Any, str]:
     if getattr(run.model, "head_size", None) != 128 or run.mesh != MeshShape.parse(MESH):
         gpu = Settled(place_run(run), Machine("gpu", "h100", installed=True, kind="NVIDIA H100"))
         return (settled.compiler_options, gpu.compiler_options), ""
-    x, segments = jax.ShapeDtypeStruct((1, 512, 2, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 512), jnp.int32)
+    x, segments = (
+        jax.ShapeDtypeStruct((1, 512, 2, 128), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1, 512), jnp.int32),
+    )
     attend = functools.partial(settled.kernels.self_attention, window=None)
     return settled.compiler_options, text_of(jax.make_jaxpr(attend)(x, x, x, segments))
 
@@ -169,13 +177,17 @@ def on_tpu(run: Run) -> tuple[Any, str]:
 def train_program(run: Run) -> Any:
     """Train step, its state, and what a TPU gets."""
     device_run = device_run_of(run)
-    step = jax.make_jaxpr(build_train_step(device_run))(device_run.abstract, device_run.abstract_batch)
+    step = jax.make_jaxpr(build_train_step(device_run))(
+        device_run.abstract, device_run.abstract_batch
+    )
     return text_of(step), str(device_run.abstract), on_tpu(run)
 
 
 def eval_program(run: Run) -> Any:
     device_run = device_run_of(run)
-    lowered = build_eval_step(device_run).lower(device_run.abstract.params, device_run.abstract_batch)
+    lowered = build_eval_step(device_run).lower(
+        device_run.abstract.params, device_run.abstract_batch
+    )
     return text_of(lowered.as_text()), on_tpu(run)
 
 
@@ -184,7 +196,9 @@ def parity_program(run: Run) -> Any:
 
 
 def plans(run: Run) -> list[str]:
-    return [str(price_run(run, parse_target(target)).estimate) for target in ("h100:8", "v5p:2x2x2")]
+    return [
+        str(price_run(run, parse_target(target)).estimate) for target in ("h100:8", "v5p:2x2x2")
+    ]
 
 
 def preferring(base: dict[str, Any]) -> Run:
@@ -200,7 +214,12 @@ def squares(params: Any, batch: Any) -> jax.Array:
 def wrapped(base: dict[str, Any]) -> Run:
     """A run of a model of one's own, with what the row's base has that means something to it."""
     params = {"w": np.ones((64, 128), np.float32), "v": np.ones((128, 64), np.float32)}
-    model = mw.wrap(params, squares, lambda step: {"x": np.ones((16, 64), np.float32)}, rules={"w": (None, "tensor")})
+    model = mw.wrap(
+        params,
+        squares,
+        lambda step: {"x": np.ones((16, 64), np.float32)},
+        rules={"w": (None, "tensor")},
+    )
     names = ("param_dtype", "save_every", "optimizer", "faults", "local_checkpoints")
     mesh = {"fsdp=2": "fsdp=2", "data=2": "data=2", CROSSING: "data=2*1,fsdp=4"}.get(
         base.get("mesh", ""), "data=2,fsdp=2"
@@ -223,14 +242,22 @@ PROGRAMS: dict[str, tuple[Callable[[Run], Any], Callable[[dict[str, Any]], Run]]
 def in_program(path: str) -> list[str]:
     """Fields that are honoured by the program of a path (or its plan), not by what goes around it."""
     around = "{loop} {text}" if path != "plan" else ""
-    return [f for f in CHANGES if checks.status_of(path, f) == "honoured" and not checks.named(around, f)]
+    return [
+        f
+        for f in CHANGES
+        if checks.status_of(path, f) == "honoured" and not checks.named(around, f)
+    ]
 
 
 def test_every_field_has_a_row_and_every_pattern_a_field() -> None:
     fields = checks.fields_of_runs()
     assert sorted(CHANGES) == sorted(fields)
     groups, rows = checks.TABLE["groups"], checks.TABLE["refused"]
-    named = [*groups.values(), *checks.TABLE["no_effect"].values(), *(row["fields"] for row in rows)]
+    named = [
+        *groups.values(),
+        *checks.TABLE["no_effect"].values(),
+        *(row["fields"] for row in rows),
+    ]
     assert (
         {path for row in rows for path in row["paths"]}
         <= checks.TABLE["paths"].keys()
@@ -272,10 +299,14 @@ def test_what_a_path_computes_changes_with_its_fields_and_with_no_other(path: st
             continue
         run = base_of(base)
         before = known.setdefault(str(base), outcome(result, run))
-        assert before != outcome(result, changed(run, field, value)), f"{field} changes nothing for {path}"
+        assert before != outcome(result, changed(run, field, value)), (
+            f"{field} changes nothing for {path}"
+        )
     run = base_of({})
     for field, (value, base) in CHANGES.items():
-        refused = any(checks.status_of(where, field) == "refused" for where in (path, "text", "full"))
+        refused = any(
+            checks.status_of(where, field) == "refused" for where in (path, "text", "full")
+        )
         if not refused and field not in honoured and not base:
             run = changed(run, field, value)
     assert result(run) == result(base_of({}))
@@ -290,7 +321,10 @@ def around(
 ) -> Callable[..., Any]:
     """Runs the loop with a step that computes nothing; returns what it read, wrote, evaluated and sampled."""
     data = tmp_path_factory.mktemp("data")
-    lines = [{"text": f"{i} a line of text. " * 9, "body": f"{i} the other body. " * 9} for i in range(120)]
+    lines = [
+        {"text": f"{i} a line of text. " * 9, "body": f"{i} the other body. " * 9}
+        for i in range(120)
+    ]
     for name, given in {"text": lines, "other": lines[::-1]}.items():
         (data / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in given))
     (data / "broken.jsonl").write_text((data / "text.jsonl").read_text() + "{\n")
@@ -299,14 +333,20 @@ def around(
     (data / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
 
     def zeros(self: DeviceRun) -> State:
-        state: State = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), self.abstract)
+        state: State = jax.tree.map(
+            lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), self.abstract
+        )
         return dataclasses.replace(state, healthy=jnp.ones((), bool))
 
     monkeypatch.setattr(DeviceRun, "initial_state", zeros)
     monkeypatch.setattr(
-        prepare, "compile_eval_step", lambda *_: lambda params, batch: {"loss": (batch.inputs.sum(), batch.inputs.size)}
+        prepare,
+        "compile_eval_step",
+        lambda *_: lambda params, batch: {"loss": (batch.inputs.sum(), batch.inputs.size)},
     )
-    monkeypatch.setattr(prepare, "write_sample", lambda run, _, __, count, out: f"{run.run.data.prompt}{count}")
+    monkeypatch.setattr(
+        prepare, "write_sample", lambda run, _, __, count, out: f"{run.run.data.prompt}{count}"
+    )
 
     def run_loop(run: Run, bad: int = 0) -> Any:
         out, taken, seen = tmp_path_factory.mktemp("loop"), list[int](), set[str]()
@@ -317,8 +357,13 @@ def around(
             taken.append(number)
             seen.update(str(file.relative_to(out)) for file in out.rglob("[0-9]*/manifest"))
             loss = np.nan if 3 <= number < 3 + bad else float(batch.inputs.sum())
-            after = dataclasses.replace(state, step=state.step + 1, healthy=jnp.asarray(np.isfinite(loss)))
-            return after, {"loss": (loss, 1.0), "gradient norm": (9.0 if number == STEPS - 1 else 1.0, 1.0)}
+            after = dataclasses.replace(
+                state, step=state.step + 1, healthy=jnp.asarray(np.isfinite(loss))
+            )
+            return after, {
+                "loss": (loss, 1.0),
+                "gradient norm": (9.0 if number == STEPS - 1 else 1.0, 1.0),
+            }
 
         monkeypatch.setattr(prepare.PreparedRun, "compile", lambda self, batch: step)
         samples = list[str]()
@@ -328,23 +373,34 @@ def around(
             sample = staticmethod(lambda step, text: samples.append(f"{step} {text}"))
 
         try:
-            loop.train(loop.prepare_run(run, cache=cache), out / "out", reporters=lambda _: [Sampled()])
+            loop.train(
+                loop.prepare_run(run, cache=cache), out / "out", reporters=lambda _: [Sampled()]
+            )
             ended = ""
         except MeshwrightError as error:
             ended = re.sub(r"\d{8}-\d{6}|loop\d+", "", str(error))
         file = out / "out" / "metrics.jsonl"
-        metrics = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        metrics = (
+            [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        )
         kept = [
-            {n: x for n, x in line.items() if "seconds" not in n and "/s" not in n and n != "time"} for line in metrics
+            {n: x for n, x in line.items() if "seconds" not in n and "/s" not in n and n != "time"}
+            for line in metrics
         ]
         seen.update(str(file.relative_to(out)) for file in out.rglob("[0-9]*/manifest"))
         return ended, kept, {re.sub(r"loop\d+", "", file) for file in seen}, samples, taken
 
     def run_of(field: str, base: dict[str, Any]) -> Run:
-        name = "broken" if field == "faults.bad_records" else "chat" if "finetune" in base else "text"
+        name = (
+            "broken" if field == "faults.bad_records" else "chat" if "finetune" in base else "text"
+        )
         texts = base.get("data", Data(sample=0))
-        texts = dataclasses.replace(texts, paths=(str(data / f"{name}.jsonl"),), tokenizer="bytes", held_out=0.3)
-        run = base_run({"mesh": "data=1", "steps": STEPS, "batch": 2, "eval_samples": 4, **base, "data": texts})
+        texts = dataclasses.replace(
+            texts, paths=(str(data / f"{name}.jsonl"),), tokenizer="bytes", held_out=0.3
+        )
+        run = base_run(
+            {"mesh": "data=1", "steps": STEPS, "batch": 2, "eval_samples": 4, **base, "data": texts}
+        )
         return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=None))
 
     run_loop.run_of, run_loop.other = run_of, str(data / "other.jsonl")  # type: ignore[attr-defined]
@@ -356,12 +412,16 @@ def test_what_goes_around_the_step_changes_with_its_fields(around: Any) -> None:
     known: dict[str, Any] = {}
     chat = {"finetune": FineTune(objective="answers"), "seq": 32}
     asked = {"data.held_out": 0.5, "data.paths": (around.other,)}
-    bases = {f"finetune.{name}": chat for name in ("template", "too_long")} | {"data.prompt": {"data": Data(sample=3)}}
+    bases = {f"finetune.{name}": chat for name in ("template", "too_long")} | {
+        "data.prompt": {"data": Data(sample=3)}
+    }
     for field, (given, needs) in CHANGES.items():
         if not checks.named("{loop} {text}", field) or field == "name":  # of the folder's default
             continue
         base = bases.get(field, {n: x for n, x in needs.items() if n != "finetune"})
         run = around.run_of(field, base)
-        before = known.setdefault(f"{base}{'bad_records' in field}", around(run, base.get("bad", 0)))
+        before = known.setdefault(
+            f"{base}{'bad_records' in field}", around(run, base.get("bad", 0))
+        )
         after = around(changed(run, field, asked.get(field, given)), base.get("bad", 0))
         assert before != after, f"{field} changes nothing in training"

@@ -100,7 +100,11 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
     "an empty completion": ({"prompt": "a", "completion": ""}, "", "its answer is empty"),
     "no template": ({"messages": TALK}, "", "no chat template"),
     "a template that looks ahead": ({"messages": TALK}, LATER, "otherwise where more follow"),
-    "a template that refuses": ({"messages": TALK}, "{{ raise_exception('alone') }}", "refuses it: alone"),
+    "a template that refuses": (
+        {"messages": TALK},
+        "{{ raise_exception('alone') }}",
+        "refuses it: alone",
+    ),
     "no content": (
         {"messages": [TALK[0], {"role": "assistant", "content": None}]},
         PLAIN,
@@ -111,7 +115,11 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
         PLAIN,
         "the content of message 0 of its messages is list",
     ),
-    "tools": ({"messages": TALK, "tools": [{"name": "add"}]}, PLAIN, "it has `tools`, which no template is given"),
+    "tools": (
+        {"messages": TALK, "tools": [{"name": "add"}]},
+        PLAIN,
+        "it has `tools`, which no template is given",
+    ),
     "half a character": (
         {"messages": [TALK[0], {"role": "assistant", "content": "x\ud800"}]},
         PLAIN,
@@ -129,7 +137,9 @@ def test_broken_records_are_refused_with_file_and_line(row: str, tmp_path: Path)
     file.write_text(f"{json.dumps(good)}\n\n{json.dumps(record)}\n")
     jinja.write_text(source)
     chosen = str(jinja) if source else None
-    run = mw.recipe("tiny", tokenizer="bytes", objective="answers", paths=(str(file),), template=chosen)
+    run = mw.recipe(
+        "tiny", tokenizer="bytes", objective="answers", paths=(str(file),), template=chosen
+    )
     with pytest.raises(mw.DataError, match=re.escape(reason)) as refused:
         mw.train(run, tmp_path / "out", progress="none", cache=tmp_path)
     assert refused.value.asked.removeprefix("reading ") == f"{file}, line 3"
@@ -141,7 +151,9 @@ def test_sequences_hold_whole_documents(seq: int, tmp_path: Path) -> None:
     lengths = rng.integers(3, 13, 50)
     tokens = rng.integers(0, 200, lengths.sum()).astype(np.uint32)
     answers = (rng.random(lengths.sum()) < 0.5).astype(np.uint8)
-    file = TokenFile(TokenArray.of(tokens, np.cumsum(lengths)), 257, Bytes(), tmp_path, len(lengths))
+    file = TokenFile(
+        TokenArray.of(tokens, np.cumsum(lengths)), 257, Bytes(), tmp_path, len(lengths)
+    )
     packed: Packed = pack(file, answers, seq, range(50), 1)
     assert sorted(d for row in packed.rows for d in row) == list(range(50))
     room = len(packed) * seq - int((lengths - 1).sum())
@@ -159,14 +171,23 @@ def test_sequences_hold_whole_documents(seq: int, tmp_path: Path) -> None:
 
 
 def lora(model: str, mesh: str = "data=1", tuning: FineTune | None = None, **changes: Any) -> Run:
-    return tiny_run(MODELS[model], mesh, finetune=tuning or FineTune(method="lora", rank=4, alpha=8.0), **changes)
+    return tiny_run(
+        MODELS[model],
+        mesh,
+        finetune=tuning or FineTune(method="lora", rank=4, alpha=8.0),
+        **changes,
+    )
 
 
 MESHES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "data, fsdp, tensor": ("llama", "data=2,fsdp=2,tensor=2", {}),
     "stages": ("qwen-like", "stage=2,data=2,tensor=2", {"microbatches": 2}),
     "context, more devices than heads": ("gpt2", "context=2,fsdp=4", {}),
-    "experts, ZeRO-1, accumulation": ("mixtral", "data=2,expert=2,tensor=2", {"layout": "zero1", "microbatches": 2}),
+    "experts, ZeRO-1, accumulation": (
+        "mixtral",
+        "data=2,expert=2,tensor=2",
+        {"layout": "zero1", "microbatches": 2},
+    ),
 }
 
 
@@ -196,9 +217,13 @@ def test_nothing_but_adapters_changes_or_has_a_state() -> None:
 
 def test_merging_keeps_what_is_float32_at_rest() -> None:
     device_run = device_run_of(lora("deepseek-like", compute_dtype="bfloat16"))
-    merged = jax.eval_shape(lambda params: merge_adapters(device_run, params)[1], device_run.abstract.params)
+    merged = jax.eval_shape(
+        lambda params: merge_adapters(device_run, params)[1], device_run.abstract.params
+    )
     kinds = {path: x.dtype for path, x in named_leaves(merged).items()}
-    assert kinds.pop("blocks.router_bias") == jnp.float32 and set(kinds.values()) == {jnp.dtype("bfloat16")}
+    assert kinds.pop("blocks.router_bias") == jnp.float32 and set(kinds.values()) == {
+        jnp.dtype("bfloat16")
+    }
 
 
 def test_merged_weights_compute_what_adapters_do() -> None:
@@ -209,7 +234,8 @@ def test_merged_weights_compute_what_adapters_do() -> None:
     base, merged = merge_adapters(device_run, params)
     assert ADAPTERS not in merged["blocks"]
     losses = [
-        float(build_eval_step(d)(p, random_batch(d))["loss"][0]) for d, p in ((device_run, params), (base, merged))
+        float(build_eval_step(d)(p, random_batch(d))["loss"][0])
+        for d, p in ((device_run, params), (base, merged))
     ]
     assert abs(losses[0] / losses[1] - 1) < 1e-6
 
@@ -218,7 +244,9 @@ def test_nf4_takes_the_nearest_of_its_values() -> None:
     p = device_run_of(lora("llama")).run.model.params()["blocks"]["query"]
     w = np.random.default_rng(0).normal(size=p.shape).astype(np.float32)
     kept = quantise("blocks.query", p, jnp.asarray(w), "nf4")
-    assert kept["codes"].shape[1] == p.shape[1] // 2 and kept["scales"].shape[1] == p.shape[1] // BLOCK
+    assert (
+        kept["codes"].shape[1] == p.shape[1] // 2 and kept["scales"].shape[1] == p.shape[1] // BLOCK
+    )
     blocks = w.reshape(p.shape[0], -1, BLOCK, *p.shape[2:])
     scale = np.abs(blocks).max(2, keepdims=True)
     distance = np.abs((blocks / scale)[..., None] - np.array(NF4, np.float32))
@@ -230,12 +258,24 @@ def test_nf4_takes_the_nearest_of_its_values() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "an unknown target": ({"targets": ("q_proj",)}, "data=1", "no matrix of a layer has such a name"),
+    "an unknown target": (
+        {"targets": ("q_proj",)},
+        "data=1",
+        "no matrix of a layer has such a name",
+    ),
     "routed experts": ({"targets": ("expert_up",)}, "data=1", "routed experts"),
-    "a quantised model that trains": ({"method": "full", "base": "nf4"}, "data=1", "trained weights need gradients"),
+    "a quantised model that trains": (
+        {"method": "full", "base": "nf4"},
+        "data=1",
+        "trained weights need gradients",
+    ),
     "preferences in stages": ({"objective": "preferences"}, "stage=2", "second forward pass"),
     "preferences with z_loss": ({"objective": "preferences"}, "data=1", "training.z_loss 0"),
-    "preferences of further tokens": ({"objective": "preferences"}, "data=1", "--model.mtp-depth 0"),
+    "preferences of further tokens": (
+        {"objective": "preferences"},
+        "data=1",
+        "--model.mtp-depth 0",
+    ),
 }
 
 
@@ -244,7 +284,9 @@ def test_what_does_not_go_together_is_refused_with_the_reason(row: str) -> None:
     fields, mesh, reason = REFUSED[row]
     run = lora("mixtral", mesh, FineTune(**{"method": "lora", **fields}), microbatches=2)
     if "further" in row:
-        run = tiny_run(dataclasses.replace(DEEPSEEK, mtp_depth=1), mesh, finetune=run.finetune, z_loss=0.0)
+        run = tiny_run(
+            dataclasses.replace(DEEPSEEK, mtp_depth=1), mesh, finetune=run.finetune, z_loss=0.0
+        )
     with pytest.raises(mw.ConfigError, match=reason):
         place_run(run)
 
@@ -252,12 +294,23 @@ def test_what_does_not_go_together_is_refused_with_the_reason(row: str) -> None:
 def write_base(folder: Path, row: str = "llama") -> None:
     """A drawn model of a golden file with a tokenizer of 50 characters and a chat template."""
     hf_models.write_folder(row, folder)
-    letters = ["<|end|>", "<|user|>", "<|assistant|>", *"abcdefghijklmnopqrstuvwxyz0123456789 ?.,!+-=*/()"][:50]
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({c: i for i, c in enumerate(letters)}, unk_token="?"))
+    letters = [
+        "<|end|>",
+        "<|user|>",
+        "<|assistant|>",
+        *"abcdefghijklmnopqrstuvwxyz0123456789 ?.,!+-=*/()",
+    ][:50]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({c: i for i, c in enumerate(letters)}, unk_token="?")
+    )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
     tokenizer.add_special_tokens(letters[:3])
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"chat_template": PLAIN, "eos_token": "<|end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    config = {
+        "chat_template": PLAIN,
+        "eos_token": "<|end|>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -266,7 +319,10 @@ def write_sums(file: Path, count: int = 120) -> None:
     rng = np.random.default_rng(0)
     with file.open("w") as lines:
         for a, b in rng.integers(0, 5, (count, 2)):
-            talk = [{"role": "user", "content": f"{a}+{b}?"}, {"role": "assistant", "content": f"{a + b}!"}]
+            talk = [
+                {"role": "user", "content": f"{a}+{b}?"},
+                {"role": "assistant", "content": f"{a + b}!"},
+            ]
             lines.write(json.dumps({"messages": talk}) + "\n")
 
 
@@ -283,7 +339,14 @@ def tuned(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     write_base(folder / "base")
     write_sums(folder / "chat.jsonl")
     mesh = "data=2,fsdp=2,tensor=2"
-    mw.finetune(f"hf:{folder}/base", str(folder / "chat.jsonl"), folder / "eight", mesh=mesh, cache=cache, **SETTINGS)
+    mw.finetune(
+        f"hf:{folder}/base",
+        str(folder / "chat.jsonl"),
+        folder / "eight",
+        mesh=mesh,
+        cache=cache,
+        **SETTINGS,
+    )
     return folder
 
 
@@ -295,8 +358,17 @@ def metrics(folder: Path, name: str) -> list[float]:
 def test_a_fine_tune_lowers_held_out_loss_alike_on_one_device(tuned: Path, cache: Path) -> None:
     held_out = metrics(tuned / "eight", "held-out loss")
     assert held_out[-1] < 0.8 * held_out[0]
-    mw.finetune(f"hf:{tuned}/base", str(tuned / "chat.jsonl"), tuned / "one", mesh="data=1", cache=cache, **SETTINGS)
-    np.testing.assert_allclose(metrics(tuned / "one", "loss"), metrics(tuned / "eight", "loss"), rtol=1e-5)
+    mw.finetune(
+        f"hf:{tuned}/base",
+        str(tuned / "chat.jsonl"),
+        tuned / "one",
+        mesh="data=1",
+        cache=cache,
+        **SETTINGS,
+    )
+    np.testing.assert_allclose(
+        metrics(tuned / "one", "loss"), metrics(tuned / "eight", "loss"), rtol=1e-5
+    )
 
 
 def test_a_resumed_fine_tune_may_name_its_model(tuned: Path) -> None:
@@ -305,7 +377,9 @@ def test_a_resumed_fine_tune_may_name_its_model(tuned: Path) -> None:
     for resumed in ("--resume", "--resume-if-exists"):
         base = FinetuneOptions.base([f"hf:{tuned}/base", *out, resumed])
         assert base.run == run_in_folder(tuned / "eight") and list(base.args) == [*out, resumed]
-    with pytest.raises(mw.ConfigError, match=rf"(?s)started from hf:{tuned}/base.*or another --out"):
+    with pytest.raises(
+        mw.ConfigError, match=rf"(?s)started from hf:{tuned}/base.*or another --out"
+    ):
         FinetuneOptions.base([f"hf:{tuned}/other", *out, "--resume"])
 
 
@@ -350,26 +424,35 @@ def adapted_params(device_run: DeviceRun, shapes: dict[str, Any]) -> Tree:
 
 def adapted_logits(folder: Path, about: dict[str, Any], mesh: str) -> np.ndarray:
     """Logits of the model in `base` with the drawn adapters of a golden file, on a mesh."""
-    training = mw.Training(batch=hf_models.BATCH, seq=hf_models.SEQ, compute_dtype="float32", remat="none")
+    training = mw.Training(
+        batch=hf_models.BATCH, seq=hf_models.SEQ, compute_dtype="float32", remat="none"
+    )
     run = adapted_run(folder, about["config"])
     device_run = device_run_of(
         dataclasses.replace(run, mesh=mw.MeshShape.parse(mesh), fsdp_min_size=64, training=training)
     )
     batch = hf_models.batch_of(device_run)
-    return np.asarray(hf_models.build_logits(device_run)(adapted_params(device_run, about["tensors"]), batch))
+    return np.asarray(
+        hf_models.build_logits(device_run)(adapted_params(device_run, about["tensors"]), batch)
+    )
 
 
 def adapter_written(folder: Path) -> dict[str, Any]:
     """Configuration, and shapes of the tensors, of an adapter that Meshwright wrote."""
     config = {**json.loads((folder / CONFIG).read_text()), "base_model_name_or_path": "base"}
-    return {"config": config, "tensors": {n: list(t.shape) for n, t in sorted(load_file(folder / WEIGHTS).items())}}
+    return {
+        "config": config,
+        "tensors": {n: list(t.shape) for n, t in sorted(load_file(folder / WEIGHTS).items())},
+    }
 
 
 def test_merged_weights_and_adapter_are_what_peft_reads(tuned: Path, tmp_path: Path) -> None:
     """`peft` reads an adapter of this configuration and these tensors; merged weights are the sum that it computes."""
     mw.convert(tuned / "eight", tuned / "merged")
     mw.convert(tuned / "eight", tuned / "adapter", weights="adapter")
-    assert adapter_written(tuned / "adapter") == json.loads((hf_models.PEERS / "written/adapter.json").read_text())
+    assert adapter_written(tuned / "adapter") == json.loads(
+        (hf_models.PEERS / "written/adapter.json").read_text()
+    )
     base, merged = (load_file(tuned / name / "model.safetensors") for name in ("base", "merged"))
     adapter, changed = load_file(tuned / "adapter" / WEIGHTS), 0
     config = adapter_written(tuned / "adapter")["config"]
@@ -418,7 +501,9 @@ def write_preferences(file: Path, count: int = 60) -> None:
         for a, b in rng.integers(0, 4, (count, 2)):
             prompt = [{"role": "user", "content": f"{a}+{b}?"}]
             answers = [[{"role": "assistant", "content": f"{n}!"}] for n in (a + b, a + b + 3)]
-            lines.write(json.dumps({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}) + "\n")
+            lines.write(
+                json.dumps({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}) + "\n"
+            )
 
 
 @pytest.mark.parametrize("mesh", ["data=1", "context=2,fsdp=2,tensor=2"])
@@ -433,8 +518,13 @@ def test_the_loss_of_preferences_is_that_of_torch(mesh: str, tmp_path: Path, cac
     device_run = prepared.device_run
     params = adapted_params(device_run, about["tensors"])
     found = build_eval_step(device_run)(params, jax.device_put(batch, device_run.batch_sharding))
-    values = [float(found[name][0] / found[name][1]) for name in ("loss", "reward margin", "preference accuracy")]
-    with np.load(hf_models.PEERS / "written/preferences.npz") as given:  # the pairs that the golden file is of
+    values = [
+        float(found[name][0] / found[name][1])
+        for name in ("loss", "reward margin", "preference accuracy")
+    ]
+    with np.load(
+        hf_models.PEERS / "written/preferences.npz"
+    ) as given:  # the pairs that the golden file is of
         for name in given:
             np.testing.assert_array_equal(getattr(batch, name), given[name])
     np.testing.assert_allclose(values, golden["preferences"], rtol=1e-5, atol=1e-6)
@@ -442,7 +532,14 @@ def test_the_loss_of_preferences_is_that_of_torch(mesh: str, tmp_path: Path, cac
 
 def preference_run(run: Run, data: Path, mesh: str, method: str = "lora", **training: Any) -> Run:
     tuning = dataclasses.replace(run.finetune, method=method, objective="preferences", beta=0.3)  # type: ignore[arg-type]
-    settings = {"batch": 4, "seq": 64, "compute_dtype": "float32", "steps": 6, "eval_samples": 0, **training}
+    settings = {
+        "batch": 4,
+        "seq": 64,
+        "compute_dtype": "float32",
+        "steps": 6,
+        "eval_samples": 0,
+        **training,
+    }
     return dataclasses.replace(
         run, finetune=tuning, mesh=mw.MeshShape.parse(mesh), fsdp_min_size=64,
         training=mw.Training(**settings),  # type: ignore[arg-type]
@@ -451,7 +548,9 @@ def preference_run(run: Run, data: Path, mesh: str, method: str = "lora", **trai
     )  # fmt: skip
 
 
-def test_preferences_train_alike_on_two_meshes_and_keep_their_reference(tmp_path: Path, cache: Path) -> None:
+def test_preferences_train_alike_on_two_meshes_and_keep_their_reference(
+    tmp_path: Path, cache: Path
+) -> None:
     write_base(tmp_path / "base")
     write_preferences(tmp_path / "pairs.jsonl")
     source = run_of_hugging_face(f"hf:{tmp_path}/base")
@@ -462,7 +561,9 @@ def test_preferences_train_alike_on_two_meshes_and_keep_their_reference(tmp_path
     np.testing.assert_allclose(losses, metrics(tmp_path / "one", "loss"), rtol=1e-5)
     assert abs(losses[0] - np.log(2)) < 1e-6  # the model is its own reference
     assert losses[-1] < losses[0] and metrics(tmp_path / "eight", "preference accuracy")[-1] > 0.5
-    texts = mw.generate(tmp_path / "eight", ["<|user|>1+1?<|end|><|assistant|>"], max_tokens=3, mesh="data=1")
+    texts = mw.generate(
+        tmp_path / "eight", ["<|user|>1+1?<|end|><|assistant|>"], max_tokens=3, mesh="data=1"
+    )
     assert len(texts.tokens[0]) > 0
     # Evaluated by its own measures: a preference has no perplexity.
     found = mw.evaluate(tmp_path / "eight", mesh="data=1", cache=cache)
@@ -495,7 +596,10 @@ def test_a_compiled_step_holds_what_is_planned_of_frozen_weights_and_adapters(ba
     run = tiny_run(MODELS["llama"], "data=2,fsdp=2,tensor=2", finetune=tuning, dropout=0.0)
     device_run = device_run_of(run)
     census, placed = census_of_train_step(device_run), device_run.placed
-    compiled, planned = census.memory.by_category(), memory_by_category(device_run.settled, work_of(placed), 1.0)
+    compiled, planned = (
+        census.memory.by_category(),
+        memory_by_category(device_run.settled, work_of(placed), 1.0),
+    )
     for category in ("parameters", "optimizer state"):
         # The program has the optimizer's count of steps besides.
         assert compiled[category] == pytest.approx(planned[category], abs=64), category
@@ -511,20 +615,30 @@ def test_what_no_dimension_divides_is_whole_where_it_is_small() -> None:
     assert not any(path.endswith(".codes") for path in whole)
 
 
-def test_a_quantised_base_trains_alike_on_two_meshes_and_is_merged(tmp_path: Path, cache: Path) -> None:
+def test_a_quantised_base_trains_alike_on_two_meshes_and_is_merged(
+    tmp_path: Path, cache: Path
+) -> None:
     write_base(tmp_path / "base")
     write_sums(tmp_path / "chat.jsonl")
     settings = {**SETTINGS, "steps": 3, "base": "nf4", "save_every": 0, "eval_every": 0}
     for name, mesh in (("one", "data=1"), ("eight", "data=2,fsdp=2,tensor=2")):
         data = str(tmp_path / "chat.jsonl")
-        mw.finetune(f"hf:{tmp_path}/base", data, tmp_path / name, mesh=mesh, cache=cache, **settings)
-    np.testing.assert_allclose(metrics(tmp_path / "eight", "loss"), metrics(tmp_path / "one", "loss"), rtol=1e-5)
+        mw.finetune(
+            f"hf:{tmp_path}/base", data, tmp_path / name, mesh=mesh, cache=cache, **settings
+        )
+    np.testing.assert_allclose(
+        metrics(tmp_path / "eight", "loss"), metrics(tmp_path / "one", "loss"), rtol=1e-5
+    )
     mw.convert(tmp_path / "eight", tmp_path / "merged")
     whole = mw.evaluate(tmp_path / "eight", mesh="data=1", cache=cache)
     run = dataclasses.replace(run_in_folder(tmp_path / "eight"), init_from=f"hf:{tmp_path}/merged")
-    run = dataclasses.replace(run, finetune=FineTune(objective="answers"), mesh=mw.MeshShape.parse("data=1"))
+    run = dataclasses.replace(
+        run, finetune=FineTune(objective="answers"), mesh=mw.MeshShape.parse("data=1")
+    )
     prepared = prepare_run(run, cache=cache)
     device_run = prepared.device_run
     params = load_initial_weights(device_run)
-    total, count = sum_metrics(device_run, params, prepared.held_out, build_eval_step(device_run))["loss"]
+    total, count = sum_metrics(device_run, params, prepared.held_out, build_eval_step(device_run))[
+        "loss"
+    ]
     assert abs(total / count / whole.loss - 1) < 1e-5

@@ -60,7 +60,9 @@ def test_a_large_mesh_keeps_its_axes(mesh: str, most: int, smaller: str) -> None
 
 
 def test_a_rehearsal_trains_and_resumes() -> None:
-    done = meshwright("rehearse", "llama3-8b", "--mesh", "fsdp=2", "--batch", "8", "--for-steps", "1")
+    done = meshwright(
+        "rehearse", "llama3-8b", "--mesh", "fsdp=2", "--batch", "8", "--for-steps", "1"
+    )
     assert "bitwise that of the run without a stop" in done and "every part succeeded" in done
 
 
@@ -74,20 +76,35 @@ def test_steps_on_measured_devices_are_predicted() -> None:
 
     placed, devices = place_run(tiny_run(MODELS["llama"], "fsdp=2")), [Device(), Device()]
     assert forecast_step(placed, devices, None) is None
-    calibration = {"matmuls": [{"flops_per_second": 1e11}], "device": "cpu", "date": "today", "memory_bandwidth": 1e10}
+    calibration = {
+        "matmuls": [{"flops_per_second": 1e11}],
+        "device": "cpu",
+        "date": "today",
+        "memory_bandwidth": 1e10,
+    }
     forecast = forecast_step(placed, devices, calibration)
     assert forecast is not None and forecast.step > 0 and "today" in forecast.source
     twice = forecast_step(placed, devices, {**calibration, "matmuls": [{"flops_per_second": 2e11}]})
     assert twice is not None and twice.compute < forecast.compute
-    largest = forecast_gaps(forecast, step=forecast.step * 1.5, data_wait=10 * forecast.step, saving=0.0)[0]
-    assert largest.part == "waiting for data" and largest.seconds == pytest.approx(10 * forecast.step)
+    largest = forecast_gaps(
+        forecast, step=forecast.step * 1.5, data_wait=10 * forecast.step, saving=0.0
+    )[0]
+    assert largest.part == "waiting for data" and largest.seconds == pytest.approx(
+        10 * forecast.step
+    )
 
 
 def test_plans_use_what_a_bench_measured() -> None:
     target = parse_target("h100:2x8")
     chip, nodes = target.chip, target.chip.interconnect
     assert isinstance(nodes, Nodes)
-    matmul = {"dtype": "bfloat16", "m": 2**20, "k": 2**20, "n": 2**20, "flops_per_second": 0.5 * chip.flops_bf16}
+    matmul = {
+        "dtype": "bfloat16",
+        "m": 2**20,
+        "k": 2**20,
+        "n": 2**20,
+        "flops_per_second": 0.5 * chip.flops_bf16,
+    }
     calibration = {
         "device": "NVIDIA H100 80GB HBM3", "date": "2026-11-01",
         "matmuls": [matmul, {**matmul, "dtype": "float32", "flops_per_second": 1e16}],
@@ -99,23 +116,36 @@ def test_plans_use_what_a_bench_measured() -> None:
     }  # fmt: skip
     measured = calibrate_target(target, calibration)
     efficiency = measured.efficiency
-    assert (efficiency.matmul, efficiency.hbm, efficiency.links) == pytest.approx((0.5, 0.7, 0.6), rel=1e-3)
-    assert (efficiency.network, efficiency.attention) == (target.efficiency.network, target.efficiency.attention)
-    assert f"2026-11-01: matmul 0.50 for {target.efficiency.matmul:.2f}" in measured.efficiency_source
+    assert (efficiency.matmul, efficiency.hbm, efficiency.links) == pytest.approx(
+        (0.5, 0.7, 0.6), rel=1e-3
+    )
+    assert (efficiency.network, efficiency.attention) == (
+        target.efficiency.network,
+        target.efficiency.attention,
+    )
+    assert (
+        f"2026-11-01: matmul 0.50 for {target.efficiency.matmul:.2f}" in measured.efficiency_source
+    )
     assert str(measured) == str(target)
     placed = placed_recipe("llama3-8b", "fsdp=16", batch=16)
     assert estimate(placed, measured).seconds > estimate(placed, target).seconds
-    for other in ({**calibration, "device": "cpu"}, {"device": "NVIDIA H100 80GB HBM3", "date": "2026-11-01"}):
+    for other in (
+        {**calibration, "device": "cpu"},
+        {"device": "NVIDIA H100 80GB HBM3", "date": "2026-11-01"},
+    ):
         assert calibrate_target(target, other) is target
     torus = calibrate_target(
-        parse_target("v5e:4x4"), {**calibration, "device": "TPU v5 lite", "matmuls": [], "memory_bandwidth": 4e11}
+        parse_target("v5e:4x4"),
+        {**calibration, "device": "TPU v5 lite", "matmuls": [], "memory_bandwidth": 4e11},
     )
     assert torus.efficiency.hbm < 0.85 and torus.efficiency.links == 0.85
 
 
 def test_local_slices_are_counted() -> None:
     def device(index: int, x: int, y: int) -> Any:
-        return SimpleNamespace(device_kind="TPU v5 lite", coords=(x, y, 0), slice_index=index, process_index=0)
+        return SimpleNamespace(
+            device_kind="TPU v5 lite", coords=(x, y, 0), slice_index=index, process_index=0
+        )
 
     devices = [device(index, x, y) for index in (0, 1) for x in range(4) for y in range(2)]
     whole = local_target(devices, None)

@@ -76,13 +76,21 @@ def opened(name: str, mesh: str = "data=1", tokenizer: Tokenizer | None = None) 
     # Rows of the vocabulary's padding are zero, as in training.
     for table in ("embed", "unembed"):
         if table in params:
-            params[table] = np.where(np.arange(len(params[table]))[:, None] < VOCAB, params[table], 0)
-    return OpenedModel(device_run, place_params(device_run, params), tokenizer or Bytes(), (), "test")
+            params[table] = np.where(
+                np.arange(len(params[table]))[:, None] < VOCAB, params[table], 0
+            )
+    return OpenedModel(
+        device_run, place_params(device_run, params), tokenizer or Bytes(), (), "test"
+    )
 
 
-def generated(name: str, mesh: str, sampling: Sampling, tokens: int = TOKENS, **decoding: Any) -> list[list[int]]:
+def generated(
+    name: str, mesh: str, sampling: Sampling, tokens: int = TOKENS, **decoding: Any
+) -> list[list[int]]:
     generator = Generator(opened(name, mesh), Decoding(**decoding))
-    found = generator.generate([list(map(int, p)) for p in prompts()], max_tokens=tokens, sampling=sampling)
+    found = generator.generate(
+        [list(map(int, p)) for p in prompts()], max_tokens=tokens, sampling=sampling
+    )
     return [list(row) for row in found.tokens]
 
 
@@ -97,12 +105,16 @@ def generated(name: str, mesh: str, sampling: Sampling, tokens: int = TOKENS, **
 )
 def test_greedy_text_is_that_of_transformers(name: str, mesh: str) -> None:
     expected = read(f"text-{name}")[1]["greedy"].tolist()
-    assert len({token for row in expected for token in row}) > 8  # a text that repeats one token shows little
+    assert (
+        len({token for row in expected for token in row}) > 8
+    )  # a text that repeats one token shows little
     assert generated(name, mesh, Sampling()) == expected
 
 
 def test_sampled_text_does_not_depend_on_mesh_pieces_or_company() -> None:
-    sampling = Sampling(temperature=1.0, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.2, seed=7)
+    sampling = Sampling(
+        temperature=1.0, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.2, seed=7
+    )
     alone = generated("llama", "data=1", sampling)
     assert generated("llama", "fsdp=4,tensor=2", sampling, stream_every=5, prefill_chunk=4) == alone
     assert generated("llama", "data=1", dataclasses.replace(sampling, seed=8)) != alone
@@ -131,29 +143,38 @@ def reference_filter(logits: np.ndarray, k: int, p: float, min_p: float) -> np.n
 
 
 @pytest.mark.parametrize(
-    ("k", "p", "min_p"), [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (12, 0.8, 0.1), (1, 0.1, 0.0)]
+    ("k", "p", "min_p"),
+    [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (12, 0.8, 0.1), (1, 0.1, 0.0)],
 )
 def test_filters_and_draws_against_numpy(k: int, p: float, min_p: float) -> None:
     rng = np.random.default_rng(4)
     logits = rng.standard_normal((3, 40)).astype(np.float32) * 2
-    kept = jax.nn.softmax(keep_tokens(jnp.array(logits), jnp.int32(k), jnp.float32(p), jnp.float32(min_p)))
+    kept = jax.nn.softmax(
+        keep_tokens(jnp.array(logits), jnp.int32(k), jnp.float32(p), jnp.float32(min_p))
+    )
     expected = np.stack([reference_filter(row, k, p, min_p) for row in logits])
     np.testing.assert_allclose(kept, expected, atol=1e-6)
     draws = 4000
     settings = Sampling(temperature=1.0, top_k=k, top_p=p, min_p=min_p, seed=11).settings()
     rows = jnp.broadcast_to(jnp.array(logits[0]), (draws, 40))
     none = jnp.full((draws, 1), -1)
-    tokens = jax.jit(choose_tokens)(rows, settings, none, jnp.arange(draws), jnp.zeros(draws, jnp.int32))
+    tokens = jax.jit(choose_tokens)(
+        rows, settings, none, jnp.arange(draws), jnp.zeros(draws, jnp.int32)
+    )
     share = np.bincount(np.asarray(tokens), minlength=40) / draws
     # Four standard deviations of a binomial share.
-    assert (np.abs(share - expected[0]) <= 4 * np.sqrt(expected[0] * (1 - expected[0]) / draws) + 1e-9).all()
+    assert (
+        np.abs(share - expected[0]) <= 4 * np.sqrt(expected[0] * (1 - expected[0]) / draws) + 1e-9
+    ).all()
 
 
 def test_repetition_penalty_is_that_of_ctrl() -> None:
     logits = jnp.array([[2.0, -1.0, 0.5, 1.9]])
     settings = Sampling(repetition_penalty=1.25).settings()
     text = jnp.array([[-1, 0, 0, 1]])
-    assert int(choose_tokens(logits, settings, text, jnp.arange(1), jnp.zeros(1, jnp.int32))[0]) == 3  # 2.0 -> 1.6
+    assert (
+        int(choose_tokens(logits, settings, text, jnp.arange(1), jnp.zeros(1, jnp.int32))[0]) == 3
+    )  # 2.0 -> 1.6
 
 
 def test_other_prompts_of_a_bucket_compile_nothing() -> None:
@@ -168,8 +189,16 @@ def test_other_prompts_of_a_bucket_compile_nothing() -> None:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        generator.generate([row[::-1] for row in ids], max_tokens=TOKENS, sampling=Sampling(temperature=0.7, top_k=3))
-        generator.generate([[1, 2, 3, 4, 5, 6, 7, 8, 9], [4], [5]], max_tokens=5, sampling=Sampling(seed=2, min_p=0.1))
+        generator.generate(
+            [row[::-1] for row in ids],
+            max_tokens=TOKENS,
+            sampling=Sampling(temperature=0.7, top_k=3),
+        )
+        generator.generate(
+            [[1, 2, 3, 4, 5, 6, 7, 8, 9], [4], [5]],
+            max_tokens=5,
+            sampling=Sampling(seed=2, min_p=0.1),
+        )
         assert not compiled
         generator.generate([[1] * 100], max_tokens=100)
         assert compiled
@@ -188,7 +217,10 @@ def test_stops() -> None:
     pieces: list[str] = []
     generator = Generator(opened("llama"), Decoding(stream_every=1))
     found = generator.generate(
-        [list(map(int, prompts()[0]))], max_tokens=TOKENS, stop=(whole[5:8],), on_text=lambda _, t: pieces.append(t)
+        [list(map(int, prompts()[0]))],
+        max_tokens=TOKENS,
+        stop=(whole[5:8],),
+        on_text=lambda _, t: pieces.append(t),
     )
     assert found.texts[0] == whole[: whole.index(whole[5:8])] == "".join(pieces)
 
@@ -196,7 +228,10 @@ def test_stops() -> None:
     found = Generator(opened("llama")).generate(
         [list(map(int, prompts()[0]))], max_tokens=TOKENS, stop=(whole[5:8],)
     )  # fmt: skip
-    assert list(found.tokens[0]) == text[: len(found.tokens[0])] and len(found.tokens[0]) == len(found.texts[0]) + 3
+    assert (
+        list(found.tokens[0]) == text[: len(found.tokens[0])]
+        and len(found.tokens[0]) == len(found.texts[0]) + 3
+    )
     for wrong in ("END", ("",)):
         with pytest.raises(ConfigError, match="it lists texts, of a character or more"):
             generator.generate([[1]], stop=wrong)
@@ -204,13 +239,24 @@ def test_stops() -> None:
 
 def test_texts_begin_and_end_as_their_vocabulary_does() -> None:
     """As Gemma's and Llama 2's: a first token, </s> as a word, a decoder that drops a text's first space."""
-    words = {"<bos>": 0, "<eos>": 1, "</s>": 2, "\u2581": 3, "a": 4, "b": 5, "\u2581a": 6, "\u2581b": 7}
+    words = {
+        "<bos>": 0,
+        "<eos>": 1,
+        "</s>": 2,
+        "\u2581": 3,
+        "a": 4,
+        "b": 5,
+        "\u2581a": 6,
+        "\u2581b": 7,
+    }
     library = tokenizers.Tokenizer(tokenizers.models.BPE(words, [("\u2581", "a"), ("\u2581", "b")]))
     library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     library.decoder = tokenizers.decoders.Metaspace()
     library.add_special_tokens(["<bos>", "<eos>"])
     library.add_tokens([tokenizers.AddedToken("</s>", special=False)])
-    first = tokenizers.processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    first = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 0)]
+    )
     library.post_processor = first
     # As a file that was saved after it had been used: texts are not cut or filled up for it.
     library.enable_truncation(4)
@@ -227,8 +273,12 @@ def test_texts_begin_and_end_as_their_vocabulary_does() -> None:
     assert "a" + found.texts[0] == whole
 
 
-@pytest.mark.parametrize(("mesh", "layout"), [("data=1", "sharded"), ("fsdp=2,context=2,tensor=2", "gathered")])
-def test_weights_and_cache_take_the_memory_that_was_planned(mesh: str, layout: WeightsLayout) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "layout"), [("data=1", "sharded"), ("fsdp=2,context=2,tensor=2", "gathered")]
+)
+def test_weights_and_cache_take_the_memory_that_was_planned(
+    mesh: str, layout: WeightsLayout
+) -> None:
     model = dataclasses.replace(MODELS["llama"], layers=8, width=128, heads=4)
     device_run = device_run_of(tiny_run(model, mesh, batch=8, seq=16))
     weights = lay_out(device_run, device_run.initial_state().params, layout)
@@ -254,7 +304,11 @@ def test_attention_visits_blocks_as_it_does_all_at_once() -> None:
 
     @jax.jit
     @functools.partial(
-        jax.shard_map, mesh=jax.make_mesh((1,), ("context",)), in_specs=jax.P(), out_specs=jax.P(), check_vma=False
+        jax.shard_map,
+        mesh=jax.make_mesh((1,), ("context",)),
+        in_specs=jax.P(),
+        out_specs=jax.P(),
+        check_vma=False,
     )
     def run(k: Any, v: Any, q: Any, new_k: Any, new_v: Any) -> Any:
         slots = Slots(jnp.int32(slot), jnp.array(first), T)
@@ -284,13 +338,20 @@ def test_what_cannot_be_is_refused() -> None:
         bucket_for(opened("gpt2").device_run, [60], 5, 512)
     with pytest.raises(ConfigError, match="no weights before it is trained"):
         open_weights("tiny")
-    for wrong in ({"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 1.0}, {"top_k": -1}, {"repetition_penalty": 0.0}):
+    for wrong in (
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"min_p": 1.0},
+        {"top_k": -1},
+        {"repetition_penalty": 0.0},
+    ):
         with pytest.raises(ConfigError):
             Sampling(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="tokens 0 to 49"):
         Generator(opened("llama")).encode([3, 50])
     with pytest.raises(
-        ConfigError, match=r"(?s)1 text\(s\) of 10000000\d+ tokens takes .* on a device, which has .*--max-tokens \d"
+        ConfigError,
+        match=r"(?s)1 text\(s\) of 10000000\d+ tokens takes .* on a device, which has .*--max-tokens \d",
     ):
         Generator(opened("llama")).decoder([3], 10**10)
     assert Sampling(top_k=10**12).settings().top_k == 2**31 - 1
@@ -298,10 +359,16 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_training_samples_the_same_text_on_stages() -> None:
     model, texts = dataclasses.replace(MODELS["llama"], layers=4), []
-    for mesh, schedule in (("data=1", "1f1b"), ("stage=2,tensor=2", "1f1b"), ("stage=2", "outside.extensions.zbv:zbv")):
+    for mesh, schedule in (
+        ("data=1", "1f1b"),
+        ("stage=2,tensor=2", "1f1b"),
+        ("stage=2", "outside.extensions.zbv:zbv"),
+    ):
         device_run: DeviceRun = device_run_of(tiny_run(model, mesh, pipeline_schedule=schedule))
         params = device_run.initial_state().params
-        texts.append(sample_tokens(device_run, params, np.array([1, 2, 3], np.int32), tokens=6, seed=0))
+        texts.append(
+            sample_tokens(device_run, params, np.array([1, 2, 3], np.int32), tokens=6, seed=0)
+        )
     assert len(texts[0]) == 6 and texts[0] == texts[1] == texts[2]
 
 
@@ -310,7 +377,9 @@ def test_scores_are_the_log_probabilities_of_the_generated_tokens(mesh: str) -> 
     generator = Generator(opened("qwen-like", mesh), Decoding(prefill_chunk=4))
     ids = [list(map(int, prompt)) for prompt in prompts()]
     found = generator.generate(ids, max_tokens=TOKENS)
-    scores = generator.score([[*prompt, *text] for prompt, text in zip(ids, found.tokens, strict=True)])
+    scores = generator.score(
+        [[*prompt, *text] for prompt, text in zip(ids, found.tokens, strict=True)]
+    )
     for (logprobs, likely), expected in zip(scores, found.logprobs, strict=True):
         np.testing.assert_allclose(logprobs[-TOKENS:], expected, atol=2e-5)
         assert likely[-TOKENS:].all() and not likely[:-TOKENS].all()
@@ -325,7 +394,9 @@ TEMPLATE = (
 
 def test_chat_templates_are_read_and_run_in_the_sandbox(tmp_path: Path) -> None:
     assert read_chat_template(tmp_path) is None
-    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": {"content": "<s>"}, "chat_template": "none"}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"bos_token": {"content": "<s>"}, "chat_template": "none"}'
+    )
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     template = read_chat_template(tmp_path)
     assert template is not None
@@ -357,14 +428,22 @@ def run_folder(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mw.train(run, out=out, progress="none", cache=cache).out
 
 
-def test_the_verb_shows_text_and_report(run_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_verb_shows_text_and_report(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     from meshwright.cli.verbs import run_verb
 
     assert (
-        run_verb("generate", [str(run_folder), "abc", "--max-tokens", "6", "--mesh", "tensor=2", "--devices", "8"]) == 0
+        run_verb(
+            "generate",
+            [str(run_folder), "abc", "--max-tokens", "6", "--mesh", "tensor=2", "--devices", "8"],
+        )
+        == 0
     )
     shown = capsys.readouterr()
-    assert shown.out.startswith("abc") and "decode:  6 tokens" in shown.err and "(planned" in shown.err
+    assert (
+        shown.out.startswith("abc") and "decode:  6 tokens" in shown.err and "(planned" in shown.err
+    )
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "abc"}\n{"prompt": "ef"}\n')
     assert (
@@ -412,7 +491,9 @@ def test_the_verb_shows_text_and_report(run_folder: Path, capsys: pytest.Capture
         "--json",
     ]
     assert run_verb("generate", [str(run_folder), "abc", *options]) == 0
-    assert [json.loads(line)["texts"][0]["prompt"] for line in capsys.readouterr().out.splitlines()] == ["abc", "def"]
+    assert [
+        json.loads(line)["texts"][0]["prompt"] for line in capsys.readouterr().out.splitlines()
+    ] == ["abc", "def"]
 
 
 def test_bits_per_byte_by_hand(run_folder: Path, cache: Path) -> None:

@@ -15,7 +15,9 @@ def test_a_golden_file_belongs_to_its_script(name: str) -> None:
     """A script that changed since is run again by `make golden`."""
     about, arrays = read(name)
     assert arrays and {"torch", "transformers", "numpy"} <= about["versions"].keys()
-    assert about["arrays_sha256"] == hashlib.sha256((FILES / f"{name}.npz").read_bytes()).hexdigest()
+    assert (
+        about["arrays_sha256"] == hashlib.sha256((FILES / f"{name}.npz").read_bytes()).hexdigest()
+    )
     assert {file: sha256(FILES.parent / file) for file in about["made_by"]} == about["made_by"]
 
 

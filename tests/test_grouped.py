@@ -43,11 +43,15 @@ def by_expert(arrays: Iterable[Any], sizes: Any) -> tuple[np.ndarray, ...]:
 def draw(case: str, dtype: Any = np.float32) -> tuple[Any, ...]:
     rows, k, n, sizes = CASES[case]
     rng = np.random.default_rng(0)
-    x, w, g = (rng.normal(size=s).astype(np.float32) for s in ((rows, k), (len(sizes), k, n), (rows, n)))
+    x, w, g = (
+        rng.normal(size=s).astype(np.float32) for s in ((rows, k), (len(sizes), k, n), (rows, n))
+    )
     return *(jnp.asarray(a, dtype) for a in (x, w, g)), np.array(sizes, np.int32)
 
 
-def with_gradients(x: jax.Array, w: jax.Array, g: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
+def with_gradients(
+    x: jax.Array, w: jax.Array, g: jax.Array, sizes: jax.Array
+) -> tuple[jax.Array, ...]:
     out, pullback = jax.vjp(lambda x, w: grouped_matmul(x, (w,), sizes, True)[0], x, w)
     return out, *pullback(g)
 
@@ -73,7 +77,9 @@ def test_bfloat16_sums_in_float32(case: str) -> None:
 def test_wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped_triton, "_LEAST_TILES", 1)
     x, w, g, sizes = draw("two tiles of columns in one")
-    for a, b in zip(jax.jit(with_gradients)(x, w, g, sizes), by_expert((x, w, g), sizes), strict=True):
+    for a, b in zip(
+        jax.jit(with_gradients)(x, w, g, sizes), by_expert((x, w, g), sizes), strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
 
 
@@ -94,23 +100,35 @@ def test_gradients_of_rows_are_added_over_several_weights(case: str) -> None:
 def test_sums_are_scaled_before_something_is_added(case: str) -> None:
     x, w, g, sizes = draw(case)
     scales = np.logspace(-2, 2, len(x), dtype=np.float32)[:, None]
-    got = grouped_triton.multiply(x, w, sizes, jnp.float32, jnp.asarray(scales), g, transposed=False, interpret=True)
-    np.testing.assert_allclose(got, by_expert((x, w, g), sizes)[0] * scales + g, rtol=1e-5, atol=1e-3)
+    got = grouped_triton.multiply(
+        x, w, sizes, jnp.float32, jnp.asarray(scales), g, transposed=False, interpret=True
+    )
+    np.testing.assert_allclose(
+        got, by_expert((x, w, g), sizes)[0] * scales + g, rtol=1e-5, atol=1e-3
+    )
     columns = np.logspace(-2, 2, w.shape[2], dtype=np.float32)[None]
-    of_weights = grouped_triton.multiply_transposed(x, g, sizes, jnp.float32, jnp.asarray(columns), interpret=True)
-    np.testing.assert_allclose(of_weights, by_expert((x, w, g), sizes)[2] * columns, rtol=1e-5, atol=1e-3)
+    of_weights = grouped_triton.multiply_transposed(
+        x, g, sizes, jnp.float32, jnp.asarray(columns), interpret=True
+    )
+    np.testing.assert_allclose(
+        of_weights, by_expert((x, w, g), sizes)[2] * columns, rtol=1e-5, atol=1e-3
+    )
 
 
 def test_neighbours_do_not_leak() -> None:
     """Rows past the last expert, and an empty expert's weights, may hold anything."""
     x, w, g, sizes = draw("rows past the last expert")
     used = sizes.sum()
-    got = jax.jit(with_gradients)(x.at[used:].set(jnp.nan), w.at[1].set(jnp.nan), g.at[used:].set(jnp.nan), sizes)
+    got = jax.jit(with_gradients)(
+        x.at[used:].set(jnp.nan), w.at[1].set(jnp.nan), g.at[used:].set(jnp.nan), sizes
+    )
     for a, b in zip(got, by_expert((x, w, g), sizes), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("platform, name", [("cpu", "ragged_dot"), ("tpu", "ragged_dot"), ("cuda", "triton")])
+@pytest.mark.parametrize(
+    "platform, name", [("cpu", "ragged_dot"), ("tpu", "ragged_dot"), ("cuda", "triton")]
+)
 def test_auto_takes_the_kernel_of_the_platform(platform: str, name: str) -> None:
     assert choose_grouped_matmul("auto", platform, "bfloat16").name == name
 
@@ -124,7 +142,9 @@ def test_auto_takes_the_kernel_of_the_platform(platform: str, name: str) -> None
         ("math:sqrt", "cpu", "float32", "a meshwright `GroupedMatmul`"),
     ],
 )
-def test_a_named_one_is_refused_never_replaced(name: str, platform: str, dtype: str, reason: str) -> None:
+def test_a_named_one_is_refused_never_replaced(
+    name: str, platform: str, dtype: str, reason: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         choose_grouped_matmul(name, platform, dtype)
     assert reason in str(raised.value)
@@ -132,4 +152,6 @@ def test_a_named_one_is_refused_never_replaced(name: str, platform: str, dtype: 
 
 def test_only_models_with_experts_have_one() -> None:
     assert device_run_of(tiny_run(MODELS["llama"])).settled.grouped_matmul is None
-    assert isinstance(device_run_of(tiny_run(MODELS["mixtral"])).settled.grouped_matmul, GroupedMatmul)
+    assert isinstance(
+        device_run_of(tiny_run(MODELS["mixtral"])).settled.grouped_matmul, GroupedMatmul
+    )

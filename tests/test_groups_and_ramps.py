@@ -40,7 +40,11 @@ def test_adafactor_is_optaxs_of_every_layer() -> None:
     states: dict[tuple[str, int], Any] = {}
     for _ in range(2):
         grads = tree_map(
-            lambda p, x: x * 10.0 ** np.arange(p.shape[0]).reshape(-1, *(1,) * (x.ndim - 1)) if "L" in p.dims else x,
+            lambda p, x: (
+                x * 10.0 ** np.arange(p.shape[0]).reshape(-1, *(1,) * (x.ndim - 1))
+                if "L" in p.dims
+                else x
+            ),
             params,
             random_like(params, rng),
         )
@@ -53,7 +57,9 @@ def test_adafactor_is_optaxs_of_every_layer() -> None:
                 w, g = (jnp.asarray(named_leaves(tree)[path][layer]) for tree in (weights, grads))
                 before = states.get((path, layer)) or one.init(w)
                 expected, states[path, layer] = one.update(g, before, w)
-                np.testing.assert_allclose(named_leaves(updates)[path][layer], expected, rtol=2e-5, atol=1e-8)
+                np.testing.assert_allclose(
+                    named_leaves(updates)[path][layer], expected, rtol=2e-5, atol=1e-8
+                )
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd"])
@@ -84,7 +90,12 @@ def test_a_group_has_its_own_learning_rate() -> None:
     found = updates(learning_rate=1e-3, lr_groups=groups)
     at = {rate: updates(learning_rate=rate) for rate in (1e-3, 5e-4, 2e-3)}
     assert not np.any(found["embed"])
-    for path, rate in (("unembed", 1e-3), ("blocks.router", 5e-4), ("blocks.query", 2e-3), ("blocks.mlp_norm", 2e-3)):
+    for path, rate in (
+        ("unembed", 1e-3),
+        ("blocks.router", 5e-4),
+        ("blocks.query", 2e-3),
+        ("blocks.mlp_norm", 2e-3),
+    ):
         np.testing.assert_allclose(found[path], at[rate][path], rtol=1e-6)
 
 

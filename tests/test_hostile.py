@@ -58,7 +58,9 @@ def nothing_is_trusted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(plugins, "_from_files", {})
     monkeypatch.setattr(trust, "_chosen", set())
     monkeypatch.setattr(trust, "_typed", [])
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\ndef attack(*args): return []\n")
+    (tmp_path / "evil.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\ndef attack(*args): return []\n"
+    )
 
 
 def changed(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
@@ -86,7 +88,11 @@ def token_folder(folder: Path) -> Path:
 def described(folder: Path, **changes: Any) -> Path:
     """A token folder with other values in its description, all checksums in agreement."""
     record = json.loads((folder / "tokens.json").read_text())
-    kept = {name: value for name, value in record.items() if name not in ("checksum", "sha256", "format", "block")}
+    kept = {
+        name: value
+        for name, value in record.items()
+        if name not in ("checksum", "sha256", "format", "block")
+    }
     write_description(folder, {**kept, **changes})
     return folder
 
@@ -96,7 +102,9 @@ def checkpoint(folder: Path, shape: tuple[int, ...] = (4, 8)) -> Path:
     step = folder / "checkpoints" / "0"
     (step / "state").mkdir(parents=True)
     values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    total = write_tensor(step / "state", "params.w", shape, values.dtype, lambda index: values[index])
+    total = write_tensor(
+        step / "state", "params.w", shape, values.dtype, lambda index: values[index]
+    )
     Manifest(0, 0, RUN, {"params.w": TensorRecord(shape, "float32", total)}).write(step)
     return step
 
@@ -123,7 +131,9 @@ Hostile = Callable[[Path], tuple[Callable[[], Any], str]]
 
 def optimizer_of_a_file(folder: Path) -> tuple[Callable[[], Any], str]:
     run = read_run(run_with(folder, "optimizer.name", f"{folder}/evil.py:attack"))
-    return lambda: plugins.resolve("optimizer", run.optimizer.name), "it would run .*evil.py(.|\n)*--trust"
+    return lambda: plugins.resolve(
+        "optimizer", run.optimizer.name
+    ), "it would run .*evil.py(.|\n)*--trust"
 
 
 def family_of_a_file(folder: Path) -> tuple[Callable[[], Any], str]:
@@ -202,27 +212,37 @@ def beside_a_namespace_package(package: str) -> Hostile:
 
 def module_of_trust(folder: Path) -> tuple[Callable[[], Any], str]:
     run = read_run(run_with(folder, "data.paths", ["meshwright.trust:take_options"]))
-    return lambda: plugins.load("data source", run.data.paths[0]), "an object of the module 'meshwright.trust'"
+    return lambda: plugins.load(
+        "data source", run.data.paths[0]
+    ), "an object of the module 'meshwright.trust'"
 
 
 def tokenizer_that_names_code(folder: Path) -> tuple[Callable[[], Any], str]:
     run = read_run(run_with(folder, "data.tokenizer", f"{folder}/evil.py:attack"))
-    return lambda: tokenize(str(folder / "evil.py"), run.data.tokenizer, folder / "out"), "evil.py:attack"
+    return lambda: tokenize(
+        str(folder / "evil.py"), run.data.tokenizer, folder / "out"
+    ), "evil.py:attack"
 
 
 def template_that_names_code(folder: Path) -> tuple[Callable[[], Any], str]:
     run = read_run(run_with(folder, "finetune.template", f"{folder}/evil.py:attack"))
-    return lambda: template_of("bytes", run.finetune.template), "--finetune.template .*evil.py:attack"
+    return lambda: template_of(
+        "bytes", run.finetune.template
+    ), "--finetune.template .*evil.py:attack"
 
 
 def data_of_the_standard_library(folder: Path) -> tuple[Callable[[], Any], str]:
     run = read_run(run_with(folder, "data.paths", ["os:abort=2"]))
-    return lambda: tokenize(run.data.paths[0].partition("=")[0], "bytes", folder / "out"), "Python's own module 'os'"
+    return lambda: tokenize(
+        run.data.paths[0].partition("=")[0], "bytes", folder / "out"
+    ), "Python's own module 'os'"
 
 
 def data_through_a_package(folder: Path) -> tuple[Callable[[], Any], str]:
     run = read_run(run_with(folder, "optimizer.name", "meshwright.documents:os.abort"))
-    return lambda: plugins.resolve("optimizer", run.optimizer.name), "an object of Python's own module"
+    return lambda: plugins.resolve(
+        "optimizer", run.optimizer.name
+    ), "an object of Python's own module"
 
 
 def module_beside_the_user(folder: Path) -> tuple[Callable[[], Any], str]:
@@ -258,27 +278,46 @@ def run_that_is_a_link(folder: Path) -> tuple[Callable[[], Any], str]:
 
 
 def plan_of_another_form(folder: Path) -> tuple[Callable[[], Any], str]:
-    (folder / "plan.json").write_text(json.dumps({"plan": 2, "run": [], "target": {}, "predicted": 1}))
+    (folder / "plan.json").write_text(
+        json.dumps({"plan": 2, "run": [], "target": {}, "predicted": 1})
+    )
     return lambda: read_plan(folder / "plan.json"), "its 'run' is no dict"
 
 
 def plan_for_a_chip_of_a_file(folder: Path) -> tuple[Callable[[], Any], str]:
-    plan = {"plan": 2, "run": run_to_dict(RUN), "target": f"{folder}/evil.py:attack:8", "predicted": {}}
+    plan = {
+        "plan": 2,
+        "run": run_to_dict(RUN),
+        "target": f"{folder}/evil.py:attack:8",
+        "predicted": {},
+    }
     (folder / "plan.json").write_text(json.dumps(plan))
     return lambda: parse_target(read_plan(folder / "plan.json").target), "it would run .*evil.py"
 
 
 def plan_for_a_chip_of_a_file_spelt_otherwise(folder: Path) -> tuple[Callable[[], Any], str]:
-    plan = {"plan": 2, "run": run_to_dict(RUN), "target": f" {folder}/evil.py:attack:8 ", "predicted": {}}
+    plan = {
+        "plan": 2,
+        "run": run_to_dict(RUN),
+        "target": f" {folder}/evil.py:attack:8 ",
+        "predicted": {},
+    }
     (folder / "plan.json").write_text(json.dumps(plan))
     return lambda: parse_target(read_plan(folder / "plan.json").target), "it would run .*evil.py"
 
 
 def plan_for_a_chip_of_a_file_with_a_star(folder: Path) -> tuple[Callable[[], Any], str]:
     (folder / "2*evil.py").write_bytes((folder / "evil.py").read_bytes())
-    plan = {"plan": 2, "run": run_to_dict(RUN), "target": f"2*{folder}/2*evil.py:attack:8", "predicted": {}}
+    plan = {
+        "plan": 2,
+        "run": run_to_dict(RUN),
+        "target": f"2*{folder}/2*evil.py:attack:8",
+        "predicted": {},
+    }
     (folder / "plan.json").write_text(json.dumps(plan))
-    return lambda: parse_target(read_plan(folder / "plan.json").target), r"it would run .*2\*evil.py"
+    return lambda: parse_target(
+        read_plan(folder / "plan.json").target
+    ), r"it would run .*2\*evil.py"
 
 
 def manifest_that_names_code(folder: Path) -> tuple[Callable[[], Any], str]:
@@ -323,14 +362,18 @@ def shards_outside(folder: Path) -> tuple[Callable[[], Any], str]:
 
 
 def shards_of_an_absolute_path(folder: Path) -> tuple[Callable[[], Any], str]:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "/etc/passwd"}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "/etc/passwd"}})
+    )
     return lambda: find_files(folder), "not the name of a file in the folder"
 
 
 def weights_that_are_a_link(folder: Path) -> tuple[Callable[[], Any], str]:
     (folder / "model").mkdir()
     (folder / "model" / "model.safetensors").symlink_to("/etc/passwd")
-    return lambda: read_header(folder / "model" / "model.safetensors"), "a link that leaves the folder"
+    return lambda: read_header(
+        folder / "model" / "model.safetensors"
+    ), "a link that leaves the folder"
 
 
 def configuration_that_is_a_link(folder: Path) -> tuple[Callable[[], Any], str]:
@@ -356,7 +399,9 @@ def nested_header(folder: Path) -> tuple[Callable[[], Any], str]:
 
 
 def pickled_weights(folder: Path) -> tuple[Callable[[], Any], str]:
-    (folder / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    (folder / "config.json").write_text(
+        '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}'
+    )
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'true'\ntR.")
     return lambda: find_files(folder), "is a pickle, which runs code"
 
@@ -383,7 +428,9 @@ def token_beyond_the_vocabulary(folder: Path) -> tuple[Callable[[], Any], str]:
     writer = TokenWriter(tokens, "<u2")
     writer.add(np.array([1, 2, 3, 60_000, *range(46)]), np.array([50]))
     writer.finish()
-    return lambda: Windows(open_tokens(described(tokens, tokens=50)), 16, 0, 50)[0], "token 3 is 60000"
+    return lambda: Windows(open_tokens(described(tokens, tokens=50)), 16, 0, 50)[
+        0
+    ], "token 3 is 60000"
 
 
 def vocabulary_of_the_description(folder: Path) -> tuple[Callable[[], Any], str]:
@@ -433,7 +480,9 @@ def calibration_without_numbers(folder: Path) -> tuple[Callable[[], Any], str]:
 
 
 def calibration_of_infinite_speed(folder: Path) -> tuple[Callable[[], Any], str]:
-    (folder / "calibration.json").write_text('{"device": "a", "date": "b", "memory_bandwidth": 1e999}')
+    (folder / "calibration.json").write_text(
+        '{"device": "a", "date": "b", "memory_bandwidth": 1e999}'
+    )
     return lambda: read_calibration(folder / "calibration.json"), "not a positive number"
 
 
@@ -455,7 +504,9 @@ HOSTILE: tuple[Hostile, ...] = (
 
 
 @pytest.mark.parametrize("hostile", HOSTILE, ids=lambda hostile: hostile.__name__)
-def test_a_hostile_file_is_refused(hostile: Hostile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_file_is_refused(
+    hostile: Hostile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     if hostile is template_that_never_ends:
         monkeypatch.setattr(chat, "SECONDS", 1.0)
@@ -471,7 +522,11 @@ def test_a_changed_manifest_is_noticed(tmp_path: Path) -> None:
     step = checkpoint(tmp_path)
     file = step / "manifest" / "metadata"
     text = file.read_text()
-    for old, new in (('"cursor": 0', '"cursor": 1'), ('"format": 2', '"format": 1'), ('"format": 2', '"format": 3')):
+    for old, new in (
+        ('"cursor": 0', '"cursor": 1'),
+        ('"format": 2', '"format": 1'),
+        ('"format": 2', '"format": 3'),
+    ):
         file.write_text(text.replace(old, new))
         with pytest.raises(MeshwrightError, match=r"its checksum differs|it is of format [13]"):
             manifest_of(step)
@@ -487,10 +542,15 @@ def test_names_of_ones_own_and_of_installed_packages_are_imported(tmp_path: Path
     assert resolve_optimizer(tmp_path, "optax:adamw").__name__ == "adamw"
     with pytest.raises(ConfigError):
         resolve_optimizer(tmp_path, mine)
-    assert take_options(["--optimizer.name", f"{tmp_path}/nowhere/../evil.py:attack"]) and not trust.trust_options()
+    assert (
+        take_options(["--optimizer.name", f"{tmp_path}/nowhere/../evil.py:attack"])
+        and not trust.trust_options()
+    )
     assert resolve_optimizer(tmp_path, mine).__name__ == "attack"
     trust._chosen.clear()
-    with pytest.raises(ConfigError, match=f"--trust-code={mine} where you would run"):  # that it is loaded is no word
+    with pytest.raises(
+        ConfigError, match=f"--trust-code={mine} where you would run"
+    ):  # that it is loaded is no word
         resolve_optimizer(tmp_path, mine)
     assert take_options([f"--trust-code={mine}", "--steps", "3"]) == ["--steps", "3"]
     assert resolve_optimizer(tmp_path, mine).__name__ == "attack"
@@ -500,14 +560,19 @@ def test_names_of_ones_own_and_of_installed_packages_are_imported(tmp_path: Path
     assert resolve_optimizer(tmp_path, "shutil:rmtree").__name__ == "rmtree"
 
 
-def test_a_child_is_handed_the_names_that_the_user_gave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_is_handed_the_names_that_the_user_gave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A supervisor, a rehearsal and a proof pass on what was typed, what a recipe names, and no name of a file."""
     (tmp_path / "mine.py").write_text(
         "import dataclasses, meshwright as mw\n"
         "def mine(): return dataclasses.replace(mw.recipe('tiny'), layout='evil:attack', reporters=('theirs:lines',))\n"
     )
     run = find_recipe(f"{tmp_path}/mine.py")
-    assert plugins.options_of_child(run_to_dict(run)) == ["--trust-code=evil:attack", "--trust-code=theirs:lines"]
+    assert plugins.options_of_child(run_to_dict(run)) == [
+        "--trust-code=evil:attack",
+        "--trust-code=theirs:lines",
+    ]
     read = read_run(run_with(tmp_path, "optimizer.name", "chosen.by_a_file:attack"))
     assert plugins.options_of_child(run_to_dict(read)) == []
     child, printed = tmp_path / "python", tmp_path / "words"
@@ -517,7 +582,9 @@ def test_a_child_is_handed_the_names_that_the_user_gave(tmp_path: Path, monkeypa
     limits = (Restarts(most=0), Watchdog())
     for typed in ([], ["--trust-code=evil:attack"]):
         words = take_options(["tiny", *typed, "--layout", "evil:attack"])
-        assert Supervisor("train", words, run, tmp_path / "out", ALONE, None, *limits).supervise() == 0
+        assert (
+            Supervisor("train", words, run, tmp_path / "out", ALONE, None, *limits).supervise() == 0
+        )
     asked = "-P -m meshwright train tiny --layout evil:attack"
     assert printed.read_text().splitlines() == [asked, f"{asked} --trust-code=evil:attack"]
 
@@ -563,7 +630,15 @@ def test_a_page_escapes_every_name(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(document))
     assert (
         run_verb(
-            "show", ["--run", str(tmp_path / "run.json"), "--mesh", "data=2", "--html", str(tmp_path / "page.html")]
+            "show",
+            [
+                "--run",
+                str(tmp_path / "run.json"),
+                "--mesh",
+                "data=2",
+                "--html",
+                str(tmp_path / "page.html"),
+            ],
         )
         == 0
     )
@@ -581,12 +656,22 @@ def test_no_source_file_reads_pickles() -> None:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            loads = isinstance(node, ast.Call) and ast.unparse(node.func) in ("np.load", "numpy.load", "torch.load")
-            safe = loads and any(k.arg == "allow_pickle" and ast.unparse(k.value) == "False" for k in node.keywords)
+            loads = isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "np.load",
+                "numpy.load",
+                "torch.load",
+            )
+            safe = loads and any(
+                k.arg == "allow_pickle" and ast.unparse(k.value) == "False" for k in node.keywords
+            )
             # YAML is written (`dump`, and its types); own templates are read, by the loader that runs no code.
             yaml = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "yaml"
             allowed = ("SafeDumper", "Node", "safe_dump", "dump", "safe_load")
             reads = yaml and node.attr not in allowed  # type: ignore[attr-defined]
-            if {name.partition(".")[0] for name in names} & _RUNS_CODE or (loads and not safe) or reads:
+            if (
+                {name.partition(".")[0] for name in names} & _RUNS_CODE
+                or (loads and not safe)
+                or reads
+            ):
                 found.append(f"{file}:{node.lineno}")  # type: ignore[attr-defined]
     assert found == []

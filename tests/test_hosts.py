@@ -23,7 +23,13 @@ SLURM = {"SLURM_JOB_ID": "4103", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4
 GKE = {"TPU_WORKER_HOSTNAMES": "w-0.svc,w-1.svc", "TPU_WORKER_ID": "1"}
 MPI = {"OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
        "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}  # fmt: skip
-TORCHRUN = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500", "WORLD_SIZE": "16", "RANK": "10", "LOCAL_RANK": "2"}
+TORCHRUN = {
+    "MASTER_ADDR": "node7",
+    "MASTER_PORT": "29500",
+    "WORLD_SIZE": "16",
+    "RANK": "10",
+    "LOCAL_RANK": "2",
+}
 
 CASES: list[tuple[str, Mapping[str, str], Hosts]] = [
     ("nothing", {"PATH": "/bin"}, ALONE),
@@ -52,7 +58,9 @@ CASES: list[tuple[str, Mapping[str, str], Hosts]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("environment", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("environment", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
+)
 def test_scheduler(environment: Mapping[str, str], expected: Hosts) -> None:
     assert hosts_of(environment) == expected
 
@@ -77,14 +85,22 @@ def test_scheduler(environment: Mapping[str, str], expected: Hosts) -> None:
         ({**TORCHRUN, "RANK": "16"}, "process 16 of 16"),
     ],
 )  # fmt: skip
-def test_a_worker_that_was_started_alone_says_so(environment: Mapping[str, str], words: str) -> None:
+def test_a_worker_that_was_started_alone_says_so(
+    environment: Mapping[str, str], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         hosts_of(environment)
 
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("node7", "node7"), ("a1,b2", "a1"), ("gpu[3,5-9]", "gpu3"), ("a[01-04],b1", "a01"), ("r[1-2]n,x", "r1n")],
+    [
+        ("node7", "node7"),
+        ("a1,b2", "a1"),
+        ("gpu[3,5-9]", "gpu3"),
+        ("a[01-04],b1", "a01"),
+        ("r[1-2]n,x", "r1n"),
+    ],
 )
 def test_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
@@ -115,7 +131,9 @@ def test_cloud_tpu_hosts_from_the_metadata_server(monkeypatch: pytest.MonkeyPatc
         found = hosts_of({"GCE_METADATA_IP": f"127.0.0.1:{server.server_port}"})
         server.shutdown()
     assert found == Hosts("Cloud TPU", 8, 6, "10.0.0.0:8476")
-    assert hosts_of({"GCE_METADATA_IP": f"127.0.0.1:{server.server_port}"}) == ALONE  # no server, no pod
+    assert (
+        hosts_of({"GCE_METADATA_IP": f"127.0.0.1:{server.server_port}"}) == ALONE
+    )  # no server, no pod
 
 
 def test_tpu_environment_is_read_line_by_line() -> None:
@@ -193,7 +211,9 @@ def test_who_cannot_join_ends_with_the_reason(process: int, code: int, truth: st
     command = [sys.executable, "-c", JOIN, str(process)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == code and "stack" not in done.stderr
-    assert f"joining as process {process} of 2 at 127.0.0.1:" in done.stderr and truth in done.stderr
+    assert (
+        f"joining as process {process} of 2 at 127.0.0.1:" in done.stderr and truth in done.stderr
+    )
 
 
 @pytest.mark.parametrize("address", ["node7", "node7:", "node7:port", ":8476", "node7:70000"])
@@ -202,7 +222,9 @@ def test_an_address_has_a_host_and_a_port(address: str) -> None:
         join(Hosts("test", 2, 1, address))
 
 
-def test_a_verb_of_one_process_refuses_to_be_one_of_several(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_verb_of_one_process_refuses_to_be_one_of_several(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
@@ -214,11 +236,23 @@ def test_a_verb_of_one_process_refuses_to_be_one_of_several(monkeypatch: pytest.
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("own_cache")
 def test_collectives_are_timed_across_processes(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "meshwright", "bench", "collectives", "--devices", "4", "--sizes", "4096"]
+    words = [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "bench",
+        "collectives",
+        "--devices",
+        "4",
+        "--sizes",
+        "4096",
+    ]
     words += ["--out", str(tmp_path), "--json"]
     pipes: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     two = [subprocess.Popen(words, env=rank, **pipes) for rank in ranks(2)]
     ends = [process.communicate(timeout=300) for process in two]
     assert [process.returncode for process in two] == [0, 0], [error[-3000:] for _, error in ends]
     rows = json.loads(ends[0][0])["rows"]
-    assert {row["devices"] for row in rows} == {2} and all(row["correct"] and row["calls"] == 20 for row in rows)
+    assert {row["devices"] for row in rows} == {2} and all(
+        row["correct"] and row["calls"] == 20 for row in rows
+    )

@@ -54,7 +54,9 @@ def rewritten(out: Path, **changes: Any) -> None:
     """Changes fields of a manifest and makes its checksum again; None removes one."""
     file = out / "checkpoints" / "2" / "manifest" / "metadata"
     document = {**json.loads(file.read_text()), **changes}
-    file.write_text(json.dumps(seal({name: value for name, value in document.items() if value is not None})))
+    file.write_text(
+        json.dumps(seal({name: value for name, value in document.items() if value is not None}))
+    )
 
 
 def of_another_run(out: Path) -> None:
@@ -78,8 +80,16 @@ REFUSED: dict[str, tuple[dict[str, Any], Harm, str]] = {
         of_another_run,
         r"it is of the run ffffffff, and metrics and events are of \w{8}",
     ),
-    "cursor": ({}, lambda out: rewritten(out, cursor=96), r"its cursor is 96, and steps 1 to 2 read 32 samples from 0"),
-    "skipped.json": ({}, one_that_is_skipped, r"leaves out samples 0 to 15, of no run that is known"),
+    "cursor": (
+        {},
+        lambda out: rewritten(out, cursor=96),
+        r"its cursor is 96, and steps 1 to 2 read 32 samples from 0",
+    ),
+    "skipped.json": (
+        {},
+        one_that_is_skipped,
+        r"leaves out samples 0 to 15, of no run that is known",
+    ),
     "skipped.json of a run": (
         {},
         lambda out: one_that_is_skipped(out, identity="e" * 32),
@@ -97,14 +107,19 @@ NAMES = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_changes_the_function_or_the_data_is_refused(case: str, begun: tuple[Run, Path], cache: Path) -> None:
+def test_what_changes_the_function_or_the_data_is_refused(
+    case: str, begun: tuple[Run, Path], cache: Path
+) -> None:
     run, out = begun
     changes, harm, truth = REFUSED[case]
     harm(out)
     with pytest.raises(
-        ConfigError, match=rf"resuming from step 2(.|\n)*{truth}(.|\n)*--accept {NAMES.get(case, case)}, if"
+        ConfigError,
+        match=rf"resuming from step 2(.|\n)*{truth}(.|\n)*--accept {NAMES.get(case, case)}, if",
     ):
-        train_into(change_fields(run, None, changes), out, cache, start="resume", accept=("weights",))
+        train_into(
+            change_fields(run, None, changes), out, cache, start="resume", accept=("weights",)
+        )
 
 
 def test_what_is_accepted_goes_on_and_what_changes_the_training_is_printed(
@@ -114,7 +129,9 @@ def test_what_is_accepted_goes_on_and_what_changes_the_training_is_printed(
     identity = last_start(out)["identity"]
     assert len(identity) == 32 and manifest_of(out / "checkpoints", 2).identity == identity
     one_that_is_skipped(out, identity="e" * 32)
-    other = change_fields(run, None, {"rope_theta": 20000.0, "learning_rate": 1e-4, "save_every": 1})
+    other = change_fields(
+        run, None, {"rope_theta": 20000.0, "learning_rate": 1e-4, "save_every": 1}
+    )
     accept = ("model", "skipped.json")
     assert train_into(other, out, cache, start="resume", accept=accept).steps == 4
     told = capfd.readouterr().err
@@ -123,13 +140,23 @@ def test_what_is_accepted_goes_on_and_what_changes_the_training_is_printed(
         assert f"resuming from step 2 with changes: {change}" in told or f"; {change}" in told
     start = last_start(out)
     assert start["how"] == "resume" and start["identity"] == identity
-    assert start["changes"]["optimizer.learning_rate"] == "optimizer.learning_rate was 0.003 and is 0.0001"
+    assert (
+        start["changes"]["optimizer.learning_rate"]
+        == "optimizer.learning_rate was 0.003 and is 0.0001"
+    )
     last = manifest_of(out / "checkpoints", 4)
-    assert (last.identity, last.began, last.skipped, last.cursor) == (identity, (2, 32), ((0, 16),), 64)
+    assert (last.identity, last.began, last.skipped, last.cursor) == (
+        identity,
+        (2, 32),
+        ((0, 16),),
+        64,
+    )
     # The next resume finds nothing that has changed, and knows the samples from the checkpoint.
     assert train_into(other, out, cache, start="resume").steps_taken == 0
     assert "resuming" not in capfd.readouterr().err and "changes" not in last_start(out)
-    with pytest.raises(ConfigError, match=r"--accept model.rope_teta(.|\n)*did you mean 'model.rope_theta'"):
+    with pytest.raises(
+        ConfigError, match=r"--accept model.rope_teta(.|\n)*did you mean 'model.rope_theta'"
+    ):
         train_into(other, out, cache, start="resume", accept=("model.rope_teta",))
     # A run that begins has an identity of its own.
     shutil.rmtree(out / "checkpoints")
@@ -148,21 +175,34 @@ def test_a_checkpoint_without_an_identity_is_resumed_with_a_word(
     train_into(run, out, cache, start="resume")
     told = capfd.readouterr().err
     assert (
-        "resuming from step 2 without comparing: whether it is of this run, as the checkpoint has no identity" in told
+        "resuming from step 2 without comparing: whether it is of this run, as the checkpoint has no identity"
+        in told
     )
-    assert "; its tokenizer, of which it has no fingerprint; its sources, of" in told and "another run" not in told
+    assert (
+        "; its tokenizer, of which it has no fingerprint; its sources, of" in told
+        and "another run" not in told
+    )
     identity = last_start(out)["identity"]
     assert len(identity) == 32 and manifest_of(out / "checkpoints", 4).identity == identity
 
 
 def test_every_field_of_a_run_has_a_kind() -> None:
-    run = dataclasses.replace(tiny_run(MODELS["llama"]), local_checkpoints=LocalCheckpoints("/local", 2))
+    run = dataclasses.replace(
+        tiny_run(MODELS["llama"]), local_checkpoints=LocalCheckpoints("/local", 2)
+    )
     fields = [*flatten(run_to_dict(run))]
     # Those of a model and of the mesh have the kind of their part.
     assert [
-        name for name in fields if name not in recovery.KINDS and name.partition(".")[0] not in ("model", "mesh")
+        name
+        for name in fields
+        if name not in recovery.KINDS and name.partition(".")[0] not in ("model", "mesh")
     ] == []
-    known = {*fields, "model", "mesh", *(name for name in recovery.KINDS if name.startswith("model."))}
+    known = {
+        *fields,
+        "model",
+        "mesh",
+        *(name for name in recovery.KINDS if name.startswith("model.")),
+    }
     assert [name for name in recovery.KINDS if name not in known] == []
 
 
@@ -185,7 +225,11 @@ def manifest_of_run(run: Run, corpus: dict[str, Any]) -> Manifest:
 )
 def test_a_change_has_the_kind_of_its_field(changes: dict[str, Any], kinds: list[str]) -> None:
     run = tiny_run(MODELS["mixtral"])
-    other = dataclasses.replace(run, **changes) if "mesh" in changes else change_fields(run, None, changes)
+    other = (
+        dataclasses.replace(run, **changes)
+        if "mesh" in changes
+        else change_fields(run, None, changes)
+    )
     found, unknown = recovery.compare(manifest_of_run(run, {}), other, None, "a" * 32, [])
     assert [change.kind for change in found] == kinds and not unknown
 
@@ -205,8 +249,12 @@ SOURCES = {"tokenizer": "t", "sources": [["one", 1.0], ["two", 1.0]], "held_out"
 )
 def test_data_are_compared_by_what_they_are(now: dict[str, Any], names: list[str]) -> None:
     run = dataclasses.replace(tiny_run(MODELS["llama"]), data=Data(paths=("a", "b")))
-    found, unknown = recovery.compare(manifest_of_run(run, SOURCES), run, {**SOURCES, **now}, "a" * 32, [])
-    assert [change.name for change in found] == names and all(change.kind == "data" for change in found)
+    found, unknown = recovery.compare(
+        manifest_of_run(run, SOURCES), run, {**SOURCES, **now}, "a" * 32, []
+    )
+    assert [change.name for change in found] == names and all(
+        change.kind == "data" for change in found
+    )
     assert bool(unknown) == ("loss" in now)
 
 
@@ -235,14 +283,23 @@ def test_a_wrapped_models_loss_and_batches_are_compared(
     train(wrapped())
     assert train(wrapped(), start="resume").steps == 2
     assert "resuming" not in capfd.readouterr().err
-    with pytest.raises(ConfigError, match=r"the loss, as it is traced, is another(.|\n)*--accept loss, if"):
+    with pytest.raises(
+        ConfigError, match=r"the loss, as it is traced, is another(.|\n)*--accept loss, if"
+    ):
         train(wrapped(scale=2.0), start="resume")
-    with pytest.raises(ConfigError, match=r"the first batch of the data is another(.|\n)*--accept batches, if"):
+    with pytest.raises(
+        ConfigError, match=r"the first batch of the data is another(.|\n)*--accept batches, if"
+    ):
         train(wrapped(shift=0.5), start="resume")
-    assert train(wrapped(scale=2.0, shift=0.5), start="resume", accept=("loss", "batches")).steps == 2
+    assert (
+        train(wrapped(scale=2.0, shift=0.5), start="resume", accept=("loss", "batches")).steps == 2
+    )
     capfd.readouterr()
     assert train(wrapped(random=True), start="resume").steps == 2
-    assert "without comparing: its batches, which are others each time they are read" in capfd.readouterr().err
+    assert (
+        "without comparing: its batches, which are others each time they are read"
+        in capfd.readouterr().err
+    )
 
 
 def test_a_chat_file_that_is_edited_in_place_is_another_text(tmp_path: Path) -> None:
@@ -250,7 +307,10 @@ def test_a_chat_file_that_is_edited_in_place_is_another_text(tmp_path: Path) -> 
     record = {"prompt": "how much is one", "completion": "a lot of it"}
     file.write_text("".join(json.dumps(record) + "\n" for _ in range(12)))
     data, tuning = Data(paths=(str(file),), tokenizer="bytes"), FineTune(objective="answers")
-    before, stat = load_conversations(data, 64, tuning, tmp_path / "cache")[0].fingerprint, file.stat()
+    before, stat = (
+        load_conversations(data, 64, tuning, tmp_path / "cache")[0].fingerprint,
+        file.stat(),
+    )
     file.write_text(file.read_text().replace("a lot", "a bit"))
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert file.stat().st_size == stat.st_size
@@ -260,7 +320,9 @@ def test_a_chat_file_that_is_edited_in_place_is_another_text(tmp_path: Path) -> 
 @pytest.fixture
 def metrics(tmp_path: Path) -> Iterator[Path]:
     file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 11)))
+    file.write_text(
+        "".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 11))
+    )
     yield file
 
 
@@ -269,7 +331,11 @@ def metrics(tmp_path: Path) -> Iterator[Path]:
     [
         (lambda text: text, 1, ""),
         (lambda text: text[: len(text) // 2], 1, "lines of steps 6 to 10 are missing"),
-        (lambda text: text.replace('{"step": 3', '{"step": ' + "3" * 400), 1, "lines of steps 3 to 3 are missing"),
+        (
+            lambda text: text.replace('{"step": 3', '{"step": ' + "3" * 400),
+            1,
+            "lines of steps 3 to 3 are missing",
+        ),
         (lambda text: "".join(text.splitlines(True)[1::2]), 2, ""),
         (
             lambda text: "".join(text.splitlines(True)[1::2]),
@@ -281,7 +347,11 @@ def metrics(tmp_path: Path) -> Iterator[Path]:
     ],
 )
 def test_a_hole_in_the_metrics_is_named(
-    harm: Callable[[str], str], every: int, hole: str, metrics: Path, capfd: pytest.CaptureFixture[str]
+    harm: Callable[[str], str],
+    every: int,
+    hole: str,
+    metrics: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     metrics.write_text(harm(metrics.read_text()))
     lines = JsonLines(metrics, upto=10, every=every)
@@ -297,7 +367,9 @@ def test_a_hole_in_the_metrics_is_among_the_events(begun: tuple[Run, Path], cach
     assert last_start(out)["metrics"] == "lines of steps 2 to 2 are missing"
 
 
-def test_an_edited_run_file_and_a_damaged_list_are_refused(begun: tuple[Run, Path], cache: Path) -> None:
+def test_an_edited_run_file_and_a_damaged_list_are_refused(
+    begun: tuple[Run, Path], cache: Path
+) -> None:
     from meshwright.api.training import TrainOptions
 
     run, out = begun

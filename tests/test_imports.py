@@ -69,9 +69,15 @@ SCRIPT = textwrap.dedent(
 
 
 def test_importing_every_module_changes_nothing_in_the_process() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
-    assert {"meshwright.checkpoint.checkpoints", "meshwright.cli.main", "meshwright.__main__"} <= set(result["modules"])
+    assert {
+        "meshwright.checkpoint.checkpoints",
+        "meshwright.cli.main",
+        "meshwright.__main__",
+    } <= set(result["modules"])
     assert result["changed"] == {}
     assert not done.stderr

@@ -29,9 +29,17 @@ STRATEGIES = ("ring", "all_gather", "ulysses", "usp")
 
 def inputs(T: int, N: int, K: int, H: int) -> tuple[Any, ...]:
     keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (jax.random.normal(key, (2, T, n, H), jnp.float32) for key, n in zip(keys, (N, K, K), strict=True))
+    q, k, v = (
+        jax.random.normal(key, (2, T, n, H), jnp.float32)
+        for key, n in zip(keys, (N, K, K), strict=True)
+    )
     # Three documents, one of which begins in the middle of a block.
-    return q, k, v, jnp.asarray(np.repeat([[0, 1, 2], [0, 0, 1]], [T // 4, T // 2, T // 4], axis=1), jnp.int32)
+    return (
+        q,
+        k,
+        v,
+        jnp.asarray(np.repeat([[0, 1, 2], [0, 0, 1]], [T // 4, T // 2, T // 4], axis=1), jnp.int32),
+    )
 
 
 def reference(q: Any, k: Any, v: Any, segments: Any, *, window: int | None) -> Any:
@@ -39,7 +47,9 @@ def reference(q: Any, k: Any, v: Any, segments: Any, *, window: int | None) -> A
     return reference_attention(q, k, v, positions, positions, window=window)
 
 
-def value_and_gradients(function: Any, q: Any, k: Any, v: Any, segments: Any, window: int | None) -> Any:
+def value_and_gradients(
+    function: Any, q: Any, k: Any, v: Any, segments: Any, window: int | None
+) -> Any:
     def loss(q: Any, k: Any, v: Any) -> Any:
         out = function(q, k, v, segments, window=window)
         return jnp.sin(out).sum(), out
@@ -73,9 +83,14 @@ def test_splash_matches_the_reference(
     def sharded(q: Any, k: Any, v: Any, segments: Any, *, window: int | None) -> Any:
         body = functools.partial(run, window=window)
         spec = PartitionSpec()
-        return jax.shard_map(body, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False)(q, k, v, segments)
+        return jax.shard_map(
+            body, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False
+        )(q, k, v, segments)
 
-    assert_close(value_and_gradients(sharded, *arrays, window), value_and_gradients(reference, *arrays, window))
+    assert_close(
+        value_and_gradients(sharded, *arrays, window),
+        value_and_gradients(reference, *arrays, window),
+    )
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -88,7 +103,10 @@ def test_blocked_matches_the_reference(window: int | None, monkeypatch: pytest.M
     text = str(jax.make_jaxpr(functools.partial(attend, window=window))(*arrays))
     # Of the 16 pairs, 10 are causal; a window of 20 reaches the block before alone.
     assert "f32[2,2,2,24,24]" in text and f"length={10 if window is None else 7}" in text
-    assert_close(value_and_gradients(attend, *arrays, window), value_and_gradients(reference, *arrays, window))
+    assert_close(
+        value_and_gradients(attend, *arrays, window),
+        value_and_gradients(reference, *arrays, window),
+    )
 
 
 def test_blocked_computes_the_visible_blocks_only() -> None:
@@ -108,14 +126,20 @@ def test_blocked_computes_the_visible_blocks_only() -> None:
     assert flops(attend, 128) / whole == pytest.approx(7 / 5 * 15 / 64, rel=0.02)
 
 
-def test_memory_of_blocked_attention_is_linear_in_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_blocked_attention_is_linear_in_the_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(blocked, "_SCORE_BYTES", 128 * 128 * 4 * 2 * 2)
 
     def temporaries(T: int) -> int:
         q, k, v, segments = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs(T, 2, 1, 16))
 
         def loss(q: Any, k: Any, v: Any, segments: Any) -> Any:
-            return resolve("attention kernel", "blocked")(512).self_attention(q, k, v, segments, window=None).sum()
+            return (
+                resolve("attention kernel", "blocked")(512)
+                .self_attention(q, k, v, segments, window=None)
+                .sum()
+            )
 
         compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, v, segments).compile()
         return int(compiled.memory_analysis().temp_size_in_bytes)
@@ -124,14 +148,16 @@ def test_memory_of_blocked_attention_is_linear_in_the_sequence(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "block"), [(131072, 32, 1024), (4096, 32, 512), (1024, 1, 128), (100, 1, 100), (4099, 1, 4099)]
+    ("tokens", "heads", "block"),
+    [(131072, 32, 1024), (4096, 32, 512), (1024, 1, 128), (100, 1, 100), (4099, 1, 4099)],
 )
 def test_blocks_divide_the_tokens(tokens: int, heads: int, block: int) -> None:
     assert blocked.block_size(tokens, 4 * heads) == block
 
 
 @pytest.mark.parametrize(
-    ("seq", "largest", "block"), [(4096, 512, 512), (640, 512, 128), (384, 1024, 384), (128, 64, 128)]
+    ("seq", "largest", "block"),
+    [(4096, 512, 512), (640, 512, 128), (384, 1024, 384), (128, 64, 128)],
 )
 def test_splash_blocks_divide_the_sequence(seq: int, largest: int, block: int) -> None:
     assert block_size(seq, largest) == block
@@ -156,21 +182,38 @@ def test_auto_chooses_by_platform_shapes_and_dtype() -> None:
         ("cpu", "reference"), ("tpu", "splash"), ("gpu", "cudnn"), ("cuda", "cudnn"), ("rocm", "blocked"),
     ):  # fmt: skip
         assert choose("auto", platform).name == name
-    for chip, name in (("v5p", "splash"), ("v6e", "splash"), ("tpu7x", "splash_fused"), (None, "splash")):
+    for chip, name in (
+        ("v5p", "splash"),
+        ("v6e", "splash"),
+        ("tpu7x", "splash_fused"),
+        (None, "splash"),
+    ):
         assert choose("auto", "tpu", chip=chip).name == name
     for head_sizes in ((64,), (128, 64), (256,)):
         assert choose("auto", "tpu", head_sizes=head_sizes).name == "splash"
     assert choose("auto", "tpu", sequence=split_sequence("ring", 96, 1, 1)).name == "blocked"
     assert choose("auto", "gpu", dtype="float32").name == "blocked"
     assert choose("auto", "gpu", head_sizes=(256,)).name == "blocked"
-    assert [choose("auto", "cpu", remat=remat).name for remat in ("none", "attention")] == ["reference", "blocked"]
+    assert [choose("auto", "cpu", remat=remat).name for remat in ("none", "attention")] == [
+        "reference",
+        "blocked",
+    ]
 
 
 @pytest.mark.usefixtures("cudnn")
-@pytest.mark.parametrize(("platform", "name"), [("tpu", "splash"), ("gpu", "cudnn"), ("rocm", "blocked")])
+@pytest.mark.parametrize(
+    ("platform", "name"), [("tpu", "splash"), ("gpu", "cudnn"), ("rocm", "blocked")]
+)
 def test_every_strategy_runs_the_platforms_kernel(platform: str, name: str) -> None:
-    names = {s: choose("auto", platform, sequence=split_sequence(s, 1024, 4, 2)).name for s in STRATEGIES}
-    assert names == {"ring": f"ring of {name}", "all_gather": name, "ulysses": name, "usp": f"ring of {name}"}
+    names = {
+        s: choose("auto", platform, sequence=split_sequence(s, 1024, 4, 2)).name for s in STRATEGIES
+    }
+    assert names == {
+        "ring": f"ring of {name}",
+        "all_gather": name,
+        "ulysses": name,
+        "usp": f"ring of {name}",
+    }
 
 
 def test_auto_states_why_it_passed_over_the_platforms_kernel() -> None:
@@ -182,7 +225,10 @@ def test_auto_states_why_it_passed_over_the_platforms_kernel() -> None:
     assert ring.summary == (
         "ring of blocked (splash attention takes a chunk of the sequence divisible by 128: 80 = 0 * 128 + 80)"
     )
-    assert "which reference lacks" in choose("auto", "cpu", sequence=split_sequence("ring", 64, 4, 2)).summary
+    assert (
+        "which reference lacks"
+        in choose("auto", "cpu", sequence=split_sequence("ring", 64, 4, 2)).summary
+    )
 
 
 def test_without_cudnn_gpus_use_blocked_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,19 +244,36 @@ def test_without_cudnn_gpus_use_blocked_attention(monkeypatch: pytest.MonkeyPatc
     [
         ("splash", "gpu", {}, "a TPU kernel"),
         ("splash", "tpu", {"head_sizes": (80,)}, "80 = 1 \\* 64 \\+ 16"),
-        ("splash", "tpu", {"sequence": split_sequence("ring", 160, 1, 1)}, "160 = 1 \\* 128 \\+ 32"),
+        (
+            "splash",
+            "tpu",
+            {"sequence": split_sequence("ring", 160, 1, 1)},
+            "160 = 1 \\* 128 \\+ 32",
+        ),
         ("splash", "tpu", {"sequence": split_sequence("ring", 256, 2, 1)}, "64 = 0 \\* 128 \\+ 64"),
-        ("reference", "cpu", {"sequence": split_sequence("ring", 256, 2, 1)}, "in a ring, which reference lacks"),
+        (
+            "reference",
+            "cpu",
+            {"sequence": split_sequence("ring", 256, 2, 1)},
+            "in a ring, which reference lacks",
+        ),
         ("cudnn", "tpu", {}, "NVIDIA GPUs"),
         ("cudnn", "gpu", {"dtype": "float32"}, "the compute dtype is float32"),
         ("cudnn", "gpu", {"head_sizes": (192,)}, "the head size is 192"),
         ("reference", "cpu", {"remat": "attention"}, "saves its scores"),
-        ("outside.extensions.row_attention:row_kernel", "gpu", {}, "written for TPUs and interpreted on CPUs"),
+        (
+            "outside.extensions.row_attention:row_kernel",
+            "gpu",
+            {},
+            "written for TPUs and interpreted on CPUs",
+        ),
         ("outside.extensions.zbv:zbv", "cpu", {}, "it is a PipelineSchedule"),
         ("splsh", "tpu", {}, "did you mean 'splash'"),
     ],
 )
-def test_a_named_kernel_is_used_or_refused(name: str, platform: str, changes: dict[str, Any], reason: str) -> None:
+def test_a_named_kernel_is_used_or_refused(
+    name: str, platform: str, changes: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(ConfigError, match=reason):
         choose(name, platform, **changes)
     assert choose("blocked", platform).name == "blocked"
@@ -236,7 +299,9 @@ def test_dropped_scores_are_not_saved(score_bytes: int, monkeypatch: pytest.Monk
 
     def saved(remat: str) -> int:
         attend = choose("auto", "cpu", remat=remat).self_attention
-        _, vjp = jax.vjp(lambda q, k, v: jnp.sin(attend(jnp.sin(q), k, v, segments, window=None)), q, k, v)
+        _, vjp = jax.vjp(
+            lambda q, k, v: jnp.sin(attend(jnp.sin(q), k, v, segments, window=None)), q, k, v
+        )
         return sum(x.nbytes for x in jax.tree.leaves(vjp))
 
     scores = 4 * 4 * 96 * 96
@@ -255,10 +320,14 @@ def test_splash_saves_its_output_once() -> None:
     assert sum(x.size == q.size for x in jax.tree.leaves(vjp)) == 2
 
 
-@pytest.mark.parametrize(("remat", "instead"), [("offload", "full"), ("offload_attention", "projections")])
+@pytest.mark.parametrize(
+    ("remat", "instead"), [("offload", "full"), ("offload_attention", "projections")]
+)
 def test_offload_on_gpus_is_refused(remat: Any, instead: str) -> None:
     device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100")
-    mesh: Any = SimpleNamespace(axis_names=("data",), devices=np.array([device], dtype=object), shape={"data": 1})
+    mesh: Any = SimpleNamespace(
+        axis_names=("data",), devices=np.array([device], dtype=object), shape={"data": 1}
+    )
     with pytest.raises(ConfigError, match="on NVIDIA H100") as error:
         place_on_devices(tiny_run(MODELS["llama"], "data=1", remat=remat), mesh)
     assert f"--training.remat {instead}" in str(error.value)

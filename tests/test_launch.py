@@ -64,7 +64,9 @@ def job(**changes: Any) -> Job:
 def test_hosts_of_a_target(target: str, hosts: int, each: int, labels: dict[str, str]) -> None:
     found = accelerators_of(parse_target(target))
     assert (found.hosts, found.chips_per_host) == (hosts, each)
-    assert found.node_selector == {f"cloud.google.com/gke-{name}": value for name, value in labels.items()}
+    assert found.node_selector == {
+        f"cloud.google.com/gke-{name}": value for name, value in labels.items()
+    }
 
 
 def run_script(
@@ -97,18 +99,25 @@ def test_slurm_passes_every_value_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "count", "again"), [(75, 0, True), (143, 1, True), (137, 2, False), (2, 0, False), (130, 0, False)]
+    ("code", "count", "again"),
+    [(75, 0, True), (143, 1, True), (137, 2, False), (2, 0, False), (130, 0, False)],
 )
-def test_slurm_starts_again_where_that_helps(code: int, count: int, again: bool, tmp_path: Path) -> None:
+def test_slurm_starts_again_where_that_helps(
+    code: int, count: int, again: bool, tmp_path: Path
+) -> None:
     programs = {"srun": f"exit {code}", "scontrol": 'echo "scontrol $@"'}
-    done = run_script(tmp_path, slurm_script(job()), programs, SLURM_RESTART_COUNT=str(count), SLURM_JOB_ID="7")
+    done = run_script(
+        tmp_path, slurm_script(job()), programs, SLURM_RESTART_COUNT=str(count), SLURM_JOB_ID="7"
+    )
     assert done.returncode == code
     assert done.stdout == ("scontrol requeue 7\n" if again else "")
     assert restarts(code) == (again or code == 137)
 
 
 def test_slurm_directives_and_containers() -> None:
-    lines = slurm_script(job(processes_per_host=8, image="nvcr.io/x:y", mounts=(("/data", "/data"),))).splitlines()
+    lines = slurm_script(
+        job(processes_per_host=8, image="nvcr.io/x:y", mounts=(("/data", "/data"),))
+    ).splitlines()
     assert {"#SBATCH --nodes=4", "#SBATCH --ntasks-per-node=8", "#SBATCH --gpus-per-node=8", "#SBATCH --requeue",
             "#SBATCH --signal=TERM@120"} <= set(lines)  # fmt: skip
     srun = next(line for line in lines if line.startswith("srun"))
@@ -126,7 +135,12 @@ def expanded(text: str) -> str:
 @pytest.mark.parametrize("target", ["h100:32", "2*v5p:4x4x8", None])
 def test_jobset_is_one_by_the_schema(target: str | None) -> None:
     chips = accelerators_of(parse_target(target)) if target else None
-    asked = job(hosts=chips.hosts if chips else 3, accelerators=chips, image="i", mounts=(("claim", "/data"),))
+    asked = job(
+        hosts=chips.hosts if chips else 3,
+        accelerators=chips,
+        image="i",
+        mounts=(("claim", "/data"),),
+    )
     manifest = yaml.safe_load(jobset_manifest(asked))
     # The models drop fields that they do not know: what comes back is what the schema has.
     model = JobsetV1alpha2JobSet.from_dict(manifest)
@@ -140,18 +154,31 @@ def test_jobset_is_one_by_the_schema(target: str | None) -> None:
     assert [expanded(variables[f"V{i}"]) for i in range(len(HOSTILE))] == list(HOSTILE)
     assert replicated["replicas"] * work["parallelism"] == asked.hosts and work["backoffLimit"] == 0
     assert ("MESHWRIGHT_COORDINATOR" in variables) == (target != "2*v5p:4x4x8")
-    assert container.get("resources", {}).get("limits", {}) == ({chips.resource: chips.chips_per_host} if chips else {})
+    assert container.get("resources", {}).get("limits", {}) == (
+        {chips.resource: chips.chips_per_host} if chips else {}
+    )
 
 
 @pytest.mark.parametrize(
     ("target", "accelerators", "nodes"),
-    [("h100:32", {"H100": 8}, 4), ("v5p:4x4x8", {"tpu-v5p-256": 1}, 1), ("v5e:4x4", {"tpu-v5litepod-16": 1}, 1)],
+    [
+        ("h100:32", {"H100": 8}, 4),
+        ("v5p:4x4x8", {"tpu-v5p-256": 1}, 1),
+        ("v5e:4x4", {"tpu-v5litepod-16": 1}, 1),
+    ],
 )
-def test_skypilot_passes_every_value_on(target: str, accelerators: Any, nodes: int, tmp_path: Path) -> None:
+def test_skypilot_passes_every_value_on(
+    target: str, accelerators: Any, nodes: int, tmp_path: Path
+) -> None:
     chips = accelerators_of(parse_target(target))
-    task = yaml.safe_load(skypilot_task(job(accelerators=chips, hosts=chips.hosts, fields=(("use_spot", "true"),))))
+    task = yaml.safe_load(
+        skypilot_task(job(accelerators=chips, hosts=chips.hosts, fields=(("use_spot", "true"),)))
+    )
     assert task["num_nodes"] == nodes and task["resources"]["accelerators"] == accelerators
-    assert task["resources"]["use_spot"] is True and 75 in task["resources"]["job_recovery"]["recover_on_exit_codes"]
+    assert (
+        task["resources"]["use_spot"] is True
+        and 75 in task["resources"]["job_recovery"]["recover_on_exit_codes"]
+    )
     assert task["envs"] == {f"V{i}": value for i, value in enumerate(HOSTILE)}
     done = run_script(tmp_path, task["run"], {"meshwright": RECORD})
     assert json.loads(done.stdout)[0] == ["train", *HOSTILE]
@@ -164,8 +191,16 @@ URL = "https://example.org/meshwright"
     ("origin", "package", "source"),
     [
         ({}, "meshwright[tpu]==1.2", None),
-        ({"url": "file:///my%20code", "dir_info": {"editable": True}}, f"{REMOTE_SOURCE}[tpu]", "/my code"),
-        ({"url": URL, "vcs_info": {"vcs": "git", "commit_id": "4f2a"}}, f"meshwright[tpu] @ git+{URL}@4f2a", None),
+        (
+            {"url": "file:///my%20code", "dir_info": {"editable": True}},
+            f"{REMOTE_SOURCE}[tpu]",
+            "/my code",
+        ),
+        (
+            {"url": URL, "vcs_info": {"vcs": "git", "commit_id": "4f2a"}},
+            f"meshwright[tpu] @ git+{URL}@4f2a",
+            None,
+        ),
         ({"url": f"{URL}.whl", "archive_info": {}}, f"meshwright[tpu] @ {URL}.whl", None),
         ({"url": "file:///dist/meshwright.whl", "archive_info": {}}, "", None),
     ],
@@ -197,10 +232,19 @@ def test_nodes_install_what_is_installed_here(
         (["--on", "slurm"], "there is no RUN"),
         (["--on", "slurm", "train", "--steps", "3"], "launch train --out DIR --resume"),
         (["--on", "jobset", "tiny", "--out", "x"], "--image"),
-        (["--on", "jobset", "--image", "i", "--processes", "8", "tiny", "--out", "x"], "--processes 1"),
+        (
+            ["--on", "jobset", "--image", "i", "--processes", "8", "tiny", "--out", "x"],
+            "--processes 1",
+        ),
         (["--on", "skypilot", "--target", "2*v5p:4x4x8", "tiny", "--out", "x"], "--on jobset"),
-        (["--on", "slurm", "--target", "h100:64", "--hosts", "3", "tiny", "--out", "x"], "--hosts 8"),
-        (["--on", "slurm", "--hosts", "4", "--processes", "6", "tiny", "--out", "x"], "--processes 4"),
+        (
+            ["--on", "slurm", "--target", "h100:64", "--hosts", "3", "tiny", "--out", "x"],
+            "--hosts 8",
+        ),
+        (
+            ["--on", "slurm", "--hosts", "4", "--processes", "6", "tiny", "--out", "x"],
+            "--processes 4",
+        ),
         (["--on", "slurm", "--env", "A B=c", "tiny", "--out", "x"], "--env NAME=VALUE"),
         (["--on", "slurm", "--name", "My Run", "tiny", "--out", "x"], "--name my-run"),
         (["--on", "slurm", "--hosts", "0", "tiny", "--out", "x"], "--hosts 1"),
@@ -215,14 +259,28 @@ def test_refusals_teach(words: list[str], says: str) -> None:
 
 def test_a_job_file_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "job.sh"
-    words = ["launch", "--on", "slurm", "--target", "h100:16", "--write", str(file), "tiny", "--out", "/s/x"]
+    words = [
+        "launch",
+        "--on",
+        "slurm",
+        "--target",
+        "h100:16",
+        "--write",
+        str(file),
+        "tiny",
+        "--out",
+        "/s/x",
+    ]
     assert run(words) == 0
     assert "2 hosts. Start it with: sbatch" in capsys.readouterr().out
     first = file.read_text()
     assert "meshwright train tiny --out /s/x --resume-if-exists" in first
     with pytest.raises(ConfigError, match="--overwrite"):
         run(words)
-    assert run([*words[:5], "--overwrite", *words[5:], "--steps", "3"]) == 0 and file.read_text() != first
+    assert (
+        run([*words[:5], "--overwrite", *words[5:], "--steps", "3"]) == 0
+        and file.read_text() != first
+    )
     write_run(find_recipe("tiny"), tmp_path / "run.json")
     assert run(["launch", "--on", "slurm", "train", "--out", str(tmp_path), "--resume"]) == 0
     assert f"meshwright train --out {tmp_path} --resume\n" in capsys.readouterr().out
@@ -233,8 +291,12 @@ def test_a_job_file_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_images_install_what_the_extras_name() -> None:
     root = Path(__file__).parents[1]
     text = (root / "docker" / "Dockerfile").read_text().replace("\\\n", " ")
-    stages = {m[1]: m[2] for m in re.finditer(r"^FROM \S+ AS (\w+)\n(.*?)(?=^FROM|\Z)", text, re.M | re.S)}
-    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    stages = {
+        m[1]: m[2] for m in re.finditer(r"^FROM \S+ AS (\w+)\n(.*?)(?=^FROM|\Z)", text, re.M | re.S)
+    }
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     for stage, extra in {"cpu": "", "tpu": "tpu", "cuda": "cuda13"}.items():
         assert not extra or extra in extras
         wanted = f"'.[{','.join(filter(None, [extra, 'all']))}]'"
@@ -244,4 +306,9 @@ def test_images_install_what_the_extras_name() -> None:
 
 
 def test_names() -> None:
-    assert [legal_name(text) for text in ("My Run.v2", "3b", "Ü", "x" * 60)] == ["my-run-v2", "run-3b", "run", "x" * 40]
+    assert [legal_name(text) for text in ("My Run.v2", "3b", "Ü", "x" * 60)] == [
+        "my-run-v2",
+        "run-3b",
+        "run",
+        "x" * 40,
+    ]

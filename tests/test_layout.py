@@ -20,7 +20,14 @@ from meshwright.runs.placed_run import place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.sharding.layouts import LAYOUTS, MEGATRON, find_layout
 from meshwright.sharding.params import Param, count_params, named_leaves, plan_gathers
-from meshwright.sharding.placement import Layout, Placements, axes_of, local_shape, notation, place_param
+from meshwright.sharding.placement import (
+    Layout,
+    Placements,
+    axes_of,
+    local_shape,
+    notation,
+    place_param,
+)
 from meshwright.views.layout_page import layout_report
 
 degree = st.sampled_from([1, 2, 4, 8])
@@ -34,10 +41,14 @@ ALL_LAYOUTS = {**LAYOUTS, "two_dimensional": fsdp_2d}
     layout=st.sampled_from(sorted(ALL_LAYOUTS)),
     min_size=st.sampled_from([1, 100, 10**6]),
 )  # fmt: skip
-def test_every_placement_divides_and_uses_an_axis_once(dims, sizes, data, fsdp, tensor, layout, min_size) -> None:
+def test_every_placement_divides_and_uses_an_axis_once(
+    dims, sizes, data, fsdp, tensor, layout, min_size
+) -> None:
     shape, mesh = tuple(sizes[: len(dims)]), MeshShape(data=data, fsdp=fsdp, tensor=tensor)
     try:
-        placed = place_param("w", shape, dims, layout=ALL_LAYOUTS[layout], mesh=mesh, min_size=min_size)
+        placed = place_param(
+            "w", shape, dims, layout=ALL_LAYOUTS[layout], mesh=mesh, min_size=min_size
+        )
     except ConfigError as error:
         assert "no dimension divides" in str(error) or "does not divide" in str(error)
         return
@@ -56,18 +67,25 @@ def test_every_placement_divides_and_uses_an_axis_once(dims, sizes, data, fsdp, 
 def test_folded_experts_keep_their_width() -> None:
     """Experts over the axes of a sequence too; the other weights, and experts in other layouts, are cut by `tensor`."""
     mesh, shape = MeshShape(fsdp=2, expert=2, context=2, tensor=2), (3, 16, 64, 32)
-    for name, in_use in (("fsdp", "w[L, E/expert, D, F/tensor]"), ("folded", "w[L, E/expert+context+tensor, D, F]")):
+    for name, in_use in (
+        ("fsdp", "w[L, E/expert, D, F/tensor]"),
+        ("folded", "w[L, E/expert+context+tensor, D, F]"),
+    ):
         placed = place_param("w", shape, "LEDF", layout=LAYOUTS[name], mesh=mesh, min_size=1)
         assert notation("w", "LEDF", placed.in_use) == in_use
         assert placed.at_rest[1] == (*placed.in_use[1], "fsdp")
         dense = place_param("w", shape[1:], "LDF", layout=LAYOUTS[name], mesh=mesh, min_size=1)
         assert dense.in_use[2] == ("tensor",)
-    with pytest.raises(ConfigError, match=r"E=12 does not divide: 12 = 1 \* 8 \+ 4(.|\n)*E of 8 or 16"):
+    with pytest.raises(
+        ConfigError, match=r"E=12 does not divide: 12 = 1 \* 8 \+ 4(.|\n)*E of 8 or 16"
+    ):
         place_param("w", (3, 12, 64, 32), "LEDF", layout=LAYOUTS["folded"], mesh=mesh, min_size=1)
 
 
 def test_notation_of_the_scaling_book() -> None:
-    placed = place_param("w", (32, 64), "DF", layout=LAYOUTS["fsdp"], mesh=MeshShape(fsdp=2, tensor=2), min_size=1)
+    placed = place_param(
+        "w", (32, 64), "DF", layout=LAYOUTS["fsdp"], mesh=MeshShape(fsdp=2, tensor=2), min_size=1
+    )
     assert notation("w", "DF", placed.at_rest) == "w[D/fsdp, F/tensor]"
     assert notation("w", "DF", placed.in_use) == "w[D, F/tensor]"
 
@@ -77,7 +95,10 @@ def test_two_dimensional_fsdp_gives_the_numbers_of_one_device() -> None:
     run = tiny_run(MODELS["llama"], "data=2,fsdp=2,tensor=2", layout=fsdp_2d)
     placements = named_leaves(device_run_of(run).placements)
     assert notation("w", "LDF", placements["blocks.up"].at_rest) == "w[L, D/fsdp, F/tensor+data]"
-    assert notation("w", "LDNH", placements["blocks.query"].at_rest) == "w[L, D/fsdp, N/tensor, H/data]"
+    assert (
+        notation("w", "LDNH", placements["blocks.query"].at_rest)
+        == "w[L, D/fsdp, N/tensor, H/data]"
+    )
     one = train_on_one_device(run, 20)
     many = train(run, 20, initial=one.initial)
     assert_same_steps(many, one)
@@ -87,7 +108,9 @@ def test_two_dimensional_fsdp_gives_the_numbers_of_one_device() -> None:
 def test_zero1_with_parameters_sharded_by_letter() -> None:
     """ZeRO-1 over the axes that a parameter's own placement leaves: `data`, where only D is sharded at rest."""
     layout = Layout(MEGATRON, ("fsdp",), ("fsdp", "data"), "", at_rest={"D": ("fsdp",)})
-    placed = place_param("w", (8, 16), "DF", layout=layout, mesh=MeshShape(data=4, fsdp=2), min_size=1)
+    placed = place_param(
+        "w", (8, 16), "DF", layout=layout, mesh=MeshShape(data=4, fsdp=2), min_size=1
+    )
     assert placed.at_rest == (("fsdp",), ()) and placed.optimizer == (("fsdp",), ("data",))
 
 
@@ -100,7 +123,10 @@ def test_zero1_with_parameters_sharded_by_letter() -> None:
     ],
 )
 def test_layouts_that_the_step_cannot_compute_with_are_refused(
-    table: Mapping[str, Any], at_rest: Mapping[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+    table: Mapping[str, Any],
+    at_rest: Mapping[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layout = Layout(table, ("fsdp",), ("fsdp",), "", at_rest=at_rest)
     monkeypatch.setattr(outside_parts, "broken", layout, raising=False)
@@ -116,13 +142,18 @@ def test_unknown_layouts_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("in_use", "at_rest"), [((("tensor",), ()), ((), ())), ((("tensor",), ()), (("fsdp", "tensor"), ()))]
+    ("in_use", "at_rest"),
+    [((("tensor",), ()), ((), ())), ((("tensor",), ()), (("fsdp", "tensor"), ()))],
 )
 def test_placements_that_no_all_gather_connects_are_refused(in_use: Any, at_rest: Any) -> None:
     placements = Placements(in_use, at_rest, at_rest)
     with pytest.raises(ConfigError, match="an all-gather removes the last axes"):
         plan_gathers(
-            {"w": Param((8, 8), "FD")}, {"w": placements}, compute_dtype=None, reduce_dtype=None, dcn=ONE_SLICE
+            {"w": Param((8, 8), "FD")},
+            {"w": placements},
+            compute_dtype=None,
+            reduce_dtype=None,
+            dcn=ONE_SLICE,
         )
 
 
@@ -156,6 +187,8 @@ def test_bytes_add_up_over_the_mesh() -> None:
     report = layout_report(place_run(run, MeshShape(fsdp=64, tensor=8)))
     # Only the norms are whole on every device.
     norms = (2 * 80 + 1) * 8192
-    assert report.bytes_parameters * 512 / 4 == pytest.approx(report.parameters + 511 * norms, rel=1e-9)
+    assert report.bytes_parameters * 512 / 4 == pytest.approx(
+        report.parameters + 511 * norms, rel=1e-9
+    )
     assert report.bytes_optimizer == pytest.approx(2 * report.bytes_parameters, rel=1e-4)
     assert set(named_leaves({"a": {"b": 1}})) == {"a.b"}

@@ -15,7 +15,9 @@ def rms(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
 def rope(x: np.ndarray, position: int) -> np.ndarray:
     """[N, H] at one position, by complex numbers: pair (i, i + H/2) turns by position * 10000^(-2i/H)."""
     half = x.shape[-1] // 2
-    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * position * 10000.0 ** (-np.arange(half) / half))
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(
+        1j * position * 10000.0 ** (-np.arange(half) / half)
+    )
     return np.concatenate([turned.real, turned.imag], -1)
 
 
@@ -42,7 +44,9 @@ def loss_by_hand(w: dict, batch) -> float:
             gate = h @ p["gate"]
             x = x + (gate / (1 + np.exp(-gate)) * (h @ p["up"])) @ p["down"]
         logits = rms(x, w["final_norm"].astype(np.float64)) @ w["unembed"][:50].T.astype(np.float64)
-        nll = np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(x)), np.asarray(batch.targets[b])]
+        nll = (
+            np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(x)), np.asarray(batch.targets[b])]
+        )
         total += float((nll * np.asarray(batch.weights[b])).sum())
         weight += float(np.asarray(batch.weights[b]).sum())
     return total / weight

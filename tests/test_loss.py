@@ -37,12 +37,19 @@ def test_matches_unsharded_loss(tensor: int, chunk: int) -> None:
             return (nll * weight[0] + lse * weight[1]).sum()
 
         value, (gx, gw) = jax.value_and_grad(total, (0, 1))(x, w)
-        return value, (jax.lax.psum(gx, "tensor"), gw)  # as the backward pass of sequence_all_gather sums it
+        return value, (
+            jax.lax.psum(gx, "tensor"),
+            gw,
+        )  # as the backward pass of sequence_all_gather sums it
 
     mesh = build_mesh(MeshShape(tensor=tensor))
     sharded = jax.jit(
         functools.partial(
-            jax.shard_map, mesh=mesh, in_specs=(P(), P("tensor")), out_specs=(P(), (P(), P("tensor"))), check_vma=False
+            jax.shard_map,
+            mesh=mesh,
+            in_specs=(P(), P("tensor")),
+            out_specs=(P(), (P(), P("tensor"))),
+            check_vma=False,
         )(split)
     )(x, w)
     value, grads = jax.value_and_grad(plain, (0, 1))(jnp.asarray(x), jnp.asarray(w))
@@ -66,8 +73,13 @@ def test_chunks_bound_the_memory_of_logits() -> None:
         def total(x: jax.Array, w: jax.Array) -> jax.Array:
             return token_losses(x, w, jnp.zeros((1024,), jnp.int32), 8192, chunk)[0].sum()
 
-        grad = jax.shard_map(jax.grad(total, (0, 1)), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-        shapes = jax.ShapeDtypeStruct((1024, 16), jnp.float32), jax.ShapeDtypeStruct((8192, 16), jnp.float32)
+        grad = jax.shard_map(
+            jax.grad(total, (0, 1)), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+        )
+        shapes = (
+            jax.ShapeDtypeStruct((1024, 16), jnp.float32),
+            jax.ShapeDtypeStruct((8192, 16), jnp.float32),
+        )
         return jax.jit(grad).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
     assert peak(1024) > 32 * 2**20

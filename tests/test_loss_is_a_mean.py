@@ -69,11 +69,18 @@ def convolved(w: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 
 def recurrent(w: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     """Over the three features, from a state of zeros."""
-    return jax.lax.scan(lambda h, c: (jnp.tanh(h + c), None), jnp.zeros_like(y), (x * w["in"][:, 0]).T)[0] * y
+    return (
+        jax.lax.scan(
+            lambda h, c: (jnp.tanh(h + c), None), jnp.zeros_like(y), (x * w["in"][:, 0]).T
+        )[0]
+        * y
+    )
 
 
 def carried(w: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    return jax.lax.scan(lambda total, value: (total + value, None), jnp.zeros(()), squares(w, x, y))[0]
+    return jax.lax.scan(
+        lambda total, value: (total + value, None), jnp.zeros(()), squares(w, x, y)
+    )[0]
 
 
 def contrasted(w: Any, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -99,7 +106,10 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
     "mean of a mask": (masked, False),
     "sum of a mask": (masked_sum, True),
     "batch norm": (normalised, False),
-    "vmap and sum": (lambda w, x, y: jax.vmap(lambda a, b: squares(w, a[None], b[None])[0])(x, y).sum(), True),
+    "vmap and sum": (
+        lambda w, x, y: jax.vmap(lambda a, b: squares(w, a[None], b[None])[0])(x, y).sum(),
+        True,
+    ),
     "one by one, mean": (lambda *a: each(*a).mean(), False),
     "one by one, sum": (lambda *a: each(*a).sum(), True),
     "checkpoint and sum": (lambda *a: remembered(*a).sum(), True),
@@ -172,7 +182,9 @@ def test_a_sum_is_refused_and_a_mean_passes(name: str) -> None:
 def test_the_arithmetic_is_shown() -> None:
     with pytest.raises(ConfigError) as caught:
         check("sum", "data=2", microbatches=2)
-    numbers = re.search(r"it is ([\d.]+) for 4 examples, and ([\d.]+) and ([\d.]+) for", caught.value.truth)
+    numbers = re.search(
+        r"it is ([\d.]+) for 4 examples, and ([\d.]+) and ([\d.]+) for", caught.value.truth
+    )
     assert numbers is not None
     both, first, second = map(float, numbers.groups())
     assert both == pytest.approx(first + second, rel=1e-4)
@@ -180,7 +192,9 @@ def test_the_arithmetic_is_shown() -> None:
 
 @pytest.mark.parametrize("mesh", ["fsdp=8", "data=1"])
 def test_what_one_device_has_is_compared_where_it_has_one_example_or_all(mesh: str) -> None:
-    assert check("mean", mesh) == ("" if mesh == "data=1" else "the loss is a mean over the examples")
+    assert check("mean", mesh) == (
+        "" if mesh == "data=1" else "the loss is a mean over the examples"
+    )
     if mesh == "data=1":
         assert check("sum", mesh) == ""
         return

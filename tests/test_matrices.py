@@ -39,7 +39,9 @@ def newton_schulz_of(x: np.ndarray, rows: tuple[int, ...], columns: tuple[int, .
     batch = tuple(i for i in range(x.ndim) if i not in rows + columns)
     order = (*batch, *rows, *columns)
     turned = x.astype(np.float64).transpose(order)
-    y = turned.reshape(-1, math.prod(x.shape[i] for i in rows), math.prod(x.shape[i] for i in columns))
+    y = turned.reshape(
+        -1, math.prod(x.shape[i] for i in rows), math.prod(x.shape[i] for i in columns)
+    )
     y = y / np.linalg.norm(y, axis=(1, 2), keepdims=True)
     for _ in range(5):
         square = y @ y.transpose(0, 2, 1)
@@ -54,23 +56,30 @@ def newton_schulz_of(x: np.ndarray, rows: tuple[int, ...], columns: tuple[int, .
         (NINE, "data=2,fsdp=2,tensor=2", "together", "fsdp"),
         pytest.param(NINE, "data=2,fsdp=2,tensor=2", "each", "zero1", marks=exhaustive),
         (MODELS["mixtral"], "fsdp=2,expert=2,tensor=2", "each", "fsdp"),
-        pytest.param(MODELS["deepseek-like"], "fsdp=2,expert=2,tensor=2", "each", "fsdp", marks=exhaustive),
+        pytest.param(
+            MODELS["deepseek-like"], "fsdp=2,expert=2,tensor=2", "each", "fsdp", marks=exhaustive
+        ),
         (MODELS["gpt2"], "stage=2,data=2,tensor=2", "together", "fsdp"),
         pytest.param(NINE, "context=2,fsdp=4", "together", "fsdp", marks=exhaustive),
         pytest.param(NINE, "fsdp=2,tensor=3", "together", "fsdp", marks=exhaustive),
     ],
 )
-def test_every_matrix_is_orthogonalised_for_itself(model: Model, mesh: str, heads: MuonHeads, layout: str) -> None:
+def test_every_matrix_is_orthogonalised_for_itself(
+    model: Model, mesh: str, heads: MuonHeads, layout: str
+) -> None:
     """Whole layers, layers that are left, matrices that all devices split; heads and experts each for themselves."""
     if "tensor=3" in mesh:
         model = dataclasses.replace(NINE, width=96, heads=12, kv_heads=6, vocab_multiple=48)
-    d = device_run_of(tiny_run(model, mesh, layout=layout, batch=12 if "tensor=3" in mesh else 16, seq=24))
+    d = device_run_of(
+        tiny_run(model, mesh, layout=layout, batch=12 if "tensor=3" in mesh else 16, seq=24)
+    )
     layer_map = LayerMap(d.mesh, d.shape, d.params, d.placements, jnp.float32)
     params = {path: p for path, p in named_leaves(d.params).items() if orthogonalised(p)}
     wheres, rng = named_leaves(d.placements), np.random.default_rng(0)
     arrays = {path: rng.normal(size=p.shape).astype(np.float32) for path, p in params.items()}
     placed = {
-        path: jax.device_put(x, NamedSharding(d.mesh, to_spec(wheres[path].optimizer))) for path, x in arrays.items()
+        path: jax.device_put(x, NamedSharding(d.mesh, to_spec(wheres[path].optimizer)))
+        for path, x in arrays.items()
     }
     found = jax.jit(lambda x: orthogonalise(x, layer_map, heads))(placed)
     assert not {"embed", "blocks.router", "blocks.attention_norm"} & found.keys()
@@ -81,7 +90,9 @@ def test_every_matrix_is_orthogonalised_for_itself(model: Model, mesh: str, head
             for dims in (range(first, first + p.contract), range(first + p.contract, len(p.dims)))
         )
         expected = newton_schulz_of(arrays[path], rows, columns)
-        np.testing.assert_allclose(found[path], expected, atol=2e-5 * np.abs(expected).max(), err_msg=path)
+        np.testing.assert_allclose(
+            found[path], expected, atol=2e-5 * np.abs(expected).max(), err_msg=path
+        )
         assert found[path].sharding.is_equivalent_to(placed[path].sharding, found[path].ndim)
 
 
@@ -92,7 +103,11 @@ def test_one_device_takes_optaxs_steps() -> None:
 
     def dimensions(p: Param) -> MuonDimensionNumbers | None:
         inputs = tuple(range(1, 1 + p.contract))
-        return MuonDimensionNumbers(inputs, tuple(range(1 + p.contract, len(p.dims)))) if orthogonalised(p) else None
+        return (
+            MuonDimensionNumbers(inputs, tuple(range(1 + p.contract, len(p.dims))))
+            if orthogonalised(p)
+            else None
+        )
 
     theirs = optax.contrib.muon(
         1e-2, beta=0.8, weight_decay=0.1, consistent_rms=0.2,
@@ -109,13 +124,19 @@ def test_one_device_takes_optaxs_steps() -> None:
         other = optax.apply_updates(other, change)
     for path, p in named_leaves(d.params).items():
         if orthogonalised(p):
-            np.testing.assert_allclose(named_leaves(mine)[path], named_leaves(other)[path], atol=2e-5, err_msg=path)
+            np.testing.assert_allclose(
+                named_leaves(mine)[path], named_leaves(other)[path], atol=2e-5, err_msg=path
+            )
 
 
 def compiled_update(d: DeviceRun) -> Any:
     """The update alone, compiled: gradients, state and parameters where the step has them."""
     where = shardings(d.mesh, d.placements, "optimizer")
-    params = jax.tree.map(lambda p, s: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=s), d.abstract.params, where)
+    params = jax.tree.map(
+        lambda p, s: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=s),
+        d.abstract.params,
+        where,
+    )
     state, step = d.abstract.optimizer, jax.ShapeDtypeStruct((), jnp.int32)
     out = jax.tree.map(lambda x: x.sharding, (params, state))
     update = jax.jit(d.optimizer.update, donate_argnums=(1, 2), out_shardings=out)
@@ -144,12 +165,16 @@ MATRIX_RULES = {
         pytest.param("soap", 8, "data=2,fsdp=2,tensor=2", marks=exhaustive),
     ],
 )
-def test_every_device_has_an_even_share_and_no_more_than_a_layer(rule: str, layers: int, mesh: str) -> None:
+def test_every_device_has_an_even_share_and_no_more_than_a_layer(
+    rule: str, layers: int, mesh: str
+) -> None:
     """FLOPs of the compiled update against an eighth of one device's; its largest array against a layer's bytes."""
     model = MinGru(50, 32, layers, 64, vocab_multiple=16)
     if "muon" in rule:
         model = dataclasses.replace(WIDE, layers=layers)
-    runs = [device_run_of(tiny_run(model, m, optimizer=MATRIX_RULES[rule])) for m in ("data=1", mesh)]
+    runs = [
+        device_run_of(tiny_run(model, m, optimizer=MATRIX_RULES[rule])) for m in ("data=1", mesh)
+    ]
     program = compiled_update(runs[1])
     if rule == "soap":
         even = flops_of(compiled_update(runs[0])) / 8
@@ -157,7 +182,9 @@ def test_every_device_has_an_even_share_and_no_more_than_a_layer(rule: str, laye
         heads = runs[0].run.optimizer.muon_heads
         even = plan_muon(runs[0].params, runs[0].placements, runs[0].shape, heads).flops()[0] / 8
     assert even <= flops_of(program) <= 1.2 * even
-    layer = sum(4 * math.prod(p.shape[1:]) for p in named_leaves(runs[0].params).values() if "L" in p.dims)
+    layer = sum(
+        4 * math.prod(p.shape[1:]) for p in named_leaves(runs[0].params).values() if "L" in p.dims
+    )
     largest = max(buffers_of(program.module, program.assignment), key=lambda buffer: buffer.size)
     assert largest.size <= layer, largest.instruction
     # All temporaries together: a few copies of what a device has of gradients and state, and a layer.
@@ -189,7 +216,9 @@ def test_flops_of_one_device_are_those_of_its_matrices() -> None:
     assert newton_schulz_flops(64, 96) == 5 * (4 * 64 * 64 * 96 + 2 * 64**3)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=8", "data=2,fsdp=4", "fsdp=2,tensor=4", "fsdp=2,expert=2,tensor=2"])
+@pytest.mark.parametrize(
+    "mesh", ["fsdp=8", "data=2,fsdp=4", "fsdp=2,tensor=4", "fsdp=2,expert=2,tensor=2"]
+)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "deepseek-like"])
 @pytest.mark.parametrize("layers", [2, 3, 5, 9, 36])
 def test_no_plan_gives_a_device_a_fifth_more(family: str, mesh: str, layers: int) -> None:
@@ -209,7 +238,10 @@ def test_whole_layers_arrive_whole() -> None:
     rng = np.random.default_rng(0)
     params = tree_map(lambda p: rng.normal(size=p.shape).astype(np.float32), d.params)
     squares = jax.tree.map(
-        lambda x: x.reshape(9, -1)[:, :64, None] * np.ones((1, 1, 64), np.float32) if x.ndim > 2 else x, params
+        lambda x: (
+            x.reshape(9, -1)[:, :64, None] * np.ones((1, 1, 64), np.float32) if x.ndim > 2 else x
+        ),
+        params,
     )
 
     def function(x: jax.Array, square: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -218,10 +250,14 @@ def test_whole_layers_arrive_whole() -> None:
         return jnp.cumsum(x, 1), square[0] * norm[:, None, None]
 
     chosen = jax.tree.map(lambda yes, x: x if yes else None, stacked, params)
-    found = jax.jit(lambda a, b: layer_map(function, a, jax.tree.map(lambda x: (x,), b)))(chosen, squares)
+    found = jax.jit(lambda a, b: layer_map(function, a, jax.tree.map(lambda x: (x,), b)))(
+        chosen, squares
+    )
     for path, x in named_leaves(params).items():
         if named_leaves(stacked)[path]:
             first, second = named_leaves(found)[f"{path}.0"], named_leaves(found)[f"{path}.1"]
             np.testing.assert_allclose(first, np.cumsum(x, 1), atol=1e-4)
             sums = x.sum(axis=tuple(range(1, x.ndim)))[:, None, None]
-            np.testing.assert_allclose(second, named_leaves(squares)[path] * sums, atol=1e-2, rtol=1e-4)
+            np.testing.assert_allclose(
+                second, named_leaves(squares)[path] * sums, atol=1e-2, rtol=1e-4
+            )

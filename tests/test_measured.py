@@ -33,7 +33,11 @@ def test_only_what_costs_needs_a_marker() -> None:
 
 def test_the_cheapest_row_of_a_test_stays_fast_and_ci_has_a_limit() -> None:
     costs = {"a.py::x[1]": 5.0, "a.py::x[2]": 3.0, "a.py::y": 0.1, "a.py::z": 40.0, "a.py::w": 70.0}
-    assert tiers_of(costs, 50.0) == {"a.py::z": "exhaustive", "a.py::w": "long", "a.py::x[1]": "long"}
+    assert tiers_of(costs, 50.0) == {
+        "a.py::z": "exhaustive",
+        "a.py::w": "long",
+        "a.py::x[1]": "long",
+    }
     assert set(tiers_of(costs, 200.0).values()) == {"exhaustive"}
 
 

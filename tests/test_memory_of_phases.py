@@ -24,9 +24,13 @@ def test_each_phase_takes_what_is_planned_and_compiled(layout: str) -> None:
     assert tuple(planned) == PHASES
     for phase, figures in RESULTS[layout].items():
         plan, measured = planned[phase].device + planned[phase].host, figures["measured"]
-        assert plan == pytest.approx(figures["planned"], rel=0.01), f"{phase}: run bench/memory.py again"
+        assert plan == pytest.approx(figures["planned"], rel=0.01), (
+            f"{phase}: run bench/memory.py again"
+        )
         least, most = PLANNED[phase]
-        assert least * measured <= plan <= most * measured, f"{phase}: planned {plan / measured:.2f} of what it takes"
+        assert least * measured <= plan <= most * measured, (
+            f"{phase}: planned {plan / measured:.2f} of what it takes"
+        )
         least, most = COMPILED[phase]
         compiled = figures["compiled"] / measured
         assert least <= compiled <= most, f"{phase}: compiled {compiled:.2f} of what it takes"

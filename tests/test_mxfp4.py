@@ -86,7 +86,9 @@ def test_other_packed_weights_are_refused(folder: Any, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model" / "model.safetensors")
     with pytest.raises(mw.WeightsError, match=r"down_proj_scales' is missing"):
         open_folder(f"hf:{tmp_path / 'model'}")
-    save_file({**tensors, f"{name}_scales": scales[:, :1]}, tmp_path / "model" / "model.safetensors")
+    save_file(
+        {**tensors, f"{name}_scales": scales[:, :1]}, tmp_path / "model" / "model.safetensors"
+    )
     with pytest.raises(mw.WeightsError, match=r"its scales U8\[4, 1, 3\]"):
         open_folder(f"hf:{tmp_path / 'model'}")
 

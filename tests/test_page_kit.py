@@ -22,7 +22,14 @@ from meshwright.trainer.evaluation import BatchEvaluation, Evaluation
 from meshwright.trainer.parity import Parity, StepParity
 from meshwright.views.blocks import Column, Grid, Table, Text
 from meshwright.views.charts import Axis, Chart, Series
-from meshwright.views.colours import PALETTE, TASKS, block_colour, css_variables, ink_on, task_colour
+from meshwright.views.colours import (
+    PALETTE,
+    TASKS,
+    block_colour,
+    css_variables,
+    ink_on,
+    task_colour,
+)
 from meshwright.views.draw import picture_of
 from meshwright.views.report import SCRIPTS, Live, Report, Section, to_json
 
@@ -30,13 +37,26 @@ SCRIPT = "</script><script>alert(1)</script><!-- & \u2028"
 
 
 def page(live: Live | None = None) -> Report:
-    chart = Chart(Axis("x", "seconds"), Axis("y"), [Series(SCRIPT, [0.0, 1.0], [float("nan"), 2.0])], title=SCRIPT)
-    table = Table([Column(SCRIPT), Column("n", "number")], [[SCRIPT, np.float32(1.5)], ["b", float("inf")]])
-    return Report(SCRIPT, [Section(SCRIPT, [Text([SCRIPT]), Grid([chart, table])]), Section("Two", [])], live=live)
+    chart = Chart(
+        Axis("x", "seconds"),
+        Axis("y"),
+        [Series(SCRIPT, [0.0, 1.0], [float("nan"), 2.0])],
+        title=SCRIPT,
+    )
+    table = Table(
+        [Column(SCRIPT), Column("n", "number")], [[SCRIPT, np.float32(1.5)], ["b", float("inf")]]
+    )
+    return Report(
+        SCRIPT,
+        [Section(SCRIPT, [Text([SCRIPT]), Grid([chart, table])]), Section("Two", [])],
+        live=live,
+    )
 
 
 def data_of(html: str) -> dict:
-    found = re.search(r'<script type="application/json" id="page-data">(.*?)</script>', html, re.DOTALL)
+    found = re.search(
+        r'<script type="application/json" id="page-data">(.*?)</script>', html, re.DOTALL
+    )
     assert found
 
     def refuse(constant: str) -> None:
@@ -50,25 +70,40 @@ def test_data_is_strict_and_cannot_end_its_element() -> None:
     assert data_of(html)["sections"][0]["title"] == SCRIPT
     assert SCRIPT not in html and html.count("<script") == 2
     grid = data_of(html)["sections"][0]["blocks"][1]["blocks"]
-    assert grid[0]["series"][0]["y"] == [None, 2] and grid[1]["rows"] == [[SCRIPT, 1.5], ["b", None]]
+    assert grid[0]["series"][0]["y"] == [None, 2] and grid[1]["rows"] == [
+        [SCRIPT, 1.5],
+        ["b", None],
+    ]
 
 
 def test_the_policy_allows_no_source_but_the_page() -> None:
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page().html())
-    live = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page(Live("/data.json")).html())
+    live = re.search(
+        r'http-equiv="Content-Security-Policy" content="([^"]+)"', page(Live("/data.json")).html()
+    )
     assert policy and live
-    assert "default-src 'none'" in policy[1] and "connect-src" not in policy[1] and "unsafe" not in policy[1]
+    assert (
+        "default-src 'none'" in policy[1]
+        and "connect-src" not in policy[1]
+        and "unsafe" not in policy[1]
+    )
     assert "connect-src 'self'" in live[1] and "http" not in live[1]
 
 
 def test_a_notebook_shows_the_page_in_a_frame_of_its_own() -> None:
     frame = page().frame()
-    assert frame.startswith("<iframe") and 'sandbox="allow-scripts"' in frame and "<script" not in frame
+    assert (
+        frame.startswith("<iframe")
+        and 'sandbox="allow-scripts"' in frame
+        and "<script" not in frame
+    )
 
 
 def test_modules_declare_no_name_twice() -> None:
     folder = resources.files("meshwright.views") / "assets"
-    assert {f"{name}.js" for name in SCRIPTS} == {f.name for f in folder.iterdir() if f.name.endswith(".js")}
+    assert {f"{name}.js" for name in SCRIPTS} == {
+        f.name for f in folder.iterdir() if f.name.endswith(".js")
+    }
     names: Counter[str] = Counter()
     seen: list[str] = []
     for name in SCRIPTS:
@@ -76,7 +111,11 @@ def test_modules_declare_no_name_twice() -> None:
         for imported in re.findall(r'from "\./(\w+)\.js"', text):
             assert imported in seen, f"{name}.js imports {imported}.js, which comes later"
         seen.append(name)
-        names.update(re.findall(r"^(?:export )?(?:async )?(?:function\*?|class|const|let) (\w+)", text, re.MULTILINE))
+        names.update(
+            re.findall(
+                r"^(?:export )?(?:async )?(?:function\*?|class|const|let) (\w+)", text, re.MULTILINE
+            )
+        )
         assert "innerHTML" not in text and "eval(" not in text
     assert [name for name, n in names.items() if n > 1] == []
 
@@ -89,9 +128,21 @@ def test_a_page_holds_no_objects() -> None:
 # Machado, Oliveira and Fernandes (2009), severity 1.
 _SIGHT = {
     "normal": np.eye(3),
-    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+    "deuteranopia": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "protanopia": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "tritanopia": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
 }
 
 
@@ -101,7 +152,9 @@ def linear(colour: str) -> np.ndarray:
 
 
 def lab(rgb: np.ndarray) -> np.ndarray:
-    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    to_xyz = np.array(
+        [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    )
     t = to_xyz @ np.clip(rgb, 0, 1) / np.array([0.9505, 1, 1.089])
     x, y, z = np.where(t > 0.008856, np.cbrt(t), 7.787 * t + 16 / 116)
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
@@ -131,18 +184,25 @@ def contrast(a: str, b: str) -> float:
 
 
 def test_drawings_have_the_palette_of_the_pages_and_ink_that_is_readable_on_it() -> None:
-    fills = [block_colour(n) for n in range(32)] + [task_colour(kind, stage) for kind in TASKS for stage in range(4)]
+    fills = [block_colour(n) for n in range(32)] + [
+        task_colour(kind, stage) for kind in TASKS for stage in range(4)
+    ]
     assert len({block_colour(n) for n in range(32)}) == 32 and block_colour(32) == block_colour(0)
     assert min(contrast(fill, ink_on(fill)) for fill in fills) > 4.2
     css = css_variables()
-    assert all(f"--{kind.replace(' ', '-')}:{PALETTE[name][0]}" in css for kind, name in TASKS.items())
+    assert all(
+        f"--{kind.replace(' ', '-')}:{PALETTE[name][0]}" in css for kind, name in TASKS.items()
+    )
     drawn = picture_of("w", (8, 8), "DF", (("fsdp",), ("tensor",)), {"fsdp": 2, "tensor": 2})
     boxes = [block_colour(n) for n in range(4)]
     assert re.findall(r'<rect [^>]*fill="(#\w{6})"', drawn.svg()) == boxes
     printed = io.StringIO()
-    Console(file=printed, force_terminal=True, color_system="truecolor", no_color=False).print(drawn)
+    Console(file=printed, force_terminal=True, color_system="truecolor", no_color=False).print(
+        drawn
+    )
     assert all(
-        f"48;2;{';'.join(str(int(box[i : i + 2], 16)) for i in (1, 3, 5))}" in printed.getvalue() for box in boxes
+        f"48;2;{';'.join(str(int(box[i : i + 2], 16)) for i in (1, 3, 5))}" in printed.getvalue()
+        for box in boxes
     )
 
 
@@ -158,9 +218,15 @@ RESULTS: dict[str, tuple[Callable[[], Any], str]] = {
         "gradients differ",
     ),
     "evaluation": (lambda: Evaluation(40, 2.0, 16, 2048, 9000), "7.389"),
-    "wrapped evaluation": (lambda: BatchEvaluation(3, 0.25, {"loss": 0.25, "accuracy": 0.75}), "accuracy"),
+    "wrapped evaluation": (
+        lambda: BatchEvaluation(3, 0.25, {"loss": 0.25, "accuracy": 0.75}),
+        "accuracy",
+    ),
     "generated": (_generated, "mean log-probability -2.000"),
-    "plan": (lambda: mw.plan("llama32-1b", on="v6e:2x2", tokens_per_step="256K")[0], "Where the bytes go"),
+    "plan": (
+        lambda: mw.plan("llama32-1b", on="v6e:2x2", tokens_per_step="256K")[0],
+        "Where the bytes go",
+    ),
 }
 """Result -> how it is made, and what its page holds."""
 

@@ -19,7 +19,12 @@ from meshwright.runs.run import Run
 from meshwright.sharding.params import named_leaves
 from meshwright.step.device_run import DeviceRun
 from meshwright.trainer import parity as parity_module
-from meshwright.trainer.parity import TOLERANCE, check_processes, gradient_differences, other_devices
+from meshwright.trainer.parity import (
+    TOLERANCE,
+    check_processes,
+    gradient_differences,
+    other_devices,
+)
 
 MESH = "data=2,fsdp=2,tensor=2"
 TEXT = "the quick brown fox jumps over the lazy dog; she sells sea shells by the sea shore. " * 300
@@ -40,7 +45,9 @@ def small_run(text: str, **changes: Any) -> Run:
 
 
 @pytest.mark.exhaustive
-def test_two_meshes_agree_after_updates_with_adamw(text: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_meshes_agree_after_updates_with_adamw(
+    text: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compared: set[str] = set()
 
     def record(*gradients: Any) -> dict[str, float]:
@@ -90,7 +97,11 @@ def test_planted_errors_are_found(text: str, cache: Path, monkeypatch: pytest.Mo
             grads, metrics, aux = gradients(params, step, batch)
             total, weight = metrics["loss"]
             blocks = {**grads["blocks"], "key": grads["blocks"]["key"] * 1.001}
-            return {**grads, "blocks": blocks}, {**metrics, "loss": (total * (1 + 3e-5), weight)}, aux
+            return (
+                {**grads, "blocks": blocks},
+                {**metrics, "loss": (total * (1 + 3e-5), weight)},
+                aux,
+            )
 
         return run
 
@@ -115,7 +126,9 @@ def test_planted_errors_are_found(text: str, cache: Path, monkeypatch: pytest.Mo
     assert result.unequal_initial == ("blocks.up",)
     assert result.first_divergence == "initial values of blocks.up"
     gradients_alone = dataclasses.replace(result, unequal_initial=())
-    assert str(gradients_alone.first_divergence).startswith("step 1, gradient of blocks.key: 1.0e-03")
+    assert str(gradients_alone.first_divergence).startswith(
+        "step 1, gradient of blocks.key: 1.0e-03"
+    )
     # On the scale of the largest gradient of all tensors, the planted error would be within the tolerance.
     assert 1e-3 * largest["blocks.key"] / max(largest.values()) < TOLERANCE
     step = dataclasses.replace(result.steps[0], gradient_difference=0.0)
@@ -127,11 +140,15 @@ def test_the_scale_of_a_tensor() -> None:
     reference = {"w": np.array([2.0, -4.0], np.float32)}
 
     def difference(gradient: list[float], perturbed: list[float]) -> float:
-        return gradient_differences({"w": np.array(gradient)}, reference, {"w": np.array(perturbed)})["w"]
+        return gradient_differences(
+            {"w": np.array(gradient)}, reference, {"w": np.array(perturbed)}
+        )["w"]
 
     assert difference([2.0, -4.0], [2.0, -4.0]) == 0
     assert difference([2.4, -4.0], [2.0, -4.0]) == pytest.approx(0.1), "its own largest element"
-    assert difference([2.4, -4.0], [2.05, -4.0]) == pytest.approx(TOLERANCE), "eight times the rounding error"
+    assert difference([2.4, -4.0], [2.05, -4.0]) == pytest.approx(TOLERANCE), (
+        "eight times the rounding error"
+    )
     assert np.isnan(difference([np.nan, -4.0], [2.0, -4.0]))
     zero = {"w": np.zeros(2)}
     assert gradient_differences(zero, zero, zero) == {"w": 0.0}
@@ -140,7 +157,10 @@ def test_the_scale_of_a_tensor() -> None:
 
 def test_a_gradient_that_is_nan_diverges() -> None:
     step = parity_module.StepParity(1, (2.0, 2.0), float("nan"), "w")
-    assert parity_module.Parity(("a", "b"), (), (step,)).first_divergence == "step 1, gradient of w: nan of its scale"
+    assert (
+        parity_module.Parity(("a", "b"), (), (step,)).first_divergence
+        == "step 1, gradient of w: nan of its scale"
+    )
     nan = parity_module.StepParity(1, (float("nan"), 2.0), 0.0, "w")
     assert "loss nan against" in str(parity_module.Parity(("a", "b"), (), (nan,)).first_divergence)
 
@@ -165,11 +185,15 @@ def test_meshes_that_several_processes_compare(
 def test_a_mesh_of_process_0_needs_no_other_slice() -> None:
     """Two slices of two hosts of two chips: `data=1` runs on one chip, where all devices would need a DCN axis."""
     devices: list[Any] = [
-        SimpleNamespace(id=i, process_index=i // 2, slice_index=i // 4, platform="tpu", device_kind="fake")
+        SimpleNamespace(
+            id=i, process_index=i // 2, slice_index=i // 4, platform="tpu", device_kind="fake"
+        )
         for i in range(8)
     ]
     one, all_of_them = MeshShape(data=1), MeshShape(data=8, slices=2)
     with pytest.raises(ConfigError, match="in 2 slices"):
         mesh_module._in_slices(one, devices)
-    assert [[d.id for d in part] for part in mesh_module._in_slices(one, other_devices(one, devices))] == [[0]]
+    assert [
+        [d.id for d in part] for part in mesh_module._in_slices(one, other_devices(one, devices))
+    ] == [[0]]
     assert other_devices(all_of_them, devices) == devices

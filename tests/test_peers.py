@@ -31,7 +31,12 @@ def bench(request: pytest.FixtureRequest):
 def test_the_second_reading_shares_nothing_with_meshwright(name: str) -> None:
     tree = ast.parse((BENCH / f"{name}.py").read_text())
     imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     assert not {module for module in imported if module.startswith("meshwright")}
 
 
@@ -93,12 +98,18 @@ def test_a_collective_that_fits_behind_a_matmul_is_not_exposed(bench) -> None:
 
 
 def test_a_known_trip_count_is_believed(bench) -> None:
-    text = _windowed(1750).replace(", body=%body", ', body=%body, backend_config={"known_trip_count":{"n":"3"}}')
-    assert bench("second_reading").read_program(text, "v5p:2x2x1")["flops"] == 3 * 2 * 1024 * 512 * 256
+    text = _windowed(1750).replace(
+        ", body=%body", ', body=%body, backend_config={"known_trip_count":{"n":"3"}}'
+    )
+    assert (
+        bench("second_reading").read_program(text, "v5p:2x2x1")["flops"] == 3 * 2 * 1024 * 512 * 256
+    )
 
 
 def test_a_loop_that_ends_on_data_is_named_as_a_doubt(bench) -> None:
-    text = _windowed(1750).replace("%eight = u32[] constant(8)", "%eight = u32[] get-tuple-element(%q), index=1")
+    text = _windowed(1750).replace(
+        "%eight = u32[] constant(8)", "%eight = u32[] get-tuple-element(%q), index=1"
+    )
     assert "no trip count" in bench("second_reading").read_program(text, "v5p:2x2x1")["doubts"][0]
 
 
@@ -140,7 +151,9 @@ def test_flops_of_a_gradient_through_three_layers(bench) -> None:
 def test_taps_on_padding_multiply_nothing(bench) -> None:
     # TPUs write an output of two dimensions, 32 x 8, as a window of 32 that slides over padding.
     rest = ", window={size=1x32 pad=0_0x31_31 rhs_reversal=0x1}, dim_labels=0bf1_i1o0->0b1f"
-    flops = bench("hlo_lines").convolution_flops((4, 64, 512, 1), (512, 32, 8, 1), (4, 64, 32, 8), rest)
+    flops = bench("hlo_lines").convolution_flops(
+        (4, 64, 512, 1), (512, 32, 8, 1), (4, 64, 32, 8), rest
+    )
     assert flops == 2 * 4 * 64 * 512 * 32 * 8
 
 
@@ -185,7 +198,9 @@ def test_both_sides_are_searched_alike(bench) -> None:
 def test_the_search_has_the_options_that_ours_takes_by_default(bench) -> None:
     for chip, sets in bench("peer_cases").OPTION_SETS.items():
         taken = {"v5p": bench("peer_cases").QUEUED, "v6e": bench("peer_cases").ALL}[chip]
-        assert dict(option.split("=") for option in sets[taken]) == compiler_options_of(CHIPS[chip], ("auto",))
+        assert dict(option.split("=") for option in sets[taken]) == compiler_options_of(
+            CHIPS[chip], ("auto",)
+        )
 
 
 def test_arguments_of_both_sides(bench) -> None:
@@ -194,7 +209,11 @@ def test_arguments_of_both_sides(bench) -> None:
     assert cases.arguments("ours", case, cases.SHIPPED) == [
         "llama2-7b", "--on", "v5p:2x2x4", "--mesh", "fsdp=16", "--batch", "64", "--seq", "4096",
     ]  # fmt: skip
-    assert not [word for word in cases.arguments("maxtext", case, cases.SHIPPED) if "xla" in word or "remat" in word]
+    assert not [
+        word
+        for word in cases.arguments("maxtext", case, cases.SHIPPED)
+        if "xla" in word or "remat" in word
+    ]
     assert cases.arguments("ours", case, cases.Setting("full"))[-1] == "--training.compiler-options"
     flags = cases.arguments("maxtext", case, tuned)[-1].removeprefix("compile_xla_flags=").split()
     ours = cases.arguments("ours", case, cases.Setting("full", cases.VMEM))
@@ -215,7 +234,9 @@ def test_a_ratio_stands_beside_both_settings(bench) -> None:
     rows = [_row("maxtext", None, 3.0), _row("maxtext", "minimal", 2.0), _row("ours", None, 1.8),
             _row("ours", "projections", 1.9)]  # fmt: skip
     lines = tables.comparison(rows).splitlines()
-    assert "as shipped | 3.00, 3.00 | as shipped | 1.80, 1.80 | 0.60, 0.60" in tables.comparison(rows)
+    assert "as shipped | 3.00, 3.00 | as shipped | 1.80, 1.80 | 0.60, 0.60" in tables.comparison(
+        rows
+    )
     assert "minimal | 2.00, 2.00 | as shipped | 1.80, 1.80 | 0.90, 0.90" in lines[-1]
     page = tables.fill(f"before\n{tables.BEGIN}old\n{tables.END}after\n", rows)
     assert page.startswith("before") and page.endswith("after\n") and "old" not in page
@@ -223,7 +244,13 @@ def test_a_ratio_stands_beside_both_settings(bench) -> None:
 
 def test_a_program_that_does_not_fit_has_no_ratio(bench) -> None:
     tables = bench("peer_tables")
-    failed = {"case": "7b", "side": "ours", "setting": "as shipped", "remat": None, "error": "RESOURCE_EXHAUSTED: HBM"}
+    failed = {
+        "case": "7b",
+        "side": "ours",
+        "setting": "as shipped",
+        "remat": None,
+        "error": "RESOURCE_EXHAUSTED: HBM",
+    }
     rows = [_row("maxtext", None, 3.0), failed]
     assert "does not fit" in tables.evidence(rows)
     assert "|" not in tables.comparison(rows)

@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import MODELS, QWEN3_NEXT, assert_same_steps, device_run_of, tiny_run, train, train_on_one_device
+from tiny_runs import (
+    MODELS,
+    QWEN3_NEXT,
+    assert_same_steps,
+    device_run_of,
+    tiny_run,
+    train,
+    train_on_one_device,
+)
 
 import meshwright as mw
 from meshwright.analysis.jaxprs import all_jaxprs
@@ -19,7 +27,18 @@ from meshwright.sharding.stages import assign_layers, loop_placement
 from meshwright.step.train_step import build_train_step
 
 GEMMA = mw.Gemma3(
-    50, 64, 5, 8, 4, 8, 96, vocab_multiple=16, local_layers=1, sliding_window=5, query_scale=6, rope_factor=4.0
+    50,
+    64,
+    5,
+    8,
+    4,
+    8,
+    96,
+    vocab_multiple=16,
+    local_layers=1,
+    sliding_window=5,
+    query_scale=6,
+    rope_factor=4.0,
 )
 
 
@@ -47,7 +66,9 @@ def test_the_scan_saves_no_parameters() -> None:
     w_LDD, x = jnp.ones((6, 8, 8)), jnp.ones((4, 8))
 
     def loss(w_LDD: Any) -> Any:
-        return scan_layers(kinds, x, {"blocks": w_LDD}, {"blocks": np.arange(6)}, remat="full")[0].sum()
+        return scan_layers(kinds, x, {"blocks": w_LDD}, {"blocks": np.arange(6)}, remat="full")[
+            0
+        ].sum()
 
     assert "f32[2,8,8]" not in str(jax.make_jaxpr(jax.grad(loss))(w_LDD))
 
@@ -60,10 +81,14 @@ def test_a_scan_over_some_rows_copies_none(kinds: int) -> None:
 
     def loss(w_LDD: Any, rows: Any = rows) -> Any:
         stacked, index = {"blocks": w_LDD}, {"blocks": np.arange(len(w_LDD))}
-        return scan_layers(turns, jnp.ones((4, 256)), stacked, index, rows=rows, remat="full")[0].sum()
+        return scan_layers(turns, jnp.ones((4, 256)), stacked, index, rows=rows, remat="full")[
+            0
+        ].sum()
 
     gradients, layer = jax.grad(loss)(w_LDD), w_LDD[0].nbytes
-    np.testing.assert_allclose(gradients[1:7], jax.grad(lambda w: loss(w, None))(w_LDD[1:7]), rtol=1e-6)
+    np.testing.assert_allclose(
+        gradients[1:7], jax.grad(lambda w: loss(w, None))(w_LDD[1:7]), rtol=1e-6
+    )
     assert not gradients[0].any() and not gradients[7].any()
     memory = jax.jit(loss).lower(w_LDD).compile().memory_analysis()
     assert memory.temp_size_in_bytes < (kinds + 1) * layer
@@ -71,14 +96,20 @@ def test_a_scan_over_some_rows_copies_none(kinds: int) -> None:
     assert not [line for line in lines if "stablehlo.slice" in line and "x256x256x" in line]
 
 
-@pytest.mark.parametrize(("kinds", "rows", "barriers"), [(3, 6, 3), (3, 7, 4), (1, 6, 0), (1, 1, 1)])
-def test_a_layer_is_recomputed_when_its_gradient_is_there(kinds: int, rows: int, barriers: int) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "rows", "barriers"), [(3, 6, 3), (3, 7, 4), (1, 6, 0), (1, 1, 1)]
+)
+def test_a_layer_is_recomputed_when_its_gradient_is_there(
+    kinds: int, rows: int, barriers: int
+) -> None:
     """Where a body has other layers, or XLA inlines it; a loop over one layer keeps the recomputation apart itself."""
     turns = [("blocks", lambda x, w, i, k=k: (jnp.sin(x @ w) + k, {})) for k in range(kinds)]
 
     def loss(w_LDD: Any) -> Any:
         x = jnp.ones((4, 8))
-        return scan_layers(turns, x, {"blocks": w_LDD}, {"blocks": np.arange(rows)}, remat="full")[0].sum()
+        return scan_layers(turns, x, {"blocks": w_LDD}, {"blocks": np.arange(rows)}, remat="full")[
+            0
+        ].sum()
 
     text = jax.jit(jax.grad(loss)).lower(jnp.ones((rows, 8, 8))).as_text()
     assert text.count("optimization_barrier") == barriers
@@ -87,17 +118,27 @@ def test_a_layer_is_recomputed_when_its_gradient_is_there(kinds: int, rows: int,
 @pytest.mark.parametrize(("model", "barriers"), [("gemma2", 3), ("llama", 0)])
 def test_a_layer_of_a_period_has_its_gradients_before_the_next(model: str, barriers: int) -> None:
     """The gradient of a layer's input waits for those of its weights: two in the loop, and one after it."""
-    device_run = device_run_of(tiny_run(PATTERNS.get(model) or MODELS[model], "data=1", remat="none"))
-    step = jax.jit(build_train_step(device_run)).trace(device_run.abstract, device_run.abstract_batch)
+    device_run = device_run_of(
+        tiny_run(PATTERNS.get(model) or MODELS[model], "data=1", remat="none")
+    )
+    step = jax.jit(build_train_step(device_run)).trace(
+        device_run.abstract, device_run.abstract_batch
+    )
     equations = (equation for inner, _ in all_jaxprs(step.jaxpr.jaxpr) for equation in inner.eqns)
-    assert sum(e.primitive.name == "optimization_barrier" and len(e.invars) > 5 for e in equations) == barriers
+    assert (
+        sum(e.primitive.name == "optimization_barrier" and len(e.invars) > 5 for e in equations)
+        == barriers
+    )
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("layers", [6, 8, 2])
 def test_the_scan_is_a_loop_over_layers(layers: int, remat: str) -> None:
     """Layers after the last whole period, and fewer layers than a period."""
-    kinds = tuple(lambda x, w, i, k=k: (jnp.sin(x * w) + k * i, {"kind": k * jnp.ones(()), "x": x}) for k in range(3))
+    kinds = tuple(
+        lambda x, w, i, k=k: (jnp.sin(x * w) + k * i, {"kind": k * jnp.ones(()), "x": x})
+        for k in range(3)
+    )
     w_L, x = jnp.linspace(0.5, 1.5, layers), jnp.arange(4.0)
 
     def scanned(x: Any, w_L: Any) -> Any:
@@ -114,7 +155,9 @@ def test_the_scan_is_a_loop_over_layers(layers: int, remat: str) -> None:
 
     for a, b in zip(jax.tree.leaves(scanned(x, w_L)), jax.tree.leaves(looped(x, w_L)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
-    grads = [jax.grad(lambda *args, f=f: f(*args)[0].sum(), (0, 1))(x, w_L) for f in (scanned, looped)]
+    grads = [
+        jax.grad(lambda *args, f=f: f(*args)[0].sum(), (0, 1))(x, w_L) for f in (scanned, looped)
+    ]
     for a, b in zip(jax.tree.leaves(grads[0]), jax.tree.leaves(grads[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
@@ -123,8 +166,12 @@ def test_parts_begin_with_a_period() -> None:
     assignment = assign_layers((1.0,) * 26, 2, 1, loop_placement, 6)
     assert assignment.boundaries == (0, 12, 26)
     rows = assignment.rows(range(26))[:, 0]
-    assert all(layer % 6 == row % 6 for stage in rows for row, layer in enumerate(stage) if layer >= 0)
-    with pytest.raises(mw.ConfigError, match=r"every part begins with a period, and 8 parts > 5 periods"):
+    assert all(
+        layer % 6 == row % 6 for stage in rows for row, layer in enumerate(stage) if layer >= 0
+    )
+    with pytest.raises(
+        mw.ConfigError, match=r"every part begins with a period, and 8 parts > 5 periods"
+    ):
         assign_layers((1.0,) * 26, 4, 2, loop_placement, 6)
 
 
@@ -145,7 +192,10 @@ def test_stacks_take_turns_as_in_a_loop_over_layers() -> None:
     """Two stacks, layers after the last whole period, parts that begin inside of one."""
     model = dataclasses.replace(LLAMA4, layers=7)
     spec = model.spec()
-    assert [layer.stack for layer in spec.layers[:4]] == ["dense_blocks", "blocks"] * 2 and spec.period == 4
+    assert [layer.stack for layer in spec.layers[:4]] == [
+        "dense_blocks",
+        "blocks",
+    ] * 2 and spec.period == 4
     kinds = {stack: [lambda x, w, i, k=k: (jnp.sin(x * w) + k * i, {"x": x}) for k in (c, c + 2)]
              for c, stack in enumerate(("dense_blocks", "blocks"))}  # fmt: skip
     w = {"dense_blocks": jnp.linspace(0.5, 0.8, 4), "blocks": jnp.linspace(0.9, 1.5, 3)}
@@ -158,7 +208,9 @@ def test_stacks_take_turns_as_in_a_loop_over_layers() -> None:
         for part, remat in parts:
             rows = section.rows(spec, part)
             at = (part.start or 0) % spec.period
-            last, more = scan_layers(section.period[at:] + section.period[:at], last, w, index, rows=rows, remat=remat)
+            last, more = scan_layers(
+                section.period[at:] + section.period[:at], last, w, index, rows=rows, remat=remat
+            )
             outputs.append(more)
         found.append((last, join(outputs)))
     for i, layer in enumerate(spec.layers):
@@ -188,7 +240,9 @@ def test_stacks_take_turns_as_in_a_loop_over_layers() -> None:
         pytest.param("gpt_oss", "fsdp=2,expert=2,tensor=2", {"layout": "folded"}, marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
-def test_every_pattern_has_the_numbers_of_one_device(family: str, mesh: str, changes: dict[str, Any]) -> None:
+def test_every_pattern_has_the_numbers_of_one_device(
+    family: str, mesh: str, changes: dict[str, Any]
+) -> None:
     run = tiny_run(PATTERNS[family], mesh, **changes)
     one = train_on_one_device(run, 3)
     assert_same_steps(train(run, 3, initial=one.initial), one)
@@ -198,11 +252,19 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "no experts": ("llama4", {"layers": 1}, "fix: .*--model.expert-interval 1"),
     "no chunk": ("llama4", {"attention_chunk": 0}, "a whole number of at least 1"),
     "few experts": ("llama4", {"experts_per_token": 5}, "5 experts per token of 4 experts"),
-    "none of the experts": ("gpt_oss", {"experts_per_token": 0}, "--model.experts-per-token 0.*at least 1"),
+    "none of the experts": (
+        "gpt_oss",
+        {"experts_per_token": 0},
+        "--model.experts-per-token 0.*at least 1",
+    ),
     "sees nothing": ("gpt_oss", {"sliding_window": 0}, "--model.sliding-window 0.*at least 1"),
     "no local layer": ("olmo3", {"local_layers": 0}, "--model.local-layers 0.*at least 1"),
     "negative base": ("olmo3", {"rope_theta": -1.0}, "fix: .*--model.rope-theta 500000.0"),
-    "two scalings": ("llama4", {"rope_scaling": RopeScaling(), "rope_factor": 2.0}, "scales the same rotary freq"),
+    "two scalings": (
+        "llama4",
+        {"rope_scaling": RopeScaling(), "rope_factor": 2.0},
+        "scales the same rotary freq",
+    ),
 }
 
 
@@ -213,7 +275,9 @@ def test_wrong_patterns_are_refused(case: str) -> None:
         place_run(tiny_run(dataclasses.replace(PATTERNS[family], **changes)), mw.MeshShape())
 
 
-@pytest.mark.parametrize("name", ["gpt-oss-20b", "gemma2-2b", "olmo3-7b", "llama4-maverick", "qwen3-next-80b-a3b"])
+@pytest.mark.parametrize(
+    "name", ["gpt-oss-20b", "gemma2-2b", "olmo3-7b", "llama4-maverick", "qwen3-next-80b-a3b"]
+)
 def test_patterns_shrink(name: str) -> None:
     shape = mw.MeshShape(stage=2, tensor=2)
     small = mw.recipe(name).model.shrunk(shape, 2)

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from other_programs import FLASH2, RAMP, RATED_KEYS, SOFTWARE, SPEEDS, TRITON, free_running, gathered_ring
+from other_programs import (
+    FLASH2,
+    RAMP,
+    RATED_KEYS,
+    SOFTWARE,
+    SPEEDS,
+    TRITON,
+    free_running,
+    gathered_ring,
+)
 from report import fits
 from rows import read_rows
 from tiny_runs import MODELS, device_run_of, tiny_run
@@ -22,7 +31,13 @@ from meshwright.hardware.targets import parse_target
 from meshwright.models.flops import forward_flops, training_flops_per_token
 from meshwright.models.kernels.chunks import causal_mask
 from meshwright.models.model import AttentionSpec
-from meshwright.planner.estimate import LOSS_BYTES, Estimate, estimate, matmul_seconds, visited_positions
+from meshwright.planner.estimate import (
+    LOSS_BYTES,
+    Estimate,
+    estimate,
+    matmul_seconds,
+    visited_positions,
+)
 from meshwright.planner.memory_model import memory_by_category
 from meshwright.planner.software import MESHWRIGHT, lockstep
 from meshwright.planner.traffic import movements
@@ -42,7 +57,9 @@ WHOLE = Efficiency(1, 1, 1, 1, 1, 1, 1, 1)
 def placed_recipe(name: str, mesh: str, layout: str = "fsdp", **training: Any) -> PlacedRun:
     run = find_recipe(name)
     changed = dataclasses.replace(run.training, **training)
-    return place_run(dataclasses.replace(run, training=changed, layout=layout), MeshShape.parse(mesh))
+    return place_run(
+        dataclasses.replace(run, training=changed, layout=layout), MeshShape.parse(mesh)
+    )
 
 
 def price(name: str, mesh: str, target: str, **training: Any) -> Estimate:
@@ -51,10 +68,16 @@ def price(name: str, mesh: str, target: str, **training: Any) -> Estimate:
 
 def test_the_first_gradient_of_gathered_experts_has_gone_when_the_others_are_there() -> None:
     """On TPUs, of three float32 matrices 8 x 4096 x 14336, split over `expert`; those that are not gathered stay."""
-    for mesh, elements in (("fsdp=128", 8 * 4096 * 14336), ("fsdp=32,expert=4", 2 * 4096 * 14336), ("expert=8", 0)):
+    for mesh, elements in (
+        ("fsdp=128", 8 * 4096 * 14336),
+        ("fsdp=32,expert=4", 2 * 4096 * 14336),
+        ("expert=8", 0),
+    ):
         placed = placed_recipe("mixtral-8x7b", mesh, batch=512, seq=4096, remat="full")
         alone, together = (
-            memory_by_category(Settled(placed, Machine(platform)), work_of(placed), 1.0)["one layer"]
+            memory_by_category(Settled(placed, Machine(platform)), work_of(placed), 1.0)[
+                "one layer"
+            ]
             for platform in ("tpu", "cuda")
         )
         assert together - alone == 4 * elements
@@ -74,14 +97,16 @@ def test_the_book_trains_llama_70b_in_44_days() -> None:
 
 def test_the_book_gathers_34_mb_over_four_chips_in_560_us() -> None:
     chip = parse_target("v5e:4x4").chip
-    assert route(chip, (4, 4), GroupSpan(1, (4, 1)), WHOLE).seconds("all-gather", 34e6) == pytest.approx(
-        560e-6, rel=0.03
-    )
+    assert route(chip, (4, 4), GroupSpan(1, (4, 1)), WHOLE).seconds(
+        "all-gather", 34e6
+    ) == pytest.approx(560e-6, rel=0.03)
 
 
 def test_a_ring_has_twice_the_links_of_a_chain() -> None:
     chip = parse_target("v5p:4x4x8").chip
-    closed, opened = (route(chip, (4, 4, 8), GroupSpan(1, chips), WHOLE) for chips in ((4, 1, 1), (1, 1, 4)))
+    closed, opened = (
+        route(chip, (4, 4, 8), GroupSpan(1, chips), WHOLE) for chips in ((4, 1, 1), (1, 1, 4))
+    )
     assert closed.bandwidth == 2 * opened.bandwidth == 2 * 90e9
     assert (closed.medium, opened.medium) == ("ICI x", "ICI z (open)")
     whole = route(chip, (4, 4, 8), GroupSpan(1, (4, 4, 8)), WHOLE)
@@ -99,9 +124,13 @@ def test_a_ring_has_twice_the_links_of_a_chain() -> None:
         ("all-to-all", 1, 56 / 64 / 50e9),
     ],
 )
-def test_nodes_are_as_fast_as_their_slowest_link(kind: str, factor: int, across_nodes: float) -> None:
+def test_nodes_are_as_fast_as_their_slowest_link(
+    kind: str, factor: int, across_nodes: float
+) -> None:
     chip = parse_target("h100:64").chip
-    inside, across = (route(chip, (8, 8), GroupSpan(nodes, (n,)), WHOLE) for nodes, n in ((1, 8), (8, 8)))
+    inside, across = (
+        route(chip, (8, 8), GroupSpan(nodes, (n,)), WHOLE) for nodes, n in ((1, 8), (8, 8))
+    )
     assert (inside.medium, across.medium) == ("NVLink", "network")
     size = 1e10
     assert inside.seconds(kind, size) == pytest.approx(factor * size * 7 / 8 / 450e9, rel=0.01)
@@ -125,7 +154,9 @@ def test_small_messages_are_all_latency() -> None:
 @given(st.data())
 def test_axes_fill_the_machine(data: st.DataObject) -> None:
     target = parse_target(
-        data.draw(st.sampled_from(("v5p:4x4x8", "v6e:16x16", "tpu7x:2x2x4", "h100:128", "gb200:144")))
+        data.draw(
+            st.sampled_from(("v5p:4x4x8", "v6e:16x16", "tpu7x:2x2x4", "h100:128", "gb200:144"))
+        )
     )
     left, degrees = target.devices, {}
     for axis in ("tensor", "context", "fsdp", "stage"):
@@ -152,7 +183,9 @@ def test_axes_are_mapped_as_jax_maps_them() -> None:
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "folded"])
-@pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2", "stage=2,fsdp=2,tensor=2", "fsdp=2,context=2,tensor=2"])
+@pytest.mark.parametrize(
+    "mesh", ["data=2,fsdp=2,tensor=2", "stage=2,fsdp=2,tensor=2", "fsdp=2,context=2,tensor=2"]
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_matmuls_of_all_devices_are_the_models(model: str, mesh: str, layout: str) -> None:
     changes = {"context_strategy": "all_gather", "microbatches": 2 if "stage" in mesh else 1}
@@ -161,7 +194,9 @@ def test_the_matmuls_of_all_devices_are_the_models(model: str, mesh: str, layout
     work, items = work_of(placed), forward_flops(placed.run.model, 32)
     tokens = run.training.batch * 32
     # The stage with most layers is counted, once for each stage.
-    fraction = 1 if placed.shape.stage == 1 else work.layers * placed.shape.stage / len(placed.spec.layers)
+    fraction = (
+        1 if placed.shape.stage == 1 else work.layers * placed.shape.stage / len(placed.spec.layers)
+    )
     layers = sum(n for item, n in items.items() if item not in ("unembedding", "attention"))
     flops = sum(matmul.flops for matmul in work.matmuls) + work.attention
     of_all = flops * placed.shape.size * run.training.microbatches
@@ -182,31 +217,50 @@ def test_parameters_and_optimizer_state_are_those_of_the_layout(layout: str) -> 
         *(({"name": name}, {}) for name in ("adamw", "lion", "sgd", "muon", "adafactor")),
         ({"name": "adamw", "moment_dtype": "bfloat16"}, {}),
         ({"name": "adamw"}, {"param_dtype": "bfloat16"}),
-        ({"name": "lion", "moment_dtype": "bfloat16"}, {"param_dtype": "bfloat16", "param_rounding": "stochastic"}),
+        (
+            {"name": "lion", "moment_dtype": "bfloat16"},
+            {"param_dtype": "bfloat16", "param_rounding": "stochastic"},
+        ),
     ],
     ids=str,
 )
 def test_the_layout_report_counts_the_state_that_optax_makes(optimizer: Any, params: Any) -> None:
-    run = tiny_run(MODELS["llama"], "data=2,fsdp=2,tensor=2", optimizer=Optimizer(**optimizer), **params)
+    run = tiny_run(
+        MODELS["llama"], "data=2,fsdp=2,tensor=2", optimizer=Optimizer(**optimizer), **params
+    )
     placed = place_run(run)
     # Without the scalars that count steps.
     assert layout_report(placed).bytes_optimizer == pytest.approx(
         shard_bytes(device_run_of(run).abstract.optimizer), abs=64
     )
-    assert estimate(placed, parse_target("v5e:2x4")).memory["optimizer state"] == layout_report(placed).bytes_optimizer
+    assert (
+        estimate(placed, parse_target("v5e:2x4")).memory["optimizer state"]
+        == layout_report(placed).bytes_optimizer
+    )
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=8", "data=2,fsdp=4", "fsdp=4,tensor=2", "fsdp=2,context=4"])
-@pytest.mark.parametrize("remat", ["full", pytest.param("projections", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "remat", ["full", pytest.param("projections", marks=pytest.mark.exhaustive)]
+)
 def test_planned_traffic_is_the_compiled_programs(mesh: str, remat: str) -> None:
     """Payloads of weights and activations, float32 throughout, against the ledger of XLA's own program."""
     device_run = device_run_of(
         tiny_run(
-            MODELS["llama"], mesh, batch=8, seq=32, remat=remat, dropout=0.0, z_loss=0.0, context_strategy="all_gather"
+            MODELS["llama"],
+            mesh,
+            batch=8,
+            seq=32,
+            remat=remat,
+            dropout=0.0,
+            z_loss=0.0,
+            context_strategy="all_gather",
         )
     )
     planned: dict[tuple[str, ...], float] = {}
-    for m in movements(device_run.settled, work_of(device_run.placed), recomputed_roles(remat), None, MESHWRIGHT):
+    for m in movements(
+        device_run.settled, work_of(device_run.placed), recomputed_roles(remat), None, MESHWRIGHT
+    ):
         if m.purpose != "loss softmax":
             # On XLA:CPU a reduce-scatter is an all-reduce of which most is dropped.
             planned[m.axes] = planned.get(m.axes, 0.0) + m.payload * m.times
@@ -222,7 +276,13 @@ def test_planned_traffic_is_the_compiled_programs(mesh: str, remat: str) -> None
 def test_planned_traffic_beside_the_exchange_is_the_compiled_programs(layout: str) -> None:
     """XLA:CPU pads the exchange of experts: over its axes counts only what is sent besides."""
     run = tiny_run(
-        MODELS["mixtral"], "fsdp=2,expert=2,tensor=2", layout=layout, batch=8, seq=32, dropout=0.0, z_loss=0.0
+        MODELS["mixtral"],
+        "fsdp=2,expert=2,tensor=2",
+        layout=layout,
+        batch=8,
+        seq=32,
+        dropout=0.0,
+        z_loss=0.0,
     )
     device_run = device_run_of(run)
     planned: dict[tuple[str, ...], float] = {}
@@ -246,7 +306,9 @@ def test_weights_of_experts_in_low_precision_travel_with_a_byte_for_each_element
     machine = Machine(CHIPS[chip].platform, chip, True, chip=CHIPS[chip])
     sent = {}
     for precision in ("compute", "fp8"):
-        placed = placed_recipe("qwen3-30b-a3b", "fsdp=8", batch=8, seq=4096, matmul_precision=precision)
+        placed = placed_recipe(
+            "qwen3-30b-a3b", "fsdp=8", batch=8, seq=4096, matmul_precision=precision
+        )
         settled = Settled(placed, machine)
         traffic = movements(settled, work_of(placed), recomputed_roles("full"), None, MESHWRIGHT)
         sent[precision] = [(m.kind, m.payload) for m in traffic if m.purpose.endswith("weights")]
@@ -257,7 +319,9 @@ def test_weights_of_experts_in_low_precision_travel_with_a_byte_for_each_element
         assert whole - halved == saved[kind] + (dense if kind == "all-gather" else 0)
 
 
-@pytest.mark.parametrize("remat, arrays", [("full", 0), ("attention_out", 1), ("projections", 1), ("none", 0)])
+@pytest.mark.parametrize(
+    "remat, arrays", [("full", 0), ("attention_out", 1), ("projections", 1), ("none", 0)]
+)
 def test_an_exchange_of_heads_saves_the_output_of_attention_twice(remat: str, arrays: int) -> None:
     """Where it is named: as the kernel made it and as the projection reads it. A ring makes it where it is read."""
     settled = [
@@ -275,21 +339,41 @@ def test_an_exchange_of_heads_saves_the_output_of_attention_twice(remat: str, ar
         )
         for strategy in ("ring", "ulysses")
     ]
-    ring, ulysses = (memory_by_category(each, work_of(each.placed), 1.0)["activations"] for each in settled)
+    ring, ulysses = (
+        memory_by_category(each, work_of(each.placed), 1.0)["activations"] for each in settled
+    )
     assert ulysses - ring == arrays * 32 * 2 * 4096 * 4096 * 2
 
 
 def test_policies_recompute_what_they_do_not_save() -> None:
-    names = ("none", "attention", "projections", "feed_forward", "full", "offload_attention", "offload")
+    names = (
+        "none",
+        "attention",
+        "projections",
+        "feed_forward",
+        "full",
+        "offload_attention",
+        "offload",
+    )
     again = {remat: recomputed_roles(remat) for remat in names}
     assert again["none"] == frozenset() and again["attention"] == {"scores"}
     assert again["projections"] < again["feed_forward"] < again["full"]
-    assert again["offload_attention"] == again["feed_forward"] | {"attention_out"} and again["offload"] == again["full"]
-    seconds = {remat: price("llama3-8b", "fsdp=8", "v5p:2x2x2", batch=8, remat=remat).seconds for remat in names}
-    assert seconds["attention"] <= seconds["projections"] < seconds["feed_forward"] < seconds["full"]
+    assert (
+        again["offload_attention"] == again["feed_forward"] | {"attention_out"}
+        and again["offload"] == again["full"]
+    )
+    seconds = {
+        remat: price("llama3-8b", "fsdp=8", "v5p:2x2x2", batch=8, remat=remat).seconds
+        for remat in names
+    }
+    assert (
+        seconds["attention"] <= seconds["projections"] < seconds["feed_forward"] < seconds["full"]
+    )
 
 
-@pytest.mark.parametrize("remat", ["projections", pytest.param("feed_forward", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "remat", ["projections", pytest.param("feed_forward", marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize(("norms", "read"), [("before", False), ("after", True)])
 def test_recomputed_matmuls_are_the_compiled_programs(norms: Any, read: bool, remat: str) -> None:
     """Outputs that are normalised are computed again: the backward pass of their norm reads them."""
@@ -300,15 +384,24 @@ def test_recomputed_matmuls_are_the_compiled_programs(norms: Any, read: bool, re
     again = (recomputed_roles(remat) | work.outputs_read) & {m.role for m in work.matmuls}
     planned = sum(m.flops for m in work.matmuls if m.role in again)
     found = census_of_train_step(device_run).flops.matmuls
-    compiled = sum(m.flops for m in found if m.phase == "recomputed" and m.module in ("attention", "feed-forward"))
-    scores = 2 * 8 * 16 * 16 * 64 * 2  # of two layers, which the backward pass of blocked attention computes again
+    compiled = sum(
+        m.flops
+        for m in found
+        if m.phase == "recomputed" and m.module in ("attention", "feed-forward")
+    )
+    scores = (
+        2 * 8 * 16 * 16 * 64 * 2
+    )  # of two layers, which the backward pass of blocked attention computes again
     assert compiled - scores == pytest.approx(planned, rel=0.01)
 
 
 @pytest.mark.parametrize(
-    ("seq", "block", "window"), [(2048, 256, 1024), (2048, 128, 1000), (1024, 128, 129), (1024, 128, None)]
+    ("seq", "block", "window"),
+    [(2048, 256, 1024), (2048, 128, 1000), (1024, 128, 129), (1024, 128, None)],
 )
-def test_blocked_attention_computes_the_blocks_that_its_mask_shows(seq: int, block: int, window: int | None) -> None:
+def test_blocked_attention_computes_the_blocks_that_its_mask_shows(
+    seq: int, block: int, window: int | None
+) -> None:
     mask, count = causal_mask(seq, window), seq // block
     pairs = sum(mask.between(i, j, block) is not None for i in range(count) for j in range(count))
     assert visited_positions(AttentionSpec(1, 1, 64, window), seq, block) * seq == pairs * block**2
@@ -319,7 +412,9 @@ def test_blocked_attention_computes_the_blocks_that_its_mask_shows(seq: int, blo
 def test_nothing_that_is_faster_makes_a_step_slower(faster: str) -> None:
     placed = placed_recipe("llama3-8b", "fsdp=8,tensor=2", batch=32)
     efficiency, target = CHIPS["v5p"].efficiency, parse_target("v5p:2x2x4")
-    better = dataclasses.replace(efficiency, **{faster: min(1.0, getattr(efficiency, faster) * 1.1)})
+    better = dataclasses.replace(
+        efficiency, **{faster: min(1.0, getattr(efficiency, faster) * 1.1)}
+    )
     other = dataclasses.replace(target, given_efficiency=better)
     assert estimate(placed, other).seconds <= estimate(placed, target).seconds
 
@@ -353,9 +448,15 @@ def test_a_free_running_pipeline_has_the_bubble_of_its_formula() -> None:
 
 def test_activations_travel_beside_the_other_half_of_a_tick() -> None:
     """In the ticks with one half only, which fill and drain the pipeline, the stages wait for them."""
-    placed = placed_recipe("llama3-8b", "stage=4", batch=16, microbatches=16, pipeline_schedule="1f1b")
+    placed = placed_recipe(
+        "llama3-8b", "stage=4", batch=16, microbatches=16, pipeline_schedule="1f1b"
+    )
     tasks = build_counts("1f1b", 4, 16, 1)
-    settled, work, again = Settled(placed, Machine("tpu")), work_of(placed), recomputed_roles("full")
+    settled, work, again = (
+        Settled(placed, Machine("tpu")),
+        work_of(placed),
+        recomputed_roles("full"),
+    )
     sent = [m for m in movements(settled, work, again, tasks, MESHWRIGHT) if m.times]
     permutes = {(m.during, m.blocking): m.times for m in sent if m.kind == "collective-permute"}
     # Microbatch m runs forward on stage s in tick m + s, backward in tick m + 2P - 1 - s (sharding/schedules.py).
@@ -365,7 +466,9 @@ def test_activations_travel_beside_the_other_half_of_a_tick() -> None:
         ("forward", True): alone[0], ("backward", False): both, ("backward", True): alone[1], ("forward", False): both,
     }  # fmt: skip
     # The embedding is summed at the first stage, the hidden states go to all, and both back; whole over nothing.
-    shared = [m for m in sent if m.kind == "all-reduce" and m.purpose == "hidden states of all stages"]
+    shared = [
+        m for m in sent if m.kind == "all-reduce" and m.purpose == "hidden states of all stages"
+    ]
     assert [(m.times, m.payload) for m in shared] == [(4 * 16, 2 * 8192 * 4096)]
     others = movements(settled, work, again, tasks, SOFTWARE["Megatron-Core"])
     assert not [m for m in others if m.kind == "all-reduce" and m.purpose == shared[0].purpose]
@@ -374,18 +477,27 @@ def test_activations_travel_beside_the_other_half_of_a_tick() -> None:
 @pytest.mark.parametrize(
     ("on", "mesh", "kind", "alone"),
     [
-        ("v5e:16x16", "fsdp=256", "all-reduce", True),  # over two dimensions of the torus: twice the bytes
+        (
+            "v5e:16x16",
+            "fsdp=256",
+            "all-reduce",
+            True,
+        ),  # over two dimensions of the torus: twice the bytes
         ("v5e:16x16", "data=16,fsdp=16", "reduce-scatter", True),
         ("v6e:16x16", "fsdp=256", "reduce-scatter", False),
     ],
 )
-def test_gradients_are_summed_beside_nothing_on_v5e(on: str, mesh: str, kind: str, alone: bool) -> None:
+def test_gradients_are_summed_beside_nothing_on_v5e(
+    on: str, mesh: str, kind: str, alone: bool
+) -> None:
     placed = placed_recipe("llama3-8b", mesh, batch=256, seq=4096, remat="full")
     settled = Settled(placed, machine_of_target(parse_target(on), placed.shape))
     sent = movements(settled, work_of(placed), recomputed_roles("full"), None, MESHWRIGHT)
     layers = [m for m in sent if m.purpose == "gradients of weights"]
     assert [(m.kind, m.blocking, m.times) for m in layers] == [(kind, alone, 32)]
-    assert all(m.blocking == alone for m in sent if m.during == "backward" and m.kind != "all-gather")
+    assert all(
+        m.blocking == alone for m in sent if m.during == "backward" and m.kind != "all-gather"
+    )
 
 
 def test_microbatches_cost_the_sums_of_their_gradients() -> None:
@@ -393,22 +505,44 @@ def test_microbatches_cost_the_sums_of_their_gradients() -> None:
     target = parse_target("h100:8")
     # As many tokens at a time.
     one, four = (
-        estimate(placed_recipe("llama3-8b", "fsdp=8", batch=8 * n, microbatches=n, seq=8192, remat="full"), target)
+        estimate(
+            placed_recipe(
+                "llama3-8b", "fsdp=8", batch=8 * n, microbatches=n, seq=8192, remat="full"
+            ),
+            target,
+        )
         for n in (1, 4)
     )
     summed = 4 * (4 + 4 + 2) * 8.03e9 / 8 / (target.chip.hbm_bandwidth * target.efficiency.hbm)
-    assert four.parts["elementwise"] - 4 * one.parts["elementwise"] == pytest.approx(summed, rel=0.01)
+    assert four.parts["elementwise"] - 4 * one.parts["elementwise"] == pytest.approx(
+        summed, rel=0.01
+    )
 
 
 def test_bound_by_names_what_bounds() -> None:
     """The largest of matrix unit, HBM, bubble, host and links; attention without a fused kernel is HBM's."""
     fused, blocked = (
-        price("llama3-8b", "fsdp=2,context=4", "h100:8", batch=2, seq=131072, remat="full", attention_kernel=kernel)
+        price(
+            "llama3-8b",
+            "fsdp=2,context=4",
+            "h100:8",
+            batch=2,
+            seq=131072,
+            remat="full",
+            attention_kernel=kernel,
+        )
         for kernel in ("cudnn", "blocked")
     )
     assert fused.bound_by == "attention" and blocked.bound_by == "HBM: attention scores"
-    assert fused.bounds["HBM: attention scores"] == 0 < 0.5 * blocked.seconds < blocked.bounds["HBM: attention scores"]
-    pipeline = price("llama3-8b", "stage=8", "h100:8", batch=2, microbatches=2, pipeline_schedule="1f1b")
+    assert (
+        fused.bounds["HBM: attention scores"]
+        == 0
+        < 0.5 * blocked.seconds
+        < blocked.bounds["HBM: attention scores"]
+    )
+    pipeline = price(
+        "llama3-8b", "stage=8", "h100:8", batch=2, microbatches=2, pipeline_schedule="1f1b"
+    )
     assert pipeline.bound_by == "bubble"
 
 
@@ -417,18 +551,30 @@ def test_software_differs_by_its_own_constants_alone() -> None:
     placed = placed_recipe("llama3-8b", "fsdp=8", batch=16, seq=8192)
     # Ours computes the logits again.
     once = dataclasses.replace(SOFTWARE["Meshwright"], recomputes_logits=False)
-    ours, maxtext = (estimate(placed, parse_target("h100:8"), software) for software in (once, SOFTWARE["MaxText"]))
-    assert ours.parts["matmul"] == maxtext.parts["matmul"] and ours.parts["attention"] == maxtext.parts["attention"]
+    ours, maxtext = (
+        estimate(placed, parse_target("h100:8"), software)
+        for software in (once, SOFTWARE["MaxText"])
+    )
+    assert (
+        ours.parts["matmul"] == maxtext.parts["matmul"]
+        and ours.parts["attention"] == maxtext.parts["attention"]
+    )
     # Ours cuts its layers' weights out of stacks: read in float32, written in bfloat16, twice.
     copied = 2 * (4 + 2) * 8.03e9 / 8 / (3.35e12 * 0.85)
-    assert ours.parts["elementwise"] - maxtext.parts["elementwise"] == pytest.approx(copied, rel=0.01)
+    assert ours.parts["elementwise"] - maxtext.parts["elementwise"] == pytest.approx(
+        copied, rel=0.01
+    )
     triton = dataclasses.replace(SOFTWARE["PyTorch"], kernel=TRITON.at(RATED_KEYS, "h100"))
     older = estimate(placed, parse_target("h100:8"), triton)
-    assert older.parts["attention"] == pytest.approx(maxtext.parts["attention"] / SPEEDS["h100", "triton"])
+    assert older.parts["attention"] == pytest.approx(
+        maxtext.parts["attention"] / SPEEDS["h100", "triton"]
+    )
     on_v5p, on_v6e = (
         {
             software.name: estimate(
-                placed, parse_target(target), dataclasses.replace(software, copies=False, recomputes_logits=False)
+                placed,
+                parse_target(target),
+                dataclasses.replace(software, copies=False, recomputes_logits=False),
             )
             for software in SOFTWARE.values()
             if software.name not in ("Megatron-LM", "vTrain")
@@ -437,7 +583,10 @@ def test_software_differs_by_its_own_constants_alone() -> None:
     )
     assert len({round(found.seconds, 9) for found in on_v6e.values()}) == 1
     assert len({round(found.seconds, 9) for found in on_v5p.values()}) == 1
-    gain, own = CHIPS["v5p"].efficiency.options_gain, dataclasses.replace(placed.run.training, compiler_options=())
+    gain, own = (
+        CHIPS["v5p"].efficiency.options_gain,
+        dataclasses.replace(placed.run.training, compiler_options=()),
+    )
     without = dataclasses.replace(placed, run=dataclasses.replace(placed.run, training=own))
     plain = dataclasses.replace(SOFTWARE["Meshwright"], copies=False, recomputes_logits=False)
     slower = estimate(without, parse_target("v5p:2x2x2"), plain).parts["matmul"]
@@ -469,7 +618,13 @@ def test_fused_attention_is_faster_with_more_keys_as_measured(kernel: str) -> No
 def test_the_last_stage_of_others_multiplies_the_logits_of_all_columns() -> None:
     """Not one matmul of a quarter of the columns for each stage, whose tiles do not fill the chip."""
     target, megatron = parse_target("h100:4"), SOFTWARE["Megatron-LM"]
-    sizes = {"batch": 64, "seq": 8192, "microbatches": 64, "remat": "none", "pipeline_schedule": "1f1b"}
+    sizes = {
+        "batch": 64,
+        "seq": 8192,
+        "microbatches": 64,
+        "remat": "none",
+        "pipeline_schedule": "1f1b",
+    }
     whole, staged = (
         estimate(placed_recipe("llama3-8b", mesh, **sizes), parse_target(f"h100:{n}"), megatron)
         for mesh, n in (("fsdp=1", 1), ("stage=4", 4))
@@ -477,17 +632,27 @@ def test_the_last_stage_of_others_multiplies_the_logits_of_all_columns() -> None
     logits = Matmul("unembedding", 8192.0, 4096, 128256)
     seconds = sum(matmul_seconds(m, target)[0] for m in (logits, *logits.gradients))
     seconds += LOSS_BYTES * 8192 * 128256 / (3.35e12 * 0.85)
-    assert staged.parts["matmul"] - whole.parts["matmul"] / 4 == pytest.approx(64 * 0.75 * seconds, rel=1e-6)
+    assert staged.parts["matmul"] - whole.parts["matmul"] / 4 == pytest.approx(
+        64 * 0.75 * seconds, rel=1e-6
+    )
 
 
 def test_rows_go_once_to_each_device_with_experts_of_a_token() -> None:
     """128 experts on 8 devices: of a token's 8, none is on a given device with probability C(112, 8) / C(128, 8)."""
     placed = placed_recipe("qwen3-30b-a3b", "expert=8", batch=64, seq=4096, remat="none")
-    settled, work, again = Settled(placed, Machine("cuda")), work_of(placed), recomputed_roles("none")
+    settled, work, again = (
+        Settled(placed, Machine("cuda")),
+        work_of(placed),
+        recomputed_roles("none"),
+    )
 
     def sent(rows_by: Any) -> float:
         software = dataclasses.replace(SOFTWARE["Megatron-Core"], rows_by=rows_by)
-        return next(m.payload for m in movements(settled, work, again, None, software) if m.kind == "all-to-all")
+        return next(
+            m.payload
+            for m in movements(settled, work, again, None, software)
+            if m.kind == "all-to-all"
+        )
 
     devices = 8 * (1 - math.comb(112, 8) / math.comb(128, 8))
     assert sent("device") / sent("expert") == pytest.approx(devices / 8) and 5.3 < devices < 5.4
@@ -495,12 +660,18 @@ def test_rows_go_once_to_each_device_with_experts_of_a_token() -> None:
 
 def test_transformer_engine_quantises_an_array_once_and_keeps_it() -> None:
     """4 bytes for each element, for others 5 of inputs and 10 of gradients; kept inputs have one byte, not two."""
-    placed = placed_recipe("llama3-8b", "fsdp=1", batch=1, seq=8192, remat="none", matmul_precision="mxfp8")
+    placed = placed_recipe(
+        "llama3-8b", "fsdp=1", batch=1, seq=8192, remat="none", matmul_precision="mxfp8"
+    )
     others = dataclasses.replace(SOFTWARE["Megatron-Core"], transformer_engine=False)
-    once, twice = (estimate(placed, parse_target("b200:1"), p) for p in (SOFTWARE["Megatron-Core"], others))
+    once, twice = (
+        estimate(placed, parse_target("b200:1"), p) for p in (SOFTWARE["Megatron-Core"], others)
+    )
     inputs, outputs = 3 * 4096 + 14336, 4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096
     moved = 32 * 8192 * (inputs * (5 - 4) + outputs * (10 - 4))
-    assert twice.parts["elementwise"] - once.parts["elementwise"] == pytest.approx(moved / (8e12 * 0.85), rel=1e-3)
+    assert twice.parts["elementwise"] - once.parts["elementwise"] == pytest.approx(
+        moved / (8e12 * 0.85), rel=1e-3
+    )
     # Two normalised inputs and SwiGLU's product in one byte; of the attention's output one more, for its projection.
     kept = 32 * 8192 * (2 * 4096 + 14336 - 4096)
     assert twice.memory["activations"] - once.memory["activations"] == kept
@@ -509,13 +680,20 @@ def test_transformer_engine_quantises_an_array_once_and_keeps_it() -> None:
 def test_rows_of_others_have_no_padding_and_fit_their_experts() -> None:
     """DeepSeek-V3's three dense layers are not sixteen for sixteen parts; of Qwen3 235B no device has all rows."""
     rows = {row.id: row for row in read_rows()[0]}
-    assert count_params(rows["P410"].placed.params) == sum(p.size for _, p, _ in rows["P410"].placed.leaves)
+    assert count_params(rows["P410"].placed.params) == sum(
+        p.size for _, p, _ in rows["P410"].placed.leaves
+    )
     assert count_params(rows["P410"].placed.params) == pytest.approx(671e9, rel=0.002)
     for row in (rows["P416"], rows["P417"]):
         assert fits(row, estimate(row.placed, row.target, row.software))
     # 131,072 keys and values of 16 of 128 heads of 128, in bfloat16; gradients of a fourth of them, in float32.
-    gather, *_, gradients = gathered_ring(rows["P127"].placed, work_of(rows["P127"].placed), 1.0, 2, frozenset())
-    assert gather.payload == 2 * 131072 * 16 * 128 * 2 and gradients.payload * gradients.times == 2 * gather.payload
+    gather, *_, gradients = gathered_ring(
+        rows["P127"].placed, work_of(rows["P127"].placed), 1.0, 2, frozenset()
+    )
+    assert (
+        gather.payload == 2 * 131072 * 16 * 128 * 2
+        and gradients.payload * gradients.times == 2 * gather.payload
+    )
 
 
 def test_gathering_ahead_carries_gradients_and_weights_of_another_layer() -> None:

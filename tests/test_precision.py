@@ -47,7 +47,10 @@ TEXTS = Path(__file__).parent / "analysis" / "texts" / "precision"
 
 def on_one_device(function: Any) -> Any:
     """Maps `function` over a mesh of one device: int8 takes maxima over the axes that split tokens."""
-    mesh, whole = jax.make_mesh((1,) * 4, TOKEN_AXES, devices=jax.devices()[:1]), jax.sharding.PartitionSpec()
+    mesh, whole = (
+        jax.make_mesh((1,) * 4, TOKEN_AXES, devices=jax.devices()[:1]),
+        jax.sharding.PartitionSpec(),
+    )
     return jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
 
 
@@ -57,14 +60,18 @@ def quantised(w_DF: jax.Array, recipe: MatmulPrecision) -> LowPrecisionWeight:
     if recipe.scaling not in ("tensor", "row"):
         return LowPrecisionWeight(w_DF, None, None, plan)
     amax = products.largest_along(w_DF, (0,) if recipe.scaling == "row" else None)
-    return LowPrecisionWeight(*products.quantise(jax.lax.stop_gradient(w_DF), amax, recipe.operand), w_DF, plan)
+    return LowPrecisionWeight(
+        *products.quantise(jax.lax.stop_gradient(w_DF), amax, recipe.operand), w_DF, plan
+    )
 
 
 def three_products(recipe: MatmulPrecision | None, x: Any, w: Any, g: Any) -> Any:
     """A linear layer's result, and the gradients of its input and weight."""
 
     def both(x: jax.Array, w: jax.Array, g: jax.Array) -> Any:
-        y, pull = jax.vjp(lambda x, w: linear(x, w if recipe is None else quantised(w, recipe)), x, w)
+        y, pull = jax.vjp(
+            lambda x, w: linear(x, w if recipe is None else quantised(w, recipe)), x, w
+        )
         return y, *pull(g)
 
     return jax.tree.map(np.asarray, jax.jit(on_one_device(both))(x, w, g))
@@ -73,7 +80,10 @@ def three_products(recipe: MatmulPrecision | None, x: Any, w: Any, g: Any) -> An
 def operands() -> tuple[np.ndarray, ...]:
     """Activations (rows of different sizes), weight and gradient; no size is a multiple of all block sizes."""
     rng = np.random.default_rng(0)
-    x, w, g = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 96, 160), (160, 224), (2, 96, 224)))
+    x, w, g = (
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in ((2, 96, 160), (160, 224), (2, 96, 224))
+    )
     return x * 2.0 ** rng.integers(-2, 2, (2, 96, 1)).astype(np.float32), w, g
 
 
@@ -91,7 +101,9 @@ def test_products_are_within_the_rounding_of_the_formats(recipe: MatmulPrecision
     """Errors of two operands are independent, so their squares add up."""
     o, g = rounding(recipe.operand), rounding(recipe.gradient)
     low, exact = (three_products(r, *operands()) for r in (recipe, None))
-    for bound, a, b in zip((np.hypot(o, o), np.hypot(g, o), np.hypot(g, o)), low, exact, strict=True):
+    for bound, a, b in zip(
+        (np.hypot(o, o), np.hypot(g, o), np.hypot(g, o)), low, exact, strict=True
+    ):
         assert 1e-3 < np.linalg.norm(a - b) / np.linalg.norm(b) < bound
 
 
@@ -125,8 +137,12 @@ def dots_of(text: str) -> list[tuple[tuple[str, ...], str]]:
 
 @functools.cache
 def trained(name: str, mesh: str) -> Trained:
-    initial = None if (name, mesh) == ("compute", "data=1") else trained("compute", "data=1").initial
-    return train(tiny_run(MODELS["llama"], mesh, dropout=0.0, matmul_precision=name), 2, initial=initial)
+    initial = (
+        None if (name, mesh) == ("compute", "data=1") else trained("compute", "data=1").initial
+    )
+    return train(
+        tiny_run(MODELS["llama"], mesh, dropout=0.0, matmul_precision=name), 2, initial=initial
+    )
 
 
 def difference(a: Any, b: Any) -> float:
@@ -141,7 +157,9 @@ MESHES = ("data=2,fsdp=2,tensor=2", "fsdp=4,context=2")
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        pytest.param(name, mesh, marks=() if name in ("fp8", "int8") and mesh == MESHES[0] else exhaustive)
+        pytest.param(
+            name, mesh, marks=() if name in ("fp8", "int8") and mesh == MESHES[0] else exhaustive
+        )
         for name in RECIPES
         for mesh in MESHES
     ],
@@ -163,10 +181,18 @@ def test_same_numbers_as_one_device(name: str, mesh: str) -> None:
 @pytest.mark.parametrize(
     ("model", "changes"),
     [
-        pytest.param("llama", {"mesh": "stage=2,fsdp=2,tensor=2", "microbatches": 2}, marks=exhaustive),
-        pytest.param("llama", {"mesh": "stage=2,data=2,tensor=2", "microbatches": 2}, marks=exhaustive),
+        pytest.param(
+            "llama", {"mesh": "stage=2,fsdp=2,tensor=2", "microbatches": 2}, marks=exhaustive
+        ),
+        pytest.param(
+            "llama", {"mesh": "stage=2,data=2,tensor=2", "microbatches": 2}, marks=exhaustive
+        ),
         ("mixtral", {"mesh": "stage=2,expert=2,tensor=2", "microbatches": 2}),
-        pytest.param("llama", {"layout": "zero1", "mesh": "data=4,tensor=2", "remat": "none"}, marks=exhaustive),
+        pytest.param(
+            "llama",
+            {"layout": "zero1", "mesh": "data=4,tensor=2", "remat": "none"},
+            marks=exhaustive,
+        ),
     ],
     ids=str,
 )
@@ -186,14 +212,20 @@ def test_experts_follow_in_fp8_and_the_router_never(name: str, experts: bool) ->
     assert "router" not in names
     assert names.isdisjoint({"expert_gate", "expert_up", "expert_down"}) != experts
     assert run.settled.low_precision_experts == experts
-    quantised = sum(p.size for p in named_leaves(run.params).values() if run.settled.in_low_precision(p))
+    quantised = sum(
+        p.size for p in named_leaves(run.params).values() if run.settled.in_low_precision(p)
+    )
     (text,) = precision_blocks(run.placed, run.settled.in_low_precision)
     assert f"matmuls of {format_count(quantised)} parameters" in str(text)
 
 
 @functools.cache
 def trained_experts(name: str, mesh: str) -> Trained:
-    initial = None if (name, mesh) == ("compute", "data=1") else trained_experts("compute", "data=1").initial
+    initial = (
+        None
+        if (name, mesh) == ("compute", "data=1")
+        else trained_experts("compute", "data=1").initial
+    )
     run = tiny_run(MODELS["mixtral"], mesh, dropout=0.0, matmul_precision=name)
     return train(run, 1, initial=initial)
 
@@ -210,7 +242,12 @@ EXPERT_PLAN = WeightPlan(RECIPES["fp8"], 1, (), (), (1, 2))
 
 @pytest.mark.parametrize(
     ("kernel", "sizes"),
-    [("ragged_dot", [5, 0, 58, 1]), ("triton", [5, 0, 58, 1]), ("triton", [0, 0, 64, 0]), ("triton", [20, 7, 10, 3])],
+    [
+        ("ragged_dot", [5, 0, 58, 1]),
+        ("triton", [5, 0, 58, 1]),
+        ("triton", [0, 0, 64, 0]),
+        ("triton", [20, 7, 10, 3]),
+    ],
     ids=str,
 )
 def test_experts_in_fp8_are_a_loop_over_quantised_experts(kernel: str, sizes: list[int]) -> None:
@@ -236,7 +273,11 @@ def test_experts_in_fp8_are_a_loop_over_quantised_experts(kernel: str, sizes: li
     y, pull = jax.vjp(out, jnp.asarray(x), jnp.asarray(w))
     g_x, g_w = pull(jnp.asarray(g))
     x_scale = e4m3(jnp.asarray(x), products.largest_along(jnp.asarray(x), (1,)))[1]
-    low_x, low_w, low_g = scaled(jnp.asarray(x), (1,)), scaled(jnp.asarray(w), (1, 2)), scaled(jnp.asarray(g), (1,))
+    low_x, low_w, low_g = (
+        scaled(jnp.asarray(x), (1,)),
+        scaled(jnp.asarray(w), (1, 2)),
+        scaled(jnp.asarray(g), (1,)),
+    )
     columns = scaled(jnp.asarray(g) * x_scale, (0,)) / x_scale
     start = 0
     for e, size in enumerate(sizes):
@@ -256,12 +297,17 @@ def test_rows_are_rounded_alike_where_they_leave_and_where_they_arrive() -> None
     rows, exact = round_rows(jnp.asarray(x)), x.astype(np.float64)
     assert rows.rounded is not None
     # The least power of two with which a row is at most 448, the largest number of the format; any for zeros.
-    scale = 2.0 ** np.ceil(np.log2(np.where(exact == 0, 1e-300, np.abs(exact)).max(1, keepdims=True) / 448))
+    scale = 2.0 ** np.ceil(
+        np.log2(np.where(exact == 0, 1e-300, np.abs(exact)).max(1, keepdims=True) / 448)
+    )
     scale[3] = rows.rounded[1][3]
     np.testing.assert_array_equal(rows.rounded[1], scale)
     low = (exact / scale).astype(np.float32).astype(jnp.float8_e4m3fn)
     np.testing.assert_array_equal(rows.rounded[0].astype(jnp.float32), low.astype(np.float32))
-    w, sizes = jnp.asarray(rng.standard_normal((4, 96, 48)), jnp.bfloat16), jnp.asarray([20, 7, 10, 3], jnp.int32)
+    w, sizes = (
+        jnp.asarray(rng.standard_normal((4, 96, 48)), jnp.bfloat16),
+        jnp.asarray([20, 7, 10, 3], jnp.int32),
+    )
     weight = LowPrecisionWeight(
         *products.quantise(w, products.largest_along(w, (1, 2)), "float8_e4m3fn"), w, EXPERT_PLAN
     )
@@ -293,7 +339,9 @@ def test_a_recipe_from_outside() -> None:
     assert 1e-3 < difference(gradients, trained("fp8", "data=1").gradients) < 0.1
 
 
-NVFP4 = MatmulPrecision("nvfp4", "e2m1 in blocks of 16", "nvfp4", "mx", gradient="float8_e4m3fn", block=16)
+NVFP4 = MatmulPrecision(
+    "nvfp4", "e2m1 in blocks of 16", "nvfp4", "mx", gradient="float8_e4m3fn", block=16
+)
 
 
 def planned(chip: str) -> Machine:
@@ -305,7 +353,12 @@ def test_chips_that_gain_nothing_refuse() -> None:
     for name, chip in (("fp8", "v5p"), ("int8", "tpu7x"), ("mxfp8", "h100"), ("fp8", "a100")):
         with pytest.raises(ConfigError, match="matmul-precision"):
             check_precision(name, planned(chip))
-    for name, chip in (("fp8", "tpu7x"), ("fp8_rowwise", "h100"), ("mxfp8", "b200"), ("int8", "v6e")):
+    for name, chip in (
+        ("fp8", "tpu7x"),
+        ("fp8_rowwise", "h100"),
+        ("mxfp8", "b200"),
+        ("int8", "v6e"),
+    ):
         check_precision(name, planned(chip))
     check_precision("mxfp8", simulated)
     with pytest.raises(ConfigError, match="XLA has no product"):
@@ -313,15 +366,21 @@ def test_chips_that_gain_nothing_refuse() -> None:
     with pytest.raises(ConfigError, match="fp8"):
         check_precision("fb8", simulated)
     with pytest.raises(ConfigError, match="row"):
-        MatmulPrecision("int8_tensor", "one scale", "int8", "tensor", operand="int8", gradient="int8")
+        MatmulPrecision(
+            "int8_tensor", "one scale", "int8", "tensor", operand="int8", gradient="int8"
+        )
 
 
-@pytest.mark.parametrize(("target", "name", "ratio"), [("h100:8", "fp8", 0.8), ("v5p:2x2x2", "int8", 0.85)])
+@pytest.mark.parametrize(
+    ("target", "name", "ratio"), [("h100:8", "fp8", 0.8), ("v5p:2x2x2", "int8", 0.85)]
+)
 def test_the_planner_prices_the_precision(target: str, name: str, ratio: float) -> None:
     run = meshwright.recipe("llama3-8b", mesh="fsdp=8", batch=16, seq=4096)
     seconds, traffic = {}, {}
     for precision in ("compute", name):
-        changed = dataclasses.replace(run, training=dataclasses.replace(run.training, matmul_precision=precision))
+        changed = dataclasses.replace(
+            run, training=dataclasses.replace(run.training, matmul_precision=precision)
+        )
         found = estimate(place_run(changed, changed.mesh), parse_target(target))
         seconds[precision], traffic[precision] = found.seconds, found.busy["fsdp"]
     assert 0.5 < seconds[name] / seconds["compute"] < ratio
@@ -331,7 +390,9 @@ def test_the_planner_prices_the_precision(target: str, name: str, ratio: float) 
 @pytest.mark.parametrize(("program", "found"), [("quantised", ""), ("dequantised", "3 of 3")])
 def test_lint_of_compiled_programs(program: str, found: str) -> None:
     """Planted: operands converted back before the product, which XLA simplifies to bfloat16; compiled for an H100."""
-    findings = list(lint_precision(parse_module((TEXTS / f"{program}.hlo").read_text()), SCOPE, "fp8"))
+    findings = list(
+        lint_precision(parse_module((TEXTS / f"{program}.hlo").read_text()), SCOPE, "fp8")
+    )
     assert [found in f.reason for f in findings] == [True] * bool(found)
     assert all(f.kind == "precision" and f.bytes > 0 for f in findings)
 
@@ -349,9 +410,15 @@ def test_float32_is_float32_on_accelerators(family: str, dtype: str) -> None:
     name = "muon" if dtype == "float32" else "adamw"
     run = tiny_run(MODELS[family], compute_dtype=dtype, optimizer=meshwright.Optimizer(name=name))
     device_run = device_run_of(run)
-    text = build_train_step(device_run).lower(device_run.abstract, random_batch(device_run)).as_text()
+    text = (
+        build_train_step(device_run).lower(device_run.abstract, random_batch(device_run)).as_text()
+    )
     dots = [line for types, line in dots_of(text) if types == ("f32", "f32")]
     # Muon's own matmuls are defined in low precision (K. Jordan 2024), so that only the router's are looked for.
-    own = dots if dtype == "float32" else [line for line in dots if "8xf32>" in line and family != "llama"]
+    own = (
+        dots
+        if dtype == "float32"
+        else [line for line in dots if "8xf32>" in line and family != "llama"]
+    )
     assert dtype == "bfloat16" or len(dots) > 20
     assert all("HIGHEST" in line for line in own)

@@ -42,7 +42,11 @@ def test_a_problem_says_everything_but_its_answer(grading: Any, check: Any) -> N
         with pytest.raises(NotImplementedError):
             found.module.answer(*inspect.signature(found.module.answer).parameters)
         assert (PROBLEMS.parent / f"{found.problem.lesson}.md").is_file()
-        assert len(set(found.problem.hints)) == 3 and found.problem.because and check.arithmetic(found) > 0
+        assert (
+            len(set(found.problem.hints)) == 3
+            and found.problem.because
+            and check.arithmetic(found) > 0
+        )
         kinds = [mistake.kind for mistake in found.mistakes.values()]
         assert len(kinds) >= 4 and set(kinds) <= KINDS and len(set(kinds)) >= 2, found.title
         assert len({mistake.explanation for mistake in found.mistakes.values()}) == len(kinds)
@@ -54,26 +58,43 @@ def test_the_page_shows_the_problems_as_they_are(check: Any) -> None:
     """`python docs/ladder/problems/check.py --pages` writes table and pictures anew."""
     assert check.table_of_problems() in (PROBLEMS / "index.md").read_text(encoding="utf-8")
     drawn = check.drawings()
-    assert drawn == {file.name: file.read_text(encoding="utf-8") for file in (PROBLEMS / "img").glob("*.svg")}
+    assert drawn == {
+        file.name: file.read_text(encoding="utf-8") for file in (PROBLEMS / "img").glob("*.svg")
+    }
     assert {name[:2] for name in drawn} == {f"{number:02}" for number in NUMBERS}
 
 
-def test_the_command_checks_an_answer(check: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_checks_an_answer(
+    check: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(*words: str) -> tuple[int, str]:
         code = check.main(list(words))
         return code, " ".join(capsys.readouterr().out.split())
 
     mine = tmp_path / "mine.py"
     head = "from meshwright.comm.collectives import all_reduce\n"
-    mine.write_text(f"{head}PREDICTION = None\ndef answer(x):\n    return all_reduce(x.mean(0), ('data',))\n")
+    mine.write_text(
+        f"{head}PREDICTION = None\ndef answer(x):\n    return all_reduce(x.mean(0), ('data',))\n"
+    )
     code, text = run("2", str(mine))
-    assert code == 1 and "WRONG RESULT" in text and "8 times too large" in text and "--hint 1" in text
+    assert (
+        code == 1 and "WRONG RESULT" in text and "8 times too large" in text and "--hint 1" in text
+    )
     mine.write_text(mine.read_text().replace("('data',))", "('data',)) / 8"))
     code, text = run("2", str(mine))
-    assert code == 0 and "RIGHT" in text and "once PREDICTION has a number" in text and "predicted v5p" not in text
+    assert (
+        code == 0
+        and "RIGHT" in text
+        and "once PREDICTION has a number" in text
+        and "predicted v5p" not in text
+    )
     mine.write_text(mine.read_text().replace("None", "1.8"))
     code, text = run("2", str(mine))
-    assert code == 0 and "sent over data 1.8 MB 1.8 MB 1.8 MB" in text and "and it is 1.835: close" in text
+    assert (
+        code == 0
+        and "sent over data 1.8 MB 1.8 MB 1.8 MB" in text
+        and "and it is 1.835: close" in text
+    )
     assert "predicted v5p:2x2x2" in text and "predicted h100:8" in text and "compiled for" in text
     mine.write_text("def answer(x):\n    return x + nobody\n")
     code, text = run("2", str(mine))
@@ -94,16 +115,26 @@ SPLIT = np.split(AIM, 4)
         ([AIM * 4] * 4, [AIM] * 4, "4 times too large: a sum over `data`"),
         ([AIM / 4] * 4, [AIM] * 4, "4 times too small"),
         ([-AIM] * 4, [AIM] * 4, "-1 times what it should be"),
-        ([AIM * (i == 2) for i in range(4)], [AIM] * 4, "own addend of `y`; only their sum over `data`"),
+        (
+            [AIM * (i == 2) for i in range(4)],
+            [AIM] * 4,
+            "own addend of `y`; only their sum over `data`",
+        ),
         ([AIM + i - 1.5 for i in range(4)], [AIM] * 4, "only their mean over `data`"),
         (SPLIT[-1:] + SPLIT[:-1], SPLIT, "shifted by 1 in the ring"),
-        ([AIM[[1, 0, 3, 2]]] * 4, [AIM] * 4, "right blocks in the wrong order: device 3 has them as [1, 0, 3, 2]"),
+        (
+            [AIM[[1, 0, 3, 2]]] * 4,
+            [AIM] * 4,
+            "right blocks in the wrong order: device 3 has them as [1, 0, 3, 2]",
+        ),
         ([SPLIT[0], *SPLIT[:0:-1]], SPLIT, "right on devices 0, 2 and wrong on 1, 3"),
         ([AIM * np.nan] * 4, [AIM] * 4, "NaN or infinite on devices 0 to 3"),
         ([AIM * 0] * 4, [AIM] * 4, "zero everywhere"),
     ],
 )
-def test_a_wrong_result_is_described_by_its_pattern(grading: Any, got: Any, want: Any, words: str) -> None:
+def test_a_wrong_result_is_described_by_its_pattern(
+    grading: Any, got: Any, want: Any, words: str
+) -> None:
     blocks = grading.Blocks("y", got, want, 1e-4)
     assert blocks.wrong_devices
     assert words in " ".join(grading.patterns(blocks, {"data": 4}))

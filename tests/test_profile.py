@@ -56,10 +56,17 @@ def lane(shift: float, *, kernels: bool = False) -> list[Event]:
 
 @pytest.mark.parametrize(
     ("names", "simulated", "word"),
-    [(("/device:TPU:0", "/device:TPU:1"), 1.0, "exposed"), (("/device:GPU:0", "/device:GPU:1"), 3.0, "kernel")],
+    [
+        (("/device:TPU:0", "/device:TPU:1"), 1.0, "exposed"),
+        (("/device:GPU:0", "/device:GPU:1"), 3.0, "kernel"),
+    ],
 )
-def test_measured_stands_beside_simulated(names: tuple[str, str], simulated: float, word: str) -> None:
-    trace = Trace({name: [lane(0.25 * i, kernels="GPU" in name)] for i, name in enumerate(names)}, [])
+def test_measured_stands_beside_simulated(
+    names: tuple[str, str], simulated: float, word: str
+) -> None:
+    trace = Trace(
+        {name: [lane(0.25 * i, kernels="GPU" in name)] for i, name in enumerate(names)}, []
+    )
     rows, note = compare(trace, parse_module(PROGRAM), SCHEDULE, {"data": 2}, steps=2, seconds=14.5)
     assert [(row.kind, row.name, row.measured, row.simulated) for row in rows] == [
         ("step", "whole step", 7.25, 6.0),
@@ -89,10 +96,28 @@ def test_steps_that_are_none_are_refused(text: str) -> None:
 
 def test_a_training_is_profiled(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = [*SMALL, "--mesh", "fsdp=2", "--devices", "2", "--data.sample", "0", "--steps", "6", "--profile", "3:4"]
+    words = [
+        *SMALL,
+        "--mesh",
+        "fsdp=2",
+        "--devices",
+        "2",
+        "--data.sample",
+        "0",
+        "--steps",
+        "6",
+        "--profile",
+        "3:4",
+    ]
     said = meshwright("train", "--out", str(out), *words)
-    assert "profile of steps 3 to 4" in said and "whole step" in said and "all-gather over fsdp" in said
-    assert list((out / "profile").rglob("*.xplane.pb")) and list((out / "profile").rglob("perfetto_trace.json.gz"))
+    assert (
+        "profile of steps 3 to 4" in said
+        and "whole step" in said
+        and "all-gather over fsdp" in said
+    )
+    assert list((out / "profile").rglob("*.xplane.pb")) and list(
+        (out / "profile").rglob("perfetto_trace.json.gz")
+    )
     record = json.loads((out / "profile.json").read_text())
     assert (record["first"], record["last"]) == (3, 4) and "share the cores" in record["note"]
     times = {(row["kind"], row["name"]): row["measured"] for row in record["rows"]}
@@ -101,7 +126,9 @@ def test_a_training_is_profiled(tmp_path: Path) -> None:
     assert all(seconds > 0 for seconds in times.values()) and "all-gather over fsdp" in collectives
     # Every operation has one scope; those of two devices fit into the time of the steps on this machine's cores.
     assert sum(collectives.values()) < scopes
-    told = meshwright("train", "--out", str(out), "--resume", "--steps", "9", "--profile", "3:4", code=2)
+    told = meshwright(
+        "train", "--out", str(out), "--resume", "--steps", "9", "--profile", "3:4", code=2
+    )
     assert "the run goes on after step 6" in told and "--profile 8:10" in told
 
 

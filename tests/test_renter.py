@@ -128,15 +128,23 @@ def test_bound_by_names_what_takes_most_of_the_step(case: str) -> None:
 
 
 def test_hbm_is_one_resource_and_its_largest_kind_is_named() -> None:
-    assert largest_bound({"matmuls": 3, "HBM: optimizer": 2, "HBM: attention scores": 2.5}) == "HBM: attention scores"
+    assert (
+        largest_bound({"matmuls": 3, "HBM: optimizer": 2, "HBM: attention scores": 2.5})
+        == "HBM: attention scores"
+    )
     assert largest_bound({"matmuls": 3, "attention": 2, "HBM: optimizer": 4}) == "matmuls"
-    assert largest_bound({"matmuls": 3, "fsdp over ICI x": 4, "tensor over ICI y": 2}) == "fsdp over ICI x"
+    assert (
+        largest_bound({"matmuls": 3, "fsdp over ICI x": 4, "tensor over ICI y": 2})
+        == "fsdp over ICI x"
+    )
 
 
 def test_input_bounds_where_tokens_are_read_more_slowly_than_they_are_used() -> None:
     e = price("gpt2", "data=8", "h100:8", batch=64, seq=1024)
     assert "input" not in e.seconds_by_bound  # 64 * 1024 * 4 / 8 bytes at 50 GB/s: 0.7 us
-    slow = dataclasses.replace(e.target, chip=dataclasses.replace(e.target.chip, network_bandwidth=1e4))
+    slow = dataclasses.replace(
+        e.target, chip=dataclasses.replace(e.target.chip, network_bandwidth=1e4)
+    )
     assert dataclasses.replace(e, target=slow).bound_by == "input"
 
 
@@ -158,9 +166,17 @@ def test_a_plan_has_the_ends_of_all_its_kinds() -> None:
     kinds = kinds_of(moe, parse_target("h100:8"))
     assert kinds == [EVERY, "h100", "bfloat16", "experts"]
     bands, band = read_bands(), band_of(moe, parse_target("h100:8"))
-    assert band.low == min(bands[kind].low for kind in kinds) and band.high == max(bands[kind].high for kind in kinds)
-    staged = placed("llama3-8b", "stage=2,fsdp=2,context=2,tensor=2", batch=64, seq=4096, microbatches=8)
-    assert kinds_of(staged, parse_target("h100:16"))[3:] == ["stage axis", "context axis", "tensor axis"]
+    assert band.low == min(bands[kind].low for kind in kinds) and band.high == max(
+        bands[kind].high for kind in kinds
+    )
+    staged = placed(
+        "llama3-8b", "stage=2,fsdp=2,context=2,tensor=2", batch=64, seq=4096, microbatches=8
+    )
+    assert kinds_of(staged, parse_target("h100:16"))[3:] == [
+        "stage axis",
+        "context axis",
+        "tensor axis",
+    ]
     unknown = dataclasses.replace(parse_target("h100:8"), name="mine.toml")
     assert UNSEEN in kinds_of(moe, unknown) and band_of(moe, unknown).high >= bands[UNSEEN].high
 
@@ -190,7 +206,10 @@ def test_every_price_has_its_source_and_date() -> None:
     ],
 )
 def test_a_table_of_prices_that_is_wrong_teaches(text: str, said: str, tmp_path: Path) -> None:
-    file, columns = tmp_path / "prices.csv", PRICES_FILE.read_text(encoding="utf-8").partition("\n")[0]
+    file, columns = (
+        tmp_path / "prices.csv",
+        PRICES_FILE.read_text(encoding="utf-8").partition("\n")[0],
+    )
     file.write_text(text.replace("{columns}", columns))
     with pytest.raises(ConfigError, match=said):
         read_prices(file)
@@ -201,7 +220,9 @@ def test_a_table_of_prices_that_is_wrong_teaches(text: str, said: str, tmp_path:
 
 def test_goodput_is_that_of_simulated_failures() -> None:
     random.seed(1)
-    good = Goodput(failure_seconds=3600, save_seconds=30, write_seconds=0, restart_seconds=300, period=400)
+    good = Goodput(
+        failure_seconds=3600, save_seconds=30, write_seconds=0, restart_seconds=300, period=400
+    )
     useful = elapsed = 0.0
     for _ in range(20_000):  # failures, which come during restarts too
         left = random.expovariate(1 / good.failure_seconds)
@@ -218,7 +239,9 @@ def test_dalys_period_wastes_least(save: float, failure: float) -> None:
         return Goodput(failure, save, 0, 300, period).fraction
 
     best = daly_period(save, failure)
-    assert fraction(best) >= max(fraction(best * factor) for factor in (0.5, 0.8, 1.25, 2)) * (1 - 1e-6)
+    assert fraction(best) >= max(fraction(best * factor) for factor in (0.5, 0.8, 1.25, 2)) * (
+        1 - 1e-6
+    )
     assert best == pytest.approx(math.sqrt(2 * save * failure), rel=0.4)  # Young's
 
 
@@ -278,7 +301,9 @@ def test_batches_of_a_range_double() -> None:
 
 @pytest.fixture(scope="module")
 def found() -> list[Offer]:
-    return mw.offers("llama32-1b", "h100:8,16,v5p:2x2x2,tpu7x:2x2x1", tokens="100B", tokens_per_step="1M")
+    return mw.offers(
+        "llama32-1b", "h100:8,16,v5p:2x2x2,tpu7x:2x2x1", tokens="100B", tokens_per_step="1M"
+    )
 
 
 def test_offers_follow_from_their_speed(found: list[Offer]) -> None:
@@ -286,7 +311,9 @@ def test_offers_follow_from_their_speed(found: list[Offer]) -> None:
     for offer in found:
         e, chips = offer.plan.estimate, offer.plan.target.chips
         days = 100e9 / e.tokens_per_second / 86400 / offer.goodput.fraction
-        assert offer.days == pytest.approx(days) and offer.chip_hours == pytest.approx(days * 24 * chips)
+        assert offer.days == pytest.approx(days) and offer.chip_hours == pytest.approx(
+            days * 24 * chips
+        )
     by_name = {str(offer.plan.target): offer for offer in found}
     h100 = by_name["h100:1x8"]
     assert h100.dollars == pytest.approx(h100.chip_hours * 2.95)  # cheapest of three providers
@@ -295,9 +322,15 @@ def test_offers_follow_from_their_speed(found: list[Offer]) -> None:
 
 
 def test_the_page_of_offers_tells_what_it_left_out(found: list[Offer]) -> None:
-    error = ConfigError("a plan", "no mesh has the memory; the closest:\n  fsdp=4", "about 2.2 times the chips")
-    sections = offer_page(found[:1], {"v5e:2x2 with 8 x 8 tokens per step": error}, found[1:]).sections
-    assert [section.title for section in offer_page(found).sections] == [s.title for s in sections[:-1]]
+    error = ConfigError(
+        "a plan", "no mesh has the memory; the closest:\n  fsdp=4", "about 2.2 times the chips"
+    )
+    sections = offer_page(
+        found[:1], {"v5e:2x2 with 8 x 8 tokens per step": error}, found[1:]
+    ).sections
+    assert [section.title for section in offer_page(found).sections] == [
+        s.title for s in sections[:-1]
+    ]
     (table,) = sections[-1].blocks
     assert isinstance(table, Table) and len(table.rows) == len(found)
     assert table.rows[0][0] == "v5e:2x2 with 8 x 8 tokens per step" and error.truth in table.rows[0]
@@ -306,11 +339,15 @@ def test_the_page_of_offers_tells_what_it_left_out(found: list[Offer]) -> None:
 
 def test_the_cheapest_under_a_deadline_and_the_fastest_under_a_budget(found: list[Offer]) -> None:
     priced = [offer for offer in found if offer.dollars is not None]
-    for days, dollars in itertools.product((None, *(o.days for o in found)), (None, *(o.dollars for o in priced))):
+    for days, dollars in itertools.product(
+        (None, *(o.days for o in found)), (None, *(o.dollars for o in priced))
+    ):
         if days is None and dollars is None:
             continue
         kept = [o for o in found if days is None or o.days <= days]
-        kept = [o for o in kept if dollars is None or (o.dollars is not None and o.dollars <= dollars)]
+        kept = [
+            o for o in kept if dollars is None or (o.dollars is not None and o.dollars <= dollars)
+        ]
         if not kept:
             with pytest.raises(ConfigError, match="none of the plans"):
                 choose(found, days, dollars)
@@ -363,7 +400,9 @@ def test_json_holds_all_that_the_figures_follow_from(tmp_path: Path) -> None:
     options = ("plan", "llama32-1b", "--on", "h100:8", "--tokens-per-step", "1M", "--prices", str(prices), "--terms",
                "committed", "--restart-minutes", "20")  # fmt: skip
     training = read_json(*options)["training"]
-    assert training["price"]["provider"] == "Ours" and training["goodput"]["restart_seconds"] == 1200
+    assert (
+        training["price"]["provider"] == "Ours" and training["goodput"]["restart_seconds"] == 1200
+    )
     assert training["dollars"] == pytest.approx(1.5 * training["chip_hours"])
     offers = read_json(*options, "--days", "1000")["offers"]
     assert offers[0]["days"] == pytest.approx(training["days"])
@@ -388,13 +427,18 @@ def test_questions_without_an_answer_teach(words: tuple[str, ...], said: str) ->
 
 def notes_on(recipe: str, target: str, batch: int) -> list[str]:
     run = find_recipe(recipe)
-    run = dataclasses.replace(run, training=dataclasses.replace(run.training, batch=batch, seq=4096))
+    run = dataclasses.replace(
+        run, training=dataclasses.replace(run.training, batch=batch, seq=4096)
+    )
     return notes(run, search(run, parse_target(target)))
 
 
 def test_a_batch_that_the_devices_do_not_divide_is_named_with_the_nearest() -> None:
     batch, rates = notes_on("llama32-1b", "h100:12", 64)[:2]
-    assert "12 devices do not divide a batch of 64 sequences: 64 = 5 * 12 + 4" in batch and "--batch 60 or 72" in batch
+    assert (
+        "12 devices do not divide a batch of 64 sequences: 64 = 5 * 12 + 4" in batch
+        and "--batch 60 or 72" in batch
+    )
     assert "a factor of 3" in batch and "batch 60:" in rates and "against" in rates
     assert notes_on("llama32-1b", "h100:8", 64) == [] == notes_on("llama32-1b", "h100:16", 24)
 
@@ -409,7 +453,9 @@ def test_offloading_is_not_chosen() -> None:
     """What it saves depends on the version of libtpu; it runs where it is named."""
     run, machine = find_recipe("llama3-8b"), parse_target("v6e:4x4")
     found = search(run, machine)
-    assert found.plans and not [plan for plan in (*found.plans, *found.too_large) if "offload" in plan.name]
+    assert found.plans and not [
+        plan for plan in (*found.plans, *found.too_large) if "offload" in plan.name
+    ]
     named = dataclasses.replace(run.training, remat="offload")
     named_run = dataclasses.replace(run, mesh=MeshShape(fsdp=16), training=named)
     assert with_choices(named_run, machine).training.remat == "offload"
@@ -419,7 +465,10 @@ def test_an_odd_domain_is_not_slower_than_the_power_of_two_below_it() -> None:
     """At a batch that both divide: the factor of 9 is in `data`, whose gradients NVLink sums."""
     run = find_recipe("llama32-1b")
     run = dataclasses.replace(run, training=dataclasses.replace(run.training, batch=576, seq=4096))
-    of_64, of_72 = (search(run, parse_target(target)).plans[0].estimate.seconds for target in ("gb200:64", "gb200:72"))
+    of_64, of_72 = (
+        search(run, parse_target(target)).plans[0].estimate.seconds
+        for target in ("gb200:64", "gb200:72")
+    )
     assert of_72 <= of_64
 
 

@@ -42,7 +42,9 @@ class Full:
         self.file.close()
 
 
-def test_lines_wait_for_room_and_none_is_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_wait_for_room_and_none_is_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines: Any = JsonLines(tmp_path / "metrics.jsonl", upto=0)
     disk = lines._file = Full(lines._file, 30)
     for step in (1, 2, 3):
@@ -56,7 +58,9 @@ def test_lines_wait_for_room_and_none_is_cut(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().err == ""
 
 
-def test_lines_that_find_no_room_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_that_find_no_room_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines: Any = JsonLines(tmp_path / "metrics.jsonl", upto=0)
     lines._file = Full(lines._file, 0)
     lines.write(1, {"loss": 1.0})
@@ -97,7 +101,9 @@ class Fails(Kept):
 def reporter_run(tmp_path: Path, *names: str) -> Run:
     file = tmp_path / "mine.py"
     file.write_text(REPORTERS)
-    return Run(Llama(), name="r", reporters=tuple(name.replace("FILE", str(file)) for name in names))
+    return Run(
+        Llama(), name="r", reporters=tuple(name.replace("FILE", str(file)) for name in names)
+    )
 
 
 def test_reporters_from_outside_are_built_by_name_and_kept_in_the_run(tmp_path: Path) -> None:
@@ -114,7 +120,11 @@ def test_reporters_from_outside_are_built_by_name_and_kept_in_the_run(tmp_path: 
     import meshwright.plugins as plugins
 
     written = plugins.load("reporter", run.reporters[0]).write.__globals__["written"]
-    assert written == [(tmp_path / "out", "r"), (tmp_path / "out", "r"), *[(3, {"loss": 2.0}), "closed"] * 2]
+    assert written == [
+        (tmp_path / "out", "r"),
+        (tmp_path / "out", "r"),
+        *[(3, {"loss": 2.0}), "closed"] * 2,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +144,9 @@ def test_what_is_no_reporter_is_refused(tmp_path: Path, name: str, says: str) ->
 def test_a_reporter_that_fails_ends_the_run_by_name(tmp_path: Path) -> None:
     run = reporter_run(tmp_path, "FILE:Fails")
     (reporter,) = build_reporters(tmp_path, run)
-    with pytest.raises(TrainingError, match=r"mine.py:Fails, step 4\n.*raised TimeoutError: server is away"):
+    with pytest.raises(
+        TrainingError, match=r"mine.py:Fails, step 4\n.*raised TimeoutError: server is away"
+    ):
         reporter.write(4, {"loss": 1.0})
     with pytest.raises(TrainingError, match="closing"):
         reporter.close()
@@ -154,13 +166,23 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize(("steps", "seconds", "per_hour"), [(2_000_000, 0.05, 120), (20_000, 5.0, 72)])
-def test_a_long_run_prints_lines_at_the_stated_period(steps: int, seconds: float, per_hour: int) -> None:
+@pytest.mark.parametrize(
+    ("steps", "seconds", "per_hour"), [(2_000_000, 0.05, 120), (20_000, 5.0, 72)]
+)
+def test_a_long_run_prints_lines_at_the_stated_period(
+    steps: int, seconds: float, per_hour: int
+) -> None:
     """The later of 30 s and 10 steps; 2,000,000 steps of 50 ms take 28 hours."""
     clock = Clock()
     console = Console(file=io.StringIO(), width=120)
     report = ConsoleReport(console, clock=clock).begin(0, steps)
-    values = {"loss": 2.5, "learning rate": 3e-4, "gradient norm": 1.0, "step seconds": seconds, "tokens/s": 1e6}
+    values = {
+        "loss": 2.5,
+        "learning rate": 3e-4,
+        "gradient norm": 1.0,
+        "step seconds": seconds,
+        "tokens/s": 1e6,
+    }
     for step in range(1, steps + 1):
         clock.now = step * seconds
         report.write(step, values)
@@ -168,7 +190,10 @@ def test_a_long_run_prints_lines_at_the_stated_period(steps: int, seconds: float
     lines = console.file.getvalue().splitlines()
     hours = steps * seconds / 3600
     assert abs(len(lines) / hours - per_hour) < 0.1, f"{len(lines)} lines in {hours:.1f} h"
-    number, speed = f"step {1:>{len(str(steps))}}/{steps}", f"{format_step(seconds)}/step  1,000,000 tokens/s"
+    number, speed = (
+        f"step {1:>{len(str(steps))}}/{steps}",
+        f"{format_step(seconds)}/step  1,000,000 tokens/s",
+    )
     assert lines[0] == f"{number}  loss 2.5000  lr 3.00e-04  grad norm 1  {speed}"
     assert lines[1].endswith("left") and "\x1b" not in "".join(lines)
     assert lines[-1].startswith(f"step {steps}/{steps}  loss 2.5000")
@@ -180,7 +205,10 @@ def test_a_warm_up_that_is_cut_is_told() -> None:
         ConsoleReport(console).begin(start, steps, warmup)
     assert isinstance(console.file, io.StringIO)
     (line,) = console.file.getvalue().splitlines()
-    assert line == "warm-up cut to 19 of 20 steps:  --optimizer.warmup-steps 20 leaves no step after it"
+    assert (
+        line
+        == "warm-up cut to 19 of 20 steps:  --optimizer.warmup-steps 20 leaves no step after it"
+    )
 
 
 @pytest.mark.parametrize(("text", "period"), [("30s,10", Period()), ("5min", Period(300, 1)), ("100", Period(0, 100)),
@@ -239,11 +267,15 @@ def test_a_terminal_has_a_live_line() -> None:
     for step in range(1, 6):
         clock.now += 2.0
         report.write(step, {"loss": 1 / step, "gradient norm": 2.0, "step seconds": 2.0})
-        assert report._renderable().plain.startswith(f"step    {step}/1000  loss {1 / step:.4f}  grad norm 2  2 s/step")
+        assert report._renderable().plain.startswith(
+            f"step    {step}/1000  loss {1 / step:.4f}  grad norm 2  2 s/step"
+        )
     report.close()
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
-    assert "step    1/1000" in text and text.count("loss 0.5000") <= 1  # the second step was shown live alone
+    assert (
+        "step    1/1000" in text and text.count("loss 0.5000") <= 1
+    )  # the second step was shown live alone
     assert "\x1b[?25h" in text, "the cursor is back"
 
 
@@ -278,7 +310,10 @@ def test_a_console_without_a_reader_is_quiet(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("width", [120, 80, 40])
 def test_a_table_never_breaks_inside_a_layout(width: int) -> None:
     layouts = ["w[V/tensor, D/fsdp]", "w[L, N/tensor, H, D/fsdp]", "w[L, D]"]
-    columns = [*map(Column, ("parameter", "sharded", "gathered")), Column("bytes per device", "bytes")]
+    columns = [
+        *map(Column, ("parameter", "sharded", "gathered")),
+        Column("bytes per device", "bytes"),
+    ]
     rows = [
         [f"blocks.attention_{number}", layout, layout.replace("/fsdp", ""), (number + 1) * 2**10]
         for number, layout in enumerate(layouts)
@@ -300,7 +335,12 @@ def test_a_table_never_breaks_inside_a_layout(width: int) -> None:
 def test_a_cell_that_is_wider_than_the_terminal_is_folded_below_its_heading() -> None:
     columns = [Column("plan"), Column("why not"), Column("step", "seconds")]
     console = Console(file=io.StringIO(), width=30)
-    print_table(console, Table(columns, [["data=4,fsdp=16,tensor=4,context=2,stage=8", "it needs 97 GiB of 95", 1.35]]))
+    print_table(
+        console,
+        Table(
+            columns, [["data=4,fsdp=16,tensor=4,context=2,stage=8", "it needs 97 GiB of 95", 1.35]]
+        ),
+    )
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().split() == [
         "data=4,fsdp=16,tensor=4,contex", "t=2,stage=8", "why", "not", "it", "needs", "97", "GiB", "of", "95", "step",

@@ -54,7 +54,9 @@ def check_slots(table: ScheduleTable) -> int:
     done = set()
     for tick in range(table.ticks):
         output, gradient = [""] * stages, [""] * stages
-        for s, task in [(stage, task) for stage in range(stages) for task in table.tasks(tick, stage)]:
+        for s, task in [
+            (stage, task) for stage in range(stages) for task in table.tasks(tick, stage)
+        ]:
             at = (tick, s, PLACE[task.kind])
             slot, part = int(table.input_slot[at]), parts.part(s, task.virtual_stage)
             if task.kind == FORWARD and part == 0:
@@ -63,13 +65,18 @@ def check_slots(table: ScheduleTable) -> int:
             if task.kind == FORWARD:
                 output[s] = f"x{part + 1} of {task.microbatch}"
             else:
-                assert gradients[s][int(table.gradient_slot[at])] == f"g{part + 1} of {task.microbatch}"
+                assert (
+                    gradients[s][int(table.gradient_slot[at])]
+                    == f"g{part + 1} of {task.microbatch}"
+                )
             if task.kind in (BACKWARD, BACKWARD_INPUT):
                 gradient[s] = f"g{part} of {task.microbatch}"
             assert (s, task) not in done
             done.add((s, task))
         if table.loss_arrives[tick] != NOTHING:
-            gradients[parts.last_stage][int(table.loss_arrives[tick])] = output[parts.last_stage].replace("x", "g")
+            gradients[parts.last_stage][int(table.loss_arrives[tick])] = output[
+                parts.last_stage
+            ].replace("x", "g")
         for arrivals in table.arrivals:
             for s in range(stages):
                 sender = (s - arrivals.hop) % stages
@@ -82,10 +89,19 @@ def check_slots(table: ScheduleTable) -> int:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from([*SCHEDULES, ZBV, HALF_SPLIT]), st.integers(1, 6), st.integers(1, 13), st.integers(2, 3))
-def test_slots_hold_the_expected_values(name: str, stages: int, microbatches: int, virtual_stages: int) -> None:
+@given(
+    st.sampled_from([*SCHEDULES, ZBV, HALF_SPLIT]),
+    st.integers(1, 6),
+    st.integers(1, 13),
+    st.integers(2, 3),
+)
+def test_slots_hold_the_expected_values(
+    name: str, stages: int, microbatches: int, virtual_stages: int
+) -> None:
     virtual_stages = find_schedule(name).virtual_stages_for(virtual_stages)
-    split = {"zero_bubble": microbatches, ZBV: microbatches, HALF_SPLIT: microbatches // 2}.get(name, 0)
+    split = {"zero_bubble": microbatches, ZBV: microbatches, HALF_SPLIT: microbatches // 2}.get(
+        name, 0
+    )
     table = build_table(name, stages, microbatches, virtual_stages)
     assert check_slots(table) == (2 * microbatches + split) * stages * virtual_stages
     forward = build_forward_table(name, stages, microbatches, virtual_stages)
@@ -113,7 +129,8 @@ def test_bubble_matches_the_formula(name: str, stages: int) -> None:
 def test_the_v_idles_less_than_1f1b_and_1f1b_no_longer_than_gpipe(backward: float) -> None:
     for stages, microbatches in itertools.product((2, 4, 8, 16), (16, 32, 128)):
         gpipe, one, v = (
-            build_table(name, stages, microbatches, n) for name, n in (("gpipe", 1), ("1f1b", 1), ("zbv", 2))
+            build_table(name, stages, microbatches, n)
+            for name, n in (("gpipe", 1), ("1f1b", 1), ("zbv", 2))
         )
         assert one.bubble(backward) == pytest.approx(gpipe.bubble(backward))
         assert v.bubble(backward) < one.bubble(backward) < stages / microbatches
@@ -142,7 +159,10 @@ def test_published_tables() -> None:
     assert [len(ticks) for _, ticks in one.segments] == [4, 7, 4]
     assert [name for name, _ in build_table("gpipe", 4, 8, 1).segments] == ["fill", "drain"]
     split = build_table("zero_bubble", 4, 8, 1)
-    weights = [[t for t, at, task in tasks(split) if at == s and task.kind == BACKWARD_WEIGHT] for s in range(4)]
+    weights = [
+        [t for t, at, task in tasks(split) if at == s and task.kind == BACKWARD_WEIGHT]
+        for s in range(4)
+    ]
     assert weights == [list(range(7, 15))] * 4
 
 
@@ -161,8 +181,12 @@ def test_live_inputs(stages: int, microbatches: int) -> None:
     assert stages < slots["interleaved"] <= 3 * stages
 
 
-@pytest.mark.parametrize(("stages", "microbatches", "virtual_stages"), [(4, 13, 3), (6, 13, 2), (8, 13, 3)])
-def test_interleaved_runs_with_a_short_last_group(stages: int, microbatches: int, virtual_stages: int) -> None:
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "virtual_stages"), [(4, 13, 3), (6, 13, 2), (8, 13, 3)]
+)
+def test_interleaved_runs_with_a_short_last_group(
+    stages: int, microbatches: int, virtual_stages: int
+) -> None:
     table = build_table("interleaved", stages, microbatches, virtual_stages)
     assert check_slots(table) == 2 * stages * microbatches * virtual_stages
 
@@ -174,13 +198,23 @@ def test_interleaved_runs_with_a_short_last_group(stages: int, microbatches: int
             lambda p, m, v: [[Task(FORWARD, 0, i) for i in range(m)]] * (p - 1) + [[]],
             "runs nothing for virtual stage 0",
         ),
-        (lambda p, m, v: [[Task(FORWARD, 0, 0), Task(BACKWARD_INPUT, 0, 0)]] * p, "runs forward, input gradient for"),
-        (lambda p, m, v: [[Task(BACKWARD, 0, 0), Task(FORWARD, 0, 0)]] * p, "all stages wait: stage 0 for backward"),
+        (
+            lambda p, m, v: [[Task(FORWARD, 0, 0), Task(BACKWARD_INPUT, 0, 0)]] * p,
+            "runs forward, input gradient for",
+        ),
+        (
+            lambda p, m, v: [[Task(BACKWARD, 0, 0), Task(FORWARD, 0, 0)]] * p,
+            "all stages wait: stage 0 for backward",
+        ),
         (lambda p, m, v: [[Task(FORWARD, 0, 0)]] * p, "no backward pass"),
     ],
 )
-def test_impossible_orders_are_refused(order: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outside_parts, f"broken_{abs(hash(message))}", PipelineSchedule(order), raising=False)
+def test_impossible_orders_are_refused(
+    order: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        outside_parts, f"broken_{abs(hash(message))}", PipelineSchedule(order), raising=False
+    )
     with pytest.raises(ConfigError, match=message):
         build_table(f"outside_parts:broken_{abs(hash(message))}", 2, 1, 1)
 
@@ -194,7 +228,9 @@ def test_impossible_orders_are_refused(order: Any, message: str, monkeypatch: py
         (lambda part, stages: (0, 2, 1, 3)[part % stages], "pass between neighbouring stages"),
     ],
 )
-def test_placements_that_a_pipeline_cannot_run_are_refused(placement: Any, message: str | None) -> None:
+def test_placements_that_a_pipeline_cannot_run_are_refused(
+    placement: Any, message: str | None
+) -> None:
     if message is None:
         assert map_parts(4, 2, placement).hop(0) == -1
         return
@@ -242,14 +278,19 @@ def test_layers_are_balanced(costs: list[int], stages: int, virtual_stages: int)
 
 def test_uneven_layers() -> None:
     assert assign_layers((1.0,) * 7, 4, 1).boundaries == (0, 2, 4, 6, 7)
-    assert np.array_equal(assign_layers((1.0,) * 3, 2, 1).rows(range(3)), [[[0, 1]], [[2, NO_LAYER]]])
+    assert np.array_equal(
+        assign_layers((1.0,) * 3, 2, 1).rows(range(3)), [[[0, 1]], [[2, NO_LAYER]]]
+    )
     # Three cheap layers and one costly layer share a stage.
     assert assign_layers((1.0,) * 3 + (3.0,) * 5, 4, 1).boundaries == (0, 4, 6, 7, 8)
 
 
 def test_layers_on_a_v() -> None:
     assignment = assign_layers((1.0,) * 8, 2, 2, v_placement)
-    assert assignment.layers_of(0) == [range(2), range(6, 8)] and assignment.layers_of(1) == [range(2, 4), range(4, 6)]
+    assert assignment.layers_of(0) == [range(2), range(6, 8)] and assignment.layers_of(1) == [
+        range(2, 4),
+        range(4, 6),
+    ]
     assert assignment.last_stage == 0
     assert np.array_equal(assignment.rows(range(8)), [[[0, 1], [6, 7]], [[2, 3], [4, 5]]])
 
@@ -259,4 +300,6 @@ def test_documentation_shows_the_current_tables() -> None:
     docs = Path(__file__).parents[1] / "docs"
     pages = runpy.run_path(str(docs / "parallelism.py"))
     for file, text in {**pages["schedules"](), "composition.md": pages["combinations"]()}.items():
-        assert (docs / file).read_text(encoding="utf-8") == text, f"{file}: python docs/parallelism.py"
+        assert (docs / file).read_text(encoding="utf-8") == text, (
+            f"{file}: python docs/parallelism.py"
+        )

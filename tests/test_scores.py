@@ -43,13 +43,24 @@ def draw(seq: int, size: int) -> tuple[Any, ...]:
 
 
 def written_out(
-    q: Any, k: Any, v: Any, sinks: Any, segments: Any, window: int | None, softcap: float | None, chunk: int | None
+    q: Any,
+    k: Any,
+    v: Any,
+    sinks: Any,
+    segments: Any,
+    window: int | None,
+    softcap: float | None,
+    chunk: int | None,
 ) -> Any:
     place = np.arange(q.shape[1])
     segments = np.asarray(segments)
     starts = np.stack([np.searchsorted(row, row) for row in segments])
     distance = place[:, None] - place
-    seen = (distance >= 0) & (distance < (window or len(place))) & (segments[:, :, None] == segments[:, None])
+    seen = (
+        (distance >= 0)
+        & (distance < (window or len(place)))
+        & (segments[:, :, None] == segments[:, None])
+    )
     if chunk is not None:
         number = (place - starts) // chunk
         seen &= number[:, :, None] == number[:, None]
@@ -85,9 +96,13 @@ def assert_matches(attend: Callable[..., Any], kind: str, seq: int = 32, size: i
         return attend(q, k, v, segments, facts["window"], scores) + 0 * sinks.sum()
 
     def truth(q: Any, k: Any, v: Any, sinks: Any) -> Any:
-        return written_out(q, k, v, sinks if has_sinks else None, segments, **facts) + 0 * sinks.sum()
+        return (
+            written_out(q, k, v, sinks if has_sinks else None, segments, **facts) + 0 * sinks.sum()
+        )
 
-    found, expected = (jax.tree.leaves(value_and_gradients(f, q, k, v, sinks)) for f in (ours, truth))
+    found, expected = (
+        jax.tree.leaves(value_and_gradients(f, q, k, v, sinks)) for f in (ours, truth)
+    )
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * max(1.0, float(jnp.abs(y).max())))
 
@@ -183,7 +198,8 @@ def test_a_kernel_without_a_feature_is_passed_over_aloud_or_refused() -> None:
         choose("cudnn", needs=frozenset({"softcap"}))
     with pytest.raises(mw.ConfigError, match="row attention has no attention sinks"):
         run = tiny_run(
-            mw.GptOss(50, 64, 2, 8, 4, 8, experts=4), attention_kernel="outside.extensions.row_attention:row_kernel"
+            mw.GptOss(50, 64, 2, 8, 4, 8, experts=4),
+            attention_kernel="outside.extensions.row_attention:row_kernel",
         )
         device_run_of(run)
 
@@ -198,11 +214,16 @@ def test_the_loss_caps_its_logits() -> None:
         def body(x: Any, table: Any) -> Any:
             return token_losses(x, table, labels, 9, 3, 2.0)[0]
 
-        return jax.shard_map(body, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)(x, table).sum()
+        return jax.shard_map(body, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)(
+            x, table
+        ).sum()
 
     def truth(x: Any, table: Any) -> Any:
         logits = 2.0 * jnp.tanh(x @ table[:9].T / 2.0)
         return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1).sum()
 
-    for a, b in zip(*(jax.tree.leaves(jax.value_and_grad(f, (0, 1))(x, table)) for f in (ours, truth)), strict=True):
+    for a, b in zip(
+        *(jax.tree.leaves(jax.value_and_grad(f, (0, 1))(x, table)) for f in (ours, truth)),
+        strict=True,
+    ):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

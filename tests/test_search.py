@@ -18,7 +18,13 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
 from meshwright.models.model import LayerSpec, Model, ModelSpec, padded_vocab
 from meshwright.planner.estimate import estimate
-from meshwright.planner.explain import STEP_PARTS, alternatives, explain_mesh, memory_remedies, mesh_axes
+from meshwright.planner.explain import (
+    STEP_PARTS,
+    alternatives,
+    explain_mesh,
+    memory_remedies,
+    mesh_axes,
+)
 from meshwright.planner.plan_file import read_plan, write_plan
 from meshwright.planner.search import (
     CHOSEN_REMAT,
@@ -60,7 +66,9 @@ def test_every_other_set_of_axes_has_its_reason(found: SearchResult) -> None:
     losers = alternatives(found)
     assert {"fsdp + tensor", "stage + fsdp", "data"} <= {loser.axes for loser in losers}
     assert all(loser.reason for loser in losers)
-    assert any("more of exposed communication, over tensor (ICI" in loser.reason for loser in losers)
+    assert any(
+        "more of exposed communication, over tensor (ICI" in loser.reason for loser in losers
+    )
 
 
 def test_why_explains_a_mesh(found: SearchResult) -> None:
@@ -108,7 +116,9 @@ def test_remedies_are_priced(found: SearchResult) -> None:
 
 def test_two_plans_differ_by_parts(found: SearchResult) -> None:
     a, b = found.plans[0].estimate, found.plans[-1].estimate
-    assert sum(b.parts[part] - a.parts[part] for part in STEP_PARTS) == pytest.approx(b.seconds - a.seconds)
+    assert sum(b.parts[part] - a.parts[part] for part in STEP_PARTS) == pytest.approx(
+        b.seconds - a.seconds
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,11 +148,16 @@ def test_a_model_without_attention_is_planned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "expert"), [("llama3-8b", 8, 1), ("mixtral-8x7b", 8, 8), ("gpt2-xl", 25, 1), ("qwen2-7b", 4, 1)]
+    ("name", "tensor", "expert"),
+    [("llama3-8b", 8, 1), ("mixtral-8x7b", 8, 8), ("gpt2-xl", 25, 1), ("qwen2-7b", 4, 1)],
 )
-def test_degrees_divide_the_dimensions_that_the_layout_splits(name: str, tensor: int, expert: int) -> None:
+def test_degrees_divide_the_dimensions_that_the_layout_splits(
+    name: str, tensor: int, expert: int
+) -> None:
     run = find_recipe(name)
-    run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=run.model.vocab or 50257))
+    run = dataclasses.replace(
+        run, model=dataclasses.replace(run.model, vocab=run.model.vocab or 50257)
+    )
     assert (split_size(run, "tensor"), split_size(run, "expert")) == (tensor, expert)
 
 
@@ -160,7 +175,9 @@ def test_a_plan_is_a_file_that_other_verbs_take(found: SearchResult, tmp_path: P
             read_plan(file)
 
 
-@pytest.mark.parametrize(("tokens", "batch"), [(4_000_000, 512), (2**22, 512), (8192, 1), (100_000, 12)])
+@pytest.mark.parametrize(
+    ("tokens", "batch"), [(4_000_000, 512), (2**22, 512), (8192, 1), (100_000, 12)]
+)
 def test_tokens_of_a_step_are_a_batch_that_divides(tokens: int, batch: int) -> None:
     assert with_tokens_per_step(find_recipe("llama3-8b"), tokens).training.batch == batch
 
@@ -183,7 +200,10 @@ def test_the_command_plans_explains_compares_and_draws(tmp_path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     data = page_data(text)
     chosen = next(block for block in blocks_of(data) if block["block"] == "Inspector")
-    assert [chosen["items"][key]["title"].split(",")[0] for key in chosen["first"].split("~")] == ["fsdp=8", "fsdp=4"]
+    assert [chosen["items"][key]["title"].split(",")[0] for key in chosen["first"].split("~")] == [
+        "fsdp=8",
+        "fsdp=4",
+    ]
     # The data may name the source of a price; nothing else of the page has an address.
     rest = re.sub(r'<script type="application/json".*?</script>', "", text, flags=re.S)
     assert "://" not in rest.replace("http://www.w3.org/2000/svg", "")
@@ -218,7 +238,9 @@ def test_bad_questions_teach(words: tuple[str, ...], says: str) -> None:
         ("llama3-8b", "fsdp=8", "h100:8", 16, 4096),
     ],
 )
-def test_remat_that_fits_the_memory_there_is(recipe: str, mesh: str, target: str, batch: int, seq: int) -> None:
+def test_remat_that_fits_the_memory_there_is(
+    recipe: str, mesh: str, target: str, batch: int, seq: int
+) -> None:
     run = find_recipe(recipe)
     training = dataclasses.replace(run.training, batch=batch, seq=seq)
     run = dataclasses.replace(run, mesh=MeshShape.parse(mesh), training=training)
@@ -227,12 +249,22 @@ def test_remat_that_fits_the_memory_there_is(recipe: str, mesh: str, target: str
     assert chosen.estimate.fits and chosen.estimate.bytes <= machine.chip.roomy_bytes
     saved, layers = chosen.run.training.saved_layers, len(chosen.placed.spec.layers)
     for remat in CHOSEN_REMAT:
-        other = price_run(dataclasses.replace(run, training=dataclasses.replace(training, remat=remat)), machine)
-        assert other.estimate.bytes > machine.chip.roomy_bytes or other.estimate.seconds >= chosen.estimate.seconds
+        other = price_run(
+            dataclasses.replace(run, training=dataclasses.replace(training, remat=remat)), machine
+        )
+        assert (
+            other.estimate.bytes > machine.chip.roomy_bytes
+            or other.estimate.seconds >= chosen.estimate.seconds
+        )
     if 0 < saved < layers:
         more = dataclasses.replace(chosen.run.training, saved_layers=saved + 1)
-        assert price_run(dataclasses.replace(run, training=more), machine).estimate.bytes > machine.chip.roomy_bytes
-    given = dataclasses.replace(run, training=dataclasses.replace(training, remat="full", microbatches=2))
+        assert (
+            price_run(dataclasses.replace(run, training=more), machine).estimate.bytes
+            > machine.chip.roomy_bytes
+        )
+    given = dataclasses.replace(
+        run, training=dataclasses.replace(training, remat="full", microbatches=2)
+    )
     assert with_choices(given, machine) == given  # a policy that is named is kept
 
 
@@ -242,14 +274,22 @@ def test_the_pipeline_schedule_is_the_fastest_that_fits() -> None:
     run = dataclasses.replace(run, mesh=MeshShape.parse("stage=4,fsdp=8"), training=training)
     chosen = with_choices(run, machine)
     best = price_run(chosen, machine).estimate
-    assert "auto" not in (chosen.training.pipeline_schedule, chosen.training.stage_saves, chosen.training.remat)
+    assert "auto" not in (
+        chosen.training.pipeline_schedule,
+        chosen.training.stage_saves,
+        chosen.training.remat,
+    )
     assert best.fits
     for schedule, saves in itertools.product(SCHEDULES, ("layers", "input")):
         other = dataclasses.replace(training, pipeline_schedule=schedule, stage_saves=saves)
-        estimate = price_run(with_choices(dataclasses.replace(run, training=other), machine), machine).estimate
+        estimate = price_run(
+            with_choices(dataclasses.replace(run, training=other), machine), machine
+        ).estimate
         assert estimate.seconds >= best.seconds or estimate.bytes > machine.chip.roomy_bytes
     # Nothing that is named is changed.
-    named = dataclasses.replace(training, remat="full", pipeline_schedule="gpipe", stage_saves="input", microbatches=16)
+    named = dataclasses.replace(
+        training, remat="full", pipeline_schedule="gpipe", stage_saves="input", microbatches=16
+    )
     assert with_choices(dataclasses.replace(run, training=named), machine).training == named
 
 
@@ -269,17 +309,27 @@ def test_choices_that_do_not_fit_as_compiled_are_given_up() -> None:
         chosen = with_choices_that_fit(run, machine, needed, said.append)
         assert chosen == asked[-1] and len(asked) == tries and len(said) == tries - 1
         planned = [price_run(run, machine).estimate.bytes for run in asked]
-        assert planned == sorted(planned, reverse=True) and all("does not fit: planned" in why for why in said)
-    assert with_choices_that_fit(chosen, machine, lambda run: math.inf, said.append) == chosen  # nothing is open
+        assert planned == sorted(planned, reverse=True) and all(
+            "does not fit: planned" in why for why in said
+        )
+    assert (
+        with_choices_that_fit(chosen, machine, lambda run: math.inf, said.append) == chosen
+    )  # nothing is open
 
 
 def test_a_mesh_alone_is_given_the_plan_of_that_mesh() -> None:
     run, machine = find_recipe("llama3-70b"), parse_target("h100:64")
     training = dataclasses.replace(run.training, batch=128, seq=4096)
-    run = dataclasses.replace(run, mesh=MeshShape.parse("stage=8,data=2,tensor=4"), training=training)
+    run = dataclasses.replace(
+        run, mesh=MeshShape.parse("stage=8,data=2,tensor=4"), training=training
+    )
     best = price_mesh(run, machine, MeshShape.parse("stage=8,data=2,tensor=4"))[0]
     chosen = with_choices(run, machine)
-    assert best is not None and price_run(chosen, machine).name == best.name and chosen.layout == "zero1"
+    assert (
+        best is not None
+        and price_run(chosen, machine).name == best.name
+        and chosen.layout == "zero1"
+    )
     assert chosen.training.microbatches > 1 and best.estimate.bytes <= machine.chip.roomy_bytes
 
 
@@ -304,8 +354,12 @@ def test_experts_are_folded_where_that_is_predicted_to_be_faster(
     chosen = with_choices(run, machine)
     assert chosen.layout == layout
     if layout.startswith("folded"):
-        plain = dataclasses.replace(chosen, layout=layout.replace("folded_", "").replace("folded", "fsdp"))
-        assert price_run(chosen, machine).estimate.seconds < price_run(plain, machine).estimate.seconds
+        plain = dataclasses.replace(
+            chosen, layout=layout.replace("folded_", "").replace("folded", "fsdp")
+        )
+        assert (
+            price_run(chosen, machine).estimate.seconds < price_run(plain, machine).estimate.seconds
+        )
         assert with_choices(dataclasses.replace(run, layout="fsdp"), machine).layout == "fsdp"
 
 

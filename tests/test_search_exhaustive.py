@@ -29,7 +29,9 @@ from meshwright.runs.run import Run
 
 def run_of(recipe: str, batch: int, seq: int) -> Run:
     run = find_recipe(recipe)
-    return dataclasses.replace(run, training=dataclasses.replace(run.training, batch=batch, seq=seq))
+    return dataclasses.replace(
+        run, training=dataclasses.replace(run.training, batch=batch, seq=seq)
+    )
 
 
 def every_placement(run: Run, target: Target) -> list[PlacedRun]:
@@ -41,12 +43,18 @@ def every_placement(run: Run, target: Target) -> list[PlacedRun]:
             for expert in divisors(split_size(run, "expert")):
                 rest, left_over = divmod(devices, tensor * context * expert)
                 for data in divisors(rest) if rest and not left_over else ():
-                    shape = MeshShape(data=data, fsdp=rest // data, expert=expert, context=context, tensor=tensor)
+                    shape = MeshShape(
+                        data=data, fsdp=rest // data, expert=expert, context=context, tensor=tensor
+                    )
                     scheduled = next(candidate_schedules(run, shape))
                     for microbatches in divisors(run.training.batch):
-                        training = dataclasses.replace(scheduled.training, microbatches=microbatches, remat="full")
+                        training = dataclasses.replace(
+                            scheduled.training, microbatches=microbatches, remat="full"
+                        )
                         try:
-                            placements.append(place_run(dataclasses.replace(scheduled, training=training)))
+                            placements.append(
+                                place_run(dataclasses.replace(scheduled, training=training))
+                            )
                         except ConfigError:
                             continue
     return placements
@@ -69,7 +77,9 @@ def exhaustive_seconds(run: Run, target: Target) -> float:
             else:
                 without_room = min(without_room, whole.seconds)
             # With some layers saved the time is between this policy's and that of saving all projections.
-            for saved in range(1, layers + 1) if saves and prices["projections"].seconds < best else ():
+            for saved in (
+                range(1, layers + 1) if saves and prices["projections"].seconds < best else ()
+            ):
                 some = estimate(with_remat(placed, remat, saved), target)
                 if some.bytes > target.chip.roomy_bytes:
                     break
@@ -88,7 +98,9 @@ def exhaustive_seconds(run: Run, target: Target) -> float:
         pytest.param("mixtral-8x7b", "v5p:2x2x4", 64, 4096, marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_search_finds_the_best_of_all_plans(recipe: str, target: str, batch: int, seq: int) -> None:
+def test_the_search_finds_the_best_of_all_plans(
+    recipe: str, target: str, batch: int, seq: int
+) -> None:
     run, machine = run_of(recipe, batch, seq), parse_target(target)
     found, best = search(run, machine), exhaustive_seconds(run, machine)
     assert 0.9 * best < found.bound <= best and found.plans[0].estimate.seconds <= 1.01 * best
@@ -100,7 +112,9 @@ def test_the_search_finds_the_best_of_all_plans(recipe: str, target: str, batch:
 def test_groups_of_nodes_that_shard_are_tried() -> None:
     """HSDP with several nodes in a group of FSDP: neither one node in each nor all in one."""
     found = search(run_of("llama3-8b", 512, 8192), parse_target("h100:64"))
-    assert {(2, 32), (4, 16), (8, 8)} <= {(p.mesh.data, p.mesh.fsdp) for p in (*found.plans, *found.too_large)}
+    assert {(2, 32), (4, 16), (8, 8)} <= {
+        (p.mesh.data, p.mesh.fsdp) for p in (*found.plans, *found.too_large)
+    }
 
 
 @functools.lru_cache(maxsize=256)
@@ -111,24 +125,44 @@ def best_plan(run: Run, target: Target) -> Plan:
 def with_chip(target: Target, **factors: float) -> Target:
     """The target with some numbers of its chip multiplied."""
     chip = target.chip
-    changed = {name: getattr(chip, name) * factor for name, factor in factors.items() if hasattr(chip, name)}
+    changed = {
+        name: getattr(chip, name) * factor
+        for name, factor in factors.items()
+        if hasattr(chip, name)
+    }
     links = dataclasses.replace(
-        chip.interconnect, link_bandwidth=chip.interconnect.link_bandwidth * factors.get("links", 1.0)
+        chip.interconnect,
+        link_bandwidth=chip.interconnect.link_bandwidth * factors.get("links", 1.0),
     )
-    return dataclasses.replace(target, chip=dataclasses.replace(chip, **changed, interconnect=links))
+    return dataclasses.replace(
+        target, chip=dataclasses.replace(chip, **changed, interconnect=links)
+    )
 
 
-MACHINES = st.sampled_from(["h100:8", "a100:8", "v5p:2x2x2", "v6e:2x4", "b200:8", "h100:16", "2*v6e:2x4"])
+MACHINES = st.sampled_from(
+    ["h100:8", "a100:8", "v5p:2x2x2", "v6e:2x4", "b200:8", "h100:16", "2*v6e:2x4"]
+)
 MODELS = st.sampled_from(["llama32-1b", "llama2-7b"])
-BETTER = st.sampled_from(["hbm_bytes", "hbm_bandwidth", "links", "flops_bf16", "network_bandwidth", "host_bandwidth"])
+BETTER = st.sampled_from(
+    ["hbm_bytes", "hbm_bandwidth", "links", "flops_bf16", "network_bandwidth", "host_bandwidth"]
+)
 """Numbers of a chip, each of which makes no step slower when it grows."""
 
 
 @settings(max_examples=8, deadline=None)
-@given(recipe=MODELS, machine=MACHINES, batch=st.sampled_from([8, 16, 24, 32, 64]), times=st.integers(2, 4))
+@given(
+    recipe=MODELS,
+    machine=MACHINES,
+    batch=st.sampled_from([8, 16, 24, 32, 64]),
+    times=st.integers(2, 4),
+)
 @example(recipe="llama2-7b", machine="a100:8", batch=32, times=2)
-def test_tokens_per_second_do_not_fall_as_the_batch_grows(recipe: str, machine: str, batch: int, times: int) -> None:
-    small, large = (best_plan(run_of(recipe, n, 4096), parse_target(machine)) for n in (batch, times * batch))
+def test_tokens_per_second_do_not_fall_as_the_batch_grows(
+    recipe: str, machine: str, batch: int, times: int
+) -> None:
+    small, large = (
+        best_plan(run_of(recipe, n, 4096), parse_target(machine)) for n in (batch, times * batch)
+    )
     assert large.estimate.tokens_per_second >= small.estimate.tokens_per_second * 0.999
 
 
@@ -144,10 +178,17 @@ def test_no_better_chip_is_slower(recipe: str, machine: str, what: str) -> None:
 @given(
     recipe=MODELS,
     sizes=st.sampled_from(
-        [("h100:8", "h100:16"), ("h100:16", "h100:32"), ("v5p:2x2x2", "v5p:2x2x4"), ("v6e:2x4", "v6e:4x4")]
+        [
+            ("h100:8", "h100:16"),
+            ("h100:16", "h100:32"),
+            ("v5p:2x2x2", "v5p:2x2x4"),
+            ("v6e:2x4", "v6e:4x4"),
+        ]
     ),
 )
-def test_chip_hours_per_token_do_not_fall_as_chips_grow(recipe: str, sizes: tuple[str, str]) -> None:
+def test_chip_hours_per_token_do_not_fall_as_chips_grow(
+    recipe: str, sizes: tuple[str, str]
+) -> None:
     """At a fixed batch, where memory does not bind: more memory in all lets a step recompute less."""
     run = run_of(recipe, 64, 4096)
     fewer, more = (with_chip(parse_target(size), hbm_bytes=100.0) for size in sizes)

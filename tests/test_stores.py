@@ -55,7 +55,11 @@ pytestmark = pytest.mark.exhaustive
 @pytest.fixture(scope="module")
 def servers() -> Iterator[FaultyProxy]:
     """S3 behind a server that fails, and Google Cloud Storage; TensorStore reads their addresses once a process."""
-    with object_server("s3") as s3, object_server("gcs") as gcs, pytest.MonkeyPatch.context() as patch:
+    with (
+        object_server("s3") as s3,
+        object_server("gcs") as gcs,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         proxy, other = FaultyProxy(s3), FaultyProxy(gcs)
         for name, value in {
             "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_ENDPOINT_URL": proxy.url,
@@ -71,7 +75,11 @@ def servers() -> Iterator[FaultyProxy]:
 @pytest.fixture(params=["local", "s3", "gs"])
 def folder(request: pytest.FixtureRequest, servers: FaultyProxy, tmp_path: Path) -> Path:
     """An empty folder of each kind of store."""
-    return tmp_path if request.param == "local" else path_of(f"{request.param}://{BUCKET}/{tmp_path.name}")
+    return (
+        tmp_path
+        if request.param == "local"
+        else path_of(f"{request.param}://{BUCKET}/{tmp_path.name}")
+    )
 
 
 def test_a_path_of_each_store_reads_writes_and_lists(folder: Path) -> None:
@@ -81,7 +89,9 @@ def test_a_path_of_each_store_reads_writes_and_lists(folder: Path) -> None:
     with pytest.raises(FileNotFoundError):
         file.read_text()
     file.write_text("ä\n", encoding="utf-8")
-    empty = b"" if "gs:" not in folder.parts else b"1"  # the emulator breaks off when an object is empty
+    empty = (
+        b"" if "gs:" not in folder.parts else b"1"
+    )  # the emulator breaks off when an object is empty
     with (folder / "a" / "empty").open("wb") as opened:
         opened.write(empty)
     assert file.read_text(encoding="utf-8") == "ä\n" and file.is_file() and not file.is_dir()
@@ -91,7 +101,9 @@ def test_a_path_of_each_store_reads_writes_and_lists(folder: Path) -> None:
         and (folder / "a" / "empty").read_bytes() == empty
     )
     assert sorted(path.name for path in (folder / "a").iterdir()) == ["b.txt", "empty"]
-    assert file.stat().st_size == 3 and path_of(str(file)) == file and path_of(Path(str(file))) == file
+    assert (
+        file.stat().st_size == 3 and path_of(str(file)) == file and path_of(Path(str(file))) == file
+    )
     file.unlink()
     assert not file.exists() and (folder / "a").exists()
 
@@ -101,13 +113,22 @@ def test_a_bucket_writes_on_condition_and_reads_parts(servers: FaultyProxy) -> N
     first = file.put_if(b"one", MISSING)
     assert first and file.put_if(b"two", MISSING) is None and file.read_bytes() == b"one"
     assert file.put_if(b"three", first) and file.put_if(b"four", first) is None
-    assert [file.read_part(*part) for part in ((0, 2), (3, 9), (5, 9), (2, 99))] == [b"th", b"ee", b"", b"ree"]
+    assert [file.read_part(*part) for part in ((0, 2), (3, 9), (5, 9), (2, 99))] == [
+        b"th",
+        b"ee",
+        b"",
+        b"ree",
+    ]
 
 
 REFUSALS: dict[str, tuple[str, dict[str, str], str]] = {
     "bucket": ("s3://nowhere/x", {}, "the bucket does not exist"),
     "credentials": (f"s3://{BUCKET}/x", {"AWS_ACCESS_KEY_ID": ""}, "there are no credentials"),
-    "endpoint": (f"s3://{BUCKET}/x", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "could not be reached"),
+    "endpoint": (
+        f"s3://{BUCKET}/x",
+        {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"},
+        "could not be reached",
+    ),
 }
 
 
@@ -129,10 +150,13 @@ def test_refused_locations() -> None:
         path_of("az://container/x")
     with pytest.raises(ConfigError, match="names no bucket"):
         path_of("s3://")
-    error = bucket.storage_error("writing", ValueError("PERMISSION_DENIED: [http_response_code='403']"))
+    error = bucket.storage_error(
+        "writing", ValueError("PERMISSION_DENIED: [http_response_code='403']")
+    )
     assert "refused permission" in error.truth and "AWS_ACCESS_KEY_ID" in error.fix
     assert (
-        "again and again" in bucket.storage_error("x", ValueError("ABORTED: All 12 retry attempts failed: 503")).truth
+        "again and again"
+        in bucket.storage_error("x", ValueError("ABORTED: All 12 retry attempts failed: 503")).truth
     )
 
 
@@ -189,7 +213,9 @@ def test_a_run_in_a_bucket_that_fails_crashes_and_resumes_has_the_losses_of_a_lo
     if kind == "s3":
         assert servers.failed > 10
     evaluations = [
-        evaluate_prepared(loop.prepare_run(run_to_evaluate(source), cache=cache), source, False, None)
+        evaluate_prepared(
+            loop.prepare_run(run_to_evaluate(source), cache=cache), source, False, None
+        )
         for source in (out, tmp_path / "local")
     ]
     assert evaluations[0] == evaluations[1]
@@ -222,10 +248,17 @@ def _moves_both_ways(out: Path, tmp_path: Path, run: Run, cache: Path) -> None:
         and not (tmp_path / "moved").exists()
     )
     assert run_verb("checkpoint", ["move", str(out), str(tmp_path / "moved")]) == 0
-    assert not committed_steps(out / "checkpoints") and committed_steps(tmp_path / "moved" / "checkpoints") == [6, 7]
+    assert not committed_steps(out / "checkpoints") and committed_steps(
+        tmp_path / "moved" / "checkpoints"
+    ) == [6, 7]
     back = [path_of(f"{str(out).partition(':')[0]}://{BUCKET}/from-disk/{tmp_path.name}")]
     for folder in back:
-        assert run_verb("checkpoint", ["move", str(tmp_path / "local"), str(folder), "--at", "7", "--copy"]) == 0
+        assert (
+            run_verb(
+                "checkpoint", ["move", str(tmp_path / "local"), str(folder), "--at", "7", "--copy"]
+            )
+            == 0
+        )
     assert (tmp_path / "local" / "run.json").is_file()
     for folder in (tmp_path / "moved", *back):
         with Checkpoints(folder / "checkpoints", max_to_keep=None) as checkpoints:
@@ -275,7 +308,11 @@ def test_a_resume_takes_the_newest_of_two_tiers_and_survives_the_loss_of_one(
     go(out, crash=7)
     (process,) = disk.glob("out-*/process-0")
     assert (committed_steps(out / "checkpoints"), committed_steps(process)) == ([4], [2, 6])
-    shutil.copytree(tmp_path, copies := tmp_path.with_name(f"{tmp_path.name}-copies"), ignore=lambda *_: ["whole"])
+    shutil.copytree(
+        tmp_path,
+        copies := tmp_path.with_name(f"{tmp_path.name}-copies"),
+        ignore=lambda *_: ["whole"],
+    )
     same(go(out, start="resume"), out, 3)
     assert "step 6 is restored from the hosts' own disks" in capsys.readouterr().err
     assert list(disk.iterdir()) == [], "the output folder has the last state"
@@ -291,7 +328,9 @@ def test_a_resume_takes_the_newest_of_two_tiers_and_survives_the_loss_of_one(
     same(go(out, start="resume"), out, 5)
     # A shard on its disk is damaged.
     again()
-    shard = next(path for path in sorted((process / "6" / "state").rglob("0.*")) if path.stat().st_size > 8)
+    shard = next(
+        path for path in sorted((process / "6" / "state").rglob("0.*")) if path.stat().st_size > 8
+    )
     shard.write_bytes(bytes(255 - byte for byte in shard.read_bytes()))
     same(go(out, start="resume"), out, 5)
     assert "step 6 on the hosts' own disks is left out" in capsys.readouterr().err
@@ -318,7 +357,9 @@ def test_a_resume_takes_the_newest_of_two_tiers_and_survives_the_loss_of_one(
         go(tmp_path / "other", start="resume")
 
 
-def test_a_damaged_object_is_found(servers: FaultyProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_object_is_found(
+    servers: FaultyProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save(tmp_path / "run", 2)
     out = path_of(f"s3://{BUCKET}/damaged")
     copy_tree(tmp_path / "run", out)
@@ -350,27 +391,45 @@ def test_a_move_goes_on_and_never_loses_the_source(
     monkeypatch.setattr(transfer, "copy_file", breaks)
     with pytest.raises(StorageError, match="network is gone"):
         run_verb("checkpoint", ["move", str(source), str(target)])
-    assert committed_steps(source / "checkpoints") == [2, 4] and committed_steps(target / "checkpoints") == [2]
+    assert committed_steps(source / "checkpoints") == [2, 4] and committed_steps(
+        target / "checkpoints"
+    ) == [2]
     monkeypatch.setattr(transfer, "copy_file", copied)
-    assert [row.action for row in plan_move(source, target, None)] == ["there", "copy", "left out", "copy"]
-    monkeypatch.setattr(transfer, "sha256_of", lambda path: "other" if "target" in str(path) else "same")
+    assert [row.action for row in plan_move(source, target, None)] == [
+        "there",
+        "copy",
+        "left out",
+        "copy",
+    ]
+    monkeypatch.setattr(
+        transfer, "sha256_of", lambda path: "other" if "target" in str(path) else "same"
+    )
     with pytest.raises(StorageError, match="the source is as it was"):
         run_verb("checkpoint", ["move", str(source), str(target)])
     monkeypatch.undo()
     assert run_verb("checkpoint", ["move", str(source), str(target)]) == 0
-    assert committed_steps(source / "checkpoints") == [] and committed_steps(target / "checkpoints") == [2, 4]
-    assert run_verb("checkpoint", ["verify", str(target)]) == 0 and (target / "run.json").read_text() == "{}"
+    assert committed_steps(source / "checkpoints") == [] and committed_steps(
+        target / "checkpoints"
+    ) == [2, 4]
+    assert (
+        run_verb("checkpoint", ["verify", str(target)]) == 0
+        and (target / "run.json").read_text() == "{}"
+    )
     save(tmp_path / "other", 4, a=np.ones((3, 4), np.float32))
     with pytest.raises(CheckpointError, match="another checkpoint of that step"):
         run_verb("checkpoint", ["move", str(tmp_path / "other"), str(target)])
 
 
-def test_one_run_at_a_time_writes_into_a_bucket(servers: FaultyProxy, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_run_at_a_time_writes_into_a_bucket(
+    servers: FaultyProxy, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = path_of(f"s3://{BUCKET}/locked")
     with locked(out), pytest.raises(CheckpointError, match="two runs in one folder"), locked(out):
         pass
     # Its process is gone: the lock is taken over at once.
-    (out / ".lock").write_text(json.dumps({"host": __import__("socket").gethostname(), "process": 2**22 + 1}))
+    (out / ".lock").write_text(
+        json.dumps({"host": __import__("socket").gethostname(), "process": 2**22 + 1})
+    )
     with locked(out):
         pass
     assert "conditional writes" not in capsys.readouterr().err
@@ -393,23 +452,32 @@ with lock.locked(path_of(sys.argv[1])):
 def test_a_run_that_loses_its_lock_ends_at_once(servers: FaultyProxy, how: str) -> None:
     out = path_of(f"s3://{BUCKET}/lost")
     command = [sys.executable, "-c", HOLDER, str(out)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         if how == "taken over":
-            (out / ".lock").write_text(json.dumps({"host": "node7", "process": 4103, "token": "its own"}))
+            (out / ".lock").write_text(
+                json.dumps({"host": "node7", "process": 4103, "token": "its own"})
+            )
         else:
             servers.refuses = True
         _, err = holder.communicate(timeout=60)
         servers.refuses = False
     if how == "taken over":
         assert holder.returncode == LockError.exit_code == 9 and (out / ".lock").is_file()
-        assert "process 4103 on node7 has taken this folder over; this run stopped at once and saved nothing" in err
+        assert (
+            "process 4103 on node7 has taken this folder over; this run stopped at once and saved nothing"
+            in err
+        )
     else:
         assert holder.returncode == StorageError.exit_code and "it was not renewed for" in err
     (out / ".lock").unlink()
 
 
-def test_supervisors_meet_in_a_bucket(servers: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervisors_meet_in_a_bucket(
+    servers: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervise, "_POLL", 0.2)
     servers.share = 0.1
     out, found = path_of(f"s3://{BUCKET}/supervised"), {}
@@ -426,10 +494,16 @@ def test_supervisors_meet_in_a_bucket(servers: FaultyProxy, monkeypatch: pytest.
     for thread in threads:
         thread.join(60)
     servers.share = 0.0
-    assert found[0] == found[2] and found[0].members == (0, 2) and MeshShape.parse(found[0].mesh).size == 4
+    assert (
+        found[0] == found[2]
+        and found[0].members == (0, 2)
+        and MeshShape.parse(found[0].mesh).size == 4
+    )
 
 
-def test_a_supervised_run_in_a_bucket_is_started_again(servers: FaultyProxy, tmp_path: Path, cache: Path) -> None:
+def test_a_supervised_run_in_a_bucket_is_started_again(
+    servers: FaultyProxy, tmp_path: Path, cache: Path
+) -> None:
     text, file = tmp_path / "text.txt", tmp_path / "run.json"
     text.write_text("the quick brown fox jumps over the lazy dog; " * 400)
     run = text_run(str(text), 40)
@@ -437,9 +511,22 @@ def test_a_supervised_run_in_a_bucket_is_started_again(servers: FaultyProxy, tmp
     undisturbed = loop.train(loop.prepare_run(run, cache=cache), tmp_path / "undisturbed")
     write_run(run, file)
     out = path_of(f"s3://{BUCKET}/started-again/{tmp_path.name}")
-    command = [sys.executable, "-m", "meshwright", "train", "--run", str(file), "--devices", "8", "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "train",
+        "--run",
+        str(file),
+        "--devices",
+        "8",
+        "--out",
+        str(out),
+    ]
     command += ["--supervise", "--restarts.backoff", "0.1", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         until = time.monotonic() + 120
         while not committed_steps(out / "checkpoints"):
             assert process.poll() is None and time.monotonic() < until
@@ -459,10 +546,15 @@ def test_stacks_of_a_host_are_kept_in_the_bucket_or_here(servers: FaultyProxy) -
     out = path_of(f"s3://{BUCKET}/stacks")
     watch = types.SimpleNamespace(out=out, process=1)
     file = _Watch._stacks(watch)  # type: ignore[arg-type]
-    assert file == out / "watchdog" / "stacks-process-1.txt" and "most recent call first" in file.read_text()
+    assert (
+        file == out / "watchdog" / "stacks-process-1.txt"
+        and "most recent call first" in file.read_text()
+    )
 
 
-def test_texts_are_copied_once_and_again_when_they_change(servers: FaultyProxy, tmp_path: Path) -> None:
+def test_texts_are_copied_once_and_again_when_they_change(
+    servers: FaultyProxy, tmp_path: Path
+) -> None:
     data = path_of(f"s3://{BUCKET}/{tmp_path.name}")
     for name in ("a.txt", "b/c.txt"):
         (data / name).write_text(name)
@@ -486,7 +578,9 @@ def test_token_files_in_a_bucket_are_read_where_they_are(
     servers: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "word " * 150 + str(i)}) + "\n" for i in range(900)))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": "word " * 150 + str(i)}) + "\n" for i in range(900))
+    )
     stored = f"s3://{BUCKET}/{tmp_path.name}/tokens"
     words = [str(tmp_path / "a.jsonl"), "--tokenizer", "bytes", "--shard-tokens", "1"]
     assert (
@@ -497,7 +591,10 @@ def test_token_files_in_a_bucket_are_read_where_they_are(
     assert not list((tmp_path / "cache" / "tokens").iterdir()), "it is moved"
     with pytest.raises(ConfigError, match="exists already"):
         run_verb("tokenize", [*words, "--out", stored])
-    local, first = (load_corpus([p], "bytes", tmp_path / "one") for p in (str(tmp_path / "tokens"), f"{stored}=2"))
+    local, first = (
+        load_corpus([p], "bytes", tmp_path / "one")
+        for p in (str(tmp_path / "tokens"), f"{stored}=2")
+    )
     assert local.files[0].digest == first.files[0].digest and len(first.files[0].tokens) > 5 * 2**17
 
     seq = 8192
@@ -513,7 +610,9 @@ def test_token_files_in_a_bucket_are_read_where_they_are(
         return (servers.sent - before) / (windows * 2 * seq)
 
     assert read(tmp_path / "one", len(train)) < 1.5
-    assert read(tmp_path / "one", 2 * len(train)) == 0, "all of it is in the cache, also of another process"
+    assert read(tmp_path / "one", 2 * len(train)) == 0, (
+        "all of it is in the cache, also of another process"
+    )
     cached = next((tmp_path / "one" / "buckets").glob("*.blocks"))
     content = bytearray(cached.read_bytes())
     content[5000] ^= 1

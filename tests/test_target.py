@@ -28,7 +28,16 @@ H100 = parse_target("h100:16")
 
 
 @pytest.mark.parametrize(
-    "text", ["v5p:4x4x8", "2*v6e:16x16", "tpu7x:2x2x1", "v5p:16x20x28", "v5e:1x1", "h100:8x8", "gb200:4x64"]
+    "text",
+    [
+        "v5p:4x4x8",
+        "2*v6e:16x16",
+        "tpu7x:2x2x1",
+        "v5p:16x20x28",
+        "v5e:1x1",
+        "h100:8x8",
+        "gb200:4x64",
+    ],
 )
 def test_targets_print_as_they_are_parsed(text: str) -> None:
     assert str(parse_target(text)) == text
@@ -80,7 +89,10 @@ def test_a_size_that_is_not_built_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         raise RuntimeError("Topology layout is not divisible by chips_per_host_bounds")
 
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", refuse)
-    with pytest.raises(ConfigError, match=r"the compiler does not know this topology: Topology layout(.|\n)*v5p:4x4x4"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the compiler does not know this topology: Topology layout(.|\n)*v5p:4x4x4",
+    ):
         topology_devices(parse_target("v5p:4x4x8"))
 
 
@@ -128,23 +140,34 @@ def test_a_compiler_that_takes_too_long_is_stopped(child) -> None:
 
 
 def test_a_traceback_is_not_shown(child, capfd: pytest.CaptureFixture[str]) -> None:
-    child("echo 'Traceback (most recent call last):' >&2; echo 'ValueError: no such layout' >&2; exit 1")
+    child(
+        "echo 'Traceback (most recent call last):' >&2; echo 'ValueError: no such layout' >&2; exit 1"
+    )
     with pytest.raises(CensusError, match="ValueError: no such layout"):
         compile_in_subprocess(V5P, 60, ["prove"], sys.stdout)
     assert capfd.readouterr().err == ""
 
 
-def test_what_it_says_and_its_exit_code_come_through(child, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    child("echo 'libtpu chatters' >&2; echo 'error: it does not fit' >&2; echo \"on $MESHWRIGHT_COMPILES_FOR\"; exit 6")
+def test_what_it_says_and_its_exit_code_come_through(
+    child, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    child(
+        "echo 'libtpu chatters' >&2; echo 'error: it does not fit' >&2; echo \"on $MESHWRIGHT_COMPILES_FOR\"; exit 6"
+    )
     assert compile_in_subprocess(V5P, 60, ["prove"], sys.stdout) == (6, "error: it does not fit\n")
     said = capfd.readouterr()
     assert said.err == "" and said.out == "on v5p:4x4x8\n"
     assert not list(tmp_path.rglob("*.log"))
     (tmp_path / "cache" / "proofs" / "TPU-v5p.seconds").write_text("95\n310\n1020\n")
-    assert "3 programs for TPU v5p took 95 to 1020 s of processor time here, 310 in the middle" in _took_before(V5P)
+    assert (
+        "3 programs for TPU v5p took 95 to 1020 s of processor time here, 310 in the middle"
+        in _took_before(V5P)
+    )
 
 
-def test_it_writes_where_this_process_writes(child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_writes_where_this_process_writes(
+    child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The program's standard output is no longer file descriptor 1."""
     child("echo '{}'")
     with (tmp_path / "out").open("w") as out, monkeypatch.context() as patch:
@@ -172,7 +195,14 @@ def test_a_target_counts_its_devices(text: str, chips: int, devices: int, domain
 
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
 def test_every_number_of_a_chip_has_its_source(chip: Any) -> None:
-    given = {"flops_bf16", "hbm_bytes", "hbm_bandwidth", "interconnect", "network_bandwidth", "host_bandwidth"}
+    given = {
+        "flops_bf16",
+        "hbm_bytes",
+        "hbm_bandwidth",
+        "interconnect",
+        "network_bandwidth",
+        "host_bandwidth",
+    }
     given |= {"clock_hz"} if chip.clock_hz else set()
     assert given <= set(chip.sources)
     assert all(chip.sources.values())
@@ -215,7 +245,9 @@ def test_a_user_defined_chip_is_read(tmp_path: Path) -> None:
 
 def test_a_torus_of_any_shape_is_read(tmp_path: Path) -> None:
     file = tmp_path / "torus.toml"
-    file.write_text(CHIP + "[torus]\nlink_bandwidth = 4e11\nwraparound_multiple = 3\nlargest = [6, 9]\n")
+    file.write_text(
+        CHIP + "[torus]\nlink_bandwidth = 4e11\nwraparound_multiple = 3\nlargest = [6, 9]\n"
+    )
     assert parse_target(f"2*{file}:3x5").devices == 30
     with pytest.raises(ConfigError, match="the largest slice of"):
         parse_target(f"{file}:9x9")
@@ -231,13 +263,18 @@ wrong = 3
 """
 
 
-def test_a_chip_comes_from_outside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chip_comes_from_outside_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A `Chip` object by module or by file plans, and the plan file names it."""
     file = tmp_path / "mychips.py"
     file.write_text(OUTSIDE)
     monkeypatch.syspath_prepend(str(tmp_path))
     by_module, by_file = parse_target("mychips:faster:64"), parse_target(f"{file}:measured:8x8")
-    assert by_module.chip.flops_bf16 == 2 * CHIPS["h100"].flops_bf16 and by_module.topology == (8, 8)
+    assert by_module.chip.flops_bf16 == 2 * CHIPS["h100"].flops_bf16 and by_module.topology == (
+        8,
+        8,
+    )
     assert by_module.efficiency == CHIPS["h100"].efficiency and by_file.efficiency.matmul == 0.5
     for target in (by_module, by_file):
         assert parse_target(str(target)) == target
@@ -246,7 +283,9 @@ def test_a_chip_comes_from_outside_the_package(tmp_path: Path, monkeypatch: pyte
     assert there.plans[0].estimate.seconds < here.plans[0].estimate.seconds
     write_plan(there.plans[0], by_module, tmp_path / "plan.json")
     assert parse_target(read_plan(tmp_path / "plan.json").target) == by_module
-    with pytest.raises(ConfigError, match=r"mychips:wrong is a int, not a meshwright\.hardware\.chips\.Chip"):
+    with pytest.raises(
+        ConfigError, match=r"mychips:wrong is a int, not a meshwright\.hardware\.chips\.Chip"
+    ):
         parse_target("mychips:wrong:8")
     with pytest.raises(ConfigError, match="did you mean 'faster'"):
         parse_target("mychips:fastre:8")
@@ -271,14 +310,20 @@ def test_a_bad_chip_file_teaches(tmp_path: Path, text: str, says: str) -> None:
     assert says in str(refused.value)
 
 
-def test_missing_tools_of_cuda_name_their_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_tools_of_cuda_name_their_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(compilers, "_package", lambda name: None)
     monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
-    with pytest.raises(CensusError, match=r"ptxas and libdevice and cuDNN cannot be found(.|\n)*nvidia-cudnn-cu13"):
+    with pytest.raises(
+        CensusError, match=r"ptxas and libdevice and cuDNN cannot be found(.|\n)*nvidia-cudnn-cu13"
+    ):
         require_compiler(H100)
 
 
-def test_cuda_is_described_by_its_own_plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cuda_is_described_by_its_own_plugin(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     home = tmp_path / "nvidia" / "cu13"
     (home / "bin").mkdir(parents=True)
     (home / "bin" / "ptxas").touch()
@@ -288,9 +333,13 @@ def test_cuda_is_described_by_its_own_plugin(monkeypatch: pytest.MonkeyPatch, tm
     (tmp_path / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9").touch()
     plugin = tmp_path / "xla_cuda13"
     plugin.mkdir()
-    text = 'gpu_device_info {\n  core_count: 132\n}\ndevice_description_str: "NVIDIA H100 80GB HBM3"\n'
+    text = (
+        'gpu_device_info {\n  core_count: 132\n}\ndevice_description_str: "NVIDIA H100 80GB HBM3"\n'
+    )
     other = 'gpu_device_info {\n  core_count: 1\n}\ndevice_description_str: "NVIDIA H100 PCIe"\n'
-    (plugin / "xla_cuda_plugin.so").write_bytes(b"\0" + other.encode() + b"\0\1" + text.encode() + b"\0")
+    (plugin / "xla_cuda_plugin.so").write_bytes(
+        b"\0" + other.encode() + b"\0\1" + text.encode() + b"\0"
+    )
     folders = {"nvidia": tmp_path / "nvidia", "jax_plugins.xla_cuda13": plugin}
     monkeypatch.setattr(compilers, "_package", folders.get)
     require_compiler(H100)

@@ -22,7 +22,18 @@ from meshwright.views.run_tables import print_forecast_gaps
 WIDTHS = (30, 40, 80, 200)
 WORD = re.compile(r"\w+\[[^\[\]]*\]|\b[a-z]+=\d+(?:,[a-z]+=\d+)*")
 """Layout of a tensor, or a mesh."""
-SMALL = ["--model.width", "32", "--model.layers", "2", "--model.mlp", "64", "--seq", "32", "--batch", "8"]
+SMALL = [
+    "--model.width",
+    "32",
+    "--model.layers",
+    "2",
+    "--model.mlp",
+    "64",
+    "--seq",
+    "32",
+    "--batch",
+    "8",
+]
 
 VERBS: dict[str, list[str]] = {
     "show": ["show", "llama3-70b", "--mesh", "stage=2,fsdp=8,tensor=8"],
@@ -72,7 +83,10 @@ def test_tables_of_checkpoints(tmp_path: Path, printed: dict[int, io.StringIO]) 
         save(tmp_path, step)
     for verb in (["list"], ["inspect"], ["verify"]):
         assert run(["checkpoint", *verb, str(tmp_path)]) == 0
-    assert "float32[3, 4]" in printed[30].getvalue() and "run.optimizer.learning_rate" in printed[40].getvalue()
+    assert (
+        "float32[3, 4]" in printed[30].getvalue()
+        and "run.optimizer.learning_rate" in printed[40].getvalue()
+    )
     check(printed)
 
 
@@ -84,14 +98,20 @@ def test_tables_of_measurements(printed: dict[int, io.StringIO]) -> None:
     ]  # fmt: skip
     profile = Profile(2, 3, tuple(rows), "a note that is long enough for two lines")
     print_profile(Console(file=io.StringIO()), dataclasses.asdict(profile))
-    print_forecast_gaps(Console(file=io.StringIO()), [ForecastGap("exposed communication", 0.25, 0.5)])
-    timing = CollectiveTiming("reduce-scatter", "data+fsdp", 8, 2**24, 0.0074, 10, 2.27e9, 2.27e9, True)
+    print_forecast_gaps(
+        Console(file=io.StringIO()), [ForecastGap("exposed communication", 0.25, 0.5)]
+    )
+    timing = CollectiveTiming(
+        "reduce-scatter", "data+fsdp", 8, 2**24, 0.0074, 10, 2.27e9, 2.27e9, True
+    )
     print_timings(Console(file=io.StringIO()), [timing])
     check(printed)
 
 
 @pytest.mark.parametrize("columns", [30, 40, 80, 200])
-def test_recipes(columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipes(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     assert run(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -74,7 +74,9 @@ def test_every_source_gives_its_texts_from_any_record_on(name: str, tmp_path: Pa
     for field in ("text", "body.text"):
         source, records = open_source(str(path), field), Records(str(path))
         states = [records.state()]
-        assert [(text, states.append(records.state()))[0] for text in read_documents(source, records)] == TEXTS
+        assert [
+            (text, states.append(records.state()))[0] for text in read_documents(source, records)
+        ] == TEXTS
         for start, state in enumerate(states):
             records = Records(str(path))
             records.resume(state)
@@ -121,7 +123,10 @@ def test_skipped_records_are_listed_beside_the_shards(tmp_path: Path) -> None:
     lines[3:50:2] = [b"bad"] * len(lines[3:50:2])
     (tmp_path / "a.jsonl").write_bytes(b"\r\n".join(lines) + b"\r\n")
     file = tokenize(str(tmp_path / "a.jsonl"), "bytes", tmp_path / "tokens", bad_records=0.5)
-    listed = [json.loads(line) for line in (tmp_path / "tokens" / "skipped.jsonl").read_text().splitlines()]
+    listed = [
+        json.loads(line)
+        for line in (tmp_path / "tokens" / "skipped.jsonl").read_text().splitlines()
+    ]
     assert [entry["line"] for entry in listed] == list(range(4, 51, 2))
     assert file.skipped["bad"] == 24 and len(file.skipped["examples"]) == 20
     assert listed[0] == {
@@ -198,9 +203,13 @@ def test_a_killed_tokenisation_goes_on(corpus: Path, tmp_path: Path, small_batch
         "tokenizing.encode_texts = lambda *args: (time.sleep(0.05), real(*args))[1]\n"
         "tokenizing.tokenize(sys.argv[1], 'bytes', Path(sys.argv[2]), bad_records=0.1, shard_tokens=2**17)"
     )
-    process = subprocess.Popen([sys.executable, "-c", program, str(corpus), str(tmp_path / "parts")])
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(corpus), str(tmp_path / "parts")]
+    )
     until = time.monotonic() + 60
-    while (read_progress(tmp_path / "parts") or {"shards": 0})["shards"] < 1 and time.monotonic() < until:
+    while (read_progress(tmp_path / "parts") or {"shards": 0})[
+        "shards"
+    ] < 1 and time.monotonic() < until:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -208,7 +217,9 @@ def test_a_killed_tokenisation_goes_on(corpus: Path, tmp_path: Path, small_batch
     assert undisturbed(corpus, tmp_path / "parts") == expected
 
 
-def test_shards_do_not_change_what_training_reads(corpus: Path, tmp_path: Path, small_batches: None) -> None:
+def test_shards_do_not_change_what_training_reads(
+    corpus: Path, tmp_path: Path, small_batches: None
+) -> None:
     undisturbed(corpus, tmp_path / "one", 2**30)
     undisturbed(corpus, tmp_path / "shards", 1)
     whole, shards = open_tokens(tmp_path / "one"), open_tokens(tmp_path / "shards")
@@ -217,7 +228,9 @@ def test_shards_do_not_change_what_training_reads(corpus: Path, tmp_path: Path, 
     np.testing.assert_array_equal(whole.tokens.ends, shards.tokens.ends)
     assert len(whole.tokens.ends) == whole.documents == shards.documents
     for start in range(0, len(whole.tokens) - 200, 997):
-        np.testing.assert_array_equal(shards.tokens[start : start + 199], whole.tokens[start : start + 199])
+        np.testing.assert_array_equal(
+            shards.tokens[start : start + 199], whole.tokens[start : start + 199]
+        )
 
 
 def test_a_token_file_of_an_earlier_format_is_refused_with_the_command_that_makes_it_new(
@@ -247,14 +260,18 @@ def test_subwords_do_not_depend_on_batches(tmp_path: Path, corpus: Path, monkeyp
         np.testing.assert_array_equal(one, other)
 
 
-def test_a_document_that_has_no_tokens_is_named(tmp_path: Path, corpus: Path, small_batches: None) -> None:
+def test_a_document_that_has_no_tokens_is_named(
+    tmp_path: Path, corpus: Path, small_batches: None
+) -> None:
     spec = tmp_path / "tokenizer.json"
     spec.write_text(json.dumps({"kind": "chars", "letters": "abcdefghijklmnopqrstuvwxyz"}))
     with pytest.raises(DataError, match=r"b.jsonl, line 12(.|\n)*character 4 is ' '"):
         tokenize(str(corpus), str(spec), tmp_path / "out", bad_records=0.1)
 
 
-def test_damaged_parts_are_refused(corpus: Path, tmp_path: Path, small_batches: None, monkeypatch: Any) -> None:
+def test_damaged_parts_are_refused(
+    corpus: Path, tmp_path: Path, small_batches: None, monkeypatch: Any
+) -> None:
     real = tokenizing.encode_texts
 
     def interrupted(*args: Any) -> Any:
@@ -279,14 +296,24 @@ def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
     line, peaks = json.dumps({"text": "some text " * 500}).encode() + b"\n", []
     for count in (2_000, 30_000):
         (tmp_path / f"{count}.jsonl.gz").write_bytes(gzip.compress(line * count, 1))
-        command = [sys.executable, "-c", program, str(tmp_path / f"{count}.jsonl.gz"), str(tmp_path / f"{count}")]
-        peaks.append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+        command = [
+            sys.executable,
+            "-c",
+            program,
+            str(tmp_path / f"{count}.jsonl.gz"),
+            str(tmp_path / f"{count}"),
+        ]
+        peaks.append(
+            int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        )
     # 150 MB of text and 300 MB of tokens, beside 10 and 20.
     assert peaks[1] - peaks[0] < 40_000, peaks
 
 
 @pytest.mark.exhaustive
-def test_datasets_of_the_hub_are_named_in_full_and_need_its_library(monkeypatch: Any, tmp_path: Path) -> None:
+def test_datasets_of_the_hub_are_named_in_full_and_need_its_library(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
     for path in ("hf://datasets/alone", "hf://models/a/b"):
         with pytest.raises(DataError, match="names no dataset of the hub"):
             download_dataset(path)
@@ -302,14 +329,17 @@ def test_datasets_of_the_hub_are_named_in_full_and_need_its_library(monkeypatch:
     assert list(read_documents(open_source("hf://datasets/a/b@v1/data"), Records(""))) == TEXTS
     assert asked == [("a/b", "dataset", "v1", ["data", "data/**"])]
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(DataError, match=r"huggingface_hub is not installed(.|\n)*meshwright\[hub\]"):
+    with pytest.raises(
+        DataError, match=r"huggingface_hub is not installed(.|\n)*meshwright\[hub\]"
+    ):
         download_dataset("hf://datasets/a/b")
 
 
 def test_a_field_is_part_of_the_name_in_the_cache(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a", "title": "bb"}\n')
     found = [
-        load_corpus([str(tmp_path / "a.jsonl")], "bytes", tmp_path, text_field=f).files[0] for f in ("text", "title")
+        load_corpus([str(tmp_path / "a.jsonl")], "bytes", tmp_path, text_field=f).files[0]
+        for f in ("text", "title")
     ]
     assert [len(file.tokens) for file in found] == [2, 3]
 
@@ -352,14 +382,20 @@ except DataError as error:
 
 
 @pytest.mark.parametrize("caches", ["one", "each its own"])
-def test_one_host_tokenises_and_all_see_its_files_or_are_told_the_choices(caches: str, tmp_path: Path) -> None:
+def test_one_host_tokenises_and_all_see_its_files_or_are_told_the_choices(
+    caches: str, tmp_path: Path
+) -> None:
     import socket
 
     (tmp_path / "a.jsonl").write_bytes(LINES)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+    }
     folders = [tmp_path / (caches if caches == "one" else str(process)) for process in (0, 1)]
     processes = [
         subprocess.Popen(
@@ -374,11 +410,17 @@ def test_one_host_tokenises_and_all_see_its_files_or_are_told_the_choices(caches
     if caches != "one":
         for truth, fix in found:
             assert "1 hosts do not see, the first is host 1" in truth
-            assert "MESHWRIGHT_CACHE in a folder that all hosts share" in fix and "--data s3://BUCKET/FOLDER" in fix
+            assert (
+                "MESHWRIGHT_CACHE in a folder that all hosts share" in fix
+                and "--data s3://BUCKET/FOLDER" in fix
+            )
         return
     # Process 0 tokenised once, process 1 never; both have the same tokens and stop for the same reason.
     assert [f[0] for f in found] == ["1", "0"] and [f[2] for f in found] == ["1", "0"]
-    assert found[0][1] == found[1][1] and found[0][3] == found[1][3] == "it is neither a file, a folder nor a glob"
+    assert (
+        found[0][1] == found[1][1]
+        and found[0][3] == found[1][3] == "it is neither a file, a folder nor a glob"
+    )
     assert {file.parent.name for file in tmp_path.rglob("tokens.json")} == {load_name(folders[0])}
 
 

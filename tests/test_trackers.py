@@ -19,7 +19,11 @@ from meshwright.runs.run_file import write_run
 
 pytestmark = pytest.mark.exhaustive
 
-METRICS = {1: {"loss": 2.5, "tokens/s": 1000.0}, 2: {"loss": 2.25, "tokens/s": 1100.0}, 3: {"held-out loss": 2.0}}
+METRICS = {
+    1: {"loss": 2.5, "tokens/s": 1000.0},
+    2: {"loss": 2.25, "tokens/s": 1100.0},
+    3: {"held-out loss": 2.0},
+}
 SAMPLE = "<b>to be</b>\nor not"
 Read = tuple[dict[str, Any], dict[str, list[tuple[int, float]]], str]
 """Configuration, curves and sample as a store holds them."""
@@ -58,8 +62,12 @@ def read_tensorboard(out: Path) -> Read:
                 texts[value.tag.partition("/")[0]] = value.tensor.string_val[0].decode()
             else:
                 # TensorBoard's names have no spaces.
-                curves.setdefault(value.tag.replace("_", " "), []).append((event.step, round(value.simple_value, 4)))
-    unindented = {name: "\n".join(line[4:] for line in text.splitlines()) for name, text in texts.items()}
+                curves.setdefault(value.tag.replace("_", " "), []).append(
+                    (event.step, round(value.simple_value, 4))
+                )
+    unindented = {
+        name: "\n".join(line[4:] for line in text.splitlines()) for name, text in texts.items()
+    }
     return json.loads(unindented["configuration"]), curves, unindented["sample"]
 
 
@@ -95,7 +103,10 @@ def read_wandb(out: Path) -> Read:
         for item in (*record.run.config.update, *record.config.update):
             if item.key:
                 configuration[item.key] = json.loads(item.value_json)
-        values = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        values = {
+            item.key or ".".join(item.nested_key): json.loads(item.value_json)
+            for item in record.history.item
+        }
         if "sample.path" in values:
             sample = (file.parent / "files" / values["sample.path"]).read_text()
         for name, value in values.items():
@@ -110,7 +121,11 @@ READERS: dict[str, Callable[[Path], Read]] = {"tensorboard": read_tensorboard, "
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores in the test's folder, and no server."""
-    for name, value in {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "DO_NOT_TRACK": "true"}.items():
+    for name, value in {
+        "WANDB_MODE": "offline",
+        "WANDB_ERROR_REPORTING": "false",
+        "DO_NOT_TRACK": "true",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
 
@@ -120,7 +135,9 @@ def test_every_tracker_has_a_reader() -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"
+)
 @pytest.mark.usefixtures("offline")
 def test_a_tracker_holds_what_was_sent(name: str, tmp_path: Path) -> None:
     configuration, curves, sample = READERS[name](sent(tmp_path, name))
@@ -132,10 +149,14 @@ def test_a_tracker_holds_what_was_sent(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_tracker_that_is_not_installed_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_is_not_installed_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = {"tensorboard": "tensorboardX"}.get(name, name)
     monkeypatch.setitem(__import__("sys").modules, module, None)
-    with pytest.raises(ConfigError, match=rf"{module}.* is not installed\n.*pip install 'meshwright\[{name}\]'"):
+    with pytest.raises(
+        ConfigError, match=rf"{module}.* is not installed\n.*pip install 'meshwright\[{name}\]'"
+    ):
         build_reporters(tmp_path, Run(Llama(), name="mine", reporters=(name,)))
 
 

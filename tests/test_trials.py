@@ -55,24 +55,38 @@ def answer(monkeypatch: pytest.MonkeyPatch, out: str = "", err: str = "") -> lis
 
 def census_json(seconds: float, live: float) -> str:
     schedule = {"step_seconds": seconds}
-    return json.dumps({"simulated_schedule": schedule, "memory": {"live": live}, "compile_seconds": 40.0}) + "\n"
+    return (
+        json.dumps(
+            {"simulated_schedule": schedule, "memory": {"live": live}, "compile_seconds": 40.0}
+        )
+        + "\n"
+    )
 
 
 def test_a_proof_brings_back_seconds_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answer(monkeypatch, "noise\n" + census_json(7.5, 2e10))
     proof = prove_plan(plan(), TARGET, 60)
-    assert (proof.step_seconds, proof.peak_bytes, proof.compile_seconds, proof.refused) == (7.5, 2e10, 40.0, "")
+    assert (proof.step_seconds, proof.peak_bytes, proof.compile_seconds, proof.refused) == (
+        7.5,
+        2e10,
+        40.0,
+        "",
+    )
     assert asked[0][3:5] == ["meshwright", "prove"]
 
 
 def test_a_proof_that_is_too_large_or_refused_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch, census_json(7.5, 2e11))
     assert prove_plan(plan(), TARGET, 60).refused == "186 GiB of 95.7 GiB"
-    answer(monkeypatch, "", "error: compiling\n  because: D=3 does not divide\n  fix: another mesh\n")
+    answer(
+        monkeypatch, "", "error: compiling\n  because: D=3 does not divide\n  fix: another mesh\n"
+    )
     refused = prove_plan(plan(), TARGET, 60)
     assert refused.step_seconds is None and refused.refused == "D=3 does not divide"
     answer(monkeypatch, "", "Traceback (most recent call last):\nValueError: no such layout\n")
-    assert "the compiler failed: ValueError: no such layout" in prove_plan(plan(), TARGET, 60).refused
+    assert (
+        "the compiler failed: ValueError: no such layout" in prove_plan(plan(), TARGET, 60).refused
+    )
 
 
 def quiet(line: str) -> None:
@@ -94,7 +108,11 @@ def test_proofs_rank_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tuning_keeps_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     def prove(plan: Plan, target: Any, limit: int) -> Proof:
         training = plan.run.training
-        seconds = 10.0 - (2.0 if training.reduce_dtype == "bfloat16" else 0) - (0 if training.compiler_options else 1.0)
+        seconds = (
+            10.0
+            - (2.0 if training.reduce_dtype == "bfloat16" else 0)
+            - (0 if training.compiler_options else 1.0)
+        )
         seconds += 1.0 if training.logits_mib != 1024 else 0.0
         seconds += 0.5 if training.microbatches > 1 else 0.0
         too_large = training.remat != "full"
@@ -103,11 +121,20 @@ def test_tuning_keeps_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proofs, "prove_plan", prove)
     tuned = tune(prove(plan(), TARGET, 60), TARGET, 60, quiet)
     training = tuned.best.plan.run.training
-    assert tuned.best.step_seconds == 7.0 and training.reduce_dtype == "bfloat16" and training.remat == "full"
+    assert (
+        tuned.best.step_seconds == 7.0
+        and training.reduce_dtype == "bfloat16"
+        and training.remat == "full"
+    )
     assert training.compiler_options == () and training.logits_mib == 1024
     names = {name for name, _ in tuned.tried}
     assert tuned.kept == {"gradients summed in bfloat16", "the compiler's own options"}
-    assert {*tuned.kept, "logits of 2048 MiB", "attention in blocks of 1024", "2 microbatches"} <= names
+    assert {
+        *tuned.kept,
+        "logits of 2048 MiB",
+        "attention in blocks of 1024",
+        "2 microbatches",
+    } <= names
     assert "0 microbatch" not in names  # one is the least
     became = {name: proof.refused for name, proof in tuned.tried}
     assert became["2 microbatches"] == "" and became["remat attention_out"] == "too large"
@@ -121,10 +148,17 @@ def test_tuning_keeps_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("target", "remats"),
-    [("v5p:2x2x2", {"attention_out", "offload_attention", "offload"}), ("h100:8", {"feed_forward", "attention_out"})],
+    [
+        ("v5p:2x2x2", {"attention_out", "offload_attention", "offload"}),
+        ("h100:8", {"feed_forward", "attention_out"}),
+    ],
 )
 def test_neighbours_of_a_policy_are_those_of_the_machine(target: str, remats: set[str]) -> None:
-    tried = [run.training.remat for name, run in proofs.trials(plan().run, parse_target(target)) if "remat" in name]
+    tried = [
+        run.training.remat
+        for name, run in proofs.trials(plan().run, parse_target(target))
+        if "remat" in name
+    ]
     assert set(tried) == remats
 
 
@@ -134,12 +168,16 @@ def test_what_was_tuned_is_printed_drawn_and_written(
     def prove(plan: Plan, target: Any, limit: int) -> Proof:
         training = plan.run.training
         refused = "took too long" if training.logits_mib == 256 else ""
-        return Proof(plan, 9.0 if training.reduce_dtype == "bfloat16" else 10.0, 1e10, 40.0, refused)
+        return Proof(
+            plan, 9.0 if training.reduce_dtype == "bfloat16" else 10.0, 1e10, 40.0, refused
+        )
 
     monkeypatch.setattr(proofs, "prove_plan", prove)
     page, file = tmp_path / "plan.html", tmp_path / "plan.json"
     run = find_recipe("llama3-8b")
-    options = PlanOptions(run=run, on=str(TARGET), tokens_per_step="256k", prove=2, tune=True, html=page, out=file)
+    options = PlanOptions(
+        run=run, on=str(TARGET), tokens_per_step="256k", prove=2, tune=True, html=page, out=file
+    )
     options.act(Call((), open_console(), lambda value: None))
     printed = capsys.readouterr().out
     assert (
@@ -148,7 +186,9 @@ def test_what_was_tuned_is_printed_drawn_and_written(
         and "best: 9 s, -10.0%" in printed
     )
     drawn = page.read_text()
-    assert "Compiled for the hardware" in drawn and "Tuned, each change on top of those kept" in drawn
+    assert (
+        "Compiled for the hardware" in drawn and "Tuned, each change on top of those kept" in drawn
+    )
     assert "took too long" in drawn
     written = json.loads(file.read_text())
     assert len(written["proofs"]) == 2 and [t["change"] for t in written["tuned"] if t["kept"]] == [
@@ -157,7 +197,10 @@ def test_what_was_tuned_is_printed_drawn_and_written(
     assert read_plan(file).run.training.reduce_dtype == "bfloat16"
     quiet = dataclasses.replace(options, json=True, html=None, out=None)
     document = quiet.act(Call((), open_console(), lambda value: None)).record
-    assert document["proofs"][0]["step_seconds"] == 10.0 and document["tuned"][0]["planned_seconds"] > 0
+    assert (
+        document["proofs"][0]["step_seconds"] == 10.0
+        and document["tuned"][0]["planned_seconds"] > 0
+    )
 
 
 def test_a_proof_is_kept_and_a_broken_one_made_again(tmp_path: Path) -> None:
@@ -181,11 +224,15 @@ def test_a_proof_is_of_its_program_machine_and_options() -> None:
     from tiny_runs import device_run_of
 
     def key(target: str, **changes: Any) -> str:
-        return run_census.cache_key(device_run_of(tiny_run(MODELS["llama"], "fsdp=2", **changes)), parse_target(target))
+        return run_census.cache_key(
+            device_run_of(tiny_run(MODELS["llama"], "fsdp=2", **changes)), parse_target(target)
+        )
 
     same = key("v5p:2x2x1")
     assert same == key("v5p:2x2x1")
-    assert len({same, key("v5e:2x2"), key("v5p:2x2x1", remat="none"), key("v5p:2x2x1", batch=32)}) == 4
+    assert (
+        len({same, key("v5e:2x2"), key("v5p:2x2x1", remat="none"), key("v5p:2x2x1", batch=32)}) == 4
+    )
 
 
 def test_errors_of_the_compiler_are_explained() -> None:
@@ -198,18 +245,30 @@ def test_errors_of_the_compiler_are_explained() -> None:
     assert found.required - found.available == pytest.approx(5.76 * 2**30)
     assert "101 GiB of HBM at the peak" in str(found)
     other = compiler_error(
-        RuntimeError("RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of vmem" + 999 * ".")
+        RuntimeError(
+            "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of vmem" + 999 * "."
+        )
     )
-    assert isinstance(other, CensusError) and "ScopedVmemOom: Ran out of vmem.." in str(other) and len(str(other)) < 750
+    assert (
+        isinstance(other, CensusError)
+        and "ScopedVmemOom: Ran out of vmem.." in str(other)
+        and len(str(other)) < 750
+    )
 
 
 @pytest.mark.parametrize(
     ("recipe", "target", "given"),
-    [("qwen3-30b-a3b", "h100:16", True), ("llama3-8b", "v6e:4x4", True), ("llama3-8b", "v5e:4x4", False)],
+    [
+        ("qwen3-30b-a3b", "h100:16", True),
+        ("llama3-8b", "v6e:4x4", True),
+        ("llama3-8b", "v5e:4x4", False),
+    ],
 )
 def test_options_of_a_program_are_tried_without_too(recipe: str, target: str, given: bool) -> None:
     """Options of a chip, and schedules by predicted times: the compiler's own may be faster."""
     run = dataclasses.replace(find_recipe(recipe), mesh=MeshShape.parse("fsdp=16"))
-    run = dataclasses.replace(run, training=dataclasses.replace(run.training, batch=64, remat="full", microbatches=1))
+    run = dataclasses.replace(
+        run, training=dataclasses.replace(run.training, batch=64, remat="full", microbatches=1)
+    )
     names = {name for name, _ in proofs.trials(run, parse_target(target))}
     assert ("the compiler's own options" in names) == given

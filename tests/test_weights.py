@@ -55,7 +55,9 @@ def assert_same_tensors(a: Path, b: Path) -> None:
     first, second = tensors_of(a), tensors_of(b)
     assert sorted(first) == sorted(second)
     for name, tensor in first.items():
-        assert tensor.dtype == second[name].dtype and tensor.tobytes() == second[name].tobytes(), name
+        assert tensor.dtype == second[name].dtype and tensor.tobytes() == second[name].tobytes(), (
+            name
+        )
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -80,14 +82,21 @@ def test_out_and_in_again_is_bit_exact(row: str, folders: Any, tmp_path: Path) -
     assert json.loads((written / "config.json").read_text()) == own
 
 
-@pytest.mark.parametrize(("row", "kept"), [("deepseek-v3", "e_score_correction_bias"), ("qwen3-next", "A_log")])
-def test_what_is_float32_in_a_bfloat16_model_stays_so(row: str, kept: str, folders: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("row", "kept"), [("deepseek-v3", "e_score_correction_bias"), ("qwen3-next", "A_log")]
+)
+def test_what_is_float32_in_a_bfloat16_model_stays_so(
+    row: str, kept: str, folders: Any, tmp_path: Path
+) -> None:
     """As `transformers` has it (`_keep_in_fp32_modules_strict`): a bias of 2.003 is 2.0 in bfloat16."""
 
     mw.convert(folders(row), tmp_path / "run")
     half = mw.convert(tmp_path / "run", tmp_path / "half", dtype="bfloat16").out
     dtypes = {name: x.dtype.name for name, x in tensors_of(half).items() if "dt_bias" not in name}
-    assert {(kept in name, dtype) for name, dtype in dtypes.items()} == {(True, "float32"), (False, "bfloat16")}
+    assert {(kept in name, dtype) for name, dtype in dtypes.items()} == {
+        (True, "float32"),
+        (False, "bfloat16"),
+    }
     # And in again: the bias is not what tells the type of the others.
     assert mw.convert(half, tmp_path / "again").dtype == "bfloat16"
     mw.convert(tmp_path / "again", tmp_path / "back")
@@ -105,12 +114,16 @@ def _edit_config(**changes: Any) -> Callable[[Path], None]:
     def edit(folder: Path) -> None:
         file = folder / "config.json"
         config = {**json.loads(file.read_text()), **changes}
-        file.write_text(json.dumps({name: value for name, value in config.items() if value != "remove"}))
+        file.write_text(
+            json.dumps({name: value for name, value in config.items() if value != "remove"})
+        )
 
     return edit
 
 
-def _rewrite(change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> Callable[[Path], None]:
+def _rewrite(
+    change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]],
+) -> Callable[[Path], None]:
     def edit(folder: Path) -> None:
         tensors = change(tensors_of(folder))
         for file in folder.glob("*.safetensors*"):
@@ -152,7 +165,10 @@ def _huge_header(folder: Path) -> None:
 
 def _index(change: Callable[[dict[str, str]], None]) -> Callable[[Path], None]:
     def edit(folder: Path) -> None:
-        names = {name: "model.safetensors" for name in SafetensorsFile(folder / "model.safetensors").entries}
+        names = {
+            name: "model.safetensors"
+            for name in SafetensorsFile(folder / "model.safetensors").entries
+        }
         change(names)
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
@@ -248,7 +264,9 @@ def test_a_missing_field_is_that_of_transformers(row: str, tmp_path: Path) -> No
         if found is None:
             continue
         assert isinstance(filled, dict), f"{name}: transformers refuses it, {filled}"
-        other = model_of({n: v for n, v in (config | filled["changed"]).items() if n not in filled["gone"]})
+        other = model_of(
+            {n: v for n, v in (config | filled["changed"]).items() if n not in filled["gone"]}
+        )
         # Where shapes differ the weights' shapes say so.
         assert other is None or found == other or shapes_of(found) != shapes_of(other), name
         assert name != "rope_scaling" or found != given or row == "gpt2"
@@ -263,7 +281,9 @@ def test_what_is_no_model_is_refused(tmp_path: Path, folders: Any) -> None:
     with pytest.raises(mw.ConfigError, match="it exists already"):
         mw.convert(folders("llama"), tmp_path / "empty")
     model = mw.Mixtral(vocab=50, router_score="sigmoid", shared_experts=1)
-    with pytest.raises(mw.WeightsError, match=r"no architecture of `transformers` .* has this combination"):
+    with pytest.raises(
+        mw.WeightsError, match=r"no architecture of `transformers` .* has this combination"
+    ):
         architecture_of(model)
 
 
@@ -317,27 +337,44 @@ def test_a_trained_model_goes_out_and_starts_another_run(tmp_path: Path) -> None
     model = mw.convert(tmp_path / "first", tmp_path / "model").out
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     text = "one two \n\t\u00e9 three"
-    assert tokenizer.encode(text).ids == list(text.encode()) and tokenizer.decode(list(text.encode())) == text
+    assert (
+        tokenizer.encode(text).ids == list(text.encode())
+        and tokenizer.decode(list(text.encode())) == text
+    )
     assert json.loads((model / "config.json").read_text())["eos_token_id"] == 256
     same = mw.evaluate(tmp_path / "first", data=run.data.paths, mesh="data=1", cache=tmp_path).loss
     source = f"hf:{model}"
-    assert mw.evaluate(source, data=run.data.paths, mesh="data=1", cache=tmp_path).loss == pytest.approx(same, rel=1e-3)
+    assert mw.evaluate(
+        source, data=run.data.paths, mesh="data=1", cache=tmp_path
+    ).loss == pytest.approx(same, rel=1e-3)
     starts = []
     for init in (source, str(tmp_path / "first")):
-        again = dataclasses.replace(run, init_from=init, training=dataclasses.replace(run.training, steps=1))
+        again = dataclasses.replace(
+            run, init_from=init, training=dataclasses.replace(run.training, steps=1)
+        )
         out = tmp_path / f"again{len(starts)}"
         mw.train(again, out, progress="none", cache=tmp_path)
         starts.append(json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["loss"])
     assert starts[0] == starts[1] < 5.3
     assert (tmp_path / "again0" / "huggingface" / "tokenizer_config.json").is_file()
     with pytest.raises(mw.WeightsError, match="the weights there are of a Llama"):
-        mw.train(dataclasses.replace(run, model=mw.Gpt2(vocab=257), init_from=source), tmp_path / "x", cache=tmp_path)
-    with pytest.raises(mw.WeightsError, match=r"'blocks.down' is \[2, 64, 32\] in the weights and \[2, 96, 32\]"):
+        mw.train(
+            dataclasses.replace(run, model=mw.Gpt2(vocab=257), init_from=source),
+            tmp_path / "x",
+            cache=tmp_path,
+        )
+    with pytest.raises(
+        mw.WeightsError, match=r"'blocks.down' is \[2, 64, 32\] in the weights and \[2, 96, 32\]"
+    ):
         other = dataclasses.replace(run.model, mlp=96)
-        mw.train(dataclasses.replace(run, model=other, init_from=source), tmp_path / "y", cache=tmp_path)
+        mw.train(
+            dataclasses.replace(run, model=other, init_from=source), tmp_path / "y", cache=tmp_path
+        )
 
 
-def test_converted_weights_restore_on_a_mesh_and_cannot_be_resumed(folders: Any, tmp_path: Path) -> None:
+def test_converted_weights_restore_on_a_mesh_and_cannot_be_resumed(
+    folders: Any, tmp_path: Path
+) -> None:
     mw.convert(folders("llama"), tmp_path / "run")
     run = dataclasses.replace(
         find_recipe(f"hf:{folders('llama')}"), mesh=mw.MeshShape(fsdp=2, stage=2), fsdp_min_size=1
@@ -347,7 +384,9 @@ def test_converted_weights_restore_on_a_mesh_and_cannot_be_resumed(folders: Any,
     direct = load_params(open_folder(f"hf:{folders('llama')}"), device_run.params, where, "float32")
     with Checkpoints(tmp_path / "run" / "checkpoints", max_to_keep=1) as checkpoints:
         restored, manifest = checkpoints.restore_params(device_run)
-        with pytest.raises(mw.CheckpointError, match="it has weights alone, and no optimizer state"):
+        with pytest.raises(
+            mw.CheckpointError, match="it has weights alone, and no optimizer state"
+        ):
             checkpoints.restore(device_run)
     assert manifest.step == 0
     for a, b in zip(jax.tree.leaves(direct), jax.tree.leaves(restored), strict=True):
@@ -404,7 +443,10 @@ def test_blocks_of_fused_and_interleaved_tensors() -> None:
         again = {name: np.zeros(shape, np.float32) for name in files}
         for _ in range(10):
             low = [int(rng.integers(0, size)) for size in p.shape]
-            index = tuple(slice(a, int(rng.integers(a + 1, size + 1))) for a, size in zip(low, p.shape, strict=True))
+            index = tuple(
+                slice(a, int(rng.integers(a + 1, size + 1)))
+                for a, size in zip(low, p.shape, strict=True)
+            )
             np.testing.assert_array_equal(
                 read_block(p, stored, index, files.__getitem__, np.float32), whole[index]
             )  # fmt: skip
@@ -418,7 +460,9 @@ def test_fields_without_a_meaning_are_named(folders: Any, tmp_path: Path) -> Non
     folder = tmp_path / "model"
     shutil.copytree(folders("llama"), folder)
     _edit_config(secret_knob=3)(folder)
-    assert read_model(f"hf:{folder}").notes == ("fields of config.json without a meaning here: secret_knob",)
+    assert read_model(f"hf:{folder}").notes == (
+        "fields of config.json without a meaning here: secret_knob",
+    )
     _edit_config(secret_knob="remove")(folder)
     assert read_model(f"hf:{folder}").notes == ()
     _rewrite(lambda t: {**t, "model.layers.0.self_attn.rotary_emb.inv_freq": t[NORM]})(folder)

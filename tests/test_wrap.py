@@ -59,7 +59,9 @@ def example(name: str) -> Wrapped:
 
 
 def run_of(name: str, mesh: str, **changes: Any) -> mw.Run:
-    return example(name).run(mesh=mesh, steps=STEPS, learning_rate=3e-4, save_every=2, max_to_keep=9, **changes)
+    return example(name).run(
+        mesh=mesh, steps=STEPS, learning_rate=3e-4, save_every=2, max_to_keep=9, **changes
+    )
 
 
 def train(run: mw.Run, out: Path, cache: Path, **how: Any) -> mw.Summary:
@@ -67,13 +69,18 @@ def train(run: mw.Run, out: Path, cache: Path, **how: Any) -> mw.Summary:
 
 
 def losses(out: Path, name: str = "loss") -> list[float]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return [line[name] for line in lines if name in line]
 
 
 def saved(out: Path, step: int) -> dict[str, Any]:
     """Shape, type and fingerprint of every tensor of a checkpoint."""
-    manifest = json.loads((out / "checkpoints" / str(step) / "manifest" / "metadata").read_text(encoding="utf-8"))
+    manifest = json.loads(
+        (out / "checkpoints" / str(step) / "manifest" / "metadata").read_text(encoding="utf-8")
+    )
     tensors: dict[str, Any] = manifest["tensors"]
     return tensors
 
@@ -86,7 +93,9 @@ def programs_are_compiled_once() -> Iterator[None]:
 
     def build_once(device_run: Any, *like: Any) -> Any:
         run, parts = device_run.run, device_run.run.model.parts
-        training = dataclasses.replace(run.training, save_every=0, max_to_keep=1, eval_every=0, log_every=1)
+        training = dataclasses.replace(
+            run.training, save_every=0, max_to_keep=1, eval_every=0, log_every=1
+        )
         key = id(parts), dataclasses.replace(run, training=training, name="")
         if key not in compiled:
             compiled[key] = build(device_run, *like), parts  # which keeps the id
@@ -115,21 +124,31 @@ def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Any:
 def test_eight_devices_have_the_losses_of_one(trained: Any, name: str) -> None:
     eight, one = trained(name, MESHES[name]), trained(name, "data=1")
     np.testing.assert_allclose(losses(eight), losses(one), rtol=1e-6)
-    np.testing.assert_allclose(losses(eight, "gradient norm"), losses(one, "gradient norm"), rtol=1e-5)
+    np.testing.assert_allclose(
+        losses(eight, "gradient norm"), losses(one, "gradient norm"), rtol=1e-5
+    )
     if example(name).parts.held_out is not None:
-        np.testing.assert_allclose(losses(eight, "held-out loss"), losses(one, "held-out loss"), rtol=1e-5)
+        np.testing.assert_allclose(
+            losses(eight, "held-out loss"), losses(one, "held-out loss"), rtol=1e-5
+        )
 
 
 @every_example
 def test_initial_values_are_the_same_bits_on_every_mesh(name: str, cache: Path) -> None:
     meshes = ("data=1", MESHES[name])
-    states = [prepare_run(run_of(name, mesh), cache=cache).device_run.initial_state() for mesh in meshes]
+    states = [
+        prepare_run(run_of(name, mesh), cache=cache).device_run.initial_state() for mesh in meshes
+    ]
     for path, x in states[0].params.items():
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(states[1].params[path]), err_msg=path)
+        np.testing.assert_array_equal(
+            np.asarray(x), np.asarray(states[1].params[path]), err_msg=path
+        )
 
 
 @every_example
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(trained: Any, name: str, tmp_path: Path, cache: Path) -> None:
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
+    trained: Any, name: str, tmp_path: Path, cache: Path
+) -> None:
     whole = trained(name, MESHES[name])
     shutil.copytree(whole, tmp_path / "out")
     train(run_of(name, MESHES[name]), tmp_path / "out", cache, start=2)
@@ -138,7 +157,9 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(trained: Any, name: str,
 
 
 @every_example
-def test_a_run_continues_on_another_mesh(trained: Any, name: str, tmp_path: Path, cache: Path) -> None:
+def test_a_run_continues_on_another_mesh(
+    trained: Any, name: str, tmp_path: Path, cache: Path
+) -> None:
     whole = trained(name, MESHES[name])
     shutil.copytree(whole, tmp_path / "out")
     train(run_of(name, "data=1"), tmp_path / "out", cache, start=2)
@@ -149,7 +170,9 @@ def test_a_checkpoint_is_evaluated_by_the_name_of_its_model(trained: Any, cache:
     out = trained("mlp_linen", MESHES["mlp_linen"])
     assert read_run(out / "run.json").model.name.endswith("mlp_linen.py:model")  # type: ignore[attr-defined]
     evaluation: Any = mw.evaluate(out, mesh="fsdp=8", cache=cache)
-    assert evaluation.step == STEPS and evaluation.loss == pytest.approx(losses(out, "held-out loss")[-1], rel=1e-6)
+    assert evaluation.step == STEPS and evaluation.loss == pytest.approx(
+        losses(out, "held-out loss")[-1], rel=1e-6
+    )
     assert 0 <= evaluation.metrics["accuracy"] <= 1
     with pytest.raises(ConfigError, match="--data"):
         mw.evaluate(out, data=["text.txt"], cache=cache)
@@ -161,9 +184,17 @@ def test_parity_compares_gradients_too(cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"name": "lion"}, {"microbatches": 2, "layout": "zero1"}, {"remat": "full"}, {"remat": "none"}]
+    "changes",
+    [
+        {"name": "lion"},
+        {"microbatches": 2, "layout": "zero1"},
+        {"remat": "full"},
+        {"remat": "none"},
+    ],
 )
-def test_options_do_not_change_the_numbers(changes: dict[str, Any], tmp_path: Path, cache: Path) -> None:
+def test_options_do_not_change_the_numbers(
+    changes: dict[str, Any], tmp_path: Path, cache: Path
+) -> None:
     optimizer = mw.Optimizer(name=changes.pop("name", "adamw"), learning_rate=3e-4)
     results = []
     for mesh, own in (("data=1", {}), ("data=2,fsdp=4", changes)):
@@ -179,7 +210,10 @@ def squares(params: Any, batch: Any) -> jax.Array:
 
 def rows(step: int, count: int = 16) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(step)
-    return {"x": rng.normal(size=(count, 64)).astype(np.float32), "y": rng.normal(size=(count, 128)).astype(np.float32)}
+    return {
+        "x": rng.normal(size=(count, 64)).astype(np.float32),
+        "y": rng.normal(size=(count, 128)).astype(np.float32),
+    }
 
 
 W = {"w": np.zeros((64, 128), np.float32)}
@@ -219,40 +253,120 @@ def test_numpy_arrays_of_an_equinox_module_are_constants() -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "words"),
     [
-        (lambda: mw.wrap(W, lambda p, b: (b["x"] @ p["w"]).mean(0), rows), ConfigError, "shape [128]"),
+        (
+            lambda: mw.wrap(W, lambda p, b: (b["x"] @ p["w"]).mean(0), rows),
+            ConfigError,
+            "shape [128]",
+        ),
         (lambda: mw.wrap(W, lambda p, b: jnp.int32(1), rows), ConfigError, "int32"),
         (lambda: mw.wrap(W, lambda p: 0.0, rows), ConfigError, "takes 1 arguments"),
-        (lambda: mw.wrap(W, lambda p, b: (squares(p, b), 3), rows), ConfigError, "dictionary of scalars"),
+        (
+            lambda: mw.wrap(W, lambda p, b: (squares(p, b), 3), rows),
+            ConfigError,
+            "dictionary of scalars",
+        ),
         (lambda: mw.wrap(W, lambda p, b: b["z"].mean(), rows), ConfigError, "KeyError: 'z'"),
         (lambda: mw.wrap({"w": "text"}, squares, rows), ConfigError, "it has a str"),
         (lambda: mw.wrap(lambda key: object(), squares, rows), ConfigError, "it has a object"),
         (lambda: mw.wrap(W, squares, rows, rules={"v": ("fsdp",)}), ConfigError, "known: w"),
-        (lambda: mw.wrap(W, squares, rows, rules={"w": ("model",)}), ConfigError, "one of fsdp, tensor"),
-        (lambda: mw.wrap(W, squares, rows, rules={"w": (None, None, "fsdp")}), ConfigError, "names 3 dimensions"),
-        (lambda: mw.wrap(W, squares, rows, rules={"(": ()}), ConfigError, "not a regular expression"),
-        (lambda: mw.wrap(W, squares, lambda step: {"x": np.ones(3), "y": np.float32(0)}), DataError, "first dimension"),
+        (
+            lambda: mw.wrap(W, squares, rows, rules={"w": ("model",)}),
+            ConfigError,
+            "one of fsdp, tensor",
+        ),
+        (
+            lambda: mw.wrap(W, squares, rows, rules={"w": (None, None, "fsdp")}),
+            ConfigError,
+            "names 3 dimensions",
+        ),
+        (
+            lambda: mw.wrap(W, squares, rows, rules={"(": ()}),
+            ConfigError,
+            "not a regular expression",
+        ),
+        (
+            lambda: mw.wrap(W, squares, lambda step: {"x": np.ones(3), "y": np.float32(0)}),
+            DataError,
+            "first dimension",
+        ),
         (lambda: mw.wrap(W, squares, []), DataError, "no batch"),
-        (lambda: mw.wrap(W, squares, lambda step: {**rows(0), "t": np.array(["a"] * 16)}), DataError, "only numbers"),
-        (lambda: mw.wrap({"a.b": W["w"], "a": {"b": W["w"]}}, lambda p, b: p["a.b"].sum(), rows), ConfigError, "a dot"),
-        (lambda: mw.wrap({**W, "c": np.zeros(2, complex)}, squares, rows), ConfigError, "it is complex64"),
-        (lambda: mw.wrap({**W, "z": np.zeros((0, 2), "f")}, squares, rows), ConfigError, "which has no elements"),
-        (lambda: mw.wrap(W, lambda p, b: (squares(p, b), {"a": {"b": 1.0}}), rows), ConfigError, "it is a dict"),
+        (
+            lambda: mw.wrap(W, squares, lambda step: {**rows(0), "t": np.array(["a"] * 16)}),
+            DataError,
+            "only numbers",
+        ),
+        (
+            lambda: mw.wrap({"a.b": W["w"], "a": {"b": W["w"]}}, lambda p, b: p["a.b"].sum(), rows),
+            ConfigError,
+            "a dot",
+        ),
+        (
+            lambda: mw.wrap({**W, "c": np.zeros(2, complex)}, squares, rows),
+            ConfigError,
+            "it is complex64",
+        ),
+        (
+            lambda: mw.wrap({**W, "z": np.zeros((0, 2), "f")}, squares, rows),
+            ConfigError,
+            "which has no elements",
+        ),
+        (
+            lambda: mw.wrap(W, lambda p, b: (squares(p, b), {"a": {"b": 1.0}}), rows),
+            ConfigError,
+            "it is a dict",
+        ),
         (lambda: mw.wrap(W, squares, 3), DataError, "it is a int"),
         (lambda: mw.wrap(W, squares, rows(0)), DataError, "it is one dict"),
         (lambda: mw.wrap(W, squares, np.ones((16, 64))), DataError, "it is one array"),
-        (lambda: mw.wrap(W, squares, generated), DataError, "the iterator that it returns: generated()"),
+        (
+            lambda: mw.wrap(W, squares, generated),
+            DataError,
+            "the iterator that it returns: generated()",
+        ),
         (lambda: mw.wrap(W, squares, lambda step: generated()), DataError, "returned a generator"),
-        (lambda: mw.wrap(W, squares, lambda step: Pair(**rows(0))), DataError, "register_dataclass(Pair)"),
+        (
+            lambda: mw.wrap(W, squares, lambda step: Pair(**rows(0))),
+            DataError,
+            "register_dataclass(Pair)",
+        ),
         (lambda: mw.wrap(W, squares, lambda step: {"x": [[1.0]] * 16}), DataError, "and 8 more"),
-        (lambda: mw.wrap(W, squares, lambda step: jax.random.split(jax.random.key(0), 16)), DataError, "array of keys"),
+        (
+            lambda: mw.wrap(W, squares, lambda step: jax.random.split(jax.random.key(0), 16)),
+            DataError,
+            "array of keys",
+        ),
         (lambda: mw.wrap(W, squares, rows, held_out=rows), DataError, "it has no end"),
         (lambda: mw.wrap(W, squares, rows, held_out=generated()), DataError, "only be read once"),
-        (lambda: mw.wrap(W, lambda p, b: b["x"].mean(), rows), ConfigError, "no gradient of any parameter (w)"),
-        (lambda: mw.wrap(W, lambda p, b: squares(jax.lax.stop_gradient(p), b), rows), ConfigError, "no gradient"),
-        (lambda: mw.wrap(W, jax.value_and_grad(lambda p, b: squares(p, b)), rows), ConfigError, "[64, 128]"),
-        (lambda: mw.wrap(W, noisy_by_its_own_key, rows), ConfigError, "each device would draw the same"),
-        (lambda: mw.wrap(W, squares, rows, rules={".": (), "w": ("fsdp",)}), ConfigError, "it places nothing"),
-        (lambda: mw.wrap(W, squares, rows, axes={"mlp": "tensor"}), ConfigError, "no annotation of the module"),
+        (
+            lambda: mw.wrap(W, lambda p, b: b["x"].mean(), rows),
+            ConfigError,
+            "no gradient of any parameter (w)",
+        ),
+        (
+            lambda: mw.wrap(W, lambda p, b: squares(jax.lax.stop_gradient(p), b), rows),
+            ConfigError,
+            "no gradient",
+        ),
+        (
+            lambda: mw.wrap(W, jax.value_and_grad(lambda p, b: squares(p, b)), rows),
+            ConfigError,
+            "[64, 128]",
+        ),
+        (
+            lambda: mw.wrap(W, noisy_by_its_own_key, rows),
+            ConfigError,
+            "each device would draw the same",
+        ),
+        (
+            lambda: mw.wrap(W, squares, rows, rules={".": (), "w": ("fsdp",)}),
+            ConfigError,
+            "it places nothing",
+        ),
+        (
+            lambda: mw.wrap(W, squares, rows, axes={"mlp": "tensor"}),
+            ConfigError,
+            "no annotation of the module",
+        ),
     ],
 )
 def test_wrapping_refuses_what_cannot_train(wrong: Any, error: type[Exception], words: str) -> None:
@@ -278,7 +392,12 @@ def test_wrapping_refuses_what_cannot_train(wrong: Any, error: type[Exception], 
     ],
 )
 def test_a_run_that_does_not_fit_is_refused_before_tracing(
-    mesh: str, rules: dict[str, Any], changes: dict[str, Any], words: str, tmp_path: Path, cache: Path
+    mesh: str,
+    rules: dict[str, Any],
+    changes: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    cache: Path,
 ) -> None:
     run = mw.wrap(W, squares, rows, rules=rules).run(mesh=mesh, steps=1, **changes)
     with pytest.raises(ConfigError) as caught:
@@ -286,7 +405,9 @@ def test_a_run_that_does_not_fit_is_refused_before_tracing(
     assert words in str(caught.value)
 
 
-def test_a_loss_for_batches_of_one_size_is_refused_on_parts_of_them(tmp_path: Path, cache: Path) -> None:
+def test_a_loss_for_batches_of_one_size_is_refused_on_parts_of_them(
+    tmp_path: Path, cache: Path
+) -> None:
     model = mw.wrap(W, lambda p, b: squares(p, {**b, "x": b["x"].reshape(16, 64)}), rows)
     with pytest.raises(ConfigError, match="8 of the 16 examples"):
         train(model.run(mesh="data=2", steps=1), tmp_path / "out", cache)
@@ -326,7 +447,10 @@ def test_plain_arrays_of_an_nnx_module_are_its_variables() -> None:
 
     for module in (Scaled(nnx.Rngs(0)), lambda key: Scaled(nnx.Rngs(key))):
         parts = mw.wrap(module, loss, rows).parts
-        assert list(parts.variables) == ["scale"] and sorted(parts.params) == ["linear.bias", "linear.kernel"]
+        assert list(parts.variables) == ["scale"] and sorted(parts.params) == [
+            "linear.bias",
+            "linear.kernel",
+        ]
 
 
 def test_stacked_norms_are_not_decayed() -> None:
@@ -360,7 +484,9 @@ def test_many_microbatches_have_the_gradient_of_the_whole_batch(reduce_dtype: st
     def loss(params: Any, batch: Any) -> jax.Array:
         return (batch["x"] * params["w"]).mean()
 
-    model = mw.wrap({"w": np.zeros((4,), np.float32)}, loss, lambda step: {"x": np.ones((512, 4), np.float32)})
+    model = mw.wrap(
+        {"w": np.zeros((4,), np.float32)}, loss, lambda step: {"x": np.ones((512, 4), np.float32)}
+    )
     run = model.run(mesh="data=1", microbatches=512, reduce_dtype=reduce_dtype, grad_clip_norm=0.0)
     device_run = place_on_devices(run, build_mesh(run.mesh))
     state, batch = device_run.initial_state(), {"x": jnp.ones((512, 4))}
@@ -373,7 +499,12 @@ def test_a_parameter_without_a_gradient_stays_as_it_is(tmp_path: Path, cache: Pa
 
     class Foreign:
         def __init__(self, array: np.ndarray):
-            self.array, self.shape, self.ndim, self.dtype = array, array.shape, array.ndim, f"foreign.{array.dtype}"
+            self.array, self.shape, self.ndim, self.dtype = (
+                array,
+                array.shape,
+                array.ndim,
+                f"foreign.{array.dtype}",
+            )
 
         def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
             return np.asarray(self.array, dtype)
@@ -388,7 +519,9 @@ def test_a_parameter_without_a_gradient_stays_as_it_is(tmp_path: Path, cache: Pa
         return squares(params, {**batch, "x": x})
 
     frozen = np.stack([np.eye(64, dtype=np.float32)] * 2)
-    model = mw.wrap({**W, "frozen": frozen}, loss, lambda step: {n: Foreign(x) for n, x in rows(step).items()})
+    model = mw.wrap(
+        {**W, "frozen": frozen}, loss, lambda step: {n: Foreign(x) for n, x in rows(step).items()}
+    )
     train(model.run(mesh="data=2,fsdp=4", steps=2), tmp_path / "out", cache)
     after: Any = model.restore(tmp_path / "out")
     np.testing.assert_array_equal(after["frozen"], frozen)
@@ -401,7 +534,11 @@ def test_a_linen_module_has_several_methods_and_sows(tmp_path: Path, cache: Path
 
     class Coder(nn.Module):
         def setup(self) -> None:
-            self.encoder, self.decoder, self.norm = nn.Dense(32), nn.Dense(128), nn.BatchNorm(use_running_average=False)
+            self.encoder, self.decoder, self.norm = (
+                nn.Dense(32),
+                nn.Dense(128),
+                nn.BatchNorm(use_running_average=False),
+            )
 
         def encode(self, x: jax.Array) -> jax.Array:
             h = self.norm(self.encoder(x))
@@ -429,13 +566,17 @@ def test_a_loss_that_is_not_finite_stops_with_its_batch(tmp_path: Path, cache: P
     def batches(step: int) -> dict[str, np.ndarray]:
         return {**rows(step), "y": np.full((16, 128), np.nan if step == 1 else 0.0, np.float32)}
 
-    with pytest.raises(TrainingError, match=r"step 2(.|\n)*--faults.bad-step skip, which leaves its update out"):
+    with pytest.raises(
+        TrainingError, match=r"step 2(.|\n)*--faults.bad-step skip, which leaves its update out"
+    ):
         train(mw.wrap(W, squares, batches).run(mesh="data=2", steps=4), tmp_path / "out", cache)
     saved_batch = np.load(tmp_path / "out" / "evidence-step-2" / "batch-process-0.npz")
     assert np.isnan(saved_batch["y"]).all() and saved_batch["x"].shape == (16, 64)
 
 
-def test_a_batch_of_no_weight_stops_instead_of_training_on_a_loss_of_0(tmp_path: Path, cache: Path) -> None:
+def test_a_batch_of_no_weight_stops_instead_of_training_on_a_loss_of_0(
+    tmp_path: Path, cache: Path
+) -> None:
     def masked(params: Any, batch: Any) -> Any:
         each = ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean(1)
         weight = batch["mask"].sum()
@@ -447,14 +588,19 @@ def test_a_batch_of_no_weight_stops_instead_of_training_on_a_loss_of_0(tmp_path:
         return {**rows(step), "mask": mask}
 
     out = tmp_path / "out"
-    with pytest.raises(TrainingError, match=r"step 2(.|\n)*total weight of its batch is 0(.|\n)*the state before it"):
+    with pytest.raises(
+        TrainingError,
+        match=r"step 2(.|\n)*total weight of its batch is 0(.|\n)*the state before it",
+    ):
         train(mw.wrap(W, masked, batches).run(mesh="data=2", steps=4), out, cache)
     train(mw.wrap(W, masked, batches).run(mesh="data=2", steps=1), tmp_path / "first", cache)
     assert losses(out)[0] == losses(tmp_path / "first")[0] > 0
 
 
 def test_batches_of_another_shape_are_refused(tmp_path: Path, cache: Path) -> None:
-    run = mw.wrap(W, squares, lambda step: rows(step, 16 if step < 1 else 8)).run(mesh="data=2", steps=3)
+    run = mw.wrap(W, squares, lambda step: rows(step, 16 if step < 1 else 8)).run(
+        mesh="data=2", steps=3
+    )
     with pytest.raises(DataError, match=r"float32\[8, 64\]"):
         train(run, tmp_path / "out", cache)
 
@@ -479,7 +625,9 @@ class Counted:
         self.step = state["step"]
 
 
-@pytest.mark.parametrize("data", [rows, [rows(i) for i in range(3)], Counted()], ids=["steps", "list", "state"])
+@pytest.mark.parametrize(
+    "data", [rows, [rows(i) for i in range(3)], Counted()], ids=["steps", "list", "state"]
+)
 def test_resuming_continues_the_data(data: Any, tmp_path: Path, cache: Path) -> None:
     model = mw.wrap(W, squares, data)
     for name, steps in (("whole", (4,)), ("parts", (2, 4))):
@@ -497,7 +645,9 @@ def test_a_generator_is_trained_on_and_not_resumed(tmp_path: Path, cache: Path) 
               start="resume")  # fmt: skip
 
 
-def test_a_weight_makes_means_of_unequal_parts_those_of_the_whole(tmp_path: Path, cache: Path) -> None:
+def test_a_weight_makes_means_of_unequal_parts_those_of_the_whole(
+    tmp_path: Path, cache: Path
+) -> None:
     def masked(params: Any, batch: Any) -> Any:
         each = ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean(1)
         mask = (batch["x"][:, 0] > 0).astype(jnp.float32)
@@ -507,13 +657,17 @@ def test_a_weight_makes_means_of_unequal_parts_those_of_the_whole(tmp_path: Path
     model, results = mw.wrap(W, masked, lambda step: rows(step + 7, 32), held_out=[rows(3, 64)]), []
     for mesh, microbatches in (("data=1", 1), ("data=2", 2)):
         out, run = tmp_path / mesh, model.run(mesh=mesh, steps=3, microbatches=microbatches)
-        assert evaluation_parts(place_on_devices(run, build_mesh(run.mesh))) == (4 if microbatches == 2 else 1)
+        assert evaluation_parts(place_on_devices(run, build_mesh(run.mesh))) == (
+            4 if microbatches == 2 else 1
+        )
         train(run, out, cache)
         results.append(losses(out) + losses(out, "gradient norm") + losses(out, "held-out loss"))
     np.testing.assert_allclose(results[1], results[0], rtol=1e-6)
 
 
-def test_the_state_of_an_equinox_module_is_averaged_and_restored(tmp_path: Path, cache: Path) -> None:
+def test_the_state_of_an_equinox_module_is_averaged_and_restored(
+    tmp_path: Path, cache: Path
+) -> None:
     import equinox as eqx
 
     class Net(eqx.Module):
@@ -529,7 +683,9 @@ def test_the_state_of_an_equinox_module_is_averaged_and_restored(tmp_path: Path,
             return self.out(x), state
 
     def loss(model: Any, state: Any, batch: Any) -> Any:
-        y, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(batch["x"], state)
+        y, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(
+            batch["x"], state
+        )
         return jnp.mean((y - batch["y"]) ** 2), state
 
     model = mw.wrap(eqx.nn.make_with_state(Net), loss, rows, held_out=[rows(99)])
@@ -539,7 +695,9 @@ def test_the_state_of_an_equinox_module_is_averaged_and_restored(tmp_path: Path,
     trained: Any = model.restore(tmp_path / "out")
     assert trained[0].out.weight.shape == (128, 64) and trained[0].norm.inference
     names = [name for name in saved(tmp_path / "out", 1) if name.startswith("variables")]
-    assert names and any(saved(tmp_path / "out", 1)[n] != saved(tmp_path / "out", 2)[n] for n in names)
+    assert names and any(
+        saved(tmp_path / "out", 1)[n] != saved(tmp_path / "out", 2)[n] for n in names
+    )
     train(run, tmp_path / "out", cache, start=1)
     assert losses(tmp_path / "out", "held-out loss") == before
 
@@ -549,7 +707,9 @@ def test_random_numbers_that_could_be_either_are_refused(tmp_path: Path, cache: 
         first, second = jax.random.split(key)  # two keys, and two examples on each of eight devices
         keys = jax.random.split(first, batch["x"].shape[0])
         noise = jax.vmap(lambda k: jax.random.normal(k, (64,)))(keys)
-        return squares(params, {**batch, "x": batch["x"] + noise + jax.random.normal(second, (64,))})
+        return squares(
+            params, {**batch, "x": batch["x"] + noise + jax.random.normal(second, (64,))}
+        )
 
     model = mw.wrap(W, loss, rows)
     with pytest.raises(ConfigError, match="may belong"):
@@ -561,7 +721,9 @@ def test_random_numbers_that_could_be_either_are_refused(tmp_path: Path, cache: 
     np.testing.assert_allclose(outs[1], outs[0], rtol=1e-6)
 
 
-def test_a_run_file_of_a_model_without_a_name_asks_for_the_model(tmp_path: Path, cache: Path) -> None:
+def test_a_run_file_of_a_model_without_a_name_asks_for_the_model(
+    tmp_path: Path, cache: Path
+) -> None:
     model = mw.wrap(W, squares, rows, held_out=[rows(1)])
     train(model.run(mesh="data=2", steps=1), tmp_path / "out", cache)
     with pytest.raises(ConfigError, match="not a top-level object"):
@@ -583,7 +745,9 @@ def test_the_census_has_the_collectives_that_the_docs_state() -> None:
     assert ("all-reduce", "data", size / 4) in sent and not census.findings
 
 
-@pytest.mark.parametrize(("layout", "remat"), [("fsdp", "auto"), ("zero1", "full"), ("fsdp", "none")])
+@pytest.mark.parametrize(
+    ("layout", "remat"), [("fsdp", "auto"), ("zero1", "full"), ("fsdp", "none")]
+)
 def test_planned_traffic_is_the_compiled_programs(layout: str, remat: Any) -> None:
     """Only `full` gathers again for the backward pass, which reads the weight of the second layer."""
 
@@ -591,10 +755,14 @@ def test_planned_traffic_is_the_compiled_programs(layout: str, remat: Any) -> No
         return squares({"w": params["up"]}, {**batch, "x": jnp.tanh(batch["x"] @ params["in"])})
 
     params = {"in": jnp.zeros((64, 64)), "up": jnp.zeros((64, 128))}
-    run = mw.wrap(params, loss, rows).run(mesh="data=2,fsdp=4", remat=remat, layout=layout, fsdp_min_size=8000)
+    run = mw.wrap(params, loss, rows).run(
+        mesh="data=2,fsdp=4", remat=remat, layout=layout, fsdp_min_size=8000
+    )
     device_run = place_on_devices(run, build_mesh(run.mesh, jax.devices()))  # type: ignore[arg-type]
     planned, compiled = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
-    for m in movements(device_run.settled, work_of(device_run.placed), recomputed_roles(remat), None, MESHWRIGHT):
+    for m in movements(
+        device_run.settled, work_of(device_run.placed), recomputed_roles(remat), None, MESHWRIGHT
+    ):
         planned[m.axes] += int(m.payload * m.times)
     for entry in census_of_train_step(device_run).ledger:
         compiled[tuple(entry.axes or ())] += entry.total
@@ -637,16 +805,24 @@ def test_a_plan_has_more_microbatches_where_one_does_not_fit() -> None:
         return jnp.mean((jnp.tanh(b["x"] @ p["up"]) @ p["down"] - b["y"]) ** 2)
 
     def params(key: jax.Array) -> Any:
-        return {"up": jax.random.normal(key, (8, 2**18)), "down": jax.random.normal(key, (2**18, 8))}
+        return {
+            "up": jax.random.normal(key, (8, 2**18)),
+            "down": jax.random.normal(key, (2**18, 8)),
+        }
 
     batch = {name: np.ones((2**20, 8), np.float32) for name in "xy"}
     best = mw.plan(mw.wrap(params, loss, lambda step: batch).run(), on="v5p:2x2x2")[0]
     assert best.run.training.microbatches == 4
-    assert best.estimate.memory["activations"] == pytest.approx(2 ** (20 + 18 + 2 - 3 - 2) * 2, rel=1e-3)
+    assert best.estimate.memory["activations"] == pytest.approx(
+        2 ** (20 + 18 + 2 - 3 - 2) * 2, rel=1e-3
+    )
 
 
 def test_a_plan_has_reasons_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page, words = tmp_path / "page.html", ["plan", f"{EXAMPLES / 'pytree.py'}:pytree", "--on", "v5p:2x2x2"]
+    page, words = (
+        tmp_path / "page.html",
+        ["plan", f"{EXAMPLES / 'pytree.py'}:pytree", "--on", "v5p:2x2x2"],
+    )
     assert cli([*words, "--why", "data=2,fsdp=2,tensor=2", "--html", str(page)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "examples/s" in shown and "tokens/s" not in shown and "mesh axes: data on ICI" in shown
@@ -660,7 +836,11 @@ def test_a_proof_writes_what_is_asked_for(tmp_path: Path) -> None:
     words = ["prove", f"{EXAMPLES / 'pytree.py'}:pytree", "--mesh", "data=2,fsdp=2,tensor=2"]
     assert cli([*words, "--html", str(page), "--save", str(census)]) == 0
     assert "Communication ledger" in page.read_text()
-    mesh = {axis: degree for axis, degree in json.loads(census.read_text())["mesh"].items() if degree > 1}
+    mesh = {
+        axis: degree
+        for axis, degree in json.loads(census.read_text())["mesh"].items()
+        if degree > 1
+    }
     assert mesh == {"data": 2, "fsdp": 2, "tensor": 2}
     with pytest.raises(ConfigError, match="a wrapped model"):
         cli([*words, "--step", "evaluate"])
@@ -672,15 +852,22 @@ def test_a_plan_is_proved_by_the_compiler_of_the_machine() -> None:
     proof = mw.prove(run, on="v5p:2x2x2")
     assert proof.fits, proof.refused
     kinds = {(entry["kind"], entry["axes"]) for entry in proof.census["traffic"]}
-    assert ("all-gather", "fsdp") in kinds and any(kind == "all-reduce" and "tensor" in axes for kind, axes in kinds)
-    assert proof.census["memory"]["categories"]["parameters"] == proof.plan.estimate.memory["parameters"]
+    assert ("all-gather", "fsdp") in kinds and any(
+        kind == "all-reduce" and "tensor" in axes for kind, axes in kinds
+    )
+    assert (
+        proof.census["memory"]["categories"]["parameters"]
+        == proof.plan.estimate.memory["parameters"]
+    )
 
 
 def test_the_page_counts_the_lines_of_the_edited_script() -> None:
     edit = (EXAMPLES / "train_rnn.ed").read_text(encoding="utf-8")
     ranges = re.findall(r"^(\d+)(?:,(\d+))?c$", edit, re.MULTILINE)
     removed = sum(int(last or first) - int(first) + 1 for first, last in ranges)
-    added = len(edit.splitlines()) - 2 * len(ranges)  # each change has a line of its own before and after
+    added = len(edit.splitlines()) - 2 * len(
+        ranges
+    )  # each change has a line of its own before and after
     page = " ".join((EXAMPLES.parent / "wrap.md").read_text(encoding="utf-8").split())
     assert f"{removed} are removed" in page and f"{added} are added" in page
 

@@ -69,15 +69,27 @@ QWEN3_NEXT = Qwen3Next(
 DENSE = ("gpt2", "llama", "qwen-like")
 
 TRAINING = Training(
-    steps=20, batch=16, seq=16, compute_dtype="float32", dropout=0.1, z_loss=1e-3, remat="full", eval_samples=32
+    steps=20,
+    batch=16,
+    seq=16,
+    compute_dtype="float32",
+    dropout=0.1,
+    z_loss=1e-3,
+    remat="full",
+    eval_samples=32,
 )
 
 
 def tiny_run(model: Model, mesh: str = "data=1", **changes: Any) -> Run:
     """A run of `model`; keyword arguments that are fields of Training change it, others change the Run."""
     in_training = {f.name for f in dataclasses.fields(Training)}
-    training = dataclasses.replace(TRAINING, **{k: v for k, v in changes.items() if k in in_training})
-    rest: dict[str, Any] = {"optimizer": Optimizer(learning_rate=3e-3, warmup_steps=2), "data": Data(sample=8)}
+    training = dataclasses.replace(
+        TRAINING, **{k: v for k, v in changes.items() if k in in_training}
+    )
+    rest: dict[str, Any] = {
+        "optimizer": Optimizer(learning_rate=3e-3, warmup_steps=2),
+        "data": Data(sample=8),
+    }
     rest |= {k: v for k, v in changes.items() if k not in in_training}
     return Run(model=model, mesh=MeshShape.parse(mesh), fsdp_min_size=64, training=training, **rest)
 
@@ -93,7 +105,9 @@ def random_batch(device_run: DeviceRun, seed: int = 0) -> Batch:
     training = device_run.run.training
     rng, shape = np.random.default_rng(seed), (training.batch, training.seq)
     frequency = 1 / np.arange(1, VOCAB + 1)  # Zipf's law: something to learn
-    tokens = rng.choice(VOCAB, (shape[0], shape[1] + 1), p=frequency / frequency.sum()).astype(np.int32)
+    tokens = rng.choice(VOCAB, (shape[0], shape[1] + 1), p=frequency / frequency.sum()).astype(
+        np.int32
+    )
     segments = np.sort(rng.integers(0, 3, shape).astype(np.int32), axis=1)
     starts = np.stack([np.searchsorted(row, row) for row in segments])
     batch = Batch(
@@ -132,7 +146,9 @@ def place_params(device_run: DeviceRun, params: Any) -> Any:
             return x
         return np.stack([x[layer] if layer >= 0 else np.zeros_like(x[0]) for layer in p.order])
 
-    return jax.device_put(tree_map(rows, device_run.params, params), device_run.state_shardings.params)
+    return jax.device_put(
+        tree_map(rows, device_run.params, params), device_run.state_shardings.params
+    )
 
 
 def state_of(device_run: DeviceRun, params: Any) -> State:
@@ -140,7 +156,9 @@ def state_of(device_run: DeviceRun, params: Any) -> State:
     where = device_run.state_shardings
     on_devices = place_params(device_run, params)
     optimizer = jax.jit(device_run.optimizer.init, out_shardings=where.optimizer)(on_devices)
-    step, healthy = jax.device_put((np.zeros((), np.int32), np.ones((), np.bool_)), (where.step, where.healthy))
+    step, healthy = jax.device_put(
+        (np.zeros((), np.int32), np.ones((), np.bool_)), (where.step, where.healthy)
+    )
     return State(step, healthy, on_devices, optimizer)
 
 
@@ -165,7 +183,11 @@ def train(run: Run, steps: int, *, initial: Any = None) -> Trained:
             gradients = jax.tree.map(lambda mu: mu / (1 - run.optimizer.beta1), moments)
         losses.append(float(metrics["loss"][0] / metrics["loss"][1]))
     return Trained(
-        first, gradients, losses, by_layers(device_run, state.params), lambda: evaluate(device_run, state.params, steps)
+        first,
+        gradients,
+        losses,
+        by_layers(device_run, state.params),
+        lambda: evaluate(device_run, state.params, steps),
     )
 
 
@@ -191,7 +213,13 @@ def train_on_one_device(run: Run, steps: int) -> Trained:
         return evaluate(device_run, place_params(device_run, params), steps)
 
     initial, gradients, losses, params = keep(("train", repr(alone), steps), trained)
-    return Trained(initial, gradients, losses, params, lambda: keep(("evaluate", repr(alone), steps), evaluated))
+    return Trained(
+        initial,
+        gradients,
+        losses,
+        params,
+        lambda: keep(("evaluate", repr(alone), steps), evaluated),
+    )
 
 
 def assert_same_steps(many: Trained, one: Trained) -> None:
@@ -208,7 +236,10 @@ def assert_same_initial(many: Trained, one: Trained) -> None:
 
 def largest_difference(a: Any, b: Any) -> float:
     """Largest difference of any element of two trees, over the largest element of the second."""
-    apart = max(float(np.abs(x - y).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    apart = max(
+        float(np.abs(x - y).max())
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
     return apart / max(float(np.abs(y).max()) for y in jax.tree.leaves(b))
 
 
@@ -220,7 +251,9 @@ DAY = 24 * 3600
 @functools.cache
 def sources_digest() -> str:
     """Hash of everything that may change a number: the package, this file, and the versions of JAX and its compiler."""
-    digest = hashlib.sha256(f"{jax.__version__} {jaxlib.__version__} {os.environ.get('XLA_FLAGS')}".encode())
+    digest = hashlib.sha256(
+        f"{jax.__version__} {jaxlib.__version__} {os.environ.get('XLA_FLAGS')}".encode()
+    )
     for path in (Path(__file__), *sorted((Path(meshwright.__file__).parent).rglob("*.py"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -25,7 +25,9 @@ def bands() -> dict[str, dict[str, float]]:
         for kind in kinds_of(row.placed, row.target):
             ratios[kind].append(1 / (1 + error))
     ratios[UNSEEN] = [1 / (1 + error) for error in without_the_chip(rows).values()]
-    return {kind: quantiles(values) for kind, values in sorted(ratios.items()) if len(values) >= FEWEST}
+    return {
+        kind: quantiles(values) for kind, values in sorted(ratios.items()) if len(values) >= FEWEST
+    }
 
 
 def quantiles(values: list[float]) -> dict[str, float]:
@@ -37,7 +39,9 @@ def quantiles(values: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    ERRORS_FILE.write_text(json.dumps({"written_by": "bench/foresight/errors.py", "kinds": bands()}, indent=1) + "\n")
+    ERRORS_FILE.write_text(
+        json.dumps({"written_by": "bench/foresight/errors.py", "kinds": bands()}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

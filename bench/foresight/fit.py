@@ -39,7 +39,10 @@ _PROGRAMS = {
 RELEASE_OF = {"PAX": "MaxText", "Megatron-Core 2026.06": "Megatron-Core"}
 """Programs that share the fitted constants of another, except for their own: one compiler, one library."""
 FITTED: tuple[Constant, ...] = tuple(
-    (owner, name) for table in (_CHIPS, _PROGRAMS) for name, owners in table.items() for owner in owners
+    (owner, name)
+    for table in (_CHIPS, _PROGRAMS)
+    for name, owners in table.items()
+    for owner in owners
 )
 """All fitted constants."""
 
@@ -70,15 +73,25 @@ def current() -> dict[Constant, float]:
     """Returns the fitted constants as the package has them."""
     values = {}
     for owner, name in FITTED:
-        source = CHIPS[FAMILIES[_first(owner)][0]].efficiency if owner in (*FAMILIES, "GPU") else SOFTWARE[owner]
-        values[owner, name] = SPEEDS[owner, name] if (owner, name) in SPEEDS else float(getattr(source, name))
+        source = (
+            CHIPS[FAMILIES[_first(owner)][0]].efficiency
+            if owner in (*FAMILIES, "GPU")
+            else SOFTWARE[owner]
+        )
+        values[owner, name] = (
+            SPEEDS[owner, name] if (owner, name) in SPEEDS else float(getattr(source, name))
+        )
     return values
 
 
 def error(row: Row, values: Values) -> float:
     """Returns the logarithm of predicted over measured step time with these constants."""
     family, program, owners = family_of(row), row.software, owners_of(row)
-    chips = {key: value for key, value in values.items() if key[0] in (family, "GPU") and key[0] in owners}
+    chips = {
+        key: value
+        for key, value in values.items()
+        if key[0] in (family, "GPU") and key[0] in owners
+    }
     own = {name: value for (owner, name), value in chips.items() if (owner, name) not in SPEEDS}
     efficiency = dataclasses.replace(row.target.efficiency, **own)
     theirs: dict[str, float] = {}
@@ -88,15 +101,23 @@ def error(row: Row, values: Values) -> float:
         theirs.pop("tensor_overlap", None)  # the row says that nothing is cut into pieces
     if isinstance(program.kernel, FusedKernel):
         keys = row.placed.run.training.seq / row.placed.shape.context
-        program = dataclasses.replace(program, kernel=program.kernel.at(keys, family, {**SPEEDS, **values}))
+        program = dataclasses.replace(
+            program, kernel=program.kernel.at(keys, family, {**SPEEDS, **values})
+        )
     target = dataclasses.replace(row.target, given_efficiency=efficiency)
-    return math.log(estimate(row.placed, target, dataclasses.replace(program, **theirs)).seconds / row.measured)
+    return math.log(
+        estimate(row.placed, target, dataclasses.replace(program, **theirs)).seconds / row.measured
+    )
 
 
-def fit(rows: list[Row], start: Values, fitted: Iterable[Constant] = FITTED) -> dict[Constant, float]:
+def fit(
+    rows: list[Row], start: Values, fitted: Iterable[Constant] = FITTED
+) -> dict[Constant, float]:
     """Returns the constants with the least error; `fitted` of them move."""
     values, errors = dict(start), {row.id: abs(error(row, start)) for row in rows}
-    rows_of = {constant: [row for row in rows if constant[0] in owners_of(row)] for constant in fitted}
+    rows_of = {
+        constant: [row for row in rows if constant[0] in owners_of(row)] for constant in fitted
+    }
     step = 0.08
     while step > 0.006:
         moved = False

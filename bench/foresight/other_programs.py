@@ -14,22 +14,31 @@ from meshwright.sharding.schedule_table import TaskCounts
 from meshwright.sharding.schedules import bubble_formula
 
 
-def free_running(parts: dict[str, float], tasks: TaskCounts, busy: dict[str, float]) -> tuple[dict[str, float], float]:
+def free_running(
+    parts: dict[str, float], tasks: TaskCounts, busy: dict[str, float]
+) -> tuple[dict[str, float], float]:
     """Adds the bubble of Megatron's pipeline: a stage waits only for its neighbours (arXiv:2104.04473, 2.2).
 
     Layers wait for their collectives in the microbatches that fill and drain it too. The first stage holds its warm-up:
     P microbatches, or with V virtual stages (V + 1) P - 1 inputs of one each.
     """
-    own = tasks.microbatches * (busy["forward"] + busy["recomputation"] + busy["backward"] + busy["exposed"])
-    live = tasks.stages if tasks.virtual_stages == 1 else (tasks.virtual_stages + 1) * tasks.stages - 1
+    own = tasks.microbatches * (
+        busy["forward"] + busy["recomputation"] + busy["backward"] + busy["exposed"]
+    )
+    live = (
+        tasks.stages if tasks.virtual_stages == 1 else (tasks.virtual_stages + 1) * tasks.stages - 1
+    )
     live = min(live, tasks.microbatches * tasks.virtual_stages)
     return {
         **parts,
-        "bubble": own * bubble_formula(tasks.name, tasks.stages, tasks.microbatches, tasks.virtual_stages),
+        "bubble": own
+        * bubble_formula(tasks.name, tasks.stages, tasks.microbatches, tasks.virtual_stages),
     }, float(live)
 
 
-def gathered_ring(placed: PlacedRun, work: Work, layers: float, compute: int, again: frozenset[str]) -> list[Movement]:
+def gathered_ring(
+    placed: PlacedRun, work: Work, layers: float, compute: int, again: frozenset[str]
+) -> list[Movement]:
     """Returns what the ring attention of PyTorch sends, which torchtitan gives keys of all heads of queries.
 
     torch/distributed/tensor/experimental/_attention.py (pytorch/torchtitan issue 1283): one all-gather of keys and
@@ -40,10 +49,17 @@ def gathered_ring(placed: PlacedRun, work: Work, layers: float, compute: int, ag
     block = 2 * work.tokens * work.widths.query
     passes = ["forward", "backward", *(["recomputation"] if "attention" in again else [])]
     result = [
-        Movement("all-gather", axes, block * compute * n, layers, name, True, "keys and values") for name in passes
+        Movement("all-gather", axes, block * compute * n, layers, name, True, "keys and values")
+        for name in passes
     ]
     gradients = Movement(
-        "collective-permute", axes, block * 4, n * layers, "backward", True, "gradients of keys and values"
+        "collective-permute",
+        axes,
+        block * 4,
+        n * layers,
+        "backward",
+        True,
+        "gradients of keys and values",
     )
     return [*result, gradients]
 
@@ -64,7 +80,9 @@ class FusedKernel(AttentionKernel):
 
     name: str = ""
 
-    def at(self, keys: float, family: str, speeds: Mapping[tuple[str, str], float] = SPEEDS) -> "FusedKernel":
+    def at(
+        self, keys: float, family: str, speeds: Mapping[tuple[str, str], float] = SPEEDS
+    ) -> "FusedKernel":
         """Returns the kernel with its speed on a family of chips where a call has `keys` keys."""
         ramp = (1 + RAMP / RATED_KEYS) / (1 + RAMP / keys)
         return dataclasses.replace(self, speed=ramp * speeds.get((family, self.name), 1.0))
@@ -77,7 +95,9 @@ FLASH2 = FusedKernel(name="flash2")
 TRITON = FusedKernel(name="triton")
 """The port of the first FlashAttention (arXiv:2205.14135) to Triton."""
 # Scores, probabilities and dropout of all keys, the hidden half included, are each written and read in 16 bits.
-UNFUSED = AttentionKernel(2.0, "matmul", {"forward": 24, "recomputation": 24, "backward": 40}, 5, True)
+UNFUSED = AttentionKernel(
+    2.0, "matmul", {"forward": 24, "recomputation": 24, "backward": 40}, 5, True
+)
 """Two matrix products and a softmax kernel between them."""
 # The dot of the logits is in bfloat16 (MaxText, layers/decoders.py: `logits_dot_in_fp32` is false).
 _XLA = Software("MaxText", free_running, CHIPS_OWN, elementwise=1.1, overlap=0.35, logit_bytes=2)
@@ -93,7 +113,9 @@ _MEGATRON = Software(
     transformer_engine=True,
     sorting=3.3,
 )
-_MEGATRON_LM = Software("Megatron-LM", free_running, UNFUSED, launch=1e-5, elementwise=1.84, tensor_overlap=0.0)
+_MEGATRON_LM = Software(
+    "Megatron-LM", free_running, UNFUSED, launch=1e-5, elementwise=1.84, tensor_overlap=0.0
+)
 # Rounded output of `bench/foresight/fit.py`, but for the zeros: those programs cut no collective into pieces.
 SOFTWARE = {
     software.name: software
@@ -106,7 +128,13 @@ SOFTWARE = {
         _MEGATRON_LM,
         dataclasses.replace(_MEGATRON_LM, name="vTrain", launch=4e-5),
         Software(
-            "torchtitan", free_running, FLASH2, launch=1e-5, elementwise=3.2, tensor_overlap=0.1, context=gathered_ring
+            "torchtitan",
+            free_running,
+            FLASH2,
+            launch=1e-5,
+            elementwise=3.2,
+            tensor_overlap=0.1,
+            context=gathered_ring,
         ),
         # Composer's loss (flash-attn, csrc/xentropy) reads logits in bfloat16, and writes their gradient so.
         Software(

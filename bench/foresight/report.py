@@ -75,7 +75,13 @@ def sweeps(rows: list[Row]) -> dict[str, list[Row]]:
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         training = row.placed.run.training
-        facts = (row.model, row.target, f"{training.batch} x {training.seq}", training.matmul_precision, row.system)
+        facts = (
+            row.model,
+            row.target,
+            f"{training.batch} x {training.seq}",
+            training.matmul_precision,
+            row.system,
+        )
         groups[" ".join(map(str, facts))].append(row)
 
     def layouts(group: list[Row]) -> int:
@@ -103,15 +109,21 @@ def without_the_chip(rows: list[Row]) -> dict[str, float]:
     for family in FAMILIES:
         values = dict(fitted)
         for owner, name in FITTED:
-            others = [o for o, n in FITTED if n == name and o != family and kinds.get(o) == kinds[family]]
+            others = [
+                o for o, n in FITTED if n == name and o != family and kinds.get(o) == kinds[family]
+            ]
             if owner != family:
                 continue
             if name == "matmul":
                 ratios = [fitted[o, name] / ALONE[o] for o in others]
                 values[owner, name] = min(1.0, ALONE[family] * statistics.mean(ratios))
             else:
-                values[owner, name] = statistics.mean(fitted[o, name] for o in others) if others else 1.0
-        result |= {row.id: math.exp(error(row, values)) - 1 for row in rows if family_of(row) == family}
+                values[owner, name] = (
+                    statistics.mean(fitted[o, name] for o in others) if others else 1.0
+                )
+        result |= {
+            row.id: math.exp(error(row, values)) - 1 for row in rows if family_of(row) == family
+        }
     return result
 
 
@@ -126,7 +138,10 @@ def baseline(rows: list[Row], group: Callable[[Row], object]) -> dict[str, float
     for row in fitted:
         mfu[group(row)].append(_flops(row) / row.measured)
     overall = statistics.median(value for values in mfu.values() for value in values)
-    return {row.id: _flops(row) / statistics.median(mfu.get(group(row), [overall])) / row.measured - 1 for row in rows}
+    return {
+        row.id: _flops(row) / statistics.median(mfu.get(group(row), [overall])) / row.measured - 1
+        for row in rows
+    }
 
 
 def _flops(row: Row) -> float:
@@ -162,7 +177,10 @@ def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
         add(f"{kind}, without the chip's own rows", filter(chosen, rows), left_out)
     for name, group in (
         ("one MFU per chip", lambda row: (family_of(row), is_low(row))),
-        ("one MFU per chip and program", lambda row: (family_of(row), is_low(row), row.software.name)),
+        (
+            "one MFU per chip and program",
+            lambda row: (family_of(row), is_low(row), row.software.name),
+        ),
     ):
         found = baseline(rows, group)
         for kind in ("bfloat16", "below bfloat16"):
@@ -170,7 +188,9 @@ def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
     for family in FAMILIES:
         add(f"other half, {family}", [row for row in other if family_of(row) == family], errors)
     for program in sorted({row.software.name for row in rows}):
-        add(f"other half, {program}", [row for row in other if row.software.name == program], errors)
+        add(
+            f"other half, {program}", [row for row in other if row.software.name == program], errors
+        )
     memory = [row.bytes(results[row.id][1]) / row.memory - 1 for row in rows if row.memory]
     return {**table, "memory": spread(memory)}
 
@@ -185,9 +205,14 @@ def table(rows: list[Row], left_out: dict[str, str]) -> str:
     for name, of in summary(rows).items():
         if "both halves" in name and not name.startswith("all rows"):
             continue
-        lines.append(f"| {name} | {of['rows']} | {of['median']:.1%} | {of['90th']:.1%} | {of['bias']:+.1%} |")
+        lines.append(
+            f"| {name} | {of['rows']} | {of['median']:.1%} | {of['90th']:.1%} | {of['bias']:+.1%} |"
+        )
     bound = Counter(predicted.bound_by for _, predicted, _ in results.values())
-    lines += ["", "Bound by: " + ", ".join(f"{name} {count}" for name, count in bound.most_common()) + "."]
+    lines += [
+        "",
+        "Bound by: " + ", ".join(f"{name} {count}" for name, count in bound.most_common()) + ".",
+    ]
     stated = sum(row.states_remat for row in rows)
     misses = [row for row, predicted, _ in results.values() if not fits(row, predicted)]
     tight = sum(row.states_remat for row in misses)
@@ -197,8 +222,15 @@ def table(rows: list[Row], left_out: dict[str, str]) -> str:
         f"{len(misses) - tight} of the {len(rows) - stated} whose is not: "
         + ", ".join(f"{name} {count}" for name, count in programs) + ".",
     ]  # fmt: skip
-    lines += ["", "| sweep of layouts | layouts | fastest predicted over fastest |", "|---|---|---|"]
-    lines += [f"| {name} | {layouts} | {regret:+.1%} |" for name, (layouts, regret) in regrets(rows).items()]
+    lines += [
+        "",
+        "| sweep of layouts | layouts | fastest predicted over fastest |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | {layouts} | {regret:+.1%} |"
+        for name, (layouts, regret) in regrets(rows).items()
+    ]
     small = sorted(regret for _, regret in regrets(read_vtrain("V-single")).values())
     lines.append(
         f"| vTrain's predictions for 2 to 8 A100, {len(small)} sweeps | median, 90th percentile, worst "
@@ -224,12 +256,20 @@ def row_tables(rows: list[Row]) -> str:
     ]  # fmt: skip
     for row, predicted, found in results.values():
         run = row.placed.run
-        precision = run.training.matmul_precision.replace("compute", "bfloat16").removeprefix("rows:").lower()
+        precision = (
+            run.training.matmul_precision.replace("compute", "bfloat16")
+            .removeprefix("rows:")
+            .lower()
+        )
         lines.append(
             f"| {row.id} | {row.system} | {row.target} | {row.model} | {run.mesh} | {run.training.remat} | {precision} "
             f"| {row.measured:.3g} | {predicted.seconds:.3g} | {found:+.0%} | {predicted.bound_by} |"
         )
-    lines += ["", "| row | model | mesh | published GiB | predicted GiB | error |", "|---|---|---|---|---|---|"]
+    lines += [
+        "",
+        "| row | model | mesh | published GiB | predicted GiB | error |",
+        "|---|---|---|---|---|---|",
+    ]
     for row, predicted, _ in results.values():
         if row.memory:
             lines.append(
@@ -253,12 +293,21 @@ def plot(rows: list[Row], file: Path) -> None:
     for family in FAMILIES:
         points = [(r.measured, e.seconds) for r, e, _ in results.values() if family_of(r) == family]
         if points:
-            axes.scatter(*zip(*points, strict=True), s=18, label=f"{family} ({len(points)})", alpha=0.8)
+            axes.scatter(
+                *zip(*points, strict=True), s=18, label=f"{family} ({len(points)})", alpha=0.8
+            )
     ends = (0.4, 400)
     axes.plot(ends, ends, color="grey", linewidth=1)
     for factor in (0.85, 1.15):
         axes.plot(ends, [factor * n for n in ends], color="grey", linewidth=0.5, linestyle=":")
-    axes.set(xscale="log", yscale="log", xlabel="published step, s", ylabel="predicted step, s", xlim=ends, ylim=ends)
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="published step, s",
+        ylabel="predicted step, s",
+        xlim=ends,
+        ylim=ends,
+    )
     axes.legend(frameon=False, fontsize=8)
     figure.tight_layout()
     figure.savefig(file, metadata={"Date": None})

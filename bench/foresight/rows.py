@@ -37,10 +37,15 @@ from meshwright.sharding.placement import Layout
 
 FILE = Path(__file__).with_name("published.csv")
 VTRAIN = Path(__file__).with_name("vtrain.csv")
-NVFP4 = MatmulPrecision("nvfp4", "e2m1 in blocks of 16", "nvfp4", "mx", gradient="float8_e4m3fn", block=16)
+NVFP4 = MatmulPrecision(
+    "nvfp4", "e2m1 in blocks of 16", "nvfp4", "mx", gradient="float8_e4m3fn", block=16
+)
 """Precision of some published runs, which no run of this package can have."""
 ZERO1 = Layout(
-    MEGATRON, (), ("expert", "data", "context"), summary="whole parameters, optimizer state sharded (ZeRO-1)"
+    MEGATRON,
+    (),
+    ("expert", "data", "context"),
+    summary="whole parameters, optimizer state sharded (ZeRO-1)",
 )
 """Layout of Megatron-Core: also parameters outside of experts are whole on all devices of `expert`."""
 
@@ -124,8 +129,14 @@ class Row:
         """Returns the predicted peak bytes of a device."""
         # Other programs pad sizes that `fsdp` of 24, 48 or 96 does not divide, and shard (`place`).
         odd = self.placed.shape.data if self.system == "PyTorch FSDP" else 1
-        state = sum(predicted.memory[name] for name in ("parameters", "optimizer state", "gradients"))
-        return predicted.bytes - state * (1 - 1 / odd) - self.offloaded * predicted.memory["activations"]
+        state = sum(
+            predicted.memory[name] for name in ("parameters", "optimizer state", "gradients")
+        )
+        return (
+            predicted.bytes
+            - state * (1 - 1 / odd)
+            - self.offloaded * predicted.memory["activations"]
+        )
 
     @property
     def is_fitted(self) -> bool:
@@ -174,7 +185,9 @@ def _vtrain_row(row: dict[str, str]) -> Row:
     )  # fmt: skip
     target = parse_target(f"a100:{size['gpus']}")
     # 800 Gbit/s per node (config/validation, `inter_node_bandwidth`).
-    target = dataclasses.replace(target, chip=dataclasses.replace(target.chip, network_bandwidth=100e9 / 8))
+    target = dataclasses.replace(
+        target, chip=dataclasses.replace(target.chip, network_bandwidth=100e9 / 8)
+    )
     run = Run(model=model, mesh=mesh, training=training, name=row["id"], fsdp_min_size=2**20)
     placed = without_padding(place_run(run, mesh))
     system = "Megatron-LM" if measured else "vTrain"
@@ -243,12 +256,17 @@ def software_of(row: dict[str, str]) -> Software:
     if name is None:
         raise NotPriced("a program that other_programs.py does not have")
     software = SOFTWARE[name]
-    if row["system"] == "nanotron" or ("NVIDIA/NeMo" in row["source_repo_or_paper"] and "H100" in row["hardware"]):
+    if row["system"] == "nanotron" or (
+        "NVIDIA/NeMo" in row["source_repo_or_paper"] and "H100" in row["hardware"]
+    ):
         # nanotron and NeMo 24.07, before FlashAttention-3
         software = dataclasses.replace(software, kernel=FLASH2, logit_bytes=4)
     if name == "Megatron-LM" and "sequence parallel" not in row["remat"]:
         software = dataclasses.replace(software, splits_sequence=False)
-    if row["system"].startswith("Megatron-Bridge") and (row["hardware"], row["model"]) != ("B300", "Qwen3_235B_a22B"):
+    if row["system"].startswith("Megatron-Bridge") and (row["hardware"], row["model"]) != (
+        "B300",
+        "Qwen3_235B_a22B",
+    ):
         # HybridEP, DeepEP (scripts/performance/configs: `moe_flex_dispatcher_backend`); B300's 235B has "alltoall".
         software = dataclasses.replace(software, rows_by="device")
     if row["system"].startswith("Megatron-Bridge"):
@@ -298,7 +316,14 @@ def place(row: dict[str, str], model: Model, mesh: MeshShape, training: Training
     layout = "rows:ZERO1" if mesh.fsdp == 1 else "zero1" if mesh.data > 1 else "fsdp"
     reason = ""
     for whole, name in ((mesh, layout), (replicated, "fsdp")):
-        run = Run(model=model, mesh=whole, training=training, name=row["id"], fsdp_min_size=2**20, layout=name)
+        run = Run(
+            model=model,
+            mesh=whole,
+            training=training,
+            name=row["id"],
+            fsdp_min_size=2**20,
+            layout=name,
+        )
         try:
             return without_padding(place_run(run, whole))
         except MeshwrightError as error:
@@ -363,7 +388,9 @@ def read_latent_model(row: dict[str, str]) -> Deepseek:
     assert isinstance(model, Deepseek)
     stated = (int(row["layers"]), int(row["d_model"]), int(row["n_heads"]))
     if stated != (model.layers, model.width, model.heads):
-        raise NotPriced(f"latent attention of a model with {stated} layers, width and heads, whose ranks it leaves out")
+        raise NotPriced(
+            f"latent attention of a model with {stated} layers, width and heads, whose ranks it leaves out"
+        )
     # The rows balance the experts' load by force.
     return dataclasses.replace(model, vocab=int(row["vocab"]), expert_buffer_factor=1.0)
 
@@ -419,7 +446,9 @@ _MEMORY = {
 """MiB of a GPU as nvidia-smi prints them; chips.toml has what data sheets say."""
 
 
-def read_mesh(row: dict[str, str], target: Target, sequences: int) -> tuple[MeshShape, int, dict[str, str]]:
+def read_mesh(
+    row: dict[str, str], target: Target, sequences: int
+) -> tuple[MeshShape, int, dict[str, str]]:
     """Reads the mesh, the microbatches, and further options of the training."""
     text = row["mesh_or_parallelism"]
     if not text:
@@ -430,7 +459,13 @@ def read_mesh(row: dict[str, str], target: Target, sequences: int) -> tuple[Mesh
     if re.search(r"\bTP\d|\bPP\d|\bEP\d", text) or re.fullmatch(r"FSDP\d* ?\d*( .*)?", text):
         return _megatron(row, text, total, sequences)
     given = re.findall(r"\b(dcn_|ici_|)(\w+)=(-?\d+)", text)
-    unknown = {key for _, key, n in given if int(n) != 1} - {"fsdp", "tensor", "data", "expert", "context"}
+    unknown = {key for _, key, n in given if int(n) != 1} - {
+        "fsdp",
+        "tensor",
+        "data",
+        "expert",
+        "context",
+    }
     if unknown:
         raise NotPriced(f"an axis that is not read: {', '.join(sorted(unknown))}")
     degrees = {key: int(n) for level, key, n in given if level != "dcn_"}
@@ -455,7 +490,9 @@ def read_mesh(row: dict[str, str], target: Target, sequences: int) -> tuple[Mesh
     return shape, 1, {}
 
 
-def _megatron(row: dict[str, str], text: str, total: int, sequences: int) -> tuple[MeshShape, int, dict[str, str]]:
+def _megatron(
+    row: dict[str, str], text: str, total: int, sequences: int
+) -> tuple[MeshShape, int, dict[str, str]]:
     """Reads degrees in Megatron's and torchtitan's notation: TP8 PP4 DP16."""
     degree = {key: int(n) for key, n in re.findall(r"\b(TP|PP|CP|EP|DP|VP|FSDP|GA)(\d+)", text)}
     degree.setdefault("VP", _VIRTUAL_STAGES.get(row["model"], 1))
@@ -470,11 +507,18 @@ def _megatron(row: dict[str, str], text: str, total: int, sequences: int) -> tup
         raise NotPriced("experts over more devices than its data parallel groups have")
     outside_experts = replicas // expert
     local = re.search(
-        r"(?:MBS|local batch|per-GPU batch|BS/GPU)=(\d+)", row["per_device_batch or global_batch (tokens)"]
+        r"(?:MBS|local batch|per-GPU batch|BS/GPU)=(\d+)",
+        row["per_device_batch or global_batch (tokens)"],
     )
     local_batch = sequences // replicas
     # A microbatch of a pipeline or of NeMo that is not given is assumed to have one sequence.
-    size = int(local[1]) if local else 1 if stage > 1 or row["system"].startswith("NeMo") else local_batch
+    size = (
+        int(local[1])
+        if local
+        else 1
+        if stage > 1 or row["system"].startswith("NeMo")
+        else local_batch
+    )
     accumulates = stage > 1 or not sharded or "GA" in text or "NeMo" in row["system"]
     microbatches = max(1, local_batch // max(1, size)) if accumulates else 1
     if "GA" in degree and sharded:
@@ -492,7 +536,9 @@ def _megatron(row: dict[str, str], text: str, total: int, sequences: int) -> tup
     virtual_stages = degree.get("VP", 1)
     if "interleaved" in text.lower() and virtual_stages == 1:
         given, layers = re.search(r"interleaved (\d)", text), int(row["layers"])
-        virtual_stages = int(given[1]) if given else next((v for v in (2, 3) if layers % (v * stage) == 0), 2)
+        virtual_stages = (
+            int(given[1]) if given else next((v for v in (2, 3) if layers % (v * stage) == 0), 2)
+        )
     options = (
         {"pipeline_schedule": "interleaved", "virtual_stages": virtual_stages}
         if stage > 1 and virtual_stages > 1
@@ -566,7 +612,13 @@ def read_seconds(row: dict[str, str], placed: PlacedRun, target: Target) -> floa
     if row["measured_tokens_per_s_per_chip"]:
         return tokens / (float(row["measured_tokens_per_s_per_chip"]) * target.chips)
     rate = float(row["measured_tflops_per_chip"] or 0) * 1e12
-    rate = rate or float(row["measured_mfu"] or 0) / 100 * target.chip.flops_bf16 * target.chip.devices_per_chip
+    rate = (
+        rate
+        or float(row["measured_mfu"] or 0)
+        / 100
+        * target.chip.flops_bf16
+        * target.chip.devices_per_chip
+    )
     if not rate:
         raise NotPriced("no measured speed")
     return published_flops(row, placed) / (rate * target.chips)
@@ -578,8 +630,16 @@ def published_flops(row: dict[str, str], placed: PlacedRun) -> float:
     tokens = training.batch * training.seq
     if "INCLUDE recompute" in row["notes"]:  # arXiv:2104.04473, equation 3
         vocab = int(row["vocab"])
-        return 96 * tokens * layers * width**2 * (1 + training.seq / (6 * width) + vocab / (16 * layers * width))
-    attention = sum(12 * a.heads * a.head_size for a in placed.spec.attention) * training.seq * tokens
+        return (
+            96
+            * tokens
+            * layers
+            * width**2
+            * (1 + training.seq / (6 * width) + vocab / (16 * layers * width))
+        )
+    attention = (
+        sum(12 * a.heads * a.head_size for a in placed.spec.attention) * training.seq * tokens
+    )
     causal = "causal attention FLOPs" in row["notes"] and "non-causal" not in row["notes"]
     params = count_params(placed.params)
     if row["system"].startswith("NeMo"):  # a look-up of embeddings is no matmul

@@ -90,7 +90,11 @@ def _public() -> dict[str, tuple[str, str]]:
     tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
     blocks = (node.body for node in tree.body if isinstance(node, ast.If))
     imports = (node for node in next(blocks) if isinstance(node, ast.ImportFrom))
-    return {name.asname or name.name: (str(node.module), name.name) for node in imports for name in node.names}
+    return {
+        name.asname or name.name: (str(node.module), name.name)
+        for node in imports
+        for name in node.names
+    }
 
 
 _PUBLIC = _public()
@@ -103,7 +107,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
     module, attribute = _PUBLIC[name]
     owner = importlib.import_module(module)
-    value = getattr(owner, attribute) if hasattr(owner, attribute) else importlib.import_module(f"{module}.{attribute}")
+    value = (
+        getattr(owner, attribute)
+        if hasattr(owner, attribute)
+        else importlib.import_module(f"{module}.{attribute}")
+    )
     globals()[name] = value
     return value
 
@@ -112,4 +120,6 @@ def __dir__() -> list[str]:
     return __all__
 
 
-Shown.page_of = staticmethod(lambda result: importlib.import_module("meshwright.views.result_pages").page_of(result))
+Shown.page_of = staticmethod(
+    lambda result: importlib.import_module("meshwright.views.result_pages").page_of(result)
+)

@@ -42,7 +42,9 @@ class Watcher(Protocol):
         ...
 
 
-_WATCHERS: contextvars.ContextVar[tuple[Watcher, ...]] = contextvars.ContextVar("watchers", default=())
+_WATCHERS: contextvars.ContextVar[tuple[Watcher, ...]] = contextvars.ContextVar(
+    "watchers", default=()
+)
 
 
 @contextlib.contextmanager

@@ -63,7 +63,9 @@ class MeshShape:
         for axis, count in self.degrees().items():
             if count < 1:
                 raise ConfigError(
-                    f"mesh axis {axis}={count}", "a degree is a number of devices, so at least 1", f"{axis}=1"
+                    f"mesh axis {axis}={count}",
+                    "a degree is a number of devices, so at least 1",
+                    f"{axis}=1",
                 )
 
     def degrees(self) -> dict[str, int]:
@@ -82,9 +84,14 @@ class MeshShape:
     def __str__(self) -> str:
         def text(axis: str, degree: int) -> str:
             crosses = axis == self.dcn_axis and self.slices > 1
-            return f"{axis}={self.slices}*{degree // self.slices}" if crosses else f"{axis}={degree}"
+            return (
+                f"{axis}={self.slices}*{degree // self.slices}" if crosses else f"{axis}={degree}"
+            )
 
-        return ",".join(text(axis, degree) for axis, degree in self.degrees().items() if degree > 1) or "data=1"
+        return (
+            ",".join(text(axis, degree) for axis, degree in self.degrees().items() if degree > 1)
+            or "data=1"
+        )
 
     @classmethod
     def parse(cls, text: str) -> "MeshShape":
@@ -94,17 +101,31 @@ class MeshShape:
         for part in text.split(","):
             axis, equals, degree = part.strip().partition("=")
             if axis not in AXES:
-                known = next((ours for ours, names in AXIS_ALIASES.items() if axis.lower() in names.split()), None)
+                known = next(
+                    (ours for ours, names in AXIS_ALIASES.items() if axis.lower() in names.split()),
+                    None,
+                )
                 fix = f"{known}={degree or 'N'}" if known else nearest(axis.lower(), AXES)
                 raise ConfigError(f"mesh {text!r}", f"{axis!r} is not a mesh axis", fix)
             if axis in degrees:
-                raise ConfigError(f"mesh {text!r}", f"{axis!r} is given twice", "give each axis once")
+                raise ConfigError(
+                    f"mesh {text!r}", f"{axis!r} is given twice", "give each axis once"
+                )
             outer, star, inner = degree.partition("*")
-            if not equals or not outer.isdecimal() or (star and not inner.isdecimal()) or len(degree) > 18:
-                raise ConfigError(f"mesh {text!r}", f"{part!r} is not axis=degree", "for example data=2,fsdp=4")
+            if (
+                not equals
+                or not outer.isdecimal()
+                or (star and not inner.isdecimal())
+                or len(degree) > 18
+            ):
+                raise ConfigError(
+                    f"mesh {text!r}", f"{part!r} is not axis=degree", "for example data=2,fsdp=4"
+                )
             if star and slices > 1:
                 raise ConfigError(
-                    f"mesh {text!r}", f"{dcn_axis} and {axis} both cross slices", "one axis that does, say data=4*2"
+                    f"mesh {text!r}",
+                    f"{dcn_axis} and {axis} both cross slices",
+                    "one axis that does, say data=4*2",
                 )
             if star:
                 slices, dcn_axis = int(outer), axis
@@ -162,7 +183,15 @@ class Optimizer(Ranged, part="optimizer"):
 
 
 Remat = Literal[
-    "auto", "none", "attention", "projections", "feed_forward", "attention_out", "full", "offload_attention", "offload"
+    "auto",
+    "none",
+    "attention",
+    "projections",
+    "feed_forward",
+    "attention_out",
+    "full",
+    "offload_attention",
+    "offload",
 ]
 StageSaves = Literal["auto", "input", "layers"]
 ContextStrategy = Literal["auto", "ring", "all_gather", "ulysses", "usp"]
@@ -266,7 +295,9 @@ class Training(Ranged, part="training"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        keep_names(self, "pipeline_schedule", "attention_kernel", "grouped_matmul", "matmul_precision")
+        keep_names(
+            self, "pipeline_schedule", "attention_kernel", "grouped_matmul", "matmul_precision"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,4 +368,6 @@ class Faults(Ranged, part="faults"):
             raise ConfigError(f"--faults.spike {self.spike}", truth, "--faults.spike 10")
         if self.spike and self.bad_step == "skip":
             truth = "a spike is seen when its update is in the parameters, so it cannot be left out"
-            raise ConfigError("--faults.spike with --faults.bad-step skip", truth, "--faults.bad-step roll_back")
+            raise ConfigError(
+                "--faults.spike with --faults.bad-step skip", truth, "--faults.bad-step roll_back"
+            )

@@ -97,19 +97,33 @@ def limit_of(error: Exception) -> tuple[str, str] | None:
     """Returns which limit of the system an error comes from, and what raises it; None for other errors."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     limits = {
-        errno.ENFILE: ("all processes have as many files open as this machine allows", "a higher fs.file-max"),
-        errno.EMFILE: (f"this process has {most:,} files open, its limit", "`ulimit -n 65536` before the command"),
-        errno.ENOMEM: ("no memory is left, or no map of a file", "more memory, or a higher vm.max_map_count"),
+        errno.ENFILE: (
+            "all processes have as many files open as this machine allows",
+            "a higher fs.file-max",
+        ),
+        errno.EMFILE: (
+            f"this process has {most:,} files open, its limit",
+            "`ulimit -n 65536` before the command",
+        ),
+        errno.ENOMEM: (
+            "no memory is left, or no map of a file",
+            "more memory, or a higher vm.max_map_count",
+        ),
     }
     # Errors of TensorStore have the system's words and no number; those of EMFILE begin those of ENFILE.
-    return next((limit for number, limit in limits.items() if os.strerror(number) in str(error)), None)
+    return next(
+        (limit for number, limit in limits.items() if os.strerror(number) in str(error)), None
+    )
 
 
 def reason_of(error: Exception) -> str:
     """Returns why the system refused, without names of files; a limit with what raises it."""
     if limit := limit_of(error):
         return f"{limit[0]} ({limit[1]})"
-    return getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0][:300]
+    return (
+        getattr(error, "strerror", None)
+        or (str(error).splitlines() or [type(error).__name__])[0][:300]
+    )
 
 
 def divisors(n: int) -> list[int]:

@@ -29,7 +29,9 @@ def format_time(seconds: float) -> str:
     for size, unit, part, small in ((1440, "days", 60, "h"), (60, "h", 1, "min")):
         if minutes >= (2 * size if unit == "days" else size):
             rest = minutes % size // part
-            return f"{minutes // size} {unit} {rest} {small}" if rest else f"{minutes // size} {unit}"
+            return (
+                f"{minutes // size} {unit} {rest} {small}" if rest else f"{minutes // size} {unit}"
+            )
     rest = round(seconds) % 60
     return f"{minutes} min {rest} s" if rest else f"{minutes} min"
 

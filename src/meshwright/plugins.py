@@ -40,7 +40,10 @@ PARTS: dict[str, dict[str, str]] = {
         "splash_fused": "models.kernels.splash:splash_fused_kernels",
         "cudnn": "models.kernels.cudnn:cudnn_kernels",
     },
-    "grouped matmul": {"ragged_dot": "models.kernels.choose:ragged_dot", "triton": "models.kernels.choose:triton"},
+    "grouped matmul": {
+        "ragged_dot": "models.kernels.choose:ragged_dot",
+        "triton": "models.kernels.choose:triton",
+    },
     "optimizer": {
         "adamw": "step.optimizers:adamw",
         "adafactor": "step.layer_rules:adafactor",
@@ -53,7 +56,10 @@ PARTS: dict[str, dict[str, str]] = {
         "stochastic": "step.bfloat16_params:with_random_rounding",
     },
     "tensor strategy": {"ring": "comm.collective_matmul:RING"},
-    "reporter": {"tensorboard": "reporters.trackers:_TensorBoard", "wandb": "reporters.trackers:_WeightsAndBiases"},
+    "reporter": {
+        "tensorboard": "reporters.trackers:_TensorBoard",
+        "wandb": "reporters.trackers:_WeightsAndBiases",
+    },
 }
 """Kind -> name -> module of the package and attribute."""
 
@@ -100,7 +106,11 @@ def resolve(kind: str, name: str, builtin: Mapping[str, Any] | None = None) -> A
     if name in rows:
         return load(kind, f"meshwright.{rows[name]}") if builtin is None else rows[name]
     if not name.partition(":")[0] or ":" not in name:
-        raise ConfigError(f"{kind} {name!r}", f"no {kind} has that name", f"{nearest(name, rows)} or module:attribute")
+        raise ConfigError(
+            f"{kind} {name!r}",
+            f"no {kind} has that name",
+            f"{nearest(name, rows)} or module:attribute",
+        )
     return load(kind, name)
 
 
@@ -114,7 +124,11 @@ def expect[T](value: Any, kind: type[T], asked: str, fix: str) -> T:
 def is_reference(name: str) -> bool:
     """Whether `name` has the form `module:attribute` or `FILE.py:attribute`."""
     module, _, attribute = name.rpartition(":")
-    parts = attribute.split(".") if module.endswith(".py") else [*module.split("."), *attribute.split(".")]
+    parts = (
+        attribute.split(".")
+        if module.endswith(".py")
+        else [*module.split("."), *attribute.split(".")]
+    )
     return all(part.isidentifier() for part in parts)
 
 
@@ -126,12 +140,20 @@ def load(kind: str, name: str) -> Any:
         trust.trust_names([name])  # the user's own, also where a file repeats it
     else:
         trust.check_name(kind, name, origin)
-    module = load_file(Path(module_name)) if module_name.endswith(".py") else _import(kind, name, module_name)
+    module = (
+        load_file(Path(module_name))
+        if module_name.endswith(".py")
+        else _import(kind, name, module_name)
+    )
     value: Any = module
     for attribute in path.split("."):
         if not hasattr(value, attribute):
-            known = [name for name in vars(value) if not name.startswith("_")] or ["an attribute of the module"]
-            raise ConfigError(f"{kind} {name!r}", f"{module_name} has no {path!r}", nearest(attribute, known))
+            known = [name for name in vars(value) if not name.startswith("_")] or [
+                "an attribute of the module"
+            ]
+            raise ConfigError(
+                f"{kind} {name!r}", f"{module_name} has no {path!r}", nearest(attribute, known)
+            )
         value = getattr(value, attribute)
     if origin is not None:
         trust.check_value(kind, name, origin, value)
@@ -143,7 +165,9 @@ def _import(kind: str, name: str, module_name: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not module_name.startswith(error.name):
-            raise ConfigError(f"{kind} {name!r}", f"importing it failed: {error}", "install what it needs") from error
+            raise ConfigError(
+                f"{kind} {name!r}", f"importing it failed: {error}", "install what it needs"
+            ) from error
         raise ConfigError(
             f"{kind} {name!r}",
             f"no module {error.name!r} can be imported from here",
@@ -215,8 +239,12 @@ def _holder(value: Any) -> tuple[ModuleType, str]:
 
     The script comes last: what it imports is found in the module that another process would import.
     """
-    for module in sorted(sys.modules.values(), key=lambda module: module is sys.modules["__main__"]):
-        for attribute, candidate in list(vars(module).items()) if isinstance(module, ModuleType) else ():
+    for module in sorted(
+        sys.modules.values(), key=lambda module: module is sys.modules["__main__"]
+    ):
+        for attribute, candidate in (
+            list(vars(module).items()) if isinstance(module, ModuleType) else ()
+        ):
             if candidate is value and not attribute.startswith("_"):
                 return module, attribute
     raise _nameless(value, "it is not an attribute of any module")

@@ -63,7 +63,9 @@ def check_ranges(config: Any) -> None:
         try:
             msgspec.convert(value, kind)
         except msgspec.ValidationError as error:
-            raise _refused(option_of(owner, name), value, kind, owner.__dataclass_fields__[name].default) from error
+            raise _refused(
+                option_of(owner, name), value, kind, owner.__dataclass_fields__[name].default
+            ) from error
 
 
 def check_words(option: str, words: Sequence[str], kind: Any, default: Any) -> None:
@@ -79,7 +81,9 @@ def check_words(option: str, words: Sequence[str], kind: Any, default: Any) -> N
 
 def _refused(option: str, value: Any, kind: Any, default: Any) -> ConfigError:
     wanted = f"it takes {describe_range(kind, value)}"
-    return ConfigError(f"{option} {_words(value)}", wanted, f"{option} {_example(kind, default, value)}")
+    return ConfigError(
+        f"{option} {_words(value)}", wanted, f"{option} {_example(kind, default, value)}"
+    )
 
 
 @functools.cache
@@ -92,7 +96,10 @@ def ranges_of(owner: type) -> dict[str, Any]:
     for field in dataclasses.fields(owner):
         bases = (base for base in owner.__mro__ if field.name in inspect.get_annotations(base))
         kinds = [typing.get_type_hints(base, include_extras=True)[field.name] for base in bases]
-        arms = (kinds[0], *(typing.get_args(kinds[0]) if typing.get_origin(kinds[0]) is not tuple else ()))
+        arms = (
+            kinds[0],
+            *(typing.get_args(kinds[0]) if typing.get_origin(kinds[0]) is not tuple else ()),
+        )
         stated = [kind for kind in kinds if _number_in(kind)]
         stated += [_PLAIN[arm] | None for arm in arms if arm in _PLAIN]
         if stated:
@@ -106,10 +113,21 @@ def describe_range(kind: Any, value: Any = None) -> str:
     meta, whole = number.__metadata__[0], typing.get_args(number)[0] is int
     with contextlib.suppress(TypeError, ValueError):
         value = float(value)
-    hidden = (None, -_MOST_FLOAT, _MOST_FLOAT, *(() if isinstance(value, float) and value > 1 else (_MOST_INT,)))
+    hidden = (
+        None,
+        -_MOST_FLOAT,
+        _MOST_FLOAT,
+        *(() if isinstance(value, float) and value > 1 else (_MOST_INT,)),
+    )
     ends = {"above": meta.gt, "of at least": meta.ge, "below": meta.lt, "at most": meta.le}
-    bounds = [f"{word} {end}" for word, end in {**ends, "a multiple of": meta.multiple_of}.items() if end not in hidden]
-    noun = "a whole number" if whole else "a finite number" if meta.le == _MOST_FLOAT else "a number"
+    bounds = [
+        f"{word} {end}"
+        for word, end in {**ends, "a multiple of": meta.multiple_of}.items()
+        if end not in hidden
+    ]
+    noun = (
+        "a whole number" if whole else "a finite number" if meta.le == _MOST_FLOAT else "a number"
+    )
     return f"{noun} {' and '.join(bounds)}".strip()
 
 
@@ -136,7 +154,9 @@ def _number_in(kind: Any) -> Any:
     """Returns the number type, with its range, inside a type such as `tuple[PositiveInt, ...] | None`; None without."""
     inner = [arm for arm in typing.get_args(kind) if arm is not Ellipsis]
     metas = [meta for meta in getattr(kind, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
-    return Annotated[inner[0], metas[0]] if metas else next(filter(None, map(_number_in, inner)), None)
+    return (
+        Annotated[inner[0], metas[0]] if metas else next(filter(None, map(_number_in, inner)), None)
+    )
 
 
 def option_of(owner: type, name: str) -> str:

@@ -108,8 +108,15 @@ def _files_of(module: str) -> list[Path] | None:
         spec = getattr(sys.modules.get(name), "__spec__", None)
         try:
             finders = sys.meta_path if path is None else [PathFinder]
-            spec = spec or next((found for f in finders if (found := f.find_spec(name, path))), None)
-        except (AttributeError, ImportError, KeyError, ValueError):  # of a finder, or of a namespace in a namespace
+            spec = spec or next(
+                (found for f in finders if (found := f.find_spec(name, path))), None
+            )
+        except (
+            AttributeError,
+            ImportError,
+            KeyError,
+            ValueError,
+        ):  # of a finder, or of a namespace in a namespace
             spec = None
         if spec is None:
             return None
@@ -121,7 +128,11 @@ def _files_of(module: str) -> list[Path] | None:
 
 def _is_installed(top: str, file: Path) -> bool:
     """Whether a package is where packages are installed, or where an editable installation places it."""
-    installed = {*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("purelib", "platlib"))}
+    installed = {
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        *map(sysconfig.get_path, ("purelib", "platlib")),
+    }
     folders = [Path(folder) for folder in installed]
     folders += [folder.resolve() for folder in folders]
     if all(any(f.is_relative_to(folder) for folder in folders) for f in (file, file.resolve())):

@@ -14,7 +14,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshwright.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, ring_shift
+from meshwright.comm.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    reduce_scatter,
+    ring_shift,
+)
 
 F, T = "fsdp", "tensor"
 AXES = {F: 4, T: 2}
@@ -41,7 +48,9 @@ class Program:
             for shape, spec in zip(self.shapes, self.specs, strict=True)
         )
         if self.manual:
-            body = jax.shard_map(self.body, mesh=mesh, in_specs=self.specs, out_specs=self.out, check_vma=False)
+            body = jax.shard_map(
+                self.body, mesh=mesh, in_specs=self.specs, out_specs=self.out, check_vma=False
+            )
             return jax.jit(body), arguments
         return jax.jit(self.body, out_shardings=NamedSharding(mesh, self.out)), arguments
 

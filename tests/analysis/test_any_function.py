@@ -40,18 +40,32 @@ class Callable:
         (step, (), {"x": X, "w": W}),
         (jax.jit(step, static_argnums=3), (X, W, 1.0, False), {}),
         (jax.jit(step, static_argnames="transposed"), (X, W), {"transposed": False}),
-        (jax.jit(step, static_argnames=("factor", "transposed")), (X, W, 2.0), {"transposed": False}),
-        (jax.jit(lambda mode, x, w: x @ w if mode == "plain" else x, static_argnums=0), ("plain", X, W), {}),
+        (
+            jax.jit(step, static_argnames=("factor", "transposed")),
+            (X, W, 2.0),
+            {"transposed": False},
+        ),
+        (
+            jax.jit(lambda mode, x, w: x @ w if mode == "plain" else x, static_argnums=0),
+            ("plain", X, W),
+            {},
+        ),
         (functools.partial(step, factor=2.0), (X, W), {}),
         (Callable(), (X, W), {}),
         (lambda x, w, none: x @ w, (X, W, None), {}),
-        (lambda tree: tree["x"] @ tree["w"], ({"x": np.ones((8, 16), np.float32), "w": jnp.ones((16, 4))},), {}),
+        (
+            lambda tree: tree["x"] @ tree["w"],
+            ({"x": np.ones((8, 16), np.float32), "w": jnp.ones((16, 4))},),
+            {},
+        ),
         (jax.jit(step).trace(X, W), (), {}),
         (jax.jit(step).lower(X, W), (), {}),
         (jax.jit(step).lower(X, W).compile(), (), {}),
     ],
 )
-def test_each_way_to_write_a_product(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+def test_each_way_to_write_a_product(
+    function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> None:
     census = mw.census(function, *arguments, **keywords)
     assert census.flops.compiled == PRODUCT and census.findings == ()
     names = {category for category, size in census.memory.by_category().items() if size}
@@ -95,7 +109,9 @@ def test_the_mesh_of_the_source(mesh: Mesh) -> None:
     def constrained(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x * 2, NamedSharding(mesh, P("data"))).sum()
 
-    mapped = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
+    mapped = jax.shard_map(
+        lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+    )
     for function in (constrained, mapped):
         census = mw.census(function, jnp.ones((8, 16)))
         assert dict(census.mesh) == dict(mesh.shape)
@@ -112,8 +128,12 @@ def test_modules_of_equinox_and_flax() -> None:
     from flax import nnx
 
     census = mw.census(
-        equinox.filter_jit(lambda m, x: x @ m["w"]), {"w": jnp.ones((16, 4)), "name": "linear"}, jnp.ones((8, 16))
+        equinox.filter_jit(lambda m, x: x @ m["w"]),
+        {"w": jnp.ones((16, 4)), "name": "linear"},
+        jnp.ones((8, 16)),
     )
     assert census.flops.compiled == PRODUCT
     linear = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
-    assert mw.census(nnx.jit(lambda m, x: m(x)), linear, jnp.ones((8, 16))).flops.compiled == PRODUCT
+    assert (
+        mw.census(nnx.jit(lambda m, x: m(x)), linear, jnp.ones((8, 16))).flops.compiled == PRODUCT
+    )

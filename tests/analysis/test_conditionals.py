@@ -53,7 +53,8 @@ def scoped(x: jax.Array, flag: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    ("function", "most", "least"), [(two, 3, 2), (in_a_loop, 15, 10), (nested, 4, 1), (switch, 4, 1)]
+    ("function", "most", "least"),
+    [(two, 3, 2), (in_a_loop, 15, 10), (nested, 4, 1), (switch, 4, 1)],
 )
 def test_one_branch_counts(function: Any, most: int, least: int) -> None:
     """The most FLOPs a step may have is the largest branch of each conditional, the least the smallest; never a sum."""
@@ -66,8 +67,14 @@ def test_one_branch_counts(function: Any, most: int, least: int) -> None:
 def test_branches_of_known_frequency_count_as_often_as_they_are_taken() -> None:
     x, flag = jax.ShapeDtypeStruct((N, N), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_)
     taken = {"packed": BranchScope(1, 4), "whole": BranchScope(3, 4)}
-    looped = lambda x, flag: jax.lax.scan(lambda x, _: (scoped(x, flag), None), x, None, length=4)[0]  # noqa: E731
-    assert mw.census(looped, x, flag, facts=ProgramFacts(branches=taken)).flops.compiled == (3 + 3 * 2) * ONE
+
+    def looped(x, flag):
+        return jax.lax.scan(lambda x, _: (scoped(x, flag), None), x, None, length=4)[0]
+
+    assert (
+        mw.census(looped, x, flag, facts=ProgramFacts(branches=taken)).flops.compiled
+        == (3 + 3 * 2) * ONE
+    )
 
 
 CONSTANT = """HloModule m
@@ -89,7 +96,10 @@ ENTRY %main (x: f32[32,32]) -> f32[32,32] {
   ROOT %out = f32[32,32] conditional(%which, %x, %x), BRANCHES
 }
 """
-_BY_NUMBER, _BY_FLAG = "branch_computations={%big, %small}", "true_computation=%big, false_computation=%small"
+_BY_NUMBER, _BY_FLAG = (
+    "branch_computations={%big, %small}",
+    "true_computation=%big, false_computation=%small",
+)
 
 
 @pytest.mark.parametrize(

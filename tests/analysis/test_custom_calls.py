@@ -15,9 +15,22 @@ import pytest
 
 import meshwright as mw
 from meshwright.analysis.census import FlopsBand, ProgramFacts, doubts_of
-from meshwright.analysis.simulate import CostModel, SimulatedSchedule, TargetDevices, peak_flops, simulate_schedule
+from meshwright.analysis.simulate import (
+    CostModel,
+    SimulatedSchedule,
+    TargetDevices,
+    peak_flops,
+    simulate_schedule,
+)
 from meshwright.hardware.chips import CHIPS, Efficiency
-from meshwright.hlo.flops import KernelWork, Skipped, kernel_work, least_flops, read_matmuls, unpriced_kernels
+from meshwright.hlo.flops import (
+    KernelWork,
+    Skipped,
+    kernel_work,
+    least_flops,
+    read_matmuls,
+    unpriced_kernels,
+)
 from meshwright.hlo.parser import Module, parse_module
 from meshwright.views.census_page import census_page, schedule_blocks
 
@@ -44,7 +57,9 @@ def call(operands: str, result: str, target: str, name: str = "call", more: str 
     given = [f"  %p{i} = {shape} parameter({i})" for i, shape in enumerate(operands.split(";"))]
     names = ", ".join(f"%p{i}" for i in range(len(given)))
     line = f'  ROOT %{name} = {result} custom-call({names}), custom_call_target="{target}"{more}'
-    return parse_module("\n".join(["HloModule step", "", "ENTRY %main () -> f32[] {", *given, line, "}"]))
+    return parse_module(
+        "\n".join(["HloModule step", "", "ENTRY %main () -> f32[] {", *given, line, "}"])
+    )
 
 
 def work_of(module: Module) -> KernelWork:
@@ -99,7 +114,9 @@ def test_a_second_reading_counts_the_same(second_reading: ModuleType, name: str)
         ("convBackwardInput", "f32[8,25,25,3];f32[3,4,4,1]", "f32[8,28,28,1]"),
     ],
 )
-def test_the_three_convolutions_of_cudnn_have_the_same_flops(target: str, operands: str, result: str) -> None:
+def test_the_three_convolutions_of_cudnn_have_the_same_flops(
+    target: str, operands: str, result: str
+) -> None:
     """8 images, 25 x 25 positions of a kernel of 4 x 4, from 1 to 3 channels."""
     labels = ", window={size=4x4}, dim_labels=b01f_o01i->b01f"
     module = call(operands, f"({result}, u8[0])", f"__cudnn${target}", "cudnn-conv.1", labels)
@@ -120,7 +137,11 @@ ROWS = 2 * 32768 * 4096 * 14336
         ("gmm.8", "bf16[32768,14336];bf16[8,14336,4096]", "bf16[32768,4096]"),
         ("tgmm.3", "bf16[32768,14336];bf16[32768,4096]", "bf16[8,14336,4096]"),
         ("tgmm.1", "bf16[4096,32768];bf16[32768,14336]", "bf16[8,4096,14336]"),
-        ("gmm.11", "bf16[32768,4096];bf16[8,4096,14336];bf16[32768,14336]", "bf16[32768,14336]"),  # adds to a result
+        (
+            "gmm.11",
+            "bf16[32768,4096];bf16[8,4096,14336];bf16[32768,14336]",
+            "bf16[32768,14336]",
+        ),  # adds to a result
     ],
 )
 def test_megablox_multiplies_every_row_once(name: str, operands: str, result: str) -> None:
@@ -137,7 +158,10 @@ def test_megablox_multiplies_every_row_once(name: str, operands: str, result: st
     ("operands", "result"),
     [
         ("bf16[65536,2048];bf16[128,2048,768];s32[641];s32[641];s32[641]", "bf16[65536,768]"),
-        ("bf16[65536,768];bf16[128,2048,768];s32[641];s32[641];s32[641]", "bf16[65536,2048]"),  # weights transposed
+        (
+            "bf16[65536,768];bf16[128,2048,768];s32[641];s32[641];s32[641]",
+            "bf16[65536,2048]",
+        ),  # weights transposed
         ("bf16[65536,2048];bf16[65536,768];s32[128];s32[128]", "bf16[128,2048,768]"),
     ],
 )
@@ -170,18 +194,26 @@ def test_our_triton_kernel_is_a_grouped_matmul_by_its_scope(operands: str, resul
         ("__cudnn$convForward", "f32[8,3,32,32];f32[16,3,3,3]", "(f32[8,16,32,32], u8[0])", "unknown", 0, "bf16"),
     ],
 )  # fmt: skip
-def test_routines_of_libraries(target: str, operands: str, result: str, kind: str, flops: float, rate: str) -> None:
+def test_routines_of_libraries(
+    target: str, operands: str, result: str, kind: str, flops: float, rate: str
+) -> None:
     module = call(operands, result, target)
     assert work_of(module) == KernelWork(kind, target, flops, rate)  # type: ignore[arg-type]
     assert list(unpriced_kernels(module)) == ([target] if kind == "unknown" else [])
 
 
 def test_a_kernel_without_floating_point_numbers_has_no_products() -> None:
-    assert work_of(call("s32[8]", "(s32[9], s32[23])", "tpu_custom_call", "ragged-dot-metadata")).kind == "memory"
+    assert (
+        work_of(call("s32[8]", "(s32[9], s32[23])", "tpu_custom_call", "ragged-dot-metadata")).kind
+        == "memory"
+    )
 
 
 def test_a_grouped_matmul_in_name_only_is_named() -> None:
-    assert work_of(call("bf16[64,32];bf16[16,8]", "bf16[4,4]", "tpu_custom_call", "my_gmm")).kind == "unknown"
+    assert (
+        work_of(call("bf16[64,32];bf16[16,8]", "bf16[4,4]", "tpu_custom_call", "my_gmm")).kind
+        == "unknown"
+    )
 
 
 # A product of 2^31 FLOPs, which takes 4.7 us at the peak of a v5p, with an estimate of one cycle.
@@ -202,7 +234,10 @@ ENTRY %main (x: bf16[1024,1024]) -> bf16[1024,1024] {
 def test_a_step_faster_than_its_flops_does_not_trust_itself() -> None:
     schedule = simulate_schedule(parse_module(FAST), V5P, {})
     assert schedule.floor_seconds == pytest.approx(2**31 / 459e12)
-    assert "shorter than its matrix products take" in schedule.doubt and "4.679e-06 s" in schedule.doubt
+    assert (
+        "shorter than its matrix products take" in schedule.doubt
+        and "4.679e-06 s" in schedule.doubt
+    )
     assert "Not to be trusted" in schedule_blocks(schedule)[-1].paragraphs[0]
     slower = simulate_schedule(parse_module(FAST.replace('"1"', '"17500"')), V5P, {})
     assert slower.doubt == ""
@@ -211,7 +246,11 @@ def test_a_step_faster_than_its_flops_does_not_trust_itself() -> None:
 def test_the_floor_is_at_the_peak_of_each_type() -> None:
     assert least_flops(parse_module(FAST.replace("bf16", "f8e4m3fn"))) == {"fp8": 2.0**31}
     h100, v5p = CHIPS["h100"], CHIPS["v5p"]
-    assert peak_flops(h100, "fp8") == h100.flops_fp8 == pytest.approx(2 * peak_flops(h100, "bf16"), rel=1e-3)
+    assert (
+        peak_flops(h100, "fp8")
+        == h100.flops_fp8
+        == pytest.approx(2 * peak_flops(h100, "bf16"), rel=1e-3)
+    )
     assert peak_flops(v5p, "fp8") == v5p.flops_bf16  # a v5p converts float8
 
 
@@ -222,25 +261,36 @@ def small_step(**facts: Any) -> mw.Census:
 
 def test_flops_outside_of_the_models_band_are_doubted() -> None:
     flops = 2 * 64**3
-    assert small_step().doubts == small_step(flops_band=FlopsBand(0.9 * flops, 1.1 * flops)).doubts == ()
+    assert (
+        small_step().doubts
+        == small_step(flops_band=FlopsBand(0.9 * flops, 1.1 * flops)).doubts
+        == ()
+    )
     low, high = (
         small_step(flops_band=FlopsBand(least * flops, most * flops, "of the model"))
         for least, most in ((2, 3), (0, 0.5))
     )
     assert "the model needs at least" in low.doubts[0] and "explains at most" in high.doubts[0]
-    assert "does not trust itself" in str(census_page(low)) and "does not trust itself" in census_page(low).html()
+    assert (
+        "does not trust itself" in str(census_page(low))
+        and "does not trust itself" in census_page(low).html()
+    )
     assert json.loads(json.dumps(low.to_json()))["doubts"] == list(low.doubts)
 
 
 def test_a_doubt_names_the_kernels_that_are_not_counted() -> None:
     (doubt,) = doubts_of(1e9, 0.0, {"my_kernel": 3}, FlopsBand(2e9, 3e9), None)
     assert "my_kernel" in doubt
-    assert doubts_of(9e9, 7e9, {}, FlopsBand(1e9, 3e9), None) == ()  # the excess has a finding of its own
+    assert (
+        doubts_of(9e9, 7e9, {}, FlopsBand(1e9, 3e9), None) == ()
+    )  # the excess has a finding of its own
 
 
 def test_an_unpriced_kernel_stands_beside_the_total() -> None:
     census = small_step()
-    census = dataclasses.replace(census, flops=dataclasses.replace(census.flops, unpriced={"my_kernel": 3}))
+    census = dataclasses.replace(
+        census, flops=dataclasses.replace(census.flops, unpriced={"my_kernel": 3})
+    )
     assert "FLOPs unknown: my_kernel (3 x)" in str(census_page(census))
     assert "FLOPs unknown: my_kernel (3 x)" in census_page(census).html()
     assert census.to_json()["flops"]["unpriced"] == {"my_kernel": 3}

@@ -33,7 +33,9 @@ MOST_UNEXPLAINED = 0.01
 
 
 def rows(names: Any, fast: tuple[str, ...] = FAST) -> list[Any]:
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.exhaustive) for name in names]
+    return [
+        name if name in fast else pytest.param(name, marks=pytest.mark.exhaustive) for name in names
+    ]
 
 
 @functools.cache
@@ -80,7 +82,14 @@ def test_a_clean_program_has_no_findings(name: str) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_a_second_count_agrees_on_tpus() -> None:
     """Two programs with collectives that tpu7x runs on other cores; bench/foreign_programs.py has all."""
-    words = [sys.executable, str(BENCH), "--child", "tpu7x:2x2x1", "--only", "jax_shard_map_fsdp,jax_model_parallel"]
+    words = [
+        sys.executable,
+        str(BENCH),
+        "--child",
+        "tpu7x:2x2x1",
+        "--only",
+        "jax_shard_map_fsdp,jax_model_parallel",
+    ]
     printed = subprocess.run(
         words, capture_output=True, text=True, check=True, timeout=300, env=dict(os.environ)
     ).stdout

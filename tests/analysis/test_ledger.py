@@ -42,7 +42,10 @@ def test_counts_are_those_made_by_hand(name: str, mesh: Mesh) -> None:
     assert counts(list(census.ledger)) == program.sends
     assert all(e.exact for e in census.ledger) == program.exact
     assert any(e.conditional for e in census.ledger) == program.branch
-    assert all(e.line.startswith(("programs.py:", "collectives.py:", "hierarchical.py:")) for e in census.ledger)
+    assert all(
+        e.line.startswith(("programs.py:", "collectives.py:", "hierarchical.py:"))
+        for e in census.ledger
+    )
     assert not [f for f in census.findings if f.kind == "unexpected"]
 
 
@@ -71,12 +74,20 @@ OTHERWISE: dict[str, Counts] = {
     "fsdp gradient": {("all-gather", F): (1, 256), ("all-reduce", F): (1, 512)},
     "megatron with the sequence": {("all-gather", T): (2, 512), ("all-reduce", T): (2, 1024)},
     "fsdp x tensor": {("all-gather", F): (2, 1024), ("all-reduce", T): (1, 128)},
-    "accumulation": {("all-gather", F): (3, 768), ("all-reduce", F): (1, 512), ("all-reduce", T): (1, 128)},
+    "accumulation": {
+        ("all-gather", F): (3, 768),
+        ("all-reduce", F): (1, 512),
+        ("all-reduce", T): (1, 128),
+    },
     "large layers": {("all-gather", F): (3, 3 * 2**19), ("reduce-scatter", F): (3, 3 * 2**20)},
 }
 ON_GPU: dict[str, Counts] = {
     "fsdp x tensor": {("all-gather", F): (1, 2048), ("all-reduce", T): (1, 128)},
-    "accumulation": {("all-gather", F): (3, 1536), ("reduce-scatter", F): (3, 1536), ("all-reduce", T): (1, 128)},
+    "accumulation": {
+        ("all-gather", F): (3, 1536),
+        ("reduce-scatter", F): (3, 1536),
+        ("all-reduce", T): (1, 128),
+    },
 }
 
 
@@ -154,7 +165,12 @@ ENTRY %main (x: f32[4,8]) -> (f32[4,8], f32[4,8]) {
 def test_forms_that_only_some_chips_print() -> None:
     """A gather in pieces counts once; an all-reduce with a slice in one fusion is a reduce-scatter; wrapped pairs."""
     gathered, scattered, passed = read_ledger(parse_module(GATHER), AXES)
-    assert (gathered.kind, gathered.axes, gathered.count, gathered.payload) == ("all-gather", (F,), 1, 512)
+    assert (gathered.kind, gathered.axes, gathered.count, gathered.payload) == (
+        "all-gather",
+        (F,),
+        1,
+        512,
+    )
     assert gathered.asynchronous and gathered.overlapped == ("dot.1", "fusion.2")
     assert (scattered.kind, scattered.axes, scattered.payload) == ("reduce-scatter", (F,), 512)
     assert (passed.kind, passed.axes, passed.payload) == ("collective-permute", (T,), 128)
@@ -252,7 +268,8 @@ ENTRY %main (x: f32[4,8]) -> (f32[16,8], f32[4,4]) {
 
 
 @pytest.mark.parametrize(
-    "start", ["call-start(), to_apply=%called", "custom-call-start(), called_computations={%called}"]
+    "start",
+    ["call-start(), to_apply=%called", "custom-call-start(), called_computations={%called}"],
 )
 def test_a_transfer_begins_with_its_operands(start: str) -> None:
     """Neither what runs before the operands exist nor what runs after the done overlaps."""
@@ -320,7 +337,8 @@ def test_a_ragged_exchange_counts_its_rows_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "axes"), [(None, F), ([[0, 1], [2, 3]], f"{F} within 2"), ([[0, 2], [1, 3]], f"{F} between 2")]
+    ("groups", "axes"),
+    [(None, F), ([[0, 1], [2, 3]], f"{F} within 2"), ([[0, 2], [1, 3]], f"{F} between 2")],
 )
 def test_a_ragged_exchange_is_expected_with_the_same_payload(
     mesh: Mesh, groups: list[list[int]] | None, axes: str
@@ -328,9 +346,16 @@ def test_a_ragged_exchange_is_expected_with_the_same_payload(
     def exchange(x: jax.Array, y: jax.Array, o: jax.Array) -> jax.Array:
         return jax.lax.ragged_all_to_all(x, y, o, o, o, o, axis_name=F, axis_index_groups=groups)
 
-    body = jax.shard_map(exchange, mesh=mesh, in_specs=(P(F), P(F), P()), out_specs=P(F), check_vma=False)
-    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((64, 8), "float32"), ((256, 8), "float32"))]
-    jaxpr = jax.make_jaxpr(body)(*shapes, jax.ShapeDtypeStruct((len(groups[0]) if groups else 4,), "int32"))
+    body = jax.shard_map(
+        exchange, mesh=mesh, in_specs=(P(F), P(F), P()), out_specs=P(F), check_vma=False
+    )
+    shapes = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (((64, 8), "float32"), ((256, 8), "float32"))
+    ]
+    jaxpr = jax.make_jaxpr(body)(
+        *shapes, jax.ShapeDtypeStruct((len(groups[0]) if groups else 4,), "int32")
+    )
     (found,) = read_jaxpr_collectives(jaxpr, AXES)
     assert found == JaxprCollective("ragged-all-to-all", (axes,), 1, 512, found.lines)
     assert len(found.lines) == 1 and next(iter(found.lines)).startswith("test_ledger.py:")

@@ -47,7 +47,10 @@ def only(findings: tuple[Finding, ...], kind: str) -> Finding:
 
 @pytest.mark.parametrize(
     "mesh_text",
-    [*(pytest.param(m, marks=pytest.mark.exhaustive) for m in ("data=1", "fsdp=8")), "data=2,fsdp=2,tensor=2"],
+    [
+        *(pytest.param(m, marks=pytest.mark.exhaustive) for m in ("data=1", "fsdp=8")),
+        "data=2,fsdp=2,tensor=2",
+    ],
 )
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_clean_step_reports_nothing(family: str, mesh_text: str) -> None:
@@ -102,12 +105,18 @@ def test_a_dimension_that_wastes_padding(mesh: Mesh) -> None:
 
     findings = mw.census(step, array(mesh, (64, 64), "fsdp")).findings
     found = next(f for f in findings if f.kind == "padding")
-    assert found.subject == "constraint of float32[17,64]" and "17 over 4 is padded to 20 = 4 * 5" in found.reason
+    assert (
+        found.subject == "constraint of float32[17,64]"
+        and "17 over 4 is padded to 20 = 4 * 5" in found.reason
+    )
     assert found.line == line_of(test_a_dimension_that_wastes_padding, "with_sharding_constraint(")
 
 
 def test_a_vocabulary_that_wastes_padding() -> None:
-    found = only(census_of_train_step(device_run_of(tiny_run(MODELS["llama"], "tensor=2"))).findings, "padding")
+    found = only(
+        census_of_train_step(device_run_of(tiny_run(MODELS["llama"], "tensor=2"))).findings,
+        "padding",
+    )
     assert found.subject == "vocabulary" and "50 tokens are padded to 64" in found.reason
 
 
@@ -120,7 +129,9 @@ def test_blocks_that_fill_a_tpus_tiles_badly() -> None:
     assert "padded to 4096 x 128, 60% padding" in found.reason
     assert found.fix.startswith("last dimension on each device of 128")
     (found,) = lint_tiles([argument(4096, 1, 128)])
-    assert "700% padding" in found.reason and found.fix.startswith("second-last dimension on each device of 8")
+    assert "700% padding" in found.reason and found.fix.startswith(
+        "second-last dimension on each device of 8"
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -128,7 +139,9 @@ def test_an_involuntary_full_rematerialisation(mesh: Mesh) -> None:
     def loss(x: jax.Array) -> jax.Array:
         y = jnp.einsum("ij,kj->ik", x, x)
         y = jax.lax.with_sharding_constraint(y, NamedSharding(mesh, P(("fsdp", "tensor"), None)))
-        return jax.lax.with_sharding_constraint(jnp.sin(y), NamedSharding(mesh, P("tensor", "fsdp"))).sum()
+        return jax.lax.with_sharding_constraint(
+            jnp.sin(y), NamedSharding(mesh, P("tensor", "fsdp"))
+        ).sum()
 
     findings = mw.census(jax.grad(loss), array(mesh, (64, 64), "fsdp", "tensor")).findings
     found = [f for f in findings if f.kind == "rematerialised"]
@@ -167,7 +180,10 @@ def test_every_expert_computed_for_every_row() -> None:
     def loss(x: jax.Array, w: jax.Array, rows: jax.Array) -> jax.Array:
         return jnp.square(jax.lax.ragged_dot(x, w, rows)).sum()
 
-    x, w = jax.ShapeDtypeStruct((256, 64), jnp.float32), jax.ShapeDtypeStruct((8, 64, 128), jnp.float32)
+    x, w = (
+        jax.ShapeDtypeStruct((256, 64), jnp.float32),
+        jax.ShapeDtypeStruct((8, 64, 128), jnp.float32),
+    )
     census = mw.census(jax.grad(loss, (0, 1)), x, w, jax.ShapeDtypeStruct((8,), jnp.int32))
     found = only(census.findings, "experts")
     assert "8.0 times" in found.reason
@@ -179,7 +195,10 @@ def test_experts_with_a_capacity_compute_what_they_need() -> None:
     def loss(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.square(jnp.einsum("ecd,edf->ecf", x, w)).sum()
 
-    x, w = jax.ShapeDtypeStruct((8, 32, 64), jnp.float32), jax.ShapeDtypeStruct((8, 64, 128), jnp.float32)
+    x, w = (
+        jax.ShapeDtypeStruct((8, 32, 64), jnp.float32),
+        jax.ShapeDtypeStruct((8, 64, 128), jnp.float32),
+    )
     census = mw.census(jax.grad(loss, (0, 1)), x, w)
     assert census.findings == () and census.flops.compiled == 3 * 2 * 256 * 64 * 128
 
@@ -196,7 +215,9 @@ def test_a_written_gather_does_not_hide_a_larger_one(mesh: Mesh) -> None:
     census = mw.census(step, array(mesh, (64, 16), "fsdp"), array(mesh, (256, 256), "fsdp"))
     found = only(census.findings, "unexpected")
     assert "all-gather over fsdp" in found.subject and found.bytes == 256 * 256 * 4 * 3 // 4
-    assert found.line == line_of(test_a_written_gather_does_not_hide_a_larger_one, "with_sharding_constraint")
+    assert found.line == line_of(
+        test_a_written_gather_does_not_hide_a_larger_one, "with_sharding_constraint"
+    )
     assert "shard the operands" in found.fix
 
 
@@ -251,15 +272,31 @@ def test_parts_of_a_written_collective_are_not_the_compilers_own(
     axes: tuple[str, ...] | None, op_name: str, payload: int, found: int
 ) -> None:
     """A reduce-scatter of 64 x 2,374 rows in tiles shifts rows; a gather may go over factors of its axis."""
-    written = JaxprCollective("reduce-scatter", ("fsdp",), 1, 1_000_000, frozenset({"llama.py:203"}))
+    written = JaxprCollective(
+        "reduce-scatter", ("fsdp",), 1, 1_000_000, frozenset({"llama.py:203"})
+    )
     shift = LedgerEntry(
-        "collective-permute", axes, 2, payload, 1, True, False, ("f32[1222,5120]",), "", "", op_name, True, ()
+        "collective-permute",
+        axes,
+        2,
+        payload,
+        1,
+        True,
+        False,
+        ("f32[1222,5120]",),
+        "",
+        "",
+        op_name,
+        True,
+        (),
     )
     assert len(lint_unexpected_collectives([shift], [written])) == found
 
 
 def test_state_that_is_not_donated(mesh: Mesh) -> None:
-    def step(params: dict[str, jax.Array], batch: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+    def step(
+        params: dict[str, jax.Array], batch: jax.Array
+    ) -> tuple[dict[str, jax.Array], jax.Array]:
         return {"w": params["w"] - 0.1 * batch.sum()}, batch.mean()
 
     params, batch = {"w": array(mesh, (1024, 512), "fsdp", "tensor")}, array(mesh, (8, 8))
@@ -306,7 +343,9 @@ def test_float64_that_nobody_asked_for() -> None:
         return x * jnp.asarray(np.linspace(0.0, 1.0, 512))
 
     with jax.enable_x64(True):
-        found = only(mw.census(step, jax.ShapeDtypeStruct((512, 512), jnp.float32)).findings, "precision")
+        found = only(
+            mw.census(step, jax.ShapeDtypeStruct((512, 512), jnp.float32)).findings, "precision"
+        )
     assert "float64" in found.reason
     assert found.line == line_of(test_float64_that_nobody_asked_for, "linspace")
 
@@ -322,7 +361,9 @@ def test_a_constraint_that_does_not_divide(mesh: Mesh) -> None:
 
 def test_a_kernel_that_is_not_in_the_program() -> None:
     texts = Path(__file__).parent / "texts"
-    found = list(lint_attention_kernel(parse_module((texts / "v5p" / "fsdp.hlo").read_text()), "splash"))
+    found = list(
+        lint_attention_kernel(parse_module((texts / "v5p" / "fsdp.hlo").read_text()), "splash")
+    )
     assert only(tuple(found), "kernel").subject == "attention by splash"
     module = parse_module((texts / "kernels" / "attention.hlo").read_text())
     assert list(lint_attention_kernel(module, "splash")) == []

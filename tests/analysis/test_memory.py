@@ -39,18 +39,24 @@ def train_step_census(run: Run) -> tuple[DeviceRun, Census]:
 
 @pytest.mark.parametrize(("layout", "mesh"), LAYOUTS)
 def test_categories_add_up(layout: str, mesh: str) -> None:
-    device_run, census = train_step_census(tiny_run(MODELS["llama"], mesh, layout=layout, remat="none"))
+    device_run, census = train_step_census(
+        tiny_run(MODELS["llama"], mesh, layout=layout, remat="none")
+    )
     memory, compiled = census.memory, census.memory.compiled
     stats = memory.by_category()
     assert compiled.peak == sum(stats.values()) == sum(memory.by_module().values())
-    assert compiled.peak == compiled.arguments + compiled.results - compiled.aliased + compiled.temporary
+    assert (
+        compiled.peak
+        == compiled.arguments + compiled.results - compiled.aliased + compiled.temporary
+    )
     # Parameters, optimizer state and batch are exactly the blocks that a device is given.
     blocks = {
         "parameters": device_run.abstract.params, "optimizer state": device_run.abstract.optimizer,
     }  # fmt: skip
     for category, tree in blocks.items():
         held = sum(
-            int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+            int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(tree)
         )
         assert stats[category] == held
     # What no buffer accounts for is small: the liveness of buffers explains the compiler's allocation.
@@ -87,7 +93,10 @@ def test_a_function_of_the_users_own() -> None:
         return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
 
     where = NamedSharding(mesh, P("data"))
-    params = {k: jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P())) for k in ("up", "down")}
+    params = {
+        k: jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P()))
+        for k in ("up", "down")
+    }
     batch = jax.ShapeDtypeStruct((128, 64), jnp.float32, sharding=where)
     census = mw.census(step, params, batch)
     categories = census.memory.by_category()
@@ -110,7 +119,9 @@ def test_real_steps_use_the_memory_that_was_predicted() -> None:
     # Large enough to stand out from what the process itself holds: 8 devices of about 20 MB each.
     device_run = device_run_of(tiny_run(MODELS["llama"], "data=8", batch=64, seq=256, remat="none"))
     predicted = 8 * census_of_train_step(device_run).memory.compiled.peak
-    step = build_train_step(device_run).lower(device_run.abstract, device_run.abstract_batch).compile()
+    step = (
+        build_train_step(device_run).lower(device_run.abstract, device_run.abstract_batch).compile()
+    )
     gc.collect()
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")

@@ -102,17 +102,30 @@ CRITICAL = f"""  %z = bf16[2048,2048] fusion(%x, %x), {COST}
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (ENTRY.replace("LINES", SYNC), "other (100 us), which does not depend on it, could run beside it"),
-        (ENTRY.replace("LINES", TOO_LATE), "other (100 us), which does not depend on it, could run beside it"),
+        (
+            ENTRY.replace("LINES", SYNC),
+            "other (100 us), which does not depend on it, could run beside it",
+        ),
+        (
+            ENTRY.replace("LINES", TOO_LATE),
+            "other (100 us), which does not depend on it, could run beside it",
+        ),
         (LOOP.replace("LINES", LAYER), "could run in the iteration before"),
-        (LOOP.replace("LINES", BEHIND).replace("%y, %stack)", "%y, %kept)"), "could run in the iteration after"),
+        (
+            LOOP.replace("LINES", BEHIND).replace("%y, %stack)", "%y, %kept)"),
+            "could run in the iteration after",
+        ),
     ],
 )
 def test_a_planted_wait_is_found(text: str, reason: str) -> None:
     module = parse_module(text)
     schedule = simulate_schedule(module, TARGET, {"fsdp": 4})
     (found,) = lint_missed_overlap(module, schedule, read_ledger(module, {"fsdp": 4}))
-    assert found.kind == "overlap" and found.line == "layer.py:7" and "all-gather over fsdp" in found.subject
+    assert (
+        found.kind == "overlap"
+        and found.line == "layer.py:7"
+        and "all-gather over fsdp" in found.subject
+    )
     assert reason in found.reason and found.fix
     (waited,) = re.findall(r"waits ([\d.]+) us|$", found.reason)[:1]
     exposed = sum(schedule.exposed.values())
@@ -137,7 +150,11 @@ def test_a_wait_that_nothing_could_hide_is_not_reported(text: str) -> None:
 
 def test_work_hides_one_collective_only() -> None:
     """Two gathers beside one product: the second has nothing left to hide it."""
-    second = SYNC.replace("%whole =", "%again =").replace("%out =", "%ignored =").replace("ROOT %ignored", "%ignored")
+    second = (
+        SYNC.replace("%whole =", "%again =")
+        .replace("%out =", "%ignored =")
+        .replace("ROOT %ignored", "%ignored")
+    )
     lines = "\n".join([*second.splitlines()[:1], *SYNC.splitlines()[:2]])
     lines += f"\n  %sum = bf16[2048,2048] fusion(%again, %whole), {COST}"
     lines += f"\n  ROOT %out = bf16[2048,2048] fusion(%other, %sum), {COST}"
@@ -155,5 +172,7 @@ def test_small_programs_of_the_compilers_have_nothing_to_hide_behind(target: str
     for file in sorted((Path(__file__).parent / "texts" / target).glob("*.hlo")):
         module, mesh = parse_module(file.read_text()), {"fsdp": 4, "tensor": 2}
         schedule = simulate_schedule(module, devices, mesh)
-        found = list(lint_missed_overlap(module, schedule, read_ledger(module, mesh), MIN_SENT_BYTES))
+        found = list(
+            lint_missed_overlap(module, schedule, read_ledger(module, mesh), MIN_SENT_BYTES)
+        )
         assert found == [], file.name

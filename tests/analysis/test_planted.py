@@ -30,7 +30,9 @@ class Planted:
     reason: str
 
 
-def array(mesh: Mesh, shape: tuple[int, ...], *spec: Any, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+def array(
+    mesh: Mesh, shape: tuple[int, ...], *spec: Any, dtype: Any = jnp.float32
+) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
 

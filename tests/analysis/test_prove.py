@@ -38,8 +38,13 @@ def test_it_prints_and_writes(proved: Path) -> None:
     assert (proved / "step.hlo").read_text().startswith("HloModule")
     document = json.loads((proved / "census.json").read_text())
     assert sum(document["memory"]["categories"].values()) == document["memory"]["peak"]
-    assert {"kind", "axes", "payload", "count", "total", "sent", "line", "tensor"} <= set(document["ledger"][0])
-    assert document["provenance"]["simulated"] == ["simulated_schedule"] and document["simulated_schedule"] is None
+    assert {"kind", "axes", "payload", "count", "total", "sent", "line", "tensor"} <= set(
+        document["ledger"][0]
+    )
+    assert (
+        document["provenance"]["simulated"] == ["simulated_schedule"]
+        and document["simulated_schedule"] is None
+    )
     assert document["unread"] == [] and document["memory"]["live"] <= document["memory"]["peak"]
     assert document["mesh"]["fsdp"] == 2 and document["flops"]["compiled"] > 0
 
@@ -59,15 +64,22 @@ def test_two_meshes_and_two_commits(proved: Path, tmp_path: Path) -> None:
     broken.write_text("{}")
     assert "it is not a census" in in_process(*PROVE, "--against", str(broken), code=6)
     plan = tmp_path / "plan.json"
-    in_process("plan", "llama32-1b", "--on", "h100:8", "--tokens-per-step", "64k", "--out", str(plan))
+    in_process(
+        "plan", "llama32-1b", "--on", "h100:8", "--tokens-per-step", "64k", "--out", str(plan)
+    )
     assert "--on h100:1x8" in in_process(*PROVE, "--against", str(plan), code=2)
-    assert "it cannot be read" in in_process(*PROVE, "--against", str(tmp_path / "none.json"), code=6)
+    assert "it cannot be read" in in_process(
+        *PROVE, "--against", str(tmp_path / "none.json"), code=6
+    )
     assert "did you mean 'tensor'?" in in_process(*PROVE, "--against", "tensr=2", code=2)
 
 
 def test_json_and_the_evaluation_step() -> None:
     document = json.loads(in_process(*PROVE, "--step", "evaluate", "--json"))
-    assert document["name"] == "evaluation step" and "gradients" not in document["memory"]["categories"]
+    assert (
+        document["name"] == "evaluation step"
+        and "gradients" not in document["memory"]["categories"]
+    )
 
 
 def test_files_that_cannot_be_written_are_named_before_compiling(
@@ -86,7 +98,11 @@ def test_files_that_cannot_be_written_are_named_before_compiling(
 def test_pictures_on_the_command_line() -> None:
     words = ["show", "llama3-8b", "--mesh", "fsdp=4,tensor=2"]
     drawn = in_process(*words, "--draw", "blocks.query", "--machine", "h100:2x4")
-    assert "blocks.query, gathered[L, D, N/tensor, H]" in drawn and "tensor=2: within a node" in drawn
+    assert (
+        "blocks.query, gathered[L, D, N/tensor, H]" in drawn and "tensor=2: within a node" in drawn
+    )
     assert "did you mean 'blocks.query'?" in in_process(*words, "--draw", "blocks.qury", code=2)
-    assert "the machine has 16 devices, and the mesh 8" in in_process(*words, "--machine", "h100:4x4", code=2)
+    assert "the machine has 16 devices, and the mesh 8" in in_process(
+        *words, "--machine", "h100:4x4", code=2
+    )
     assert "cannot be written" in in_process(*words, "--html", "/proc/none", code=2)

@@ -7,7 +7,12 @@ import pytest
 from tiny_runs import MODELS, device_run_of, tiny_run
 
 from meshwright.analysis.census import doubts_of
-from meshwright.analysis.run_census import causal_fraction, census_of_train_step, flops_band, skipped_by_kernels
+from meshwright.analysis.run_census import (
+    causal_fraction,
+    census_of_train_step,
+    flops_band,
+    skipped_by_kernels,
+)
 from meshwright.config import MeshShape
 from meshwright.hardware.machine import Machine
 from meshwright.models.model import AttentionSpec, LayerSpec, ModelSpec
@@ -30,15 +35,21 @@ def test_windows_may_differ_per_layer() -> None:
     whole, window = AttentionSpec(4, 4, 16), AttentionSpec(4, 4, 16, window=4)
     narrow = (1 + 2 + 3 + 13 * 4) / SEQ**2
     assert causal_fraction(spec(window), SEQ) == pytest.approx(narrow)
-    assert causal_fraction(spec(whole, window), SEQ) == pytest.approx(((SEQ + 1) / 2 / SEQ + narrow) / 2)
+    assert causal_fraction(spec(whole, window), SEQ) == pytest.approx(
+        ((SEQ + 1) / 2 / SEQ + narrow) / 2
+    )
     # Weighted by the FLOPs of each layer's attention: three times the heads count three times.
     heads = AttentionSpec(12, 4, 16, window=4)
-    assert causal_fraction(spec(whole, heads), SEQ) == pytest.approx(((SEQ + 1) / 2 / SEQ + 3 * narrow) / 4)
+    assert causal_fraction(spec(whole, heads), SEQ) == pytest.approx(
+        ((SEQ + 1) / 2 / SEQ + 3 * narrow) / 4
+    )
 
 
 def test_a_model_without_attention_has_a_census() -> None:
     assert causal_fraction(spec(None, None), SEQ) == 0.5
-    assert causal_fraction(spec(AttentionSpec(4, 4, 16), None), SEQ) == pytest.approx((SEQ + 1) / 2 / SEQ)
+    assert causal_fraction(spec(AttentionSpec(4, 4, 16), None), SEQ) == pytest.approx(
+        (SEQ + 1) / 2 / SEQ
+    )
 
 
 @pytest.mark.parametrize(

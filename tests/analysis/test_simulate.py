@@ -87,7 +87,9 @@ def devices_of(target: Target) -> TargetDevices:
     return TargetDevices(target.chip, target.topology, tuple(coordinates), WHOLE)
 
 
-def play(text: str, target: Target = V5P, mesh: dict[str, int] | None = None, **more: Any) -> SimulatedSchedule:
+def play(
+    text: str, target: Target = V5P, mesh: dict[str, int] | None = None, **more: Any
+) -> SimulatedSchedule:
     degrees = {"fsdp": target.devices} if mesh is None else mesh
     return simulate_schedule(parse_module(text), devices_of(target), degrees, **more)
 
@@ -183,7 +185,9 @@ def test_a_nested_fusion_reads_what_it_uses() -> None:
     for passed in ("bitcast", "copy"):
         module = parse_module(NESTED.replace("bitcast(%x)", f"{passed}(%x)"))
         assert hbm_bytes_accessed(module.entry.root) == 3 * 4096 + 4
-    whole = parse_module(NESTED.replace("slice(%flat), slice={[0:1024]}", "reduce(%flat), to_apply=%add"))
+    whole = parse_module(
+        NESTED.replace("slice(%flat), slice={[0:1024]}", "reduce(%flat), to_apply=%add")
+    )
     assert hbm_bytes_accessed(whole.entry.root) == 2 * 4096 + 80 * 4096 + 4
 
 
@@ -204,7 +208,9 @@ def test_a_matmul_in_a_nested_fusion_is_a_matmul() -> None:
         "ROOT %dot = bf16[1024,1024] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
         "ROOT %nested = bf16[1024,1024] fusion(%a, %b), kind=kOutput, calls=%inner",
     )
-    inner = PROGRAM[PROGRAM.index("%product") : PROGRAM.index("ENTRY")].replace("%product", "%inner")
+    inner = PROGRAM[PROGRAM.index("%product") : PROGRAM.index("ENTRY")].replace(
+        "%product", "%inner"
+    )
     assert (
         play(text.replace("%product (", f"{inner}%product (")).by_kind
         == play(PROGRAM.replace("CYCLES", "1750000")).by_kind
@@ -214,9 +220,7 @@ def test_a_matmul_in_a_nested_fusion_is_a_matmul() -> None:
 def test_a_transfer_on_another_core_begins_with_its_operands() -> None:
     """A start without operands occupies no link: the gather begins at the update that passes them."""
     text = PROGRAM.replace("CYCLES", "1750000")
-    early = (
-        "%start = (bf16[256,1024], bf16[1024,1024]) all-gather-start(%w), replica_groups={{0,1,2,3}}, dimensions={0}"
-    )
+    early = "%start = (bf16[256,1024], bf16[1024,1024]) all-gather-start(%w), replica_groups={{0,1,2,3}}, dimensions={0}"
     called = """%called (p: bf16[256,1024]) -> bf16[1024,1024] {
   %p = bf16[256,1024] parameter(0)
   ROOT %gather = bf16[1024,1024] all-gather(%p), replica_groups={{0,1,2,3}}, dimensions={0}
@@ -226,7 +230,9 @@ def test_a_transfer_on_another_core_begins_with_its_operands() -> None:
     start = "%start = ((), (), (s32[1])) custom-call-start(), called_computations={%called}"
     update = "%update = ((bf16[256,1024]), bf16[1024,1024]) custom-call-update(%start, %w)"
     done = "%done = bf16[1024,1024] all-gather-done(%start)"
-    offloaded = text.replace("ENTRY", f"{called}ENTRY").replace(done, done.replace("%start", "%update"))
+    offloaded = text.replace("ENTRY", f"{called}ENTRY").replace(
+        done, done.replace("%start", "%update")
+    )
     overlapped = play(offloaded.replace(early, f"{start}\n  {update}"))
     assert overlapped.exposed == {} and overlapped.link_seconds["fsdp"] == pytest.approx(RING)
     # Behind the matmul nothing is left to overlap with.
@@ -255,18 +261,26 @@ def test_a_matmul_fused_with_a_piece_of_a_gather_is_a_matmul() -> None:
 }}
 
 ENTRY"""
-    start = (
-        "%start = (bf16[256,1024], bf16[1024,1024]) all-gather-start(%w), replica_groups={{0,1,2,3}}, dimensions={0}"
-    )
+    start = "%start = (bf16[256,1024], bf16[1024,1024]) all-gather-start(%w), replica_groups={{0,1,2,3}}, dimensions={0}"
     pieces = (
         text.replace("ENTRY", begun)
-        .replace(start, "%async-collective-start = bf16[1024,1024] fusion(%w), kind=kCustom, calls=%begun")
-        .replace("fusion(%a, %a), kind=kOutput, calls=%product", "fusion(%a, %w), calls=%async_collective_fusion.1")
-        .replace("all-gather-done(%start)", "fusion(%async-collective-start), kind=kCustom, calls=%ended")
+        .replace(
+            start,
+            "%async-collective-start = bf16[1024,1024] fusion(%w), kind=kCustom, calls=%begun",
+        )
+        .replace(
+            "fusion(%a, %a), kind=kOutput, calls=%product",
+            "fusion(%a, %w), calls=%async_collective_fusion.1",
+        )
+        .replace(
+            "all-gather-done(%start)", "fusion(%async-collective-start), kind=kCustom, calls=%ended"
+        )
         .replace("%done", "%async-collective-done")
     )
     whole, played = play(text), play(pieces)
-    assert played.by_kind == whole.by_kind and played.step_seconds == pytest.approx(whole.step_seconds)
+    assert played.by_kind == whole.by_kind and played.step_seconds == pytest.approx(
+        whole.step_seconds
+    )
 
 
 def test_what_lies_in_vmem_costs_no_hbm() -> None:
@@ -301,9 +315,17 @@ def test_links_carry_first_what_was_started_first(first: str, second: str, share
 
     def seconds(*groups: str) -> tuple[list[float], float]:
         text = TWO_GATHERS.replace("FIRST", groups[0]).replace("SECOND", groups[-1])
-        text = text if len(groups) > 1 else "".join(s for s in text.splitlines(True) if "%second" not in s)
-        played = play(text.replace("%one =", "ROOT %one =") if len(groups) == 1 else text, target, mesh)
-        return [span.seconds for span in played.spans if span.kind == "collective"], played.step_seconds
+        text = (
+            text
+            if len(groups) > 1
+            else "".join(s for s in text.splitlines(True) if "%second" not in s)
+        )
+        played = play(
+            text.replace("%one =", "ROOT %one =") if len(groups) == 1 else text, target, mesh
+        )
+        return [
+            span.seconds for span in played.spans if span.kind == "collective"
+        ], played.step_seconds
 
     ((one,), _), ((other,), _) = seconds(first), seconds(second)
     both, step = seconds(first, second)
@@ -335,13 +357,18 @@ ENTRY %main (x: bf16[1048576]) -> bf16[1048576] {
         ("v5e", [0, 2, 3, 1], 1, 2),  # along the line and back
     ],
 )
-def test_permutes_share_the_links_that_their_messages_pass(chip: str, ring: list[int], forward: int, both: int) -> None:
+def test_permutes_share_the_links_that_their_messages_pass(
+    chip: str, ring: list[int], forward: int, both: int
+) -> None:
     target = Target(chip, CHIPS[chip], (4, 1, 1)[: CHIPS[chip].interconnect.dims])  # type: ignore[union-attr]
     follows = {device: ring[(place + 1) % 4] for place, device in enumerate(ring)}
     ways = [
-        ",".join(f"{{{a},{b}}}" for a, b in pairs) for pairs in (follows.items(), [(b, a) for a, b in follows.items()])
+        ",".join(f"{{{a},{b}}}" for a, b in pairs)
+        for pairs in (follows.items(), [(b, a) for a, b in follows.items()])
     ]
-    played = play(PERMUTES.replace("FIRST", f"{{{ways[0]}}}").replace("SECOND", f"{{{ways[1]}}}"), target)
+    played = play(
+        PERMUTES.replace("FIRST", f"{{{ways[0]}}}").replace("SECOND", f"{{{ways[1]}}}"), target
+    )
     spans = [span.seconds for span in played.spans if span.kind == "collective"]
     message = 2**21 / target.chip.interconnect.link_bandwidth
     assert spans[0] == pytest.approx(forward * message + 1e-6)
@@ -361,17 +388,30 @@ ENTRY %main (w: bf16[FLYING], x: bf16[WAITED]) -> bf16[OUT] {
 
 
 @pytest.mark.parametrize(("flying", "waited"), [(2**20, 2**12), (2**12, 2**20)])
-def test_a_collective_that_the_program_waits_for_has_half_of_a_link_in_use(flying: int, waited: int) -> None:
+def test_a_collective_that_the_program_waits_for_has_half_of_a_link_in_use(
+    flying: int, waited: int
+) -> None:
     target, mesh = parse_target("h100:2x8"), {"data": 2, "fsdp": 2, "context": 2, "tensor": 2}
-    text = BESIDE.replace("FLYING", str(flying)).replace("WAITED", str(waited)).replace("OUT", str(2 * flying))
+    text = (
+        BESIDE.replace("FLYING", str(flying))
+        .replace("WAITED", str(waited))
+        .replace("OUT", str(2 * flying))
+    )
 
     def seconds(text: str) -> dict[str, float]:
         played = play(text.replace("GROUPS", BETWEEN), target, mesh)
-        return {span.instruction: span.seconds for span in played.spans if span.kind == "collective"}
+        return {
+            span.instruction: span.seconds for span in played.spans if span.kind == "collective"
+        }
 
-    both, one = seconds(text), seconds("".join(line for line in text.splitlines(True) if "%waited" not in line))
+    both, one = (
+        seconds(text),
+        seconds("".join(line for line in text.splitlines(True) if "%waited" not in line)),
+    )
     alone = seconds(
-        "".join(line for line in text.splitlines(True) if "%first" not in line).replace("%x = ", "ROOT %x = ")
+        "".join(line for line in text.splitlines(True) if "%first" not in line).replace(
+            "%x = ", "ROOT %x = "
+        )
     )
     first, second = one["first"], alone["waited"]
     assert both["waited"] == pytest.approx(second + min(first, second))
@@ -405,7 +445,10 @@ ENTRY %main (runs: s32[], x: f32[1024,1024]) -> f32[1024,1024] {
 
 
 def test_a_tick_lasts_as_long_as_its_busiest_stage() -> None:
-    taken = {"pipeline: forward": BranchScope(2, 5), "pipeline: backward": BranchScope(2, 5, recomputes=True)}
+    taken = {
+        "pipeline: forward": BranchScope(2, 5),
+        "pipeline: backward": BranchScope(2, 5, recomputes=True),
+    }
     module = parse_module(BRANCHES, taken)
     one = 2 * 2**22 / 2.765e12
     forward, backward = frozenset({"pipeline: forward"}), frozenset({"pipeline: backward"})
@@ -420,7 +463,9 @@ def test_a_tick_lasts_as_long_as_its_busiest_stage() -> None:
     assert played.bubble == pytest.approx(played.step_seconds - played.by_kind["memory"])
 
 
-@pytest.mark.parametrize("file", sorted(TEXTS.rglob("*.hlo")), ids=lambda file: f"{file.parent.name}-{file.stem}")
+@pytest.mark.parametrize(
+    "file", sorted(TEXTS.rglob("*.hlo")), ids=lambda file: f"{file.parent.name}-{file.stem}"
+)
 def test_programs_of_every_chip_are_played(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     sizes = {
@@ -467,7 +512,8 @@ def test_attention_of_cudnn_is_priced_by_its_shapes() -> None:
     module = parse_module(CUDNN)
     slow = dataclasses.replace(WHOLE, attention=0.01)
     forward, backward = (
-        CostModel(target.chip, slow).cost_of(module.entry.instructions[name]) for name in ("forward", "backward")
+        CostModel(target.chip, slow).cost_of(module.entry.instructions[name])
+        for name in ("forward", "backward")
     )
     # Two products of [512, 128] and [128, 512] for each of 2 x 8 heads; half of the keys are seen.
     product = 2 * 2 * 8 * 512 * 512 * 128
@@ -509,21 +555,30 @@ def test_a_tick_takes_the_rows_that_hold_a_layer() -> None:
         '  ROOT %y = f32[1024,1024] negate(%x), metadata={op_name="jit(f)/pipeline: backward/cond/SCOPEneg"}\n}\n\n'
         "%backward (x: f32[1024,1024]) -> f32[1024,1024] {\n  %row = s32[] constant({...})\n",
     )
-    taken = {"pipeline: forward": BranchScope(2, 5), "pipeline: backward": BranchScope(2, 5, recomputes=True)}
+    taken = {
+        "pipeline: forward": BranchScope(2, 5),
+        "pipeline: backward": BranchScope(2, 5, recomputes=True),
+    }
     ticks = {frozenset({frozenset({"pipeline: backward"})}): 5}
     one = 2 * 2**22 / 2.765e12
     for scope, rows in (("", 1.0), ("layer of blocks./", 3 / 4)):
-        module = parse_module(text.replace("SCOPE", scope), taken | {"layer of blocks.": BranchScope(3, 4)})
+        module = parse_module(
+            text.replace("SCOPE", scope), taken | {"layer of blocks.": BranchScope(3, 4)}
+        )
         played = simulate_schedule(module, devices_of(V5P), {"stage": 4}, ticks=ticks)
         own = 2 * one / 5 + 2 * (1 + rows) * one / 5
         assert played.by_kind["memory"] == pytest.approx(own)
         assert played.bubble == pytest.approx((1 + rows) * one - 2 * (1 + rows) * one / 5)
 
 
-@pytest.mark.parametrize(("backward", "longest"), [(BranchScope(1, 2), 1.0), (BranchScope(0, 2), 0.0)])
+@pytest.mark.parametrize(
+    ("backward", "longest"), [(BranchScope(1, 2), 1.0), (BranchScope(0, 2), 0.0)]
+)
 def test_a_branch_that_is_never_taken_costs_nothing(backward: BranchScope, longest: float) -> None:
     """Such as attention over several documents (kernels/cudnn.py), which takes longer than over one."""
-    module = parse_module(BRANCHES, {"pipeline: forward": BranchScope(2, 2), "pipeline: backward": backward})
+    module = parse_module(
+        BRANCHES, {"pipeline: forward": BranchScope(2, 2), "pipeline: backward": backward}
+    )
     one = 2 * 2**22 / 2.765e12
     played = simulate_schedule(module, devices_of(V5P), {"stage": 4})
     assert played.step_seconds == pytest.approx(one + longest * one)
@@ -535,11 +590,15 @@ def test_padding_rows_add_no_flops(layers: int) -> None:
     device_run = device_run_of(tiny_run(model, "stage=2", microbatches=8, pipeline_schedule="1f1b"))
     flops = census_of_train_step(device_run).flops
     assert flops is not None
-    forward = next(m.flops for m in flops.matmuls if (m.phase, m.module) == ("forward", "feed-forward"))
+    forward = next(
+        m.flops for m in flops.matmuls if (m.phase, m.module) == ("forward", "feed-forward")
+    )
     assert forward == pytest.approx(flops.model["feed-forward"] / 3)
 
 
-def test_a_step_is_compiled_with_the_times_that_are_predicted_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_compiled_with_the_times_that_are_predicted_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """XLA:CPU takes a profile and does not use it."""
     monkeypatch.setattr(Settled, "scheduled_by_price", True)
     target, given = parse_target("h100:4"), list[bytes]()
@@ -559,14 +618,17 @@ def test_a_step_is_compiled_with_the_times_that_are_predicted_of_it(monkeypatch:
     assert {name: seconds[name] for name in sent} == pytest.approx(sent, abs=1e-9)
     batch = random_batch(device_run)
     losses = [
-        CompiledTrainStep(run, run.abstract_batch)(run.initial_state(), batch)[1]["loss"] for run in (plain, device_run)
+        CompiledTrainStep(run, run.abstract_batch)(run.initial_state(), batch)[1]["loss"]
+        for run in (plain, device_run)
     ]
     assert losses[0] == losses[1]
     census_of_train_step(device_run)  # without a target it is scheduled as `train` schedules it
     assert len(given) == 3 and len({*given}) == 1
 
 
-def test_train_takes_them_where_the_chip_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_train_takes_them_where_the_chip_is_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     made, losses = list[int](), list[float]()
     profile = SimulatedSchedule.profile.fget  # type: ignore[attr-defined]
 
@@ -576,7 +638,9 @@ def test_train_takes_them_where_the_chip_is_known(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(SimulatedSchedule, "profile", property(counted))
     monkeypatch.setattr(Settled, "scheduled_by_price", True)
-    monkeypatch.setattr(local_planner, "local_target", lambda devices, calibration: (parse_target("h100:2"), ""))
+    monkeypatch.setattr(
+        local_planner, "local_target", lambda devices, calibration: (parse_target("h100:2"), "")
+    )
     for name, planner in (("plain", None), ("scheduled", local_planner.LocalPlanner([], None))):
         monkeypatch.setattr(training, "_local_planner", lambda devices, planner=planner: planner)
         monkeypatch.setattr(local_planner.LocalPlanner, "forecast", lambda *_: None)
@@ -588,8 +652,13 @@ def test_train_takes_them_where_the_chip_is_known(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_tick_counts_as_much_as_its_costliest_stage() -> None:
-    table = device_run_of(tiny_run(MODELS["llama"], "stage=2", microbatches=4)).placed.schedule_table
+    table = device_run_of(
+        tiny_run(MODELS["llama"], "stage=2", microbatches=4)
+    ).placed.schedule_table
     runs = (table.kind != IDLE).any(axis=2)
     assert sum(tick_scopes(table, [1.0] * len(table.parts.stage_of)).values()) == table.ticks
     costs = [1.5 if stage == 0 else 0.5 for stage in table.parts.stage_of]
-    assert sum(tick_scopes(table, costs).values()) == 1.5 * runs[:, 0].sum() + 0.5 * (~runs[:, 0]).sum()
+    assert (
+        sum(tick_scopes(table, costs).values())
+        == 1.5 * runs[:, 0].sum() + 0.5 * (~runs[:, 0]).sum()
+    )

@@ -93,7 +93,13 @@ def test_a_counter_that_grows_by_more(step: int, count: int) -> None:
 def test_a_windowed_einsum_is_unrolled_twice() -> None:
     """XLA unrolls such a loop by two: its body adds one to the counter twice."""
     assert (
-        trips(("%next = s32[] add(%i, %step)", "%half = s32[] add(%i, %step)\n  %next = s32[] add(%half, %step)")) == 5
+        trips(
+            (
+                "%next = s32[] add(%i, %step)",
+                "%half = s32[] add(%i, %step)\n  %next = s32[] add(%half, %step)",
+            )
+        )
+        == 5
     )
 
 
@@ -105,7 +111,9 @@ def test_a_windowed_einsum_is_unrolled_twice() -> None:
         ("LT", 0, 10, 0, None),
     ],
 )  # fmt: skip
-def test_every_comparison(direction: str, first: int, bound: int, step: int, count: int | None) -> None:
+def test_every_comparison(
+    direction: str, first: int, bound: int, step: int, count: int | None
+) -> None:
     assert (
         trips(
             ("%first = s32[] constant(0)", f"%first = s32[] constant({first})"),
@@ -120,7 +128,13 @@ def test_every_comparison(direction: str, first: int, bound: int, step: int, cou
 def test_bound_and_counter_in_fusions() -> None:
     fused = condition("ROOT %less = pred[] fusion(%i, %bound), kind=kLoop, calls=%fused_less")
     assert trips(fused) == 10
-    assert trips(fused, ("s32[] add(%i, %step)", "s32[] fusion(%i, %step), kind=kLoop, calls=%fused_next")) == 10
+    assert (
+        trips(
+            fused,
+            ("s32[] add(%i, %step)", "s32[] fusion(%i, %step), kind=kLoop, calls=%fused_next"),
+        )
+        == 10
+    )
     assert trips(condition("ROOT %more = pred[] compare(%bound, %i), direction=GT")) == 10
 
 
@@ -138,9 +152,19 @@ def test_a_counter_that_starts_at_an_argument() -> None:
 
 def test_a_loop_on_data_has_no_trip_count() -> None:
     """`max |x| < 100`: the constant is not a number of trips."""
-    largest = ("%size = f32[8] abs(%x)", "%max = f32[] reduce(%size, %zero), dimensions={0}, to_apply=%maximum")
-    head = ("%x = f32[8] get-tuple-element(%p), index=2", "%zero = f32[] constant(0)", "%limit = f32[] constant(100)")
-    assert trips(condition(*head, *largest, "ROOT %less = pred[] compare(%max, %limit), direction=LT")) is None
+    largest = (
+        "%size = f32[8] abs(%x)",
+        "%max = f32[] reduce(%size, %zero), dimensions={0}, to_apply=%maximum",
+    )
+    head = (
+        "%x = f32[8] get-tuple-element(%p), index=2",
+        "%zero = f32[] constant(0)",
+        "%limit = f32[] constant(100)",
+    )
+    assert (
+        trips(condition(*head, *largest, "ROOT %less = pred[] compare(%max, %limit), direction=LT"))
+        is None
+    )
 
 
 def test_a_loop_on_a_counter_and_data_has_no_trip_count() -> None:
@@ -158,7 +182,12 @@ def test_a_counter_that_does_not_always_grow() -> None:
 
 def test_what_xla_annotates_is_believed() -> None:
     annotation = 'body=%body, backend_config={"known_trip_count":{"n":"4"}}'
-    assert trips(("body=%body", annotation), ("tuple(%first, %carried, %x)", "tuple(%m, %carried, %x)")) == 4
+    assert (
+        trips(
+            ("body=%body", annotation), ("tuple(%first, %carried, %x)", "tuple(%m, %carried, %x)")
+        )
+        == 4
+    )
 
 
 def nested(passed_on: str) -> Module:
@@ -217,15 +246,20 @@ def until_small(x: jax.Array, n: jax.Array) -> jax.Array:
 
 
 def every_second(x: jax.Array, n: jax.Array) -> jax.Array:
-    return lax.while_loop(lambda c: c[0] < 9, lambda c: (c[0] + 2, lax.psum(jnp.sin(c[1]), "data")), (0, x))[1]
+    return lax.while_loop(
+        lambda c: c[0] < 9, lambda c: (c[0] + 2, lax.psum(jnp.sin(c[1]), "data")), (0, x)
+    )[1]
 
 
 @pytest.mark.parametrize(
-    ("function", "count", "exact"), [(to_a_traced_bound, 1, False), (until_small, 1, False), (every_second, 5, True)]
+    ("function", "count", "exact"),
+    [(to_a_traced_bound, 1, False), (until_small, 1, False), (every_second, 5, True)],
 )
 def test_loops_as_they_are_compiled_here(function: Any, count: int, exact: bool) -> None:
     mesh = Mesh(np.array(jax.devices()), ("data",))
-    body = jax.shard_map(function, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=False)
+    body = jax.shard_map(
+        function, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=False
+    )
     x = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=NamedSharding(mesh, P("data")))
     n = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
     (entry,) = mw.census(jax.jit(body), x, n).ledger

@@ -56,10 +56,16 @@ def settings_removed(text: str) -> str:
 
 def write_slices() -> None:
     """Writes a sum over an axis of which two slices have two devices each."""
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4", num_slices=2).devices
+    devices = topologies.get_topology_desc(
+        platform="tpu", topology_name="v5e:2x4", num_slices=2
+    ).devices
     mesh = build_mesh(MeshShape.parse("data=2*2,fsdp=4"), list(devices))
     body = functools.partial(hierarchical_all_reduce, axes=("data",), dcn=DcnAxis(2, "data"))
-    step = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False))
+    step = jax.jit(
+        jax.shard_map(
+            body, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+        )
+    )
     x = jax.ShapeDtypeStruct((64, 128), "float32", sharding=NamedSharding(mesh, PartitionSpec()))
     (TEXTS / "slices").mkdir(exist_ok=True)
     (TEXTS / "slices" / "v5e.hlo").write_text(settings_removed(step.lower([x]).compile().as_text()))
@@ -91,8 +97,12 @@ def write_kernels() -> None:
 
     def kernels(x: jax.Array) -> jax.Array:
         cost = pl.CostEstimate(flops=123456789, bytes_accessed=2**21, transcendentals=0)
-        x = pl.pallas_call(double, jax.ShapeDtypeStruct(x.shape, x.dtype), name="with_cost", cost_estimate=cost)(x)
-        return pl.pallas_call(double, jax.ShapeDtypeStruct(x.shape, x.dtype), name="without_cost")(x)
+        x = pl.pallas_call(
+            double, jax.ShapeDtypeStruct(x.shape, x.dtype), name="with_cost", cost_estimate=cost
+        )(x)
+        return pl.pallas_call(double, jax.ShapeDtypeStruct(x.shape, x.dtype), name="without_cost")(
+            x
+        )
 
     def experts(x: jax.Array, w: jax.Array, rows: jax.Array) -> jax.Array:
         return jnp.square(jax.lax.ragged_dot(x, w, rows).astype("float32")).sum()
@@ -101,7 +111,12 @@ def write_kernels() -> None:
         return flash_attention(q, k, v, causal=True).astype("float32").sum()
 
     programs = {
-        "ragged-dot": (jax.grad(experts, (0, 1)), array(2048, 512), array(8, 512, 1024), array(8, dtype="int32")),
+        "ragged-dot": (
+            jax.grad(experts, (0, 1)),
+            array(2048, 512),
+            array(8, 512, 1024),
+            array(8, dtype="int32"),
+        ),
         "attention": (jax.grad(attention, (0, 1, 2)), *[array(2, 8, 1024, 128)] * 3),
         "pallas": (kernels, array(512, 512, dtype="float32")),
     }
@@ -118,7 +133,9 @@ def write_precision(name: str) -> None:
     dequantised: a planted mistake, operands converted back before the product.
     """
     recipe, spec = RECIPES["fp8"], Path(sys.argv[2]).read_text()
-    devices = topologies.get_topology_desc(platform="cuda", target_config=spec, topology="1x1x8").devices
+    devices = topologies.get_topology_desc(
+        platform="cuda", target_config=spec, topology="1x1x8"
+    ).devices
     if name == "dequantised":
         product = quantised._product
         quantised._product = lambda a, b, dims, dtype, *scales: product(
@@ -127,7 +144,9 @@ def write_precision(name: str) -> None:
 
     def layer(x: jax.Array, w: jax.Array) -> jax.Array:
         plan = quantised.WeightPlan(recipe, 1, (), (), (0,) if recipe.scaling == "row" else None)
-        values, scale = quantised.quantise(jax.lax.stop_gradient(w), quantised.largest_along(w, None), recipe.operand)
+        values, scale = quantised.quantise(
+            jax.lax.stop_gradient(w), quantised.largest_along(w, None), recipe.operand
+        )
         return linear(x, quantised.LowPrecisionWeight(values, scale, w, plan))
 
     def products(x: jax.Array, w: jax.Array, g: jax.Array) -> Any:
@@ -155,7 +174,9 @@ def main(target: str) -> None:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[target]).devices
     else:
         spec = Path(sys.argv[2]).read_text()
-        devices = topologies.get_topology_desc(platform="cuda", target_config=spec, topology="1x1x8").devices
+        devices = topologies.get_topology_desc(
+            platform="cuda", target_config=spec, topology="1x1x8"
+        ).devices
     mesh = Mesh(np.array(devices).reshape(tuple(AXES.values())), tuple(AXES))
     for name, program in PROGRAMS.items():
         function, arguments = program.build(mesh)

@@ -37,7 +37,9 @@ from meshwright.views.layout_page import layout_page
 from meshwright.views.plan_page import offer_page, plan_page
 from meshwright.views.report import Live, Report, Section
 
-_BROWSER = next((path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None)
+_BROWSER = next(
+    (path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None
+)
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.skipif(
@@ -72,7 +74,9 @@ def layout() -> Report:
 
 def layout_of_1024() -> Report:
     shape = MeshShape.parse("fsdp=128,tensor=8")
-    return layout_page(show("llama3-405b", mesh=shape).placed, machine_of_target(parse_target("v5p:8x8x16")))
+    return layout_page(
+        show("llama3-405b", mesh=shape).placed, machine_of_target(parse_target("v5p:8x8x16"))
+    )
 
 
 def census() -> mw.Census:
@@ -111,7 +115,9 @@ def proof_of_126_layers() -> Report:
         for i in range(60):
             kind = ("matmul", "memory", "collective")[i % 3]
             axes, exposed = ("fsdp", each / 4) if kind == "collective" else ("", 0.0)
-            spans.append(Span(f"layer: {kind}.{i}", kind, begin + i * each, each, 126, 1, axes, exposed))
+            spans.append(
+                Span(f"layer: {kind}.{i}", kind, begin + i * each, each, 126, 1, axes, exposed)
+            )
     seconds = 2 * 126 * 60 * each
     schedule = dataclasses.replace(taken.schedule, spans=tuple(spans), step_seconds=seconds)
     return census_page(dataclasses.replace(taken, schedule=schedule))
@@ -127,7 +133,9 @@ PAGES: dict[str, Callable[[], Report]] = {
 def browser() -> Iterator[Browser]:
     assert _BROWSER is not None
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=_BROWSER, args=["--no-sandbox", "--disable-gpu"])
+        browser = driver.chromium.launch(
+            executable_path=_BROWSER, args=["--no-sandbox", "--disable-gpu"]
+        )
         yield browser
         browser.close()
 
@@ -150,7 +158,9 @@ class Opened:
     """A page in the browser; what it complained about."""
 
     def __init__(self, browser: Browser, url: str, width: int = 1280, theme: Any = "light") -> None:
-        self.tab: Tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
+        self.tab: Tab = browser.new_page(
+            viewport={"width": width, "height": 900}, color_scheme=theme
+        )
         self.errors: list[str] = []
         self.tab.on("console", lambda message: self.errors.append(message.text))
         self.tab.on("pageerror", lambda error: self.errors.append(str(error)))
@@ -160,7 +170,9 @@ class Opened:
         self.seconds = time.perf_counter() - began
 
     def block(self, title: str) -> Any:
-        return self.tab.locator(".block", has=self.tab.get_by_role("heading", name=title, exact=True))
+        return self.tab.locator(
+            ".block", has=self.tab.get_by_role("heading", name=title, exact=True)
+        )
 
     def drag(self, plot: Any, start: float, end: float) -> None:
         """Drags along the middle of a plot. start, end: fractions of its width."""
@@ -244,7 +256,9 @@ def test_plans_are_clicked_filtered_sorted_and_compared(opened: Any) -> None:
     step.locator("button").click()
     assert step.get_attribute("aria-sort") == "descending"
     times = [
-        float(text.split()[0]) for text in rows.locator("td:nth-child(5)").all_inner_texts() if text.endswith(" s")
+        float(text.split()[0])
+        for text in rows.locator("td:nth-child(5)").all_inner_texts()
+        if text.endswith(" s")
     ]
     assert times == sorted(times, reverse=True) and len(times) > 5
 
@@ -262,10 +276,14 @@ def test_the_scatter_is_hovered_zoomed_and_walked_by_keys(opened: Any) -> None:
     assert reset.is_hidden()
     before = plot.locator("path.point").first.get_attribute("transform")
     page.drag(plot, 0.2, 0.5)
-    assert reset.is_visible() and plot.locator("path.point").first.get_attribute("transform") != before
+    assert (
+        reset.is_visible() and plot.locator("path.point").first.get_attribute("transform") != before
+    )
     plot.focus()
     plot.press("0")
-    assert reset.is_hidden() and plot.locator("path.point").first.get_attribute("transform") == before
+    assert (
+        reset.is_hidden() and plot.locator("path.point").first.get_attribute("transform") == before
+    )
     plot.press("ArrowRight")
     plot.press("ArrowRight")
     assert "memory of a device" in chart.locator("[aria-live]").text_content()
@@ -345,14 +363,20 @@ def test_a_microbatch_is_followed_through_the_pipeline(opened: Any) -> None:
     plot = block.locator(".plot")
     plot.focus()
     plot.press("ArrowRight")
-    assert re.search(r"(forward|backward).* of microbatch \d", page.tab.locator(".tip").inner_text())
+    assert re.search(
+        r"(forward|backward).* of microbatch \d", page.tab.locator(".tip").inner_text()
+    )
     block.get_by_role("slider").fill("1")
     assert block.locator(".found").inner_text() == "1"
 
 
 def test_a_live_page_takes_new_data(browser: Browser, tmp_path: Path) -> None:
     def page(points: int) -> Report:
-        chart = Chart(Axis("step"), Axis("loss"), [Series("loss", range(points), [1 / (i + 1) for i in range(points)])])
+        chart = Chart(
+            Axis("step"),
+            Axis("loss"),
+            [Series("loss", range(points), [1 / (i + 1) for i in range(points)])],
+        )
         return Report(f"{points} steps", [Section("Loss", [chart])])
 
     page(5).write(tmp_path / "run.html")

@@ -23,7 +23,9 @@ from meshwright.views.live_server import LivePage, LiveServer
 from meshwright.views.run_folder import Curve, RunFolder, flat_fields
 from meshwright.views.run_page import run_page
 
-_BROWSER = next((path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None)
+_BROWSER = next(
+    (path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None
+)
 needs_browser = pytest.mark.skipif(
     # CI installs one and sets this, so that there the tests cannot be left out.
     _BROWSER is None and not os.environ.get("MESHWRIGHT_BROWSER_TESTS"),
@@ -39,7 +41,12 @@ def tab() -> Iterator[Tab]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=_BROWSER, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
+        page.on(
+            "console",
+            lambda message: (
+                said.append(message.text) if message.type in ("error", "warning") else None
+            ),
+        )
         page.on("pageerror", lambda error: said.append(str(error)))
         yield page
         browser.close()
@@ -75,7 +82,14 @@ def train_on(out: Path, start: int, steps: int, loss: float = 4.0) -> None:
     """Writes what a training from `start` to `steps` writes."""
     lines, events = JsonLines(out / "metrics.jsonl", upto=start), EventLog(out / "events.jsonl")
     with watched_by(events):
-        events.start(start, mesh="data=2", devices=2, kind="cpu", processes=1, how="resume" if start else "fresh")
+        events.start(
+            start,
+            mesh="data=2",
+            devices=2,
+            kind="cpu",
+            processes=1,
+            how="resume" if start else "fresh",
+        )
         for step in range(start + 1, steps + 1):
             for sink in (lines, events):
                 sink.write(step, {"loss": loss / step**0.5, "learning rate": 1e-3, "step seconds": 0.1,
@@ -119,7 +133,10 @@ def test_a_training_is_watched_while_it_goes_on_and_restarts(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_page_of_two_runs(tab: Tab, tmp_path: Path, width: int) -> None:
-    first, second = written(tmp_path / "first", steps=40), written(tmp_path / HOSTILE.replace("/", "|"), steps=60)
+    first, second = (
+        written(tmp_path / "first", steps=40),
+        written(tmp_path / HOSTILE.replace("/", "|"), steps=60),
+    )
     (first / "evidence-step-7").mkdir()
     (first / "evidence-step-7" / "metrics.json").write_text(json.dumps({"reason": HOSTILE}))
     file = mw.view(first, second).write(tmp_path / "page.html")
@@ -142,7 +159,9 @@ def test_a_page_of_two_runs(tab: Tab, tmp_path: Path, width: int) -> None:
 
 @needs_browser
 @pytest.mark.exhaustive
-def test_marks_and_curves_follow_what_is_written(tab: Tab, served: list[LiveServer], tmp_path: Path) -> None:
+def test_marks_and_curves_follow_what_is_written(
+    tab: Tab, served: list[LiveServer], tmp_path: Path
+) -> None:
     out = written(tmp_path / "grows", steps=20)
     tab.goto(serve(served, out).url)
     tab.get_by_text("live", exact=True).wait_for()
@@ -153,7 +172,9 @@ def test_marks_and_curves_follow_what_is_written(tab: Tab, served: list[LiveServ
     assert tab.get_by_text("1 restart").is_visible()
 
 
-def asked(server: LiveServer, path: str = "/", host: str | None = None, method: str = "GET") -> tuple[int, bytes]:
+def asked(
+    server: LiveServer, path: str = "/", host: str | None = None, method: str = "GET"
+) -> tuple[int, bytes]:
     port = server.server_address[1]
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     connection.putrequest(method, path, skip_host=True)
@@ -170,14 +191,21 @@ def test_the_server_is_of_this_machine_alone(served: list[LiveServer], tmp_path:
     port = server.server_address[1]
     assert server.server_address[0] == "127.0.0.1"
     assert asked(server)[0] == asked(server, "/data.json", f"localhost:{port}")[0] == 200
-    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", f"127.0.0.1:{port}.evil.example"):
+    for host in (
+        "evil.example",
+        f"evil.example:{port}",
+        "127.0.0.1",
+        f"127.0.0.1:{port}.evil.example",
+    ):
         assert asked(server, host=host)[0] == asked(server, "/data.json", host)[0] == 421
     for path in ("/run.json", "/../run.json", "/%2e%2e/etc/passwd", "/data.json?x", "http://evil/"):
         assert asked(server, path)[0] == 404
     assert asked(server, method="POST")[0] == 501
     with socket.socket() as probe:
         probe.settimeout(5)
-        addresses = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), port, socket.AF_INET)}
+        addresses = {
+            info[4][0] for info in socket.getaddrinfo(socket.gethostname(), port, socket.AF_INET)
+        }
         for address in addresses - {"127.0.0.1", "127.0.1.1"}:
             assert probe.connect_ex((address, port)) != 0, f"the server listens on {address}"
 
@@ -189,9 +217,15 @@ def test_data_are_read_as_they_grow(tmp_path: Path) -> None:
     version, loss = folder.version, folder.curves["loss"]
     assert len(loss.steps) == 30
     with (out / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"step": 31, "loss": null}\n\xff\n[1]\n{"step": "x", "loss": 1}\n{"step": 32, "lo')
+        file.write(
+            b'{"step": 31, "loss": null}\n\xff\n[1]\n{"step": "x", "loss": 1}\n{"step": 32, "lo'
+        )
     folder.refresh()
-    assert folder.version != version and list(loss.steps[-2:]) == [30.0, 31.0] and loss.values[-1] != loss.values[-1]
+    assert (
+        folder.version != version
+        and list(loss.steps[-2:]) == [30.0, 31.0]
+        and loss.values[-1] != loss.values[-1]
+    )
     with (out / "metrics.jsonl").open("ab") as file:
         file.write(b'ss": 0.5}\n')
     folder.refresh()
@@ -228,6 +262,12 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 def test_a_mesh_is_one_field() -> None:
     degrees = {"stage": 1, "fsdp": 4, "tensor": 2, "slices": 1, "dcn_axis": "data"}
-    assert flat_fields({"mesh": degrees, "a": {"b": None}}) == {"mesh": "fsdp=4,tensor=2", "a.b": "none"}
-    assert flat_fields({"mesh": {**degrees, "slices": 2}})["mesh"] == "fsdp=4,tensor=2,slices=2,dcn_axis=data"
+    assert flat_fields({"mesh": degrees, "a": {"b": None}}) == {
+        "mesh": "fsdp=4,tensor=2",
+        "a.b": "none",
+    }
+    assert (
+        flat_fields({"mesh": {**degrees, "slices": 2}})["mesh"]
+        == "fsdp=4,tensor=2,slices=2,dcn_axis=data"
+    )
     assert flat_fields({"mesh": None}) == {"mesh": "none"}

@@ -20,7 +20,9 @@ SMALL = [
 
 def start(*arguments: str, **more: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "meshwright", *arguments]
-    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more)
+    return subprocess.Popen(
+        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more
+    )
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> str:
@@ -40,7 +42,9 @@ def text_file(tmp_path: Path) -> list[str]:
     return ["--data", str(file), *SMALL]
 
 
-@pytest.mark.parametrize("other", ["data=1", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "other", ["data=1", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.exhaustive)]
+)
 def test_two_processes_compare_two_meshes(other: str) -> None:
     """One that process 0 computes alone, and one that both compute; and a mistake that only process 0 meets."""
     words = ["parity", "tiny", *SMALL, "--mesh", "fsdp=8", "--json", "--steps", "2"]
@@ -72,7 +76,18 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
     assert [sharded[s] for s in sharded] == pytest.approx([single[s] for s in single], rel=1e-5)
     assert (together / "sample.txt").read_text() == (alone / "sample.txt").read_text()
     # One process resumes what two have saved, on another mesh.
-    more = ["train", "--out", str(together), "--resume", "--steps", "10", "--mesh", "fsdp=4", "--devices", "4"]
+    more = [
+        "train",
+        "--out",
+        str(together),
+        "--resume",
+        "--steps",
+        "10",
+        "--mesh",
+        "fsdp=4",
+        "--devices",
+        "4",
+    ]
     finish(start(*more))
     assert max(losses(together)) == 10
 
@@ -105,10 +120,21 @@ def test_killed_while_saving_it_resumes_from_the_last_committed(tmp_path: Path) 
     assert not list(folder.glob("*tmp*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)]
+)
 def test_a_signal_saves_and_leaves(tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "out"
-    arguments = ["train", *text_file(tmp_path), "--steps", "100000", "--devices", "2", "--mesh", "fsdp=2"]
+    arguments = [
+        "train",
+        *text_file(tmp_path),
+        "--steps",
+        "100000",
+        "--devices",
+        "2",
+        "--mesh",
+        "fsdp=2",
+    ]
     process = start(*arguments, "--out", str(out))
     wait_for(lambda: (out / "metrics.jsonl").exists() and len(losses(out)) > 3, process)
     process.send_signal(number)
@@ -123,7 +149,9 @@ def test_a_signal_saves_and_leaves(tmp_path: Path, number: signal.Signals) -> No
 def mounted(folder: Path, options: str) -> list[str]:
     """A command prefix that runs with a tmpfs on `folder`, in a mount namespace of its own."""
     script = f'mount -t tmpfs -o {options} meshwright "$1" && shift && exec "$@"'
-    alone = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
+    alone = (
+        ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
+    )
     return [*alone, "sh", "-c", script, "sh", str(folder)]
 
 
@@ -140,7 +168,17 @@ def test_a_disk_that_fills_up_keeps_the_checkpoint_before(tmp_path: Path) -> Non
         f"dd if=/dev/zero of={disk}/filler bs=64k 2>/dev/null; wait $child; code=$?; rm -f {disk}/filler; "
         f"cp -r {disk}/out {kept}; exit $code"
     )
-    command = [*mounted(disk, "size=24m"), "sh", "-c", inside, "sh", sys.executable, "-m", "meshwright", *arguments]
+    command = [
+        *mounted(disk, "size=24m"),
+        "sh",
+        "-c",
+        inside,
+        "sh",
+        sys.executable,
+        "-m",
+        "meshwright",
+        *arguments,
+    ]
     done = subprocess.run(command, text=True, capture_output=True, timeout=240)
     assert done.returncode == 10, done.stdout[-2000:] + done.stderr[-2000:]
     assert "the disk is full; the checkpoint of step" in done.stderr
@@ -162,12 +200,25 @@ def test_a_run_that_fits_its_disk_resumes_there(tmp_path: Path) -> None:
         f"kill -9 $(cat /proc/$supervisor/task/*/children); wait $supervisor; code=$?; "
         f"du -sb {disk}/out/checkpoints/60; exit $code"
     )
-    command = [*mounted(disk, "size=6800k"), "sh", "-c", inside, "sh", sys.executable, "-m", "meshwright", *arguments]
+    command = [
+        *mounted(disk, "size=6800k"),
+        "sh",
+        "-c",
+        inside,
+        "sh",
+        sys.executable,
+        "-m",
+        "meshwright",
+        *arguments,
+    ]
     done = subprocess.run(command, text=True, capture_output=True, timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     size = int(done.stdout.splitlines()[-1].split()[0])
     assert 2.25 * size < 6800 * 2**10 < 2.75 * size, "room for 2.5 checkpoints"
-    assert "exit code 137; starting again" in done.stderr and "restored the last checkpoint" in done.stdout
+    assert (
+        "exit code 137; starting again" in done.stderr
+        and "restored the last checkpoint" in done.stdout
+    )
 
 
 def test_a_read_only_folder_is_refused_before_the_first_step(tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ def meet(out: Path, run: Run, living: list[int], restarts: Restarts) -> dict[int
     return found
 
 
-def test_hosts_meet_once_for_each_restart(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_meet_once_for_each_restart(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervision, "_POLL", 0.05)
     everyone = Start((0, 1, 2), "127.0.0.1:9911")
     assert meet(tmp_path, run, [0, 1, 2], Restarts(wait=30)) == dict.fromkeys((0, 1, 2), everyone)
@@ -91,7 +93,10 @@ def test_the_planner_chooses_the_smaller_mesh(run: Run) -> None:
     assert "nothing is known of cpu" in simulated.why and "ranked as on h100:1x4" in simulated.why
     run = dataclasses.replace(run, training=dataclasses.replace(run.training, remat="full"))
     known = plan_for_fewer(run, 1, 4, "NVIDIA H100 80GB HBM3")
-    best = search(dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=1024)), parse_target("h100:1x4"))
+    best = search(
+        dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=1024)),
+        parse_target("h100:1x4"),
+    )
     chosen = best.plans[0].run.training
     assert known.mesh == best.plans[0].mesh
     assert known.training == {"remat": chosen.remat, "microbatches": chosen.microbatches}
@@ -106,7 +111,8 @@ def test_the_planner_chooses_the_smaller_mesh(run: Run) -> None:
 def test_restarts_are_limited(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = [75]
     monkeypatch.setattr(
-        "meshwright.launching.supervise.Supervisor._attempt", lambda self, start, attempt: codes[attempt % len(codes)]
+        "meshwright.launching.supervise.Supervisor._attempt",
+        lambda self, start, attempt: codes[attempt % len(codes)],
     )
     limits = (Restarts(most=2, backoff=0), Watchdog())
     with pytest.raises(HostError, match="started again 2 times"):
@@ -130,7 +136,9 @@ def test_a_host_that_starts_nothing_more_tells_the_others(
     monkeypatch.setattr("signal.signal", lambda *_: None)
 
     def one(process: int) -> None:
-        ended[process] = Supervisor("train", [], run, tmp_path, hosts(process, 2), None, *limits).supervise()
+        ended[process] = Supervisor(
+            "train", [], run, tmp_path, hosts(process, 2), None, *limits
+        ).supervise()
 
     threads = [threading.Thread(target=one, args=(process,)) for process in (0, 1)]
     for thread in threads:
@@ -156,7 +164,10 @@ def test_several_starts_print_one_json(
     child.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(child))
     limits = (Restarts(most=2, backoff=0), Watchdog())
-    assert Supervisor("train", ["--json"], run, tmp_path / "out", ALONE, None, *limits).supervise() == 0
+    assert (
+        Supervisor("train", ["--json"], run, tmp_path / "out", ALONE, None, *limits).supervise()
+        == 0
+    )
     assert capfd.readouterr().out == "second\n"
     ran.unlink()
     assert Supervisor("train", [], run, tmp_path / "out", ALONE, None, *limits).supervise() == 0
@@ -166,11 +177,15 @@ def test_several_starts_print_one_json(
 def test_arguments_of_a_restart() -> None:
     words = ["tiny", "--at", "4", "--steps=9", "--at=5", "--resume", "--out", "x"]
     assert _without(words, {"--at": 1, "--resume": 0}) == ["tiny", "--steps=9", "--out", "x"]
-    assert _without(["--training.stage_saves", "input", "--x"], {"--training.stage-saves": 1}) == ["--x"]
+    assert _without(["--training.stage_saves", "input", "--x"], {"--training.stage-saves": 1}) == [
+        "--x"
+    ]
 
 
 @pytest.fixture(scope="module")
-def chaos(tmp_path_factory: pytest.TempPathFactory) -> tuple[types.ModuleType, Path, dict[str, Any]]:
+def chaos(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[types.ModuleType, Path, dict[str, Any]]:
     """The bench, its folder, and the result of the undisturbed run."""
     import sys
 
@@ -191,14 +206,20 @@ def chaos(tmp_path_factory: pytest.TempPathFactory) -> tuple[types.ModuleType, P
 MORE = ("SIGSTOP", "truncated file", "full disk", "network cut", "host lost")
 
 
-@pytest.mark.parametrize("kind", ["SIGKILL of one", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in MORE)])
+@pytest.mark.parametrize(
+    "kind", ["SIGKILL of one", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in MORE)]
+)
 def test_chaos(kind: str, chaos: tuple[types.ModuleType, Path, dict[str, Any]]) -> None:
     module, folder, expected = chaos
     if kind == "network cut" and module.Pair.apart:
         pytest.skip(module.Pair.apart)
     row = module.row(3, kind, folder / kind.replace(" ", "-"), expected)
-    assert row["ended by itself"] and row["equal"] and row["named by the other"] in (True, None), row
+    assert row["ended by itself"] and row["equal"] and row["named by the other"] in (True, None), (
+        row
+    )
     assert row["starts"] >= 2
     logs = "".join((folder / kind.replace(" ", "-") / f"log-{i}").read_text() for i in range(2))
     if kind == "SIGKILL of one":
-        assert "error: training on 2 hosts, seen by process" in logs and "the last whole one" in logs
+        assert (
+            "error: training on 2 hosts, seen by process" in logs and "the last whole one" in logs
+        )

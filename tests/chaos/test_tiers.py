@@ -146,7 +146,10 @@ def test_every_kind_of_damage_leads_all_hosts_to_one_step(tmp_path: Path, proces
     command, port = [sys.executable, "-c", TIERS, str(tmp_path / "run")], free_port()
     hosts = [
         subprocess.Popen(
-            [*command, port, str(i), str(processes)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*command, port, str(i), str(processes)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for i in range(processes)
     ]
@@ -160,7 +163,9 @@ def test_every_kind_of_damage_leads_all_hosts_to_one_step(tmp_path: Path, proces
             else:
                 assert found == [expected, expected, True], (name, found, left_out)
                 # What a host cannot even list is none; all else that is left out is said, with the host.
-                said = "cut off" in name or "bit" in name or "shard" in name or "description" in name
+                said = (
+                    "cut off" in name or "bit" in name or "shard" in name or "description" in name
+                )
                 listed = name.startswith(("manifest", "layout")) or not said
                 assert listed or left_out, name
     # Without local disks each host reads its shards of what is split; what all have is read by the first of them.

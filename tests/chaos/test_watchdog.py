@@ -109,34 +109,53 @@ def test_planted_differences_are_named(tmp_path: Path) -> None:
     (tmp_path / "text-2.txt").write_text("She sells sea shells by the sea shore! " * 50)
     command, port = [sys.executable, "-c", HOSTS, str(tmp_path)], free_port()
     both = [
-        subprocess.Popen([*command, port, str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, port, str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for i in range(2)
     ]
     outputs = [process.communicate(timeout=240) for process in both]
     for out, err in outputs:
-        lines = dict(line.split(":", 1) for line in out.splitlines() if ": " in line and not line.startswith("["))
+        lines = dict(
+            line.split(":", 1)
+            for line in out.splitlines()
+            if ": " in line and not line.startswith("[")
+        )
         assert "agreed" in lines.get("same", ""), err[-3000:]
         assert "optimizer.learning_rate: 0.004 on host 0, 0.0001 on host 1" in lines["run"]
         assert "version of optax" in lines["version"] and "0.9.1 on host 1" in lines["version"]
         assert "data.paths: " in lines["paths"]
-        assert "jax_default_prng_impl: threefry2x32 on host 0, rbg on host 1" in lines["jax_default_prng_impl"]
-        assert "jax_threefry_partitionable: True on host 0, False on host 1" in lines["jax_threefry_partitionable"]
+        assert (
+            "jax_default_prng_impl: threefry2x32 on host 0, rbg on host 1"
+            in lines["jax_default_prng_impl"]
+        )
+        assert (
+            "jax_threefry_partitionable: True on host 0, False on host 1"
+            in lines["jax_threefry_partitionable"]
+        )
         assert "processes 1 do not see the file that process 0 wrote there" in lines["unshared"]
         assert "tokens: sources" in lines["data"] and "on host 1" in lines["data"]
         assert "tokenizer: " in lines["tokenizer"] and "on host 0" in lines["tokenizer"]
         assert "lowered train step: " in lines["program"] and "on host 1" in lines["program"]
-        assert all("the same command, versions and files" in lines[kind] for kind in ("run", "version", "program"))
+        assert all(
+            "the same command, versions and files" in lines[kind]
+            for kind in ("run", "version", "program")
+        )
 
 
 def test_differences_group_hosts() -> None:
-    answers = {i: {"lr": "3e-4", "seq": "8"} for i in range(4)} | {4: {"lr": "1e-4", "seq": "8", "xla": "x"}}
+    answers = {i: {"lr": "3e-4", "seq": "8"} for i in range(4)} | {
+        4: {"lr": "1e-4", "seq": "8", "xla": "x"}
+    }
     assert differences(answers) == [
         "lr: 3e-4 on hosts 0 to 3, 1e-4 on host 4", "xla: absent on hosts 0 to 3, x on host 4",
     ]  # fmt: skip
     assert flatten({"a": {"b": [1, 2]}, "c": None}) == {"a.b": "[1, 2]", "c": "null"}
 
 
-def sign(process: int, step: int, phase: str, seconds: float = 0.0, at: float = 100.0, left: str = "") -> Sign:
+def sign(
+    process: int, step: int, phase: str, seconds: float = 0.0, at: float = 100.0, left: str = ""
+) -> Sign:
     return Sign(process, f"node{process}", 9, 1, step, phase, seconds, at, left)
 
 
@@ -163,7 +182,9 @@ def test_verdict(signs: list[Sign], words: str | None) -> None:
     assert found is None if words is None else found is not None and words in found
 
 
-def test_a_save_is_late_by_what_it_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_is_late_by_what_it_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     phases = Phases()
@@ -187,7 +208,9 @@ def test_a_host_at_a_tenth_of_its_speed_is_named() -> None:
     signs = {i: dataclasses.replace(sign(i, 6, "step"), delay=0.002 + 0.001 * i) for i in range(3)}
     assert slow_hosts(signs) == {} == slow_hosts({0: sign(0, 1, "start"), 1: sign(1, 1, "start")})
     for hosts in (2, 3):
-        found = slow_hosts({i: signs[i] for i in range(hosts - 1)} | {7: dataclasses.replace(signs[2], delay=0.04)})
+        found = slow_hosts(
+            {i: signs[i] for i in range(hosts - 1)} | {7: dataclasses.replace(signs[2], delay=0.04)}
+        )
         assert list(found) == [7] and "is slow: 40 ms for what takes other hosts" in found[7]
 
 
@@ -224,10 +247,14 @@ def test_what_a_disk_refuses(text: str, reason: str, tmp_path: Path) -> None:
     [(errno.EMFILE, "files open, its limit", "ulimit -n 65536"), (errno.ENFILE, "all processes", "fs.file-max"),
      (errno.ENOMEM, "no memory is left, or no map", "vm.max_map_count")],
 )  # fmt: skip
-def test_a_limit_that_is_reached_is_no_full_disk(number: int, truth: str, fix: str, tmp_path: Path) -> None:
+def test_a_limit_that_is_reached_is_no_full_disk(
+    number: int, truth: str, fix: str, tmp_path: Path
+) -> None:
     for error in (
         OSError(number, os.strerror(number), "x"),
-        ValueError(f"RESOURCE_EXHAUSTED: opening x: {os.strerror(number)}"),  # as TensorStore has it
+        ValueError(
+            f"RESOURCE_EXHAUSTED: opening x: {os.strerror(number)}"
+        ),  # as TensorStore has it
     ):
         found = write_error("saving step 4", tmp_path, error)
         assert truth in found.truth and fix in found.fix and "disk" not in f"{found}"
@@ -253,7 +280,9 @@ with watching(Path(sys.argv[1]), Phases(PREPARING), Watchdog(silence=2)):
 def test_a_host_that_dies_while_tokens_are_made_is_named(tmp_path: Path, killed: int) -> None:
     command = [sys.executable, "-c", TOKENISING, str(tmp_path), free_port()]
     both = [
-        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for i in range(2)
     ]
     for process in both:

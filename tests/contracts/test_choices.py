@@ -48,10 +48,14 @@ def plain(family: str) -> Trained:
         ),
         {"tensor_strategy": "ring"},
         {"saved_layers": 1, "remat": "full"},
-        pytest.param({"saved_layers": 1, "remat": "attention_out", "gather_ahead": "layer"}, marks=exhaustive),
+        pytest.param(
+            {"saved_layers": 1, "remat": "attention_out", "gather_ahead": "layer"}, marks=exhaustive
+        ),
         {"gather_ahead": "layer", "remat": "full"},
         {"gather_ahead": "layer", "remat": "projections"},
-        pytest.param({"gather_ahead": "layer", "remat": "attention_out", "microbatches": 2}, marks=exhaustive),
+        pytest.param(
+            {"gather_ahead": "layer", "remat": "attention_out", "microbatches": 2}, marks=exhaustive
+        ),
         {"unroll": 2},
         {"microbatches": 2},
         pytest.param({"microbatches": 4, "remat": "full"}, marks=exhaustive),
@@ -59,7 +63,11 @@ def plain(family: str) -> Trained:
     ids=str,
 )
 def test_numbers_stay(family: str, choice: dict[str, Any]) -> None:
-    changed = train(tiny_run(MODELS[family], MESH, **{"remat": "none", **choice}), 3, initial=plain(family).initial)
+    changed = train(
+        tiny_run(MODELS[family], MESH, **{"remat": "none", **choice}),
+        3,
+        initial=plain(family).initial,
+    )
     assert changed.losses == pytest.approx(plain(family).losses, rel=1e-6)
     assert largest_difference(changed.gradients, plain(family).gradients) < 1e-6
 
@@ -69,19 +77,28 @@ def test_attention_in_pieces_of_the_batch(family: str) -> None:
     """Four pieces, each of which waits for the sums of the last but one; documents are cut with their sequences."""
     run = tiny_run(MODELS[family], "data=2,tensor=4", remat="projections", tensor_strategy="ring")
     assert device_run_of(run).local_model.attention_pieces == 4 and run.training.batch == 16
-    whole = train(dataclasses.replace(run, training=dataclasses.replace(run.training, tensor_strategy="gather")), 3)
+    whole = train(
+        dataclasses.replace(
+            run, training=dataclasses.replace(run.training, tensor_strategy="gather")
+        ),
+        3,
+    )
     pieces = train(run, 3, initial=whole.initial)
     assert pieces.losses == pytest.approx(whole.losses, rel=1e-6)
     assert largest_difference(pieces.gradients, whole.gradients) < 1e-6
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hidden_features_are_kept_with_tokens_last_on_v6e(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_features_are_kept_with_tokens_last_on_v6e(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tiny_run(MODELS[family], MESH, remat="projections")
     placed = device_run_of(run).placed
 
     def chosen(target: str, remat: Remat) -> SaveHidden:
-        settled = Settled(with_remat(placed, remat), machine_of_target(parse_target(target), placed.shape))
+        settled = Settled(
+            with_remat(placed, remat), machine_of_target(parse_target(target), placed.shape)
+        )
         return settled.save_hidden
 
     assert chosen("v6e:2x4", "projections") is save_tokens_last
@@ -97,14 +114,18 @@ def test_hidden_features_are_kept_with_tokens_last_on_v6e(family: str, monkeypat
 def test_weights_in_low_precision_gather_ahead(precision: str) -> None:
     """Integers have no gradient that a scan could carry."""
     changes = {"remat": "projections", "matmul_precision": precision, "microbatches": 2}
-    within, ahead = (tiny_run(MODELS["llama"], "fsdp=2", gather_ahead=g, **changes) for g in ("none", "layer"))
+    within, ahead = (
+        tiny_run(MODELS["llama"], "fsdp=2", gather_ahead=g, **changes) for g in ("none", "layer")
+    )
     expected = train(within, 3)
     found = train(ahead, 3, initial=expected.initial)
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)
     assert largest_difference(found.gradients, expected.gradients) < 1e-6
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=exhaustive) for f in ("mixtral", "deepseek-like")])
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=exhaustive) for f in ("mixtral", "deepseek-like")]
+)
 def test_layers_with_experts_gather_ahead(family: str) -> None:
     """The balance loss of a layer's aux has a gradient too, and a stack of one layer has no layer ahead."""
     run = tiny_run(MODELS[family], "fsdp=2,expert=2,tensor=2", remat="full")
@@ -145,7 +166,9 @@ def test_chunks_of_the_loss_change_no_number(family: str) -> None:
 
 
 def test_bfloat16_stays_near() -> None:
-    half = train(tiny_run(MODELS["llama"], MESH, compute_dtype="bfloat16"), 3, initial=plain("llama").initial)
+    half = train(
+        tiny_run(MODELS["llama"], MESH, compute_dtype="bfloat16"), 3, initial=plain("llama").initial
+    )
     # bfloat16 keeps 8 bits: a loss near 4 is known to about 0.4 %.
     assert half.losses == pytest.approx(plain("llama").losses, rel=4e-3)
     assert half.losses != plain("llama").losses
@@ -182,7 +205,9 @@ def test_rows_travel_to_experts_in_pieces_of_the_batch(
 
 
 @pytest.mark.parametrize(("batch", "times"), [(16, 2), (12, 1)])
-def test_each_piece_of_the_batch_has_its_exchange(batch: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_piece_of_the_batch_has_its_exchange(
+    batch: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def exchanges() -> int:
         device_run = device_run_of(tiny_run(MODELS["mixtral"], "expert=4", batch=batch))
         traced = build_train_step(device_run).trace(device_run.abstract, device_run.abstract_batch)

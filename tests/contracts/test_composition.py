@@ -66,10 +66,16 @@ def covering(choices: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
     found = []
     while missing:
         # Sets have an order of their own in every process; the rows must not.
-        first = min(missing, key=lambda pair: sorted((names.index(name), str(value)) for name, value in pair))
+        first = min(
+            missing,
+            key=lambda pair: sorted((names.index(name), str(value)) for name, value in pair),
+        )
         row = dict(sorted(first, key=lambda taken: names.index(taken[0])))
         for name in (n for n in names if n not in row):
-            pairs = {value: {frozenset({(name, value), taken}) for taken in row.items()} for value in choices[name]}
+            pairs = {
+                value: {frozenset({(name, value), taken}) for taken in row.items()}
+                for value in choices[name]
+            }
             met = {value: len(missing & new) for value, new in pairs.items() if APART not in new}
             row[name] = max(met, key=met.__getitem__)
         missing -= {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
@@ -81,14 +87,23 @@ def run_of(row: dict[str, Any]) -> Run:
     model = dataclasses.replace(MODELS[row["family"]], layers=row["layers"])
     if hasattr(model, "dispatch"):
         model = dataclasses.replace(model, dispatch=row["dispatch"])
-    changes = {n: row[n] for n in ("pipeline_schedule", "context_strategy", "microbatches", "remat", "layout")}
+    changes = {
+        n: row[n]
+        for n in ("pipeline_schedule", "context_strategy", "microbatches", "remat", "layout")
+    }
     return tiny_run(model, row["mesh"], dropout=0.1 if row["family"] == "gpt2" else 0.0, **changes)
 
 
 def uneven(run: Run) -> bool:
     """Whether the stages of the run have unequal numbers of layers."""
-    virtual_stages = find_schedule(run.training.pipeline_schedule).virtual_stages_for(run.training.virtual_stages)
-    return run.mesh is not None and run.mesh.stage > 1 and run.model.layers % (run.mesh.stage * virtual_stages) != 0
+    virtual_stages = find_schedule(run.training.pipeline_schedule).virtual_stages_for(
+        run.training.virtual_stages
+    )
+    return (
+        run.mesh is not None
+        and run.mesh.stage > 1
+        and run.model.layers % (run.mesh.stage * virtual_stages) != 0
+    )
 
 
 def features(row: dict[str, Any]) -> set[str]:
@@ -96,7 +111,9 @@ def features(row: dict[str, Any]) -> set[str]:
     run = run_of(row)
     training, model = run.training, run.model
     dispatch, mtp_depth = getattr(model, "dispatch", None), getattr(model, "mtp_depth", 0)
-    axes = {axis for axis, degree in run.mesh.degrees().items() if degree > 1} if run.mesh else set()
+    axes = (
+        {axis for axis, degree in run.mesh.degrees().items() if degree > 1} if run.mesh else set()
+    )
     optional = {
         f"dispatch: {dispatch}": dispatch is not None,
         "tied embeddings": model.decoder.tied,
@@ -113,13 +130,19 @@ def features(row: dict[str, Any]) -> set[str]:
         and bool(axes & {"context", "tensor"}),
         "dropout": training.dropout > 0,
     }
-    return axes | {row["family"], f"remat: {training.remat}"} | {name for name, there in optional.items() if there}
+    return (
+        axes
+        | {row["family"], f"remat: {training.remat}"}
+        | {name for name, there in optional.items() if there}
+    )
 
 
 def pairs_in_effect(row: dict[str, Any]) -> Counter[tuple[str, str]]:
     """Returns the pairs of features and choices that take effect in a run: no dispatch where there are no experts."""
     dispatch = getattr(run_of(row).model, "dispatch", None)
-    chosen = {f"{name}: {row[name]}" for name in ("family", "mesh", "layers", "layout")} | {f"dispatch: {dispatch}"}
+    chosen = {f"{name}: {row[name]}" for name in ("family", "mesh", "layers", "layout")} | {
+        f"dispatch: {dispatch}"
+    }
     return Counter(itertools.combinations(sorted(features(row) | chosen), 2))
 
 
@@ -127,7 +150,9 @@ def lightened(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the rows with Llama in place of the family that compiles longest, where no pair is in that run alone."""
     counts = sum(map(pairs_in_effect, rows), Counter[tuple[str, str]]())
     found = list(rows)
-    for place in sorted(range(len(rows)), key=lambda i: ("stage" in rows[i]["mesh"], i), reverse=True):
+    for place in sorted(
+        range(len(rows)), key=lambda i: ("stage" in rows[i]["mesh"], i), reverse=True
+    ):
         row, light = rows[place], {**rows[place], "family": "llama"}
         left = counts - pairs_in_effect(row) + pairs_in_effect(light)
         if row["family"] == "deepseek-like" and left.keys() >= counts.keys():
@@ -147,7 +172,9 @@ def covering_features(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     missing = set[str]().union(*map(features, rows))
     found = []
     while missing:
-        best = max(rows, key=lambda row: len(missing & features(row)) / COMPILE_TIME.get(row["family"], 1))
+        best = max(
+            rows, key=lambda row: len(missing & features(row)) / COMPILE_TIME.get(row["family"], 1)
+        )
         found.append(best)
         missing -= features(best)
     return found
@@ -162,7 +189,10 @@ def name_of(row: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, marks=() if row in FAST else pytest.mark.exhaustive, id=name_of(row)) for row in ROWS],
+    [
+        pytest.param(row, marks=() if row in FAST else pytest.mark.exhaustive, id=name_of(row))
+        for row in ROWS
+    ],
 )
 def test_every_pair_of_features(row: dict[str, Any]) -> None:
     run = run_of(row)
@@ -195,7 +225,11 @@ def test_every_refusal_is_made(refusal: Refusal) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["muon", "adafactor", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("lion", "sgd"))],
+    [
+        "muon",
+        "adafactor",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("lion", "sgd")),
+    ],
 )
 def test_padding_rows_change_no_update(name: str) -> None:
     """Three layers on two stages: the fourth row is zero and stays zero."""
@@ -220,7 +254,11 @@ MOVES = [
     pytest.param("stage=2,fsdp=2", "stage=4,tensor=2", marks=pytest.mark.exhaustive),
     ("stage=4,tensor=2", "fsdp=2,expert=2,tensor=2 folded"),
     pytest.param("fsdp=2,expert=2,tensor=2", "data=2*2,context=2", marks=pytest.mark.exhaustive),
-    pytest.param("expert=2,context=2,tensor=2 folded", "fsdp=2,expert=2,tensor=2", marks=pytest.mark.exhaustive),
+    pytest.param(
+        "expert=2,context=2,tensor=2 folded",
+        "fsdp=2,expert=2,tensor=2",
+        marks=pytest.mark.exhaustive,
+    ),
     ("data=2*2,context=2", "stage=3"),
     pytest.param("stage=3", "stage=2,expert=4", marks=pytest.mark.exhaustive),
     pytest.param("stage=2,expert=4", "data=1", marks=pytest.mark.exhaustive),
@@ -234,7 +272,9 @@ def test_checkpoints_move_between_meshes(before: str, after: str, tmp_path: Path
     sides = []
     for mesh, _, folded in (side.partition(" ") for side in (before, after)):
         schedule = "interleaved" if mesh == "stage=2,fsdp=2" else "1f1b"
-        run = tiny_run(model, mesh, pipeline_schedule=schedule, context_strategy="all_gather", batch=48)
+        run = tiny_run(
+            model, mesh, pipeline_schedule=schedule, context_strategy="all_gather", batch=48
+        )
         sides.append(device_run_of(dataclasses.replace(run, layout=folded or "fsdp")))
     rng = np.random.default_rng(0)
 
@@ -258,7 +298,11 @@ def test_checkpoints_move_between_meshes(before: str, after: str, tmp_path: Path
         checkpoints.wait()
         found, manifest = checkpoints.restore(sides[1])
     assert manifest.tensors["params.blocks.query"].shape[0] == 6
-    for a, b in ((state.params, found.params), (adam.mu, found.optimizer[0].mu), (adam.nu, found.optimizer[0].nu)):
+    for a, b in (
+        (state.params, found.params),
+        (adam.mu, found.optimizer[0].mu),
+        (adam.nu, found.optimizer[0].nu),
+    ):
         first, second = (by_layers(side, x) for side, x in zip(sides, (a, b), strict=True))
         for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
             # Tables that are padded to different multiples agree in their real rows.

@@ -9,7 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from tiny_runs import DEEPSEEK, MODELS, QWEN3_NEXT, VOCAB, by_layers, device_run_of, keep, place_params, tiny_run
+from tiny_runs import (
+    DEEPSEEK,
+    MODELS,
+    QWEN3_NEXT,
+    VOCAB,
+    by_layers,
+    device_run_of,
+    keep,
+    place_params,
+    tiny_run,
+)
 
 from meshwright.data.batch import Batch
 from meshwright.generation.decoder import Bucket, Decoder
@@ -84,13 +94,20 @@ def forward_logits(device_run: DeviceRun, params: Any, tokens_BT: np.ndarray) ->
 
     def logits(params: Any, tokens_BT: jax.Array) -> jax.Array:
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-        batch = Batch(tokens_BT, tokens_BT, jnp.zeros_like(tokens_BT), positions_BT, jnp.ones(tokens_BT.shape))
+        batch = Batch(
+            tokens_BT, tokens_BT, jnp.zeros_like(tokens_BT), positions_BT, jnp.ones(tokens_BT.shape)
+        )
         x_BTD, _ = model.hidden(params, batch, no_dropout())
         x_BTD, table_VD = model.unembed(params, x_BTD)
-        return cap(jnp.einsum("btd,vd->btv", x_BTD, table_VD)[..., :VOCAB], model.model.spec().logit_softcap)
+        return cap(
+            jnp.einsum("btd,vd->btv", x_BTD, table_VD)[..., :VOCAB],
+            model.model.spec().logit_softcap,
+        )
 
     specs = (param_specs(device_run.placements, "at_rest"), BATCH_SPEC)
-    mapped = jax.shard_map(logits, mesh=device_run.mesh, in_specs=specs, out_specs=BATCH_SPEC, check_vma=False)
+    mapped = jax.shard_map(
+        logits, mesh=device_run.mesh, in_specs=specs, out_specs=BATCH_SPEC, check_vma=False
+    )
     return np.asarray(jax.jit(mapped)(params, tokens_BT))
 
 
@@ -102,7 +119,9 @@ def expected(name: str) -> tuple[Any, list[np.ndarray]]:
         params = device_run.initial_state().params
         rows = np.stack([np.pad(text, (0, SEQ - len(text))) for text in texts()])
         logits = forward_logits(device_run, params, rows)
-        return by_layers(device_run, params), [row[: len(text)] for row, text in zip(logits, texts(), strict=True)]
+        return by_layers(device_run, params), [
+            row[: len(text)] for row, text in zip(logits, texts(), strict=True)
+        ]
 
     return keep(("forward", name, SEQ), compute)
 
@@ -136,7 +155,13 @@ def decoded_logits(decoder: Decoder, params: Any) -> list[np.ndarray]:
     found = []
     for row, text in enumerate(texts()):
         padding = decoder.end - len(text)
-        found.append({end - padding - 1: logits[number, row] for number, end in enumerate(ends) if end > padding})
+        found.append(
+            {
+                end - padding - 1: logits[number, row]
+                for number, end in enumerate(ends)
+                if end > padding
+            }
+        )
     return found
 
 
@@ -145,14 +170,22 @@ COMPARED = ("gemma-2", "gpt-oss", "llama-4", "olmo-3", "qwen3-next")
 
 
 def row_of(name: str, mesh: str, layout: WeightsLayout) -> Any:
-    marks = pytest.mark.exhaustive if name in COMPARED and "context" not in mesh and name not in WITHOUT_CONTEXT else ()
+    marks = (
+        pytest.mark.exhaustive
+        if name in COMPARED and "context" not in mesh and name not in WITHOUT_CONTEXT
+        else ()
+    )
     return pytest.param(name, mesh, layout, marks=marks)
 
 
 ROWS: list[Any] = [
     *(row_of(name, "data=1", "sharded") for name in FAMILIES),
     *(row_of(name, "data=2,fsdp=2,tensor=2", "gathered") for name in FAMILIES),
-    *(row_of(name, "fsdp=2,context=2,tensor=2", "sharded") for name in FAMILIES if name not in WITHOUT_CONTEXT),
+    *(
+        row_of(name, "fsdp=2,context=2,tensor=2", "sharded")
+        for name in FAMILIES
+        if name not in WITHOUT_CONTEXT
+    ),
     ("llama", "context=8", "sharded"),
     ("mixtral", "fsdp=2,expert=2,tensor=2", "sharded"),
     ("llama", "data=2,tensor=4", "gathered"),

@@ -16,7 +16,10 @@ MISSED = ("gpt-oss", "olmo-2")
 rows = pytest.mark.parametrize(
     "row",
     [
-        pytest.param(r, marks=pytest.mark.long if r in MISSED else () if r in FAST else pytest.mark.exhaustive)
+        pytest.param(
+            r,
+            marks=pytest.mark.long if r in MISSED else () if r in FAST else pytest.mark.exhaustive,
+        )
         for r in ROWS
     ],
 )
@@ -35,7 +38,9 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 @rows
-def test_a_family_has_the_numbers_of_transformers(row: str, folder_of: Callable[[str], Path]) -> None:
+def test_a_family_has_the_numbers_of_transformers(
+    row: str, folder_of: Callable[[str], Path]
+) -> None:
     """Logits on one device; every gradient and eight AdamW steps on a mesh, all in float32."""
     folder, (_, golden) = folder_of(row), read(row)
     assert np.abs(hf_models.logits_of(folder, "data=1") - golden["logits"]).max() < 1e-5
@@ -46,8 +51,12 @@ def test_a_family_has_the_numbers_of_transformers(row: str, folder_of: Callable[
 
 
 @rows
-def test_decoding_is_the_forward_pass_of_transformers(row: str, folder_of: Callable[[str], Path]) -> None:
+def test_decoding_is_the_forward_pass_of_transformers(
+    row: str, folder_of: Callable[[str], Path]
+) -> None:
     folder, (_, golden) = folder_of(row), read(row)
     assert np.abs(hf_models.decoded_logits_of(folder, "data=1") - golden["logits"]).max() < 1e-5
-    found = hf_models.greedy_of(folder, hf_models.DECODE_MESHES.get(row, "fsdp=2,context=2,tensor=2"))
+    found = hf_models.greedy_of(
+        folder, hf_models.DECODE_MESHES.get(row, "fsdp=2,context=2,tensor=2")
+    )
     np.testing.assert_array_equal(found, golden["greedy"])

@@ -63,7 +63,9 @@ def test_same_numbers_as_one_device(family: str, layout: str, mesh: str) -> None
         pytest.param("mixtral", "expert=2,fsdp=2,tensor=2", 3, "fsdp", marks=exhaustive),
         pytest.param("mixtral", "context=8", STEPS, "folded", marks=exhaustive),
         pytest.param("mixtral", "expert=2,context=2,tensor=2", STEPS, "folded", marks=exhaustive),
-        pytest.param("deepseek-like", "data=2,context=2,tensor=2", STEPS, "folded_zero1", marks=exhaustive),
+        pytest.param(
+            "deepseek-like", "data=2,context=2,tensor=2", STEPS, "folded_zero1", marks=exhaustive
+        ),
         ("deepseek-like", "fsdp=2,expert=2,tensor=2", 3, "folded"),
     ],
 )
@@ -77,7 +79,9 @@ def test_experts_over_devices(family: str, mesh: str, steps: int, layout: str) -
 
 
 @exhaustive
-@pytest.mark.parametrize("mesh", ["fsdp=2*4", "fsdp=4,data=2*1", "tensor=2*2,fsdp=2", "expert=2*2,fsdp=2"])
+@pytest.mark.parametrize(
+    "mesh", ["fsdp=2*4", "fsdp=4,data=2*1", "tensor=2*2,fsdp=2", "expert=2*2,fsdp=2"]
+)
 def test_any_axis_crosses_slices(mesh: str) -> None:
     run = tiny_run(MODELS["mixtral"], mesh, layout="zero1")
     one = train_on_one_device(run, STEPS)

@@ -7,7 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_runs import MODELS, device_run_of, largest_difference, tiny_run, train, train_on_one_device
+from tiny_runs import (
+    MODELS,
+    device_run_of,
+    largest_difference,
+    tiny_run,
+    train,
+    train_on_one_device,
+)
 
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import Optimizer
@@ -25,7 +32,11 @@ def run_with(name: str, mesh: str, layout: str = "fsdp") -> Run:
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in ("adafactor", "muon") else pytest.param(n, marks=pytest.mark.exhaustive) for n in RATES]
+    "name",
+    [
+        n if n in ("adafactor", "muon") else pytest.param(n, marks=pytest.mark.exhaustive)
+        for n in RATES
+    ],
 )
 def test_learns_alike_on_one_and_eight_devices(name: str) -> None:
     run = run_with(name, "data=2,fsdp=2,tensor=2", "zero1")
@@ -42,14 +53,23 @@ def test_learns_alike_on_one_and_eight_devices(name: str) -> None:
     [
         pytest.param("mixtral", "fsdp=2,expert=2,tensor=2", {}, marks=pytest.mark.exhaustive),
         ("deepseek-like", "stage=2,fsdp=2,expert=2", {"microbatches": 2}),
-        pytest.param("gpt2", "data=2,fsdp=2,context=2", {"microbatches": 2}, marks=pytest.mark.exhaustive),
-        pytest.param("llama", "data=2,tensor=4", {"param_dtype": "bfloat16"}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            "gpt2", "data=2,fsdp=2,context=2", {"microbatches": 2}, marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            "llama", "data=2,tensor=4", {"param_dtype": "bfloat16"}, marks=pytest.mark.exhaustive
+        ),
     ],
 )
-def test_matrices_are_the_same_wherever_they_are(family: str, mesh: str, changes: dict[str, Any]) -> None:
+def test_matrices_are_the_same_wherever_they_are(
+    family: str, mesh: str, changes: dict[str, Any]
+) -> None:
     """Muon with groups of learning rates: experts, uneven stages, replicas, masters; projections and single heads."""
     optimizer = Optimizer(
-        "muon", 1e-3, lr_groups=("embed=0.5", "role:ffn_in=2"), muon_heads="together" if family == "gpt2" else "each"
+        "muon",
+        1e-3,
+        lr_groups=("embed=0.5", "role:ffn_in=2"),
+        muon_heads="together" if family == "gpt2" else "each",
     )
     run = tiny_run(MODELS[family], mesh, optimizer=optimizer, **changes)
     one = train_on_one_device(run, 3)
@@ -85,7 +105,9 @@ def test_state_moves_between_meshes(name: str, tmp_path: Path) -> None:
     ]
     state = sides[0].initial_state()
     gradients = jax.tree.map(lambda p: p * 1e-2, state.params)
-    params, optimizer = sides[0].optimizer.update(gradients, state.optimizer, state.params, state.step)
+    params, optimizer = sides[0].optimizer.update(
+        gradients, state.optimizer, state.params, state.step
+    )
     state = dataclasses.replace(state, params=params, optimizer=optimizer)
     state = jax.device_put(state, sides[0].state_shardings)
     with Checkpoints(tmp_path / "checkpoints", max_to_keep=1) as checkpoints:
@@ -93,7 +115,8 @@ def test_state_moves_between_meshes(name: str, tmp_path: Path) -> None:
         checkpoints.wait()
         restored, _ = checkpoints.restore(sides[1])
     for (path, before), (other, after) in zip(
-        *(jax.tree_util.tree_flatten_with_path(s.optimizer)[0] for s in (state, restored)), strict=True
+        *(jax.tree_util.tree_flatten_with_path(s.optimizer)[0] for s in (state, restored)),
+        strict=True,
     ):
         assert path == other
         before, after = np.asarray(before), np.asarray(after)
@@ -102,7 +125,9 @@ def test_state_moves_between_meshes(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
 def test_schedules_rise_and_fall(schedule: str) -> None:
-    optimizer = Optimizer(learning_rate=1.0, lr_schedule=schedule, warmup_steps=10, final_lr_fraction=0.1)
+    optimizer = Optimizer(
+        learning_rate=1.0, lr_schedule=schedule, warmup_steps=10, final_lr_fraction=0.1
+    )
     rate = build_lr_schedule(optimizer, 100)
     assert float(rate(0)) == pytest.approx(0.1)
     assert float(rate(10)) == pytest.approx(1.0)

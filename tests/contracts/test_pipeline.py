@@ -53,15 +53,26 @@ exhaustive = pytest.mark.exhaustive
         pytest.param("gpt2", 8, "stage=4,tensor=2", 8, "circular", marks=exhaustive),
         pytest.param("deepseek-like", 3, "stage=2,expert=2,tensor=2", 4, "1f1b", marks=exhaustive),
         pytest.param("mixtral", 4, "stage=2,expert=4", 2, "interleaved", marks=exhaustive),
-        pytest.param("llama", 8, "stage=4,data=2", 8, "outside.extensions.zbv:zbv", marks=exhaustive),
-        pytest.param("gpt2", 5, "stage=2,fsdp=2,tensor=2", 4, "outside.extensions.zbv:zbv", marks=exhaustive),
         pytest.param(
-            "deepseek-like", 5, "stage=2,expert=2,tensor=2", 2, "outside.extensions.zbv:zbv", marks=exhaustive
+            "llama", 8, "stage=4,data=2", 8, "outside.extensions.zbv:zbv", marks=exhaustive
+        ),
+        pytest.param(
+            "gpt2", 5, "stage=2,fsdp=2,tensor=2", 4, "outside.extensions.zbv:zbv", marks=exhaustive
+        ),
+        pytest.param(
+            "deepseek-like",
+            5,
+            "stage=2,expert=2,tensor=2",
+            2,
+            "outside.extensions.zbv:zbv",
+            marks=exhaustive,
         ),
         pytest.param("llama", 4, "stage=4,fsdp=2", 4, "outside_parts:half_split", marks=exhaustive),
     ],
 )
-def test_same_numbers_as_one_device(family: str, layers: int, mesh: str, microbatches: int, schedule: str) -> None:
+def test_same_numbers_as_one_device(
+    family: str, layers: int, mesh: str, microbatches: int, schedule: str
+) -> None:
     model = dataclasses.replace(MODELS[family], layers=layers)
     run = tiny_run(model, mesh, microbatches=microbatches, pipeline_schedule=schedule)
     one, many = train_on_one_device(run, STEPS), train(run, STEPS)
@@ -74,16 +85,26 @@ def test_same_numbers_as_one_device(family: str, layers: int, mesh: str, microba
     ("strategy", "family", "mesh", "schedule"),
     [
         ("ring", "llama", "stage=2,context=2", "1f1b"),
-        pytest.param("ring", "qwen-like", "stage=2,context=2,tensor=2", "interleaved", marks=exhaustive),
+        pytest.param(
+            "ring", "qwen-like", "stage=2,context=2,tensor=2", "interleaved", marks=exhaustive
+        ),
         pytest.param("ring", "llama", "stage=2,context=4", "zbv", marks=exhaustive),
-        pytest.param("ring", "llama", "stage=2,context=2,fsdp=2", "outside.extensions.zbv:zbv", marks=exhaustive),
+        pytest.param(
+            "ring",
+            "llama",
+            "stage=2,context=2,fsdp=2",
+            "outside.extensions.zbv:zbv",
+            marks=exhaustive,
+        ),
         pytest.param("usp", "gpt2", "stage=2,context=4", "gpipe", marks=exhaustive),
     ],
 )
 def test_a_ring_inside_the_stages(strategy: str, family: str, mesh: str, schedule: str) -> None:
     """Keys and values pass along a ring of all devices, also those of stages that have no task in a tick."""
     model = dataclasses.replace(MODELS[family], layers=4)
-    run = tiny_run(model, mesh, microbatches=4, pipeline_schedule=schedule, context_strategy=strategy)
+    run = tiny_run(
+        model, mesh, microbatches=4, pipeline_schedule=schedule, context_strategy=strategy
+    )
     one, many = train_on_one_device(run, STEPS), train(run, STEPS)
     assert_same_steps(many, one)
     np.testing.assert_allclose(many.evaluate(), one.evaluate(), rtol=1e-5)
@@ -96,13 +117,23 @@ KEEPS = {"stage_saves": "layers"}
     ("family", "mesh", "schedule", "changes"),
     [
         ("llama", "stage=2,data=2", "1f1b", {"remat": "projections"}),
-        pytest.param("llama", "stage=2,fsdp=2,tensor=2", "gpipe", {"remat": "full"}, marks=exhaustive),
-        pytest.param("qwen-like", "stage=2,tensor=2", "zbv", {"remat": "attention"}, marks=exhaustive),
-        pytest.param("mixtral", "stage=2,expert=2", "interleaved", {"remat": "none"}, marks=exhaustive),
-        pytest.param("gpt2", "stage=2,context=2", "1f1b", {"context_strategy": "ring"}, marks=exhaustive),
+        pytest.param(
+            "llama", "stage=2,fsdp=2,tensor=2", "gpipe", {"remat": "full"}, marks=exhaustive
+        ),
+        pytest.param(
+            "qwen-like", "stage=2,tensor=2", "zbv", {"remat": "attention"}, marks=exhaustive
+        ),
+        pytest.param(
+            "mixtral", "stage=2,expert=2", "interleaved", {"remat": "none"}, marks=exhaustive
+        ),
+        pytest.param(
+            "gpt2", "stage=2,context=2", "1f1b", {"context_strategy": "ring"}, marks=exhaustive
+        ),
     ],
 )
-def test_stages_that_keep_what_remat_saves(family: str, mesh: str, schedule: str, changes: dict[str, Any]) -> None:
+def test_stages_that_keep_what_remat_saves(
+    family: str, mesh: str, schedule: str, changes: dict[str, Any]
+) -> None:
     model = dataclasses.replace(MODELS[family], layers=4)
     run = tiny_run(model, mesh, microbatches=4, pipeline_schedule=schedule, **KEEPS, **changes)
     assert_same_steps(train(run, STEPS), train_on_one_device(run, STEPS))
@@ -111,17 +142,25 @@ def test_stages_that_keep_what_remat_saves(family: str, mesh: str, schedule: str
 @pytest.mark.parametrize("schedule", ["zero_bubble", "outside.extensions.zbv:zbv"])
 def test_stages_of_a_split_backward_pass_keep_their_inputs_alone(schedule: str) -> None:
     model = dataclasses.replace(MODELS["llama"], layers=4)
-    run = tiny_run(model, "stage=2", microbatches=4, pipeline_schedule=schedule, remat="full", **KEEPS)
+    run = tiny_run(
+        model, "stage=2", microbatches=4, pipeline_schedule=schedule, remat="full", **KEEPS
+    )
     with pytest.raises(ConfigError, match=r"--training\.stage-saves input"):
         train(run, 1)
 
 
-def test_a_stage_keeps_no_parameters_of_layers_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_keeps_no_parameters_of_layers_that_take_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They are there: a slot for each microbatch would hold them as often."""
     found, kept = list[Any](), pipeline._Engine._kept
-    monkeypatch.setattr(pipeline._Engine, "_kept", lambda engine: found.append(engine) or kept(engine))
+    monkeypatch.setattr(
+        pipeline._Engine, "_kept", lambda engine: found.append(engine) or kept(engine)
+    )
     model = mw.Gemma3(50, 64, 4, 8, 4, 8, 96, vocab_multiple=16, local_layers=1, sliding_window=5)
-    device_run = device_run_of(tiny_run(model, "stage=2", microbatches=4, dropout=0.0, remat="feed_forward", **KEEPS))
+    device_run = device_run_of(
+        tiny_run(model, "stage=2", microbatches=4, dropout=0.0, remat="feed_forward", **KEEPS)
+    )
     build_train_step(device_run).lower(device_run.abstract, device_run.abstract_batch)
     stacked = [path for path, p, _ in device_run.placed.layout.leaves if "L" in p.dims]
     assert set(found[0]._backward_of_part.given.values()) >= set(range(len(stacked)))
@@ -150,7 +189,11 @@ def test_uneven_microbatches(microbatches: int, schedule: str) -> None:
     """Fewer microbatches than stages, and numbers that the stages do not divide."""
     model = dataclasses.replace(MODELS["llama"], layers=4 if schedule == "interleaved" else 2)
     run = tiny_run(
-        model, "stage=2,data=2", batch=2 * microbatches, microbatches=microbatches, pipeline_schedule=schedule
+        model,
+        "stage=2,data=2",
+        batch=2 * microbatches,
+        microbatches=microbatches,
+        pipeline_schedule=schedule,
     )
     one = train_on_one_device(run, 2)
     assert_same_steps(train(run, 2, initial=one.initial), one)
@@ -170,7 +213,8 @@ def peak(schedule: str, microbatches: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "schedule", ["1f1b", *(pytest.param(s, marks=exhaustive) for s in ("interleaved", "zbv", "zero_bubble"))]
+    "schedule",
+    ["1f1b", *(pytest.param(s, marks=exhaustive) for s in ("interleaved", "zbv", "zero_bubble"))],
 )
 def test_memory_is_constant_in_microbatches(schedule: str) -> None:
     one_input = 2 * 128 * 64 * 4
@@ -200,7 +244,12 @@ def test_gpipe_grows() -> None:
 def test_the_compiled_ticks_are_those_of_the_table(schedule: str, permutes: int) -> None:
     """A half of a tick counts as often as the table takes it, and is not in the loops of other ticks."""
     run = tiny_run(
-        MODELS["llama"], "stage=2,tensor=2", microbatches=4, dropout=0.0, remat="none", pipeline_schedule=schedule
+        MODELS["llama"],
+        "stage=2,tensor=2",
+        microbatches=4,
+        dropout=0.0,
+        remat="none",
+        pipeline_schedule=schedule,
     )
     device_run = device_run_of(run)
     census = census_of_train_step(device_run)
@@ -210,7 +259,9 @@ def test_the_compiled_ticks_are_those_of_the_table(schedule: str, permutes: int)
     assert passes == permutes, (passes, table.segments)
     # A layer gathers its sequence twice: in four forward ticks and again in four backward ticks, where the backward
     # pass of its two reduce-scatters gathers twice more.
-    gathered = sum(e.count for e in census.ledger if e.kind == "all-gather" and e.axes_label == "tensor")
+    gathered = sum(
+        e.count for e in census.ledger if e.kind == "all-gather" and e.axes_label == "tensor"
+    )
     unembedding = 4
     assert gathered == 4 * (2 + 2 + 2) + unembedding + 4
     by_phase = {matmul.phase: 0.0 for matmul in census.flops.matmuls}

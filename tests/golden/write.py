@@ -10,4 +10,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny_runs import MODELS, tiny_run, train
 
 for family, model in MODELS.items():
-    np.savetxt(Path(__file__).parent / f"{family}.txt", train(tiny_run(model), 20).losses, fmt="%.7f")
+    np.savetxt(
+        Path(__file__).parent / f"{family}.txt", train(tiny_run(model), 20).losses, fmt="%.7f"
+    )

@@ -25,7 +25,16 @@ from outside.extensions.row_attention import row_kernel
 from outside.extensions.soap import scale_by_soap, soap
 from outside.extensions.sums import sums
 from outside.extensions.zbv import zbv
-from tiny_runs import MODELS, VOCAB, Trained, device_run_of, largest_difference, on_one_device, tiny_run, train
+from tiny_runs import (
+    MODELS,
+    VOCAB,
+    Trained,
+    device_run_of,
+    largest_difference,
+    on_one_device,
+    tiny_run,
+    train,
+)
 
 import meshwright as mw
 from meshwright.analysis.census import Census
@@ -68,7 +77,11 @@ every_case = pytest.mark.parametrize("case", CASES)
 LEFT_OUT = ("family with names of its own", "pipeline schedule")
 """Cases whose census is left to `make test-all`: the other cases have the same collectives."""
 census_cases = pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.exhaustive] if case in LEFT_OUT else []) for case in CASES]
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.exhaustive] if case in LEFT_OUT else [])
+        for case in CASES
+    ],
 )
 
 COMBINATIONS: list[tuple[mw.Model, str, dict[str, Any]]] = [
@@ -80,13 +93,25 @@ COMBINATIONS: list[tuple[mw.Model, str, dict[str, Any]]] = [
     (NANO, "data=2,fsdp=2,tensor=2", {**ROW, "remat": "attention"}),
     (NANO, "data=2,fsdp=2,tensor=2", {**ROW, "remat": "projections"}),
     (NANO, "fsdp=2,context=4", {**ROW, "context_strategy": "ulysses"}),
-    (DEEP, "stage=4,tensor=2", {"pipeline_schedule": "interleaved", "virtual_stages": 1, "microbatches": 4}),
+    (
+        DEEP,
+        "stage=4,tensor=2",
+        {"pipeline_schedule": "interleaved", "virtual_stages": 1, "microbatches": 4},
+    ),
     (dataclasses.replace(NANO, depth=5), "stage=2,data=2,fsdp=2", {**ZBV, **ROW}),
     # Adam divides rounding errors of unused experts by epsilon, which is above them here.
-    (MODELS["mixtral"], "fsdp=2,expert=2,tensor=2", {"optimizer": dataclasses.replace(SOAP, epsilon=1e-6)}),
+    (
+        MODELS["mixtral"],
+        "fsdp=2,expert=2,tensor=2",
+        {"optimizer": dataclasses.replace(SOAP, epsilon=1e-6)},
+    ),
     (MODELS["mixtral"], "data=2,fsdp=2,expert=2", {"layout": fsdp_2d}),
     # Likewise GPT-2's biases, whose gradients begin near zero: 3e-6 with this epsilon, 1.1e-5 with SOAP's 1e-8.
-    (MODELS["gpt2"], "stage=2,fsdp=4", {"optimizer": dataclasses.replace(SOAP, epsilon=1e-6), "microbatches": 2}),
+    (
+        MODELS["gpt2"],
+        "stage=2,fsdp=4",
+        {"optimizer": dataclasses.replace(SOAP, epsilon=1e-6), "microbatches": 2},
+    ),
     (MODELS["qwen-like"], "data=2,fsdp=2,tensor=2", {**ROW, "layout": fsdp_2d}),
 ]
 
@@ -170,7 +195,9 @@ def test_the_census_adds_up(case: str) -> None:
     assert sum(census.memory.by_category().values()) == census.memory.compiled.peak
     assert memory["parameters"] == bytes_on_first_device(state.params)
     assert memory["optimizer state"] == bytes_on_first_device(state.optimizer)
-    assert not census.unread and all(entry.axes is not None and entry.exact for entry in census.ledger)
+    assert not census.unread and all(
+        entry.axes is not None and entry.exact for entry in census.ledger
+    )
     matmuls = sum(matmul.flops for matmul in census.flops.matmuls)
     # Each layer is recomputed once: four passes for three. Attention computes the masked half of its scores as well.
     assert (
@@ -186,12 +213,16 @@ def test_the_planner_counts_the_bytes_that_parameters_and_activations_move(case:
     device_run, census = census_of(case)
     sent: dict[tuple[str, str], float] = {}
     for entry in census.ledger:
-        sent[entry.kind, entry.axes_label] = sent.get((entry.kind, entry.axes_label), 0) + entry.total
+        sent[entry.kind, entry.axes_label] = (
+            sent.get((entry.kind, entry.axes_label), 0) + entry.total
+        )
     work, again = work_of(device_run.placed), recomputed_roles(device_run.run.training.remat)
     planned: dict[tuple[str, str], float] = {}
     for m in movements(device_run.settled, work, again, None, MESHWRIGHT):
         if m.kind in ("all-gather", "reduce-scatter") and m.payload:
-            planned[m.kind, "+".join(m.axes)] = planned.get((m.kind, "+".join(m.axes)), 0) + m.payload * m.times
+            planned[m.kind, "+".join(m.axes)] = (
+                planned.get((m.kind, "+".join(m.axes)), 0) + m.payload * m.times
+            )
     assert planned
     for key, payload in planned.items():
         added = sent[key] if case == "optimizer" else 0.0
@@ -291,21 +322,32 @@ def test_resume_is_bitwise(trained: tuple[Path, mw.Summary], tmp_path: Path, cac
 
 def test_evaluation_on_another_mesh(trained: tuple[Path, mw.Summary], cache: Path) -> None:
     out, summary = trained
-    assert mw.evaluate(out, mesh="data=4,tensor=2", cache=cache).loss == pytest.approx(summary.held_out_loss, rel=1e-5)
+    assert mw.evaluate(out, mesh="data=4,tensor=2", cache=cache).loss == pytest.approx(
+        summary.held_out_loss, rel=1e-5
+    )
 
 
 def test_plans_are_searched_and_written(trained: tuple[Path, mw.Summary], tmp_path: Path) -> None:
     """The chip is named by its file; the plan keeps every name."""
-    run, target = read_run(trained[0] / "run.json"), parse_target(f"{FOLDER / 'mi300x.py'}:mi300x:2x8")
+    run, target = (
+        read_run(trained[0] / "run.json"),
+        parse_target(f"{FOLDER / 'mi300x.py'}:mi300x:2x8"),
+    )
     # Its kernel is none of this chip's.
-    run = dataclasses.replace(run, training=dataclasses.replace(run.training, attention_kernel="auto"))
+    run = dataclasses.replace(
+        run, training=dataclasses.replace(run.training, attention_kernel="auto")
+    )
     found = search(run, target)
     schedules = {plan.run.training.pipeline_schedule for plan in found.plans}
     assert run.training.pipeline_schedule in schedules
     best = found.plans[0]
     write_plan(best, target, tmp_path / "plan.json")
     plan = read_plan(tmp_path / "plan.json")
-    assert plan.run == best.run and plan.run.optimizer == run.optimizer and plan.run.layout == run.layout
+    assert (
+        plan.run == best.run
+        and plan.run.optimizer == run.optimizer
+        and plan.run.layout == run.layout
+    )
     assert parse_target(plan.target) == target
 
 
@@ -317,7 +359,10 @@ def test_plans_are_searched_and_written(trained: tuple[Path, mw.Summary], tmp_pa
         ({"layout": f"{FOLDER}/fsdp_4d.py:fsdp_2d"}, "there is no such file"),
         ({"layout": "no_such_module:layout"}, "no module 'no_such_module'"),
         ({"optimizer": Optimizer("outside.extensions.sums:sums")}, "takes 0 positional arguments"),
-        ({"attention_kernel": row_kernel, "mesh": "fsdp=4,context=2"}, "between chunks in a ring, which row lacks"),
+        (
+            {"attention_kernel": row_kernel, "mesh": "fsdp=4,context=2"},
+            "between chunks in a ring, which row lacks",
+        ),
         ({"pipeline_schedule": "outside.extensions.fsdp_2d:fsdp_2d"}, "it is a Layout"),
     ],
 )
@@ -345,7 +390,9 @@ def test_an_object_without_a_name_is_refused() -> None:
 
 
 def meshwright(*words: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "meshwright", *words], text=True, capture_output=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright", *words], text=True, capture_output=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -358,9 +405,13 @@ def test_the_command_line_takes_files(tmp_path: Path) -> None:
         "--optimizer.name", f"{FOLDER / 'soap.py'}:soap",
         "--optimizer.lr-schedule", f"{FOLDER / 'inverse_sqrt.py'}:inverse_sqrt",
     ]  # fmt: skip
-    plans = json.loads(meshwright("plan", *words, "--on", f"{FOLDER / 'mi300x.py'}:mi300x:8", "--json"))
+    plans = json.loads(
+        meshwright("plan", *words, "--on", f"{FOLDER / 'mi300x.py'}:mi300x:8", "--json")
+    )
     assert plans["plans"] and plans["target"].endswith(":mi300x:1x8")
-    rehearsal = json.loads(meshwright("rehearse", *words, "--mesh", "data=2,tensor=2", "--for-steps", "2", "--json"))
+    rehearsal = json.loads(
+        meshwright("rehearse", *words, "--mesh", "data=2,tensor=2", "--for-steps", "2", "--json")
+    )
     assert [part["name"] for part in rehearsal["parts"]] == ["trains", "resumes"]
 
 

@@ -9,7 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LADDER = ROOT / "docs" / "ladder"
-CHAPTERS = sorted((path.stem for path in LADDER.glob("[0-9]*.py")), key=lambda name: int(name.split("_")[0]))
+CHAPTERS = sorted(
+    (path.stem for path in LADDER.glob("[0-9]*.py")), key=lambda name: int(name.split("_")[0])
+)
 
 # Printed by the notebooks that the ladder grew out of.
 QUOTED = {
@@ -54,7 +56,11 @@ def page_of(chapter: str) -> str:
 
 def printed(chapter: str) -> str:
     done = subprocess.run(
-        [sys.executable, LADDER / "build.py", "--print", chapter], cwd=ROOT, text=True, capture_output=True, timeout=300
+        [sys.executable, LADDER / "build.py", "--print", chapter],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -62,13 +68,20 @@ def printed(chapter: str) -> str:
 
 def settled(page: str) -> list[str]:
     """Lines of a page but for the blocks whose figures may differ."""
-    return re.sub(r"<!-- figures of the machine.*?-->\n\n```text.*?```", "", page, flags=re.S).strip().splitlines()
+    return (
+        re.sub(r"<!-- figures of the machine.*?-->\n\n```text.*?```", "", page, flags=re.S)
+        .strip()
+        .splitlines()
+    )
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "chapter",
-    [pytest.param(c, marks=pytest.mark.long if c != CHAPTERS[0] else pytest.mark.exhaustive) for c in CHAPTERS],
+    [
+        pytest.param(c, marks=pytest.mark.long if c != CHAPTERS[0] else pytest.mark.exhaustive)
+        for c in CHAPTERS
+    ],
 )
 def test_a_chapter_prints_what_is_printed_in_it(chapter: str) -> None:
     """To the letter, numbers within one part in a thousand: `python docs/ladder/build.py` writes the pages anew."""
@@ -91,17 +104,30 @@ def test_the_numbers_of_the_notebooks(chapter: str) -> None:
 def test_a_chapter_is_a_lesson(chapter: str) -> None:
     """Question, arithmetic, pictures, failure, three exercises with folded answers that assert, and a summary."""
     page, source = page_of(chapter), (LADDER / f"{chapter}.py").read_text(encoding="utf-8")
-    for part in ("**The question.**", "## The arithmetic", "What goes wrong", "## Exercises", "## Summary", "](img/"):
+    for part in (
+        "**The question.**",
+        "## The arithmetic",
+        "What goes wrong",
+        "## Exercises",
+        "## Summary",
+        "](img/",
+    ):
         assert part in page or part.lower() in page, part
     assert [f"**{n}.**" in page for n in (1, 2, 3, 4)] == [True, True, True, False]
     assert page.count("<details") == page.count("</details>") == 3
     answers = [cell for cell in source.split("# %%") if cell.startswith(" answer")]
-    assert len(answers) == 3 and all("\nassert " in cell or "\n    assert " in cell for cell in answers)
+    assert len(answers) == 3 and all(
+        "\nassert " in cell or "\n    assert " in cell for cell in answers
+    )
 
 
 def test_the_toy_loss_falls_as_it_did() -> None:
     """Within 2e-4: the notebook's digits come from a TPU."""
-    block = next(b for b in re.findall(r"```text\n(.*?)```", page_of("6_tensor_parallel"), re.S) if b.count("\n") == 10)
+    block = next(
+        b
+        for b in re.findall(r"```text\n(.*?)```", page_of("6_tensor_parallel"), re.S)
+        if b.count("\n") == 10
+    )
     assert [float(line) for line in block.split()] == pytest.approx(TOY_LOSSES, abs=2e-4)
 
 

@@ -29,7 +29,9 @@ def test_a_notebook_runs_and_prints_what_its_page_prints(name: str) -> None:
     folder = {"metadata": {"path": str(DOCS / "notebooks")}}
     NotebookClient(notebook, timeout=280, kernel_name="python3", resources=folder).execute()
     page = words((DOCS / "notebooks" / f"{name}.md").read_text(encoding="utf-8"))
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    outputs = [
+        output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
+    ]
     for printed in (o.text for o in outputs if o.output_type == "stream" and o.name == "stdout"):
         assert words(printed.strip()) in page
     shown = "".join(o.data["text/html"] for o in outputs if "text/html" in o.get("data", {}))

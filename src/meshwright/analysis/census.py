@@ -38,7 +38,11 @@ from meshwright.analysis.lint import (
     lint_tiles,
     lint_whole_state,
 )
-from meshwright.analysis.lint_collectives import MIN_SENT_BYTES, lint_missed_overlap, lint_unexpected_collectives
+from meshwright.analysis.lint_collectives import (
+    MIN_SENT_BYTES,
+    lint_missed_overlap,
+    lint_unexpected_collectives,
+)
 from meshwright.analysis.memory import Memory, read_memory
 from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, Ticks, simulate_schedule
 from meshwright.formatting import Shown, format_count
@@ -121,7 +125,11 @@ class Flops:
     @property
     def intensity(self) -> float | None:
         """Arithmetic intensity: FLOPs per byte, both by the compiler's cost analysis."""
-        return self.cost_analysis / self.bytes_accessed if self.cost_analysis and self.bytes_accessed else None
+        return (
+            self.cost_analysis / self.bytes_accessed
+            if self.cost_analysis and self.bytes_accessed
+            else None
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +164,11 @@ class Census(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """Returns everything except the program's text; `provenance` tells proved from predicted parts."""
-        flops = {**dataclasses.asdict(self.flops), "compiled": self.flops.compiled, "intensity": self.flops.intensity}
+        flops = {
+            **dataclasses.asdict(self.flops),
+            "compiled": self.flops.compiled,
+            "intensity": self.flops.intensity,
+        }
         memory = {
             **dataclasses.asdict(self.memory),
             "categories": self.memory.by_category(),
@@ -186,7 +198,10 @@ class Census(Shown):
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
             # Without its spans, which the page draws.
             "simulated_schedule": self.schedule
-            and {**{k: v for k, v in vars(self.schedule).items() if k != "spans"}, "doubt": self.schedule.doubt},
+            and {
+                **{k: v for k, v in vars(self.schedule).items() if k != "spans"},
+                "doubt": self.schedule.doubt,
+            },
         }
 
     def __str__(self) -> str:
@@ -224,14 +239,22 @@ def census(
     """
     facts, line = facts or ProgramFacts(), definition_line(function)
     program = compile_function(
-        function, *args, compiler_options=compiler_options, keywords=keywords, branches=facts.branches
+        function,
+        *args,
+        compiler_options=compiler_options,
+        keywords=keywords,
+        branches=facts.branches,
     )
     module, jaxpr, cost = program.module, program.jaxpr, program.cost_analysis
     degrees = program.mesh((args, keywords)) if mesh is None else dict(mesh)
     leaves = {} if jaxpr is None else argument_leaves(jaxpr, (*args, keywords))
     arguments = program_arguments(module, leaves, {**ARGUMENT_CATEGORIES, **(categories or {})})
     ledger = read_ledger(module, degrees, facts.library_files, facts.skipped.sent_rows)
-    schedule = None if target is None else simulate_schedule(module, target, degrees, facts.skipped, facts.ticks)
+    schedule = (
+        None
+        if target is None
+        else simulate_schedule(module, target, degrees, facts.skipped, facts.ticks)
+    )
     flops = Flops(
         dict(facts.model_flops),
         tuple(read_matmuls(module, facts.skipped)),
@@ -245,8 +268,13 @@ def census(
         lint_rematerialisation(module, program.warnings),
     ]
     if degrees and jaxpr is not None:
-        written, results = read_jaxpr_collectives(jaxpr, degrees), {getattr(v, "shape", ()) for v in jaxpr.out_avals}
-        checks.append(lint_unexpected_collectives(ledger, written, arguments, facts.min_sent, results))
+        written, results = (
+            read_jaxpr_collectives(jaxpr, degrees),
+            {getattr(v, "shape", ()) for v in jaxpr.out_avals},
+        )
+        checks.append(
+            lint_unexpected_collectives(ledger, written, arguments, facts.min_sent, results)
+        )
     checks += [lint_source(jaxpr)] if jaxpr is not None else []
     checks.append(lint_host(module))
     if program.device_kind.startswith("NVIDIA"):
@@ -263,7 +291,8 @@ def census(
         checks.append(lint_missed_overlap(module, schedule, ledger, facts.min_sent))
     findings = itertools.chain.from_iterable(checks)
     return Census(
-        name=facts.name or str(getattr(function, "__name__", "") or module.name.removeprefix("jit_") or "function"),
+        name=facts.name
+        or str(getattr(function, "__name__", "") or module.name.removeprefix("jit_") or "function"),
         mesh=degrees,
         device=program.device_kind,
         ledger=tuple(ledger),
@@ -275,12 +304,18 @@ def census(
         text=program.text,
         unread=tuple(unread_collectives(module)),
         schedule=schedule,
-        doubts=doubts_of(flops.compiled, grouped.excess, flops.unpriced, facts.flops_band, schedule),
+        doubts=doubts_of(
+            flops.compiled, grouped.excess, flops.unpriced, facts.flops_band, schedule
+        ),
     )
 
 
 def doubts_of(
-    flops: float, excess: float, unpriced: Mapping[str, int], band: FlopsBand | None, schedule: SimulatedSchedule | None
+    flops: float,
+    excess: float,
+    unpriced: Mapping[str, int],
+    band: FlopsBand | None,
+    schedule: SimulatedSchedule | None,
 ) -> tuple[str, ...]:
     """Returns the reasons for which a census does not trust itself; empty where it does.
 
@@ -307,7 +342,11 @@ def doubts_of(
 
 def _versions(device: str) -> str:
     versions = [f"jax {jax.__version__}"]
-    for kind, package in (("TPU", "libtpu"), ("NVIDIA", "jax-cuda13-plugin"), ("NVIDIA", "nvidia-cudnn-cu13")):
+    for kind, package in (
+        ("TPU", "libtpu"),
+        ("NVIDIA", "jax-cuda13-plugin"),
+        ("NVIDIA", "nvidia-cudnn-cu13"),
+    ):
         if device.startswith(kind):
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 versions.append(f"{package} {importlib.metadata.version(package)}")

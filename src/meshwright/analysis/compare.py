@@ -53,7 +53,12 @@ def _quantities(census: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     if schedule:
         work = {kind: n for kind, n in schedule["by_kind"].items() if kind != "exposed"}
         exposed = {f"exposed, {axes}": n for axes, n in schedule["exposed"].items()}
-        seconds = {"step": schedule["step_seconds"], **work, **exposed, "pipeline bubble": schedule["bubble"]}
+        seconds = {
+            "step": schedule["step_seconds"],
+            **work,
+            **exposed,
+            "pipeline bubble": schedule["bubble"],
+        }
     for matmul in census["flops"]["matmuls"]:
         flops[matmul["phase"]] = flops.get(matmul["phase"], 0.0) + matmul["flops"]
     return {
@@ -71,9 +76,13 @@ def read_census(file: Path) -> dict[str, Any]:
         document = read_json(file, LARGE)
         _quantities(document)
     except OSError as error:
-        raise CensusError(f"the census {file}", f"it cannot be read: {reason_of(error)}", "a file of --json") from error
+        raise CensusError(
+            f"the census {file}", f"it cannot be read: {reason_of(error)}", "a file of --json"
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise CensusError(
-            f"the census {file}", f"it is not a census: {error}", "what `meshwright prove --json` prints"
+            f"the census {file}",
+            f"it is not a census: {error}",
+            "what `meshwright prove --json` prints",
         ) from error
     return dict(document)

@@ -69,7 +69,9 @@ class CompiledProgram:
         meshes = [leaf.mesh for leaf in leaves if isinstance(leaf, NamedSharding)]
         for jaxpr, _ in all_jaxprs(self.jaxpr.jaxpr) if self.jaxpr is not None else ():
             for equation in jaxpr.eqns:
-                mesh = equation.params.get("mesh", getattr(equation.params.get("sharding"), "mesh", None))
+                mesh = equation.params.get(
+                    "mesh", getattr(equation.params.get("sharding"), "mesh", None)
+                )
                 meshes += [mesh] if hasattr(mesh, "shape") else []
         return next((dict(mesh.shape) for mesh in meshes if mesh.size > 1), {})
 
@@ -111,7 +113,9 @@ def compiler_error(error: Exception) -> CensusError:
     if match:
         return OutOfMemory(float(match[1]) * _SIZES[match[2]], float(match[3]) * _SIZES[match[4]])
     said = " ".join(str(error).split())[:600]
-    return CensusError("compiling the program", f"the compiler refuses it: {said}", "another mesh, batch or target")
+    return CensusError(
+        "compiling the program", f"the compiler refuses it: {said}", "another mesh, batch or target"
+    )
 
 
 def compile_function(
@@ -139,7 +143,9 @@ def compile_function(
         with _capture_warnings() as warnings:
             lowered = traced.lower() if lowered is None else lowered
             try:
-                executable = lowered.compile(compiler_options={**_RECOMPILE, **(compiler_options or {})})
+                executable = lowered.compile(
+                    compiler_options={**_RECOMPILE, **(compiler_options or {})}
+                )
             except jax.errors.JaxRuntimeError as error:
                 raise compiler_error(error) from error
     seconds = time.perf_counter() - started
@@ -159,7 +165,9 @@ def compile_function(
     )
 
 
-def _stages_of(function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[Any, Any]:
+def _stages_of(
+    function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[Any, Any]:
     """Returns the `Traced` and the `Lowered` of a function, as far as there are any; neither of a `Compiled`.
 
     nnx.jit and equinox.filter_jit wrap those of the jax.jit that they contain.
@@ -231,12 +239,20 @@ def argument_leaves(jaxpr: Any, arguments: Sequence[Any]) -> dict[str, Any]:
     `arguments` (positional ones, then a dictionary of keywords), or where these do not say, its abstract value.
     """
     names = [plain_path(name) for name in jaxpr.jaxpr.debug_info.arg_names]
-    given = [leaf for leaf in jax.tree.leaves(arguments) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    given = [
+        leaf
+        for leaf in jax.tree.leaves(arguments)
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    ]
     leaves: dict[str, Any] = {}
     for name, variable in zip(names, jaxpr.jaxpr.invars, strict=False):
         wanted = (getattr(variable.aval, "shape", None), getattr(variable.aval, "dtype", None))
-        place = next((i for i, leaf in enumerate(given) if (leaf.shape, leaf.dtype) == wanted), None)
-        abstract = jax.ShapeDtypeStruct(getattr(variable.aval, "shape", ()), getattr(variable.aval, "dtype", jnp.bool_))
+        place = next(
+            (i for i, leaf in enumerate(given) if (leaf.shape, leaf.dtype) == wanted), None
+        )
+        abstract = jax.ShapeDtypeStruct(
+            getattr(variable.aval, "shape", ()), getattr(variable.aval, "dtype", jnp.bool_)
+        )
         leaves[name] = abstract if place is None else given.pop(place)
     return leaves
 
@@ -247,7 +263,9 @@ def definition_line(function: Any) -> str:
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""
 
 
-def program_arguments(module: Module, leaves: Mapping[str, Any], categories: Mapping[str, str]) -> list[Argument]:
+def program_arguments(
+    module: Module, leaves: Mapping[str, Any], categories: Mapping[str, str]
+) -> list[Argument]:
     """Lists the program's parameters; JAX drops arguments that the function does not use.
 
     leaves: arrays by path.  categories: beginning of a path -> memory category.
@@ -266,7 +284,9 @@ def program_arguments(module: Module, leaves: Mapping[str, Any], categories: Map
             shape = tuple(leaves[paths[number]].shape) if paths[number] in leaves else local.dims
             category, part = located[number]
             part = part if part in modules else ""
-            arguments.append(Argument(paths[number], category, part, shape, local.dims, local.bytes))
+            arguments.append(
+                Argument(paths[number], category, part, shape, local.dims, local.bytes)
+            )
     return arguments
 
 
@@ -278,5 +298,7 @@ def _categorise(path: str, categories: Mapping[str, str]) -> tuple[str, str]:
     parts = [p for p in path.removeprefix(longest).strip(".").split(".") if p]
     if categories[longest] == "optimizer state":
         # After the index and name of the moment, optax's state repeats the tree of parameters.
-        parts = [p for p in parts if not p.isdigit() and p not in ("mu", "nu", "trace", "inner_states")]
+        parts = [
+            p for p in parts if not p.isdigit() and p not in ("mu", "nu", "trace", "inner_states")
+        ]
     return categories[longest], parts[0] if parts else ""

@@ -35,7 +35,15 @@ def all_jaxprs(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
 
 Origin = tuple[str, tuple[int, ...]]
 """Array that a value is, in the same or another form, and the array's dimension of each dimension of the value."""
-_VIEWS = ("convert_element_type", "copy", "transpose", "optimization_barrier", "slice", "dynamic_slice", "squeeze")
+_VIEWS = (
+    "convert_element_type",
+    "copy",
+    "transpose",
+    "optimization_barrier",
+    "slice",
+    "dynamic_slice",
+    "squeeze",
+)
 """Operations that make of an array a part of it, or the same in another form."""
 
 
@@ -54,13 +62,22 @@ def uses(
         inside = list(nested_jaxprs(equation))
         if name in _VIEWS and given and given[0] is not None:
             path, dims = given[0]
-            kept = [d for d in range(len(dims)) if name != "squeeze" or d not in params["dimensions"]]
-            origins[equation.outvars[0]] = (path, tuple(dims[d] for d in params.get("permutation", kept)))
+            kept = [
+                d for d in range(len(dims)) if name != "squeeze" or d not in params["dimensions"]
+            ]
+            origins[equation.outvars[0]] = (
+                path,
+                tuple(dims[d] for d in params.get("permutation", kept)),
+            )
         elif not inside:
             yield equation, given, times
         for inner, n in inside:
             own = given[-len(inner.invars) :] if inner.invars else []
-            known = {v: (g[0], g[1][len(g[1]) - v.aval.ndim :]) for v, g in zip(inner.invars, own, strict=False) if g}
+            known = {
+                v: (g[0], g[1][len(g[1]) - v.aval.ndim :])
+                for v, g in zip(inner.invars, own, strict=False)
+                if g
+            }
             yield from uses(inner, known, times * n / (len(inside) if name == "cond" else 1))
 
 
@@ -84,7 +101,14 @@ def product_flops(equation: Any) -> float:
 
 
 _UNKNOWN_PRODUCTS = frozenset(
-    {"shard_map", "pallas_call", "ragged_dot_general", "conv_general_dilated", "xla_pmap", "custom_call"}
+    {
+        "shard_map",
+        "pallas_call",
+        "ragged_dot_general",
+        "conv_general_dilated",
+        "xla_pmap",
+        "custom_call",
+    }
 )
 
 
@@ -122,7 +146,9 @@ _PRIMITIVES = {
     "collective-permute": ("ppermute",),
     "collective-broadcast": ("pbroadcast",),
 }
-_KIND_OF_PRIMITIVE = {primitive: kind for kind, primitives in _PRIMITIVES.items() for primitive in primitives}
+_KIND_OF_PRIMITIVE = {
+    primitive: kind for kind, primitives in _PRIMITIVES.items() for primitive in primitives
+}
 CONSTRAINED = "constrained"
 """Kind of a product or sum whose result has a sharding constraint: partial results are summed where it stands."""
 _SUMS = ("dot_general", "reduce_sum", "reduce_max", "conv_general_dilated")
@@ -151,7 +177,9 @@ def read_jaxpr_collectives(jaxpr: Any, mesh: dict[str, int]) -> list[JaxprCollec
     sums: dict[tuple[str, tuple[str, ...], frozenset[str]], Counter[str]] = {}
     everywhere = tuple(axis for axis in mesh if mesh[axis] > 1)
 
-    def add(kind: str, axes: tuple[str, ...], lines: frozenset[str], count: int, payload: int = 0) -> None:
+    def add(
+        kind: str, axes: tuple[str, ...], lines: frozenset[str], count: int, payload: int = 0
+    ) -> None:
         sums.setdefault((kind, axes, lines), Counter()).update(count=count, payload=count * payload)
 
     for inner, count in all_jaxprs(jaxpr.jaxpr):
@@ -164,27 +192,45 @@ def read_jaxpr_collectives(jaxpr: Any, mesh: dict[str, int]) -> list[JaxprCollec
                 add("reshard", everywhere, lines, count)
             kind = _KIND_OF_PRIMITIVE.get(equation.primitive.name)
             names = equation.params.get("axes") or equation.params.get("axis_name") or ()
-            axes = tuple(a for a in everywhere if a in (names if isinstance(names, tuple) else (names,)))
+            axes = tuple(
+                a for a in everywhere if a in (names if isinstance(names, tuple) else (names,))
+            )
             if kind is not None and axes:
                 operands = equation.invars[:1] if kind == "ragged-all-to-all" else equation.invars
-                payload = sum(v.aval.size * v.aval.dtype.itemsize for v in operands if hasattr(v.aval, "dtype"))
+                payload = sum(
+                    v.aval.size * v.aval.dtype.itemsize
+                    for v in operands
+                    if hasattr(v.aval, "dtype")
+                )
                 degree = math.prod(mesh[axis] for axis in axes)
                 if (groups := equation.params.get("axis_index_groups")) is not None:
                     degree = len(groups[0])
-                    axes = axes_of_groups(tuple(map(tuple, groups)), {axis: mesh[axis] for axis in axes}) or axes
+                    axes = (
+                        axes_of_groups(
+                            tuple(map(tuple, groups)), {axis: mesh[axis] for axis in axes}
+                        )
+                        or axes
+                    )
                 add(kind, axes, lines, count, payload * (degree if kind == "all-gather" else 1))
-    return [JaxprCollective(kind, axes, c["count"], c["payload"], lines) for (kind, axes, lines), c in sums.items()]
+    return [
+        JaxprCollective(kind, axes, c["count"], c["payload"], lines)
+        for (kind, axes, lines), c in sums.items()
+    ]
 
 
 def _constrained_lines(jaxpr: Any) -> frozenset[str]:
     """Returns the lines of products and sums of an open jaxpr whose results have a sharding constraint."""
     makers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
     found: set[str] = set()
-    pending = [(v, 0) for e in jaxpr.eqns if e.primitive.name == "sharding_constraint" for v in e.invars]
+    pending = [
+        (v, 0) for e in jaxpr.eqns if e.primitive.name == "sharding_constraint" for v in e.invars
+    ]
     seen: set[Any] = set()
     while pending:
         variable, steps = pending.pop()
-        maker = None if isinstance(variable, core.Literal) or variable in seen else makers.get(variable)
+        maker = (
+            None if isinstance(variable, core.Literal) or variable in seen else makers.get(variable)
+        )
         if maker is None:
             continue
         seen.add(variable)

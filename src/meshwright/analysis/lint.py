@@ -19,7 +19,14 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.analysis.compile import CompiledProgram
-from meshwright.analysis.jaxprs import all_jaxprs, lines_of, nested_jaxprs, product_flops, products_needed, user_frames
+from meshwright.analysis.jaxprs import (
+    all_jaxprs,
+    lines_of,
+    nested_jaxprs,
+    product_flops,
+    products_needed,
+    user_frames,
+)
 from meshwright.analysis.memory import Argument
 from meshwright.errors import CensusError
 from meshwright.formatting import format_count
@@ -27,7 +34,15 @@ from meshwright.hardware.machine import sums_in_order
 from meshwright.hlo.flops import is_call, kernel_work, matmul_flops
 from meshwright.hlo.ledger import LedgerEntry
 from meshwright.hlo.loops import walk
-from meshwright.hlo.parser import Array, Instruction, Module, arrays_of, bytes_of, closing, parse_shape
+from meshwright.hlo.parser import (
+    Array,
+    Instruction,
+    Module,
+    arrays_of,
+    bytes_of,
+    closing,
+    parse_shape,
+)
 from meshwright.hlo.scopes import plain_path
 
 MIN_REPLICATED_BYTES = 2**20
@@ -75,7 +90,10 @@ def _num_shards(spec: PartitionSpec | None, mesh: Mapping[str, int]) -> int:
 
 
 def lint_layouts(
-    program: CompiledProgram, leaves: Mapping[str, Any], declared: Mapping[str, PartitionSpec], mesh: Mapping[str, int]
+    program: CompiledProgram,
+    leaves: Mapping[str, Any],
+    declared: Mapping[str, PartitionSpec],
+    mesh: Mapping[str, int],
 ) -> Iterator[Finding]:
     """Reports arguments and results not sharded as declared, and large undeclared ones that are replicated.
 
@@ -88,7 +106,11 @@ def lint_layouts(
     # Without a tree of shardings (`Ref`), or paths for all of them, those of the arguments are not compared.
     paths = zip(leaves, inputs, strict=True) if len(inputs) == len(leaves) else ()
     compiled = {path: sharding for path, sharding in paths if path in used}
-    given = {path: spec for path, a in leaves.items() if (spec := _spec_of(getattr(a, "sharding", None))) is not None}
+    given = {
+        path: spec
+        for path, a in leaves.items()
+        if (spec := _spec_of(getattr(a, "sharding", None))) is not None
+    }
     results, shapes = program.results("output_shardings"), program.results("out_info")
     unknown = sorted(set(declared) - set(leaves) - set(results))
     if unknown:
@@ -97,8 +119,12 @@ def lint_layouts(
             "the function has no argument or result of that path",
             f"one of {', '.join([*leaves, *results][:6])}, ...",
         )
-    sizes = {p: a.size * a.dtype.itemsize for p, a in {**leaves, **shapes}.items() if hasattr(a, "dtype")}
-    shardings = {p: s for p, s in {**compiled, **results}.items() if p in sizes and hasattr(s, "device_set")}
+    sizes = {
+        p: a.size * a.dtype.itemsize for p, a in {**leaves, **shapes}.items() if hasattr(a, "dtype")
+    }
+    shardings = {
+        p: s for p, s in {**compiled, **results}.items() if p in sizes and hasattr(s, "device_set")
+    }
     # A result that has the shape of an argument given whole, such as an updated parameter, is as whole as that is.
     whole = {(leaves[p].shape, leaves[p].dtype) for p, spec in given.items() if not any(spec)}
     expected = {
@@ -120,7 +146,12 @@ def lint_layouts(
                 "pass the array in its declared sharding (jax.device_put, or in_shardings)",
                 max(sizes[path] // shards - sizes[path] // _num_shards(expected[path], mesh), 0),
             )
-        elif path not in expected and shards == 1 and sizes[path] >= MIN_REPLICATED_BYTES and devices > 1:
+        elif (
+            path not in expected
+            and shards == 1
+            and sizes[path] >= MIN_REPLICATED_BYTES
+            and devices > 1
+        ):
             yield Finding(
                 "replicated",
                 path,
@@ -131,7 +162,12 @@ def lint_layouts(
 
 
 def _padded_dims(
-    name: str, shape: Sequence[int], size: int, spec: PartitionSpec | None, mesh: Mapping[str, int], line: str
+    name: str,
+    shape: Sequence[int],
+    size: int,
+    spec: PartitionSpec | None,
+    mesh: Mapping[str, int],
+    line: str,
 ) -> Iterator[Finding]:
     """Yields the dimensions that the mesh does not divide and of which a large fraction is padding."""
     for dim, axes in enumerate(_dim_axes(spec, mesh)):
@@ -213,11 +249,16 @@ def lint_precision(module: Module, scope: str, asked: str) -> Iterator[Finding]:
     total, excess, wide, line = 0, 0.0, Counter[str](), ""
     for context, instruction in walk(module):
         library = instruction.opcode == "custom-call" and (
-            _LIBRARY_MATMUL.search(instruction.target) or kernel_work(instruction).kind == "grouped matmul"
+            _LIBRARY_MATMUL.search(instruction.target)
+            or kernel_work(instruction).kind == "grouped matmul"
         )
-        if not (library or instruction.opcode in ("dot", "convolution")) or scope not in context.op_name(instruction):
+        if not (
+            library or instruction.opcode in ("dot", "convolution")
+        ) or scope not in context.op_name(instruction):
             continue
-        operands = [array for operand in instruction.operands[:2] for array in arrays_of(operand.shape)]
+        operands = [
+            array for operand in instruction.operands[:2] for array in arrays_of(operand.shape)
+        ]
         total += 1
         if any(a.bytes > a.elements for a in operands):
             wide[" x ".join(a.dtype for a in operands)] += 1
@@ -248,7 +289,9 @@ def lint_attention_kernel(module: Module, name: str) -> Iterator[Finding]:
         )
 
 
-_TUNED = re.compile(r'"kind":"__(?:triton_\w*gemm|cudnn\$fusion)|custom_call_target="__(?:cublas|cudnn\$conv)')
+_TUNED = re.compile(
+    r'"kind":"__(?:triton_\w*gemm|cudnn\$fusion)|custom_call_target="__(?:cublas|cudnn\$conv)'
+)
 """Matmuls and convolutions whose kernels XLA:GPU chooses by timing them."""
 _EXACT = ("add", "multiply", "minimum", "maximum", "and", "or", "xor")
 """Combiners that give integers the same result in any order; of floats, `minimum` and `maximum` do."""
@@ -260,7 +303,9 @@ _MAY_DIFFER = {
 }
 
 
-def lint_determinism(module: Module, ledger: Sequence[LedgerEntry], options: Mapping[str, Any]) -> Iterator[Finding]:
+def lint_determinism(
+    module: Module, ledger: Sequence[LedgerEntry], options: Mapping[str, Any]
+) -> Iterator[Finding]:
     """Reports the instructions of a program for GPUs whose results may differ between two runs, by cause and line.
 
     options: of the compilation.
@@ -273,7 +318,9 @@ def lint_determinism(module: Module, ledger: Sequence[LedgerEntry], options: Map
             cause = "scatter"
         elif i.opcode == "scatter" and "unique_indices=true" not in i.attribute_text:
             cause = "scatter" if _depends_on_order(i) else ""
-        elif i.opcode == "custom-call" and ("atomic" in i.attribute_text or _adds_by_atomics(i, atomics)):
+        elif i.opcode == "custom-call" and (
+            "atomic" in i.attribute_text or _adds_by_atomics(i, atomics)
+        ):
             cause = "kernel"
         elif tuned and _TUNED.search(i.attribute_text):
             cause = "autotuned"
@@ -305,7 +352,10 @@ def nondeterminism_of(options: Mapping[str, Any]) -> tuple[bool, bool]:
     given = {name: value or "true" for name, _, value in flags} | dict(options)
     given = {name: str(value).lower() for name, value in given.items()}
     deterministic = given.get("xla_gpu_deterministic_ops") == "true"
-    saved = {"xla_gpu_load_autotune_results_from", "xla_gpu_per_fusion_autotune_cache_dir"} & given.keys()
+    saved = {
+        "xla_gpu_load_autotune_results_from",
+        "xla_gpu_per_fusion_autotune_cache_dir",
+    } & given.keys()
     atomics = not deterministic and given.get("xla_gpu_exclude_nondeterministic_ops") != "true"
     return atomics, not (deterministic or saved or given.get("xla_gpu_autotune_level") == "0")
 
@@ -316,7 +366,11 @@ def _depends_on_order(instruction: Instruction) -> bool:
     combiner = computations.get(instruction.attributes.get("to_apply", "").lstrip("%"))
     if combiner is None:
         return True
-    exact = _EXACT if all(a.dtype[0] in "sup" for a in arrays_of(combiner.root.shape)) else ("minimum", "maximum")
+    exact = (
+        _EXACT
+        if all(a.dtype[0] in "sup" for a in arrays_of(combiner.root.shape))
+        else ("minimum", "maximum")
+    )
     return combiner.root.opcode not in exact
 
 
@@ -356,7 +410,9 @@ def lint_tiles(arguments: Sequence[Argument]) -> Iterator[Finding]:
 MIN_DONATED_BYTES = 2**18
 """Bytes on a device from which state that is not donated, or donated in vain, is reported."""
 _STATE = ("parameters", "optimizer state")
-_UPDATES = frozenset({"add", "sub", "select_n", "convert_element_type", "sharding_constraint", "copy"})
+_UPDATES = frozenset(
+    {"add", "sub", "select_n", "convert_element_type", "sharding_constraint", "copy"}
+)
 """Primitives through which an update passes its parameter: `w - rate * gradient`, but not a gradient itself."""
 _NOT_DONATED = (
     "it is returned updated and not donated: a step holds it twice",
@@ -377,10 +433,16 @@ def lint_donation(
     """
     if len(leaves) != len(jaxpr.jaxpr.invars):
         return  # no path for every input
-    aliased = {int(n) for n in re.findall(r": \((\d+),", _header_list(module, "input_output_alias"))}
+    aliased = {
+        int(n) for n in re.findall(r": \((\d+),", _header_list(module, "input_output_alias"))
+    }
     unused = {int(n) for n in re.findall(r"\((\d+),", _header_list(module, "buffer_donor"))}
     outputs, categories = _updated_inputs(jaxpr.jaxpr), {a.path: a.category for a in arguments}
-    updated = {path for path, variable in zip(leaves, jaxpr.jaxpr.invars, strict=True) if variable in outputs}
+    updated = {
+        path
+        for path, variable in zip(leaves, jaxpr.jaxpr.invars, strict=True)
+        if variable in outputs
+    }
     wasted, vain = Counter[str](), Counter[str]()
     for number, parameter in module.entry.parameters.items():
         path = plain_path(parameter.op_name)
@@ -414,7 +476,11 @@ def _updated_inputs(jaxpr: Any) -> set[Any]:
         else:
             sources = []
         shapes = {equation.outvars[i].aval.shape for i in wanted}
-        reached |= {v for v in sources if isinstance(v, core.Var) and getattr(v.aval, "shape", None) in shapes}
+        reached |= {
+            v
+            for v in sources
+            if isinstance(v, core.Var) and getattr(v.aval, "shape", None) in shapes
+        }
     # An argument that is returned as it is was not updated.
     return {v for v in jaxpr.invars if v in reached and v not in passed_on}
 
@@ -436,7 +502,9 @@ def lint_whole_state(arguments: Sequence[Argument]) -> Iterator[Finding]:
 
     State belongs to the parameter of its shape.
     """
-    split = {a.shape: a for a in arguments if a.category == "parameters" and a.local_shape != a.shape}
+    split = {
+        a.shape: a for a in arguments if a.category == "parameters" and a.local_shape != a.shape
+    }
     for argument in arguments:
         owner = split.get(argument.shape)
         if argument.category == "optimizer state" and owner is not None:
@@ -451,7 +519,11 @@ def lint_whole_state(arguments: Sequence[Argument]) -> Iterator[Finding]:
                     "give it the sharding of its parameter: initialise it from the sharded ones under jax.jit",
                     excess,
                 )
-        whole_batch = argument.category == "batch" and argument.local_shape == argument.shape and argument.shape
+        whole_batch = (
+            argument.category == "batch"
+            and argument.local_shape == argument.shape
+            and argument.shape
+        )
         if whole_batch and split and argument.bytes >= MIN_REPLICATED_BYTES:
             yield Finding(
                 "replicated",
@@ -479,7 +551,11 @@ def lint_duplicated_work(
             f"matrix products of {format_count(devices * flops)} FLOPs on all devices",
             f"the function has {format_count(needed)}: devices of {axes} compute the same products "
             f"{devices * flops / needed:.1f} times; "
-            + (f"split over them are {', '.join(split[:3])}" if split else "no argument is split over them"),
+            + (
+                f"split over them are {', '.join(split[:3])}"
+                if split
+                else "no argument is split over them"
+            ),
             "shard the batch, or a dimension of the weights, over every axis",
             0,
         )
@@ -525,7 +601,9 @@ def grouped_products(module: Module, jaxpr: Any) -> GroupedProducts:
     dense, line = 0.0, ""
     for context, instruction in walk(module) if needed else ():
         if instruction.opcode in ("dot", "convolution"):
-            is_same_line = any((frame.file, frame.line) in places for frame in instruction.stack[:1])
+            is_same_line = any(
+                (frame.file, frame.line) in places for frame in instruction.stack[:1]
+            )
             if is_same_line or _GROUPED in instruction.op_name:
                 dense += context.count * matmul_flops(instruction)
                 line = line or instruction.line
@@ -576,7 +654,11 @@ def _sites(jaxpr: Any, times: int = 1, widened: frozenset[Any] = frozenset()) ->
             continue  # a kernel has its own reasons
         for nested, n in nested_jaxprs(equation):
             same = len(nested.invars) == len(inputs)
-            given = frozenset(v for v, w in zip(nested.invars, inputs, strict=True) if w) if same else frozenset()
+            given = (
+                frozenset(v for v, w in zip(nested.invars, inputs, strict=True) if w)
+                if same
+                else frozenset()
+            )
             yield from _sites(nested, times * n, given)
 
 
@@ -587,7 +669,9 @@ def _widens(equation: Any, inputs: tuple[bool, ...]) -> bool:
         return False
     sources = [v.aval for v in equation.invars]
     if equation.primitive.name == "convert_element_type":
-        return inputs[0] or (jnp.issubdtype(sources[0].dtype, jnp.floating) and sources[0].dtype.itemsize <= 2)
+        return inputs[0] or (
+            jnp.issubdtype(sources[0].dtype, jnp.floating) and sources[0].dtype.itemsize <= 2
+        )
     return any(w and a.shape == out.shape for w, a in zip(inputs, sources, strict=True))
 
 
@@ -615,7 +699,10 @@ def _wide_products(sites: list[_Site]) -> Iterator[Finding]:
         if site.equation.primitive.name != "dot_general":
             continue
         operands = [v.aval for v in site.equation.invars]
-        flops, sizes = site.times * product_flops(site.equation), {a.dtype.itemsize for a in operands}
+        flops, sizes = (
+            site.times * product_flops(site.equation),
+            {a.dtype.itemsize for a in operands},
+        )
         if max(sizes) <= 2:
             narrow += flops
         elif any(site.widened) and not _is_highest(site.equation.params["precision"]):
@@ -644,7 +731,9 @@ def _float64(jaxpr: Any, sites: list[_Site]) -> Iterator[Finding]:
     """Reports float64 in a function that is given none: a numpy array or a Python number in 64-bit mode."""
     given = any(getattr(v.aval, "dtype", None) == jnp.float64 for v in jaxpr.jaxpr.invars)
     for site in () if given else sites:
-        avals = [v.aval for v in site.equation.outvars if getattr(v.aval, "dtype", None) == jnp.float64]
+        avals = [
+            v.aval for v in site.equation.outvars if getattr(v.aval, "dtype", None) == jnp.float64
+        ]
         size = max((a.size * a.dtype.itemsize for a in avals), default=0)
         if size >= MIN_REPLICATED_BYTES and site.line:
             yield Finding(

@@ -54,7 +54,10 @@ def lint_unexpected_collectives(
     min_sent: bytes that a device sends in one execution below which nothing is reported.  results: shapes of the
     function's results; an argument with one of them is taken for a parameter, which is returned updated or derived.
     """
-    shapes, asked = _shard_sizes(arguments), {line for w in written if w.kind == CONSTRAINED for line in w.lines}
+    shapes, asked = (
+        _shard_sizes(arguments),
+        {line for w in written if w.kind == CONSTRAINED for line in w.lines},
+    )
     known = (
         e.axes == ()
         or _gathers_parameter(e, arguments, results)
@@ -65,20 +68,27 @@ def lint_unexpected_collectives(
         or _is_made_of(e, written)
         for e in entries
     )
-    unknown = _unmatched([e for e, is_known in zip(entries, known, strict=True) if not is_known], written)
+    unknown = _unmatched(
+        [e for e, is_known in zip(entries, known, strict=True) if not is_known], written
+    )
     inserted = defaultdict[tuple[str, str, str], list[LedgerEntry]](list)
     for entry in unknown:
         inserted[entry.kind, entry.axes_label, entry.line].append(entry)
     findings: list[Finding] = []
     for (kind, axes_label, line), group in inserted.items():
-        sent, count, payload = (sum(n) for n in zip(*((e.sent, e.count, e.total) for e in group), strict=True))
+        sent, count, payload = (
+            sum(n) for n in zip(*((e.sent, e.count, e.total) for e in group), strict=True)
+        )
         operation = group[0].op_name.rpartition("/")[2].strip("()") or "an operation"
         found = Finding(
             "unexpected",
-            f"{kind} over {axes_label} of {group[0].operands[0]}" + (" and others" if len(group) > 1 else ""),
+            f"{kind} over {axes_label} of {group[0].operands[0]}"
+            + (" and others" if len(group) > 1 else ""),
             f"not in the function: the compiler inserted it, {count} x, {payload} bytes in all, to reshard a value "
             f"for {operation}",
-            _INSERTED_FIXES.get(kind, "shard the operands as the operation needs them, or write the collective"),
+            _INSERTED_FIXES.get(
+                kind, "shard the operands as the operation needs them, or write the collective"
+            ),
             int(sent),
             line,
         )
@@ -86,7 +96,9 @@ def lint_unexpected_collectives(
     return sorted(findings, key=lambda f: -f.bytes)
 
 
-def _unmatched(entries: Sequence[LedgerEntry], written: Sequence[JaxprCollective]) -> list[LedgerEntry]:
+def _unmatched(
+    entries: Sequence[LedgerEntry], written: Sequence[JaxprCollective]
+) -> list[LedgerEntry]:
     left: defaultdict[_Key, float] = defaultdict(float)
     written = [w for w in written if w.kind != CONSTRAINED]
     for w in written:
@@ -96,7 +108,9 @@ def _unmatched(entries: Sequence[LedgerEntry], written: Sequence[JaxprCollective
         # Groups that are no product of axes are known only by their line.
         here = [w for w in written if entry.line in w.lines]
         if entry.axes is not None:
-            here = [w for w in here if w.kind == "reshard" or frozenset(w.axes) == frozenset(entry.axes)]
+            here = [
+                w for w in here if w.kind == "reshard" or frozenset(w.axes) == frozenset(entry.axes)
+            ]
         if any(w.kind == "reshard" for w in here):
             continue
         # Loops that are not scans run more often than the jaxpr tells: one execution is compared.
@@ -143,29 +157,39 @@ def _is_backward_sum(entry: LedgerEntry) -> bool:
 
 
 _PRODUCT = re.compile(r"(?:dot_general|conv_general_dilated|ragged_dot_general|->\w*)[^/]*$")
-_READ = re.compile(r"/(?:convert_element_type|squeeze|dynamic_slice|slice|transpose|reshape|gather|copy)[^/]*$")
+_READ = re.compile(
+    r"/(?:convert_element_type|squeeze|dynamic_slice|slice|transpose|reshape|gather|copy)[^/]*$"
+)
 """Last part of the name of an operation that only reads an argument, or takes a layer of it."""
 
 
-def _gathers_parameter(entry: LedgerEntry, arguments: Sequence[Argument], results: Collection[tuple[int, ...]]) -> bool:
+def _gathers_parameter(
+    entry: LedgerEntry, arguments: Sequence[Argument], results: Collection[tuple[int, ...]]
+) -> bool:
     """Whether an entry gathers the shards of a parameter for a product, beside another argument that is sharded too.
 
     Where nothing else is sharded, no device has work of its own: the gather is no FSDP.
     """
     # A gather of the argument itself has no line where no single operation asked for it.
     whole = not entry.line and "/" not in entry.op_name
-    if entry.kind != "all-gather" or not (whole or _PRODUCT.search(entry.op_name) or _READ.search(entry.op_name)):
+    if entry.kind != "all-gather" or not (
+        whole or _PRODUCT.search(entry.op_name) or _READ.search(entry.op_name)
+    ):
         return False
     sharded = [a for a in arguments if a.local_shape != a.shape]
     trained = [a for a in sharded if a.category == "parameters" or a.shape in results]
-    gathered = [a for a in trained if all(_sizes(_dims(o)) in _shard_sizes([a]) for o in entry.operands[:1])]
+    gathered = [
+        a for a in trained if all(_sizes(_dims(o)) in _shard_sizes([a]) for o in entry.operands[:1])
+    ]
     return bool(gathered) and len(sharded) > 1
 
 
 def _shard_sizes(arguments: Sequence[Argument]) -> set[_Sizes]:
     found: set[_Sizes] = {()}
     for argument in arguments:
-        choices = [{n, whole} for n, whole in zip(argument.local_shape, argument.shape, strict=False)]
+        choices = [
+            {n, whole} for n, whole in zip(argument.local_shape, argument.shape, strict=False)
+        ]
         for dims in itertools.product(*choices):
             found |= {_sizes(dims), _sizes(dims[1:])}
     return found
@@ -218,7 +242,9 @@ def lint_missed_overlap(
     """
     spans = {span.instruction: span for span in schedule.spans}
     entries = {entry.instruction: entry for entry in ledger}
-    timed = [(i, spans[i.name]) for i in module if i.name in spans and spans[i.name].kind == "collective"]
+    timed = [
+        (i, spans[i.name]) for i in module if i.name in spans and spans[i.name].kind == "collective"
+    ]
     used = {work for i, _ in timed if i.opcode.endswith("-start") for work in overlapped_work(i)}
     exposed = [(i, span) for i, span in timed if span.exposed > 0]
     groups = defaultdict[tuple[str, str, str, str], list[tuple[Span, str, LedgerEntry]]](list)
@@ -251,16 +277,25 @@ def lint_missed_overlap(
         )
 
 
-def _hidden_by(start: Instruction, spans: Mapping[str, Span], used: set[str]) -> tuple[str, list[str]] | None:
+def _hidden_by(
+    start: Instruction, spans: Mapping[str, Span], used: set[str]
+) -> tuple[str, list[str]] | None:
     """Returns how a collective could be hidden, and the work that does it, longest first; None if nothing could."""
     computation, span = start.computation, spans[start.name]
     before = _reachable([transfer_start(start), start], lambda i: i.operands)
     after = _reachable([done_of(start) or start, start], lambda i: i.users)
-    compute = {i: spans[i.name].seconds for i in computation if i.name in spans and spans[i.name].kind in _COMPUTE}
+    compute = {
+        i: spans[i.name].seconds
+        for i in computation
+        if i.name in spans and spans[i.name].kind in _COMPUTE
+    }
 
     def enough(excluded: Set[Instruction]) -> list[str]:
         """Returns the fewest instructions that take as long as the collective is exposed; none if all are too few."""
-        free = sorted((i for i in compute if i.name not in used and i not in excluded), key=lambda i: -compute[i])
+        free = sorted(
+            (i for i in compute if i.name not in used and i not in excluded),
+            key=lambda i: -compute[i],
+        )
         sums = itertools.accumulate(compute[i] for i in free)
         count = next((n for n, seconds in enumerate(sums, 1) if seconds >= span.exposed), 0)
         return [i.name for i in free[:count]]
@@ -273,9 +308,17 @@ def _hidden_by(start: Instruction, spans: Mapping[str, Span], used: set[str]) ->
         return "ahead", ahead
     # What depends on the collective in its own iteration or the next.
     root, late = computation.root, set(after)
-    carried = {i for i, made in enumerate(root.operands) if made in after} if root.opcode == "tuple" else set()
-    late |= _reachable((i for i in computation if _carried_element(i) in carried), lambda i: i.users)
-    is_small = sum(seconds for i, seconds in compute.items() if i in late) <= _SMALL * sum(compute.values())
+    carried = (
+        {i for i, made in enumerate(root.operands) if made in after}
+        if root.opcode == "tuple"
+        else set()
+    )
+    late |= _reachable(
+        (i for i in computation if _carried_element(i) in carried), lambda i: i.users
+    )
+    is_small = sum(seconds for i, seconds in compute.items() if i in late) <= _SMALL * sum(
+        compute.values()
+    )
     if is_small and (behind := enough(late)):
         return "behind", behind
     return None
@@ -297,7 +340,11 @@ def _reachable(
 def _carried_element(instruction: Instruction) -> int | None:
     """Returns which element of the loop's state an instruction takes from the parameter; None for all others."""
     source = instruction.operand() if instruction.opcode == "get-tuple-element" else None
-    return int(instruction.attributes["index"]) if source is not None and source.opcode == "parameter" else None
+    return (
+        int(instruction.attributes["index"])
+        if source is not None and source.opcode == "parameter"
+        else None
+    )
 
 
 def _is_ready_early(computation: Computation, before: set[Instruction]) -> bool:
@@ -312,7 +359,11 @@ def _is_ready_early(computation: Computation, before: set[Instruction]) -> bool:
         if index is None or str(instruction.shape) in ("s32[]", "u32[]", "s64[]"):
             continue
         carried = computation.root.operand(index)
-        while carried is not None and carried.opcode in ("copy", "bitcast", "opt-barrier") and carried.operands:
+        while (
+            carried is not None
+            and carried.opcode in ("copy", "bitcast", "opt-barrier")
+            and carried.operands
+        ):
             carried = carried.operand()
         if carried is None or _carried_element(carried) != index:
             return False

@@ -6,7 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from meshwright.hlo.buffers import Buffer, BufferAssignment, Peak, buffers_of, op_names_written_into, peak_of
+from meshwright.hlo.buffers import (
+    Buffer,
+    BufferAssignment,
+    Peak,
+    buffers_of,
+    op_names_written_into,
+    peak_of,
+)
 from meshwright.hlo.parser import Module
 from meshwright.hlo.scopes import phase_of, plain_path, scopes_of
 
@@ -46,7 +53,10 @@ class CompiledMemory:
     def of(cls, executable: Any) -> "CompiledMemory":
         """Returns the figures of a compiled program."""
         stats = executable.memory_analysis()
-        host, peak = getattr(stats, "host_temp_size_in_bytes", 0), getattr(stats, "peak_memory_in_bytes", 0)
+        host, peak = (
+            getattr(stats, "host_temp_size_in_bytes", 0),
+            getattr(stats, "peak_memory_in_bytes", 0),
+        )
         return cls(
             arguments=stats.argument_size_in_bytes,
             results=stats.output_size_in_bytes,
@@ -142,7 +152,10 @@ class Memory:
 
 
 def read_memory(
-    module: Module, compiled: CompiledMemory, assignment: BufferAssignment | None, arguments: Sequence[Argument]
+    module: Module,
+    compiled: CompiledMemory,
+    assignment: BufferAssignment | None,
+    arguments: Sequence[Argument],
 ) -> Memory:
     """Assigns every byte of the program's peak to a category and a module.
 
@@ -178,7 +191,9 @@ _MOMENTS, _BUFFERS = 400, 40
 """Most moments of a profile, and temporaries that explain its peak."""
 
 
-def _profile(buffers: Sequence[Buffer], peak: Peak, classifier: "_Classifier", scale: float) -> MemoryProfile:
+def _profile(
+    buffers: Sequence[Buffer], peak: Peak, classifier: "_Classifier", scale: float
+) -> MemoryProfile:
     """Sums the live temporaries at each moment, bytes that several share once where the compiler reports offsets."""
     changes: Counter[int] = Counter()
     for buffer in buffers:
@@ -222,16 +237,24 @@ class _Classifier:
 
     def __init__(self, module: Module, buffers: Sequence[Buffer], arguments: Sequence[Argument]):
         self._module = module
-        starts = (b.start for b in buffers if b.array.elements > 1 and self._needs_backward(b.instruction.op_name))
+        starts = (
+            b.start
+            for b in buffers
+            if b.array.elements > 1 and self._needs_backward(b.instruction.op_name)
+        )
         self.first_backward: int | None = min(starts, default=None)
         parameters = [a for a in arguments if a.category == "parameters"]
         sizes = {math.prod(shape) for a in parameters for shape in (a.shape, a.local_shape)}
         # One layer of a stack, whole or local.
-        sizes |= {math.prod(s[1:]) for a in parameters for s in (a.shape, a.local_shape) if len(s) > 1}
+        sizes |= {
+            math.prod(s[1:]) for a in parameters for s in (a.shape, a.local_shape) if len(s) > 1
+        }
         self._parameter_sizes = sizes - {1}
         self._argument_category = {a.path: a.category for a in arguments}
         # The scope of a parameter is its path without the name of the argument that holds it.
-        self._module_of_scope = {a.path[a.path.index(f".{a.module}") + 1 :]: a.module for a in parameters if a.module}
+        self._module_of_scope = {
+            a.path[a.path.index(f".{a.module}") + 1 :]: a.module for a in parameters if a.module
+        }
 
     def _needs_backward(self, op_name: str) -> bool:
         """Whether an operation can run only once the backward pass has begun; zeros of sums come earlier."""
@@ -244,20 +267,29 @@ class _Classifier:
         if instruction.opcode == "copy" and instruction.operands:
             source = instruction.operands[0]
             if source.opcode == "parameter" and source.computation.is_entry:
-                return f"copies of {self._argument_category.get(plain_path(source.op_name), 'arguments')}", ""
+                return (
+                    f"copies of {self._argument_category.get(plain_path(source.op_name), 'arguments')}",
+                    "",
+                )
         scopes, phase = instruction.scopes, phase_of(instruction.op_name, branches)
         known = self._module_of_scope
-        part = next((s for s in scopes if s not in known), "") or (known[scopes[0]] if scopes else "")
+        part = next((s for s in scopes if s not in known), "") or (
+            known[scopes[0]] if scopes else ""
+        )
         is_weight = any(s in known for s in scopes)
         if phase in ("forward", "recomputed") and is_weight and "gather" in instruction.op_name:
             return "weights in use", part
         is_gradient = is_weight or buffer.array.elements in self._parameter_sizes
-        spans_turn = self.first_backward is not None and buffer.start < self.first_backward < buffer.end
+        spans_turn = (
+            self.first_backward is not None and buffer.start < self.first_backward < buffer.end
+        )
         if phase == "forward" and spans_turn:
             return "saved activations", part
         if phase == "update" and spans_turn and not scopes:
             return self._loop_buffer(buffer, is_gradient)
-        if is_gradient and (phase == "backward" or GRADIENTS in scopes or instruction.opcode in _REDUCTIONS):
+        if is_gradient and (
+            phase == "backward" or GRADIENTS in scopes or instruction.opcode in _REDUCTIONS
+        ):
             return "gradients", "" if part == GRADIENTS else part
         if phase == "recomputed":
             return "recomputed activations", part
@@ -270,4 +302,6 @@ class _Classifier:
         part = next(iter(scopes_of(written, branches)), "")
         if written:
             is_gradient = phase_of(written, branches) == "backward"
-        return ("gradients" if is_gradient else "saved activations"), self._module_of_scope.get(part, part)
+        return ("gradients" if is_gradient else "saved activations"), self._module_of_scope.get(
+            part, part
+        )

@@ -52,7 +52,9 @@ _CATEGORIES = {
     "state": "counters",
 }
 # Lines of these files tell how bytes move, not what for; the line that called them is reported instead.
-LIBRARY_FILES = tuple(str(module.__file__) for module in (collectives, hierarchical, ragged, params))
+LIBRARY_FILES = tuple(
+    str(module.__file__) for module in (collectives, hierarchical, ragged, params)
+)
 _LEFT_OUT, _RENAMES = "xla_disable_hlo_passes", "gpu-convert-async-collectives-to-sync"
 """Option that leaves passes out, and the one after which collectives beside nothing have names without a time."""
 _DOCUMENTS = {ONE_DOCUMENT: BranchScope(1, 1), SEVERAL_DOCUMENTS: BranchScope(0, 1)}
@@ -69,7 +71,9 @@ def model_flops(device_run: DeviceRun, passes: float) -> Mapping[str, float]:
     # Frozen weights have no gradient of their own: their matmuls have two passes of a step's three.
     own = passes - 1.0 if _is_frozen(device_run, passes) else passes
     counted = {item: passes if item in ("attention", "linear attention") else own for item in items}
-    return {item: counted[item] * tokens * flops / device_run.mesh.size for item, flops in items.items()}
+    return {
+        item: counted[item] * tokens * flops / device_run.mesh.size for item, flops in items.items()
+    }
 
 
 def _is_frozen(device_run: DeviceRun, passes: float) -> bool:
@@ -93,7 +97,10 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
     run, placed = device_run.run, device_run.placed
     items = model_flops(device_run, passes)
     own = passes - 1 if _is_frozen(device_run, passes) else 3
-    fraction, again = skipped_by_kernels(device_run.settled), 1 + (1 if placed.shape.stage == 1 else 2) / own
+    fraction, again = (
+        skipped_by_kernels(device_run.settled),
+        1 + (1 if placed.shape.stage == 1 else 2) / own,
+    )
     # Attention's backward kernels compute the scores again: seven products for four, beside two recomputed ones.
     factors = {
         "attention": again * 11 / 8 / max(fraction.causal_fraction, 1e-9),
@@ -105,12 +112,25 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
     uneven = 1.0
     if placed.shape.stage > 1 and device_run.local_model.permutes:
         # A stage without a task computes beside the others, and padding rows too.
-        rows = -(-len(placed.spec.layers) // (placed.shape.stage * placed.virtual_stages)) * placed.shape.stage
+        rows = (
+            -(-len(placed.spec.layers) // (placed.shape.stage * placed.virtual_stages))
+            * placed.shape.stage
+        )
         ticks = int((placed.schedule_table.kind == FORWARD).any(axis=(1, 2)).sum())
         uneven = rows * ticks / (len(placed.spec.layers) * run.training.microbatches)
     most = _SLACK * uneven * sum(factors.get(item, again) * flops for item, flops in items.items())
     adapters = sum(p.size for _, p, _ in placed.leaves if p.role == "adapter")
-    most += _SLACK * uneven * again * 2 * passes * run.training.batch * run.training.seq * adapters / placed.shape.size
+    most += (
+        _SLACK
+        * uneven
+        * again
+        * 2
+        * passes
+        * run.training.batch
+        * run.training.seq
+        * adapters
+        / placed.shape.size
+    )
     if run.optimizer.name == "muon" and passes > 1:
         shares = plan_muon(placed.params, placed.placements, placed.shape, run.optimizer.muon_heads)
         most += _SLACK * shares.flops()[0]
@@ -132,9 +152,20 @@ def skipped_by_kernels(settled: Settled) -> Skipped:
     spec = next((layer.experts for layer in placed.spec.layers if layer.experts is not None), None)
     if degrees and spec is not None:
         training, over = placed.run.training, placed.shape.over(TOKEN_AXES) * layout.routed_parts
-        tokens = training.batch * training.seq // (over * training.microbatches * settled.exchange_pieces)
-        fraction = tokens * spec.experts_per_token / spec.buffers(tokens, math.prod(degrees.values())).experts
-        sent = {"+".join(a): round(n * tokens) for a, n in sent_rows(spec, degrees, settled.expert_nodes).items()}
+        tokens = (
+            training.batch
+            * training.seq
+            // (over * training.microbatches * settled.exchange_pieces)
+        )
+        fraction = (
+            tokens
+            * spec.experts_per_token
+            / spec.buffers(tokens, math.prod(degrees.values())).experts
+        )
+        sent = {
+            "+".join(a): round(n * tokens)
+            for a, n in sent_rows(spec, degrees, settled.expert_nodes).items()
+        }
     return Skipped(causal_fraction(placed.spec, placed.run.training.seq), min(1.0, fraction), sent)
 
 
@@ -148,7 +179,9 @@ def train_step_facts(model: Model, device_run: DeviceRun) -> ProgramFacts:
     # Branches are priced with the mean of padding rows; without these all parts take the same time.
     costs = device_run.placed.stages.part_costs
     costs = [c * len(costs) / sum(costs) if _layer_rows(device_run) else 1.0 for c in costs]
-    return dataclasses.replace(facts, ticks=tick_scopes(table, costs, device_run.local_model.permutes))
+    return dataclasses.replace(
+        facts, ticks=tick_scopes(table, costs, device_run.local_model.permutes)
+    )
 
 
 def _layer_rows(device_run: DeviceRun) -> dict[str, BranchScope]:
@@ -157,15 +190,24 @@ def _layer_rows(device_run: DeviceRun) -> dict[str, BranchScope]:
         return {}
     placed = device_run.placed
     rows = {stack: placed.stages.rows(placed.spec.layers_of(stack)) for stack in placed.spec.stacks}
-    counts = {stack: (int((layers != NO_LAYER).sum()), layers.size) for stack, layers in rows.items()}
-    return {row_scope(stack): BranchScope(n, size) for stack, (n, size) in counts.items() if n < size}
+    counts = {
+        stack: (int((layers != NO_LAYER).sum()), layers.size) for stack, layers in rows.items()
+    }
+    return {
+        row_scope(stack): BranchScope(n, size) for stack, (n, size) in counts.items() if n < size
+    }
 
 
-def _facts(device_run: DeviceRun, name: str, passes: float, table: ScheduleTable | None) -> ProgramFacts:
+def _facts(
+    device_run: DeviceRun, name: str, passes: float, table: ScheduleTable | None
+) -> ProgramFacts:
     """Returns what is known of a step of `passes` forward passes. table: schedule of its pipeline."""
     taken = {} if table is None else branch_ticks(table, device_run.local_model.permutes)
     # A backward branch computes its forward pass again; those of forward pass and loss do it for the first time.
-    branches = {scope: BranchScope(*counts, recomputes=repeats_forward(scope)) for scope, counts in taken.items()}
+    branches = {
+        scope: BranchScope(*counts, recomputes=repeats_forward(scope))
+        for scope, counts in taken.items()
+    }
     return ProgramFacts(
         name=name,
         model_flops=model_flops(device_run, passes),
@@ -184,7 +226,9 @@ def census_of_train_step(device_run: DeviceRun, target: Target | None = None) ->
     step, options = build_train_step(device_run), device_run.compiler_options()
     if device_run.settled.scheduled_by_price:
         profile_of = device_run.profile_of if target is None else profile_for(target)
-        options |= profile_of(device_run, step.lower(device_run.abstract, device_run.abstract_batch))
+        options |= profile_of(
+            device_run, step.lower(device_run.abstract, device_run.abstract_batch)
+        )
     result = census(
         step,
         device_run.abstract,
@@ -218,9 +262,14 @@ def profile_for(target: Target) -> Callable[[DeviceRun, Any], dict[str, Any]]:
     def profile(device_run: DeviceRun, lowered: Any) -> dict[str, Any]:
         if not device_run.settled.scheduled_by_price:
             return {}
-        branches, options = train_step_facts(device_run.run.model, device_run).branches, device_run.compiler_options()
+        branches, options = (
+            train_step_facts(device_run.run.model, device_run).branches,
+            device_run.compiler_options(),
+        )
         passes = ",".join(word for word in (options.get(_LEFT_OUT), _RENAMES) if word)
-        program = compile_function(lowered, compiler_options=options | {_LEFT_OUT: passes}, branches=branches)
+        program = compile_function(
+            lowered, compiler_options=options | {_LEFT_OUT: passes}, branches=branches
+        )
         return {"fdo_profile": simulate_run(program.module, device_run, target).profile}
 
     return profile
@@ -230,7 +279,9 @@ def census_of_eval_step(device_run: DeviceRun) -> Census:
     """Compiles the evaluation step of a run for its mesh and takes its census."""
     placed = device_run.placed
     arguments = {path.removeprefix("state."): spec for path, spec in _declared(device_run).items()}
-    table = placed.forward_table(placed.run.training.microbatches) if placed.shape.stage > 1 else None
+    table = (
+        placed.forward_table(placed.run.training.microbatches) if placed.shape.stage > 1 else None
+    )
     return census(
         build_eval_step(device_run),
         device_run.abstract.params,
@@ -249,7 +300,11 @@ def located_devices(devices: Iterable[Any], target: Target) -> TargetDevices:
     if isinstance(target.chip.interconnect, Torus):
         cores = ("core_on_chip",) if target.chip.devices_per_chip > 1 else ()
         coordinates = [
-            (getattr(d, "slice_index", 0) or 0, *d.coords, *(int(getattr(d, core, 0)) for core in cores))
+            (
+                getattr(d, "slice_index", 0) or 0,
+                *d.coords,
+                *(int(getattr(d, core, 0)) for core in cores),
+            )
             for d in devices
         ]
     else:
@@ -259,7 +314,10 @@ def located_devices(devices: Iterable[Any], target: Target) -> TargetDevices:
 
 def simulate_run(module: Module, device_run: DeviceRun, target: Target) -> SimulatedSchedule:
     """Simulates the compiled train step of a run. module: with the branches of `train_step_facts`."""
-    facts, devices = train_step_facts(device_run.run.model, device_run), device_run.mesh.devices.flat
+    facts, devices = (
+        train_step_facts(device_run.run.model, device_run),
+        device_run.mesh.devices.flat,
+    )
     at, mesh = located_devices(devices, target), dict(device_run.mesh.shape)
     return simulate_schedule(module, at, mesh, facts.skipped, facts.ticks)
 
@@ -270,7 +328,10 @@ def causal_fraction(spec: ModelSpec, seq: int) -> float:
     Sliding windows may differ between layers. A model without attention has the fraction of causal attention, 1/2,
     which then applies to nothing.
     """
-    flops = [(a.heads * (a.head_size + a.value_size), a.causal_positions(seq) / seq) for a in spec.attention]
+    flops = [
+        (a.heads * (a.head_size + a.value_size), a.causal_positions(seq) / seq)
+        for a in spec.attention
+    ]
     total = sum(weight for weight, _ in flops)
     return sum(weight * fraction for weight, fraction in flops) / total if total else 0.5
 
@@ -278,8 +339,13 @@ def causal_fraction(spec: ModelSpec, seq: int) -> float:
 def _declared(device_run: DeviceRun) -> dict[str, PartitionSpec]:
     """Returns the sharding of every array of the state by path, as an argument and as a result."""
     leaves = jax.tree_util.tree_flatten_with_path(device_run.abstract)[0]
-    specs = {jax.tree_util.keystr(path, simple=True, separator="."): leaf.sharding.spec for path, leaf in leaves}
-    return {f"{tree}.{name}": spec for name, spec in specs.items() for tree in ("state", "result.0")}
+    specs = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf.sharding.spec
+        for path, leaf in leaves
+    }
+    return {
+        f"{tree}.{name}": spec for name, spec in specs.items() for tree in ("state", "result.0")
+    }
 
 
 def _vocabulary_padding(device_run: DeviceRun) -> list[Finding]:
@@ -289,7 +355,10 @@ def _vocabulary_padding(device_run: DeviceRun) -> list[Finding]:
         return []
     tables = [p for p in named_leaves(device_run.params).values() if p.rows]
     itemsize = jnp.dtype(device_run.run.training.param_dtype).itemsize
-    wasted = sum((padded - vocab) * math.prod(p.shape[1:]) * itemsize for p in tables) // device_run.mesh.size
+    wasted = (
+        sum((padded - vocab) * math.prod(p.shape[1:]) * itemsize for p in tables)
+        // device_run.mesh.size
+    )
     return [
         Finding(
             "padding",
@@ -321,17 +390,25 @@ def cache_key(device_run: DeviceRun, target: Target) -> str:
     lowered = build_train_step(device_run).lower(device_run.abstract, device_run.abstract_batch)
     root = Path(str(meshwright.__file__)).parent
     # A change of these rooms changes the census.
-    files = sorted(f for room in ("hlo", "analysis", "hardware") for f in (root / room).glob("*.py"))
+    files = sorted(
+        f for room in ("hlo", "analysis", "hardware") for f in (root / room).glob("*.py")
+    )
     packages = ("libtpu", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "meshwright")
     parts = [
         lowered.as_text(),
         str(target),
-        repr((sorted(device_run.compiler_options().items()), device_run.settled.scheduled_by_price)),
+        repr(
+            (sorted(device_run.compiler_options().items()), device_run.settled.scheduled_by_price)
+        ),
         repr(target.chip),
         repr(target.efficiency),
         str(sums_in_order()),
         jax.__version__,
         *(file.read_text(encoding="utf-8") for file in files),
-        *(d.version for package in packages for d in importlib.metadata.distributions(name=package)),
+        *(
+            d.version
+            for package in packages
+            for d in importlib.metadata.distributions(name=package)
+        ),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]

@@ -17,7 +17,13 @@ from meshwright.checkpoint.checkpoints import named_tensors
 from meshwright.checkpoint.fingerprints import fingerprints
 from meshwright.checkpoint.layer_order import abstract_in_layer_order, permuted_params, reordering
 from meshwright.planner.memory_model import PHASES
-from meshwright.sharding.params import init_program, layers_to_rows, rows_to_layers, shardings, trained_only
+from meshwright.sharding.params import (
+    init_program,
+    layers_to_rows,
+    rows_to_layers,
+    shardings,
+    trained_only,
+)
 from meshwright.step.device_memory import shard_bytes
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.train_step import build_eval_step
@@ -35,7 +41,10 @@ def compiled_phases(device_run: DeviceRun, census: Census) -> dict[str, int]:
         # Of simulated devices the reported live bytes leave out the temporaries.
         return memory.peak if device_run.settled.machine.simulated else memory.live
 
-    step, evaluate = most(census.memory.compiled), most(evaluation) + shard_bytes(abstract.optimizer)
+    step, evaluate = (
+        most(census.memory.compiled),
+        most(evaluation) + shard_bytes(abstract.optimizer),
+    )
     return dict(zip(PHASES, (_start(device_run), step, evaluate, *save_and_resume), strict=True))
 
 
@@ -45,19 +54,31 @@ def _compiled(run: Any, *arguments: Any) -> CompiledMemory:
 
 def _start(device_run: DeviceRun) -> int:
     """Most bytes of a device while parameters are drawn, or the optimizer's state is made."""
-    described, params, where = device_run.params, device_run.abstract.params, device_run.state_shardings
+    described, params, where = (
+        device_run.params,
+        device_run.abstract.params,
+        device_run.state_shardings,
+    )
     training, drawn = device_run.run.training, shard_bytes(params)
-    if all(x.dtype not in (jnp.int8, jnp.uint8) for x in jax.tree.leaves(params)):  # others are read
+    if all(
+        x.dtype not in (jnp.int8, jnp.uint8) for x in jax.tree.leaves(params)
+    ):  # others are read
         with jax.threefry_partitionable(True):
             drawn = _compiled(
-                *init_program(described, where.params, seed=training.seed, dtype=training.param_dtype)
+                *init_program(
+                    described, where.params, seed=training.seed, dtype=training.param_dtype
+                )
             ).peak
     split = trained_only(described, shardings(device_run.mesh, device_run.placements, "optimizer"))
     trained = trained_only(described, params)
     given = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), trained, split)
     made = _compiled(jax.jit(device_run.optimizer.init, out_shardings=where.optimizer), given).added
     # Parameters that the optimizer splits further are copied for it.
-    copies = [x for x, old in zip(*map(jax.tree.leaves, (given, trained)), strict=True) if x.sharding != old.sharding]
+    copies = [
+        x
+        for x, old in zip(*map(jax.tree.leaves, (given, trained)), strict=True)
+        if x.sharding != old.sharding
+    ]
     return max(drawn, shard_bytes(params) + shard_bytes(copies) + made)
 
 
@@ -68,7 +89,10 @@ def _saving(device_run: DeviceRun) -> tuple[int, int]:
     stored = abstract_in_layer_order(tensors, device_run.params)
     state, rest = shard_bytes(tensors), shard_bytes(stored)
     in_order = {name: x for name, x in tensors.items() if name not in params}
-    save, resume = state + _compiled(fingerprints, in_order).added, rest + _compiled(fingerprints, stored).added
+    save, resume = (
+        state + _compiled(fingerprints, in_order).added,
+        rest + _compiled(fingerprints, stored).added,
+    )
     known: dict[Any, CompiledMemory] = {}
 
     def once(run: Any, x: Any, argument: Any) -> CompiledMemory:
@@ -83,7 +107,12 @@ def _saving(device_run: DeviceRun) -> tuple[int, int]:
         if name in params:
             kept, shape = stored[name], (params[name], x.shape, x.sharding, stored[name].sharding)
             saved = once(reordering(rows_to_layers, *shape), x, x)
-            save = max(save, state + saved.results + max(saved.temporary, once(fingerprints, kept, {"": kept}).added))
+            save = max(
+                save,
+                state
+                + saved.results
+                + max(saved.temporary, once(fingerprints, kept, {"": kept}).added),
+            )
             resume = max(resume, rest + once(reordering(layers_to_rows, *shape), kept, kept).added)
         rest += shard_bytes(x) - shard_bytes(stored[name])
     return save, resume

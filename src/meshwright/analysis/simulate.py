@@ -18,7 +18,13 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 
 from meshwright.hardware.chips import Chip, Efficiency, Torus
-from meshwright.hardware.interconnect import DeviceCoordinates, Route, messages_on_links, route, span_of_group
+from meshwright.hardware.interconnect import (
+    DeviceCoordinates,
+    Route,
+    messages_on_links,
+    route,
+    span_of_group,
+)
 from meshwright.hlo.collectives import (
     Groups,
     collective_in,
@@ -80,7 +86,10 @@ class CostModel:
             return Cost("memory", 0.0)
         if instruction.opcode == "custom-call":
             return self._custom_call(instruction)
-        compute, memory = self._matmul_seconds(instruction), self.memory_seconds(hbm_bytes_accessed(instruction))
+        compute, memory = (
+            self._matmul_seconds(instruction),
+            self.memory_seconds(hbm_bytes_accessed(instruction)),
+        )
         match = re.search(r'"estimated_cycles":"(\d+)"', instruction.attribute_text)
         cycles = int(match[1]) if match and int(match[1]) < _NO_ESTIMATE else 0
         estimate = cycles / self.chip.clock_hz if cycles and self.chip.clock_hz else None
@@ -92,7 +101,9 @@ class CostModel:
         """Seconds of a matrix product, or of those in a fusion, nested ones included, at the peaks of their types."""
         if instruction.opcode in ("dot", "convolution"):
             rate = rate_of(instruction.operand_arrays[:2])
-            return matmul_flops(instruction) / (peak_flops(self.chip, rate) * self.efficiency.matmul)
+            return matmul_flops(instruction) / (
+                peak_flops(self.chip, rate) * self.efficiency.matmul
+            )
         body = _fused_body(instruction) if instruction.opcode == "fusion" else None
         return sum(map(self._matmul_seconds, body or ()))
 
@@ -106,10 +117,15 @@ class CostModel:
         if work.kind == "hint":
             return Cost("memory", 0.0)
         memory = self.memory_seconds(hbm_bytes_accessed(instruction))
-        peak, flops = peak_flops(self.chip, work.rate), computed_flops(work, instruction, self.skipped)
+        peak, flops = (
+            peak_flops(self.chip, work.rate),
+            computed_flops(work, instruction, self.skipped),
+        )
         if work.kind == "attention":
             return Cost("attention", max(flops / (peak * self.efficiency.attention), memory))
-        reached = self.efficiency.matmul * (self.efficiency.grouped_matmul if work.kind == "grouped matmul" else 1.0)
+        reached = self.efficiency.matmul * (
+            self.efficiency.grouped_matmul if work.kind == "grouped matmul" else 1.0
+        )
         return Cost("matmul" if flops else "memory", max(flops / (peak * reached), memory))
 
 
@@ -143,11 +159,17 @@ def hbm_bytes_accessed(instruction: Instruction) -> float:
 
 def _fused_body(instruction: Instruction) -> Computation | None:
     """Returns the computation that a fusion or an asynchronous start runs; None for any other instruction."""
-    return next(iter(instruction.called), None) if not instruction.opcode.startswith("custom-call") else None
+    return (
+        next(iter(instruction.called), None)
+        if not instruction.opcode.startswith("custom-call")
+        else None
+    )
 
 
 def _hbm_bytes(shape: Shape) -> float:
-    return float(sum(array.bytes for array in arrays_of(shape) if array.memory_space not in (_VMEM, _HOST)))
+    return float(
+        sum(array.bytes for array in arrays_of(shape) if array.memory_space not in (_VMEM, _HOST))
+    )
 
 
 def _bytes_read(value: Instruction, callers: tuple[Instruction, ...] = ()) -> float:
@@ -165,10 +187,17 @@ def _bytes_read(value: Instruction, callers: tuple[Instruction, ...] = ()) -> fl
             total += sum(array.bytes for array in arrays_of(user.shape))
         elif user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] is value:
             continue
-        elif user.opcode in ("bitcast", "copy"):  # in a fusion a copy is another layout of what its users read
+        elif user.opcode in (
+            "bitcast",
+            "copy",
+        ):  # in a fusion a copy is another layout of what its users read
             total += _bytes_read(user, callers)
         elif nested is not None:
-            numbers = [i for i, operand in enumerate(user.operands) if operand is value and i in nested.parameters]
+            numbers = [
+                i
+                for i, operand in enumerate(user.operands)
+                if operand is value and i in nested.parameters
+            ]
             total += sum(_bytes_read(nested.parameters[i], (*callers, user)) for i in numbers)
         else:
             return math.inf
@@ -186,7 +215,9 @@ def _bytes_written(root: Instruction, shape: Shape) -> float:
     if root.opcode == "dynamic-update-slice":
         return float(sum(array.bytes for array in arrays_of(root.operands[1].shape)))
     if root.opcode == "scatter" and root.operands[0].opcode == "parameter":
-        return 2.0 * sum(array.bytes for array in arrays_of(root.operands[-1].shape))  # rows are read and written
+        return 2.0 * sum(
+            array.bytes for array in arrays_of(root.operands[-1].shape)
+        )  # rows are read and written
     return _hbm_bytes(shape)
 
 
@@ -222,7 +253,9 @@ class Span:
 class _Timeline:
     def __init__(self) -> None:
         self.now = self.bubble = 0.0
-        self.by_kind, self.exposed, self.link_seconds = (defaultdict[str, float](float) for _ in range(3))
+        self.by_kind, self.exposed, self.link_seconds = (
+            defaultdict[str, float](float) for _ in range(3)
+        )
         self.spans: list[Span] = []
         self._in_flight: dict[str, tuple[Span, Collection[str]]] = {}
         self._free: defaultdict[str, float] = defaultdict(float)
@@ -241,7 +274,8 @@ class _Timeline:
         start, count = self.now, max(1, round(times))
         self.spans.append(Span(name, "loop", start, inner.now * times, count, 0))
         self.spans += [
-            dataclasses.replace(s, start=start + s.start, count=s.count * count, depth=s.depth + 1) for s in inner.spans
+            dataclasses.replace(s, start=start + s.start, count=s.count * count, depth=s.depth + 1)
+            for s in inner.spans
         ]
         self.bubble += inner.bubble * times
         for sums in ("by_kind", "exposed", "link_seconds"):
@@ -249,7 +283,9 @@ class _Timeline:
                 getattr(self, sums)[key] += value * times
         self.now = start + inner.now * times
 
-    def begin(self, key: str, kind: str, links: Collection[str], seconds: float, axes: str, name: str) -> None:
+    def begin(
+        self, key: str, kind: str, links: Collection[str], seconds: float, axes: str, name: str
+    ) -> None:
         """Starts a transfer that overlaps with what follows; its links carry first what was started before."""
         if kind != "memory":
             self.link_seconds[axes or kind] += seconds
@@ -257,15 +293,23 @@ class _Timeline:
         self._free.update(dict.fromkeys(links, ends))
         self._in_flight[key] = Span(name, kind, self.now, ends - self.now, 1, 0, axes), links
 
-    def transfer(self, key: str, kind: str, links: Collection[str], seconds: float, axes: str, name: str) -> None:
+    def transfer(
+        self, key: str, kind: str, links: Collection[str], seconds: float, axes: str, name: str
+    ) -> None:
         """Runs a transfer with nothing beside but those in flight, which have half of its links until either ends."""
         behind = max([0.0, *(self._free[link] - self.now for link in links)])
         for other, (span, shared) in self._in_flight.items():
             left = span.start + span.seconds - self.now
             if left > 0 and not set(links).isdisjoint(shared):
-                self._in_flight[other] = dataclasses.replace(span, seconds=span.seconds + min(left, seconds)), shared
+                self._in_flight[other] = (
+                    dataclasses.replace(span, seconds=span.seconds + min(left, seconds)),
+                    shared,
+                )
         self.begin(key, kind, links, seconds, axes, name)
-        self._in_flight[key] = Span(name, kind, self.now, seconds + min(behind, seconds), 1, 0, axes), links
+        self._in_flight[key] = (
+            Span(name, kind, self.now, seconds + min(behind, seconds), 1, 0, axes),
+            links,
+        )
         self.wait(key)
 
     def wait(self, key: str) -> None:
@@ -277,7 +321,9 @@ class _Timeline:
                 self.by_kind["exposed"] += waited
                 self.exposed[span.axes or span.kind] += waited
                 self.now += waited
-            self.spans += [] if span.kind == "memory" else [dataclasses.replace(span, exposed=waited)]
+            self.spans += (
+                [] if span.kind == "memory" else [dataclasses.replace(span, exposed=waited)]
+            )
 
     def wait_for_all(self) -> None:
         """Waits for every transfer in flight."""
@@ -329,14 +375,19 @@ class SimulatedSchedule:
         sums: dict[str, tuple[float, float]] = {}
         for span in (span for span in self.spans if span.kind == "collective"):
             seconds, exposed = sums.get(span.instruction, (0.0, 0.0))
-            sums[span.instruction] = (seconds + span.seconds * span.count, exposed + span.exposed * span.count)
+            sums[span.instruction] = (
+                seconds + span.seconds * span.count,
+                exposed + span.exposed * span.count,
+            )
         return sums
 
     @property
     def profile(self) -> bytes:
         """Times of the instructions as XLA's scheduler takes them (`ProfiledInstructionsProto`, as text)."""
         seconds = {span.instruction: span.seconds for span in self.spans}
-        return "\n".join(f'costs {{ name: "{name}" cost_us: {1e6 * s:.3f} }}' for name, s in seconds.items()).encode()
+        return "\n".join(
+            f'costs {{ name: "{name}" cost_us: {1e6 * s:.3f} }}' for name, s in seconds.items()
+        ).encode()
 
     @property
     def doubt(self) -> str:
@@ -363,7 +414,9 @@ def simulate_schedule(
     """
     simulator = _Simulator(target, dict(mesh), skipped, ticks or {})
     timeline = simulator.run(module.entry)
-    floor = sum(n / peak_flops(target.chip, rate) for rate, n in least_flops(module, skipped).items())
+    floor = sum(
+        n / peak_flops(target.chip, rate) for rate, n in least_flops(module, skipped).items()
+    )
     return SimulatedSchedule(
         target.chip.name,
         timeline.now,
@@ -401,7 +454,9 @@ class _Simulator:
     def _instruction(self, instruction: Instruction, timeline: _Timeline) -> None:
         opcode = instruction.opcode
         if opcode in ("while", "call"):
-            timeline.enter(_label(instruction), self.run(instruction.called[0]), trip_count(instruction) or 1)
+            timeline.enter(
+                _label(instruction), self.run(instruction.called[0]), trip_count(instruction) or 1
+            )
         elif opcode == "conditional":
             # The longest branch that is taken, as often as it is.
             taken = {body: known_branch(instruction, body) for body in branches_of(instruction)}
@@ -409,11 +464,17 @@ class _Simulator:
             if bodies:
                 longest = max(bodies, key=lambda body: self.run(body).now)
                 known = taken[longest]
-                timeline.enter(_label(instruction), self.run(longest), known.taken / known.executions if known else 1.0)
+                timeline.enter(
+                    _label(instruction),
+                    self.run(longest),
+                    known.taken / known.executions if known else 1.0,
+                )
         elif opcode.endswith(("-done", "-update")) or is_fused_done(instruction):
             start = start_of(instruction)
             # An update that passes the operands of a start begins it.
-            if start is not None and not (transfer_start(start) is instruction and self._begin(timeline, start)):
+            if start is not None and not (
+                transfer_start(start) is instruction and self._begin(timeline, start)
+            ):
                 timeline.wait(start.name)
         elif collective_in(instruction) is not None or opcode in _OFFLOADED:
             if transfer_start(instruction) is instruction:
@@ -437,7 +498,9 @@ class _Simulator:
     def _offload(self, timeline: _Timeline, start: Instruction) -> None:
         """Begins a gather or scatter on a SparseCore: it moves HBM beside the other cores until its done."""
         done = done_of(start)
-        operands = [operand.shape for operand in transfer_start(start).operands if operand is not start]
+        operands = [
+            operand.shape for operand in transfer_start(start).operands if operand is not start
+        ]
         # A gather reads and writes its rows; a scatter reads its updates, and reads and writes the rows they change.
         scattered = 3 * _hbm_bytes(operands[-1]) if operands else 0.0
         moved = scattered if "scatter" in start.name or done is None else 2 * _hbm_bytes(done.shape)
@@ -455,10 +518,15 @@ class _Simulator:
         seconds = {scope: self.run(body).now for scope, body in scoped if scope in in_ticks}
         if not seconds:
             return 0.0
-        branches = {scope: computation.module.branches[scope] for scope in seconds if scope is not None}
+        branches = {
+            scope: computation.module.branches[scope] for scope in seconds if scope is not None
+        }
         own = sum(branch.taken * seconds[scope] for scope, branch in branches.items())
         lockstep = sum(
-            count * max((sum(seconds.get(scope, 0.0) for scope in scopes) for scopes in stages), default=0.0)
+            count
+            * max(
+                (sum(seconds.get(scope, 0.0) for scope in scopes) for scopes in stages), default=0.0
+            )
             for stages, count in self.ticks.items()
         )
         return max(0.0, lockstep - own) / max(branch.executions for branch in branches.values())
@@ -467,8 +535,12 @@ class _Simulator:
         """Adds a collective: overlapped until its done if it is asynchronous, exposed otherwise."""
         axes, seconds, links = self._transfer(instruction)
         name = instruction.name
-        asynchronous = instruction.opcode.endswith("-start") or name.startswith("async-collective-start")
-        is_piece = any(inner.name.startswith("async_collective_fusion") for inner in instruction.called)
+        asynchronous = instruction.opcode.endswith("-start") or name.startswith(
+            "async-collective-start"
+        )
+        is_piece = any(
+            inner.name.startswith("async_collective_fusion") for inner in instruction.called
+        )
         if instruction.opcode == "fusion" and not asynchronous and is_piece:
             # Computation fused with one piece of a collective that was started elsewhere.
             timeline.run(_label(instruction), self.cost_model.cost_of(instruction))
@@ -481,7 +553,9 @@ class _Simulator:
         assert inner is not None
         groups, axes = group_of(inner, self.mesh)
         kind = kind_of(inner) or "all-reduce"
-        if instruction is not inner and any(c.name.startswith("all-reduce-scatter") for c in instruction.called):
+        if instruction is not inner and any(
+            c.name.startswith("all-reduce-scatter") for c in instruction.called
+        ):
             kind = "reduce-scatter"
         path, label = self._route(groups), group_label(groups, axes)
         self.routes[label] = path.medium
@@ -492,7 +566,9 @@ class _Simulator:
         # Links are full duplex: two permutes in opposite directions of a ring do not wait for each other.
         if not isinstance(torus, Torus) or not path.medium.startswith("ICI"):
             return label, path.seconds(kind, payload), [f"{link} {pairs}" for link in path.links]
-        moves = [(self.target.coordinates[a], self.target.coordinates[b]) for a, b in expand(pairs, 1)]
+        moves = [
+            (self.target.coordinates[a], self.target.coordinates[b]) for a, b in expand(pairs, 1)
+        ]
         messages = messages_on_links(torus, self.target.topology, moves)
         link = torus.link_bandwidth * self.target.efficiency.links
         return label, payload * max(messages.values()) / link + path.hop_latency, list(messages)
@@ -502,7 +578,12 @@ class _Simulator:
         sample = groups if len(groups) < 4 else (groups[0], groups[len(groups) // 2], groups[-1])
         chip, target = self.target.chip, self.target
         paths = [
-            route(chip, target.topology, span_of_group(chip, [target.coordinates[i] for i in group]), target.efficiency)
+            route(
+                chip,
+                target.topology,
+                span_of_group(chip, [target.coordinates[i] for i in group]),
+                target.efficiency,
+            )
             for group in sample
         ]
         return min(paths, key=lambda path: path.bandwidth)

@@ -14,7 +14,12 @@ from meshwright.api.verb import SIMULATED, Call, HostOptions, Outcome, start_dev
 from meshwright.bench.calibration_file import calibration_path, write_calibration
 from meshwright.bench.hardware.run import check_sections, run_sections
 from meshwright.bench.hardware.section import Request, write_json_file
-from meshwright.bench.microbenchmarks import COLLECTIVES, CollectiveTiming, time_collectives, write_csv
+from meshwright.bench.microbenchmarks import (
+    COLLECTIVES,
+    CollectiveTiming,
+    time_collectives,
+    write_csv,
+)
 from meshwright.config import MeshShape
 from meshwright.errors import CensusError, ConfigError, TrainingError, reason_of
 from meshwright.hardware import mesh
@@ -22,7 +27,13 @@ from meshwright.hardware.hosts import Hosts
 from meshwright.ranges import PositiveInt, Ranged
 from meshwright.storage.paths import default_cache_folder
 from meshwright.views.blocks import Column, Table
-from meshwright.views.hardware_report import print_section, problems_of, report_json, report_page, unfinished_of
+from meshwright.views.hardware_report import (
+    print_section,
+    problems_of,
+    report_json,
+    report_page,
+    unfinished_of,
+)
 from meshwright.views.terminal import print_table
 
 
@@ -117,7 +128,9 @@ class BenchOptions(Ranged):
             write_json_file(out / "report.json", report_json(results))
             report_page(results).write(out / "report.html")
 
-        run_sections(Request(str(out.resolve()), devices, self.kernels), names, self.minutes, finished)
+        run_sections(
+            Request(str(out.resolve()), devices, self.kernels), names, self.minutes, finished
+        )
         if not self.json:
             report_page(results).print(console)
         calibration = out / "calibration.json"

@@ -75,18 +75,27 @@ class InspectOptions(_FolderOptions):
         """Reads the manifest."""
         manifest = manifest_of(find_checkpoints(self.out), self.at)
         lines = [f"step {manifest.step}, {manifest.cursor:,} samples read"]
-        lines += [f"left out: samples {first:,} to {first + count - 1:,}" for first, count in manifest.skipped]
+        lines += [
+            f"left out: samples {first:,} to {first + count - 1:,}"
+            for first, count in manifest.skipped
+        ]
         corpus = manifest.corpus or {"data": "no fingerprint: the weights were converted"}
         fields = {**flat_fields(corpus), **flat_fields({"run": run_to_dict(manifest.run)})}
         columns = [
             Column("tensor", cell=lambda item: item[0]),
             Column("type and shape", cell=lambda item: f"{item[1].dtype}{list(item[1].shape)}"),
-            Column("fingerprint", cell=lambda item: "".join(f"{word:08x}" for word in item[1].fingerprint)),
+            Column(
+                "fingerprint",
+                cell=lambda item: "".join(f"{word:08x}" for word in item[1].fingerprint),
+            ),
         ]
 
         def show(console: Console) -> None:
             console.print("\n".join(lines), markup=False, soft_wrap=True)
-            print_table(console, Table([Column("field"), Column("value")], list(fields.items()), printed=None))
+            print_table(
+                console,
+                Table([Column("field"), Column("value")], list(fields.items()), printed=None),
+            )
             console.print()
             print_table(console, Table.of(manifest.tensors.items(), columns, printed=None))
 
@@ -111,8 +120,15 @@ class VerifyOptions(_FolderOptions):
             except CheckpointError as error:
                 damaged = [error.truth]
             found[str(step)] = damaged
-        shown = (f"step {step}: {'; '.join(bad) or 'every tensor is as it was saved'}\n" for step, bad in found.items())
-        return Outcome("".join(shown), {"damaged": found}, CheckpointError.exit_code if any(found.values()) else 0)
+        shown = (
+            f"step {step}: {'; '.join(bad) or 'every tensor is as it was saved'}\n"
+            for step, bad in found.items()
+        )
+        return Outcome(
+            "".join(shown),
+            {"damaged": found},
+            CheckpointError.exit_code if any(found.values()) else 0,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,7 +153,9 @@ class MoveOptions(_FolderOptions):
         else:
             find_checkpoints(source)
             with locked(source), locked(target):
-                rows = move_checkpoints(source, target, self.at, then="keep" if self.copy else "delete", say=_say)
+                rows = move_checkpoints(
+                    source, target, self.at, then="keep" if self.copy else "delete", say=_say
+                )
         copied = "would be" if self.dry_run else "is"
         verbs = {"copy": copied, "there": "is already", "left out": "stays: not whole, not"}
         columns = [
@@ -151,7 +169,12 @@ class MoveOptions(_FolderOptions):
         return Outcome(lambda console: print_table(console, table), record)
 
 
-ACTIONS = {"list": ListOptions, "inspect": InspectOptions, "verify": VerifyOptions, "move": MoveOptions}
+ACTIONS = {
+    "list": ListOptions,
+    "inspect": InspectOptions,
+    "verify": VerifyOptions,
+    "move": MoveOptions,
+}
 
 
 def _written_at(seconds: float | None) -> str | None:

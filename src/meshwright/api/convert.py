@@ -94,7 +94,11 @@ def convert(
         >>> done.architecture, done.tensors, sorted(file.name for file in done.out.iterdir())[:3]
         ('LlamaForCausalLM', 12, ['SHA256SUMS', 'config.json', 'model.safetensors'])
     """
-    text, folder, out = place_of(str(source)), path_of(str(source).removeprefix("hf:")), path_of(out)
+    text, folder, out = (
+        place_of(str(source)),
+        path_of(str(source).removeprefix("hf:")),
+        path_of(out),
+    )
     if in_bucket(text) or in_bucket(out):
         raise ConfigError(
             f"converting {source} into {out}",
@@ -112,7 +116,9 @@ def convert(
             "one of these, or hf:OWNER/MODEL",
         )
     if weights != "merged":
-        raise ConfigError(f"the adapters of {text}", "it is no run with adapters", "the output folder of a run")
+        raise ConfigError(
+            f"the adapters of {text}", "it is no run with adapters", "the output folder of a run"
+        )
     if at is not None or dtype is not None:
         raise ConfigError(
             f"converting {text} at a step or into another type",

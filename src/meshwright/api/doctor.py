@@ -44,17 +44,25 @@ class DoctorOptions(Ranged):
         faults = sum(finding.verdict == "fault" for finding in findings)
         cells, tones = dict[str, str](), list[Tone]()
         for check in dict.fromkeys(finding.check for finding in findings):
-            verdicts = {finding.verdict: finding.found for finding in findings if finding.check == check}
+            verdicts = {
+                finding.verdict: finding.found for finding in findings if finding.check == check
+            }
             worst = next((verdict for verdict in ("fault", "warning") if verdict in verdicts), None)
             cells[check] = worst or verdicts["ok"]
             tones.append("bad" if worst else "")
 
         def show(console: Console) -> None:
-            print_table(console, Table([Column("check"), Column(host, wide=True)], list(cells.items()), tones=tones))
+            print_table(
+                console,
+                Table([Column("check"), Column(host, wide=True)], list(cells.items()), tones=tones),
+            )
             for finding in findings:
                 if finding.verdict != "ok":
                     where = f"{escape(host)}, {escape(finding.check)}: {escape(finding.found)}"
-                    console.print(f"\n[bold]{finding.verdict}[/] {where}\n  fix: {escape(finding.fix)}", soft_wrap=True)
+                    console.print(
+                        f"\n[bold]{finding.verdict}[/] {where}\n  fix: {escape(finding.fix)}",
+                        soft_wrap=True,
+                    )
             console.print(f"\n{faults or 'no'} fault{'' if faults == 1 else 's'} on {escape(host)}")
 
         found = [dataclasses.asdict(finding) for finding in findings]
@@ -68,5 +76,7 @@ def _checkpoint_bytes(run: str) -> int:
     training = given.training
     legal = dataclasses.replace(training, batch=max(1, training.microbatches))
     model = dataclasses.replace(given.model, vocab=given.model.vocab or _VOCAB)
-    placed = place_run(dataclasses.replace(given, model=model, training=legal, mesh=None), MeshShape())
+    placed = place_run(
+        dataclasses.replace(given, model=model, training=legal, mesh=None), MeshShape()
+    )
     return int(checkpoint_bytes(placed)[0]) * (training.max_to_keep + 1)

@@ -49,7 +49,10 @@ class EvaluateOptions(CheckpointOptions):
         start_devices(self.devices, run.mesh, self.hosts.hosts())
         found = evaluate(self.folder, data=self.data, at=self.at, mesh=shape, devices=self.devices)
         if isinstance(found, evaluation.BatchEvaluation):
-            return Outcome("".join(f"{name:<20} {value:.6g}\n" for name, value in found.metrics.items()), found.metrics)
+            return Outcome(
+                "".join(f"{name:<20} {value:.6g}\n" for name, value in found.metrics.items()),
+                found.metrics,
+            )
         text = (
             f"step {found.step}: loss {found.loss:.4f} per token over {found.samples} samples "
             f"({found.tokens:,} tokens, {found.text_bytes:,} bytes)\n"
@@ -86,7 +89,9 @@ def evaluate(
     shape = MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
     out = place_of(str(out))
     run = evaluation.run_to_evaluate(out, data, shape, model)
-    prepared = loop.prepare_run(run, cache=path_of(cache or default_cache_folder()), devices=devices)
+    prepared = loop.prepare_run(
+        run, cache=path_of(cache or default_cache_folder()), devices=devices
+    )
     return evaluation.evaluate_prepared(prepared, out, bool(data), at)
 
 
@@ -115,7 +120,9 @@ class ParityOptions(RunOptions):
     def act(self, call: Call) -> Outcome:
         """Runs `meshwright parity`; the exit code is 1 where the meshes diverge."""
         run, other = self.run, MeshShape.parse(self.against)
-        start_devices(max(other.size, run.mesh.size if run.mesh else SIMULATED), None, self.hosts.hosts())
+        start_devices(
+            max(other.size, run.mesh.size if run.mesh else SIMULATED), None, self.hosts.hosts()
+        )
         result = parity(run, other, steps=run.training.steps)
         record = {**dataclasses.asdict(result), "first_divergence": result.first_divergence}
         return Outcome(parity_page(result).print, record, 1 if result.first_divergence else 0)
@@ -145,5 +152,7 @@ def parity(
     if jax.distributed.is_initialized() and jax.process_count() > 1:
         agree_on(run)
     check_processes(run.mesh, other)
-    prepared = loop.prepare_run(run, cache=path_of(cache or default_cache_folder()), devices=devices)
+    prepared = loop.prepare_run(
+        run, cache=path_of(cache or default_cache_folder()), devices=devices
+    )
     return compare_meshes(prepared, other, steps=steps)

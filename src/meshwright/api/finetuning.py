@@ -114,7 +114,8 @@ def finetune(
     run = source if isinstance(source, Run) else source_run(str(source))
     run = tuned(run, method, objective)
     run = dataclasses.replace(
-        run, data=dataclasses.replace(run.data, paths=(data,) if isinstance(data, str) else tuple(data))
+        run,
+        data=dataclasses.replace(run.data, paths=(data,) if isinstance(data, str) else tuple(data)),
     )
     run = change_fields(run, mesh, changes)
     check_start(run)
@@ -128,7 +129,9 @@ def source_run(source: str) -> Run:
         return find_recipe(source)
     run = run_in_folder(folder)
     data = dataclasses.replace(run.data, tokenizer=str(folder / "tokenizer.json"))
-    return dataclasses.replace(run, init_from=source, data=data, finetune=FineTune(), name=f"{folder.name}-tuned")
+    return dataclasses.replace(
+        run, init_from=source, data=data, finetune=FineTune(), name=f"{folder.name}-tuned"
+    )
 
 
 _RATES: dict[Method, float] = {"lora": 2e-4, "full": 2e-5}
@@ -142,7 +145,11 @@ def tuned(run: Run, method: Method, objective: Objective) -> Run:
     return dataclasses.replace(
         run,
         optimizer=dataclasses.replace(
-            run.optimizer, learning_rate=rates[method], weight_decay=0.0, warmup_steps=10, beta2=0.999
+            run.optimizer,
+            learning_rate=rates[method],
+            weight_decay=0.0,
+            warmup_steps=10,
+            beta2=0.999,
         ),
         data=dataclasses.replace(run.data, sample=0),
         finetune=dataclasses.replace(run.finetune, method=method, objective=objective),

@@ -68,11 +68,19 @@ class GenerateOptions(CheckpointOptions):
             truth = "only one of them has your terminal"
             raise ConfigError(f"--chat with {hosts.processes} processes", truth, "--prompts FILE")
         start_devices(self.devices, shape or run.mesh, hosts)
-        where: dict[str, Any] = {"mesh": shape, "at": self.at, "devices": self.devices, "decoding": self.decoding}
+        where: dict[str, Any] = {
+            "mesh": shape,
+            "at": self.at,
+            "devices": self.devices,
+            "decoding": self.decoding,
+        }
         generator = open_generator(self.source, **where)
         notes = open_console(sys.stderr)
         notes.quiet = call.console.quiet
-        _stream(notes, f"{generator.origin} on {generator.device_run.shape}: weights {generator.layout}\n")
+        _stream(
+            notes,
+            f"{generator.origin} on {generator.device_run.shape}: weights {generator.layout}\n",
+        )
 
         def generate(texts: Sequence[str], show: OnText | None) -> Generated:
             limits: dict[str, Any] = {"max_tokens": self.max_tokens, "stop": self.stop}
@@ -123,9 +131,15 @@ class GenerateOptions(CheckpointOptions):
                 try:
                     prompt = json.loads(line)["prompt"]
                 except (ValueError, KeyError, TypeError, RecursionError) as error:
-                    raise DataError(where, f'it is not {{"prompt": "..."}}: {error!r}', "such lines") from error
+                    raise DataError(
+                        where, f'it is not {{"prompt": "..."}}: {error!r}', "such lines"
+                    ) from error
                 if not isinstance(prompt, str):
-                    raise DataError(where, f"its prompt is {json.dumps(prompt)[:80]}, and no text", '{"prompt": "..."}')
+                    raise DataError(
+                        where,
+                        f"its prompt is {json.dumps(prompt)[:80]}, and no text",
+                        '{"prompt": "..."}',
+                    )
             prompts.append(prompt)
         return prompts
 
@@ -137,11 +151,15 @@ class GenerateOptions(CheckpointOptions):
             try:
                 template = ChatTemplate(read_text(self.chat_template))
             except (OSError, ValueError) as error:
-                raise DataError(f"--chat-template {self.chat_template}", f"{error}", "a file of text") from error
+                raise DataError(
+                    f"--chat-template {self.chat_template}", f"{error}", "a file of text"
+                ) from error
         if template is None:
             truth = "its tokenizer has no chat template"
             raise ConfigError(f"--chat with {self.source}", truth, "--chat-template FILE.jinja")
-        messages: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        messages: list[Message] = (
+            [] if self.system is None else [{"role": "system", "content": self.system}]
+        )
         report = None
         for message in prompts:
             messages.append({"role": "user", "content": message})
@@ -149,7 +167,9 @@ class GenerateOptions(CheckpointOptions):
             generated = generate([template.render(messages)], show)
             messages.append({"role": "assistant", "content": generated.texts[0]})
             report = generated.report
-            call.write_json(_record([message], generated)) if self.json else _stream(call.console, "\n")
+            call.write_json(_record([message], generated)) if self.json else _stream(
+                call.console, "\n"
+            )
         return report
 
 
@@ -167,7 +187,10 @@ def _lines(console: Console) -> Iterator[str]:
 
 def _record(prompts: Sequence[str], generated: Generated) -> dict[str, Any]:
     report = generated.report
-    rates = {name: getattr(report, name) for name in ("prefill_tokens_per_second", "decode_tokens_per_second")}
+    rates = {
+        name: getattr(report, name)
+        for name in ("prefill_tokens_per_second", "decode_tokens_per_second")
+    }
     rows = zip(prompts, generated.texts, generated.tokens, generated.logprobs, strict=True)
     texts = [dict(zip(("prompt", "text", "tokens", "logprobs"), row, strict=True)) for row in rows]
     return {"texts": texts, "report": {**dataclasses.asdict(report), **rates}}
@@ -176,7 +199,11 @@ def _record(prompts: Sequence[str], generated: Generated) -> dict[str, Any]:
 def format_report(report: GenerationReport) -> str:
     """Formats speed and memory of a generation, in three lines."""
     first, decode = report.first_token_seconds, report.decode_tokens_per_second
-    took = format_step(report.decode_seconds) if report.decode_seconds < 1 else format_time(report.decode_seconds)
+    took = (
+        format_step(report.decode_seconds)
+        if report.decode_seconds < 1
+        else format_time(report.decode_seconds)
+    )
     cache = format_bytes(report.cache_bytes)
     return (
         f"prefill: {report.prompt_tokens} tokens, first token after {format_step(first)} "
@@ -218,7 +245,9 @@ def open_generator(
     """
     enable_compilation_cache((path_of(cache or default_cache_folder())) / "compiled")
     shape = MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
-    return Generator(open_weights(place_of(str(source)), mesh=shape, at=at, devices=devices), decoding)
+    return Generator(
+        open_weights(place_of(str(source)), mesh=shape, at=at, devices=devices), decoding
+    )
 
 
 def generate(
@@ -247,4 +276,6 @@ def generate(
         (2, True)
     """
     generator = open_generator(source, mesh=mesh, decoding=decoding)
-    return generator.generate(prompts, max_tokens=max_tokens, sampling=sampling, stop=stop, on_text=on_text)
+    return generator.generate(
+        prompts, max_tokens=max_tokens, sampling=sampling, stop=stop, on_text=on_text
+    )

@@ -89,7 +89,11 @@ class ShowOptions(RunOptions):
             page.print(console)
             drawn: list[RenderableType] = [timeline] if timeline else []
             drawn += [draw_machine(shape.degrees(), machine)] if machine else []
-            drawn += [Columns([picture.__rich__() for picture in pictures], padding=(0, 3))] if self.draw else []
+            drawn += (
+                [Columns([picture.__rich__() for picture in pictures], padding=(0, 3))]
+                if self.draw
+                else []
+            )
             for drawing in drawn:
                 console.print()
                 console.print(drawing)

@@ -19,7 +19,13 @@ from meshwright.formatting import format_bytes
 from meshwright.hardware.mesh import build_mesh
 from meshwright.hardware.targets import Target
 from meshwright.planner.explain import memory_remedies
-from meshwright.planner.forecast import ForecastGap, StepForecast, forecast_gaps, forecast_step, local_target
+from meshwright.planner.forecast import (
+    ForecastGap,
+    StepForecast,
+    forecast_gaps,
+    forecast_step,
+    local_target,
+)
 from meshwright.planner.search import machine_for, price_run, with_choices_that_fit
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.runs.run import Run
@@ -49,13 +55,18 @@ class LocalPlanner:
         known = None if self._devices[0].platform == "cpu" else local_target(self._devices, None)
         if known is None:
             return run
-        limit = (self._devices[0].memory_stats() or {}).get("bytes_limit", math.inf) // 2**30 * 2**30
+        limit = (
+            (self._devices[0].memory_stats() or {}).get("bytes_limit", math.inf) // 2**30 * 2**30
+        )
         chip = known[0].chip
         target = dataclasses.replace(
             known[0], chip=dataclasses.replace(chip, hbm_bytes=min(chip.hbm_bytes, float(limit)))
         )
         return with_choices_that_fit(
-            run, target, lambda run: self._needed(run, target), lambda why: warnings.warn(why, stacklevel=1)
+            run,
+            target,
+            lambda run: self._needed(run, target),
+            lambda why: warnings.warn(why, stacklevel=1),
         )
 
     def _needed(self, run: Run, target: Target) -> float:
@@ -63,9 +74,7 @@ class LocalPlanner:
         plan, available = price_run(run, target), target.chip.hbm_bytes
         if plan.estimate.bytes * target.chip.fragmentation < _NEAR * available:
             return 0.0
-        why = (
-            f"compiling {plan.name}, planned at {plan.estimate.bytes / available:.0%} of the memory, to see if it fits"
-        )
+        why = f"compiling {plan.name}, planned at {plan.estimate.bytes / available:.0%} of the memory, to see if it fits"
         placed = place_on_devices(plan.run, build_mesh(plan.mesh, list(self._devices)))
         device_run = dataclasses.replace(placed, profile_of=profile_for(target))
         try:
@@ -74,7 +83,11 @@ class LocalPlanner:
         except (OutOfDeviceMemory, jax.errors.JaxRuntimeError) as error:
             if not isinstance(error, OutOfDeviceMemory):
                 refused = compiler_error(error)
-                return refused.required / refused.available * available if isinstance(refused, OutOfMemory) else 0.0
+                return (
+                    refused.required / refused.available * available
+                    if isinstance(refused, OutOfMemory)
+                    else 0.0
+                )
             if error.needed and error.available:
                 return error.needed / error.available.bytes * available
         return 0.0
@@ -134,4 +147,6 @@ def out_of_memory(
         f"    {r.option}: saves {format_bytes(r.saved_bytes)} per device, {r.extra_seconds:+.3g} s per step"
         for r in remedies
     ]
-    return OutOfDeviceMemory(asked, needed, available, "\n".join(["one of", *lines]) if lines else _GENERAL_REMEDY)
+    return OutOfDeviceMemory(
+        asked, needed, available, "\n".join(["one of", *lines]) if lines else _GENERAL_REMEDY
+    )

@@ -15,7 +15,15 @@ from rich.markup import escape
 from meshwright.activity import activity
 from meshwright.api.proofs import Proof, prove_best, tune
 from meshwright.api.targets import find_target, refuse_wrapped, with_vocab
-from meshwright.api.verb import Base, Call, Outcome, RunOptions, given_options, refuse_options, require_writable
+from meshwright.api.verb import (
+    Base,
+    Call,
+    Outcome,
+    RunOptions,
+    given_options,
+    refuse_options,
+    require_writable,
+)
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.formatting import format_bytes, parse_count
@@ -35,7 +43,14 @@ from meshwright.planner.offers import (
     read_prices,
 )
 from meshwright.planner.plan_file import prediction_json, write_plan
-from meshwright.planner.search import Plan, SearchResult, price_mesh, search, with_open_choices, with_tokens_per_step
+from meshwright.planner.search import (
+    Plan,
+    SearchResult,
+    price_mesh,
+    search,
+    with_open_choices,
+    with_tokens_per_step,
+)
 from meshwright.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Ranged, TimeLimit
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
@@ -101,7 +116,9 @@ class PlanOptions(OfferOptions, RunOptions):
     """Tokens of the whole training, for the days and the cost."""
     why: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
     """Also explain this mesh (axis=degree,...): its rank, and what it loses against the best."""
-    compare: Annotated[tuple[str, str] | None, tyro.conf.arg(metavar="AXIS=N,... AXIS=N,...")] = None
+    compare: Annotated[tuple[str, str] | None, tyro.conf.arg(metavar="AXIS=N,... AXIS=N,...")] = (
+        None
+    )
     """Compare two meshes side by side."""
     prove: NonNegativeInt = 0
     """Compile this many of the best plans for the hardware, and rank them by the compiled step."""
@@ -129,7 +146,11 @@ class PlanOptions(OfferOptions, RunOptions):
         names = [word.partition("=")[0].replace("_", "-") for word in call.words]
         for name in _CHOSEN if self.run.model.unit == "tokens" else ():
             if name in names:
-                fix = f"--why {self.run.mesh}, which explains that mesh" if name == "--mesh" else "leave it out"
+                fix = (
+                    f"--why {self.run.mesh}, which explains that mesh"
+                    if name == "--mesh"
+                    else "leave it out"
+                )
                 fix += f", or meshwright prove --on {self.on} with it"
                 raise ConfigError(f"{name} with plan", "plan prices all of them, and chooses", fix)
         require_writable((self.html, self.out))
@@ -138,15 +159,21 @@ class PlanOptions(OfferOptions, RunOptions):
         several = any("," in text or ".." in text for text in (self.on, self.tokens_per_step or ""))
         if several or self.days is not None or self.budget is not None:
             fix = "plan first, then the target that is best with it, and without the limits"
-            refuse_options(self, _OF_ONE_PLAN, "several plans to rank, or a deadline or budget", fix)
+            refuse_options(
+                self, _OF_ONE_PLAN, "several plans to rank, or a deadline or budget", fix
+            )
             best, record = self._plan_offers(console)
         else:
             refuse_options(self, ("rank_by",), "one target", "several targets, or leave it out")
             best, record = self._plan_target(console)
         if self.out:
-            compiled: dict[str, Any] = {name: record[name] for name in ("proofs", "tuned") if name in record}
+            compiled: dict[str, Any] = {
+                name: record[name] for name in ("proofs", "tuned") if name in record
+            }
             write_plan(best, best.target, self.out, compiled)
-            text = f"\nwritten: {self.out} (meshwright prove {self.out}, meshwright train {self.out})"
+            text = (
+                f"\nwritten: {self.out} (meshwright prove {self.out}, meshwright train {self.out})"
+            )
             console.print(text, markup=False, soft_wrap=True)
         return Outcome(record=record)
 
@@ -154,12 +181,19 @@ class PlanOptions(OfferOptions, RunOptions):
         """Prints the plans of one target; returns the best, and all figures as JSON."""
         explained = MeshShape.parse(self.why) if self.why else None
         began = time.perf_counter()
-        plans = plan(self.run, self.on, tokens_per_step=self.tokens_per_step, include=(explained,) if explained else ())
+        plans = plan(
+            self.run,
+            self.on,
+            tokens_per_step=self.tokens_per_step,
+            include=(explained,) if explained else (),
+        )
         found, took = plans.searches[0], time.perf_counter() - began
         run = plans[0].run
         compared: tuple[Plan, ...] = ()
         for shape in map(MeshShape.parse, self.compare or ()):
-            best, smallest = price_mesh(with_open_choices(run), found.target, shape)  # raises where there is neither
+            best, smallest = price_mesh(
+                with_open_choices(run), found.target, shape
+            )  # raises where there is neither
             compared += tuple(filter(None, (best or smallest,)))
         offer = None
         if run.model.unit == "tokens":
@@ -168,7 +202,9 @@ class PlanOptions(OfferOptions, RunOptions):
 
         def report(best: Plan, sections: Sequence[Section] = ()) -> Report:
             lines = [f"{found.priced:,} plans priced in {took:.1f} s", *remarks]
-            page = plan_page(best, found, sections, compared, offer=offer, notes=lines, shown=self.shown)
+            page = plan_page(
+                best, found, sections, compared, offer=offer, notes=lines, shown=self.shown
+            )
             if explained is None:
                 return page
             why = Section(f"why {explained}", [Text([explain_mesh(found, explained)])])
@@ -184,7 +220,12 @@ class PlanOptions(OfferOptions, RunOptions):
         if self.html:
             report(chosen, sections).write(self.html)
         training = None if offer is None else offer_json(offer)
-        return chosen, {**_search_json(found, self.shown), "training": training, "notes": remarks, **proofs}
+        return chosen, {
+            **_search_json(found, self.shown),
+            "training": training,
+            "notes": remarks,
+            **proofs,
+        }
 
     def _plan_offers(self, console: Console) -> tuple[Plan, dict[str, Any]]:
         """Prints offers of several targets or batches, or within limits; returns the best plan, and all as JSON."""
@@ -210,20 +251,33 @@ class PlanOptions(OfferOptions, RunOptions):
         if not self.json:
             limits = [f"within {self.days:g} days"] if self.days is not None else []
             limits += [f"for at most ${budget:,.0f}"] if budget is not None else []
-            order = ("cheapest" if self.days is not None else "fastest") if limited else f"least {self.rank_by}"
-            priced, within = len(found) + len(found.beyond), f"{' ' if limits else ''}{' and '.join(limits)}"
+            order = (
+                ("cheapest" if self.days is not None else "fastest")
+                if limited
+                else f"least {self.rank_by}"
+            )
+            priced, within = (
+                len(found) + len(found.beyond),
+                f"{' ' if limits else ''}{' and '.join(limits)}",
+            )
             took = f"{priced} plans in {time.perf_counter() - began:.1f} s"
             kept = f"{took}, {len(found)} of them kept{within}, {order} first"
             plans = [offer.plan for offer in found[: self.shown]]
-            remarks = dict.fromkeys(filter(None, (batch_note(plan.run, plan.target) for plan in plans)))
+            remarks = dict.fromkeys(
+                filter(None, (batch_note(plan.run, plan.target) for plan in plans))
+            )
             lines = [kept, *(f"note: {note}" for note in remarks)]
-            offer_page(found, found.refused, found.beyond, notes=lines, shown=self.shown).print(console)
+            offer_page(found, found.refused, found.beyond, notes=lines, shown=self.shown).print(
+                console
+            )
         if self.html:
             offer_page(found, found.refused, found.beyond).write(self.html)
         refused = {name: str(error) for name, error in found.refused.items()}
         return found[0].plan, {"offers": [offer_json(offer) for offer in found], "refused": refused}
 
-    def _compile(self, found: SearchResult, console: Console) -> tuple[Plan, list[Section], dict[str, Any]]:
+    def _compile(
+        self, found: SearchResult, console: Console
+    ) -> tuple[Plan, list[Section], dict[str, Any]]:
         """Compiles the best plans, and variants of the best; returns the best, sections, and figures as JSON."""
 
         def say(line: str) -> None:
@@ -231,7 +285,14 @@ class PlanOptions(OfferOptions, RunOptions):
 
         proofs = prove_best(found.plans[: max(1, self.prove)], found.target, self.limit, say)
         best = proofs[0]
-        headings = ["plan", "step, planned", "step, simulated", "memory, planned", "memory, compiled", "compile time"]
+        headings = [
+            "plan",
+            "step, planned",
+            "step, simulated",
+            "memory, planned",
+            "memory, compiled",
+            "compile time",
+        ]
         rows = [
             [
                 p.plan.name,
@@ -252,7 +313,14 @@ class PlanOptions(OfferOptions, RunOptions):
             tuned = tune(best, found.target, self.limit, say)
             rows = [["(as planned)", _step(best), _bytes(best), ""]]
             for name, proof in tuned.tried:
-                rows.append([name, _step(proof), _bytes(proof), "kept" if name in tuned.kept else proof.refused])
+                rows.append(
+                    [
+                        name,
+                        _step(proof),
+                        _bytes(proof),
+                        "kept" if name in tuned.kept else proof.refused,
+                    ]
+                )
             title = "Tuned, each change on top of those kept"
             sections.append(Section(title, [_table(["change", "step", "memory"], rows)]))
             print_sections(console, sections[1:])
@@ -261,15 +329,25 @@ class PlanOptions(OfferOptions, RunOptions):
             gain = f"{best.step_seconds / start.step_seconds - 1:+.1%}"
             console.print(f"best: {best.step_seconds:.3g} s, {gain}: {escape(best.plan.name)}")
             figures["tuned"] = [
-                {"change": name, "kept": name in tuned.kept, **proof.to_json()} for name, proof in tuned.tried
+                {"change": name, "kept": name in tuned.kept, **proof.to_json()}
+                for name, proof in tuned.tried
             ]
         return (found.plans[0] if best.refused else best.plan), sections, figures
 
 
 def _search_json(found: SearchResult, shown: int) -> dict[str, Any]:
-    losers = [{"axes": a.axes, "best": a.best.name, "fits": a.fits, "reason": a.reason} for a in alternatives(found)]
-    plans = [{"name": p.name, "mesh": str(p.mesh), **prediction_json(p)} for p in found.plans[:shown]]
-    figures: dict[str, Any] = {"target": str(found.target), "priced": found.priced, "refused": found.refused}
+    losers = [
+        {"axes": a.axes, "best": a.best.name, "fits": a.fits, "reason": a.reason}
+        for a in alternatives(found)
+    ]
+    plans = [
+        {"name": p.name, "mesh": str(p.mesh), **prediction_json(p)} for p in found.plans[:shown]
+    ]
+    figures: dict[str, Any] = {
+        "target": str(found.target),
+        "priced": found.priced,
+        "refused": found.refused,
+    }
     figures |= {"lower_bound_seconds": found.bound} if found.bound else {}
     return {**figures, "plans": plans, "alternatives": losers}
 
@@ -283,10 +361,17 @@ def offer_json(offer: Offer) -> dict[str, Any]:
         "name": plan.name,
         "mesh": str(plan.mesh),
         "tokens_per_step": plan.estimate.tokens,
-        **{name: getattr(offer, name) for name in ("tokens", "step_days", "days", "chip_hours", "dollars")},
+        **{
+            name: getattr(offer, name)
+            for name in ("tokens", "step_days", "days", "chip_hours", "dollars")
+        },
         "price": None if offer.price is None else dataclasses.asdict(offer.price),
         "goodput": {**dataclasses.asdict(good), "fraction": good.fraction},
-        "error_band": {"low": offer.band.low, "high": offer.band.high, **dataclasses.asdict(offer.band)},
+        "error_band": {
+            "low": offer.band.low,
+            "high": offer.band.high,
+            **dataclasses.asdict(offer.band),
+        },
         "predicted": prediction_json(plan),
     }
 
@@ -400,7 +485,9 @@ def _search(run: Run, target: Target, include: Sequence[MeshShape] = ()) -> Sear
 
 
 def read_market(
-    prices: Path | None = None, terms: PriceTerms = "on-demand", reliability: Reliability | None = None
+    prices: Path | None = None,
+    terms: PriceTerms = "on-demand",
+    reliability: Reliability | None = None,
 ) -> Market:
     """Reads the prices that offers are made with; those of the package where no file is given."""
     return Market(read_prices(prices), terms, reliability or Reliability())
@@ -433,7 +520,9 @@ def offers(
     """
     market = market or read_market()
     base = with_vocab(find_recipe(run) if isinstance(run, str) else run)
-    targets = [name for text in ((on,) if isinstance(on, str) else on) for name in expand_targets(text)]
+    targets = [
+        name for text in ((on,) if isinstance(on, str) else on) for name in expand_targets(text)
+    ]
     found: list[Offer] = []
     refused: dict[str, MeshwrightError] = {}
     total = parse_count(str(tokens), "--tokens")
@@ -442,7 +531,9 @@ def offers(
             try:
                 found.append(make_offer(_search(sized, find_target(name)).plans[0], total, market))
             except MeshwrightError as error:
-                refused[f"{name} with {sized.training.batch} x {sized.training.seq} tokens per step"] = error
+                refused[
+                    f"{name} with {sized.training.batch} x {sized.training.seq} tokens per step"
+                ] = error
     if not found:
         raise next(iter(refused.values()))
     best = rank(found, rank_by) if days is None and budget is None else choose(found, days, budget)
@@ -460,7 +551,9 @@ def with_batches(run: Run, tokens_per_step: str | int | None) -> list[Run]:
         last = parse_count(high, "--tokens-per-step") if between else first
         if last < first:
             raise ConfigError(
-                f"--tokens-per-step {part}", f"{first} to {last} holds nothing", "--tokens-per-step 1M..4M"
+                f"--tokens-per-step {part}",
+                f"{first} to {last} holds nothing",
+                "--tokens-per-step 1M..4M",
             )
         numbers |= dict.fromkeys(first * 2**n for n in range(int(math.log2(last / first)) + 1))
     return list(dict.fromkeys(with_tokens_per_step(run, number) for number in numbers))
@@ -469,7 +562,11 @@ def with_batches(run: Run, tokens_per_step: str | int | None) -> list[Run]:
 def parse_budget(text: str) -> float:
     """Parses dollars: `500k` or `$2.5M`. Raises ConfigError on anything else."""
     match = re.fullmatch(r"\$?\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)", text.strip().lower())
-    dollars = float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]] if match else 0.0
+    dollars = (
+        float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]]
+        if match
+        else 0.0
+    )
     if not 0 < dollars < math.inf:
         truth = "it takes a finite sum of dollars above 0, with k, M, B or T behind it"
         raise ConfigError(f"--budget {text}", truth, "--budget 500k")

@@ -29,20 +29,27 @@ def profiled(
     steps: as `10:13`.  console: None prints nothing.  target: the hardware here, where it is known.
     Raises ConfigError where they are none of this run's.
     """
-    run = ProfiledRun(prepared, *parse_steps(steps, prepared.device_run.run.training.steps), out / FOLDER)
+    run = ProfiledRun(
+        prepared, *parse_steps(steps, prepared.device_run.run.training.steps), out / FOLDER
+    )
     try:
         yield cast(Trainable, run)
     finally:
         run.stop()
     profile = run.profile(target)
     if profile is not None and jax.process_index() == 0:
-        write_atomically(out / "profile.json", json.dumps(dataclasses.asdict(profile), indent=1) + "\n")
+        write_atomically(
+            out / "profile.json", json.dumps(dataclasses.asdict(profile), indent=1) + "\n"
+        )
     if console is None:
         return
     if profile is None:
-        console.print(f"no profile: the run ended before step {steps.rpartition(':')[2]}", markup=False)
+        console.print(
+            f"no profile: the run ended before step {steps.rpartition(':')[2]}", markup=False
+        )
         return
     print_profile(console, dataclasses.asdict(profile))
     console.print(
-        f"{out / FOLDER}: for xprof (TensorBoard), and perfetto_trace.json.gz for ui.perfetto.dev", markup=False
+        f"{out / FOLDER}: for xprof (TensorBoard), and perfetto_trace.json.gz for ui.perfetto.dev",
+        markup=False,
     )

@@ -84,8 +84,16 @@ class Proof:
     def to_json(self) -> dict[str, Any]:
         """Returns planned and compiled figures side by side."""
         e = self.plan.estimate
-        figures = {name: getattr(self, name) for name in ("step_seconds", "peak_bytes", "compile_seconds", "refused")}
-        return {"plan": self.plan.name, "planned_seconds": e.seconds, "planned_bytes": e.bytes, **figures}
+        figures = {
+            name: getattr(self, name)
+            for name in ("step_seconds", "peak_bytes", "compile_seconds", "refused")
+        }
+        return {
+            "plan": self.plan.name,
+            "planned_seconds": e.seconds,
+            "planned_bytes": e.bytes,
+            **figures,
+        }
 
 
 def prove(plan: Plan | Run, on: str | None = None, *, limit: int = 3600) -> Proof:
@@ -117,7 +125,10 @@ def prove(plan: Plan | Run, on: str | None = None, *, limit: int = 3600) -> Proo
 def prove_plan(plan: Plan, target: Target, limit: int) -> Proof:
     """Compiles a plan for `target` by `meshwright prove PLAN --json`, for at most `limit` seconds."""
     own = plan.run.model.options_of_child()
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+", encoding="utf-8") as printed:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryFile("w+", encoding="utf-8") as printed,
+    ):
         file, html = Path(folder) / "plan.json", Path(folder) / "page.html"
         write_plan(plan, target, file)
         given = options_of_child([run_to_dict(plan.run), target.name])
@@ -130,16 +141,29 @@ def prove_plan(plan: Plan, target: Target, limit: int) -> Proof:
         documents = [line for line in printed if line.startswith("{")]
         page = html.read_text(encoding="utf-8") if html.is_file() else ""
     if not documents:
-        reason = next((line.split(":", 1)[1] for line in errors.splitlines() if "because:" in line), errors[-200:])
+        reason = next(
+            (line.split(":", 1)[1] for line in errors.splitlines() if "because:" in line),
+            errors[-200:],
+        )
         return Proof(plan, None, None, None, " ".join(reason.split()))
     census = json.loads(documents[-1])
     peak, available = census["memory"]["live"], target.chip.hbm_bytes
     phases = {"step": peak} | census.get("phases", {})
     most = max(phases, key=phases.__getitem__)
     where = "" if most == "step" else f", in {most}"
-    refused = "" if phases[most] <= available else f"{format_bytes(phases[most])} of {format_bytes(available)}{where}"
+    refused = (
+        ""
+        if phases[most] <= available
+        else f"{format_bytes(phases[most])} of {format_bytes(available)}{where}"
+    )
     return Proof(
-        plan, census["simulated_schedule"]["step_seconds"], peak, census["compile_seconds"], refused, census, page
+        plan,
+        census["simulated_schedule"]["step_seconds"],
+        peak,
+        census["compile_seconds"],
+        refused,
+        census,
+        page,
     )
 
 
@@ -148,7 +172,9 @@ def is_compiling_process(target: Target) -> bool:
     return os.environ.get(_COMPILES_FOR) == str(target)
 
 
-def compile_in_subprocess(target: Target, limit: int, words: Sequence[str], output: IO[str]) -> tuple[int, str]:
+def compile_in_subprocess(
+    target: Target, limit: int, words: Sequence[str], output: IO[str]
+) -> tuple[int, str]:
     """Runs `meshwright WORDS` in a process that compiles for `target`; returns its exit code and our own messages.
 
     limit: most seconds of processor time, and ten times as many by the clock, for a compiler that waits for ever.
@@ -185,9 +211,14 @@ def compile_in_subprocess(target: Target, limit: int, words: Sequence[str], outp
         truth = f"it took more than {limit} s of processor time; its log is {log}"
         raise CensusError(asked, truth, f"--limit {2 * limit}")
     if code < 0 or code == _COMPILER_EXIT or "Traceback (most recent call last)" in text:
-        last = next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "it gave no message")
+        last = next(
+            (line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()),
+            "it gave no message",
+        )
         reason = signal.Signals(-code).name if code < 0 else last
-        raise CensusError(asked, f"the compiler failed: {reason}; its log is {log}", "another mesh or target")
+        raise CensusError(
+            asked, f"the compiler failed: {reason}; its log is {log}", "another mesh or target"
+        )
     log.unlink()
     # Without a TPU or GPU the compilers warn about the machine; only this package's error, and what follows it, matter.
     lines = text.splitlines(keepends=True)
@@ -201,7 +232,10 @@ def _took_before(target: Target) -> str:
     taken = sorted(map(float, file.read_text(encoding="utf-8").split())) if file.is_file() else []
     if not taken:
         return ""
-    programs, middle = f"{len(taken)} program{'s' if len(taken) > 1 else ''}", statistics.median(taken)
+    programs, middle = (
+        f"{len(taken)} program{'s' if len(taken) > 1 else ''}",
+        statistics.median(taken),
+    )
     took = f"took {taken[0]:.0f} to {taken[-1]:.0f} s of processor time here, {middle:.0f} in the middle"
     return f" ({programs} for {target.chip.name} {took})"
 
@@ -262,7 +296,9 @@ def trials(run: Run, target: Target) -> Iterator[tuple[str, Run]]:
     for mib in (256, 2048):
         yield f"logits of {mib} MiB", changed(logits_mib=mib)
     settled = Settled(place_run(run), machine_of_target(target, run.mesh or MeshShape()))
-    if AUTO in training.compiler_options and (settled.compiler_options or settled.scheduled_by_price):
+    if AUTO in training.compiler_options and (
+        settled.compiler_options or settled.scheduled_by_price
+    ):
         others = tuple(word for word in training.compiler_options if word != AUTO)
         yield "the compiler's own options", changed(compiler_options=others)
 
@@ -273,7 +309,9 @@ def tune(proof: Proof, target: Target, limit: int, say: Say) -> Tuned:
     Raises ConfigError where the plan itself has no proof.
     """
     if proof.step_seconds is None:
-        raise ConfigError(f"tuning {proof.plan.name}", f"it cannot be compiled: {proof.refused}", "another plan")
+        raise ConfigError(
+            f"tuning {proof.plan.name}", f"it cannot be compiled: {proof.refused}", "another plan"
+        )
     # Any variant that fits is better than a plan that does not.
     best, fastest = proof, math.inf if proof.refused else proof.step_seconds
     tried, kept = list[tuple[str, Proof]](), set[str]()
@@ -285,7 +323,11 @@ def tune(proof: Proof, target: Target, limit: int, say: Say) -> Tuned:
         say(f"trying {name} ...")
         variant = prove_plan(price_run(changed, target), target, limit)
         tried.append((name, variant))
-        if variant.step_seconds is not None and not variant.refused and variant.step_seconds < fastest * _KEPT:
+        if (
+            variant.step_seconds is not None
+            and not variant.refused
+            and variant.step_seconds < fastest * _KEPT
+        ):
             best, fastest = variant, variant.step_seconds
             kept.add(name)
     return Tuned(proof, best, tuple(tried), frozenset(kept))

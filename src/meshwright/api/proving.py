@@ -17,7 +17,13 @@ from meshwright.activity import activity
 from meshwright.analysis.census import Census, save_census
 from meshwright.analysis.compare import compare, read_census
 from meshwright.analysis.compile import OutOfMemory
-from meshwright.analysis.run_census import cache_key, cached, census_of_eval_step, census_of_train_step, profile_for
+from meshwright.analysis.run_census import (
+    cache_key,
+    cached,
+    census_of_eval_step,
+    census_of_train_step,
+    profile_for,
+)
 from meshwright.analysis.run_memory import compiled_phases
 from meshwright.api.proofs import Say, compile_in_subprocess, is_compiling_process, timings_file
 from meshwright.api.targets import find_target, refuse_wrapped, resolved_run, run_on_mesh
@@ -110,21 +116,31 @@ class ProveOptions(RunOptions):
         require_writable(getattr(self, name) for name in _WRITTEN)
         other = self._other_side(target)
         if target is None:
-            meshes = [run.mesh for run in (self.run, other) if isinstance(run, Run) and run.mesh is not None]
+            meshes = [
+                run.mesh
+                for run in (self.run, other)
+                if isinstance(run, Run) and run.mesh is not None
+            ]
             sizes = [mesh.size for mesh in meshes] + ([] if self.run.mesh else [SIMULATED])
             start_devices(max(sizes), None)
             devices = list(jax.devices())
         elif is_compiling_process(target):
             devices = target_devices(target)
         else:
-            code, errors = compile_in_subprocess(target, self.limit, [*call.words, *trust_options()], sys.stdout)
+            code, errors = compile_in_subprocess(
+                target, self.limit, [*call.words, *trust_options()], sys.stdout
+            )
             sys.stderr.write(errors)
             return Outcome(code=code)
-        take = functools.partial(compile_step, devices=devices, target=target, step=self.step, fresh=self.fresh)
+        take = functools.partial(
+            compile_step, devices=devices, target=target, step=self.step, fresh=self.fresh
+        )
         run = run_on_mesh(self.run, len(devices), target)
         step: Callable[[], CompiledStep] = functools.partial(take, run)
         if target is not None and self.step == "train":
-            run, step = compile_choices(run, target, take, lambda why: console.print(why, soft_wrap=True))
+            run, step = compile_choices(
+                run, target, take, lambda why: console.print(why, soft_wrap=True)
+            )
         try:
             compiled = step()
         except OutOfMemory as error:
@@ -136,7 +152,9 @@ class ProveOptions(RunOptions):
         if self.against is None and not self.json:
             census_page(compiled.census).print(console)
             if compiled.device_run is not None:
-                print_sections(console, [Section("Choices", [Facts(choices_facts(compiled.device_run))])])
+                print_sections(
+                    console, [Section("Choices", [Facts(choices_facts(compiled.device_run))])]
+                )
             if phases:
                 planned = compiled.planned.phases if compiled.planned else {}
                 print_sections(console, [phases_section(planned, phases)])
@@ -187,9 +205,18 @@ class ProveOptions(RunOptions):
         print_sections(console, [difference])
         if not self.html:
             return []
-        return [difference, *(section for suffix, each in drawn.items() for section in census_sections(each, suffix))]
+        return [
+            difference,
+            *(
+                section
+                for suffix, each in drawn.items()
+                for section in census_sections(each, suffix)
+            ),
+        ]
 
-    def _write_files(self, compiled: "CompiledStep", machine: MachineGrid, sections: list[Section]) -> None:
+    def _write_files(
+        self, compiled: "CompiledStep", machine: MachineGrid, sections: list[Section]
+    ) -> None:
         census, run = compiled.census, compiled.placed.run
         try:
             if self.hlo:
@@ -198,7 +225,9 @@ class ProveOptions(RunOptions):
                 save_census(census, self.save)
             if self.html:
                 parts = [*sections, *layout_sections(compiled.placed, machine)]
-                Report(f"{run.name} on {run.mesh}", parts, topic="proof", lead=census_title(census)).write(self.html)
+                Report(
+                    f"{run.name} on {run.mesh}", parts, topic="proof", lead=census_title(census)
+                ).write(self.html)
         except OSError as error:
             raise unwritable(error.filename, error) from error
 
@@ -243,7 +272,12 @@ class CompiledStep:
 
 
 def compile_step(
-    run: Run, devices: Sequence[Any], target: Target | None, *, step: str = "train", fresh: bool = False
+    run: Run,
+    devices: Sequence[Any],
+    target: Target | None,
+    *,
+    step: str = "train",
+    fresh: bool = False,
 ) -> CompiledStep:
     """Compiles the train or evaluation step of a run for devices, here or not.
 
@@ -256,7 +290,10 @@ def compile_step(
     device_run = place_on_devices(run, build_mesh(run.mesh, devices))
     if target is None and devices[0].platform == "cpu":
         _check_arrays(run, device_run.placed)
-    elif target is None and (here := local_target(devices, calibration_here(default_cache_folder()))) is not None:
+    elif (
+        target is None
+        and (here := local_target(devices, calibration_here(default_cache_folder()))) is not None
+    ):
         device_run = dataclasses.replace(device_run, profile_of=profile_for(here[0]))
     # Choices are made, and states saved as weights, of a model whose layers are known.
     known = device_run if run.model.unit == "tokens" else None
@@ -281,7 +318,9 @@ def compile_step(
 
     file, census = proved(device_run)
     if device_run.settled.fixes_bits:
-        plain = dataclasses.replace(run, training=dataclasses.replace(run.training, deterministic=False))
+        plain = dataclasses.replace(
+            run, training=dataclasses.replace(run.training, deterministic=False)
+        )
         schedule = proved(place_on_devices(plain, device_run.mesh))[1].schedule
         undetermined = None if schedule is None else schedule.step_seconds
     planned = estimate(place_run(run), target)
@@ -321,7 +360,10 @@ def _check_arrays(run: Run, placed: PlacedRun) -> None:
     """Raises CensusError for a step with arrays that XLA's compiler for CPUs dies of, with SIGFPE (jaxlib 0.12.0)."""
     shape, width = placed.shape, placed.spec.width
     training = placed.run.training
-    batch, seq = training.batch // shape.over(BATCH_AXES), training.seq // (shape.context * shape.tensor)
+    batch, seq = (
+        training.batch // shape.over(BATCH_AXES),
+        training.seq // (shape.context * shape.tensor),
+    )
     batch //= training.microbatches
     elements = batch * seq * width
     if elements >= _LARGEST_ON_CPU:
@@ -348,25 +390,39 @@ def _to_json(compiled: CompiledStep, phases: Mapping[str, int]) -> dict[str, Any
 
 
 def _short_name(run: Run) -> str:
-    microbatches = f", {run.training.microbatches} microbatches" if run.training.microbatches > 1 else ""
+    microbatches = (
+        f", {run.training.microbatches} microbatches" if run.training.microbatches > 1 else ""
+    )
     return f"{run.mesh}, {run.training.remat}{microbatches}"
 
 
-def _print_verdict(console: Console, compiled: CompiledStep, target: Target, phases: Mapping[str, int]) -> bool:
+def _print_verdict(
+    console: Console, compiled: CompiledStep, target: Target, phases: Mapping[str, int]
+) -> bool:
     """Prints the predicted step and whether every phase fits, with remedies; returns whether they do."""
-    print_sections(console, [prediction_section(compiled.census, target, compiled.planned, compiled.undetermined)])
+    print_sections(
+        console,
+        [prediction_section(compiled.census, target, compiled.planned, compiled.undetermined)],
+    )
     peaks = {"step": compiled.census.memory.compiled.live} | dict(phases)
     most, available = max(peaks, key=peaks.__getitem__), target.chip.hbm_bytes
     peak = peaks[most]
     fits = peak <= available
     console.print(
         f"\n[bold]{'it fits' if fits else 'it does not fit'}[/]: {format_bytes(peak)} of the {format_bytes(available)} "
-        f"of a {target.chip.name}, {peak / available:.0%}" + ("" if most == "step" else f", in {most}")
+        f"of a {target.chip.name}, {peak / available:.0%}"
+        + ("" if most == "step" else f", in {most}")
     )
-    print_sections(console, [] if fits else _remedies(compiled.placed.run, target, peak - available))
+    print_sections(
+        console, [] if fits else _remedies(compiled.placed.run, target, peak - available)
+    )
     return fits
 
 
 def _remedies(run: Run, target: Target | None, over: float) -> list[Section]:
-    remedies = memory_remedies(run, target, run.mesh, over) if target is not None and run.mesh is not None else []
+    remedies = (
+        memory_remedies(run, target, run.mesh, over)
+        if target is not None and run.mesh is not None
+        else []
+    )
     return [remedies_section(over, remedies)] if remedies else []

@@ -56,7 +56,9 @@ class RehearseOptions(RunOptions):
                 parts.append(dataclasses.asdict(part))
                 console.print(f"  {part.name}: {part.result} [dim]({part.seconds:.0f} s)[/]")
         record = {"mesh": str(small.mesh), "parts": parts}
-        return Outcome(lambda console: console.print("[bold]rehearsed[/]: every part succeeded"), record)
+        return Outcome(
+            lambda console: console.print("[bold]rehearsed[/]: every part succeeded"), record
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +76,9 @@ def small_run(run: Run, *, steps: int, processes: int = 1, most: int = 32) -> Ru
     Raises ConfigError where the run has no mesh, or the processes cannot share its devices.
     """
     if run.mesh is None:
-        raise ConfigError("rehearsing a run without a mesh", "a rehearsal is of one mesh", "a plan, or --mesh")
+        raise ConfigError(
+            "rehearsing a run without a mesh", "a rehearsal is of one mesh", "a plan, or --mesh"
+        )
     shape = shape_within(run.mesh, most)
     if shape.size % processes:
         legal = max(d for d in divisors(shape.size) if d <= processes)
@@ -104,7 +108,9 @@ def rehearse(small: Run, folder: Path, *, processes: int = 1, limit: int = 900) 
     again, resumed = running.wait()["held_out_loss"], _losses(out)
     check_equal(stop, losses, resumed)
     _check_same("the held-out loss", again, held_out)
-    steps = f"steps {stop + 1} to {max(resumed)}: every loss is bitwise that of the run without a stop"
+    steps = (
+        f"steps {stop + 1} to {max(resumed)}: every loss is bitwise that of the run without a stop"
+    )
     yield Part("resumes", time.perf_counter() - began, f"{steps}; {_format_end(resumed, again)}")
 
 
@@ -150,9 +156,23 @@ class TrainingProcesses:
         words = ["train", *options, "--devices", str(self._devices), "--json"]
         self._running = []
         for i in range(self._count):
-            hosts = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(self._count), "--process", str(i)]
+            hosts = [
+                "--coordinator",
+                f"127.0.0.1:{port}",
+                "--processes",
+                str(self._count),
+                "--process",
+                str(i),
+            ]
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "meshwright", *words, *(hosts if self._count > 1 else [])],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "meshwright",
+                    *words,
+                    *(hosts if self._count > 1 else []),
+                ],
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -175,4 +195,6 @@ class TrainingProcesses:
         for process in self._running:
             process.kill()
             process.wait()
-        raise TrainingError("the rehearsal", reason, "the fix named above; the real run would fail alike")
+        raise TrainingError(
+            "the rehearsal", reason, "the fix named above; the real run would fail alike"
+        )

@@ -18,7 +18,9 @@ from meshwright.storage.paths import default_cache_folder
 def refuse_wrapped(run: Run, asked: Sequence[str]) -> None:
     """Raises ConfigError where something is asked of a wrapped model that only the package's own families have."""
     if asked and run.model.unit != "tokens":
-        raise ConfigError(f"{asked[0]} with a wrapped model", "it would not be used there", "leave it out")
+        raise ConfigError(
+            f"{asked[0]} with a wrapped model", "it would not be used there", "leave it out"
+        )
 
 
 def find_target(text: str) -> Target:
@@ -34,7 +36,9 @@ def with_vocab(run: Run) -> Run:
     if run.model.vocab is not None:
         return run
     data, cache = run.data, default_cache_folder()
-    vocab = vocab_of_corpus(data.paths, data.tokenizer, cache, run.faults.bad_records, data.text_field)
+    vocab = vocab_of_corpus(
+        data.paths, data.tokenizer, cache, run.faults.bad_records, data.text_field
+    )
     return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=vocab))
 
 

@@ -47,9 +47,15 @@ class TokenizeOptions(Ranged):
         """Runs `meshwright tokenize`. Raises ConfigError where the folder exists, DataError where there is no text."""
         out, folder = path_of(self.out), self.out
         if in_bucket(out):
-            folder = default_cache_folder() / "tokens" / f"for-{hashlib.sha256(str(out).encode()).hexdigest()[:24]}"
+            folder = (
+                default_cache_folder()
+                / "tokens"
+                / f"for-{hashlib.sha256(str(out).encode()).hexdigest()[:24]}"
+            )
         if is_token_file(out):
-            raise ConfigError(f"--out {self.out}", "it exists already", "a folder that does not exist yet")
+            raise ConfigError(
+                f"--out {self.out}", "it exists already", "a folder that does not exist yet"
+            )
         try:
             file = tokenize(
                 self.data,
@@ -73,9 +79,18 @@ class TokenizeOptions(Ranged):
             counts = f"{skipped['bad']:,} of {skipped['read']:,} records"
             first = "; ".join(skipped["examples"][:3])
             text += f"skipped {counts}, all in {out / 'skipped.jsonl'}; the first: {first}\n"
-        figures = {"tokens": tokens, "documents": documents, "vocab": file.vocab, "skipped": skipped}
+        figures = {
+            "tokens": tokens,
+            "documents": documents,
+            "vocab": file.vocab,
+            "skipped": skipped,
+        }
         return Outcome(text, {"out": self.out, **figures})
 
 
-_NAMES = {"--faults.bad-records": "--bad-records", "--data.": "--", "--data ": "meshwright tokenize "}
+_NAMES = {
+    "--faults.bad-records": "--bad-records",
+    "--data.": "--",
+    "--data ": "meshwright tokenize ",
+}
 """Options in the errors of reading text, and what they are called here."""

@@ -15,7 +15,16 @@ import tyro
 from rich.console import Console
 
 from meshwright.activity import watched_by
-from meshwright.api.verb import Base, Call, HostOptions, Outcome, RunOptions, base_run, start_devices, value_of
+from meshwright.api.verb import (
+    Base,
+    Call,
+    HostOptions,
+    Outcome,
+    RunOptions,
+    base_run,
+    start_devices,
+    value_of,
+)
 from meshwright.bench.calibration_file import calibration_here
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_step
@@ -30,7 +39,12 @@ from meshwright.step.device_memory import OutOfDeviceMemory
 from meshwright.storage.paths import default_cache_folder, path_of
 from meshwright.trainer import loop
 from meshwright.trainer.watchdog import PREPARING, Phases, Watchdog
-from meshwright.views.run_tables import print_forecast_gaps, print_prepared_model, print_prepared_run, print_summary
+from meshwright.views.run_tables import (
+    print_forecast_gaps,
+    print_prepared_model,
+    print_prepared_run,
+    print_summary,
+)
 
 if TYPE_CHECKING:
     from meshwright.api.local_planner import LocalPlanner
@@ -74,7 +88,9 @@ class TrainOptions(RunOptions):
         """Returns the Run to start from: of a resumed run the one in its folder, unless a recipe is given."""
         unnamed = bool(args) and args[0].startswith("-") and value_of(args, "--run") is None
         folder = resumed_folder(args)
-        return Base(run_in_folder(folder), args) if folder is not None and unnamed else base_run(args)
+        return (
+            Base(run_in_folder(folder), args) if folder is not None and unnamed else base_run(args)
+        )
 
     def act(self, call: Call) -> Outcome:
         """Runs `meshwright train`; the exit code is 128 + N where signal N stopped the run."""
@@ -87,7 +103,9 @@ class TrainOptions(RunOptions):
             given = (self.run, out, hosts, self.devices, self.restarts, self.watchdog)
             return Outcome(code=Supervisor(call.words[0], rest, *given).supervise())
         console = call.console
-        start: loop.Start = "resume" if self.resume else "resume if exists" if self.resume_if_exists else "fresh"
+        start: loop.Start = (
+            "resume" if self.resume else "resume if exists" if self.resume_if_exists else "fresh"
+        )
 
         def show_start(prepared: Any, forecast: "StepForecast | None") -> None:
             if not isinstance(prepared, loop.PreparedRun):
@@ -132,7 +150,11 @@ def resumed_folder(args: Sequence[str]) -> Path | None:
 
     With --resume-if-exists it is that of an earlier start; all hosts decide together later whether it has checkpoints.
     """
-    given = [name for name in ("--resume", "--at", _IF_EXISTS) if name in args or value_of(args, name) is not None]
+    given = [
+        name
+        for name in ("--resume", "--at", _IF_EXISTS)
+        if name in args or value_of(args, name) is not None
+    ]
     if not given:
         return None
     out = value_of(args, "--out")
@@ -176,7 +198,9 @@ def train(
     """
     keep_own_names(run_to_dict(run))  # before a checkpoint names them too
     quiet = progress == "none"
-    with contextlib.closing(ConsoleReport(open_console(), Period.parse("30s,10" if quiet else progress))) as shown:
+    with contextlib.closing(
+        ConsoleReport(open_console(), Period.parse("30s,10" if quiet else progress))
+    ) as shown:
         trained = train_reported(
             run,
             output_folder(run, out),
@@ -204,7 +228,11 @@ class Trained:
 
 def output_folder(run: Run, out: str | Path | None) -> Path:
     """Returns the output folder of a run: `out`, or a new one under `runs`."""
-    return path_of(out) if out is not None else path_of("runs") / f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return (
+        path_of(out)
+        if out is not None
+        else path_of("runs") / f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
 
 
 def train_reported(
@@ -219,7 +247,9 @@ def train_reported(
     profile: str | None = None,
     cache: Path | None = None,
     watchdog: Watchdog | None = None,
-    on_prepared: "Callable[[loop.Trainable, StepForecast | None], None]" = lambda prepared, forecast: None,
+    on_prepared: "Callable[[loop.Trainable, StepForecast | None], None]" = lambda prepared, forecast: (
+        None
+    ),
 ) -> Trained:
     """Trains `run` as `train` does, on hosts that have joined, and keeps its forecast in OUT/foresight.json.
 
@@ -257,7 +287,9 @@ def train_reported(
         if profile is not None:
             from meshwright.api.profiling import profiled
 
-            tracing = profiled(prepared, profile, out, console, None if planner is None else planner.target)
+            tracing = profiled(
+                prepared, profile, out, console, None if planner is None else planner.target
+            )
         with _memory_explained(run, prepared, planner), tracing as traced:
             summary = loop.train(
                 traced,

@@ -75,10 +75,14 @@ def base_run(args: Sequence[str]) -> Base:
     file = value_of(args, "--run")
     if file is not None:
         if recipe is not None:
-            raise ConfigError(f"recipe {recipe} and --run {file}", "each gives a whole Run", "one of them")
+            raise ConfigError(
+                f"recipe {recipe} and --run {file}", "each gives a whole Run", "one of them"
+            )
         return Base(read_run(path_of(file)), args)
     if recipe == "":
-        raise ConfigError("a recipe without a name", "the first argument is empty", "leave it out for tiny")
+        raise ConfigError(
+            "a recipe without a name", "the first argument is empty", "leave it out for tiny"
+        )
     if recipe is not None and recipe.endswith(".json"):
         from meshwright.planner.plan_file import read_plan
 
@@ -141,7 +145,9 @@ def refuse_options(options: Any, names: Sequence[str], mode: str, fix: str) -> N
 def given_options(options: Any, fields: Sequence[str]) -> list[str]:
     """Returns the options among `fields` that differ from their defaults, as they are typed."""
     default = {field.name: field.default for field in dataclasses.fields(options)}
-    return [f"--{name.replace('_', '-')}" for name in fields if getattr(options, name) != default[name]]
+    return [
+        f"--{name.replace('_', '-')}" for name in fields if getattr(options, name) != default[name]
+    ]
 
 
 def require_writable(files: Iterable[Path | None]) -> None:
@@ -164,7 +170,11 @@ def require_writable(files: Iterable[Path | None]) -> None:
 
 def unwritable(file: Path | str, error: OSError) -> ConfigError:
     """Returns the error of a file that cannot be written."""
-    fix = "the name of a file that you may write" if Path(file).parent.is_dir() else "a folder that exists"
+    fix = (
+        "the name of a file that you may write"
+        if Path(file).parent.is_dir()
+        else "a folder that exists"
+    )
     return ConfigError(f"writing {file}", f"the file cannot be written: {reason_of(error)}", fix)
 
 
@@ -184,7 +194,11 @@ class HostOptions(Ranged):
         """Returns the processes by these options, or by the environment. Raises ConfigError where one is missing."""
         if self.processes == 1:
             return ALONE
-        given = {"--coordinator": self.coordinator, "--processes": self.processes, "--process": self.process}
+        given = {
+            "--coordinator": self.coordinator,
+            "--processes": self.processes,
+            "--process": self.process,
+        }
         missing = [name for name, value in given.items() if value is None]
         if len(missing) == len(given):
             return hosts_of(os.environ)

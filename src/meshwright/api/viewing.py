@@ -79,13 +79,19 @@ class ViewOptions(Ranged):
     def act(self, call: Call) -> Outcome:
         """Runs `meshwright view`. Raises ConfigError where a folder has no run."""
         if not self.out:
-            raise ConfigError("meshwright view", "OUT is missing", "meshwright view OUT, an output folder of a run")
+            raise ConfigError(
+                "meshwright view",
+                "OUT is missing",
+                "meshwright view OUT, an output folder of a run",
+            )
         if self.port and not self.live:
             raise ConfigError(f"--port {self.port} without --live", "a file has no port", "--live")
         if not self.live:
             return Outcome(f"{view(*self.out).write(self.html)}\n")
         if self.html is not None:
-            raise ConfigError("--html with --live", f"a server writes no file such as {PAGE}", "one of them")
+            raise ConfigError(
+                "--html with --live", f"a server writes no file such as {PAGE}", "one of them"
+            )
         with LiveServer(LivePage(self.out, run_page), self.port) as server:
             call.console.out(f"{server.url} (Ctrl-C ends it)", highlight=False)
             with contextlib.suppress(KeyboardInterrupt):

@@ -71,7 +71,9 @@ def read_calibration(file: Path) -> dict[str, Any]:
         _check_figures(calibration)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"the calibration {file}", f"it cannot be read: {error}", "write it again with meshwright bench"
+            f"the calibration {file}",
+            f"it cannot be read: {error}",
+            "write it again with meshwright bench",
         ) from error
     return calibration
 
@@ -83,7 +85,11 @@ def _check_figures(calibration: dict[str, Any]) -> None:
     figures = {name: calibration[name] for name in _FIGURES if calibration.get(name) is not None}
     for name in ("collectives", "matmuls"):
         for number, row in enumerate(calibration.get(name, [])):
-            figures |= {f"{name}[{number}].{key}": value for key, value in dict(row).items() if key in _RATES}
+            figures |= {
+                f"{name}[{number}].{key}": value
+                for key, value in dict(row).items()
+                if key in _RATES
+            }
     for name, value in figures.items():
         if not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ValueError(f"{name} is {value!r}, not a positive number")

@@ -23,11 +23,18 @@ from meshwright.hlo.parser import Module
 Interval = tuple[float, float]
 """Start and end, in seconds."""
 
-_NCCL = re.compile(r"nccl|all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter|all[-_]?to[-_]?all", re.IGNORECASE)
+_NCCL = re.compile(
+    r"nccl|all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter|all[-_]?to[-_]?all", re.IGNORECASE
+)
 """Names of kernels that communicate: those of NCCL, and of XLA's own collectives inside a node."""
 _DEVICE = re.compile(r"/device:(TPU|GPU):\d+")
 """Planes of devices; a TPU's SparseCores have planes of their own, `/device:TPU:0 SparseCore 0`, which are left out."""
-_GPU_LANE, _TPU_LANE, _TPU_FLIGHTS, _TPU_PROGRAMS = "Stream", "XLA Ops", "Async XLA Ops", "XLA Modules"
+_GPU_LANE, _TPU_LANE, _TPU_FLIGHTS, _TPU_PROGRAMS = (
+    "Stream",
+    "XLA Ops",
+    "Async XLA Ops",
+    "XLA Modules",
+)
 _NANOSECOND = 1e-9
 
 
@@ -90,7 +97,11 @@ def read_trace(folder: Path, module: Module) -> Trace:
 def trace_of(planes: Iterable[Any], module: Module) -> Trace:
     """Returns the operations in the planes of a profile. module: the program that ran."""
     program = _Program(module)
-    devices, host, flights = dict[str, list[list[Event]]](), list[list[Event]](), dict[str, list[Interval]]()
+    devices, host, flights = (
+        dict[str, list[list[Event]]](),
+        list[list[Event]](),
+        dict[str, list[Interval]](),
+    )
     for plane in planes:
         lines = list(plane.lines)
         if _DEVICE.fullmatch(plane.name):
@@ -102,7 +113,10 @@ def trace_of(planes: Iterable[Any], module: Module) -> Trace:
             if any(lanes):
                 devices[plane.name], flights[plane.name] = lanes, in_flight
         elif plane.name.startswith("/host:"):
-            threads = ([event for event in program.operations(line) if event.name in program.known] for line in lines)
+            threads = (
+                [event for event in program.operations(line) if event.name in program.known]
+                for line in lines
+            )
             host += filter(None, threads)
     return Trace(devices, host, flights)
 
@@ -130,7 +144,9 @@ class _Program:
         ends = ((i.name, start_of(i)) for i in module if is_done(i) and i.name in self.collective)
         self.starts = {name: start.name for name, start in ends if start is not None}
         # XLA calls the kernel of `loop_add_fusion.3` on a GPU `loop_add_fusion_3`.
-        self._instruction_of_kernel = {re.sub(r"[^0-9A-Za-z_]", "_", name): name for name in self.known}
+        self._instruction_of_kernel = {
+            re.sub(r"[^0-9A-Za-z_]", "_", name): name for name in self.known
+        }
 
     def runs(self, name: str) -> bool:
         """Whether a trace calls this program so; True where it tells none."""
@@ -140,7 +156,10 @@ class _Program:
         """Returns the events of a lane whose names are instructions."""
         # On TPUs an event's name is the whole instruction: `%all-gather-done.3 = bf16[...] all-gather-done(...)`.
         named = ((event.name.partition(" = ")[0].lstrip("%"), event) for event in line.events)
-        return [Event(name, *_start_and_seconds(event), name in self.collective) for name, event in named]
+        return [
+            Event(name, *_start_and_seconds(event), name in self.collective)
+            for name, event in named
+        ]
 
     def kernels(self, line: Any) -> list[Event]:
         """Returns the kernels and copies of a stream, with the instructions that they belong to.
@@ -152,7 +171,9 @@ class _Program:
             stats = dict(event.stats)
             hlo_op = str(stats.get("hlo_op", "")).lstrip("%")
             name = event.name
-            instruction = hlo_op if hlo_op in self.known else self._instruction_of_kernel.get(name, hlo_op)
+            instruction = (
+                hlo_op if hlo_op in self.known else self._instruction_of_kernel.get(name, hlo_op)
+            )
             if not self.runs(str(stats.get("hlo_module", ""))):
                 name, instruction = f"{_FOREIGN}{name}", ""
             communicates = instruction in self.collective or bool(_NCCL.search(event.name))
@@ -181,12 +202,18 @@ def _tpu_lanes(lines: Sequence[Any], program: _Program) -> list[list[Event]]:
         middle = event.start + event.seconds / 2
         at = bisect.bisect_right(others, (middle, float("inf"))) - 1
         is_foreign = at >= 0 and middle < others[at][1]
-        return dataclasses.replace(event, name=f"{_FOREIGN}{event.name}", instruction="") if is_foreign else event
+        return (
+            dataclasses.replace(event, name=f"{_FOREIGN}{event.name}", instruction="")
+            if is_foreign
+            else event
+        )
 
     return [list(map(owned, program.operations(line))) for line in lines if line.name == _TPU_LANE]
 
 
-def _flights(lanes: Sequence[Sequence[Event]], lines: Sequence[Any], program: _Program) -> list[Interval]:
+def _flights(
+    lanes: Sequence[Sequence[Event]], lines: Sequence[Any], program: _Program
+) -> list[Interval]:
     """Returns the intervals in which collectives of a TPU were in flight.
 
     Each done ends the flight of the start before it on the lane of operations. What the trace's own lane of
@@ -200,11 +227,17 @@ def _flights(lanes: Sequence[Sequence[Event]], lines: Sequence[Any], program: _P
             start = begun.get(program.starts.get(event.name, ""))
             if start is not None:
                 flights.append((start, event.start + event.seconds))
-    asynchronous = [event for line in lines if line.name == _TPU_FLIGHTS for event in program.operations(line)]
-    return union([*flights, *((e.start, e.start + e.seconds) for e in asynchronous if e.communicates)])
+    asynchronous = [
+        event for line in lines if line.name == _TPU_FLIGHTS for event in program.operations(line)
+    ]
+    return union(
+        [*flights, *((e.start, e.start + e.seconds) for e in asynchronous if e.communicates)]
+    )
 
 
-def device_time(device: str, lanes: Iterable[Sequence[Event]], flights: Iterable[Interval] = ()) -> DeviceTime:
+def device_time(
+    device: str, lanes: Iterable[Sequence[Event]], flights: Iterable[Interval] = ()
+) -> DeviceTime:
     """Returns the seconds in which a device computes, communicates and waits.
 
     flights: intervals in which collectives are in flight besides those in which one is on a lane.
@@ -215,7 +248,8 @@ def device_time(device: str, lanes: Iterable[Sequence[Event]], flights: Iterable
     busy = union([*compute, *communication])
     window = busy[-1][1] - busy[0][0] if busy else 0.0
     total, computing, in_flight = (
-        sum(end - start for start, end in intervals) for intervals in (busy, compute, union([*communication, *flights]))
+        sum(end - start for start, end in intervals)
+        for intervals in (busy, compute, union([*communication, *flights]))
     )
     return DeviceTime(device, window, computing, in_flight, total - computing, window - total)
 
@@ -226,6 +260,13 @@ def innermost(lane: Sequence[Event]) -> list[Event]:
 
     def contains(outer: Event, inner: Event) -> bool:
         rounding = 1e-10
-        return inner.start + inner.seconds <= outer.start + outer.seconds + rounding and inner.seconds < outer.seconds
+        return (
+            inner.start + inner.seconds <= outer.start + outer.seconds + rounding
+            and inner.seconds < outer.seconds
+        )
 
-    return [event for i, event in enumerate(ordered) if i + 1 == len(ordered) or not contains(event, ordered[i + 1])]
+    return [
+        event
+        for i, event in enumerate(ordered)
+        if i + 1 == len(ordered) or not contains(event, ordered[i + 1])
+    ]

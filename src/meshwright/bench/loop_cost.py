@@ -118,7 +118,9 @@ def _check(bad: BadStep | None) -> None:
         raise TrainingError(f"step {bad.step}", bad.reason, "a lower --lr")
 
 
-def measure_loop(runner: StepRunner, *, steps: int, rounds: int, reporters: list[Reporter]) -> LoopCost:
+def measure_loop(
+    runner: StepRunner, *, steps: int, rounds: int, reporters: list[Reporter]
+) -> LoopCost:
     """Runs `rounds` rounds of `steps` steps of each kind by turns, so that a slow moment meets all kinds."""
     bare, loop, blocked = list[float](), list[float](), list[float]()
     waited, host = 0.0, list[float]()
@@ -151,5 +153,11 @@ def random_feed(device_run: DeviceRun, steps: int) -> Feed:
     stream = build_stream([Windows(file, training.seq, 0, count)], [1.0], training.seed)
     sharding = device_run.batch_sharding
     return Feed(
-        stream, BatchRamp((), training.batch), seq=training.seq, taken=0, cursor=0, steps=steps, sharding=sharding
+        stream,
+        BatchRamp((), training.batch),
+        seq=training.seq,
+        taken=0,
+        cursor=0,
+        steps=steps,
+        sharding=sharding,
     )

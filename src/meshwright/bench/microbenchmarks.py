@@ -40,7 +40,9 @@ def median_seconds(function: Callable[..., Any], *arguments: Any) -> tuple[float
     times: list[float] = []
     together = 1 if jax.default_backend() == "cpu" else _ROUND
     least, most = (_CALLS_TOGETHER, 0) if jax.process_count() > 1 else (_MIN_CALLS, _MAX_CALLS)
-    while together * len(times) < least or (together * sum(times) < _TOTAL_SECONDS and together * len(times) < most):
+    while together * len(times) < least or (
+        together * sum(times) < _TOTAL_SECONDS and together * len(times) < most
+    ):
         start = time.perf_counter()
         for _ in range(together):
             result = function(*arguments)
@@ -77,9 +79,14 @@ def _replicated(axis: str) -> P:
 
 COLLECTIVES: dict[str, Collective] = {
     "all-gather": Collective(
-        lambda x, a: collectives.all_gather(x, (a,), 0), _replicated, lambda x: x.reshape(-1), lambda m, n: m // n
+        lambda x, a: collectives.all_gather(x, (a,), 0),
+        _replicated,
+        lambda x: x.reshape(-1),
+        lambda m, n: m // n,
     ),
-    "reduce-scatter": Collective(lambda x, a: collectives.reduce_scatter(x, (a,), 0), P, lambda x: x.sum(0)),
+    "reduce-scatter": Collective(
+        lambda x, a: collectives.reduce_scatter(x, (a,), 0), P, lambda x: x.sum(0)
+    ),
     "all-reduce": Collective(
         lambda x, a: collectives.all_reduce(x, (a,)),
         _replicated,
@@ -94,7 +101,10 @@ COLLECTIVES: dict[str, Collective] = {
         bus_factor=lambda n: 1.0,
     ),
     "broadcast": Collective(
-        lambda x, a: collectives.broadcast(x, (a,), 0), _replicated, lambda x: x[0], bus_factor=lambda n: 1.0
+        lambda x, a: collectives.broadcast(x, (a,), 0),
+        _replicated,
+        lambda x: x[0],
+        bus_factor=lambda n: 1.0,
     ),
 }
 """Collectives that can be timed, by the name that `--kinds` takes; `ring-shift` is a collective-permute to the next
@@ -119,7 +129,9 @@ class CollectiveTiming:
     correct: bool
 
 
-def time_collectives(mesh: Mesh, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> Iterator[CollectiveTiming]:
+def time_collectives(
+    mesh: Mesh, kinds: tuple[str, ...], sizes: tuple[int, ...]
+) -> Iterator[CollectiveTiming]:
     """Times the collectives `kinds` over every axis of `mesh` that has more than one device.
 
     sizes: bytes, each rounded up to a multiple of 4 * devices^2.
@@ -127,11 +139,15 @@ def time_collectives(mesh: Mesh, kinds: tuple[str, ...], sizes: tuple[int, ...])
     """
     for kind in kinds:
         if kind not in COLLECTIVES:
-            raise ConfigError(f"timing {kind!r}", "no collective has that name", nearest(kind, COLLECTIVES))
+            raise ConfigError(
+                f"timing {kind!r}", "no collective has that name", nearest(kind, COLLECTIVES)
+            )
     axes = [str(axis) for axis, n in mesh.shape.items() if n > 1]
     if not axes:
         raise ConfigError(
-            "timing collectives on one device", "a mesh of one device sends nothing", "for example --mesh data=8"
+            "timing collectives on one device",
+            "a mesh of one device sends nothing",
+            "for example --mesh data=8",
         )
     for axis, kind, size in itertools.product(axes, kinds, sizes):
         yield time_collective(mesh, axis, kind, size)
@@ -143,17 +159,26 @@ def time_collective(mesh: Mesh, axis: str, kind: str, size: int) -> CollectiveTi
     elements = max(n * n, -(-size // (4 * n * n)) * n * n)
     local = collective.local_elements(elements, n)
     # Small integers: their sums are exact in float32 in any order.
-    blocks = (np.arange(n * local, dtype=np.int64) * 2654435761 % 251).astype(np.float32).reshape(n, local)
+    blocks = (
+        (np.arange(n * local, dtype=np.int64) * 2654435761 % 251)
+        .astype(np.float32)
+        .reshape(n, local)
+    )
     x = jax.device_put(blocks.reshape(-1), NamedSharding(mesh, P(axis)))
 
     def run(block: jax.Array) -> jax.Array:
         return collective.run(block, axis)
 
-    sharded = jax.shard_map(run, mesh=mesh, in_specs=P(axis), out_specs=collective.output_spec(axis), check_vma=False)
+    sharded = jax.shard_map(
+        run, mesh=mesh, in_specs=P(axis), out_specs=collective.output_spec(axis), check_vma=False
+    )
     compiled: Any = jax.jit(sharded).lower(x).compile()
     result, expected = compiled(x), collective.expected(blocks)
     # Each process sees the blocks of its own devices.
-    correct = all(np.array_equal(np.asarray(shard.data), expected[shard.index]) for shard in result.addressable_shards)
+    correct = all(
+        np.array_equal(np.asarray(shard.data), expected[shard.index])
+        for shard in result.addressable_shards
+    )
     seconds, calls = median_seconds(compiled, x)
     bandwidth = 4 * elements / seconds
     bus = bandwidth * collective.bus_factor(n)
@@ -193,7 +218,9 @@ def time_matmul(m: int, k: int, n: int, dtype: str) -> MatmulTiming:
     correct = np.allclose(result, expected, rtol=_RELATIVE_ERROR.get(dtype, 1e-6))
     # Products of such integers take less power, with which an H100 keeps a higher clock.
     keys = jax.random.split(jax.random.key(0))
-    x, w = (jax.random.normal(key, a.shape).astype(dtype) for key, a in zip(keys, (x, w), strict=True))
+    x, w = (
+        jax.random.normal(key, a.shape).astype(dtype) for key, a in zip(keys, (x, w), strict=True)
+    )
     seconds, calls = median_seconds(compiled, x, w)
     return MatmulTiming(m, k, n, dtype, seconds, calls, 2.0 * m * k * n / seconds, bool(correct))
 

@@ -33,7 +33,9 @@ _TPU = (
     "On a TPU a collective counts as its start and the wait for its end, and its simulated seconds are those exposed; "
     "communication is the time in which one is in flight."
 )
-_GPU = "On a GPU a collective counts from the beginning to the end of its kernel, overlapped or not."
+_GPU = (
+    "On a GPU a collective counts from the beginning to the end of its kernel, overlapped or not."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +128,12 @@ class ProfiledRun:
         """
         if not self._seconds:
             return None
-        module, device_run, schedule, note = parse_module(self._text), self._prepared.device_run, None, ""
+        module, device_run, schedule, note = (
+            parse_module(self._text),
+            self._prepared.device_run,
+            None,
+            "",
+        )
         if target is None:
             note = "Nothing is known of this device, so nothing is simulated (meshwright bench measures it)."
         elif device_run.shape.stage > 1:
@@ -137,7 +144,9 @@ class ProfiledRun:
         mesh = dict(device_run.mesh.shape)
         trace = read_trace(self._folder, module)
         rows, meaning = compare(trace, module, schedule, mesh, steps=count, seconds=self._seconds)
-        return Profile(self._first, self._last, tuple(rows), " ".join(part for part in (meaning, note) if part))
+        return Profile(
+            self._first, self._last, tuple(rows), " ".join(part for part in (meaning, note) if part)
+        )
 
 
 def compare(
@@ -160,17 +169,31 @@ def compare(
     for event in (event for lane in lanes for event in innermost(lane)):
         measured[event.instruction or event.name] += event.seconds
     simulated = None if schedule is None else _simulated_by_name(schedule, exposed=tpu)
-    rows = [ProfileRow("step", "whole step", seconds / steps, None if schedule is None else schedule.step_seconds)]
+    rows = [
+        ProfileRow(
+            "step",
+            "whole step",
+            seconds / steps,
+            None if schedule is None else schedule.step_seconds,
+        )
+    ]
     rows += _parts(trace, schedule, steps)
-    scopes = {instruction.name: "/".join(instruction.scopes[-2:]) or "no scope" for instruction in module}
+    scopes = {
+        instruction.name: "/".join(instruction.scopes[-2:]) or "no scope" for instruction in module
+    }
     for kind, label in (("collective", _collective_labels(module, dict(mesh))), ("scope", scopes)):
-        rows += _grouped(kind, label, {name: value * share for name, value in measured.items()}, simulated)
+        rows += _grouped(
+            kind, label, {name: value * share for name, value in measured.items()}, simulated
+        )
     return rows, _TPU if tpu else _GPU if trace.devices else _HOST
 
 
 def _parts(trace: Trace, schedule: SimulatedSchedule | None, steps: int) -> list[ProfileRow]:
     """Returns compute, exposed communication and idle time of the mean device; nothing of simulated devices."""
-    times = [device_time(name, lanes, trace.flights.get(name, ())) for name, lanes in trace.devices.items()]
+    times = [
+        device_time(name, lanes, trace.flights.get(name, ()))
+        for name, lanes in trace.devices.items()
+    ]
     if not times:
         return []
     mean = {
@@ -190,7 +213,10 @@ def _parts(trace: Trace, schedule: SimulatedSchedule | None, steps: int) -> list
 
 
 def _grouped(
-    kind: str, labels: Mapping[str, str], measured: Mapping[str, float], simulated: Mapping[str, float] | None
+    kind: str,
+    labels: Mapping[str, str],
+    measured: Mapping[str, float],
+    simulated: Mapping[str, float] | None,
 ) -> list[ProfileRow]:
     sums: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
     for column, times in enumerate((measured, simulated or {})):

@@ -23,11 +23,18 @@ def blocks_of(shape: tuple[int, ...], block: tuple[int, ...]) -> Iterator[Index]
     """Yields the blocks of a tensor, in order."""
     steps = [range(0, size, step) for size, step in zip(shape, block, strict=True)]
     for first in itertools.product(*steps):
-        yield tuple(slice(at, min(at + step, size)) for at, step, size in zip(first, block, shape, strict=True))
+        yield tuple(
+            slice(at, min(at + step, size))
+            for at, step, size in zip(first, block, shape, strict=True)
+        )
 
 
 def write_tensor(
-    state: Path, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], read: Callable[[Index], np.ndarray]
+    state: Path,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    read: Callable[[Index], np.ndarray],
 ) -> Fingerprint:
     """Writes one tensor into the folder `state` of a checkpoint; returns its fingerprint.
 
@@ -36,14 +43,18 @@ def write_tensor(
     block, total = block_shape(shape, dtype.itemsize), (0, 0)
     try:
         # The conversion is synchronised once, before it is moved to its name, and not file by file.
-        array = new_array(state, name, shape, block, dtype, create=True, delete_existing=True, sync=False)
+        array = new_array(
+            state, name, shape, block, dtype, create=True, delete_existing=True, sync=False
+        )
         for index in blocks_of(shape, block):
             values = read(index)
             total = add_fingerprints(total, block_fingerprint(values, index, shape))
             array[index].write(values).result()
     except ValueError as error:  # TensorStore raises it for every failure of a file
         truth = str(error).splitlines()[0][:300]
-        raise CheckpointError(f"writing {name} into {state}", truth, "a folder with more space") from error
+        raise CheckpointError(
+            f"writing {name} into {state}", truth, "a folder with more space"
+        ) from error
     return total
 
 
@@ -54,7 +65,9 @@ class StoredTensors:
     step_folder: Path
     manifest: Manifest
 
-    def blocks(self, name: str, shape: tuple[int, ...] | None = None) -> Iterator[tuple[Index, np.ndarray]]:
+    def blocks(
+        self, name: str, shape: tuple[int, ...] | None = None
+    ) -> Iterator[tuple[Index, np.ndarray]]:
         """Yields the blocks of a tensor, without its rows beyond `shape` where that is given.
 
         Raises CheckpointError where a block cannot be read, and after the last one where the tensor is not what was
@@ -89,12 +102,16 @@ class StoredTensors:
     def read(self, name: str) -> np.ndarray:
         """Returns all of a tensor. Raises CheckpointError."""
         record = self.manifest.tensors.get(name)
-        tensor = np.empty(record.shape if record else (), np.dtype(record.dtype) if record else None)
+        tensor = np.empty(
+            record.shape if record else (), np.dtype(record.dtype) if record else None
+        )
         for index, block in self.blocks(name):
             tensor[index] = block
         return tensor
 
-    def _damaged(self, damage: str, fix: str = "another checkpoint of the run: --at STEP") -> CheckpointError:
+    def _damaged(
+        self, damage: str, fix: str = "another checkpoint of the run: --at STEP"
+    ) -> CheckpointError:
         return CheckpointError(f"the checkpoint in {self.step_folder}", damage, fix)
 
 
@@ -109,7 +126,9 @@ def add_fingerprints(a: Fingerprint, b: Fingerprint) -> Fingerprint:
     return (a[0] + b[0]) % 2**32, (a[1] + b[1]) % 2**32
 
 
-def block_fingerprint(block: np.ndarray, index: tuple[slice, ...], shape: tuple[int, ...]) -> Fingerprint:
+def block_fingerprint(
+    block: np.ndarray, index: tuple[slice, ...], shape: tuple[int, ...]
+) -> Fingerprint:
     """Returns what a block adds to the fingerprint of its tensor; the sums over all blocks are the fingerprint.
 
     index: of the block in the tensor.  shape: of the tensor.

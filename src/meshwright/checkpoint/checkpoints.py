@@ -43,9 +43,24 @@ from meshwright.checkpoint.steps import (
     remove_checkpoint,
     unwritable,
 )
-from meshwright.checkpoint.tensors import Shards, from_first_replica, host_shards, layout_of, read_shards, write_shards
+from meshwright.checkpoint.tensors import (
+    Shards,
+    from_first_replica,
+    host_shards,
+    layout_of,
+    read_shards,
+    write_shards,
+)
 from meshwright.documents import replace_durably, write_atomically
-from meshwright.errors import CheckpointError, HostError, MeshwrightError, RoomError, StorageError, limit_of, reason_of
+from meshwright.errors import (
+    CheckpointError,
+    HostError,
+    MeshwrightError,
+    RoomError,
+    StorageError,
+    limit_of,
+    reason_of,
+)
 from meshwright.hardware.agreement import answer_of_the_first, choose_together
 from meshwright.hardware.hosts import store
 from meshwright.sharding.params import Tree, named_leaves
@@ -69,7 +84,14 @@ _FULL = {
     "RESOURCE_EXHAUSTED": "the disk is full",
 }
 """Reasons for which a file system takes no more bytes, by text of its error; the first that is found."""
-_HERE = ("PERMISSION_DENIED", "ermission denied", "put/output error", "Stale file", "timed out", "memory")
+_HERE = (
+    "PERMISSION_DENIED",
+    "ermission denied",
+    "put/output error",
+    "Stale file",
+    "timed out",
+    "memory",
+)
 """Words of errors that are about the host that reads, not about the bytes."""
 
 
@@ -112,7 +134,9 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             return
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         with self._explained("opening checkpoints"):
-            if self._commits:  # what a writer left that died: this process holds the lock of the folder
+            if (
+                self._commits
+            ):  # what a writer left that died: this process holds the lock of the folder
                 for step in partial_steps(self.folder) if in_bucket(self.folder) else ():
                     remove_checkpoint(self.folder, step)
                 for left in () if in_bucket(self.folder) else self.folder.glob("*.tmp"):
@@ -156,7 +180,9 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         assert self._thread is not None
         self._pending = self._thread.submit(self._write, abstract, shards, manifest, next(_saves))
 
-    def _write(self, abstract: dict[str, Any], shards: Shards, manifest: Manifest, number: int) -> None:
+    def _write(
+        self, abstract: dict[str, Any], shards: Shards, manifest: Manifest, number: int
+    ) -> None:
         step, bucket = str(manifest.step), in_bucket(self.folder)
         folder = self.folder / (step if bucket else f"{step}.tmp")
         if self._commits:
@@ -241,24 +267,41 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         other = next((name for name in manifest.tensors if name not in expected), None)
         tensors = self._read(manifest, expected, device_run, other, sends)
         healthy = jax.device_put(np.ones((), np.bool_), abstract.healthy.sharding)
-        tree = jax.tree.unflatten(jax.tree.structure(_saved_fields(abstract)), list(tensors.values()))
+        tree = jax.tree.unflatten(
+            jax.tree.structure(_saved_fields(abstract)), list(tensors.values())
+        )
         return State(healthy=healthy, **tree)
 
-    def restore_params(self, device_run: DeviceRun, step: int | None = None) -> tuple[Tree, Manifest]:
+    def restore_params(
+        self, device_run: DeviceRun, step: int | None = None
+    ) -> tuple[Tree, Manifest]:
         """Returns the verified parameters of `step`, or of the last complete checkpoint, without the optimizer state.
 
         A checkpoint of another type is converted after it is verified.
         """
         manifest = self.manifest(step)
-        wanted = {name: x for name, x in named_tensors(device_run.abstract).items() if name.startswith("params.")}
-        types = {name: np.dtype(t.dtype) for name, t in manifest.tensors.items() if t.dtype in _FLOATING}
+        wanted = {
+            name: x
+            for name, x in named_tensors(device_run.abstract).items()
+            if name.startswith("params.")
+        }
+        types = {
+            name: np.dtype(t.dtype) for name, t in manifest.tensors.items() if t.dtype in _FLOATING
+        }
         expected = {name: x.update(dtype=types.get(name, x.dtype)) for name, x in wanted.items()}
         tensors = self._read(manifest, expected, device_run, None, True)
         converted = [x.astype(wanted[name].dtype) for name, x in tensors.items()]
-        return jax.tree.unflatten(jax.tree.structure(device_run.abstract.params), converted), manifest
+        return jax.tree.unflatten(
+            jax.tree.structure(device_run.abstract.params), converted
+        ), manifest
 
     def _read(
-        self, manifest: Manifest, expected: dict[str, Any], device_run: DeviceRun, other: str | None, sends: bool
+        self,
+        manifest: Manifest,
+        expected: dict[str, Any],
+        device_run: DeviceRun,
+        other: str | None,
+        sends: bool,
     ) -> dict[str, jax.Array]:
         """Returns the tensors of a checkpoint in the rows and shardings of `expected`, verified.
 
@@ -267,18 +310,28 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         abstract = abstract_in_layer_order(expected, device_run.params)
         _check_tensors(manifest, abstract, device_run.params)
         if other is not None:
-            raise _mismatch(manifest, f"the checkpoint has a tensor {other!r}, and the model does not")
+            raise _mismatch(
+                manifest, f"the checkpoint has a tensor {other!r}, and the model does not"
+            )
         tensors = self._read_shards(manifest, abstract, owned=sends and self._reach == "shared")
         if sends:
-            tensors = {name: from_first_replica(x, abstract[name].sharding) for name, x in tensors.items()}
+            tensors = {
+                name: from_first_replica(x, abstract[name].sharding) for name, x in tensors.items()
+            }
         hashes = jax.device_get(fingerprints(tensors))
-        changed = [n for n in abstract if tuple(int(v) for v in hashes[n]) != manifest.tensors[n].fingerprint]
+        changed = [
+            n
+            for n in abstract
+            if tuple(int(v) for v in hashes[n]) != manifest.tensors[n].fingerprint
+        ]
         # Each process has compared its own replica.
         damage = f"tensor {(*changed, '')[0]!r} is not what was saved ({len(changed)} of {len(abstract)} differ)"
         self._fail_together(manifest, ("damage", damage) if changed else None)
         return to_row_order(tensors, expected, device_run.params)
 
-    def _read_shards(self, manifest: Manifest, abstract: dict[str, Any], *, owned: bool) -> dict[str, jax.Array]:
+    def _read_shards(
+        self, manifest: Manifest, abstract: dict[str, Any], *, owned: bool
+    ) -> dict[str, jax.Array]:
         """Returns tensors in the shapes and shardings of `abstract`; those of another shape are cut or padded.
 
         owned: as of `read_shards`.  All processes take what they have read, or none does.
@@ -288,7 +341,9 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         try:
             with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
                 futures = {
-                    name: pool.submit(read_shards, state, name, x, manifest.tensors[name], owned=owned)
+                    name: pool.submit(
+                        read_shards, state, name, x, manifest.tensors[name], owned=owned
+                    )
                     for name, x in abstract.items()
                 }
                 tensors = {name: future.result() for name, future in futures.items()}
@@ -297,9 +352,16 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             name = next((name for name in abstract if name in str(error)), None)
             what = "a file is damaged" if name is None else f"tensor {name!r} cannot be read"
             said = str(error).replace(str(self.folder), "")  # whose name may have such a word
-            here = isinstance(error, MemoryError) or limit_of(error) or any(words in said for words in _HERE)
+            here = (
+                isinstance(error, MemoryError)
+                or limit_of(error)
+                or any(words in said for words in _HERE)
+            )
             kind = "here" if here else "damage"
-            failure = "store" if isinstance(error, StorageError) else kind, f"{what} ({type(error).__name__}: {text})"
+            failure = (
+                "store" if isinstance(error, StorageError) else kind,
+                f"{what} ({type(error).__name__}: {text})",
+            )
         self._fail_together(manifest, failure, failed)
         return tensors
 
@@ -311,7 +373,9 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         A bucket that is away (`store`) comes before a host that cannot read (`here`), and that before `damage`.
         """
         found = choose_together(
-            f"checkpoint of step {manifest.step}", failure, lambda all_: [[i, *f] for i, f in enumerate(all_) if f]
+            f"checkpoint of step {manifest.step}",
+            failure,
+            lambda all_: [[i, *f] for i, f in enumerate(all_) if f],
         )
         if found:
             kinds = ["store", "here", "damage"]
@@ -322,7 +386,11 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 raise damaged(self.folder, manifest.step, truth, None) from cause
             if kind == "here":
                 raise UnreadableError(asked, truth, "a look at that host and its mounts") from cause
-            raise cause if isinstance(cause, StorageError) else StorageError(asked, truth, "the same command later")
+            raise (
+                cause
+                if isinstance(cause, StorageError)
+                else StorageError(asked, truth, "the same command later")
+            )
 
     def set_aside(self, after: int) -> None:
         """Moves checkpoints newer than `after`, complete or not, into the folder `set-aside` beside this one."""
@@ -363,10 +431,14 @@ def _check_tensors(manifest: Manifest, expected: dict[str, Any], params: Tree) -
     for name, x in sorted(expected.items(), key=lambda item: not item[0].startswith("params.")):
         record = manifest.tensors.get(name)
         if record is None:
-            raise _mismatch(manifest, f"the model has a tensor {name!r}, and the checkpoint does not")
+            raise _mismatch(
+                manifest, f"the model has a tensor {name!r}, and the checkpoint does not"
+            )
         rows = next((rows for param, rows in padded.items() if name.endswith(f".{param}")), None)
         other_padding = (
-            rows is not None and record.shape[1:] == x.shape[1:] and min(record.shape[0], x.shape[0]) >= rows
+            rows is not None
+            and record.shape[1:] == x.shape[1:]
+            and min(record.shape[0], x.shape[0]) >= rows
         )
         if record.dtype != str(x.dtype) or (record.shape != x.shape and not other_padding):
             found = f"{record.dtype}{list(record.shape)} in the checkpoint and {x.dtype}{list(x.shape)} in the model"
@@ -381,12 +453,24 @@ def _mismatch(manifest: Manifest, truth: str) -> CheckpointError:
 def write_error(action: str, folder: Path, error: Exception) -> CheckpointError:
     """Returns the error of an operation that the store refused. action: what was done."""
     if not in_bucket(folder) and not folder.is_dir():
-        truth = "the folder is gone: it was removed, or its disk unmounted, while the run wrote into it"
-        return CheckpointError(f"{action} in {folder}", truth, "another --out, or the same with its folder there")
+        truth = (
+            "the folder is gone: it was removed, or its disk unmounted, while the run wrote into it"
+        )
+        return CheckpointError(
+            f"{action} in {folder}", truth, "another --out, or the same with its folder there"
+        )
     limit = limit_of(error)
-    full = next((reason for sign, reason in _FULL.items() if sign in str(error)), None) if limit is None else None
+    full = (
+        next((reason for sign, reason in _FULL.items() if sign in str(error)), None)
+        if limit is None
+        else None
+    )
     intact = committed_steps(folder)
-    last = f"the checkpoint of step {intact[-1]} is intact" if intact else "no checkpoint was committed"
+    last = (
+        f"the checkpoint of step {intact[-1]} is intact"
+        if intact
+        else "no checkpoint was committed"
+    )
     if intact and full:
         with contextlib.suppress(CheckpointError):
             size = sum(record.bytes for record in manifest_of(folder, intact[-1]).tensors.values())
@@ -395,7 +479,9 @@ def write_error(action: str, folder: Path, error: Exception) -> CheckpointError:
     if limit is not None:
         fix = limit[1]
     elif not in_bucket(folder):
-        fix = f"free some space ({shutil.disk_usage(folder).free / 2**20:.1f} MiB are free), or {fix}"
+        fix = (
+            f"free some space ({shutil.disk_usage(folder).free / 2**20:.1f} MiB are free), or {fix}"
+        )
     truth = f"{full or (limit or [reason_of(error)])[0]}; {last}"
     return RoomError(f"{action} in {folder}", truth, fix)
 
@@ -413,7 +499,9 @@ def check_room(folder: Path, device_run: DeviceRun, max_to_keep: int, replaced: 
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise unwritable(folder, error) from error
-    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in named_tensors(device_run.abstract).values())
+    size = sum(
+        math.prod(x.shape) * x.dtype.itemsize for x in named_tensors(device_run.abstract).values()
+    )
     more, free = max(1, max_to_keep + 1 - replaced), shutil.disk_usage(folder).free
     if free < size * more:
         there = f" ({replaced} of them are there, so {more} more need room)" if replaced else ""

@@ -21,7 +21,12 @@ from meshwright.hugging_face.folder import KEPT, check_tied, keep_files, open_fo
 from meshwright.hugging_face.hub import PREFIX, find_folder
 from meshwright.hugging_face.names import read_block, unpadded_shape, write_block
 from meshwright.hugging_face.peft_files import Pair, write_adapter
-from meshwright.hugging_face.safetensors_files import DTYPES, NewSafetensorsFile, file_names, split_into_files
+from meshwright.hugging_face.safetensors_files import (
+    DTYPES,
+    NewSafetensorsFile,
+    file_names,
+    split_into_files,
+)
 from meshwright.hugging_face.tokenizer_files import write_tokenizer
 from meshwright.models.adapters import ADAPTERS, dequantise, targets_of
 from meshwright.runs.recipe import run_of_hugging_face
@@ -73,7 +78,9 @@ class _Journal:
 
     def __init__(self, out: Path, source: Any, total: int, say: Say):
         if out.exists():
-            raise ConfigError(f"converting into {out}", "it exists already", "a folder that does not exist yet")
+            raise ConfigError(
+                f"converting into {out}", "it exists already", "a folder that does not exist yet"
+            )
         self.out, self.folder = out, out.with_name(f"{out.name}.partial")
         self._file = self.folder / _JOURNAL
         self._source, self._total, self._say = json.loads(json.dumps(source)), total, say
@@ -128,7 +135,11 @@ def check_sums(folder: Path, say: Say) -> None:
     for line in lines:
         expected, _, name = line.partition("  ")
         if "\0" in name or Path(name).name != name or not (folder / name).is_file():
-            raise WeightsError(f"checksums of {folder}", f"{SUMS} names {name!r}, and there is no such file", "copy it")
+            raise WeightsError(
+                f"checksums of {folder}",
+                f"{SUMS} names {name!r}, and there is no such file",
+                "copy it",
+            )
         found = sha256_of(folder / name)
         if found != expected:
             truth = f"its SHA-256 is {found[:16]}..., and {SUMS} has {expected[:16]}..."
@@ -146,9 +157,13 @@ def import_weights(source: str, out: Path, say: Say = lambda line: None) -> Conv
     weights = open_folder(source)
     folder = weights.folder
     dtypes = {path: DTYPES[_CODES[p.stored or weights.dtype]] for path, p in weights.params.items()}
-    files = sorted({entry.file.resolve() for entry in weights.entries.values()} | {folder.path / "config.json"})
+    files = sorted(
+        {entry.file.resolve() for entry in weights.entries.values()} | {folder.path / "config.json"}
+    )
     identity = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-    journal = _Journal(out, ["from hugging face", weights.dtype, identity], len(weights.params), say)
+    journal = _Journal(
+        out, ["from hugging face", weights.dtype, identity], len(weights.params), say
+    )
     check_sums(folder.path, say)
     check_tied(weights)
     run = run_of_hugging_face(source)
@@ -164,11 +179,15 @@ def import_weights(source: str, out: Path, say: Say = lambda line: None) -> Conv
                 reader.release()
                 return block
 
-            return write_tensor(step / "state", f"params.{path}", unpadded_shape(p), dtypes[path], read)
+            return write_tensor(
+                step / "state", f"params.{path}", unpadded_shape(p), dtypes[path], read
+            )
 
         journal.convert(weights.params, convert_one)
     records = {
-        f"params.{path}": TensorRecord(unpadded_shape(p), dtypes[path].name, tuple(journal.done[path]))
+        f"params.{path}": TensorRecord(
+            unpadded_shape(p), dtypes[path].name, tuple(journal.done[path])
+        )
         for path, p in weights.params.items()
     }
     Manifest(0, 0, run, records).write(step)
@@ -177,7 +196,9 @@ def import_weights(source: str, out: Path, say: Say = lambda line: None) -> Conv
         shutil.copyfile(folder.tokenizer, journal.folder / "tokenizer.json")
     keep_files(folder.path, journal.folder)
     journal.commit()
-    tensors = len({name for path, p in weights.params.items() for name in weights.stored[path].names(p)})
+    tensors = len(
+        {name for path, p in weights.params.items() for name in weights.stored[path].names(p)}
+    )
     name, count = folder.architecture.name, _count(weights.params)
     return Conversion(out, name, count, tensors, weights.dtype, journal.resumed, weights.notes)
 
@@ -214,17 +235,37 @@ def export_weights(
     # `transformers` 4 calls it torch_dtype, 5 calls it dtype and reads both.
     config = {**config, "dtype" if "dtype" in config else "torch_dtype": dtype}
     params, stored = named_leaves(run.model.params()), architecture.tensors(run.model)
-    shapes = {name: stored[path].stored_shape(p) for path, p in params.items() for name in stored[path].names(p)}
+    shapes = {
+        name: stored[path].stored_shape(p)
+        for path, p in params.items()
+        for name in stored[path].names(p)
+    }
     # What is float32 at rest is so in the folder: `transformers` keeps the bias of DeepSeek's router so too.
-    codes = {name: _CODES[p.stored or dtype] for path, p in params.items() for name in stored[path].names(p)}
-    sizes = {name: int(np.prod(shape)) * DTYPES[codes[name]].itemsize for name, shape in shapes.items()}
+    codes = {
+        name: _CODES[p.stored or dtype]
+        for path, p in params.items()
+        for name in stored[path].names(p)
+    }
+    sizes = {
+        name: int(np.prod(shape)) * DTYPES[codes[name]].itemsize for name, shape in shapes.items()
+    }
     groups = split_into_files(sizes, largest_file)
-    identity = [str(tensors.step_folder.resolve()), tensors.manifest.to_dict()["tensors"], codes, groups]
+    identity = [
+        str(tensors.step_folder.resolve()),
+        tensors.manifest.to_dict()["tensors"],
+        codes,
+        groups,
+    ]
     journal = _Journal(out, identity, len(params), say)
-    file_of = {tensor: name for name, group in zip(file_names(len(groups)), groups, strict=True) for tensor in group}
+    file_of = {
+        tensor: name
+        for name, group in zip(file_names(len(groups)), groups, strict=True)
+        for tensor in group
+    }
     files = {
         file_of[group[0]]: NewSafetensorsFile(
-            journal.folder / file_of[group[0]], {tensor: (codes[tensor], shapes[tensor]) for tensor in group}
+            journal.folder / file_of[group[0]],
+            {tensor: (codes[tensor], shapes[tensor]) for tensor in group},
         )
         for group in groups
     }
@@ -249,7 +290,9 @@ def export_weights(
     if len(groups) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
         _write_json(journal.folder / "model.safetensors.index.json", index)
-    lines = [f"{sha256_of(file)}  {file.name}\n" for file in sorted(journal.folder.glob("*.safetensors"))]
+    lines = [
+        f"{sha256_of(file)}  {file.name}\n" for file in sorted(journal.folder.glob("*.safetensors"))
+    ]
     (journal.folder / SUMS).write_text("".join(lines), encoding="utf-8")
     end = write_tokenizer(source / "tokenizer.json", source / KEPT, journal.folder)
     ends = {} if "eos_token_id" in config or end is None else {"eos_token_id": end}
@@ -257,7 +300,9 @@ def export_weights(
     if (generation := source / KEPT / "generation_config.json").is_file():
         shutil.copyfile(generation, journal.folder / generation.name)
     journal.commit()
-    return Conversion(out, architecture.name, _count(params), len(shapes), dtype, journal.resumed, ())
+    return Conversion(
+        out, architecture.name, _count(params), len(shapes), dtype, journal.resumed, ()
+    )
 
 
 def _write_json(file: Path, document: Any) -> None:
@@ -275,7 +320,11 @@ def _configuration(run: Run, source: Path) -> tuple[Architecture, dict[str, Any]
         same = type(folder.model) is type(run.model)
         if same and folder.architecture.write(folder.model) == folder.architecture.write(run.model):
             return folder.architecture, config
-        ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+        ids = {
+            name: config[name]
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+            if name in config
+        }
         trained = max(folder.max_seq or 0, trained) if trained else 0
     architecture, config = architecture_of(run.model)
     if trained:  # the configuration's own longest sequence is longer where YaRN extended it
@@ -293,9 +342,13 @@ def export_adapter(source: Path, out: Path, *, at: int | None = None) -> Convers
     run = run_in_folder(source)
     if run.finetune.method != "lora":
         truth = "the run trains all of its parameters and has none"
-        raise ConfigError(f"the adapters of {source}", truth, "its weights: without --weights adapter")
+        raise ConfigError(
+            f"the adapters of {source}", truth, "its weights: without --weights adapter"
+        )
     if out.exists():
-        raise ConfigError(f"writing adapters to {out}", "it exists already", "a folder that does not exist yet")
+        raise ConfigError(
+            f"writing adapters to {out}", "it exists already", "a folder that does not exist yet"
+        )
     pairs = MergedTensors(stored_tensors(source / "checkpoints", at)).pairs()
     start = run.init_from or ""
     base, notes = start.removeprefix(PREFIX), tuple[str, ...]()
@@ -303,14 +356,18 @@ def export_adapter(source: Path, out: Path, *, at: int | None = None) -> Convers
         folder = find_folder(start, weights=False)
         base = str(folder.resolve()) if Path(base).expanduser().is_dir() else base
     else:
-        notes = (f"the base that adapter_config.json names, {base}, is a run: convert it too and change the name",)
+        notes = (
+            f"the base that adapter_config.json names, {base}, is a run: convert it too and change the name",
+        )
     scratch = out.with_name(f".{out.name}-part")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     count = write_adapter(scratch, run.model, run.finetune, pairs, base)
     write_tokenizer(source / "tokenizer.json", source / KEPT, scratch)
     scratch.rename(out)
-    return Conversion(out, "LoRA", sum(a.size + b.size for a, b in pairs.values()), count, "float32", 0, notes)
+    return Conversion(
+        out, "LoRA", sum(a.size + b.size for a, b in pairs.values()), count, "float32", 0, notes
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,11 +384,22 @@ class MergedTensors:
         """
         stored = name in self.tensors.manifest.tensors
         pair, scale = self.pair(name), self.tensors.manifest.run.finetune.scale
-        for index, block in self.tensors.blocks(name, shape) if stored else self._dequantised(name, shape):
-            yield index, block if pair is None else block.astype(np.float32) + scale * _product(*pair, index)
+        for index, block in (
+            self.tensors.blocks(name, shape) if stored else self._dequantised(name, shape)
+        ):
+            yield (
+                index,
+                block
+                if pair is None
+                else block.astype(np.float32) + scale * _product(*pair, index),
+            )
 
     def _dequantised(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[Index, np.ndarray]]:
-        parts = ("codes", "scales") if f"{name}.codes" in self.tensors.manifest.tensors else ("values", "scales")
+        parts = (
+            ("codes", "scales")
+            if f"{name}.codes" in self.tensors.manifest.tensors
+            else ("values", "scales")
+        )
         arrays = {part: self.tensors.read(f"{name}.{part}") for part in parts}
         for layer in range(shape[0]):
             row = {part: array[layer : layer + 1] for part, array in arrays.items()}

@@ -33,7 +33,9 @@ def _hash_sum(x: jax.Array, salt: int) -> jax.Array:
 def sum_of_hashes(x: jax.Array, index: jax.Array, salt: int) -> jax.Array:
     """Returns one hash of (bits, index) summed over the elements of `x`. index: of each in the whole tensor, uint32."""
     x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
-    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(
+        jnp.uint32
+    )
     h = bits ^ (index * jnp.uint32(0xC2B2AE3D) + jnp.uint32(salt))
     h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)

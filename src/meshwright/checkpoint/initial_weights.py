@@ -59,7 +59,9 @@ def _load(init_from: str, device_run: DeviceRun, then: Then) -> Tree:
     if is_hugging_face(init_from):
         weights = open_folder(init_from)
         dtype = device_run.run.training.param_dtype
-        return load_params(weights, device_run.params, device_run.state_shardings.params, dtype, then)
+        return load_params(
+            weights, device_run.params, device_run.state_shardings.params, dtype, then
+        )
     params = load_run(path_of(init_from), device_run)
     treedef: Any = jax.tree.structure(params)
     return treedef.unflatten([then(path, w) for path, w in named_leaves(params).items()])
@@ -71,7 +73,9 @@ def load_run(folder: Path, device_run: DeviceRun) -> Tree:
     with Checkpoints(folder / "checkpoints", max_to_keep=None) as checkpoints:
         if theirs.finetune.method != "lora":
             return checkpoints.restore_params(device_run)[0]
-        training = dataclasses.replace(device_run.run.training, param_dtype=theirs.training.param_dtype)
+        training = dataclasses.replace(
+            device_run.run.training, param_dtype=theirs.training.param_dtype
+        )
         adapted = dataclasses.replace(device_run.run, finetune=theirs.finetune, training=training)
         other = place_on_devices(adapted, device_run.mesh)
         params = merge_adapters(other, checkpoints.restore_params(other)[0])[1]
@@ -85,19 +89,31 @@ def changed_fields(run: Run) -> dict[str, tuple[Any, Any]]:
     """
     assert run.init_from is not None
     foreign = is_hugging_face(run.init_from)
-    own = read_model(run.init_from).model if foreign else run_in_folder(path_of(run.init_from)).model
+    own = (
+        read_model(run.init_from).model if foreign else run_in_folder(path_of(run.init_from)).model
+    )
     if type(own) is not type(run.model):
         theirs = f"the weights there are of a {type(own).__name__}"
-        fix = f"{run.init_from} in the place of the recipe" if foreign else f"--run {run.init_from}/run.json"
-        raise WeightsError(f"a {type(run.model).__name__} that starts from {run.init_from}", theirs, fix)
+        fix = (
+            f"{run.init_from} in the place of the recipe"
+            if foreign
+            else f"--run {run.init_from}/run.json"
+        )
+        raise WeightsError(
+            f"a {type(run.model).__name__} that starts from {run.init_from}", theirs, fix
+        )
     names = [field.name for field in dataclasses.fields(own) if field.name not in _FREE]
     pairs = {name: (getattr(own, name), getattr(run.model, name)) for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and pair[1] is not None}
+    return {
+        name: pair for name, pair in pairs.items() if pair[0] != pair[1] and pair[1] is not None
+    }
 
 
 def describe_initial_weights(run: Run) -> str:
     """Returns one line about the weights that a run starts from."""
-    changed = ", ".join(f"{name} {theirs} -> {ours}" for name, (theirs, ours) in changed_fields(run).items())
+    changed = ", ".join(
+        f"{name} {theirs} -> {ours}" for name, (theirs, ours) in changed_fields(run).items()
+    )
     text = f"starts from the weights of {run.init_from} at step 0, without optimizer state"
     return text + (f"; the model is changed: {changed}" if changed else "")
 
@@ -111,13 +127,17 @@ def without_adapters(device_run: DeviceRun) -> DeviceRun:
     dtype = "float32" if run.finetune.base == "float32" else run.training.compute_dtype
     dtype = dtype if run.finetune.method == "lora" else run.training.param_dtype
     training = dataclasses.replace(run.training, param_dtype=dtype)
-    return place_on_devices(dataclasses.replace(run, finetune=FineTune(), training=training), device_run.mesh)
+    return place_on_devices(
+        dataclasses.replace(run, finetune=FineTune(), training=training), device_run.mesh
+    )
 
 
 def merge_adapters(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tree]:
     """Returns the run without adapters or reference, and its parameters W + (alpha / r) A B, summed in float32."""
     base = without_adapters(device_run)
-    together = functools.partial(merged, scale=device_run.run.finetune.scale, like=base.abstract.params)
+    together = functools.partial(
+        merged, scale=device_run.run.finetune.scale, like=base.abstract.params
+    )
     return base, jax.jit(together, out_shardings=base.state_shardings.params)(params)
 
 
@@ -148,6 +168,8 @@ def add_adapters(device_run: DeviceRun, load: Callable[[DeviceRun, Then], Tree])
     training, placed = device_run.run.training, trained_only(device_run.params, where)
     fresh = init_params(described, placed, seed=training.seed, dtype=training.param_dtype)
     return {
-        path: {**tree, ADAPTERS: fresh[path][ADAPTERS]} if isinstance(tree, dict) and ADAPTERS in fresh[path] else tree
+        path: {**tree, ADAPTERS: fresh[path][ADAPTERS]}
+        if isinstance(tree, dict) and ADAPTERS in fresh[path]
+        else tree
         for path, tree in params.items()
     }

@@ -36,7 +36,9 @@ def find_checkpoints(out: Path) -> Path:
     out = path_of(out)
     folder = out / "checkpoints" if (out / "checkpoints").is_dir() else out
     if not all_steps(folder):
-        raise CheckpointError(f"the checkpoints in {out}", "there are none", "the output folder of a run")
+        raise CheckpointError(
+            f"the checkpoints in {out}", "there are none", "the output folder of a run"
+        )
     return folder
 
 
@@ -48,11 +50,15 @@ def list_checkpoints(folder: Path) -> list[Listed]:
     ]
     for step in committed_steps(folder):
         file = folder / str(step) / MANIFEST
-        written = _begun_at(folder / STARTED / str(step)) if in_bucket(file) else file.stat().st_mtime
+        written = (
+            _begun_at(folder / STARTED / str(step)) if in_bucket(file) else file.stat().st_mtime
+        )
         try:
             manifest = manifest_of(folder, step)
             size = sum(record.bytes for record in manifest.tensors.values())
-            listed.append(Listed(step, manifest.cursor, len(manifest.tensors), size, written, "whole"))
+            listed.append(
+                Listed(step, manifest.cursor, len(manifest.tensors), size, written, "whole")
+            )
         except CheckpointError as error:
             listed.append(Listed(step, None, 0, None, written, error.truth))
     return sorted(listed, key=lambda row: row.step)
@@ -66,7 +72,9 @@ def _begun_at(file: Path) -> float | None:
         return None
 
 
-def verify_checkpoint(tensors: StoredTensors, say: Callable[[str], None] = lambda line: None) -> list[str]:
+def verify_checkpoint(
+    tensors: StoredTensors, say: Callable[[str], None] = lambda line: None
+) -> list[str]:
     """Reads every tensor of a checkpoint block by block and compares its fingerprint; returns what is damaged.
 
     say: called with a line about each tensor.

@@ -28,7 +28,10 @@ def abstract_in_layer_order(tensors: dict[str, Any], params: Tree) -> dict[str, 
     def abstract(x: Any, p: Param) -> Any:
         shape, sharding = (*p.logical_shape[:1], *x.shape[1:]), x.sharding
         if shape[0] % _degree(sharding, 0):
-            spec, dim = [_axes(sharding, d) for d in range(x.ndim)], _other_dimension(x.shape, sharding)
+            spec, dim = (
+                [_axes(sharding, d) for d in range(x.ndim)],
+                _other_dimension(x.shape, sharding),
+            )
             if dim is not None:
                 spec[dim] += spec[0]
             spec[0] = ()
@@ -36,10 +39,14 @@ def abstract_in_layer_order(tensors: dict[str, Any], params: Tree) -> dict[str, 
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
     permuted = permuted_params(tensors, params)
-    return {name: abstract(x, permuted[name]) if name in permuted else x for name, x in tensors.items()}
+    return {
+        name: abstract(x, permuted[name]) if name in permuted else x for name, x in tensors.items()
+    }
 
 
-def permuted_in_layer_order(tensors: dict[str, jax.Array], params: Tree) -> Iterator[tuple[str, jax.Array]]:
+def permuted_in_layer_order(
+    tensors: dict[str, jax.Array], params: Tree
+) -> Iterator[tuple[str, jax.Array]]:
     """Yields the tensors whose rows are permuted with one row per layer, in order, on the device."""
     abstract = abstract_in_layer_order(tensors, params)
     for name, p in permuted_params(tensors, params).items():
@@ -47,7 +54,9 @@ def permuted_in_layer_order(tensors: dict[str, jax.Array], params: Tree) -> Iter
         yield name, reordering(rows_to_layers, p, x.shape, x.sharding, abstract[name].sharding)(x)
 
 
-def to_row_order(tensors: dict[str, jax.Array], like: dict[str, Any], params: Tree) -> dict[str, jax.Array]:
+def to_row_order(
+    tensors: dict[str, jax.Array], like: dict[str, Any], params: Tree
+) -> dict[str, jax.Array]:
     """Returns the inverse of `permuted_in_layer_order`, and takes the tensors out of `tensors` one by one.
 
     like: the tensors of the state, with their shapes and shardings.
@@ -57,7 +66,9 @@ def to_row_order(tensors: dict[str, jax.Array], like: dict[str, Any], params: Tr
     for name, x in like.items():
         tensor = tensors.pop(name)
         if name in permuted:
-            tensor = reordering(layers_to_rows, permuted[name], x.shape, x.sharding, tensor.sharding)(tensor)
+            tensor = reordering(
+                layers_to_rows, permuted[name], x.shape, x.sharding, tensor.sharding
+            )(tensor)
         converted[name] = tensor
     return converted
 
@@ -82,7 +93,11 @@ def reordering(
     without a dimension that divides, such as a bias of few elements, is gathered.
     row_shape, row_sharding: of the tensor as its parameter's rows are.  layer_sharding: in the order of the layers.
     """
-    source, target = (row_sharding, layer_sharding) if convert is rows_to_layers else (layer_sharding, row_sharding)
+    source, target = (
+        (row_sharding, layer_sharding)
+        if convert is rows_to_layers
+        else (layer_sharding, row_sharding)
+    )
     axes, dim = _axes(row_sharding, 0), _other_dimension(row_shape, row_sharding)
     if dim is None or not axes:
         return jax.jit(functools.partial(convert, p), out_shardings=target)
@@ -92,7 +107,11 @@ def reordering(
         return lax.all_to_all(x, axes, 0, dim, tiled=True) if _axes(target, 0) else x
 
     def run(x: jax.Array) -> jax.Array:
-        along = max((d for d in range(1, x.ndim) if d != dim), key=lambda d: _pieces(x.shape[d]), default=dim)
+        along = max(
+            (d for d in range(1, x.ndim) if d != dim),
+            key=lambda d: _pieces(x.shape[d]),
+            default=dim,
+        )
         pieces = _pieces(x.shape[along]) if along != dim else 1
         if pieces == 1:
             return permute(x)
@@ -106,7 +125,9 @@ def reordering(
         return lax.fori_loop(0, pieces, convert_piece, jnp.zeros(after.shape, after.dtype))
 
     mesh = row_sharding.mesh
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=source.spec, out_specs=target.spec, check_vma=False)
+    mapped = jax.shard_map(
+        run, mesh=mesh, in_specs=source.spec, out_specs=target.spec, check_vma=False
+    )
     return jax.jit(mapped, out_shardings=target)
 
 
@@ -138,4 +159,6 @@ def _degree(sharding: NamedSharding, dim: int) -> int:
 def _other_dimension(shape: tuple[int, ...], sharding: NamedSharding) -> int | None:
     """Returns the first dimension after the rows that the axes of the rows divide further, None if there is none."""
     degree = _degree(sharding, 0)
-    return next((d for d in range(1, len(shape)) if shape[d] % (_degree(sharding, d) * degree) == 0), None)
+    return next(
+        (d for d in range(1, len(shape)) if shape[d] % (_degree(sharding, d) * degree) == 0), None
+    )

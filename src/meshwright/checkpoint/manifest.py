@@ -77,7 +77,9 @@ class Manifest:
                 "versions": {"jax": jax.__version__, "numpy": np.__version__},
                 **vars(self),
                 "run": run_to_dict(self.run),
-                "tensors": {name: dataclasses.asdict(tensor) for name, tensor in self.tensors.items()},
+                "tensors": {
+                    name: dataclasses.asdict(tensor) for name, tensor in self.tensors.items()
+                },
             }
         )
 
@@ -97,8 +99,12 @@ def read_document(step_folder: Path) -> dict[str, Any]:
 
 
 def _parse(data: dict[str, Any], step_folder: Path) -> Manifest:
-    known = {field.name: field.type for field in dataclasses.fields(Manifest) if field.name != "run"}
-    fields: Any = {name: msgspec.convert(data[name], kind) for name, kind in known.items() if name in data}
+    known = {
+        field.name: field.type for field in dataclasses.fields(Manifest) if field.name != "run"
+    }
+    fields: Any = {
+        name: msgspec.convert(data[name], kind) for name, kind in known.items() if name in data
+    }
     return Manifest(run=run_from_dict(data["run"], str(step_folder / MANIFEST)), **fields)
 
 
@@ -146,10 +152,15 @@ def steps_to_take(folder: Path, step: int | None) -> list[int]:
     if step in partial:
         raise damaged(folder, step, "it is not whole: its writing or copying was cut off", None)
     if not steps:
-        raise CheckpointError(f"a checkpoint in {folder}", "none was committed there", "another folder")
+        raise CheckpointError(
+            f"a checkpoint in {folder}", "none was committed there", "another folder"
+        )
     if step is None:
         for newer in (s for s in partial if s > steps[-1]):
-            print(f"{folder / str(newer)}: left out, it is not whole; step {steps[-1]} is taken", file=sys.stderr)
+            print(
+                f"{folder / str(newer)}: left out, it is not whole; step {steps[-1]} is taken",
+                file=sys.stderr,
+            )
     elif step not in steps:
         truth = "the folder has those of steps " + ", ".join(map(str, steps))
         raise CheckpointError(f"the checkpoint of step {step}", truth, f"--at {steps[-1]}")
@@ -167,9 +178,15 @@ def _damage_explained(folder: Path, step: int) -> Iterator[None]:
 def damaged(folder: Path, step: int, damage: str, error: Exception | None) -> DamagedError:
     """Returns the error for a checkpoint that cannot be read, with the one before it."""
     earlier = [s for s in committed_steps(folder) if s < step]
-    detail = f" ({type(error).__name__}: {str(error).splitlines()[0][:160]})" if error and str(error) else ""
+    detail = (
+        f" ({type(error).__name__}: {str(error).splitlines()[0][:160]})"
+        if error and str(error)
+        else ""
+    )
     return DamagedError(
         f"the checkpoint of step {step} in {folder}",
         damage + detail,
-        f"the one before it: --at {earlier[-1]}" if earlier else "no earlier checkpoint exists: start a new run",
+        f"the one before it: --at {earlier[-1]}"
+        if earlier
+        else "no earlier checkpoint exists: start a new run",
     )

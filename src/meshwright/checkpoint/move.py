@@ -34,21 +34,31 @@ def plan_move(source: Path, target: Path, at: int | None) -> list[Moved]:
     Raises CheckpointError where there is no such checkpoint, or the target has another one of the same step.
     """
     if source == target or target.is_relative_to(source) or source.is_relative_to(target):
-        raise CheckpointError(f"moving {source} to {target}", "they are in one another", "another folder")
+        raise CheckpointError(
+            f"moving {source} to {target}", "they are in one another", "another folder"
+        )
     folder, existing = source / "checkpoints", committed_steps(target / "checkpoints")
     listed = [row for row in list_checkpoints(folder) if at in (None, row.step)]
     if not listed:
         there = ", ".join(map(str, committed_steps(folder))) or "none"
         asked = f"the checkpoint of step {at}" if at is not None else "the checkpoints"
-        raise CheckpointError(f"{asked} in {source}", f"its steps are: {there}", "a step that is there")
+        raise CheckpointError(
+            f"{asked} in {source}", f"its steps are: {there}", "a step that is there"
+        )
     planned = []
     for row in listed:
         name = str(row.step)
-        action: Literal["copy", "there", "left out"] = "copy" if row.state == "whole" else "left out"
+        action: Literal["copy", "there", "left out"] = (
+            "copy" if row.state == "whole" else "left out"
+        )
         if row.step in existing and action == "copy":
-            if sha256_of(folder / name / MANIFEST) != sha256_of(target / "checkpoints" / name / MANIFEST):
+            if sha256_of(folder / name / MANIFEST) != sha256_of(
+                target / "checkpoints" / name / MANIFEST
+            ):
                 truth = "it holds another checkpoint of that step"
-                raise CheckpointError(f"moving step {row.step} to {target}", truth, "another folder")
+                raise CheckpointError(
+                    f"moving step {row.step} to {target}", truth, "another folder"
+                )
             action = "there"
         planned.append(Moved(f"step {name}", len(files_of(folder / name)), row.bytes or 0, action))
     others = _other_files(source)
@@ -62,7 +72,12 @@ def _other_files(source: Path) -> list[str]:
 
 
 def move_checkpoints(
-    source: Path, target: Path, at: int | None, *, then: Literal["delete", "keep"], say: Callable[[str], None]
+    source: Path,
+    target: Path,
+    at: int | None,
+    *,
+    then: Literal["delete", "keep"],
+    say: Callable[[str], None],
 ) -> list[Moved]:
     """Copies checkpoints and files of a run, reads every copy back, and only then deletes the source.
 
@@ -70,7 +85,11 @@ def move_checkpoints(
     then: what becomes of the source. Raises CheckpointError or StorageError; the source is then as it was.
     """
     planned = plan_move(source, target, at)
-    steps = [row.what.removeprefix("step ") for row in planned if row.action != "left out" and row.what != _REST]
+    steps = [
+        row.what.removeprefix("step ")
+        for row in planned
+        if row.action != "left out" and row.what != _REST
+    ]
     for step in steps:
         if in_bucket(target):
             (target / "checkpoints" / STARTED / step).write_text(str(time.time()))

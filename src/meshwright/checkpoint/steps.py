@@ -24,7 +24,9 @@ def partial_steps(folder: Path) -> list[int]:
 def _completeness(folder: Path) -> dict[int, bool]:
     files = {step: path_of(folder) / str(step) / MANIFEST for step in sorted(all_steps(folder))}
     # An object is written completely or not at all.
-    return {step: f.is_file() and (in_bucket(f) or f.stat().st_size > 0) for step, f in files.items()}
+    return {
+        step: f.is_file() and (in_bucket(f) or f.stat().st_size > 0) for step, f in files.items()
+    }
 
 
 def all_steps(folder: Path) -> list[int]:
@@ -32,7 +34,11 @@ def all_steps(folder: Path) -> list[int]:
     folder = path_of(folder)
     # In a bucket a folder that other programs copied has no such files.
     for place in (folder / STARTED, folder) if in_bucket(folder) else (folder,):
-        if found := [int(path.name) for path in (place.iterdir() if place.is_dir() else ()) if path.name.isdigit()]:
+        if found := [
+            int(path.name)
+            for path in (place.iterdir() if place.is_dir() else ())
+            if path.name.isdigit()
+        ]:
             return found
     return []
 
@@ -49,4 +55,6 @@ def unwritable(folder: Path, error: OSError) -> CheckpointError:
     reason = reason_of(error)
     if isinstance(error, FileExistsError):
         reason = "a file, or a link that leads nowhere, has that name"
-    return CheckpointError(f"output folder {folder}", f"it cannot be written: {reason}", "another --out")
+    return CheckpointError(
+        f"output folder {folder}", f"it cannot be written: {reason}", "another --out"
+    )

@@ -34,7 +34,9 @@ Bounds = tuple[tuple[int, int], ...]
 Shards = dict[str, list[tuple[Index, np.ndarray]]]
 
 
-def block_shape(shape: tuple[int, ...], itemsize: int, largest: int = BLOCK_BYTES) -> tuple[int, ...]:
+def block_shape(
+    shape: tuple[int, ...], itemsize: int, largest: int = BLOCK_BYTES
+) -> tuple[int, ...]:
     """Returns the shape of the blocks of a tensor: slowest dimensions are cut first, so blocks are contiguous."""
     block = list(shape)
     for dim in range(len(block)):
@@ -46,7 +48,12 @@ def block_shape(shape: tuple[int, ...], itemsize: int, largest: int = BLOCK_BYTE
 
 
 def new_array(
-    state: Path, name: str, shape: tuple[int, ...], chunks: tuple[int, ...], dtype: np.dtype[Any], **how: bool
+    state: Path,
+    name: str,
+    shape: tuple[int, ...],
+    chunks: tuple[int, ...],
+    dtype: np.dtype[Any],
+    **how: bool,
 ) -> Any:
     """Opens an array that is about to be written. how: options of TensorStore's `open`."""
     kvstore, context = kvstore_of(state / name)
@@ -66,7 +73,12 @@ def new_array(
 
 
 def write_shards(
-    state: Path, abstract: dict[str, Any], shards: Shards, *, creates: bool, wrote: Callable[[], None]
+    state: Path,
+    abstract: dict[str, Any],
+    shards: Shards,
+    *,
+    creates: bool,
+    wrote: Callable[[], None],
 ) -> None:
     """Writes the shards of this process. creates: writes the arrays' descriptions too, which one process does.
 
@@ -77,7 +89,9 @@ def write_shards(
     writing = []
     for name, x in abstract.items():
         if creates or shards[name]:
-            chunk = _chunk_shape(_division(x.shape, x.dtype.itemsize, x.sharding)[0], x.dtype.itemsize)
+            chunk = _chunk_shape(
+                _division(x.shape, x.dtype.itemsize, x.sharding)[0], x.dtype.itemsize
+            )
             array = new_array(state, name, x.shape, chunk, x.dtype, **how)
             writing += [array[index].write(values) for index, values in shards[name]]
     for future in writing:
@@ -92,7 +106,12 @@ def layout_of(tensors: dict[str, Any]) -> str:
     tensors: arrays or ShapeDtypeStructs with shardings, by name.
     """
     slices = {
-        name: sorted({_bounds(i, x.shape) for i in x.sharding.addressable_devices_indices_map(x.shape).values()})
+        name: sorted(
+            {
+                _bounds(i, x.shape)
+                for i in x.sharding.addressable_devices_indices_map(x.shape).values()
+            }
+        )
         for name, x in sorted(tensors.items())
     }
     place = [jax.process_index(), jax.process_count()] if jax.process_count() > 1 else []
@@ -109,17 +128,25 @@ def host_shards(tensors: dict[str, jax.Array], *, owned: bool) -> Shards:
     for name, x in tensors.items():
         slices = taken[name] = {}
         for shard in x.addressable_shards:
-            part = _owned_part(x, shard.index, shard.replica_id) if owned else _bounds(shard.index, x.shape)
+            part = (
+                _owned_part(x, shard.index, shard.replica_id)
+                if owned
+                else _bounds(shard.index, x.shape)
+            )
             if part is None or part in slices:
                 continue
             slices[part] = shard.data
             shape = tuple(stop - start for start, stop in part)
             if shape != shard.data.shape:
-                first = [a - (where.start or 0) for (a, _), where in zip(part, shard.index, strict=True)]
+                first = [
+                    a - (where.start or 0) for (a, _), where in zip(part, shard.index, strict=True)
+                ]
                 slices[part] = jax.lax.dynamic_slice(shard.data, first, shape)
         for data in slices.values():
             data.copy_to_host_async()
-        if owned and _division(x.shape, x.dtype.itemsize, x.sharding)[1] > 1:  # copied on the devices: one at a time
+        if (
+            owned and _division(x.shape, x.dtype.itemsize, x.sharding)[1] > 1
+        ):  # copied on the devices: one at a time
             shards[name] = _on_host(taken.pop(name))
     return shards | {name: _on_host(slices) for name, slices in taken.items()}
 
@@ -136,13 +163,19 @@ def _copied(x: jax.Array) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=4096)
-def _division(shape: tuple[int, ...], itemsize: int, sharding: Any) -> tuple[tuple[int, ...], int, int]:
+def _division(
+    shape: tuple[int, ...], itemsize: int, sharding: Any
+) -> tuple[tuple[int, ...], int, int]:
     """Shape of the parts in which the replicas of a slice divide it, their number, and that of replicas."""
     local, devices = sharding.shard_shape(shape), sharding.device_set
     replicas = len(devices) * math.prod(local) // max(1, math.prod(shape))
     several = len({d.process_index for d in devices}) > 1
     dim, count = replica_parts(local, itemsize, replicas if several else 1)
-    return tuple(size // count if i == dim else size for i, size in enumerate(local)), count, replicas
+    return (
+        tuple(size // count if i == dim else size for i, size in enumerate(local)),
+        count,
+        replicas,
+    )
 
 
 def _owned_part(x: Any, index: Index, replica: int) -> Bounds | None:
@@ -193,19 +226,28 @@ def read_shards(state: Path, name: str, x: Any, record: TensorRecord, *, owned: 
         array = open_array(state, name).result()
         check_array(name, array, record)
         for bounds in dict.fromkeys(_bounds(index or (), x.shape) for index in places_read):
-            inside = tuple(slice(a, min(b, size)) for (a, b), size in zip(bounds, array.shape, strict=True))
-            reading[bounds] = array[inside].read() if all(part.start < part.stop for part in inside) else None
+            inside = tuple(
+                slice(a, min(b, size)) for (a, b), size in zip(bounds, array.shape, strict=True)
+            )
+            reading[bounds] = (
+                array[inside].read() if all(part.start < part.stop for part in inside) else None
+            )
     slices: dict[Bounds, np.ndarray] = {}
     for bounds in dict.fromkeys(_bounds(index or (), x.shape) for index in places.values()):
         future = reading.get(bounds)
-        shape, values = tuple(b - a for a, b in bounds), future.result() if future is not None else None
+        shape, values = (
+            tuple(b - a for a, b in bounds),
+            future.result() if future is not None else None,
+        )
         if values is None or values.shape != shape:
             padded = np.zeros(shape, x.dtype)
             if values is not None:
                 padded[tuple(slice(0, size) for size in values.shape)] = values
             values = padded
         slices[bounds] = values
-    return jax.make_array_from_callback(x.shape, x.sharding, lambda index: slices[_bounds(index or (), x.shape)])
+    return jax.make_array_from_callback(
+        x.shape, x.sharding, lambda index: slices[_bounds(index or (), x.shape)]
+    )
 
 
 def from_first_replica(x: jax.Array, sharding: Any) -> jax.Array:
@@ -228,22 +270,33 @@ def _sender(sharding: NamedSharding, axes: tuple[str, ...]) -> Callable[[jax.Arr
         return jax.lax.bitcast_convert_type(broadcast(wide, axes, 0).astype(bits), shard.dtype)
 
     spec = sharding.spec
-    return jax.jit(jax.shard_map(send, mesh=sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    return jax.jit(
+        jax.shard_map(send, mesh=sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )
 
 
 def _replica_axes(sharding: Any) -> tuple[str, ...]:
     """Returns the mesh axes over which a tensor is repeated, where that is in several processes; else none."""
     if jax.process_count() == 1 or not isinstance(sharding, NamedSharding):
         return ()
-    split = {axis for part in sharding.spec if part for axis in ((part,) if isinstance(part, str) else part)}
-    axes = tuple(axis for axis, size in sharding.mesh.shape.items() if size > 1 and axis not in split)
+    split = {
+        axis
+        for part in sharding.spec
+        if part
+        for axis in ((part,) if isinstance(part, str) else part)
+    }
+    axes = tuple(
+        axis for axis, size in sharding.mesh.shape.items() if size > 1 and axis not in split
+    )
     of_one_slice = _replicas(sharding.mesh, axes)[:, 0]
     return axes if len({device.process_index for device in of_one_slice}) > 1 else ()
 
 
 def _replicas(mesh: Any, axes: tuple[str, ...]) -> np.ndarray:
     """Returns the devices of a mesh, [replica, slice], of a tensor that is repeated over some of its axes."""
-    moved = np.moveaxis(mesh.devices, [mesh.axis_names.index(axis) for axis in axes], range(len(axes)))
+    moved = np.moveaxis(
+        mesh.devices, [mesh.axis_names.index(axis) for axis in axes], range(len(axes))
+    )
     return moved.reshape(math.prod(mesh.shape[axis] for axis in axes), -1)
 
 
@@ -260,8 +313,12 @@ def check_array(name: str, array: Any, record: TensorRecord) -> tuple[int, ...]:
     chunk is read, whatever part of it is asked for.
     """
     if array.dtype.name != record.dtype or tuple(array.shape) != record.shape:
-        raise ValueError(f"its array is {array.dtype.name}{list(array.shape)}, not {record.dtype}{list(record.shape)}")
+        raise ValueError(
+            f"its array is {array.dtype.name}{list(array.shape)}, not {record.dtype}{list(record.shape)}"
+        )
     chunk = tuple(int(size or 1) for size in array.chunk_layout.read_chunk.shape or record.shape)
     if any(size > max(1, total) for size, total in zip(chunk, record.shape, strict=True)):
-        raise ValueError(f"its chunks are {list(chunk)}, larger than {name!r} itself, {list(record.shape)}")
+        raise ValueError(
+            f"its chunks are {list(chunk)}, larger than {name!r} itself, {list(record.shape)}"
+        )
     return chunk

@@ -18,7 +18,18 @@ from meshwright.words import AXIS_ALIASES
 if TYPE_CHECKING:
     from meshwright.cli.parse import Option
 
-COMMON = ("--out", "--on", "--mesh", "--steps", "--batch", "--seq", "--lr", "--data", "--devices", "--resume")
+COMMON = (
+    "--out",
+    "--on",
+    "--mesh",
+    "--steps",
+    "--batch",
+    "--seq",
+    "--lr",
+    "--data",
+    "--devices",
+    "--resume",
+)
 """Options that the help lists first, in this order, where a verb has them."""
 _TABLE = tomllib.loads(Path(__file__).with_name("elsewhere.toml").read_text(encoding="utf-8"))
 OPTIONS, SETTINGS, AXIS_OPTIONS, AXIS_NAMES = (
@@ -38,20 +49,41 @@ def format_help(usage: str, kind: type, options: Sequence["Option"]) -> str:
     options = [option for option in options if not option.fixed]
     width = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
     common = [option for name in COMMON for option in options if name in option.names]
-    groups: dict[str, list[Option]] = {"arguments": [], "common options": common, "options": [], "run options": []}
+    groups: dict[str, list[Option]] = {
+        "arguments": [],
+        "common options": common,
+        "options": [],
+        "run options": [],
+    }
     for option in options:
         if option not in common:
             title = "arguments" if option.positional else f"{option.group} options".strip()
             groups.setdefault(title, []).append(option)
-    text = [f"usage: {usage}", "", textwrap.fill(inspect.cleandoc(kind.__doc__ or "").replace("\n", " "), width)]
+    text = [
+        f"usage: {usage}",
+        "",
+        textwrap.fill(inspect.cleandoc(kind.__doc__ or "").replace("\n", " "), width),
+    ]
     for title, members in groups.items():
         text += ["", f"{title}:"] if members else []
         for option in members:
-            left = "  " + ", ".join(option.names) + ("" if option.positional else f" {option.metavar}".rstrip())
-            default = "(required)" if option.default is tyro.MISSING else f"(default: {format_value(option.default)})"
-            doc = option.doc if option.default in (None, (), "", False) else f"{option.doc} {default}"
+            left = (
+                "  "
+                + ", ".join(option.names)
+                + ("" if option.positional else f" {option.metavar}".rstrip())
+            )
+            default = (
+                "(required)"
+                if option.default is tyro.MISSING
+                else f"(default: {format_value(option.default)})"
+            )
+            doc = (
+                option.doc if option.default in (None, (), "", False) else f"{option.doc} {default}"
+            )
             lines = textwrap.wrap(doc, width - _COLUMN, break_long_words=False) or [""]
-            text.append(f"{left:<{_COLUMN}}{lines.pop(0)}".rstrip() if len(left) < _COLUMN - 1 else left)
+            text.append(
+                f"{left:<{_COLUMN}}{lines.pop(0)}".rstrip() if len(left) < _COLUMN - 1 else left
+            )
             text += [" " * _COLUMN + line for line in lines]
     return "\n".join(text)
 
@@ -70,19 +102,28 @@ def refused_error(
     lines = [line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
     end = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
     truth = re.sub(r" ?\(required\)|\[/?bold\]", "", " ".join(" ".join(lines[:end]).split()))
-    named = [name for name in by_name if re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w.-])", truth, re.IGNORECASE)]
+    named = [
+        name
+        for name in by_name
+        if re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w.-])", truth, re.IGNORECASE)
+    ]
     if not named:
         return ConfigError(command, truth, f"{command} --help")
     name = min(named, key=lambda name: not name.startswith("--"))
     option = by_name[name]
-    legal, wrong = option.metavar, (re.findall(r"'([^']*)'", truth) or [""])[0 if option.choices else -1]
+    legal, wrong = (
+        option.metavar,
+        (re.findall(r"'([^']*)'", truth) or [""])[0 if option.choices else -1],
+    )
     if option.choices:
         legal = next(iter(difflib.get_close_matches(wrong, option.choices, n=1, cutoff=0.4)), legal)
     asked = [command, *([] if option.positional else [name]), *given.get(option, [])]
     return ConfigError(" ".join(asked), truth, f"{command if option.positional else name} {legal}")
 
 
-def stray_error(command: str, token: str, args: Sequence[str], options: Sequence["Option"]) -> ConfigError:
+def stray_error(
+    command: str, token: str, args: Sequence[str], options: Sequence["Option"]
+) -> ConfigError:
     """Builds the error for a word that belongs to no option."""
     asked, rest = f"{command} {' '.join(args)}", list(args)
     rest.remove(token)
@@ -94,10 +135,14 @@ def stray_error(command: str, token: str, args: Sequence[str], options: Sequence
         truth = f"{token!r} belongs to no option, and a recipe was given before it"
         return ConfigError(f"{command} RECIPE {' '.join(args)}", truth, f"leave {token!r} out")
     fix = f"{' '.join([command, token, *rest])}, or leave it out"
-    return ConfigError(asked, f"{token!r} belongs to no option; a recipe comes before the options", fix)
+    return ConfigError(
+        asked, f"{token!r} belongs to no option; a recipe comes before the options", fix
+    )
 
 
-def unknown_error(command: str, name: str, values: Sequence[str], by_name: dict[str, "Option"]) -> ConfigError:
+def unknown_error(
+    command: str, name: str, values: Sequence[str], by_name: dict[str, "Option"]
+) -> ConfigError:
     """Builds the error for an option that does not exist, with the option that was probably meant."""
     asked, because = " ".join([command, name, *values]), f"there is no option {name}"
     word = name.lstrip("-").replace("-", "_").lower()
@@ -113,7 +158,9 @@ def unknown_error(command: str, name: str, values: Sequence[str], by_name: dict[
     if last in _RECIPE_OPTIONS and any(option.group == "run" for option in by_name.values()):
         recipe = values[0] if values else "RECIPE"
         return ConfigError(asked, because, f"{command} {recipe}: a recipe is the first argument")
-    known = {key: option for key, option in by_name.items() if not option.fixed and key.startswith("--")}
+    known = {
+        key: option for key, option in by_name.items() if not option.fixed and key.startswith("--")
+    }
     if meant is not None:
         option = by_name[meant.split()[0]]
         example = meant if " " in meant or not option.metavar else " ".join([meant, *values])
@@ -130,8 +177,14 @@ def unknown_error(command: str, name: str, values: Sequence[str], by_name: dict[
 def _candidates(word: str, last: str, values: Sequence[str]) -> list[str]:
     """Returns the options that `word` of another trainer may mean here, the likeliest first."""
     candidates = []
-    if last in MESH_OPTIONS and (not values or values[0].isdigit()) and (values or last not in SETTINGS):
+    if (
+        last in MESH_OPTIONS
+        and (not values or values[0].isdigit())
+        and (values or last not in SETTINGS)
+    ):
         candidates.append(f"--mesh {MESH_OPTIONS[last]}={values[0] if values else 'N'}")
-    candidates += [table[key] for table in (SETTINGS, OPTIONS) for key in (word, last) if key in table]
+    candidates += [
+        table[key] for table in (SETTINGS, OPTIONS) for key in (word, last) if key in table
+    ]
     sections = ("model", "training", "optimizer", "data")
     return [*candidates, *(f"--{section}.{last.replace('_', '-')}" for section in sections)]

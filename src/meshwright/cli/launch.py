@@ -79,7 +79,9 @@ class LaunchOptions(Ranged):
             with self.write.open("w" if self.overwrite else "x", encoding="utf-8") as opened:
                 opened.write(text)
         except FileExistsError as error:
-            raise ConfigError(f"--write {self.write}", "it exists", "another file, or --overwrite") from error
+            raise ConfigError(
+                f"--write {self.write}", "it exists", "another file, or --overwrite"
+            ) from error
         except OSError as error:
             raise unwritable(self.write, error) from error
         return Outcome(f"{self.write}: {job.hosts} hosts. Start it with: {start} {self.write}\n")
@@ -87,7 +89,9 @@ class LaunchOptions(Ranged):
 
 def _split(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Splits the arguments into those of launch and those from RUN on."""
-    switches = {name for option in options_of(LaunchOptions) if not option.metavar for name in option.names}
+    switches = {
+        name for option in options_of(LaunchOptions) if not option.metavar for name in option.names
+    }
     end = 0
     while end < len(args) and args[end].startswith("-"):
         alone = args[end] in (*switches, "--help", "-h") or "=" in args[end]
@@ -100,7 +104,12 @@ def _job(options: LaunchOptions, words: Sequence[str]) -> Job:
     given = {word.partition("=")[0] for word in arguments}
     run = arguments[0] if arguments and not arguments[0].startswith("-") else None
     # The run in a folder, or in a file, is named by that: `train --out DIR --resume`, as errors say to continue.
-    if verb == words[0] and verb in _TRAINING and run is None and not given & {"--resume", "--at", "--run"}:
+    if (
+        verb == words[0]
+        and verb in _TRAINING
+        and run is None
+        and not given & {"--resume", "--at", "--run"}
+    ):
         fix = f"launch {verb} RUN, or launch {verb} --out DIR --resume"
         raise ConfigError(f"launch {verb}", "it names no run", fix)
     file = verb if run is None else run.partition(":")[0] if ".py:" in run else run
@@ -120,7 +129,9 @@ def _job(options: LaunchOptions, words: Sequence[str]) -> Job:
     processes = options.processes or hosts
     if processes % hosts:
         raise ConfigError(
-            f"--processes {processes} on {hosts} hosts", "each host has the same number", f"--processes {hosts}"
+            f"--processes {processes} on {hosts} hosts",
+            "each host has the same number",
+            f"--processes {hosts}",
         )
     restarts = options.restarts
     if restarts is None:  # other verbs have no checkpoint to resume from
@@ -148,7 +159,9 @@ def _with_out(options: LaunchOptions, name: str, arguments: list[str]) -> list[s
             "hosts and restarts share one folder, whatever the time",
             f"--out /shared/runs/{name}, a path that every host reaches",
         )
-    resumes = {"--resume", "--at", "--resume-if-exists"} & {word.partition("=")[0] for word in arguments}
+    resumes = {"--resume", "--at", "--resume-if-exists"} & {
+        word.partition("=")[0] for word in arguments
+    }
     return arguments if resumes else [*arguments, "--resume-if-exists"]
 
 

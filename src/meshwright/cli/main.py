@@ -20,19 +20,28 @@ from meshwright.runs.catalogue import list_recipes
 from meshwright.trust import TRUST, take_options
 
 VERBS = {
-    "train": ("api.training", "Train a recipe, or resume a run: on the accelerators found, or on simulated devices."),
+    "train": (
+        "api.training",
+        "Train a recipe, or resume a run: on the accelerators found, or on simulated devices.",
+    ),
     "finetune": (
         "api.finetuning",
         "Fine-tune a model on conversations or preferences, with LoRA adapters or all parameters.",
     ),
-    "evaluate": ("api.evaluation", "Compute the loss of a run's checkpoint on held-out or other text, or benchmarks."),
+    "evaluate": (
+        "api.evaluation",
+        "Compute the loss of a run's checkpoint on held-out or other text, or benchmarks.",
+    ),
     "generate": ("api.generation", "Continue prompts with a run's model, or chat with it."),
     "tokenize": ("api.tokenizing", "Tokenise text once, into a folder that --data takes."),
     "convert": (
         "api.convert",
         "Convert weights: a Hugging Face folder into a run, or a run into a Hugging Face folder.",
     ),
-    "checkpoint": ("api.checkpoints", "List, inspect, verify and move checkpoints; needs no device."),
+    "checkpoint": (
+        "api.checkpoints",
+        "List, inspect, verify and move checkpoints; needs no device.",
+    ),
     "show": ("api.layout", "Show how the parameters lie on a mesh; needs no device."),
     "plan": ("api.planning", "Find the fastest mesh and layout for hardware that is not here."),
     "prove": (
@@ -41,9 +50,15 @@ VERBS = {
     ),
     "launch": ("cli.launch", "Write a scheduler's job file that runs a verb on several hosts."),
     "doctor": ("api.doctor", "Find what is wrong with this host before a run does."),
-    "rehearse": ("api.rehearsal", "Run a plan with a small model on simulated devices: train, stop, resume, evaluate."),
+    "rehearse": (
+        "api.rehearsal",
+        "Run a plan with a small model on simulated devices: train, stop, resume, evaluate.",
+    ),
     "parity": ("api.evaluation", "Compare a run on two meshes: initial values, losses, gradients."),
-    "view": ("api.viewing", "Show runs on a page: curves, times, events, samples; --live updates it while they train."),
+    "view": (
+        "api.viewing",
+        "Show runs on a page: curves, times, events, samples; --live updates it while they train.",
+    ),
     "bench": ("api.benchmarks", "Time collectives or matrix products on the devices found."),
     "recipes": ("", "List the recipes."),
 }
@@ -80,7 +95,9 @@ def run(args: Sequence[str]) -> int:
         _write_overview()
         return 0
     if args[0] == "--version":
-        write(f"meshwright {version('meshwright')} (jax {version('jax')}, Python {sys.version.split()[0]})\n")
+        write(
+            f"meshwright {version('meshwright')} (jax {version('jax')}, Python {sys.version.split()[0]})\n"
+        )
         return 0
     verb = args[0]
     if verb not in VERBS:
@@ -95,11 +112,15 @@ def run(args: Sequence[str]) -> int:
 def _list_recipes(args: Sequence[str]) -> int:
     """Prints the name of every recipe and its summary, without the libraries that take longer than the answer."""
     if "-h" in args or "--help" in args:
-        write(f"usage: meshwright recipes [options]\n\n{VERBS['recipes'][1]}\n\noptions:\n  --json  Print JSON.\n")
+        write(
+            f"usage: meshwright recipes [options]\n\n{VERBS['recipes'][1]}\n\noptions:\n  --json  Print JSON.\n"
+        )
         return 0
     for arg in args:
         if arg != "--json":
-            raise ConfigError(f"meshwright recipes {arg}", "recipes has one option, --json", "meshwright recipes")
+            raise ConfigError(
+                f"meshwright recipes {arg}", "recipes has one option, --json", "meshwright recipes"
+            )
     recipes = list_recipes()
     write_json(recipes) if args else write(columns(recipes))
     return 0
@@ -132,8 +153,12 @@ def _own_standard_output() -> None:
     ours = os.dup(sys.stdout.fileno())
     sys.stdout.flush()
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    sys.stdout = Stream(os.fdopen(ours, "wb"), sys.stdout.encoding, sys.stdout.errors, line_buffering=True)
-    sys.stderr = Stream(sys.stderr.buffer, sys.stderr.encoding, sys.stderr.errors, line_buffering=True)
+    sys.stdout = Stream(
+        os.fdopen(ours, "wb"), sys.stdout.encoding, sys.stdout.errors, line_buffering=True
+    )
+    sys.stderr = Stream(
+        sys.stderr.buffer, sys.stderr.encoding, sys.stderr.errors, line_buffering=True
+    )
 
 
 def _allow_open_files() -> None:
@@ -147,9 +172,13 @@ def _allow_open_files() -> None:
 def _write_overview() -> None:
     write("usage: meshwright VERB [options]\n\n")
     write(columns({name: summary for name, (_, summary) in VERBS.items()}))
-    write(f"\n{TRUST} with any verb: run files, plans and checkpoints that it reads may name code to run; with\n")
+    write(
+        f"\n{TRUST} with any verb: run files, plans and checkpoints that it reads may name code to run; with\n"
+    )
     write(f"{TRUST}=NAME the code module:attribute or FILE.py:attribute of that name alone.\n")
-    write("meshwright VERB --help lists the options of a verb; meshwright --version prints the version.\n")
+    write(
+        "meshwright VERB --help lists the options of a verb; meshwright --version prints the version.\n"
+    )
 
 
 def _relative(text: str) -> str:

@@ -22,7 +22,11 @@ from meshwright.errors import ConfigError
 from meshwright.ranges import check_words, ranges_of
 from meshwright.storage.paths import path_of
 
-_CONFIG = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
+_CONFIG = (
+    tyro.conf.AvoidSubcommands,
+    tyro.conf.FlagCreatePairsOff,
+    tyro.conf.PositionalMetavarFromFieldName,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,7 +70,9 @@ def _explain() -> ModuleType:
     return explain
 
 
-def parse[Options](kind: type[Options], verb: str, args: Sequence[str], *, default: Options | None = None) -> Options:
+def parse[Options](
+    kind: type[Options], verb: str, args: Sequence[str], *, default: Options | None = None
+) -> Options:
     """Parses the arguments of a verb.
 
     verb: the verb, and `[RECIPE]` where it takes one.  default: an instance whose fields are the defaults.
@@ -77,13 +83,17 @@ def parse[Options](kind: type[Options], verb: str, args: Sequence[str], *, defau
         default = _with_optional_parts(default, args)
     without: Sequence[str] = getattr(kind, "without", ())
     options = [
-        dataclasses.replace(option, fixed=True) if option.path[1:2] and option.path[1] in without else option
+        dataclasses.replace(option, fixed=True)
+        if option.path[1:2] and option.path[1] in without
+        else option
         for option in options_of(kind, default)
     ]
     command = f"meshwright {verb.split()[0]}"
     if "-h" in args or "--help" in args:
         positional = "".join(f" {option.names[0]}" for option in options if option.positional)
-        write(_explain().format_help(f"meshwright {verb}{positional} [options]", kind, options) + "\n")
+        write(
+            _explain().format_help(f"meshwright {verb}{positional} [options]", kind, options) + "\n"
+        )
         raise SystemExit(0)
     by_name = {name: option for option in options for name in option.names}
     words, given = _gather(command, args, by_name)
@@ -132,25 +142,37 @@ def options_of(
         if not field.init:
             continue
         annotation, metadata = hints[field.name], getattr(hints[field.name], "__metadata__", ())
-        kind = typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
+        kind = (
+            typing.get_args(annotation)[0]
+            if typing.get_origin(annotation) is Annotated
+            else annotation
+        )
         value = _default_of(field) if default is None else getattr(default, field.name)
         arg = next((m for m in metadata if hasattr(m, "aliases")), None)
         name = field.name if arg is None or arg.name is None else arg.name
-        primitive = next((m for m in metadata if isinstance(m, tyro.constructors.PrimitiveConstructorSpec)), None)
+        primitive = next(
+            (m for m in metadata if isinstance(m, tyro.constructors.PrimitiveConstructorSpec)), None
+        )
         where, inside = (*path, field.name), prefix if name == "" else f"{prefix}{name}."
         part = _part_of(kind) if primitive is None else None
         if part is not None:
             if value is not None or parts:
                 part = type(value) if dataclasses.is_dataclass(value) else part
                 title, kind_name = inside.rstrip("."), part.__name__.removesuffix("Options")
-                heading = kind_name.lower() if title in ("", kind_name.lower()) else f"{title} ({kind_name})"
+                heading = (
+                    kind_name.lower()
+                    if title in ("", kind_name.lower())
+                    else f"{title} ({kind_name})"
+                )
                 default_part = None if value is tyro.MISSING else value
                 yield from options_of(part, default_part, where, inside, heading, parts=parts)
             continue
         metavar, choices = _values_of(kind) if primitive is None else (str(primitive.metavar), ())
         if arg is not None and arg.metavar is not None:
             metavar = arg.metavar
-        spelling = f"--{prefix}{'no_' if kind is bool and value is True else ''}{name}".replace("_", "-")
+        spelling = f"--{prefix}{'no_' if kind is bool and value is True else ''}{name}".replace(
+            "_", "-"
+        )
         names = (name.upper(),) if tyro.conf.Positional in metadata else (spelling,)
         names = tuple(sorted((*(() if arg is None else arg.aliases or ()), *names), key=len))
         doc = _docs(owner).get(field.name, "")
@@ -166,7 +188,11 @@ def _default_of(field: "dataclasses.Field[Any]") -> Any:
 
 def _part_of(kind: Any) -> type | None:
     """Returns the dataclass that a field of this type may hold; None where it holds none."""
-    kinds = (k for k in (kind, *typing.get_args(kind)) if isinstance(k, type) and dataclasses.is_dataclass(k))
+    kinds = (
+        k
+        for k in (kind, *typing.get_args(kind))
+        if isinstance(k, type) and dataclasses.is_dataclass(k)
+    )
     return next(kinds, None)
 
 
@@ -218,11 +244,15 @@ def _with_part(owner: Any, path: list[str]) -> Any:
         for field in dataclasses.fields(kind):
             object.__setattr__(part, field.name, _default_of(field))
     owner = copy.copy(owner)
-    object.__setattr__(owner, path[0], _with_part(part, path[1:]))  # checked when tyro makes it of all options
+    object.__setattr__(
+        owner, path[0], _with_part(part, path[1:])
+    )  # checked when tyro makes it of all options
     return owner
 
 
-def _gather(command: str, args: Sequence[str], by_name: dict[str, Option]) -> tuple[list[str], dict[Option, list[str]]]:
+def _gather(
+    command: str, args: Sequence[str], by_name: dict[str, Option]
+) -> tuple[list[str], dict[Option, list[str]]]:
     """Returns the arguments with all values of a repeated option after its first mention, and the values by option.
 
     Raises ConfigError for an unknown option, a number out of range, and a path that is empty.
@@ -238,7 +268,9 @@ def _gather(command: str, args: Sequence[str], by_name: dict[str, Option]) -> tu
         option = by_name.get(name.replace("_", "-"))
         if option is None or option.fixed:
             following = (
-                [value] if equals else [*itertools.takewhile(lambda word: not word.startswith("--"), args[i + 1 :])]
+                [value]
+                if equals
+                else [*itertools.takewhile(lambda word: not word.startswith("--"), args[i + 1 :])]
             )
             raise _explain().unknown_error(command, name, following, by_name)
         values = given.setdefault(option, [])

@@ -30,13 +30,19 @@ def parse_verb(verb: str, args: Sequence[str]) -> Any:
             write(columns({name: str(action.__doc__) for name, action in kind.items()}))
             raise SystemExit(0)
         if args[0] not in kind:
-            raise ConfigError(f"meshwright {verb} {args[0]}", "there is no such action", nearest(args[0], kind))
+            raise ConfigError(
+                f"meshwright {verb} {args[0]}", "there is no such action", nearest(args[0], kind)
+            )
         name, kind, args = f"{verb} {args[0]}", kind[args[0]], args[1:]
     if issubclass(kind, RunOptions):
         base = kind.base(list(args))
         default, args = kind.of(base), base.args
     else:
-        required = (f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING)
+        required = (
+            f.name
+            for f in dataclasses.fields(kind)
+            if f.default is f.default_factory is dataclasses.MISSING
+        )
         default = kind(**dict.fromkeys(required, tyro.MISSING))
         args = kind.own(args) if hasattr(kind, "own") else args
     return parse(kind, f"{name} {getattr(kind, 'usage', '')}".rstrip(), args, default=default)

@@ -47,7 +47,9 @@ class _Ring:
 
     def take(self, tree: Any, start: jax.Array) -> Any:
         """Takes the part at `start` of full sequences."""
-        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, self.part, _SEQUENCE), tree)
+        return jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, start, self.part, _SEQUENCE), tree
+        )
 
     def arrivals(self, x: jax.Array) -> Iterator[tuple[jax.Array, jax.Array]]:
         """Gathers a chunk around the ring: yields each part of the full sequence, and where it starts."""
@@ -73,14 +75,18 @@ class _Ring:
             # into the matmul, which then waits for the sum. The barriers make a step's matmuls the work beside which
             # its sums travel.
             sums, starts = lax.optimization_barrier((sums, starts))
-            arriving = [self.shift(total, d) for total, d in zip(sums, self.directions, strict=True)]
+            arriving = [
+                self.shift(total, d) for total, d in zip(sums, self.directions, strict=True)
+            ]
             own = lax.optimization_barrier([part_at(start) for start in starts])
             sums = [a + o for a, o in zip(arriving, own, strict=True)]
         return jnp.concatenate(sums, axis=_SEQUENCE)
 
 
 def _write(full: Any, part: Any, start: jax.Array) -> Any:
-    return jax.tree.map(lambda x, p: lax.dynamic_update_slice_in_dim(x, p, start, _SEQUENCE), full, part)
+    return jax.tree.map(
+        lambda x, p: lax.dynamic_update_slice_in_dim(x, p, start, _SEQUENCE), full, part
+    )
 
 
 def _empty(parts: Any, seq: int) -> Any:

@@ -62,7 +62,8 @@ def with_transpose[F: Callable[..., Any]](transpose: Callable[..., Any]) -> Call
         static = range(1, len(inspect.signature(collective).parameters))
         differentiable: Any = jax.custom_vjp(collective, nondiff_argnums=tuple(static))
         differentiable.defvjp(
-            lambda x, *static: (collective(x, *static), None), lambda *saved: (transpose(saved[-1], *saved[:-2]),)
+            lambda x, *static: (collective(x, *static), None),
+            lambda *saved: (transpose(saved[-1], *saved[:-2]),),
         )
         return differentiable
 
@@ -71,7 +72,9 @@ def with_transpose[F: Callable[..., Any]](transpose: Callable[..., Any]) -> Call
 
 def transposes_itself[F: Callable[..., Any]](swap: Callable[..., Any]) -> Callable[[F], F]:
     """Gives a linear function `(x, *static)` its own derivative: itself, with `swap(*static)`."""
-    return lambda collective: with_transpose(lambda g, *static: collective(g, *swap(*static)))(collective)
+    return lambda collective: with_transpose(lambda g, *static: collective(g, *swap(*static)))(
+        collective
+    )
 
 
 _gather = functools.partial(hierarchical_all_gather, dcn=ONE_SLICE)
@@ -123,13 +126,17 @@ def all_reduce_max(x: jax.Array, axes: Axes) -> jax.Array:
 def _send_from(x: jax.Array, axes: Axes, source: int) -> jax.Array:
     if not nontrivial_axes(axes):
         return x
-    return lax.psum(jnp.where(axis_index(axes) == source, x, jnp.zeros_like(x)), nontrivial_axes(axes))
+    return lax.psum(
+        jnp.where(axis_index(axes) == source, x, jnp.zeros_like(x)), nontrivial_axes(axes)
+    )
 
 
 def _sum_at(g: jax.Array, axes: Axes, target: int) -> jax.Array:
     if not nontrivial_axes(axes):
         return g
-    return jnp.where(axis_index(axes) == target, lax.psum(g, nontrivial_axes(axes)), jnp.zeros_like(g))
+    return jnp.where(
+        axis_index(axes) == target, lax.psum(g, nontrivial_axes(axes)), jnp.zeros_like(g)
+    )
 
 
 @with_transpose(_sum_at)
@@ -180,7 +187,9 @@ def grouped_all_to_all(x: jax.Array, axis: str, group: int, split: int, join: in
     groups = [list(range(first, first + group)) for first in range(0, n, group)]
     if group == 1:
         return x
-    return lax.all_to_all(x, axis, split_axis=split, concat_axis=join, axis_index_groups=groups, tiled=True)
+    return lax.all_to_all(
+        x, axis, split_axis=split, concat_axis=join, axis_index_groups=groups, tiled=True
+    )
 
 
 @transposes_itself(lambda axis, by: (axis, -by))
@@ -196,7 +205,9 @@ def ring_shift(x: jax.Array, axis: str, by: int) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def gather_param(w: jax.Array, gathers: Gathers, compute_dtype: Any, reduce_dtype: Any, dcn: DcnAxis) -> jax.Array:
+def gather_param(
+    w: jax.Array, gathers: Gathers, compute_dtype: Any, reduce_dtype: Any, dcn: DcnAxis
+) -> jax.Array:
     """Gathers a sharded parameter in the compute dtype (FSDP, ZeRO-3).
 
     gathers: a dimension of None gathers nothing and only sums the gradient. The cast comes first, so the all-gathers
@@ -210,7 +221,12 @@ def gather_param(w: jax.Array, gathers: Gathers, compute_dtype: Any, reduce_dtyp
 
 
 def _gather_param_bwd(
-    gathers: Gathers, compute_dtype: Any, reduce_dtype: Any, dcn: DcnAxis, like: jax.Array, g: jax.Array
+    gathers: Gathers,
+    compute_dtype: Any,
+    reduce_dtype: Any,
+    dcn: DcnAxis,
+    like: jax.Array,
+    g: jax.Array,
 ) -> tuple[jax.Array]:
     g = g.astype(reduce_dtype)
     for axes, dim in reversed(gathers):
@@ -231,7 +247,9 @@ def row_major(x: jax.Array) -> jax.Array:
 
 
 # Residuals are arrays, so an empty array carries the parameter's dtype to the backward pass.
-gather_param.defvjp(lambda w, *how: (gather_param(w, *how), jnp.zeros((0,), w.dtype)), _gather_param_bwd)
+gather_param.defvjp(
+    lambda w, *how: (gather_param(w, *how), jnp.zeros((0,), w.dtype)), _gather_param_bwd
+)
 
 
 def sequence_all_gather(x_BTD: jax.Array, dim: int) -> jax.Array:

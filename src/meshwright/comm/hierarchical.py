@@ -107,13 +107,17 @@ def hierarchical_reduce_scatter(x: jax.Array, axes: Axes, dim: int, dcn: DcnAxis
     levels = levels_of(axes, dcn)
     if not any(level.crosses_dcn for level in levels):
         for level in levels:
-            x = lax.psum_scatter(x, level.axes, scatter_dimension=dim, axis_index_groups=level.groups, tiled=True)
+            x = lax.psum_scatter(
+                x, level.axes, scatter_dimension=dim, axis_index_groups=level.groups, tiled=True
+            )
         return x
     x = x.reshape(*x.shape[:dim], *(level.size for level in levels), -1, *x.shape[dim + 1 :])
     remaining = list(range(len(levels)))
     for i in sorted(range(len(levels)), key=lambda i: levels[i].crosses_dcn):
         scatter_dim = dim + remaining.index(i)
-        x = lax.psum_scatter(x, levels[i].axes, scatter_dimension=scatter_dim, axis_index_groups=levels[i].groups)
+        x = lax.psum_scatter(
+            x, levels[i].axes, scatter_dimension=scatter_dim, axis_index_groups=levels[i].groups
+        )
         remaining.remove(i)
     return x
 
@@ -134,7 +138,9 @@ def hierarchical_all_reduce(leaves: list[jax.Array], axes: Axes, dcn: DcnAxis) -
     devices = math.prod(level.size for level in inside)
     blocks = jnp.pad(flat, (0, -flat.size % devices)).reshape(*(level.size for level in inside), -1)
     for level in inside:
-        blocks = lax.psum_scatter(blocks, level.axes, scatter_dimension=0, axis_index_groups=level.groups)
+        blocks = lax.psum_scatter(
+            blocks, level.axes, scatter_dimension=0, axis_index_groups=level.groups
+        )
     blocks = lax.psum(blocks, between.axes, axis_index_groups=between.groups)
     for level in reversed(inside):
         blocks = lax.all_gather(blocks, level.axes, axis=0, axis_index_groups=level.groups)

@@ -52,8 +52,13 @@ class Exchange(NamedTuple):
         """Returns the exchange with every update in `pieces` consecutive ones; the last of them may be empty."""
 
         def divide(sizes: jax.Array, *starts: jax.Array) -> list[jax.Array]:
-            offsets = jnp.minimum(jnp.arange(pieces) * -(-sizes // pieces)[..., None], sizes[..., None])
-            divided = (jnp.diff(offsets, append=sizes[..., None]), *(start[..., None] + offsets for start in starts))
+            offsets = jnp.minimum(
+                jnp.arange(pieces) * -(-sizes // pieces)[..., None], sizes[..., None]
+            )
+            divided = (
+                jnp.diff(offsets, append=sizes[..., None]),
+                *(start[..., None] + offsets for start in starts),
+            )
             return [x.reshape(len(sizes), -1).astype(jnp.int32) for x in divided]
 
         return Exchange(*divide(*self[:3]), *divide(*self[3:]))
@@ -69,13 +74,17 @@ def plan_exchange(sent: jax.Array, level: Level, capacity: int) -> Exchange:
     # Arrays are by the device that sends, the one it sends to, and the group. No gather: XLA would combine two pieces'.
     copies = jnp.broadcast_to(sent, (level.size, *sent.shape))
     sent_all = lax.all_to_all(copies, level.axes, 0, 0, axis_index_groups=level.groups, tiled=True)
-    first = (jnp.cumsum(sent_all.reshape(level.size, -1), 1).reshape(sent_all.shape) - sent_all).astype(jnp.int32)
+    first = (
+        jnp.cumsum(sent_all.reshape(level.size, -1), 1).reshape(sent_all.shape) - sent_all
+    ).astype(jnp.int32)
     around = (np.arange(level.size)[:, None] + np.arange(level.size)) % level.size
     wanted = jnp.take_along_axis(sent_all.sum(2).T, around, 1)
     room = jnp.clip(capacity - jnp.cumsum(wanted, 1) + wanted, 0, wanted)
     room_of_sender = jnp.take_along_axis(room, np.argsort(around, 1), 1).T[..., None]
     ends = jnp.cumsum(sent_all, 2)
-    sizes = (jnp.minimum(ends, room_of_sender) - jnp.minimum(ends - sent_all, room_of_sender)).astype(jnp.int32)
+    sizes = (
+        jnp.minimum(ends, room_of_sender) - jnp.minimum(ends - sent_all, room_of_sender)
+    ).astype(jnp.int32)
     by_group = sizes.transpose(1, 2, 0)
     ends_there = jnp.cumsum(by_group.reshape(level.size, -1), 1).reshape(by_group.shape)
     there = (ends_there - by_group).transpose(2, 0, 1).astype(jnp.int32)
@@ -85,7 +94,9 @@ def plan_exchange(sent: jax.Array, level: Level, capacity: int) -> Exchange:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def ragged_all_to_all(x: jax.Array, exchange: Exchange, level: Level, rows: int, largest: int) -> jax.Array:
+def ragged_all_to_all(
+    x: jax.Array, exchange: Exchange, level: Level, rows: int, largest: int
+) -> jax.Array:
     """Sends blocks of rows of x [.., D] to other devices; returns [rows, D], zero where no row arrived.
 
     largest: a bound on the rows that one device sends another. Its derivative is the reversed exchange. Sends the rows
@@ -94,10 +105,15 @@ def ragged_all_to_all(x: jax.Array, exchange: Exchange, level: Level, rows: int,
     forms = {
         "cpu": functools.partial(_padded, level=level, rows=rows, largest=largest),
         "cuda": functools.partial(
-            _ragged, level=level, rows=rows, pieces=pieces_of(exchange.sizes.size, level, x.shape[0])
+            _ragged,
+            level=level,
+            rows=rows,
+            pieces=pieces_of(exchange.sizes.size, level, x.shape[0]),
         ),
     }
-    return lax.platform_dependent(x, exchange, **forms, default=functools.partial(_ragged, level=level, rows=rows))
+    return lax.platform_dependent(
+        x, exchange, **forms, default=functools.partial(_ragged, level=level, rows=rows)
+    )
 
 
 def pieces_of(updates: int, level: Level, rows: int) -> int:
@@ -108,12 +124,16 @@ def pieces_of(updates: int, level: Level, rows: int) -> int:
     return 1 << min((wanted - 1).bit_length(), most.bit_length() - 1)
 
 
-def _padded(x: jax.Array, exchange: Exchange, *, level: Level, rows: int, largest: int) -> jax.Array:
+def _padded(
+    x: jax.Array, exchange: Exchange, *, level: Level, rows: int, largest: int
+) -> jax.Array:
     def inside(sizes: jax.Array) -> jax.Array:
         """First row of each update in the block of its device."""
         return jnp.cumsum(sizes, 1) - sizes
 
-    def rows_of(place: jax.Array, sizes: jax.Array, starts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def rows_of(
+        place: jax.Array, sizes: jax.Array, starts: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """Row that each place is in, and whether there is one: place [.., updates] counts from each update's first."""
         there = (place >= 0) & (place < sizes)
         return jnp.where(there, place + starts, 0).sum(-1), there.any(-1)
@@ -128,8 +148,12 @@ def _padded(x: jax.Array, exchange: Exchange, *, level: Level, rows: int, larges
     return jnp.where(arrived[:, None], blocks.reshape(-1, x.shape[1])[row], 0)
 
 
-def _ragged(x: jax.Array, exchange: Exchange, *, level: Level, rows: int, pieces: int = 1) -> jax.Array:
-    sizes, starts, remote_starts, arriving_sizes, *_ = (field.reshape(-1) for field in exchange.split(pieces))
+def _ragged(
+    x: jax.Array, exchange: Exchange, *, level: Level, rows: int, pieces: int = 1
+) -> jax.Array:
+    sizes, starts, remote_starts, arriving_sizes, *_ = (
+        field.reshape(-1) for field in exchange.split(pieces)
+    )
     # Zeros that the compiler does not know: constant ones would be shared by exchanges, and copied for each.
     zero = jnp.minimum(sizes[0], 0).astype(x.dtype)
     return lax.ragged_all_to_all(
@@ -146,7 +170,10 @@ def _ragged(x: jax.Array, exchange: Exchange, *, level: Level, rows: int, pieces
 
 # The number of rows is not an array, so an array of shape [rows, 0] carries it to the backward pass.
 ragged_all_to_all.defvjp(
-    lambda x, exchange, *sizes: (ragged_all_to_all(x, exchange, *sizes), (exchange, jnp.zeros((x.shape[0], 0)))),
+    lambda x, exchange, *sizes: (
+        ragged_all_to_all(x, exchange, *sizes),
+        (exchange, jnp.zeros((x.shape[0], 0))),
+    ),
     lambda level, rows, largest, saved, g: (
         ragged_all_to_all(g, saved[0].reversed(), level, saved[1].shape[0], largest),
         None,

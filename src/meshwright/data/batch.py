@@ -58,7 +58,9 @@ class BatchRamp:
     def sizes_of(self, first: int, last: int) -> tuple[int, ...]:
         """Returns the batches of the steps that `first` or more, and fewer than `last`, precede; each once."""
         starts = itertools.accumulate((steps for steps, _ in self.parts), initial=0)
-        return tuple(dict.fromkeys(self.batch(max(start, first)) for start in starts if start < last))
+        return tuple(
+            dict.fromkeys(self.batch(max(start, first)) for start in starts if start < last)
+        )
 
     def batch(self, step: int) -> int:
         """Returns the sequences of the step that `step` others precede."""
@@ -82,8 +84,18 @@ def ramp_of(training: Training) -> BatchRamp:
     parts = []
     for part in training.batch_ramp:
         steps, equals, size = part.partition("=")
-        if not equals or not steps.isdigit() or not size.isdigit() or int(steps) < 1 or int(size) < 1:
+        if (
+            not equals
+            or not steps.isdigit()
+            or not size.isdigit()
+            or int(steps) < 1
+            or int(size) < 1
+        ):
             what = "a part of the ramp is STEPS=SEQUENCES, both whole numbers of at least 1"
-            raise ConfigError(f"--training.batch-ramp {part}", what, f"for example 100={max(1, training.batch // 2)}")
+            raise ConfigError(
+                f"--training.batch-ramp {part}",
+                what,
+                f"for example 100={max(1, training.batch // 2)}",
+            )
         parts.append((int(steps), int(size)))
     return BatchRamp(tuple(parts), training.batch)

@@ -60,10 +60,14 @@ class ChatTemplate:
         """
         if any(mark in str(message.get("content")) for message in messages for mark in _MARKS):
             raise DataError(
-                "a conversation", f"it has one of the characters {_MARKS}, which mark answers", "without them"
+                "a conversation",
+                f"it has one of the characters {_MARKS}, which mark answers",
+                "without them",
             )
         text, spans = "", list[tuple[int, int]]()
-        for number, part in enumerate(re.split(f"[{''.join(_MARKS)}]", self._render(messages, False, _MARKS))):
+        for number, part in enumerate(
+            re.split(f"[{''.join(_MARKS)}]", self._render(messages, False, _MARKS))
+        ):
             if number % 2:
                 spans.append((len(text), len(text) + len(part)))
             text += part
@@ -142,11 +146,19 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
         if template.is_file():
             source = read_text(template)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"the chat template of {folder}", f"it cannot be read: {error}", "its own files") from error
+        raise DataError(
+            f"the chat template of {folder}", f"it cannot be read: {error}", "its own files"
+        ) from error
     if source is None:
-        return read_chat_template(folder / "huggingface") if (folder / "huggingface").is_dir() else None
+        return (
+            read_chat_template(folder / "huggingface")
+            if (folder / "huggingface").is_dir()
+            else None
+        )
     if not isinstance(source, str) or len(source) > SMALL:
-        raise DataError(f"the chat template of {folder}", f"it is a {type(source).__name__}", "its own files")
+        raise DataError(
+            f"the chat template of {folder}", f"it is a {type(source).__name__}", "its own files"
+        )
     special = []
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         token = config.get(name)
@@ -159,4 +171,6 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
 def check_jinja() -> None:
     """Raises DataError where Jinja is not installed."""
     if importlib.util.find_spec("jinja2") is None:
-        raise DataError("a chat template", "Jinja is not installed", "pip install 'meshwright[chat]'")
+        raise DataError(
+            "a chat template", "Jinja is not installed", "pip install 'meshwright[chat]'"
+        )

@@ -45,7 +45,9 @@ def _template(source: str, marks: tuple[str, str]) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+        value, ensure_ascii=False, indent=indent
+    )
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
     return environment.from_string(source)
@@ -59,7 +61,9 @@ def _render(request: dict[str, Any]) -> dict[str, str]:
         text.encode("utf-8")
     except MemoryError:
         return {"error": f"it takes more than {MEMORY // 2**20} MiB"}
-    except Exception as error:  # a template can raise any: TypeError, ZeroDivisionError, RecursionError, ...
+    except (
+        Exception
+    ) as error:  # a template can raise any: TypeError, ZeroDivisionError, RecursionError, ...
         return {"error": (str(error) or type(error).__name__)[:1000]}
     if len(text) > TEXT:
         return {"error": f"its text has {len(text):,} characters, more than {TEXT:,}"}
@@ -77,7 +81,9 @@ def main() -> None:
         while True:
             request = json.loads(connection.recv_bytes())
             used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-            resource.setrlimit(resource.RLIMIT_CPU, (int(used) + SECONDS + 1, resource.RLIM_INFINITY))
+            resource.setrlimit(
+                resource.RLIMIT_CPU, (int(used) + SECONDS + 1, resource.RLIM_INFINITY)
+            )
             connection.send_bytes(json.dumps(_render(request)).encode())
 
 

@@ -44,7 +44,9 @@ def read_columns(file: Path, raw: IO[bytes], records: Records, field: str) -> It
                 records.number = number
                 place = Place(file, "row", number)
                 if not isinstance(value, str):
-                    records.skip(place, f"no text: its {field!r} is null" if value is None else "not UTF-8")
+                    records.skip(
+                        place, f"no text: its {field!r} is null" if value is None else "not UTF-8"
+                    )
                 elif text := records.text(value, place):
                     yield text
             at += batch.num_rows
@@ -70,7 +72,9 @@ def _column(file: Path, schema: Any, field: str) -> tuple[str, ...]:
         raise DataError(f"reading {file}", f"no column {field!r} among {', '.join(known)}", fix)
     if not _is_text(kind):
         others = f"; it has {', '.join(known)}" if len(known) > 1 else ""
-        raise DataError(f"reading {file}", f"its column {field!r} is of type {kind}, and no text{others}", fix)
+        raise DataError(
+            f"reading {file}", f"its column {field!r} is of type {kind}, and no text{others}", fix
+        )
     return path
 
 

@@ -41,7 +41,10 @@ from meshwright.fine_tuning import FineTune, Objective, TooLong
 from meshwright.storage.transfer import sha256_of
 
 _FORMAT = 3
-_KINDS = {"answers": "`messages`, or `prompt` and `completion`", "preferences": "`prompt`, `chosen` and `rejected`"}
+_KINDS = {
+    "answers": "`messages`, or `prompt` and `completion`",
+    "preferences": "`prompt`, `chosen` and `rejected`",
+}
 _ROLES = "role and content, such as {'role': 'user', 'content': 'Hello'}"
 Span = tuple[int, int]
 """First character, and one past the last."""
@@ -87,7 +90,13 @@ class Packed:
 
     def whole(self) -> "Packed":
         """Returns the sequences of all documents of the file."""
-        return pack(self.file, self.answers, self.seq, range(self.file.documents // self.together), self.together)
+        return pack(
+            self.file,
+            self.answers,
+            self.seq,
+            range(self.file.documents // self.together),
+            self.together,
+        )
 
     def texts(self, samples: int) -> Iterator[np.ndarray]:
         """Yields the answers of the first sequences."""
@@ -146,7 +155,11 @@ def load_conversations(
     spec = local_text(data.tokenizer, cache)
     if not Path(spec).is_file() and spec != "bytes":
         fix = "--data.tokenizer FILE, the tokenizer.json of the model, or bytes"
-        raise DataError(f"chat data with the tokenizer {spec!r}", "it is learned from text, and this is none", fix)
+        raise DataError(
+            f"chat data with the tokenizer {spec!r}",
+            "it is learned from text, and this is none",
+            fix,
+        )
     sources = [parse_source(path) for path in data.paths]
     template = template_of(spec, tuning.template)
     if template is not None:
@@ -156,14 +169,19 @@ def load_conversations(
 
     def make() -> dict[str, Path]:
         texts = {source.path: local_text(source.path, cache) for source in sources}
-        return {path: _tokenise(text, spec, template, tuning.objective, cache) for path, text in texts.items()}
+        return {
+            path: _tokenise(text, spec, template, tuning.objective, cache)
+            for path, text in texts.items()
+        }
 
     folders = share([source.path for source in sources], cache, None, make)
     for source in sources:
         folder = folders[source.path]
         file = open_tokens(folder)
         answers: Any = np.memmap(folder / "answers.bin", np.uint8, mode="r")
-        units = _fitting(file, seq, together, read_json(folder / "lines.json", LARGE), tuning.too_long)
+        units = _fitting(
+            file, seq, together, read_json(folder / "lines.json", LARGE), tuning.too_long
+        )
         if tuning.too_long == "truncate":
             file, answers = _truncated(file, answers, seq // together)
         order = np.random.default_rng(0).permutation(units)
@@ -173,7 +191,9 @@ def load_conversations(
         if not border or (data.held_out != 0 and border == len(order)):
             truth = f"it has {len(order)} record(s): {border} to train on and {len(order) - border} to evaluate"
             raise DataError(f"--data {source.path}", truth, "more records, or --data.held-out 0")
-        train, held_out = (pack(file, answers, seq, u, together) for u in (order[:border], order[border:]))
+        train, held_out = (
+            pack(file, answers, seq, u, together) for u in (order[:border], order[border:])
+        )
         files.append(file)
         parts.append((train, held_out))
     return Corpus(tuple(files), tuple(source.weight for source in sources)), parts
@@ -187,11 +207,15 @@ def template_of(tokenizer: str, file: str | None) -> ChatTemplate | None:
     try:
         text = read_text(Path(file))
     except (OSError, ValueError) as error:
-        raise DataError(f"--finetune.template {file}", str(error), "a file with a Jinja template") from error
+        raise DataError(
+            f"--finetune.template {file}", str(error), "a file with a Jinja template"
+        ) from error
     return ChatTemplate(text, beside.special_tokens if beside else ())
 
 
-def _fitting(file: TokenFile, seq: int, together: int, lines: list[str], too_long: TooLong) -> list[int]:
+def _fitting(
+    file: TokenFile, seq: int, together: int, lines: list[str], too_long: TooLong
+) -> list[int]:
     """Units of documents that are used: those that fit in a sequence, or all where they are truncated.
 
     Raises DataError for one that does not fit, where that is refused.
@@ -206,27 +230,41 @@ def _fitting(file: TokenFile, seq: int, together: int, lines: list[str], too_lon
             f"not fit, the longest takes {longest}",
             f"--seq {longest}, or --finetune.too-long truncate or drop",
         )
-    return np.flatnonzero(lengths <= seq).tolist() if too_long == "drop" else list(range(len(lengths)))
+    return (
+        np.flatnonzero(lengths <= seq).tolist() if too_long == "drop" else list(range(len(lengths)))
+    )
 
 
-def _truncated(file: TokenFile, answers: np.ndarray, positions: int) -> tuple[TokenFile, np.ndarray]:
+def _truncated(
+    file: TokenFile, answers: np.ndarray, positions: int
+) -> tuple[TokenFile, np.ndarray]:
     """Token file and answers in memory, each document cut after its first `positions` + 1 tokens."""
     ranges = [document_range(file.tokens.ends, d) for d in range(file.documents)]
     kept = [slice(start, min(stop, start + positions + 1)) for start, stop in ranges]
-    tokens, marks = (np.concatenate([array[part] for part in kept]) for array in (file.tokens[:], answers))
-    return file._replace(tokens=TokenArray.of(tokens, np.cumsum([part.stop - part.start for part in kept]))), marks
+    tokens, marks = (
+        np.concatenate([array[part] for part in kept]) for array in (file.tokens[:], answers)
+    )
+    return file._replace(
+        tokens=TokenArray.of(tokens, np.cumsum([part.stop - part.start for part in kept]))
+    ), marks
 
 
-def _tokenise(path: str, spec: str, template: ChatTemplate | None, objective: Objective, cache: Path) -> Path:
+def _tokenise(
+    path: str, spec: str, template: ChatTemplate | None, objective: Objective, cache: Path
+) -> Path:
     """Returns the folder with the tokens of one source, made where it is not there yet."""
     location, tokenizer = Path(path), build_tokenizer(spec)
     files = sorted(location.rglob("*.jsonl")) if location.is_dir() else [location]
     if not files or not all(file.is_file() for file in files):
         reason = "a folder without .jsonl files" if location.is_dir() else "not there"
-        raise DataError(f"--data {path}", f"it is {reason}", "a file of JSON lines, or a folder of such files")
+        raise DataError(
+            f"--data {path}", f"it is {reason}", "a file of JSON lines, or a folder of such files"
+        )
     status = [f"{file.resolve()} {sha256_of(file)}" for file in files]
     kind = [str(_FORMAT), objective, tokenizer.to_json(), repr(template), *status]
-    folder = cache / "tokens" / f"chat-{hashlib.sha256(chr(10).join(kind).encode()).hexdigest()[:24]}"
+    folder = (
+        cache / "tokens" / f"chat-{hashlib.sha256(chr(10).join(kind).encode()).hexdigest()[:24]}"
+    )
     if is_token_file(folder):
         return folder
     lines = list[str]()
@@ -236,7 +274,9 @@ def _tokenise(path: str, spec: str, template: ChatTemplate | None, objective: Ob
         writer = TokenWriter(scratch, "<u4")
         with contextlib.closing(writer), (scratch / "answers.bin").open("wb") as answers:
             for where, record in _records(files):
-                for document in RecordRenderer(where, tokenizer, template).render(record, objective):
+                for document in RecordRenderer(where, tokenizer, template).render(
+                    record, objective
+                ):
                     writer.add(document.tokens, np.array([len(document.tokens)]))
                     answers.write(document.answers.astype(np.uint8).tobytes())
                 lines.append(where)
@@ -291,7 +331,10 @@ class RecordRenderer:
         if objective == "preferences" and {"prompt", "chosen", "rejected"} <= record.keys():
             pairs = [(record["prompt"], record["chosen"]), (record["prompt"], record["rejected"])]
         elif objective == "preferences" and {"chosen", "rejected"} <= record.keys():
-            conversations = [self._messages("chosen and rejected", record[name]) for name in ("chosen", "rejected")]
+            conversations = [
+                self._messages("chosen and rejected", record[name])
+                for name in ("chosen", "rejected")
+            ]
             pairs = [(messages[:-1], messages[-1:]) for messages in conversations]
         elif objective == "answers" and "messages" in record:
             if record.get("tools"):
@@ -301,7 +344,9 @@ class RecordRenderer:
         elif objective == "answers" and {"prompt", "completion"} <= record.keys():
             pairs = [(record["prompt"], record["completion"])]
         else:
-            raise self._error(f"it has {', '.join(map(repr, record)) or 'no fields'}", _KINDS[objective])
+            raise self._error(
+                f"it has {', '.join(map(repr, record)) or 'no fields'}", _KINDS[objective]
+            )
         return [self._prompt_and_answer(prompt, answer) for prompt, answer in pairs]
 
     def _error(self, truth: str, fix: str) -> DataError:
@@ -313,9 +358,13 @@ class RecordRenderer:
             first = self.tokenizer.encode(prompt)
             last = np.append(self.tokenizer.encode(answer), self.tokenizer.end)
             if not len(first) or not answer:
-                raise self._error(f"its {'answer' if len(first) else 'prompt'} is empty", "a text in both")
+                raise self._error(
+                    f"its {'answer' if len(first) else 'prompt'} is empty", "a text in both"
+                )
             first = with_begin(self.tokenizer, first)
-            return Rendered(np.concatenate([first, last]), np.repeat([False, True], [len(first), len(last)]))
+            return Rendered(
+                np.concatenate([first, last]), np.repeat([False, True], [len(first), len(last)])
+            )
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         if isinstance(answer, str):
@@ -325,15 +374,23 @@ class RecordRenderer:
 
     def _messages(self, field: str, value: Any) -> list[Message]:
         if not isinstance(value, list) or not value:
-            raise self._error(f"its {field} is {type(value).__name__} {str(value)[:40]!r}", f"a list of {_ROLES}")
+            raise self._error(
+                f"its {field} is {type(value).__name__} {str(value)[:40]!r}", f"a list of {_ROLES}"
+            )
         for number, message in enumerate(value):
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            if (
+                not isinstance(message, dict)
+                or not isinstance(message.get("role"), str)
+                or "content" not in message
+            ):
                 truth = f"message {number} of its {field} is {str(message)[:60]}"
                 raise self._error(truth, f"an object with {_ROLES}")
             content = message["content"]
             if not isinstance(content, str | None):
                 found = f"{type(content).__name__} {str(content)[:40]!r}, which a template would write as it is"
-                raise self._error(f"the content of message {number} of its {field} is {found}", "its text")
+                raise self._error(
+                    f"the content of message {number} of its {field} is {found}", "its text"
+                )
             self._check_text(content or "")
         return value
 
@@ -346,7 +403,9 @@ class RecordRenderer:
     def _conversation(self, messages: list[Message], first: int) -> Rendered:
         if self.template is None:
             truth = "the tokenizer has no chat template, which makes a text of messages"
-            raise self._error(truth, "--finetune.template FILE, or records of texts: `prompt` and `completion`")
+            raise self._error(
+                truth, "--finetune.template FILE, or records of texts: `prompt` and `completion`"
+            )
         if not any(message["role"] == "assistant" for message in messages[first:]):
             truth = "no message is the assistant's: there is nothing to learn"
             raise self._error(truth, "a message with that role")
@@ -369,15 +428,25 @@ class RecordRenderer:
         if all(message["content"] is not None for message in messages):
             return
         empty = [{**message, "content": message["content"] or ""} for message in messages]
-        if template.render(messages, answer=False).count("None") > template.render(empty, answer=False).count("None"):
+        if template.render(messages, answer=False).count("None") > template.render(
+            empty, answer=False
+        ).count("None"):
             number = next(i for i, message in enumerate(messages) if message["content"] is None)
-            truth = f"the content of message {number} is null, and the template writes 'None' for it"
-            raise self._error(truth, "a content, or a template that knows messages without (--finetune.template)")
+            truth = (
+                f"the content of message {number} is null, and the template writes 'None' for it"
+            )
+            raise self._error(
+                truth, "a content, or a template that knows messages without (--finetune.template)"
+            )
 
-    def _answers(self, messages: Sequence[Message], template: ChatTemplate, first: int) -> tuple[str, list[Span]]:
+    def _answers(
+        self, messages: Sequence[Message], template: ChatTemplate, first: int
+    ) -> tuple[str, list[Span]]:
         if template.marks_answers:
             text, spans = template.render_marked(messages)
-            return text, spans[sum(message["role"] == "assistant" for message in messages[:first]) :]
+            return text, spans[
+                sum(message["role"] == "assistant" for message in messages[:first]) :
+            ]
         text, spans = template.render(messages, answer=False), []
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or number < first:

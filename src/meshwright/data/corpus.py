@@ -74,7 +74,9 @@ class Corpus:
     def fingerprint(self) -> dict[str, Any]:
         """SHA-256 of the tokenizer, and of what training reads of each source, with its weight; as JSON values."""
         tokenizer = hashlib.sha256(self.tokenizer.to_json().encode()).hexdigest()
-        sources = [[file.digest, weight] for file, weight in zip(self.files, self.weights, strict=True)]
+        sources = [
+            [file.digest, weight] for file, weight in zip(self.files, self.weights, strict=True)
+        ]
         return {"tokenizer": tokenizer, "sources": sources}
 
 
@@ -121,7 +123,10 @@ def load_corpus(
 
 
 def share(
-    paths: Sequence[str], cache: Path, progress: Progress | None, make: Callable[[], dict[str, Path]]
+    paths: Sequence[str],
+    cache: Path,
+    progress: Progress | None,
+    make: Callable[[], dict[str, Path]],
 ) -> dict[str, Path]:
     """Returns the token folder of each of `paths`, in every process: the path itself, or what process 0 made of it.
 
@@ -130,17 +135,26 @@ def share(
     """
     # Asking for the number of processes first would start the devices.
     several = jax.distributed.is_initialized() and jax.process_count() > 1
-    if several and progress is not None and jax.process_index() and not all(map(is_token_file, paths)):
+    if (
+        several
+        and progress is not None
+        and jax.process_index()
+        and not all(map(is_token_file, paths))
+    ):
         progress.write("waiting for process 0, which tokenises")
 
     def named() -> dict[str, str]:
         return {path: folder.name for path, folder in make().items()}
 
     names = answer_of_the_first(named) if several else named()
-    folders = {path: cache / "tokens" / names[path] if path in names else path_of(path) for path in paths}
+    folders = {
+        path: cache / "tokens" / names[path] if path in names else path_of(path) for path in paths
+    }
     if not several:
         return folders
-    absent = multihost_utils.process_allgather(np.array([not is_token_file(folder) for folder in folders.values()]))
+    absent = multihost_utils.process_allgather(
+        np.array([not is_token_file(folder) for folder in folders.values()])
+    )
     for path, without in zip(folders, map(np.flatnonzero, absent.T), strict=True):
         if len(without):
             raise DataError(
@@ -154,7 +168,11 @@ def share(
 
 
 def vocab_of_corpus(
-    paths: tuple[str, ...], spec: str, cache: Path, bad_records: float = 0.0, text_field: str = "text"
+    paths: tuple[str, ...],
+    spec: str,
+    cache: Path,
+    bad_records: float = 0.0,
+    text_field: str = "text",
 ) -> int:
     """Returns the vocabulary size of `load_corpus`; reads text only where the tokenizer is learned from it."""
     spec = local_text(spec, cache)
@@ -208,9 +226,16 @@ class _Reading:
             found = open_tokens(folder)
             if found.skipped.get("share", 0.0) <= self.bad_records:
                 return found
-            shutil.rmtree(folder)  # more records were skipped than is allowed now: refused like the text itself
+            shutil.rmtree(
+                folder
+            )  # more records were skipped than is allowed now: refused like the text itself
         return tokenize(
-            path, spec, folder, text_field=self.text_field, bad_records=self.bad_records, progress=self.progress
+            path,
+            spec,
+            folder,
+            text_field=self.text_field,
+            bad_records=self.bad_records,
+            progress=self.progress,
         )
 
     def _learned(self, paths: Sequence[str]) -> Path:

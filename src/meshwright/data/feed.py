@@ -112,7 +112,9 @@ def held_out_border(total: int, held_out: float | None) -> int:
 
 def held_out_fraction(counts: Sequence[int], held_out: float | None) -> float | None:
     """Returns what determines the borders of sources; as earlier versions had it where `MOST_HELD_OUT` changes none."""
-    tenth = held_out is None and all(n - held_out_border(n, HELD_OUT) <= MOST_HELD_OUT for n in counts)
+    tenth = held_out is None and all(
+        n - held_out_border(n, HELD_OUT) <= MOST_HELD_OUT for n in counts
+    )
     return HELD_OUT if tenth else held_out
 
 
@@ -134,7 +136,8 @@ def split(file: TokenFile, seq: int, held_out: float | None) -> tuple[Windows, W
 def build_stream(windows: Sequence[Samples], weights: list[float], seed: int) -> grain.MapDataset:
     """Builds an endless dataset of samples by global index: each source reshuffled every epoch, mixed by weight."""
     shuffled = [
-        grain.MapDataset.source(part).seed(seed + number).shuffle().repeat() for number, part in enumerate(windows)
+        grain.MapDataset.source(part).seed(seed + number).shuffle().repeat()
+        for number, part in enumerate(windows)
     ]
     return shuffled[0] if len(shuffled) == 1 else grain.MapDataset.mix(shuffled, weights)
 
@@ -202,7 +205,9 @@ def _local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[int, .
     return tuple(sorted(rows))
 
 
-def _put_rows(local: _Sample, own: tuple[int, ...], shape: tuple[int, int], sharding: NamedSharding) -> Batch:
+def _put_rows(
+    local: _Sample, own: tuple[int, ...], shape: tuple[int, int], sharding: NamedSharding
+) -> Batch:
     """Builds the global batch from this process's rows. local: each field [rows of this process, T]."""
     if sharding.is_fully_addressable:
         return Batch(**jax.device_put(local, sharding))
@@ -225,7 +230,9 @@ def held_out_order(parts: Sequence[Samples], samples: int) -> Iterator[tuple[Sam
     return itertools.islice(in_turn, samples or None)
 
 
-def held_out_batches(parts: Sequence[Samples], *, samples: int, batch: int, sharding: NamedSharding) -> Iterator[Batch]:
+def held_out_batches(
+    parts: Sequence[Samples], *, samples: int, batch: int, sharding: NamedSharding
+) -> Iterator[Batch]:
     """Yields batches of the first `samples` held-out windows (0: all), taken from the sources in turn.
 
     The last batch is filled up with rows of weight 0.
@@ -237,5 +244,9 @@ def held_out_batches(parts: Sequence[Samples], *, samples: int, batch: int, shar
         for row in rows:
             part, i = order[min(row, len(order) - 1)]
             sample = part[i]
-            local.append(sample if row < len(order) else {**sample, "weights": np.zeros_like(sample["weights"])})
+            local.append(
+                sample
+                if row < len(order)
+                else {**sample, "weights": np.zeros_like(sample["weights"])}
+            )
         yield _put_rows(_stack(local), rows, shape, sharding)

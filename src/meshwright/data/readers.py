@@ -14,7 +14,16 @@ from typing import IO, Any, cast
 
 import numpy as np
 
-from meshwright.data.sources import COLUMNS, LINES, Documents, FileDocuments, FunctionDocuments, Place, Records, kind_of
+from meshwright.data.sources import (
+    COLUMNS,
+    LINES,
+    Documents,
+    FileDocuments,
+    FunctionDocuments,
+    Place,
+    Records,
+    kind_of,
+)
 from meshwright.documents import RepeatedNameError, open_bytes, parse_json, unique_object
 from meshwright.errors import DataError, describe_failure
 
@@ -22,8 +31,18 @@ LARGEST = 2**30
 """Largest record in bytes: a line, or a text file."""
 _SHOWN = 12
 """Fields or columns that an error lists."""
-_WIDE = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
-_UNMARKED = {b"\1\0\0\0": "UTF-32LE", b"\0\0\0\1": "UTF-32BE", b"\1\0\1\0": "UTF-16LE", b"\0\1\0\1": "UTF-16BE"}
+_WIDE = {
+    b"\xff\xfe\0\0": "UTF-32",
+    b"\0\0\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+_UNMARKED = {
+    b"\1\0\0\0": "UTF-32LE",
+    b"\0\0\0\1": "UTF-32BE",
+    b"\1\0\1\0": "UTF-16LE",
+    b"\0\1\0\1": "UTF-16BE",
+}
 """Which of the first four bytes are not zero, where the text begins with ASCII letters (RFC 4627, section 3)."""
 _PACKED = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
 _UNREADABLE = (OSError, EOFError, zlib.error, ValueError, LookupError, RuntimeError, MemoryError)
@@ -36,7 +55,11 @@ def read_documents(source: Documents, records: Records) -> Iterator[str]:
 
     Raises DataError where it cannot be read, or too many records are bad.
     """
-    yield from _read_files(source, records) if isinstance(source, FileDocuments) else _call(source, records)
+    yield from (
+        _read_files(source, records)
+        if isinstance(source, FileDocuments)
+        else _call(source, records)
+    )
     records.check()
 
 
@@ -59,7 +82,9 @@ def _read_files(source: FileDocuments, records: Records) -> Iterator[str]:
                     yield from _read_texts(file, raw, records, source.field)
                 records.bytes_before, records.bytes_here = records.bytes_before + size, float
         except _UNREADABLE as error:
-            raise DataError(f"reading {file}", f"{type(error).__name__}: {error}", "repair or remove it") from error
+            raise DataError(
+                f"reading {file}", f"{type(error).__name__}: {error}", "repair or remove it"
+            ) from error
         records.file, records.number = records.file + 1, 0
 
 
@@ -71,7 +96,11 @@ def _call(source: FunctionDocuments, records: Records) -> Iterator[str]:
                 continue
             records.number = number
             if not isinstance(text, str):
-                raise DataError(asked, f"its document {number} is of type {type(text).__name__}", "yield strings")
+                raise DataError(
+                    asked,
+                    f"its document {number} is of type {type(text).__name__}",
+                    "yield strings",
+                )
             if document := records.text(text, Place(source.name, "document", number)):
                 yield document
     except DataError:
@@ -104,7 +133,9 @@ def _read_texts(file: Path, raw: IO[bytes], records: Records, field: str) -> Ite
     elif not records.number:
         content = stream.read(LARGEST + 1)
         if len(content) > LARGEST:
-            raise ValueError(f"it is one document of more than {LARGEST:,} bytes; split it, or write it as .jsonl")
+            raise ValueError(
+                f"it is one document of more than {LARGEST:,} bytes; split it, or write it as .jsonl"
+            )
         records.number, place = 1, Place(file)
         text = _decoded(content, place, records)
         if text is not None and (text := records.text(text, place)):
@@ -118,7 +149,10 @@ def _decoded(content: bytes, place: Place, records: Records) -> str | None:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         on_line = "" if place.unit else f" on line {content.count(b'\n', 0, error.start) + 1}"
-        reason, fix = foreign or (f"byte {error.start + 1} (0x{content[error.start]:02x}){on_line}", "repair it")
+        reason, fix = foreign or (
+            f"byte {error.start + 1} (0x{content[error.start]:02x}){on_line}",
+            "repair it",
+        )
     else:
         if foreign is None or b"\0" not in content[:4]:
             return text
@@ -170,15 +204,22 @@ def read_json_lines(
         if decoded is None:
             continue
         try:
-            yield place, parse_json(decoded.rstrip("\r\n"), lambda pairs: unique_object(pairs, names))
+            yield (
+                place,
+                parse_json(decoded.rstrip("\r\n"), lambda pairs: unique_object(pairs, names)),
+            )
         except RepeatedNameError as error:
             records.skip(place, f"an object in it has the field {error.name!r} twice")
         except ValueError as error:
             at = f" at column {error.colno}" if hasattr(error, "colno") else ""
-            records.skip(place, f"not JSON: {str(getattr(error, 'msg', error)).removesuffix(' at')}{at}")
+            records.skip(
+                place, f"not JSON: {str(getattr(error, 'msg', error)).removesuffix(' at')}{at}"
+            )
 
 
-def read_json_texts(file: Path | str, stream: IO[bytes], records: Records, field: str) -> Iterator[str]:
+def read_json_texts(
+    file: Path | str, stream: IO[bytes], records: Records, field: str
+) -> Iterator[str]:
     """Yields the text of each line of JSON."""
     for place, record in read_json_lines(file, stream, records, field):
         value = _find_field(record, field)
@@ -188,9 +229,14 @@ def read_json_texts(file: Path | str, stream: IO[bytes], records: Records, field
         elif value is not _MISSING:
             records.skip(place, f"no text: its {field!r} is {kind_of_value(value)}")
         elif isinstance(record, dict):
-            known = [f"{name!r} ({kind_of_value(item)})" for name, item in itertools.islice(record.items(), _SHOWN)]
+            known = [
+                f"{name!r} ({kind_of_value(item)})"
+                for name, item in itertools.islice(record.items(), _SHOWN)
+            ]
             has = f"; it has {', '.join(known)}" if known else ""
-            records.skip(place, f"no text: it has no field {field!r}{has}", "--data.text-field NAME")
+            records.skip(
+                place, f"no text: it has no field {field!r}{has}", "--data.text-field NAME"
+            )
         else:
             records.skip(place, f"no text: it is {kind_of_value(record)}, and no object")
 
@@ -210,5 +256,12 @@ def _find_field(record: Any, field: str) -> Any:
 
 def kind_of_value(value: object) -> str:
     """Names the JSON type of a value."""
-    kinds = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object", str: "text"}
+    kinds = {
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        list: "a list",
+        dict: "an object",
+        str: "text",
+    }
     return kinds.get(type(value), "null")

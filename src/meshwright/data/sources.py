@@ -26,15 +26,17 @@ LINES = (".jsonl", ".ndjson")
 COLUMNS = ".parquet"
 COMPRESSED = (".gz", ".zst")
 _TEXTS = (*PLAIN, *LINES)
-SUFFIXES = (*_TEXTS, COLUMNS, *(kind + compression for kind in _TEXTS for compression in COMPRESSED))
+SUFFIXES = (
+    *_TEXTS,
+    COLUMNS,
+    *(kind + compression for kind in _TEXTS for compression in COMPRESSED),
+)
 """Ends of the names of files that are read."""
 _KINDS = (
     f"one of {', '.join(_TEXTS)}, each also with {', '.join(COMPRESSED)}; {COLUMNS} (`to_parquet` of datasets or "
     "pandas); or module:attribute"
 )
-_STDLIB = (
-    "asyncio concurrent/futures collections email http importlib json logging multiprocessing unittest urllib xml/etree"
-)
+_STDLIB = "asyncio concurrent/futures collections email http importlib json logging multiprocessing unittest urllib xml/etree"
 """Packages of Python's standard library that the source `stdlib` reads, besides its single modules."""
 _EXAMPLES = 20
 """Bad records that are kept with their places in `tokens.json`; all of them are in `skipped.jsonl`."""
@@ -92,13 +94,19 @@ class Records(_Counts):
         text = text.removeprefix("\ufeff")
         if "\0" in text:
             at = text.index("\0") + 1
-            self.skip(place, f"character {at} is NUL, which no text has: binary data, or part of a damaged file")
+            self.skip(
+                place,
+                f"character {at} is NUL, which no text has: binary data, or part of a damaged file",
+            )
             return None
         if not text.isascii():
             try:
                 text.encode("utf-8")
             except UnicodeEncodeError as error:
-                self.skip(place, f"character {error.start + 1} is half of a surrogate pair, which is no text")
+                self.skip(
+                    place,
+                    f"character {error.start + 1} is half of a surrogate pair, which is no text",
+                )
                 return None
         self.read += 1
         self.empty += not text
@@ -115,7 +123,10 @@ class Records(_Counts):
         if len(self.examples) < _EXAMPLES:
             self.examples.append(f"{place}: {reason}")
         if self.log is not None:
-            where: dict[str, Any] = {"file": str(place.file), **({place.unit: place.number} if place.unit else {})}
+            where: dict[str, Any] = {
+                "file": str(place.file),
+                **({place.unit: place.number} if place.unit else {}),
+            }
             self.logged += self.log.write(json.dumps({**where, "reason": reason}).encode() + b"\n")
 
     def check(self) -> None:
@@ -132,7 +143,13 @@ class Records(_Counts):
     def summary(self) -> dict[str, Any]:
         """Returns the counts as JSON values."""
         share = self.bad / self.read if self.read else 0.0
-        return {"read": self.read, "empty": self.empty, "bad": self.bad, "share": share, "examples": self.examples}
+        return {
+            "read": self.read,
+            "empty": self.empty,
+            "bad": self.bad,
+            "share": share,
+            "examples": self.examples,
+        }
 
     def state(self) -> dict[str, Any]:
         """Returns counts and position as JSON values, from which `resume` goes on."""
@@ -159,7 +176,9 @@ class FileDocuments:
             try:
                 status = os.stat(file)
             except OSError as error:
-                raise DataError(f"reading {file}", reason_of(error), "repair or remove it") from error
+                raise DataError(
+                    f"reading {file}", reason_of(error), "repair or remove it"
+                ) from error
             if not stat.S_ISREG(status.st_mode):
                 raise DataError(f"reading {file}", "it is no regular file", "leave it out")
             home = folders.get(folder) or folders.setdefault(folder, os.path.realpath(folder))
@@ -250,8 +269,12 @@ def download_dataset(path: str) -> list[Path]:
     try:
         import huggingface_hub
     except ModuleNotFoundError as error:
-        raise DataError(asked, "huggingface_hub is not installed", "pip install 'meshwright[hub]'") from error
-    wanted = [f"{inside}{end}" for end in ("", "/**")] if inside else [f"*{end}" for end in SUFFIXES]
+        raise DataError(
+            asked, "huggingface_hub is not installed", "pip install 'meshwright[hub]'"
+        ) from error
+    wanted = (
+        [f"{inside}{end}" for end in ("", "/**")] if inside else [f"*{end}" for end in SUFFIXES]
+    )
     try:
         folder = huggingface_hub.snapshot_download(
             f"{owner}/{name}", repo_type="dataset", revision=revision or None, allow_patterns=wanted
@@ -314,7 +337,9 @@ def _walk(path: str) -> Iterator[str]:
     """
 
     def refuse(error: OSError) -> None:
-        raise DataError(f"reading {error.filename}", reason_of(error), "make it readable, or move it out") from error
+        raise DataError(
+            f"reading {error.filename}", reason_of(error), "make it readable, or move it out"
+        ) from error
 
     seen = {os.path.realpath(path)}
     for folder, folders, names in os.walk(path, onerror=refuse, followlinks=True):

@@ -37,7 +37,11 @@ class Subwords:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # Gemma's </s> is a word of HTML, not a special token.
-        special = {added.content for added in self._tokenizer.get_added_tokens_decoder().values() if added.special}
+        special = {
+            added.content
+            for added in self._tokenizer.get_added_tokens_decoder().values()
+            if added.special
+        }
         names = sorted(_ENDS, key=lambda name: name not in special)
         ends = [i for name in names if (i := self._tokenizer.token_to_id(name)) is not None]
         if not ends:
@@ -61,7 +65,11 @@ class Subwords:
     def _drops_letters(self) -> bool:
         """Whether the library omits unknown letters without an error: BPE without an unknown token."""
         model = self._tokenizer.model
-        if not isinstance(model, tokenizers.models.BPE) or model.unk_token is not None or model.byte_fallback:
+        if (
+            not isinstance(model, tokenizers.models.BPE)
+            or model.unk_token is not None
+            or model.byte_fallback
+        ):
             return False
         letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
         return any(self._tokenizer.token_to_id(letter) is None for letter in letters)
@@ -69,7 +77,10 @@ class Subwords:
     def _first_tokens(self) -> tuple[int, ...]:
         """Tokens that the file's post-processor puts before a text."""
         call = self._tokenizer.encode
-        text, whole = (_called("reading a tokenizer", call, "a", add_special_tokens=a).ids for a in (False, True))
+        text, whole = (
+            _called("reading a tokenizer", call, "a", add_special_tokens=a).ids
+            for a in (False, True)
+        )
         places = (i for i in range(len(whole)) if whole[i : i + len(text)] == text)
         return tuple(whole[: next(places, 0)])
 
@@ -89,10 +100,14 @@ class Subwords:
     def encode_with_starts(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens of `text` and the first character of each."""
         encoded = _called("encoding a text", self._tokenizer.encode, text, add_special_tokens=False)
-        return np.array(encoded.ids, np.int32), np.array([start for start, _ in encoded.offsets], np.int64)
+        return np.array(encoded.ids, np.int32), np.array(
+            [start for start, _ in encoded.offsets], np.int64
+        )
 
     def _encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        call = self._tokenizer.encode_batch if self._drops else self._tokenizer.encode_batch_fast  # without offsets
+        call = (
+            self._tokenizer.encode_batch if self._drops else self._tokenizer.encode_batch_fast
+        )  # without offsets
         encoded = _called("encoding a text", call, list(texts), add_special_tokens=False)
         if self._drops:
             for text, one in zip(texts, encoded, strict=True):
@@ -104,7 +119,9 @@ class Subwords:
         normalizer, end = self._tokenizer.normalizer, 0
         for first, last in [*sorted(offsets), (len(text), len(text))]:
             for at in range(end, first):
-                if (normalizer.normalize_str(text[at]) if normalizer is not None else text[at]).strip():
+                if (
+                    normalizer.normalize_str(text[at]) if normalizer is not None else text[at]
+                ).strip():
                     raise DataError(
                         "encoding a text",
                         f"character {at + 1} is {text[at]!r}, which the vocabulary does not have, and it has no token "
@@ -115,7 +132,11 @@ class Subwords:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Returns the text of `tokens`; padding of the vocabulary is left out."""
-        return str(_called("decoding tokens", self._tokenizer.decode, [t for t in tokens if t < self.vocab]))
+        return str(
+            _called(
+                "decoding tokens", self._tokenizer.decode, [t for t in tokens if t < self.vocab]
+            )
+        )
 
     def to_json(self) -> str:
         """Returns the contents of tokenizer.json."""
@@ -139,13 +160,17 @@ def check_unicode(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         truth = f"character {error.start} is {text[error.start]!r}, half of a surrogate pair"
-        raise DataError("encoding a text", truth, "a text without it, as errors='replace' decodes one") from error
+        raise DataError(
+            "encoding a text", truth, "a text without it, as errors='replace' decodes one"
+        ) from error
 
 
 def train_bpe(documents: Iterable[str], size: int) -> Subwords:
     """Trains a byte-level BPE vocabulary of at most `size` tokens (Sennrich et al. 2016, arXiv:1508.07909)."""
     if size < 257:
-        raise DataError(f"bpe:{size}", "256 bytes and the end of a document take 257 tokens", "bpe:257 or more")
+        raise DataError(
+            f"bpe:{size}", "256 bytes and the end of a document take 257 tokens", "bpe:257 or more"
+        )
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -170,7 +195,10 @@ def is_separable(description: str) -> bool:
     cuts = [part for part in parts if part.get("type") == "Split"]
     known = all(
         part.get("type") in ("ByteLevel", "Digits")
-        or (part.get("type") == "Split" and "\\s+(?!\\S)" in part.get("pattern", {}).get("Regex", ""))
+        or (
+            part.get("type") == "Split"
+            and "\\s+(?!\\S)" in part.get("pattern", {}).get("Regex", "")
+        )
         for part in parts
     )
     normalizer = (config.get("normalizer") or {"type": "NFC"}).get("type")

@@ -9,7 +9,15 @@ from typing import IO, Any
 
 import numpy as np
 
-from meshwright.data.tokens import BLOCK, CHECKSUM, FORMAT, HASHED, block_type, make_blocks, shard_name
+from meshwright.data.tokens import (
+    BLOCK,
+    CHECKSUM,
+    FORMAT,
+    HASHED,
+    block_type,
+    make_blocks,
+    shard_name,
+)
 from meshwright.documents import read_json, seal, write_atomically
 from meshwright.storage.transfer import sha256_of
 
@@ -28,9 +36,17 @@ class TokenWriter:
     added. Raises ValueError where the folder has less than the note names.
     """
 
-    def __init__(self, folder: Path, dtype: Any, shard_tokens: int = SHARD_TOKENS, note: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        dtype: Any,
+        shard_tokens: int = SHARD_TOKENS,
+        note: dict[str, Any] | None = None,
+    ):
         self.folder, self.dtype, self.shard_tokens = folder, np.dtype(dtype), shard_tokens
-        self.shards, self.tokens, self.documents = (note[n] if note else 0 for n in ("shards", "tokens", "documents"))
+        self.shards, self.tokens, self.documents = (
+            note[n] if note else 0 for n in ("shards", "tokens", "documents")
+        )
         size = shard_tokens // BLOCK * block_type(self.dtype).itemsize
         self._checksums = [self._checksum(number, size) for number in range(self.shards)]
         # The first document that is read again begins before the shard's border; those tokens are not written again.
@@ -107,7 +123,13 @@ class TokenWriter:
     def description(self, vocab: int, **more: Any) -> dict[str, Any]:
         """Returns the description of what was written, for `write_description`."""
         counts = {"dtype": self.dtype.name, "tokens": self.tokens, "documents": self.documents}
-        return {**counts, "vocab": vocab, "shards": self.shards, "shard_tokens": self.shard_tokens, **more}
+        return {
+            **counts,
+            "vocab": vocab,
+            "shards": self.shards,
+            "shard_tokens": self.shard_tokens,
+            **more,
+        }
 
     def close(self) -> None:
         """Closes the shard in progress."""

@@ -91,7 +91,10 @@ class Chars(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the index of every character. Raises DataError for one that the vocabulary does not have."""
-        codes, known = (np.frombuffer(t.encode("utf-32-le", "surrogatepass"), np.uint32) for t in (text, self.letters))
+        codes, known = (
+            np.frombuffer(t.encode("utf-32-le", "surrogatepass"), np.uint32)
+            for t in (text, self.letters)
+        )
         index = np.searchsorted(known, codes).clip(max=len(known) - 1)
         unknown = np.flatnonzero(known[index] != codes)
         if unknown.size:
@@ -118,7 +121,9 @@ def with_begin(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
     A chat template writes these tokens into its text.
     """
     begin = np.array(tokenizer.begin, np.int32)
-    return tokens if np.array_equal(tokens[: len(begin)], begin) else np.concatenate([begin, tokens])
+    return (
+        tokens if np.array_equal(tokens[: len(begin)], begin) else np.concatenate([begin, tokens])
+    )
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
@@ -133,7 +138,11 @@ def tokenizer_from_json(text: str) -> Tokenizer:
         return Bytes()
     if kind == "chars":
         letters = config.get("letters")
-        if not isinstance(letters, str) or not letters or any(a >= b for a, b in itertools.pairwise(letters)):
+        if (
+            not isinstance(letters, str)
+            or not letters
+            or any(a >= b for a, b in itertools.pairwise(letters))
+        ):
             raise DataError(asked, "its letters are no characters in order", fix)
         return Chars(letters)
     return Subwords(text)
@@ -156,7 +165,9 @@ def build_tokenizer(spec: str, documents: Iterable[str] = ()) -> Tokenizer:
             raise DataError(asked, f"{spec[4:]!r} is not a number of tokens below 2^31", "bpe:4096")
         return train_bpe(documents, int(spec[4:]))
     if not (path_of(spec).is_file() if in_bucket(spec) else os.path.isfile(spec)):
-        raise DataError(asked, "no such file, and no known kind", "bytes, chars, bpe:SIZE or a tokenizer.json")
+        raise DataError(
+            asked, "no such file, and no known kind", "bytes, chars, bpe:SIZE or a tokenizer.json"
+        )
     try:
         return tokenizer_from_json(read_text(path_of(spec), LARGE))
     except (OSError, ValueError) as error:

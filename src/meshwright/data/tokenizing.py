@@ -17,8 +17,21 @@ import numpy as np
 
 from meshwright.data.readers import read_documents
 from meshwright.data.sources import Documents, Place, Records, open_source
-from meshwright.data.token_writer import PROGRESS, SHARD_TOKENS, UNIT, TokenWriter, read_progress, write_description
-from meshwright.data.tokenizers import Tokenizer, build_tokenizer, spec_identity, tokenizer_from_json, with_begin
+from meshwright.data.token_writer import (
+    PROGRESS,
+    SHARD_TOKENS,
+    UNIT,
+    TokenWriter,
+    read_progress,
+    write_description,
+)
+from meshwright.data.tokenizers import (
+    Tokenizer,
+    build_tokenizer,
+    spec_identity,
+    tokenizer_from_json,
+    with_begin,
+)
 from meshwright.data.tokens import SKIPPED, Progress, TokenFile, is_token_file, open_tokens
 from meshwright.documents import LARGE, read_text, write_atomically
 from meshwright.errors import DataError, reason_of
@@ -51,12 +64,19 @@ def encode_texts(tokenizer: Tokenizer, batch: TextBatch) -> tuple[np.ndarray, np
     try:
         encoded = tokenizer.encode_batch(batch.texts)
     except DataError:  # which of them it is, only encoding them one by one shows
-        encoded = [_encode_document(tokenizer, *document) for document in zip(batch.texts, batch.places, strict=True)]
-    parts = [np.append(with_begin(tokenizer, tokens), np.int32(tokenizer.end)) for tokens in encoded]
+        encoded = [
+            _encode_document(tokenizer, *document)
+            for document in zip(batch.texts, batch.places, strict=True)
+        ]
+    parts = [
+        np.append(with_begin(tokenizer, tokens), np.int32(tokenizer.end)) for tokens in encoded
+    ]
     for part, place in zip(parts, batch.places, strict=True):
         if int(part.max()) >= tokenizer.vocab or int(part.min()) < 0:
             truth = f"its tokenizer gives token {part.max()} of {tokenizer.vocab}"
-            raise DataError(f"reading {place}", truth, "a tokenizer whose tokens are numbered without gaps")
+            raise DataError(
+                f"reading {place}", truth, "a tokenizer whose tokens are numbered without gaps"
+            )
     return np.concatenate(parts), np.fromiter(map(len, parts), np.int64, len(parts))
 
 
@@ -72,7 +92,9 @@ def encode(
 ) -> Iterator[tuple[TextBatch, tuple[np.ndarray, np.ndarray]]]:
     """Yields batches in order with their tokens; the next batch is read while one is encoded."""
     with concurrent.futures.ThreadPoolExecutor(1, "encoder") as encoder:
-        waiting: list[tuple[TextBatch, concurrent.futures.Future[tuple[np.ndarray, np.ndarray]]]] = []
+        waiting: list[
+            tuple[TextBatch, concurrent.futures.Future[tuple[np.ndarray, np.ndarray]]]
+        ] = []
         for batch in batches:
             waiting.append((batch, encoder.submit(encode_texts, tokenizer, batch)))
             if len(waiting) == 2:
@@ -99,20 +121,32 @@ def tokenize(
     Raises DataError where there is no text, a record is bad, or `out` has something else or cannot be written.
     """
     if not 0 <= bad_records <= 1:
-        raise DataError(f"skipping a share of {bad_records:g} of the records", "a share is from 0 to 1", "0.001")
+        raise DataError(
+            f"skipping a share of {bad_records:g} of the records", "a share is from 0 to 1", "0.001"
+        )
     shard_tokens = -(-shard_tokens // UNIT) * UNIT
     source, records = open_source(path, text_field), Records(path, bad_records)
     job = _Tokenisation(source, spec, out, records, shard_tokens, progress)
     try:
         while not is_token_file(out):
-            if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / _LOCK).exists())):
-                raise DataError(f"writing tokens to {out}", "it exists already", "a folder that does not exist yet")
+            if out.exists() and (
+                not out.is_dir() or (any(out.iterdir()) and not (out / _LOCK).exists())
+            ):
+                raise DataError(
+                    f"writing tokens to {out}",
+                    "it exists already",
+                    "a folder that does not exist yet",
+                )
             out.mkdir(parents=True, exist_ok=True)
             with _locked(out, progress) as ours:
                 if ours and not is_token_file(out):
                     job.run()
     except OSError as error:
-        kept = "; the same command goes on after the last whole shard" if (out / PROGRESS).exists() else ""
+        kept = (
+            "; the same command goes on after the last whole shard"
+            if (out / PROGRESS).exists()
+            else ""
+        )
         fix = f"another folder (a run's is below MESHWRIGHT_CACHE), or more space{kept}"
         raise DataError(f"writing tokens to {out}", reason_of(error), fix) from error
     finally:
@@ -121,13 +155,23 @@ def tokenize(
     return open_tokens(out)
 
 
-def learn_tokenizer(paths: Sequence[str], spec: str, text_field: str, bad_records: float, file: Path) -> None:
+def learn_tokenizer(
+    paths: Sequence[str], spec: str, text_field: str, bad_records: float, file: Path
+) -> None:
     """Writes the tokenizer that is learned from all of several sources into `file`. Raises DataError."""
     sources = ((path, open_source(path, text_field)) for path in paths)
-    documents = (text for path, source in sources for text in read_documents(source, Records(path, bad_records)))
+    documents = (
+        text
+        for path, source in sources
+        for text in read_documents(source, Records(path, bad_records))
+    )
     first = next(documents, None)
     if first is None:
-        raise DataError(f"--data {', '.join(paths)}", "they hold no text: all are empty", "a source with text in it")
+        raise DataError(
+            f"--data {', '.join(paths)}",
+            "they hold no text: all are empty",
+            "a source with text in it",
+        )
     text = build_tokenizer(spec, itertools.chain([first], documents)).to_json()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -154,12 +198,18 @@ def _locked(out: Path, progress: Progress | None) -> Iterator[bool]:
                 break  # a file system without locks
             if progress is not None and not seen:
                 progress.write(f"waiting for another process that tokenises into {out}")
-            changed = max([1.0, *(entry.stat().st_mtime for entry in os.scandir(out))] if out.is_dir() else [1.0])
+            changed = max(
+                [1.0, *(entry.stat().st_mtime for entry in os.scandir(out))]
+                if out.is_dir()
+                else [1.0]
+            )
             if changed != seen:
                 until, seen = time.monotonic() + _PATIENCE, changed
             if time.monotonic() > until:
                 truth = f"another process holds it and wrote nothing for {_PATIENCE:.0f} s"
-                raise DataError(f"writing tokens to {out}", truth, "end that process; what it wrote is kept")
+                raise DataError(
+                    f"writing tokens to {out}", truth, "end that process; what it wrote is kept"
+                )
             time.sleep(0.2)
         yield os.fstat(file.fileno()).st_nlink > 0
 
@@ -181,7 +231,9 @@ class _Tokenisation:
     def run(self) -> None:
         """Writes the token file. Leaves nothing in the folder where no shard became complete."""
         lines = [self.identity, str(self.shard_tokens), *self.before]
-        key = hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()  # names may be any bytes
+        key = hashlib.sha256(
+            "\n".join(lines).encode("utf-8", "surrogateescape")
+        ).hexdigest()  # names may be any bytes
         note = read_progress(self.out)
         if note is not None and note["key"] != key:
             raise DataError(
@@ -195,12 +247,22 @@ class _Tokenisation:
             with contextlib.closing(writer):
                 self._write(tokenizer, writer, key)
             after = self.source.fingerprint()
-            changed = next((old for old, new in zip(self.before, after, strict=False) if old != new), None)
+            changed = next(
+                (old for old, new in zip(self.before, after, strict=False) if old != new), None
+            )
             if changed is not None:  # the tokens may be of no version of it
                 shutil.rmtree(self.out)
                 truth = "it changed while it was read"
-                raise DataError(f"reading {changed.rsplit(' ', 2)[0]}", truth, "wait until it is written, or copy it")
-            named = {"source": self.records.source, "tokenizer": self.spec, "skipped": self.records.summary()}
+                raise DataError(
+                    f"reading {changed.rsplit(' ', 2)[0]}",
+                    truth,
+                    "wait until it is written, or copy it",
+                )
+            named = {
+                "source": self.records.source,
+                "tokenizer": self.spec,
+                "skipped": self.records.summary(),
+            }
             write_description(self.out, writer.description(tokenizer.vocab, **named))
             for name in (PROGRESS, _LOCK):
                 (self.out / name).unlink(missing_ok=True)
@@ -243,7 +305,9 @@ class _Tokenisation:
     def _writer(self, tokenizer: Tokenizer, note: dict[str, Any] | None) -> TokenWriter:
         """Opens the folder to write, with `records` at the place where to go on. Raises DataError for a damaged one."""
         try:
-            writer = TokenWriter(self.out, "<u2" if tokenizer.vocab <= 2**16 else "<u4", self.shard_tokens, note)
+            writer = TokenWriter(
+                self.out, "<u2" if tokenizer.vocab <= 2**16 else "<u4", self.shard_tokens, note
+            )
             if note is not None:
                 self.records.resume(note["records"])
         except (KeyError, TypeError, ValueError) as error:
@@ -265,7 +329,11 @@ class _Tokenisation:
             if not writer.shards:
                 writer.save_progress(key, {"tokens": 0, "documents": 0, "records": records.state()})
             for batch, (tokens, lengths) in encode(tokenizer, self._batches()):
-                before = {"tokens": writer.tokens, "documents": writer.documents, "records": dict(batch.before)}
+                before = {
+                    "tokens": writer.tokens,
+                    "documents": writer.documents,
+                    "records": dict(batch.before),
+                }
                 if writer.add(tokens, lengths):
                     log.flush()
                     os.fsync(log.fileno())
@@ -273,7 +341,9 @@ class _Tokenisation:
                 display(writer.tokens)
         asked = f"--data {records.source}"
         if not writer.documents:
-            raise DataError(asked, f"{self.source} hold no text: all are empty", "a source with text in it")
+            raise DataError(
+                asked, f"{self.source} hold no text: all are empty", "a source with text in it"
+            )
         if writer.tokens == writer.documents * (1 + len(tokenizer.begin)):
             truth = f"the tokenizer makes no tokens of any of the {writer.documents:,} documents"
             raise DataError(asked, truth, "another --data.tokenizer")

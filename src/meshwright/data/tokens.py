@@ -49,7 +49,9 @@ _MOST = 2**12
 class Progress(Protocol):
     """Display of a tokenisation that is under way."""
 
-    def update(self, label: str, read: float, size: float, files: tuple[int, int], tokens: int) -> None:
+    def update(
+        self, label: str, read: float, size: float, files: tuple[int, int], tokens: int
+    ) -> None:
         """Takes bytes read of those there are (0: not known), files read of those there are, and tokens written."""
         ...
 
@@ -75,7 +77,9 @@ def make_blocks(tokens: np.ndarray, ends: np.ndarray, dtype: Any, first: int = 0
     blocks = np.zeros(-(-len(tokens) // BLOCK), block_type(dtype))
     room = len(blocks) * BLOCK - len(tokens)
     blocks["tokens"] = np.pad(tokens, (0, room)).reshape(-1, BLOCK)
-    blocks["ends"] = np.packbits(np.pad(ends, (0, room)).reshape(-1, BLOCK), axis=1, bitorder="little")
+    blocks["ends"] = np.packbits(
+        np.pad(ends, (0, room)).reshape(-1, BLOCK), axis=1, bitorder="little"
+    )
     blocks["sum"] = _sums(blocks, first)
     return blocks
 
@@ -106,7 +110,10 @@ class TokenArray:
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens [start, stop), and one past the last token of each document that ends in them."""
         first = start // BLOCK
-        blocks, here = self._read(first, -(-stop // BLOCK)), slice(start - first * BLOCK, stop - first * BLOCK)
+        blocks, here = (
+            self._read(first, -(-stop // BLOCK)),
+            slice(start - first * BLOCK, stop - first * BLOCK),
+        )
         ends = np.unpackbits(blocks["ends"], axis=1, bitorder="little").reshape(-1)[here]
         return blocks["tokens"].reshape(-1)[here], start + 1 + np.flatnonzero(ends)
 
@@ -121,7 +128,9 @@ class TokenArray:
     def ends(self) -> np.ndarray:
         """One past each document's last token, int64 [documents]. Reads all of the file."""
         starts = range(0, len(self), _MOST * BLOCK)
-        return np.concatenate([self.read(start, min(start + _MOST * BLOCK, len(self)))[1] for start in starts])
+        return np.concatenate(
+            [self.read(start, min(start + _MOST * BLOCK, len(self)))[1] for start in starts]
+        )
 
 
 class TokenFile(NamedTuple):
@@ -142,7 +151,9 @@ class TokenFile(NamedTuple):
 class _Shards:
     """Shards of a folder on a disk, as blocks. checksums: those of all shards, one after another."""
 
-    def __init__(self, folder: Path, count: int, dtype: np.dtype[Any], shard: int, checksums: bytes):
+    def __init__(
+        self, folder: Path, count: int, dtype: np.dtype[Any], shard: int, checksums: bytes
+    ):
         self.folder, self.type, self.checksums = folder, block_type(dtype), checksums
         self.blocks, self.per_shard = -(-count // BLOCK), shard // BLOCK
         self.checked = np.zeros(len(checksums) // CHECKSUM, np.bool_)
@@ -166,7 +177,9 @@ class _Shards:
             blocks = np.frombuffer(self.fetch(name, at, size), self.type)
         except OSError as error:
             truth = f"{name} cannot be read: {reason_of(error)}"
-            raise DataError(f"token file {self.folder}", truth, (limit_of(error) or ("", _AGAIN))[1]) from error
+            raise DataError(
+                f"token file {self.folder}", truth, (limit_of(error) or ("", _AGAIN))[1]
+            ) from error
         except ValueError as error:
             raise DataError(f"token file {self.folder}", str(error), _AGAIN) from error
         wrong = np.flatnonzero(_sums(blocks, first) != blocks["sum"])
@@ -182,9 +195,13 @@ class _Shards:
         found = self.fetch(name, end, CHECKSUM + 1)
         if len(found) != CHECKSUM:
             there = f"fewer than {end + CHECKSUM:,}" if len(found) < CHECKSUM else "more"
-            raise ValueError(f"{name} has {there} bytes, and its blocks and checksum are {end + CHECKSUM:,}")
+            raise ValueError(
+                f"{name} has {there} bytes, and its blocks and checksum are {end + CHECKSUM:,}"
+            )
         if found != self.checksums[number * CHECKSUM :][:CHECKSUM]:
-            raise ValueError(f"{name} is not the shard of this place and token file: its checksum differs")
+            raise ValueError(
+                f"{name} is not the shard of this place and token file: its checksum differs"
+            )
         self.checked[number] = True
 
     def fetch(self, name: str, at: int, size: int) -> bytes:
@@ -218,7 +235,9 @@ class _BucketShards(_Shards):
         except OSError as error:
             room = f"{self.slots * self.type.itemsize / 2**30:.1f} GiB"
             truth = f"{reason_of(error)}, and up to {room} of {self.folder} are kept there"
-            raise DataError("writing into the cache", truth, "a MESHWRIGHT_CACHE with more space") from error
+            raise DataError(
+                "writing into the cache", truth, "a MESHWRIGHT_CACHE with more space"
+            ) from error
         return blocks
 
     def fetch(self, name: str, at: int, size: int) -> bytes:
@@ -244,7 +263,9 @@ def is_token_file(path: str | Path) -> bool:
     """Whether `path` is a folder that `tokenize` wrote, on a disk or in a bucket."""
     if in_bucket(path):
         return (path_of(path) / "tokens.json").is_file()
-    return os.path.isfile(os.path.join(path, "tokens.json"))  # false for names that no file can have
+    return os.path.isfile(
+        os.path.join(path, "tokens.json")
+    )  # false for names that no file can have
 
 
 def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
@@ -255,7 +276,9 @@ def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
     try:
         record = _read_description(folder)
         dtype, count, vocab = _DTYPES[record["dtype"]], int(record["tokens"]), int(record["vocab"])
-        shards, size, documents = (int(record[name]) for name in ("shards", "shard_tokens", "documents"))
+        shards, size, documents = (
+            int(record[name]) for name in ("shards", "shard_tokens", "documents")
+        )
         if count < 1 or size < 1 or size % BLOCK or shards != -(-count // size):
             raise ValueError(f"{count} tokens are not {shards} shards of {size} tokens")
         for name, expected in record["sha256"].items():
@@ -263,10 +286,14 @@ def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
                 raise ValueError(f"{name} is not what was written: its SHA-256 differs")
         checksums = (folder / "shards.bin").read_bytes()
         if len(checksums) != shards * CHECKSUM:
-            raise ValueError(f"shards.bin has {len(checksums)} bytes, and {shards} shards take {CHECKSUM} each")
+            raise ValueError(
+                f"shards.bin has {len(checksums)} bytes, and {shards} shards take {CHECKSUM} each"
+            )
         tokenizer = tokenizer_from_json(read_text(folder / "tokenizer.json", LARGE))
         if tokenizer.vocab != vocab:
-            raise ValueError(f"its vocabulary is {vocab}, and its tokenizer has {tokenizer.vocab} tokens")
+            raise ValueError(
+                f"its vocabulary is {vocab}, and its tokenizer has {tokenizer.vocab} tokens"
+            )
         read: _Shards
         if in_bucket(folder):
             assert cache is not None
@@ -274,15 +301,29 @@ def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
         else:
             there = set(os.listdir(folder))
             if absent := [name for name in map(shard_name, range(shards)) if name not in there]:
-                raise ValueError(f"{len(absent)} of {shards} shards are not there, the first is {absent[0]}")
+                raise ValueError(
+                    f"{len(absent)} of {shards} shards are not there, the first is {absent[0]}"
+                )
             read = _Shards(folder, count, dtype, size, checksums)
         read.piece((shards - 1) * read.per_shard, 1)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+    ) as error:
         truth = reason_of(error) if isinstance(error, OSError) else error
-        raise DataError(f"token file {folder}", f"it cannot be read: {truth}", "tokenise again") from error
+        raise DataError(
+            f"token file {folder}", f"it cannot be read: {truth}", "tokenise again"
+        ) from error
     hashes = {name: value for name, value in record["sha256"].items() if name != "shards.bin"}
     digest = checksum([record["dtype"], count, checksums[-CHECKSUM:].hex(), hashes])
-    return TokenFile(TokenArray(count, read), vocab, tokenizer, folder, documents, digest, record["skipped"])
+    return TokenFile(
+        TokenArray(count, read), vocab, tokenizer, folder, documents, digest, record["skipped"]
+    )
 
 
 def _read_description(folder: Path) -> dict[str, Any]:
@@ -297,7 +338,11 @@ def _read_description(folder: Path) -> dict[str, Any]:
     if seal(record) != record:
         raise ValueError("tokens.json is not what was written: its checksum differs")
     names = tuple(record["sha256"])
-    if record.get("block") != BLOCK or not set(HASHED) <= set(names) or not isinstance(record["skipped"], dict):
+    if (
+        record.get("block") != BLOCK
+        or not set(HASHED) <= set(names)
+        or not isinstance(record["skipped"], dict)
+    ):
         raise ValueError("tokens.json has no checksums")
     if any(Path(name).name != name or not (folder / name).is_file() for name in names):
         raise ValueError("tokens.json names a file outside the folder, or one that is not there")

@@ -25,7 +25,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.comm.collectives import all_gather, all_reduce, all_reduce_max, axis_index, local_shard, reduce_scatter
+from meshwright.comm.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_max,
+    axis_index,
+    local_shard,
+    reduce_scatter,
+)
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.context import CONTEXT
@@ -86,28 +93,42 @@ class CachePlan:
             first = next(layer for layer in self.spec.layers if layer.stack == stack)
             if first.delta is not None:
                 d, each = first.delta, (layers, first.delta.heads, self.batch)
-                shapes = ((*each, d.taps - 1, d.channels), (*each, d.groups, d.key_size, d.value_size))
-                stacks[stack] = Carried(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+                shapes = (
+                    (*each, d.taps - 1, d.channels),
+                    (*each, d.groups, d.key_size, d.value_size),
+                )
+                stacks[stack] = Carried(
+                    *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+                )
                 continue
             attention = first.attention
             assert attention is not None
             # Fewer heads than devices of `tensor`: every device caches the one that its queries attend to.
             tensor, (kv_heads, size) = self.shape.tensor, attention.cached_heads
             heads = tensor if replicates_kv_heads(kv_heads, tensor) else kv_heads
-            leaf = jax.ShapeDtypeStruct((layers, self.slots, heads, self.batch, size), jnp.dtype(self.dtype))
+            leaf = jax.ShapeDtypeStruct(
+                (layers, self.slots, heads, self.batch, size), jnp.dtype(self.dtype)
+            )
             stacks[stack] = KeyValues(leaf, leaf if attention.latent is None else None)
         return stacks
 
     def placement(self, cache: Any, rank: int) -> Placement:
         """Returns the mesh axes of each dimension of an array of `cache`, [L, S, K, B, H] or [L, N, B, ...]."""
-        degrees, axes_of_all = self.shape.degrees(), _STATES if isinstance(cache, Carried) else _PLACEMENT
-        return tuple(tuple(axis for axis in axes if degrees[axis] > 1) for axes in axes_of_all[:rank])
+        degrees, axes_of_all = (
+            self.shape.degrees(),
+            _STATES if isinstance(cache, Carried) else _PLACEMENT,
+        )
+        return tuple(
+            tuple(axis for axis in axes if degrees[axis] > 1) for axes in axes_of_all[:rank]
+        )
 
     @property
     def specs(self) -> dict[str, Any]:
         """`PartitionSpec` of every array."""
         return {
-            stack: jax.tree.map(lambda x, cache=cache: to_spec(self.placement(cache, len(x.shape))), cache)
+            stack: jax.tree.map(
+                lambda x, cache=cache: to_spec(self.placement(cache, len(x.shape))), cache
+            )
             for stack, cache in self.abstract.items()
         }
 
@@ -116,7 +137,8 @@ class CachePlan:
         """Bytes that the cache takes on each device."""
         arrays = [(cache, x) for cache in self.abstract.values() for x in jax.tree.leaves(cache)]
         return sum(
-            math.prod(local_shape(x.shape, self.placement(cache, len(x.shape)), self.shape)) * x.dtype.itemsize
+            math.prod(local_shape(x.shape, self.placement(cache, len(x.shape)), self.shape))
+            * x.dtype.itemsize
             for cache, x in arrays
         )
 
@@ -174,10 +196,14 @@ class CachedAttend:
         cache, row = self._cache, self._row
         assert isinstance(cache, Carried)
         with jax.named_scope("cache"):
-            carried = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, row, 0, keepdims=False), cache)
+            carried = jax.tree.map(
+                lambda a: lax.dynamic_index_in_dim(a, row, 0, keepdims=False), cache
+            )
             inputs = jax.tree.map(self._by_sequence, x)
             out, carried = delta_net(inputs, positions_BT=self._slots.positions_BT, carried=carried)
-            self._cache = jax.tree.map(lambda a, new: lax.dynamic_update_index_in_dim(a, new, row, 0), cache, carried)
+            self._cache = jax.tree.map(
+                lambda a, new: lax.dynamic_update_index_in_dim(a, new, row, 0), cache, carried
+            )
         flat = _flat(out, x.q.shape[1] * lax.axis_size(CONTEXT))
         return local_shard(flat, CONTEXT, 0)[None]
 
@@ -226,7 +252,9 @@ def _flat(out: jax.Array, rows: int) -> jax.Array:
     return jnp.pad(flat, ((0, rows - flat.shape[0]), *((0, 0),) * (flat.ndim - 1)))
 
 
-def write(cache: KeyValues, row: Any, slots: Slots, k_BTKH: jax.Array, v_BTKH: jax.Array | None) -> KeyValues:
+def write(
+    cache: KeyValues, row: Any, slots: Slots, k_BTKH: jax.Array, v_BTKH: jax.Array | None
+) -> KeyValues:
     """Returns the cache with a step's keys and values at their slots, of which this device keeps its own.
 
     v_BTKH: None for a cache of latents.
@@ -239,7 +267,9 @@ def write(cache: KeyValues, row: Any, slots: Slots, k_BTKH: jax.Array, v_BTKH: j
         where = (row, start, 0, 0, 0)
         if slots.tokens > 1:
             T, K, B, H = new_TKBH.shape
-            mine = lax.dynamic_index_in_dim(new_TKBH.reshape(T // devices, devices, K, B, H), here, 1, keepdims=False)
+            mine = lax.dynamic_index_in_dim(
+                new_TKBH.reshape(T // devices, devices, K, B, H), here, 1, keepdims=False
+            )
             return lax.dynamic_update_slice(array, mine[None], where)
         if devices > 1:
             old = lax.dynamic_slice(array, where, (1, *new_TKBH.shape))[0]
@@ -267,7 +297,9 @@ def attend(
     (local, K), value_size = cache.k.shape[1:3], kv_rank or cache.v.shape[-1]
     G, block, devices = N // K, math.gcd(local, _BLOCK), lax.axis_size(CONTEXT)
     # All queries of a key/value head are one dimension, [G, T].
-    q_KBGH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(2, 0, 3, 1, 4).reshape(K, B, G * T, H)
+    q_KBGH = (
+        (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(2, 0, 3, 1, 4).reshape(K, B, G * T, H)
+    )
     at_T = slots.slot + jnp.arange(T)
     chunk = None if scores is None else scores.chunk
     if chunk is not None:
@@ -278,7 +310,10 @@ def attend(
         k_SKBH = _block(cache.k, row, number, block)
         v_SKBH = k_SKBH[..., :kv_rank] if cache.v is None else _block(cache.v, row, number, block)
         products = jnp.einsum(
-            "kbgh,skbh->kbgs", q_KBGH, k_SKBH.astype(q_KBGH.dtype), preferred_element_type=jnp.float32
+            "kbgh,skbh->kbgs",
+            q_KBGH,
+            k_SKBH.astype(q_KBGH.dtype),
+            preferred_element_type=jnp.float32,
         )
         products = cap(products, None if scores is None else scores.softcap)
         key_S = (number * block + jnp.arange(block)) * devices + axis_index(CONTEXT)
@@ -300,7 +335,11 @@ def attend(
     if block == local:
         highest, total, out = visit(0, sums)
     else:
-        oldest = slots.first_B.min() if window is None else jnp.maximum(slots.first_B.min(), slots.slot - window + 1)
+        oldest = (
+            slots.first_B.min()
+            if window is None
+            else jnp.maximum(slots.first_B.min(), slots.slot - window + 1)
+        )
         highest, total, out = lax.fori_loop(
             oldest // devices // block, (slots.slot + T - 1) // devices // block + 1, visit, sums
         )
@@ -310,7 +349,9 @@ def attend(
     return back, lse.reshape(K, B, G, T).transpose(1, 3, 0, 2).reshape(B, T, N)
 
 
-def _seen(first_B: jax.Array, at_T: jax.Array, key_S: jax.Array, window: int | None, chunk: int | None) -> jax.Array:
+def _seen(
+    first_B: jax.Array, at_T: jax.Array, key_S: jax.Array, window: int | None, chunk: int | None
+) -> jax.Array:
     """Returns the slots [B, T, S] that each token attends to. at_T, key_S: slots of the tokens, and of the keys."""
     distance_TS = at_T[:, None] - key_S[None]
     seen_TS = distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)

@@ -72,14 +72,20 @@ class Bucket:
     """Tokens of each sequence in one prefill step."""
 
 
-def bucket_for(device_run: DeviceRun, lengths: Sequence[int], max_tokens: int, chunk: int) -> Bucket:
+def bucket_for(
+    device_run: DeviceRun, lengths: Sequence[int], max_tokens: int, chunk: int
+) -> Bucket:
     """Returns the bucket of prompts of `lengths` tokens that `max_tokens` follow; chunk: most tokens of a prefill step.
 
     Raises ConfigError where the texts would be longer than the model's positions.
     """
     longest, most = max(lengths), device_run.placed.spec.max_seq
     if most is not None and longest + max_tokens > most:
-        fix = f"--max-tokens {most - longest}" if longest < most else f"a prompt of at most {most - 1} tokens"
+        fix = (
+            f"--max-tokens {most - longest}"
+            if longest < most
+            else f"a prompt of at most {most - 1} tokens"
+        )
         raise ConfigError(
             f"{max_tokens} tokens after a prompt of {longest}",
             f"the model has {most} positions, and {longest} + {max_tokens} = {longest + max_tokens}",
@@ -91,7 +97,9 @@ def bucket_for(device_run: DeviceRun, lengths: Sequence[int], max_tokens: int, c
     multiple = math.lcm(SLOT_MULTIPLE * context, chunk)
     need = math.ceil(longest / chunk) * chunk + max_tokens
     share = device_run.shape.over(BATCH_AXES)
-    return Bucket(math.ceil(len(lengths) / share) * share, math.ceil(need / multiple) * multiple, chunk)
+    return Bucket(
+        math.ceil(len(lengths) / share) * share, math.ceil(need / multiple) * multiple, chunk
+    )
 
 
 class Decoder:
@@ -102,7 +110,9 @@ class Decoder:
         check_decodable(device_run)
         self.device_run, self.bucket, self.weights = device_run, bucket, weights
         dtype = device_run.run.training.compute_dtype
-        self.plan = CachePlan(device_run.placed.spec, device_run.shape, bucket.batch, bucket.slots, dtype)
+        self.plan = CachePlan(
+            device_run.placed.spec, device_run.shape, bucket.batch, bucket.slots, dtype
+        )
         self.specs = DecodeState(self.plan.specs, _ROWS, _ROWS, _ROWS, _ROWS, _ALL)
         self.end = 0
 
@@ -118,7 +128,9 @@ class Decoder:
     def _empty(self) -> Any:
         cache = self._abstract.cache
         where = jax.tree.map(lambda x: x.sharding, cache)
-        zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache), out_shardings=where)
+        zeros = jax.jit(
+            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache), out_shardings=where
+        )
         return zeros.lower().compile()
 
     @functools.cached_property
@@ -148,7 +160,9 @@ class Decoder:
         logprobs_BT = np.zeros(tokens_BT.shape, np.float32)
         rest = DecodeState(None, tokens_BT, logprobs_BT, first_B, done_B, slot)
         placed = jax.tree.map(
-            lambda x, like: jax.make_array_from_callback(x.shape, like.sharding, np.asarray(x).__getitem__),
+            lambda x, like: jax.make_array_from_callback(
+                x.shape, like.sharding, np.asarray(x).__getitem__
+            ),
             rest,
             dataclasses.replace(self._abstract, cache=None),
         )
@@ -158,12 +172,18 @@ class Decoder:
         """Fills the cache with the prompts, chunk by chunk, and chooses the first token of each text."""
         for slot in range(int(state.slot), self.end, self.bucket.chunk):
             last = np.int32(slot + self.bucket.chunk == self.end)
-            state = self._prefill(self.weights.params, state, sampling.settings(), stop_array(stops), last)
+            state = self._prefill(
+                self.weights.params, state, sampling.settings(), stop_array(stops), last
+            )
         return state
 
-    def decode(self, state: DecodeState, sampling: Sampling, stops: Sequence[int], tokens: int) -> DecodeState:
+    def decode(
+        self, state: DecodeState, sampling: Sampling, stops: Sequence[int], tokens: int
+    ) -> DecodeState:
         """Adds `tokens` tokens to every text, in one call of the compiled loop; a text that is done keeps its last."""
-        return self._decode(self.weights.params, state, sampling.settings(), stop_array(stops), np.int32(tokens))
+        return self._decode(
+            self.weights.params, state, sampling.settings(), stop_array(stops), np.int32(tokens)
+        )
 
     def read(self, state: DecodeState) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the generated tokens [B, T], their log-probabilities and which texts are done, on every process."""
@@ -187,18 +207,28 @@ class Decoder:
         """Compiles `(params, state, settings, stops, integer) -> results` as a `shard_map`; the state is donated."""
         mesh, weights = self.device_run.mesh, self.weights
         mapped = jax.shard_map(
-            f, mesh=mesh, in_specs=(weights.specs, self.specs, _ALL, _ALL, _ALL), out_specs=out_specs, check_vma=False
+            f,
+            mesh=mesh,
+            in_specs=(weights.specs, self.specs, _ALL, _ALL, _ALL),
+            out_specs=out_specs,
+            check_vma=False,
         )
-        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights.params)
+        params = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights.params
+        )
         settings, stops = Sampling().settings(), stop_array(())
         with matmuls_of(self.device_run.run.training.compute_dtype):
-            lowered = jax.jit(mapped, donate_argnums=(1,)).lower(params, self._abstract, settings, stops, np.int32(0))
+            lowered = jax.jit(mapped, donate_argnums=(1,)).lower(
+                params, self._abstract, settings, stops, np.int32(0)
+            )
         return lowered.compile(compiler_options=self.device_run.compiler_options() or None)
 
     @functools.cached_property
     def _abstract(self) -> DecodeState:
         batch, slots = self.bucket.batch, self.bucket.slots
-        tokens_BT, logprobs_BT = (jax.ShapeDtypeStruct((batch, slots + 1), x) for x in (jnp.int32, jnp.float32))
+        tokens_BT, logprobs_BT = (
+            jax.ShapeDtypeStruct((batch, slots + 1), x) for x in (jnp.int32, jnp.float32)
+        )
         first_B, done_B = (jax.ShapeDtypeStruct((batch,), x) for x in (jnp.int32, jnp.bool_))
         slot = jax.ShapeDtypeStruct((), jnp.int32)
         return jax.tree.map(
@@ -208,14 +238,24 @@ class Decoder:
         )
 
     def _prefill_chunk(
-        self, params: Tree, state: DecodeState, settings: Settings, stops: jax.Array, last: jax.Array
+        self,
+        params: Tree,
+        state: DecodeState,
+        settings: Settings,
+        stops: jax.Array,
+        last: jax.Array,
     ) -> DecodeState:
         logits_BV, cache = self.next_logits(params, state, self.bucket.chunk)
         state = dataclasses.replace(state, cache=cache, slot=state.slot + self.bucket.chunk)
         return self._choose(state, logits_BV, settings, stops, last > 0)
 
     def _decode_tokens(
-        self, params: Tree, state: DecodeState, settings: Settings, stops: jax.Array, tokens: jax.Array
+        self,
+        params: Tree,
+        state: DecodeState,
+        settings: Settings,
+        stops: jax.Array,
+        tokens: jax.Array,
     ) -> DecodeState:
         def step(_: Any, state: DecodeState) -> DecodeState:
             logits_BV, cache = self.next_logits(params, state, 1)
@@ -225,7 +265,12 @@ class Decoder:
         return lax.fori_loop(0, tokens, step, state)
 
     def _choose(
-        self, state: DecodeState, logits_BV: jax.Array, settings: Settings, stops: jax.Array, sampled: jax.Array
+        self,
+        state: DecodeState,
+        logits_BV: jax.Array,
+        settings: Settings,
+        stops: jax.Array,
+        sampled: jax.Array,
     ) -> DecodeState:
         """Writes the token that follows, where it is `sampled` and not part of the prompt."""
         slot, batch = state.slot, logits_BV.shape[0]
@@ -235,7 +280,9 @@ class Decoder:
         chosen_B = jnp.where(state.done, previous_B, chosen_B)
         given_B = lax.dynamic_index_in_dim(state.tokens, slot, 1, keepdims=False)
         chosen_B = jnp.where(sampled, chosen_B, given_B)
-        logprob_B = jnp.take_along_axis(jax.nn.log_softmax(logits_BV), jnp.maximum(chosen_B, 0)[:, None], 1)[:, 0]
+        logprob_B = jnp.take_along_axis(
+            jax.nn.log_softmax(logits_BV), jnp.maximum(chosen_B, 0)[:, None], 1
+        )[:, 0]
         logprob_B = jnp.where(sampled & ~state.done, logprob_B, 0.0)
         stopped_B = state.done | (sampled & (chosen_B[:, None] == stops).any(-1))
         return dataclasses.replace(
@@ -245,7 +292,9 @@ class Decoder:
             done=stopped_B,
         )
 
-    def next_logits(self, params: Tree, state: DecodeState, tokens: int) -> tuple[jax.Array, dict[str, Any]]:
+    def next_logits(
+        self, params: Tree, state: DecodeState, tokens: int
+    ) -> tuple[jax.Array, dict[str, Any]]:
         """Feeds the `tokens` tokens from `state.slot` on; returns the logits [B, V] after them, and the cache.
 
         Call it inside a `shard_map`: B is this device's part of the batch. Logits are float32, of the whole vocabulary.
@@ -259,7 +308,9 @@ class Decoder:
         vocab = vocab_size(self.device_run.run.model)
         return all_gather(logits_BV, VOCAB_AXES, 1)[:, :vocab], cache
 
-    def hidden(self, params: Tree, state: DecodeState, tokens: int) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
+    def hidden(
+        self, params: Tree, state: DecodeState, tokens: int
+    ) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
         """Feeds tokens as `next_logits` does; returns hidden states [1, tokens, D], unembedding [V/tensor, D], cache.
 
         The hidden states are this device's part (`local_tokens`) of the tokens of all its sequences.

@@ -17,7 +17,14 @@ from meshwright.comm.collectives import all_gather, all_reduce, all_reduce_max, 
 from meshwright.data.tokenizers import with_begin
 from meshwright.errors import ConfigError
 from meshwright.formatting import Shown, format_bytes
-from meshwright.generation.decoder import Bucket, Decoder, DecodeState, bucket_for, check_decodable, stop_array
+from meshwright.generation.decoder import (
+    Bucket,
+    Decoder,
+    DecodeState,
+    bucket_for,
+    check_decodable,
+    stop_array,
+)
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.source import OpenedModel
 from meshwright.generation.weights import LaidOut, WeightsLayout, lay_out, weight_bytes
@@ -113,7 +120,11 @@ class Generator:
     """Model with its weights laid out for decoding, and the programs of the buckets that prompts have had so far."""
 
     def __init__(self, opened: OpenedModel, decoding: Decoding | None = None):
-        self.device_run, self.tokenizer, self.chat = opened.device_run, opened.tokenizer, opened.chat
+        self.device_run, self.tokenizer, self.chat = (
+            opened.device_run,
+            opened.tokenizer,
+            opened.chat,
+        )
         self.origin, self.decoding = opened.origin, decoding or Decoding()
         self._stops = opened.stops
         check_decodable(self.device_run)
@@ -172,10 +183,14 @@ class Generator:
         """
         if max_tokens < 1 or not prompts:
             raise ConfigError(
-                f"{max_tokens} tokens after {len(prompts)} prompts", "there is at least one of each", "--max-tokens 1"
+                f"{max_tokens} tokens after {len(prompts)} prompts",
+                "there is at least one of each",
+                "--max-tokens 1",
             )
         if isinstance(stop, str) or "" in stop:
-            raise ConfigError(f"stop {stop!r}", "it lists texts, of a character or more", 'stop=["\\n\\n"]')
+            raise ConfigError(
+                f"stop {stop!r}", "it lists texts, of a character or more", 'stop=["\\n\\n"]'
+            )
         sampling = sampling or Sampling()
         encoded = [self.encode(prompt) for prompt in prompts]
         began = time.perf_counter()
@@ -260,7 +275,11 @@ class _Text:
     """
 
     def __init__(
-        self, decode: Callable[[list[int]], str], prompt: np.ndarray, stop: Sequence[str], stops: Sequence[int]
+        self,
+        decode: Callable[[list[int]], str],
+        prompt: np.ndarray,
+        stop: Sequence[str],
+        stops: Sequence[int],
     ):
         self._whole, self._stop, self._stops = decode, tuple(stop), frozenset(stops)
         # A decoder may drop the space that a text begins with (Llama 2): the prompt's last tokens stand before it.
@@ -296,7 +315,12 @@ class _Text:
                 del self.tokens[-1], self.logprobs[-1]
         elif not final:
             text = text.rstrip("\ufffd")
-            kept = [n for stop in self._stop for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])]
+            kept = [
+                n
+                for stop in self._stop
+                for n in range(len(stop) - 1, 0, -1)
+                if text.endswith(stop[:n])
+            ]
             text = text[: len(text) - max(kept, default=0)]
         self.ended = self.ended or final
         if not text.startswith(self.shown):
@@ -324,13 +348,19 @@ def _score_chunk(
     softcap = decoder.device_run.placed.spec.logit_softcap
     scores = _token_scores(x_BTD[0], table_VD, labels_T, vocab_size(run.model), size, softcap)
     logprobs_BT, greedy_BT = (
-        all_gather(all_gather(x, CONTEXT, 0)[: batch * chunk].reshape(batch, chunk), BATCH_AXES, 0) for x in scores
+        all_gather(all_gather(x, CONTEXT, 0)[: batch * chunk].reshape(batch, chunk), BATCH_AXES, 0)
+        for x in scores
     )
     return dataclasses.replace(state, cache=cache, slot=state.slot + chunk), logprobs_BT, greedy_BT
 
 
 def _token_scores(
-    x_TD: jax.Array, table_VD: jax.Array, labels_T: jax.Array, vocab: int, chunk: int, softcap: float | None
+    x_TD: jax.Array,
+    table_VD: jax.Array,
+    labels_T: jax.Array,
+    vocab: int,
+    chunk: int,
+    softcap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the log-probability of each label, float32 [T], and whether no token has a larger logit, int32 [T].
 
@@ -363,7 +393,11 @@ def _check_cache(decoder: Decoder, longest: int, max_tokens: int) -> None:
     device, bucket = decoder.device_run.mesh.local_devices[0], decoder.bucket
     memory = (device.memory_stats() or {}).get("bytes_limit", 0)
     if device.platform == "cpu":
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(decoder.device_run.mesh.local_devices)
+        memory = (
+            os.sysconf("SC_PAGE_SIZE")
+            * os.sysconf("SC_PHYS_PAGES")
+            // len(decoder.device_run.mesh.local_devices)
+        )
     need = decoder.plan.bytes_per_device
     if not memory or need <= memory:
         return
@@ -372,7 +406,9 @@ def _check_cache(decoder: Decoder, longest: int, max_tokens: int) -> None:
         f"{max_tokens} tokens after a prompt of {longest}",
         f"a cache of {bucket.batch} text(s) of {bucket.slots} tokens takes {format_bytes(need)} on a device, which "
         f"has {format_bytes(memory)}",
-        f"--max-tokens {fits}" if 0 < fits < max_tokens else "fewer or shorter prompts at once, or more devices",
+        f"--max-tokens {fits}"
+        if 0 < fits < max_tokens
+        else "fewer or shorter prompts at once, or more devices",
     )
 
 
@@ -384,4 +420,8 @@ def _choose_layout(device_run: DeviceRun, asked: str) -> WeightsLayout:
     if device.platform == "cpu":
         return "gathered" if needed <= _SIMULATED_BYTES else "sharded"
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
-    return "gathered" if needed + weight_bytes(device_run.placed, "sharded") <= _FITS * limit else "sharded"
+    return (
+        "gathered"
+        if needed + weight_bytes(device_run.placed, "sharded") <= _FITS * limit
+        else "sharded"
+    )

@@ -72,7 +72,11 @@ class Settings:
 
 
 def choose_tokens(
-    logits_BV: jax.Array, settings: Settings, text_BT: jax.Array, sequences_B: jax.Array, positions_B: jax.Array
+    logits_BV: jax.Array,
+    settings: Settings,
+    text_BT: jax.Array,
+    sequences_B: jax.Array,
+    positions_B: jax.Array,
 ) -> jax.Array:
     """Returns the next token of each sequence, int32 [B].
 
@@ -80,7 +84,10 @@ def choose_tokens(
     sequence in the batch.  positions_B: position that the token will have.
     """
     logits_BV = lax.cond(
-        settings.repetition_penalty == 1.0, lambda x: x, lambda x: _penalise(x, text_BT, settings), logits_BV
+        settings.repetition_penalty == 1.0,
+        lambda x: x,
+        lambda x: _penalise(x, text_BT, settings),
+        logits_BV,
     )
     return lax.cond(
         settings.temperature == 0.0,
@@ -95,22 +102,32 @@ def _penalise(logits_BV: jax.Array, text_BT: jax.Array, settings: Settings) -> j
     # A negative index would count from the end.
     index_BT = jnp.where(text_BT < 0, logits_BV.shape[1], text_BT)
     seen_BV = jnp.zeros(logits_BV.shape, jnp.bool_).at[rows, index_BT].set(True, mode="drop")
-    return jnp.where(seen_BV, jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
+    return jnp.where(
+        seen_BV, jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV
+    )
 
 
-def _draw(logits_BV: jax.Array, settings: Settings, sequences_B: jax.Array, positions_B: jax.Array) -> jax.Array:
+def _draw(
+    logits_BV: jax.Array, settings: Settings, sequences_B: jax.Array, positions_B: jax.Array
+) -> jax.Array:
     """Draws by the Gumbel-max trick: the argmax of logits plus Gumbel noise is a draw from their softmax."""
     vocab = logits_BV.shape[1]
-    kept_BV = keep_tokens(logits_BV / settings.temperature, settings.top_k, settings.top_p, settings.min_p)
+    kept_BV = keep_tokens(
+        logits_BV / settings.temperature, settings.top_k, settings.top_p, settings.min_p
+    )
 
     def noise(sequence: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(settings.seed), sequence), position)
+        key = jax.random.fold_in(
+            jax.random.fold_in(jax.random.key(settings.seed), sequence), position
+        )
         return jax.random.gumbel(key, (vocab,))
 
     return (kept_BV + jax.vmap(noise)(sequences_B, positions_B)).argmax(-1).astype(jnp.int32)
 
 
-def keep_tokens(logits_BV: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+def keep_tokens(
+    logits_BV: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
+) -> jax.Array:
     """Returns the logits with -inf for the tokens that top-k, top-p and min-p leave out."""
 
     def some(logits_BV: jax.Array) -> jax.Array:
@@ -124,7 +141,11 @@ def keep_tokens(logits_BV: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p:
         # Ratios to the most probable token do not change where others are left out.
         kept_BV &= probability_BV >= min_p * probability_BV[:, :1]
         rows = jnp.arange(logits_BV.shape[0])[:, None]
-        return jnp.full_like(logits_BV, -jnp.inf).at[rows, order_BV].set(jnp.where(kept_BV, among_k_BV, -jnp.inf))
+        return (
+            jnp.full_like(logits_BV, -jnp.inf)
+            .at[rows, order_BV]
+            .set(jnp.where(kept_BV, among_k_BV, -jnp.inf))
+        )
 
     filters = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
     return lax.cond(filters, some, lambda x: x, logits_BV)

@@ -43,7 +43,11 @@ class OpenedModel:
 
 
 def open_weights(
-    source: str | Path, *, mesh: MeshShape | None = None, at: int | None = None, devices: int | None = None
+    source: str | Path,
+    *,
+    mesh: MeshShape | None = None,
+    at: int | None = None,
+    devices: int | None = None,
 ) -> OpenedModel:
     """Opens a run's folder and restores its last checkpoint, or that of step `at`, on a mesh; or loads `hf:PATH`.
 
@@ -52,7 +56,11 @@ def open_weights(
     """
     name = str(source)
     if is_hugging_face(name) and at is not None:
-        raise ConfigError(f"{name} at step {at}", "a Hugging Face folder has one version of its weights", "no --at")
+        raise ConfigError(
+            f"{name} at step {at}",
+            "a Hugging Face folder has one version of its weights",
+            "no --at",
+        )
     run = run_of_source(source)
     device_run = place_for_decoding(run, mesh, devices)
     if is_hugging_face(name):
@@ -92,10 +100,14 @@ def _end_tokens(folder: Path) -> tuple[int, ...]:
             try:
                 ends = read_json(folder / file).get("eos_token_id")
                 if ends is not None:
-                    return tuple(int(end) for end in ends) if isinstance(ends, list) else (int(ends),)
+                    return (
+                        tuple(int(end) for end in ends) if isinstance(ends, list) else (int(ends),)
+                    )
             except (OSError, ValueError, TypeError, AttributeError) as error:
                 raise WeightsError(
-                    f"reading {folder / file}", f"it is not a configuration: {error}", "download it again"
+                    f"reading {folder / file}",
+                    f"it is not a configuration: {error}",
+                    "download it again",
                 ) from error
     return ()
 

@@ -40,15 +40,24 @@ def weight_bytes(placed: PlacedRun, layout: WeightsLayout) -> int:
         if layout == "sharded":
             dtype, placement = p.stored or training.param_dtype, where.at_rest
         else:
-            dtype, placement = "float32" if p.precision == "float32" else training.compute_dtype, where.in_use
-        total += math.prod(local_shape(p.shape, placement, placed.shape)) * jnp.dtype(dtype).itemsize
+            dtype, placement = (
+                "float32" if p.precision == "float32" else training.compute_dtype,
+                where.in_use,
+            )
+        total += (
+            math.prod(local_shape(p.shape, placement, placed.shape)) * jnp.dtype(dtype).itemsize
+        )
     return total
 
 
 def lay_out(device_run: DeviceRun, params: Tree, layout: WeightsLayout) -> LaidOut:
     """Returns `params` in a layout; nothing is copied where it is that of training."""
     if layout == "sharded":
-        return LaidOut(params, param_specs(device_run.placements, "at_rest"), device_run.local_model.gather_params)
+        return LaidOut(
+            params,
+            param_specs(device_run.placements, "at_rest"),
+            device_run.local_model.gather_params,
+        )
     program, specs = _gathered(device_run)
     return LaidOut(program(params), specs, lambda params, path: params)
 
@@ -60,7 +69,9 @@ def _gathered(device_run: DeviceRun) -> tuple[Any, Tree]:
         return {path: _gather_stack(device_run, params[path], path) for path in params}
 
     own, specs = (param_specs(device_run.placements, which) for which in ("at_rest", "in_use"))
-    mapped = jax.shard_map(gather, mesh=device_run.mesh, in_specs=(own,), out_specs=specs, check_vma=False)
+    mapped = jax.shard_map(
+        gather, mesh=device_run.mesh, in_specs=(own,), out_specs=specs, check_vma=False
+    )
     return jax.jit(mapped), specs
 
 

@@ -43,7 +43,10 @@ def flatten(value: Any, prefix: str = "") -> dict[str, str]:
         {'training.lr': '0.1', 'name': '"a"'}
     """
     if isinstance(value, Mapping) and value:
-        parts = (flatten(item, f"{prefix}.{name}" if prefix else str(name)) for name, item in value.items())
+        parts = (
+            flatten(item, f"{prefix}.{name}" if prefix else str(name))
+            for name, item in value.items()
+        )
         return dict(itertools.chain.from_iterable(part.items() for part in parts))
     return {prefix: json.dumps(value, sort_keys=True, default=str)}
 
@@ -67,7 +70,9 @@ def agree(subject: str, fields: Mapping[str, str], seconds: float = DEADLINE) ->
     choose_together(subject, dict(fields), compare, seconds)
 
 
-def choose_together(subject: str, mine: Any, choose: Callable[[list[Any]], Any], seconds: float = DEADLINE) -> Any:
+def choose_together(
+    subject: str, mine: Any, choose: Callable[[list[Any]], Any], seconds: float = DEADLINE
+) -> Any:
     """Returns in every process what process 0 chooses from what all of them give, in their order, as JSON has it.
 
     Each process writes one text and reads one; process 0 reads all. All must call this in the same order. An error
@@ -128,13 +133,21 @@ def answer_of_the_first(compute: Callable[[], Any]) -> Any:
         try:
             answer = compute()
         except MeshwrightError as error:
-            kind = next(kind for kind in type(error).__mro__ if "__init__" not in vars(kind) or kind is MeshwrightError)
+            kind = next(
+                kind
+                for kind in type(error).__mro__
+                if "__init__" not in vars(kind) or kind is MeshwrightError
+            )
             failed = [kind.__name__, error.asked, error.truth, error.fix]
             client.key_value_set(key, json.dumps({"failed": failed}))
             _wait_for_readers(client, key)
             raise
         except BaseException as error:
-            stopped = "waiting for host 0", f"it stopped: {type(error).__name__}", "look at the output of host 0"
+            stopped = (
+                "waiting for host 0",
+                f"it stopped: {type(error).__name__}",
+                "look at the output of host 0",
+            )
             client.key_value_set(key, json.dumps({"failed": [HostError.__name__, *stopped]}))
             raise
         client.key_value_set(key, json.dumps({"answer": answer}))
@@ -168,7 +181,10 @@ def differences(answers: Mapping[int, Mapping[str, str]]) -> list[str]:
             holders.setdefault(fields.get(name, "absent"), []).append(host)
         if len(holders) > 1:
             values = sorted(holders.items(), key=lambda item: -len(item[1]))
-            shown = ((v if len(v) <= _LONGEST else f"{v[:_LONGEST]}...", _hosts(hosts)) for v, hosts in values)
+            shown = (
+                (v if len(v) <= _LONGEST else f"{v[:_LONGEST]}...", _hosts(hosts))
+                for v, hosts in values
+            )
             found.append(f"{name}: " + ", ".join(f"{value} on {who}" for value, who in shown))
     return found
 
@@ -178,7 +194,11 @@ def _hosts(numbers: list[int]) -> str:
         return f"host {numbers[0]}"
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"hosts {numbers[0]} to {numbers[-1]}"
-    shown, last = (numbers[:-1], numbers[-1]) if len(numbers) <= 8 else (numbers[:8], f"{len(numbers) - 8} more")
+    shown, last = (
+        (numbers[:-1], numbers[-1])
+        if len(numbers) <= 8
+        else (numbers[:8], f"{len(numbers) - 8} more")
+    )
     return f"hosts {', '.join(map(str, shown))} and {last}"
 
 
@@ -210,5 +230,7 @@ def _wait(client: Any, key: str, until: float) -> str | None:
         if "DEADLINE_EXCEEDED" in str(error):
             return None
         raise HostError(
-            "comparing hosts", f"host 0 does not answer: {str(error).splitlines()[0]}", "look at the output of host 0"
+            "comparing hosts",
+            f"host 0 does not answer: {str(error).splitlines()[0]}",
+            "look at the output of host 0",
         ) from error

@@ -37,11 +37,15 @@ def require_compiler(target: Target) -> None:
     """
     if target.name not in CHIPS:
         truth = "no installed compiler knows this chip; it can only be planned for"
-        raise ConfigError(f"compiling for {target}", truth, f"use meshwright plan, or one of {', '.join(CHIPS)}")
+        raise ConfigError(
+            f"compiling for {target}", truth, f"use meshwright plan, or one of {', '.join(CHIPS)}"
+        )
     if target.chip.on_torus:
         if importlib.util.find_spec("libtpu") is None:
             truth = "its compiler, the package libtpu, is not installed"
-            raise CensusError("compiling for a TPU", truth, "pip install 'meshwright[tpu]' (no TPU is needed)")
+            raise CensusError(
+                "compiling for a TPU", truth, "pip install 'meshwright[tpu]' (no TPU is needed)"
+            )
         return
     # Without ptxas or libdevice the compiler dies with signal 11 instead of raising an error.
     required = (("the CUDA plugin", _plugin()), *_cuda_tools().items(), ("cuDNN", _cudnn()))
@@ -64,7 +68,12 @@ def compiler_environment(target: Target) -> dict[str, str]:
     home = ptxas.parent.parent
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_cuda_data_dir={home} {_GPU_FLAGS}".strip()
     path = f"{ptxas.parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PATH": path, "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": flags,
+        "PATH": path,
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    }
 
 
 def topology_devices(target: Target) -> list[Any]:
@@ -132,7 +141,10 @@ def gpu_target_config(name: str) -> str:
     file = _plugin()
     assert file is not None  # checked by require_compiler
     description = f'device_description_str: "{CHIPS[name].compiler}"'.encode()
-    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    with (
+        file.open("rb") as opened,
+        mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
         end = content.find(description)
         if end < 0:
             truth = f"the CUDA plugin has no description of {CHIPS[name].compiler}"

@@ -14,7 +14,9 @@ from typing import Any
 
 from meshwright.errors import ConfigError, nearest
 
-_KNOWN: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("chips.toml").read_text(encoding="utf-8"))
+_KNOWN: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("chips.toml").read_text(encoding="utf-8")
+)
 
 SliceShape = tuple[int, ...]
 """Chips along each dimension of a TPU slice."""
@@ -142,7 +144,9 @@ class Chip:
     """Names of Google Cloud (accelerator types, node labels) and of products."""
     cores_per_chip: int = 1
     """Cores per chip that cloud accelerator types count: `v5p-256` is 128 chips."""
-    compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False, compare=False)
+    compiler_options: Mapping[str, str] = dataclasses.field(
+        default_factory=dict, hash=False, compare=False
+    )
     """XLA options, the defaults of every verb that compiles for the chip."""
     sparse_cores: bool = False
     """Whether collectives run on SparseCores beside the matrix units."""
@@ -194,11 +198,19 @@ def _slices(largest: SliceShape) -> tuple[SliceShape, ...]:
     if len(largest) == 2:
         return ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
     cubes = itertools.product(*(range(4, most + 1, 4) for most in largest))
-    return ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), *(shape for shape in cubes if sorted(shape) == list(shape)))
+    return (
+        (2, 2, 1),
+        (2, 2, 2),
+        (2, 2, 4),
+        (2, 4, 4),
+        *(shape for shape in cubes if sorted(shape) == list(shape)),
+    )
 
 
 def _known_chip(name: str) -> Chip:
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in _KNOWN[name].items()}
+    fields: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in _KNOWN[name].items()
+    }
     defaults = _KNOWN["tpu" if "torus" in fields else "gpu"]
     interconnect = _interconnect(fields)
     if isinstance(interconnect, Torus):
@@ -206,7 +218,10 @@ def _known_chip(name: str) -> Chip:
     for name in ("sources", "compiler_options"):
         fields[name] = defaults.get(name, {}) | fields.get(name, {})
     fields["efficiency"] = Efficiency(**(defaults["efficiency"] | fields.get("efficiency", {})))
-    return Chip(**{key: value for key, value in fields.items() if key not in _LINKS}, interconnect=interconnect)
+    return Chip(
+        **{key: value for key, value in fields.items() if key not in _LINKS},
+        interconnect=interconnect,
+    )
 
 
 def _interconnect(fields: dict[str, Any]) -> Torus | Nodes:
@@ -225,7 +240,9 @@ CHIPS: dict[str, Chip] = {name: _known_chip(name) for name in _KNOWN if name not
 def chip_name(device_kind: str) -> str | None:
     """Returns the name in `CHIPS` of a `jax.Device.device_kind`, or None where it is unknown (a CPU, for example)."""
     prefixes = {kind: name for name, chip in CHIPS.items() for kind in chip.device_kinds}
-    return prefixes.get(max((kind for kind in prefixes if device_kind.startswith(kind)), key=len, default=""))
+    return prefixes.get(
+        max((kind for kind in prefixes if device_kind.startswith(kind)), key=len, default="")
+    )
 
 
 def find_chip(device_kind: str) -> Chip | None:
@@ -234,7 +251,15 @@ def find_chip(device_kind: str) -> Chip | None:
 
 
 _NUMBERS = ("flops_bf16", "hbm_bytes", "hbm_bandwidth", "network_bandwidth", "host_bandwidth")
-_OPTIONAL = ("clock_hz", "devices_per_chip", "multiprocessors", "flops_fp8", "flops_int8", "flops_mxfp8", "flops_nvfp4")
+_OPTIONAL = (
+    "clock_hz",
+    "devices_per_chip",
+    "multiprocessors",
+    "flops_fp8",
+    "flops_int8",
+    "flops_mxfp8",
+    "flops_nvfp4",
+)
 
 
 def read_chip(file: Path) -> Chip:
@@ -248,14 +273,18 @@ def read_chip(file: Path) -> Chip:
     try:
         fields: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(asked, f"it cannot be read: {error}", "give a readable TOML file") from error
+        raise ConfigError(
+            asked, f"it cannot be read: {error}", "give a readable TOML file"
+        ) from error
     required = (*_NUMBERS, "torus" if "torus" in fields else "nodes")
     for key in required:
         if key not in fields:
             raise ConfigError(asked, f"it has no {key}", f"add each of {', '.join(required)}")
     for key in _NUMBERS:
         if not isinstance(fields[key], int | float) or fields[key] <= 0:
-            raise ConfigError(asked, f"{key} = {fields[key]!r} is not a positive number", f"write {key} = 1e12")
+            raise ConfigError(
+                asked, f"{key} = {fields[key]!r} is not a positive number", f"write {key} = 1e12"
+            )
     known = {"name", "sources", "efficiency", *_NUMBERS, *_OPTIONAL, *_LINKS}
     for key in sorted(set(fields) - known):
         raise ConfigError(asked, f"{key!r} is not a field of a chip", nearest(key, known))
@@ -265,12 +294,19 @@ def read_chip(file: Path) -> Chip:
         fix = "give [nodes] link_bandwidth, devices_per_node; or [torus] link_bandwidth, wraparound_multiple, largest"
         raise ConfigError(f"interconnect in {asked}", str(error), fix) from error
     try:
-        efficiency = Efficiency(**fields["efficiency"]) if "efficiency" in fields else GPU_EFFICIENCY
+        efficiency = (
+            Efficiency(**fields["efficiency"]) if "efficiency" in fields else GPU_EFFICIENCY
+        )
     except TypeError as error:
-        names = ", ".join(field.name for field in dataclasses.fields(Efficiency) if field.name != "tile")
+        names = ", ".join(
+            field.name for field in dataclasses.fields(Efficiency) if field.name != "tile"
+        )
         raise ConfigError(f"efficiency in {asked}", str(error), f"give each of {names}") from error
     return Chip(
-        **{"name": file.stem, **{key: fields[key] for key in ("name", *_NUMBERS, *_OPTIONAL) if key in fields}},
+        **{
+            "name": file.stem,
+            **{key: fields[key] for key in ("name", *_NUMBERS, *_OPTIONAL) if key in fields},
+        },
         interconnect=interconnect,
         efficiency=efficiency,
         sources=dict.fromkeys((*_NUMBERS, "interconnect", "clock_hz"), str(file)),

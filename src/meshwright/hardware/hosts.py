@@ -25,7 +25,17 @@ import jax
 from meshwright.errors import ConfigError, HostError, TrainingError, reason_of
 
 CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt")
-_PACKAGES = ("meshwright", "jax", "jaxlib", "libtpu", *CUDA_PACKAGES, "numpy", "optax", "tensorstore", "tokenizers")
+_PACKAGES = (
+    "meshwright",
+    "jax",
+    "jaxlib",
+    "libtpu",
+    *CUDA_PACKAGES,
+    "numpy",
+    "optax",
+    "tensorstore",
+    "tokenizers",
+)
 PORT = 8476
 """Port of process 0 where the environment names a host alone."""
 _PATIENCE = 10.0
@@ -79,7 +89,11 @@ class Hosts:
 
     def __post_init__(self) -> None:
         if self.processes < 1:
-            raise ConfigError(f"{self.processes} processes ({self.source})", "at least one computes", "--processes 1")
+            raise ConfigError(
+                f"{self.processes} processes ({self.source})",
+                "at least one computes",
+                "--processes 1",
+            )
         if not 0 <= self.process < self.processes:
             asked = f"process {self.process} of {self.processes} ({self.source})"
             raise ConfigError(asked, "processes are counted from 0", f"0 to {self.processes - 1}")
@@ -99,7 +113,10 @@ def hosts_of(environment: Mapping[str, str]) -> Hosts:
         try:
             hosts = rule(environment)
         except (KeyError, ValueError, TypeError) as error:
-            asked, fix = f"the variables of {rule.__name__.strip('_')}", f"{_EXPLICIT}, or --processes 1"
+            asked, fix = (
+                f"the variables of {rule.__name__.strip('_')}",
+                f"{_EXPLICIT}, or --processes 1",
+            )
             raise ConfigError(asked, _unreadable(error, environment), fix) from error
         if hosts is not None:
             return hosts
@@ -110,13 +127,28 @@ def _unreadable(error: Exception, environment: Mapping[str, str]) -> str:
     if isinstance(error, KeyError):
         return f"{error.args[0]} is not set"
     value = str(error).rpartition(": ")[2].strip("'")
-    names = [name for name, text in sorted(environment.items()) if text == value and name.startswith(_NAMES)]
+    names = [
+        name
+        for name, text in sorted(environment.items())
+        if text == value and name.startswith(_NAMES)
+    ]
     if not names:
         return f"one of them cannot be read: {error}"
     return f"{' and '.join(names)} is {value!r}, which is not a number"
 
 
-_NAMES = ("SLURM_", "OMPI_", "TPU_", "MEGASCALE_", "MESHWRIGHT_", "SKYPILOT_", "WORLD_SIZE", "RANK", "LOCAL_", "JOB_")
+_NAMES = (
+    "SLURM_",
+    "OMPI_",
+    "TPU_",
+    "MEGASCALE_",
+    "MESHWRIGHT_",
+    "SKYPILOT_",
+    "WORLD_SIZE",
+    "RANK",
+    "LOCAL_",
+    "JOB_",
+)
 """Beginnings of the variables that the rules read."""
 _EXPLICIT = "--coordinator HOST:PORT --processes N --process I"
 
@@ -133,10 +165,14 @@ def join(hosts: Hosts, seconds: int = JOIN_SECONDS) -> None:
     unresolved = "" if hosts.coordinator is None else _unresolved(hosts.coordinator)
     if hosts.process == 0 and hosts.coordinator is not None:
         _check_port(hosts)
-    waits = f"process {hosts.process} of {hosts.processes} waits for the others at {hosts.coordinator}"
+    waits = (
+        f"process {hosts.process} of {hosts.processes} waits for the others at {hosts.coordinator}"
+    )
     message = f"{waits}, at most {seconds} s{'; ' + unresolved if unresolved else ''}"
     timers = [
-        threading.Timer(0 if unresolved else _PATIENCE, lambda: print(message, file=sys.stderr, flush=True)),
+        threading.Timer(
+            0 if unresolved else _PATIENCE, lambda: print(message, file=sys.stderr, flush=True)
+        ),
         threading.Timer(seconds, _give_up, (hosts, seconds)),
     ]
     for timer in timers:
@@ -169,7 +205,9 @@ def _check_port(hosts: Hosts) -> None:
             probe.bind(("", int(str(hosts.coordinator).rpartition(":")[2])))
         except OSError as error:
             truth = f"this process opens that port for the others, and cannot: {reason_of(error)}"
-            raise TrainingError(_joining(hosts), truth, "another port, the same on every host") from error
+            raise TrainingError(
+                _joining(hosts), truth, "another port, the same on every host"
+            ) from error
 
 
 def _joining(hosts: Hosts) -> str:
@@ -199,7 +237,9 @@ def _unresolved(coordinator: str) -> str:
     host, colon, port = coordinator.rpartition(":")
     if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
         raise ConfigError(
-            f"coordinator {coordinator!r}", "it is not HOST:PORT with a port from 1 to 65535", f"HOST:{PORT}"
+            f"coordinator {coordinator!r}",
+            "it is not HOST:PORT with a port from 1 to 65535",
+            f"HOST:{PORT}",
         )
     try:
         socket.getaddrinfo(host.strip("[]"), int(port))
@@ -232,7 +272,9 @@ def _slurm(environment: Mapping[str, str]) -> Hosts | None:
         )
     first = first_host(environment["SLURM_STEP_NODELIST"])
     # The step's tasks per node; one task per node has all of the node's accelerators.
-    per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "1"))
+    per_node = environment.get(
+        "SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "1")
+    )
     several = int(re.match(r"\d+", per_node)[0]) > 1  # type: ignore[index]
     local = int(environment["SLURM_LOCALID"]) if several else None
     # Jobs that share a node must not share a port; as JAX does, from the number of the job.
@@ -255,7 +297,13 @@ def _open_mpi(environment: Mapping[str, str]) -> Hosts | None:
         return None
     local = int(environment["OMPI_COMM_WORLD_LOCAL_RANK"])
     several = int(environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")) > 1
-    return Hosts("Open MPI", count, int(environment["OMPI_COMM_WORLD_RANK"]), None, local if several else None)
+    return Hosts(
+        "Open MPI",
+        count,
+        int(environment["OMPI_COMM_WORLD_RANK"]),
+        None,
+        local if several else None,
+    )
 
 
 def _tpu_pod(environment: Mapping[str, str]) -> Hosts | None:
@@ -270,15 +318,22 @@ def _tpu_pod(environment: Mapping[str, str]) -> Hosts | None:
         if endpoints is None or number is None:
             return None
         workers = [endpoint.split(":")[-1] for endpoint in endpoints.split(",")]
-        index, slices = int(number), tpu_environment(metadata(environment, "attributes/tpu-env") or "")
+        index, slices = (
+            int(number),
+            tpu_environment(metadata(environment, "attributes/tpu-env") or ""),
+        )
     else:
         return None
     number_of_slices = int(slices.get("MEGASCALE_NUM_SLICES", "1"))
     if len(workers) * number_of_slices == 1:
         return None
     this = int(slices["MEGASCALE_SLICE_ID"]) if number_of_slices > 1 else 0
-    first = (slices["MEGASCALE_COORDINATOR_ADDRESS"] if number_of_slices > 1 else workers[0]).split(":")[0]
-    return Hosts("Cloud TPU", len(workers) * number_of_slices, this * len(workers) + index, f"{first}:{PORT}")
+    first = (slices["MEGASCALE_COORDINATOR_ADDRESS"] if number_of_slices > 1 else workers[0]).split(
+        ":"
+    )[0]
+    return Hosts(
+        "Cloud TPU", len(workers) * number_of_slices, this * len(workers) + index, f"{first}:{PORT}"
+    )
 
 
 def tpu_environment(text: str) -> dict[str, str]:
@@ -308,7 +363,9 @@ def _skypilot(environment: Mapping[str, str]) -> Hosts | None:
     addresses = environment.get("SKYPILOT_NODE_IPS", "").split()
     if len(addresses) < 2:
         return None
-    return Hosts("SkyPilot", len(addresses), int(environment["SKYPILOT_NODE_RANK"]), f"{addresses[0]}:{PORT}")
+    return Hosts(
+        "SkyPilot", len(addresses), int(environment["SKYPILOT_NODE_RANK"]), f"{addresses[0]}:{PORT}"
+    )
 
 
 def _torchrun(environment: Mapping[str, str]) -> Hosts | None:
@@ -345,7 +402,9 @@ def _nameless(environment: Mapping[str, str]) -> Hosts | None:
 
 
 def _alone(asked: str, truth: str, fix: str) -> ConfigError:
-    return ConfigError(asked, truth, f"{fix}. meshwright launch writes a job that starts all of them")
+    return ConfigError(
+        asked, truth, f"{fix}. meshwright launch writes a job that starts all of them"
+    )
 
 
 _RULES = (_job_file, _tpu_pod, _open_mpi, _skypilot, _torchrun, _slurm, _kubernetes, _nameless)

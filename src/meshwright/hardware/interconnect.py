@@ -113,7 +113,16 @@ def route(chip: Chip, topology: tuple[int, ...], span: GroupSpan, efficiency: Ef
         local = _ici_route(chip, interconnect, topology, span, efficiency)
     else:
         bandwidth = interconnect.link_bandwidth * efficiency.links
-        local = Route(inside, bandwidth, _HOP_LATENCY["nvlink"], inside - 1, "NVLink", bandwidth, False, ("NVLink",))
+        local = Route(
+            inside,
+            bandwidth,
+            _HOP_LATENCY["nvlink"],
+            inside - 1,
+            "NVLink",
+            bandwidth,
+            False,
+            ("NVLink",),
+        )
     if span.domains == 1:
         return local
     network = chip.network_bandwidth * efficiency.network
@@ -123,12 +132,26 @@ def route(chip: Chip, topology: tuple[int, ...], span: GroupSpan, efficiency: Ef
     medium = "DCN" if isinstance(interconnect, Torus) else "network"
     outside = span.devices - inside
     links = (medium, *(local.links if inside > 1 else ()))
-    return Route(span.devices, bandwidth, _HOP_LATENCY["network"], hops, medium, network, False, links, outside)
+    return Route(
+        span.devices,
+        bandwidth,
+        _HOP_LATENCY["network"],
+        hops,
+        medium,
+        network,
+        False,
+        links,
+        outside,
+    )
 
 
-def _ici_route(chip: Chip, torus: Torus, topology: tuple[int, ...], span: GroupSpan, efficiency: Efficiency) -> Route:
+def _ici_route(
+    chip: Chip, torus: Torus, topology: tuple[int, ...], span: GroupSpan, efficiency: Efficiency
+) -> Route:
     # The devices of one chip share its links; a group that holds all of them brings shared bytes in once.
-    link = torus.link_bandwidth * efficiency.links / (1 if span.cores > 1 else chip.devices_per_chip)
+    link = (
+        torus.link_bandwidth * efficiency.links / (1 if span.cores > 1 else chip.devices_per_chip)
+    )
     bandwidth, names, hops = 0.0, [], 0
     devices = math.prod(span.chips) * span.cores
     for d, chips in enumerate(span.chips):
@@ -140,13 +163,26 @@ def _ici_route(chip: Chip, torus: Torus, topology: tuple[int, ...], span: GroupS
     if not names:
         # The devices of one chip: a die-to-die link as wide as six ICI links (MaxText, Ironwood).
         die_to_die = 6 * 2 * torus.link_bandwidth
-        return Route(devices, die_to_die, _HOP_LATENCY["ici"], 1, "die-to-die", die_to_die, True, ("die-to-die",))
+        return Route(
+            devices,
+            die_to_die,
+            _HOP_LATENCY["ici"],
+            1,
+            "die-to-die",
+            die_to_die,
+            True,
+            ("die-to-die",),
+        )
     links = tuple(f"ICI {name[0]}{sign}" for name in names for sign in "+-")
-    return Route(devices, bandwidth, _HOP_LATENCY["ici"], hops, "ICI " + "+".join(names), link, True, links)
+    return Route(
+        devices, bandwidth, _HOP_LATENCY["ici"], hops, "ICI " + "+".join(names), link, True, links
+    )
 
 
 def messages_on_links(
-    torus: Torus, topology: tuple[int, ...], moves: Iterable[tuple[DeviceCoordinates, DeviceCoordinates]]
+    torus: Torus,
+    topology: tuple[int, ...],
+    moves: Iterable[tuple[DeviceCoordinates, DeviceCoordinates]],
 ) -> dict[str, int]:
     """Returns the most messages that a link carries, by dimension and direction of a slice, while all moves are made.
 
@@ -170,9 +206,17 @@ def messages_on_links(
 
 def all_coordinates(chip: Chip, topology: tuple[int, ...], domains: int) -> list[DeviceCoordinates]:
     """Lists the coordinates of all devices of a target, the last coordinate fastest."""
-    ranges = [range(n) for n in topology] if isinstance(chip.interconnect, Torus) else [range(topology[-1])]
+    ranges = (
+        [range(n) for n in topology]
+        if isinstance(chip.interconnect, Torus)
+        else [range(topology[-1])]
+    )
     cores = [range(chip.devices_per_chip)] if chip.devices_per_chip > 1 else []
-    return [(domain, *inside) for domain in range(domains) for inside in itertools.product(*ranges, *cores)]
+    return [
+        (domain, *inside)
+        for domain in range(domains)
+        for inside in itertools.product(*ranges, *cores)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -182,13 +226,19 @@ class AxisMapping:
     target: Target
     spans: dict[str, GroupSpan]
     """Extent of one group of each axis; axes of degree 1 are absent."""
-    _routes: dict[tuple[str, ...], Route | None] = dataclasses.field(default_factory=dict, repr=False)
+    _routes: dict[tuple[str, ...], Route | None] = dataclasses.field(
+        default_factory=dict, repr=False
+    )
 
     def route(self, axes: tuple[str, ...]) -> Route | None:
         """Returns the path of a group over several axes, or None where all have degree 1."""
         if axes not in self._routes:
             span, target = self.span(axes), self.target
-            self._routes[axes] = None if span is None else route(target.chip, target.topology, span, target.efficiency)
+            self._routes[axes] = (
+                None
+                if span is None
+                else route(target.chip, target.topology, span, target.efficiency)
+            )
         return self._routes[axes]
 
     def span(self, axes: tuple[str, ...]) -> GroupSpan | None:
@@ -198,7 +248,9 @@ class AxisMapping:
         if not spans:
             return None
         chips = tuple(math.prod(s.chips[d] for s in spans) for d in range(len(spans[0].chips)))
-        return GroupSpan(math.prod(s.domains for s in spans), chips, math.prod(s.cores for s in spans))
+        return GroupSpan(
+            math.prod(s.domains for s in spans), chips, math.prod(s.cores for s in spans)
+        )
 
     @functools.cached_property
     def _levels(self) -> dict[str, GroupSpan]:
@@ -206,8 +258,12 @@ class AxisMapping:
         levels = {}
         for axis, span in self.spans.items():
             if 1 < span.domains < span.devices:
-                levels[f"{axis} between {span.domains}"] = GroupSpan(span.domains, (1,) * len(span.chips))
-                levels[f"{axis} within {span.devices // span.domains}"] = dataclasses.replace(span, domains=1)
+                levels[f"{axis} between {span.domains}"] = GroupSpan(
+                    span.domains, (1,) * len(span.chips)
+                )
+                levels[f"{axis} within {span.devices // span.domains}"] = dataclasses.replace(
+                    span, domains=1
+                )
         return levels
 
     def __str__(self) -> str:
@@ -216,9 +272,16 @@ class AxisMapping:
 
 def format_span(span: GroupSpan) -> str:
     """Formats an extent: `ICI x4 y2`, `2 slices x ICI x16`, `8 nodes x 2 GPUs (NVLink)`."""
-    on_torus, dims = len(span.chips) > 1, [f"{'xyz'[d]}{n}" for d, n in enumerate(span.chips) if n > 1]
-    parts = [f"{span.domains} {'slices (DCN)' if on_torus else 'nodes'}"] if span.domains > 1 else []
-    parts += ["ICI " + " ".join(dims) if on_torus else f"{span.chips[0]} GPUs (NVLink)"] if dims else []
+    on_torus, dims = (
+        len(span.chips) > 1,
+        [f"{'xyz'[d]}{n}" for d, n in enumerate(span.chips) if n > 1],
+    )
+    parts = (
+        [f"{span.domains} {'slices (DCN)' if on_torus else 'nodes'}"] if span.domains > 1 else []
+    )
+    parts += (
+        ["ICI " + " ".join(dims) if on_torus else f"{span.chips[0]} GPUs (NVLink)"] if dims else []
+    )
     return " x ".join([*parts, *([f"{span.cores} devices of a chip"] if span.cores > 1 else [])])
 
 

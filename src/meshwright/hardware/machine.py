@@ -61,7 +61,9 @@ def fix_communication() -> None:
     given = os.environ.setdefault("NCCL_ALGO", _ORDERED[0])
     if not sums_in_order():
         truth = "NCCL may then add in another order in every run"
-        raise ConfigError(f"--training.deterministic with NCCL_ALGO={given}", truth, f"NCCL_ALGO={_ORDERED[0]}")
+        raise ConfigError(
+            f"--training.deterministic with NCCL_ALGO={given}", truth, f"NCCL_ALGO={_ORDERED[0]}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +110,9 @@ def machine_of_mesh(mesh: Mesh) -> Machine:
     """Returns the machine that the devices of a mesh belong to."""
     device = mesh.devices.flat[0]
     kind = device.device_kind
-    return Machine(device.platform, chip_name(kind), False, kind, torus_degrees(mesh), find_chip(kind))
+    return Machine(
+        device.platform, chip_name(kind), False, kind, torus_degrees(mesh), find_chip(kind)
+    )
 
 
 def torus_degrees(mesh: Mesh) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -117,7 +121,9 @@ def torus_degrees(mesh: Mesh) -> tuple[tuple[str, tuple[int, ...]], ...]:
     Degrees are outermost first. Empty for devices that report no coordinates, and for an axis whose order does not
     follow the dimensions.
     """
-    degrees = {axis: degrees_on_torus(mesh.devices, number) for number, axis in enumerate(mesh.axis_names)}
+    degrees = {
+        axis: degrees_on_torus(mesh.devices, number) for number, axis in enumerate(mesh.axis_names)
+    }
     return tuple((axis, sizes) for axis, sizes in degrees.items() if len(sizes) > 1)
 
 
@@ -130,9 +136,14 @@ def degrees_on_torus(devices: np.ndarray, axis: int) -> tuple[int, ...]:
     inside = [d for d in line if getattr(d, "slice_index", 0) == getattr(line[0], "slice_index", 0)]
     if any(getattr(d, "coords", None) is None for d in inside):
         return ()
-    columns = [list(c) for c in zip(*((*d.coords, getattr(d, "core_on_chip", 0)) for d in inside), strict=True)]
+    columns = [
+        list(c)
+        for c in zip(*((*d.coords, getattr(d, "core_on_chip", 0)) for d in inside), strict=True)
+    ]
     # Places along each dimension, numbered as they appear; the outer a dimension is, the fewer times it changes.
-    places = [[list(dict.fromkeys(c)).index(place) for place in c] for c in columns if len(set(c)) > 1]
+    places = [
+        [list(dict.fromkeys(c)).index(place) for place in c] for c in columns if len(set(c)) > 1
+    ]
     places.sort(key=lambda c: np.count_nonzero(np.diff(c)))
     degrees = tuple(max(c) + 1 for c in places)
     return degrees if [*zip(*places, strict=True)] == [*np.ndindex(*degrees)] else ()
@@ -167,7 +178,11 @@ def compiler_options_of(chip: Chip | None, words: Sequence[str]) -> dict[str, st
         if word == AUTO:
             options |= chip.compiler_options if chip else {}
         elif not equals:
-            raise ConfigError(f"compiler option {word!r}", "an option has a name and a value", f"{word}=true, or auto")
+            raise ConfigError(
+                f"compiler option {word!r}",
+                "an option has a name and a value",
+                f"{word}=true, or auto",
+            )
         else:
             options[name] = value
     return options

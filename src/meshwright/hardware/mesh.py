@@ -50,7 +50,9 @@ def enable_compilation_cache(folder: Path) -> None:
     """
     jax.config.update("jax_compilation_cache_dir", str(folder))
     simulated = jax.default_backend() == "cpu" and jax.device_count() > 1
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", _NEVER if simulated else _MIN_COMPILE_SECONDS)
+    jax.config.update(
+        "jax_persistent_cache_min_compile_time_secs", _NEVER if simulated else _MIN_COMPILE_SECONDS
+    )
 
 
 @contextlib.contextmanager
@@ -107,11 +109,18 @@ def build_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mes
         raise ConfigError(
             f"mesh {shape}",
             f"it takes {product} = {shape.size} devices, and there are {len(devices)} ({devices[0].device_kind})",
-            f"--devices {shape.size} to simulate them" if cpu else f"a mesh whose degrees multiply to {len(devices)}",
+            f"--devices {shape.size} to simulate them"
+            if cpu
+            else f"a mesh whose degrees multiply to {len(devices)}",
         )
     degrees = shape.degrees()
-    inside = {axis: n // (shape.slices if axis == shape.dcn_axis else 1) for axis, n in degrees.items()}
-    sizes, on_torus = tuple(inside.values()), devices[0].platform == "tpu" and shape.size == len(devices)
+    inside = {
+        axis: n // (shape.slices if axis == shape.dcn_axis else 1) for axis, n in degrees.items()
+    }
+    sizes, on_torus = (
+        tuple(inside.values()),
+        devices[0].platform == "tpu" and shape.size == len(devices),
+    )
     slices = [
         # Neighbours in the mesh are neighbours on the torus of a TPU slice.
         order_rings(mesh_utils.create_device_mesh(sizes, part, allow_split_physical_axes=True))
@@ -130,16 +139,22 @@ def order_rings(devices: np.ndarray) -> np.ndarray:
     """
     chip = find_chip(devices.flat[0].device_kind)
     for number, axis in enumerate(AXES):
-        degrees = degrees_on_torus(devices, number) if axis in ("stage", "context", "tensor") else ()
+        degrees = (
+            degrees_on_torus(devices, number) if axis in ("stage", "context", "tensor") else ()
+        )
         if degrees:
             order = list(ring_order(degrees))
             folds = chip is not None and chip.folds_rings and len(degrees) == 1
-            devices = devices.take([*order[::2], *reversed(order[1::2])] if folds else order, axis=number)
+            devices = devices.take(
+                [*order[::2], *reversed(order[1::2])] if folds else order, axis=number
+            )
     return devices
 
 
 def _in_slices(shape: MeshShape, devices: list[jax.Device]) -> list[list[jax.Device]]:
-    ordered = sorted(devices, key=lambda d: (getattr(d, "slice_index", 0) or 0, d.process_index, d.id))
+    ordered = sorted(
+        devices, key=lambda d: (getattr(d, "slice_index", 0) or 0, d.process_index, d.id)
+    )
     slices = sorted({getattr(d, "slice_index", 0) or 0 for d in ordered})
     each = shape.size // shape.slices
     # All nodes of GPUs are on one network, so the mesh may ignore them. TPU slices it may not ignore.

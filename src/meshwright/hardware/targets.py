@@ -112,7 +112,11 @@ def _find_chip(text: str, name: str, size: tuple[int, ...]) -> tuple[str, Chip]:
     if alias is None:
         raise _refusal(text, f"there is no chip {name!r}", nearest(name, CHIPS))
     links = CHIPS[alias].interconnect
-    fix = _neighbours(alias, links, size) if isinstance(links, Torus) else f"{alias}:{format_size(size)}"
+    fix = (
+        _neighbours(alias, links, size)
+        if isinstance(links, Torus)
+        else f"{alias}:{format_size(size)}"
+    )
     raise _refusal(text, f"there is no chip {name!r}", f"write {fix}")
 
 
@@ -132,13 +136,19 @@ def _from_accelerator_type(text: str) -> str:
 
 def _check_slice(text: str, name: str, torus: Torus, size: SliceShape) -> None:
     """Raises ConfigError where no TPU slice has this shape, with the nearest that exist."""
-    largest, chips, most_chips = format_size(torus.largest), math.prod(size), math.prod(torus.largest)
+    largest, chips, most_chips = (
+        format_size(torus.largest),
+        math.prod(size),
+        math.prod(torus.largest),
+    )
     if len(size) != torus.dims:
         truth = f"a slice of {name} has {torus.dims} dimensions"
     elif any(n > most for n, most in zip(sorted(size), sorted(torus.largest), strict=True)):
         truth = f"the largest slice of {name} is {largest}"
         if chips > most_chips:
-            raise _refusal(text, truth, f"use several slices: {-(-chips // most_chips)}*{name}:{largest}")
+            raise _refusal(
+                text, truth, f"use several slices: {-(-chips // most_chips)}*{name}:{largest}"
+            )
     elif torus.slices and size not in torus.slices:
         rule = f"the slices are {', '.join(map(format_size, torus.slices))}"
         if torus.dims == 3:
@@ -166,18 +176,27 @@ def _neighbours(name: str, torus: Torus, size: tuple[int, ...]) -> str:
     by_chips, chips, ascending = slices_by_chips(torus), math.prod(size), tuple(sorted(size))
     if ascending in torus.slices or chips in by_chips:
         return f"{name}:{format_size(ascending if ascending in torus.slices else by_chips[chips])}"
-    counts = [*sorted(n for n in by_chips if n < chips)[-1:], *sorted(n for n in by_chips if n > chips)[:1]]
+    counts = [
+        *sorted(n for n in by_chips if n < chips)[-1:],
+        *sorted(n for n in by_chips if n > chips)[:1],
+    ]
     return " or ".join(f"{name}:{format_size(by_chips[n])} ({n} chips)" for n in counts)
 
 
-def _nodes_topology(text: str, name: str, domain: int, size: tuple[int, ...], slices: int) -> tuple[int, int]:
+def _nodes_topology(
+    text: str, name: str, domain: int, size: tuple[int, ...], slices: int
+) -> tuple[int, int]:
     """Returns (nodes, GPUs per node) for a number of GPUs, or for both numbers given. domain: most GPUs of a node."""
     total = math.prod(size)
     if slices > 1 or len(size) > 2:
-        raise _refusal(text, f"{name} is a GPU: it has nodes, not slices", f"write {name}:{slices * total}")
+        raise _refusal(
+            text, f"{name} is a GPU: it has nodes, not slices", f"write {name}:{slices * total}"
+        )
     if len(size) == 2:
         if size[1] > domain:
-            raise _refusal(text, f"a node of {name} has at most {domain} GPUs", f"write {name}:{total}")
+            raise _refusal(
+                text, f"a node of {name} has at most {domain} GPUs", f"write {name}:{total}"
+            )
         return size[0], size[1]
     if total <= domain:
         return 1, total
@@ -207,12 +226,18 @@ def expand_targets(text: str) -> list[str]:
     chip = ""
     for part in parts:
         if ":" not in part and not chip:
-            raise ConfigError(f"--on {text}", f"{part!r} names no chip", "write v5p:4x4x8,h100:64 or h100:64..1024")
+            raise ConfigError(
+                f"--on {text}",
+                f"{part!r} names no chip",
+                "write v5p:4x4x8,h100:64 or h100:64..1024",
+            )
         chip, _, size = part.rpartition(":") if ":" in part else (chip, "", part)
         match = _COUNTED.fullmatch(f"{chip}:{size}")
         targets |= dict.fromkeys(_counted(chip, match[2]) if match else [f"{chip}:{size}"])
     if not targets:
-        raise ConfigError(f"--on {text!r}", "it names no target", "write v5p:4x4x8, or h100:64,h100:128")
+        raise ConfigError(
+            f"--on {text!r}", "it names no target", "write v5p:4x4x8, or h100:64,h100:128"
+        )
     return list(targets)
 
 
@@ -224,11 +249,15 @@ def _counted(chip: str, count: str) -> list[str]:
     if not between and not isinstance(links, Torus):
         return [f"{chip}:{count}"]
     if slices:
-        raise ConfigError(asked, "a number of chips does not say how slices divide them", f"{chip}:4x4x4")
+        raise ConfigError(
+            asked, "a number of chips does not say how slices divide them", f"{chip}:4x4x4"
+        )
     first, last = int(low), int(high or low)
     if not 0 < first <= last:
         raise ConfigError(asked, f"{first} to {last} holds nothing", f"{chip}:64..1024")
-    numbers = sorted({first, last} | {2**n for n in range(last.bit_length()) if first <= 2**n <= last})
+    numbers = sorted(
+        {first, last} | {2**n for n in range(last.bit_length()) if first <= 2**n <= last}
+    )
     if isinstance(links, Torus):
         shapes = slices_by_chips(links)
         found = [f"{chip}:{format_size(shapes[n])}" for n in numbers if n in shapes]
@@ -239,6 +268,8 @@ def _counted(chip: str, count: str) -> list[str]:
         found = [f"{chip}:{n}" for n in numbers if n <= node or n % node == 0 or node > 8]
         near = [max(1, first // node) * node, (first // node + 1) * node]
     if not found:
-        fix = " or ".join(f"{chip}:{n}..{n}" if between else f"{chip}:{n}" for n in sorted(set(near)))
+        fix = " or ".join(
+            f"{chip}:{n}..{n}" if between else f"{chip}:{n}" for n in sorted(set(near))
+        )
         raise ConfigError(asked, "no such number of chips is offered", fix)
     return found

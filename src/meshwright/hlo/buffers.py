@@ -68,7 +68,9 @@ def read_assignment(assignment: bytes, module: bytes) -> BufferAssignment:
         for location in _messages(buffer, 3):
             packed = b"".join(_messages(location, 3))
             # Small indices take one byte each in the packed form; a single one is not packed.
-            index = tuple(packed) or tuple(v for k, v in _fields(location) if k == 3 and isinstance(v, int))
+            index = tuple(packed) or tuple(
+                v for k, v in _fields(location) if k == 3 and isinstance(v, int)
+            )
             definitions[_integer(buffer, 1)] = (names.get(_integer(location, 4), ""), index)
     values: list[AssignedValue] = []
     total = 0
@@ -126,21 +128,37 @@ class _Clock:
 def buffers_of(module: Module, assignment: BufferAssignment | None) -> list[Buffer]:
     """Lists every temporary of a scheduled program with its live range."""
     clock = _Clock(module)
-    running = {i.name: i for computation in dict.fromkeys(i.computation for i in clock.starts) for i in computation}
+    running = {
+        i.name: i
+        for computation in dict.fromkeys(i.computation for i in clock.starts)
+        for i in computation
+    }
 
-    def buffer(instruction: Instruction, index: Index, array: Array, size: int, offset: int | None) -> Buffer:
-        return Buffer(instruction, index, array, size, offset, *_live_range(clock, (instruction, index)))
+    def buffer(
+        instruction: Instruction, index: Index, array: Array, size: int, offset: int | None
+    ) -> Buffer:
+        return Buffer(
+            instruction, index, array, size, offset, *_live_range(clock, (instruction, index))
+        )
 
     if assignment is not None:
-        placed = ((running[v.instruction], v) for v in assignment.values if v.instruction in running)
+        placed = (
+            (running[v.instruction], v) for v in assignment.values if v.instruction in running
+        )
         arrays = ((i, v, dict(_leaves(i.shape)).get(v.index)) for i, v in placed)
-        return [buffer(i, v.index, array, v.size, v.offset) for i, v, array in arrays if array is not None]
+        return [
+            buffer(i, v.index, array, v.size, v.offset)
+            for i, v, array in arrays
+            if array is not None
+        ]
     # Without an assignment the buffers have the sizes of their shapes.
     return [
         buffer(instruction, index, array, array.bytes, None)
         for instruction in running.values()
         if not (_NO_MEMORY.fullmatch(instruction.opcode) or _in_place(instruction))
-        if not (instruction.computation.is_entry and any(user.is_root for user in instruction.users))  # results
+        if not (
+            instruction.computation.is_entry and any(user.is_root for user in instruction.users)
+        )  # results
         for index, array in _leaves(instruction.shape)
         if array.memory_space == 0 and array.bytes
     ]
@@ -187,7 +205,10 @@ def _live_range(clock: _Clock, value: _Place) -> tuple[int, int]:
             for caller in clock.callers[holder.computation]:
                 end = max(end, clock.ends[caller])
                 if caller.opcode == "while":
-                    if caller.attributes.get("condition", "").lstrip("%") == holder.computation.name:
+                    if (
+                        caller.attributes.get("condition", "").lstrip("%")
+                        == holder.computation.name
+                    ):
                         continue
                     pending.append((holder.computation.parameters[0], index))
                 pending.append((caller, index))
@@ -212,9 +233,15 @@ def _forwarded(user: Instruction, operand: int, index: Index) -> Iterator[_Place
         yield user, index
         yield from ((inner.parameters[0], index) for inner in user.called)
     elif opcode in ("call", "async-start"):
-        yield from ((inner.parameters[operand], index) for inner in user.called if operand in inner.parameters)
+        yield from (
+            (inner.parameters[operand], index)
+            for inner in user.called
+            if operand in inner.parameters
+        )
     elif opcode == "conditional":
-        yield from ((inner.parameters[0], index) for inner in user.called[operand - 1 : operand] if operand)
+        yield from (
+            (inner.parameters[0], index) for inner in user.called[operand - 1 : operand] if operand
+        )
     elif opcode.endswith("-done"):
         yield user, index[1:]
     elif opcode in ("bitcast", "opt-barrier") or (operand == 0 and _in_place(user)):
@@ -228,7 +255,12 @@ def op_names_written_into(buffer: Buffer) -> Iterator[str]:
         if not pending:
             return
         holder, index = pending.pop()
-        uses = ((user, i) for user in holder.users for i, operand in enumerate(user.operands) if operand is holder)
+        uses = (
+            (user, i)
+            for user in holder.users
+            for i, operand in enumerate(user.operands)
+            if operand is holder
+        )
         for user, number in uses:
             if user.opcode == "while" and index:
                 writer = user.called[0].root.operand(index[0])

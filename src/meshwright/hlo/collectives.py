@@ -57,7 +57,9 @@ def collective_in(instruction: Instruction) -> Instruction | None:
     """Returns the collective that an instruction is, or the one inside its fusion or asynchronous computation."""
     if _is_collective(instruction):
         return instruction
-    if instruction.opcode not in ("fusion", "custom-call") and not instruction.opcode.endswith("-start"):
+    if instruction.opcode not in ("fusion", "custom-call") and not instruction.opcode.endswith(
+        "-start"
+    ):
         return None
     return next(filter(_is_collective, itertools.chain.from_iterable(instruction.called)), None)
 
@@ -76,10 +78,15 @@ def looks_collective(instruction: Instruction) -> bool:
     if instruction.opcode.endswith(("-done", "-update")) or instruction.opcode == "recv":
         return False  # their start or send counts
     text = instruction.attribute_text
-    return kind_of(instruction) is not None or COLLECTIVE_TEXT.search(f"{instruction.opcode}({text}") is not None
+    return (
+        kind_of(instruction) is not None
+        or COLLECTIVE_TEXT.search(f"{instruction.opcode}({text}") is not None
+    )
 
 
-def group_of(instruction: Instruction, mesh: dict[str, int] | None) -> tuple[Groups, tuple[str, ...] | None]:
+def group_of(
+    instruction: Instruction, mesh: dict[str, int] | None
+) -> tuple[Groups, tuple[str, ...] | None]:
     """Returns the groups of devices that exchange bytes, and the mesh axes they span (None if they span no product).
 
     mesh: degree of each axis, outermost first, in the order of the program's devices.
@@ -101,7 +108,11 @@ def group_label(groups: Groups, axes: tuple[str, ...] | None) -> str:
 
 
 def payload_of(
-    instruction: Instruction, kind: str, devices: int, axes: str = "", sent_rows: Mapping[str, int] | None = None
+    instruction: Instruction,
+    kind: str,
+    devices: int,
+    axes: str = "",
+    sent_rows: Mapping[str, int] | None = None,
 ) -> int:
     """Returns the payload in bytes: the whole gathered or reduced array of one group, or the block one device sends.
 
@@ -150,7 +161,9 @@ def _expand_mesh(axes: str, ids: str | None, grouped: str) -> Groups:
     grouped_dims: list[int] = []
     for name, degree in re.findall(r"'([^']+)'=(\d+)", axes):
         # Part of an axis is written 'a':(before)size: the axis is split into (before, size, after).
-        parts = [(int(before), int(size)) for other, before, size in wanted if other == name and before]
+        parts = [
+            (int(before), int(size)) for other, before, size in wanted if other == name and before
+        ]
         whole = (name, "", "") in wanted
         cuts = sorted({1, int(degree)}.union(*((before, before * size) for before, size in parts)))
         for low, high in itertools.pairwise(cuts):
@@ -233,7 +246,18 @@ def _chains(pairs: str) -> Groups:
 
 
 _WRAPPERS = ("async-start", "call-start", "custom-call-start")
-_WORK = ("fusion", "dot", "convolution", "custom-call", "while", "call", "conditional", "sort", "scatter", "reduce")
+_WORK = (
+    "fusion",
+    "dot",
+    "convolution",
+    "custom-call",
+    "while",
+    "call",
+    "conditional",
+    "sort",
+    "scatter",
+    "reduce",
+)
 """Opcodes of computation that can overlap with communication."""
 _FUSED_START, _FUSED_DONE = "async-collective-start", "async-collective-done"
 
@@ -256,7 +280,9 @@ def is_done(instruction: Instruction) -> bool:
 def start_of(instruction: Instruction) -> Instruction | None:
     """Returns the start that a done or update belongs to; None if there is none."""
     if is_fused_done(instruction):
-        return instruction.computation.instructions.get(instruction.name.replace(_FUSED_DONE, _FUSED_START, 1))
+        return instruction.computation.instructions.get(
+            instruction.name.replace(_FUSED_DONE, _FUSED_START, 1)
+        )
     operand = instruction.operand()
     if operand is None:
         return None
@@ -266,7 +292,9 @@ def start_of(instruction: Instruction) -> Instruction | None:
 
 def transfer_start(start: Instruction) -> Instruction:
     """Returns the instruction that begins a transfer: the start, or the update that passes its operands."""
-    updates = (user for user in start.users if user.opcode.endswith("-update") and len(user.operands) > 1)
+    updates = (
+        user for user in start.users if user.opcode.endswith("-update") and len(user.operands) > 1
+    )
     return start if start.operands else next(updates, start)
 
 
@@ -281,7 +309,9 @@ def overlapped_work(start: Instruction) -> tuple[str, ...]:
         is_fused_end = is_fused_done(instruction) and start_of(instruction) is start
         if is_fused_end or (takes_handle and is_done(instruction)):
             break
-        if takes_handle and (instruction.opcode == "get-tuple-element" or instruction.opcode.endswith("-update")):
+        if takes_handle and (
+            instruction.opcode == "get-tuple-element" or instruction.opcode.endswith("-update")
+        ):
             handles.add(instruction)
         elif instruction.opcode in _WORK and not instruction.name.startswith("async-collective"):
             work.append(instruction.name)

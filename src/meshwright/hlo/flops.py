@@ -43,7 +43,9 @@ _HINTS = re.compile(
     "|X64Combine|AsyncCollectiveStart|AsyncCollectiveDone"
 )
 """Targets of custom calls that cost nothing."""
-_NO_PRODUCTS = re.compile(r"topk|top_k|sort|threefry|rng|random|callback|infeed|outfeed|partialreduce", re.IGNORECASE)
+_NO_PRODUCTS = re.compile(
+    r"topk|top_k|sort|threefry|rng|random|callback|infeed|outfeed|partialreduce", re.IGNORECASE
+)
 _ATTENTION = re.compile(r"splash|flash_attention|flash_mha")
 _GROUPED = re.compile(r"gmm|grouped|ragged|megablox")
 _FLOATING = re.compile(r"bf16|f16|f32|f64|f8\w+|f4\w+")
@@ -64,7 +66,11 @@ def kernel_work(instruction: Instruction) -> KernelWork:
         return KernelWork("attention", name, flops, rate_of(given[:2]))
     if target.startswith("__cudnn$blockScaledDot"):
         return KernelWork("matmul", name, _product_flops(instruction, given, results[0]), "mxfp8")
-    if target.startswith("__cudnn$conv") and "dim_labels" in instruction.attributes and len(given) >= 2:
+    if (
+        target.startswith("__cudnn$conv")
+        and "dim_labels" in instruction.attributes
+        and len(given) >= 2
+    ):
         # Input, kernel and output of the forward convolution that the kernel belongs to.
         sides = given[0].dims, given[1].dims, results[0].dims
         if "BackwardFilter" in target:
@@ -74,13 +80,17 @@ def kernel_work(instruction: Instruction) -> KernelWork:
         convolved = convolution_flops(instruction, *sides)
         return KernelWork("matmul", name, convolved, rate_of(given[:2]))
     words = f"{instruction.op_name} {instruction.name}"
-    factors = [a for a in given if (_is_floating(a) or a.dtype in ("s8", "u8")) and len(a.dims) >= 2]
+    factors = [
+        a for a in given if (_is_floating(a) or a.dtype in ("s8", "u8")) and len(a.dims) >= 2
+    ]
     if _GROUPED.search(words if target in (_MOSAIC, _TRITON) else target.lower()):
         grouped = _grouped_flops(factors, results)
         if grouped is not None:
             return KernelWork("grouped matmul", name, grouped, rate_of(factors[:2]))
     elif re.search("gemm|matmul", target) and len(given) >= 2:
-        return KernelWork("matmul", name, _product_flops(instruction, given, results[0]), rate_of(given[:2]))
+        return KernelWork(
+            "matmul", name, _product_flops(instruction, given, results[0]), rate_of(given[:2])
+        )
     if target == _MOSAIC and _ATTENTION.search(words):
         blocks = [a for a in factors if len(a.dims) >= 3 and _is_floating(a)]
         attention = _attention_flops(instruction, blocks, results)
@@ -148,8 +158,16 @@ def _grouped_flops(factors: list[Array], results: list[Array]) -> float | None:
         return None
     (left, right), out = factors[:2], results[0]
     if len(left.dims) == 2 and len(right.dims) == 3 and len(out.dims) == 2:
-        contracted = set(right.dims[1:]) if left.dims[1] == out.dims[1] else set(right.dims[1:]) - {out.dims[1]}
-        if left.dims[0] == out.dims[0] and left.dims[1] in contracted and out.dims[1] in right.dims[1:]:
+        contracted = (
+            set(right.dims[1:])
+            if left.dims[1] == out.dims[1]
+            else set(right.dims[1:]) - {out.dims[1]}
+        )
+        if (
+            left.dims[0] == out.dims[0]
+            and left.dims[1] in contracted
+            and out.dims[1] in right.dims[1:]
+        ):
             return 2.0 * left.elements * out.dims[1]
     if len(left.dims) == len(right.dims) == 2 and len(out.dims) == 3:
         rows = {left.elements / out.dims[1], right.elements / out.dims[2]}
@@ -165,7 +183,9 @@ A fused backward kernel, named dkv, has a fifth for the gradients of the queries
 """
 
 
-def _attention_flops(instruction: Instruction, blocks: list[Array], results: list[Array]) -> float | None:
+def _attention_flops(
+    instruction: Instruction, blocks: list[Array], results: list[Array]
+) -> float | None:
     """Counts the FLOPs of a TPU attention kernel over all keys; None if the shapes are of another operation.
 
     blocks: its floating-point operands of rank three or more, first the queries [.., T, H], then the keys [.., S, H].
@@ -181,12 +201,16 @@ def _attention_flops(instruction: Instruction, blocks: list[Array], results: lis
 def _product_flops(instruction: Instruction, given: list[Array], out: Array) -> float:
     # For A [.., m, k], B [.., k, n] and C [.., m, n] the sizes multiply to (m k)(k n)(m n) = (m n k)^2.
     batch = re.search(r'"lhs_batch_dimensions":\[([^\]]*)\]', instruction.attribute_text)
-    batches = math.prod(given[0].dims[int(d)] for d in re.findall(r"\d+", batch[1] if batch else ""))
+    batches = math.prod(
+        given[0].dims[int(d)] for d in re.findall(r"\d+", batch[1] if batch else "")
+    )
     product = given[0].elements * given[1].elements * out.elements / batches**3
     return 2.0 * batches * math.sqrt(product)
 
 
-def convolution_flops(instruction: Instruction, left: Sequence[int], right: Sequence[int], out: Sequence[int]) -> float:
+def convolution_flops(
+    instruction: Instruction, left: Sequence[int], right: Sequence[int], out: Sequence[int]
+) -> float:
     """Counts the FLOPs of a convolution from its `dim_labels` and `window`: the positions at which a kernel meets data.
 
     A TPU writes batched and per-head matrix products as convolutions in which most pairs of output and kernel positions
@@ -195,13 +219,21 @@ def convolution_flops(instruction: Instruction, left: Sequence[int], right: Sequ
     labels, _, result = instruction.attributes["dim_labels"].partition("->")
     lhs, rhs = labels.split("_")
     flops = 2.0 * out[result.index("b")] * out[result.index("f")] * right[rhs.index("i")]
-    window = dict(part.split("=") for part in instruction.attributes.get("window", "{}").strip("{}").split())
+    window = dict(
+        part.split("=") for part in instruction.attributes.get("window", "{}").strip("{}").split()
+    )
     for label in filter(str.isdigit, lhs):
 
         def of_dimension(key: str, default: int, label: str = label) -> int:
-            return int(window[key].split("x")[int(label)].split("_")[0]) if key in window else default
+            return (
+                int(window[key].split("x")[int(label)].split("_")[0]) if key in window else default
+            )
 
-        size, kernel, positions = left[lhs.index(label)], right[rhs.index(label)], out[result.index(label)]
+        size, kernel, positions = (
+            left[lhs.index(label)],
+            right[rhs.index(label)],
+            out[result.index(label)],
+        )
         stride, low = of_dimension("stride", 1), of_dimension("pad", 0)
         lhs_dilation, rhs_dilation = of_dimension("lhs_dilate", 1), of_dimension("rhs_dilate", 1)
         read = np.arange(positions)[:, None] * stride + np.arange(kernel)[None] * rhs_dilation - low
@@ -226,7 +258,11 @@ def _price(instruction: Instruction, skipped: Skipped) -> tuple[float, Rate] | N
     if instruction.opcode in ("dot", "convolution"):
         return matmul_flops(instruction), rate_of(instruction.operand_arrays[:2])
     work = kernel_work(instruction) if is_call(instruction) else None
-    return (computed_flops(work, instruction, skipped), work.rate) if work is not None and work.flops else None
+    return (
+        (computed_flops(work, instruction, skipped), work.rate)
+        if work is not None and work.flops
+        else None
+    )
 
 
 def _products(
@@ -247,7 +283,11 @@ def _products(
             flops += priced[0] if priced else 0.0
             if instruction.opcode == "conditional":
                 known = [(b, known_branch(instruction, b)) for b in branches_of(instruction)]
-                flops += sum(total(b) * taken.taken / taken.executions for b, taken in known if taken is not None)
+                flops += sum(
+                    total(b) * taken.taken / taken.executions
+                    for b, taken in known
+                    if taken is not None
+                )
                 flops += sum(map(total, choose([b for b, taken in known if taken is None])))
             else:
                 trips = trip_count(instruction) if instruction.opcode == "while" else 1
@@ -283,9 +323,14 @@ def read_matmuls(module: Module, skipped: Skipped = ALL_ROWS) -> list[CompiledMa
     for context, instruction, flops, _ in _products(module, skipped, max):
         name = context.op_name(instruction)
         scopes = scopes_of(name, module.branches)
-        totals[phase_of(name, module.branches), scopes[0] if scopes else ""] += int(flops * context.count)
+        totals[phase_of(name, module.branches), scopes[0] if scopes else ""] += int(
+            flops * context.count
+        )
     trained = any(phase == "backward" for phase, _ in totals)
-    return [CompiledMatmul(phase if trained else "forward", scope, float(n)) for (phase, scope), n in totals.items()]
+    return [
+        CompiledMatmul(phase if trained else "forward", scope, float(n))
+        for (phase, scope), n in totals.items()
+    ]
 
 
 def least_flops(module: Module, skipped: Skipped = ALL_ROWS) -> dict[Rate, float]:

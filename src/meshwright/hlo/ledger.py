@@ -95,7 +95,11 @@ def read_ledger(
         chain = re.search(r'chain_id="(\d+)"', instruction.attribute_text)
         if chain:
             # v5e prints one asynchronous gather once per piece that is fused with other work.
-            key = (*(i.name for i in context.callers[:-1]), chain[1], instruction.attributes.get("channel_id", ""))
+            key = (
+                *(i.name for i in context.callers[:-1]),
+                chain[1],
+                instruction.attributes.get("channel_id", ""),
+            )
             if key in counted:
                 continue
             counted.add(key)
@@ -103,9 +107,16 @@ def read_ledger(
         size = max(len(group) for group in groups)
         stack = _nearest_stack(context, instruction)
         # The line that called for the movement, if the program records it.
-        frame = next((f for f in stack if not f.file.endswith(library_files)), stack[0] if stack else None)
+        frame = next(
+            (f for f in stack if not f.file.endswith(library_files)), stack[0] if stack else None
+        )
         # Older TPUs reduce and scatter by a fusion of an all-reduce and a slice.
-        fused = {body.name for caller in context.callers if caller.opcode == "fusion" for body in caller.called}
+        fused = {
+            body.name
+            for caller in context.callers
+            if caller.opcode == "fusion"
+            for body in caller.called
+        }
         is_scattered = any(name.startswith("all-reduce-scatter") for name in fused)
         # The pair of start and done is its own, or that of the asynchronous computation that contains it.
         wrappers = filter(is_wrapper, reversed(context.callers))
@@ -171,7 +182,9 @@ def _source_argument(context: ExecutionContext, instruction: Instruction) -> str
             if not callers:
                 return current.op_name
             caller = callers.pop()
-            current = None if caller.opcode == "while" else caller.operand(int(current.operand_text))
+            current = (
+                None if caller.opcode == "while" else caller.operand(int(current.operand_text))
+            )
         elif current.opcode in ("copy", "bitcast", "convert", "reshape", "transpose"):
             current = current.operand()
         else:
@@ -185,5 +198,9 @@ def traffic(entries: Iterable[LedgerEntry]) -> list[dict[str, Any]]:
     for e in entries:
         zero = {"kind": e.kind, "axes": e.axes_label, "count": 0, "total": 0, "sent": 0.0}
         row = sums.setdefault((e.kind, e.axes_label), zero)
-        row |= {"count": row["count"] + e.count, "total": row["total"] + e.total, "sent": row["sent"] + e.sent}
+        row |= {
+            "count": row["count"] + e.count,
+            "total": row["total"] + e.total,
+            "sent": row["sent"] + e.sent,
+        }
     return list(sums.values())

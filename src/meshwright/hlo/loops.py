@@ -39,7 +39,9 @@ Choice = Callable[[Sequence[Computation]], Sequence[Computation]]
 """Chooses, of the branches of a conditional whose frequency is unknown, those that are entered."""
 
 
-def walk(module: Module, choice: Choice = lambda branches: branches) -> Iterator[tuple[ExecutionContext, Instruction]]:
+def walk(
+    module: Module, choice: Choice = lambda branches: branches
+) -> Iterator[tuple[ExecutionContext, Instruction]]:
     """Yields every instruction of the computations that a program runs, fusion bodies included, once per place.
 
     choice: branches of unknown frequency to enter; by default all of them. A branch that a constant selects is the only
@@ -54,20 +56,31 @@ def _contexts(context: ExecutionContext, choice: Choice) -> Iterator[ExecutionCo
     yield context
     for instruction in context.computation:
         trips: int | None = 1
-        callees: list[tuple[Computation, BranchScope | None]] = [(callee, _ALWAYS) for callee in instruction.called]
+        callees: list[tuple[Computation, BranchScope | None]] = [
+            (callee, _ALWAYS) for callee in instruction.called
+        ]
         if instruction.opcode == "while":
             trips = trip_count(instruction)
         elif instruction.opcode == "conditional":
-            branches = [(branch, known_branch(instruction, branch)) for branch in branches_of(instruction)]
+            branches = [
+                (branch, known_branch(instruction, branch)) for branch in branches_of(instruction)
+            ]
             unknown = [branch for branch, known in branches if known is None]
             chosen = choice(unknown) if len(unknown) > 1 else unknown
-            callees = [(branch, known) for branch, known in branches if known is not None or branch in chosen]
+            callees = [
+                (branch, known)
+                for branch, known in branches
+                if known is not None or branch in chosen
+            ]
         for callee, branch in callees:
             frequency = branch or _ALWAYS
             # A condition runs once more than its body; the difference is negligible.
             inner = ExecutionContext(
                 callee,
-                context.count * (1 if trips is None else trips) * frequency.taken // frequency.executions,
+                context.count
+                * (1 if trips is None else trips)
+                * frequency.taken
+                // frequency.executions,
                 context.exact and trips is not None,
                 context.conditional or branch is None,
                 (*context.callers, instruction),
@@ -78,7 +91,11 @@ def _contexts(context: ExecutionContext, choice: Choice) -> Iterator[ExecutionCo
 def branches_of(conditional: Instruction) -> tuple[Computation, ...]:
     """Returns the branches that a conditional can take: all of them, or the one that a constant selects."""
     branches, selector = conditional.called, conditional.operand()
-    value = selector.operand_text.strip() if selector is not None and selector.opcode == "constant" else ""
+    value = (
+        selector.operand_text.strip()
+        if selector is not None and selector.opcode == "constant"
+        else ""
+    )
     # `true` selects the first of two branches, a number the branch of that place; one out of range the last.
     if value in ("true", "false"):
         return branches[:1] if value == "true" else branches[1:]
@@ -108,7 +125,9 @@ class _Linear:
     offset: int
 
 
-_PASSES_THROUGH = frozenset({"copy", "bitcast", "convert", "reshape", "copy-start", "copy-done", "opt-barrier"})
+_PASSES_THROUGH = frozenset(
+    {"copy", "bitcast", "convert", "reshape", "copy-start", "copy-done", "opt-barrier"}
+)
 _SWAPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "EQ": "EQ", "NE": "NE"}
 _MAX_DEPTH = 50
 
@@ -120,7 +139,9 @@ def _inside(instruction: Instruction, given: _Given) -> tuple[Instruction | None
     """Returns the root of a fusion or call, with the values of its parameters; no root for other instructions."""
     if instruction.opcode not in ("fusion", "call") or not instruction.called:
         return None, None
-    return instruction.called[0].root, {i: _value(operand, given) for i, operand in enumerate(instruction.operands)}
+    return instruction.called[0].root, {
+        i: _value(operand, given) for i, operand in enumerate(instruction.operands)
+    }
 
 
 def _value(instruction: Instruction | None, given: _Given = None) -> _Linear | None:
@@ -144,7 +165,9 @@ def _value(instruction: Instruction | None, given: _Given = None) -> _Linear | N
         if left is None or right is None:
             return None
         if right.element is None:
-            return _Linear(left.element, left.offset + (right.offset if opcode == "add" else -right.offset))
+            return _Linear(
+                left.element, left.offset + (right.offset if opcode == "add" else -right.offset)
+            )
         is_sum = opcode == "add" and left.element is None
         return _Linear(right.element, left.offset + right.offset) if is_sum else None
     return _value(*_inside(instruction, given))
@@ -163,7 +186,9 @@ def _element(instruction: Instruction | None, index: int, given: _Given = None) 
     return _element(root, index, inner)
 
 
-def _comparison(instruction: Instruction | None, given: _Given = None) -> tuple[str, _Linear, _Linear] | None:
+def _comparison(
+    instruction: Instruction | None, given: _Given = None
+) -> tuple[str, _Linear, _Linear] | None:
     """Reads a predicate as one comparison: its direction (LT, LE, ..) and sides; None for others, as an `and`."""
     if instruction is None:
         return None
@@ -185,7 +210,9 @@ def _keeps(body: Computation, value: _Linear) -> bool:
 
 def trip_count(loop: Instruction) -> int | None:
     """Returns the trip count of a `while`; None if it depends on data or is not proved."""
-    annotated = re.search(r'known_trip_count[\\"]*:\{[\\"]*n[\\"]*:[\\"]*(\d+)', loop.attribute_text)
+    annotated = re.search(
+        r'known_trip_count[\\"]*:\{[\\"]*n[\\"]*:[\\"]*(\d+)', loop.attribute_text
+    )
     if annotated:
         return int(annotated[1])
     comparison = _comparison(loop.called[1].root) if len(loop.called) == 2 else None

@@ -146,7 +146,9 @@ class Instruction:
             return ()
         names = _NAME.findall(self.operand_text)
         if not names:
-            names = [match[1] for part in split_list(self.operand_text) if (match := _BARE.match(part))]
+            names = [
+                match[1] for part in split_list(self.operand_text) if (match := _BARE.match(part))
+            ]
         known = self.computation.instructions
         return tuple(known[name] for name in names if name in known)
 
@@ -192,12 +194,21 @@ class Instruction:
         """Computations that the instruction runs: of a fusion, a loop, a branch; reducers are left out."""
         if self.opcode.endswith(("-done", "-update")):
             return ()  # they repeat the computation of their start
-        keys = ["calls", "body", "condition", "true_computation", "false_computation", "branch_computations"]
+        keys = [
+            "calls",
+            "body",
+            "condition",
+            "true_computation",
+            "false_computation",
+            "branch_computations",
+        ]
         if self.opcode.startswith("custom-call"):
             keys.append("called_computations")
         if self.opcode in ("call", "async-start", "call-start"):
             keys.append("to_apply")
-        names = (name for key in keys for name in _COMPUTATION.findall(self.attributes.get(key, "")))
+        names = (
+            name for key in keys for name in _COMPUTATION.findall(self.attributes.get(key, ""))
+        )
         known = self.computation.module.computations
         return tuple(known[name] for name in names if name in known)
 
@@ -285,7 +296,9 @@ class Module:
     @property
     def num_devices(self) -> int:
         """Number of devices that run the program together."""
-        matches = [re.search(rf"\b{key}=(\d+)", self.header) for key in ("num_partitions", "replica_count")]
+        matches = [
+            re.search(rf"\b{key}=(\d+)", self.header) for key in ("num_partitions", "replica_count")
+        ]
         return math.prod(int(match[1]) for match in matches if match)
 
     def __iter__(self) -> Iterator[Instruction]:
@@ -309,7 +322,15 @@ def _parse_instruction(computation: Computation, line: str) -> Instruction | Non
         return None
     close = closing(text, opcode.end() - 1)
     operands, attributes = text[opcode.end() : close], text[close + 1 :]
-    return Instruction(computation, match[2], parse_shape(text[:end]), opcode[1], operands, attributes, bool(match[1]))
+    return Instruction(
+        computation,
+        match[2],
+        parse_shape(text[:end]),
+        opcode[1],
+        operands,
+        attributes,
+        bool(match[1]),
+    )
 
 
 def _parse_frames(lines: list[str]) -> dict[int, tuple[Frame, ...]]:
@@ -321,11 +342,15 @@ def _parse_frames(lines: list[str]) -> dict[int, tuple[Frame, ...]]:
         elif (row := re.match(r"^(\d+) (.*)$", line)) is not None:
             current[int(row[1])] = row[2]
     locations, calls = (
-        {i: {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", row)} for i, row in tables.get(name, {}).items()}
+        {
+            i: {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", row)}
+            for i, row in tables.get(name, {}).items()
+        }
         for name in ("FileLocations", "StackFrames")
     )
     files, functions = (
-        {i: text.strip('"') for i, text in tables.get(name, {}).items()} for name in ("FileNames", "FunctionNames")
+        {i: text.strip('"') for i, text in tables.get(name, {}).items()}
+        for name in ("FileNames", "FunctionNames")
     )
     frames: dict[int, tuple[Frame, ...]] = {}
     # XLA prints the parent's number plus one: a frame without a parent has 1, and some would be their own parent.
@@ -347,7 +372,9 @@ def parse_module(text: str, branches: Branches | None = None) -> Module:
     lines = _COMMENT.sub("", _KERNEL.sub("kernel_metadata={}", text)).splitlines()
     if not lines or not lines[0].startswith("HloModule"):
         raise CensusError(
-            "parsing the text of a program", "it does not begin with HloModule", "pass what compiled.as_text() returns"
+            "parsing the text of a program",
+            "it does not begin with HloModule",
+            "pass what compiled.as_text() returns",
         )
     title = re.match(r"HloModule ([\w.\-]+)", lines[0])
     module = Module(title[1] if title else "", lines[0], branches or {})
@@ -367,6 +394,8 @@ def parse_module(text: str, branches: Branches | None = None) -> Module:
         elif "=" in line:
             module.unparsed.append(line.strip())
     if not any(c.is_entry for c in module.computations.values()):
-        raise CensusError("parsing the text of a program", "it has no ENTRY computation", "pass the complete text")
+        raise CensusError(
+            "parsing the text of a program", "it has no ENTRY computation", "pass the complete text"
+        )
     module.frames.update(_parse_frames(tables))
     return module

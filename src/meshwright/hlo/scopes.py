@@ -58,9 +58,15 @@ def scopes_of(op_name: str, branches: Branches) -> tuple[str, ...]:
         names = combined["names"].split(":")
         inner_most = list(dict.fromkeys(name.rpartition("/")[0] for name in names))
         outer = scopes_of(f"{op_name[: combined.start()]}/{names[0]}", branches)
-        return (*outer[:-1], f"{outer[-1]} and {len(inner_most) - 1} more") if outer and inner_most[1:] else outer
+        return (
+            (*outer[:-1], f"{outer[-1]} and {len(inner_most) - 1} more")
+            if outer and inner_most[1:]
+            else outer
+        )
     # `jit(silu)` inside a path is a function of JAX, not a scope.
-    parts = [part for part in op_name.split("/")[1:-1] if not part.startswith(("jit(", "pjit(", "("))]
+    parts = [
+        part for part in op_name.split("/")[1:-1] if not part.startswith(("jit(", "pjit(", "("))
+    ]
     inner = [_WRAPPER.sub("", part) for part in parts]
     # An einsum is named by its formula, `bskh,bkh->bs`.
     return tuple(
@@ -76,5 +82,11 @@ def scopes_of(op_name: str, branches: Branches) -> tuple[str, ...]:
 
 def plain_path(path: str) -> str:
     """Rewrites a JAX key path with dots: `state.params['blocks'][0]` becomes `state.params.blocks.0`."""
-    plain = path.replace("\\'", "'").replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
+    plain = (
+        path.replace("\\'", "'")
+        .replace("['", ".")
+        .replace("']", "")
+        .replace("[", ".")
+        .replace("]", "")
+    )
     return plain.replace("<flat index ", "").replace(">", "").lstrip(".")

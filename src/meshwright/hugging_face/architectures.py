@@ -104,7 +104,9 @@ _CORE = (
     same("num_hidden_layers", "layers"),
     same("num_attention_heads", "heads"),
 )
-_KV_HEADS = same("num_key_value_heads", "kv_heads", lambda fields: fields.get("num_attention_heads"))
+_KV_HEADS = same(
+    "num_key_value_heads", "kv_heads", lambda fields: fields.get("num_attention_heads")
+)
 _SILU = fixed("hidden_act", "silu")
 _TIED = choice("tie_word_embeddings", "embedding", {False: "untied", True: "tied"})
 _USUAL_SIZES = (*_CORE, _KV_HEADS, _SILU, _TIED)
@@ -117,13 +119,20 @@ _WINDOW = same("sliding_window", "sliding_window", None)
 _BEFORE = must(norm_place="before")
 _NO_BIASES = must(qkv_bias="none", out_bias="none", mlp_bias="none")
 _PLAIN_ROUTING = must(
-    router_score="softmax", routed_scaling=1.0, expert_groups=1, bias_update_rate=0.0, dispatch="dropless"
+    router_score="softmax",
+    routed_scaling=1.0,
+    expert_groups=1,
+    bias_update_rate=0.0,
+    dispatch="dropless",
 )
 """Routing of Mixtral and Qwen: softmax over all experts."""
 
 
 def _shared_expert(name: str) -> Names:
-    return {f"shared_{part}": (f"{name}.{part}_proj.weight", LLAMA[part][1]) for part in ("gate", "up", "down")}
+    return {
+        f"shared_{part}": (f"{name}.{part}_proj.weight", LLAMA[part][1])
+        for part in ("gate", "up", "down")
+    }
 
 
 # Llama and its relatives: Mistral, Phi-3 and 4, Qwen2, Qwen3, OLMo 2 and 3, SmolLM3, Mixtral, Qwen3-MoE.
@@ -131,7 +140,9 @@ def _read_window(fields: Fields) -> dict[str, Any]:
     """Returns the sliding window of Qwen's architectures, which have it from the layer `max_window_layers` on."""
     layers, used = fields.get("num_hidden_layers"), fields.get("use_sliding_window", False)
     first = fields.get("max_window_layers", layers)
-    usual = ["full_attention" if not used or i < first else "sliding_attention" for i in range(layers)]
+    usual = [
+        "full_attention" if not used or i < first else "sliding_attention" for i in range(layers)
+    ]
     kinds, window = fields.get("layer_types", usual), fields.get("sliding_window", None)
     if len(kinds) != layers:
         found = f"layer_types has {len(kinds)} layers, and num_hidden_layers is {layers}"
@@ -149,11 +160,17 @@ def _read_window(fields: Fields) -> dict[str, Any]:
 def _write_window(c: Any) -> dict[str, Any]:
     used = c.sliding_window is not None
     first = 0 if used else c.layers
-    return {"use_sliding_window": used, "sliding_window": c.sliding_window, "max_window_layers": first}
+    return {
+        "use_sliding_window": used,
+        "sliding_window": c.sliding_window,
+        "max_window_layers": first,
+    }
 
 
 def _read_olmo3_rope(fields: Fields) -> dict[str, Any]:
-    rope, local = (rope_fields(fields, 500000.0, kind) for kind in ("full_attention", "sliding_attention"))
+    rope, local = (
+        rope_fields(fields, 500000.0, kind) for kind in ("full_attention", "sliding_attention")
+    )
     if local.kind != "default" or local.theta != rope.theta:
         raise fields.error(
             f"rotary frequencies of local layers have the base {local.theta:g} and the scaling {local.kind!r}, those "
@@ -199,7 +216,9 @@ def _read_dense_layers(fields: Fields) -> dict[str, Any]:
 _QWEN_WINDOW = Entry(_read_window, _write_window)
 # Null has no window; a configuration without the field is that of Mistral 7B.
 _MISTRAL_WINDOW = same(
-    "sliding_window", "sliding_window", lambda fields: None if "sliding_window" in fields.config else 4096
+    "sliding_window",
+    "sliding_window",
+    lambda fields: None if "sliding_window" in fields.config else 4096,
 )
 _LLAMA = (*_SIZES, scaled_rope(), _EPSILON, _MLP)
 _OLMO = (
@@ -220,13 +239,25 @@ _SMOLLM3 = (
     flag("mlp_bias", "mlp_bias"),
     must(sliding_window=None, norm_place="before", qk_norm="none"),
     fixed("use_sliding_window", False),
-    Entry(write=lambda c: {"pad_token_id": None}),  # its default is a token of the published vocabulary
-    Entry(_read_smollm3_layers, lambda c: {"no_rope_layers": rotary_layers(c.layers, c.no_rope_interval)}),
+    Entry(
+        write=lambda c: {"pad_token_id": None}
+    ),  # its default is a token of the published vocabulary
+    Entry(
+        _read_smollm3_layers,
+        lambda c: {"no_rope_layers": rotary_layers(c.layers, c.no_rope_interval)},
+    ),
     without_effect("layer_types", "sliding_window"),
 )
 _MIXTRAL = (
     *(*_SIZES, scaled_rope(1e6), _EPSILON_5, _PLAIN_ROUTING),
-    must(qkv_bias="none", out_bias="none", qk_norm="none", norm_place="before", shared_experts=0, dense_layers=0),
+    must(
+        qkv_bias="none",
+        out_bias="none",
+        qk_norm="none",
+        norm_place="before",
+        shared_experts=0,
+        dense_layers=0,
+    ),
     must(normalize_top_k=True),
     same("intermediate_size", "mlp"),
     same("intermediate_size", "expert_mlp"),
@@ -283,7 +314,9 @@ def _read_deepseek_rope(fields: Fields) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(LatentYarn)} - {"bounds"}
     others = set(rope.scaling) - names
     if rope.kind != "yarn" or others:
-        found = f"rope scaling of type {rope.kind!r}" + (f" with {', '.join(sorted(others))}" if others else "")
+        found = f"rope scaling of type {rope.kind!r}" + (
+            f" with {', '.join(sorted(others))}" if others else ""
+        )
         raise rope.refused(found, "a model without, or YaRN")
     scaling = {"factor": rope.number("factor"), **rope.scaling}
     scaling["original_max_position_embeddings"] = rope.pretrained_length()
@@ -298,10 +331,16 @@ def _write_deepseek_rope(c: Any) -> dict[str, Any] | None:
         return {"rope_theta": c.rope_theta, "rope_scaling": None}
     if c.yarn.bounds != "whole":
         return None
-    values = {name: value for name, value in dataclasses.asdict(c.yarn).items() if value is not None}
+    values = {
+        name: value for name, value in dataclasses.asdict(c.yarn).items() if value is not None
+    }
     del values["bounds"]
     scaling = {"rope_type": "yarn", "type": "yarn", **values}
-    return {"rope_theta": c.rope_theta, "rope_scaling": scaling, "max_position_embeddings": c.yarn.longest}
+    return {
+        "rope_theta": c.rope_theta,
+        "rope_scaling": scaling,
+        "max_position_embeddings": c.yarn.longest,
+    }
 
 
 def _read_mtp_depth(fields: Fields) -> dict[str, Any]:
@@ -343,7 +382,10 @@ _DEEPSEEK = (
     without_effect("head_dim", "qk_head_dim", "seq_aux"),
     Entry(_read_deepseek_rope, _write_deepseek_rope),
     same("q_lora_rank", "q_lora_rank", 0, kind=lambda rank: rank or None),
-    *(same(name, name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
+    *(
+        same(name, name)
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    ),
     *_DEEPSEEK_EXPERTS,
 )
 _DEEPSEEK_V3 = (
@@ -368,7 +410,11 @@ _DEEPSEEK_V2 = (
     must(router_score="softmax", normalize_top_k=False, bias_update_rate=0.0),
     # With the method "greedy" there are no groups, whatever their number is.
     without_effect("n_group", "topk_group"),
-    Entry(write=lambda c: {"n_group": 1, "topk_group": 1} if c.expert_groups == c.topk_groups else None),
+    Entry(
+        write=lambda c: (
+            {"n_group": 1, "topk_group": 1} if c.expert_groups == c.topk_groups else None
+        )
+    ),
 )
 _DEEPSEEK_NAMES = {
     **LLAMA,
@@ -413,7 +459,9 @@ def _read_gemma3_rope(fields: Fields) -> dict[str, Any]:
     rope = rope_fields(fields, 1e6, "full_attention")
     local = rope_fields(fields, 1e4, "sliding_attention", "rope_local_base_freq")
     if rope.kind not in ("default", "linear") or local.kind != "default":
-        found = f"rope_scaling of type {rope.kind!r} in global layers and {local.kind!r} in local ones"
+        found = (
+            f"rope_scaling of type {rope.kind!r} in global layers and {local.kind!r} in local ones"
+        )
         raise rope.refused(found, "a model with none, or with that of type linear in global layers")
     factor = float(rope.scaling["factor"]) if rope.kind == "linear" else 1.0
     return {"rope_theta": rope.theta, "rope_factor": factor, "local_rope_theta": local.theta}
@@ -506,7 +554,9 @@ _GPT2 = (
     must(bias="learned"),
     Entry(_check_inner),
     without_effect("attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn", "n_ctx"),
-    without_effect("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
+    without_effect(
+        "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"
+    ),
     without_effect("summary_use_proj"),
 )
 _GPT2_NAMES = {
@@ -594,7 +644,10 @@ def _read_llama4_layers(fields: Fields) -> dict[str, Any]:
     moe = fields.get("moe_layers", list(range(step - 1, layers, step)))
     step = moe[0] + 1 if moe else step
     expected = _llama4_layers(layers, interval, step)
-    found = {"no_rope_layers": rotary, "layer_types": fields.get("layer_types", expected["layer_types"])}
+    found = {
+        "no_rope_layers": rotary,
+        "layer_types": fields.get("layer_types", expected["layer_types"]),
+    }
     for name, kinds in {**found, "moe_layers": moe}.items():
         if kinds != expected[name] or (name == "moe_layers" and not moe):
             raise fields.error(
@@ -614,15 +667,26 @@ _LLAMA4 = (
     fixed("attention_bias", False),
     fixed("router_jitter_noise", 0.0, written=False),
     without_effect("for_llm_compressor", "attn_implementation"),
-    Entry(_read_llama4_layers, lambda c: _llama4_layers(c.layers, c.no_rope_interval, c.expert_interval)),
-    Entry(write=lambda c: {"interleave_moe_layer_step": c.expert_interval, "model_type": "llama4_text"}),
+    Entry(
+        _read_llama4_layers,
+        lambda c: _llama4_layers(c.layers, c.no_rope_interval, c.expert_interval),
+    ),
+    Entry(
+        write=lambda c: {
+            "interleave_moe_layer_step": c.expert_interval,
+            "model_type": "llama4_text",
+        }
+    ),
     same("intermediate_size", "expert_mlp"),
     same("intermediate_size_mlp", "mlp", 16384),
     same("attention_chunk_size", "attention_chunk", 8192),
     choice("use_qk_norm", "qk_l2_norm", {True: "rotary", False: "none"}, default=True),
     Entry(
         _read_temperature,
-        lambda c: {"attn_scale": c.temperature_scale, "attn_temperature_tuning": c.temperature_scale != 0.0},
+        lambda c: {
+            "attn_scale": c.temperature_scale,
+            "attn_temperature_tuning": c.temperature_scale != 0.0,
+        },
     ),
     same("floor_scale", "temperature_floor", 8192, kind=int),
     same("num_local_experts", "experts", 16),
@@ -630,7 +694,10 @@ _LLAMA4 = (
     _AUX_LOSS,
 )
 _LLAMA4_NAMES = {
-    **{name: (tensor.replace("mlp.", "feed_forward."), axes) for name, (tensor, axes) in LLAMA.items()},
+    **{
+        name: (tensor.replace("mlp.", "feed_forward."), axes)
+        for name, (tensor, axes) in LLAMA.items()
+    },
     "router": ("feed_forward.router.weight", ("R", "D")),
     **_shared_expert("feed_forward.shared_expert"),
     "expert_gate": ("feed_forward.experts.gate_up_proj", ("E", "D", "F+")),
@@ -650,7 +717,10 @@ def _read_qwen3_next_layers(fields: Fields) -> dict[str, Any]:
 
 def _write_qwen3_next_layers(c: Any) -> dict[str, Any]:
     interval = c.full_attention_interval
-    return {"full_attention_interval": interval, "layer_types": layer_types(c.layers, interval - 1, _LINEAR)}
+    return {
+        "full_attention_interval": interval,
+        "layer_types": layer_types(c.layers, interval - 1, _LINEAR),
+    }
 
 
 _QWEN3_NEXT = (
@@ -678,7 +748,12 @@ _QWEN3_NEXT = (
 )
 _FUSED = {
     "self_attn.q_proj.weight": {"blocks.query": "NH/", "blocks.query_gate": "NH/"},
-    "linear_attn.in_proj_qkvz.weight": {"query": "NH/", "key": "NH/", "value": "NGH/", "value_gate": "NGH/"},
+    "linear_attn.in_proj_qkvz.weight": {
+        "query": "NH/",
+        "key": "NH/",
+        "value": "NGH/",
+        "value_gate": "NGH/",
+    },
     "linear_attn.in_proj_ba.weight": {"rate": "NG/", "step": "NG/"},
 }
 """Tensor -> the projections in it, of which it has the rows of the first head, then those of the next."""
@@ -697,7 +772,11 @@ _QWEN3_NEXT_NAMES = {
     "query_taps": (_TAPS, ("NH+", "", "W")),
     "key_taps": (_TAPS, ("NH+", "", "W")),
     "value_taps": (_TAPS, ("NGH+", "", "W")),
-    **{name: (tensor, (axes, "D")) for tensor, parts in _FUSED.items() for name, axes in parts.items()},
+    **{
+        name: (tensor, (axes, "D"))
+        for tensor, parts in _FUSED.items()
+        for name, axes in parts.items()
+    },
 }
 
 _NO_QK_NORM = must(qk_norm="none")
@@ -725,23 +804,47 @@ _ALL = (
     ),
     # What is left out is the layer that predicts the token after the next: `transformers` does not read it either.
     Architecture(
-        "Glm4MoeForCausalLM", "glm4_moe", Glm4Moe, _GLM4_MOE, _GLM4_MOE_NAMES, left_out=(r"model\.layers\.(46|92)\..*",)
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        Glm4Moe,
+        _GLM4_MOE,
+        _GLM4_MOE_NAMES,
+        left_out=(r"model\.layers\.(46|92)\..*",),
     ),
-    Architecture("GptOssForCausalLM", "gpt_oss", GptOss, _GPT_OSS, _GPT_OSS_NAMES, tied=None, packed=MXFP4),
+    Architecture(
+        "GptOssForCausalLM", "gpt_oss", GptOss, _GPT_OSS, _GPT_OSS_NAMES, tied=None, packed=MXFP4
+    ),
     Architecture("Gemma2ForCausalLM", "gemma2", Gemma2, _GEMMA2, _GEMMA_NAMES),
     Architecture("Gemma3ForCausalLM", "gemma3_text", Gemma3, _GEMMA3, _GEMMA_NAMES),
     Architecture(
         "LlamaForCausalLM",
         "llama",
         Llama,
-        (*_LLAMA, _BEFORE, _NO_QK_NORM, must(sliding_window=None), _BIASES, flag("mlp_bias", "mlp_bias")),
+        (
+            *_LLAMA,
+            _BEFORE,
+            _NO_QK_NORM,
+            must(sliding_window=None),
+            _BIASES,
+            flag("mlp_bias", "mlp_bias"),
+        ),
     ),
-    Architecture("MistralForCausalLM", "mistral", Llama, (*_LLAMA, _BEFORE, _NO_BIASES, _NO_QK_NORM, _MISTRAL_WINDOW)),
+    Architecture(
+        "MistralForCausalLM",
+        "mistral",
+        Llama,
+        (*_LLAMA, _BEFORE, _NO_BIASES, _NO_QK_NORM, _MISTRAL_WINDOW),
+    ),
     Architecture(
         "Qwen2ForCausalLM",
         "qwen2",
         Llama,
-        (*_LLAMA, _BEFORE, must(qkv_bias="learned", out_bias="none", mlp_bias="none", qk_norm="none"), _QWEN_WINDOW),
+        (
+            *_LLAMA,
+            _BEFORE,
+            must(qkv_bias="learned", out_bias="none", mlp_bias="none", qk_norm="none"),
+            _QWEN_WINDOW,
+        ),
     ),
     Architecture(
         "Qwen3ForCausalLM",
@@ -772,7 +875,12 @@ _ALL = (
     Architecture("Qwen3MoeForCausalLM", "qwen3_moe", Mixtral, _QWEN3_MOE),
     Architecture("Llama4ForCausalLM", "llama4_text", Llama4, _LLAMA4, _LLAMA4_NAMES),
     Architecture(
-        "Qwen3NextForCausalLM", "qwen3_next", Qwen3Next, _QWEN3_NEXT, _QWEN3_NEXT_NAMES, left_out=(r"mtp\..*",)
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        Qwen3Next,
+        _QWEN3_NEXT,
+        _QWEN3_NEXT_NAMES,
+        left_out=(r"mtp\..*",),
     ),
 )
 ARCHITECTURES = {architecture.name: architecture for architecture in _ALL}

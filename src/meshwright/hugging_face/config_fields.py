@@ -19,23 +19,95 @@ REQUIRED: Any = object()
 """Default of a field that has none: it must be there."""
 
 NEUTRAL = frozenset[str]().union(
-    ("architectures", "model_type", "transformers_version", "auto_map", "_name_or_path", "unsloth_version"),
-    ("dtype", "torch_dtype", "use_cache", "cache_implementation", "pretraining_tp", "max_position_embeddings"),
-    ("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "task_specific_params", "problem_type"),
-    ("initializer_range", "attention_dropout", "attention_probs_dropout_prob", "is_encoder_decoder", "is_decoder"),
-    ("return_dict", "output_attentions", "output_hidden_states", "output_router_logits", "chunk_size_feed_forward"),
+    (
+        "architectures",
+        "model_type",
+        "transformers_version",
+        "auto_map",
+        "_name_or_path",
+        "unsloth_version",
+    ),
+    (
+        "dtype",
+        "torch_dtype",
+        "use_cache",
+        "cache_implementation",
+        "pretraining_tp",
+        "max_position_embeddings",
+    ),
+    (
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "id2label",
+        "label2id",
+        "task_specific_params",
+        "problem_type",
+    ),
+    (
+        "initializer_range",
+        "attention_dropout",
+        "attention_probs_dropout_prob",
+        "is_encoder_decoder",
+        "is_decoder",
+    ),
+    (
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "chunk_size_feed_forward",
+    ),
     ("_attn_implementation", "_attn_implementation_autoset"),
 )
 """Fields of every architecture that change no number of the forward pass, or name the architecture itself."""
 
 _SIZES = frozenset[str]().union(
-    ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    ("n_embd", "n_layer", "n_head", "n_positions", "n_inner", "max_position_embeddings", "intermediate_size"),
-    ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"),
-    ("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp", "interleave_moe_layer_step"),
+    (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    ),
+    (
+        "n_embd",
+        "n_layer",
+        "n_head",
+        "n_positions",
+        "n_inner",
+        "max_position_embeddings",
+        "intermediate_size",
+    ),
+    (
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "n_group",
+        "topk_group",
+    ),
+    (
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "intermediate_size_mlp",
+        "interleave_moe_layer_step",
+    ),
     ("sliding_window", "attention_chunk_size", "full_attention_interval", "no_rope_layer_interval"),
-    ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "linear_conv_kernel_dim"),
-    ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    (
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "linear_conv_kernel_dim",
+    ),
+    (
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+    ),
 )
 """Fields that count something of which there is at least one, where they are not null."""
 
@@ -60,22 +132,26 @@ class Fields:
                 raise self.error(f"it has no {name!r}", f"a configuration with {name}")
             return default
         if name in _SIZES and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise self.error(f"{name} is {json.dumps(value)}", f"a configuration whose {name} is 1 or more")
+            raise self.error(
+                f"{name} is {json.dumps(value)}", f"a configuration whose {name} is 1 or more"
+            )
         return value
 
     def mapping(self, name: str) -> Mapping[str, Any]:
         """Returns a field that is an object, without its nulls; {} where it is missing."""
         value = self.get(name, {})
         if not isinstance(value, dict):
-            raise self.error(f"{name} is {json.dumps(value)}, and not a JSON object", "a model's config.json")
+            raise self.error(
+                f"{name} is {json.dumps(value)}, and not a JSON object", "a model's config.json"
+            )
         return {key: inner for key, inner in value.items() if inner is not None}
 
     def first(self, *names: str, default: Any = REQUIRED) -> Any:
         """Returns the first of several fields that is there: names of different versions of `transformers`."""
         self._read.update(names)
-        return next((self.config[n] for n in names if self.config.get(n) is not None), None) or self.get(
-            names[0], default
-        )
+        return next(
+            (self.config[n] for n in names if self.config.get(n) is not None), None
+        ) or self.get(names[0], default)
 
     def require(self, name: str, *allowed: Any) -> None:
         """Raises WeightsError unless a field has one of the values that the family computes, or is missing."""
@@ -112,7 +188,9 @@ class Fields:
         """Returns the fields with a value that nothing has read, and that are not known to be without effect."""
         known = self._read | NEUTRAL
         empty: tuple[Any, ...] = (None, False, [], {}, "")
-        return sorted(name for name, value in self.config.items() if name not in known and value not in empty)
+        return sorted(
+            name for name, value in self.config.items() if name not in known and value not in empty
+        )
 
 
 def read_fields(folder: Path) -> Fields:
@@ -124,14 +202,16 @@ def read_fields(folder: Path) -> Fields:
     except OSError as error:
         fix = "a folder that save_pretrained of `transformers` wrote"
         if (folder / "adapter_config.json").is_file():
-            fix = (
-                "an adapter merged into its model by PEFT (merge_and_unload, save_pretrained); or the run that it is of"
-            )
+            fix = "an adapter merged into its model by PEFT (merge_and_unload, save_pretrained); or the run that it is of"
         raise WeightsError(f"reading {file}", reason_of(error), fix) from error
     except ValueError as error:
-        raise WeightsError(f"reading {file}", f"it is not a configuration: {error}", "download it again") from error
+        raise WeightsError(
+            f"reading {file}", f"it is not a configuration: {error}", "download it again"
+        ) from error
     if not isinstance(config, dict):
-        raise WeightsError(f"reading {file}", "it is not a JSON object", "the config.json of a model")
+        raise WeightsError(
+            f"reading {file}", "it is not a JSON object", "the config.json of a model"
+        )
     return Fields(file, config)
 
 
@@ -164,7 +244,9 @@ def write_table(table: tuple[Entry, ...], c: Any) -> dict[str, Any] | None:
     return found
 
 
-def same(name: str, field: str, default: Any = REQUIRED, *, other: str | None = None, kind: Any = None) -> Entry:
+def same(
+    name: str, field: str, default: Any = REQUIRED, *, other: str | None = None, kind: Any = None
+) -> Entry:
     """Returns the entry of a number that both have.
 
     name: in config.json.  field: of the model.  default: where config.json lacks it; a function is called with the
@@ -173,7 +255,9 @@ def same(name: str, field: str, default: Any = REQUIRED, *, other: str | None = 
 
     def read(fields: Fields) -> dict[str, Any]:
         value = default(fields) if callable(default) else default
-        found = fields.get(name, value) if other is None else fields.first(name, other, default=value)
+        found = (
+            fields.get(name, value) if other is None else fields.first(name, other, default=value)
+        )
         return {field: found if kind is None else kind(found)}
 
     return Entry(read, lambda c: {name: getattr(c, field)})
@@ -183,7 +267,8 @@ def choice(name: str, field: str, values: Mapping[Any, Any], default: Any = Fals
     """Returns the entry of a choice. values: of config.json -> of the model."""
     names = {value: key for key, value in values.items()}
     return Entry(
-        lambda fields: {field: values[bool(fields.get(name, default))]}, lambda c: {name: names[getattr(c, field)]}
+        lambda fields: {field: values[bool(fields.get(name, default))]},
+        lambda c: {name: names[getattr(c, field)]},
     )
 
 
@@ -194,12 +279,18 @@ def flag(name: str, *fields_of_model: str) -> Entry:
         found = {getattr(c, field) for field in fields_of_model}
         return None if len(found) > 1 else {name: found == {"learned"}}
 
-    return Entry(lambda fields: dict.fromkeys(fields_of_model, "learned" if fields.flag(name) else "none"), write)
+    return Entry(
+        lambda fields: dict.fromkeys(fields_of_model, "learned" if fields.flag(name) else "none"),
+        write,
+    )
 
 
 def fixed(name: str, *allowed: Any, written: bool = True) -> Entry:
     """Returns the entry of a field that has one of the values that the family computes, the first where it lacks."""
-    return Entry(lambda fields: fields.require(name, *allowed), lambda c: {name: allowed[0]} if written else {})
+    return Entry(
+        lambda fields: fields.require(name, *allowed),
+        lambda c: {name: allowed[0]} if written else {},
+    )
 
 
 def must(**values: Any) -> Entry:
@@ -230,7 +321,9 @@ def head_size(default: Any = None) -> Entry:
 
     def read(fields: Fields) -> dict[str, Any]:
         size = fields.get("head_dim", default)
-        usual = size is None or size * fields.get("num_attention_heads") == fields.get("hidden_size")
+        usual = size is None or size * fields.get("num_attention_heads") == fields.get(
+            "hidden_size"
+        )
         return {"head_size": None if usual else size}
 
     return Entry(read, lambda c: {"head_dim": head_size_of(c)})
@@ -238,7 +331,10 @@ def head_size(default: Any = None) -> Entry:
 
 def own_head_size(default: Any = REQUIRED) -> Entry:
     """Returns the entry of `head_dim` of models that always state it."""
-    return Entry(lambda fields: {"head_size": fields.get("head_dim", default)}, lambda c: {"head_dim": head_size_of(c)})
+    return Entry(
+        lambda fields: {"head_size": fields.get("head_dim", default)},
+        lambda c: {"head_dim": head_size_of(c)},
+    )
 
 
 def layer_types(layers: int, local_layers: int, local: str = "sliding_attention") -> list[str]:
@@ -278,7 +374,9 @@ def rotary_layers(layers: int, interval: int) -> list[int]:
 def read_no_rope(fields: Fields) -> tuple[int, list[int]]:
     """Returns every how many layers one is without rotary embedding, and the list of the configuration."""
     layers, interval = fields.get("num_hidden_layers"), fields.get("no_rope_layer_interval", 4)
-    rotary = [int(bool(x)) for x in fields.get("no_rope_layers", None) or rotary_layers(layers, interval)]
+    rotary = [
+        int(bool(x)) for x in fields.get("no_rope_layers", None) or rotary_layers(layers, interval)
+    ]
     return rotary.index(0) + 1 if 0 in rotary else layers + 1, rotary
 
 
@@ -301,7 +399,9 @@ class RopeFields:
         value = self.scaling.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             found = f"has no {name!r}" if value is None else f"has the {name} {value!r}"
-            raise self.fields.error(f"its rope_scaling of type {self.kind!r} {found}", f"a {name} above 0")
+            raise self.fields.error(
+                f"its rope_scaling of type {self.kind!r} {found}", f"a {name} above 0"
+            )
         return value
 
     def pretrained_length(self) -> int:
@@ -341,20 +441,32 @@ def rope_fields(
     if layers is None:
         found = dict(scaling or parameters)
     else:
-        found = {**(parameters.get(layers) or {}), **(scaling if layers == "full_attention" else {})}
+        found = {
+            **(parameters.get(layers) or {}),
+            **(scaling if layers == "full_attention" else {}),
+        }
     base = found.get("rope_theta", fields.get(theta_field, theta))
     part = found.get("partial_rotary_factor", fields.get("partial_rotary_factor", fraction))
     kind = str(found.get("rope_type", found.get("type", "default")))
     if not base > 0:
         raise fields.error(f"rope_theta is {base}", "a base above 0, such as 10000")
-    rope = RopeFields(fields, float(base), kind, {n: v for n, v in found.items() if n not in _OWN}, float(part))
+    rope = RopeFields(
+        fields, float(base), kind, {n: v for n, v in found.items() if n not in _OWN}, float(part)
+    )
     if fraction == 1.0 and part != 1.0:
         raise rope.refused(f"a rotation of {part} of each head", "a model that rotates whole heads")
     return rope
 
 
 _YARN = {
-    *("factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "attention_factor", "truncate"),
+    *(
+        "factor",
+        "beta_fast",
+        "beta_slow",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "truncate",
+    ),
     *("mscale", "mscale_all_dim"),
 }
 """Fields of a scaling of type yarn."""
@@ -379,7 +491,9 @@ def read_yarn(rope: RopeFields) -> Yarn | None:
         attention_factor = float(rope.number("attention_factor"))
     elif scaling.get("mscale") and scaling.get("mscale_all_dim"):
         mscale, mscale_all_dim = (float(rope.number(name)) for name in ("mscale", "mscale_all_dim"))
-        attention_factor = LatentYarn(factor, mscale=mscale, mscale_all_dim=mscale_all_dim).magnitude
+        attention_factor = LatentYarn(
+            factor, mscale=mscale, mscale_all_dim=mscale_all_dim
+        ).magnitude
     return Yarn(
         factor,
         float(rope.number("beta_fast")) if scaling.get("beta_fast") else 32.0,
@@ -403,7 +517,11 @@ def write_yarn(theta: float, scaling: Yarn | None) -> dict[str, Any]:
         "original_max_position_embeddings": scaling.original_max_position_embeddings,
         "truncate": scaling.bounds == "whole",
     }
-    return fields if scaling.attention_factor is None else {**fields, "attention_factor": scaling.attention_factor}
+    return (
+        fields
+        if scaling.attention_factor is None
+        else {**fields, "attention_factor": scaling.attention_factor}
+    )
 
 
 _BY_LENGTH = {
@@ -421,8 +539,15 @@ def _read_scaling(rope: RopeFields) -> dict[str, Any]:
     if rope.kind == "yarn":
         return {"yarn": read_yarn(rope)}
     if rope.kind == "llama3":
-        numbers = {name: float(rope.number(name)) for name in ("factor", "low_freq_factor", "high_freq_factor")}
-        return {"rope_scaling": RopeScaling(**numbers, original_max_position_embeddings=rope.pretrained_length())}
+        numbers = {
+            name: float(rope.number(name))
+            for name in ("factor", "low_freq_factor", "high_freq_factor")
+        }
+        return {
+            "rope_scaling": RopeScaling(
+                **numbers, original_max_position_embeddings=rope.pretrained_length()
+            )
+        }
     if rope.kind in _BY_LENGTH:
         raise rope.fields.error(
             f"its rope_scaling of type {rope.kind!r} has {_BY_LENGTH[rope.kind]}: the numbers of a token depend on how "

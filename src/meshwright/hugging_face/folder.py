@@ -79,10 +79,14 @@ def read_model(name: str, *, weights: bool = False) -> ModelFolder:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         found = f"its fields describe no {architecture.name}: {type(error).__name__}: {error}"
-        raise fields.error(found, "the config.json that was published with these weights") from error
+        raise fields.error(
+            found, "the config.json that was published with these weights"
+        ) from error
     unread = fields.unread()
     notes = [f"fields of config.json without a meaning here: {', '.join(unread)}"] if unread else []
-    notes += [f"weights in {architecture.packed} are read as the bfloat16 numbers that they stand for"] * packed
+    notes += [
+        f"weights in {architecture.packed} are read as the bfloat16 numbers that they stand for"
+    ] * packed
     longest = fields.get("max_position_embeddings", fields.get("n_positions", None))
     block = quantised.block_of(fields) if packed and architecture.packed == quantised.FP8 else None
     return ModelFolder(folder, architecture, model, longest, tuple(notes), packed, block)
@@ -124,13 +128,20 @@ class TensorReader:
     def __call__(self, name: str) -> np.ndarray:
         """Returns a view of a tensor; one in float8 is dequantised, and the last one kept."""
         if name in self._weights.unpacked:
-            packed: Any = quantised.PackedTensor(self(name + quantised.BLOCKS), self(name + quantised.SCALES))
+            packed: Any = quantised.PackedTensor(
+                self(name + quantised.BLOCKS), self(name + quantised.SCALES)
+            )
             return packed
         block = self._weights.folder.fp8_block
         if self._weights.entries[name].dtype != FP8_CODE or block is None:
             return self._view(name)
         if self._last is None or self._last[0] != name:
-            self._last = (name, quantised.dequantise(self._view(name), self._view(quantised.scale_name(name)), block))
+            self._last = (
+                name,
+                quantised.dequantise(
+                    self._view(name), self._view(quantised.scale_name(name)), block
+                ),
+            )
         return self._last[1]
 
     def _view(self, name: str) -> np.ndarray:
@@ -139,7 +150,9 @@ class TensorReader:
             self._open[path] = SafetensorsFile(path)
         file = self._open[path]
         return file.tensor(
-            name if name in file.entries else name.removeprefix(self._weights.folder.architecture.prefix)
+            name
+            if name in file.entries
+            else name.removeprefix(self._weights.folder.architecture.prefix)
         )
 
     def release(self) -> None:
@@ -170,14 +183,24 @@ def open_folder(name: str) -> WeightsFolder:
             if entries[tensor].dtype == FP8_CODE and folder.fp8_block is not None:
                 scales = quantised.scale_name(tensor)
                 # One for each block of a weight [out, in]; the last blocks may be partial.
-                blocks = tuple(-(-size // n) for size, n in zip(shape, folder.fp8_block, strict=True))
+                blocks = tuple(
+                    -(-size // n) for size, n in zip(shape, folder.fp8_block, strict=True)
+                )
                 _check_tensor(folder, entries, scales, path, blocks)
                 parts.add(scales)
-    parts |= {tensor + part for tensor in expected & unpacked.keys() for part in (quantised.BLOCKS, quantised.SCALES)}
+    parts |= {
+        tensor + part
+        for tensor in expected & unpacked.keys()
+        for part in (quantised.BLOCKS, quantised.SCALES)
+    }
     notes = folder.notes + _check_others(folder, expected | parts, entries)
     # What a model of any type keeps in float32 does not tell its type.
-    typed = (tensor for path, p in params.items() if p.stored is None for tensor in stored[path].names(p))
-    found = {"BF16" if entries[tensor].dtype == FP8_CODE else entries[tensor].dtype for tensor in typed}
+    typed = (
+        tensor for path, p in params.items() if p.stored is None for tensor in stored[path].names(p)
+    )
+    found = {
+        "BF16" if entries[tensor].dtype == FP8_CODE else entries[tensor].dtype for tensor in typed
+    }
     dtype: Precision = "bfloat16" if found == {"BF16"} else "float32"
     return WeightsFolder(folder, params, stored, entries, dtype, notes, frozenset(unpacked))
 
@@ -203,7 +226,11 @@ def _all_tensors(folder: ModelFolder) -> dict[str, TensorEntry]:
 
 
 def _check_tensor(
-    folder: ModelFolder, entries: dict[str, TensorEntry], tensor: str, param: str, shape: tuple[int, ...]
+    folder: ModelFolder,
+    entries: dict[str, TensorEntry],
+    tensor: str,
+    param: str,
+    shape: tuple[int, ...],
 ) -> None:
     if tensor not in entries:
         raise WeightsError(
@@ -227,7 +254,9 @@ def _check_tensor(
         )
 
 
-def _check_others(folder: ModelFolder, expected: set[str], entries: dict[str, TensorEntry]) -> tuple[str, ...]:
+def _check_others(
+    folder: ModelFolder, expected: set[str], entries: dict[str, TensorEntry]
+) -> tuple[str, ...]:
     """Returns notes on the tensors that are not kept. Raises WeightsError for one that the model does not have."""
     computed, unused = 0, list[str]()
     tied = folder.architecture.tied
@@ -246,7 +275,9 @@ def _check_others(folder: ModelFolder, expected: set[str], entries: dict[str, Te
             )
     notes = [f"computed and not kept: {computed} tensors of the files"] if computed else []
     if unused:
-        notes.append(f"not kept, as no logit depends on them: {len(unused)} tensors of the files, such as {unused[0]}")
+        notes.append(
+            f"not kept, as no logit depends on them: {len(unused)} tensors of the files, such as {unused[0]}"
+        )
     return tuple(notes)
 
 
@@ -261,7 +292,11 @@ def check_tied(weights: WeightsFolder) -> None:
         first, second = read(tied[0]), read(tied[1])
         for row in range(0, max(len(first), len(second)), rows):
             part, other = first[row : row + rows], second[row : row + rows]
-            if part.shape != other.shape or part.dtype != other.dtype or part.tobytes() != other.tobytes():
+            if (
+                part.shape != other.shape
+                or part.dtype != other.dtype
+                or part.tobytes() != other.tobytes()
+            ):
                 raise WeightsError(
                     f"weights in {weights.folder.path}",
                     f"config.json ties {tied[0]!r} to {tied[1]!r} (tie_word_embeddings), and their values differ",
@@ -290,19 +325,31 @@ def load_params(
     where = named_leaves(shardings)
     with weights.reader() as reader:
         arrays = [
-            then(path, _load(path, p, weights.stored[path], where[path], np.dtype(p.stored or dtype), reader))
+            then(
+                path,
+                _load(
+                    path, p, weights.stored[path], where[path], np.dtype(p.stored or dtype), reader
+                ),
+            )
             for path, p in named_leaves(params).items()
         ]
     return treedef.unflatten(arrays)
 
 
 def _load(
-    path: str, p: Param, stored: StoredTensor, sharding: Sharding, dtype: np.dtype[Any], reader: TensorReader
+    path: str,
+    p: Param,
+    stored: StoredTensor,
+    sharding: Sharding,
+    dtype: np.dtype[Any],
+    reader: TensorReader,
 ) -> jax.Array:
     last: list[Any] = [None, None]
 
     def shard(index: Any) -> np.ndarray:
-        whole = tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, p.shape, strict=True))
+        whole = tuple(
+            slice(*part.indices(size)[:2]) for part, size in zip(index, p.shape, strict=True)
+        )
         # Neighbouring devices often have the same block: replicas.
         if last[0] != whole:
             last[:] = [whole, _read_rows(p, stored, whole, reader, dtype)]
@@ -313,7 +360,9 @@ def _load(
     return jax.make_array_from_callback(p.shape, sharding, shard)
 
 
-def _read_rows(p: Param, stored: StoredTensor, index: Index, reader: TensorReader, dtype: Any) -> np.ndarray:
+def _read_rows(
+    p: Param, stored: StoredTensor, index: Index, reader: TensorReader, dtype: Any
+) -> np.ndarray:
     """Reads a block of `p`, whose rows may be in the order of pipeline stages, with zeros in padding rows."""
     if p.order is None:
         return read_block(p, stored, index, reader, dtype)
@@ -354,7 +403,9 @@ def keep_files(folder: Path, out: Path) -> None:
     try:
         check_inside(folder, [folder / name for name in _KEPT_FILES])
     except ValueError as error:
-        raise WeightsError(f"copying the files of {folder}", str(error), "a folder whose files are in it") from error
+        raise WeightsError(
+            f"copying the files of {folder}", str(error), "a folder whose files are in it"
+        ) from error
     for name in _KEPT_FILES:
         if (folder / name).is_file():
             copy_file(folder / name, target / name)

@@ -40,7 +40,9 @@ class StoredTensor:
     def stored_shape(self, p: Param) -> tuple[int, ...]:
         """Returns the shape of one stored tensor of the parameter `p`."""
         sizes = _sizes(p)
-        return self.shape or tuple(math.prod(sizes[letter] for letter in group) for group in self.axes)
+        return self.shape or tuple(
+            math.prod(sizes[letter] for letter in group) for group in self.axes
+        )
 
     def names(self, p: Param) -> Iterator[str]:
         """Yields the names of all stored tensors of the parameter `p`."""
@@ -56,12 +58,15 @@ class StoredTensor:
         ranges = dict(zip(p.dims, index, strict=True))
         inner = tuple(ranges[letter] for letter in "".join(self.axes))
         rows = range(ranges["L"].start, ranges["L"].stop) if self.layers else range(1)
-        experts = range(ranges["E"].start, ranges["E"].stop) if "{expert}" in self.name else range(1)
+        experts = (
+            range(ranges["E"].start, ranges["E"].stop) if "{expert}" in self.name else range(1)
+        )
         for row, expert in itertools.product(rows, experts):
             name = self.name.format(layer=self.layers[row] if self.layers else 0, expert=expert)
             at = {"L": row - rows.start, "E": expert - experts.start}
             outer = tuple(
-                slice(at[letter], at[letter] + 1) if self._is_outer(letter) else slice(None) for letter in p.dims
+                slice(at[letter], at[letter] + 1) if self._is_outer(letter) else slice(None)
+                for letter in p.dims
             )
             yield name, outer, inner
 
@@ -79,12 +84,16 @@ class StoredTensor:
         letters = "".join(self.axes)
         inner = [letter for letter in p.dims if not self._is_outer(letter)]
         block = block.transpose([letters.index(letter) for letter in inner])
-        return block.reshape([1 if self._is_outer(x) else block.shape[inner.index(x)] for x in p.dims])
+        return block.reshape(
+            [1 if self._is_outer(x) else block.shape[inner.index(x)] for x in p.dims]
+        )
 
     def from_param(self, p: Param, block: np.ndarray) -> np.ndarray:
         """Inverts `to_param`: returns a block of the parameter, one layer and expert of it, as the view has it."""
         inner = [letter for letter in p.dims if not self._is_outer(letter)]
-        squeezed = block.reshape([size for letter, size in zip(p.dims, block.shape, strict=True) if letter in inner])
+        squeezed = block.reshape(
+            [size for letter, size in zip(p.dims, block.shape, strict=True) if letter in inner]
+        )
         return squeezed.transpose([inner.index(letter) for letter in "".join(self.axes)])
 
     def _is_outer(self, letter: str) -> bool:
@@ -107,14 +116,17 @@ ReadTensor = Callable[[str], np.ndarray]
 """`name -> stored tensor`, a view of a mapped file."""
 
 
-def read_block(p: Param, stored: StoredTensor, index: Index, read: ReadTensor, dtype: Any) -> np.ndarray:
+def read_block(
+    p: Param, stored: StoredTensor, index: Index, read: ReadTensor, dtype: Any
+) -> np.ndarray:
     """Returns a block of a parameter from the stored tensors, in `dtype`, its own memory.
 
     index: block of the parameter with one row per layer; rows beyond the vocabulary are padding, which is zero.
     """
     out = np.zeros([part.stop - part.start for part in index], dtype)
     inside = tuple(
-        slice(min(part.start, size), min(part.stop, size)) for part, size in zip(index, unpadded_shape(p), strict=True)
+        slice(min(part.start, size), min(part.stop, size))
+        for part, size in zip(index, unpadded_shape(p), strict=True)
     )
     target = out[tuple(slice(0, part.stop - part.start) for part in inside)]
     for name, outer, inner in stored.blocks(p, inside):
@@ -122,7 +134,9 @@ def read_block(p: Param, stored: StoredTensor, index: Index, read: ReadTensor, d
     return out
 
 
-def write_block(p: Param, stored: StoredTensor, index: Index, block: np.ndarray, tensor: ReadTensor) -> None:
+def write_block(
+    p: Param, stored: StoredTensor, index: Index, block: np.ndarray, tensor: ReadTensor
+) -> None:
     """Inverts `read_block`: writes a block without padding into the stored tensors. tensor: returns writable views."""
     for name, outer, inner in stored.blocks(p, index):
         stored.view(p, tensor(name))[inner] = stored.from_param(p, block[outer])
@@ -178,7 +192,9 @@ def locate_tensors(c: Model, names: Names, layer: str) -> dict[str, StoredTensor
     order = list(names)
     for (stack, tensor), group in groups.items():
         where = (layer + tensor if stack else tensor, rows.get(stack, ()))
-        paths = sorted(group, key=lambda path: order.index(path if path in names else path.rpartition(".")[2]))
+        paths = sorted(
+            group, key=lambda path: order.index(path if path in names else path.rpartition(".")[2])
+        )
         found |= _parts(*where, {path: (params[path], group[path]) for path in paths})
     return {path: found[path] for path in params}
 

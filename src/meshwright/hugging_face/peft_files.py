@@ -24,7 +24,9 @@ Pair = tuple[np.ndarray, np.ndarray]
 """A [L, in..., r] and B [L, r, out...]."""
 
 
-def write_adapter(folder: Path, model: Model, tuning: FineTune, adapters: Mapping[str, Pair], base: str) -> int:
+def write_adapter(
+    folder: Path, model: Model, tuning: FineTune, adapters: Mapping[str, Pair], base: str
+) -> int:
     """Writes an adapter that `peft.PeftModel.from_pretrained` reads; returns the number of its tensors.
 
     adapters: A and B of every adapted matrix by path.  base: name or folder of the model it belongs to. Raises
@@ -39,7 +41,9 @@ def write_adapter(folder: Path, model: Model, tuning: FineTune, adapters: Mappin
             tensors[_key(module, "A")] = np.moveaxis(a, -1, 0).reshape(tuning.rank, -1)
             tensors[_key(module, "B")] = np.moveaxis(b, 0, -1).reshape(-1, tuning.rank)
             suffixes.add(module.split(f".{stored.layers[layer]}.", 1)[1])
-    file = NewSafetensorsFile(folder / WEIGHTS, {name: ("F32", x.shape) for name, x in tensors.items()})
+    file = NewSafetensorsFile(
+        folder / WEIGHTS, {name: ("F32", x.shape) for name, x in tensors.items()}
+    )
     for name, x in tensors.items():
         file.tensor(name)[...] = x.astype(DTYPES["F32"])
     file.release()

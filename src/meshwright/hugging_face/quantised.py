@@ -33,10 +33,18 @@ def block_of(fields: Fields) -> Block:
     file, quantisation = fields.file, fields.config["quantization_config"]
     block, kind = quantisation.get("weight_block_size"), quantisation.get("fmt", "e4m3")
     if kind != "e4m3":
-        raise WeightsError(f"reading {file}", f"its float8 weights are of type {kind}, and e4m3 is read", _FIX)
-    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
         raise WeightsError(
-            f"reading {file}", f"its float8 weights have scales for blocks of {block} (weight_block_size)", _FIX
+            f"reading {file}", f"its float8 weights are of type {kind}, and e4m3 is read", _FIX
+        )
+    if (
+        not isinstance(block, list)
+        or len(block) != 2
+        or not all(isinstance(n, int) and n > 0 for n in block)
+    ):
+        raise WeightsError(
+            f"reading {file}",
+            f"its float8 weights have scales for blocks of {block} (weight_block_size)",
+            _FIX,
         )
     return block[0], block[1]
 
@@ -79,9 +87,15 @@ def unpacked_entries(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
             continue
         name = tensor.removesuffix(BLOCKS)
         scales = entries.get(name + SCALES)
-        if scales is None or (entry.dtype, scales.dtype) != ("U8", "U8") or entry.shape != (*scales.shape, _GROUP // 2):
+        if (
+            scales is None
+            or (entry.dtype, scales.dtype) != ("U8", "U8")
+            or entry.shape != (*scales.shape, _GROUP // 2)
+        ):
             found_scales = (
-                f"{name + SCALES!r} is missing" if scales is None else f"its scales {scales.dtype}{list(scales.shape)}"
+                f"{name + SCALES!r} is missing"
+                if scales is None
+                else f"its scales {scales.dtype}{list(scales.shape)}"
             )
             raise WeightsError(
                 f"reading {tensor!r}",
@@ -113,7 +127,9 @@ class PackedTensor:
             return PackedTensor(self.blocks[:, columns], self.scales[:, columns])
         start, stop, _ = inputs.indices(self.shape[1])
         groups = slice(start // _GROUP, -(-stop // _GROUP))
-        values = _unpack(self.blocks[experts, columns, groups], self.scales[experts, columns, groups])
+        values = _unpack(
+            self.blocks[experts, columns, groups], self.scales[experts, columns, groups]
+        )
         first = start - groups.start * _GROUP
         return values[:, :, first : first + stop - start].swapaxes(1, 2)
 
@@ -126,5 +142,7 @@ class PackedTensor:
 def _unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Returns the numbers [E, F, D] of blocks [E, F, groups, 16] and scales [E, F, groups]."""
     halves = np.stack([_VALUES[blocks & 15], _VALUES[blocks >> 4]], axis=-1)
-    numbers = np.ldexp(halves.reshape(*scales.shape, _GROUP), scales.astype(np.int32)[..., None] - 127)
+    numbers = np.ldexp(
+        halves.reshape(*scales.shape, _GROUP), scales.astype(np.int32)[..., None] - 127
+    )
     return numbers.reshape(*scales.shape[:2], -1).astype(ml_dtypes.bfloat16)

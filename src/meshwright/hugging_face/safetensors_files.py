@@ -63,7 +63,9 @@ class _MappedFile:
         """Returns a view of a tensor, read-only in a file that is read."""
         entry = self.entries[name]
         dtype = (DTYPES | _OTHERS)[entry.dtype]
-        return np.frombuffer(self._map, dtype, math.prod(entry.shape), entry.start).reshape(entry.shape)
+        return np.frombuffer(self._map, dtype, math.prod(entry.shape), entry.start).reshape(
+            entry.shape
+        )
 
     def release(self) -> None:
         """Gives back the memory of the pages used so far; the system writes changed ones to disk when it likes."""
@@ -87,13 +89,21 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER):
-                found = f"it has {size:,} bytes" + (f", and its header would have {length:,}" if size >= 8 else "")
-                raise WeightsError(f"reading {path}", f"{found}: it is damaged, or not a safetensors file", _FIX)
+                found = f"it has {size:,} bytes" + (
+                    f", and its header would have {length:,}" if size >= 8 else ""
+                )
+                raise WeightsError(
+                    f"reading {path}", f"{found}: it is damaged, or not a safetensors file", _FIX
+                )
             header = parse_json(file.read(length).decode("utf-8"))
     except OSError as error:
-        raise WeightsError(f"reading {path}", reason_of(error), "a folder with all of its files") from error
+        raise WeightsError(
+            f"reading {path}", reason_of(error), "a folder with all of its files"
+        ) from error
     except ValueError as error:
-        raise WeightsError(f"reading {path}", f"it is not a safetensors file: {error}", _FIX) from error
+        raise WeightsError(
+            f"reading {path}", f"it is not a safetensors file: {error}", _FIX
+        ) from error
     if not isinstance(header, dict):
         raise WeightsError(f"reading {path}", "its header is not a JSON object", _FIX)
     header.pop("__metadata__", None)
@@ -108,10 +118,14 @@ def _checked(path: Path, size: int, data: int, header: dict[str, Any]) -> dict[s
             dtype, shape = str(fields["dtype"]), tuple(int(n) for n in fields["shape"])
             start, stop = (int(offset) for offset in fields["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
-            raise WeightsError(f"reading {path}", f"its header has no place for {name!r}: {error!r}", _FIX) from error
+            raise WeightsError(
+                f"reading {path}", f"its header has no place for {name!r}: {error!r}", _FIX
+            ) from error
         bytes_each = _BYTES.get(dtype, 0)
         expected = math.prod(shape) * bytes_each
-        if min((*shape, start, stop - start), default=0) < 0 or (bytes_each and stop - start != expected):
+        if min((*shape, start, stop - start), default=0) < 0 or (
+            bytes_each and stop - start != expected
+        ):
             raise WeightsError(
                 f"reading {path}",
                 f"{name!r} is {dtype}{list(shape)}, {expected:,} bytes, and its place has {stop - start:,}",
@@ -184,9 +198,17 @@ def find_files(folder: Path) -> dict[str, Path]:
             names = read_json(index, LARGE)["weight_map"]
             files = {str(tensor): str(file) for tensor, file in names.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise WeightsError(f"reading {index}", f"it is not an index: {error!r}", _FIX) from error
+            raise WeightsError(
+                f"reading {index}", f"it is not an index: {error!r}", _FIX
+            ) from error
         for tensor, file in files.items():
-            if Path(file).name != file or file in ("", ".", "..") or os.sep in file or "\\" in file or "\0" in file:
+            if (
+                Path(file).name != file
+                or file in ("", ".", "..")
+                or os.sep in file
+                or "\\" in file
+                or "\0" in file
+            ):
                 raise WeightsError(
                     f"reading {index}",
                     f"it places {tensor!r} in {file!r}, which is not the name of a file in the folder",
@@ -197,7 +219,9 @@ def find_files(folder: Path) -> dict[str, Path]:
     single = folder / "model.safetensors"
     if single.is_file():
         return {"": single}
-    pickled = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    pickled = sorted(
+        p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt")
+    )
     if pickled:
         raise WeightsError(
             f"weights in {folder}",
@@ -227,5 +251,7 @@ def _check_present(folder: Path, files: Iterable[str]) -> None:
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise WeightsError(
-            f"weights in {folder}", f"its index names {missing[0]}{more}, and there is no such file", "download it"
+            f"weights in {folder}",
+            f"its index names {missing[0]}{more}, and there is no such file",
+            "download it",
         )

@@ -34,8 +34,14 @@ def write_tokenizer(file: Path, kept: Path, out: Path) -> int | None:
         text = own.to_json()
     (out / "tokenizer.json").write_text(text, encoding="utf-8")
     end = tokenizers.Tokenizer.from_str(text).id_to_token(own.end)
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
-    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "clean_up_tokenization_spaces": False,
+    }
+    (out / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )
     return own.end
 
 
@@ -43,7 +49,10 @@ def _same(file: Path, kept: Path) -> bool:
     if not kept.is_file():
         return False
     texts = [read_text(path, LARGE) for path in (file, kept)]
-    return texts[0] == texts[1] or tokenizer_from_json(texts[0]).to_json() == tokenizer_from_json(texts[1]).to_json()
+    return (
+        texts[0] == texts[1]
+        or tokenizer_from_json(texts[0]).to_json() == tokenizer_from_json(texts[1]).to_json()
+    )
 
 
 def _bytes_tokenizer() -> tokenizers.Tokenizer:
@@ -51,7 +60,9 @@ def _bytes_tokenizer() -> tokenizers.Tokenizer:
     # GPT-2's table of printable characters: bytes that print stand for themselves, the others follow from 256 on.
     printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printing]
-    letters = {byte: chr(byte) for byte in printing} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    letters = {byte: chr(byte) for byte in printing} | {
+        byte: chr(256 + i) for i, byte in enumerate(others)
+    }
     vocab = {letters[byte]: byte for byte in range(256)}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -62,7 +73,9 @@ def _bytes_tokenizer() -> tokenizers.Tokenizer:
 
 def _chars_tokenizer(letters: str) -> tokenizers.Tokenizer:
     """Returns a vocabulary of characters by their order, and the end of a document."""
-    tokenizer = tokenizers.Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token=None))
+    tokenizer = tokenizers.Tokenizer(
+        models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token=None)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([END])

@@ -30,7 +30,13 @@ _LOCKED = 64 * 2**20
 """Bytes of locked memory that InfiniBand needs at least for its buffers; it registers what it sends."""
 _SHARED = 2**30
 """Bytes of /dev/shm that NCCL and data loaders need with several GPUs; a container has 64 MiB by default."""
-_COUNTS = ("MESHWRIGHT_PROCESSES", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "JAX_NUM_PROCESSES")
+_COUNTS = (
+    "MESHWRIGHT_PROCESSES",
+    "SLURM_STEP_NUM_TASKS",
+    "OMPI_COMM_WORLD_SIZE",
+    "WORLD_SIZE",
+    "JAX_NUM_PROCESSES",
+)
 """Variables that give the number of processes."""
 Verdict = Literal["ok", "warning", "fault"]
 
@@ -68,7 +74,9 @@ def _check[**P](name: str) -> Callable[[Callable[P, Wrong]], Callable[P, list[Fi
 
 
 @_check("versions")
-def check_versions(versions: Mapping[str, str], jax_requires: Sequence[str], accelerator: str) -> Wrong:
+def check_versions(
+    versions: Mapping[str, str], jax_requires: Sequence[str], accelerator: str
+) -> Wrong:
     """Checks that the parts of JAX belong together.
 
     jax_requires: requirements of the installed JAX.  accelerator: `tpu`, `gpu` or empty.
@@ -76,7 +84,9 @@ def check_versions(versions: Mapping[str, str], jax_requires: Sequence[str], acc
     jaxlib = versions.get("jaxlib", "0")
     if tuple(map(int, versions["python"].split(".")[:2])) < (3, 12):
         yield "fault", f"Python {versions['python']}", "Python 3.12 or later"
-    rules = {rule.name: rule for rule in map(Requirement, reversed(jax_requires))}  # the first of a name is JAX's own
+    rules = {
+        rule.name: rule for rule in map(Requirement, reversed(jax_requires))
+    }  # the first of a name is JAX's own
     if "jaxlib" in rules and not rules["jaxlib"].specifier.contains(jaxlib, prereleases=True):
         fix = f"pip install 'jaxlib{rules['jaxlib'].specifier}'"
         yield "fault", f"jax {versions['jax']} with jaxlib {jaxlib}", fix
@@ -84,7 +94,11 @@ def check_versions(versions: Mapping[str, str], jax_requires: Sequence[str], acc
     for name in plugins:
         if versions[name] != jaxlib:
             verdict: Verdict = "fault" if accelerator == "gpu" else "warning"
-            yield verdict, f"{name} {versions[name]} with jaxlib {jaxlib}", f"pip install {name}=={jaxlib}"
+            yield (
+                verdict,
+                f"{name} {versions[name]} with jaxlib {jaxlib}",
+                f"pip install {name}=={jaxlib}",
+            )
     if accelerator == "gpu" and not plugins:
         yield "fault", "GPUs, and no CUDA plugin of JAX", "pip install 'meshwright[cuda13]'"
     if accelerator == "tpu" and "libtpu" not in versions:
@@ -101,7 +115,11 @@ def check_versions(versions: Mapping[str, str], jax_requires: Sequence[str], acc
 def check_limits(files: int, locked: int, infiniband: bool) -> Wrong:
     """Checks the soft limits of open files and of locked memory (bytes); -1 is unlimited."""
     if 0 <= files < _FILES:
-        yield "fault", f"{files} open files", f"ulimit -n {_FILES}, or LimitNOFILE= of the service that starts the job"
+        yield (
+            "fault",
+            f"{files} open files",
+            f"ulimit -n {_FILES}, or LimitNOFILE= of the service that starts the job",
+        )
     if infiniband and 0 <= locked < _LOCKED:
         fix = "ulimit -l unlimited: memlock in limits.conf, or slurmd's LimitMEMLOCK"
         yield "fault", f"{format_bytes(locked)} of locked memory with InfiniBand", fix
@@ -120,7 +138,9 @@ def check_shared_memory(size: int, gpus: int) -> Wrong:
 @_check("room")
 def check_room(folder: Path, needed: int) -> Wrong:
     """Checks the free room of the file system of `folder`. needed: bytes of the checkpoints of a run; 0 if unknown."""
-    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    there = next(
+        place for place in (folder.absolute(), *folder.absolute().parents) if place.exists()
+    )
     free = shutil.disk_usage(there).free
     if free < needed:
         text = f"{format_bytes(free)} free in {there}, {format_bytes(needed)} for the checkpoints of the run"
@@ -129,20 +149,36 @@ def check_room(folder: Path, needed: int) -> Wrong:
 
 
 @_check("variables")
-def check_variables(environment: Mapping[str, str], accelerator: str, interfaces: Sequence[str]) -> Wrong:
+def check_variables(
+    environment: Mapping[str, str], accelerator: str, interfaces: Sequence[str]
+) -> Wrong:
     """Checks that environment variables do not contradict each other or the host. interfaces: names of its networks."""
     platforms = environment.get("JAX_PLATFORMS", "")
     if accelerator and platforms.lower().split(",")[0] == "cpu":
-        yield "warning", f"JAX_PLATFORMS={platforms} on a host with {accelerator.upper()}s", "unset JAX_PLATFORMS"
+        yield (
+            "warning",
+            f"JAX_PLATFORMS={platforms} on a host with {accelerator.upper()}s",
+            "unset JAX_PLATFORMS",
+        )
     if accelerator == "gpu" and environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         yield "fault", "CUDA_VISIBLE_DEVICES hides every GPU", "unset CUDA_VISIBLE_DEVICES"
     if accelerator == "gpu" and "cuda" in environment.get("LD_LIBRARY_PATH", ""):
-        yield "warning", "LD_LIBRARY_PATH has another CUDA than JAX's wheels", "unset LD_LIBRARY_PATH"
+        yield (
+            "warning",
+            "LD_LIBRARY_PATH has another CUDA than JAX's wheels",
+            "unset LD_LIBRARY_PATH",
+        )
     sockets = environment.get("NCCL_SOCKET_IFNAME", "")
     for name in filter(None, sockets.lstrip("^=").split(",")):
         if not any(known.startswith(name) for known in interfaces):
-            yield "fault", f"NCCL_SOCKET_IFNAME={sockets} names no interface", f"one of {', '.join(interfaces)}"
-    proxy = next((n for n in ("http_proxy", "https_proxy", "grpc_proxy") if environment.get(n)), None)
+            yield (
+                "fault",
+                f"NCCL_SOCKET_IFNAME={sockets} names no interface",
+                f"one of {', '.join(interfaces)}",
+            )
+    proxy = next(
+        (n for n in ("http_proxy", "https_proxy", "grpc_proxy") if environment.get(n)), None
+    )
     no_proxy = any(environment.get(name) for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"))
     try:
         hosts = hosts_of(environment)
@@ -174,7 +210,9 @@ def ask_devices(seconds: float, environment: Mapping[str, str]) -> list[dict[str
     """Returns the devices that JAX finds, or the reason why it finds none."""
     try:
         command = [sys.executable, "-P", "-c", _DEVICES]
-        done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(
+            command, env=dict(environment), capture_output=True, text=True, timeout=seconds
+        )
     except subprocess.TimeoutExpired:
         return f"JAX did not list them in {seconds:.0f} s"
     if done.returncode:
@@ -187,7 +225,11 @@ def ask_devices(seconds: float, environment: Mapping[str, str]) -> list[dict[str
 def check_devices(devices: list[dict[str, Any]] | str, accelerator: str) -> Wrong:
     """Checks the devices of a host. accelerator: kind of the chips that the host has, `tpu`, `gpu`, or empty."""
     if isinstance(devices, str):
-        yield "fault", devices, "the driver, JAX's extra for it (meshwright[tpu] or [cuda13]), or JAX_PLATFORMS"
+        yield (
+            "fault",
+            devices,
+            "the driver, JAX's extra for it (meshwright[tpu] or [cuda13]), or JAX_PLATFORMS",
+        )
         return
     kinds = sorted({str(device["kind"]) for device in devices})
     if len(kinds) > 1:
@@ -222,7 +264,10 @@ def check_host(folder: Path, needed: int, seconds: float) -> list[Finding]:
     accelerator = "gpu" if nvidia else "tpu" if has_tpu() else ""
     devices = ask_devices(seconds, os.environ)
     interfaces = sorted(p.name for p in Path("/sys/class/net").glob("*"))
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0], resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    soft = (
+        resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+    )
     shm = Path("/dev/shm")
     gpus = len(devices) if nvidia and isinstance(devices, list) else 0
     return [

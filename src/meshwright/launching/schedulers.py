@@ -42,7 +42,9 @@ class _Cloud(NamedTuple):
     """TensorCores of a chip, which the accelerator types of Cloud TPU count instead of chips."""
 
 
-_TABLE = tomllib.loads((Path(__file__).parent / "templates" / "clouds.toml").read_text(encoding="utf-8"))
+_TABLE = tomllib.loads(
+    (Path(__file__).parent / "templates" / "clouds.toml").read_text(encoding="utf-8")
+)
 _CLOUDS = {name: _Cloud(**row) for name, row in _TABLE.items()}
 _UNKNOWN = _Cloud()
 
@@ -112,7 +114,10 @@ def accelerators_of(target: Target) -> Accelerators:
     per_slice, topology = math.prod(target.topology), format_size(target.topology)
     links = target.chip.interconnect
     if isinstance(links, Torus):
-        per_host, slices = per_slice if per_slice <= (own or _TPU_HOST) else _TPU_HOST, target.slices
+        per_host, slices = (
+            per_slice if per_slice <= (own or _TPU_HOST) else _TPU_HOST,
+            target.slices,
+        )
     else:
         per_host, slices = min(own or links.devices_per_node, target.topology[1]), 1
     if per_slice % per_host:
@@ -122,7 +127,9 @@ def accelerators_of(target: Target) -> Accelerators:
             f"{target.name}:{per_slice // per_host * per_host}",
         )
     hosts = per_slice // per_host * slices
-    return Accelerators(target.name, isinstance(links, Torus), hosts, per_host, slices, topology, per_slice)
+    return Accelerators(
+        target.name, isinstance(links, Torus), hosts, per_host, slices, topology, per_slice
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,9 +166,14 @@ class Job:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 truth = "a variable's name is letters, digits and underscores"
                 raise ConfigError(f"--env {name}=...", truth, "--env NAME=VALUE")
-        for word in (*self.command, *(part for pair in (*self.environment, *self.mounts) for part in pair)):
+        for word in (
+            *self.command,
+            *(part for pair in (*self.environment, *self.mounts) for part in pair),
+        ):
             if "\0" in word:
-                raise ConfigError(f"{word!r} in a job", "no process can be given a null character", "without it")
+                raise ConfigError(
+                    f"{word!r} in a job", "no process can be given a null character", "without it"
+                )
 
 
 def legal_name(text: str) -> str:
@@ -197,7 +209,11 @@ def slurm_script(job: Job) -> str:
         "job-name": job.name,
         "nodes": str(job.hosts),
         "ntasks-per-node": str(job.processes_per_host),
-        **({"gpus-per-node": str(chips.chips_per_host)} if chips is not None and not chips.tpu else {}),
+        **(
+            {"gpus-per-node": str(chips.chips_per_host)}
+            if chips is not None and not chips.tpu
+            else {}
+        ),
         "output": "%x-%j.out",
         "open-mode": "append",
         # To the tasks, not to this script, which has to ask for the next start.
@@ -205,7 +221,9 @@ def slurm_script(job: Job) -> str:
         **dict(job.fields),
     }
     for name, value in directives.items():
-        if not re.fullmatch(r"[a-z][a-z-]*", name) or not re.fullmatch(r"[\w.,:/=+@%\[\]*&|()-]+", value, re.ASCII):
+        if not re.fullmatch(r"[a-z][a-z-]*", name) or not re.fullmatch(
+            r"[\w.,:/=+@%\[\]*&|()-]+", value, re.ASCII
+        ):
             raise ConfigError(
                 f"#SBATCH --{name}={value!r}",
                 "a directive is a word, and its value letters, digits and . , : / = + @ % [ ] * & | ( ) - _",
@@ -213,7 +231,9 @@ def slurm_script(job: Job) -> str:
             )
     return _template("slurm.sh") % {
         "directives": "".join(f"#SBATCH --{name}={value}\n" for name, value in directives.items()),
-        "exports": "".join(f"export {name}={shlex.quote(value)}\n" for name, value in job.environment),
+        "exports": "".join(
+            f"export {name}={shlex.quote(value)}\n" for name, value in job.environment
+        ),
         "command": shlex.join([*_in_container(job), *job.command]),
         "final": " | ".join(map(str, (0, *REFUSED, STOPPED))),
         "restarts": job.restarts,
@@ -223,15 +243,32 @@ def slurm_script(job: Job) -> str:
 def _in_container(job: Job) -> list[str]:
     mounts = [f"{source}:{path}" for source, path in job.mounts]
     if job.image is None and mounts:
-        raise ConfigError("--mount without --image", "processes see the files of their host", "--image, or neither")
+        raise ConfigError(
+            "--mount without --image",
+            "processes see the files of their host",
+            "--image, or neither",
+        )
     for mount in mounts:
         if "," in mount:
-            raise ConfigError(f"--mount {mount}", "a comma separates mounts", "a folder without a comma in its name")
+            raise ConfigError(
+                f"--mount {mount}",
+                "a comma separates mounts",
+                "a folder without a comma in its name",
+            )
     if job.image is None:
         return []
     if job.image.endswith(".sif"):
-        return ["apptainer", "exec", "--nv", *(["--bind", ",".join(mounts)] if mounts else []), job.image]
-    return [f"--container-image={job.image}", *([f"--container-mounts={','.join(mounts)}"] if mounts else [])]
+        return [
+            "apptainer",
+            "exec",
+            "--nv",
+            *(["--bind", ",".join(mounts)] if mounts else []),
+            job.image,
+        ]
+    return [
+        f"--container-image={job.image}",
+        *([f"--container-mounts={','.join(mounts)}"] if mounts else []),
+    ]
 
 
 def _filled(template: Any, values: Mapping[str, Any]) -> Any:
@@ -241,12 +278,16 @@ def _filled(template: Any, values: Mapping[str, Any]) -> Any:
         return {name: value for name, value in filled.items() if value not in (None, {})}
     if isinstance(template, list):
         return [_filled(value, values) for value in template]
-    return values[template[1:]] if isinstance(template, str) and template.startswith("$") else template
+    return (
+        values[template[1:]] if isinstance(template, str) and template.startswith("$") else template
+    )
 
 
 def _require_one_process(job: Job, truth: str) -> None:
     if job.processes_per_host != 1:
-        raise ConfigError(f"--processes {job.processes_per_host * job.hosts}", truth, f"--processes {job.hosts}")
+        raise ConfigError(
+            f"--processes {job.processes_per_host * job.hosts}", truth, f"--processes {job.hosts}"
+        )
 
 
 def jobset_manifest(job: Job) -> str:
@@ -256,11 +297,15 @@ def jobset_manifest(job: Job) -> str:
     does, by the host name that a JobSet gives its first pod. Raises ConfigError without an image.
     """
     if job.image is None:
-        raise ConfigError("--on jobset", "a pod runs an image", "--image NAME, built from docker/Dockerfile")
+        raise ConfigError(
+            "--on jobset", "a pod runs an image", "--image NAME, built from docker/Dockerfile"
+        )
     _require_one_process(job, "a pod runs one process with all chips of its node")
     chips = job.accelerators
     tpu, slices = chips is not None and chips.tpu, chips.slices if chips else 1
-    variables: list[dict[str, Any]] = [{"name": name, "value": _escaped(value)} for name, value in job.environment]
+    variables: list[dict[str, Any]] = [
+        {"name": name, "value": _escaped(value)} for name, value in job.environment
+    ]
     if job.hosts > 1 and not tpu:
         index = "metadata.labels['batch.kubernetes.io/job-completion-index']"
         variables += [
@@ -308,7 +353,9 @@ class _BlockDumper(yaml.SafeDumper):
 
 _BlockDumper.add_representer(
     str,
-    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
 )
 
 
@@ -333,7 +380,9 @@ def skypilot_task(job: Job) -> str:
         mounts |= {} if checkout is None else {REMOTE_SOURCE: checkout}
     values = {
         "name": job.name,
-        "nodes": 1 if chips is not None and chips.tpu else job.hosts,  # all hosts of a TPU slice are one node
+        "nodes": 1
+        if chips is not None and chips.tpu
+        else job.hosts,  # all hosts of a TPU slice are one node
         "restarts": job.restarts,
         "failures": [*FAILED],
         "accelerators": dict([chips.skypilot]) if chips else None,
@@ -346,7 +395,9 @@ def skypilot_task(job: Job) -> str:
     }
     task = _filled(yaml.safe_load(_template("skypilot.yaml")), values)
     for name, text in job.fields:
-        task["resources"][name] = {"true": True, "false": False}.get(text, int(text) if text.isdigit() else text)
+        task["resources"][name] = {"true": True, "false": False}.get(
+            text, int(text) if text.isdigit() else text
+        )
     return yaml.dump(task, Dumper=_BlockDumper, sort_keys=False, allow_unicode=True)
 
 
@@ -361,7 +412,10 @@ def requirement(installed: Distribution, extra: str) -> tuple[str, str | None]:
     if not origin:
         return f"{name}{extras}=={installed.version}", None
     if version_control := origin.get("vcs_info"):
-        return f"{name}{extras} @ {version_control['vcs']}+{origin['url']}@{version_control['commit_id']}", None
+        return (
+            f"{name}{extras} @ {version_control['vcs']}+{origin['url']}@{version_control['commit_id']}",
+            None,
+        )
     if "dir_info" in origin:
         return f"{REMOTE_SOURCE}{extras}", unquote(urlparse(origin["url"]).path)
     if origin["url"].startswith("file:"):

@@ -74,7 +74,9 @@ class Meeting:
         earlier = [path.stem.removeprefix("start-") for path in self.folder.glob("start-*.json")]
         self.number = max((int(number) for number in earlier if number.isdigit()), default=0)
         with contextlib.suppress(OSError, StorageError):
-            (self.folder / f"meeting-{self.number + 1}" / str(hosts.process)).unlink(missing_ok=True)
+            (self.folder / f"meeting-{self.number + 1}" / str(hosts.process)).unlink(
+                missing_ok=True
+            )
 
     def next_start(self, run: Run, devices: int | None) -> Start:
         """Waits for the others, and returns what those that came start.
@@ -83,21 +85,33 @@ class Meeting:
         """
         process, began, wait = self.hosts.process, time.monotonic(), self.limits.wait
         self.number += 1
-        file, folder = self.folder / f"start-{self.number}.json", self.folder / f"meeting-{self.number}"
+        file, folder = (
+            self.folder / f"start-{self.number}.json",
+            self.folder / f"meeting-{self.number}",
+        )
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / str(process), _own_address(self.hosts.coordinator))
         except OSError as error:
             raise unwritable(folder, error) from error
-        while (start := _read(file)) is None and (waited := time.monotonic() - began) < 2 * wait + process * _TURN:
+        while (start := _read(file)) is None and (
+            waited := time.monotonic() - began
+        ) < 2 * wait + process * _TURN:
             if process == 0 or waited > wait + process * _TURN:
                 came = sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
                 if len(came) == self.hosts.processes or waited > wait:
-                    _put_once(file, json.dumps(dataclasses.asdict(self._choose(came, folder, run, devices))))
+                    _put_once(
+                        file,
+                        json.dumps(dataclasses.asdict(self._choose(came, folder, run, devices))),
+                    )
                     continue
             time.sleep(_POLL)
         if start is None or process not in start.members:
-            truth = "no other host came" if start is None else f"hosts {start.members} went on without this one"
+            truth = (
+                "no other host came"
+                if start is None
+                else f"hosts {start.members} went on without this one"
+            )
             fix = "the same command on all hosts, or a longer --restarts.wait"
             raise HostError(f"starting the run in {self.out} again", truth, fix)
         return start
@@ -115,8 +129,13 @@ class Meeting:
         total = int(devices or (run.mesh.size if run.mesh else 0) or before.get("devices", 0))
         from meshwright.planner.fewer_devices import plan_for_fewer
 
-        plan = plan_for_fewer(run, len(members), total // self.hosts.processes, str(before.get("kind", "")))
-        changed = {f"--training.{name.replace('_', '-')}": str(value) for name, value in plan.training.items()}
+        plan = plan_for_fewer(
+            run, len(members), total // self.hosts.processes, str(before.get("kind", ""))
+        )
+        changed = {
+            f"--training.{name.replace('_', '-')}": str(value)
+            for name, value in plan.training.items()
+        }
         changed |= {} if plan.layout is None else {"--layout": plan.layout}
         options = tuple(word for pair in changed.items() for word in pair)
         return dataclasses.replace(start, mesh=str(plan.mesh), options=options, why=plan.why)
@@ -182,8 +201,16 @@ class Supervisor:
             return self._run_to_the_end()
 
     def _run_to_the_end(self) -> int:
-        start, failures, several = Start(tuple(range(self.hosts.processes)), None), 0, self.hosts.processes > 1
-        meeting = Meeting(self.out, self.hosts, self.restarts) if several and self.restarts.hosts == "left" else None
+        start, failures, several = (
+            Start(tuple(range(self.hosts.processes)), None),
+            0,
+            self.hosts.processes > 1,
+        )
+        meeting = (
+            Meeting(self.out, self.hosts, self.restarts)
+            if several and self.restarts.hosts == "left"
+            else None
+        )
         stopped = self.out / ".supervise" / "stopped"
         if self.hosts.process == 0:
             with contextlib.suppress(OSError, StorageError):
@@ -191,14 +218,18 @@ class Supervisor:
         for attempt in itertools.count():
             began = time.monotonic()
             code = self._attempt(start, attempt)
-            self._note("ended", attempt, code=code, step=self.reached, seconds=time.monotonic() - began)
+            self._note(
+                "ended", attempt, code=code, step=self.reached, seconds=time.monotonic() - began
+            )
             code = code if code >= 0 else 128 - code
             if self.received or not restarts(code):
                 if several and not self.received and (code or self.hosts.process == 0):
                     _put_once(stopped, f"process {self.hosts.process} ended with exit code {code}")
                 return self._ended(code)
             if attempt == self.restarts.most:
-                _put_once(stopped, f"process {self.hosts.process} was started again {attempt} times")
+                _put_once(
+                    stopped, f"process {self.hosts.process} was started again {attempt} times"
+                )
                 raise HostError(
                     f"{self.verb} --supervise, after exit code {code}",
                     f"it was started again {attempt} times",
@@ -239,7 +270,10 @@ class Supervisor:
             output = printed if "--json" in self.args else sys.stdout
             # The process's own standard output, which is no longer file descriptor 1 (cli/main.py).
             self.child = subprocess.Popen(
-                command, stdout=output.fileno(), pass_fds=(writer,), env={**os.environ, BEATS: str(writer)}
+                command,
+                stdout=output.fileno(),
+                pass_fds=(writer,),
+                env={**os.environ, BEATS: str(writer)},
             )
             os.close(writer)
             self._watch(self.child, signs, attempt, several=len(start.members) > 1)
@@ -248,7 +282,9 @@ class Supervisor:
             self.printed = printed.read().decode()
             return code
 
-    def _watch(self, child: subprocess.Popen[bytes], signs: Any, attempt: int, *, several: bool) -> None:
+    def _watch(
+        self, child: subprocess.Popen[bytes], signs: Any, attempt: int, *, several: bool
+    ) -> None:
         """Reads the child's signs until it ends; kills it where they stop, as those of a stopped process do."""
         last: float | None = None
         leaving: float | None = None
@@ -275,23 +311,42 @@ class Supervisor:
             # With other hosts, it is process 0 that knows which of them stalls.
             stalled = not several and self.watchdog.stall and seconds > 10 * self.watchdog.stall
             if silent or stalled:
-                what = f"no sign for {now - last:.0f} s" if silent else f"{seconds:.0f} s in one place"
+                what = (
+                    f"no sign for {now - last:.0f} s" if silent else f"{seconds:.0f} s in one place"
+                )
                 self._say(f"process {child.pid} gave {what}, last at {place}: it is killed")
                 self._note("killed", attempt, step=self.reached)
                 child.kill()
                 return
 
     def _arguments(self, start: Start) -> list[str]:
-        words = [*_without(self.args, {"--at": 1, "--resume": 0, "--resume-if-exists": 0}), "--resume-if-exists"]
+        words = [
+            *_without(self.args, {"--at": 1, "--resume": 0, "--resume-if-exists": 0}),
+            "--resume-if-exists",
+        ]
         if len(start.members) < self.hosts.processes:
-            names = ("--coordinator", "--processes", "--process", "--devices", "--mesh", *start.options[::2])
-            words = [*_without(words, dict.fromkeys(names, 1)), "--processes", str(len(start.members))]
+            names = (
+                "--coordinator",
+                "--processes",
+                "--process",
+                "--devices",
+                "--mesh",
+                *start.options[::2],
+            )
+            words = [
+                *_without(words, dict.fromkeys(names, 1)),
+                "--processes",
+                str(len(start.members)),
+            ]
             if len(start.members) > 1:
                 rank = start.members.index(self.hosts.process)
                 words += ["--coordinator", str(start.coordinator), "--process", str(rank)]
             words += ["--mesh", str(start.mesh), *start.options]
             if self.devices is not None:
-                words += ["--devices", str(self.devices * len(start.members) // self.hosts.processes)]
+                words += [
+                    "--devices",
+                    str(self.devices * len(start.members) // self.hosts.processes),
+                ]
         return words
 
     @contextlib.contextmanager
@@ -322,7 +377,13 @@ class Supervisor:
         return bool(self.received)
 
     def _note(self, event: str, attempt: int, **values: Any) -> None:
-        record = {"time": time.time(), "process": self.hosts.process, "event": event, "attempt": attempt, **values}
+        record = {
+            "time": time.time(),
+            "process": self.hosts.process,
+            "event": event,
+            "attempt": attempt,
+            **values,
+        }
         file = self.out / ".supervise" / f"journal-{self.hosts.process}.jsonl"
         with contextlib.suppress(OSError, StorageError):  # a full disk ends no supervisor
             file.parent.mkdir(parents=True, exist_ok=True)

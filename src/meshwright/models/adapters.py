@@ -27,7 +27,15 @@ import numpy as np
 from meshwright.errors import ConfigError, nearest
 from meshwright.fine_tuning import FineTune
 from meshwright.models.blocks.layers import SelfMultiplying, linear
-from meshwright.sharding.params import LOW_PRECISION_ROLES, GatherParams, Param, Stored, Tree, frozen_params, is_param
+from meshwright.sharding.params import (
+    LOW_PRECISION_ROLES,
+    GatherParams,
+    Param,
+    Stored,
+    Tree,
+    frozen_params,
+    is_param,
+)
 
 BLOCK = 64
 """Elements that share a scale in NF4."""
@@ -65,7 +73,9 @@ def quantised_params(params: Tree, base: Quantised) -> Tree:
             return {name: describe(f"{path}.{name}", inner) for name, inner in p.items()}
         if not is_param(p) or p.role in (None, "router", "adapter") or "L" not in p.dims:
             return p
-        scales = dataclasses.replace(p, init="ones", role=None, stored="float32", precision="float32", contract=1)
+        scales = dataclasses.replace(
+            p, init="ones", role=None, stored="float32", precision="float32", contract=1
+        )
         if base == "int8":
             inner = _contracted(p)
             shape = tuple(1 if i in inner else n for i, n in enumerate(p.shape))
@@ -75,7 +85,9 @@ def quantised_params(params: Tree, base: Quantised) -> Tree:
                 "scales": dataclasses.replace(scales, shape=shape, dims=dims),
             }
         dim = block_dim(path, p)
-        codes, blocks = ((*p.shape[:dim], p.shape[dim] // size, *p.shape[dim + 1 :]) for size in (2, BLOCK))
+        codes, blocks = (
+            (*p.shape[:dim], p.shape[dim] // size, *p.shape[dim + 1 :]) for size in (2, BLOCK)
+        )
         return {
             "codes": dataclasses.replace(p, shape=codes, stored="uint8", packed=dim),
             "scales": dataclasses.replace(scales, shape=blocks),
@@ -88,7 +100,9 @@ def block_dim(path: str, p: Param) -> int:
     """Returns the dimension along which the blocks of a matrix lie. Raises ConfigError where 64 divides none."""
     dims = [i for i, letter in enumerate(p.dims) if letter not in "LE" and p.shape[i] % BLOCK == 0]
     if not dims:
-        sizes = ", ".join(f"{letter}={n}" for letter, n in zip(p.dims, p.shape, strict=True) if letter not in "LE")
+        sizes = ", ".join(
+            f"{letter}={n}" for letter, n in zip(p.dims, p.shape, strict=True) if letter not in "LE"
+        )
         raise ConfigError(
             f"{path} in NF4",
             f"{BLOCK} elements of a dimension share a scale, and {BLOCK} divides none of {sizes}",
@@ -125,10 +139,14 @@ def dequantise(w: Any, dtype: Any) -> Any:
     """Returns a weight in `dtype`, of a layer or of all; other weights are returned unchanged."""
     if isinstance(w, dict) and "codes" in w:
         codes, scales = w["codes"], w["scales"]
-        dim = next(i for i, (n, m) in enumerate(zip(codes.shape, scales.shape, strict=True)) if n != m)
+        dim = next(
+            i for i, (n, m) in enumerate(zip(codes.shape, scales.shape, strict=True)) if n != m
+        )
         pairs = jnp.stack([codes >> 4, codes & 15], dim + 1)
         blocks = pairs.reshape(*codes.shape[:dim], -1, BLOCK, *codes.shape[dim + 1 :])
-        values = jnp.asarray(NF4, jnp.float32)[blocks.astype(jnp.int32)] * jnp.expand_dims(scales, dim + 1)
+        values = jnp.asarray(NF4, jnp.float32)[blocks.astype(jnp.int32)] * jnp.expand_dims(
+            scales, dim + 1
+        )
         return values.reshape(*codes.shape[:dim], -1, *codes.shape[dim + 1 :]).astype(dtype)
     if isinstance(w, dict) and "values" in w:
         return (w["values"].astype(jnp.float32) * w["scales"]).astype(dtype)
@@ -139,7 +157,9 @@ ADAPTERS = "adapters"
 """Subtree of a stack with the adapters of its weights."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale"]
+)
 @dataclasses.dataclass(frozen=True)
 class AdaptedWeight(SelfMultiplying):
     """Gathered weight of one layer with its adapter; multiplies itself."""
@@ -198,19 +218,27 @@ def adapted_params(params: Tree, tuning: FineTune, compute_dtype: Stored) -> Tre
     A begins with the variance that PEFT's has, 1 / (3 inputs); B with zeros. Raises ConfigError for a target that no
     matrix has, and for a matrix that the type of the base cannot hold.
     """
-    frozen, rank = frozen_params(params, "float32" if tuning.base == "float32" else compute_dtype), tuning.rank
+    frozen, rank = (
+        frozen_params(params, "float32" if tuning.base == "float32" else compute_dtype),
+        tuning.rank,
+    )
 
     def adapter(p: Param) -> dict[str, Param]:
         inner, outer = slice(1, 1 + p.contract), slice(1 + p.contract, None)
         shapes = ((*p.shape[:1], *p.shape[inner], rank), (*p.shape[:1], rank, *p.shape[outer]))
         std = (3 * math.prod(p.shape[inner])) ** -0.5
         return {
-            "a": Param(shapes[0], f"L{p.dims[inner]}U", std=std, role="adapter", contract=p.contract),
+            "a": Param(
+                shapes[0], f"L{p.dims[inner]}U", std=std, role="adapter", contract=p.contract
+            ),
             "b": Param(shapes[1], f"LU{p.dims[outer]}", "zeros", role="adapter"),
         }
 
     for stack, names in targets_of(params, tuning).items():
-        frozen[stack] = {**frozen[stack], ADAPTERS: {name: adapter(params[stack][name]) for name in names}}
+        frozen[stack] = {
+            **frozen[stack],
+            ADAPTERS: {name: adapter(params[stack][name]) for name in names},
+        }
     return frozen if tuning.base not in ("int8", "nf4") else quantised_params(frozen, tuning.base)
 
 
@@ -231,13 +259,19 @@ def targets_of(params: Tree, tuning: FineTune) -> dict[str, list[str]]:
     unused = set(tuning.targets)
     for stack, name, p in matrices:
         if "E" not in p.dims and "L" in p.dims:
-            matching = {target for target in tuning.targets if target == "all" or matches(target, stack, name)}
+            matching = {
+                target
+                for target in tuning.targets
+                if target == "all" or matches(target, stack, name)
+            }
             unused -= matching
             if matching:
                 found.setdefault(stack, []).append(name)
     if unused:
         pattern, names = min(unused), sorted({name for _, name, _ in matrices})
-        routed = sorted({name for _, name, p in matrices if "E" in p.dims and matches(pattern, "", name)})
+        routed = sorted(
+            {name for _, name, p in matrices if "E" in p.dims and matches(pattern, "", name)}
+        )
         truth = f"no matrix of a layer has such a name; they are {', '.join(names)}"
         if routed:
             truth = f"{', '.join(routed)} are of routed experts, whose grouped matmul takes arrays"
@@ -257,12 +291,16 @@ def merged(params: Tree, scale: float, like: Tree) -> Tree:
         if pair is not None:
             a, b = (x.astype(jnp.float32) for x in (pair["a"], pair["b"]))
             with jax.default_matmul_precision("highest"):
-                w = w.astype(jnp.float32) + scale * jax.lax.dot_general(a, b, (((a.ndim - 1,), (1,)), ((0,), (0,))))
+                w = w.astype(jnp.float32) + scale * jax.lax.dot_general(
+                    a, b, (((a.ndim - 1,), (1,)), ((0,), (0,)))
+                )
         return w.astype(like.dtype)
 
     def subtree(tree: Tree, like: Tree) -> Tree:
         if not isinstance(like, dict):
             return one(tree, None, like)
-        return {name: one(tree[name], tree.get(ADAPTERS, {}).get(name), of) for name, of in like.items()}
+        return {
+            name: one(tree[name], tree.get(ADAPTERS, {}).get(name), of) for name, of in like.items()
+        }
 
     return {path: subtree(params[path], of) for path, of in like.items()}

@@ -68,14 +68,20 @@ class Block:
         return LayerSpec(self.stack, **facts, normalises_outputs=self.norm_place != "before")
 
     def layer(
-        self, ctx: ForwardContext, opening: Callable[[jax.Array, Tree], tuple[jax.Array, Tree]] = lambda *given: given
+        self,
+        ctx: ForwardContext,
+        opening: Callable[[jax.Array, Tree], tuple[jax.Array, Tree]] = lambda *given: given,
     ) -> Layer:
         """Returns the layer function. opening: what comes before it, `(x [B, T/tensor, D], weights) -> x, weights`."""
 
         def norm(place: str, name: str, x_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
             if self.norm_place not in (place, "both"):
                 return x_BTD
-            name = f"{name}_out_norm" if self.norm_place == "both" and place == "after" else f"{name}_norm"
+            name = (
+                f"{name}_out_norm"
+                if self.norm_place == "both" and place == "after"
+                else f"{name}_norm"
+            )
             return self.norm(x_BTD, w[name], w.get(f"{name}_bias"))
 
         def halves(ctx: ForwardContext) -> Callable[..., tuple[jax.Array, Aux]]:
@@ -119,7 +125,11 @@ def _own_gradients_first(x_BTD: jax.Array, weights: Tree) -> tuple[jax.Array, Tr
 def _leave(_: None, g: tuple[jax.Array, Tree]) -> tuple[jax.Array, Tree]:
     if jax.lax.axis_size("stage") > 1:  # a pipeline may compute the two apart
         return g
-    own = [gradient for gradient in jax.tree.leaves(g[1]) if jnp.issubdtype(gradient.dtype, jnp.inexact)]
+    own = [
+        gradient
+        for gradient in jax.tree.leaves(g[1])
+        if jnp.issubdtype(gradient.dtype, jnp.inexact)
+    ]
     return jax.lax.optimization_barrier((g[0], own))[0], g[1]
 
 
@@ -148,7 +158,9 @@ class Decoder:
     def stacks(self) -> dict[str, tuple[Block, ...]]:
         """Layers of each stack, in the order of the layers."""
         names = dict.fromkeys(block.stack for block in self.layers)
-        return {stack: tuple(block for block in self.layers if block.stack == stack) for stack in names}
+        return {
+            stack: tuple(block for block in self.layers if block.stack == stack) for stack in names
+        }
 
     @property
     def table(self) -> str:
@@ -180,7 +192,9 @@ class DecoderModel(Model):
         """Returns a decoder whose layers repeat `kinds`. fields: of `Decoder`."""
         layers = tuple(kinds[i % len(kinds)] for i in range(self.layers))
         tied = getattr(self, "embedding", "untied") == "tied"
-        return Decoder(self.width, layers, kinds[0].norm, **{"period": len(kinds), "tied": tied, **fields})
+        return Decoder(
+            self.width, layers, kinds[0].norm, **{"period": len(kinds), "tied": tied, **fields}
+        )
 
     @property
     def out_std(self) -> float:
@@ -191,7 +205,11 @@ class DecoderModel(Model):
         """Returns the parameter descriptions; layers are stacked."""
         d = self.decoder
         scale, *bias = d.norm.params("scale", (d.width,), "D").values()
-        final = {"scale": scale, **({"bias": bias[0]} if bias else {})} if d.norm.kind == "layer" else scale
+        final = (
+            {"scale": scale, **({"bias": bias[0]} if bias else {})}
+            if d.norm.kind == "layer"
+            else scale
+        )
         table = Param((padded_vocab(self), d.width), "VD", rows=vocab_size(self))
         tables = {name: table for name in ("embed", d.table)}
         if d.positions is not None:
@@ -207,13 +225,17 @@ class DecoderModel(Model):
         """Returns the embedded tokens [B, T/tensor, D], on the first stage."""
         d = self.decoder
         table_VD = ctx.gather_params(params["embed"], "embed")
-        positions_TD = None if d.positions is None else ctx.gather_params(params["positions"], "positions")
+        positions_TD = (
+            None if d.positions is None else ctx.gather_params(params["positions"], "positions")
+        )
         with jax.named_scope("embedding"):
             x_BTD = embed(ctx.tokens.ids, table_VD, ctx.sum_rows)
             if d.embedding_factor is not None:
                 x_BTD *= jnp.asarray(d.embedding_factor, x_BTD.dtype)
             if positions_TD is not None:
-                x_BTD += take_rows(positions_TD, local_shard(ctx.tokens.positions, ("tensor",), 1), ctx.sum_rows)
+                x_BTD += take_rows(
+                    positions_TD, local_shard(ctx.tokens.positions, ("tensor",), 1), ctx.sum_rows
+                )
             return ctx.dropout(x_BTD, 0)
 
     def layer_functions(self, ctx: ForwardContext) -> dict[str, Pattern]:
@@ -226,14 +248,20 @@ class DecoderModel(Model):
             turns[block.stack] = (*turns.get(block.stack, ()), layer(block))
         return dict(turns)
 
-    def unembed(self, params: Tree, x_BTD: jax.Array, gather_params: GatherParams) -> tuple[jax.Array, jax.Array]:
+    def unembed(
+        self, params: Tree, x_BTD: jax.Array, gather_params: GatherParams
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns the normalised hidden states [B, T, D] and the unembedding [V/stage+tensor, D]."""
         d = self.decoder
         final: Any = gather_params(params["final_norm"], "final_norm")
         # Two gradients of a tied table are added before they are scattered.
-        x_BTD, table = (x_BTD, params["embed"]) if d.tied else _own_gradients_first(x_BTD, params["unembed"])
+        x_BTD, table = (
+            (x_BTD, params["embed"]) if d.tied else _own_gradients_first(x_BTD, params["unembed"])
+        )
         table_VD = gather_params(table, d.table)
-        scale, bias = (final["scale"], final.get("bias")) if d.norm.kind == "layer" else (final, None)
+        scale, bias = (
+            (final["scale"], final.get("bias")) if d.norm.kind == "layer" else (final, None)
+        )
         with jax.named_scope("unembedding"):
             return sequence_all_gather(d.norm(x_BTD, scale, bias), 1), table_VD
 
@@ -241,7 +269,9 @@ class DecoderModel(Model):
         """Returns the least sizes that `shape` divides as it divides these, with periods of two layers at most."""
         fields = {field.name for field in dataclasses.fields(self)}
         sizes = self.small_sizes(shape, layers)
-        small: DecoderModel = dataclasses.replace(self, **{name: sizes[name] for name in fields & sizes.keys()})
+        small: DecoderModel = dataclasses.replace(
+            self, **{name: sizes[name] for name in fields & sizes.keys()}
+        )
         return dataclasses.replace(small, layers=small.layers * small.decoder.period)
 
     def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
@@ -249,7 +279,9 @@ class DecoderModel(Model):
 
         layers: periods of layers.
         """
-        every = math.prod(shape.degrees()[axis] for axis in AXES if axis not in ("stage", "context"))
+        every = math.prod(
+            shape.degrees()[axis] for axis in AXES if axis not in ("stage", "context")
+        )
         old_heads: int = getattr(self, "kv_heads", self.heads)
         kv_heads = math.gcd(old_heads, shape.tensor * shape.context)
         heads = kv_heads * (self.heads // old_heads)

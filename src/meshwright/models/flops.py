@@ -66,7 +66,9 @@ def forward_flops(model: Model, seq: int) -> dict[str, float]:
 def layer_flops(model: Model, seq: int) -> tuple[float, ...]:
     """Returns the FLOPs of one token's forward pass in each layer."""
     spec, params = model.spec(), model.params()
-    cost = {layer: sum(_layer(layer, params[layer.stack], seq).values()) for layer in set(spec.layers)}
+    cost = {
+        layer: sum(_layer(layer, params[layer.stack], seq).values()) for layer in set(spec.layers)
+    }
     return tuple(cost[layer] for layer in spec.layers)
 
 
@@ -79,7 +81,11 @@ def _layer(layer: LayerSpec, stack: Tree, seq: int) -> dict[str, float]:
         flops = 2.0 * math.prod(p.logical_shape[1:])
         if "E" in p.dims and layer.experts is not None:
             flops *= layer.experts.experts_per_token / layer.experts.experts
-        item = "experts" if "E" in p.dims and p.role in ("ffn_in", "ffn_out") else ITEMS.get(p.role, "projections")
+        item = (
+            "experts"
+            if "E" in p.dims and p.role in ("ffn_in", "ffn_out")
+            else ITEMS.get(p.role, "projections")
+        )
         items[item] = items.get(item, 0.0) + flops
     if layer.attention is not None:
         items["attention"] = layer.attention.flops(seq)

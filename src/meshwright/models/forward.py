@@ -72,7 +72,10 @@ class Section(NamedTuple):
         """Returns the rows of its stacks that belong to a part of its layers."""
         ends = [self.first + end for end in (part.start, part.stop)]
         layers = {stack: spec.layers_of(stack) for stack in self.stacks}
-        return {stack: slice(*(sum(i < end for i in rows) for end in ends)) for stack, rows in layers.items()}
+        return {
+            stack: slice(*(sum(i < end for i in rows) for end in ends))
+            for stack, rows in layers.items()
+        }
 
 
 @jax.custom_vjp
@@ -82,25 +85,40 @@ def with_gradient_of(of: jax.Array, value: jax.Array) -> jax.Array:
 
 
 with_gradient_of.defvjp(
-    lambda of, value: (value, jnp.zeros((0,), of.dtype)), lambda like, g: (g.astype(like.dtype), None)
+    lambda of, value: (value, jnp.zeros((0,), of.dtype)),
+    lambda like, g: (g.astype(like.dtype), None),
 )
 
 
 def sections(
-    spec: ModelSpec, functions: Mapping[str, Any], wrap: Callable[[str, Layer], Any] = lambda stack, layer: layer
+    spec: ModelSpec,
+    functions: Mapping[str, Any],
+    wrap: Callable[[str, Layer], Any] = lambda stack, layer: layer,
 ) -> list[Section]:
     """Returns the sections of a model in order: one of all stacks if these take turns, else one per stack.
 
     functions: of each stack, as `Model.layer_functions` returns them.  wrap: applied to each.
     """
     periods = {
-        stack: [(stack, wrap(stack, layer)) for layer in (given if isinstance(given, Sequence) else (given,))]
+        stack: [
+            (stack, wrap(stack, layer))
+            for layer in (given if isinstance(given, Sequence) else (given,))
+        ]
         for stack, given in functions.items()
     }
     if spec.period > 1 and len(spec.stacks) > 1:
         turns = {stack: iter(period) for stack, period in periods.items()}
-        return [Section([next(turns[layer.stack]) for layer in spec.layers[: spec.period]], 0, len(spec.layers))]
-    return [Section(periods[stack], min(spec.layers_of(stack)), count) for stack, count in spec.stacks.items()]
+        return [
+            Section(
+                [next(turns[layer.stack]) for layer in spec.layers[: spec.period]],
+                0,
+                len(spec.layers),
+            )
+        ]
+    return [
+        Section(periods[stack], min(spec.layers_of(stack)), count)
+        for stack, count in spec.stacks.items()
+    ]
 
 
 def scan_layers(
@@ -126,15 +144,23 @@ def scan_layers(
         ((stack, layer),) = period
         body = checkpoint_layer(layer, remat, prevent_cse=len(here[stack]) == 1)
         if len(here[stack]) == total[stack]:
-            x, aux = jax.lax.scan(lambda x, rest: body(x, *rest), x, (stacked[stack], index[stack]), unroll=unroll)
+            x, aux = jax.lax.scan(
+                lambda x, rest: body(x, *rest), x, (stacked[stack], index[stack]), unroll=unroll
+            )
             return x, {stack: aux}
     # A scan over rows of a stack, or over groups of them, would copy what it reads: layers read the stack itself.
-    copied = dict.fromkeys(turns) if callable(stacked) else {stack: stacked[stack] for stack in turns}
+    copied = (
+        dict.fromkeys(turns) if callable(stacked) else {stack: stacked[stack] for stack in turns}
+    )
     whole = jax.lax.stop_gradient(copied)
     periods = min(len(here[stack]) // count for stack, count in turns.items())
-    left = collections.Counter({stack: len(here[stack]) - periods * count for stack, count in turns.items()})
+    left = collections.Counter(
+        {stack: len(here[stack]) - periods * count for stack, count in turns.items()}
+    )
     last = period[: left.total()]
-    assert collections.Counter(stack for stack, _ in last) == left, f"{here} are not periods and a part of one"
+    assert collections.Counter(stack for stack, _ in last) == left, (
+        f"{here} are not periods and a part of one"
+    )
 
     def scan(bodies: Sequence[Turn], x: Any, first: int, count: int) -> tuple[Any, dict[str, Any]]:
         """Scans `count` periods of `bodies` after the first ones."""
@@ -142,28 +168,46 @@ def scan_layers(
 
         def by_period(stack: str, a: jax.Array) -> jax.Array:
             start = here[stack].start + first * turns[stack]
-            return a[start : start + count * counts[stack]].reshape(count, counts[stack], *a.shape[1:])
+            return a[start : start + count * counts[stack]].reshape(
+                count, counts[stack], *a.shape[1:]
+            )
 
         def step(x: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
             outputs: dict[str, list[Any]] = {stack: [] for stack in counts}
             for stack, layer in bodies:
 
-                def turn(x: Any, inputs: Any, i: int = len(outputs[stack]), turn: Turn = (stack, layer)) -> Any:
+                def turn(
+                    x: Any, inputs: Any, i: int = len(outputs[stack]), turn: Turn = (stack, layer)
+                ) -> Any:
                     params, index, number = jax.tree.map(lambda a: a[i], inputs)
                     if callable(stacked):
                         params = stacked(turn[0], number)
                     else:
-                        own = functools.partial(jax.lax.dynamic_index_in_dim, index=number, keepdims=False)
-                        params = jax.tree.map(with_gradient_of, params, jax.tree.map(own, whole[turn[0]]))
+                        own = functools.partial(
+                            jax.lax.dynamic_index_in_dim, index=number, keepdims=False
+                        )
+                        params = jax.tree.map(
+                            with_gradient_of, params, jax.tree.map(own, whole[turn[0]])
+                        )
                     return turn[1](x, params, index)
 
                 # The layer's rows are taken inside: rows taken before would be saved, a copy of all parameters.
-                x, aux = checkpoint_layer(turn, remat, prevent_cse=len(bodies) > 1 or count == 1)(x, inputs[stack])
+                x, aux = checkpoint_layer(turn, remat, prevent_cse=len(bodies) > 1 or count == 1)(
+                    x, inputs[stack]
+                )
                 outputs[stack].append(aux)
-            return x, {stack: jax.tree.map(lambda *a: jnp.stack(a), *aux) for stack, aux in outputs.items()}
+            return x, {
+                stack: jax.tree.map(lambda *a: jnp.stack(a), *aux) for stack, aux in outputs.items()
+            }
 
-        given = {s: (copied[s], jax.tree.map(jnp.asarray, index[s]), jnp.arange(total[s])) for s in counts}
-        grouped = {stack: jax.tree.map(lambda a, s=stack: by_period(s, a), given[stack]) for stack in counts}
+        given = {
+            s: (copied[s], jax.tree.map(jnp.asarray, index[s]), jnp.arange(total[s]))
+            for s in counts
+        }
+        grouped = {
+            stack: jax.tree.map(lambda a, s=stack: by_period(s, a), given[stack])
+            for stack in counts
+        }
         x, aux = jax.lax.scan(step, x, grouped, unroll=max(1, unroll // len(bodies)))
         return x, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
 
@@ -177,8 +221,13 @@ def scan_layers(
 
 def join(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the aux of each stack over all parts that have some."""
-    parts = {s: [aux[s] for aux in outputs if s in aux] for s in itertools.chain.from_iterable(outputs)}
-    return {s: v[0] if len(v) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *v) for s, v in parts.items()}
+    parts = {
+        s: [aux[s] for aux in outputs if s in aux] for s in itertools.chain.from_iterable(outputs)
+    }
+    return {
+        s: v[0] if len(v) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *v)
+        for s, v in parts.items()
+    }
 
 
 def row_scope(stack: str) -> str:
@@ -193,7 +242,9 @@ def skip_padding(layer: Layer, stack: str) -> Layer:
     def maybe(x_BTD: jax.Array, params: Any, index: jax.Array) -> tuple[jax.Array, Aux]:
         shapes = jax.eval_shape(lambda x, index: layer(x, params, index)[1], x_BTD, index)
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-        return jax.lax.cond(index == NO_LAYER, lambda: (x_BTD, zeros), lambda: layer(x_BTD, params, index))
+        return jax.lax.cond(
+            index == NO_LAYER, lambda: (x_BTD, zeros), lambda: layer(x_BTD, params, index)
+        )
 
     return maybe
 
@@ -215,7 +266,9 @@ def drop_padding(layer: Layer) -> Layer:
     def dropped(x_BTD: jax.Array, params: Any, index: jax.Array) -> tuple[jax.Array, Aux]:
         y_BTD, aux = layer(x_BTD, params, index)
         padding = index == NO_LAYER
-        return jnp.where(padding, x_BTD, y_BTD), jax.tree.map(lambda a: jnp.where(padding, jnp.zeros_like(a), a), aux)
+        return jnp.where(padding, x_BTD, y_BTD), jax.tree.map(
+            lambda a: jnp.where(padding, jnp.zeros_like(a), a), aux
+        )
 
     return dropped
 
@@ -244,7 +297,9 @@ class LocalModel:
     """Axes that split experts (sharding/layouts.py)."""
     expert_nodes: int = 1
     """Groups of their devices between which a token has one row (runs/settle.py)."""
-    ahead: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = dataclasses.field(default_factory=dict)
+    ahead: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = dataclasses.field(
+        default_factory=dict
+    )
     """Parameters that are gathered one layer ahead, by stack: for passes that begin at a layer's start, and for those
     that begin with its feed-forward half. Other stacks gather all in their own layer."""
     tensor_strategy: Literal["gather", "ring"] = "gather"
@@ -272,7 +327,10 @@ class LocalModel:
         if count == 1:
             return self._context(batch, dropout)
         pieces = [jax.tree.map(lambda x, i=i: jnp.split(x, count)[i], batch) for i in range(count)]
-        parts = tuple(self._context(piece, part) for piece, part in zip(pieces, dropout.split(count), strict=True))
+        parts = tuple(
+            self._context(piece, part)
+            for piece, part in zip(pieces, dropout.split(count), strict=True)
+        )
         return dataclasses.replace(self._context(batch, dropout), batch_pieces=parts)
 
     def _context(self, batch: Batch, dropout: Dropout) -> ForwardContext:
@@ -299,18 +357,29 @@ class LocalModel:
         return jax.tree.map(lambda field: field[:, positions_T], batch)
 
     def layers(
-        self, params: dict[str, Tree] | ReadRow, x_BTD: jax.Array, ctx: ForwardContext, virtual_stage: Any = 0
+        self,
+        params: dict[str, Tree] | ReadRow,
+        x_BTD: jax.Array,
+        ctx: ForwardContext,
+        virtual_stage: Any = 0,
     ) -> tuple[jax.Array, dict[str, Aux]]:
         """Runs the layers of one virtual stage; returns the hidden states and each stack's aux, [rows, ...].
 
         params: of that virtual stage, by stack, or what reads their rows.
         """
-        spec, functions, outputs = self.model.spec(), self.model.layer_functions(ctx), list[dict[str, Aux]]()
+        spec, functions, outputs = (
+            self.model.spec(),
+            self.model.layer_functions(ctx),
+            list[dict[str, Aux]](),
+        )
         # Layer in each row: [stages, virtual stages, rows].
         rows = {stack: self.stages.rows(spec.layers_of(stack)) for stack in spec.stacks}
         index: dict[str, Any] = {stack: layers[0, 0] for stack, layers in rows.items()}
         if self.stages.stages * self.stages.virtual_stages > 1:
-            index = {s: jnp.asarray(layers)[axis_index(("stage",)), virtual_stage] for s, layers in rows.items()}
+            index = {
+                s: jnp.asarray(layers)[axis_index(("stage",)), virtual_stage]
+                for s, layers in rows.items()
+            }
 
         def wrap(stack: str, layer: Layer) -> Layer:
             own = read_inside(layer) if callable(params) else layer
@@ -320,24 +389,38 @@ class LocalModel:
 
         for section in sections(spec, functions, wrap):
             saved = min(max(self.training.saved_layers - section.first, 0), section.layers)
-            parts = [(slice(0, saved), "projections"), (slice(saved, section.layers), self.training.remat)]
+            parts = [
+                (slice(0, saved), "projections"),
+                (slice(saved, section.layers), self.training.remat),
+            ]
             for part, remat in parts:
                 if part.start == part.stop:
                     continue
                 stack, own = section.stacks[0], section.rows(spec, part)
                 if stack in self.ahead and not callable(params):
-                    p, i = (jax.tree.map(operator.itemgetter(own[stack]), tree[stack]) for tree in (params, index))
+                    p, i = (
+                        jax.tree.map(operator.itemgetter(own[stack]), tree[stack])
+                        for tree in (params, index)
+                    )
                     x_BTD, aux = self._layers_ahead(stack, x_BTD, ctx, p, i, remat)
                 else:
                     # A part may start in the middle of a period.
                     at, unroll = part.start % len(section.period), self.training.unroll
                     period = section.period[at:] + section.period[:at]
-                    x_BTD, aux = scan_layers(period, x_BTD, params, index, rows=own, remat=remat, unroll=unroll)
+                    x_BTD, aux = scan_layers(
+                        period, x_BTD, params, index, rows=own, remat=remat, unroll=unroll
+                    )
                 outputs.append(aux)
         return x_BTD, join(outputs)
 
     def _layers_ahead(
-        self, stack: str, x_BTD: jax.Array, ctx: ForwardContext, params: Tree, index: Tree, remat: str
+        self,
+        stack: str,
+        x_BTD: jax.Array,
+        ctx: ForwardContext,
+        params: Tree,
+        index: Tree,
+        remat: str,
     ) -> tuple[jax.Array, dict[str, Aux]]:
         """Runs a stack whose first weights are gathered one layer ahead."""
 
@@ -347,7 +430,9 @@ class LocalModel:
         def gather(given: Tree, path: str) -> Tree:
             return given if path == stack else self.gather_params(given, path)
 
-        layer: Any = self.model.layer_functions(dataclasses.replace(ctx, gather_params=gather))[stack]
+        layer: Any = self.model.layer_functions(dataclasses.replace(ctx, gather_params=gather))[
+            stack
+        ]
         from meshwright.models.gather_ahead import scan_layers_ahead
 
         at_start, inside = self.ahead[stack]
@@ -355,7 +440,9 @@ class LocalModel:
         x_BTD, aux = scan_layers_ahead(layer, gather_some, x_BTD, params, ahead, index, remat=remat)
         return x_BTD, {stack: aux}
 
-    def loss(self, params: Tree, x_BTD: jax.Array, batch: Batch, total: jax.Array) -> tuple[jax.Array, Metrics]:
+    def loss(
+        self, params: Tree, x_BTD: jax.Array, batch: Batch, total: jax.Array
+    ) -> tuple[jax.Array, Metrics]:
         """Returns this device's share of the loss, and its metrics.
 
         The sum over the token axes is the mean over `total` weights.
@@ -376,7 +463,9 @@ class LocalModel:
         x_BTD = broadcast(x_BTD, ("stage",), self.stages.last_stage)
         return self.model.unembed(params, x_BTD, self.gather_params)
 
-    def token_losses(self, params: Tree, x_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def token_losses(
+        self, params: Tree, x_BTD: jax.Array, batch: Batch
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns negative log-likelihood and log-sum-exp, both [B T/context]. batch: this device's positions."""
         x_BTD, table_VD = self.unembed(params, x_BTD)
         x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
@@ -389,10 +478,14 @@ class LocalModel:
         """Returns the weight of this device's sequences in the mean loss: their tokens, or their preferences."""
         return (batch.weights if self.preferences is None else self.preferences.pairs(batch)).sum()
 
-    def hidden(self, params: Tree, batch: Batch, dropout: Dropout) -> tuple[jax.Array, dict[str, Aux]]:
+    def hidden(
+        self, params: Tree, batch: Batch, dropout: Dropout
+    ) -> tuple[jax.Array, dict[str, Aux]]:
         """Returns the hidden states after the last layer and each stack's aux, for a model on one pipeline stage."""
         ctx = self.context(batch, dropout)
-        return self.layers({stack: params[stack] for stack in self.stacks}, self.model.embed(params, ctx), ctx)
+        return self.layers(
+            {stack: params[stack] for stack in self.stacks}, self.model.embed(params, ctx), ctx
+        )
 
     def loss_fn(
         self, params: Tree, batch: Batch, dropout: Dropout, total: jax.Array
@@ -404,7 +497,9 @@ class LocalModel:
         else:
             loss, metrics = self.loss(params, x_BTD, batch, total)
             if self.model.spec().further:
-                more, more_metrics, more_aux = self._further_loss(params, x_BTD, batch, dropout, total)
+                more, more_metrics, more_aux = self._further_loss(
+                    params, x_BTD, batch, dropout, total
+                )
                 loss, metrics, aux = loss + more, metrics | more_metrics, aux | more_aux
         return loss + self.aux_loss(aux), (metrics, aux)
 
@@ -422,7 +517,9 @@ class LocalModel:
         h_BTD, layer = further.further_layer(params, x_BTD, self.context(shifted, dropout))
         index = {MTP: np.array([len(model.spec().layers)], np.int32)}
         with jax.named_scope("further tokens"):
-            h_BTD, aux = scan_layers([(MTP, layer)], h_BTD, params, index, remat=self.training.remat)
+            h_BTD, aux = scan_layers(
+                [(MTP, layer)], h_BTD, params, index, remat=self.training.remat
+            )
         own = {**params, "final_norm": params[MTP]["final_norm"][0]}
         loss, metrics = self.loss(own, h_BTD, shifted, total)
         return further.mtp_weight * loss, {"further token loss": metrics["loss"]}, aux
@@ -442,5 +539,9 @@ def shift(batch: Batch) -> Batch:
     weights = jnp.where(same, batch.weights[:, 1:], 0)
     last = ((0, 0), (0, 1))
     return Batch(
-        batch.targets, jnp.pad(batch.targets[:, 1:], last), batch.segments, batch.positions, jnp.pad(weights, last)
+        batch.targets,
+        jnp.pad(batch.targets[:, 1:], last),
+        batch.segments,
+        batch.positions,
+        jnp.pad(weights, last),
     )

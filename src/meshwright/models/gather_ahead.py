@@ -58,7 +58,9 @@ def scan_layers_ahead(
             x, outputs = run_layer(x, {**weights, **gather(rest)}, index)
             return (x, following), outputs
 
-        (x, _), outputs = lax.scan(step, (x, gather(row_of(first, 0))), (jnp.arange(length), index_L, rest))
+        (x, _), outputs = lax.scan(
+            step, (x, gather(row_of(first, 0))), (jnp.arange(length), index_L, rest)
+        )
         return x, outputs
 
     def forward(x: jax.Array, params: Tree) -> tuple[Any, Any]:
@@ -69,7 +71,10 @@ def scan_layers_ahead(
             places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(weights))}
             sources = [places.get(id(leaf)) for leaf in leaves]
             structure[:] = treedef, sources
-            return x, (aux, [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None])
+            return x, (
+                aux,
+                [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None],
+            )
 
         x, (aux, saved) = scan(run_layer, x, params)
         return (x, aux), (params, saved)
@@ -101,7 +106,9 @@ def scan_layers_ahead(
         carry = (g_x, gather(last), _without_integers(jax.tree.map(jnp.zeros_like, like)))
         (g_x, _, g_below), (g_late, g_early) = lax.scan(step, carry, rows, reverse=True)
         # Row l of the scan has reduced the late gradients of row l + 1; those of row 0 are still to be reduced.
-        g_late = jax.tree.map(lambda row, rows: jnp.concatenate([row[None], rows[:-1]]), reduced(g_below), g_late)
+        g_late = jax.tree.map(
+            lambda row, rows: jnp.concatenate([row[None], rows[:-1]]), reduced(g_below), g_late
+        )
         return g_x, {**g_late, **g_early}
 
     run = jax.custom_vjp(lambda x, params: scan(body, x, params))
@@ -111,7 +118,9 @@ def scan_layers_ahead(
 
 def _split(tree: Tree, names: Collection[str]) -> tuple[Tree, Tree]:
     """Returns the entries of these names, and the others."""
-    return {n: v for n, v in tree.items() if n in names}, {n: v for n, v in tree.items() if n not in names}
+    return {n: v for n, v in tree.items() if n in names}, {
+        n: v for n, v in tree.items() if n not in names
+    }
 
 
 def _without_integers(gradients: Tree) -> list[jax.Array]:
@@ -123,5 +132,6 @@ def _with_integers(weights: Tree, gradients: list[jax.Array]) -> Tree:
     """Inverts `_without_integers`."""
     rest, none = iter(gradients), jax.dtypes.float0
     return jax.tree.map(
-        lambda w: next(rest) if jnp.issubdtype(w.dtype, jnp.inexact) else np.zeros(w.shape, none), weights
+        lambda w: next(rest) if jnp.issubdtype(w.dtype, jnp.inexact) else np.zeros(w.shape, none),
+        weights,
     )

@@ -29,7 +29,12 @@ def chunk_tokens(tokens: int, vocab: int, logits_mib: int) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def token_losses(
-    x_TD: jax.Array, table_VD: jax.Array, labels_T: jax.Array, vocab: int, chunk: int, softcap: float | None = None
+    x_TD: jax.Array,
+    table_VD: jax.Array,
+    labels_T: jax.Array,
+    vocab: int,
+    chunk: int,
+    softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the negative log-likelihood of each label and the log-sum-exp (lse) of its logits; both [T], float32.
 
@@ -41,17 +46,26 @@ def token_losses(
     return _forward(x_TD, table_VD, labels_T, vocab, chunk, softcap)[0]
 
 
-def _logits(x_TD: jax.Array, table_VD: jax.Array, vocab: int, softcap: float | None) -> tuple[jax.Array, jax.Array]:
+def _logits(
+    x_TD: jax.Array, table_VD: jax.Array, vocab: int, softcap: float | None
+) -> tuple[jax.Array, jax.Array]:
     """Returns the float32 logits of this device's block, padding at -1e30, and the block's first row."""
     rows = table_VD.shape[0]
     first = axis_index(VOCAB_AXES) * rows
-    logits_TV = jax.lax.dot_general(x_TD, table_VD, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    logits_TV = jax.lax.dot_general(
+        x_TD, table_VD, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
     in_vocab_V = first + jnp.arange(rows) < vocab
     return jnp.where(in_vocab_V[None], cap(logits_TV, softcap), -1e30), first
 
 
 def _forward(
-    x_TD: jax.Array, table_VD: jax.Array, labels_T: jax.Array, vocab: int, chunk: int, softcap: float | None
+    x_TD: jax.Array,
+    table_VD: jax.Array,
+    labels_T: jax.Array,
+    vocab: int,
+    chunk: int,
+    softcap: float | None,
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
     def chunk_losses(inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x_TD, labels_T = inputs
@@ -59,7 +73,11 @@ def _forward(
         max_T = all_reduce_max(logits_TV.max(-1), VOCAB_AXES)
         one_hot_TV = (labels_T - first)[:, None] == jnp.arange(table_VD.shape[0])[None]
         sum_exp_T, label_logit_T = all_reduce(
-            (jnp.exp(logits_TV - max_T[:, None]).sum(-1), jnp.where(one_hot_TV, logits_TV, 0).sum(-1)), VOCAB_AXES
+            (
+                jnp.exp(logits_TV - max_T[:, None]).sum(-1),
+                jnp.where(one_hot_TV, logits_TV, 0).sum(-1),
+            ),
+            VOCAB_AXES,
         )
         lse_T = max_T + jnp.log(sum_exp_T)
         return lse_T - label_logit_T, lse_T
@@ -77,12 +95,16 @@ def _backward(
     x_TD, table_VD, labels_T, lse_T = saved
     g_nll_T, g_lse_T = g
 
-    def chunk_gradients(g_table_VD: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def chunk_gradients(
+        g_table_VD: jax.Array, inputs: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, jax.Array]:
         x_TD, labels_T, lse_T, g_nll_T, g_lse_T = inputs
         logits_TV, first = _logits(x_TD, table_VD, vocab, softcap)
         one_hot_TV = (labels_T - first)[:, None] == jnp.arange(table_VD.shape[0])[None]
         probability_TV = jnp.exp(logits_TV - lse_T[:, None])
-        g_logits_TV = (g_nll_T + g_lse_T)[:, None] * probability_TV - jnp.where(one_hot_TV, g_nll_T[:, None], 0)
+        g_logits_TV = (g_nll_T + g_lse_T)[:, None] * probability_TV - jnp.where(
+            one_hot_TV, g_nll_T[:, None], 0
+        )
         # Padding has no probability, so its gradient is zero whatever the cap's derivative there.
         g_logits_TV = cap_gradient(g_logits_TV, jnp.where(logits_TV > -1e29, logits_TV, 0), softcap)
         g_logits_TV = g_logits_TV.astype(table_VD.dtype)

@@ -134,7 +134,9 @@ class ForwardContext:
         """
         if not self.attend_pieces:
             out_BTNH = self.attend(*qkv, window=window, scores=scores)
-            return self.row_parallel(f, out_BTNH if factor_BTNH is None else out_BTNH * factor_BTNH, weights)
+            return self.row_parallel(
+                f, out_BTNH if factor_BTNH is None else out_BTNH * factor_BTNH, weights
+            )
         count = len(self.attend_pieces)
         factors = [None] * count if factor_BTNH is None else jnp.split(factor_BTNH, count)
         pieces = (jnp.split(x, count) for x in qkv)
@@ -144,7 +146,9 @@ class ForwardContext:
                 # XLA would attend to all pieces first and send all sums after.
                 q, done[-2] = jax.lax.optimization_barrier((q, done[-2]))
             out = attend(q, k, v, window=window, scores=scores)
-            done.append(sequence_reduce_scatter(f(out if factor is None else out * factor, weights), 1))
+            done.append(
+                sequence_reduce_scatter(f(out if factor is None else out * factor, weights), 1)
+            )
         return jnp.concatenate(done)
 
 
@@ -241,7 +245,11 @@ class AttentionSpec:
 
     def widths(self, width: int, tensor: int) -> Widths:
         """Returns the widths on one of `tensor` devices. width: of the model."""
-        kv_heads = self.kv_heads if replicates_kv_heads(self.kv_heads, tensor) else max(1, self.kv_heads // tensor)
+        kv_heads = (
+            self.kv_heads
+            if replicates_kv_heads(self.kv_heads, tensor)
+            else max(1, self.kv_heads // tensor)
+        )
         heads = self.heads // tensor
         query, value = heads * self.head_size, heads * self.value_size
         kv = kv_heads * (self.head_size + self.value_size) / 2
@@ -295,7 +303,14 @@ class DeltaSpec:
 
     def widths(self, width: int, tensor: int) -> Widths:
         """Returns the widths on one of `tensor` devices: queries, keys, values and output gate are saved."""
-        return Widths(0, 0, 0, self.values / tensor, (self.heads * self.channels + self.values) / tensor, width)
+        return Widths(
+            0,
+            0,
+            0,
+            self.values / tensor,
+            (self.heads * self.channels + self.values) / tensor,
+            width,
+        )
 
     def matmuls(self, seq: int) -> list[tuple[int, int, int, int]]:
         """Returns the matmuls of a chunk of a sequence: [m, k] by [k, n], and how many there are, of all heads."""
@@ -308,7 +323,10 @@ class DeltaSpec:
             (C, H, F, 2),
             (H, C, F, 1),
         ]
-        return [(C, H, C, 2 * N), *((m, k, n, count * self.groups * N) for m, k, n, count in each_value_head)]
+        return [
+            (C, H, C, 2 * N),
+            *((m, k, n, count * self.groups * N) for m, k, n, count in each_value_head),
+        ]
 
     def flops(self, seq: int) -> float:
         """Returns the FLOPs of one token's forward pass, in a sequence of `seq` tokens: its chunk and the states."""
@@ -376,21 +394,34 @@ class ExpertSpec:
         """Returns the most of `nodes` nodes that the experts of one token are on."""
         in_group, in_node = self.experts // self.groups, self.experts // nodes
         aligned = in_group % in_node == 0 or in_node % in_group == 0
-        return min(self.experts_per_token, nodes, self.topk_groups * (-(-in_group // in_node) + (not aligned)))
+        return min(
+            self.experts_per_token,
+            nodes,
+            self.topk_groups * (-(-in_group // in_node) + (not aligned)),
+        )
 
     def mean_nodes(self, nodes: int) -> float:
         """Returns the nodes that the experts of one token are on, on average over even choices.
 
         Groups and nodes that do not divide each other count as if a node had experts of one group.
         """
-        k, in_group, own = self.experts_per_token, self.experts // self.groups, max(1, self.groups // nodes)
+        k, in_group, own = (
+            self.experts_per_token,
+            self.experts // self.groups,
+            max(1, self.groups // nodes),
+        )
         # Experts of a node in each of its groups, and those that a token chooses from.
         here, pool = min(self.experts // nodes // own, in_group), self.topk_groups * in_group
         missed = sum(
-            math.comb(own, j) * math.comb(self.groups - own, self.topk_groups - j) * math.comb(pool - j * here, k)
+            math.comb(own, j)
+            * math.comb(self.groups - own, self.topk_groups - j)
+            * math.comb(pool - j * here, k)
             for j in range(min(own, self.topk_groups) + 1)
         )
-        return max(1.0, nodes * (1 - missed / (math.comb(self.groups, self.topk_groups) * math.comb(pool, k))))
+        return max(
+            1.0,
+            nodes * (1 - missed / (math.comb(self.groups, self.topk_groups) * math.comb(pool, k))),
+        )
 
 
 class ExpertBuffers(NamedTuple):
@@ -521,7 +552,9 @@ class Model(Ranged, part="model"):
         """Returns the layer function of each stack, or one per layer of its period, by the stack's name in `params`."""
         raise NotImplementedError
 
-    def unembed(self, params: Tree, x_BTD: jax.Array, gather_params: GatherParams) -> tuple[jax.Array, jax.Array]:
+    def unembed(
+        self, params: Tree, x_BTD: jax.Array, gather_params: GatherParams
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns the final hidden states [B, T, D], all positions, and the unembedding [V/stage+tensor, D]."""
         raise NotImplementedError
 
@@ -545,7 +578,11 @@ class Model(Ranged, part="model"):
 def vocab_size(model: Model) -> int:
     """Returns the vocabulary size. Raises ConfigError where it is not set."""
     if model.vocab is None:
-        raise ConfigError("a model without a vocabulary", "model.vocab is not set", "for example --model.vocab 32000")
+        raise ConfigError(
+            "a model without a vocabulary",
+            "model.vocab is not set",
+            "for example --model.vocab 32000",
+        )
     return model.vocab
 
 

@@ -60,8 +60,14 @@ class Preferences:
         margin = self.beta * all_reduce(_by_pair(local, ratio_BT, exists.shape[1]), ("context",))
         losses = -jax.nn.log_sigmoid(margin) * exists
         share = exists.sum() / jax.lax.axis_size("context")
-        sums = {"loss": losses, "reward margin": margin * exists, "preference accuracy": (margin > 0) * exists}
-        shares = {name: values.sum() / jax.lax.axis_size("context") for name, values in sums.items()}
+        sums = {
+            "loss": losses,
+            "reward margin": margin * exists,
+            "preference accuracy": (margin > 0) * exists,
+        }
+        shares = {
+            name: values.sum() / jax.lax.axis_size("context") for name, values in sums.items()
+        }
         return losses.sum() / total, {name: (value, share) for name, value in shares.items()}
 
 
@@ -78,6 +84,8 @@ def reference_of(model: "LocalModel", params: Tree) -> tuple["LocalModel", Tree]
     """Returns the model that computes the reference, and its parameters."""
     gather: Any = model.gather_params
     if isinstance(gather, AdapterGather):
-        return dataclasses.replace(model, gather_params=dataclasses.replace(gather, scale=None), ahead={}), params
+        return dataclasses.replace(
+            model, gather_params=dataclasses.replace(gather, scale=None), ahead={}
+        ), params
     plain = dataclasses.replace(gather, gathers=gather.gathers[REFERENCE])
     return dataclasses.replace(model, gather_params=plain, ahead={}), params[REFERENCE]

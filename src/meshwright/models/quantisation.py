@@ -82,12 +82,28 @@ class MatmulPrecision:
 RECIPES: dict[str, MatmulPrecision] = {
     recipe.name: recipe
     for recipe in (
-        MatmulPrecision("fp8", "e4m3, gradients e5m2, one scale per tensor and device", "fp8", "tensor"),
-        MatmulPrecision("fp8_rowwise", "e4m3, gradients e5m2, a scale per row and column", "fp8", "row"),
         MatmulPrecision(
-            "mxfp8", "e4m3 in blocks of 32 with e8m0 scales (OCP MX)", "mxfp8", "mx", gradient="float8_e4m3fn", block=32
+            "fp8", "e4m3, gradients e5m2, one scale per tensor and device", "fp8", "tensor"
         ),
-        MatmulPrecision("int8", "int8, a scale per row and column", "int8", "row", operand="int8", gradient="int8"),
+        MatmulPrecision(
+            "fp8_rowwise", "e4m3, gradients e5m2, a scale per row and column", "fp8", "row"
+        ),
+        MatmulPrecision(
+            "mxfp8",
+            "e4m3 in blocks of 32 with e8m0 scales (OCP MX)",
+            "mxfp8",
+            "mx",
+            gradient="float8_e4m3fn",
+            block=32,
+        ),
+        MatmulPrecision(
+            "int8",
+            "int8, a scale per row and column",
+            "int8",
+            "row",
+            operand="int8",
+            gradient="int8",
+        ),
     )
 }
 """Recipes by the name that `--training.matmul-precision` takes."""
@@ -144,7 +160,11 @@ class WeightPlan:
     """Dimensions along which elements share a scale; None are all. MX blocks have no scale before the product."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale", "carrier"], meta_fields=["plan"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "scale", "carrier"],
+    meta_fields=["plan"],
+)
 @dataclasses.dataclass(frozen=True)
 class LowPrecisionWeight(SelfMultiplying):
     """Gathered weight of a low-precision matmul; `linear` multiplies by it."""
@@ -199,9 +219,15 @@ class LowPrecisionGather(GatherParams):
         weights = super().__call__(own, path)
         rows, treedef = jax.tree_util.tree_flatten_with_path(params, is_rounded)
         hows = treedef.flatten_up_to(self.gathers[path])
-        early = {name(k): (w, how.gathers) for (k, w), how in zip(rows, hows, strict=True) if self._is_early(name(k))}
+        early = {
+            name(k): (w, how.gathers)
+            for (k, w), how in zip(rows, hows, strict=True)
+            if self._is_early(name(k))
+        }
         quantised = {n: (w[1], w[2]) for n, (w, _) in early.items() if is_rounded(w)}
-        quantised |= self._quantise({n: (row_major(w), how) for n, (w, how) in early.items() if n not in quantised})
+        quantised |= self._quantise(
+            {n: (row_major(w), how) for n, (w, how) in early.items() if n not in quantised}
+        )
 
         def replace(keys: Any, weight: jax.Array) -> Any:
             plan = self.plans.get(name(keys))
@@ -223,10 +249,16 @@ class LowPrecisionGather(GatherParams):
         names = {n: f"{path}.{n}" for n, how in self.gathers[path].items() if not how.gathers}
         names = {n: full for n, full in names.items() if self._is_early(full)}
         rows = {full: row_major(lax.stop_gradient(params[n])) for n, full in names.items()}
-        found = jax.vmap(lambda rows: self._quantise({n: (w, ()) for n, w in rows.items()}))(rows) if rows else {}
+        found = (
+            jax.vmap(lambda rows: self._quantise({n: (w, ()) for n, w in rows.items()}))(rows)
+            if rows
+            else {}
+        )
         return {n: found[full] for n, full in names.items()}
 
-    def _quantise(self, shards: dict[str, tuple[jax.Array, Any]]) -> dict[str, tuple[jax.Array, jax.Array]]:
+    def _quantise(
+        self, shards: dict[str, tuple[jax.Array, Any]]
+    ) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Quantises shards and gathers them, each with its scale: the scale is known before the gather."""
         amax, axes_of = {}, {}
         for name, (w, gathers) in shards.items():
@@ -252,7 +284,11 @@ class LowPrecisionGather(GatherParams):
 
 
 def low_precision_gather(
-    gather: GatherParams, params: Tree, placements: Tree, name: str, quantises: Callable[[Param], bool]
+    gather: GatherParams,
+    params: Tree,
+    placements: Tree,
+    name: str,
+    quantises: Callable[[Param], bool],
 ) -> LowPrecisionGather:
     """Returns `gather` with the weights that `quantises` selects quantised by the recipe `name`."""
     recipe, plans = find_precision(name), {}
@@ -260,7 +296,9 @@ def low_precision_gather(
     for path, p in named_leaves(params).items():
         if quantises(p):
             used, end = where[path].in_use, p.dims.count("L") + p.contract
-            in_axes, out_axes = (tuple(a for axes in dims for a in axes) for dims in (used[:end], used[end:]))
+            in_axes, out_axes = (
+                tuple(a for axes in dims for a in axes) for dims in (used[:end], used[end:])
+            )
             in_axes = tuple(a for a in in_axes if a != "stage")
             shares = tuple(range(p.contract)) if recipe.scaling == "row" else None
             shares = (1, 2) if "E" in p.dims else shares  # experts [E, K, N] have one scale each
@@ -277,7 +315,9 @@ def _max_in_groups(values: dict[str, jax.Array], axes_of: dict[str, Axes]) -> di
     result = dict(values)
     for axes, names in groups.items():
         if axes:
-            flat = all_reduce_max(jnp.concatenate([values[name].reshape(-1) for name in names]), axes)
+            flat = all_reduce_max(
+                jnp.concatenate([values[name].reshape(-1) for name in names]), axes
+            )
             start = 0
             for name in names:
                 result[name] = flat[start : start + values[name].size].reshape(values[name].shape)
@@ -308,18 +348,24 @@ def quantise(x: jax.Array, amax: jax.Array, dtype: str) -> tuple[jax.Array, jax.
     largest = {"float8_e4m3fn": 8, "float8_e5m2": 15}[dtype]
     exponent = (lax.bitcast_convert_type(amax / 1.75, jnp.int32) >> 23) - 127
     power = jnp.clip(largest - 1 - exponent, -126, 126)
-    up, down = (lax.bitcast_convert_type((127 + sign * power) << 23, jnp.float32) for sign in (1, -1))
+    up, down = (
+        lax.bitcast_convert_type((127 + sign * power) << 23, jnp.float32) for sign in (1, -1)
+    )
     # A power of two is exact in bfloat16 too.
     return (x * up.astype(x.dtype)).astype(dtype), down
 
 
-def _product(a: jax.Array, b: jax.Array, dims: tuple[int, int], dtype: Any, *scales: jax.Array) -> jax.Array:
+def _product(
+    a: jax.Array, b: jax.Array, dims: tuple[int, int], dtype: Any, *scales: jax.Array
+) -> jax.Array:
     """Contracts one dimension of each, accumulating in int32 or float32, and multiplies by the operands' scales.
 
     The product of fp8 operands is in `dtype`: powers of two scale it without rounding it again.
     """
     preferred = jnp.int32 if a.dtype == jnp.int8 else dtype
-    product = lax.dot_general(a, b, (((dims[0],), (dims[1],)), ((), ())), preferred_element_type=preferred)
+    product = lax.dot_general(
+        a, b, (((dims[0],), (dims[1],)), ((), ())), preferred_element_type=preferred
+    )
     if product.dtype == jnp.int32:
         product = product.astype(jnp.float32)
     for scale in scales:
@@ -348,7 +394,9 @@ def _multiply_fwd(
     return y_TF, (q_TD, x_scale, w_DF, w_scale)
 
 
-def _multiply_bwd(plan: WeightPlan, saved: _Saved, g_TF: jax.Array) -> tuple[jax.Array, None, None, jax.Array]:
+def _multiply_bwd(
+    plan: WeightPlan, saved: _Saved, g_TF: jax.Array
+) -> tuple[jax.Array, None, None, jax.Array]:
     q_TD, x_scale, w_DF, w_scale = saved
     dtype, recipe = g_TF.dtype, plan.recipe
     with jax.named_scope(SCOPE):
@@ -376,7 +424,9 @@ def _multiply_bwd(plan: WeightPlan, saved: _Saved, g_TF: jax.Array) -> tuple[jax
 _multiply.defvjp(_multiply_fwd, _multiply_bwd)
 
 
-def quantises_experts(name: str, grouped: GroupedMatmul | None, machine: Machine, capacity: bool) -> bool:
+def quantises_experts(
+    name: str, grouped: GroupedMatmul | None, machine: Machine, capacity: bool
+) -> bool:
     """Whether the grouped matmuls of experts are in low precision; elsewhere they stay in the compute dtype.
 
     name: matmul precision of the run.  grouped: its grouped matmul; None for a model without experts.  capacity:
@@ -399,16 +449,22 @@ class Rows(NamedTuple):
     products in low precision read."""
 
 
-def with_low_precision(grouped: GroupedMatmul) -> Callable[[jax.Array | Rows, Any, jax.Array], tuple[jax.Array, ...]]:
+def with_low_precision(
+    grouped: GroupedMatmul,
+) -> Callable[[jax.Array | Rows, Any, jax.Array], tuple[jax.Array, ...]]:
     """Returns the grouped matmul with products in low precision for weights that are gathered so."""
     products = grouped.float8
     assert products is not None
 
-    def multiply(rows: jax.Array | Rows, weights: tuple[Any, ...], rows_E: jax.Array) -> tuple[jax.Array, ...]:
+    def multiply(
+        rows: jax.Array | Rows, weights: tuple[Any, ...], rows_E: jax.Array
+    ) -> tuple[jax.Array, ...]:
         given = rows if isinstance(rows, Rows) else Rows(rows)
         if not isinstance(weights[0], LowPrecisionWeight):
             return grouped.multiply(given.values, weights, rows_E)
-        values, scales, carriers = zip(*((w.values, w.scale, w.carrier) for w in weights), strict=True)
+        values, scales, carriers = zip(
+            *((w.values, w.scale, w.carrier) for w in weights), strict=True
+        )
         return _multiply_groups(given, values, scales, carriers, rows_E, products)
 
     return multiply
@@ -420,7 +476,12 @@ GROUPED_FORMAT = "float8_e4m3fn"
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _multiply_groups(
-    rows: Rows, weights: tuple[Any, ...], scales: Any, carriers: Any, rows_E: jax.Array, products: GroupedProducts
+    rows: Rows,
+    weights: tuple[Any, ...],
+    scales: Any,
+    carriers: Any,
+    rows_E: jax.Array,
+    products: GroupedProducts,
 ) -> tuple[jax.Array, ...]:
     """Multiplies the rows of each expert [R, K] by its quantised weights, each [E, K, N] with a scale [E, 1, 1].
 
@@ -430,11 +491,20 @@ def _multiply_groups(
 
 
 def _multiply_groups_fwd(
-    rows: Rows, weights: tuple[Any, ...], scales: Any, carriers: Any, rows_E: jax.Array, products: GroupedProducts
+    rows: Rows,
+    weights: tuple[Any, ...],
+    scales: Any,
+    carriers: Any,
+    rows_E: jax.Array,
+    products: GroupedProducts,
 ) -> tuple[tuple[jax.Array, ...], Any]:
     with jax.named_scope(SCOPE):
         x = rows.values
-        q_RK, x_scale = quantise(x, largest_along(x, (1,)), GROUPED_FORMAT) if rows.rounded is None else rows.rounded
+        q_RK, x_scale = (
+            quantise(x, largest_along(x, (1,)), GROUPED_FORMAT)
+            if rows.rounded is None
+            else rows.rounded
+        )
         expert = (jnp.arange(x.shape[0])[:, None] >= jnp.cumsum(rows_E)).sum(1)
         scales_R1 = [scale[jnp.minimum(expert, rows_E.shape[0] - 1), 0] for scale in scales]
         results = tuple(
@@ -444,7 +514,9 @@ def _multiply_groups_fwd(
     return results, (q_RK, x_scale, weights, scales_R1, rows_E)
 
 
-def _multiply_groups_bwd(products: GroupedProducts, saved: Any, g: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+def _multiply_groups_bwd(
+    products: GroupedProducts, saved: Any, g: tuple[jax.Array, ...]
+) -> tuple[Any, ...]:
     q_RK, x_scale, weights, scales_R1, rows_E = saved
     g_rows: Any = None
     g_weights = []
@@ -491,10 +563,14 @@ def _multiply_in_blocks_bwd(
         return g_x_TD, _block_product(x_TD.T, g_TF.T, plan.recipe, "operand", "gradient")
 
 
-_multiply_in_blocks.defvjp(lambda x, w, plan: (_multiply_in_blocks(x, w, plan), (x, w)), _multiply_in_blocks_bwd)
+_multiply_in_blocks.defvjp(
+    lambda x, w, plan: (_multiply_in_blocks(x, w, plan), (x, w)), _multiply_in_blocks_bwd
+)
 
 
-def _block_product(a_TD: jax.Array, b_FD: jax.Array, recipe: MatmulPrecision, *formats: str) -> jax.Array:
+def _block_product(
+    a_TD: jax.Array, b_FD: jax.Array, recipe: MatmulPrecision, *formats: str
+) -> jax.Array:
     """Returns a b^T of operands that are quantised in blocks along their last dimension.
 
     formats: field of the recipe with the format of each. The last block is padded with zeros.
@@ -506,5 +582,7 @@ def _block_product(a_TD: jax.Array, b_FD: jax.Array, recipe: MatmulPrecision, *f
         values, scale = quantise(blocks, largest_along(blocks, (2,)), getattr(recipe, field))
         return values.reshape(1, *padded_TD.shape), scale[..., 0].astype(jnp.float8_e8m0fnu)[None]
 
-    (a, a_scale), (b, b_scale) = (quantised(x, field) for x, field in zip((a_TD, b_FD), formats, strict=True))
+    (a, a_scale), (b, b_scale) = (
+        quantised(x, field) for x, field in zip((a_TD, b_FD), formats, strict=True)
+    )
     return jax.nn.scaled_matmul(a, b, a_scale, b_scale, preferred_element_type=a_TD.dtype)[0]

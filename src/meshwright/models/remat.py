@@ -98,7 +98,9 @@ def recomputed[**P, R](elementwise: Callable[P, R]) -> Callable[P, R]:
     return jax.checkpoint(elementwise, prevent_cse=False)
 
 
-def checkpoint_layer(layer: Callable[..., Any], remat: str, *, prevent_cse: bool = False) -> Callable[..., Any]:
+def checkpoint_layer(
+    layer: Callable[..., Any], remat: str, *, prevent_cse: bool = False
+) -> Callable[..., Any]:
     """Returns `layer(x, ...)` with the remat policy applied; it must run inside a scan.
 
     prevent_cse: needed where the scan has one iteration, which XLA inlines and then merges recomputation and forward
@@ -109,4 +111,6 @@ def checkpoint_layer(layer: Callable[..., Any], remat: str, *, prevent_cse: bool
     def named(x: jax.Array, *args: Any) -> Any:
         return layer(checkpoint_name(x, LAYER_INPUT), *args)
 
-    return layer if policy is None else jax.checkpoint(named, policy=policy, prevent_cse=prevent_cse)
+    return (
+        layer if policy is None else jax.checkpoint(named, policy=policy, prevent_cse=prevent_cse)
+    )

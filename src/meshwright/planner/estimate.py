@@ -36,9 +36,27 @@ from meshwright.planner.memory_model import (
     sharded_elements,
 )
 from meshwright.planner.optimizer import update_bytes_moved, update_matmuls
-from meshwright.planner.software import MESHWRIGHT, SCORE_BYTES, SCORE_BYTES_OF_TPU, AttentionKernel, Software
-from meshwright.planner.traffic import TO_EXPERTS, Movement, movements, runs_experts_in_low_precision
-from meshwright.planner.work import Matmul, Work, low_precision, recomputed_roles, tokens_per_device, work_of
+from meshwright.planner.software import (
+    MESHWRIGHT,
+    SCORE_BYTES,
+    SCORE_BYTES_OF_TPU,
+    AttentionKernel,
+    Software,
+)
+from meshwright.planner.traffic import (
+    TO_EXPERTS,
+    Movement,
+    movements,
+    runs_experts_in_low_precision,
+)
+from meshwright.planner.work import (
+    Matmul,
+    Work,
+    low_precision,
+    recomputed_roles,
+    tokens_per_device,
+    work_of,
+)
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.runs.settle import Settled
 from meshwright.sharding.schedules import build_counts
@@ -67,7 +85,10 @@ have it fused."""
 SORTING_COPIES = {"forward": 6, "recomputation": 3, "backward": 10}
 """Copies of the rows of experts that are read and written besides their matmuls: sorted by expert, scaled by the
 router's weight, sent back and summed."""
-CHUNK_BYTES = {"ring": {"forward": 11, "backward": 23}, "all_gather": {"forward": 23, "backward": 46}}
+CHUNK_BYTES = {
+    "ring": {"forward": 11, "backward": 23},
+    "all_gather": {"forward": 23, "backward": 46},
+}
 """HBM bytes per element of queries, for each device of `context`, in which a GPU sums attention to each chunk of keys
 in float32, by `context_strategy`. Counted in one program each, Qwen3-235B on 64 B200 with `context=4`, and divided by
 `MESHWRIGHT.elementwise`; where attention is computed again the forward pass' once more."""
@@ -156,7 +177,9 @@ def largest_bound(seconds: Mapping[str, float]) -> str:
 
     HBM is one resource: what moves through it is added before it is compared, and its largest kind is named.
     """
-    groups: dict[str, tuple[str, ...]] = {kind: (kind,) for kind in seconds if kind not in (*_COMPUTE, *_HBM)}
+    groups: dict[str, tuple[str, ...]] = {
+        kind: (kind,) for kind in seconds if kind not in (*_COMPUTE, *_HBM)
+    }
     groups |= {MATMULS: _COMPUTE, OPERANDS: _HBM}
     largest = max(groups.values(), key=lambda kinds: sum(seconds.get(kind, 0.0) for kind in kinds))
     return max(largest, key=lambda kind: seconds.get(kind, 0.0))
@@ -168,7 +191,8 @@ def estimate(placed: PlacedRun, target: Target, software: Software = MESHWRIGHT)
     if not saved:
         return _estimate(placed, target, software)
     others, saving = (
-        _estimate(with_remat(placed, remat), target, software) for remat in (placed.run.training.remat, "projections")
+        _estimate(with_remat(placed, remat), target, software)
+        for remat in (placed.run.training.remat, "projections")
     )
     return _mixed(others, saving, saved)
 
@@ -178,7 +202,9 @@ def with_remat(
 ) -> PlacedRun:
     """Returns the placed run with another remat policy, on which no placement depends; `stage_saves` of None stays."""
     saves = stage_saves or placed.run.training.stage_saves
-    training = training_with(placed.run.training, remat=remat, saved_layers=saved_layers, stage_saves=saves)
+    training = training_with(
+        placed.run.training, remat=remat, saved_layers=saved_layers, stage_saves=saves
+    )
     return dataclasses.replace(placed, run=dataclasses.replace(placed.run, training=training))
 
 
@@ -192,17 +218,26 @@ def _mixed(others: Estimate, saving: Estimate, fraction: float) -> Estimate:
     """Returns the estimate of a run in which a `fraction` of the layers are those of `saving`."""
 
     def mix(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
-        return {name: (1 - fraction) * value + fraction * b.get(name, 0.0) for name, value in a.items()}
+        return {
+            name: (1 - fraction) * value + fraction * b.get(name, 0.0) for name, value in a.items()
+        }
 
     mixed: dict[str, Any] = {
-        name: mix(getattr(others, name), getattr(saving, name)) for name in ("parts", "exposed", "busy", "bounds")
+        name: mix(getattr(others, name), getattr(saving, name))
+        for name in ("parts", "exposed", "busy", "bounds")
     }
     # The layers that save are the first: their backward pass comes when the activations of the others are gone.
     kept = fraction * saving.memory["activations"]
     both = {**others.memory, "activations": (1 - fraction) * others.memory["activations"] + kept}
-    memory = max(both, {**saving.memory, "activations": kept}, key=lambda kinds: sum(kinds.values()))
+    memory = max(
+        both, {**saving.memory, "activations": kept}, key=lambda kinds: sum(kinds.values())
+    )
     step = PhaseMemory(sum(memory.values()), others.phases["step"].host)
-    mixed |= {"seconds": sum(mixed["parts"].values()), "memory": memory, "phases": {**others.phases, "step": step}}
+    mixed |= {
+        "seconds": sum(mixed["parts"].values()),
+        "memory": memory,
+        "phases": {**others.phases, "step": step},
+    }
     return dataclasses.replace(others, **mixed)
 
 
@@ -219,9 +254,14 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
     again |= work.outputs_read if again - {"scores"} else frozenset()
     tasks = None
     if shape.stage > 1:
-        tasks = build_counts(training.pipeline_schedule, shape.stage, microbatches, placed.virtual_stages)
+        tasks = build_counts(
+            training.pipeline_schedule, shape.stage, microbatches, placed.virtual_stages
+        )
     compute = _compute_seconds(settled, work, again, compiled, software)
-    busy = {name: sum(n[kind] for kind in ("matmul", "attention", "elementwise")) for name, n in compute.items()}
+    busy = {
+        name: sum(n[kind] for kind in ("matmul", "attention", "elementwise"))
+        for name, n in compute.items()
+    }
     unembedding = _unembedding_seconds(placed, work, compiled, software, sum(busy.values()))
     busy["stage"] = busy["forward"] if tasks is not None and not keeps_stages(placed) else 0.0
     exposed, links, routes = overlapped(
@@ -232,7 +272,8 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
         {
             "forward": microbatches * (busy["forward"] + unembedding / 3),
             "recomputation": microbatches * (busy["recomputation"] + busy["stage"]),
-            "backward": microbatches * (busy["backward"] + busy["recomputation"] + busy["stage"] + unembedding * 2 / 3),
+            "backward": microbatches
+            * (busy["backward"] + busy["recomputation"] + busy["stage"] + unembedding * 2 / 3),
             "step": 0.0,
         },
         software.beside if settled.scheduled_by_price else 0.0,
@@ -245,17 +286,23 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
         "recomputation": microbatches * busy["recomputation"],
         "elementwise": microbatches * sum(seconds["elementwise"] for seconds in both),
         "optimizer": sum(max(matmul_seconds(m, target)) for m in update_matmuls(placed))
-        + update_bytes_moved(placed, sharded_elements(placed.layout)[1]) / (chip.hbm_bandwidth * target.efficiency.hbm),
+        + update_bytes_moved(placed, sharded_elements(placed.layout)[1])
+        / (chip.hbm_bandwidth * target.efficiency.hbm),
         "exposed": sum(exposed.values()),
         "host": max(0.0, host - target.efficiency.overlap * microbatches * sum(busy.values())),
         "bubble": 0.0,
     }
     in_flight = 1.0
     if tasks is not None:
-        in_layers = [n for axes, n in exposed.items() if not {"data", "fsdp", "stage"} & {*axes.split("+")}]
+        in_layers = [
+            n for axes, n in exposed.items() if not {"data", "fsdp", "stage"} & {*axes.split("+")}
+        ]
         busy["exposed"] = sum(in_layers) / microbatches
         parts, in_flight = software.pipeline_time(parts, tasks, busy)
-    tokens, memory = training.batch * placed.units, memory_by_category(settled, work, in_flight, software)
+    tokens, memory = (
+        training.batch * placed.units,
+        memory_by_category(settled, work, in_flight, software),
+    )
     return Estimate(
         target=target,
         seconds=sum(parts.values()),
@@ -265,8 +312,12 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
         routes=routes,
         memory=memory,
         hbm_bytes=chip.hbm_bytes,
-        model_flops=training_flops_per_token(run.model, training.seq, run.finetune.method) * tokens / shape.size,
-        bounds=_bounds(compute, microbatches, unembedding, parts["recomputation"], busy["stage"] > 0),
+        model_flops=training_flops_per_token(run.model, training.seq, run.finetune.method)
+        * tokens
+        / shape.size,
+        bounds=_bounds(
+            compute, microbatches, unembedding, parts["recomputation"], busy["stage"] > 0
+        ),
         peak=chip.flops_bf16,
         tokens=tokens,
         devices=shape.size,
@@ -279,7 +330,9 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
 def _with_options(target: Target) -> Target:
     """Returns the target with the rate of matmuls that the chip's compiler options reach."""
     plain = target.efficiency
-    faster = dataclasses.replace(plain, matmul=min(1.0, plain.matmul * plain.options_gain), options_gain=1.0)
+    faster = dataclasses.replace(
+        plain, matmul=min(1.0, plain.matmul * plain.options_gain), options_gain=1.0
+    )
     return dataclasses.replace(target, given_efficiency=faster)
 
 
@@ -300,7 +353,11 @@ def _compute_seconds(
     low = low_precision(placed) if software.transformer_engine or ours else None
     copied = _copied_bytes(settled, work, software)
     scored = {"attention", "scores"} if kernel.keeps_scores else {"attention"}
-    repeats = {"forward": 1.0, "backward": kernel.backward, "recomputation": 1.0 if scored & again else 0.0}
+    repeats = {
+        "forward": 1.0,
+        "backward": kernel.backward,
+        "recomputation": 1.0 if scored & again else 0.0,
+    }
     recomputed = again - {"scores"}
     quantised = {
         "forward": work.quantised_inputs,
@@ -323,9 +380,17 @@ def _compute_seconds(
     residual = work.tokens * work.width * 2 * work.layers
     residual /= placed.shape.tensor if software.splits_sequence else 1
     sorted_rows *= work.expert_layers * (1 + buffered) / 2
-    hidden = sum(m.m * m.n * m.count * (buffered if m.groups else 1) for m in work.matmuls if m.role == "ffn_in")
+    hidden = sum(
+        m.m * m.n * m.count * (buffered if m.groups else 1)
+        for m in work.matmuls
+        if m.role == "ffn_in"
+    )
     products = _product_seconds(work.matmuls, target, low.rate if low else None)
-    chunks = CHUNK_BYTES if gpu and own_step and placed.sequence.groups > 1 and not kernel.score_bytes else {}
+    chunks = (
+        CHUNK_BYTES
+        if gpu and own_step and placed.sequence.groups > 1 and not kernel.score_bytes
+        else {}
+    )
     chunked = chunks.get(placed.run.training.context_strategy, {})
     queries = placed.shape.context * work.tokens * work.layers * work.widths.query
     result = {}
@@ -374,7 +439,9 @@ def _product_seconds(
     result = []
     for m in matmuls:
         rated = dataclasses.replace(m, rate=expert_rate) if m.groups and expert_rate else m
-        result.append((m, matmul_seconds(rated, target), [matmul_seconds(g, target) for g in rated.gradients]))
+        result.append(
+            (m, matmul_seconds(rated, target), [matmul_seconds(g, target) for g in rated.gradients])
+        )
     return result
 
 
@@ -384,7 +451,9 @@ def _attention_kernel(settled: Settled, software: Software) -> AttentionKernel:
     if not settled.placed.spec.layers:
         return AttentionKernel(0.0)
     unfused = settled.placed.spec.attention and not (settled.kernels.fused or software.kernel)
-    return AttentionKernel(settled.kernels.backward, score_bytes=_blocked_bytes(settled) if unfused else {})
+    return AttentionKernel(
+        settled.kernels.backward, score_bytes=_blocked_bytes(settled) if unfused else {}
+    )
 
 
 def visited_positions(attention: AttentionSpec, seq: int, block: int) -> float:
@@ -431,9 +500,14 @@ def _bounds(
         }
         for name, seconds in passes.items()
     }
-    total = {kind: microbatches * (n + bounds["backward"][kind]) for kind, n in bounds["forward"].items()}
+    total = {
+        kind: microbatches * (n + bounds["backward"][kind]) for kind, n in bounds["forward"].items()
+    }
     total[MATMULS] += microbatches * unembedding
-    repeated = {kind: n + stages_repeat * bounds["forward"][kind] for kind, n in bounds["recomputation"].items()}
+    repeated = {
+        kind: n + stages_repeat * bounds["forward"][kind]
+        for kind, n in bounds["recomputation"].items()
+    }
     sum_of_kinds = sum(repeated.values())
     for kind, n in repeated.items():
         total[kind] += recomputation * n / sum_of_kinds if sum_of_kinds else 0.0
@@ -454,7 +528,9 @@ def overlapped(
     """
     overlap = target.efficiency.overlap * (software.overlap if not target.chip.on_torus else 1.0)
     if beside:
-        overlap = software.exchange_overlap if any(m.purpose == TO_EXPERTS for m in traffic) else 1.0
+        overlap = (
+            software.exchange_overlap if any(m.purpose == TO_EXPERTS for m in traffic) else 1.0
+        )
     tensor_overlap = target.efficiency.tensor_overlap * software.tensor_overlap
     launches = 0.0 if target.chip.on_torus else COLLECTIVE_LAUNCHES * software.launch
     timed, routes = [], dict[str, str]()
@@ -497,7 +573,8 @@ def _copied_bytes(settled: Settled, work: Work, software: Software) -> dict[str,
     placed = settled.placed
     training, (kept, trained) = placed.run.training, sharded_elements(placed.layout)
     param, compute, reduce = (
-        jnp.dtype(t).itemsize for t in (training.param_dtype, training.compute_dtype, training.reduce_dtype)
+        jnp.dtype(t).itemsize
+        for t in (training.param_dtype, training.compute_dtype, training.reduce_dtype)
     )
     # Gradients are summed over microbatches: the sum is read and written.
     summed = 2.0 * reduce * trained if training.microbatches > 1 or placed.shape.stage > 1 else 0.0
@@ -509,10 +586,15 @@ def _copied_bytes(settled: Settled, work: Work, software: Software) -> dict[str,
     weights -= (param + compute - 2) * rounded_elements(settled)
     # A stage copies what it keeps into the slot of the microbatch, and out of it.
     copied = 2.0 * kept_bytes(placed, work)
-    return {"forward": weights + copied, "backward": weights + copied + summed * (1 + compute / (2 * reduce))}
+    return {
+        "forward": weights + copied,
+        "backward": weights + copied + summed * (1 + compute / (2 * reduce)),
+    }
 
 
-def _unembedding_seconds(placed: PlacedRun, work: Work, target: Target, software: Software, layers: float) -> float:
+def _unembedding_seconds(
+    placed: PlacedRun, work: Work, target: Target, software: Software, layers: float
+) -> float:
     """Returns the seconds of a microbatch's logits, their loss and their gradients.
 
     layers: seconds of a microbatch's layers on the stage with the most. Where the last pipeline stage has all of the
@@ -568,6 +650,11 @@ def shape_efficiency(
         count = groups * -(-rows // tall) * -(-n // wide)
         waves = count / multiprocessors
         used = min(waves, waves / (waves + 0.5)) * full(rows, tall) * full(n, wide)
-        best = max(best, used * (1 + TILE_REUSE / 128 + TILE_REUSE / 256) / (1 + TILE_REUSE / tall + TILE_REUSE / wide))
+        best = max(
+            best,
+            used
+            * (1 + TILE_REUSE / 128 + TILE_REUSE / 256)
+            / (1 + TILE_REUSE / tall + TILE_REUSE / wide),
+        )
     # Rows of other than 16 bytes, 8 elements, are loaded in shorter pieces.
     return max(0.02, best * filling * math.sqrt(math.gcd(int(n), 8) / 8))

@@ -53,7 +53,9 @@ def alternatives(result: SearchResult) -> list[Alternative]:
         for plan in plans:
             best.setdefault(mesh_axes(plan), (plan, fits))
     losers = [
-        Alternative(axes, plan, fits, slowdown_reason(plan, winner) if fits else memory_shortfall(plan))
+        Alternative(
+            axes, plan, fits, slowdown_reason(plan, winner) if fits else memory_shortfall(plan)
+        )
         for axes, (plan, fits) in best.items()
         if winner is None or axes != mesh_axes(winner)
     ]
@@ -132,7 +134,9 @@ def memory_remedies(run: Run, target: Target, shape: MeshShape, over: float) -> 
         if (saved := base.estimate.bytes - plan.estimate.bytes) > 0
     ]
     enough = [remedy for remedy in savings if remedy.saved_bytes >= over]
-    return sorted(enough or savings, key=lambda remedy: (remedy.extra_seconds, -remedy.saved_bytes))[:3]
+    return sorted(
+        enough or savings, key=lambda remedy: (remedy.extra_seconds, -remedy.saved_bytes)
+    )[:3]
 
 
 def nothing_fits(run: Run, result: SearchResult) -> ConfigError:
@@ -142,7 +146,9 @@ def nothing_fits(run: Run, result: SearchResult) -> ConfigError:
         reason = next(iter(result.refused.values()), "no mesh divides its batch, heads and layers")
         nearest = " or ".join(f"--batch {batch}" for batch in nearest_batches(run, target))
         fix = nearest or "another batch"
-        return ConfigError(f"{run.name} on {target}", f"every mesh is refused, the last: {reason}", fix)
+        return ConfigError(
+            f"{run.name} on {target}", f"every mesh is refused, the last: {reason}", fix
+        )
     smallest = result.too_large[:3]
     estimate = smallest[0].estimate
     return ConfigError(
@@ -194,7 +200,9 @@ def compare_batches(run: Run, target: Target, result: SearchResult) -> str | Non
         changed = dataclasses.replace(run, training=dataclasses.replace(run.training, batch=batch))
         plans = search(changed, target).plans
         if plans:
-            rates.append(f"batch {batch}: {plans[0].estimate.tokens_per_second:,.0f} tokens/s ({plans[0].name})")
+            rates.append(
+                f"batch {batch}: {plans[0].estimate.tokens_per_second:,.0f} tokens/s ({plans[0].name})"
+            )
     if not rates or not result.plans:
         return None
     own = result.plans[0].estimate.tokens_per_second

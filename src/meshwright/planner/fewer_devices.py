@@ -41,22 +41,29 @@ def plan_for_fewer(run: Run, hosts: int, each: int, kind: str) -> FewerDevices:
     which the run's own settings are legal. Raises ConfigError where the run fits no mesh, or no plan fits the memory.
     """
     # The vocabulary comes from the text, which is not read here; it is padded, so every size divides.
-    run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=run.model.vocab or _VOCAB))
+    run = dataclasses.replace(
+        run, model=dataclasses.replace(run.model, vocab=run.model.vocab or _VOCAB)
+    )
     devices, asked = hosts * each, f"the run {run.name} on {hosts * each} of its devices"
     target = _target(run, hosts, each, kind)
     found = search(run, target or Target(UNKNOWN, CHIPS[UNKNOWN], (hosts, each)))
     if target is not None and not found.plans and found.too_large:
         least = found.too_large[0]
         needs, has = format_bytes(least.estimate.bytes), format_bytes(target.chip.hbm_bytes)
-        truth = (
-            f"none of {found.priced} plans fits: {least.name} needs least, {needs} of the {has} of a {target.chip.name}"
+        truth = f"none of {found.priced} plans fits: {least.name} needs least, {needs} of the {has} of a {target.chip.name}"
+        raise ConfigError(
+            asked, truth, "--restarts.hosts all, or a model or batch that fits fewer devices"
         )
-        raise ConfigError(asked, truth, "--restarts.hosts all, or a model or batch that fits fewer devices")
     plans = [*found.plans, *(() if target else found.too_large)]
     if not plans:
         refused = "; ".join(dict.fromkeys(text.splitlines()[0] for text in found.refused.values()))
-        truth = refused or f"no mesh of {devices} devices divides the batch of {run.training.batch} and the model"
-        raise ConfigError(asked, truth, "--restarts.hosts all, or a mesh and batch that more numbers divide")
+        truth = (
+            refused
+            or f"no mesh of {devices} devices divides the batch of {run.training.batch} and the model"
+        )
+        raise ConfigError(
+            asked, truth, "--restarts.hosts all, or a mesh and batch that more numbers divide"
+        )
     if target is not None:
         seconds = format_step(plans[0].estimate.seconds)
         why = f"for {target}, {seconds} per step predicted: the fastest of {found.priced} plans"
@@ -66,7 +73,9 @@ def plan_for_fewer(run: Run, hosts: int, each: int, kind: str) -> FewerDevices:
     for plan in plans:
         with contextlib.suppress(ConfigError):
             place_run(dataclasses.replace(run, mesh=plan.mesh))
-            return FewerDevices(plan.mesh, {}, None, f"{plan.mesh}, all other settings as they were: {rule}")
+            return FewerDevices(
+                plan.mesh, {}, None, f"{plan.mesh}, all other settings as they were: {rule}"
+            )
     return _changes(plans[0], run, f"{plans[0].name}: {rule}")
 
 
@@ -90,5 +99,9 @@ def _changes(plan: Plan, run: Run, why: str) -> FewerDevices:
     names = [*_ALWAYS, *(_STAGED if plan.mesh.stage > 1 else ())]
     names += ["context_strategy"] if plan.mesh.context > 1 else []
     chosen = {name: getattr(plan.run.training, name) for name in names}
-    changed = {name: value for name, value in chosen.items() if value != getattr(run.training, name)}
-    return FewerDevices(plan.mesh, changed, None if plan.run.layout == run.layout else plan.run.layout, why)
+    changed = {
+        name: value for name, value in chosen.items() if value != getattr(run.training, name)
+    }
+    return FewerDevices(
+        plan.mesh, changed, None if plan.run.layout == run.layout else plan.run.layout, why
+    )

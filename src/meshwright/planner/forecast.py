@@ -39,7 +39,8 @@ def calibrate_target(target: Target, calibration: Mapping[str, Any]) -> Target:
         return target
     fractions: dict[str, Any] = {}
     rates = [
-        row["flops_per_second"] / shape_efficiency(row["m"], row["k"], row["n"], efficiency, chip.multiprocessors)
+        row["flops_per_second"]
+        / shape_efficiency(row["m"], row["k"], row["n"], efficiency, chip.multiprocessors)
         for row in calibration.get("matmuls", ())
         if row["dtype"] == "bfloat16"
     ]
@@ -53,13 +54,20 @@ def calibrate_target(target: Target, calibration: Mapping[str, Any]) -> Target:
         fractions["grouped_matmul"] = calibration["grouped_matmul"]
     nodes = chip.interconnect
     if isinstance(nodes, Nodes):
-        rows = [row for row in calibration.get("collectives", ()) if row["devices"] <= nodes.devices_per_node]
+        rows = [
+            row
+            for row in calibration.get("collectives", ())
+            if row["devices"] <= nodes.devices_per_node
+        ]
         if rows:
             fractions["links"] = max(row["bus_bandwidth"] for row in rows) / nodes.link_bandwidth
     if not fractions:
         return target
     fractions = {name: min(1.0, value) for name, value in fractions.items()}
-    changes = ", ".join(f"{name} {value:.2f} for {getattr(efficiency, name):.2f}" for name, value in fractions.items())
+    changes = ", ".join(
+        f"{name} {value:.2f} for {getattr(efficiency, name):.2f}"
+        for name, value in fractions.items()
+    )
     return dataclasses.replace(
         target,
         given_efficiency=dataclasses.replace(efficiency, **fractions),
@@ -67,14 +75,20 @@ def calibrate_target(target: Target, calibration: Mapping[str, Any]) -> Target:
     )
 
 
-def local_target(devices: Sequence[Any], calibration: Mapping[str, Any] | None) -> tuple[Target, str] | None:
+def local_target(
+    devices: Sequence[Any], calibration: Mapping[str, Any] | None
+) -> tuple[Target, str] | None:
     """Returns the target that JAX devices form and the source of its figures, or None where nothing is known of them.
 
     calibration: measurements of `meshwright bench` on such devices, which are all there is for an unlisted chip.
     """
     name = chip_name(devices[0].device_kind)
     if name is None:
-        return None if not calibration or not calibration.get("matmuls") else _measured_target(calibration, devices)
+        return (
+            None
+            if not calibration or not calibration.get("matmuls")
+            else _measured_target(calibration, devices)
+        )
     chip, first = CHIPS[name], _slice_index(devices[0])
     if isinstance(chip.interconnect, Torus):
         coords = [d.coords for d in devices if _slice_index(d) == first]
@@ -93,7 +107,9 @@ def _measured_target(calibration: Mapping[str, Any], devices: Sequence[Any]) -> 
     """Returns a target whose chip consists of measured rates; simulated devices share what one of them reached."""
     rate = max(row["flops_per_second"] for row in calibration["matmuls"])
     bandwidth = float(calibration.get("memory_bandwidth", _UNMEASURED))
-    link = max((row["bus_bandwidth"] for row in calibration.get("collectives", ())), default=_UNMEASURED)
+    link = max(
+        (row["bus_bandwidth"] for row in calibration.get("collectives", ())), default=_UNMEASURED
+    )
     source = f"meshwright bench, {calibration['date']}"
     chip = Chip(
         str(calibration["device"]),
@@ -154,7 +170,9 @@ class ForecastGap:
         return self.measured - self.predicted
 
 
-def forecast_gaps(forecast: StepForecast, *, step: float, data_wait: float, saving: float) -> list[ForecastGap]:
+def forecast_gaps(
+    forecast: StepForecast, *, step: float, data_wait: float, saving: float
+) -> list[ForecastGap]:
     """Returns the predicted and measured seconds of each part of a step, the largest difference first.
 
     step: median seconds between steps, without input and checkpoints. data_wait, saving: mean seconds per step spent

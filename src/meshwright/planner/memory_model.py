@@ -15,7 +15,15 @@ import jax.numpy as jnp
 
 from meshwright.config import Optimizer
 from meshwright.models.loss import chunk_tokens
-from meshwright.models.remat import ATTN_LSE, ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, LAYER_INPUT, QKV, REMAT_POLICIES
+from meshwright.models.remat import (
+    ATTN_LSE,
+    ATTN_OUT,
+    ATTN_RESIDUAL,
+    FFN_HIDDEN,
+    LAYER_INPUT,
+    QKV,
+    REMAT_POLICIES,
+)
 from meshwright.planner.optimizer import (
     StoredArray,
     state_arrays,
@@ -47,13 +55,19 @@ def memory_by_category(
         return _memory_of_loss(placed, work)
     training, shape = placed.run.training, placed.shape
     param, reduce, compute = (
-        jnp.dtype(t).itemsize for t in (training.param_dtype, training.reduce_dtype, training.compute_dtype)
+        jnp.dtype(t).itemsize
+        for t in (training.param_dtype, training.reduce_dtype, training.compute_dtype)
     )
-    frozen, adds = placed.run.finetune.method == "lora", training.microbatches > 1 or shape.stage > 1
+    frozen, adds = (
+        placed.run.finetune.method == "lora",
+        training.microbatches > 1 or shape.stage > 1,
+    )
     one_layer, all_layers = _gathered_elements(placed.layout)
     keeps_weights = REMAT_POLICIES[training.remat].saved is None and software.copies
     # Two moments can be the peak: a layer in the backward pass, or the loss (its table, their gradient, the logits).
-    logits = chunk_tokens(int(work.tokens), work.unembedding.n, training.logits_mib) * work.unembedding.n
+    logits = (
+        chunk_tokens(int(work.tokens), work.unembedding.n, training.logits_mib) * work.unembedding.n
+    )
     table = work.unembedding.n * work.width * (compute + (0 if frozen else 4))
     loss = table + 2.0 * logits * software.logit_bytes
     inner = layer_bytes(settled, work)
@@ -63,25 +77,39 @@ def memory_by_category(
     carried = compute * _carried_elements(settled)
     # Four programs for v5p have two of the three gradients of a layer's experts at once: so the plan is 0 to 8 % above
     # them, and 2 to 13 % with all three (docs/log.md). Programs for GPUs are on both sides of the plan with all three.
-    unreduced = one_layer - (_first_reduced_elements(placed.layout) if settled.machine.on_tpu else 0.0)
+    unreduced = one_layer - (
+        _first_reduced_elements(placed.layout) if settled.machine.on_tpu else 0.0
+    )
     # The layers of a period are one body of the loop: GPU programs reduce the gradients of all of them at its end.
     together = 1 if settled.machine.on_tpu else placed.spec.period
     weights_of_layer = one_layer * 2 * compute + (0 if frozen else together * unreduced * reduce)
-    weights_of_layer *= software.copies or any(where.at_rest != where.in_use for _, _, where in placed.leaves)
+    weights_of_layer *= software.copies or any(
+        where.at_rest != where.in_use for _, _, where in placed.leaves
+    )
     # GPU programs keep the gradient of a tied table until the embedding's, which comes last, is added to it.
-    tied = software.copies and not (frozen or settled.machine.on_tpu) and placed.spec.embedding == "embed"
-    layer = from_host + weights_of_layer + carried + inner + tied * 4 * work.unembedding.n * work.width
+    tied = (
+        software.copies
+        and not (frozen or settled.machine.on_tpu)
+        and placed.spec.embedding == "embed"
+    )
+    layer = (
+        from_host + weights_of_layer + carried + inner + tied * 4 * work.unembedding.n * work.width
+    )
     # One part of a stage at a time; without a pipeline it is the model. Rows without a layer are saved too.
     part = _saved_bytes(placed, work, compute, software) * _rows(placed.layout)
     parts_kept = in_flight if keeps_stages(placed) else 0.0
     activations = part * (1 + parts_kept)
     if shape.stage > 1 and software.copies:
         activations += in_flight * work.tokens / shape.tensor * work.width * compute
-    all_layers -= _whole_elements(placed.layout, training.param_dtype, training.compute_dtype)  # used in place
+    all_layers -= _whole_elements(
+        placed.layout, training.param_dtype, training.compute_dtype
+    )  # used in place
     all_layers *= (1 + parts_kept) / placed.virtual_stages
     weights = compute * all_layers if keeps_weights else 0.0
     weights += rounded_elements(settled) if software.copies else 0.0
-    gradients = sharded_elements(placed.layout)[1] * (4 if adds and software.copies else max(param, reduce))
+    gradients = sharded_elements(placed.layout)[1] * (
+        4 if adds and software.copies else max(param, reduce)
+    )
     loss -= 0.0 if adds or software.copies else gradients  # layers have none yet when the loss has
     result = {
         "parameters": param_bytes(placed.layout, training.param_dtype),
@@ -99,7 +127,10 @@ def memory_by_category(
 def _memory_of_loss(placed: PlacedRun, work: Work) -> dict[str, float]:
     """Returns the bytes by category where a loss begins its backward pass, with all of its weights gathered."""
     training, shape = placed.run.training, placed.shape
-    compute, reduce = jnp.dtype(training.compute_dtype).itemsize, jnp.dtype(training.reduce_dtype).itemsize
+    compute, reduce = (
+        jnp.dtype(training.compute_dtype).itemsize,
+        jnp.dtype(training.reduce_dtype).itemsize,
+    )
     gathered = [
         (
             p.size / shape.over(axes_of(where.in_use)),
@@ -112,7 +143,8 @@ def _memory_of_loss(placed: PlacedRun, work: Work) -> dict[str, float]:
         "parameters": param_bytes(placed.layout, training.param_dtype),
         "optimizer state": float(state_bytes(placed)),
         # float32 at rest, and in the type of the reduction while they are scattered
-        "gradients": 4.0 * sharded_elements(placed.layout)[1] + reduce * max((n for n, _ in gathered), default=0.0),
+        "gradients": 4.0 * sharded_elements(placed.layout)[1]
+        + reduce * max((n for n, _ in gathered), default=0.0),
         "gathered weights": sum(n * itemsize for n, itemsize in gathered),
         "activations": 0.0 if training.remat == "full" else work.kept_bytes,
         "batch and variables": work.input_bytes,
@@ -159,10 +191,14 @@ def phase_memory(settled: Settled, work: Work, step: Mapping[str, float]) -> dic
     training, compute = placed.run.training, jnp.dtype(placed.run.training.compute_dtype).itemsize
     copies = _checkpoint_copies(*state_of(placed))
     state = step["parameters"] + step["optimizer state"]
-    logits = chunk_tokens(int(work.tokens), work.unembedding.n, training.logits_mib) * work.unembedding.n
+    logits = (
+        chunk_tokens(int(work.tokens), work.unembedding.n, training.logits_mib) * work.unembedding.n
+    )
     forward = layer_bytes(settled, work) + _gathered_elements(placed.layout)[0] * compute
     loss = work.unembedding.n * work.width * compute + 4.0 * logits
-    between = 2.0 * work.tokens / placed.shape.tensor * work.width * compute * (placed.shape.stage > 1)
+    between = (
+        2.0 * work.tokens / placed.shape.tensor * work.width * compute * (placed.shape.stage > 1)
+    )
     return {
         "start": PhaseMemory(state + copies["start"].device, 0.0),
         "step": PhaseMemory(sum(step.values()), offloaded_bytes(placed, work)),
@@ -203,7 +239,9 @@ def kept_bytes(placed: PlacedRun, work: Work) -> float:
     compute = jnp.dtype(training.compute_dtype).itemsize
     everything_kept = REMAT_POLICIES[training.remat].saved is None
     weights = compute * _gathered_elements(placed.layout)[1] if everything_kept else 0.0
-    return _saved_bytes(placed, work, compute) * _rows(placed.layout) * placed.virtual_stages + weights
+    return (
+        _saved_bytes(placed, work, compute) * _rows(placed.layout) * placed.virtual_stages + weights
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -217,7 +255,9 @@ def _rows(layout: ModelLayout) -> float:
     if layout.shape.stage == 1:
         return float(len(spec.layers) + len(spec.further))
     if len(spec.stacks) > 1:
-        return (len(spec.layers) + len(spec.further)) / (layout.shape.stage * layout.stages.virtual_stages)
+        return (len(spec.layers) + len(spec.further)) / (
+            layout.shape.stage * layout.stages.virtual_stages
+        )
     return float(layout.stages.rows(spec.layers_of(next(iter(spec.stacks)))).shape[-1])
 
 
@@ -228,7 +268,9 @@ def _added_late(placed: PlacedRun) -> float:
     turns, whose stack has another shape in the loop over periods.
     """
     layout = placed.layout
-    if layout.shape.stage > 1 or (layout.spec.period == 1 and placed.run.training.param_dtype == "float32"):
+    if layout.shape.stage > 1 or (
+        layout.spec.period == 1 and placed.run.training.param_dtype == "float32"
+    ):
         return 0.0
     return sum(
         p.size / layout.shape.over(axes_of(where.at_rest))
@@ -240,7 +282,10 @@ def _added_late(placed: PlacedRun) -> float:
 @functools.lru_cache(maxsize=4096)
 def sharded_elements(layout: ModelLayout) -> tuple[float, float]:
     """Returns the elements that a device keeps of all parameters, and of those that are trained."""
-    elements = [(p.size / layout.shape.over(axes_of(where.at_rest)), p.frozen) for _, p, where in layout.leaves]
+    elements = [
+        (p.size / layout.shape.over(axes_of(where.at_rest)), p.frozen)
+        for _, p, where in layout.leaves
+    ]
     return sum(n for n, _ in elements), sum(n for n, frozen in elements if not frozen)
 
 
@@ -261,7 +306,9 @@ def rounded_elements(settled: Settled) -> float:
 def param_bytes(layout: ModelLayout, param_dtype: str) -> float:
     """Returns the bytes of all parameters on a device, each in its own type."""
     return sum(
-        math.prod(p.shape) / layout.shape.over(axes_of(where.at_rest)) * jnp.dtype(p.stored or param_dtype).itemsize
+        math.prod(p.shape)
+        / layout.shape.over(axes_of(where.at_rest))
+        * jnp.dtype(p.stored or param_dtype).itemsize
         for _, p, where in layout.leaves
     )
 
@@ -269,9 +316,15 @@ def param_bytes(layout: ModelLayout, param_dtype: str) -> float:
 @functools.lru_cache(maxsize=4096)
 def _weights(layout: ModelLayout) -> tuple[tuple[str, Any, Any, float], ...]:
     """Paths, parameters and placements of the layers' weights, with the gathered elements of one layer on a device."""
-    leaves = [(path, p, where) for path, p, where in layout.leaves if "L" in p.dims and path[:10] != "reference."]
+    leaves = [
+        (path, p, where)
+        for path, p, where in layout.leaves
+        if "L" in p.dims and path[:10] != "reference."
+    ]
     over = [layout.shape.over(axes_of(where.in_use)) * p.logical_shape[0] for _, p, where in leaves]
-    return tuple((*leaf, leaf[1].size * layout.shape.stage / n) for leaf, n in zip(leaves, over, strict=True))
+    return tuple(
+        (*leaf, leaf[1].size * layout.shape.stage / n) for leaf, n in zip(leaves, over, strict=True)
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -280,7 +333,10 @@ def _gathered_elements(layout: ModelLayout) -> tuple[float, float]:
     one_layer = collections.defaultdict[str, float](float)
     for path, _, _, elements in _weights(layout):
         one_layer[path.partition(".")[0]] += elements
-    all_layers = sum(elements * p.logical_shape[0] for _, p, _, elements in _weights(layout)) / layout.shape.stage
+    all_layers = (
+        sum(elements * p.logical_shape[0] for _, p, _, elements in _weights(layout))
+        / layout.shape.stage
+    )
     return max(one_layer.values(), default=0.0), all_layers
 
 
@@ -289,14 +345,18 @@ def _first_reduced_elements(layout: ModelLayout) -> float:
 
     Experts' gradients are too large for the compiler to combine their reduce-scatters, as it does a dense layer's.
     """
-    downs = ((where, n) for _, p, where, n in _weights(layout) if "E" in p.dims and p.role == "ffn_out")
+    downs = (
+        (where, n) for _, p, where, n in _weights(layout) if "E" in p.dims and p.role == "ffn_out"
+    )
     return max((n for where, n in downs if where.at_rest != where.in_use), default=0.0)
 
 
 def _whole_elements(layout: ModelLayout, param_dtype: str, compute_dtype: str) -> float:
     """Elements on a device of the layers' parameters that are neither gathered nor converted before use."""
     whole = ((p, n) for _, p, where, n in _weights(layout) if where.at_rest == where.in_use)
-    layers = (n * p.logical_shape[0] for p, n in whole if (p.stored or param_dtype) == compute_dtype)
+    layers = (
+        n * p.logical_shape[0] for p, n in whole if (p.stored or param_dtype) == compute_dtype
+    )
     return sum(layers) / layout.shape.stage
 
 
@@ -305,9 +365,13 @@ def _carried_elements(settled: Settled) -> float:
     inside, carried = REMAT_POLICIES[settled.placed.run.training.remat].begins_inside, [0.0]
     for stack, (first, half) in settled.gathered_ahead.items():
         weights = {
-            path.split(".")[1]: n for path, _, _, n in _weights(settled.placed.layout) if path.startswith(f"{stack}.")
+            path.split(".")[1]: n
+            for path, _, _, n in _weights(settled.placed.layout)
+            if path.startswith(f"{stack}.")
         }
-        carried.append(sum(weights.get(name, 0.0) for name in (*first, *(half if inside else first))))
+        carried.append(
+            sum(weights.get(name, 0.0) for name in (*first, *(half if inside else first)))
+        )
     return max(carried)
 
 
@@ -332,10 +396,15 @@ def checkpoint_bytes(placed: PlacedRun) -> tuple[float, float]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _checkpoint_arrays(layout: ModelLayout, optimizer: Optimizer, dtype: Any, rounding: Any) -> tuple[Saved, ...]:
+def _checkpoint_arrays(
+    layout: ModelLayout, optimizer: Optimizer, dtype: Any, rounding: Any
+) -> tuple[Saved, ...]:
     @functools.cache
     def saved(x: StoredArray) -> Saved:
-        local, degree = list(local_shape(x.shape, x.placement, layout.shape)), layout.shape.over(axes_of(x.placement))
+        local, degree = (
+            list(local_shape(x.shape, x.placement, layout.shape)),
+            layout.shape.over(axes_of(x.placement)),
+        )
         if x.rows is not None:  # as in `checkpoint.layer_order`, and there in full
             stages = layout.shape.over(x.placement[0])
             other = next((d for d in range(1, len(local)) if local[d] % stages == 0), None)
@@ -347,7 +416,9 @@ def _checkpoint_arrays(layout: ModelLayout, optimizer: Optimizer, dtype: Any, ro
         parts = replica_parts(tuple(local), x.itemsize, layout.shape.size // degree)[1]
         return Saved(total, size, size / parts, 4 * math.prod(local), x.rows)
 
-    sizes = [(p, jnp.dtype(p.stored or dtype).itemsize, where.at_rest) for _, p, where in layout.leaves]
+    sizes = [
+        (p, jnp.dtype(p.stored or dtype).itemsize, where.at_rest) for _, p, where in layout.leaves
+    ]
     params = [stored_array(*each) for each in sizes]
     return tuple(saved(x) for x in (*params, *state_arrays(layout, optimizer, dtype, rounding)))
 
@@ -364,7 +435,9 @@ def _elements_per_token(placed: PlacedRun, work: Work) -> dict[str, float]:
     }
 
 
-def _saved_bytes(placed: PlacedRun, work: Work, compute: int, software: Software = MESHWRIGHT) -> float:
+def _saved_bytes(
+    placed: PlacedRun, work: Work, compute: int, software: Software = MESHWRIGHT
+) -> float:
     policy = REMAT_POLICIES[placed.run.training.remat]
     elements = _elements_per_token(placed, work)
     elements[ATTN_LSE] = work.widths.heads * 4 / compute
@@ -373,10 +446,18 @@ def _saved_bytes(placed: PlacedRun, work: Work, compute: int, software: Software
         # are `ffn_hidden`), rows of experts, the router's in float32, the attention output as its projection reads it.
         kept_low = software.transformer_engine and placed.run.training.matmul_precision != "compute"
         tensor = placed.shape.tensor
-        whole = 2 - work.ungathered_layers / work.layers * (1 - 1 / tensor) if software.copies else 2 / tensor
+        whole = (
+            2 - work.ungathered_layers / work.layers * (1 - 1 / tensor)
+            if software.copies
+            else 2 / tensor
+        )
         inputs = work.width * whole + work.ffn_hidden / 2
-        inputs += work.expert_rows / work.tokens * work.width + work.widths.value * (software.copies or kept_low)
-        kept = sum((elements | {ATTN_OUT: work.widths.value}).values()) + inputs / (compute if kept_low else 1)
+        inputs += work.expert_rows / work.tokens * work.width + work.widths.value * (
+            software.copies or kept_low
+        )
+        kept = sum((elements | {ATTN_OUT: work.widths.value}).values()) + inputs / (
+            compute if kept_low else 1
+        )
         if placed.spec.has_latents:
             # Queries, keys and values as the kernel reads them, besides the latents.
             kept += work.widths.query + 2 * work.widths.kv
@@ -397,5 +478,7 @@ def offloaded_bytes(placed: PlacedRun, work: Work) -> float:
     policy, compute = REMAT_POLICIES[training.remat], jnp.dtype(training.compute_dtype).itemsize
     if not policy.offloaded:
         return 0.0
-    elements = sum(n for name, n in _elements_per_token(placed, work).items() if name in policy.offloaded)
+    elements = sum(
+        n for name, n in _elements_per_token(placed, work).items() if name in policy.offloaded
+    )
     return elements * work.tokens * compute * work.layers

@@ -61,7 +61,11 @@ def read_prices(file: Path | None = None) -> tuple[Price, ...]:
         raise ConfigError(f"table {file}", f"it cannot be read: {error}", "a CSV file") from error
     lacking = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
     if lacking:
-        raise ConfigError(f"table {file}", f"it has no column {lacking[0]!r}", f"its first line: {','.join(_COLUMNS)}")
+        raise ConfigError(
+            f"table {file}",
+            f"it has no column {lacking[0]!r}",
+            f"its first line: {','.join(_COLUMNS)}",
+        )
     prices = []
     for line, row in rows:
         where = f"{file}, line {line}"
@@ -70,14 +74,28 @@ def read_prices(file: Path | None = None) -> tuple[Price, ...]:
             raise ConfigError(where, f"{empty} is empty", f"give all of {', '.join(_COLUMNS)}")
         terms = next((terms for terms in TERMS if terms == row["terms"]), None)
         if terms is None:
-            raise ConfigError(where, f"there are no terms {row['terms']!r}", nearest(row["terms"], TERMS))
+            raise ConfigError(
+                where, f"there are no terms {row['terms']!r}", nearest(row["terms"], TERMS)
+            )
         try:
             dollars = float(row["usd_per_chip_hour"])
         except ValueError:
             dollars = math.nan
         if not 0 < dollars < math.inf:
-            raise ConfigError(where, f"usd_per_chip_hour is {row['usd_per_chip_hour']!r}", "a positive number")
-        prices.append(Price(row["chip"], row["provider"], row["region"], terms, dollars, row["source"], row["read_on"]))
+            raise ConfigError(
+                where, f"usd_per_chip_hour is {row['usd_per_chip_hour']!r}", "a positive number"
+            )
+        prices.append(
+            Price(
+                row["chip"],
+                row["provider"],
+                row["region"],
+                terms,
+                dollars,
+                row["source"],
+                row["read_on"],
+            )
+        )
     return tuple(prices)
 
 
@@ -127,7 +145,9 @@ class Goodput:
     def fraction(self) -> float:
         """Steps' seconds over all seconds: Daly's complete model, exact for random failures."""
         rate = 1 / self.failure_seconds
-        grown = math.exp(self.restart_seconds * rate) * math.expm1((self.period + self.save_seconds) * rate)
+        grown = math.exp(self.restart_seconds * rate) * math.expm1(
+            (self.period + self.save_seconds) * rate
+        )
         return self.period * rate / grown
 
 
@@ -220,7 +240,11 @@ def kinds_of(placed: PlacedRun, target: Target) -> list[str]:
     family = CHIPS[target.name].family if target.name in CHIPS else ""
     kinds = [EVERY, family or UNSEEN, "bfloat16" if precise else "below bfloat16"]
     kinds += [f"{axis} axis" for axis in ("stage", "context", "tensor") if degrees[axis] > 1]
-    return [*kinds, "experts"] if any(layer.experts is not None for layer in placed.spec.layers) else kinds
+    return (
+        [*kinds, "experts"]
+        if any(layer.experts is not None for layer in placed.spec.layers)
+        else kinds
+    )
 
 
 @functools.cache
@@ -294,7 +318,9 @@ def make_offer(plan: Plan, tokens: int, market: Market) -> Offer:
     """Returns the offer of one plan."""
     placed, target = plan.placed, plan.target
     price = cheapest(market.prices, target.name, market.terms)
-    return Offer(plan, tokens, goodput(placed, target, market.reliability), price, band_of(placed, target))
+    return Offer(
+        plan, tokens, goodput(placed, target, market.reliability), price, band_of(placed, target)
+    )
 
 
 def rank(offers: Sequence[Offer], aim: Aim) -> list[Offer]:
@@ -312,7 +338,9 @@ def choose(offers: Sequence[Offer], days: float | None, dollars: float | None) -
 
     Raises ConfigError with the nearest offers where there is none.
     """
-    in_budget = [o for o in offers if dollars is None or (o.dollars is not None and o.dollars <= dollars)]
+    in_budget = [
+        o for o in offers if dollars is None or (o.dollars is not None and o.dollars <= dollars)
+    ]
     kept = [o for o in in_budget if days is None or o.days <= days]
     if not kept:
         raise _impossible(offers, days, dollars)
@@ -343,14 +371,20 @@ def _impossible(offers: Sequence[Offer], days: float | None, dollars: float | No
         lines.append(f"cheapest: {line(min(priced, key=lambda offer: offer.dollars or 0.0))}")
     close = min(offers if dollars is None else priced, key=excess)
     fewer = close.tokens / 1e9 / excess(close)
-    lines.append(f"nearest:  {line(close)}, {excess(close):.3g} times the limit: {fewer:,.0f} B tokens would keep it")
+    lines.append(
+        f"nearest:  {line(close)}, {excess(close):.3g} times the limit: {fewer:,.0f} B tokens would keep it"
+    )
     fixes = []
     if days is not None:
         fixes.append(f"--days {math.ceil(max(days, close.days) * 10) / 10:g}")
     if dollars is not None:
-        fixes.append(f"--budget {max(dollars, math.ceil((close.dollars or 0.0) / 1000) * 1000):.0f}")
+        fixes.append(
+            f"--budget {max(dollars, math.ceil((close.dollars or 0.0) / 1000) * 1000):.0f}"
+        )
     return ConfigError(
         f"a training of {close.tokens / 1e9:,.0f} B tokens within {' and '.join(limits)}",
         "none of the plans keeps it:\n    " + "\n    ".join(lines),
-        " ".join(fixes) + (", more or faster chips in --on" if days is not None else "") + ", or fewer --tokens",
+        " ".join(fixes)
+        + (", more or faster chips in --on" if days is not None else "")
+        + ", or fewer --tokens",
     )

@@ -67,11 +67,15 @@ def state_of(placed: PlacedRun) -> StateOf:
     return placed.layout, placed.run.optimizer, training.param_dtype, training.param_rounding
 
 
-def state_arrays(layout: ModelLayout, optimizer: Optimizer, dtype: Any, rounding: Any) -> tuple[StoredArray, ...]:
+def state_arrays(
+    layout: ModelLayout, optimizer: Optimizer, dtype: Any, rounding: Any
+) -> tuple[StoredArray, ...]:
     """Returns the arrays of the optimizer state, without counters of steps where the rule is built in."""
     cost = UPDATE_COSTS.get(optimizer.name)
     if cost is None or cost.moments is None:
-        return _arrays_of_rule(layout, optimizer, Training(param_dtype=dtype, param_rounding=rounding))
+        return _arrays_of_rule(
+            layout, optimizer, Training(param_dtype=dtype, param_rounding=rounding)
+        )
     arrays: list[StoredArray] = []
     for _, p, where in layout.leaves:
         low_bits = [2] if (p.stored or dtype) == "bfloat16" and rounding == "master" else []
@@ -81,12 +85,18 @@ def state_arrays(layout: ModelLayout, optimizer: Optimizer, dtype: Any, rounding
     return tuple(arrays)
 
 
-def _arrays_of_rule(layout: ModelLayout, optimizer: Optimizer, training: Training) -> tuple[StoredArray, ...]:
+def _arrays_of_rule(
+    layout: ModelLayout, optimizer: Optimizer, training: Training
+) -> tuple[StoredArray, ...]:
     """Returns the arrays that optax would make."""
     from meshwright.step.optimizers import build_update_rule, place_optimizer_state  # loads optax
 
-    params, placements = (trained_only(layout.params, tree) for tree in (layout.params, layout.placements))
-    abstract = tree_map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.stored or training.param_dtype)), params)
+    params, placements = (
+        trained_only(layout.params, tree) for tree in (layout.params, layout.placements)
+    )
+    abstract = tree_map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.stored or training.param_dtype)), params
+    )
     rule = build_update_rule(optimizer, training, params)
     state, where = place_optimizer_state(rule, abstract, placements, layout.shape)
     arrays = zip(jax.tree.leaves(state), where, strict=True)
@@ -95,7 +105,9 @@ def _arrays_of_rule(layout: ModelLayout, optimizer: Optimizer, training: Trainin
 
 def stored_array(p: Param, itemsize: int, placement: Placement) -> StoredArray:
     """Returns an array of a parameter's shape."""
-    return StoredArray(p.shape, None if p.order is None else p.logical_shape[0], itemsize, placement)
+    return StoredArray(
+        p.shape, None if p.order is None else p.logical_shape[0], itemsize, placement
+    )
 
 
 def state_bytes(placed: PlacedRun) -> int:
@@ -106,13 +118,19 @@ def state_bytes(placed: PlacedRun) -> int:
 @functools.lru_cache(maxsize=4096)
 def _state_bytes(layout: ModelLayout, *rest: Any) -> int:
     arrays = state_arrays(layout, *rest)
-    return sum(math.prod(local_shape(x.shape, x.placement, layout.shape)) * x.itemsize for x in arrays)
+    return sum(
+        math.prod(local_shape(x.shape, x.placement, layout.shape)) * x.itemsize for x in arrays
+    )
 
 
 def update_bytes_moved(placed: PlacedRun, trained: float) -> float:
     """Returns the HBM bytes that an update reads and writes. trained: trained elements of a device."""
     cost = UPDATE_COSTS.get(placed.run.optimizer.name)
-    return trained * _OTHERS_MOVE + 2 * state_bytes(placed) if cost is None else trained * cost.bytes_moved
+    return (
+        trained * _OTHERS_MOVE + 2 * state_bytes(placed)
+        if cost is None
+        else trained * cost.bytes_moved
+    )
 
 
 def _matrices_of(placed: PlacedRun) -> MuonPlan | None:
@@ -120,7 +138,9 @@ def _matrices_of(placed: PlacedRun) -> MuonPlan | None:
     cost = UPDATE_COSTS.get(placed.run.optimizer.name)
     if cost is None or not cost.matrices:
         return None
-    return plan_muon(placed.params, placed.placements, placed.shape, placed.run.optimizer.muon_heads)
+    return plan_muon(
+        placed.params, placed.placements, placed.shape, placed.run.optimizer.muon_heads
+    )
 
 
 def update_matmuls(placed: PlacedRun) -> list[Matmul]:
@@ -130,7 +150,9 @@ def update_matmuls(placed: PlacedRun) -> list[Matmul]:
         found += _newton_schulz(stack, stack.whole * stack.heads, 1)
     for rest in plan.rests if plan else ():
         first = rest.members[0]
-        found += _newton_schulz(first, rest.rounds, 1) + _newton_schulz(first, rest.split, first.owners.count)
+        found += _newton_schulz(first, rest.rounds, 1) + _newton_schulz(
+            first, rest.split, first.owners.count
+        )
     return found
 
 
@@ -154,7 +176,10 @@ def update_exchanges(placed: PlacedRun) -> list[tuple[Exchange, float]]:
     compute = jnp.dtype(placed.run.training.compute_dtype).itemsize
     outermost = list(AXES).index
     return [
-        (dataclasses.replace(e, axes=tuple(sorted(e.axes, key=outermost))), e.elements * (4 if e.float32 else compute))
+        (
+            dataclasses.replace(e, axes=tuple(sorted(e.axes, key=outermost))),
+            e.elements * (4 if e.float32 else compute),
+        )
         for e in matrices.exchanges()
     ]
 

@@ -50,7 +50,9 @@ def prediction_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def write_plan(plan: Plan, target: Target, file: Path, compiled: Mapping[str, Any] | None = None) -> None:
+def write_plan(
+    plan: Plan, target: Target, file: Path, compiled: Mapping[str, Any] | None = None
+) -> None:
     """Writes a plan file.
 
     compiled: figures of the target's compiler for this plan and others. Raises ConfigError where the file cannot be
@@ -66,7 +68,9 @@ def write_plan(plan: Plan, target: Target, file: Path, compiled: Mapping[str, An
     try:
         write_atomically(file, json.dumps(contents, indent=1) + "\n")
     except OSError as error:
-        raise ConfigError(f"writing {file}", reason_of(error), "give a file in an existing folder") from error
+        raise ConfigError(
+            f"writing {file}", reason_of(error), "give a file in an existing folder"
+        ) from error
 
 
 def is_plan(file: Path) -> bool:
@@ -92,4 +96,6 @@ def read_plan(file: Path) -> PlanFile:
         if not isinstance(contents.get(name), form):
             raise ConfigError(f"plan {file}", f"its {name!r} is no {form.__name__}", fix)
     note_names(chip_of(contents["target"]), str(file))
-    return PlanFile(run_from_dict(contents["run"], str(file)), contents["target"], contents["predicted"])
+    return PlanFile(
+        run_from_dict(contents["run"], str(file)), contents["target"], contents["predicted"]
+    )

@@ -99,7 +99,9 @@ class Plan(Shown):
             features.append(f"{training.microbatches} microbatches")
         if self.mesh.stage > 1:
             virtual_stages = self.placed.virtual_stages
-            features.append(training.pipeline_schedule + (f" x{virtual_stages}" if virtual_stages > 1 else ""))
+            features.append(
+                training.pipeline_schedule + (f" x{virtual_stages}" if virtual_stages > 1 else "")
+            )
             features += ["stage inputs saved"] if training.stage_saves == "input" else []
         if self.mesh.context > 1:
             features.append(training.context_strategy)
@@ -128,7 +130,9 @@ def check_size(shape: MeshShape, target: Target) -> None:
     """Raises ConfigError where a mesh has another number of devices than the target."""
     if shape.size != target.devices:
         truth = f"it has {shape.size} devices, and {target} has {target.devices}"
-        raise ConfigError(f"mesh {shape} on {target}", truth, f"choose degrees that multiply to {target.devices}")
+        raise ConfigError(
+            f"mesh {shape} on {target}", truth, f"choose degrees that multiply to {target.devices}"
+        )
 
 
 def _split_sizes(run: Run, axis: str) -> list[tuple[str, int]]:
@@ -172,7 +176,9 @@ def candidate_meshes(run: Run, target: Target) -> Iterator[MeshShape]:
             continue
         for data in _replica_counts(devices // model_parallel, stage, target):
             fsdp = devices // model_parallel // data
-            shape = MeshShape(stage=stage, data=data, fsdp=fsdp, expert=expert, context=context, tensor=tensor)
+            shape = MeshShape(
+                stage=stage, data=data, fsdp=fsdp, expert=expert, context=context, tensor=tensor
+            )
             sliced = _across_slices(shape, target)
             if sliced is not None and run.training.batch % sliced.over(BATCH_AXES) == 0:
                 yield sliced
@@ -197,7 +203,11 @@ def _degrees(run: Run, target: Target) -> tuple[list[int], list[int], list[int],
     return (
         [t for t in tensor_degrees(run) if t <= min(_MAX_TENSOR, node)],
         [s for s in divisors(devices) if s <= min(layers, _MAX_STAGES)],
-        [c for c in divisors(devices) if c == 1 or (c <= _MAX_CONTEXT and seq // c >= _MIN_LOCAL_SEQ)],
+        [
+            c
+            for c in divisors(devices)
+            if c == 1 or (c <= _MAX_CONTEXT and seq // c >= _MIN_LOCAL_SEQ)
+        ],
         divisors(split_size(run, "expert")),
     )
 
@@ -231,20 +241,38 @@ def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
     if shape.context > 1 and training.context_strategy == "auto":
         even = not max(1, (run.model.spec().kv_heads or 1) // shape.tensor) % shape.context
         run = _with_training(run, context_strategy="ulysses" if even else "ring")
-    laid_out = [dataclasses.replace(run, mesh=shape, layout=layout) for layout in _layouts(run, shape)]
+    laid_out = [
+        dataclasses.replace(run, mesh=shape, layout=layout) for layout in _layouts(run, shape)
+    ]
     if shape.stage == 1:
         yield from laid_out
         return
-    local_batch, layers = max(1, training.batch // shape.over(BATCH_AXES)), len(run.model.spec().layers)
+    local_batch, layers = (
+        max(1, training.batch // shape.over(BATCH_AXES)),
+        len(run.model.spec().layers),
+    )
     counts = [m for m in divisors(local_batch) if shape.stage <= m <= _MAX_MICROBATCHES]
-    counts = [training.microbatches] if training.microbatches else counts or [min(local_batch, shape.stage)]
+    counts = (
+        [training.microbatches]
+        if training.microbatches
+        else counts or [min(local_batch, shape.stage)]
+    )
     named = training.pipeline_schedule
-    for microbatches in sorted({min(counts, key=lambda m: abs(m - k * shape.stage)) for k in (2, 4, 8)}):
+    for microbatches in sorted(
+        {min(counts, key=lambda m: abs(m - k * shape.stage)) for k in (2, 4, 8)}
+    ):
         for schedule in SCHEDULES_TRIED if named == "auto" else (named,):
-            parts = _virtual_stages(schedule, shape.stage, layers) if named == "auto" else [training.virtual_stages]
+            parts = (
+                _virtual_stages(schedule, shape.stage, layers)
+                if named == "auto"
+                else [training.virtual_stages]
+            )
             for each, virtual_stages in itertools.product(laid_out, parts):
                 yield _with_training(
-                    each, microbatches=microbatches, pipeline_schedule=schedule, virtual_stages=virtual_stages
+                    each,
+                    microbatches=microbatches,
+                    pipeline_schedule=schedule,
+                    virtual_stages=virtual_stages,
                 )
 
 
@@ -254,11 +282,21 @@ def _layouts(run: Run, shape: MeshShape) -> list[str]:
     Instead of `fsdp`, a pipeline's replicas share the optimizer state too (`zero1`): they sum their gradients after the
     last microbatch in either layout, and a reduce-scatter and an all-gather send no more than the all-reduce.
     """
-    if run.layout != "auto" or run.model.unit != "tokens":  # the layers of a wrapped model are not known
+    if (
+        run.layout != "auto" or run.model.unit != "tokens"
+    ):  # the layers of a wrapped model are not known
         return [run.layout]
-    plain, folded = ("zero1", "folded_zero1") if shape.stage > 1 and shape.data > 1 else ("auto", "folded")
-    experts = [layer.experts.experts for layer in run.model.spec().layers if layer.experts is not None]
-    can_fold = experts and shape.context * shape.tensor > 1 and getattr(run.model, "dispatch", None) != "capacity"
+    plain, folded = (
+        ("zero1", "folded_zero1") if shape.stage > 1 and shape.data > 1 else ("auto", "folded")
+    )
+    experts = [
+        layer.experts.experts for layer in run.model.spec().layers if layer.experts is not None
+    ]
+    can_fold = (
+        experts
+        and shape.context * shape.tensor > 1
+        and getattr(run.model, "dispatch", None) != "capacity"
+    )
     even = not any(number % shape.over(FOLDED["E"]) for number in experts)
     return [plain, folded] if can_fold and even else [plain]
 
@@ -317,7 +355,9 @@ def with_saved_layers(plan: Plan) -> Plan:
     each = (saving.memory["activations"] - plan.estimate.memory["activations"]) / layers
     fitting = layers if each <= 0 else min(layers, int(spare / each))
     while fitting > 0:
-        changed = price_placed(with_remat(plan.placed, plan.run.training.remat, fitting), plan.target)
+        changed = price_placed(
+            with_remat(plan.placed, plan.run.training.remat, fitting), plan.target
+        )
         if changed.estimate.bytes <= target.chip.roomy_bytes:
             return changed if changed.estimate.seconds < plan.estimate.seconds else plan
         fitting -= 1
@@ -340,15 +380,25 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
     # A schedule that is named is priced besides those that are always tried.
     named, runs = run.training.pipeline_schedule, [with_open_choices(run)]
     if named not in ("auto", *SCHEDULES_TRIED):
-        runs.append(_with_training(runs[0], pipeline_schedule=named, virtual_stages=run.training.virtual_stages))
+        runs.append(
+            _with_training(
+                runs[0], pipeline_schedule=named, virtual_stages=run.training.virtual_stages
+            )
+        )
     # Meshes without a pipeline first: they are far fewer, and their best time prunes the others.
     candidates = dict.fromkeys([*candidate_meshes(run, target), *include])
     for shape in sorted(candidates, key=lambda shape: (shape.stage, shape.tensor * shape.context)):
         without_bubble: dict[tuple[int, str, str], float] = {}
         tried = runs if shape.stage > 1 else runs[:1]
-        for scheduled in itertools.chain.from_iterable(candidate_schedules(run, shape) for run in tried):
+        for scheduled in itertools.chain.from_iterable(
+            candidate_schedules(run, shape) for run in tried
+        ):
             # More virtual stages make the bubble smaller, and nothing else.
-            schedule = (scheduled.training.microbatches, scheduled.training.pipeline_schedule, scheduled.layout)
+            schedule = (
+                scheduled.training.microbatches,
+                scheduled.training.pipeline_schedule,
+                scheduled.layout,
+            )
             if shape not in include and without_bubble.get(schedule, 0.0) > fastest:
                 continue
             limit = math.inf if shape in include else fastest * _SLOWER
@@ -358,7 +408,10 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
             if found.best is not None:
                 plans.append(found.best)
                 # A plan without room may be the only one that fits: it prunes by more than those with room.
-                fastest = min(fastest, found.best.estimate.seconds * (1.0 if is_roomy(found.best) else _SLOWER))
+                fastest = min(
+                    fastest,
+                    found.best.estimate.seconds * (1.0 if is_roomy(found.best) else _SLOWER),
+                )
             elif found.smallest is not None:
                 too_large.append(found.smallest)
     plans.sort(key=preference)
@@ -389,7 +442,11 @@ def lower_bound(run: Run, target: Target, best: Plan) -> float:
     Pipelines have no bubble, and any fraction of the layers is saved. Left out are only meshes on which a step that
     recomputes and copies nothing takes longer than `best`; more microbatches are taken to be no faster (not proved).
     """
-    chip, least, bound = target.chip, dataclasses.replace(MESHWRIGHT, copies=False), best.estimate.seconds
+    chip, least, bound = (
+        target.chip,
+        dataclasses.replace(MESHWRIGHT, copies=False),
+        best.estimate.seconds,
+    )
     room = chip.roomy_bytes if is_roomy(best) else chip.hbm_bytes / chip.fragmentation
     schedules = (candidate_schedules(run, shape) for shape in candidate_meshes(run, target))
     left_out = set[tuple[MeshShape, int]]()
@@ -400,18 +457,26 @@ def lower_bound(run: Run, target: Target, best: Plan) -> float:
             if (shape, microbatches) in left_out:
                 break
             try:
-                placed = place_run(_with_training(scheduled, microbatches=microbatches, remat="full"))
+                placed = place_run(
+                    _with_training(scheduled, microbatches=microbatches, remat="full")
+                )
             except ConfigError:
                 break
             all_saves = stage_saves_of(placed) if shape.stage > 1 else (None,)
             shortest = estimate(with_remat(placed, "none", 0, all_saves[0]), target, least)
             # Another schedule may divide the layers more evenly.
-            even = 1 / (shape.stage * max(placed.stages.cost_fraction(stage) for stage in range(shape.stage)))
+            even = 1 / (
+                shape.stage
+                * max(placed.stages.cost_fraction(stage) for stage in range(shape.stage))
+            )
             if even * (shortest.seconds - shortest.parts["bubble"]) >= bound:
                 left_out.add((shape, microbatches))
                 break  # more microbatches take no less
             for saves in all_saves:
-                prices = {remat: estimate(with_remat(placed, remat, 0, saves), target) for remat in CHOSEN_REMAT}
+                prices = {
+                    remat: estimate(with_remat(placed, remat, 0, saves), target)
+                    for remat in CHOSEN_REMAT
+                }
                 times = {remat: e.seconds - e.parts["bubble"] for remat, e in prices.items()}
                 for remat, e in prices.items():
                     spare = room - e.bytes
@@ -448,7 +513,9 @@ class _MeshSearch:
     @property
     def seconds(self) -> float:
         """Step time of the best plan; infinity without one that has room."""
-        return math.inf if self.best is None or not is_roomy(self.best) else self.best.estimate.seconds
+        return (
+            math.inf if self.best is None or not is_roomy(self.best) else self.best.estimate.seconds
+        )
 
     def price(self, placed: PlacedRun, limit: float) -> float:
         """Prices the remat policies of a placed run; returns the shortest step of any, whether it fits or not.
@@ -457,12 +524,17 @@ class _MeshSearch:
         """
         plans, named = list[Plan](), self.run.training.stage_saves
         staged = placed.shape.stage > 1
-        for saves in (None,) if not staged else stage_saves_of(placed) if named == "auto" else (named,):
+        for saves in (
+            (None,) if not staged else stage_saves_of(placed) if named == "auto" else (named,)
+        ):
             for remat, layers in self._remat(saves):
                 plans.append(self._add(with_remat(placed, remat, layers, saves)))
                 if plans[0].estimate.seconds > limit:
                     break
-        saving = next((plan.estimate.seconds for plan in plans if plan.run.training.remat == "projections"), math.inf)
+        saving = next(
+            (plan.estimate.seconds for plan in plans if plan.run.training.remat == "projections"),
+            math.inf,
+        )
         for plan in plans if self.run.training.remat == "auto" else ():
             # Some layers saved: between the policy's time and that of `projections`.
             if plan.estimate.fits and saving < min(self.seconds, plan.estimate.seconds):
@@ -475,12 +547,18 @@ class _MeshSearch:
         training = self.run.training
         if training.remat == "auto" and self.run.model.unit == "tokens":
             return [(name, 0) for name in CHOSEN_REMAT]
-        return [] if saves == "layers" and training.remat in OFFLOADING else [(training.remat, training.saved_layers)]
+        return (
+            []
+            if saves == "layers" and training.remat in OFFLOADING
+            else [(training.remat, training.saved_layers)]
+        )
 
     def _add(self, placed: PlacedRun) -> Plan:
         plan = price_placed(placed, self.target)
         self.priced += 1
-        self.without_bubble = min(self.without_bubble, plan.estimate.seconds - plan.estimate.parts["bubble"])
+        self.without_bubble = min(
+            self.without_bubble, plan.estimate.seconds - plan.estimate.parts["bubble"]
+        )
         if plan.estimate.fits:
             self._take(plan)
         elif self.smallest is None or plan.estimate.bytes < self.smallest.estimate.bytes:
@@ -492,7 +570,9 @@ class _MeshSearch:
             self.best = plan
 
 
-def _best_of_mesh(scheduled: Run, target: Target, refused: dict[str, str], limit: float) -> _MeshSearch:
+def _best_of_mesh(
+    scheduled: Run, target: Target, refused: dict[str, str], limit: float
+) -> _MeshSearch:
     """Prices the numbers of microbatches and remat policies of a run with its mesh and pipeline schedule.
 
     refused: receives the trainer's error by mesh. limit: seconds above which pricing stops.
@@ -501,7 +581,9 @@ def _best_of_mesh(scheduled: Run, target: Target, refused: dict[str, str], limit
     named = scheduled.training.microbatches
     for microbatches in [named] if named else accumulation_counts(scheduled, shape):
         try:
-            placed = place_run(_with_training(scheduled, microbatches=microbatches, remat="full", saved_layers=0))
+            placed = place_run(
+                _with_training(scheduled, microbatches=microbatches, remat="full", saved_layers=0)
+            )
             if result.price(placed, limit) >= min(result.seconds, limit):
                 break
         except ConfigError as error:
@@ -516,7 +598,10 @@ def price_mesh(run: Run, target: Target, shape: MeshShape) -> tuple[Plan | None,
     What the run names is kept. Raises ConfigError where the trainer refuses the mesh.
     """
     refused: dict[str, str] = {}
-    found = [_best_of_mesh(scheduled, target, refused, math.inf) for scheduled in candidate_schedules(run, shape)]
+    found = [
+        _best_of_mesh(scheduled, target, refused, math.inf)
+        for scheduled in candidate_schedules(run, shape)
+    ]
     fitting, misses = [f.best for f in found if f.best], [f.smallest for f in found if f.smallest]
     best = min(fitting, key=preference, default=None)
     smallest = min(misses, key=lambda plan: plan.estimate.bytes, default=None)
@@ -537,7 +622,12 @@ def variants(run: Run, target: Target, shape: MeshShape) -> tuple[Plan, list[tup
     policies = [name for name in CHOSEN_REMAT if name != run.training.remat]
     changed = [(f"--training.remat {name}", _with_training(run, remat=name)) for name in policies]
     for microbatches in (2 * run.training.microbatches, 4 * run.training.microbatches):
-        changed.append((f"--training.microbatches {microbatches}", _with_training(run, microbatches=microbatches)))
+        changed.append(
+            (
+                f"--training.microbatches {microbatches}",
+                _with_training(run, microbatches=microbatches),
+            )
+        )
     for axis in ("fsdp", "data"):
         degree = shape.degrees()[axis]
         if degree % 2 == 0 and shape.slices == 1:
@@ -575,7 +665,11 @@ def with_choices(run: Run, target: Target) -> Run:
     names += ["pipeline_schedule", "stage_saves"] if shape.stage > 1 else []
     left_open = [name for name in names if getattr(training, name) in ("auto", 0)]
     # No policies are known for a model without known layers, such as a wrapped one.
-    if run.model.unit != "tokens" or not run.model.spec().layers or not (left_open or len(_layouts(run, shape)) > 1):
+    if (
+        run.model.unit != "tokens"
+        or not run.model.spec().layers
+        or not (left_open or len(_layouts(run, shape)) > 1)
+    ):
         return run
     best, smallest = price_mesh(run, target, shape)
     plan = best or smallest
@@ -592,7 +686,9 @@ _TRIES = 3
 """Most choices of a run that are compiled."""
 
 
-def with_choices_that_fit(run: Run, target: Target, needed: Callable[[Run], float], say: Callable[[str], None]) -> Run:
+def with_choices_that_fit(
+    run: Run, target: Target, needed: Callable[[Run], float], say: Callable[[str], None]
+) -> Run:
     """Returns the run with the choices of `with_choices`, or those after them, that fit as compiled.
 
     needed: bytes of a device that a compiled run needs.  say: receives why a choice is given up.
@@ -617,7 +713,15 @@ def with_choices_that_fit(run: Run, target: Target, needed: Callable[[Run], floa
     raise AssertionError("the last choice is returned")
 
 
-_MACHINES = ("v5p:2x2x1", "v5p:2x2x4", "v5p:4x4x4", "v5p:4x4x8", "v5p:8x8x8", "v5p:8x8x16", "v5p:8x16x16")
+_MACHINES = (
+    "v5p:2x2x1",
+    "v5p:2x2x4",
+    "v5p:4x4x4",
+    "v5p:4x4x8",
+    "v5p:8x8x8",
+    "v5p:8x8x16",
+    "v5p:8x16x16",
+)
 """Machines that an error may name, the smallest first."""
 _VOCAB = 2**15
 """Vocabulary of a run whose tokenizer decides it."""

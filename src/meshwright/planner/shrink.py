@@ -63,7 +63,10 @@ def shape_within(shape: MeshShape, most: int) -> MeshShape:
     while math.prod(degrees.values()) > most:
         for axis in sorted(degrees, key=lambda axis: -degrees[axis]):
             least = 2 * (slices if axis == shape.dcn_axis and slices > 1 else 1)
-            prime = next((p for p in (2, 3, 5, 7) if degrees[axis] % p == 0 and degrees[axis] // p >= least), None)
+            prime = next(
+                (p for p in (2, 3, 5, 7) if degrees[axis] % p == 0 and degrees[axis] // p >= least),
+                None,
+            )
             if prime is not None:
                 degrees[axis] //= prime
                 break

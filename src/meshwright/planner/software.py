@@ -16,7 +16,9 @@ from meshwright.sharding.schedule_table import (
     lockstep_seconds,
 )
 
-PipelineTime = Callable[[dict[str, float], TaskCounts, dict[str, float]], tuple[dict[str, float], float]]
+PipelineTime = Callable[
+    [dict[str, float], TaskCounts, dict[str, float]], tuple[dict[str, float], float]
+]
 """`(seconds of a step by part, task counts, seconds of one microbatch by pass) -> (seconds by part, with the bubble;
 most inputs of virtual stages that a stage holds)`.
 
@@ -24,7 +26,9 @@ The pass `stage` is the forward pass that a backward task repeats from its saved
 `exposed` is what the layers of a microbatch wait for: collectives over `tensor`, `context` and `expert`."""
 
 
-def lockstep(parts: dict[str, float], tasks: TaskCounts, busy: dict[str, float]) -> tuple[dict[str, float], float]:
+def lockstep(
+    parts: dict[str, float], tasks: TaskCounts, busy: dict[str, float]
+) -> tuple[dict[str, float], float]:
     """Adds the bubble of Meshwright's pipeline: all stages finish a tick together (step/pipeline.py).
 
     A tick lasts as long as the tasks of its busiest stage.

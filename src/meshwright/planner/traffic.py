@@ -53,7 +53,11 @@ def runs_experts_in_low_precision(settled: Settled, software: Software) -> bool:
 
 
 def movements(
-    settled: Settled, work: Work, again: frozenset[str], tasks: TaskCounts | None, software: Software
+    settled: Settled,
+    work: Work,
+    again: frozenset[str],
+    tasks: TaskCounts | None,
+    software: Software,
 ) -> list[Movement]:
     """Returns all collectives of a device in a step.
 
@@ -68,7 +72,9 @@ def movements(
     residual = work.tokens * work.width * compute
     if shape.tensor > 1 and not work.layers:
         sums = work.over_tensor
-        result.append(Movement("all-reduce", ("tensor",), sums, microbatches, "forward", True, "activations"))
+        result.append(
+            Movement("all-reduce", ("tensor",), sums, microbatches, "forward", True, "activations")
+        )
     elif shape.tensor > 1:
         pairs = max(1, len({matmul.role for matmul in work.matmuls} & {"attention_out", "ffn_out"}))
         # Routed experts that `tensor` splits gather nothing over it.
@@ -83,8 +89,14 @@ def movements(
         spec = next(layer.experts for layer in placed.spec.layers if layer.experts is not None)
         nodes = 1 if software.rows_by == "expert" else settled.expert_nodes
         # Rows of the whole batch at once are half overlapped inside a node (two compiled programs), and bare between.
-        beside |= software.beside > 0 and settled.scheduled_by_price and (nodes == 1 or settled.exchange_pieces > 1)
-        nodes = math.prod(degrees.values()) if software.rows_by == "device" and nodes == 1 else nodes
+        beside |= (
+            software.beside > 0
+            and settled.scheduled_by_price
+            and (nodes == 1 or settled.exchange_pieces > 1)
+        )
+        nodes = (
+            math.prod(degrees.values()) if software.rows_by == "device" and nodes == 1 else nodes
+        )
         low = runs_experts_in_low_precision(settled, software) and spec.weighted == "hidden"
         for axes, rows in sent_rows(spec, degrees, nodes).items():
             elements = work.expert_tokens * rows * work.width
@@ -92,27 +104,52 @@ def movements(
             result += _experts(axes, payloads, work.expert_layers * microbatches, again, not beside)
     if shape.stage > 1 and not keeps_stages(placed):
         result += [m._replace(during="recomputation") for m in result if m.during == "forward"]
-    result += _weights(placed, microbatches, bool(again - {"scores"}), runs_experts_in_low_precision(settled, software))
+    result += _weights(
+        placed,
+        microbatches,
+        bool(again - {"scores"}),
+        runs_experts_in_low_precision(settled, software),
+    )
     result += _gradients(placed, software)
     if settled.machine.chip is not None and settled.machine.chip.sums_alone:
         # Over several dimensions of the torus they are all-reduces. Sums between slices are sent by the hosts.
         outside = {shape.dcn_axis} if shape.slices > 1 else set[str]()
         whole = dict(settled.machine.torus).keys()
         for at, m in enumerate(result):
-            if m.during == "backward" and "reduce" in m.kind and not (m.blocking or outside & {*m.axes}):
-                result[at] = m._replace(blocking=True, kind="all-reduce" if whole & {*m.axes} else m.kind)
+            if (
+                m.during == "backward"
+                and "reduce" in m.kind
+                and not (m.blocking or outside & {*m.axes})
+            ):
+                result[at] = m._replace(
+                    blocking=True, kind="all-reduce" if whole & {*m.axes} else m.kind
+                )
     for e, payload in update_exchanges(placed):
-        result.append(Movement(e.kind, e.axes, payload, e.count, "step", True, "matrices of the optimizer"))
+        result.append(
+            Movement(e.kind, e.axes, payload, e.count, "step", True, "matrices of the optimizer")
+        )
     if tasks is not None:
         result += _stages(tasks, residual / shape.tensor, software)
     vocab_axes = tuple(axis for axis in VOCAB_AXES if shape.degrees()[axis] > 1)
     if vocab_axes and work.unembedding.n:
         # Maximum, sum and label logit of every token, float32.
         result.append(
-            Movement("all-reduce", vocab_axes, work.tokens * 4 * 3, microbatches, "forward", True, "loss softmax")
+            Movement(
+                "all-reduce",
+                vocab_axes,
+                work.tokens * 4 * 3,
+                microbatches,
+                "forward",
+                True,
+                "loss softmax",
+            )
         )
     for at, m in enumerate(result if software.sends_beside else ()):
-        if m.kind == "collective-permute" and not m.blocking and (m.axes != ("stage",) or placed.virtual_stages > 1):
+        if (
+            m.kind == "collective-permute"
+            and not m.blocking
+            and (m.axes != ("stage",) or placed.virtual_stages > 1)
+        ):
             result[at] = m._replace(blocking=True, overlap=1.0)
     if placed.run.finetune.objective == "preferences":
         # The reference is one more forward pass.
@@ -121,7 +158,9 @@ def movements(
     return result
 
 
-def _weights(placed: PlacedRun, microbatches: float, gathered_again: bool, low_experts: bool) -> list[Movement]:
+def _weights(
+    placed: PlacedRun, microbatches: float, gathered_again: bool, low_experts: bool
+) -> list[Movement]:
     training = placed.run.training
     reduce = jnp.dtype(training.reduce_dtype).itemsize
     result: list[Movement] = []
@@ -140,13 +179,25 @@ def _weights(placed: PlacedRun, microbatches: float, gathered_again: bool, low_e
         what = "weights" if in_layers else "embedding and unembedding"
         layers = float(len(placed.spec.layers)) if stacked else 1.0
         per, sent = count / layers, payload / layers
-        result.append(Movement("all-gather", axes, sent, layers * microbatches, "forward", False, what))
+        result.append(
+            Movement("all-gather", axes, sent, layers * microbatches, "forward", False, what)
+        )
         if in_layers and repeats:
             times = layers * microbatches * repeats
-            result.append(Movement("all-gather", axes, sent, times, "backward", False, f"{what}, recomputed"))
+            result.append(
+                Movement("all-gather", axes, sent, times, "backward", False, f"{what}, recomputed")
+            )
         times = layers * microbatches
         if count:
-            scattered = Movement("reduce-scatter", axes, per * reduce, times, "backward", False, f"gradients of {what}")
+            scattered = Movement(
+                "reduce-scatter",
+                axes,
+                per * reduce,
+                times,
+                "backward",
+                False,
+                f"gradients of {what}",
+            )
             result.append(scattered)
     return result
 
@@ -165,7 +216,9 @@ def _gathered_elements(
     own = ((p, where) for path, p, where in layout.leaves if not path.startswith("reference."))
     for p, where in own:
         for axes, gathered in _gathers(p, where, layout):
-            quantised = (low and is_low_precision(p)) or (low_experts and is_low_precision_expert(p))
+            quantised = (low and is_low_precision(p)) or (
+                low_experts and is_low_precision_expert(p)
+            )
             travels: str | None = p.stored if p.stored in ("int8", "uint8") else None
             travels = travels if p.precision in ("compute", "float32") else p.precision
             key = (axes, "L" in p.dims, quantised, travels)
@@ -174,9 +227,15 @@ def _gathered_elements(
     return elements
 
 
-def _gathers(p: Param, where: Placements, layout: ModelLayout) -> Iterator[tuple[tuple[str, ...], float]]:
+def _gathers(
+    p: Param, where: Placements, layout: ModelLayout
+) -> Iterator[tuple[tuple[str, ...], float]]:
     elements = math.prod(p.shape) / layout.shape.over(axes_of(where.at_rest))
-    gathers = [rest[len(use) :] for rest, use in zip(where.at_rest, where.in_use, strict=True) if rest != use]
+    gathers = [
+        rest[len(use) :]
+        for rest, use in zip(where.at_rest, where.in_use, strict=True)
+        if rest != use
+    ]
     # Over DCN first, as the step does (sharding.params.plan_gathers).
     for axes in sorted(gathers, key=lambda axes: layout.shape.dcn_axis not in axes):
         elements *= layout.shape.over(axes)
@@ -192,10 +251,15 @@ def _gradients(placed: PlacedRun, software: Software) -> list[Movement]:
     during = "step" if placed.sums_gradients_last and software.sums_gradients_last else "backward"
     reduce, param = (jnp.dtype(t).itemsize for t in (training.reduce_dtype, training.param_dtype))
     sums, scattered = _gradient_elements(placed.layout)
-    result = [Movement("all-reduce", a, n * reduce, 1.0, during, False, "gradients") for a, n in sums.items()]
+    result = [
+        Movement("all-reduce", a, n * reduce, 1.0, during, False, "gradients")
+        for a, n in sums.items()
+    ]
     for axes, n in scattered.items():
         result.append(Movement("reduce-scatter", axes, n * reduce, 1.0, during, False, "gradients"))
-        result.append(Movement("all-gather", axes, n * param, 1.0, "step", False, "updated parameters"))
+        result.append(
+            Movement("all-gather", axes, n * param, 1.0, "step", False, "updated parameters")
+        )
     return result
 
 
@@ -204,7 +268,9 @@ def _gradient_elements(layout: ModelLayout) -> tuple[_AxisElements, _AxisElement
     """Elements of the gradients that a device all-reduces and reduce-scatters once per step, by axes."""
     shape = layout.shape
     sums, scattered, degrees = _AxisElements(), _AxisElements(), shape.degrees()
-    summed_over = AXES if layout.spec.layers else BATCH_AXES  # `tensor` is the compiler's in a wrapped model
+    summed_over = (
+        AXES if layout.spec.layers else BATCH_AXES
+    )  # `tensor` is the compiler's in a wrapped model
     for _, p, where in layout.leaves:
         if p.frozen:
             continue
@@ -212,14 +278,22 @@ def _gradient_elements(layout: ModelLayout) -> tuple[_AxisElements, _AxisElement
         more = tuple(a for a in axes_of(where.optimizer) if a not in axes_of(where.at_rest))
         if more:
             scattered[more] = scattered.get(more, 0.0) + sharded
-        lacking = tuple(a for a in summed_over if a not in axes_of(where.optimizer) and degrees[a] > 1)
+        lacking = tuple(
+            a for a in summed_over if a not in axes_of(where.optimizer) and degrees[a] > 1
+        )
         if lacking:
-            sums[lacking] = sums.get(lacking, 0.0) + math.prod(p.shape) / shape.over(axes_of(where.optimizer))
+            sums[lacking] = sums.get(lacking, 0.0) + math.prod(p.shape) / shape.over(
+                axes_of(where.optimizer)
+            )
     return sums, scattered
 
 
 def _tensor(
-    payloads: tuple[float, float], halves: float, first: float, microbatches: float, again: frozenset[str]
+    payloads: tuple[float, float],
+    halves: float,
+    first: float,
+    microbatches: float,
+    again: frozenset[str],
 ) -> list[Movement]:
     """Tensor parallel with sequence parallel: each half of a layer is entered by an all-gather and left by a
     reduce-scatter (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2).
@@ -235,22 +309,38 @@ def _tensor(
     result = [
         Movement("all-gather", axes, gathered, times, "forward", True, "sequence gathered"),
         Movement("reduce-scatter", axes, residual, times, "forward", True, "sequence scattered"),
-        Movement("all-gather", axes, residual, times, "backward", True, "sequence scattered, backward"),
-        Movement("reduce-scatter", axes, gathered, times, "backward", True, "sequence gathered, backward"),
+        Movement(
+            "all-gather", axes, residual, times, "backward", True, "sequence scattered, backward"
+        ),
+        Movement(
+            "reduce-scatter", axes, gathered, times, "backward", True, "sequence gathered, backward"
+        ),
     ]
     if again - {"scores"}:
-        result.append(Movement("all-gather", axes, opened, halves, "recomputation", True, "sequence gathered"))
+        result.append(
+            Movement("all-gather", axes, opened, halves, "recomputation", True, "sequence gathered")
+        )
         # The output of the last half is not needed again, unless it is normalised.
         times = halves if "ffn_out" in again else first
-        result.append(Movement("reduce-scatter", axes, residual, times, "recomputation", True, "sequence scattered"))
+        result.append(
+            Movement(
+                "reduce-scatter", axes, residual, times, "recomputation", True, "sequence scattered"
+            )
+        )
     return result
 
 
-def _context(placed: PlacedRun, work: Work, layers: float, compute: int, again: frozenset[str]) -> list[Movement]:
+def _context(
+    placed: PlacedRun, work: Work, layers: float, compute: int, again: frozenset[str]
+) -> list[Movement]:
     """Keys and values (ring, all_gather) or heads (ulysses, usp) moved by context parallelism."""
     strategy, axes, n = placed.run.training.context_strategy, ("context",), placed.shape.context
     # Keys and values of latent attention are sent as arrays of one shape, but for Ulysses (families/deepseek.py).
-    kv_width = work.widths.query if placed.spec.has_latents and placed.sequence.groups > 1 else work.widths.kv
+    kv_width = (
+        work.widths.query
+        if placed.spec.has_latents and placed.sequence.groups > 1
+        else work.widths.kv
+    )
     block = 2 * work.tokens * kv_width * compute
     queries = work.tokens * (work.widths.query + work.widths.value) * compute
     passes = [("forward", 1.0), ("backward", 2.0 if strategy == "ring" else 1.0)]
@@ -264,13 +354,19 @@ def _context(placed: PlacedRun, work: Work, layers: float, compute: int, again: 
             result.append(Movement(kind, axes, block * n, layers, during, True, "keys and values"))
         elif strategy == "ring":
             times = (n - 1) * count * layers
-            result.append(Movement("collective-permute", axes, block, times, during, False, "keys and values"))
+            result.append(
+                Movement("collective-permute", axes, block, times, during, False, "keys and values")
+            )
         else:
-            result.append(Movement("all-to-all", axes, block + queries, layers * count, during, True, "heads"))
+            result.append(
+                Movement("all-to-all", axes, block + queries, layers * count, during, True, "heads")
+            )
     return result
 
 
-def sent_rows(spec: ExpertSpec, degrees: Mapping[str, int], nodes: int) -> dict[tuple[str, ...], float]:
+def sent_rows(
+    spec: ExpertSpec, degrees: Mapping[str, int], nodes: int
+) -> dict[tuple[str, ...], float]:
     """Returns the rows of a token that each exchange sends, those between nodes first, on average over even choices.
 
     degrees: of the axes that split the experts. Keys are as `hlo.collectives.axes_of_groups` names devices.
@@ -280,14 +376,22 @@ def sent_rows(spec: ExpertSpec, degrees: Mapping[str, int], nodes: int) -> dict[
         here = math.gcd(degree, room)
         room //= here
         whole = here in (1, degree)
-        between = [axis if whole else f"{axis} between {degree // here}", *between] if here < degree else between
+        between = (
+            [axis if whole else f"{axis} between {degree // here}", *between]
+            if here < degree
+            else between
+        )
         inside = [axis if whole else f"{axis} within {here}", *inside] if here > 1 else inside
     rows = {tuple(between): spec.mean_nodes(nodes), tuple(inside): float(spec.experts_per_token)}
     return {axes: n for axes, n in rows.items() if axes}
 
 
 def _experts(
-    axes: tuple[str, ...], payloads: tuple[float, float], layers: float, again: frozenset[str], blocking: bool
+    axes: tuple[str, ...],
+    payloads: tuple[float, float],
+    layers: float,
+    again: frozenset[str],
+    blocking: bool,
 ) -> list[Movement]:
     """Tokens sent to their experts and back; a pass that recomputes needs what goes back only to normalise it.
 
@@ -297,7 +401,10 @@ def _experts(
     sent = [("forward", there), ("forward", back), ("backward", back), ("backward", back)]
     sent += [("recomputation", there)] if again - {"scores"} else []
     sent += [("recomputation", back)] if "ffn_out" in again else []
-    return [Movement("all-to-all", axes, payload, layers, during, blocking, TO_EXPERTS) for during, payload in sent]
+    return [
+        Movement("all-to-all", axes, payload, layers, during, blocking, TO_EXPERTS)
+        for during, payload in sent
+    ]
 
 
 def _stages(tasks: TaskCounts, activation: float, software: Software) -> list[Movement]:
@@ -309,11 +416,28 @@ def _stages(tasks: TaskCounts, activation: float, software: Software) -> list[Mo
     axes, result = ("stage",), list[Movement]()
     alone, both = tasks.ticks_by_halves
     times = {"forward": alone[0], "backward": alone[1]}
-    for name, other, what in (("forward", "backward", "activations"), ("backward", "forward", "their gradients")):
-        result.append(Movement("collective-permute", axes, activation, float(times[name]), name, True, what))
-        result.append(Movement("collective-permute", axes, activation, float(both), other, False, what))
+    for name, other, what in (
+        ("forward", "backward", "activations"),
+        ("backward", "forward", "their gradients"),
+    ):
+        result.append(
+            Movement("collective-permute", axes, activation, float(times[name]), name, True, what)
+        )
+        result.append(
+            Movement("collective-permute", axes, activation, float(both), other, False, what)
+        )
     if software.vocab_over_stages:
         # The first stage's embeddings are summed over all stages, the last stage's hidden states go to all, and back.
         count = 4.0 * tasks.microbatches
-        result.append(Movement("all-reduce", axes, activation, count, "forward", True, "hidden states of all stages"))
+        result.append(
+            Movement(
+                "all-reduce",
+                axes,
+                activation,
+                count,
+                "forward",
+                True,
+                "hidden states of all stages",
+            )
+        )
     return [movement for movement in result if movement.times]

@@ -114,7 +114,9 @@ def work_of(placed: PlacedRun) -> Work:
 @functools.singledispatch
 def work_of_model(model: Model, placed: PlacedRun) -> Work:
     """Returns the work of a model family; another kind of model registers its own function (`wrapped`)."""
-    return _work_of(placed.layout, placed.run.training.seq, tokens_per_device(placed), low_precision(placed))
+    return _work_of(
+        placed.layout, placed.run.training.seq, tokens_per_device(placed), low_precision(placed)
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -167,18 +169,24 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
         matmuls=(*matmuls.values(), *_delta_matmuls(layout, seq, tokens * fraction)),
         unembedding=Matmul("unembedding", tokens * (1 + len(spec.further)), spec.width, vocab),
         attention=sum(a.flops(seq) for a in attention) * tokens * fraction / shape.tensor,
-        scores=sum(a.heads * a.causal_positions(seq) for a in attention) * tokens * fraction / shape.tensor,
+        scores=sum(a.heads * a.causal_positions(seq) for a in attention)
+        * tokens
+        * fraction
+        / shape.tensor,
         widths=Widths(*(sum(column) / len(each) for column in zip(*each, strict=True))),
         ffn_hidden=max(hidden.values(), default=0.0),
         experts=float(max((e.experts_per_token for e in experts.values()), default=0)),
         expert_tokens=routed,
         expert_rows=max(rows.values(), default=0.0),
         expert_layers=expert_layers,
-        ungathered_layers=fraction * sum(layer.stack in hidden.keys() - gathers for layer in all_layers),
+        ungathered_layers=fraction
+        * sum(layer.stack in hidden.keys() - gathers for layer in all_layers),
         delta_inner=max((d.inner_bytes(seq) for d in spec.delta), default=0.0) / shape.tensor,
         quantised_inputs=sum(inputs.values()),
         quantised_gradients=outputs,
-        outputs_read=frozenset(("attention_out", "ffn_out") if spec.layers[0].normalises_outputs else ()),
+        outputs_read=frozenset(
+            ("attention_out", "ffn_out") if spec.layers[0].normalises_outputs else ()
+        ),
     )
 
 
@@ -224,6 +232,13 @@ def recomputed_roles(remat: str) -> frozenset[str]:
     if policy.saved is None:
         return frozenset({"scores"} if policy.dropped else ())
     # The layer's output is not needed, and of other matmuls nothing is known.
-    made_by = {ATTN_RESIDUAL: "attention_out", QKV: "qkv", ATTN_OUT: "attention", FFN_HIDDEN: "ffn_in"}
-    again = {role for name, role in made_by.items() if name not in (*policy.saved, *policy.offloaded)}
+    made_by = {
+        ATTN_RESIDUAL: "attention_out",
+        QKV: "qkv",
+        ATTN_OUT: "attention",
+        FFN_HIDDEN: "ffn_in",
+    }
+    again = {
+        role for name, role in made_by.items() if name not in (*policy.saved, *policy.offloaded)
+    }
     return frozenset({"router", "projection", "adapter", *again})

@@ -46,7 +46,9 @@ def build_reporters(out: Path, run: Any) -> list[Reporter]:
             reporter = factory(out) if is_tracker else factory(out, run)
         if not all(callable(getattr(reporter, method, None)) for method in ("write", "close")):
             truth = f"it returned an object of type {type(reporter).__name__}"
-            raise ConfigError(asked, truth, "an object with methods write(step, values) and close()")
+            raise ConfigError(
+                asked, truth, "an object with methods write(step, values) and close()"
+            )
         found.append(_Checked(name, reporter))
     return found
 

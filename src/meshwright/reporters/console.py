@@ -60,7 +60,9 @@ class Period:
         seconds, steps = 0.0, 1
         for part in text.split(","):
             match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h|steps|)\s*", part)
-            whole = match is not None and (match[2] in ("s", "min", "h") or float(match[1]).is_integer())
+            whole = match is not None and (
+                match[2] in ("s", "min", "h") or float(match[1]).is_integer()
+            )
             if match is None or not whole or not float(match[1]):
                 truth = "it is a time, a number of steps, or both: the later of the two counts"
                 raise ConfigError(f"--log-every {text}", truth, "--log-every 30s,10")
@@ -79,7 +81,11 @@ class ConsoleReport:
     """
 
     def __init__(
-        self, console: Console, period: Period | None = None, *, clock: Callable[[], float] = time.perf_counter
+        self,
+        console: Console,
+        period: Period | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
     ):
         self._console, self._period, self._clock = console, period or Period(), clock
         self._start = self._steps = 0
@@ -100,7 +106,10 @@ class ConsoleReport:
         """
         self._start, self._steps = start, steps
         if warmup_steps >= steps > start:
-            cut, asked = f"warm-up cut to {steps - 1} of {steps} steps:", f"--optimizer.warmup-steps {warmup_steps}"
+            cut, asked = (
+                f"warm-up cut to {steps - 1} of {steps} steps:",
+                f"--optimizer.warmup-steps {warmup_steps}",
+            )
             self._print([cut, f"{asked} leaves no step after it"])
         self._show()
         return self
@@ -162,7 +171,9 @@ class ConsoleReport:
 
     def _show(self) -> None:
         if self._live is None and self._console.is_terminal and not self._console.quiet:
-            self._live = Live(console=self._console, transient=True, get_renderable=self._renderable)
+            self._live = Live(
+                console=self._console, transient=True, get_renderable=self._renderable
+            )
             self._live.start()
 
     def _renderable(self) -> Text:
@@ -176,10 +187,15 @@ class ConsoleReport:
         return Text(fold(parts, self._console.width), no_wrap=True, style="bold")
 
     def _line(self, step: int, values: Values, now: float) -> list[str]:
-        parts = [self._number(step), *(text(values[name]) for name, text in _METRICS.items() if name in values)]
+        parts = [
+            self._number(step),
+            *(text(values[name]) for name, text in _METRICS.items() if name in values),
+        ]
         if self._first is not None and self._first[0] < step < self._steps:
             first, began = self._first
-            parts.append(f"{format_time((now - began) / (step - first) * (self._steps - step))} left")
+            parts.append(
+                f"{format_time((now - began) / (step - first) * (self._steps - step))} left"
+            )
         return parts
 
     def _number(self, step: int) -> str:
@@ -249,15 +265,21 @@ class TokenizeReport:
         self._label, self._first = "", (0.0, 0)
         text = TextColumn("{task.fields[text]}", markup=False)
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), text)
-        self._live = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._live = Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal
+        )
         self._task = self._live.add_task("", total=None, text="", visible=False)
 
-    def update(self, label: str, read: float, size: float, files: tuple[int, int], tokens: int) -> None:
+    def update(
+        self, label: str, read: float, size: float, files: tuple[int, int], tokens: int
+    ) -> None:
         """Shows the progress of one part of the work; rates count from the first call for it."""
         now = time.perf_counter()
         if label != self._label:
             self._label, self._start, self._shown, self._first = label, now, now, (read, tokens)
-        if now - self._start < _QUIET or now - self._shown < (0.2 if self._console.is_terminal else _EVERY):
+        if now - self._start < _QUIET or now - self._shown < (
+            0.2 if self._console.is_terminal else _EVERY
+        ):
             return
         self._shown = now
         got, made, seconds = read - self._first[0], tokens - self._first[1], now - self._start
@@ -272,7 +294,12 @@ class TokenizeReport:
         if self._console.is_terminal:
             self._live.start()
             self._live.update(
-                self._task, description=label, total=size or None, completed=read, text=text, visible=True
+                self._task,
+                description=label,
+                total=size or None,
+                completed=read,
+                text=text,
+                visible=True,
             )
         else:
             self._console.print(f"{label}  {text}", highlight=False, markup=False)

@@ -29,7 +29,11 @@ class JsonLines:
         """
         self._path, self._waiting, self.hole = file, b"", ""
         steps = sorted({0, *self._open(upto), upto + 1})
-        gaps = [(before, after) for before, after in itertools.pairwise(steps) if every and after - before > every]
+        gaps = [
+            (before, after)
+            for before, after in itertools.pairwise(steps)
+            if every and after - before > every
+        ]
         if gaps:
             more = f", and in {len(gaps) - 1} more places" if len(gaps) > 1 else ""
             self.hole = f"lines of steps {gaps[0][0] + 1:g} to {gaps[0][1] - 1:g} are missing{more}"
@@ -45,9 +49,14 @@ class JsonLines:
             if self._path.exists():
                 text = self._path.read_text(encoding="utf-8", errors="replace")
                 lines = [line for line in text.splitlines() if _step_of(line) <= upto]
-                kept, steps = "".join(f"{line}\n" for line in lines), [_step_of(s) for s in lines if '"loss"' in s]
+                kept, steps = (
+                    "".join(f"{line}\n" for line in lines),
+                    [_step_of(s) for s in lines if '"loss"' in s],
+                )
         except OSError as error:
-            aside = self._path.with_name(f"{self._path.name}.unreadable-{time.strftime('%Y%m%d-%H%M%S')}")
+            aside = self._path.with_name(
+                f"{self._path.name}.unreadable-{time.strftime('%Y%m%d-%H%M%S')}"
+            )
             print(f"{self._path}: {reason_of(error)}; moved to {aside.name}", file=sys.stderr)
             self._path.rename(aside)
         if kept or self._path.exists():
@@ -116,7 +125,9 @@ class EventLog:
 
     def add(self, event: str, **values: Any) -> None:
         """Appends a line. A disk without room loses it: the run is not about its log."""
-        line = json.dumps({"time": round(time.time(), 3), "step": self._step, "event": event, **values})
+        line = json.dumps(
+            {"time": round(time.time(), 3), "step": self._step, "event": event, **values}
+        )
         with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 

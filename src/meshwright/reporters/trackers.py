@@ -26,7 +26,9 @@ class _TensorBoard:
     def __init__(self, out: Path):
         writer: Any = _library("tensorboard", "tensorboardX").SummaryWriter
         self._writer = writer(str(out / "tensorboard"))
-        self._writer.add_text("configuration", _indented(json.dumps(_configuration(out), indent=1)), 0)
+        self._writer.add_text(
+            "configuration", _indented(json.dumps(_configuration(out), indent=1)), 0
+        )
 
     def write(self, step: int, values: Values) -> None:
         for name, value in values.items():
@@ -45,7 +47,9 @@ class _WeightsAndBiases:
     def __init__(self, out: Path):
         self._wandb: Any = _library("wandb", "wandb")
         try:
-            settings = self._wandb.Settings(console="off", silent=True, disable_git=True, save_code=False)
+            settings = self._wandb.Settings(
+                console="off", silent=True, disable_git=True, save_code=False
+            )
             project = os.environ.get("WANDB_PROJECT", PROJECT)
             self._run: Any = self._wandb.init(
                 project=project,
@@ -58,7 +62,9 @@ class _WeightsAndBiases:
             )
         except self._wandb.errors.UsageError as error:
             raise ConfigError(
-                "--report wandb", f"W&B refuses: {error}", "wandb login, or WANDB_MODE=offline and later wandb sync"
+                "--report wandb",
+                f"W&B refuses: {error}",
+                "wandb login, or WANDB_MODE=offline and later wandb sync",
             ) from error
         # W&B's own steps may not decrease, which they do after a return to an earlier checkpoint.
         self._run.define_metric("step")
@@ -68,7 +74,12 @@ class _WeightsAndBiases:
         self._run.log({"step": step, **values})
 
     def sample(self, step: int, text: str) -> None:
-        self._run.log({"step": step, "sample": self._wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)})
+        self._run.log(
+            {
+                "step": step,
+                "sample": self._wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False),
+            }
+        )
 
     def close(self) -> None:
         self._run.finish()
@@ -80,7 +91,9 @@ def _library(extra: str, module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"--report {extra}", f"{error.name or module} is not installed", f"pip install 'meshwright[{extra}]'"
+            f"--report {extra}",
+            f"{error.name or module} is not installed",
+            f"pip install 'meshwright[{extra}]'",
         ) from error
 
 

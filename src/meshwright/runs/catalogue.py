@@ -20,7 +20,9 @@ def catalogue() -> dict[str, tuple[Path, str]]:
     folder = package / "recipes"
     return {
         recipe_name(node.name): (file, (ast.get_docstring(node) or "").partition("\n")[0])
-        for file in sorted((folder if folder.is_dir() else package.parents[1] / "recipes").glob("*.py"))
+        for file in sorted(
+            (folder if folder.is_dir() else package.parents[1] / "recipes").glob("*.py")
+        )
         for node in ast.parse(file.read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
     }

@@ -60,7 +60,9 @@ def check_sequence(run: Run, shape: MeshShape) -> None:
     parts = (2 if shape.context > 1 else 1) * shape.context * shape.tensor
     if seq % parts:
         legal = ", ".join(str(d) for d in divisors(seq) if d <= 64)
-        axes = f"tensor={shape.tensor}" + (f", context={shape.context}" if shape.context > 1 else "")
+        axes = f"tensor={shape.tensor}" + (
+            f", context={shape.context}" if shape.context > 1 else ""
+        )
         raise ConfigError(
             f"sequences of {seq} tokens on {axes}",
             f"between blocks the sequence is split into {parts}, and {seq} = {seq // parts} * {parts} + {seq % parts}",
@@ -68,7 +70,9 @@ def check_sequence(run: Run, shape: MeshShape) -> None:
         )
     if spec.max_seq is not None and seq > spec.max_seq:
         truth = f"the model has {spec.max_seq} positions"
-        raise ConfigError(f"sequences of {seq} tokens", truth, f"--seq {spec.max_seq}, or more positions")
+        raise ConfigError(
+            f"sequences of {seq} tokens", truth, f"--seq {spec.max_seq}, or more positions"
+        )
 
 
 def check_ulysses(run: Run, shape: MeshShape) -> None:
@@ -92,7 +96,12 @@ def check_saved(run: Run, shape: MeshShape) -> None:
     saved, stages = training.saved_layers, shape.stage > 1
     offloads = REMAT_POLICIES[training.remat].offloaded
     refuse(
-        (saved > layers, f"{saved} saved layers", f"the model has {layers} layers", f"0 to {layers}"),
+        (
+            saved > layers,
+            f"{saved} saved layers",
+            f"the model has {layers} layers",
+            f"0 to {layers}",
+        ),
         (
             saved > 0 and stages,
             f"{saved} saved layers on mesh {shape}",
@@ -117,7 +126,12 @@ def check_fine_tuning(run: Run, shape: MeshShape) -> None:
         check_fields(path, run, shape)
     lora = tuning.method == "lora"
     refuse(
-        (not tuning.targets, "adapters of no matrix", "lora trains only adapters", "--finetune.targets all"),
+        (
+            not tuning.targets,
+            "adapters of no matrix",
+            "lora trains only adapters",
+            "--finetune.targets all",
+        ),
         (
             lora and training.stage_saves == "layers" and shape.stage > 1,
             f"--finetune.method lora with --training.stage-saves {training.stage_saves}",
@@ -139,7 +153,9 @@ TABLE = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding
 
 def fields_of_runs() -> dict[str, Any]:
     """Returns the defaults of all fields of a run by dotted name, without those of its model."""
-    parts = {f.name: f.default for f in dataclasses.fields(Run) if f.name != "model"} | {"mesh": MeshShape()}
+    parts = {f.name: f.default for f in dataclasses.fields(Run) if f.name != "model"} | {
+        "mesh": MeshShape()
+    }
     named = {name: value for name, value in parts.items() if not dataclasses.is_dataclass(value)}
     return named | {
         f"{part}.{f.name}": f.default
@@ -151,7 +167,10 @@ def fields_of_runs() -> dict[str, Any]:
 
 def named(patterns: str, field: str) -> bool:
     """Returns whether one of the patterns of the table, or of its groups, is that of a field."""
-    return any(fnmatch.fnmatchcase(field, pattern) for pattern in patterns.format(**TABLE["groups"]).split())
+    return any(
+        fnmatch.fnmatchcase(field, pattern)
+        for pattern in patterns.format(**TABLE["groups"]).split()
+    )
 
 
 def status_of(path: str, field: str) -> Literal["honoured", "refused", "no effect"]:
@@ -166,7 +185,9 @@ def check_fields(path: str, run: Run, shape: MeshShape) -> None:
     run = dataclasses.replace(run, mesh=shape)
     for field, default in fields_of_runs().items():
         value = operator.attrgetter(field)(run)
-        for row in TABLE["refused"] if value != default and status_of(path, field) == "refused" else ():
+        for row in (
+            TABLE["refused"] if value != default and status_of(path, field) == "refused" else ()
+        ):
             if path in row["paths"] and named(row["fields"], field):
                 part, _, name = field.rpartition(".")
                 owner = type(getattr(run, part) if part else run)
@@ -186,7 +207,9 @@ class Refusal:
 
 REFUSED: tuple[Refusal, ...] = (
     Refusal(
-        ("multi-token prediction", "stage"), "each stage would repeat its layer", "--model.mtp-depth 0, or no stage"
+        ("multi-token prediction", "stage"),
+        "each stage would repeat its layer",
+        "--model.mtp-depth 0, or no stage",
     ),
     Refusal(
         ("linear attention", "context"),
@@ -208,7 +231,10 @@ def check_composition(run: Run) -> None:
     spec, degrees = run.model.spec(), run.mesh.degrees() if run.mesh else {}
     features = {axis for axis, degree in degrees.items() if degree > 1}
     folded = features & {"context", "tensor"} & set(find_layout(run.layout).table.get("E", ()))
-    features |= {f"dispatch: {getattr(run.model, 'dispatch', None)}", *(["layout: folded"] if folded else [])}
+    features |= {
+        f"dispatch: {getattr(run.model, 'dispatch', None)}",
+        *(["layout: folded"] if folded else []),
+    }
     features |= {"multi-token prediction"} if spec.further else set()
     features |= {"linear attention"} if spec.delta else set()
     for refusal in REFUSED:

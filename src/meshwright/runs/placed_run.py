@@ -27,10 +27,24 @@ from meshwright.runs.checks import (
 )
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import VOCAB_AXES, find_layout
-from meshwright.sharding.params import REFERENCE, Param, Tree, frozen_params, named_leaves, place_params, reorder_stacks
+from meshwright.sharding.params import (
+    REFERENCE,
+    Param,
+    Tree,
+    frozen_params,
+    named_leaves,
+    place_params,
+    reorder_stacks,
+)
 from meshwright.sharding.placement import Placements
 from meshwright.sharding.sequence import SequenceSplit, split_sequence
-from meshwright.sharding.stages import NO_LAYER, PartPlacement, StageAssignment, assign_layers, loop_placement
+from meshwright.sharding.stages import (
+    NO_LAYER,
+    PartPlacement,
+    StageAssignment,
+    assign_layers,
+    loop_placement,
+)
 
 if TYPE_CHECKING:
     from meshwright.sharding.schedule_table import ScheduleTable
@@ -142,7 +156,9 @@ class PlacedRun:
         """Positions of the sequence on each device of `context`."""
         training, heads = self.run.training, self.spec.kv_heads
         local_heads = 1 if heads is None else max(1, heads // self.shape.tensor)
-        return split_sequence(training.context_strategy, training.seq, self.shape.context, local_heads)
+        return split_sequence(
+            training.context_strategy, training.seq, self.shape.context, local_heads
+        )
 
     @functools.cached_property
     def schedule_table(self) -> "ScheduleTable":
@@ -163,7 +179,9 @@ class PlacedRun:
     def forward_table(self, microbatches: int) -> "ScheduleTable":
         """Returns the tasks of a forward pass only: evaluation and sampling."""
         name = self.run.training.pipeline_schedule
-        return _schedules().build_forward_table(name, self.shape.stage, microbatches, self.virtual_stages)
+        return _schedules().build_forward_table(
+            name, self.shape.stage, microbatches, self.virtual_stages
+        )
 
 
 def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
@@ -187,9 +205,15 @@ def place_model(model: Model, run: Run, shape: MeshShape) -> PlacedRun:
     check_composition(run)
     multiple = math.lcm(run.model.vocab_multiple, shape.over(VOCAB_AXES))
     if multiple != run.model.vocab_multiple:
-        run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab_multiple=multiple))
+        run = dataclasses.replace(
+            run, model=dataclasses.replace(run.model, vocab_multiple=multiple)
+        )
     # Without adapters nothing in the layout depends on dtypes.
-    adapts = run.finetune if run.finetune.method == "lora" or run.finetune.objective == "preferences" else None
+    adapts = (
+        run.finetune
+        if run.finetune.method == "lora" or run.finetune.objective == "preferences"
+        else None
+    )
     layout = _place_params(
         run.model,
         shape,
@@ -222,7 +246,9 @@ def with_safe_choices(run: Run) -> Run:
     names = _SAFE if run.model.unit == "tokens" else ("microbatches",)
     chosen = {name: _SAFE[name] for name in names if getattr(run.training, name) in ("auto", 0)}
     training = dataclasses.replace(run.training, **chosen) if chosen else run.training
-    return dataclasses.replace(run, layout="fsdp" if run.layout == "auto" else run.layout, training=training)
+    return dataclasses.replace(
+        run, layout="fsdp" if run.layout == "auto" else run.layout, training=training
+    )
 
 
 def _schedules() -> ModuleType:
@@ -249,8 +275,12 @@ def _place_params(
             chunks, placement = pipeline.virtual_stages_for(schedule[1]), pipeline.placement
     described = model.params()
     for path, param in named_leaves(described).items():
-        if min(param.shape, default=1) < 1:  # sizes of a family from outside the package have any name
-            truth = f"its parameter {path} has the shape {list(param.shape)}: a dimension is at least 1"
+        if (
+            min(param.shape, default=1) < 1
+        ):  # sizes of a family from outside the package have any name
+            truth = (
+                f"its parameter {path} has the shape {list(param.shape)}: a dimension is at least 1"
+            )
             raise ConfigError(f"the model {model}", truth, "sizes of the model above 0")
     spec = model.spec()
     stages = assign_layers(layer_flops(model, seq), shape.stage, chunks, placement, spec.period)

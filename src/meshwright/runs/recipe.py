@@ -42,18 +42,24 @@ def _builder(name: str) -> Callable[[], Run]:
     if path.endswith(".py"):
         file = path_of(path)
         if not file.is_file():
-            raise ConfigError(f"recipe {file}", "there is no such file", "a recipe's name, or FILE.py:FUNCTION")
+            raise ConfigError(
+                f"recipe {file}", "there is no such file", "a recipe's name, or FILE.py:FUNCTION"
+            )
         functions = _functions(load_file(file))
         wanted = recipe_name(function) if colon else next(iter(functions), "")
         if wanted not in functions:
-            raise ConfigError(f"recipe {file}:{function}", "it has no such function", nearest(wanted, functions))
+            raise ConfigError(
+                f"recipe {file}:{function}", "it has no such function", nearest(wanted, functions)
+            )
         return functions[wanted]
     if is_reference(name):
         builder: Callable[[], Run] = load("recipe", name)
         return builder
     recipes = catalogue()
     if name not in recipes:
-        raise ConfigError(f"recipe {name!r}", "there is no recipe of that name", nearest(name, recipes))
+        raise ConfigError(
+            f"recipe {name!r}", "there is no recipe of that name", nearest(name, recipes)
+        )
     return _functions(load_file(recipes[name][0]))[name]
 
 
@@ -62,7 +68,9 @@ def _functions(module: ModuleType) -> dict[str, Callable[[], Run]]:
     return {
         recipe_name(name): value
         for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+        if inspect.isfunction(value)
+        and value.__module__ == module.__name__
+        and not name.startswith("_")
     }
 
 
@@ -84,7 +92,9 @@ def recipe(name: str, *, mesh: str | MeshShape | None = None, **changes: Any) ->
 def change_fields(run: Run, mesh: str | MeshShape | None, changes: Mapping[str, Any]) -> Run:
     """Returns `run` on another mesh and with some fields changed, as `recipe` takes them."""
     if mesh is not None:
-        run = dataclasses.replace(run, mesh=MeshShape.parse(mesh) if isinstance(mesh, str) else mesh)
+        run = dataclasses.replace(
+            run, mesh=MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
+        )
     for field, value in changes.items():
         holder = next((part for part in ("run", *_PARTS) if field in _fields_of(run, part)), None)
         if holder is None:
@@ -93,13 +103,20 @@ def change_fields(run: Run, mesh: str | MeshShape | None, changes: Mapping[str, 
             raise ConfigError(f"{field}={value!r} in a Run", truth, nearest(field, known))
         change = {field: value}
         run = dataclasses.replace(
-            run, **(change if holder == "run" else {holder: dataclasses.replace(getattr(run, holder), **change)})
+            run,
+            **(
+                change
+                if holder == "run"
+                else {holder: dataclasses.replace(getattr(run, holder), **change)}
+            ),
         )
     return run
 
 
 def _fields_of(run: Run, part: str) -> list[str]:
-    return [field.name for field in dataclasses.fields(run if part == "run" else getattr(run, part))]
+    return [
+        field.name for field in dataclasses.fields(run if part == "run" else getattr(run, part))
+    ]
 
 
 _LONGEST = 4096

@@ -58,4 +58,6 @@ class Run(Shown, Ranged):
     def __post_init__(self) -> None:
         super().__post_init__()
         keep_names(self, "layout")
-        object.__setattr__(self, "reporters", tuple(name_of(reporter) for reporter in self.reporters))
+        object.__setattr__(
+            self, "reporters", tuple(name_of(reporter) for reporter in self.reporters)
+        )

@@ -9,7 +9,14 @@ from typing import Any
 import msgspec
 
 from meshwright.config import MeshShape
-from meshwright.documents import SMALL, check_inside, parse_json, read_text, unique_object, write_atomically
+from meshwright.documents import (
+    SMALL,
+    check_inside,
+    parse_json,
+    read_text,
+    unique_object,
+    write_atomically,
+)
 from meshwright.errors import CheckpointError, ConfigError, nearest
 from meshwright.models.families import family_name, find_family
 from meshwright.plugins import note_names
@@ -63,8 +70,18 @@ def run_from_dict(document: dict[str, Any], origin: str) -> Run:
     rest = dict(document)
     model = dict(rest.pop("model", {}))
     config = find_family(str(model.pop("family", "")))
-    types = {"model": config, "run": Run, "mesh": MeshShape, **{name: type(getattr(Run, name)) for name in _PARTS}}
-    given = {"model": model, "run": rest, "mesh": rest.get("mesh") or {}, **{n: rest.get(n, {}) for n in _PARTS}}
+    types = {
+        "model": config,
+        "run": Run,
+        "mesh": MeshShape,
+        **{name: type(getattr(Run, name)) for name in _PARTS},
+    }
+    given = {
+        "model": model,
+        "run": rest,
+        "mesh": rest.get("mesh") or {},
+        **{n: rest.get(n, {}) for n in _PARTS},
+    }
     for where, kind in types.items():
         known = [field.name for field in dataclasses.fields(kind)]
         for name in given[where]:
@@ -80,7 +97,9 @@ def _converted(value: Any, kind: Any, name: str, origin: str) -> Any:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         truth = str(error).replace("$", name) if "$" in str(error) else f"{error} - at `{name}`"
-        raise ConfigError(f"the run in {origin}", truth, "a value of the type that is expected there") from error
+        raise ConfigError(
+            f"the run in {origin}", truth, "a value of the type that is expected there"
+        ) from error
 
 
 def _check_values(document: Any, origin: str) -> None:
@@ -101,7 +120,9 @@ def _check_values(document: Any, origin: str) -> None:
     for option in document.get("training", {}).get("compiler_options", ()):
         if _WRITES.search(str(option).partition("=")[0]):
             fix = f"--training.compiler-options {option} on the command line, and no such option in the file"
-            raise ConfigError(f"the compiler option {option!r} of {origin}", "it makes XLA write files", fix)
+            raise ConfigError(
+                f"the compiler option {option!r} of {origin}", "it makes XLA write files", fix
+            )
 
 
 def read_unique_json(file: Path, largest: int = SMALL) -> Any:
@@ -125,10 +146,18 @@ def run_in_folder(folder: Path) -> Run:
     folder = path_of(folder)
     if not (folder / "run.json").is_file():
         is_model = (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file()
-        fix = f"hf:{folder}, as it is a folder of Hugging Face" if is_model else "the output folder of a run"
+        fix = (
+            f"hf:{folder}, as it is a folder of Hugging Face"
+            if is_model
+            else "the output folder of a run"
+        )
         raise CheckpointError(f"the run in {folder}", "it has no run.json", fix)
     try:
-        check_inside(folder, [folder / "run.json", folder / "tokenizer.json", folder / "checkpoints"])
+        check_inside(
+            folder, [folder / "run.json", folder / "tokenizer.json", folder / "checkpoints"]
+        )
     except ValueError as error:
-        raise CheckpointError(f"the run in {folder}", str(error), "a folder whose files are in it") from error
+        raise CheckpointError(
+            f"the run in {folder}", str(error), "a folder whose files are in it"
+        ) from error
     return read_run(folder / "run.json")

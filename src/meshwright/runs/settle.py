@@ -17,7 +17,13 @@ from meshwright.hardware.machine import AUTO, Machine, compiler_options_of
 from meshwright.models.blocks.layers import SumRows, scatter_rows, sorted_rows
 from meshwright.models.kernels.attention import Kernels
 from meshwright.models.kernels.choose import GroupedMatmul, choose_grouped_matmul, kernels_of
-from meshwright.models.remat import FFN_HIDDEN, REMAT_POLICIES, SaveHidden, save_as_it_is, save_tokens_last
+from meshwright.models.remat import (
+    FFN_HIDDEN,
+    REMAT_POLICIES,
+    SaveHidden,
+    save_as_it_is,
+    save_tokens_last,
+)
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.params import Param, is_low_precision, is_low_precision_expert
@@ -28,7 +34,10 @@ _RING = 4
 _ATTENTION_PIECES = 4
 _EXCHANGE_PIECES = (2, 3)
 """Pieces of a microbatch on a device, whichever divides its sequences."""
-_SCHEDULER_OPTIONS = ("xla_gpu_enable_latency_hiding_scheduler=", "xla_gpu_pgle_profile_file_or_directory_path=")
+_SCHEDULER_OPTIONS = (
+    "xla_gpu_enable_latency_hiding_scheduler=",
+    "xla_gpu_pgle_profile_file_or_directory_path=",
+)
 """Options that a profile of predicted times would overrule."""
 
 
@@ -42,7 +51,9 @@ class Settled:
     @functools.cached_property
     def kernels(self) -> Kernels:
         """Attention kernel. Raises ConfigError where the one that the run names does not support it."""
-        return kernels_of(self.placed.run.training, self.placed.spec, self.placed.sequence, self.machine)
+        return kernels_of(
+            self.placed.run.training, self.placed.spec, self.placed.sequence, self.machine
+        )
 
     @functools.cached_property
     def grouped_matmul(self) -> GroupedMatmul | None:
@@ -50,7 +61,9 @@ class Settled:
         if not any(layer.experts for layer in self.placed.spec.layers):
             return None
         training = self.placed.run.training
-        return choose_grouped_matmul(training.grouped_matmul, self.machine.platform, training.compute_dtype)
+        return choose_grouped_matmul(
+            training.grouped_matmul, self.machine.platform, training.compute_dtype
+        )
 
     @property
     def _quantisation(self) -> Any:
@@ -62,10 +75,15 @@ class Settled:
     def low_precision_experts(self) -> bool:
         """Whether the grouped matmuls of experts are in the run's matmul precision, and not in its compute dtype."""
         run = self.placed.run
-        name, capacity = run.training.matmul_precision, getattr(run.model, "dispatch", None) == "capacity"
+        name, capacity = (
+            run.training.matmul_precision,
+            getattr(run.model, "dispatch", None) == "capacity",
+        )
         if name == "compute":
             return False
-        return self._quantisation.quantises_experts(name, self.grouped_matmul, self.machine, capacity)
+        return self._quantisation.quantises_experts(
+            name, self.grouped_matmul, self.machine, capacity
+        )
 
     def in_low_precision(self, p: Param) -> bool:
         """Whether the matmuls of a weight are in the run's matmul precision, where that is a low one."""
@@ -74,7 +92,9 @@ class Settled:
     @property
     def fixes_bits(self) -> bool:
         """Whether the run asks its machine for options without which two runs may differ."""
-        return self.placed.run.training.deterministic and bool(self.machine.determinism.compiler_options)
+        return self.placed.run.training.deterministic and bool(
+            self.machine.determinism.compiler_options
+        )
 
     @property
     def sum_rows(self) -> SumRows:
@@ -85,7 +105,11 @@ class Settled:
     def save_hidden(self) -> SaveHidden:
         """How outputs of gate and up are kept where the remat policy saves them."""
         chip, saved = self.machine.listed, REMAT_POLICIES[self.placed.run.training.remat].saved
-        return save_tokens_last if chip and chip.tokens_last and FFN_HIDDEN in (saved or ()) else save_as_it_is
+        return (
+            save_tokens_last
+            if chip and chip.tokens_last and FFN_HIDDEN in (saved or ())
+            else save_as_it_is
+        )
 
     @functools.cached_property
     def links(self) -> DcnAxis:
@@ -94,7 +118,9 @@ class Settled:
         if not (self.machine.torus and chip and chip.gathers_in_levels):
             return dcn
         levels = ((axis, gather_levels(degrees)) for axis, degrees in self.machine.torus)
-        return dataclasses.replace(dcn, torus=tuple((axis, sizes) for axis, sizes in levels if len(sizes) > 1))
+        return dataclasses.replace(
+            dcn, torus=tuple((axis, sizes) for axis, sizes in levels if len(sizes) > 1)
+        )
 
     @functools.cached_property
     def expert_nodes(self) -> int:
@@ -109,9 +135,17 @@ class Settled:
         axes = self.placed.layout.expert_axes
         nodes, devices = shape.slices if shape.dcn_axis in axes[:1] else 1, shape.over(axes)
         # The innermost axes of a mesh fill a node.
-        if chip and isinstance(chip.interconnect, Nodes) and shape.size > chip.interconnect.devices_per_node:
-            others = math.prod(shape.degrees()[axis] for axis in ("context", "tensor") if axis not in axes)
-            nodes = devices // math.gcd(devices, max(1, chip.interconnect.devices_per_node // others))
+        if (
+            chip
+            and isinstance(chip.interconnect, Nodes)
+            and shape.size > chip.interconnect.devices_per_node
+        ):
+            others = math.prod(
+                shape.degrees()[axis] for axis in ("context", "tensor") if axis not in axes
+            )
+            nodes = devices // math.gcd(
+                devices, max(1, chip.interconnect.devices_per_node // others)
+            )
         if spec is None or nodes == 1 or getattr(model, "dispatch", None) == "capacity":
             return 1
         saved = (spec.mean_nodes(devices) - spec.mean_nodes(nodes)) * (1 - 1 / nodes)
@@ -126,23 +160,39 @@ class Settled:
         The first are for passes that begin at a layer's start, the second for those that begin with its feed-forward
         half (`RematPolicy.begins_inside`). Experts are too large to have those of two layers.
         """
-        training, names = self.placed.run.training, dict[str, tuple[tuple[str, ...], tuple[str, ...]]]()
+        training, names = (
+            self.placed.run.training,
+            dict[str, tuple[tuple[str, ...], tuple[str, ...]]](),
+        )
         # With offloading it is the setting that was compiled: Llama 3 8B on v6e (docs/log.md).
         offloads = bool(REMAT_POLICIES[training.remat].offloaded) and self.machine.on_tpu
-        wanted = {"layer": True, "none": False, "auto": bool(self.links.torus) or offloads}[training.gather_ahead]
-        for stack, count in self.placed.spec.stacks.items() if self._gathered_within_reason is None else ():
+        wanted = {"layer": True, "none": False, "auto": bool(self.links.torus) or offloads}[
+            training.gather_ahead
+        ]
+        for stack, count in (
+            self.placed.spec.stacks.items() if self._gathered_within_reason is None else ()
+        ):
             params, where = self.placed.params[stack], self.placed.placements[stack]
-            hidden = tuple(n for n, p in params.items() if getattr(p, "role", None) in ("ffn_in", "ffn_out"))
+            hidden = tuple(
+                n for n, p in params.items() if getattr(p, "role", None) in ("ffn_in", "ffn_out")
+            )
             first = tuple(n for n in params if n not in hidden)
             # The gathers of the half that is not first overlap with the other.
             if wanted and count > 1 and any(where[n].at_rest != where[n].in_use for n in first):
-                names[stack] = first, first if any("E" in params[n].dims for n in hidden) else hidden
+                names[stack] = (
+                    first,
+                    first if any("E" in params[n].dims for n in hidden) else hidden,
+                )
         return names
 
     @property
     def _gathered_within_reason(self) -> str | None:
         """Why weights are gathered within their own layer, None where they can be gathered ahead."""
-        training, stages, period = self.placed.run.training, self.placed.shape.stage, self.placed.spec.period
+        training, stages, period = (
+            self.placed.run.training,
+            self.placed.shape.stage,
+            self.placed.spec.period,
+        )
         if self.placed.run.finetune.method == "lora":
             return "its backward pass computes the gradients of all weights, and under adapters they are frozen"
         if period > 1:
@@ -167,7 +217,11 @@ class Settled:
         """Most pieces of the batch whose attention overlaps with another's sums over `tensor`; 1 without a ring."""
         low, chip = self.placed.run.training.matmul_precision != "compute", self.machine.listed
         whole = self.tensor_strategy == "gather" or self.placed.shape.context > 1 or low
-        return 1 if whole or (self.machine.on_tpu and not (chip and chip.sparse_cores)) else _ATTENTION_PIECES
+        return (
+            1
+            if whole or (self.machine.on_tpu and not (chip and chip.sparse_cores))
+            else _ATTENTION_PIECES
+        )
 
     @property
     def scheduled_by_price(self) -> bool:
@@ -198,29 +252,53 @@ class Settled:
     @functools.cached_property
     def exchanged_at_once_reason(self) -> str | None:
         """Why the rows of the whole batch travel to experts at once, None where they travel in pieces."""
-        placed, training, nodes, chip = self.placed, self.placed.run.training, self.expert_nodes, self.machine.chip
+        placed, training, nodes, chip = (
+            self.placed,
+            self.placed.run.training,
+            self.expert_nodes,
+            self.machine.chip,
+        )
         if nodes == 1 or self.machine.on_tpu or chip is None:
             return "no rows travel to experts between GPU nodes"
         if not self.scheduled_by_price:
             return "nothing overlaps with them with these --training.compiler-options"
         if self._pieces == 1:
-            return f"{self._sequences} sequences of a microbatch on a device are no multiple of 2 or 3"
+            return (
+                f"{self._sequences} sequences of a microbatch on a device are no multiple of 2 or 3"
+            )
         specs = [layer.experts for layer in placed.spec.layers if layer.experts]
-        tokens = self._sequences * training.seq // (placed.shape.context * placed.layout.routed_parts)
-        sent = 2.0 * tokens * placed.spec.width * specs[0].mean_nodes(nodes) * (1 - 1 / nodes) / chip.network_bandwidth
+        tokens = (
+            self._sequences * training.seq // (placed.shape.context * placed.layout.routed_parts)
+        )
+        sent = (
+            2.0
+            * tokens
+            * placed.spec.width
+            * specs[0].mean_nodes(nodes)
+            * (1 - 1 / nodes)
+            / chip.network_bandwidth
+        )
         # Each piece has gradients of the experts' weights: of a sum two arrays are read and one is written.
-        own = [p.size / placed.shape.over(axes_of(where.in_use)) for _, p, where in placed.leaves if "E" in p.dims]
+        own = [
+            p.size / placed.shape.over(axes_of(where.in_use))
+            for _, p, where in placed.leaves
+            if "E" in p.dims
+        ]
         summed = 3 * 2.0 * (self._pieces - 1) * sum(own) / len(specs) / chip.hbm_bandwidth
         if sent < summed:
             sums = f"sums of the gradients of {self._pieces} pieces {1e3 * summed:.2g} ms"
-            return f"the rows of {tokens} tokens take {1e3 * sent:.2g} ms on the network, and {sums}"
+            return (
+                f"the rows of {tokens} tokens take {1e3 * sent:.2g} ms on the network, and {sums}"
+            )
         return None
 
     @functools.cached_property
     def compiler_options(self) -> dict[str, str]:
         """XLA options of run and chip; none on simulated devices. Raises ConfigError for a word that is no option."""
         options = dict(self.machine.determinism.compiler_options) if self.fixes_bits else {}
-        options |= compiler_options_of(self.machine.listed, self.placed.run.training.compiler_options)
+        options |= compiler_options_of(
+            self.machine.listed, self.placed.run.training.compiler_options
+        )
         return {} if self.machine.simulated else options
 
     def check(self) -> None:
@@ -228,13 +306,23 @@ class Settled:
         training, machine = self.placed.run.training, self.machine
         every, keeps = self.placed.run.faults.check_every, machine.determinism
         if keeps.keeps != "bitwise" and not self.fixes_bits and (every or training.deterministic):
-            asked = "--training.deterministic" if training.deterministic else f"--faults.check-every {every}"
-            fix = "--training.deterministic" if keeps.compiler_options else "neither of the two, or another platform"
+            asked = (
+                "--training.deterministic"
+                if training.deterministic
+                else f"--faults.check-every {every}"
+            )
+            fix = (
+                "--training.deterministic"
+                if keeps.compiler_options
+                else "neither of the two, or another platform"
+            )
             truth = f"a step that is computed twice would differ without a fault. {keeps.sentence}"
             raise ConfigError(f"{asked} on {machine.kind or machine.platform}", truth, fix)
         if training.matmul_precision != "compute":
             self._quantisation.check_precision(training.matmul_precision, machine)
-        if not self.placed.spec.layers:  # nothing else is chosen for a model whose layers are not known
+        if (
+            not self.placed.spec.layers
+        ):  # nothing else is chosen for a model whose layers are not known
             return
         if REMAT_POLICIES[training.remat].offloaded and not (machine.on_tpu or machine.simulated):
             raise ConfigError(

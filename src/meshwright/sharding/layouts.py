@@ -27,16 +27,28 @@ FOLDED: dict[str, tuple[str, ...]] = {**MEGATRON, "E": ("expert", "context", "te
 _FSDP = ("fsdp", "expert")
 LAYOUTS: dict[str, Layout] = {
     "fsdp": Layout(
-        MEGATRON, _FSDP, _FSDP, "parameters and optimizer state over fsdp (ZeRO-3), replicated over data (HSDP)"
+        MEGATRON,
+        _FSDP,
+        _FSDP,
+        "parameters and optimizer state over fsdp (ZeRO-3), replicated over data (HSDP)",
     ),
     "zero1": Layout(
-        MEGATRON, _FSDP, (*_FSDP, "data"), "as fsdp, with the optimizer state sharded over data as well (ZeRO-1)"
+        MEGATRON,
+        _FSDP,
+        (*_FSDP, "data"),
+        "as fsdp, with the optimizer state sharded over data as well (ZeRO-1)",
     ),
     "folded": Layout(
-        FOLDED, _FSDP, _FSDP, "as fsdp, with experts split over expert, context and tensor (parallel folding)"
+        FOLDED,
+        _FSDP,
+        _FSDP,
+        "as fsdp, with experts split over expert, context and tensor (parallel folding)",
     ),
     "folded_zero1": Layout(
-        FOLDED, _FSDP, (*_FSDP, "data"), "as folded, with the optimizer state sharded over data as well (ZeRO-1)"
+        FOLDED,
+        _FSDP,
+        (*_FSDP, "data"),
+        "as folded, with the optimizer state sharded over data as well (ZeRO-1)",
     ),
 }
 
@@ -78,7 +90,11 @@ def _check_layout(name: str, layout: Layout) -> None:
                 f"{letter}: {axes} as in meshwright.sharding.layouts.MEGATRON, and other axes in `at_rest`",
             )
     if "L" in layout.at_rest:
-        raise ConfigError(asked, "layers are gathered one at a time, so L is sharded over stage only", "another letter")
+        raise ConfigError(
+            asked,
+            "layers are gathered one at a time, so L is sharded over stage only",
+            "another letter",
+        )
     missing = set(layout.params_over) - set(layout.optimizer_over)
     if missing:
         raise ConfigError(

@@ -93,7 +93,10 @@ def tree_map(f: Callable[..., Any], params: Tree, *rest: Tree) -> Tree:
 def frozen_params(params: Tree, dtype: Stored) -> Tree:
     """Returns the descriptions of a copy that training leaves as it is, kept in `dtype`, or float32 where it has to."""
     return tree_map(
-        lambda p: dataclasses.replace(p, frozen=True, stored="float32" if p.precision == "float32" else dtype), params
+        lambda p: dataclasses.replace(
+            p, frozen=True, stored="float32" if p.precision == "float32" else dtype
+        ),
+        params,
     )
 
 
@@ -106,7 +109,8 @@ def with_reference(params: Tree, shardings: Tree, described: Tree) -> Tree:
     own = {path: tree for path, tree in params.items() if path != REFERENCE}
     types = tree_map(lambda p: p.stored, described[REFERENCE])
     copy = jax.jit(
-        lambda own: jax.tree.map(lambda w, dtype: w.astype(dtype), own, types), out_shardings=shardings[REFERENCE]
+        lambda own: jax.tree.map(lambda w, dtype: w.astype(dtype), own, types),
+        out_shardings=shardings[REFERENCE],
     )
     return {**own, REFERENCE: copy(own)}
 
@@ -126,7 +130,9 @@ def with_frozen(params: Tree, trained: Tree, all_params: Tree) -> Tree:
 
 def named_leaves(params: Tree) -> dict[str, Any]:
     """Returns the leaves of a tree by dotted path, such as `blocks.query`."""
-    flat = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: is_param(x) or isinstance(x, Placements))[0]
+    flat = jax.tree_util.tree_flatten_with_path(
+        params, is_leaf=lambda x: is_param(x) or isinstance(x, Placements)
+    )[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
 
 
@@ -167,7 +173,9 @@ def place_params(params: Tree, *, layout: Layout, mesh: MeshShape, min_size: int
                 raise
             return place_param(path, p.shape, p.dims, layout=layout, mesh=mesh, min_size=p.size + 1)
 
-    placements = [place(jax.tree_util.keystr(path, simple=True, separator="."), p) for path, p in flat]
+    placements = [
+        place(jax.tree_util.keystr(path, simple=True, separator="."), p) for path, p in flat
+    ]
     return treedef.unflatten(placements)
 
 
@@ -189,14 +197,20 @@ def layers_to_rows(p: Param, x: Any) -> Any:
 def _initial(p: Param, words: jax.Array, dtype: Any) -> jax.Array:
     if dtype in ("int8", "uint8"):
         truth = "quantised weights are read from weights, and not drawn"
-        raise ConfigError("random initial values of a quantised base", truth, "--init-from, or --finetune.base compute")
+        raise ConfigError(
+            "random initial values of a quantised base",
+            truth,
+            "--init-from, or --finetune.base compute",
+        )
     if p.init == "zeros":
         return jnp.zeros(p.shape, dtype)
     mask = _row_mask(p)
     if p.init == "ones":
         return jnp.broadcast_to(mask, p.shape).astype(dtype)
     if p.order is None:
-        w = jax.random.normal(jax.random.wrap_key_data(words, impl="threefry2x32"), p.shape, jnp.float32)
+        w = jax.random.normal(
+            jax.random.wrap_key_data(words, impl="threefry2x32"), p.shape, jnp.float32
+        )
     else:
         w = _normal_in_order(p.order, p.shape, words)
     if p.init == "log_uniform":
@@ -205,7 +219,9 @@ def _initial(p: Param, words: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(mask, p.std * w, 0.0).astype(dtype)
 
 
-def random_bits(words: jax.Array, shape: tuple[int, ...], order: tuple[int, ...] | None) -> jax.Array:
+def random_bits(
+    words: jax.Array, shape: tuple[int, ...], order: tuple[int, ...] | None
+) -> jax.Array:
     """Returns the uint32 numbers of a threefry key, the rows of a stack in a given order, each on its own device.
 
     words: data of the key.  order: layer in each row; None is the order of the layers. Indexing the whole array would
@@ -218,7 +234,9 @@ def random_bits(words: jax.Array, shape: tuple[int, ...], order: tuple[int, ...]
     inner = shape[2:]
     layer = np.maximum(np.array(order), 0).astype(np.uint64)[:, None]
     # Indices have 64 bits, and JAX integers 32: the index is kept as two words, and the last dimensions fit in one.
-    start = (layer * np.uint64(shape[1]) + np.arange(shape[1], dtype=np.uint64)) * np.uint64(math.prod(inner))
+    start = (layer * np.uint64(shape[1]) + np.arange(shape[1], dtype=np.uint64)) * np.uint64(
+        math.prod(inner)
+    )
     offset = jnp.zeros(inner, jnp.uint32)
     for dim, size in enumerate(inner):
         offset = offset * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, inner, dim)
@@ -228,7 +246,9 @@ def random_bits(words: jax.Array, shape: tuple[int, ...], order: tuple[int, ...]
     )
     low = jnp.broadcast_to(low + offset, shape)
     high = jnp.broadcast_to(high, shape) + (low < offset).astype(jnp.uint32)
-    first_bits, second_bits = threefry2x32_p.bind(*(jnp.broadcast_to(w, shape) for w in words), high, low)
+    first_bits, second_bits = threefry2x32_p.bind(
+        *(jnp.broadcast_to(w, shape) for w in words), high, low
+    )
     return (first_bits ^ second_bits).reshape(given)
 
 
@@ -238,7 +258,9 @@ def _normal_in_order(order: tuple[int, ...], shape: tuple[int, ...], words: jax.
     bits = random_bits(words, shape, order) >> 9
     unit = jax.lax.bitcast_convert_type(bits | jnp.uint32(0x3F800000), jnp.float32) - 1.0
     least = np.nextafter(np.float32(-1.0), np.float32(0.0))
-    return np.float32(np.sqrt(2)) * jax.lax.erf_inv(jnp.maximum(least, unit * (np.float32(1.0) - least) + least))
+    return np.float32(np.sqrt(2)) * jax.lax.erf_inv(
+        jnp.maximum(least, unit * (np.float32(1.0) - least) + least)
+    )
 
 
 def _row_mask(p: Param) -> jax.Array:
@@ -259,11 +281,16 @@ def init_params(params: Tree, shardings: Tree, *, seed: int, dtype: Any) -> Tree
         return draw(words)
 
 
-def init_program(params: Tree, shardings: Tree, *, seed: int, dtype: Any) -> tuple[Any, dict[str, np.ndarray]]:
+def init_program(
+    params: Tree, shardings: Tree, *, seed: int, dtype: Any
+) -> tuple[Any, dict[str, np.ndarray]]:
     """Returns the jitted program of `init_params`, and its arguments."""
     # Seed and path are the two words of a parameter's key. They are arguments, not constants: XLA would take 0.2 s per
     # parameter to fold them.
-    words = {path: np.array([seed % 2**32, zlib.crc32(path.encode())], np.uint32) for path in named_leaves(params)}
+    words = {
+        path: np.array([seed % 2**32, zlib.crc32(path.encode())], np.uint32)
+        for path in named_leaves(params)
+    }
     treedef: Any = jax.tree.structure(params, is_leaf=is_param)
 
     def build(words: dict[str, jax.Array]) -> Tree:
@@ -281,7 +308,9 @@ def init_program(params: Tree, shardings: Tree, *, seed: int, dtype: Any) -> tup
 def shardings(mesh: Mesh, placed: Tree, which: Literal["at_rest", "optimizer"]) -> Tree:
     """Returns the same tree of NamedShardings. placed: tree of Placements; which: its field."""
     return jax.tree.map(
-        lambda p: NamedSharding(mesh, to_spec(getattr(p, which))), placed, is_leaf=lambda x: isinstance(x, Placements)
+        lambda p: NamedSharding(mesh, to_spec(getattr(p, which))),
+        placed,
+        is_leaf=lambda x: isinstance(x, Placements),
     )
 
 
@@ -305,7 +334,9 @@ class GatherParams:
         def gather(names: Any, w: jax.Array, how: _Gathers) -> jax.Array:
             # The scope is the parameter's name in the compiled program, by which the census finds it.
             with jax.named_scope(".".join((path, *(key.key for key in names)))):
-                return gather_param(w, how.gathers, how.dtype or self.compute_dtype, self.reduce_dtype, self.dcn)
+                return gather_param(
+                    w, how.gathers, how.dtype or self.compute_dtype, self.reduce_dtype, self.dcn
+                )
 
         return jax.tree_util.tree_map_with_path(gather, params, self.gathers[path])
 
@@ -317,7 +348,9 @@ class GatherParams:
 
     def only(self, path: str, names: Iterable[str]) -> "GatherParams":
         """Returns only the gathers of the parameters `names` of the subtree `path`."""
-        return dataclasses.replace(self, gathers={path: {name: self.gathers[path][name] for name in names}})
+        return dataclasses.replace(
+            self, gathers={path: {name: self.gathers[path][name] for name in names}}
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,7 +363,13 @@ class _Gathers:
 
 
 def plan_gathers(
-    params: Tree, placed: Tree, *, compute_dtype: Any, reduce_dtype: Any, dcn: DcnAxis, summed: Tree | None = None
+    params: Tree,
+    placed: Tree,
+    *,
+    compute_dtype: Any,
+    reduce_dtype: Any,
+    dcn: DcnAxis,
+    summed: Tree | None = None,
 ) -> GatherParams:
     """Plans the all-gathers that lead from `at_rest` to `in_use`, one for each dimension that is sharded further.
 
@@ -340,7 +379,9 @@ def plan_gathers(
 
     def plan(path: Any, p: Param, placements: Placements, sum_over: Axes = ()) -> _Gathers:
         gathers: list[tuple[Axes, int | None]] = []
-        for i, (sharded, used) in enumerate(zip(placements.at_rest, placements.in_use, strict=True)):
+        for i, (sharded, used) in enumerate(
+            zip(placements.at_rest, placements.in_use, strict=True)
+        ):
             if sharded[: len(used)] != used or (sharded != used and p.dims[i] == "L"):
                 name = jax.tree_util.keystr(path, simple=True, separator=".")
                 raise ConfigError(
@@ -356,7 +397,13 @@ def plan_gathers(
         # First forwards, last backwards: of the scattered gradient the sum moves least.
         gathers = [(sum_over, None), *gathers] if sum_over else gathers
         # Quantised weights travel as they are.
-        kept = p.stored if p.stored in ("int8", "uint8") else None if p.precision == "compute" else p.precision
+        kept = (
+            p.stored
+            if p.stored in ("int8", "uint8")
+            else None
+            if p.precision == "compute"
+            else p.precision
+        )
         return _Gathers(tuple(gathers), kept)
 
     trees = (placed,) if summed is None else (placed, summed)

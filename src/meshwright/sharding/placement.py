@@ -71,7 +71,9 @@ def place_param(
     """
     # Of experts that `tensor` splits each keeps its width F.
     taken = layout.table.get("E", ()) if "E" in dims else ()
-    in_use = tuple(_unused(layout.table.get(x, ()), () if x == "E" else (taken,), mesh) for x in dims)
+    in_use = tuple(
+        _unused(layout.table.get(x, ()), () if x == "E" else (taken,), mesh) for x in dims
+    )
     in_use = tuple(
         () if letter == "K" and replicates_kv_heads(size, mesh.over(axes)) else axes
         for letter, size, axes in zip(dims, shape, in_use, strict=True)
@@ -80,11 +82,16 @@ def place_param(
     if _elements_per_layer(shape, dims) < min_size or len(dims.replace("L", "")) == 1:
         return Placements(in_use, in_use, in_use)
     at_rest = tuple(
-        axes + _unused(layout.at_rest.get(letter, ()), in_use, mesh) for letter, axes in zip(dims, in_use, strict=True)
+        axes + _unused(layout.at_rest.get(letter, ()), in_use, mesh)
+        for letter, axes in zip(dims, in_use, strict=True)
     )
     _check(name, shape, dims, at_rest, mesh)
-    at_rest = _shard_largest(name, shape, dims, at_rest, _unused(layout.params_over, at_rest, mesh), mesh)
-    optimizer = _shard_largest(name, shape, dims, at_rest, _unused(layout.optimizer_over, at_rest, mesh), mesh)
+    at_rest = _shard_largest(
+        name, shape, dims, at_rest, _unused(layout.params_over, at_rest, mesh), mesh
+    )
+    optimizer = _shard_largest(
+        name, shape, dims, at_rest, _unused(layout.optimizer_over, at_rest, mesh), mesh
+    )
     return Placements(in_use, at_rest, optimizer)
 
 
@@ -102,7 +109,9 @@ def _unused(axes: tuple[str, ...], placement: Placement, mesh: MeshShape) -> tup
     return tuple(axis for axis in axes if degrees[axis] > 1 and axis not in used)
 
 
-def _check(name: str, shape: tuple[int, ...], dims: str, placement: Placement, mesh: MeshShape) -> None:
+def _check(
+    name: str, shape: tuple[int, ...], dims: str, placement: Placement, mesh: MeshShape
+) -> None:
     for letter, size, axes in zip(dims, shape, placement, strict=True):
         degree = mesh.over(axes)
         if size % degree:
@@ -125,7 +134,12 @@ def _check(name: str, shape: tuple[int, ...], dims: str, placement: Placement, m
 
 
 def _shard_largest(
-    name: str, shape: tuple[int, ...], dims: str, placement: Placement, axes: tuple[str, ...], mesh: MeshShape
+    name: str,
+    shape: tuple[int, ...],
+    dims: str,
+    placement: Placement,
+    axes: tuple[str, ...],
+    mesh: MeshShape,
 ) -> Placement:
     """Shards a dimension that divides further, by `axes`: that of experts (E), else the largest; never layers (L)."""
     if not axes or not shape:  # scalars are replicated
@@ -137,7 +151,10 @@ def _shard_largest(
     # largest first: a sharded one is sharded again only where no other divides. XLA reduces the last dimension whole
     # where its blocks are not whole lanes of a TPU's vector unit.
     uneven_lanes = {len(shape) - 1} if local[-1] // degree % _LANES else set()
-    order = sorted(range(len(shape)), key=lambda i: (dims[i] != "E", len(placement[i]), i in uneven_lanes, -local[i]))
+    order = sorted(
+        range(len(shape)),
+        key=lambda i: (dims[i] != "E", len(placement[i]), i in uneven_lanes, -local[i]),
+    )
     for i in order:
         if dims[i] != "L" and local[i] % degree == 0:
             return (*placement[:i], placement[i] + axes, *placement[i + 1 :])
@@ -153,7 +170,9 @@ def _shard_largest(
 
 def to_spec(placement: Placement) -> PartitionSpec:
     """Converts a placement to a `PartitionSpec`."""
-    return PartitionSpec(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in placement))
+    return PartitionSpec(
+        *(axes if len(axes) > 1 else axes[0] if axes else None for axes in placement)
+    )
 
 
 @functools.cache
@@ -186,7 +205,9 @@ def notation(name: str, dims: str, placement: Placement) -> str:
     return f"{name}[{', '.join('/'.join([d, '+'.join(a)]) if a else d for d, a in zip(dims, placement, strict=True))}]"
 
 
-def like_param(shape: tuple[int, ...], of: tuple[int, ...], placement: Placement, mesh: MeshShape) -> Placement:
+def like_param(
+    shape: tuple[int, ...], of: tuple[int, ...], placement: Placement, mesh: MeshShape
+) -> Placement:
     """Returns the placement of an array that an optimizer derives from a parameter of shape `of`, placed so.
 
     Dimensions are matched by size, in order: moments, and Adafactor's row and column means, lie like the parameter. A
@@ -197,7 +218,12 @@ def like_param(shape: tuple[int, ...], of: tuple[int, ...], placement: Placement
         return placement
     large = math.prod(shape) * _LARGE >= math.prod(of)
     owners, blocks = mesh.size // mesh.over(placement[0]), mesh.over(axes_of(placement))
-    if large and len(shape) > 2 and shape[0] == of[0] and not (shape[0] % owners or shape[0] % blocks):
+    if (
+        large
+        and len(shape) > 2
+        and shape[0] == of[0]
+        and not (shape[0] % owners or shape[0] % blocks)
+    ):
         return (axes_of(placement), *((),) * (len(shape) - 1))
     dims = list(zip(of, placement, strict=True))
     axes: list[tuple[str, ...]] = []

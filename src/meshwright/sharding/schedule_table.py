@@ -91,7 +91,12 @@ class TaskCounts:
 
         backward: seconds of a backward pass over those of a forward pass; each half of a split one takes half of it.
         """
-        seconds = {FORWARD: 1.0, BACKWARD: backward, BACKWARD_INPUT: backward / 2, BACKWARD_WEIGHT: backward / 2}
+        seconds = {
+            FORWARD: 1.0,
+            BACKWARD: backward,
+            BACKWARD_INPUT: backward / 2,
+            BACKWARD_WEIGHT: backward / 2,
+        }
         busy = sum(count * seconds[kind] for kind, count in self.task_counts.items())
         return lockstep_seconds(self.concurrent_tasks, seconds) / busy - 1
 
@@ -161,16 +166,24 @@ class ScheduleTable(TaskCounts):
         Names and ranges of ticks; empty ranges are left out.
         """
         running = (self.kind != IDLE).any(axis=1)
-        forward, backward = (np.flatnonzero(ticks) for ticks in (running[:, 0], running[:, 1:].any(axis=1)))
+        forward, backward = (
+            np.flatnonzero(ticks) for ticks in (running[:, 0], running[:, 1:].any(axis=1))
+        )
         drain = int(forward[-1]) + 1
         steady = min(int(backward[0]), drain) if len(backward) else drain
-        ranges = (("fill", range(steady)), ("steady", range(steady, drain)), ("drain", range(drain, self.ticks)))
+        ranges = (
+            ("fill", range(steady)),
+            ("steady", range(steady, drain)),
+            ("drain", range(drain, self.ticks)),
+        )
         return tuple((name, ticks) for name, ticks in ranges if ticks)
 
     @property
     def title(self) -> str:
         """Name and size of the schedule."""
-        virtual_stages = f" of {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
+        virtual_stages = (
+            f" of {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
+        )
         return f"{self.name}: {self.microbatches} microbatches through {self.stages} stages{virtual_stages}"
 
     @property
@@ -183,7 +196,9 @@ class ScheduleTable(TaskCounts):
 
     def tasks(self, tick: int, stage: int) -> list[Task]:
         """Returns the tasks of a stage in a tick, in the order in which they run."""
-        columns = (a[tick, stage].tolist() for a in (self.kind, self.virtual_stage, self.microbatch))
+        columns = (
+            a[tick, stage].tolist() for a in (self.kind, self.virtual_stage, self.microbatch)
+        )
         return [Task(*task) for task in zip(*columns, strict=True) if task[0] != IDLE]
 
     def runs(self, part: int, *kinds: int) -> np.ndarray:
@@ -191,8 +206,14 @@ class ScheduleTable(TaskCounts):
 
         kinds: of one place of a tick.
         """
-        stage, virtual_stage, place = self.parts.stage_of[part], self.parts.virtual_stage_of(part), PLACE[kinds[0]]
-        running = np.isin(self.kind[:, stage, place], kinds) & (self.virtual_stage[:, stage, place] == virtual_stage)
+        stage, virtual_stage, place = (
+            self.parts.stage_of[part],
+            self.parts.virtual_stage_of(part),
+            PLACE[kinds[0]],
+        )
+        running = np.isin(self.kind[:, stage, place], kinds) & (
+            self.virtual_stage[:, stage, place] == virtual_stage
+        )
         return np.where(running, self.microbatch[:, stage, place], NOTHING).astype(np.int32)
 
 
@@ -208,7 +229,11 @@ def dependency(parts: PartMap, stage: int, task: Task) -> tuple[int, Task] | Non
     if task.kind != FORWARD and part == parts.last_part:
         return stage, task._replace(kind=FORWARD)
     needed = part - 1 if task.kind == FORWARD else part + 1
-    return None if needed < 0 else (parts.stage_of[needed], task._replace(virtual_stage=parts.virtual_stage_of(needed)))
+    return (
+        None
+        if needed < 0
+        else (parts.stage_of[needed], task._replace(virtual_stage=parts.virtual_stage_of(needed)))
+    )
 
 
 Orders = Sequence[Sequence[Task]]
@@ -245,7 +270,10 @@ def tabulate(name: str, parts: PartMap, microbatches: int, orders: Orders) -> Sc
         for task, tick in own.items():
             at = (tick, stage, PLACE[task.kind])
             kind[at], virtual_stage[at], microbatch[at] = task
-    arrivals = {hop: Arrivals(hop, *(np.full(shape, NOTHING, np.int32) for _ in range(2))) for hop in (1, -1, 0)}
+    arrivals = {
+        hop: Arrivals(hop, *(np.full(shape, NOTHING, np.int32) for _ in range(2)))
+        for hop in (1, -1, 0)
+    }
     loss_arrives = np.full(shape[0], NOTHING, np.int32)
     input_slots = gradient_slots = 1
     for stage in range(parts.stages):
@@ -338,7 +366,9 @@ def _run(name: str, parts: PartMap, microbatches: int, orders: Orders) -> tuple[
                 ticks[stage][task], sent[stage][task], last[stage] = tick, before, (tick, place)
                 position[stage] += 1
                 advanced = True
-    waiting = [(s, order[position[s]]) for s, order in enumerate(orders) if position[s] < len(order)]
+    waiting = [
+        (s, order[position[s]]) for s, order in enumerate(orders) if position[s] < len(order)
+    ]
     if waiting:
         tasks = "; ".join(
             f"stage {s} for {TASK_NAMES[task.kind]} of virtual stage {task.virtual_stage}, microbatch {task.microbatch}"
@@ -348,9 +378,13 @@ def _run(name: str, parts: PartMap, microbatches: int, orders: Orders) -> tuple[
     return ticks, sent
 
 
-def _incomplete(parts: PartMap, microbatches: int, orders: Orders) -> Iterator[tuple[int, list[int], int, int]]:
+def _incomplete(
+    parts: PartMap, microbatches: int, orders: Orders
+) -> Iterator[tuple[int, list[int], int, int]]:
     trains = {task.kind for order in orders for task in order} - {IDLE} != {FORWARD}
-    legal = [[FORWARD, BACKWARD], [FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT]] if trains else [[FORWARD]]
+    legal = (
+        [[FORWARD, BACKWARD], [FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT]] if trains else [[FORWARD]]
+    )
     for stage, order in enumerate(orders):
         passes: dict[tuple[int, int], list[int]] = {
             (v, m): [] for v in range(parts.virtual_stages) for m in range(microbatches)
@@ -380,7 +414,9 @@ def _live_inputs(ticks: _Ticks, sent: _Ticks) -> np.ndarray:
     return live.cumsum(axis=0, dtype=np.int32)[:-1]
 
 
-def _counts(name: str, parts: PartMap, microbatches: int, ticks: _Ticks, sent: _Ticks) -> TaskCounts:
+def _counts(
+    name: str, parts: PartMap, microbatches: int, ticks: _Ticks, sent: _Ticks
+) -> TaskCounts:
     # Kinds that run at once as bits: a search counts hundreds of schedules with ten thousands of tasks each.
     running = [[0] * parts.stages for _ in range(_length(ticks))]
     for stage, own in enumerate(ticks):
@@ -388,7 +424,9 @@ def _counts(name: str, parts: PartMap, microbatches: int, ticks: _Ticks, sent: _
             running[tick][stage] |= 1 << task.kind
     concurrent = Counter[frozenset[frozenset[int]]]()
     for bits, count in Counter(frozenset(tick) - {0} for tick in running).items():
-        concurrent[frozenset(frozenset(kind for kind in TASK_NAMES if each >> kind & 1) for each in bits)] += count
+        concurrent[
+            frozenset(frozenset(kind for kind in TASK_NAMES if each >> kind & 1) for each in bits)
+        ] += count
     first = Counter(task.kind for task in ticks[0])
     return TaskCounts(
         name,

@@ -39,7 +39,13 @@ from meshwright.sharding.schedule_table import (
     dependency,
     tabulate,
 )
-from meshwright.sharding.stages import PartMap, PartPlacement, loop_placement, map_parts, v_placement
+from meshwright.sharding.stages import (
+    PartMap,
+    PartPlacement,
+    loop_placement,
+    map_parts,
+    v_placement,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +82,9 @@ def _one_f_one_b(stages: int, microbatches: int, virtual_stages: int) -> list[li
     # A last group of fewer microbatches than stages comes around before its first microbatch can go on, so it needs a
     # longer warm-up; some sizes need more than the group lacks, or the stages would wait for each other.
     for extra in itertools.count(-microbatches % stages * (virtual_stages - 1), stages):
-        warmup = [2 * (stages - s) - 1 + (virtual_stages - 1) * stages + extra for s in range(stages)]
+        warmup = [
+            2 * (stages - s) - 1 + (virtual_stages - 1) * stages + extra for s in range(stages)
+        ]
         orders = [_alternating(stages, microbatches, virtual_stages, ahead) for ahead in warmup]
         if virtual_stages == 1 or can_run(parts, microbatches, orders):
             return orders
@@ -102,7 +110,9 @@ def _in_groups(stages: int, microbatches: int, virtual_stages: int, kind: int) -
 def _forward_then_back(stages: int, microbatches: int, virtual_stages: int) -> list[list[Task]]:
     """Returns all microbatches through one virtual stage after another, then back: GPipe, and circular pipelines."""
     forward = [Task(FORWARD, v, m) for v in range(virtual_stages) for m in range(microbatches)]
-    backward = [Task(BACKWARD, v, m) for v in reversed(range(virtual_stages)) for m in range(microbatches)]
+    backward = [
+        Task(BACKWARD, v, m) for v in reversed(range(virtual_stages)) for m in range(microbatches)
+    ]
     return [[*forward, NEXT_TICK, *backward]] * stages
 
 
@@ -111,9 +121,15 @@ def _zero_bubble(stages: int, microbatches: int, virtual_stages: int) -> list[li
 
     def order(stage: int) -> list[Task]:
         # A tick with a weight gradient on any stage takes as long as one with a weight gradient on all.
-        starts = {FORWARD: stage, BACKWARD_INPUT: 2 * stages - 1 - stage, BACKWARD_WEIGHT: 2 * stages - 1}
+        starts = {
+            FORWARD: stage,
+            BACKWARD_INPUT: 2 * stages - 1 - stage,
+            BACKWARD_WEIGHT: 2 * stages - 1,
+        }
         ticks = {
-            Task(kind, 0, m): (m + start, PLACE[kind]) for kind, start in starts.items() for m in range(microbatches)
+            Task(kind, 0, m): (m + start, PLACE[kind])
+            for kind, start in starts.items()
+            for m in range(microbatches)
         }
         return sorted(ticks, key=ticks.__getitem__)
 
@@ -192,12 +208,21 @@ def _greedy(
 SCHEDULES: dict[str, PipelineSchedule] = {
     "gpipe": PipelineSchedule(_forward_then_back, bubble=lambda p, m, v, b: (p - 1) / m),
     "1f1b": PipelineSchedule(_one_f_one_b, bubble=lambda p, m, v, b: (p - 1) / m),
-    "interleaved": PipelineSchedule(_one_f_one_b, virtual_stages=None, bubble=lambda p, m, v, b: (p - 1) / (v * m)),
-    "zbv": PipelineSchedule(
-        _zbv, virtual_stages=2, placement=v_placement, bubble=lambda p, m, v, b: (p - 1) / m * (b + 0.5) / (b + 1)
+    "interleaved": PipelineSchedule(
+        _one_f_one_b, virtual_stages=None, bubble=lambda p, m, v, b: (p - 1) / (v * m)
     ),
-    "zero_bubble": PipelineSchedule(_zero_bubble, bubble=lambda p, m, v, b: (p - 1) / m * (b / 2 + 1) / (b + 1)),
-    "circular": PipelineSchedule(_forward_then_back, virtual_stages=None, bubble=lambda p, m, v, b: (p - 1) / (v * m)),
+    "zbv": PipelineSchedule(
+        _zbv,
+        virtual_stages=2,
+        placement=v_placement,
+        bubble=lambda p, m, v, b: (p - 1) / m * (b + 0.5) / (b + 1),
+    ),
+    "zero_bubble": PipelineSchedule(
+        _zero_bubble, bubble=lambda p, m, v, b: (p - 1) / m * (b / 2 + 1) / (b + 1)
+    ),
+    "circular": PipelineSchedule(
+        _forward_then_back, virtual_stages=None, bubble=lambda p, m, v, b: (p - 1) / (v * m)
+    ),
 }
 
 
@@ -211,7 +236,9 @@ def find_schedule(name: str) -> PipelineSchedule:
     return plugins.expect(schedule, PipelineSchedule, asked, "a meshwright PipelineSchedule")
 
 
-def bubble_formula(name: str, stages: int, microbatches: int, virtual_stages: int, backward: float = 2.0) -> float:
+def bubble_formula(
+    name: str, stages: int, microbatches: int, virtual_stages: int, backward: float = 2.0
+) -> float:
     """Returns the bubble of a schedule, idle over busy time: its formula, or that of its table.
 
     backward: seconds of a backward pass over those of a forward pass.
@@ -231,7 +258,9 @@ def build_table(name: str, stages: int, microbatches: int, virtual_stages: int) 
     """
     table = tabulate(*_ordered(name, stages, microbatches, virtual_stages))
     if table.task_counts[FORWARD] == sum(table.task_counts.values()):
-        raise ConfigError(f"pipeline schedule {name!r}", "it has no backward pass", "backward tasks for training")
+        raise ConfigError(
+            f"pipeline schedule {name!r}", "it has no backward pass", "backward tasks for training"
+        )
     return table
 
 
@@ -241,14 +270,18 @@ def build_counts(name: str, stages: int, microbatches: int, virtual_stages: int)
     return count_tasks(*_ordered(name, stages, microbatches, virtual_stages))
 
 
-def _ordered(name: str, stages: int, microbatches: int, virtual_stages: int) -> tuple[str, PartMap, int, Orders]:
+def _ordered(
+    name: str, stages: int, microbatches: int, virtual_stages: int
+) -> tuple[str, PartMap, int, Orders]:
     schedule = find_schedule(name)
     orders = schedule.order(stages, microbatches, virtual_stages)
     return name, map_parts(stages, virtual_stages, schedule.placement), microbatches, orders
 
 
 @functools.cache
-def build_forward_table(name: str, stages: int, microbatches: int, virtual_stages: int) -> ScheduleTable:
+def build_forward_table(
+    name: str, stages: int, microbatches: int, virtual_stages: int
+) -> ScheduleTable:
     """Builds a table of only forward passes (evaluation, sampling), with parts where the schedule `name` puts them."""
     parts = map_parts(stages, virtual_stages, find_schedule(name).placement)
     return tabulate("forward", parts, microbatches, _forward_only(parts, microbatches))

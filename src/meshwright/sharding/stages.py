@@ -55,7 +55,9 @@ class PartMap:
     @functools.cached_property
     def parts(self) -> tuple[tuple[int, ...], ...]:
         """Parts of each stage in the order of its virtual stages."""
-        return tuple(tuple(p for p, at in enumerate(self.stage_of) if at == s) for s in range(self.stages))
+        return tuple(
+            tuple(p for p, at in enumerate(self.stage_of) if at == s) for s in range(self.stages)
+        )
 
     def part(self, stage: int, virtual_stage: int) -> int:
         """Returns the part that is a virtual stage of a stage."""
@@ -72,17 +74,23 @@ class PartMap:
 
 
 @functools.cache
-def map_parts(stages: int, virtual_stages: int, placement: PartPlacement = loop_placement) -> PartMap:
+def map_parts(
+    stages: int, virtual_stages: int, placement: PartPlacement = loop_placement
+) -> PartMap:
     """Maps every part of the model to a stage.
 
     Raises ConfigError for a placement that the pipeline cannot run: the first part must be on stage 0, every stage
     must have `virtual_stages` parts, and consecutive parts must be on the same or neighbouring stages of the ring.
     """
-    parts = PartMap(stages, virtual_stages, tuple(placement(p, stages) for p in range(stages * virtual_stages)))
+    parts = PartMap(
+        stages, virtual_stages, tuple(placement(p, stages) for p in range(stages * virtual_stages))
+    )
     on_stages = f"parts on stages {', '.join(map(str, parts.stage_of))}"
     if parts.stage_of[0] != 0:
         raise ConfigError(
-            on_stages, "stage 0 embeds the tokens, so the first part is on stage 0", "renumber the stages"
+            on_stages,
+            "stage 0 embeds the tokens, so the first part is on stage 0",
+            "renumber the stages",
         )
     for stage, own in enumerate(parts.parts):
         if len(own) != virtual_stages:
@@ -122,11 +130,15 @@ class StageAssignment(PartMap):
     @property
     def part_costs(self) -> list[float]:
         """Cost of the layers of each part."""
-        return [sum(self.layer_costs[first:end]) for first, end in itertools.pairwise(self.boundaries)]
+        return [
+            sum(self.layer_costs[first:end]) for first, end in itertools.pairwise(self.boundaries)
+        ]
 
     def cost_fraction(self, stage: int) -> float:
         """Returns the fraction of the layers' cost that a stage has."""
-        return sum(self.layer_costs[i] for part in self.layers_of(stage) for i in part) / sum(self.layer_costs)
+        return sum(self.layer_costs[i] for part in self.layers_of(stage) for i in part) / sum(
+            self.layer_costs
+        )
 
     def rows(self, layers: Sequence[int]) -> np.ndarray:
         """Returns the layer in each row of a stack, int32 [stages, virtual_stages, rows]; NO_LAYER is padding.
@@ -140,7 +152,11 @@ class StageAssignment(PartMap):
         ]
         longest = max(len(part) for parts in layers_of_parts for part in parts)
         return np.array(
-            [[part + [NO_LAYER] * (longest - len(part)) for part in parts] for parts in layers_of_parts], np.int32
+            [
+                [part + [NO_LAYER] * (longest - len(part)) for part in parts]
+                for parts in layers_of_parts
+            ],
+            np.int32,
         ).reshape(self.stages, self.virtual_stages, longest)
 
 
@@ -161,7 +177,9 @@ def assign_layers(
     costs: cost of each layer. Raises ConfigError where there are fewer layers, or periods, than that takes.
     """
     parts, layers = stages * virtual_stages, len(costs)
-    mesh = f"stage={stages}" + (f" of {virtual_stages} virtual stages" if virtual_stages > 1 else "")
+    mesh = f"stage={stages}" + (
+        f" of {virtual_stages} virtual stages" if virtual_stages > 1 else ""
+    )
     if period > 1:
         periods = -(-layers // period)
         if parts > periods:

@@ -39,16 +39,23 @@ def with_masters(rule: Rule, seed: int, described: Tree) -> UpdateRule:
     """
 
     def init(params: Tree) -> MasterState:
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.int16) if p.dtype == jnp.bfloat16 else None, params)
+        zeros = jax.tree.map(
+            lambda p: jnp.zeros(p.shape, jnp.int16) if p.dtype == jnp.bfloat16 else None, params
+        )
         return MasterState(zeros, rule.init(jax.tree.map(join_float32, params, zeros)))
 
-    def update(grads: Tree, state: MasterState, params: Tree, step: jax.Array) -> tuple[Tree, MasterState]:
+    def update(
+        grads: Tree, state: MasterState, params: Tree, step: jax.Array
+    ) -> tuple[Tree, MasterState]:
         masters = jax.tree.map(join_float32, params, state.low_bits)
         updates, inner = rule.update(grads, state.inner, masters)
         treedef: Any
         new, treedef = jax.tree.flatten(optax.apply_updates(masters, updates))
         kinds = [p.dtype for p in jax.tree.leaves(params)]
-        halves = [split_float32(x) if kind == jnp.bfloat16 else (x, None) for x, kind in zip(new, kinds, strict=True)]
+        halves = [
+            split_float32(x) if kind == jnp.bfloat16 else (x, None)
+            for x, kind in zip(new, kinds, strict=True)
+        ]
         upper, low_bits = (treedef.unflatten(side) for side in zip(*halves, strict=True))
         return upper, MasterState(low_bits, inner)
 
@@ -94,10 +101,14 @@ def join_float32(upper: jax.Array, low_bits: jax.Array | None) -> jax.Array:
     if low_bits is None:
         return upper
     bits = jax.lax.bitcast_convert_type(upper, jnp.uint16).astype(jnp.uint32) << 16
-    return jax.lax.bitcast_convert_type(bits + low_bits.astype(jnp.int32).astype(jnp.uint32), jnp.float32)
+    return jax.lax.bitcast_convert_type(
+        bits + low_bits.astype(jnp.int32).astype(jnp.uint32), jnp.float32
+    )
 
 
-def round_at_random(x: jax.Array, key: jax.Array, order: tuple[int, ...] | None = None) -> jax.Array:
+def round_at_random(
+    x: jax.Array, key: jax.Array, order: tuple[int, ...] | None = None
+) -> jax.Array:
     """Rounds finite float32 numbers to one of the two nearest bfloat16 numbers; the mean is the number itself.
 
     order: layer in each row of x (`Param.order`).

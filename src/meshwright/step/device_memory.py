@@ -36,7 +36,9 @@ class OutOfDeviceMemory(TrainingError):
 
 def shard_bytes(tree: Any) -> int:
     """Returns the bytes of a tree's arrays on one device. tree: arrays or `ShapeDtypeStruct`s with shardings."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
 
 
 def check_memory(compiled: Any, devices: Sequence[Any], asked: str, resident: int = 0) -> None:
@@ -48,7 +50,9 @@ def check_memory(compiled: Any, devices: Sequence[Any], asked: str, resident: in
     """
     stats = compiled.memory_analysis()
     if stats is not None:
-        inside = stats.temp_size_in_bytes + max(0, stats.output_size_in_bytes - stats.alias_size_in_bytes)
+        inside = stats.temp_size_in_bytes + max(
+            0, stats.output_size_in_bytes - stats.alias_size_in_bytes
+        )
         arguments = stats.argument_size_in_bytes + resident
         _check(inside, arguments, devices, asked, "less at a time: see meshwright prove")
 
@@ -66,11 +70,16 @@ def _check(new: int, arguments: int, devices: Sequence[Any], asked: str, fix: st
     local = [d for d in devices if d.process_index == d.client.process_index()]
     if not local:
         return
-    if local[0].platform == "cpu":  # all its devices share the host's memory, in which the arguments are already
+    if (
+        local[0].platform == "cpu"
+    ):  # all its devices share the host's memory, in which the arguments are already
         needed, available = new * len(local), _host_memory()
     else:
         limit = (local[0].memory_stats() or {}).get("bytes_limit")
-        needed, available = new + arguments, Room(limit, f"each {local[0].device_kind}") if limit else None
+        needed, available = (
+            new + arguments,
+            Room(limit, f"each {local[0].device_kind}") if limit else None,
+        )
     if available is not None and needed > available.bytes:
         raise OutOfDeviceMemory(asked, needed, available, fix)
 
@@ -82,4 +91,8 @@ def _host_memory() -> Room | None:
     except (OSError, ValueError):
         return None
     available = fields.get("MemAvailable", "").split()
-    return Room(int(available[0]) * 1024, "this host, which simulates the devices,") if available else None
+    return (
+        Room(int(available[0]) * 1024, "this host, which simulates the devices,")
+        if available
+        else None
+    )

@@ -32,7 +32,12 @@ from meshwright.sharding.params import (
     with_reference,
 )
 from meshwright.sharding.placement import Placements, axes_of, to_spec
-from meshwright.step.optimizers import ELEMENTWISE, UpdateRule, build_update_rule, place_optimizer_state
+from meshwright.step.optimizers import (
+    ELEMENTWISE,
+    UpdateRule,
+    build_update_rule,
+    place_optimizer_state,
+)
 
 BATCH_SPEC = PartitionSpec(BATCH_AXES)
 
@@ -95,8 +100,12 @@ class DeviceRun:
 
     def with_batch(self, sequences: int) -> "DeviceRun":
         """Returns the run with as many sequences per step; no placement depends on them."""
-        run = dataclasses.replace(self.run, training=dataclasses.replace(self.run.training, batch=sequences))
-        settled = dataclasses.replace(self.settled, placed=dataclasses.replace(self.placed, run=run))
+        run = dataclasses.replace(
+            self.run, training=dataclasses.replace(self.run.training, batch=sequences)
+        )
+        settled = dataclasses.replace(
+            self.settled, placed=dataclasses.replace(self.placed, run=run)
+        )
         return dataclasses.replace(self, settled=settled)
 
     @functools.cached_property
@@ -117,15 +126,31 @@ class DeviceRun:
             from meshwright.models.quantisation import low_precision_gather, with_low_precision
 
             gather = low_precision_gather(
-                gather, self.params, self.placements, training.matmul_precision, settled.in_low_precision
+                gather,
+                self.params,
+                self.placements,
+                training.matmul_precision,
+                settled.in_low_precision,
             )
-            multiply = with_low_precision(grouped) if grouped and settled.low_precision_experts else multiply
+            multiply = (
+                with_low_precision(grouped)
+                if grouped and settled.low_precision_experts
+                else multiply
+            )
         finetune, learned = self.run.finetune, None
         if finetune.method == "lora" or finetune.objective == "preferences":
             from meshwright.models import adapters, preferences
 
-            gather = adapters.adapter_gather(gather, finetune.scale) if finetune.method == "lora" else gather
-            learned = preferences.Preferences(finetune.beta) if finetune.objective == "preferences" else None
+            gather = (
+                adapters.adapter_gather(gather, finetune.scale)
+                if finetune.method == "lora"
+                else gather
+            )
+            learned = (
+                preferences.Preferences(finetune.beta)
+                if finetune.objective == "preferences"
+                else None
+            )
         return LocalModel(
             self.run.model,
             training,
@@ -156,7 +181,11 @@ class DeviceRun:
         def axes(p: Param, where: Placements) -> Axes:
             if self.placed.sums_gradients_last or p.role is None or "L" not in p.dims or p.frozen:
                 return ()
-            return tuple(a for a in BATCH_AXES if self.shape.degrees()[a] > 1 and a not in axes_of(where.optimizer))
+            return tuple(
+                a
+                for a in BATCH_AXES
+                if self.shape.degrees()[a] > 1 and a not in axes_of(where.optimizer)
+            )
 
         return tree_map(axes, self.params, self.placements)
 
@@ -187,8 +216,12 @@ class DeviceRun:
             params = with_reference(params, where.params, self.params)
         sharded = shardings(self.mesh, self.placements, "optimizer")
         trained, sharded = (trained_only(self.params, tree) for tree in (params, sharded))
-        optimizer = jax.jit(self.optimizer.init, out_shardings=where.optimizer)(jax.device_put(trained, sharded))
-        step, healthy = jax.device_put((np.zeros((), np.int32), np.ones((), np.bool_)), (where.step, where.healthy))
+        optimizer = jax.jit(self.optimizer.init, out_shardings=where.optimizer)(
+            jax.device_put(trained, sharded)
+        )
+        step, healthy = jax.device_put(
+            (np.zeros((), np.int32), np.ones((), np.bool_)), (where.step, where.healthy)
+        )
         return State(step, healthy, params, optimizer)
 
     def compiler_options(self) -> dict[str, str]:
@@ -197,7 +230,11 @@ class DeviceRun:
         Raises ConfigError for a word of the run that is no option.
         """
         refused = self.refused_compiler_options
-        return {name: value for name, value in self.settled.compiler_options.items() if name not in refused}
+        return {
+            name: value
+            for name, value in self.settled.compiler_options.items()
+            if name not in refused
+        }
 
     @functools.cached_property
     def refused_compiler_options(self) -> tuple[str, ...]:
@@ -207,7 +244,11 @@ class DeviceRun:
             return ()
         refused = refused_options(self.mesh.devices.flat[0], tuple(wanted.items()))
         fixed = self.settled.machine.determinism.compiler_options if self.settled.fixes_bits else {}
-        own = [name for name in refused if name in fixed or any(word.startswith(f"{name}=") for word in words)]
+        own = [
+            name
+            for name in refused
+            if name in fixed or any(word.startswith(f"{name}=") for word in words)
+        ]
         if own:
             option = "deterministic" if own[0] in fixed else "compiler-options"
             raise ConfigError(
@@ -238,7 +279,11 @@ def abstract_batch_of(model: Model, device_run: DeviceRun) -> Any:
 
 def param_specs(placements: Tree, which: str) -> Tree:
     """Returns the same tree of PartitionSpecs; `which` is a field of `Placements`."""
-    return jax.tree.map(lambda p: to_spec(getattr(p, which)), placements, is_leaf=lambda x: isinstance(x, Placements))
+    return jax.tree.map(
+        lambda p: to_spec(getattr(p, which)),
+        placements,
+        is_leaf=lambda x: isinstance(x, Placements),
+    )
 
 
 def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
@@ -257,25 +302,42 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     dtype = jnp.dtype(training.param_dtype)
     sharded = shardings(mesh, placed.placements, "at_rest")
     params = tree_map(
-        lambda p, where: jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.stored or dtype), sharding=where),
+        lambda p, where: jax.ShapeDtypeStruct(
+            p.shape, jnp.dtype(p.stored or dtype), sharding=where
+        ),
         placed.params,
         sharded,
     )
-    described, placements = (trained_only(placed.params, tree) for tree in (placed.params, placed.placements))
+    described, placements = (
+        trained_only(placed.params, tree) for tree in (placed.params, placed.placements)
+    )
     layer_map = None
     if run.optimizer.name not in ELEMENTWISE and placed.spec.layers:
         from meshwright.step.matrices import LayerMap
 
-        layer_map = LayerMap(mesh, placed.shape, described, placements, jnp.dtype(training.compute_dtype))
+        layer_map = LayerMap(
+            mesh, placed.shape, described, placements, jnp.dtype(training.compute_dtype)
+        )
     optimizer = build_update_rule(run.optimizer, training, described, layer_map)
-    state, where = place_optimizer_state(optimizer, trained_only(placed.params, params), placements, placed.shape)
+    state, where = place_optimizer_state(
+        optimizer, trained_only(placed.params, params), placements, placed.shape
+    )
     leaves = [
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, to_spec(placement)))
+        jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, to_spec(placement))
+        )
         for leaf, placement in zip(jax.tree.leaves(state), where, strict=True)
     ]
     state = jax.tree.unflatten(jax.tree.structure(state), leaves)
     replicated = NamedSharding(mesh, PartitionSpec())
-    step, healthy = (jax.ShapeDtypeStruct((), kind, sharding=replicated) for kind in (jnp.int32, jnp.bool_))
-    changed = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated) for n, x in run.model.variables().items()}
-    abstract = State(cast(Any, step), cast(Any, healthy), params, state, (changed,) if changed else ())
+    step, healthy = (
+        jax.ShapeDtypeStruct((), kind, sharding=replicated) for kind in (jnp.int32, jnp.bool_)
+    )
+    changed = {
+        n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)
+        for n, x in run.model.variables().items()
+    }
+    abstract = State(
+        cast(Any, step), cast(Any, healthy), params, state, (changed,) if changed else ()
+    )
     return DeviceRun(settled, mesh, optimizer, abstract)

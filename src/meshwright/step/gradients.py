@@ -29,7 +29,9 @@ Sums = tuple[Metrics, dict[str, Aux]]
 
 
 @functools.singledispatch
-def build_gradients(model: Model, device_run: DeviceRun) -> Callable[..., tuple[Tree, Metrics, Any]]:
+def build_gradients(
+    model: Model, device_run: DeviceRun
+) -> Callable[..., tuple[Tree, Metrics, Any]]:
     """Returns `(params, step, batch, *variables) -> (gradients, metrics, aux)` of a model family.
 
     Gradients are those of trained parameters, clipped and in the optimizer's placement. Metrics and aux are summed over
@@ -40,7 +42,9 @@ def build_gradients(model: Model, device_run: DeviceRun) -> Callable[..., tuple[
     # Any parameter of a stack knows in which rows its layers are.
     stacked = {path: jax.tree.leaves(placed.params[path], is_leaf=is_param)[0] for path in stacks}
 
-    def gradients(params: Tree, step: jax.Array, batch: Batch) -> tuple[Tree, Metrics, dict[str, Aux]]:
+    def gradients(
+        params: Tree, step: jax.Array, batch: Batch
+    ) -> tuple[Tree, Metrics, dict[str, Aux]]:
         grads, (metrics, aux) = _accumulate(device_run, params, step, batch)
         with jax.named_scope("gradients"):
             grads, norm = _reduce(device_run, grads)
@@ -48,7 +52,10 @@ def build_gradients(model: Model, device_run: DeviceRun) -> Callable[..., tuple[
             grads = clip(grads, norm, run.optimizer.grad_clip_norm)
             aux = jax.tree.map(lambda a: all_gather(all_reduce(a, TOKEN_AXES), ("stage",), 0), aux)
         metrics = {**metrics, "gradient norm": (norm, jnp.ones(()))}
-        by_layer = {path: jax.tree.map(lambda a, p=p: rows_to_layers(p, a), aux[path]) for path, p in stacked.items()}
+        by_layer = {
+            path: jax.tree.map(lambda a, p=p: rows_to_layers(p, a), aux[path])
+            for path, p in stacked.items()
+        }
         return grads, {**metrics, **model.layer_metrics(by_layer, run.training.batch)}, aux
 
     return jax.shard_map(
@@ -64,7 +71,9 @@ def build_gradients(model: Model, device_run: DeviceRun) -> Callable[..., tuple[
     )
 
 
-def _accumulate(device_run: DeviceRun, params: Tree, step: jax.Array, batch: Batch) -> tuple[Tree, Sums]:
+def _accumulate(
+    device_run: DeviceRun, params: Tree, step: jax.Array, batch: Batch
+) -> tuple[Tree, Sums]:
     training, model, placed = device_run.run.training, device_run.local_model, device_run.placed
     local = batch.inputs.shape[0]
     sequences_B = (axis_index(BATCH_AXES) * local + jnp.arange(local)).astype(jnp.uint32)
@@ -75,12 +84,16 @@ def _accumulate(device_run: DeviceRun, params: Tree, step: jax.Array, batch: Bat
         return Dropout(training.dropout, key, sequences_B, placed.sequence.local_positions())
 
     def loss_fn(trained: Tree, sequences_B: jax.Array, batch: Batch) -> Any:
-        return model.loss_fn(with_frozen(placed.params, trained, params), batch, dropout(sequences_B), total)
+        return model.loss_fn(
+            with_frozen(placed.params, trained, params), batch, dropout(sequences_B), total
+        )
 
     trained = trained_only(placed.params, params)
     if training.microbatches == 1 and placed.shape.stage == 1:
         return jax.grad(loss_fn, has_aux=True)(trained, sequences_B, batch)
-    parts: Any = jax.tree.map(lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), (sequences_B, batch))
+    parts: Any = jax.tree.map(
+        lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), (sequences_B, batch)
+    )
     if placed.shape.stage > 1:
         from meshwright.step.pipeline import PipelineModel
 
@@ -89,7 +102,9 @@ def _accumulate(device_run: DeviceRun, params: Tree, step: jax.Array, batch: Bat
     return _add_microbatches(loss_fn, trained, parts)
 
 
-def _add_microbatches(loss_fn: Callable[[Tree, jax.Array, Batch], Any], params: Tree, parts: Any) -> tuple[Tree, Sums]:
+def _add_microbatches(
+    loss_fn: Callable[[Tree, jax.Array, Batch], Any], params: Tree, parts: Any
+) -> tuple[Tree, Sums]:
     """Sums the gradients of the microbatches in float32, each layer's into the sum as soon as it is known.
 
     parts: sequence indices and batch, with a leading dimension of microbatches. Without references all gradients of
@@ -105,11 +120,15 @@ def _add_microbatches(loss_fn: Callable[[Tree, jax.Array, Batch], Any], params: 
 
     def add(more: Any, part: tuple[jax.Array, Batch]) -> tuple[Any, None]:
         vjp: Any
-        value, vjp, sums = jax.vjp(lambda of: loss_fn(jax.tree.map(read, of, params), *part), given, has_aux=True)
+        value, vjp, sums = jax.vjp(
+            lambda of: loss_fn(jax.tree.map(read, of, params), *part), given, has_aux=True
+        )
         vjp.with_refs(references)(jnp.ones_like(value))
         return jax.tree.map(jnp.add, more, sums), None
 
-    more = jax.eval_shape(lambda part: loss_fn(params, *part)[1], jax.tree.map(lambda x: x[0], parts))
+    more = jax.eval_shape(
+        lambda part: loss_fn(params, *part)[1], jax.tree.map(lambda x: x[0], parts)
+    )
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), more)
     sums = jax.lax.scan(add, zeros, parts)[0]
     return jax.tree.map(jax.freeze, references), sums
@@ -119,13 +138,16 @@ def _reduce(device_run: DeviceRun, grads: Tree) -> tuple[Tree, jax.Array]:
     """Sums gradients over devices into the optimizer's placement; returns them and their global norm."""
     shape = device_run.shape
     placements, summed = (
-        trained_only(device_run.params, t) for t in (device_run.placements, device_run.summed_in_backward)
+        trained_only(device_run.params, t)
+        for t in (device_run.placements, device_run.summed_in_backward)
     )
     # A parameter's gradient is partial over every axis that does not split it: over the batch axes because each device
     # has its own sequences, over `tensor` because it has its own part of the sequence or of the heads. Over some the
     # backward pass has summed already.
     lacking = jax.tree.map(
-        lambda where, summed: tuple(a for a in AXES if a not in axes_of(where.optimizer) and a not in summed),
+        lambda where, summed: tuple(
+            a for a in AXES if a not in axes_of(where.optimizer) and a not in summed
+        ),
         placements,
         summed,
     )
@@ -133,7 +155,8 @@ def _reduce(device_run: DeviceRun, grads: Tree) -> tuple[Tree, jax.Array]:
     treedef: Any = jax.tree.structure(grads)
     # An element that several devices have counts once: each adds its square divided by the number of holders.
     squares = sum(
-        jnp.sum(jnp.square(g.astype(jnp.float32))) * (shape.over(axes_of(where.optimizer)) / shape.size)
+        jnp.sum(jnp.square(g.astype(jnp.float32)))
+        * (shape.over(axes_of(where.optimizer)) / shape.size)
         for g, where in zip(jax.tree.leaves(grads), treedef.flatten_up_to(placements), strict=True)
     )
     return grads, jnp.sqrt(all_reduce(jnp.asarray(squares), tuple(AXES)))

@@ -29,7 +29,9 @@ def adafactor(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
             for path, p in named_leaves(params).items()
         ],
     )
-    by_layer = {label: one if label == "tables" else _by_layer(one) for label in jax.tree.leaves(labels)}
+    by_layer = {
+        label: one if label == "tables" else _by_layer(one) for label in jax.tree.leaves(labels)
+    }
     return optax.chain(
         optax.partition(by_layer, labels),
         optax.add_decayed_weights(o.weight_decay, mask=decays(params)),
@@ -41,7 +43,9 @@ def _by_layer(rule: Rule) -> Rule:
     """Applies a rule to each layer of stacks [L, ...]. What does not depend on the layer, a count, is kept once."""
 
     def axes(params: Tree) -> Any:
-        state = jax.eval_shape(rule.init, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params))
+        state = jax.eval_shape(
+            rule.init, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
+        )
         return jax.tree.map(lambda leaf: 0 if leaf.ndim else None, state)
 
     def init(params: Tree) -> Any:
@@ -49,7 +53,9 @@ def _by_layer(rule: Rule) -> Rule:
 
     def update(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
         state_axes = axes(params)
-        return jax.vmap(rule.update, in_axes=(0, state_axes, 0), out_axes=(0, state_axes))(grads, state, params)
+        return jax.vmap(rule.update, in_axes=(0, state_axes, 0), out_axes=(0, state_axes))(
+            grads, state, params
+        )
 
     return Rule(init, update)
 
@@ -57,11 +63,21 @@ def _by_layer(rule: Rule) -> Rule:
 def muon(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
     """Returns Muon for the matrices of layers, and AdamW for all other parameters. params: descriptions."""
     matrices = optax.chain(
-        _scale_by_muon(o, params), optax.add_decayed_weights(o.weight_decay), optax.scale_by_learning_rate(rate)
+        _scale_by_muon(o, params),
+        optax.add_decayed_weights(o.weight_decay),
+        optax.scale_by_learning_rate(rate),
     )
-    mask = tree_map(lambda p: optax.MaskedNode() if orthogonalised(p) else p.init == "normal", params)
+    mask = tree_map(
+        lambda p: optax.MaskedNode() if orthogonalised(p) else p.init == "normal", params
+    )
     others = optax.adamw(
-        rate, o.beta1, o.beta2, eps=o.epsilon, mu_dtype=o.moment_dtype, weight_decay=o.weight_decay, mask=mask
+        rate,
+        o.beta1,
+        o.beta2,
+        eps=o.epsilon,
+        mu_dtype=o.moment_dtype,
+        weight_decay=o.weight_decay,
+        mask=mask,
     )
     labels = tree_map(lambda p: "matrices" if orthogonalised(p) else "others", params)
     return optax.partition({"matrices": matrices, "others": others}, labels)
@@ -92,10 +108,14 @@ def _scale_by_muon(o: Optimizer, params: Tree) -> optax.GradientTransformationEx
         grads: Tree, state: MuonState, arrays: Tree = None, *, layer_map: LayerMap, **_: Any
     ) -> tuple[Tree, MuonState]:
         count = state.step + 1
-        mu = jax.tree.map(lambda m, g: o.beta1 * m.astype(jnp.float32) + (1 - o.beta1) * g, state.mu, grads)
+        mu = jax.tree.map(
+            lambda m, g: o.beta1 * m.astype(jnp.float32) + (1 - o.beta1) * g, state.mu, grads
+        )
         # Bias of the momentum one step ahead, which is Nesterov's, as in optax.contrib.muon.
         ahead, now = 1 - o.beta1 ** (count + 1), 1 - o.beta1**count
-        nesterov = jax.tree.map(lambda m, g: o.beta1 * m / ahead + (1 - o.beta1) * g / now, mu, grads)
+        nesterov = jax.tree.map(
+            lambda m, g: o.beta1 * m / ahead + (1 - o.beta1) * g / now, mu, grads
+        )
         leaves = dict(zip(named_leaves(params), treedef.flatten_up_to(nesterov), strict=True))
         found = orthogonalise({path: leaves[path] for path in matrices}, layer_map, o.muon_heads)
         updates = treedef.unflatten([found.get(path, leaf) for path, leaf in leaves.items()])

@@ -78,7 +78,10 @@ class Owners:
 
 def _sharded(where: Placement, among: Any) -> list[tuple[int, Axes]]:
     """Returns the dimensions after the layers that are sharded over some of the axes `among`, and over which."""
-    found = [(dim, tuple(axis for axis in axes if axis in among)) for dim, axes in enumerate(where[1:], 1)]
+    found = [
+        (dim, tuple(axis for axis in axes if axis in among))
+        for dim, axes in enumerate(where[1:], 1)
+    ]
     return [(dim, axes) for dim, axes in found if axes]
 
 
@@ -92,7 +95,10 @@ def _merge_in_front(x: jax.Array, lead: list[str], axes: Axes) -> tuple[jax.Arra
 def owners_of(where: Placement, split: Axes, mesh: MeshShape) -> Owners:
     """Returns the devices that share the layers of a parameter. split: axes along which other layers lie."""
     sharded = tuple(axis for axis in axes_of(where) if axis not in split)
-    axes = (*sharded, *(a for a, n in mesh.degrees().items() if n > 1 and a not in sharded and a not in split))
+    axes = (
+        *sharded,
+        *(a for a, n in mesh.degrees().items() if n > 1 and a not in sharded and a not in split),
+    )
     return Owners(axes, tuple(mesh.degrees()[axis] for axis in axes))
 
 
@@ -120,36 +126,53 @@ class Job:
 
     def rows(self, start: int, stop: int | None) -> "Job":
         """Returns the job of some of the layers."""
-        return dataclasses.replace(self, arguments=jax.tree.map(lambda x: x[start:stop], self.arguments))
+        return dataclasses.replace(
+            self, arguments=jax.tree.map(lambda x: x[start:stop], self.arguments)
+        )
 
     def in_rounds(self, function: LayerFunction, rounds: int, each: int = 1) -> Any:
         """Returns local blocks of the outputs for the first n * rounds * each layers, `each` of a device at a time."""
         owners, flat = self.owners, self.flat()
-        split = [x.reshape(math.prod(owners.of(owners.unsplit(w))), rounds, -1, *x.shape[1:]) for x, w in flat]
+        split = [
+            x.reshape(math.prod(owners.of(owners.unsplit(w))), rounds, -1, *x.shape[1:])
+            for x, w in flat
+        ]
 
         def one(i: Any) -> Any:
             taken = [jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False) for x in split]
-            whole = [owners.fetch(x.reshape(-1, *x.shape[2:]), w) for x, (_, w) in zip(taken, flat, strict=True)]
+            whole = [
+                owners.fetch(x.reshape(-1, *x.shape[2:]), w)
+                for x, (_, w) in zip(taken, flat, strict=True)
+            ]
             found = function(*jax.tree.unflatten(jax.tree.structure(self.arguments), whole))
             treedef: Any
             leaves, treedef = jax.tree.flatten(found)
-            back = [owners.give_back(x, w) for x, w in zip(leaves, treedef.flatten_up_to(self.where_out), strict=True)]
+            back = [
+                owners.give_back(x, w)
+                for x, w in zip(leaves, treedef.flatten_up_to(self.where_out), strict=True)
+            ]
             return treedef.unflatten([x.reshape(-1, each, *x.shape[1:]) for x in back])
 
         if rounds == 1:
             return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), one(0))
 
         def add(i: Any, out: Any) -> Any:
-            return jax.tree.map(lambda o, x: jax.lax.dynamic_update_index_in_dim(o, x, i, 1), out, one(i))
+            return jax.tree.map(
+                lambda o, x: jax.lax.dynamic_update_index_in_dim(o, x, i, 1), out, one(i)
+            )
 
-        out = jax.tree.map(lambda x: jnp.zeros((x.shape[0], rounds, *x.shape[1:]), x.dtype), jax.eval_shape(one, 0))
+        out = jax.tree.map(
+            lambda x: jnp.zeros((x.shape[0], rounds, *x.shape[1:]), x.dtype), jax.eval_shape(one, 0)
+        )
         out = jax.lax.fori_loop(0, rounds, add, out)
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), out)
 
 
 def pad_layers(x: jax.Array, rows: int) -> jax.Array:
     """Repeats the last layer of x [L, ...] up to `rows` layers: a layer of zeros may have no inverse."""
-    return jnp.concatenate([x, jnp.repeat(x[-1:], rows - x.shape[0], 0)]) if rows > x.shape[0] else x
+    return (
+        jnp.concatenate([x, jnp.repeat(x[-1:], rows - x.shape[0], 0)]) if rows > x.shape[0] else x
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,24 +206,35 @@ class LayerMap:
 
         def place(i: int, tree: Any) -> Any:
             where = flat_placements[i].optimizer
-            return jax.tree.map(lambda x: like_param(x.shape, leaves[i].shape, where, self.shape), tree)
+            return jax.tree.map(
+                lambda x: like_param(x.shape, leaves[i].shape, where, self.shape), tree
+            )
 
         arguments = [tuple(column[i] for column in columns) for i in chosen]
         outputs = [jax.eval_shape(function, *args) for args in arguments]
         where_in, where_out = (
-            [place(i, tree) for i, tree in zip(chosen, trees, strict=True)] for trees in (arguments, outputs)
+            [place(i, tree) for i, tree in zip(chosen, trees, strict=True)]
+            for trees in (arguments, outputs)
         )
-        owners = [owners_of(flat_placements[i].optimizer, flat_placements[i].optimizer[0], self.shape) for i in chosen]
+        owners = [
+            owners_of(flat_placements[i].optimizer, flat_placements[i].optimizer[0], self.shape)
+            for i in chosen
+        ]
 
         def local(arguments: list[Any]) -> list[Any]:
             jobs = [Job(*each) for each in zip(owners, arguments, where_in, where_out, strict=True)]
             return _layers_of_all(function, jobs)
 
         specs = [
-            [jax.tree.map(lambda _, w: to_spec(w), tree, where) for tree, where in zip(trees_, wheres, strict=True)]
+            [
+                jax.tree.map(lambda _, w: to_spec(w), tree, where)
+                for tree, where in zip(trees_, wheres, strict=True)
+            ]
             for trees_, wheres in ((arguments, where_in), (outputs, where_out))
         ]
-        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=(specs[0],), out_specs=specs[1], check_vma=False)
+        mapped = jax.shard_map(
+            local, mesh=self.mesh, in_specs=(specs[0],), out_specs=specs[1], check_vma=False
+        )
         found = dict(zip(chosen, mapped(arguments), strict=True))
         return treedef.unflatten([found.get(i) for i in range(len(leaves))])
 
@@ -211,12 +245,16 @@ def _layers_of_all(function: LayerFunction, jobs: list[Job]) -> list[Any]:
     left: dict[Any, list[int]] = {}
     for i, job in enumerate(jobs):
         flat, own = job.flat(), job.owners
-        rows = max(x.shape[0] * math.prod(own.of(tuple(a for a in w[0] if a in own.axes))) for x, w in flat)
+        rows = max(
+            x.shape[0] * math.prod(own.of(tuple(a for a in w[0] if a in own.axes))) for x, w in flat
+        )
         rounds = rows // own.count
         if rounds:
             whole = rounds * own.count
             # Where layers are split by owner, owners divide them.
-            done[i].append((job if whole == rows else job.rows(0, whole)).in_rounds(function, rounds))
+            done[i].append(
+                (job if whole == rows else job.rows(0, whole)).in_rounds(function, rounds)
+            )
         if rows > rounds * own.count:
             key = (rows - rounds * own.count, own, *((x.shape[1:], x.dtype, w) for x, w in flat))
             left.setdefault(key, []).append(i)
@@ -224,9 +262,13 @@ def _layers_of_all(function: LayerFunction, jobs: list[Job]) -> list[Any]:
         parts = [jobs[i].rows(-rows, None) for i in members]
         rounds = -(-rows * len(members) // own.count)
         padded = jax.tree.map(
-            lambda *xs, n=rounds * own.count: pad_layers(jnp.concatenate(xs), n), *(part.arguments for part in parts)
+            lambda *xs, n=rounds * own.count: pad_layers(jnp.concatenate(xs), n),
+            *(part.arguments for part in parts),
         )
         found = dataclasses.replace(parts[0], arguments=padded).in_rounds(function, rounds)
         for number, i in enumerate(members):
             done[i].append(jax.tree.map(lambda x, n=number, r=rows: x[n * r : (n + 1) * r], found))
-    return [parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts) for parts in done]
+    return [
+        parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+        for parts in done
+    ]

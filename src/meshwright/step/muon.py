@@ -22,7 +22,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshwright.comm.collectives import all_gather, all_reduce, all_to_all, local_shard, reduce_scatter
+from meshwright.comm.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    local_shard,
+    reduce_scatter,
+)
 from meshwright.config import MeshShape, MuonHeads
 from meshwright.sharding.params import Param, Tree, named_leaves
 from meshwright.sharding.placement import Placement, axes_of, local_shape, to_spec
@@ -78,7 +84,9 @@ class Stack:
     def each(self) -> int:
         """Rows that each device owns in a round."""
         most = max(1, _IN_A_ROUND // (self.rows * self.columns * self.heads))
-        return max((d for d in range(1, min(most, self.whole) + 1) if self.whole % d == 0), default=1)
+        return max(
+            (d for d in range(1, min(most, self.whole) + 1) if self.whole % d == 0), default=1
+        )
 
     @property
     def left(self) -> int:
@@ -91,7 +99,9 @@ class Stack:
         dims = tuple(d for d in range(1, len(self.shape)) if d != self.head)
         sizes = {dims[: self.contract]: self.rows, dims[self.contract :]: self.columns}
         # Of square matrices those with the same placement shall look alike: a projection and its way back.
-        short, long = sorted(sizes, key=lambda side: (sizes[side], len(side), [self.where[d] for d in side]))
+        short, long = sorted(
+            sizes, key=lambda side: (sizes[side], len(side), [self.where[d] for d in side])
+        )
         return short, long
 
     @property
@@ -141,14 +151,30 @@ class MuonPlan:
         """Returns the collectives of an update: matrices to their owners and back, and the products of split ones."""
         found: list[Exchange] = []
 
-        def move(stack: Stack, mine: float, count: float, gathered: tuple[int, ...], dims: tuple[int, ...]) -> None:
+        def move(
+            stack: Stack,
+            mine: float,
+            count: float,
+            gathered: tuple[int, ...],
+            dims: tuple[int, ...],
+        ) -> None:
             """Adds what brings `mine` elements to a device and takes as many back. gathered: some of `dims`."""
-            split = (tuple(axis for axis in stack.where[d] if axis in stack.owners.axes) for d in gathered)
+            split = (
+                tuple(axis for axis in stack.where[d] if axis in stack.owners.axes)
+                for d in gathered
+            )
             found.extend(Exchange("all-to-all", axes, mine, 2 * count) for axes in split if axes)
             sharded = {axis for d in dims for axis in stack.where[d]}
             replicated = tuple(axis for axis in stack.owners.axes if axis not in sharded)
             if replicated:
-                found.append(Exchange("all-gather", replicated, mine * math.prod(stack.owners.of(replicated)), count))
+                found.append(
+                    Exchange(
+                        "all-gather",
+                        replicated,
+                        mine * math.prod(stack.owners.of(replicated)),
+                        count,
+                    )
+                )
 
         for s in self.stacks:
             if s.whole:
@@ -162,8 +188,14 @@ class MuonPlan:
             if rest.split:
                 move(s, float(rest.split * s.rows * s.columns) / n, 1.0, s.sides[0], dims)
                 square = float((short + -short % n) ** 2)
-                found.append(Exchange("reduce-scatter", s.owners.axes, square, float(STEPS * rest.split), True))
-                found.append(Exchange("all-gather", s.owners.axes, square, float(2 * STEPS * rest.split)))
+                found.append(
+                    Exchange(
+                        "reduce-scatter", s.owners.axes, square, float(STEPS * rest.split), True
+                    )
+                )
+                found.append(
+                    Exchange("all-gather", s.owners.axes, square, float(2 * STEPS * rest.split))
+                )
         return found
 
     def temporaries(self) -> tuple[float, float]:
@@ -185,7 +217,9 @@ class MuonPlan:
             even += s.shape[0] * s.heads * matrix / s.owners.count
         for rest in self.rests:
             s = rest.members[0]
-            done += (rest.rounds + rest.split / s.owners.count) * newton_schulz_flops(s.rows, s.columns)
+            done += (rest.rounds + rest.split / s.owners.count) * newton_schulz_flops(
+                s.rows, s.columns
+            )
         return done, even
 
 
@@ -211,7 +245,9 @@ def plan_muon(params: Tree, placements: Tree, mesh: MeshShape, heads: MuonHeads)
             total = sum(stack.shape[0] * stack.heads for stack in members)
             padded = (-count % n) <= _PADDING * total
             left = tuple(stack for stack in members if stack.left)
-            rests.append(Rest(left, -(-count // n), 0) if padded else Rest(left, count // n, count % n))
+            rests.append(
+                Rest(left, -(-count // n), 0) if padded else Rest(left, count // n, count % n)
+            )
     return MuonPlan(stacks, rests)
 
 
@@ -235,7 +271,9 @@ def _stack(path: str, p: Param, where: Placement, mesh: MeshShape, heads: MuonHe
     )
 
 
-def orthogonalise(arrays: dict[str, jax.Array], layer_map: LayerMap, heads: MuonHeads) -> dict[str, jax.Array]:
+def orthogonalise(
+    arrays: dict[str, jax.Array], layer_map: LayerMap, heads: MuonHeads
+) -> dict[str, jax.Array]:
     """Returns the scaled orthogonal factor of every matrix, float32, placed like the optimizer state.
 
     arrays: by path, float32. They are exchanged and multiplied in the compute dtype (bfloat16 by K. Jordan's design).
@@ -246,25 +284,33 @@ def orthogonalise(arrays: dict[str, jax.Array], layer_map: LayerMap, heads: Muon
     specs = {s.path: to_spec(wheres[s.path].optimizer) for s in stacks}
 
     def local(blocks: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        rows = {s.path: blocks[s.path].astype(layer_map.compute_dtype).reshape(s.shape) for s in stacks}
+        rows = {
+            s.path: blocks[s.path].astype(layer_map.compute_dtype).reshape(s.shape) for s in stacks
+        }
         parts: dict[str, list[jax.Array]] = {s.path: [] for s in stacks}
         for s in stacks:
             if s.whole:
-                job = Job(s.owners, (rows[s.path][: s.whole * s.owners.count],), (s.where,), s.where)
-                parts[s.path].append(job.in_rounds(functools.partial(_of_rows, s), s.whole // s.each, s.each))
+                job = Job(
+                    s.owners, (rows[s.path][: s.whole * s.owners.count],), (s.where,), s.where
+                )
+                parts[s.path].append(
+                    job.in_rounds(functools.partial(_of_rows, s), s.whole // s.each, s.each)
+                )
         for rest in plan.rests:
             for s, found in zip(rest.members, _orthogonalise_rest(rest, rows), strict=True):
                 parts[s.path].append(found)
         scale = {s.path: _RMS * math.sqrt(max(s.rows, s.columns)) for s in stacks}
         return {
-            path: (scale[path] * (x[0] if len(x) == 1 else jnp.concatenate(x)).astype(jnp.float32)).reshape(
-                blocks[path].shape
-            )
+            path: (
+                scale[path] * (x[0] if len(x) == 1 else jnp.concatenate(x)).astype(jnp.float32)
+            ).reshape(blocks[path].shape)
             for path, x in parts.items()
         }
 
     with jax.named_scope("muon"):
-        mapped = jax.shard_map(local, mesh=layer_map.mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
+        mapped = jax.shard_map(
+            local, mesh=layer_map.mesh, in_specs=(specs,), out_specs=specs, check_vma=False
+        )
         return mapped(arrays)
 
 
@@ -292,7 +338,9 @@ def _split_newton_schulz(x: jax.Array, owners: Owners) -> jax.Array:
     """
     n, short = owners.count, x.shape[1]
     x = jnp.pad(x, ((0, 0), (0, -short % n), (0, 0)))
-    squares = all_reduce(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(1, 2), keepdims=True), owners.axes)
+    squares = all_reduce(
+        jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(1, 2), keepdims=True), owners.axes
+    )
     x, dtype = _normalised(x, squares), x.dtype
     a, b, c = _COEFFICIENTS
 
@@ -323,13 +371,17 @@ def _orthogonalise_rest(rest: Rest, rows: dict[str, jax.Array]) -> list[jax.Arra
         return x.reshape(-1, *x.shape[1 if s.head is None else 2 :])
 
     def of_matrices(x: jax.Array) -> jax.Array:
-        return _newton_schulz(x.reshape(x.shape[0], math.prod(x.shape[1 : 1 + short]), -1)).reshape(x.shape)
+        return _newton_schulz(x.reshape(x.shape[0], math.prod(x.shape[1 : 1 + short]), -1)).reshape(
+            x.shape
+        )
 
     pooled = jnp.concatenate([matrices(s) for s in rest.members])
     where: Placement = ((), *(first.where[d] for side in first.sides for d in side))
     whole, parts = rest.rounds * owners.count, []
     if rest.rounds:
-        job = Job(owners, (pad_layers(pooled[: min(whole, pooled.shape[0])], whole),), (where,), where)
+        job = Job(
+            owners, (pad_layers(pooled[: min(whole, pooled.shape[0])], whole),), (where,), where
+        )
         parts.append(job.in_rounds(of_matrices, rest.rounds)[: pooled.shape[0]])
     if rest.split:
         parts.append(_orthogonalise_split(pooled[whole:], where, short, owners))
@@ -351,7 +403,10 @@ def _orthogonalise_split(x: jax.Array, where: Placement, short: int, owners: Own
     gathers = [tuple(axis for axis in axes if axis in owners.axes) for axes in where[1 : 1 + short]]
     replicated = tuple(axis for axis in owners.axes if axis not in used)
     x = x.reshape(shape[0], math.prod(shape[1 : 1 + short]), -1)
-    long, parts = x.shape[2], math.prod(owners.of((*replicated, *(axis for axes in gathers for axis in axes))))
+    long, parts = (
+        x.shape[2],
+        math.prod(owners.of((*replicated, *(axis for axes in gathers for axis in axes)))),
+    )
     x = local_shard(jnp.pad(x, ((0, 0), (0, 0), (0, -long % parts))), replicated, 2)
     for axes in gathers:
         x = all_to_all(x, axes, 2, 1)

@@ -27,8 +27,12 @@ def _wsd(o: Optimizer, steps: int) -> optax.Schedule:
 
 
 LR_SCHEDULES: dict[str, Callable[[Optimizer, int], optax.Schedule]] = {
-    "cosine": lambda o, steps: optax.cosine_decay_schedule(o.learning_rate, steps, alpha=o.final_lr_fraction),
-    "linear": lambda o, steps: optax.linear_schedule(o.learning_rate, o.learning_rate * o.final_lr_fraction, steps),
+    "cosine": lambda o, steps: optax.cosine_decay_schedule(
+        o.learning_rate, steps, alpha=o.final_lr_fraction
+    ),
+    "linear": lambda o, steps: optax.linear_schedule(
+        o.learning_rate, o.learning_rate * o.final_lr_fraction, steps
+    ),
     "wsd": _wsd,
     "constant": lambda o, steps: optax.constant_schedule(o.learning_rate),
 }
@@ -64,7 +68,14 @@ def adamw(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
 
 def lion(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
     """Returns Lion (arXiv:2302.06675). params: descriptions."""
-    return optax.lion(rate, o.beta1, o.beta2, mu_dtype=o.moment_dtype, weight_decay=o.weight_decay, mask=decays(params))
+    return optax.lion(
+        rate,
+        o.beta1,
+        o.beta2,
+        mu_dtype=o.moment_dtype,
+        weight_decay=o.weight_decay,
+        mask=decays(params),
+    )
 
 
 def sgd(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
@@ -103,13 +114,17 @@ def build_optimizer(o: Optimizer, steps: int, params: Tree) -> Rule:
             built = rule(o, rate)
         if not (hasattr(built, "init") and hasattr(built, "update")):
             raise ConfigError(
-                f"optimizer {o.name}", f"it returned {type(built).__name__}", "return an optax.GradientTransformation"
+                f"optimizer {o.name}",
+                f"it returned {type(built).__name__}",
+                "return an optax.GradientTransformation",
             )
     if not o.lr_groups:
         return built
     # The updates of each parameter, weight decay included, times the factor of its group.
     factors = lr_factors(o.lr_groups, params)
-    return optax.chain(built, optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, factors)))
+    return optax.chain(
+        built, optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, factors))
+    )
 
 
 def lr_factors(groups: tuple[str, ...], params: Tree) -> Tree:
@@ -170,14 +185,19 @@ class UpdateRule(NamedTuple):
     """`(float32 gradients, state, params, step) -> (params, state)`."""
 
 
-def build_update_rule(o: Optimizer, training: Training, params: Tree, layer_map: Any = None) -> UpdateRule:
+def build_update_rule(
+    o: Optimizer, training: Training, params: Tree, layer_map: Any = None
+) -> UpdateRule:
     """Returns the update of parameters of the run's `param_dtype`. params: descriptions. Raises as build_optimizer.
 
     layer_map: a `LayerMap` (step/matrices.py) for rules that take matrices; without it they only make state.
     """
     rule = build_optimizer(o, training.steps, params)
     if layer_map is not None:
-        rule = Rule(rule.init, functools.partial(optax.with_extra_args_support(rule).update, layer_map=layer_map))
+        rule = Rule(
+            rule.init,
+            functools.partial(optax.with_extra_args_support(rule).update, layer_map=layer_map),
+        )
     if training.param_dtype == "bfloat16":
         return resolve("parameter rounding", training.param_rounding)(rule, training.seed, params)
 
@@ -198,7 +218,9 @@ def place_optimizer_state(
     """
     state = jax.eval_shape(optimizer.init, abstract_params)
     flat = jax.tree_util.tree_flatten_with_path(abstract_params)[0]
-    by_path = {path: (p, where) for (path, p), where in zip(flat, jax.tree.leaves(placements), strict=True)}
+    by_path = {
+        path: (p, where) for (path, p), where in zip(flat, jax.tree.leaves(placements), strict=True)
+    }
 
     def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Placement:
         # optax keeps what belongs to a parameter below that parameter's own path: mu.blocks.query, or, where a rule
@@ -210,4 +232,6 @@ def place_optimizer_state(
                     return like_param(leaf.shape, param.shape, where.optimizer, mesh)
         return ((),) * len(leaf.shape)
 
-    return state, [place(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]]
+    return state, [
+        place(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
+    ]

@@ -91,7 +91,9 @@ class PipelineModel:
     None for the frozen ones)."""
 
     def _take(self, m: jax.Array) -> tuple[jax.Array, Batch]:
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, m, keepdims=False), self.microbatches)
+        return jax.tree.map(
+            lambda x: jax.lax.dynamic_index_in_dim(x, m, keepdims=False), self.microbatches
+        )
 
     def _context(self, m: jax.Array) -> ForwardContext:
         sequences_B, batch = self._take(m)
@@ -101,7 +103,9 @@ class PipelineModel:
         if self.frozen is None:
             return params
         described, arrays = self.frozen
-        return {path: with_frozen(described[path], tree, arrays[path]) for path, tree in params.items()}
+        return {
+            path: with_frozen(described[path], tree, arrays[path]) for path, tree in params.items()
+        }
 
     def embed(self, params: Tree, m: jax.Array) -> jax.Array:
         """Returns x [B, T, D] of a microbatch, on the first stage."""
@@ -109,11 +113,17 @@ class PipelineModel:
 
     def layers(self, part: Part, x: jax.Array) -> tuple[jax.Array, Any]:
         """Returns x after the layers of a part, and their aux: a tree of [rows, ...]."""
-        params, sums, parts = self._all(part.params), self._all(part.sums), self.model.stages.virtual_stages
+        params, sums, parts = (
+            self._all(part.params),
+            self._all(part.sums),
+            self.model.stages.virtual_stages,
+        )
 
         def read(stack: str, number: Any) -> Callable[[], Tree]:
             def row(a: jax.Array) -> jax.Array:
-                return lax.dynamic_index_in_dim(a, part.virtual_stage * (a.shape[0] // parts) + number, keepdims=False)
+                return lax.dynamic_index_in_dim(
+                    a, part.virtual_stage * (a.shape[0] // parts) + number, keepdims=False
+                )
 
             def row_of_sums(a: jax.Array, total: jax.Array, how: Any) -> jax.Array | None:
                 if a is total:  # frozen, or nothing is trained
@@ -126,11 +136,15 @@ class PipelineModel:
             def read_row(a: jax.Array, of: jax.Array | None) -> jax.Array:
                 return row(a) if of is None else with_gradient_of(of, row(a))
 
-            of = jax.tree.map(row_of_sums, params[stack], sums[stack], self.model.gather_params.gathers[stack])
+            of = jax.tree.map(
+                row_of_sums, params[stack], sums[stack], self.model.gather_params.gathers[stack]
+            )
 
             def rows() -> Tree:
                 weights = jax.tree.map(read_row, params[stack], of)
-                return weights | {n: (weights[n], *map(row, pair)) for n, pair in part.rounded[stack].items()}
+                return weights | {
+                    n: (weights[n], *map(row, pair)) for n, pair in part.rounded[stack].items()
+                }
 
             return rows
 
@@ -158,7 +172,9 @@ class PipelineModel:
         """Returns all other parameters: embedding, unembedding, final norm."""
         return {path: tree for path, tree in params.items() if path not in self.model.stacks}
 
-    def gradients(self, table: ScheduleTable, trained: Tree) -> tuple[Tree, tuple[Metrics, dict[str, Aux]]]:
+    def gradients(
+        self, table: ScheduleTable, trained: Tree
+    ) -> tuple[Tree, tuple[Metrics, dict[str, Aux]]]:
         """Returns this device's gradients of the trained parameters, and its metrics and aux."""
         end = _Engine(table, self, trained, self._rounded(trained), trains=True).run()
         return {path: {**end.layers, **end.rest}[path] for path in trained}, (end.sums, end.aux)
@@ -172,7 +188,11 @@ class PipelineModel:
         return {path: self.model.gather_params.rounded(tree, path) for path, tree in stacks.items()}
 
 
-_EVENTS = {"embed": (0, (FORWARD,)), "loss": (-1, (FORWARD,)), "embed gradient": (0, (BACKWARD, BACKWARD_INPUT))}
+_EVENTS = {
+    "embed": (0, (FORWARD,)),
+    "loss": (-1, (FORWARD,)),
+    "embed gradient": (0, (BACKWARD, BACKWARD_INPUT)),
+}
 """What all stages do together: the part that starts it, by index, and the kinds of its tasks."""
 
 
@@ -195,7 +215,10 @@ def branch_ticks(table: ScheduleTable, together: bool = False) -> dict[str, tupl
     for segment, ticks in table.segments:
         running = table.kind[ticks] != IDLE
         taken = running.any(axis=1) if together else running[:, 0]
-        counts |= {scope_of(segment, name): (int(taken[:, i].sum()), len(ticks)) for i, name in enumerate(PLACES)}
+        counts |= {
+            scope_of(segment, name): (int(taken[:, i].sum()), len(ticks))
+            for i, name in enumerate(PLACES)
+        }
         events = {name: int((row[ticks] != NOTHING).sum()) for name, row in _events(table).items()}
         counts |= {scope_of(segment, name): (count, len(ticks)) for name, count in events.items()}
     return {scope: count for scope, count in counts.items() if count[0]}
@@ -208,7 +231,9 @@ def tick_scopes(table: ScheduleTable, costs: Sequence[float], together: bool = F
     """
     counts: Ticks = {}
     for segment, ticks in table.segments:
-        for row, virtual_stages in zip(table.kind[ticks] != IDLE, table.virtual_stage[ticks], strict=True):
+        for row, virtual_stages in zip(
+            table.kind[ticks] != IDLE, table.virtual_stage[ticks], strict=True
+        ):
             stages = [row.any(axis=0)] if together else row
             by_stage = [
                 np.mean([costs[table.parts.part(stage, v)] for v in virtual_stages[stage][runs]])
@@ -216,7 +241,9 @@ def tick_scopes(table: ScheduleTable, costs: Sequence[float], together: bool = F
                 if runs.any()
             ]
             scopes = frozenset(
-                frozenset(scope_of(segment, name) for name, runs in zip(PLACES, own, strict=True) if runs)
+                frozenset(
+                    scope_of(segment, name) for name, runs in zip(PLACES, own, strict=True) if runs
+                )
                 for own in stages
             )
             counts[scopes] = counts.get(scopes, 0.0) + float(max(by_stage, default=1.0))
@@ -240,7 +267,9 @@ class _Segment:
         self.events = {name: row[ticks] for name, row in _events(table).items()}
         # Gradients travel at the beginning of the tick after the one that has computed them; the last tick sends none.
         before = np.asarray(ticks) - 1
-        self.arrivals = [Arrivals(a.hop, a.inputs[ticks], a.gradients[before]) for a in table.arrivals]
+        self.arrivals = [
+            Arrivals(a.hop, a.inputs[ticks], a.gradients[before]) for a in table.arrivals
+        ]
         self.columns = {name: getattr(table, name)[ticks] for name in _COLUMNS}
         self.loss_arrives = table.loss_arrives[ticks]
         self.last_stage = table.parts.last_stage
@@ -254,7 +283,9 @@ class _Segment:
             "any": jnp.asarray(self.running.any(axis=1)),
             "inputs": [jnp.asarray(a.inputs)[:, stage] for a in self.arrivals],
             "gradients": [jnp.asarray(a.gradients)[:, stage] for a in self.arrivals],
-            "loss_arrives": jnp.where(stage == self.last_stage, jnp.asarray(self.loss_arrives), NOTHING),
+            "loss_arrives": jnp.where(
+                stage == self.last_stage, jnp.asarray(self.loss_arrives), NOTHING
+            ),
         }
 
 
@@ -285,7 +316,9 @@ class _Task(NamedTuple):
     gradient_slot: jax.Array
 
 
-_FIRST = _Task._make([True, *[np.int32(0)] * len(_COLUMNS)])  # for shapes, which are those of every task
+_FIRST = _Task._make(
+    [True, *[np.int32(0)] * len(_COLUMNS)]
+)  # for shapes, which are those of every task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,7 +337,10 @@ class _Backward:
     def rebuild(self, kept: list[jax.Array], part: Part) -> Any:
         """Returns the derivative of a part, as `jax.vjp` does."""
         values, given = iter(kept), jax.tree.leaves(part)
-        leaves = [given[self.given[i]] if i in self.given else next(values) for i in range(self.treedef.num_leaves)]
+        leaves = [
+            given[self.given[i]] if i in self.given else next(values)
+            for i in range(self.treedef.num_leaves)
+        ]
         return jax.tree.unflatten(self.treedef, leaves)
 
 
@@ -333,8 +369,16 @@ class _Engine:
     def _start(self) -> _Carry:
         table, model, x, first = self.table, self.model, self.x, jnp.int32(0)
         # The gradients of bfloat16 parameters are bfloat16; the sum of many is float32.
-        grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.params) if self.trains else {}
-        aux = jax.eval_shape(lambda x: self._run_part(self._part(_FIRST), x)[1], x) if self.trains else {}
+        grads = (
+            jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.params)
+            if self.trains
+            else {}
+        )
+        aux = (
+            jax.eval_shape(lambda x: self._run_part(self._part(_FIRST), x)[1], x)
+            if self.trains
+            else {}
+        )
         sums = jax.eval_shape(lambda params, x: model.loss(params, x, first)[1], self.params, x)
         return _Carry(
             inputs=jnp.zeros((table.input_slots, *x.shape), x.dtype),
@@ -343,7 +387,9 @@ class _Engine:
             sent=_zeros_of(x),
             layers=model.stacked(grads) if self.trains else {},
             rest=model.unstacked(grads),
-            aux=jax.tree.map(lambda t: jnp.zeros((table.virtual_stages * t.shape[0], *t.shape[1:]), t.dtype), aux),
+            aux=jax.tree.map(
+                lambda t: jnp.zeros((table.virtual_stages * t.shape[0], *t.shape[1:]), t.dtype), aux
+            ),
             sums=_zeros_of(sums),
         )
 
@@ -361,9 +407,13 @@ class _Engine:
         sent = [send(x, a.hop) if a.has_inputs else None for a in segment.arrivals]
         carry = carry._replace(aux=aux, kept=kept)
         backward = functools.partial(self._backward, unsplit=segment.unsplit)
-        g_x, layers = self._half(segment, now, _INPUT, backward, (_zeros_of(self.x), carry.layers), carry)
+        g_x, layers = self._half(
+            segment, now, _INPUT, backward, (_zeros_of(self.x), carry.layers), carry
+        )
         carry = carry._replace(sent=g_x, layers=layers)
-        layers = self._half(segment, now, _WEIGHT, lambda *given: self._gradients(*given)[1], layers, carry)
+        layers = self._half(
+            segment, now, _WEIGHT, lambda *given: self._gradients(*given)[1], layers, carry
+        )
         carry = carry._replace(layers=layers)
         # A slot is free for what arrives when the tick's last task has read it.
         for value, slot in zip(sent, now["inputs"], strict=True):
@@ -373,7 +423,12 @@ class _Engine:
         return self._event(segment, now, "embed gradient", self._add_embed_gradient, carry), None
 
     def _event(
-        self, segment: _Segment, now: Tick, name: str, do: Callable[[jax.Array, Tick, _Carry], _Carry], carry: _Carry
+        self,
+        segment: _Segment,
+        now: Tick,
+        name: str,
+        do: Callable[[jax.Array, Tick, _Carry], _Carry],
+        carry: _Carry,
     ) -> _Carry:
         return _run_where(
             segment.events[name] != NOTHING,
@@ -384,7 +439,13 @@ class _Engine:
         )
 
     def _half[T](
-        self, segment: _Segment, now: Tick, place: int, run: Callable[[_Task, _Carry, T], T], value: T, carry: _Carry
+        self,
+        segment: _Segment,
+        now: Tick,
+        place: int,
+        run: Callable[[_Task, _Carry, T], T],
+        value: T,
+        carry: _Carry,
     ) -> T:
         """Runs the tasks of one place of a tick; returns `value` on a stage that has none.
 
@@ -394,7 +455,9 @@ class _Engine:
         if not running.any():
             return value
         runs = now["kind"][place] != IDLE
-        task = _Task(runs if together else True, *(jnp.maximum(now[name][place], 0) for name in _COLUMNS))
+        task = _Task(
+            runs if together else True, *(jnp.maximum(now[name][place], 0) for name in _COLUMNS)
+        )
         scope = scope_of(segment.name, PLACES[place])
         return _run_where(
             running.any(axis=1) if together else running,
@@ -419,14 +482,20 @@ class _Engine:
         write, slot = _put, task.input_slot
         if task.runs is not True:
             write, slot = _write_slot, jnp.where(task.runs, task.input_slot, NOTHING)
-        buffers = [write(buffer, value, slot) for buffer, value in zip(otherwise[2], kept, strict=True)]
+        buffers = [
+            write(buffer, value, slot) for buffer, value in zip(otherwise[2], kept, strict=True)
+        ]
         return x, self._add(otherwise[1], aux, task), buffers
 
     def _backward(
         self, task: _Task, carry: _Carry, otherwise: tuple[jax.Array, Layers], unsplit: bool
     ) -> tuple[jax.Array, Layers]:
         sums = otherwise[1]
-        return self._gradients(task, carry, sums) if unsplit else (self._gradients(task, carry, None)[0], sums)
+        return (
+            self._gradients(task, carry, sums)
+            if unsplit
+            else (self._gradients(task, carry, None)[0], sums)
+        )
 
     def _gradients(self, task: _Task, carry: _Carry, sums: Any) -> tuple[jax.Array, Any]:
         """Returns the gradient of a part's input, and `sums` with those of its parameters; None computes none."""
@@ -434,9 +503,15 @@ class _Engine:
         g = _masked((_read_slot(carry.gradients, task.gradient_slot), jnp.ones(())), task.runs)
         part, x = self._part(task), _read_slot(carry.inputs, task.input_slot)
         if sums is None:
-            return _masked(jax.vjp(lambda x: self._run_part(part, x)[0], x)[1](g)[0], task.runs), None
+            return _masked(
+                jax.vjp(lambda x: self._run_part(part, x)[0], x)[1](g)[0], task.runs
+            ), None
         kept = [_read_slot(buffer, task.input_slot) for buffer in carry.kept]
-        vjp = self._backward_of_part.rebuild(kept, part) if self.model.keeps else self._vjp(part, x)[1]
+        vjp = (
+            self._backward_of_part.rebuild(kept, part)
+            if self.model.keeps
+            else self._vjp(part, x)[1]
+        )
         references = jax.tree.map(jax.new_ref, sums)
         g_x = vjp.with_refs(references, jax.ad.GradValue())(g)[1]  # type: ignore[attr-defined]
         return _masked(g_x, task.runs), jax.tree.map(jax.freeze, references)
@@ -445,9 +520,15 @@ class _Engine:
     def _backward_of_part(self) -> "_Backward":
         """How to call the derivative of a part with what a forward pass has kept."""
         part = self._part(_FIRST)
-        traced, shapes = jax.make_jaxpr(lambda *given: self._vjp(*given)[1], return_shape=True)(part, self.x)
-        numbers = {id(var): i for i, var in enumerate(traced.jaxpr.invars[: len(jax.tree.leaves(part))])}
-        given = {i: numbers[id(var)] for i, var in enumerate(traced.jaxpr.outvars) if id(var) in numbers}
+        traced, shapes = jax.make_jaxpr(lambda *given: self._vjp(*given)[1], return_shape=True)(
+            part, self.x
+        )
+        numbers = {
+            id(var): i for i, var in enumerate(traced.jaxpr.invars[: len(jax.tree.leaves(part))])
+        }
+        given = {
+            i: numbers[id(var)] for i, var in enumerate(traced.jaxpr.outvars) if id(var) in numbers
+        }
         return _Backward(*jax.tree.flatten(shapes), given)
 
     def _kept(self) -> list[Any]:
@@ -455,7 +536,9 @@ class _Engine:
         return self._backward_of_part.select(self._backward_of_part.leaves) if keeps else []
 
     def _vjp(self, part: Part, x: jax.Array) -> Any:
-        return jax.vjp(lambda sums, x: self._run_part(part._replace(sums=sums), x), part.sums, x, has_aux=True)
+        return jax.vjp(
+            lambda sums, x: self._run_part(part._replace(sums=sums), x), part.sums, x, has_aux=True
+        )
 
     def _run_part(self, part: Part, x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Any]:
         x, aux = self.model.layers(part, x)
@@ -463,18 +546,26 @@ class _Engine:
 
     def _part(self, task: _Task) -> Part:
         params = self.model.stacked(self.params)
-        sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params) if self.trains else params
+        sums = (
+            jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+            if self.trains
+            else params
+        )
         # The other half of a split backward pass adds the gradients of the weights.
         splits = (self.table.kind == BACKWARD_INPUT).any()
         counts = task.runs & (task.kind != BACKWARD_INPUT) if splits else task.runs
-        return Part(params, self.rounded, sums, jnp.asarray(counts), task.virtual_stage, task.microbatch)
+        return Part(
+            params, self.rounded, sums, jnp.asarray(counts), task.virtual_stage, task.microbatch
+        )
 
     def _add(self, tree: Any, values: Any, task: _Task) -> Any:
         """Returns `tree` with the values of a task added to the rows of its part."""
 
         def add(x: jax.Array, y: jax.Array) -> jax.Array:
             start, n = task.virtual_stage * y.shape[0], y.shape[0]
-            return lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(x, start, n) + y, start, 0)
+            return lax.dynamic_update_slice_in_dim(
+                x, lax.dynamic_slice_in_dim(x, start, n) + y, start, 0
+            )
 
         return jax.tree.map(add, tree, _masked(values, task.runs))
 
@@ -507,7 +598,11 @@ class _Engine:
 
 
 def _run_where[T](
-    happens: np.ndarray, needed: Callable[[], jax.Array], scope: str, run: Callable[[T], T], value: T
+    happens: np.ndarray,
+    needed: Callable[[], jax.Array],
+    scope: str,
+    run: Callable[[T], T],
+    value: T,
 ) -> T:
     """Returns `run(value)` where it is needed, and `value` elsewhere; without a branch where it always happens."""
     if not happens.any():
@@ -517,7 +612,9 @@ def _run_where[T](
         with jax.named_scope(scope):
             return run(value)
 
-    return scoped(value) if happens.all() else lax.cond(needed(), scoped, lambda value: value, value)
+    return (
+        scoped(value) if happens.all() else lax.cond(needed(), scoped, lambda value: value, value)
+    )
 
 
 def _read_slot(buffer: jax.Array, slot: jax.Array) -> jax.Array:

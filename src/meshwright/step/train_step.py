@@ -33,7 +33,11 @@ def matmuls_of(compute_dtype: str) -> Any:
 
     By default TPUs multiply float32 in one pass of bfloat16, and NVIDIA GPUs in TF32.
     """
-    return jax.default_matmul_precision("highest") if compute_dtype == "float32" else contextlib.nullcontext()
+    return (
+        jax.default_matmul_precision("highest")
+        if compute_dtype == "float32"
+        else contextlib.nullcontext()
+    )
 
 
 def build_train_step(device_run: DeviceRun) -> Any:
@@ -44,7 +48,9 @@ def build_train_step(device_run: DeviceRun) -> Any:
     model, where = device_run.run.model, device_run.state_shardings
     gradients = build_gradients(model, device_run)
     described = device_run.params
-    for_update = trained_only(described, shardings(device_run.mesh, device_run.placements, "optimizer"))
+    for_update = trained_only(
+        described, shardings(device_run.mesh, device_run.placements, "optimizer")
+    )
     learning_rate = build_lr_schedule(device_run.run.optimizer, device_run.run.training.steps)
 
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -53,11 +59,23 @@ def build_train_step(device_run: DeviceRun) -> Any:
         params = jax.lax.with_sharding_constraint(trained_only(described, state.params), for_update)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         with matmuls_of(device_run.run.training.compute_dtype):
-            updated, optimizer = device_run.optimizer.update(grads, state.optimizer, params, state.step)
+            updated, optimizer = device_run.optimizer.update(
+                grads, state.optimizer, params, state.step
+            )
         updated = model.post_update(with_frozen(described, updated, state.params), aux)
         updated = with_frozen(described, updated, state.params)
-        finite = jnp.isfinite(jnp.divide(*metrics["loss"])) & jnp.isfinite(metrics["gradient norm"][0]) & state.healthy
-        new = State(state.step + 1, jnp.ones_like(finite), updated, optimizer, aux if state.variables else ())
+        finite = (
+            jnp.isfinite(jnp.divide(*metrics["loss"]))
+            & jnp.isfinite(metrics["gradient norm"][0])
+            & state.healthy
+        )
+        new = State(
+            state.step + 1,
+            jnp.ones_like(finite),
+            updated,
+            optimizer,
+            aux if state.variables else (),
+        )
         new = jax.tree.map(
             # Frozen parameters are the arrays that came in.
             lambda new, old: old if new is old else jnp.where(finite, new, old),
@@ -72,7 +90,9 @@ def build_train_step(device_run: DeviceRun) -> Any:
 
 def _updates(state: State) -> jax.Array:
     """Updates so far by the count of the rule's own schedule, which skipped steps do not advance; else steps."""
-    nodes = jax.tree.leaves(state.optimizer, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState))
+    nodes = jax.tree.leaves(
+        state.optimizer, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState)
+    )
     counts = [node.count for node in nodes if isinstance(node, optax.ScaleByScheduleState)]
     return counts[0] if counts else state.step
 
@@ -82,7 +102,9 @@ class CompiledTrainStep:
 
     def __init__(self, device_run: DeviceRun, like: Batch):
         self._expected = (device_run.abstract, like)
-        self._compiled = compile_on_devices(device_run, build_train_step(device_run).lower(*self._expected), "a step")
+        self._compiled = compile_on_devices(
+            device_run, build_train_step(device_run).lower(*self._expected), "a step"
+        )
 
     def program_text(self) -> str:
         """Returns the compiled program (HLO)."""
@@ -96,7 +118,9 @@ class CompiledTrainStep:
             if changed is None:
                 raise
             raise TrainingError(
-                "the train step, compiled once", f"{changed}; it would be compiled again", "the same shapes every step"
+                "the train step, compiled once",
+                f"{changed}; it would be compiled again",
+                "the same shapes every step",
             ) from error
 
 
@@ -108,8 +132,12 @@ def compile_on_devices(device_run: DeviceRun, lowered: Any, what: str, resident:
     if not device_run.batch_sharding.is_fully_addressable:
         agree_on_program(lowered.as_text())
     options, training = device_run.compiler_options(), device_run.run.training
-    compiled = lowered.compile(compiler_options={**options, **device_run.profile_of(device_run, lowered)})
-    asked = f"{what} of {training.batch} sequences of {training.seq} tokens on mesh {device_run.shape}"
+    compiled = lowered.compile(
+        compiler_options={**options, **device_run.profile_of(device_run, lowered)}
+    )
+    asked = (
+        f"{what} of {training.batch} sequences of {training.seq} tokens on mesh {device_run.shape}"
+    )
     check_memory(compiled, list(device_run.mesh.devices.flat), asked, resident)
     return compiled
 
@@ -144,14 +172,20 @@ def build_eval_step(device_run: DeviceRun) -> Any:
         with matmuls_of(training.compute_dtype):
             if placed.shape.stage == training.microbatches == 1:
                 return all_reduce(sums(batch), TOKEN_AXES)
-            batch_M = jax.tree.map(lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), batch)
+            batch_M = jax.tree.map(
+                lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), batch
+            )
             if placed.shape.stage == 1:
-                return all_reduce(jax.tree.map(lambda x: x.sum(0), jax.lax.map(sums, batch_M)), TOKEN_AXES)
+                return all_reduce(
+                    jax.tree.map(lambda x: x.sum(0), jax.lax.map(sums, batch_M)), TOKEN_AXES
+                )
             sequences_MB = batch_M.positions[:, :, 0]  # unused without dropout
             from meshwright.step.pipeline import PipelineModel
 
             pipeline = PipelineModel(model, (sequences_MB, batch_M), lambda _: no_dropout(), total)
-            return all_reduce(pipeline.sums(placed.forward_table(training.microbatches), params), TOKEN_AXES)
+            return all_reduce(
+                pipeline.sums(placed.forward_table(training.microbatches), params), TOKEN_AXES
+            )
 
     return jax.jit(
         jax.shard_map(
@@ -166,5 +200,7 @@ def build_eval_step(device_run: DeviceRun) -> Any:
 
 def compile_eval_step(device_run: DeviceRun, resident: int = 0) -> Callable[[Tree, Batch], Metrics]:
     """Returns the evaluation step, compiled once. resident: as of `check_memory`. Raises OutOfDeviceMemory."""
-    lowered = build_eval_step(device_run).lower(device_run.abstract.params, device_run.abstract_batch)
+    lowered = build_eval_step(device_run).lower(
+        device_run.abstract.params, device_run.abstract_batch
+    )
     return compile_on_devices(device_run, lowered, "an evaluation step", resident)

@@ -39,7 +39,9 @@ class BucketPath(PosixPath):
 
     def __str__(self) -> str:
         head, colon, tail = super().__str__().partition(":/")
-        return f"{head}://{tail.lstrip('/')}" if colon and head in ("gs", "s3") else super().__str__()
+        return (
+            f"{head}://{tail.lstrip('/')}" if colon and head in ("gs", "s3") else super().__str__()
+        )
 
     @property
     def bucket(self) -> str:
@@ -81,19 +83,28 @@ class BucketPath(PosixPath):
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Returns the size of the object, which is read; a bucket's driver gives no times."""
-        return os.stat_result((stat.S_IFREG | 0o644, 0, 0, 1, 0, 0, len(self.read_bytes()), 0, 0, 0))
+        return os.stat_result(
+            (stat.S_IFREG | 0o644, 0, 0, 1, 0, 0, len(self.read_bytes()), 0, 0, 0)
+        )
 
     def iterdir(self) -> Generator["BucketPath", None, None]:
         """Yields the objects and folders in this folder."""
         for name in dict.fromkeys(key.partition("/")[0] for key in self.object_names()):
             yield self / name
 
-    def glob(self, pattern: str, *, case_sensitive: bool | None = None) -> Generator["BucketPath", None, None]:
+    def glob(
+        self, pattern: str, *, case_sensitive: bool | None = None
+    ) -> Generator["BucketPath", None, None]:
         """Yields the objects in this folder that match a pattern without folders."""
         yield from (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
 
     def open(
-        self, mode: str = "r", buffering: int = -1, encoding: Any = None, errors: Any = None, newline: Any = None
+        self,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: Any = None,
+        errors: Any = None,
+        newline: Any = None,
     ) -> Any:
         """Opens the object to read or write all of it; it is written when the file is closed."""
         if mode.strip("bt") == "r":
@@ -126,7 +137,11 @@ class BucketPath(PosixPath):
         Raises StorageError where no answer comes within `timeout` seconds.
         """
         found = self._wait(self._store().read(self.key), "reading", timeout)
-        return (None, MISSING) if found.state == "missing" else (bytes(found.value), bytes(found.stamp.generation))
+        return (
+            (None, MISSING)
+            if found.state == "missing"
+            else (bytes(found.value), bytes(found.stamp.generation))
+        )
 
     def write_bytes(self, data: Any) -> int:
         """Replaces the object."""
@@ -140,7 +155,9 @@ class BucketPath(PosixPath):
         Returns its new version, or None where it has another. Not every server that speaks S3 looks at the condition.
         Raises StorageError where no answer comes within `timeout` seconds.
         """
-        stamp = self._wait(self._store().write(self.key, data, if_equal=generation), "writing", timeout)
+        stamp = self._wait(
+            self._store().write(self.key, data, if_equal=generation), "writing", timeout
+        )
         return bytes(stamp.generation) or None
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
@@ -170,10 +187,17 @@ class BucketPath(PosixPath):
         prefix = f"{self.key}/" if self.key else ""
         if self.parts[0] == "gs:":
             return {"driver": "gcs", "bucket": self.bucket, "path": prefix}, context(retries)
-        spec = {"driver": "s3", "bucket": self.bucket, "path": prefix, "use_conditional_write": True}
+        spec = {
+            "driver": "s3",
+            "bucket": self.bucket,
+            "path": prefix,
+            "use_conditional_write": True,
+        }
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         if endpoint:
-            region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+            region = (
+                os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+            )
             spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region}
         return spec, context(retries)
 
@@ -188,7 +212,9 @@ class BucketPath(PosixPath):
     def _read(self, part: slice | None) -> Any:
         """Reads a part of the object, or all. Raises EOFError for one beyond its end."""
         if not self.key:
-            raise IsADirectoryError(errno.EISDIR, "this names a bucket, not an object in it", str(self))
+            raise IsADirectoryError(
+                errno.EISDIR, "this names a bucket, not an object in it", str(self)
+            )
         try:
             return self._store().read(self.key, byte_range=part).result()
         except ValueError as error:
@@ -282,7 +308,10 @@ class _Appended(io.BytesIO):
             try:
                 self._put()
             except StorageError as error:
-                print(f"{self.name}: its last lines could not be written: {error.truth}", file=sys.stderr)
+                print(
+                    f"{self.name}: its last lines could not be written: {error.truth}",
+                    file=sys.stderr,
+                )
         self._watching.close()
         super().close()
 
@@ -324,7 +353,13 @@ _REASONS = {
         "the server refused permission (403): no credentials, wrong ones, or ones that may not do this",
         f"a role that may list, read, write and delete objects of the bucket; {_CREDENTIALS}",
     ),
-    ("Could not connect", "Could not resolve", "Couldn't connect", "Couldn't resolve", "Timeout was reached"): (
+    (
+        "Could not connect",
+        "Could not resolve",
+        "Couldn't connect",
+        "Couldn't resolve",
+        "Timeout was reached",
+    ): (
         "the server could not be reached",
         "AWS_ENDPOINT_URL (s3://) or TENSORSTORE_GCS_HTTP_URL (gs://) of a server that answers, or a network",
     ),

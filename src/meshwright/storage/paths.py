@@ -65,7 +65,9 @@ def place_of(name: str) -> str:
     given = name.removeprefix(kind)
     if in_bucket(given):
         return kind + str(path_of(given))
-    if _SCHEME.match(given) or not (glob.has_magic(given) or os.path.exists(os.path.expanduser(given))):
+    if _SCHEME.match(given) or not (
+        glob.has_magic(given) or os.path.exists(os.path.expanduser(given))
+    ):
         return name
     if os.path.exists(os.path.expanduser(given)):
         return kind + str(path_of(given))

@@ -35,5 +35,10 @@ class LocalCheckpoints(Ranged, part="local-checkpoints"):
                 "--local-checkpoints.path /local/ssd --local-checkpoints.every 20",
             )
         if self.path is not None and "://" in self.path:
-            truth, fix = "every host has its own, a bucket is shared", "a folder on each host's disk"
-            raise ConfigError(f"--local-checkpoints.path {self.path}", truth, f"{fix}; --out may be in a bucket")
+            truth, fix = (
+                "every host has its own, a bucket is shared",
+                "a folder on each host's disk",
+            )
+            raise ConfigError(
+                f"--local-checkpoints.path {self.path}", truth, f"{fix}; --out may be in a bucket"
+            )

@@ -83,7 +83,9 @@ def _check_names(names: Sequence[str], folder: Path) -> None:
     """Raises StorageError for a name that leads out of the folder."""
     for name in names:
         if name.startswith("/") or ".." in PurePosixPath(name).parts or "\0" in name:
-            raise StorageError(f"copying {folder}", f"{name!r} leads out of the folder", "delete that object")
+            raise StorageError(
+                f"copying {folder}", f"{name!r} leads out of the folder", "delete that object"
+            )
 
 
 def copy_files(names: Sequence[str], source: Path, target: Path) -> None:
@@ -102,7 +104,9 @@ def copy_files(names: Sequence[str], source: Path, target: Path) -> None:
         expected = copy_file(first, second)
         if (found := sha256_of(second)) != expected:
             truth = f"the copy has SHA-256 {found[:16]}..., the source {expected[:16]}...; the source is as it was"
-            raise StorageError(f"copying {first} to {second}", truth, f"delete {second} and copy again")
+            raise StorageError(
+                f"copying {first} to {second}", truth, f"delete {second} and copy again"
+            )
 
     _of_each(copy, names)
 
@@ -115,7 +119,10 @@ def copy_tree(source: Path, target: Path, last: Sequence[str] = ()) -> None:
     names = files_of(source)
     if not names:
         raise StorageError(f"copying {source}", "there is nothing in it", "a folder that exists")
-    for group in ([name for name in names if name not in last], [name for name in names if name in last]):
+    for group in (
+        [name for name in names if name not in last],
+        [name for name in names if name in last],
+    ):
         copy_files(group, source, target)
 
 
@@ -139,20 +146,30 @@ def local_copy(location: Path, cache: Path) -> Path:
     single = found.is_file()
     names = [found.name] if single else found.object_names()
     if not names:
-        raise StorageError(f"reading {location}", "there is no such object and no such folder", "a name that exists")
+        raise StorageError(
+            f"reading {location}",
+            "there is no such object and no such folder",
+            "a name that exists",
+        )
     _check_names(names, location)
     origin = found.parent if single else found
-    target = cache / "buckets" / hashlib.sha256(str(location).encode()).hexdigest()[:16] / location.name
+    target = (
+        cache / "buckets" / hashlib.sha256(str(location).encode()).hexdigest()[:16] / location.name
+    )
     folder = target.parent if single else target
     record = folder / _VERSIONS
-    known: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    known: dict[str, Any] = (
+        json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    )
 
     def versions_of(some: list[str]) -> dict[str, str]:
         versions = _of_each(lambda name: bucket_path(origin / name).generation().hex(), some)
         return dict(zip(some, versions, strict=True))
 
     versions = versions_of(names)
-    stale = [name for name in names if known.get(name) != versions[name] or not (folder / name).is_file()]
+    stale = [
+        name for name in names if known.get(name) != versions[name] or not (folder / name).is_file()
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     for name in known.keys() - versions.keys():
         (folder / name).unlink(missing_ok=True)
@@ -160,9 +177,13 @@ def local_copy(location: Path, cache: Path) -> Path:
         _of_each(lambda name: copy_file(origin / name, folder / name), stale)
     except OSError as error:
         truth = f"{reason_of(error)}; {format_bytes(shutil.disk_usage(folder).free)} are free"
-        raise StorageError(f"copying {location} to {folder}", truth, "a cache with more space") from error
+        raise StorageError(
+            f"copying {location} to {folder}", truth, "a cache with more space"
+        ) from error
     if versions_of(stale) != {name: versions[name] for name in stale}:
-        raise StorageError(f"copying {location}", "its objects changed meanwhile", "the same command again")
+        raise StorageError(
+            f"copying {location}", "its objects changed meanwhile", "the same command again"
+        )
     part = record.with_name(f"{_VERSIONS}.{os.getpid()}")
     part.write_text(json.dumps(versions), encoding="utf-8")
     part.replace(record)

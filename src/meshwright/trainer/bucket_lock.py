@@ -41,7 +41,10 @@ _ANSWER = 10.0
 @contextlib.contextmanager
 def bucket_locked(out: Path) -> Iterator[None]:
     """Holds the lock on a folder in a bucket. Raises LockError where another run holds it."""
-    file, token = BucketPath(out / ".lock"), secrets.token_hex(8)  # tells this run from another in the same process
+    file, token = (
+        BucketPath(out / ".lock"),
+        secrets.token_hex(8),
+    )  # tells this run from another in the same process
     _take(file, token)
     counts, renewed = itertools.count(1), time.monotonic()
 
@@ -52,15 +55,28 @@ def bucket_locked(out: Path) -> Iterator[None]:
         try:
             holder, version = _read_object(file)
             if holder.get("token") != token:
-                who = describe_holder(holder) if holder else "another program, which removed the lock,"
+                who = (
+                    describe_holder(holder)
+                    if holder
+                    else "another program, which removed the lock,"
+                )
                 truth = (
                     f"{who} has taken this folder over; this run stopped at once and saved nothing more, because two "
                     "runs in one folder would overwrite each other"
                 )
                 again = f"when the other has ended, meshwright train --out {out} --resume"
-                _end(LockError(f"training in {out}", truth, f"let one of them go on: {again}; or another --out"))
+                _end(
+                    LockError(
+                        f"training in {out}",
+                        truth,
+                        f"let one of them go on: {again}; or another --out",
+                    )
+                )
             # Where another run wrote in between, the next renewal reads its name.
-            if file.put_if(lock_record(next(counts), token=token).encode(), version, _ANSWER) is not None:
+            if (
+                file.put_if(lock_record(next(counts), token=token).encode(), version, _ANSWER)
+                is not None
+            ):
                 renewed = began
         except StorageError as error:
             seconds = time.monotonic() - renewed
@@ -96,9 +112,16 @@ def _take(file: BucketPath, token: str) -> None:
         holder, version = _read_object(file)
         # It is this run's own where the answer to the write was lost and the write sent again.
         if holder.get("token") != token:
-            if version != MISSING and not _gone(holder) and changes(lambda: _read_object(file)[1], version, FREE):
+            if (
+                version != MISSING
+                and not _gone(holder)
+                and changes(lambda: _read_object(file)[1], version, FREE)
+            ):
                 raise refused(file.parent, holder)
-            if file.put_if(record, version, _ANSWER) is None and _read_object(file)[0].get("token") != token:
+            if (
+                file.put_if(record, version, _ANSWER) is None
+                and _read_object(file)[0].get("token") != token
+            ):
                 raise refused(file.parent, _read_object(file)[0])
     if file.put_if(record, MISSING, _ANSWER) is not None:
         print(

@@ -48,7 +48,9 @@ class Evaluation(Shown):
     @property
     def bits_per_byte(self) -> float:
         """Loss in bits over all tokens, per byte of text: comparable between tokenizers. NaN for text without bytes."""
-        return self.loss * self.tokens / math.log(2) / self.text_bytes if self.text_bytes else math.nan
+        return (
+            self.loss * self.tokens / math.log(2) / self.text_bytes if self.text_bytes else math.nan
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +65,10 @@ class BatchEvaluation(Shown):
 
 
 def run_to_evaluate(
-    source: str | Path, data: Sequence[str] = (), mesh: MeshShape | None = None, model: Model | None = None
+    source: str | Path,
+    data: Sequence[str] = (),
+    mesh: MeshShape | None = None,
+    model: Model | None = None,
 ) -> Run:
     """Returns the Run of a folder with its own tokenizer, on `mesh` and on the text `data` where these are given.
 
@@ -89,7 +94,9 @@ def run_to_evaluate(
 
 
 @functools.singledispatch
-def evaluate_prepared(prepared: Any, source: str | Path, whole: bool, at: int | None) -> Evaluation | BatchEvaluation:
+def evaluate_prepared(
+    prepared: Any, source: str | Path, whole: bool, at: int | None
+) -> Evaluation | BatchEvaluation:
     """Evaluates a checkpoint of a run of text; `wrapped` registers its own function for runs of its models.
 
     source: folder of the run, or the Hugging Face model it starts from.  whole: evaluate all of the text instead of its
@@ -128,5 +135,9 @@ def _count_bytes(parts: Sequence[Samples], tokenizer: Tokenizer, samples: int) -
     Where a window ends inside a character of several bytes, decoding puts U+FFFD in its place.
     """
     taken = collections.Counter(id(part) for part, _ in held_out_order(parts, samples))
-    texts = (tokenizer.decode(map(int, tokens)) for part in parts for tokens in part.texts(taken[id(part)]))
+    texts = (
+        tokenizer.decode(map(int, tokens))
+        for part in parts
+        for tokens in part.texts(taken[id(part)])
+    )
     return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)

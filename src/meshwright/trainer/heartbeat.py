@@ -24,7 +24,9 @@ class LockError(CheckpointError):
 
 def lock_record(count: int, **token: str) -> str:
     """Returns the content of a lock."""
-    return json.dumps({"host": socket.gethostname(), "process": os.getpid(), **token, "count": count})
+    return json.dumps(
+        {"host": socket.gethostname(), "process": os.getpid(), **token, "count": count}
+    )
 
 
 def parse_holder(text: bytes) -> dict[str, Any]:

@@ -31,7 +31,13 @@ import jax
 
 from meshwright.checkpoint.steps import committed_steps
 from meshwright.errors import ConfigError, HostError
-from meshwright.hardware.agreement import agree, answer_of_the_first, choose_together, digest, flatten
+from meshwright.hardware.agreement import (
+    agree,
+    answer_of_the_first,
+    choose_together,
+    digest,
+    flatten,
+)
 from meshwright.hardware.hosts import installed_versions, store
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
@@ -40,7 +46,17 @@ from meshwright.trainer.watchdog import BEATS, PREPARING, Phases, Watchdog
 
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Variables that change what a program computes, besides those of `jax.config`."""
-_OF_A_HOST = ("address", "cache", "dump", "log_", "logging", "mtls", "platform", "traceback", "visible_devices")
+_OF_A_HOST = (
+    "address",
+    "cache",
+    "dump",
+    "log_",
+    "logging",
+    "mtls",
+    "platform",
+    "traceback",
+    "visible_devices",
+)
 """Words in the names of JAX's settings that may differ between hosts: they change no number."""
 _CAUGHT_UP = 10.0
 """Seconds in which a network file system shows a new file to every host."""
@@ -66,20 +82,33 @@ def _fields_of(run: Run) -> dict[str, str]:
     # The package's files: an installation in place has no version that tells changes.
     root = Path(__file__).parents[1]
     files = sorted(root.rglob("*.py"))
-    sources = digest(b"".join(str(file.relative_to(root)).encode() + file.read_bytes() for file in files))
+    sources = digest(
+        b"".join(str(file.relative_to(root)).encode() + file.read_bytes() for file in files)
+    )
     found = {**installed_versions(), "meshwright's source": sources}
     device = jax.local_devices()[0]
-    found["the device's runtime"] = f"{device.device_kind}, {device.client.platform_version}".replace("\n", ", ")
-    names = [name for name in sorted(jax.config.values) if not any(word in name for word in _OF_A_HOST)]
+    found["the device's runtime"] = (
+        f"{device.device_kind}, {device.client.platform_version}".replace("\n", ", ")
+    )
+    names = [
+        name for name in sorted(jax.config.values) if not any(word in name for word in _OF_A_HOST)
+    ]
     settings = {f"jax.config.{name}": str(jax.config.values[name]) for name in names}
-    return flatten(run_to_dict(run)) | {f"version of {name}": version for name, version in found.items()} | settings
+    return (
+        flatten(run_to_dict(run))
+        | {f"version of {name}": version for name, version in found.items()}
+        | settings
+    )
 
 
 def same_fields(prepared: Trainable) -> dict[str, str]:
     """Returns what all hosts must have in common, by name: the Run's fields, versions, data and tokenizer."""
     fields = _fields_of(prepared.device_run.run)
     flags = {name: os.environ[name].split() for name in _FLAGS if name in os.environ}
-    fields |= {name: " ".join(w for w in words if not w.startswith("--xla_dump")) for name, words in flags.items()}
+    fields |= {
+        name: " ".join(w for w in words if not w.startswith("--xla_dump"))
+        for name, words in flags.items()
+    }
     data: dict[str, Any] = dict(prepared.fingerprint() or {})
     fields["tokenizer"] = digest(str(data.pop("tokenizer", "")))
     fields |= {f"tokens: {name}": value for name, value in flatten(data).items()}
@@ -96,7 +125,9 @@ def check_shared(out: Path) -> None:
 
     def judge(seen: list[bool]) -> None:
         if blind := [i for i, sees in enumerate(seen) if not sees]:
-            which = ", ".join(map(str, blind[:8])) + (f" and {len(blind) - 8} more" if len(blind) > 8 else "")
+            which = ", ".join(map(str, blind[:8])) + (
+                f" and {len(blind) - 8} more" if len(blind) > 8 else ""
+            )
             raise ConfigError(
                 f"training on {len(seen)} hosts in {out}",
                 f"processes {which} do not see the file that process 0 wrote there: the folder is another on that host",
@@ -137,7 +168,9 @@ class Sign:
         """Where the host was: `process 1 (node7, pid 4103), step 12, data since 14:03:05, 21 s ago`."""
         age = now - self.at + self.seconds
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - age))
-        where = f"{self.phase} after step {self.step}" if self.phase != "step" else f"step {self.step}"
+        where = (
+            f"{self.phase} after step {self.step}" if self.phase != "step" else f"step {self.step}"
+        )
         return f"process {self.process} ({self.name}, pid {self.pid}): {where} since {since}, {age:.0f} s ago"
 
 
@@ -176,7 +209,9 @@ def slow_hosts(signs: Mapping[int, Sign]) -> dict[int, str]:
     }
 
 
-def watching(out: Path, phases: Phases, limits: Watchdog) -> contextlib.AbstractContextManager[None]:
+def watching(
+    out: Path, phases: Phases, limits: Watchdog
+) -> contextlib.AbstractContextManager[None]:
     """Watches the other processes of the run while the context is open.
 
     out: output folder, which gets the stacks.  phases: what this process does. Where a host dies, stops or falls
@@ -206,7 +241,9 @@ class _Watch:
         """Runs the threads, and tells the others how this process has ended."""
         threads = [threading.Thread(target=self._publish, daemon=True, name="watchdog: signs")]
         if self.client is not None:
-            threads.append(threading.Thread(target=self._judge, daemon=True, name="watchdog: verdict"))
+            threads.append(
+                threading.Thread(target=self._judge, daemon=True, name="watchdog: verdict")
+            )
         with self._answering_abort() if self.client is not None else contextlib.nullcontext():
             for thread in threads:
                 thread.start()
@@ -236,7 +273,9 @@ class _Watch:
         until = time.monotonic() + self.limits.silence + 3 * self.period + _GRACE
         while time.monotonic() < until:
             time.sleep(self.period / 4)
-        self._leave(f"a collective failed, and every host gives signs: {str(failed).splitlines()[0]}")
+        self._leave(
+            f"a collective failed, and every host gives signs: {str(failed).splitlines()[0]}"
+        )
 
     def _publish(self) -> None:
         while True:
@@ -258,7 +297,16 @@ class _Watch:
                 os.write(self.beats, f"{json.dumps([step, phase, seconds, self.left])}\n".encode())
         if self.client is not None:
             delay = sum(self.delays) / _DELAYS if len(self.delays) == _DELAYS else 0.0
-            values = [socket.gethostname(), os.getpid(), self.beat, step, phase, seconds, self.left, delay]
+            values = [
+                socket.gethostname(),
+                os.getpid(),
+                self.beat,
+                step,
+                phase,
+                seconds,
+                self.left,
+                delay,
+            ]
             self.client.key_value_set(f"{_FOLDER}/signs/{self.process}", json.dumps(values), True)
 
     def _read(self) -> None:
@@ -273,7 +321,10 @@ class _Watch:
         now = time.monotonic()
         for process, text in texts.items():
             name, pid, beat, step, phase, seconds, left, delay = json.loads(text)
-            sign, last = Sign(process, name, pid, beat, step, phase, seconds, now, left, delay), self.signs.get(process)
+            sign, last = (
+                Sign(process, name, pid, beat, step, phase, seconds, now, left, delay),
+                self.signs.get(process),
+            )
             if last is None or (last.beat, last.left) != (sign.beat, sign.left):
                 self.signs[process] = sign
         if self.process == 0:
@@ -291,10 +342,16 @@ class _Watch:
             now = time.monotonic()
             if now - last > self.limits.silence / 2:
                 # This process was itself stopped, and has not heard of the others yet.
-                self.signs = {process: dataclasses.replace(s, at=now) for process, s in self.signs.items()}
+                self.signs = {
+                    process: dataclasses.replace(s, at=now) for process, s in self.signs.items()
+                }
             last = now
-            others = {process: sign for process, sign in self.signs.items() if process != self.process}
-            found = self.found or verdict(self.signs if self.process == 0 else others, self.limits, now)
+            others = {
+                process: sign for process, sign in self.signs.items() if process != self.process
+            }
+            found = self.found or verdict(
+                self.signs if self.process == 0 else others, self.limits, now
+            )
             # A host that stalls here is seen by process 0, which knows where the others are.
             if self.process and not self.found and found and "over the limit" in found:
                 continue
@@ -309,7 +366,11 @@ class _Watch:
             sender.start()
         file = self._stacks()
         steps = _soon(lambda: committed_steps(self.out / "checkpoints"))
-        kept = f"the checkpoint of step {steps[-1]} is the last whole one" if steps else f"{self.out} does not answer"
+        kept = (
+            f"the checkpoint of step {steps[-1]} is the last whole one"
+            if steps
+            else f"{self.out} does not answer"
+        )
         again = f"meshwright train --out {self.out} --resume: {kept}"
         if steps == []:
             again = "the same command again: no checkpoint was committed"
@@ -336,11 +397,16 @@ class _Watch:
     def _stacks(self) -> Path | None:
         """Writes the stacks into the output folder; where that does not take them, they stay on this host."""
         with contextlib.suppress(OSError):
-            with tempfile.NamedTemporaryFile("w+", prefix="meshwright-stacks-", delete=False) as stream:
+            with tempfile.NamedTemporaryFile(
+                "w+", prefix="meshwright-stacks-", delete=False
+            ) as stream:
                 faulthandler.dump_traceback(stream, all_threads=True)
                 stream.seek(0)
                 text = stream.read()
-            file, here = self.out / "watchdog" / f"stacks-process-{self.process}.txt", Path(stream.name)
+            file, here = (
+                self.out / "watchdog" / f"stacks-process-{self.process}.txt",
+                Path(stream.name),
+            )
 
             def keep() -> Path:
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -359,12 +425,16 @@ class _Watch:
             # It runs in the thread that aborts, which never returns to what it did.
             now = time.monotonic()
             soon = dataclasses.replace(self.limits, silence=max(2.0, 5 * self.period))
-            found = self.found or verdict({p: s for p, s in self.signs.items() if p != self.process}, soon, now)
+            found = self.found or verdict(
+                {p: s for p, s in self.signs.items() if p != self.process}, soon, now
+            )
             if not found and self.process:
                 where = f": {self.signs[0].describe(now)}" if 0 in self.signs else ""
                 found = f"the connection to process 0 has ended{where}"
             absent = [i for i in range(self.processes) if i not in self.signs]
-            self._leave(found or f"JAX misses a process; of {absent} none has come as far as training")
+            self._leave(
+                found or f"JAX misses a process; of {absent} none has come as far as training"
+            )
 
         handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(answer)
         libc = ctypes.CDLL(None)

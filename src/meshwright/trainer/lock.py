@@ -48,7 +48,9 @@ def _file_locked(out: Path) -> Iterator[None]:
             write()
 
     def read_again() -> dict[str, Any]:
-        again = os.open(out / ".lock", os.O_RDONLY)  # opening asks the server of a network file system anew
+        again = os.open(
+            out / ".lock", os.O_RDONLY
+        )  # opening asks the server of a network file system anew
         try:
             return parse_holder(os.pread(again, 4096, 0))
         finally:

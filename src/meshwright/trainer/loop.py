@@ -106,7 +106,9 @@ def train(
         if hosts is not None:
             hosts.check_shared(out)
         preemption = stack.enter_context(Preemption().listening())
-        answer_of_the_first(lambda: stack.enter_context(locked(out)))  # if another run holds it, all stop alike
+        answer_of_the_first(
+            lambda: stack.enter_context(locked(out))
+        )  # if another run holds it, all stop alike
         if chief:
             stack.enter_context(watched_by(events := EventLog(out / "events.jsonl")))
         keep, local = run.training.max_to_keep, run.local_checkpoints
@@ -118,7 +120,9 @@ def train(
             checkpoints.forget_local()
             resumed = Resumed(_first_state(device_run, out), begin(out), {}, 0)
         else:
-            with activity("restore", "restoring the last checkpoint", "restored the last checkpoint") as work:
+            with activity(
+                "restore", "restoring the last checkpoint", "restored the last checkpoint"
+            ) as work:
                 work.record = {"left out": checkpoints.left_out}
                 resumed = resume(prepared, checkpoints, at, accept)
         position = resumed.position
@@ -126,8 +130,15 @@ def train(
         if chief:
             write_run(run, out / "run.json")
             prepared.write_files(out)
-            sinks += [*build_reporters(out, run), events]  # before a file is open, as names may be refused
-            sinks.append(lines := JsonLines(out / "metrics.jsonl", upto=position.step, every=resumed.log_every))
+            sinks += [
+                *build_reporters(out, run),
+                events,
+            ]  # before a file is open, as names may be refused
+            sinks.append(
+                lines := JsonLines(
+                    out / "metrics.jsonl", upto=position.step, every=resumed.log_every
+                )
+            )
             events.start(
                 position.step,
                 mesh=str(device_run.shape),
@@ -142,7 +153,9 @@ def train(
         for sink in sinks:
             stack.callback(sink.close)
         meter = prepared.meter(sinks)
-        return _Loop(prepared, out, checkpoints, meter, preemption, phases, began, position).train(resumed.state)
+        return _Loop(prepared, out, checkpoints, meter, preemption, phases, began, position).train(
+            resumed.state
+        )
 
 
 def hosts_module() -> ModuleType | None:
@@ -171,7 +184,10 @@ def _first_state(device_run: DeviceRun, out: Path) -> State:
     with activity("initialise", "making the first state", "made the first state") as work:
         if device_run.run.init_from is None:
             return device_run.initial_state()
-        from meshwright.checkpoint.initial_weights import describe_initial_weights, load_initial_weights
+        from meshwright.checkpoint.initial_weights import (
+            describe_initial_weights,
+            load_initial_weights,
+        )
 
         work.result = describe_initial_weights(device_run.run)
         return device_run.state_of(load_initial_weights(device_run, out))
@@ -197,7 +213,10 @@ class _Loop:
     def __post_init__(self) -> None:
         # Place from which the feed counts: where this start began, or the checkpoint that the run returned to.
         self.origin = self.started
-        self.run, self.ramp = self.prepared.device_run.run, ramp_of(self.prepared.device_run.run.training)
+        self.run, self.ramp = (
+            self.prepared.device_run.run,
+            ramp_of(self.prepared.device_run.run.training),
+        )
         self.evaluator: Callable[[State], float] | None = None
         self.meter.norms.extend(self.started.norms)
         self.compiled: dict[int, Any] = {}
@@ -210,7 +229,9 @@ class _Loop:
         """Compiles every program of the training: what does not fit is refused before the first step."""
         for batch in self.prepared.abstract_batches(self.started.step):
             self._compiled_for(batch)
-        with self._spending("compiling", "compile", "compiling the evaluation", "compiled the evaluation"):
+        with self._spending(
+            "compiling", "compile", "compiling the evaluation", "compiled the evaluation"
+        ):
             self.evaluator = self.prepared.evaluator()
 
     def train(self, state: State) -> Summary:
@@ -291,11 +312,15 @@ class _Loop:
 
         A step that has to be undone stops the run, unless its policy is to skip it or to roll back.
         """
-        bad = self.meter.read({**self.spent, "input wait": self.spent["input wait"] + self.feed.wait_seconds})
+        bad = self.meter.read(
+            {**self.spent, "input wait": self.spent["input wait"] + self.feed.wait_seconds}
+        )
         if bad is None:
             return state
         self.bad_steps += 1
-        place = self.origin._replace(step=bad.step - 1, cursor=self._samples_read(bad.step - 1), data=None)
+        place = self.origin._replace(
+            step=bad.step - 1, cursor=self._samples_read(bad.step - 1), data=None
+        )
         reached = handle_bad_step(self.out, self.prepared, bad, state, batch, place, self.bad_steps)
         if isinstance(reached, Position):
             raise _RollBack(reached)
@@ -309,15 +334,24 @@ class _Loop:
                 step=manifest.step, cursor=manifest.cursor, data=manifest.data, norms=manifest.norms
             )
         else:
-            state, self.origin = _first_state(self.prepared.device_run, self.out), place._replace(step=0, cursor=0)
+            state, self.origin = (
+                _first_state(self.prepared.device_run, self.out),
+                place._replace(step=0, cursor=0),
+            )
         self.meter.rewind(self.origin.step, self.origin.norms)
         return state
 
     def _samples_read(self, step: int) -> int:
-        return self.origin.cursor + self.ramp.read_before(step) - self.ramp.read_before(self.origin.step)
+        return (
+            self.origin.cursor
+            + self.ramp.read_before(step)
+            - self.ramp.read_before(self.origin.step)
+        )
 
     @contextlib.contextmanager
-    def _spending(self, on: str, phase: str, doing: str, done: str, step: int | None = None) -> Iterator[Activity]:
+    def _spending(
+        self, on: str, phase: str, doing: str, done: str, step: int | None = None
+    ) -> Iterator[Activity]:
         self.phases.enter(phase, step)
         with activity(phase, doing, done, step) as work:
             yield work
@@ -326,7 +360,9 @@ class _Loop:
     def _compiled_for(self, batch: Any) -> Any:
         size = jax.tree.leaves(batch)[0].shape[0]
         if size not in self.compiled:
-            with self._spending("compiling", "compile", "compiling the train step", "compiled the train step"):
+            with self._spending(
+                "compiling", "compile", "compiling the train step", "compiled the train step"
+            ):
                 compiled: Any = self.prepared.compile(batch)
             if every := self.run.faults.check_every:
                 from meshwright.trainer.silent import checked
@@ -336,7 +372,9 @@ class _Loop:
         return self.compiled[size]
 
     def _save(self, step: int, state: State, save: Callable[..., None]) -> None:
-        with self._spending("saving", "save", f"saving the checkpoint of step {step}", "saved a checkpoint", step):
+        with self._spending(
+            "saving", "save", f"saving the checkpoint of step {step}", "saved a checkpoint", step
+        ):
             save(
                 state,
                 self.prepared.device_run,
@@ -359,7 +397,9 @@ class _Loop:
 
     def _evaluate(self, step: int, state: State) -> None:
         if self.evaluator is not None:
-            with self._spending("evaluating", "evaluate", "evaluating on held-out text", "evaluated", step) as work:
+            with self._spending(
+                "evaluating", "evaluate", "evaluating on held-out text", "evaluated", step
+            ) as work:
                 self.held_out_loss = self.evaluator(state)
                 work.result = f"held-out loss {self.held_out_loss:.4f}"
             self.meter.report(step, {"held-out loss": self.held_out_loss})

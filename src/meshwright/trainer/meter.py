@@ -38,7 +38,9 @@ class Meter:
     _FEWEST = 20
     """Gradient norms of which a median is taken."""
 
-    def __init__(self, reporters: list[Reporter], run: Run, mesh: Mesh, *, per_sample: int, flops: float):
+    def __init__(
+        self, reporters: list[Reporter], run: Run, mesh: Mesh, *, per_sample: int, flops: float
+    ):
         """Counts `per_sample` units (tokens, examples) in each sample of a batch, of `flops` model FLOPs each."""
         self._reporters, self._run, self.per_sample, self._flops = reporters, run, per_sample, flops
         device, self._ramp = mesh.devices.flat[0], ramp_of(run.training)
@@ -96,16 +98,26 @@ class Meter:
             return None
         step, metrics = self._pending
         self._pending = None
-        sums = {name: (float(total), float(count)) for name, (total, count) in jax.device_get(metrics).items()}
-        values = {name: total / count if count else math.nan for name, (total, count) in sums.items()}
+        sums = {
+            name: (float(total), float(count))
+            for name, (total, count) in jax.device_get(metrics).items()
+        }
+        values = {
+            name: total / count if count else math.nan for name, (total, count) in sums.items()
+        }
         if self._ramp.parts:
             values["batch"] = float(self._ramp.batch(step - 1))
         now = time.perf_counter()
         if self._read_at is not None:
             self._intervals.append(now - self._read_at)
             values["step seconds"] = now - self._read_at
-            outside = {name: seconds - self._spent.get(name, 0.0) for name, seconds in (spent or {}).items()}
-            values |= {f"{name} seconds": seconds for name, seconds in outside.items() if seconds > 0}
+            outside = {
+                name: seconds - self._spent.get(name, 0.0)
+                for name, seconds in (spent or {}).items()
+            }
+            values |= {
+                f"{name} seconds": seconds for name, seconds in outside.items() if seconds > 0
+            }
             speed = self._ramp.batch(step - 1) * self.per_sample / (now - self._read_at)
             values[f"{self._run.model.unit}/s"] = speed
             if self._peak is not None:

@@ -118,7 +118,10 @@ def compare_meshes(prepared: Trainable, other: MeshShape, *, steps: int) -> Pari
     the first mesh's parameters for each mesh, and one more gradient on `other` that measures its rounding error.
     """
     run = _in_float32(prepared.device_run.run, other, steps)
-    first, mesh = _Side(prepared, run, prepared.device_run.mesh), build_mesh(other, other_devices(other, jax.devices()))
+    first, mesh = (
+        _Side(prepared, run, prepared.device_run.mesh),
+        build_mesh(other, other_devices(other, jax.devices())),
+    )
     # A mesh of several processes is built and computed by all of them, another by process 0 only.
     everywhere = len({device.process_index for device in mesh.devices.flat}) > 1
     sides: list[_Side] = []
@@ -129,19 +132,25 @@ def compare_meshes(prepared: Trainable, other: MeshShape, *, steps: int) -> Pari
 
     found(lambda: sides.append(_Side(prepared, dataclasses.replace(first.run, mesh=other), mesh)))
     initial = first.params()
-    unequal = found(lambda: [n for n, x in sides[0].params().items() if not np.array_equal(x, initial[n])])
+    unequal = found(
+        lambda: [n for n, x in sides[0].params().items() if not np.array_equal(x, initial[n])]
+    )
     compared = []
     for step in range(1, steps + 1):
         batch, params = next(first.feed), first.params()
         gradients = first.gradients(params, batch)
         loss = first.update(batch)
 
-        def compare(step: int = step, params: Tensors = params, given: Tensors = gradients) -> list[Any]:
+        def compare(
+            step: int = step, params: Tensors = params, given: Tensors = gradients
+        ) -> list[Any]:
             """Compares gradients at the first side's parameters, and the loss after this side's own updates."""
             second = sides[0]
             batch = next(second.feed)
             expected = second.gradients(params, batch)
-            differences = gradient_differences(given, expected, second.gradients(_perturbed(params, step), batch))
+            differences = gradient_differences(
+                given, expected, second.gradients(_perturbed(params, step), batch)
+            )
             worst = max(differences, key=lambda name: np.nan_to_num(differences[name], nan=np.inf))
             return [second.update(batch), differences[worst], worst]
 
@@ -179,7 +188,9 @@ class _Side:
         self._prepared = dataclasses.replace(prepared, device_run=self._device_run)
         self.feed, self.run = self._prepared.feed(Position(0, 0)), self._device_run.run
         options = self._device_run.compiler_options() or None
-        self._gradients = jax.jit(build_gradients(self.run.model, self._device_run), compiler_options=options)
+        self._gradients = jax.jit(
+            build_gradients(self.run.model, self._device_run), compiler_options=options
+        )
         self._step: Any = None
         self._state = self._device_run.initial_state()
 
@@ -190,7 +201,9 @@ class _Side:
     def gradients(self, params: Tensors, batch: Any) -> Tensors:
         """Returns the gradients at `params` and this side's step count."""
         state = self._state
-        return self._to_host(self._gradients(self._to_devices(params), state.step, batch, *state.variables)[0])
+        return self._to_host(
+            self._gradients(self._to_devices(params), state.step, batch, *state.variables)[0]
+        )
 
     def update(self, batch: Any) -> float:
         """Takes a train step on this side's own state and returns its loss."""
@@ -201,27 +214,43 @@ class _Side:
 
     def _to_host(self, tree: Tree) -> Tensors:
         descriptions, arrays = named_leaves(self._device_run.params), named_leaves(tree)
-        whole = {k: x if x.is_fully_addressable else process_allgather(x, tiled=True) for k, x in arrays.items()}
-        return {name: rows_to_layers(descriptions[name], np.asarray(x)) for name, x in whole.items()}
+        whole = {
+            k: x if x.is_fully_addressable else process_allgather(x, tiled=True)
+            for k, x in arrays.items()
+        }
+        return {
+            name: rows_to_layers(descriptions[name], np.asarray(x)) for name, x in whole.items()
+        }
 
     def _to_devices(self, params: Tensors) -> Tree:
         def on_devices(name: str, p: Param, sharding: NamedSharding) -> jax.Array:
             x = layers_to_rows(p, params[name])
             return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 
-        where, described = self._device_run.state_shardings.params, named_leaves(self._device_run.params).items()
-        arrays = [on_devices(name, p, s) for (name, p), s in zip(described, jax.tree.leaves(where), strict=True)]
+        where, described = (
+            self._device_run.state_shardings.params,
+            named_leaves(self._device_run.params).items(),
+        )
+        arrays = [
+            on_devices(name, p, s)
+            for (name, p), s in zip(described, jax.tree.leaves(where), strict=True)
+        ]
         return jax.tree.unflatten(jax.tree.structure(where), arrays)
 
 
 def _perturbed(params: Tensors, seed: int) -> Tensors:
     """Multiplies each element by 1 + 2^-23 or 1 - 2^-23 at random; zeros stay zero."""
     rng = np.random.default_rng(seed)
-    signs = {name: rng.integers(0, 2, x.shape, np.int8).astype(np.float32) * 2 - 1 for name, x in params.items()}
+    signs = {
+        name: rng.integers(0, 2, x.shape, np.int8).astype(np.float32) * 2 - 1
+        for name, x in params.items()
+    }
     return {name: (x * (1 + _ULP * signs[name])).astype(np.float32) for name, x in params.items()}
 
 
-def gradient_differences(gradients: Tensors, reference: Tensors, perturbed: Tensors) -> dict[str, float]:
+def gradient_differences(
+    gradients: Tensors, reference: Tensors, perturbed: Tensors
+) -> dict[str, float]:
     """Returns each tensor's largest difference between `gradients` and `reference`, relative to its scale.
 
     The scale is the largest element of the tensor's reference gradient, but a gradient is a sum over tokens, which

@@ -54,7 +54,9 @@ class Preemption:
     @contextlib.contextmanager
     def listening(self) -> Iterator["Preemption"]:
         """Installs the signal handlers, and restores the previous ones at the end."""
-        numbers = (signal.SIGINT, signal.SIGUSR1) + ((signal.SIGTERM,) if jax.process_count() == 1 else ())
+        numbers = (signal.SIGINT, signal.SIGUSR1) + (
+            (signal.SIGTERM,) if jax.process_count() == 1 else ()
+        )
         with contextlib.ExitStack() as stack:
             # Python allows signal handlers in the main thread only.
             if threading.current_thread() is threading.main_thread():
@@ -76,7 +78,9 @@ def _acknowledged() -> Iterator[None]:
     writer.setblocking(False)
     previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     forced: list[threading.Timer] = []
-    thread = threading.Thread(target=_acknowledge, args=(reader, forced), daemon=True, name="signals")
+    thread = threading.Thread(
+        target=_acknowledge, args=(reader, forced), daemon=True, name="signals"
+    )
     thread.start()
     try:
         yield
@@ -94,7 +98,11 @@ def _acknowledge(reader: socket.socket, forced: list[threading.Timer]) -> None:
     while number := reader.recv(1):
         received.append(number[0])
         if received.count(signal.SIGINT) > 1:
-            print("leaving without another checkpoint; the last one is whole", file=sys.stderr, flush=True)
+            print(
+                "leaving without another checkpoint; the last one is whole",
+                file=sys.stderr,
+                flush=True,
+            )
             forced.append(threading.Timer(_PATIENCE, os._exit, (128 + signal.SIGINT,)))
             forced[-1].daemon = True
             forced[-1].start()
@@ -115,7 +123,9 @@ def _maintenance_announced() -> Iterator[None]:
     with contextlib.suppress(OSError):
         product = product or _PRODUCT.read_text(errors="replace")
     if "Google" in product:
-        threading.Thread(target=_ask, args=(stopped,), daemon=True, name="maintenance notices").start()
+        threading.Thread(
+            target=_ask, args=(stopped,), daemon=True, name="maintenance notices"
+        ).start()
     try:
         yield
     finally:

@@ -15,7 +15,14 @@ import numpy as np
 from meshwright.activity import activity
 from meshwright.data.batch import Batch, ramp_of
 from meshwright.data.corpus import Corpus, load_corpus
-from meshwright.data.feed import Feed, Samples, build_stream, held_out_batches, held_out_fraction, split
+from meshwright.data.feed import (
+    Feed,
+    Samples,
+    build_stream,
+    held_out_batches,
+    held_out_fraction,
+    split,
+)
 from meshwright.data.tokens import Progress
 from meshwright.documents import write_atomically
 from meshwright.errors import ConfigError, DataError
@@ -156,10 +163,14 @@ class PreparedRun(Trainable):
         """Compiles the mean loss per token on held-out text as a function of the state."""
         if not self.held_out:
             return None
-        eval_step = compile_eval_step(self.device_run, shard_bytes(self.device_run.abstract.optimizer))
+        eval_step = compile_eval_step(
+            self.device_run, shard_bytes(self.device_run.abstract.optimizer)
+        )
 
         def held_out_loss(state: State) -> float:
-            total, count = sum_metrics(self.device_run, state.params, self.held_out, eval_step)["loss"]
+            total, count = sum_metrics(self.device_run, state.params, self.held_out, eval_step)[
+                "loss"
+            ]
             return total / max(count, 1.0)
 
         return held_out_loss
@@ -167,7 +178,9 @@ class PreparedRun(Trainable):
     def sample(self, state: State, out: Path) -> str:
         """Samples text where the run asks for it or the model is small."""
         data, count = self.device_run.run.data, self.device_run.run.data.sample
-        if count is None and (data.sample_every or count_params(self.device_run.params) <= _SMALL_MODEL):
+        if count is None and (
+            data.sample_every or count_params(self.device_run.params) <= _SMALL_MODEL
+        ):
             count = _SAMPLE
         if not count:
             return ""
@@ -179,13 +192,19 @@ class PreparedRun(Trainable):
 
 
 def sum_metrics(
-    device_run: DeviceRun, params: Any, parts: tuple[Samples, ...], eval_step: Callable[[Any, Batch], Metrics]
+    device_run: DeviceRun,
+    params: Any,
+    parts: tuple[Samples, ...],
+    eval_step: Callable[[Any, Batch], Metrics],
 ) -> dict[str, tuple[float, float]]:
     """Returns each metric summed over the tokens (or pairs) of held-out text, and their number."""
     training = device_run.run.training
     sums: dict[str, np.ndarray] = collections.defaultdict(lambda: np.zeros(2))
     batches = held_out_batches(
-        list(parts), samples=training.eval_samples, batch=training.batch, sharding=device_run.batch_sharding
+        list(parts),
+        samples=training.eval_samples,
+        batch=training.batch,
+        sharding=device_run.batch_sharding,
     )
     results = (eval_step(params, batch) for batch in batches)
     # One batch is computed while the next is read; no more are in memory at once.
@@ -200,8 +219,14 @@ def check_sample(device_run: DeviceRun) -> None:
     data, without = device_run.run.data, _cannot_decode(device_run)
     if data.sample == 0 and data.sample_every:
         truth = "--data.sample 0 is no text at all"
-        raise ConfigError(f"--data.sample-every {data.sample_every}", truth, f"--data.sample {_SAMPLE}")
-    asked = f"--data.sample-every {data.sample_every}" if data.sample_every else f"--data.sample {data.sample}"
+        raise ConfigError(
+            f"--data.sample-every {data.sample_every}", truth, f"--data.sample {_SAMPLE}"
+        )
+    asked = (
+        f"--data.sample-every {data.sample_every}"
+        if data.sample_every
+        else f"--data.sample {data.sample}"
+    )
     if without and (data.sample or data.sample_every):
         raise ConfigError(
             f"{asked} with layers of stack {without!r}",
@@ -213,7 +238,9 @@ def check_sample(device_run: DeviceRun) -> None:
 def _cannot_decode(device_run: DeviceRun) -> str:
     """The first stack of layers that state nothing to decode with; "" where all do."""
     layers = device_run.placed.spec.layers
-    return next((layer.stack for layer in layers if layer.attention is None and layer.delta is None), "")
+    return next(
+        (layer.stack for layer in layers if layer.attention is None and layer.delta is None), ""
+    )
 
 
 Choose = Callable[[Run, Sequence[Any]], Run]
@@ -278,11 +305,15 @@ def prepare_run(
             f"its tokenizer has {corpus.vocab} tokens, so tokens {vocab} to {corpus.vocab - 1} have no embedding",
             f"--model.vocab {corpus.vocab}, or the model's own tokenizer with --data.tokenizer",
         )
-    run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=vocab or corpus.vocab))
+    run = dataclasses.replace(
+        run, model=dataclasses.replace(run.model, vocab=vocab or corpus.vocab)
+    )
     device_run = _place(run, mesh, choose)
     if run.data.sample or run.data.sample_every:
         check_sample(device_run)
-    return PreparedRun(device_run, corpus, tuple(p[0] for p in parts), tuple(p[1] for p in parts if len(p[1])))
+    return PreparedRun(
+        device_run, corpus, tuple(p[0] for p in parts), tuple(p[1] for p in parts if len(p[1]))
+    )
 
 
 def _place(run: Run, mesh: jax.sharding.Mesh, choose: Choose) -> DeviceRun:
@@ -290,5 +321,7 @@ def _place(run: Run, mesh: jax.sharding.Mesh, choose: Choose) -> DeviceRun:
     devices = list(mesh.devices.flat)
     device_run = place_on_devices(choose(run, devices), mesh)
     asked = f"training {run.name} on mesh {run.mesh}"
-    check_state(device_run.abstract, devices, asked, "a smaller model, or more devices with fsdp over them")
+    check_state(
+        device_run.abstract, devices, asked, "a smaller model, or more devices with fsdp over them"
+    )
     return device_run

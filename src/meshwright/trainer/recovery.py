@@ -40,10 +40,22 @@ _SKIPPED = "skipped.json"
 """File of an output folder with the samples that its run leaves out."""
 
 Kind = Literal["function", "data", "training", "placement", "content", "output"]
-KINDS: dict[str, Kind] = {name: kind for kind, names in TABLE["kinds"].items() for name in names.split()}
+KINDS: dict[str, Kind] = {
+    name: kind for kind, names in TABLE["kinds"].items() for name in names.split()
+}
 """Kind of a change of each field of a Run (runs/fields.toml)."""
 _REFUSED: tuple[Kind, ...] = ("function", "data")
-_OTHERS = ("identity", "cursor", _SKIPPED, "text", "weights", "tokenizer", "held_out", "loss", "batches")
+_OTHERS = (
+    "identity",
+    "cursor",
+    _SKIPPED,
+    "text",
+    "weights",
+    "tokenizer",
+    "held_out",
+    "loss",
+    "batches",
+)
 """Names of differences that are in no field of the Run."""
 
 
@@ -72,23 +84,35 @@ def begin(out: Path) -> Position:
     return Position(0, 0, identity=answer_of_the_first(lambda: uuid.uuid4().hex))
 
 
-def resume(prepared: Trainable, checkpoints: Tiers, at: int | None, accept: Sequence[str]) -> Resumed:
+def resume(
+    prepared: Trainable, checkpoints: Tiers, at: int | None, accept: Sequence[str]
+) -> Resumed:
     """Returns the state of the newest checkpoint that all hosts can read, or of step `at`, and what changed since.
 
     accept: names of changes that are meant, or of what holds them (`model`). What changes the function of the model or
     its data is refused without; every other change is printed. Raises CheckpointError, ConfigError.
     """
-    run, out, fingerprint = prepared.device_run.run, checkpoints.folder.parent, prepared.fingerprint()
+    run, out, fingerprint = (
+        prepared.device_run.run,
+        checkpoints.folder.parent,
+        prepared.fingerprint(),
+    )
     known = {*_OTHERS, *(name for field in flatten(run_to_dict(run)) for name in _parts_of(field))}
     for word in accept:
         if word not in known:
-            raise ConfigError(f"--accept {word}", "a resume compares nothing of that name", nearest(word, known))
-    identity, records = answer_of_the_first(lambda: [last_start(out).get("identity", ""), _skipped_records(out)])
+            raise ConfigError(
+                f"--accept {word}", "a resume compares nothing of that name", nearest(word, known)
+            )
+    identity, records = answer_of_the_first(
+        lambda: [last_start(out).get("identity", ""), _skipped_records(out)]
+    )
     changes, unknown = list[Change](), list[str]()
 
     def check(manifest: Manifest) -> None:
         changes[:], unknown[:] = compare(manifest, run, fingerprint, str(identity), records)
-        refused = [c for c in changes if c.kind in _REFUSED and not {*_parts_of(c.name)} & {*accept}]
+        refused = [
+            c for c in changes if c.kind in _REFUSED and not {*_parts_of(c.name)} & {*accept}
+        ]
         if refused:
             raise ConfigError(
                 f"resuming from step {manifest.step} of {out}",
@@ -99,20 +123,27 @@ def resume(prepared: Trainable, checkpoints: Tiers, at: int | None, accept: Sequ
             )
 
     state, manifest = checkpoints.restore(prepared.device_run, at, check)
-    for what, texts in (("with changes", [change.text for change in changes]), ("without comparing", unknown)):
+    for what, texts in (
+        ("with changes", [change.text for change in changes]),
+        ("without comparing", unknown),
+    ):
         if texts:
             say(f"resuming from step {manifest.step} {what}: {'; '.join(texts)}")
     checkpoints.set_aside(after=manifest.step)
     skipped = tuple(sorted({*manifest.skipped, *((first, number) for first, number, _ in records)}))
     identity = manifest.identity or str(identity) or answer_of_the_first(lambda: uuid.uuid4().hex)
-    position = Position(manifest.step, manifest.cursor, skipped, manifest.data, manifest.norms, identity)
+    position = Position(
+        manifest.step, manifest.cursor, skipped, manifest.data, manifest.norms, identity
+    )
     every = max(run.training.log_every, manifest.run.training.log_every)
     return Resumed(state, position, {change.name: change.text for change in changes}, every)
 
 
 def _parts_of(name: str) -> list[str]:
     """Returns a dotted name and those of what holds it."""
-    return list(itertools.accumulate(name.split("."), "{}.{}".format)) if name != _SKIPPED else [name]
+    return (
+        list(itertools.accumulate(name.split("."), "{}.{}".format)) if name != _SKIPPED else [name]
+    )
 
 
 def _skipped_records(out: Path) -> list[tuple[int, int, str]]:
@@ -120,14 +151,23 @@ def _skipped_records(out: Path) -> list[tuple[int, int, str]]:
     file = out / _SKIPPED
     try:
         parts = read_json(file) if file.is_file() else []
-        return [(int(part["first"]), int(part["number"]), str(part.get("identity", ""))) for part in parts]
+        return [
+            (int(part["first"]), int(part["number"]), str(part.get("identity", "")))
+            for part in parts
+        ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         truth = f"{_SKIPPED} cannot be read: {error}"
-        raise CheckpointError(f"the samples that {out} leaves out", truth, "repair or remove it") from error
+        raise CheckpointError(
+            f"the samples that {out} leaves out", truth, "repair or remove it"
+        ) from error
 
 
 def compare(
-    manifest: Manifest, run: Run, data: Mapping[str, Any] | None, identity: str, skipped: Sequence[tuple[int, int, str]]
+    manifest: Manifest,
+    run: Run,
+    data: Mapping[str, Any] | None,
+    identity: str,
+    skipped: Sequence[tuple[int, int, str]],
 ) -> tuple[list[Change], list[str]]:
     """Compares a checkpoint with the run that would resume from it: returns what differs, and what cannot be compared.
 
@@ -149,7 +189,10 @@ def compare(
         who = "the checkpoint" if not manifest.identity else "the folder's events.jsonl"
         unknown.append(f"whether it is of this run, as {who} has no identity of one")
     elif manifest.identity != identity:
-        differs("identity", f"it is of the run {manifest.identity[:8]}, and metrics and events are of {identity[:8]}")
+        differs(
+            "identity",
+            f"it is of the run {manifest.identity[:8]}, and metrics and events are of {identity[:8]}",
+        )
     if manifest.began is not None:
         (step, cursor), ramp = manifest.began, ramp_of(manifest.run.training)
         read = ramp.read_before(manifest.step) - ramp.read_before(step)
@@ -157,9 +200,15 @@ def compare(
             found = f"its cursor is {manifest.cursor}, and steps {step + 1} to {manifest.step} read {read} samples"
             differs("cursor", f"{found} from {cursor} on")
     for first, number, owner in skipped:
-        if manifest.identity and owner != manifest.identity and (first, number) not in manifest.skipped:
+        if (
+            manifest.identity
+            and owner != manifest.identity
+            and (first, number) not in manifest.skipped
+        ):
             whose = f"of the run {owner[:8]}" if owner else "of no run that is known"
-            differs(_SKIPPED, f"{_SKIPPED} leaves out samples {first} to {first + number - 1}, {whose}")
+            differs(
+                _SKIPPED, f"{_SKIPPED} leaves out samples {first} to {first + number - 1}, {whose}"
+            )
     saved = manifest.corpus or {}
     for name, value in (data or {}).items():
         if name not in saved:
@@ -180,7 +229,9 @@ def compare(
     return changes, unknown
 
 
-def _compare_sources(before: list[Any], now: list[Any], run: Run, differs: Callable[[str, str], None]) -> None:
+def _compare_sources(
+    before: list[Any], now: list[Any], run: Run, differs: Callable[[str, str], None]
+) -> None:
     if len(before) != len(now):
         differs("text", f"there were {len(before)} sources and there are {len(now)}")
         return
@@ -192,7 +243,13 @@ def _compare_sources(before: list[Any], now: list[Any], run: Run, differs: Calla
 
 
 def handle_bad_step(
-    out: Path, prepared: Trainable, bad: BadStep, state: State, batch: Any, position: Position, count: int
+    out: Path,
+    prepared: Trainable,
+    bad: BadStep,
+    state: State,
+    batch: Any,
+    position: Position,
+    count: int,
 ) -> State | Position:
     """Keeps the evidence of a bad step. Returns the state to continue with, or the place to roll back to.
 
@@ -206,7 +263,11 @@ def handle_bad_step(
     stops = faults.bad_step == "stop" or count > faults.most_skipped
     if stops or batch is None:
         kept = "the state before it and its batch are" if before is not None else "its batch is"
-        more = f"; {count} steps were bad, and --faults.most-skipped is {faults.most_skipped}" if count > 1 else ""
+        more = (
+            f"; {count} steps were bad, and --faults.most-skipped is {faults.most_skipped}"
+            if count > 1
+            else ""
+        )
         raise TrainingError(
             f"step {bad.step}",
             f"{bad.reason}: its loss is {bad.values['loss']} and its gradient norm {bad.values['gradient norm']}; "
@@ -221,8 +282,18 @@ def handle_bad_step(
         first += length if first >= start else 0
     if jax.process_index() == 0:
         file = out / _SKIPPED
-        record = {"first": first, "number": number, "step": bad.step, "reason": bad.reason, "evidence": folder.name}
-        others = [r for r in (read_json(file) if file.is_file() else []) if r.get("identity", "") == position.identity]
+        record = {
+            "first": first,
+            "number": number,
+            "step": bad.step,
+            "reason": bad.reason,
+            "evidence": folder.name,
+        }
+        others = [
+            r
+            for r in (read_json(file) if file.is_file() else [])
+            if r.get("identity", "") == position.identity
+        ]
         records = [*others, {**record, "identity": position.identity}]
         write_atomically(file, json.dumps(records, indent=1) + "\n")
     say(
@@ -270,13 +341,20 @@ def _keep_evidence(
     folder.mkdir(parents=True, exist_ok=True)
     if batch is not None:
         rows: dict[str, Any] = {  # those of this process
-            name or "batch": np.concatenate([np.asarray(s.data) for s in x.addressable_shards if s.replica_id == 0])
+            name or "batch": np.concatenate(
+                [np.asarray(s.data) for s in x.addressable_shards if s.replica_id == 0]
+            )
             for name, x in named_leaves(batch).items()
         }
         with (folder / f"batch-process-{jax.process_index()}.npz").open("wb") as file:
             np.savez(file, **rows)
     if jax.process_index() == 0:
-        values = {name: value if math.isfinite(value) else str(value) for name, value in bad.values.items()}
+        values = {
+            name: value if math.isfinite(value) else str(value)
+            for name, value in bad.values.items()
+        }
         record = {"step": bad.step, "reason": bad.reason, **values}
-        (folder / "metrics.json").write_text(json.dumps(record, indent=1, allow_nan=False), encoding="utf-8")
+        (folder / "metrics.json").write_text(
+            json.dumps(record, indent=1, allow_nan=False), encoding="utf-8"
+        )
     return folder

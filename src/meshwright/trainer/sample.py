@@ -21,24 +21,33 @@ _TEMPERATURE = 0.8
 _CHUNK = 512
 
 
-def write_sample(device_run: DeviceRun, tokenizer: Tokenizer, params: Any, count: int, out: Path) -> str:
+def write_sample(
+    device_run: DeviceRun, tokenizer: Tokenizer, params: Any, count: int, out: Path
+) -> str:
     """Samples `count` tokens from the model, writes their text to `out`, and returns it."""
     data = device_run.run.data
-    if device_run.run.finetune.method == "lora" or device_run.run.finetune.objective == "preferences":
+    if (
+        device_run.run.finetune.method == "lora"
+        or device_run.run.finetune.objective == "preferences"
+    ):
         from meshwright.checkpoint.initial_weights import merge_adapters
 
         device_run, params = merge_adapters(device_run, params)
     prompt = with_begin(tokenizer, tokenizer.encode(data.prompt))
     prompt = prompt if len(prompt) else np.array([tokenizer.end], np.int32)
     with activity("sample", "sampling from the model", "sampled from the model") as work:
-        tokens = sample_tokens(device_run, params, prompt, tokens=count, seed=device_run.run.training.seed)
+        tokens = sample_tokens(
+            device_run, params, prompt, tokens=count, seed=device_run.run.training.seed
+        )
         work.record["text"] = text = data.prompt + tokenizer.decode(tokens)
     if jax.process_index() == 0:
         (out / "sample.txt").write_text(text, encoding="utf-8")
     return text
 
 
-def sample_tokens(device_run: DeviceRun, params: Tree, prompt: np.ndarray, *, tokens: int, seed: int) -> list[int]:
+def sample_tokens(
+    device_run: DeviceRun, params: Tree, prompt: np.ndarray, *, tokens: int, seed: int
+) -> list[int]:
     """Returns tokens that continue `prompt`: `tokens` of them, or as many as make a sequence of the run's length.
 
     Weights stay in the layout of training, except on a mesh with pipeline stages: they are copied to the same devices
@@ -64,7 +73,9 @@ def _without_stages(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tre
     model = run.model
     if getattr(model, "dispatch", None) == "capacity":
         model = dataclasses.replace(model, dispatch="dropless")  # type: ignore[call-arg]
-    devices = device_run.mesh.devices.reshape(1, shape.stage * shape.data, *device_run.mesh.devices.shape[2:])
+    devices = device_run.mesh.devices.reshape(
+        1, shape.stage * shape.data, *device_run.mesh.devices.shape[2:]
+    )
     folded = dataclasses.replace(shape, stage=1, data=shape.stage * shape.data, slices=1)
     training = dataclasses.replace(
         run.training,
@@ -75,7 +86,9 @@ def _without_stages(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tre
         stage_saves="input",
     )
     mesh = Mesh(devices, device_run.mesh.axis_names, axis_types=device_run.mesh.axis_types)
-    other = place_on_devices(dataclasses.replace(run, model=model, mesh=folded, training=training), mesh)
+    other = place_on_devices(
+        dataclasses.replace(run, model=model, mesh=folded, training=training), mesh
+    )
     by_layer = named_leaves({"params": params})
     by_layer |= dict(permuted_in_layer_order(by_layer, device_run.params))
     treedef = jax.tree.structure(other.abstract.params)

@@ -55,7 +55,11 @@ def shard_sums(tree: Any) -> dict[str, dict[Any, int]]:
     """
     kinds = (None, "device", "unpinned_host")
     leaves = named_leaves(tree).items()
-    tensors = {n: x for n, x in leaves if isinstance(x.sharding, NamedSharding) and x.sharding.memory_kind in kinds}
+    tensors = {
+        n: x
+        for n, x in leaves
+        if isinstance(x.sharding, NamedSharding) and x.sharding.memory_kind in kinds
+    }
     if not tensors:
         return {}
     mesh = next(iter(tensors.values())).sharding.mesh
@@ -63,16 +67,24 @@ def shard_sums(tree: Any) -> dict[str, dict[Any, int]]:
 
     def sums(shards: dict[str, jax.Array]) -> jax.Array:
         flat = [x.reshape(-1) for x in shards.values()]
-        return jnp.stack([sum_of_hashes(x, jax.lax.iota(jnp.uint32, x.size), SALTS[0]) for x in flat])[None]
+        return jnp.stack(
+            [sum_of_hashes(x, jax.lax.iota(jnp.uint32, x.size), SALTS[0]) for x in flat]
+        )[None]
 
     specs = {name: x.sharding.spec for name, x in tensors.items()}
-    mapped = jax.shard_map(sums, mesh=mesh, in_specs=(specs,), out_specs=everywhere, check_vma=False)
+    mapped = jax.shard_map(
+        sums, mesh=mesh, in_specs=(specs,), out_specs=everywhere, check_vma=False
+    )
     rows = np.asarray(multihost_utils.process_allgather(jax.jit(mapped)(tensors), tiled=True))
     devices = list(mesh.devices.flat)
-    return {name: {d: int(rows[i, j]) for i, d in enumerate(devices)} for j, name in enumerate(tensors)}
+    return {
+        name: {d: int(rows[i, j]) for i, d in enumerate(devices)} for j, name in enumerate(tensors)
+    }
 
 
-def check_equal(first: dict[str, dict[Any, int]], second: dict[str, dict[Any, int]], step: int) -> None:
+def check_equal(
+    first: dict[str, dict[Any, int]], second: dict[str, dict[Any, int]], step: int
+) -> None:
     """Raises HostError where a step that was computed twice gave two results."""
     names = [name for name in first if first[name] != second[name]]
     devices = {d for name in names for d in first[name] if first[name][d] != second[name][d]}
@@ -101,10 +113,15 @@ def check_replicas(tree: Any, sums: dict[str, dict[Any, int]], step: int) -> Non
 def _refuse(step: int, what: str, names: list[str], odd: set[Any]) -> None:
     if not names:
         return
-    devices = [f"device {d.id} of process {d.process_index}" for d in sorted(odd, key=operator.attrgetter("id"))]
+    devices = [
+        f"device {d.id} of process {d.process_index}"
+        for d in sorted(odd, key=operator.attrgetter("id"))
+    ]
 
     def shown(words: list[str]) -> str:
-        return ", ".join(words[:_SHOWN]) + (f" and {len(words) - _SHOWN} more" if len(words) > _SHOWN else "")
+        return ", ".join(words[:_SHOWN]) + (
+            f" and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
+        )
 
     raise HostError(
         f"step {step}, checked for silent corruption",

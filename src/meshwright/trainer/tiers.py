@@ -44,7 +44,9 @@ class Tiers(Checkpoints):
         saves: Callable[[str], None] = lambda phase: None,
     ):
         super().__init__(out / "checkpoints", max_to_keep=max_to_keep, saves=saves)
-        self._layout = layout_of(abstract_in_layer_order(named_tensors(device_run.abstract), device_run.params))
+        self._layout = layout_of(
+            abstract_in_layer_order(named_tensors(device_run.abstract), device_run.params)
+        )
         self._local: Checkpoints | None = None
         self.left_out: list[str] = []
         """Checkpoints that the last restore left out, and why."""
@@ -52,7 +54,9 @@ class Tiers(Checkpoints):
             # The folder `local.path` may be shared by several runs and processes.
             name = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:16]
             folder = Path(local.path) / f"{out.name}-{name}" / f"process-{jax.process_index()}"
-            self._local = Checkpoints(folder, max_to_keep=local.max_to_keep, reach="process", saves=saves)
+            self._local = Checkpoints(
+                folder, max_to_keep=local.max_to_keep, reach="process", saves=saves
+            )
 
     def save_locally(self, state: State, device_run: DeviceRun, **place: Any) -> None:
         """Starts to write the state to the hosts' disks. place: as of `save`."""
@@ -90,7 +94,10 @@ class Tiers(Checkpoints):
         return list(dict.fromkeys(step for step, _, _ in self._choices(None, strict=False)))
 
     def restore(
-        self, device_run: DeviceRun, step: int | None = None, accept: Callable[[Manifest], None] = lambda manifest: None
+        self,
+        device_run: DeviceRun,
+        step: int | None = None,
+        accept: Callable[[Manifest], None] = lambda manifest: None,
     ) -> tuple[State, Manifest]:
         """Returns the newest state that all hosts can read, or that of `step`, verified; of equal ones the hosts'.
 
@@ -153,7 +160,8 @@ class Tiers(Checkpoints):
                 of_some = any(answers)
                 raise CheckpointError(
                     f"resuming the run in {self.folder.parent}",
-                    "no checkpoint was committed there" + (", and no host's own is on all that need it" * of_some),
+                    "no checkpoint was committed there"
+                    + (", and no host's own is on all that need it" * of_some),
                     "leave --resume out, or another --out",
                 )
             if strict and {c[0] for c in choices} <= set(shared):

@@ -25,7 +25,11 @@ class Phases:
     def place(self) -> tuple[int, str, float]:
         """Step, phase, and since when; of a save since it last wrote something, or waits for other hosts (`commit`)."""
         step, phase, since = self.now
-        return (step, self._saving[0], max(since, self._saving[1])) if phase == "save" else (step, phase, since)
+        return (
+            (step, self._saving[0], max(since, self._saving[1]))
+            if phase == "save"
+            else (step, phase, since)
+        )
 
     def saves(self, phase: str) -> None:
         """Called by a save when it has written another part (`save`), or waits for the other hosts (`commit`)."""

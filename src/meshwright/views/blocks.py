@@ -13,7 +13,9 @@ from typing import Any, Literal
 from meshwright.formatting import format_bytes, format_count, format_step
 
 Cell = str | int | float | None
-Unit = Literal["seconds", "bytes", "count", "number", "integer", "fraction", "days", "dollars", "text"]
+Unit = Literal[
+    "seconds", "bytes", "count", "number", "integer", "fraction", "days", "dollars", "text"
+]
 Tone = Literal["", "good", "bad", "warning", "faded"]
 Where = Literal["everywhere", "page", "terminal"]
 """Renderers that show a section, a block or a column. Charts and drawings are on pages only."""
@@ -119,7 +121,9 @@ class Column:
                 value = value.get(name) if isinstance(value, Mapping) else getattr(value, name)
         if self.unit == "text":
             return None if value is None else str(value)
-        number: Any = None if isinstance(value, bool) or not isinstance(value, numbers.Real) else value
+        number: Any = (
+            None if isinstance(value, bool) or not isinstance(value, numbers.Real) else value
+        )
         return number
 
 
@@ -149,7 +153,8 @@ class Table(Block):
         kept = [
             i
             for i, column in enumerate(self.columns)
-            if column.where != where and (not self.rows or any(row[i] not in (None, "") for row in self.rows))
+            if column.where != where
+            and (not self.rows or any(row[i] not in (None, "") for row in self.rows))
         ]
         rows = [[row[i] for i in kept] for row in self.rows]
         return dataclasses.replace(self, columns=[self.columns[i] for i in kept], rows=rows)

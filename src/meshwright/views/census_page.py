@@ -76,7 +76,9 @@ def census_sections(census: Census, suffix: str = "") -> list[Section]:
         simulated = [Section("Predicted schedule", schedule_blocks(schedule, census, link), note)]
     sections = [
         Section("Verdict", _verdict(census)),
-        Section("Findings", _findings(census), "" if census.findings else "Nothing to mend was found."),
+        Section(
+            "Findings", _findings(census), "" if census.findings else "Nothing to mend was found."
+        ),
         *simulated,
         Section("Memory of one device", _memory(census)),
         Section("Communication ledger", _ledger(census, link)),
@@ -89,12 +91,22 @@ def difference_section(changes: Sequence[Change], names: tuple[str, str]) -> Sec
     """Returns two censuses side by side."""
     columns = [
         Column("quantity", cell="quantity"),
-        Column("part", cell=lambda change: "FLOPs" if change.part == "flops" else change.part, choices=True),
+        Column(
+            "part",
+            cell=lambda change: "FLOPs" if change.part == "flops" else change.part,
+            choices=True,
+        ),
         Column(names[0], cell=lambda change: change.formatted[0]),
         Column(names[1], cell=lambda change: change.formatted[1]),
-        Column("ratio", "number", lambda change: None if change.ratio is None else round(change.ratio, 2)),
+        Column(
+            "ratio",
+            "number",
+            lambda change: None if change.ratio is None else round(change.ratio, 2),
+        ),
     ]
-    tones = ["bad" if (c.ratio or 0) > 1.02 or (c.ratio is None and c.after) else "" for c in changes]
+    tones = [
+        "bad" if (c.ratio or 0) > 1.02 or (c.ratio is None and c.after) else "" for c in changes
+    ]
     title = f"{names[0]} against {names[1]}"
     table = Table.of(changes, columns, searchable=True, tones=tones, title=title, printed=None)
     note = "Of one device; traffic is in bytes sent. Marked rows are larger in the second."
@@ -122,7 +134,9 @@ def prediction_section(
         difference = f"planned {estimate.bytes / compiled.live - 1:+.0%}"
         figures.append(Figure("planned by arithmetic", planned))
         live = f"{format_bytes(compiled.live)} live at the peak"
-        figures.append(Figure("compiled", live, f"{difference}; in a heap of {format_bytes(compiled.peak)}"))
+        figures.append(
+            Figure("compiled", live, f"{difference}; in a heap of {format_bytes(compiled.peak)}")
+        )
     return Section("Predicted", [Figures(figures)] if figures else [])
 
 
@@ -144,20 +158,38 @@ def _unpriced(kernels: Mapping[str, int]) -> str:
 
 def _verdict(census: Census) -> list[Block]:
     memory, schedule = census.memory.compiled, census.schedule
-    sent, count = sum(entry.sent for entry in census.ledger), sum(entry.count for entry in census.ledger)
+    sent, count = (
+        sum(entry.sent for entry in census.ledger),
+        sum(entry.count for entry in census.ledger),
+    )
     figures = []
     if schedule is not None:
         exposed = schedule.by_kind.get("exposed", 0.0)
         part = exposed / schedule.step_seconds if schedule.step_seconds else 0.0
-        figures.append(Figure("predicted step", format_step(schedule.step_seconds), f"on {schedule.chip}, simulated"))
         figures.append(
-            Figure("exposed communication", f"{part:.1%}", format_step(exposed), "bad" if part > 0.2 else "")
+            Figure(
+                "predicted step",
+                format_step(schedule.step_seconds),
+                f"on {schedule.chip}, simulated",
+            )
+        )
+        figures.append(
+            Figure(
+                "exposed communication",
+                f"{part:.1%}",
+                format_step(exposed),
+                "bad" if part > 0.2 else "",
+            )
         )
     collectives = f"{count:,} collectives of {len(census.ledger)} instructions"
     figures += [
-        Figure("peak memory", format_bytes(memory.peak), f"allocated; {format_bytes(memory.live)} live"),
+        Figure(
+            "peak memory", format_bytes(memory.peak), f"allocated; {format_bytes(memory.live)} live"
+        ),
         Figure("sent by a device", format_bytes(sent), collectives),
-        Figure("compiled FLOPs", format_count(census.flops.compiled), "matrix products of a device"),
+        Figure(
+            "compiled FLOPs", format_count(census.flops.compiled), "matrix products of a device"
+        ),
         Figure("findings", str(len(census.findings)), "", "bad" if census.findings else "good"),
     ]
     doubts = [f"This census does not trust itself: {doubt}." for doubt in census.doubts]
@@ -171,16 +203,30 @@ def _verdict(census: Census) -> list[Block]:
 
 def _findings(census: Census) -> list[Block]:
     items = [
-        Finding(f.kind, f.subject, f.reason, f.fix, f.line, format_bytes(f.bytes), "bad" if f.bytes >= 2**20 else "")
+        Finding(
+            f.kind,
+            f.subject,
+            f.reason,
+            f.fix,
+            f.line,
+            format_bytes(f.bytes),
+            "bad" if f.bytes >= 2**20 else "",
+        )
         for f in sorted(census.findings, key=lambda f: (_ORDER.get(f.kind, 9), -f.bytes))
     ]
     return [Findings(items)] if items else []
 
 
-def schedule_blocks(schedule: SimulatedSchedule, census: Census | None = None, link: str = "") -> list[Block]:
+def schedule_blocks(
+    schedule: SimulatedSchedule, census: Census | None = None, link: str = ""
+) -> list[Block]:
     """Returns the step on a timeline and as a bar of its parts. census, link: whose ledger a click on a box selects."""
     spans, (lanes, lane_of) = schedule.spans, _lanes(schedule)
-    entries = {} if census is None else {e.instruction: str(i) for i, e in enumerate(census.ledger) if e.instruction}
+    entries = (
+        {}
+        if census is None
+        else {e.instruction: str(i) for i, e in enumerate(census.ledger) if e.instruction}
+    )
     names: dict[str, int] = {}
     boxes = {
         "lane": lane_of,
@@ -189,7 +235,10 @@ def schedule_blocks(schedule: SimulatedSchedule, census: Census | None = None, l
     }
     for field in ("kind", "start", "seconds", "count", "depth", "exposed"):
         boxes[field] = [getattr(span, field) for span in spans]
-    kinds = [{"kind": kind, "name": WORK[kind][1], "colour": kind} for kind in dict.fromkeys(s.kind for s in spans)]
+    kinds = [
+        {"kind": kind, "name": WORK[kind][1], "colour": kind}
+        for kind in dict.fromkeys(s.kind for s in spans)
+    ]
     data = {"lanes": lanes, "kinds": kinds, "names": list(names), "spans": boxes, "link": link}
     timeline = Drawing(
         "Timeline",
@@ -205,14 +254,27 @@ def schedule_blocks(schedule: SimulatedSchedule, census: Census | None = None, l
 def _lanes(schedule: SimulatedSchedule) -> tuple[list[str], list[int]]:
     """Returns the rows of a schedule, one for the links of each set of axes, and the row of each span."""
     links = sorted({span.axes for span in schedule.spans if span.kind == "collective"})
-    lanes = ["computation", *(f"{axes} ({schedule.routes.get(axes, 'links')})" for axes in links), "host", "loops"]
+    lanes = [
+        "computation",
+        *(f"{axes} ({schedule.routes.get(axes, 'links')})" for axes in links),
+        "host",
+        "loops",
+    ]
     rows = {"host": len(lanes) - 2, "loop": len(lanes) - 1}
-    return lanes, [1 + links.index(s.axes) if s.kind == "collective" else rows.get(s.kind, 0) for s in schedule.spans]
+    return lanes, [
+        1 + links.index(s.axes) if s.kind == "collective" else rows.get(s.kind, 0)
+        for s in schedule.spans
+    ]
 
 
 def _step_parts(schedule: SimulatedSchedule) -> Bars:
-    parts = [(WORK[kind][1], kind, n) for kind, n in schedule.by_kind.items() if kind != "exposed" and n]
-    exposed = ((f"exposed, {axes} ({schedule.routes.get(axes, 'HBM')})", n) for axes, n in schedule.exposed.items())
+    parts = [
+        (WORK[kind][1], kind, n) for kind, n in schedule.by_kind.items() if kind != "exposed" and n
+    ]
+    exposed = (
+        (f"exposed, {axes} ({schedule.routes.get(axes, 'HBM')})", n)
+        for axes, n in schedule.exposed.items()
+    )
     parts += [(name, "exposed", n) for name, n in exposed if n]
     parts += [("pipeline bubble", "bubble", schedule.bubble)] if schedule.bubble else []
     parts += [("busy links", "collective", 0.0)] if schedule.link_seconds else []
@@ -234,21 +296,39 @@ def _memory(census: Census) -> list[Block]:
     memory, profile = census.memory, census.memory.profile
     categories = memory.by_category()
     copies = "copies of arguments"
-    shown = {c: copies if c.startswith("copies of ") else c if c in _MEMORY_COLOURS else "other" for c in categories}
+    shown = {
+        c: copies if c.startswith("copies of ") else c if c in _MEMORY_COLOURS else "other"
+        for c in categories
+    }
     names = sorted(set(shown.values()), key=list(_MEMORY_COLOURS).index)
     by_module: dict[str, list[float]] = {}
     for part in memory.parts:
         values = by_module.setdefault(part.module or "no module", [0.0] * len(names))
         values[names.index(shown[part.category])] += part.bytes
-    rows = [Bar("all", [sum(max(0.0, n) for c, n in categories.items() if shown[c] == name) for name in names])]
+    rows = [
+        Bar(
+            "all",
+            [sum(max(0.0, n) for c, n in categories.items() if shown[c] == name) for name in names],
+        )
+    ]
     ordered = sorted(by_module.items(), key=lambda pair: -sum(pair[1]))
-    rows += [Bar(module, [max(0.0, n) for n in values]) for module, values in ordered[:16] if sum(values) > 0]
+    rows += [
+        Bar(module, [max(0.0, n) for n in values])
+        for module, values in ordered[:16]
+        if sum(values) > 0
+    ]
     title = f"{format_bytes(memory.compiled.peak)} at the peak, by module and category"
-    bars = Bars("bytes", names, [_MEMORY_COLOURS[name] for name in names], rows, legend_row=0, title=title)
+    bars = Bars(
+        "bytes", names, [_MEMORY_COLOURS[name] for name in names], rows, legend_row=0, title=title
+    )
     if profile is None or not profile.moments:
         return [bars]
     marks = [Mark("x", profile.peak, "peak", "limit")]
-    marks += [] if profile.backward is None else [Mark("x", profile.backward, "the backward pass begins", "accent")]
+    marks += (
+        []
+        if profile.backward is None
+        else [Mark("x", profile.backward, "the backward pass begins", "accent")]
+    )
     chart = Chart(
         Axis("instruction of the schedule", "integer"),
         Axis("live temporaries", "bytes", zero=True),
@@ -271,7 +351,13 @@ def _memory(census: Census) -> list[Block]:
     ]
     note = f"The {len(profile.buffers)} largest temporaries that are live at instruction {profile.peak:,}."
     table = Table.of(
-        profile.buffers, columns, searchable=True, title="What makes the peak", note=note, shown=14, printed=3
+        profile.buffers,
+        columns,
+        searchable=True,
+        title="What makes the peak",
+        note=note,
+        shown=14,
+        printed=3,
     )
     return [chart, bars, table]
 
@@ -289,19 +375,45 @@ def _ledger(census: Census, link: str) -> list[Block]:
     summed = [Column("collective", cell="kind"), Column("axes", cell="axes"), count]
     summed += [Column("payload", "bytes", "total"), sent_by]
     payload = Column("payload", "bytes", "payload", where="page")
-    exposed_for = Column("exposed", "seconds", lambda e: timed[e.instruction][1] if e.instruction in timed else None)
+    exposed_for = Column(
+        "exposed", "seconds", lambda e: timed[e.instruction][1] if e.instruction in timed else None
+    )
     operands = Column("operands", cell=_operands, where="terminal")
     line = Column("source line", cell="line")
-    columns = [Column("tensor or scope", cell=_tensor), kind, over, operands, sent_by, count, payload, exposed_for]
+    columns = [
+        Column("tensor or scope", cell=_tensor),
+        kind,
+        over,
+        operands,
+        sent_by,
+        count,
+        payload,
+        exposed_for,
+    ]
     columns += [Column("overlap", cell=_overlap), line]
     links = Column("links", cell=lambda e: routes.get(e.axes_label, ""))
-    facts = [kind, over, links, Column("devices of a group", "integer", "group_size"), payload, count, sent_by]
-    facts += [exposed_for, operands, Column("overlapped with", cell=lambda e: ", ".join(e.overlapped[:6])), line]
+    facts = [
+        kind,
+        over,
+        links,
+        Column("devices of a group", "integer", "group_size"),
+        payload,
+        count,
+        sent_by,
+    ]
+    facts += [
+        exposed_for,
+        operands,
+        Column("overlapped with", cell=lambda e: ", ".join(e.overlapped[:6])),
+        line,
+    ]
     facts += [Column("operation", cell="op_name"), Column("instruction", cell="instruction")]
     entries = sorted(enumerate(census.ledger), key=lambda pair: -pair[1].sent)
     largest = {str(i): entry for i, entry in entries[:_MAX_ENTRIES]}
     left = len(entries) - len(largest)
-    items = {key: Item(_tensor(e), "", [column.of(e) for column in facts]) for key, e in largest.items()}
+    items = {
+        key: Item(_tensor(e), "", [column.of(e) for column in facts]) for key, e in largest.items()
+    }
     empty, first = "Click a row, or a transfer on the timeline.", next(iter(largest))
     inspector = Inspector(link, facts, items, first=first, title="Entry", empty=empty, where="page")
     table = Table.of(
@@ -353,5 +465,7 @@ def _flops(census: Census) -> list[Block]:
         Column("FLOPs", "count", "flops", bar=True),
     ]
     title = "Compiled matrix products"
-    tables.append(Table.of(flops.matmuls, columns, searchable=True, title=title, shown=20, printed=8))
+    tables.append(
+        Table.of(flops.matmuls, columns, searchable=True, title=title, shown=20, printed=8)
+    )
     return [Text([f"{text}."]), *warnings, Grid(tables)]

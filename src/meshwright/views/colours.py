@@ -57,7 +57,9 @@ def css_variables() -> str:
     colours = PALETTE | _PAPER
     colours |= {kind: colours[name] for kind, (name, _) in WORK.items()}
     colours |= {kind.replace(" ", "-"): colours[name] for kind, name in TASKS.items()}
-    light, dark = (";".join(f"--{name}:{pair[i]}" for name, pair in colours.items()) for i in (0, 1))
+    light, dark = (
+        ";".join(f"--{name}:{pair[i]}" for name, pair in colours.items()) for i in (0, 1)
+    )
     return (
         f":root{{--turns:{' '.join(map(str, TURNS))}}}\n"
         f":root{{color-scheme:light;{light}}}\n"
@@ -89,9 +91,14 @@ def _on_paper(name: str, part: float) -> str:
 
 def ink_on(colour: str) -> str:
     """Returns the colour of text on a colour `#rrggbb`: dark or light, whichever is readable."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in _channels(colour))]
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+        for c in (v / 255 for v in _channels(colour))
+    ]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return "#10131a" if luminance > 0.19 else "#ffffff"  # above it dark ink has the greater contrast
+    return (
+        "#10131a" if luminance > 0.19 else "#ffffff"
+    )  # above it dark ink has the greater contrast
 
 
 def _channels(colour: str) -> tuple[int, ...]:

@@ -102,7 +102,9 @@ class Picture:
             w, h = panel.width / panel.columns, panel.height / panel.rows
             for box in panel.cells:
                 place = (x + box.column * w, y + box.row * h, w - panel.gap, h - panel.gap)
-                canvas.box(*place, block_colour(box.number), box.label(max(1, int(w / 7.5))), box.tip)
+                canvas.box(
+                    *place, block_colour(box.number), box.label(max(1, int(w / 7.5))), box.tip
+                )
             x, tallest = x + panel.width + 24, max(tallest, panel.height)
         return canvas.render()
 
@@ -120,7 +122,9 @@ class Picture:
                 text.append(f"{panel.caption}\n", style="dim not bold")
             text.append_text(_grid(panel))
         if len(self.panels) > _MAX_PANELS:
-            text.append(f"... and {len(self.panels) - _MAX_PANELS} more panels\n", style="dim not bold")
+            text.append(
+                f"... and {len(self.panels) - _MAX_PANELS} more panels\n", style="dim not bold"
+            )
         return text
 
     def _repr_html_(self) -> str:
@@ -167,8 +171,12 @@ def format_devices(devices: tuple[int, ...], width: int) -> str:
 
 def _grid(panel: Panel) -> Text:
     rows, columns = min(panel.rows, _MAX_ROWS), min(panel.columns, _MAX_COLUMNS)
-    cells = {(box.row, box.column): box for box in panel.cells if box.row < rows and box.column < columns}
-    labels = {place: box.label(max(4, min(24, _WIDTH // columns - 1))) for place, box in cells.items()}
+    cells = {
+        (box.row, box.column): box for box in panel.cells if box.row < rows and box.column < columns
+    }
+    labels = {
+        place: box.label(max(4, min(24, _WIDTH // columns - 1))) for place, box in cells.items()
+    }
     width = max(map(len, labels.values())) + 2
 
     def line(left: str, middle: str, right: str) -> str:
@@ -200,7 +208,13 @@ class _Canvas:
             self.text(4, 32 + 15 * number, line, 11)
 
     def text(
-        self, x: float, y: float, text: str, size: float, style: str = "fill:currentColor", anchor: str = "start"
+        self,
+        x: float,
+        y: float,
+        text: str,
+        size: float,
+        style: str = "fill:currentColor",
+        anchor: str = "start",
     ) -> None:
         self.shapes.append(
             f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:.1f}" style="{style}" text-anchor="{anchor}">'
@@ -280,7 +294,9 @@ class ArrayPicture(Picture):
     @property
     def title(self) -> str:  # type: ignore[override]
         """Layout and shape: `w[D/fsdp, F/tensor]  4096 x 14336`."""
-        return f"{self.name}[{', '.join(self.dims)}]  {' x '.join(map(str, self.shape)) or 'scalar'}"
+        return (
+            f"{self.name}[{', '.join(self.dims)}]  {' x '.join(map(str, self.shape)) or 'scalar'}"
+        )
 
     @property
     def lines(self) -> Sequence[str]:  # type: ignore[override]
@@ -300,7 +316,10 @@ class ArrayPicture(Picture):
         ratio = min(2.5, max(0.4, wide / tall)) if tall and wide else 6.0
         width = min(560.0, max(150.0 * min(ratio, 2.0), columns * 26.0))
         height = min(420.0, max(width / ratio, rows * 22.0)) if down is not None else 34.0
-        width, height = max(width, columns * 9.0 * (columns > 24)), max(height, rows * 7.0 * (rows > 24))
+        width, height = (
+            max(width, columns * 9.0 * (columns > 24)),
+            max(height, rows * 7.0 * (rows > 24)),
+        )
         names = ["" if dim is None else self.dims[dim] for dim in (down, across)]
         others = [d for d in range(len(blocks)) if d not in shown]
         numbers = {key: i for i, key in enumerate(sorted(self.holders))}
@@ -314,7 +333,10 @@ class ArrayPicture(Picture):
             )
             cells = []
             for row, column in itertools.product(range(rows), range(columns)):
-                key = tuple(row if d == down else column if d == across else fixed[d] for d in range(len(blocks)))
+                key = tuple(
+                    row if d == down else column if d == across else fixed[d]
+                    for d in range(len(blocks))
+                )
                 devices = self.holders.get(key, ())
                 tip = f"block {row}, {column}: devices {', '.join(map(str, devices))}"
                 cells.append(Box(row, column, devices, numbers.get(key, 0), tip))
@@ -341,13 +363,19 @@ def picture_of(
         for size, degree in zip(shape, degrees, strict=True)
     )
     names = [
-        str(size) if letter == "?" else letter for letter, size in zip(dims or "?" * len(shape), shape, strict=True)
+        str(size) if letter == "?" else letter
+        for letter, size in zip(dims or "?" * len(shape), shape, strict=True)
     ]
-    labels = tuple("/".join([n, "+".join(axes)]) if axes else n for n, axes in zip(names, placement, strict=True))
+    labels = tuple(
+        "/".join([n, "+".join(axes)]) if axes else n
+        for n, axes in zip(names, placement, strict=True)
+    )
     return ArrayPicture(name, tuple(shape), labels, cuts, holders)
 
 
-def draw(array: Any, name: str = "", dims: str = "", sharding: Sharding | None = None) -> ArrayPicture:
+def draw(
+    array: Any, name: str = "", dims: str = "", sharding: Sharding | None = None
+) -> ArrayPicture:
     """Draws the blocks of a `jax.Array`, or of an abstract array with a sharding, over its devices. No data is read.
 
     name, dims: name of the array and a letter for each dimension. sharding: for an array that has none. Raises
@@ -370,7 +398,9 @@ def draw(array: Any, name: str = "", dims: str = "", sharding: Sharding | None =
     layout = sharding or getattr(array, "sharding", None)
     if layout is None:
         raise ConfigError(
-            "a picture of an array", "it has no sharding", "call draw(x, sharding=NamedSharding(mesh, spec))"
+            "a picture of an array",
+            "it has no sharding",
+            "call draw(x, sharding=NamedSharding(mesh, spec))",
         )
     shape = tuple(array.shape)
     if isinstance(layout, NamedSharding):
@@ -381,7 +411,10 @@ def draw(array: Any, name: str = "", dims: str = "", sharding: Sharding | None =
     devices: list[Any] = sorted(layout.device_set, key=lambda d: d.id)
     blocks: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for device, index in layout.devices_indices_map(shape).items():
-        bounds = tuple((s.start or 0, size if s.stop is None else s.stop) for s, size in zip(index, shape, strict=True))
+        bounds = tuple(
+            (s.start or 0, size if s.stop is None else s.stop)
+            for s, size in zip(index, shape, strict=True)
+        )
         blocks.setdefault(bounds, []).append(devices.index(device))
     starts = [sorted({bounds[d][0] for bounds in blocks}) for d in range(len(shape))]
     holders = {
@@ -415,7 +448,9 @@ def local_view(x: jax.Array, name: str = "") -> PanelPicture:
     manual = tuple(context.manual_axes)
     if not manual:
         raise ConfigError(
-            f"a local view of {name or 'a value'}", "it is not inside a shard_map", "use draw(x) outside of one"
+            f"a local view of {name or 'a value'}",
+            "it is not inside a shard_map",
+            "use draw(x) outside of one",
         )
     varying = _varying_axes(x)
     # Without check_vma no value has varying axes, not even an axis index.
@@ -474,7 +509,9 @@ def machine_of_target(target: Target) -> MachineGrid:
         return MachineGrid("torus", str(target), (*target.topology, *cores), inside)
     # Several slices are drawn like nodes: a panel for each slice, its devices in rows.
     per_slice = len(coordinates) // target.slices
-    rows = tuple((coordinate[0], number % per_slice) for number, coordinate in enumerate(coordinates))
+    rows = tuple(
+        (coordinate[0], number % per_slice) for number, coordinate in enumerate(coordinates)
+    )
     return MachineGrid("nodes", str(target), (target.slices, per_slice), rows)
 
 
@@ -493,15 +530,21 @@ def machine_of(devices: Sequence[Any]) -> MachineGrid:
         return MachineGrid("torus", kind, shape, coordinates)
     hosts = sorted({d.process_index for d in devices})
     if len(hosts) == 1:
-        return _host(len(devices), "simulated devices of this CPU" if devices[0].platform == "cpu" else kind)
+        return _host(
+            len(devices), "simulated devices of this CPU" if devices[0].platform == "cpu" else kind
+        )
     members: list[tuple[int, int]] = []
     for d in devices:
         host = hosts.index(d.process_index)
         members.append((host, sum(other == host for other, _ in members)))
-    return MachineGrid("nodes", kind, (len(hosts), 1 + max(index for _, index in members)), tuple(members))
+    return MachineGrid(
+        "nodes", kind, (len(hosts), 1 + max(index for _, index in members)), tuple(members)
+    )
 
 
-def draw_machine(mesh: jax.sharding.Mesh | Mapping[str, int], machine: MachineGrid | None = None) -> PanelPicture:
+def draw_machine(
+    mesh: jax.sharding.Mesh | Mapping[str, int], machine: MachineGrid | None = None
+) -> PanelPicture:
     """Draws a mesh over a machine, by default the one that the mesh's devices report, or one host.
 
     Devices of one colour communicate along the innermost axis. The lines are the links along each mesh axis.
@@ -514,15 +557,26 @@ def draw_machine(mesh: jax.sharding.Mesh | Mapping[str, int], machine: MachineGr
     nontrivial = {axis: n for axis, n in mesh.items() if n > 1}
     ids = np.arange(size).reshape([*nontrivial.values()] or [1])
     mesh_text = ",".join(f"{axis}={n}" for axis, n in nontrivial.items()) or "one device"
-    lines = tuple(f"{axis}={n}: {_neighbour_links(ids, i, machine)}" for i, (axis, n) in enumerate(nontrivial.items()))
-    return PanelPicture(f"mesh {mesh_text} over {machine.name} ({size} devices)", lines, _panels(machine, nontrivial))
+    lines = tuple(
+        f"{axis}={n}: {_neighbour_links(ids, i, machine)}"
+        for i, (axis, n) in enumerate(nontrivial.items())
+    )
+    return PanelPicture(
+        f"mesh {mesh_text} over {machine.name} ({size} devices)",
+        lines,
+        _panels(machine, nontrivial),
+    )
 
 
 def _neighbour_links(ids: np.ndarray, axis: int, machine: MachineGrid) -> str:
     """Describes the links between neighbours along a mesh axis. ids: device indices in the shape of the mesh."""
-    before, after = np.take(ids, range(ids.shape[axis] - 1), axis), np.take(ids, range(1, ids.shape[axis]), axis)
+    before, after = (
+        np.take(ids, range(ids.shape[axis] - 1), axis),
+        np.take(ids, range(1, ids.shape[axis]), axis),
+    )
     pairs = [
-        (machine.coordinates[int(a)], machine.coordinates[int(b)]) for a, b in zip(before.flat, after.flat, strict=True)
+        (machine.coordinates[int(a)], machine.coordinates[int(b)])
+        for a, b in zip(before.flat, after.flat, strict=True)
     ]
     if machine.kind == "host":
         return "within the host"
@@ -530,9 +584,18 @@ def _neighbour_links(ids: np.ndarray, axis: int, machine: MachineGrid) -> str:
         same = sum(a[0] == b[0] for a, b in pairs)
         if same == len(pairs):
             return "within a node"
-        return f"within a node for {same} of {len(pairs)} neighbours, else between nodes" if same else "between nodes"
-    hops = [sum(min(abs(x - y), n - abs(x - y)) for x, y, n in zip(a, b, machine.shape, strict=True)) for a, b in pairs]
-    dims = sorted({"xyzc"[i] for a, b in pairs for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y})
+        return (
+            f"within a node for {same} of {len(pairs)} neighbours, else between nodes"
+            if same
+            else "between nodes"
+        )
+    hops = [
+        sum(min(abs(x - y), n - abs(x - y)) for x, y, n in zip(a, b, machine.shape, strict=True))
+        for a, b in pairs
+    ]
+    dims = sorted(
+        {"xyzc"[i] for a, b in pairs for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y}
+    )
     most = max(hops)
     text = f"along {', '.join(dims)} of the torus, {most} ICI hop{'s' if most > 1 else ''} to a neighbour"
     return text + (" at most" if len(set(hops)) > 1 else "")
@@ -555,7 +618,13 @@ def _panels(machine: MachineGrid, mesh: Mapping[str, int]) -> tuple[Panel, ...]:
         box = Box(row, column, (device,), device // innermost, f"device {device}: {coordinates}")
         cells.setdefault(key, []).append(box)
     caption = {"host": "", "nodes": "node {}", "torus": "z = {}"}[machine.kind]
-    side = 34.0 if len(machine.coordinates) <= 64 else 24.0 if len(machine.coordinates) <= 256 else 15.0
+    side = (
+        34.0
+        if len(machine.coordinates) <= 64
+        else 24.0
+        if len(machine.coordinates) <= 256
+        else 15.0
+    )
     panels = []
     for key, boxes in sorted(cells.items()):
         rows, columns = 1 + max(box.row for box in boxes), 1 + max(box.column for box in boxes)
@@ -612,8 +681,13 @@ class PipelineTimeline(Picture):
             for t in range(table.ticks):
                 x, live = _STAGE_LEFT + t * tick_width, int(table.live_inputs[t, s])
                 for task in table.tasks(t, s):
-                    part = f", virtual stage {task.virtual_stage}" if table.virtual_stages > 1 else ""
-                    name, top = TASK_NAMES[task.kind], y + _TASK_HEIGHT * places.index(PLACE[task.kind])
+                    part = (
+                        f", virtual stage {task.virtual_stage}" if table.virtual_stages > 1 else ""
+                    )
+                    name, top = (
+                        TASK_NAMES[task.kind],
+                        y + _TASK_HEIGHT * places.index(PLACE[task.kind]),
+                    )
                     tip = f"tick {t}: {name} of microbatch {task.microbatch}{part}; {live} live inputs"
                     colour = task_colour(name, task.virtual_stage)
                     canvas.box(x, top, tick_width, _TASK_HEIGHT, colour, self._label(task), tip)

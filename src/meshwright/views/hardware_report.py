@@ -15,9 +15,24 @@ Row = Mapping[str, Any]
 Results = Mapping[str, Mapping[str, Any]]
 """Section -> contents of its file."""
 
-_MACHINE = ("device_kind", "devices", "chip", "runtime", "driver", "host", "memory_limit", "peak_bfloat16")
+_MACHINE = (
+    "device_kind",
+    "devices",
+    "chip",
+    "runtime",
+    "driver",
+    "host",
+    "memory_limit",
+    "peak_bfloat16",
+)
 _PREFORMATTED = ("links", "versions", "environment", "coordinates")
-_UNITS: dict[str, Unit] = {"s": "seconds", "B": "bytes", "n": "count", "i": "integer", "%": "fraction"}
+_UNITS: dict[str, Unit] = {
+    "s": "seconds",
+    "B": "bytes",
+    "n": "count",
+    "i": "integer",
+    "%": "fraction",
+}
 _RATES = {"TFLOP/s": 1e12, "GB/s": 1e9}
 """Units of a column in `TABLES`."""
 _RUN = "item | model = run | mesh"
@@ -108,7 +123,10 @@ def _column(text: str) -> Column:
     key, _, unit = rest.rpartition(" ")
     if unit in _RATES:
         scale = _RATES[unit]
-        return Column(heading or key, cell=lambda row: f"{row[key] / scale:.3g} {unit}" if row.get(key) else "")
+        return Column(
+            heading or key,
+            cell=lambda row: f"{row[key] / scale:.3g} {unit}" if row.get(key) else "",
+        )
     if unit in _UNITS:
         return Column(heading or key, _UNITS[unit], key, bar=unit == "%")
     return Column(heading or rest, cell=lambda row: row.get(rest))
@@ -117,16 +135,22 @@ def _column(text: str) -> Column:
 def _derived(row: Row) -> dict[str, Any]:
     """Returns the figures of a measurement with those that follow from them, as text."""
     found = dict(row) | {label: f"{error[0]:.1e}" for label, error in row.get("errors", {}).items()}
-    found["outcome"] = row.get("failed") or row.get("unsupported") or "; ".join(row.get("problems", ()))
+    found["outcome"] = (
+        row.get("failed") or row.get("unsupported") or "; ".join(row.get("problems", ()))
+    )
     found["m x k x n"] = " x ".join(str(row.get(name)) for name in "mkn")
-    found["compiler options"] = ", ".join(f"{k}={v}" for k, v in row.get("compiler_options", {}).items())
+    found["compiler options"] = ", ".join(
+        f"{k}={v}" for k, v in row.get("compiler_options", {}).items()
+    )
     for over, key in (("planned", "predicted_seconds"), ("simulated", "simulated_seconds")):
         if row.get(key) and row.get("loop_seconds"):
             found[f"{over} / measured"] = f"{row[key] / row['loop_seconds']:.2f}"
     if "gradient_difference" in row:
         found["gradients differ by"] = f"{row['gradient_difference']:.1e}"
         found["initial values"] = "bitwise equal" if row["initial_values_equal"] else "differ"
-        for name, losses in zip(("losses", "on one device"), zip(*row["losses"], strict=True), strict=True):
+        for name, losses in zip(
+            ("losses", "on one device"), zip(*row["losses"], strict=True), strict=True
+        ):
             found[name] = ", ".join(f"{loss:.6f}" for loss in losses)
     return found
 
@@ -135,7 +159,11 @@ def _headline(name: str, result: Mapping[str, Any]) -> str:
     rows = [row for row in result["rows"] if "failed" not in row]
     if name == "machine":
         facts = result["facts"]
-        return f"{facts.get('devices')} x {facts.get('device_kind')}, jax {facts.get('jax')}" if facts else ""
+        return (
+            f"{facts.get('devices')} x {facts.get('device_kind')}, jax {facts.get('jax')}"
+            if facts
+            else ""
+        )
     if name in _HEADLINES and rows:
         return _HEADLINES[name](rows)
     return "; ".join(result["notes"]) or f"{len(rows)} measurements"
@@ -145,7 +173,11 @@ def _kernels(rows: Sequence[Row]) -> str:
     compared = [row for row in rows if "errors" in row]
     right = sum(not row["problems"] for row in compared)
     timed = max((r for r in rows if r.get("fraction")), key=lambda r: r["fraction"], default=None)
-    best = f"; best {timed['kernel']}, {timed['case']}: {timed['fraction']:.0%} of the peak" if timed else ""
+    best = (
+        f"; best {timed['kernel']}, {timed['case']}: {timed['fraction']:.0%} of the peak"
+        if timed
+        else ""
+    )
     return f"{right} of {len(compared)} comparisons with float64 agree{best}"
 
 
@@ -171,7 +203,9 @@ def _collectives(rows: Sequence[Row]) -> str:
     for row in rows:
         best[row["kind"]] = max(best.get(row["kind"], 0.0), row["bus_bandwidth"])
     kinds = ("all-gather", "reduce-scatter", "all-to-all")
-    return "bus " + ", ".join(f"{kind} {best[kind] / 1e9:.3g} GB/s" for kind in kinds if kind in best)
+    return "bus " + ", ".join(
+        f"{kind} {best[kind] / 1e9:.3g} GB/s" for kind in kinds if kind in best
+    )
 
 
 def _experts(rows: Sequence[Row]) -> str:
@@ -184,7 +218,11 @@ def _steps(rows: Sequence[Row]) -> str:
     for row in map(_derived, rows):
         if "loop_seconds" in row:
             utilisation = f", MFU {row['mfu']:.1%}" if row.get("mfu") else ""
-            ratio = f", planned / measured {row['planned / measured']}" if "planned / measured" in row else ""
+            ratio = (
+                f", planned / measured {row['planned / measured']}"
+                if "planned / measured" in row
+                else ""
+            )
             texts.append(f"{row['item']} {format_step(row['loop_seconds'])}{utilisation}{ratio}")
     return "; ".join(texts)
 
@@ -207,12 +245,16 @@ _HEADLINES: dict[str, Callable[[Sequence[Row]], str]] = {
 
 def problems_of(results: Results) -> list[str]:
     """Returns every result that is wrong."""
-    return [f"{name}: {problem}" for name, result in results.items() for problem in result["problems"]]
+    return [
+        f"{name}: {problem}" for name, result in results.items() for problem in result["problems"]
+    ]
 
 
 def unfinished_of(results: Results) -> list[str]:
     """Returns every section that failed or ran out of time, with its message."""
-    return [f"{name}: {r['state']}: {r['message']}" for name, r in results.items() if r["state"] != DONE]
+    return [
+        f"{name}: {r['state']}: {r['message']}" for name, r in results.items() if r["state"] != DONE
+    ]
 
 
 def report_json(results: Results) -> dict[str, Any]:
@@ -253,7 +295,10 @@ def report_page(results: Results) -> Report:
         *([Text(notes, where="terminal")] if notes else []),
     ]
     sections = [Section("Overview", overview)]
-    sections += [Section(name.capitalize(), _blocks(name, result), where="page") for name, result in results.items()]
+    sections += [
+        Section(name.capitalize(), _blocks(name, result), where="page")
+        for name, result in results.items()
+    ]
     footer = "Measured on this machine. This file loads nothing."
     return Report(title, sections, topic="hardware", lead=lead, footer=footer)
 
@@ -262,24 +307,41 @@ def _blocks(name: str, result: Mapping[str, Any]) -> list[Block]:
     blocks: list[Block] = [Text(list(result["notes"]))] if result["notes"] else []
     if name == "machine":
         facts = result["facts"]
-        known = [(field.replace("_", " "), str(facts[field])) for field in _MACHINE if facts.get(field)]
+        known = [
+            (field.replace("_", " "), str(facts[field])) for field in _MACHINE if facts.get(field)
+        ]
         blocks.append(Facts(known))
         for field in _PREFORMATTED:
             value = facts.get(field)
-            text = "\n".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, Mapping) else value
+            text = (
+                "\n".join(f"{k}={v}" for k, v in value.items())
+                if isinstance(value, Mapping)
+                else value
+            )
             blocks += [Code(str(text), title=field)] if text else []
         return blocks
     for title, (key, spec) in TABLES.get(name, {}).items():
         rows = [_derived(row) for row in result["rows"] if row.get(key) is not None]
-        blocks += [Table.of(rows, [_column(text) for text in spec.split("|")], title=title)] if rows else []
-    not_run = [(row["item"], row.get("failed") or row.get("unsupported", "")) for row in result["rows"]]
+        blocks += (
+            [Table.of(rows, [_column(text) for text in spec.split("|")], title=title)]
+            if rows
+            else []
+        )
+    not_run = [
+        (row["item"], row.get("failed") or row.get("unsupported", "")) for row in result["rows"]
+    ]
     if any(reason for _, reason in not_run):
         columns = [Column("item"), Column("because", wide=True)]
         blocks.append(Table(columns, [pair for pair in not_run if pair[1]], title="Not run"))
     if name not in TABLES:  # a section from outside the package
         figures = [
-            (row["item"], ", ".join(f"{k} {v}" for k, v in row.items() if k not in ("item", "problems")))
+            (
+                row["item"],
+                ", ".join(f"{k} {v}" for k, v in row.items() if k not in ("item", "problems")),
+            )
             for row in result["rows"]
         ]
-        blocks.append(Table([Column("measurement"), Column("figures", wide=True)], figures, title=name))
+        blocks.append(
+            Table([Column("measurement"), Column("figures", wide=True)], figures, title=name)
+        )
     return blocks

@@ -65,7 +65,10 @@ def param_rows(placed: PlacedRun, quantises: Quantises = is_low_precision) -> tu
     low = _low_precision(training)
     gathers_quantised = low is not None and low.scaling in ("tensor", "row")
     for path, p, where in placed.leaves:
-        at_rest, in_use = (local_shape(p.shape, placement, placed.shape) for placement in (where.at_rest, where.in_use))
+        at_rest, in_use = (
+            local_shape(p.shape, placement, placed.shape)
+            for placement in (where.at_rest, where.in_use)
+        )
         layers = in_use[0] if p.dims.startswith("L") else 1
         quantised = quantises(p) and (gathers_quantised or "E" in p.dims)
         each = 1 if low is not None and quantised else jnp.dtype(training.compute_dtype).itemsize
@@ -101,7 +104,10 @@ def stage_rows(placed: PlacedRun) -> tuple[StageRow, ...]:
     stages, found = placed.stages, []
     for stage in range(stages.stages if stages.stages > 1 else 0):
         parts = [layers for layers in stages.layers_of(stage) if layers]
-        texts = [f"{layers[0]} to {layers[-1]}" if len(layers) > 1 else f"{layers[0]}" for layers in parts]
+        texts = [
+            f"{layers[0]} to {layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
+            for layers in parts
+        ]
         found.append(StageRow(" and ".join(texts), stages.cost_fraction(stage)))
     return tuple(found)
 
@@ -111,7 +117,9 @@ def stages_table(stages: tuple[StageRow, ...]) -> Table:
     columns = [
         Column("stage", cell=lambda row: f"stage {row[0]}"),
         Column("layers", cell=lambda row: row[1].layers, wide=True),
-        Column("of the FLOPs of all layers", "fraction", lambda row: row[1].flops_fraction, bar=True),
+        Column(
+            "of the FLOPs of all layers", "fraction", lambda row: row[1].flops_fraction, bar=True
+        ),
     ]
     return Table.of(enumerate(stages), columns, title="Layers of each stage", printed=8)
 
@@ -130,5 +138,9 @@ def precision_blocks(
     low = sum(p.size for p in leaves if quantises(p))
     others = "embedding, unembedding, norms, router and attention itself"
     text = f"matmuls of {format_count(low)} parameters in {training.matmul_precision}: {precision.summary}"
-    with_experts = f"; the grouped matmuls of experts in {grouped}" if any("E" in p.dims for p in leaves) else ""
+    with_experts = (
+        f"; the grouped matmuls of experts in {grouped}"
+        if any("E" in p.dims for p in leaves)
+        else ""
+    )
     return [Text([f"{text}{with_experts}; in {training.compute_dtype}: {others}"])]

@@ -68,14 +68,25 @@ def layout_page(placed: PlacedRun, machine: MachineGrid | None) -> Report:
     dtypes = ", ".join(sorted({p.stored or run.training.param_dtype for _, p, _ in placed.leaves}))
     figures = [
         Figure("parameters", format_count(report.parameters), "without padding"),
-        Figure("devices", f"{placed.shape.size:,}", stages if placed.shape.stage > 1 else f"layout {run.layout}"),
+        Figure(
+            "devices",
+            f"{placed.shape.size:,}",
+            stages if placed.shape.stage > 1 else f"layout {run.layout}",
+        ),
         Figure("parameters of a device", format_bytes(report.bytes_parameters), dtypes),
-        Figure("optimizer state of a device", format_bytes(report.bytes_optimizer), run.optimizer.name),
+        Figure(
+            "optimizer state of a device", format_bytes(report.bytes_optimizer), run.optimizer.name
+        ),
     ]
     lead = f"{format_count(report.parameters)} parameters on mesh {run.mesh}, layout {run.layout}"
     note = f"layout {run.layout}: {find_layout(run.layout).summary}"
     glance = Section("At a glance", [Figures(figures, note=note), *precision_blocks(placed)])
-    return Report(f"{run.name} on {run.mesh}", [glance, *layout_sections(placed, machine)], topic="layout", lead=lead)
+    return Report(
+        f"{run.name} on {run.mesh}",
+        [glance, *layout_sections(placed, machine)],
+        topic="layout",
+        lead=lead,
+    )
 
 
 def layout_sections(placed: PlacedRun, machine: MachineGrid | None) -> list[Section]:
@@ -113,7 +124,10 @@ def mesh_data(placed: PlacedRun, machine: MachineGrid | None) -> dict[str, objec
 
 
 def machine_drawing(
-    placed: PlacedRun, machine: MachineGrid | None, link: str = "", others: dict[str, PlacedRun] | None = None
+    placed: PlacedRun,
+    machine: MachineGrid | None,
+    link: str = "",
+    others: dict[str, PlacedRun] | None = None,
 ) -> Drawing:
     """Returns the mesh over a machine, or over one host where none is given.
 
@@ -164,26 +178,48 @@ def _placement_drawing(placed: PlacedRun, rows: tuple[ParamRow, ...]) -> Drawing
     shape = (placed.run.training.batch, placed.run.training.seq)
     split = (BATCH_AXES, ("context",)) if placed.shape.context > 1 else (BATCH_AXES, ())
     degrees = placed.shape.degrees()
-    size = 4 * math.prod(shape) // math.prod(degrees[axis] for axes_of_dim in split for axis in axes_of_dim)
+    size = (
+        4
+        * math.prod(shape)
+        // math.prod(degrees[axis] for axes_of_dim in split for axis in axes_of_dim)
+    )
     batch = {"name": "batch", "dims": ["B", "T"], "shape": shape, "stacked": False}
     for state in ("sharded", "gathered"):
-        batch |= {state: over(split), f"{state}_text": notation("tokens", "BT", split), f"bytes_{state}": size}
+        batch |= {
+            state: over(split),
+            f"{state}_text": notation("tokens", "BT", split),
+            f"bytes_{state}": size,
+        }
     first = next((name for name in _FIRST if name in names), names[0])
-    data = {"axes": axes, "devices": placed.shape.size, "tensors": [*tensors, batch], "first": first}
+    data = {
+        "axes": axes,
+        "devices": placed.shape.size,
+        "tensors": [*tensors, batch],
+        "first": first,
+    }
     return Drawing("Placement", data)
 
 
 def _pipeline_drawing(table: ScheduleTable) -> Drawing:
     used = sorted({PLACE[kind] for kind, count in table.task_counts.items() if count})
     tasks = [
-        (tick, stage, used.index(PLACE[task.kind]), int(task.kind), int(task.virtual_stage), int(task.microbatch))
+        (
+            tick,
+            stage,
+            used.index(PLACE[task.kind]),
+            int(task.kind),
+            int(task.virtual_stage),
+            int(task.microbatch),
+        )
         for tick in range(table.ticks)
         for stage in range(table.stages)
         for task in table.tasks(tick, stage)
         if task.kind != IDLE
     ]
     fields = ("tick", "stage", "place", "kind", "part", "microbatch")
-    data = {name: getattr(table, name) for name in ("stages", "ticks", "virtual_stages", "microbatches")}
+    data = {
+        name: getattr(table, name) for name in ("stages", "ticks", "virtual_stages", "microbatches")
+    }
     data |= {"places": len(used), "live": table.live_inputs.T}
     data["tasks"] = dict(zip(fields, zip(*tasks, strict=True), strict=True))
     return Drawing("Pipeline", data, title=table.title)
@@ -198,7 +234,9 @@ def tensor_pictures(placed: PlacedRun, paths: tuple[str, ...] = ()) -> list[Arra
     mesh, pictures = placed.shape.degrees(), []
     for path in paths or params:
         if path not in params:
-            raise ConfigError(f"a picture of {path!r}", "the model has no such parameter", nearest(path, params))
+            raise ConfigError(
+                f"a picture of {path!r}", "the model has no such parameter", nearest(path, params)
+            )
         p, where = params[path], placements[path]
         pictures.append(picture_of(path, p.shape, p.dims, where.at_rest, mesh))
         if where.in_use != where.at_rest:
@@ -207,7 +245,9 @@ def tensor_pictures(placed: PlacedRun, paths: tuple[str, ...] = ()) -> list[Arra
     return [*pictures, picture_of("batch", batch, "BT", (BATCH_AXES, ()), mesh)]
 
 
-def phases_section(planned: Mapping[str, PhaseMemory], compiled: Mapping[str, int] | None = None) -> Section:
+def phases_section(
+    planned: Mapping[str, PhaseMemory], compiled: Mapping[str, int] | None = None
+) -> Section:
     """Returns the memory of each phase of a training, by arithmetic where it is planned, and as compiled."""
     columns = [Column("phase", cell=str)]
     columns += [Column("compiled", "bytes", lambda name: compiled[name])] if compiled else []
@@ -216,6 +256,8 @@ def phases_section(planned: Mapping[str, PhaseMemory], compiled: Mapping[str, in
             Column("planned", "bytes", lambda name: planned[name].device),
             Column("host", "bytes", lambda name: planned[name].host),
         ]
-    table = Table.of(list(planned or compiled or {}), columns, title="Memory of each phase", printed=None)
+    table = Table.of(
+        list(planned or compiled or {}), columns, title="Memory of each phase", printed=None
+    )
     note = "Most bytes of a device, the state included; host: copies in memory, for each of a host's devices."
     return Section("Memory of a training", [table], note)

@@ -19,7 +19,9 @@ _DATA = "data.json"
 class LivePage:
     """Report of runs that are under way; it is made anew when their files have changed."""
 
-    def __init__(self, paths: Sequence[Path], make: Callable[[Sequence[RunFolder], Live | None], Report]):
+    def __init__(
+        self, paths: Sequence[Path], make: Callable[[Sequence[RunFolder], Live | None], Report]
+    ):
         self._folders, self._make = open_folders(paths), make
         self._version: Any = None
         self._document: tuple[str, bytes] = ("", b"")
@@ -57,8 +59,14 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         # A page of another site whose name was made to point here has its own name in the header.
         port = self.server.server_address[1]
-        if self.headers.get("Host") not in {f"{name}:{port}" for name in (_ADDRESS, "localhost", "[::1]")}:
-            self._answer(421, "text/plain; charset=utf-8", b"this server answers to 127.0.0.1 and localhost alone\n")
+        if self.headers.get("Host") not in {
+            f"{name}:{port}" for name in (_ADDRESS, "localhost", "[::1]")
+        }:
+            self._answer(
+                421,
+                "text/plain; charset=utf-8",
+                b"this server answers to 127.0.0.1 and localhost alone\n",
+            )
         elif self.path == "/":
             self._answer(200, "text/html; charset=utf-8", self.server.page.html())
         elif self.path == f"/{_DATA}":
@@ -68,7 +76,9 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._answer(200, "application/json", document, version)
         else:
-            self._answer(404, "text/plain; charset=utf-8", b"there is the page at / and nothing else\n")
+            self._answer(
+                404, "text/plain; charset=utf-8", b"there is the page at / and nothing else\n"
+            )
 
     def _answer(self, status: int, kind: str, content: bytes, version: str = "") -> None:
         self.send_response(status)
@@ -101,7 +111,9 @@ class LiveServer(ThreadingHTTPServer):
         try:
             super().__init__((_ADDRESS, port), _Handler)
         except OSError as error:
-            raise ConfigError(f"--live on port {port}", reason_of(error), "--port 0, which takes a free one") from error
+            raise ConfigError(
+                f"--live on port {port}", reason_of(error), "--port 0, which takes a free one"
+            ) from error
 
     @property
     def url(self) -> str:

@@ -94,13 +94,19 @@ _COLUMNS = {
         Column("plan", cell="plan.name"),
         Column("mesh", cell="plan.mesh", where="page"),
         Column("remat", cell="plan.run.training.remat", choices=True, where="page"),
-        Column("microbatches", "integer", "plan.run.training.microbatches", choices=True, where="page"),
+        Column(
+            "microbatches", "integer", "plan.run.training.microbatches", choices=True, where="page"
+        ),
         Column("pipeline", cell="pipeline", choices=True, where="page"),
         Column("step", "seconds", "plan.estimate.seconds", bar=True),
         Column("MFU", "fraction", "plan.estimate.mfu"),
         Column("tokens/s", "count", "plan.estimate.tokens_per_second"),
         Column("memory", "bytes", "plan.estimate.bytes", bar=True),
-        Column("of the device's memory", "fraction", lambda row: row.plan.estimate.bytes / row.plan.estimate.hbm_bytes),
+        Column(
+            "of the device's memory",
+            "fraction",
+            lambda row: row.plan.estimate.bytes / row.plan.estimate.hbm_bytes,
+        ),
         Column("state", cell="state", choices=True, where="page"),
         Column("bound by", cell="plan.estimate.bound_by", choices=True),
         Column("days", "days", "days", bar=True),
@@ -139,7 +145,9 @@ def plan_page(
     """
     e, target = plan.estimate, result.target
     rows = _rows(result, compared or (plan,), plan, most, None if offer is None else offer.tokens)
-    first = "~".join(row.key for row in rows if row.plan.name in {p.name for p in compared or (plan,)})
+    first = "~".join(
+        row.key for row in rows if row.plan.name in {p.name for p in compared or (plan,)}
+    )
     refused = f"; {len(result.refused)} meshes refused" if result.refused else ""
     unit = plan.run.model.unit
     tokens = f"{format_count(e.tokens)} {unit}"
@@ -149,18 +157,28 @@ def plan_page(
     priced = f"best of each mesh and schedule: {len(result.plans)} fit, {len(result.too_large)} do not{refused}"
     figures = [
         Figure("step", format_step(e.seconds), tokens),
-        *([Figure("above the lower bound", f"{e.seconds / result.bound - 1:.1%}", bound)] if result.bound else []),
+        *(
+            [Figure("above the lower bound", f"{e.seconds / result.bound - 1:.1%}", bound)]
+            if result.bound
+            else []
+        ),
         Figure("MFU", f"{e.mfu:.1%}", f"bound by {e.bound_by}; recomputation is left out"),
-        Figure(f"{unit} per second", format_count(e.tokens_per_second), f"on {e.devices:,} devices"),
+        Figure(
+            f"{unit} per second", format_count(e.tokens_per_second), f"on {e.devices:,} devices"
+        ),
         Figure("memory of a device", format_bytes(e.bytes), used, "" if e.fits else "bad"),
         Figure("plans priced", f"{result.priced:,}", priced),
     ]
     known = [f"efficiency: {target.efficiency_source}"] if target.efficiency_source else []
     known += [f"note: {note}" for note in notes]
-    known += [f"training: {_arithmetic(offer)}", *_assumptions([offer])] if offer is not None else []
+    known += (
+        [f"training: {_arithmetic(offer)}", *_assumptions([offer])] if offer is not None else []
+    )
     machine = machine_of_target(target)
     drawn = dataclasses.replace(
-        machine_drawing(plan.placed, machine, "plans", {row.key: row.plan.placed for row in rows[:_MESHES]}),
+        machine_drawing(
+            plan.placed, machine, "plans", {row.key: row.plan.placed for row in rows[:_MESHES]}
+        ),
         title=f"{target}: {target.devices:,} devices",
         note=f"Mesh axes on the hardware: {e.axis_mapping}.",
         hint="Point at an axis to see who communicates along it; the drawing follows the plan that is chosen above.",
@@ -202,7 +220,9 @@ def plans_table(plans: Sequence[Plan]) -> Table:
     """Returns the table of ranked plans of several targets."""
     rows = [_Row(str(i), plan, rank=i) for i, plan in enumerate(plans, 1)]
     unit = plans[0].run.model.unit if plans else "tokens"
-    columns = _columns("", "plan", "step", "MFU", "tokens/s", "memory", "bound by", "target", unit=unit)
+    columns = _columns(
+        "", "plan", "step", "MFU", "tokens/s", "memory", "bound by", "target", unit=unit
+    )
     return Table.of(rows, columns, printed=None)
 
 
@@ -215,7 +235,9 @@ def _predicted(plan: Plan) -> str:
     )
 
 
-def _rows(result: SearchResult, opened: Sequence[Plan], chosen: Plan, most: int, tokens: int | None) -> list[_Row]:
+def _rows(
+    result: SearchResult, opened: Sequence[Plan], chosen: Plan, most: int, tokens: int | None
+) -> list[_Row]:
     """Returns the best plans of a search, and those that the page is about: first what fits, then what does not."""
     fits, too_large = list(result.plans[:most]), list(result.too_large[:most])
     ranked, names = len(fits), {plan.name for plan in (*fits, *too_large)}
@@ -236,11 +258,19 @@ def _splits(plan: Plan) -> str:
     """Names how a plan splits the model, besides over data: `pipeline + tensor`, `data and FSDP only`."""
     words = {"stage": "pipeline", "expert": "experts", "context": "context", "tensor": "tensor"}
     degrees = plan.mesh.degrees()
-    return " + ".join(word for axis, word in words.items() if degrees[axis] > 1) or "data and FSDP only"
+    return (
+        " + ".join(word for axis, word in words.items() if degrees[axis] > 1)
+        or "data and FSDP only"
+    )
 
 
 def _points(
-    name: str, rows: Sequence[_Row], x: Sequence[float], y: Sequence[float], colour: str, marker: str
+    name: str,
+    rows: Sequence[_Row],
+    x: Sequence[float],
+    y: Sequence[float],
+    colour: str,
+    marker: str,
 ) -> Series:
     tips = [f"{row.plan.name}\n{row.reason}" for row in rows]
     return Series(name, x, y, colour, "points", marker, keys=[row.key for row in rows], tips=tips)
@@ -250,7 +280,9 @@ def _plans_chart(rows: Sequence[_Row], target: Target) -> Chart:
     """Step time against memory: plans that fit, by how they split the model, others, the Pareto front, the limit."""
     fitting = [row for row in rows if row.plan.estimate.fits]
     counts = Counter(_splits(row.plan) for row in fitting)
-    names = sorted(counts, key=lambda name: (name != _splits(rows[0].plan), -counts[name]))[:_COLOURED]
+    names = sorted(counts, key=lambda name: (name != _splits(rows[0].plan), -counts[name]))[
+        :_COLOURED
+    ]
     groups: dict[str, list[_Row]] = {name: [] for name in (*names, "others", "does not fit")}
     slowest = max((row.plan.estimate.seconds for row in fitting), default=float("inf"))
     for row in rows:
@@ -262,20 +294,32 @@ def _plans_chart(rows: Sequence[_Row], target: Target) -> Chart:
     series = []
     for number, (name, group) in enumerate(groups.items()):
         x, y = ([getattr(row.plan.estimate, of) for row in group] for of in ("seconds", "bytes"))
-        look = ("muted", "cross") if name == "does not fit" else (series_colour(number), MARKERS[number % 4])
+        look = (
+            ("muted", "cross")
+            if name == "does not fit"
+            else (series_colour(number), MARKERS[number % 4])
+        )
         series += [_points(name, group, x, y, *look)] if group else []
     front: list[tuple[float, float]] = []
-    for seconds, size in sorted((row.plan.estimate.seconds, row.plan.estimate.bytes) for row in fitting):
+    for seconds, size in sorted(
+        (row.plan.estimate.seconds, row.plan.estimate.bytes) for row in fitting
+    ):
         if not front or size < front[-1][1]:
             front.append((seconds, size))
     if len(front) > 1:
         x, y = map(list, zip(*front, strict=True))
         series.append(Series("Pareto front", x, y, "ink", "step", dashed=True))
     hbm, fragmentation = target.chip.hbm_bytes, target.chip.fragmentation
-    marks = [Mark("y", hbm / fragmentation, f"fits below {format_bytes(hbm / fragmentation)}", fit=True)]
+    marks = [
+        Mark("y", hbm / fragmentation, f"fits below {format_bytes(hbm / fragmentation)}", fit=True)
+    ]
     if fragmentation > 1:
-        marks.append(Mark("y", hbm, f"memory of {target.name}: {format_bytes(hbm)}", "muted", fit=True))
-    times = [row.plan.estimate.seconds for row in rows if row.plan.estimate.seconds <= _SLOWER * slowest]
+        marks.append(
+            Mark("y", hbm, f"memory of {target.name}: {format_bytes(hbm)}", "muted", fit=True)
+        )
+    times = [
+        row.plan.estimate.seconds for row in rows if row.plan.estimate.seconds <= _SLOWER * slowest
+    ]
     return Chart(
         Axis("predicted step", "seconds", log=max(times) > 12 * min(times), toggle=True),
         Axis("memory of a device", "bytes", toggle=True),
@@ -322,28 +366,54 @@ def _inspector(rows: Sequence[_Row], first: str) -> Inspector:
     columns[columns.index(_COLUMNS[""])] = Column("rank", "integer", "rank")
     items = {}
     for row, e in zip(rows, estimates, strict=True):
-        values = [[e.parts[part] for part in STEP_PARTS], [e.memory.get(name, 0.0) for name in categories]]
-        items[row.key] = Item(row.plan.name, row.reason, [column.of(row) for column in columns], values)
-    return Inspector("plans", columns, items, bars, first=first, title="Chosen", empty="Click a point or a row.")
+        values = [
+            [e.parts[part] for part in STEP_PARTS],
+            [e.memory.get(name, 0.0) for name in categories],
+        ]
+        items[row.key] = Item(
+            row.plan.name, row.reason, [column.of(row) for column in columns], values
+        )
+    return Inspector(
+        "plans", columns, items, bars, first=first, title="Chosen", empty="Click a point or a row."
+    )
 
 
 def _search_table(rows: Sequence[_Row], result: SearchResult, printed: int) -> Table:
     columns = _columns(
-        *("", "plan", "mesh", "remat", "microbatches", "pipeline", "step", "MFU", "tokens/s", "memory", "state"),
+        *(
+            "",
+            "plan",
+            "mesh",
+            "remat",
+            "microbatches",
+            "pipeline",
+            "step",
+            "MFU",
+            "tokens/s",
+            "memory",
+            "state",
+        ),
         *("bound by", "days", "reason"),
         unit=rows[0].plan.run.model.unit,
     )
-    columns[1] = dataclasses.replace(columns[1], where="terminal")  # on a page its parts are columns
+    columns[1] = dataclasses.replace(
+        columns[1], where="terminal"
+    )  # on a page its parts are columns
     cells: list[list[Cell]] = [[column.of(row) for column in columns] for row in rows]
     for mesh, error in result.refused.items():
-        because = next((line.split(":", 1)[1] for line in error.splitlines() if "because:" in line), error)
+        because = next(
+            (line.split(":", 1)[1] for line in error.splitlines() if "because:" in line), error
+        )
         refused = {"mesh": mesh, "state": "refused", "reason": " ".join(because.split())}
         cells.append([refused.get(column.heading) for column in columns])
     return Table(
         columns,
         cells,
         keys=[row.key for row in rows],
-        tones=["" if i < len(rows) and rows[i].plan.estimate.fits else "faded" for i in range(len(cells))],
+        tones=[
+            "" if i < len(rows) and rows[i].plan.estimate.fits else "faded"
+            for i in range(len(cells))
+        ],
         link="plans",
         searchable=True,
         shown=15,
@@ -363,7 +433,9 @@ def _alternatives(result: SearchResult, printed: int) -> Table:
     ]
     found = alternatives(result)
     tones = ["" if a.fits else "faded" for a in found]
-    return Table.of(found, columns, tones=tones, title="Best plan of other axes", shown=12, printed=printed)
+    return Table.of(
+        found, columns, tones=tones, title="Best plan of other axes", shown=12, printed=printed
+    )
 
 
 # Offers
@@ -405,7 +477,14 @@ def offer_page(
     for offer in beyond:
         cost = format_cell(offer.dollars, "dollars") or "no list price"
         reason = f"{format_amount(offer.days)} days, {cost}: {offer.plan.name} is its fastest plan"
-        left_out.append([str(offer.plan.target), "beyond the limits", reason, "a later deadline, or more to spend"])
+        left_out.append(
+            [
+                str(offer.plan.target),
+                "beyond the limits",
+                reason,
+                "a later deadline, or more to spend",
+            ]
+        )
     lead = (
         f"{len(offers)} plans for {tokens} tokens; first {best.plan.target}: {format_amount(best.days)} days, "
         f"{format_bytes(best.plan.estimate.bytes)} per device"
@@ -413,7 +492,10 @@ def offer_page(
     if left_out:
         lead += f"; {len(left_out)} left out"
         headings = ("target", "left out", "reason", "what would mend it")
-        columns = [Column(heading, choices=heading == "left out", wide=heading != "left out") for heading in headings]
+        columns = [
+            Column(heading, choices=heading == "left out", wide=heading != "left out")
+            for heading in headings
+        ]
         table = Table(columns, left_out, title="Targets without an offer")
         note = "Targets that were asked for and have no offer above."
         sections.append(Section("Left out", [table], note))
@@ -423,7 +505,10 @@ def offer_page(
 
 
 def _offer_rows(offers: Sequence[Offer]) -> list[_Row]:
-    return [_Row(f"o{i}", o.plan, _arithmetic(o), i + 1, o.days, o.dollars) for i, o in enumerate(offers)]
+    return [
+        _Row(f"o{i}", o.plan, _arithmetic(o), i + 1, o.days, o.dollars)
+        for i, o in enumerate(offers)
+    ]
 
 
 def offers_table(offers: Sequence[Offer], printed: int = 30) -> Table:
@@ -436,7 +521,9 @@ def offers_table(offers: Sequence[Offer], printed: int = 30) -> Table:
 
 def _offers_chart(offers: Sequence[Offer], rows: Sequence[_Row]) -> Chart:
     priced = all(offer.dollars is not None for offer in offers)
-    axis = Axis("cost", "dollars", toggle=True) if priced else Axis("chip-hours", "count", toggle=True)
+    axis = (
+        Axis("cost", "dollars", toggle=True) if priced else Axis("chip-hours", "count", toggle=True)
+    )
     series = []
     for number, chip in enumerate(dict.fromkeys(offer.plan.target.name for offer in offers)):
         group = [i for i, offer in enumerate(offers) if offer.plan.target.name == chip]
@@ -480,6 +567,12 @@ def _assumptions(offers: Sequence[Offer]) -> list[str]:
             f"{format_time(good.period)} of steps that stops {format_step(good.save_seconds)} of them, "
             f"{format_time(good.restart_seconds)} of restart: {good.fraction:.2%}"
         )
-        source = f"{offer.price}; {offer.price.source}, read {offer.price.read_on}" if offer.price else ""
-        prices.append(f"price of {chip}: {source or 'none on these --terms; --prices FILE adds one'}")
+        source = (
+            f"{offer.price}; {offer.price.source}, read {offer.price.read_on}"
+            if offer.price
+            else ""
+        )
+        prices.append(
+            f"price of {chip}: {source or 'none on these --terms; --prices FILE adds one'}"
+        )
     return list(dict.fromkeys((*goodputs, *prices)))

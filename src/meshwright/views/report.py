@@ -75,19 +75,25 @@ class Report:
     """Small line above the title of a page: plan, proof, layout, run."""
     lead: str = ""
     """The report in one sentence."""
-    footer: str = "Figures are of one device where nothing else is written. This file loads nothing."
+    footer: str = (
+        "Figures are of one device where nothing else is written. This file loads nothing."
+    )
     live: Live | None = None
     height: int = 720
     """Pixels of its frame in a notebook."""
 
     def print(self, console: Console) -> None:
         """Prints the title, the lead and the sections."""
-        console.print(f"{self.title}: {self.lead}" if self.lead else self.title, style="bold", markup=False)
+        console.print(
+            f"{self.title}: {self.lead}" if self.lead else self.title, style="bold", markup=False
+        )
         print_sections(console, self.sections)
 
     def __str__(self) -> str:
         """Text of a terminal of 120 columns."""
-        console = Console(file=io.StringIO(), width=120, color_system=None, highlight=False, force_jupyter=False)
+        console = Console(
+            file=io.StringIO(), width=120, color_system=None, highlight=False, force_jupyter=False
+        )
         with console.capture() as capture:
             self.print(console)
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
@@ -101,7 +107,10 @@ class Report:
                 continue
             number = taken[section.id] = taken.get(section.id, 0) + 1
             anchor = section.id if number == 1 else f"{section.id}-{number}"
-            note, blocks = f"{section.note} {section.hint}".strip(), _blocks_json(section.blocks, section.id)
+            note, blocks = (
+                f"{section.note} {section.hint}".strip(),
+                _blocks_json(section.blocks, section.id),
+            )
             sections.append({"id": anchor, "title": section.title, "note": note, "blocks": blocks})
         fields = {name: getattr(self, name) for name in ("title", "topic", "lead", "footer")}
         return {**fields, "sections": sections, "live": to_json(self.live)}
@@ -110,13 +119,24 @@ class Report:
         """Returns the page as one HTML document: data, style and script inlined, the network forbidden."""
         style, script = _style_and_script()
         connect = "connect-src 'self'; " if self.live is not None else ""
-        digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style)]
+        digests = [
+            base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+            for text in (script, style)
+        ]
         policy = (
             f"default-src 'none'; {connect}script-src 'sha256-{digests[0]}'; style-src 'sha256-{digests[1]}'; "
             "img-src data:; base-uri 'none'; form-action 'none'"
         )
-        data = json.dumps(self.to_json(), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-        for character in ("<", ">", "&", "\u2028", "\u2029"):  # may neither end the element nor open a comment
+        data = json.dumps(
+            self.to_json(), allow_nan=False, ensure_ascii=False, separators=(",", ":")
+        )
+        for character in (
+            "<",
+            ">",
+            "&",
+            "\u2028",
+            "\u2029",
+        ):  # may neither end the element nor open a comment
             data = data.replace(character, f"\\u{ord(character):04x}")
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
@@ -141,7 +161,9 @@ class Report:
             path.write_text(self.html(), encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"writing {path}", f"the file cannot be written: {reason_of(error)}", "a folder that exists"
+                f"writing {path}",
+                f"the file cannot be written: {reason_of(error)}",
+                "a folder that exists",
             ) from error
 
 
@@ -169,9 +191,17 @@ def to_json(value: Any) -> Any:
     if isinstance(value, Table):
         value = value.without("terminal")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name not in _NOT_ON_PAGES}
+        fields = {
+            f.name: getattr(value, f.name)
+            for f in dataclasses.fields(value)
+            if f.name not in _NOT_ON_PAGES
+        }
         if isinstance(value, Block):
-            fields = {"block": type(value).__name__, **fields, "note": f"{value.note} {value.hint}".strip()}
+            fields = {
+                "block": type(value).__name__,
+                **fields,
+                "note": f"{value.note} {value.hint}".strip(),
+            }
         if isinstance(value, Drawing):
             fields |= {"block": fields.pop("kind"), **fields.pop("data")}
         return to_json(fields)
@@ -206,6 +236,9 @@ def _style_and_script() -> tuple[str, str]:
     assets = resources.files("meshwright.views") / "assets"
     modules = [(assets / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS]
     script = re.sub(
-        r"^import [^;]*;\n|^export (?=(async )?(function|class|const|let))", "", "\n".join(modules), flags=re.M
+        r"^import [^;]*;\n|^export (?=(async )?(function|class|const|let))",
+        "",
+        "\n".join(modules),
+        flags=re.M,
     )
     return css_variables() + (assets / "style.css").read_text(encoding="utf-8"), script

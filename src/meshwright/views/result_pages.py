@@ -48,7 +48,12 @@ def parity_page(result: Parity) -> Report:
     divergence = result.first_divergence
     initial = f"{len(result.unequal_initial)} differ" if result.unequal_initial else "bitwise equal"
     figures = [
-        Figure("meshes", "differ" if divergence else "agree", "in float32", "bad" if divergence else "good"),
+        Figure(
+            "meshes",
+            "differ" if divergence else "agree",
+            "in float32",
+            "bad" if divergence else "good",
+        ),
         Figure("initial values", initial, ", ".join(result.unequal_initial)),
         Figure("steps", f"{len(result.steps)}"),
     ]
@@ -62,8 +67,13 @@ def parity_page(result: Parity) -> Report:
         Column("most in", cell="worst_tensor"),
     ]
     note = f"first divergence: {divergence}" if divergence else agreement
-    blocks = [Figures(figures), Table.of(result.steps, columns, title="Every step", note=note, printed=None)]
-    return Report(" against ".join(result.meshes), [Section("Parity", blocks)], topic="parity", height=360)
+    blocks = [
+        Figures(figures),
+        Table.of(result.steps, columns, title="Every step", note=note, printed=None),
+    ]
+    return Report(
+        " against ".join(result.meshes), [Section("Parity", blocks)], topic="parity", height=360
+    )
 
 
 def _evaluation_page(result: Evaluation) -> Report:
@@ -72,7 +82,9 @@ def _evaluation_page(result: Evaluation) -> Report:
         Figure("loss", f"{result.loss:.4f}", "nats per token"),
         Figure("perplexity", f"{result.perplexity:.4g}"),
         Figure("bits per byte", f"{result.bits_per_byte:.4f}", "comparable between tokenizers"),
-        Figure("predicted", f"{format_count(result.tokens)} tokens", f"of {result.samples:,} sequences"),
+        Figure(
+            "predicted", f"{format_count(result.tokens)} tokens", f"of {result.samples:,} sequences"
+        ),
     )
 
 
@@ -86,14 +98,22 @@ def _generated_page(result: Generated) -> Report:
     figures = [
         Figure("new tokens", f"{report.new_tokens:,}", f"of {report.prompts} prompts"),
         Figure("decode", f"{report.decode_tokens_per_second:,.4g} tokens/s", "all texts together"),
-        Figure("first token", format_step(report.first_token_seconds), f"{report.prompt_tokens:,} prompt tokens"),
+        Figure(
+            "first token",
+            format_step(report.first_token_seconds),
+            f"{report.prompt_tokens:,} prompt tokens",
+        ),
         Figure("weights", format_bytes(report.weight_bytes), f"of a device, {report.weights}"),
         Figure("cache", format_bytes(report.cache_bytes), "of a device"),
     ]
-    shown = zip(result.texts[:_TEXTS], result.tokens[:_TEXTS], result.logprobs[:_TEXTS], strict=True)
+    shown = zip(
+        result.texts[:_TEXTS], result.tokens[:_TEXTS], result.logprobs[:_TEXTS], strict=True
+    )
     for number, (text, tokens, logprobs) in enumerate(shown, 1):
         mean = f"{sum(logprobs) / len(logprobs):.3f}" if logprobs else "unknown"
-        texts.append(Code(text, title=f"Text {number}: {len(tokens)} tokens, mean log-probability {mean}"))
+        texts.append(
+            Code(text, title=f"Text {number}: {len(tokens)} tokens, mean log-probability {mean}")
+        )
     more = len(result.texts) - len(texts)
     sections = [
         Section("Texts", texts, f"{more} more are in `texts`." if more else ""),
@@ -109,7 +129,9 @@ _PAGES: dict[type, Callable[[Any], Report]] = {
     Census: census_page,
     Parity: parity_page,
     Evaluation: _evaluation_page,
-    BatchEvaluation: lambda e: _metrics_page(e.step, *(Figure(k, f"{v:.5g}") for k, v in e.metrics.items())),
+    BatchEvaluation: lambda e: _metrics_page(
+        e.step, *(Figure(k, f"{v:.5g}") for k, v in e.metrics.items())
+    ),
     Generated: _generated_page,
 }
 """Type of a result -> its report."""

@@ -42,7 +42,10 @@ class Curve:
             finite = [i for i in range(first, end) if math.isfinite(self.values[i])]
             kept.add(first)
             if finite:
-                kept |= {min(finite, key=self.values.__getitem__), max(finite, key=self.values.__getitem__)}
+                kept |= {
+                    min(finite, key=self.values.__getitem__),
+                    max(finite, key=self.values.__getitem__),
+                }
         order = sorted(kept)
         return [self.steps[i] for i in order], [self.values[i] for i in order]
 
@@ -91,7 +94,10 @@ class RunFolder:
         self.name = folder.resolve().name
         self.curves: dict[str, Curve] = {}
         self.events: list[dict[str, Any]] = []
-        self._metrics, self._log = _LinesFile(folder / "metrics.jsonl"), _LinesFile(folder / "events.jsonl")
+        self._metrics, self._log = (
+            _LinesFile(folder / "metrics.jsonl"),
+            _LinesFile(folder / "events.jsonl"),
+        )
 
     def refresh(self) -> None:
         """Reads what was written since the last call."""
@@ -159,8 +165,14 @@ def open_folders(paths: Iterable[Path]) -> list[RunFolder]:
     folders = []
     for path in paths:
         if not any((path / name).is_file() for name in ("run.json", "metrics.jsonl")):
-            truth = "it has no run.json and no metrics.jsonl" if path.is_dir() else "there is no such folder"
-            raise ConfigError(f"view {path}", truth, "the output folder of a training, OUT of train --out OUT")
+            truth = (
+                "it has no run.json and no metrics.jsonl"
+                if path.is_dir()
+                else "there is no such folder"
+            )
+            raise ConfigError(
+                f"view {path}", truth, "the output folder of a training, OUT of train --out OUT"
+            )
         folders.append(RunFolder(path))
         folders[-1].refresh()
     return folders
@@ -172,11 +184,17 @@ def flat_fields(record: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     for name, value in record.items():
         if name == "mesh" and isinstance(value, Mapping):  # over one slice, no axis crosses slices
             crossed = value.get("slices", 1) != 1
-            degrees = [f"{a}={n}" for a, n in value.items() if n not in (1, None) and (crossed or a != "dcn_axis")]
+            degrees = [
+                f"{a}={n}"
+                for a, n in value.items()
+                if n not in (1, None) and (crossed or a != "dcn_axis")
+            ]
             found[f"{prefix}{name}"] = ",".join(degrees) or "data=1"
         elif isinstance(value, Mapping):
             found |= flat_fields(value, f"{prefix}{name}.")
         else:
-            text = value if isinstance(value, str) else "none" if value is None else json.dumps(value)
+            text = (
+                value if isinstance(value, str) else "none" if value is None else json.dumps(value)
+            )
             found[f"{prefix}{name}"] = text
     return found

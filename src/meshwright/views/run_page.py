@@ -12,7 +12,18 @@ from meshwright.formatting import format_step, format_time
 from meshwright.runs.catalogue import list_recipes
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run_file import run_to_dict
-from meshwright.views.blocks import Bar, Bars, Block, Code, Column, Figure, Figures, Grid, Table, Text
+from meshwright.views.blocks import (
+    Bar,
+    Bars,
+    Block,
+    Code,
+    Column,
+    Figure,
+    Figures,
+    Grid,
+    Table,
+    Text,
+)
 from meshwright.views.charts import Axis, Chart, Mark, Series
 from meshwright.views.colours import series_colour
 from meshwright.views.report import Live, Report, Section
@@ -50,17 +61,23 @@ _BETWEEN = ("input wait", "saving", "evaluating", "compiling")
 def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
     """Returns the report of one run, or of several over each other, each compared with the recipe of its name."""
     names = {folder.document("run.json").get("name") for folder in folders}
-    recipes: dict[str, Any] = {name: run_to_dict(find_recipe(name)) for name in list_recipes() if name in names}
+    recipes: dict[str, Any] = {
+        name: run_to_dict(find_recipe(name)) for name in list_recipes() if name in names
+    }
     charts = _charts(folders)
     samples = []
     for folder in folders:
         prefix = f"{folder.name}, " if len(folders) > 1 else ""
         texts = [event for event in _events(folder, "sample") if isinstance(event.get("text"), str)]
         for event in texts[: -_SAMPLES - 1 : -1]:
-            samples.append(Code(event["text"], title=f"{prefix}step {int(real(event.get('step')) or 0):,}"))
+            samples.append(
+                Code(event["text"], title=f"{prefix}step {int(real(event.get('step')) or 0):,}")
+            )
     sections = [
         Section("Overview", [_overview(folders)]),
-        Section("Curves", [Grid(charts) if charts else Text(["No step is over yet."], tone="faded")]),
+        Section(
+            "Curves", [Grid(charts) if charts else Text(["No step is over yet."], tone="faded")]
+        ),
         Section("Time", _times(folders), "Where the seconds between one step and the next go."),
         Section("What happened", [_event_table(folders)]),
         Section("Samples", samples, "Text sampled from the model, the last first."),
@@ -71,7 +88,11 @@ def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
     else:
         run, starts = folders[0].document("run.json"), _events(folders[0], "start")
         start = starts[-1] if starts else {}
-        where = f" on mesh {start['mesh']} ({start.get('devices')} x {start.get('kind')})" if "mesh" in start else ""
+        where = (
+            f" on mesh {start['mesh']} ({start.get('devices')} x {start.get('kind')})"
+            if "mesh" in start
+            else ""
+        )
         lead = f"{run.get('name', folders[0].name)}, {_at(run, 'model', 'family') or 'a model'}{where}."
     return Report(
         " and ".join(folder.name for folder in folders),
@@ -102,7 +123,9 @@ def _overview(folders: Sequence[RunFolder]) -> Block:
     if len(folders) == 1:
         return Figures(figures[folders[0].name])
     names = list(dict.fromkeys(figure.label for each in figures.values() for figure in each))
-    values = {folder: {figure.label: figure.value for figure in each} for folder, each in figures.items()}
+    values = {
+        folder: {figure.label: figure.value for figure in each} for folder, each in figures.items()
+    }
     rows = [[folder, *(each.get(name, "") for name in names)] for folder, each in values.items()]
     return Table([Column("run"), *map(Column, names)], rows)
 
@@ -121,12 +144,22 @@ def _figures(folder: RunFolder) -> list[Figure]:
     ]
     if loss.values:
         recent = [value for value in loss.values[-20:] if math.isfinite(value)]
-        found.append(Figure("loss", f"{statistics.fmean(recent):.4f}" if recent else "not finite", "mean of 20 steps"))
+        found.append(
+            Figure(
+                "loss",
+                f"{statistics.fmean(recent):.4f}" if recent else "not finite",
+                "mean of 20 steps",
+            )
+        )
     if held_out is not None:
-        found.append(Figure(_HELD_OUT, f"{held_out.values[-1]:.4f}", f"at step {int(held_out.steps[-1]):,}"))
+        found.append(
+            Figure(_HELD_OUT, f"{held_out.values[-1]:.4f}", f"at step {int(held_out.steps[-1]):,}")
+        )
     typical, predicted = _median(folder, "step seconds"), _predicted(folder)
     if typical is not None:
-        foreseen = f"median; foreseen {format_step(predicted['step seconds'])}" if predicted else "median"
+        foreseen = (
+            f"median; foreseen {format_step(predicted['step seconds'])}" if predicted else "median"
+        )
         found.append(Figure("step time", format_step(typical), foreseen))
         if isinstance(steps, int) and done < steps and state == "running":
             found.append(Figure("left", format_time(typical * (steps - done)), "at the median"))
@@ -136,7 +169,13 @@ def _figures(folder: RunFolder) -> list[Figure]:
             found.append(Figure(name, f"{value:,.0f}", "median of the last 500 steps"))
     mfu = _median(folder, "MFU")
     if mfu is not None:
-        found.append(Figure("MFU", f"{mfu:.1%}", f"foreseen {predicted['MFU']:.1%}" if "MFU" in predicted else ""))
+        found.append(
+            Figure(
+                "MFU",
+                f"{mfu:.1%}",
+                f"foreseen {predicted['MFU']:.1%}" if "MFU" in predicted else "",
+            )
+        )
     return found
 
 
@@ -148,11 +187,16 @@ def _median(folder: RunFolder, name: str) -> float | None:
 
 def _predicted(folder: RunFolder) -> dict[str, float]:
     """Returns the predicted seconds of a step, from foresight.json, and the MFU of a step that takes them."""
-    seconds = sum(real(row.get("predicted")) or 0.0 for row in objects(folder.document("foresight.json"), "gaps"))
+    seconds = sum(
+        real(row.get("predicted")) or 0.0
+        for row in objects(folder.document("foresight.json"), "gaps")
+    )
     measured, mfu = _median(folder, "step seconds"), _median(folder, "MFU")
     if not seconds:
         return {}
-    return {"step seconds": seconds} | ({"MFU": mfu * measured / seconds} if measured and mfu else {})
+    return {"step seconds": seconds} | (
+        {"MFU": mfu * measured / seconds} if measured and mfu else {}
+    )
 
 
 # Curves
@@ -161,7 +205,9 @@ def _predicted(folder: RunFolder) -> dict[str, float]:
 def _charts(folders: Sequence[RunFolder]) -> list[Block]:
     known = {*_CURVES, _HELD_OUT, *(f"{name} seconds" for name in _BETWEEN)}
     others = sorted({name for folder in folders for name in folder.curves} - known)
-    metrics = _CURVES | {name: (name[:1].upper() + name[1:], Axis("", toggle=True), "") for name in others}
+    metrics = _CURVES | {
+        name: (name[:1].upper() + name[1:], Axis("", toggle=True), "") for name in others
+    }
     found: list[Block] = []
     for metric, (title, axis, note) in metrics.items():
         series: list[Series] = []
@@ -169,15 +215,21 @@ def _charts(folders: Sequence[RunFolder]) -> list[Block]:
         for number, folder in enumerate(folders):
             colour, several = series_colour(number), len(folders) > 1
             if metric in folder.curves:
-                series.append(_line(folder.name if several else metric, folder.curves[metric], colour))
+                series.append(
+                    _line(folder.name if several else metric, folder.curves[metric], colour)
+                )
             if metric == "loss":
-                series += _points_on_loss(folder, f"{folder.name}, " if several else "", colour if several else "c2")
+                series += _points_on_loss(
+                    folder, f"{folder.name}, " if several else "", colour if several else "c2"
+                )
             marks += _marks(folder, f"{folder.name}: " if several else "")
             if predicted := _predicted(folder).get(metric):
                 marks.append(Mark("y", predicted, "foreseen", fit=True))
         if series:
             steps = Axis("step", "integer", toggle=True)
-            found.append(Chart(steps, axis, series, marks, smoothing=0.0, height=320, title=title, note=note))
+            found.append(
+                Chart(steps, axis, series, marks, smoothing=0.0, height=320, title=title, note=note)
+            )
     return found
 
 
@@ -190,15 +242,25 @@ def _points_on_loss(folder: RunFolder, prefix: str, colour: str) -> list[Series]
     found = []
     if _HELD_OUT in folder.curves:
         held_out = folder.curves[_HELD_OUT]
-        found.append(_line(f"{prefix}{_HELD_OUT}", held_out, colour, style="points", marker="diamond"))
+        found.append(
+            _line(f"{prefix}{_HELD_OUT}", held_out, colour, style="points", marker="diamond")
+        )
     curve = folder.curves.get("loss", Curve())
     at = dict(zip(curve.steps, curve.values, strict=True))
-    saves = {e["step"]: real(e.get("seconds")) or 0.0 for e in _events(folder, "save") if e.get("step") in at}
+    saves = {
+        e["step"]: real(e.get("seconds")) or 0.0
+        for e in _events(folder, "save")
+        if e.get("step") in at
+    }
     steps = [step for step in sorted(saves) if math.isfinite(at[step])][-_EVENTS:]
     if steps:
-        tips = [f"Checkpoint of step {step:,}\nsaving took {format_time(saves[step])}" for step in steps]
+        tips = [
+            f"Checkpoint of step {step:,}\nsaving took {format_time(saves[step])}" for step in steps
+        ]
         losses = [at[step] for step in steps]
-        found.append(Series(f"{prefix}checkpoints", steps, losses, "muted", "points", "square", tips=tips))
+        found.append(
+            Series(f"{prefix}checkpoints", steps, losses, "muted", "points", "square", tips=tips)
+        )
     return found
 
 
@@ -217,7 +279,9 @@ def _marks(folder: RunFolder, prefix: str) -> list[Mark]:
 def _times(folders: Sequence[RunFolder]) -> list[Block]:
     def mean(folder: RunFolder, name: str) -> float:
         values = folder.curves.get(f"{name} seconds", Curve()).values
-        return math.fsum(value for value in values if math.isfinite(value)) / len(folder.curves["step seconds"].values)
+        return math.fsum(value for value in values if math.isfinite(value)) / len(
+            folder.curves["step seconds"].values
+        )
 
     rows = []
     for folder in folders:
@@ -227,7 +291,9 @@ def _times(folders: Sequence[RunFolder]) -> list[Block]:
     blocks: list[Block] = []
     if rows:
         colours = ("c1", "c2", "c3", "c4", "c5")
-        blocks.append(Bars("seconds", ["step", *_BETWEEN], colours, rows, title="Mean time between steps"))
+        blocks.append(
+            Bars("seconds", ["step", *_BETWEEN], colours, rows, title="Mean time between steps")
+        )
     for folder in folders:
         document = folder.document("foresight.json")
         columns = [
@@ -236,12 +302,16 @@ def _times(folders: Sequence[RunFolder]) -> list[Block]:
             Column("measured", "seconds", "measured"),
         ]
         note = f"Figures of the chip: {document.get('source', '')}"
-        blocks += _table(document, "gaps", columns, title=f"Foreseen and measured, {folder.name}", note=note)
+        blocks += _table(
+            document, "gaps", columns, title=f"Foreseen and measured, {folder.name}", note=note
+        )
         blocks += profile_blocks(folder.document("profile.json"), f"Profile, {folder.name}")
     return blocks
 
 
-def _table(document: Mapping[str, Any], name: str, columns: Sequence[Column], **fields: Any) -> list[Block]:
+def _table(
+    document: Mapping[str, Any], name: str, columns: Sequence[Column], **fields: Any
+) -> list[Block]:
     rows = objects(document, name)
     return [Table.of(rows, columns, **fields)] if rows else []
 
@@ -272,7 +342,10 @@ def _event_table(folders: Sequence[RunFolder]) -> Block:
     for folder in folders:
         name = folder.name if len(folders) > 1 else ""
         rows += [{**event, "run": name} for event in folder.events[-_EVENTS:]]
-        rows += [{"run": name, "step": step, "event": "bad step", "": why} for step, why in folder.bad_steps()]
+        rows += [
+            {"run": name, "step": step, "event": "bad step", "": why}
+            for step, why in folder.bad_steps()
+        ]
     columns = [
         Column("run", cell="run", choices=True),
         Column("time (UTC)", cell=lambda row: _clock(row.get("time"))),
@@ -288,7 +361,9 @@ def _detail(event: Mapping[str, Any]) -> str:
     """Formats what an event holds besides its time: `mesh fsdp=4, devices 4, processes 1, kind cpu, fresh`."""
     known = ("run", "time", "step", "event", "seconds", "text")
     found = {name: value for name, value in event.items() if name not in known}
-    return ", ".join(f"{value}" if name in ("how", "") else f"{name} {value}" for name, value in found.items())
+    return ", ".join(
+        f"{value}" if name in ("how", "") else f"{name} {value}" for name, value in found.items()
+    )
 
 
 def _clock(value: Any) -> str:
@@ -301,7 +376,9 @@ def _clock(value: Any) -> str:
 # Configuration
 
 
-def _configuration(folders: Sequence[RunFolder], recipes: Mapping[str, Mapping[str, Any]]) -> list[Block]:
+def _configuration(
+    folders: Sequence[RunFolder], recipes: Mapping[str, Mapping[str, Any]]
+) -> list[Block]:
     fields = {folder.name: flat_fields(folder.document("run.json")) for folder in folders}
     blocks: list[Block] = []
     if len(folders) > 1:
@@ -313,16 +390,24 @@ def _configuration(folders: Sequence[RunFolder], recipes: Mapping[str, Mapping[s
     for folder, each in fields.items():
         if each.get("name", "") in recipes:
             blocks += recipe_differences(each, recipes[each["name"]], f"{folder}: differences")
-    return blocks + [fields_table(each, f"{folder}: run.json") for folder, each in fields.items() if each]
+    return blocks + [
+        fields_table(each, f"{folder}: run.json") for folder, each in fields.items() if each
+    ]
 
 
-def recipe_differences(fields: Mapping[str, str], recipe: Mapping[str, Any], title: str) -> list[Block]:
+def recipe_differences(
+    fields: Mapping[str, str], recipe: Mapping[str, Any], title: str
+) -> list[Block]:
     """Returns the table of the fields of a run that its recipe has otherwise; nothing if there are none.
 
     fields: of `flat_fields`.  recipe: as JSON values.
     """
     own, name = flat_fields(recipe), fields.get("name", "")
-    rows = [[field, own.get(field, ""), value] for field, value in fields.items() if own.get(field) != value]
+    rows = [
+        [field, own.get(field, ""), value]
+        for field, value in fields.items()
+        if own.get(field) != value
+    ]
     columns = [Column("field"), Column(f"recipe {name}", wide=True), Column("this run", wide=True)]
     return [Table(columns, rows, title=f"{title} from the recipe {name}")] if rows else []
 

@@ -19,7 +19,16 @@ from meshwright.views.terminal import print_blocks
 if TYPE_CHECKING:
     from meshwright.planner.forecast import ForecastGap
 
-_EXAMPLES = ("embed", "query", "attention_out", "up", "down", "expert_up", "expert_down", "mlp_norm")
+_EXAMPLES = (
+    "embed",
+    "query",
+    "attention_out",
+    "up",
+    "down",
+    "expert_up",
+    "expert_down",
+    "mlp_norm",
+)
 """Parameters, of blocks or outside them, whose placement is printed before training."""
 _PLACEMENT = [
     Column("parameter", cell="path"),
@@ -40,22 +49,36 @@ def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
         f"device{'s' if mesh.size > 1 else ''}, {kind})"
     )
     counts = [len(file.tokens) for file in prepared.corpus.files]
-    tokens, evaluated = sum(counts), sum(count - held_out_border(count, run.data.held_out) for count in counts)
+    tokens, evaluated = (
+        sum(counts),
+        sum(count - held_out_border(count, run.data.held_out) for count in counts),
+    )
     text = (
         f"{format_count(tokens)} tokens of a vocabulary of {prepared.corpus.vocab}, {100 * evaluated / tokens:.2g}% "
         f"held-out; {run.training.steps} steps of {run.training.batch} x {run.training.seq} tokens"
     )
-    facts = [("layout", f"{run.layout}: {find_layout(run.layout).summary}"), ("attention", settled.kernels.summary)]
+    facts = [
+        ("layout", f"{run.layout}: {find_layout(run.layout).summary}"),
+        ("attention", settled.kernels.summary),
+    ]
     if settled.grouped_matmul is not None:
         facts.append(("grouped matmul", settled.grouped_matmul.name))
     facts += [*choices_facts(device_run), ("text", text)]
-    grouped = "e4m3, one scale per row and per expert" if settled.low_precision_experts else run.training.compute_dtype
+    grouped = (
+        "e4m3, one scale per row and per expert"
+        if settled.low_precision_experts
+        else run.training.compute_dtype
+    )
     low = settled.in_low_precision
-    shown = [row for row in param_rows(placed, low) if row.path.removeprefix("blocks.") in _EXAMPLES]
+    shown = [
+        row for row in param_rows(placed, low) if row.path.removeprefix("blocks.") in _EXAMPLES
+    ]
     blocks = [Facts(facts), Table.of(shown, _PLACEMENT), *precision_blocks(placed, low, grouped)]
     if stages := stage_rows(placed):
         table = placed.schedule_table
-        blocks.append(dataclasses.replace(stages_table(stages), title=table.title, note=table.summary))
+        blocks.append(
+            dataclasses.replace(stages_table(stages), title=table.title, note=table.summary)
+        )
     print_blocks(console, title, "", blocks)
 
 
@@ -78,7 +101,8 @@ def choices_facts(device_run: DeviceRun) -> list[tuple[str, str]]:
         chosen["saved_layers"] and f"projections of {chosen['saved_layers']} layers saved",
         chosen["gathered_ahead"] and "weights gathered one layer ahead",
         chosen["tensor_strategy"] == "ring" and "collective matmul over tensor",
-        chosen["compiler_options"] and f"{len(chosen['compiler_options'])} compiler options of the chip",
+        chosen["compiler_options"]
+        and f"{len(chosen['compiler_options'])} compiler options of the chip",
         chosen["scheduled_by_price"] and "scheduled by predicted times",
     ]
     facts, refused = [("step", ", ".join(filter(None, step)))], chosen["refused_compiler_options"]
@@ -87,10 +111,21 @@ def choices_facts(device_run: DeviceRun) -> list[tuple[str, str]]:
         rows = f"{spec.mean_nodes(nodes):.3g} rows of a token for its {spec.experts_per_token} experts at an even load"
         facts.append(("exchange", f"one row for each of {nodes} groups of devices: {rows}"))
         at_once, pieces = chosen["exchanged_at_once_reason"], chosen["exchange_pieces"]
-        overlap = f"those of {pieces} pieces of the batch one after another, while the other computes"
-        facts.append(("rows travel", overlap if at_once is None else f"those of the whole batch at once: {at_once}"))
+        overlap = (
+            f"those of {pieces} pieces of the batch one after another, while the other computes"
+        )
+        facts.append(
+            (
+                "rows travel",
+                overlap if at_once is None else f"those of the whole batch at once: {at_once}",
+            )
+        )
     facts.append(("bits", chosen["bits"]))
-    return [*facts, ("left out", f"{', '.join(refused)}: unknown to the installed compiler")] if refused else facts
+    return (
+        [*facts, ("left out", f"{', '.join(refused)}: unknown to the installed compiler")]
+        if refused
+        else facts
+    )
 
 
 def choices_to_json(device_run: DeviceRun) -> dict[str, Any]:
@@ -101,11 +136,14 @@ def choices_to_json(device_run: DeviceRun) -> dict[str, Any]:
         "remat": training.remat,
         "saved_layers": training.saved_layers,
         "attention_kernel": model.kernels.name,
-        "grouped_matmul": device_run.settled.grouped_matmul and device_run.settled.grouped_matmul.name,
+        "grouped_matmul": device_run.settled.grouped_matmul
+        and device_run.settled.grouped_matmul.name,
         "expert_nodes": device_run.settled.expert_nodes,
         "exchange_pieces": model.exchange_pieces,
         "exchanged_at_once_reason": device_run.settled.exchanged_at_once_reason,
-        "gathered_ahead": {stack: sorted({*first, *half}) for stack, (first, half) in model.ahead.items()},
+        "gathered_ahead": {
+            stack: sorted({*first, *half}) for stack, (first, half) in model.ahead.items()
+        },
         "tensor_strategy": model.tensor_strategy,
         "compiler_options": device_run.compiler_options(),
         "scheduled_by_price": device_run.settled.scheduled_by_price,
@@ -116,7 +154,9 @@ def choices_to_json(device_run: DeviceRun) -> dict[str, Any]:
 
 def print_summary(console: Console, summary: loop.Summary, unit: str = "tokens") -> None:
     """Prints the losses, the time and the output files of a training run."""
-    blocks: list[Block] = [Code(summary.sample, title="sample from the model:")] if summary.sample else []
+    blocks: list[Block] = (
+        [Code(summary.sample, title="sample from the model:")] if summary.sample else []
+    )
     if not summary.steps_taken and not summary.interrupted_by:
         finished = (
             f"the run in {summary.out} is finished: it has taken all of its {summary.steps} steps; a larger --steps "
@@ -131,9 +171,16 @@ def print_summary(console: Console, summary: loop.Summary, unit: str = "tokens")
         facts.insert(0, ("stopped", signal))
     if summary.held_out_loss is not None:
         facts.append(("held-out loss", f"{summary.held_out_loss:.4f}"))
-    compiling = f", compiling the step {format_time(summary.compile_seconds)}" if summary.compile_seconds else ""
+    compiling = (
+        f", compiling the step {format_time(summary.compile_seconds)}"
+        if summary.compile_seconds
+        else ""
+    )
     facts += [
-        ("time", f"{format_time(summary.seconds)} for {format_count(summary.tokens)} {unit}, compilation included"),
+        (
+            "time",
+            f"{format_time(summary.seconds)} for {format_count(summary.tokens)} {unit}, compilation included",
+        ),
         ("start", f"{format_time(summary.start_seconds)} to the end of the first step{compiling}"),
         ("waiting for data", format_time(summary.data_wait_seconds)),
     ]
@@ -143,7 +190,11 @@ def print_summary(console: Console, summary: loop.Summary, unit: str = "tokens")
         "run.json": "the Run: meshwright train --run FILE repeats it",
         "sample.txt": "the sample above",
     }
-    facts += [(str(summary.out / name), text) for name, text in files.items() if (summary.out / name).exists()]
+    facts += [
+        (str(summary.out / name), text)
+        for name, text in files.items()
+        if (summary.out / name).exists()
+    ]
     print_blocks(console, "", "", [*blocks, Facts(facts)])
 
 

@@ -29,7 +29,13 @@ from meshwright.views.blocks import (
     format_cell,
 )
 
-_STYLES: dict[Tone, str] = {"": "", "good": "green", "bad": "bold red", "warning": "bold yellow", "faded": "dim"}
+_STYLES: dict[Tone, str] = {
+    "": "",
+    "good": "green",
+    "bad": "bold red",
+    "warning": "bold yellow",
+    "faded": "dim",
+}
 _BAR = 32
 """Characters of the longest bar."""
 _GAP = 2
@@ -88,26 +94,39 @@ class _Rows:
             if any(cells):
                 columns.append((heading, unit != "text", cells))
                 unbroken = unit != "text" or any(map(_LAYOUT.search, cells))
-                words = [*heading.split(), *(cells if unbroken else (word for cell in cells for word in cell.split()))]
+                words = [
+                    *heading.split(),
+                    *(cells if unbroken else (word for cell in cells for word in cell.split())),
+                ]
                 least.append(max(map(cell_len, words)))
-                natural.append(max(least[-1], *(cell_len(line) for cell in cells for line in cell.split("\n"))))
+                natural.append(
+                    max(least[-1], *(cell_len(line) for cell in cells for line in cell.split("\n")))
+                )
         room = options.max_width - _GAP * (len(columns) - 1)
         rest, wanted = room - sum(least), sum(natural) - sum(least)
         if rest < 0:
             yield from self._stacked(console, options.max_width, *zip(*columns, strict=True))
         if rest < 0 or not columns:
             return
-        full = [max(n, cell_len(heading)) for n, (heading, _, _) in zip(natural, columns, strict=True)]
+        full = [
+            max(n, cell_len(heading)) for n, (heading, _, _) in zip(natural, columns, strict=True)
+        ]
         if sum(full) <= room:  # else headings are broken between words
             widths = full
         elif wanted <= rest:
             widths = natural
         else:
-            widths = [low + rest * (n - low) // wanted for low, n in zip(least, natural, strict=True)]
-        table = RichTable(box=None, pad_edge=False, header_style="dim", show_header=any(self.headings))
+            widths = [
+                low + rest * (n - low) // wanted for low, n in zip(least, natural, strict=True)
+            ]
+        table = RichTable(
+            box=None, pad_edge=False, header_style="dim", show_header=any(self.headings)
+        )
         for (heading, number, _), width in zip(columns, widths, strict=True):
             title = escape("\n".join(textwrap.wrap(heading, width)))
-            table.add_column(title, justify="right" if number else "left", width=width, overflow="fold")
+            table.add_column(
+                title, justify="right" if number else "left", width=width, overflow="fold"
+            )
         for i in range(len(self.rows)):
             style = _STYLES[self.tones[i]] if i < len(self.tones) else ""
             table.add_row(*(Line(cells[i]) for _, _, cells in columns), style=style)
@@ -118,7 +137,11 @@ class _Rows:
 
     @staticmethod
     def _stacked(
-        console: Console, width: int, headings: Sequence[str], _: Sequence[bool], columns: Sequence[Sequence[str]]
+        console: Console,
+        width: int,
+        headings: Sequence[str],
+        _: Sequence[bool],
+        columns: Sequence[Sequence[str]],
     ) -> RenderResult:
         """Yields the first cell of each row, then the others with their headings; of a pair both cells on a line."""
         pair = headings[1:] in (("",), ("value",))
@@ -136,14 +159,21 @@ class _Rows:
                 if label.plain.strip():
                     yield Line(label.plain.rstrip(), label.style, overflow="fold")
                 left = _GAP if pair else 2 * _GAP
-                yield from (Line.assemble(" " * left, line) for line in Line(cell).wrap(console, width - left))
+                yield from (
+                    Line.assemble(" " * left, line)
+                    for line in Line(cell).wrap(console, width - left)
+                )
 
 
 def print_table(console: Console, block: Table) -> None:
     """Prints a table."""
     table = block.without("page")
     rows = table.rows[: block.printed]
-    console.print(_Rows([c.heading for c in table.columns], [c.unit for c in table.columns], rows, block.tones))
+    console.print(
+        _Rows(
+            [c.heading for c in table.columns], [c.unit for c in table.columns], rows, block.tones
+        )
+    )
     left = len(block.rows) - len(rows)
     _print(console, f"... and {left} more" if left else "", "dim")
 
@@ -162,10 +192,17 @@ def _bars(console: Console, block: Bars) -> None:
     whole = block.rows[block.legend_row or 0]
     total = max(whole.values, default=0.0) or 1.0
     # A value of less than an eighth of a character has no bar, so that 5 bytes do not look like 5 MiB.
-    bars = ["█" * max(1, round(n / total * _BAR)) if 8 * n / total * _BAR >= 1 else "" for n in whole.values]
+    bars = [
+        "█" * max(1, round(n / total * _BAR)) if 8 * n / total * _BAR >= 1 else ""
+        for n in whole.values
+    ]
     values = [row for row in zip(block.names, whole.values, bars, strict=True) if row[1]]
     console.print(_Rows(["", block.unit, ""], ["text", block.unit, "text"], values))
-    others = [f"{row.label} {format_cell(sum(row.values), block.unit)}" for row in block.rows if row is not whole]
+    others = [
+        f"{row.label} {format_cell(sum(row.values), block.unit)}"
+        for row in block.rows
+        if row is not whole
+    ]
     _print(console, ", ".join(others), "dim")
 
 
@@ -173,7 +210,9 @@ def _findings(console: Console, block: Findings) -> None:
     for finding in block.items[: block.printed]:
         where = f" at {finding.line}" if finding.line else ""
         size = f" ({finding.size})" if finding.size else ""
-        console.print(f"[bold yellow]{escape(finding.name)}[/] {escape(finding.subject + where + size)}")
+        console.print(
+            f"[bold yellow]{escape(finding.name)}[/] {escape(finding.subject + where + size)}"
+        )
         _print(console, f"  because: {finding.reason}" if finding.reason else "")
         _print(console, f"  fix:     {finding.fix}" if finding.fix else "")
     left = len(block.items) - block.printed
@@ -198,9 +237,14 @@ def _inspector(console: Console, block: Inspector) -> None:
             values = [item.values[number][i] for item in items]
             parts = [n / total for n, total in zip(values, totals, strict=True)]
             if max(parts, default=0.0) > 0.005:
-                texts = [f"{format_cell(n, bars.unit)} ({part:.0%})" for n, part in zip(values, parts, strict=True)]
+                texts = [
+                    f"{format_cell(n, bars.unit)} ({part:.0%})"
+                    for n, part in zip(values, parts, strict=True)
+                ]
                 rows.append([f"  {name}", *texts, _difference(bars.unit, values)])
-    headings = ["", *(item.title for item in items), "difference"] if len(items) > 1 else ["", "value", ""]
+    headings = (
+        ["", *(item.title for item in items), "difference"] if len(items) > 1 else ["", "value", ""]
+    )
     if items:
         console.print(_Rows(headings, ["text"] * len(headings), rows))
 

@@ -53,7 +53,8 @@ class Source:
         """Returns a batch of `rows` examples, by default as many as the data has, as `ShapeDtypeStruct`s."""
         rows = rows or self.batch_size
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=sharding), self.example
+            lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=sharding),
+            self.example,
         )
 
 
@@ -63,9 +64,15 @@ def find_source(data: Any, kind: str) -> Source:
     if callable(data):
         first = _of_step_0(data, kind)
         example = _described(first, kind)
-        return Source(kind, lambda step, position: map(data, itertools.count(step)), example, hash_of(first))
+        return Source(
+            kind, lambda step, position: map(data, itertools.count(step)), example, hash_of(first)
+        )
     iterator = iter(data)
-    start = iterator.get_state() if hasattr(iterator, "get_state") and hasattr(iterator, "set_state") else None
+    start = (
+        iterator.get_state()
+        if hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
+        else None
+    )
     first = next(iterator, _MISSING)
     if first is _MISSING:
         raise DataError(f"{kind} of a wrapped model", "it has no batch", "at least one batch")
@@ -94,7 +101,9 @@ def find_held_out(data: Any) -> Source:
     Raises DataError for batches without an end, or that can only be read once.
     """
     if callable(data) or (hasattr(data, "__iter__") and iter(data) is data):
-        truth = "it is a function, so it has no end" if callable(data) else "it can only be read once"
+        truth = (
+            "it is a function, so it has no end" if callable(data) else "it can only be read once"
+        )
         raise DataError(
             "held_out of a wrapped model",
             f"{truth}, and each evaluation reads all of it",
@@ -105,7 +114,9 @@ def find_held_out(data: Any) -> Source:
 
 def _check_kind(data: Any, kind: str) -> None:
     if callable(data) or (
-        hasattr(data, "__iter__") and not isinstance(data, (Mapping, str, bytes)) and not _ndim(data)
+        hasattr(data, "__iter__")
+        and not isinstance(data, (Mapping, str, bytes))
+        and not _ndim(data)
     ):
         return
     if isinstance(data, Mapping) or _ndim(data):
@@ -128,9 +139,15 @@ def _of_step_0(data: Callable[[int], Any], kind: str) -> Any:
     try:
         inspect.signature(data).bind(0)
     except TypeError as error:
-        made = f", or the iterator that it returns: {data.__name__}()" if inspect.isgeneratorfunction(data) else ""
+        made = (
+            f", or the iterator that it returns: {data.__name__}()"
+            if inspect.isgeneratorfunction(data)
+            else ""
+        )
         fix = f"lambda step: batch{made}"
-        raise DataError(f"{kind} of a wrapped model", f"as a function of the step it fails: {error}", fix) from None
+        raise DataError(
+            f"{kind} of a wrapped model", f"as a function of the step it fails: {error}", fix
+        ) from None
     except ValueError:  # of a function without a signature
         pass
     first = data(0)
@@ -153,7 +170,11 @@ def _repeated(data: Any, step: int, position: Any) -> Iterator[Any]:
             if taken > step:
                 yield batch
         if taken == before:
-            raise DataError("data of a wrapped model", "it has no batch when it is read again", "an iterable that has")
+            raise DataError(
+                "data of a wrapped model",
+                "it has no batch when it is read again",
+                "an iterable that has",
+            )
 
 
 def _at(data: Any, start: Any, step: int, position: Any) -> Iterator[Any]:
@@ -191,7 +212,9 @@ def _described(batch: Any, kind: str) -> Any:
     sizes = {shape[0] if shape else None for shape in shapes.values()}
     if not shapes or None in sizes or len(sizes) > 1:
         first = [f"{name or 'batch'} {list(shape)}" for name, shape in shapes.items()]
-        listed = ", ".join(first[:_LISTED]) + (f" and {len(first) - _LISTED} more" if len(first) > _LISTED else "")
+        listed = ", ".join(first[:_LISTED]) + (
+            f" and {len(first) - _LISTED} more" if len(first) > _LISTED else ""
+        )
         raise DataError(
             f"a batch of {kind}",
             f"its arrays are {listed or 'none'}",
@@ -216,10 +239,14 @@ def _check_leaf(leaf: Any, name: str, kind: str) -> None:
     try:
         dtype = np.asarray(leaf).dtype
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"a batch of {kind}", f"{name} is a {type(leaf).__name__}: {error}", fix) from None
+        raise DataError(
+            f"a batch of {kind}", f"{name} is a {type(leaf).__name__}: {error}", fix
+        ) from None
     if dtype.kind in "USOMm":
         what = f"an array of {dtype}" if _ndim(leaf) else f"a {type(leaf).__name__}"
-        raise DataError(f"a batch of {kind}", f"{name} is {what}, and devices hold only numbers", fix)
+        raise DataError(
+            f"a batch of {kind}", f"{name} is {what}, and devices hold only numbers", fix
+        )
 
 
 def _is_jax(leaf: Any) -> bool:
@@ -228,7 +255,9 @@ def _is_jax(leaf: Any) -> bool:
 
 def _dtype(leaf: Any) -> Any:
     """Type that an array has on a device; arrays of other libraries are read as NumPy's."""
-    return jax.dtypes.canonicalize_dtype(jnp.result_type(leaf if _is_jax(leaf) else np.asarray(leaf)))
+    return jax.dtypes.canonicalize_dtype(
+        jnp.result_type(leaf if _is_jax(leaf) else np.asarray(leaf))
+    )
 
 
 def check_batch(batch: Any, example: Any, what: str) -> None:
@@ -236,7 +265,9 @@ def check_batch(batch: Any, example: Any, what: str) -> None:
     expected, given = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (example, batch))
     if str(jax.tree.structure(batch)) != str(jax.tree.structure(example)):
         raise DataError(
-            what, f"it is {jax.tree.structure(batch)}, and the first is {jax.tree.structure(example)}", "equal trees"
+            what,
+            f"it is {jax.tree.structure(batch)}, and the first is {jax.tree.structure(example)}",
+            "equal trees",
         )
     for (path, want), (_, x) in zip(expected, given, strict=True):
         dtype = _dtype(x)
@@ -304,7 +335,11 @@ class BatchFeed:
         self._step += 1
         if hasattr(self._batches, "get_state"):
             state = self._batches.get_state()
-            encoded = {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else {"json": state}
+            encoded = (
+                {"base64": base64.b64encode(state).decode()}
+                if isinstance(state, bytes)
+                else {"json": state}
+            )
             self.position = encoded
         placed = put_batch(batch, self._source.example, self._sharding)
         self.wait_seconds += time.perf_counter() - began

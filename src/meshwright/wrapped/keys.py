@@ -80,7 +80,11 @@ class Draws:
         if whole:
             truth = f"both {drawn % 'and'}, so they may belong to the examples of the part or to all of the batch"
             fix = "another batch or mesh, with other sizes for a part of the batch"
-            fix += f"; or split(key, {shape[0] + 1}) for keys that all of the batch shares" if kind == "split" else ""
+            fix += (
+                f"; or split(key, {shape[0] + 1}) for keys that all of the batch shares"
+                if kind == "split"
+                else ""
+            )
         else:
             truth = f"neither {drawn % 'nor'}: the batch is not its first dimension"
             fix = "draw arrays whose first dimension is the batch, or that do not depend on it"
@@ -95,12 +99,16 @@ class Draws:
 def _implementation(parts: int, draws: Draws) -> Any:
     """Returns the kind of keys for one of `parts` parts of a batch."""
 
-    def hashed(key: jax.Array, shape: Shape, batched: bool, salt: int) -> tuple[jax.Array, jax.Array]:
+    def hashed(
+        key: jax.Array, shape: Shape, batched: bool, salt: int
+    ) -> tuple[jax.Array, jax.Array]:
         rows, columns = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
         row = jax.lax.broadcasted_iota(jnp.uint32, (rows, columns), 0)
         column = jax.lax.broadcasted_iota(jnp.uint32, (rows, columns), 1)
         row = row + key[2] * jnp.uint32(rows) if batched else row
-        first, second = (jnp.broadcast_to(word, row.shape) for word in (key[0] + jnp.uint32(salt), key[1]))
+        first, second = (
+            jnp.broadcast_to(word, row.shape) for word in (key[0] + jnp.uint32(salt), key[1])
+        )
         high, low = threefry2x32_p.bind(first, second, row, column)
         return high.reshape(shape), low.reshape(shape)
 
@@ -119,11 +127,19 @@ def _implementation(parts: int, draws: Draws) -> Any:
 
     def fold_in(key: jax.Array, data: Any) -> jax.Array:
         zero = jnp.zeros((), jnp.uint32)
-        high, low = threefry2x32_p.bind(key[0], key[1] ^ jnp.uint32(_SPLIT), zero, jnp.asarray(data, jnp.uint32))
+        high, low = threefry2x32_p.bind(
+            key[0], key[1] ^ jnp.uint32(_SPLIT), zero, jnp.asarray(data, jnp.uint32)
+        )
         return jnp.stack([high, low, key[2]])
 
     def seeded(seed: jax.Array) -> jax.Array:
-        return jnp.stack([jnp.zeros((), jnp.uint32), jnp.asarray(seed).astype(jnp.uint32), jnp.zeros((), jnp.uint32)])
+        return jnp.stack(
+            [
+                jnp.zeros((), jnp.uint32),
+                jnp.asarray(seed).astype(jnp.uint32),
+                jnp.zeros((), jnp.uint32),
+            ]
+        )
 
     return define_prng_impl(
         key_shape=(_WORDS,),
@@ -138,7 +154,11 @@ def _implementation(parts: int, draws: Draws) -> Any:
 
 def step_key(seed: int, step: Any, part: Any, parts: int, draws: Draws) -> jax.Array:
     """Returns the key of one part of the batch at a step. part: index of the part, outermost axis first."""
-    return key_of(jnp.stack([jnp.asarray(word).astype(jnp.uint32) for word in (step, seed, part)]), parts, draws)
+    return key_of(
+        jnp.stack([jnp.asarray(word).astype(jnp.uint32) for word in (step, seed, part)]),
+        parts,
+        draws,
+    )
 
 
 def key_of(words: Any, parts: int, draws: Draws) -> jax.Array:

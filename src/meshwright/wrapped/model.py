@@ -94,7 +94,9 @@ class Wrapped(Model):
 
         Raises ConfigError for one that it could not import.
         """
-        name = self.named().name if self.parts else ""  # a name from a file is loaded here, or refused
+        name = (
+            self.named().name if self.parts else ""
+        )  # a name from a file is loaded here, or refused
         if not name:
             raise ConfigError(
                 "compiling a wrapped model in another process",
@@ -179,7 +181,9 @@ def wrap(
     """
     source = find_source(data, "data")
     adapter = find_adapter(model, loss, evaluate, source.example)
-    parts = describe_model(adapter, source, find_held_out(held_out) if held_out is not None else None)
+    parts = describe_model(
+        adapter, source, find_held_out(held_out) if held_out is not None else None
+    )
     parts = dataclasses.replace(parts, rules=read_rules(rules or {}), axes=dict(axes or {}))
     check_rules(parts)
     return _with_parts(Wrapped(), parts)
@@ -194,6 +198,7 @@ evaluate_prepared.register(prepared.PreparedModel, prepared.evaluate_wrapped)
 forward_flops.register(Wrapped, forward_flops_of_loss)
 work_of_model.register(Wrapped, work_of_loss)
 abstract_batch_of.register(
-    Wrapped, lambda model, device_run: model.parts.source.abstract(sharding=device_run.batch_sharding)
+    Wrapped,
+    lambda model, device_run: model.parts.source.abstract(sharding=device_run.batch_sharding),
 )
 run_census.train_step_facts.register(Wrapped, prepared.train_step_facts)

@@ -40,7 +40,9 @@ def path_name(path: Any) -> str:
 
 def _takes_key(parameter: inspect.Parameter) -> bool:
     """Whether an argument besides model and batch is for random numbers: by its name, and no default of its own."""
-    named = parameter.name in ("key", "keys", "rng", "rngs") or parameter.name.endswith(("_key", "_rng"))
+    named = parameter.name in ("key", "keys", "rng", "rngs") or parameter.name.endswith(
+        ("_key", "_rng")
+    )
     return named and parameter.default in (None, inspect.Parameter.empty)
 
 
@@ -50,8 +52,14 @@ def call_loss(loss: Callable[..., Any], given: tuple[Any, ...], key: jax.Array) 
     parameters = inspect.signature(loss).parameters.values()
     positional = [p for p in parameters if p.kind in kinds]
     count = sum(p.default is inspect.Parameter.empty for p in positional)
-    by_name = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and _takes_key(p)]
-    optional = [p for p in positional[len(given) :] if p.default is not inspect.Parameter.empty and _takes_key(p)]
+    by_name = [
+        p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and _takes_key(p)
+    ]
+    optional = [
+        p
+        for p in positional[len(given) :]
+        if p.default is not inspect.Parameter.empty and _takes_key(p)
+    ]
     if count not in (len(given), len(given) + 1) and len(positional) != len(given):
         names = "model, state, batch" if len(given) == 3 else "model, batch"
         raise ConfigError(
@@ -77,7 +85,9 @@ def read_result(result: Any) -> tuple[Any, dict[str, Any]]:
         )
     for name, value in {"loss": loss, **metrics}.items():
         if not isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float):
-            raise ConfigError(f"{name} of a wrapped model", f"it is a {type(value).__name__}", "a number")
+            raise ConfigError(
+                f"{name} of a wrapped model", f"it is a {type(value).__name__}", "a number"
+            )
         if jnp.shape(value) != ():
             raise ConfigError(
                 f"{name} of a wrapped model",
@@ -86,11 +96,15 @@ def read_result(result: Any) -> tuple[Any, dict[str, Any]]:
             )
     reserved = sorted(set(metrics) & {"loss", "gradient norm", "learning rate"})
     if reserved:
-        raise ConfigError(f"a metric called {reserved[0]!r}", "the step reports one of that name", "another name")
+        raise ConfigError(
+            f"a metric called {reserved[0]!r}", "the step reports one of that name", "another name"
+        )
     return loss, metrics
 
 
-def find_adapter(model: Any, loss: Callable[..., Any], evaluate: Callable[..., Any] | None, example: Any) -> "Adapter":
+def find_adapter(
+    model: Any, loss: Callable[..., Any], evaluate: Callable[..., Any] | None, example: Any
+) -> "Adapter":
     """Returns the adapter of a model: by its type, or for a function of a key, by the type of what it returns.
 
     Raises ConfigError for a model that is neither a module of a known framework nor a pytree of arrays.
@@ -136,7 +150,9 @@ class Adapter:
             self.parts = _parts_of(model)
         return self.parts.split(model)
 
-    def call(self, arrays: tuple[Arrays, Arrays], batch: Any, key: jax.Array, train: bool) -> Result:
+    def call(
+        self, arrays: tuple[Arrays, Arrays], batch: Any, key: jax.Array, train: bool
+    ) -> Result:
         """Computes the loss with a model that is made of the arrays."""
         given = self.parts.merge(*arrays, key, train)
         with _constants_in_state() if len(given) == 2 else contextlib.nullcontext():
@@ -176,7 +192,9 @@ def _constants_in_state() -> Iterator[None]:
 
     def set_traced(self: Any, item: Any, value: Any) -> Any:
         old = self.get(item)
-        value = jax.tree.map(lambda new, old: jnp.where(jnp.ones_like(old, bool), new, old), value, old)
+        value = jax.tree.map(
+            lambda new, old: jnp.where(jnp.ones_like(old, bool), new, old), value, old
+        )
         return original(self, item, value)
 
     states.set = set_traced
@@ -203,7 +221,12 @@ def _parts_of(model: Any) -> Any:
     nnx, equinox = sys.modules.get("flax.nnx"), sys.modules.get("equinox")
     if nnx is not None and isinstance(model, nnx.Module):
         return NnxParts()
-    with_state = isinstance(model, tuple) and len(model) == 2 and equinox and isinstance(model[1], equinox.nn.State)
+    with_state = (
+        isinstance(model, tuple)
+        and len(model) == 2
+        and equinox
+        and isinstance(model[1], equinox.nn.State)
+    )
     if equinox is not None and (with_state or isinstance(model, equinox.Module)):
         return TreeParts("Equinox", bool(with_state))
     others = [leaf for leaf in jax.tree.leaves(model) if not _is_array(leaf)]
@@ -247,9 +270,13 @@ class TreeParts:
                     "two of its arrays have it: a key has a dot",
                     "keys without dots",
                 )
-            trained = jnp.issubdtype(leaf.dtype, jnp.floating) and not (self._with_state and path[0].idx == 1)
+            trained = jnp.issubdtype(leaf.dtype, jnp.floating) and not (
+                self._with_state and path[0].idx == 1
+            )
             self._leaves.append((name, str(jax.random.key_impl(leaf)) if _is_key(leaf) else None))
-            (params if trained else variables)[name] = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+            (params if trained else variables)[name] = (
+                jax.random.key_data(leaf) if _is_key(leaf) else leaf
+            )
         return params, variables, {}
 
     def _name(self, path: Any) -> str:
@@ -257,14 +284,18 @@ class TreeParts:
             return ("state." if path[0].idx else "") + path_name(path[1:])
         return path_name(path)
 
-    def merge(self, params: Arrays, variables: Arrays, key: jax.Array, train: bool) -> tuple[Any, ...]:
+    def merge(
+        self, params: Arrays, variables: Arrays, key: jax.Array, train: bool
+    ) -> tuple[Any, ...]:
         """Returns the model, and its state where it has one."""
         arrays = {**params, **variables}
 
         def leaf(name: str, kept: Any) -> Any:
             if not name:
                 return kept
-            return arrays[name] if kept is None else jax.random.wrap_key_data(arrays[name], impl=kept)
+            return (
+                arrays[name] if kept is None else jax.random.wrap_key_data(arrays[name], impl=kept)
+            )
 
         model = jax.tree.unflatten(self._treedef, [leaf(name, kept) for name, kept in self._leaves])
         if self.framework == "Equinox" and not train:
@@ -277,7 +308,10 @@ class TreeParts:
         """Returns the variables after the loss: those of an Equinox state change, and no others."""
         if not self._with_state:
             return before
-        after = {"state." + path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(model[1])[0]}
+        after = {
+            "state." + path_name(path): x
+            for path, x in jax.tree_util.tree_flatten_with_path(model[1])[0]
+        }
         return {name: after.get(name, x) for name, x in before.items()}
 
 
@@ -301,14 +335,22 @@ class NnxParts:
         self._trees = tuple(treedef for _, treedef in flat)
         self._names = tuple([path_name(path) for path, _ in leaves] for leaves, _ in flat)
         # Of keys and counts only kind and shape are kept: values may be those of a trace that has ended.
-        self._rngs = [(jnp.shape(leaf), None if _is_key(leaf) else leaf.dtype) for _, leaf in flat[1][0]]
+        self._rngs = [
+            (jnp.shape(leaf), None if _is_key(leaf) else leaf.dtype) for _, leaf in flat[1][0]
+        ]
         annotations = {}
         for path, variable in nnx.to_flat_state(states[0]):
             metadata = variable.get_metadata()
-            names = metadata.get("out_sharding") or metadata.get("sharding_names") or metadata.get("sharding")
+            names = (
+                metadata.get("out_sharding")
+                or metadata.get("sharding_names")
+                or metadata.get("sharding")
+            )
             if names is not None:
                 annotations[".".join(map(str, path))] = tuple(names)
-        params, variables = ({path_name(path): leaf for path, leaf in leaves} for leaves, _ in (flat[0], flat[2]))
+        params, variables = (
+            {path_name(path): leaf for path, leaf in leaves} for leaves, _ in (flat[0], flat[2])
+        )
         return params, variables, annotations
 
     def merge(self, params: Arrays, variables: Arrays, key: jax.Array, train: bool) -> tuple[Any]:
@@ -321,8 +363,14 @@ class NnxParts:
             else jnp.zeros(shape, dtype)
             for name, (shape, dtype) in zip(self._names[1], self._rngs, strict=True)
         ]
-        leaves = ([params[name] for name in self._names[0]], rngs, [variables[name] for name in self._names[2]])
-        states = [jax.tree.unflatten(tree, own) for tree, own in zip(self._trees, leaves, strict=True)]
+        leaves = (
+            [params[name] for name in self._names[0]],
+            rngs,
+            [variables[name] for name in self._names[2]],
+        )
+        states = [
+            jax.tree.unflatten(tree, own) for tree, own in zip(self._trees, leaves, strict=True)
+        ]
         module = nnx.merge(self._graphdef, *states)
         module.train() if train else module.eval()
         return (module,)
@@ -332,7 +380,9 @@ class NnxParts:
         from flax import nnx
 
         states: Any = nnx.split(model[0], nnx.Param, nnx.RngState, ...)
-        after = {path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(states[-1])[0]}
+        after = {
+            path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(states[-1])[0]
+        }
         return {name: after[name] for name in before}
 
 
@@ -364,7 +414,9 @@ class LinenParts:
         call_loss(loss, (bound, batch), key)
         if bound.variables is None:
             raise ConfigError(
-                f"wrapping {type(self._module).__name__}", "the loss does not call the module", "model(batch[...])"
+                f"wrapping {type(self._module).__name__}",
+                "the loss does not call the module",
+                "model(batch[...])",
             )
         self._sown = frozenset(bound.sown)
         return {name: tree for name, tree in bound.variables.items() if name not in bound.sown}
@@ -373,14 +425,24 @@ class LinenParts:
         """Returns parameters, all other variables, and the parameters' own annotations."""
         from flax.core import meta
 
-        flat = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, meta.AxisMetadata))[0]
+        flat = jax.tree_util.tree_flatten_with_path(
+            state, is_leaf=lambda x: isinstance(x, meta.AxisMetadata)
+        )[0]
         arrays, annotations = {path_name(path): meta.unbox(leaf) for path, leaf in flat}, {}
         for path, leaf in flat:
             if getattr(leaf, "names", None) is not None:
                 annotations[path_name(path).removeprefix("params.")] = tuple(leaf.names)
         self._treedef, self._names = jax.tree.structure(meta.unbox(state)), list(arrays)
-        params = {name.removeprefix("params."): x for name, x in arrays.items() if name.startswith("params.")}
-        return params, {name: x for name, x in arrays.items() if not name.startswith("params.")}, annotations
+        params = {
+            name.removeprefix("params."): x
+            for name, x in arrays.items()
+            if name.startswith("params.")
+        }
+        return (
+            params,
+            {name: x for name, x in arrays.items() if not name.startswith("params.")},
+            annotations,
+        )
 
     def merge(self, params: Arrays, variables: Arrays, key: jax.Array, train: bool) -> tuple[Any]:
         """Returns the module bound to its variables."""
@@ -390,7 +452,10 @@ class LinenParts:
 
     def variables(self, model: tuple[Any, ...], before: Arrays) -> Arrays:
         """Returns the variables after the loss; collections besides `params` may change in training."""
-        after = {path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(model[0].variables)[0]}
+        after = {
+            path_name(path): x
+            for path, x in jax.tree_util.tree_flatten_with_path(model[0].variables)[0]
+        }
         return {name: after[name] for name in before}
 
 
@@ -403,7 +468,12 @@ class BoundLinen:
     """
 
     def __init__(
-        self, module: Any, variables: Any, key: jax.Array, training: bool, sown: Collection[str] = frozenset()
+        self,
+        module: Any,
+        variables: Any,
+        key: jax.Array,
+        training: bool,
+        sown: Collection[str] = frozenset(),
     ):
         self.module, self.variables, self.training = module, variables, training
         self.sown: set[str] = {*sown}
@@ -418,7 +488,9 @@ class BoundLinen:
             return self._make(rngs, args, keywords)
         state = [name for name in self.variables if name != "params"] if self.training else []
         mutable = list({*state, *self.sown, "intermediates"})
-        output, changed = self.module.apply(self.variables, *args, rngs=rngs, mutable=mutable, **keywords)
+        output, changed = self.module.apply(
+            self.variables, *args, rngs=rngs, mutable=mutable, **keywords
+        )
         self.variables = {**self.variables, **changed}
         return output
 
@@ -430,11 +502,17 @@ class BoundLinen:
         if set(made) <= {"params"}:
             return output
         # What was sown is longer after another call.
-        _, again = jax.eval_shape(lambda variables: self._initialise(variables, rngs, args, keywords), made)
-        self.sown |= {n for n in again if len(jax.tree.leaves(again[n])) != len(jax.tree.leaves(made[n]))}
+        _, again = jax.eval_shape(
+            lambda variables: self._initialise(variables, rngs, args, keywords), made
+        )
+        self.sown |= {
+            n for n in again if len(jax.tree.leaves(again[n])) != len(jax.tree.leaves(made[n]))
+        }
         return output
 
-    def _initialise(self, variables: Any, rngs: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def _initialise(
+        self, variables: Any, rngs: Any, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
         """Calls the module as its `init` does: missing variables are made, and running averages stay."""
         from flax import core
 
@@ -446,10 +524,15 @@ class BoundLinen:
             return method(self.module.clone(parent=scope, _deep_clone=True), *args, **keywords)
 
         mutable = core.DenyList("intermediates")
-        return core.apply(call, mutable=mutable, flags={"initializing": True})(variables, *args, rngs=rngs, **keywords)
+        return core.apply(call, mutable=mutable, flags={"initializing": True})(
+            variables, *args, rngs=rngs, **keywords
+        )
 
 
 def _joined(new: Any, kept: Any) -> Any:
     if not isinstance(kept, Mapping):
         return kept
-    return {**kept, **{name: _joined(x, kept[name]) if name in kept else x for name, x in new.items()}}
+    return {
+        **kept,
+        **{name: _joined(x, kept[name]) if name in kept else x for name, x in new.items()},
+    }

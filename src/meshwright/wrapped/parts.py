@@ -50,13 +50,17 @@ class WrappedParts:
         text = re.sub(r" at 0x[0-9a-f]+|name=\S+", "", str(jaxpr))
         return hash_of([text, *_constants(jaxpr)])
 
-    def traced(self, train: bool, rows: int | None = None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def traced(
+        self, train: bool, rows: int | None = None
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Returns `(params, variables, batch, key words) -> (loss, metrics, variables)` and abstract arguments.
 
         It runs inside a `shard_map` of one device, where a module may average over the axes of the mesh.
         rows: examples of the batch; None takes those of the data.
         """
-        source, draws = (self.source, self.draws) if train else (self.held_out or self.source, self.eval_draws)
+        source, draws = (
+            (self.source, self.draws) if train else (self.held_out or self.source, self.eval_draws)
+        )
 
         def loss(params: Arrays, variables: Arrays, batch: Any, words: Any) -> Any:
             result = self.adapter.call((params, variables), batch, key_of(words, 1, draws), train)
@@ -87,7 +91,9 @@ def describe_model(adapter: Adapter, source: Source, held_out: Source | None) ->
     with foreign_code("wrapping a model", fix, "tracing it with its loss {}"):
         params, variables = jax.eval_shape(build, jax.eval_shape(jax.random.key, 0))
         _check_arrays({**variables, **params})
-        parts = WrappedParts(adapter, source, held_out, {}, {}, Draws(), Draws(), params, variables, annotations)
+        parts = WrappedParts(
+            adapter, source, held_out, {}, {}, Draws(), Draws(), params, variables, annotations
+        )
         jaxpr = _check_loss(parts, train=True)
         if held_out is not None:
             _check_loss(parts, train=False)
@@ -118,7 +124,9 @@ def _check_loss(parts: WrappedParts, train: bool) -> Any:
         draws.check_foreign(jax.make_jaxpr(function)(*parts.traced(train, rows)[1]).jaxpr)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise ConfigError(
-            "the loss of a wrapped model", f"it is {value.dtype}, which has no gradient", "a floating-point mean"
+            "the loss of a wrapped model",
+            f"it is {value.dtype}, which has no gradient",
+            "a floating-point mean",
         )
     for name, x in variables.items():
         before = parts.variables[name]
@@ -157,7 +165,9 @@ def _untrained(parts: WrappedParts) -> frozenset[str]:
     jaxpr = jax.make_jaxpr(change)(parts.params, *arguments).jaxpr
     used = partial_eval.dce_jaxpr(jaxpr, [True])[1]
     # A dictionary's leaves are in the order of its sorted keys.
-    untrained = frozenset(name for name, read in zip(sorted(parts.params), used, strict=False) if not read)
+    untrained = frozenset(
+        name for name, read in zip(sorted(parts.params), used, strict=False) if not read
+    )
     if parts.params and len(untrained) == len(parts.params):
         listed = ", ".join(sorted(untrained)[:3]) + (", ..." if len(untrained) > 3 else "")
         raise ConfigError(
@@ -189,8 +199,13 @@ def check_rows(parts: WrappedParts, rows: int, held_out: int) -> None:
             continue
         function, arguments = parts.traced(train, own)
         size = jax.tree.leaves(parts.traced(train)[1][2])[0].shape[0]
-        asked, truth = f"{own} of the {size} examples of a batch on a device", "the loss {}, and takes all of them"
-        with foreign_code(asked, "the number of examples from the batch, x.shape[0], instead of a constant", truth):
+        asked, truth = (
+            f"{own} of the {size} examples of a batch on a device",
+            "the loss {}, and takes all of them",
+        )
+        with foreign_code(
+            asked, "the number of examples from the batch, x.shape[0], instead of a constant", truth
+        ):
             jax.eval_shape(function, *arguments)
 
 

@@ -37,7 +37,9 @@ def describe_params(parts: WrappedParts) -> dict[str, Param]:
         name: Param(
             x.shape,
             "0123456789abcdefghijklmnopqrstuvwxyz"[: x.ndim],
-            init="normal" if parts.ranks.get(name, 0) > 1 and name not in parts.untrained else "zeros",
+            init="normal"
+            if parts.ranks.get(name, 0) > 1 and name not in parts.untrained
+            else "zeros",
             precision=cast(Any, "compute" if x.dtype == jnp.float32 else x.dtype.name),
         )
         for name, x in parts.params.items()
@@ -48,21 +50,34 @@ def read_rules(rules: Mapping[str, Any]) -> dict[str, PartitionSpec]:
     """Returns the rules with their specs. Raises ConfigError for an axis that cannot split a parameter."""
     read = {}
     for pattern, spec in rules.items():
-        names = () if spec is None else tuple(spec) if isinstance(spec, (PartitionSpec, tuple, list)) else (spec,)
+        names = (
+            ()
+            if spec is None
+            else tuple(spec)
+            if isinstance(spec, (PartitionSpec, tuple, list))
+            else (spec,)
+        )
         for name in _flat(names):
             _check_axis(f"rule {pattern!r}", name)
         try:
             re.compile(pattern)
         except re.error as error:
             raise ConfigError(
-                f"rule {pattern!r}", f"it is not a regular expression: {error}", "for example '.*kernel'"
+                f"rule {pattern!r}",
+                f"it is not a regular expression: {error}",
+                "for example '.*kernel'",
             ) from error
         read[pattern] = PartitionSpec(*names)
     return read
 
 
 def _flat(names: Any) -> list[str]:
-    return [n for name in names if name is not None for n in ((name,) if isinstance(name, str) else name)]
+    return [
+        n
+        for name in names
+        if name is not None
+        for n in ((name,) if isinstance(name, str) else name)
+    ]
 
 
 def _check_axis(asked: str, name: str) -> None:
@@ -80,7 +95,9 @@ def check_rules(parts: WrappedParts) -> None:
     for pattern, spec in parts.rules.items():
         matched = [name for name in parts.params if re.fullmatch(pattern, name)]
         if not matched:
-            raise ConfigError(f"rule {pattern!r}", "no parameter has such a path", nearest(pattern, parts.params))
+            raise ConfigError(
+                f"rule {pattern!r}", "no parameter has such a path", nearest(pattern, parts.params)
+            )
         earlier = [taken.setdefault(name, pattern) for name in matched]
         if pattern not in earlier:
             raise ConfigError(
@@ -104,7 +121,9 @@ def check_rules(parts: WrappedParts) -> None:
                 raise ConfigError(
                     f"axes={{{name!r}: {axis!r}}}",
                     "no annotation of the module has an axis of that name",
-                    nearest(name, known) if known else "nn.with_partitioning in the module, or rules={path: axes}",
+                    nearest(name, known)
+                    if known
+                    else "nn.with_partitioning in the module, or rules={path: axes}",
                 )
     for path in parts.params:
         _annotated(parts, path)
@@ -145,7 +164,9 @@ def place_wrapped(model: Any, run: Run, shape: MeshShape) -> PlacedRun:
     _check_batch(run, shape, parts)
     params = describe_params(parts)
     placements = {name: _place(name, p, parts, run, shape) for name, p in params.items()}
-    if shape.tensor > 1 and not any("tensor" in axes_of(where.at_rest) for where in placements.values()):
+    if shape.tensor > 1 and not any(
+        "tensor" in axes_of(where.at_rest) for where in placements.values()
+    ):
         raise ConfigError(
             f"mesh {shape} for a wrapped model",
             f"no rule or annotation splits a parameter over tensor: its {shape.tensor} devices would compute the same",
@@ -153,7 +174,9 @@ def place_wrapped(model: Any, run: Run, shape: MeshShape) -> PlacedRun:
             "devices as data or fsdp",
         )
     model = model.named()  # another process may have to find it
-    layout = ModelLayout(model, shape, params, placements, assign_layers((1.0,), 1, 1), ModelSpec(0, ()))
+    layout = ModelLayout(
+        model, shape, params, placements, assign_layers((1.0,), 1, 1), ModelSpec(0, ())
+    )
     return PlacedRun(dataclasses.replace(run, mesh=shape, model=model), layout)
 
 
@@ -192,7 +215,11 @@ def _check_values(run: Run) -> None:
 
 
 def _check_batch(run: Run, shape: MeshShape, parts: WrappedParts) -> None:
-    batch, microbatches, given = run.training.batch, run.training.microbatches, parts.source.batch_size
+    batch, microbatches, given = (
+        run.training.batch,
+        run.training.microbatches,
+        parts.source.batch_size,
+    )
     if batch != given:
         raise ConfigError(
             f"a batch of {batch} examples",

@@ -47,7 +47,10 @@ class PreparedModel(Trainable):
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns the fingerprints of the loss, with the version of JAX that traced it, and of the batches."""
-        return {"loss": [jax.__version__, self.parts.fingerprint], "batches": self.parts.source.fingerprint}
+        return {
+            "loss": [jax.__version__, self.parts.fingerprint],
+            "batches": self.parts.source.fingerprint,
+        }
 
     def evaluator(self) -> Callable[[State], float] | None:
         """Compiles the mean loss over the held-out batches as a function of the state."""
@@ -66,7 +69,9 @@ def prepare_wrapped(model: Any, run: Run, devices: list[jax.Device]) -> Prepared
             "--faults.bad-step skip, or stop",
         )
     mesh = run.mesh or MeshShape(fsdp=len(devices))
-    prepared = PreparedModel(place_on_devices(dataclasses.replace(run, mesh=mesh), build_mesh(mesh, devices)))
+    prepared = PreparedModel(
+        place_on_devices(dataclasses.replace(run, mesh=mesh), build_mesh(mesh, devices))
+    )
     parts, device_run = prepared.parts, prepared.device_run
     count = device_run.shape.over(BATCH_AXES) * device_run.run.training.microbatches
     if count > 1:
@@ -80,23 +85,35 @@ def held_out_metrics(device_run: DeviceRun) -> Callable[[Any, Any], dict[str, fl
     """Compiles `(params, variables) -> mean of each metric over all held-out batches`, beside the optimizer state."""
     source, state = step.parts_of(device_run).held_out, device_run.abstract
     if source is None:
-        raise ConfigError("evaluating a wrapped model", "it has no held-out batches", "mw.wrap(..., held_out=batches)")
+        raise ConfigError(
+            "evaluating a wrapped model",
+            "it has no held-out batches",
+            "mw.wrap(..., held_out=batches)",
+        )
     batch = source.abstract(sharding=device_run.batch_sharding)
     lowered = step.build_evaluation(device_run).lower(state.params, batch, *state.variables)
-    evaluation = compile_on_devices(device_run, lowered, "an evaluation step", shard_bytes(state.optimizer))
+    evaluation = compile_on_devices(
+        device_run, lowered, "an evaluation step", shard_bytes(state.optimizer)
+    )
 
     def evaluate(params: Any, variables: Any) -> dict[str, float]:
         totals: dict[str, list[float]] = {}
         for batch in read_epoch(source, device_run.batch_sharding):
-            for name, (total, weight) in jax.device_get(evaluation(params, batch, *variables)).items():
+            for name, (total, weight) in jax.device_get(
+                evaluation(params, batch, *variables)
+            ).items():
                 kept = totals.setdefault(name, [0.0, 0.0])
                 kept[0], kept[1] = kept[0] + float(total), kept[1] + float(weight)
-        return {name: total / weight if weight else math.nan for name, (total, weight) in totals.items()}
+        return {
+            name: total / weight if weight else math.nan for name, (total, weight) in totals.items()
+        }
 
     return evaluate
 
 
-def evaluate_wrapped(prepared: PreparedModel, source: str | Path, whole: bool, at: int | None) -> BatchEvaluation:
+def evaluate_wrapped(
+    prepared: PreparedModel, source: str | Path, whole: bool, at: int | None
+) -> BatchEvaluation:
     """Evaluates a checkpoint of a wrapped model on its held-out batches; `whole` is of text, which its run refuses.
 
     Raises CheckpointError, or ConfigError without such batches.

@@ -46,12 +46,18 @@ def parts_of(device_run: DeviceRun) -> WrappedParts:
 
 def draw_arrays(model: Any, device_run: DeviceRun) -> tuple[Arrays, tuple[Arrays, ...]]:
     """Returns parameters and variables before the first step: drawn in their shardings, or copies of those given."""
-    adapter, training, where = model.parts.adapter, device_run.run.training, device_run.state_shardings
+    adapter, training, where = (
+        model.parts.adapter,
+        device_run.run.training,
+        device_run.state_shardings,
+    )
     dtype = jnp.dtype(training.param_dtype)
 
     def build(key: jax.Array) -> Any:
         params, variables, _ = adapter.build(key)
-        return {name: x.astype(dtype) for name, x in params.items()}, (variables,) if where.variables else ()
+        return {name: x.astype(dtype) for name, x in params.items()}, (
+            variables,
+        ) if where.variables else ()
 
     if adapter.drawn:
         with jax.threefry_partitionable(True):
@@ -67,15 +73,25 @@ def draw_arrays(model: Any, device_run: DeviceRun) -> tuple[Arrays, tuple[Arrays
 
 def _specs(device_run: DeviceRun, which: str) -> Any:
     placed = {name: getattr(p, which) for name, p in device_run.placements.items()}
-    return {name: to_spec(tuple(tuple(a for a in axes if a != "tensor") for axes in p)) for name, p in placed.items()}
+    return {
+        name: to_spec(tuple(tuple(a for a in axes if a != "tensor") for axes in p))
+        for name, p in placed.items()
+    }
 
 
-def _over_mesh(device_run: DeviceRun, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+def _over_mesh(
+    device_run: DeviceRun, function: Callable[..., Any], in_specs: Any, out_specs: Any
+) -> Any:
     """`shard_map` over all axes; `tensor` stays with the compiler where it has several devices."""
     manual = set(AXES) - ({"tensor"} if device_run.shape.tensor > 1 else set())
     mesh = device_run.mesh
     return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False
+        function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=manual,
+        check_vma=False,
     )
 
 
@@ -94,10 +110,14 @@ def _gather(device_run: DeviceRun, params: Arrays) -> Arrays:
         how = plan.gathers[name]
         return plan(w, name) if how.gathers else w.astype(how.dtype or plan.compute_dtype)
 
-    return _by_tensor(device_run, lambda params: {name: gather_one(name, w) for name, w in params.items()})(params)
+    return _by_tensor(
+        device_run, lambda params: {name: gather_one(name, w) for name, w in params.items()}
+    )(params)
 
 
-def _by_tensor(device_run: DeviceRun, function: Callable[[Arrays], Arrays]) -> Callable[[Arrays], Arrays]:
+def _by_tensor(
+    device_run: DeviceRun, function: Callable[[Arrays], Arrays]
+) -> Callable[[Arrays], Arrays]:
     """Applies a function with collectives to this device's part of each parameter (or gradient) over `tensor`.
 
     The compiler does not split the operand of a collective over an axis of its own: it would gather it first.
@@ -105,7 +125,9 @@ def _by_tensor(device_run: DeviceRun, function: Callable[[Arrays], Arrays]) -> C
     specs = {}
     for name, where in device_run.placements.items():
         if "tensor" in axes_of(where.in_use):
-            specs[name] = to_spec(tuple(tuple(a for a in axes if a == "tensor") for axes in where.in_use))
+            specs[name] = to_spec(
+                tuple(tuple(a for a in axes if a == "tensor") for axes in where.in_use)
+            )
     if not specs:
         return function
 
@@ -113,7 +135,12 @@ def _by_tensor(device_run: DeviceRun, function: Callable[[Arrays], Arrays]) -> C
         split = {name: x for name, x in arrays.items() if name in specs}
         mesh = jax.sharding.get_abstract_mesh()
         own = jax.shard_map(
-            function, mesh=mesh, in_specs=(specs,), out_specs=specs, axis_names={"tensor"}, check_vma=False
+            function,
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=specs,
+            axis_names={"tensor"},
+            check_vma=False,
         )
         # The others are whole over `tensor`: inside, their gradients would be summed over it once more.
         return own(split) | function({name: x for name, x in arrays.items() if name not in specs})
@@ -121,7 +148,9 @@ def _by_tensor(device_run: DeviceRun, function: Callable[[Arrays], Arrays]) -> C
     return apply
 
 
-def wrapped_gradients(model: Any, device_run: DeviceRun) -> Callable[..., tuple[Arrays, Metrics, tuple[Arrays, ...]]]:
+def wrapped_gradients(
+    model: Any, device_run: DeviceRun
+) -> Callable[..., tuple[Arrays, Metrics, tuple[Arrays, ...]]]:
     """Returns `(params, step, batch, *variables) -> (gradients, metrics, variables)`.
 
     Gradients are those of the mean over the whole batch, clipped, in the optimizer's placement. Floating-point
@@ -154,7 +183,9 @@ def wrapped_gradients(model: Any, device_run: DeviceRun) -> Callable[..., tuple[
     return gradients
 
 
-def _over_parts(count: int, batch: Any, carry: Any, one: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Any:
+def _over_parts(
+    count: int, batch: Any, carry: Any, one: Callable[[Any, Any, Any], tuple[Any, Any]]
+) -> Any:
     """Returns the last carry and the sum of the results of `one(carry, number, examples)` over parts of a batch."""
     if count == 1:
         return one(carry, 0, batch)
@@ -170,7 +201,9 @@ def _over_parts(count: int, batch: Any, carry: Any, one: Callable[[Any, Any, Any
     return jax.lax.scan(add, (carry, zeros), (jnp.arange(count), parts_M))[0]
 
 
-def _accumulate(device_run: DeviceRun, params: Arrays, step: jax.Array, batch: Any, variables: Arrays) -> Any:
+def _accumulate(
+    device_run: DeviceRun, params: Arrays, step: jax.Array, batch: Any, variables: Arrays
+) -> Any:
     """This device's variables, and its gradients and metrics (sum, weight), over its microbatches."""
     training, parts = device_run.run.training, parts_of(device_run)
     count = training.microbatches
@@ -195,14 +228,20 @@ def _accumulate(device_run: DeviceRun, params: Arrays, step: jax.Array, batch: A
 
 def _weighted(result: Result) -> Metrics:
     weight = jax.lax.stop_gradient(jnp.asarray(result.metrics.get("weight", 1.0), jnp.float32))
-    values = {"loss": result.loss, **{name: v for name, v in result.metrics.items() if name != "weight"}}
+    values = {
+        "loss": result.loss,
+        **{name: v for name, v in result.metrics.items() if name != "weight"},
+    }
     return {name: (jnp.asarray(v, jnp.float32) * weight, weight) for name, v in values.items()}
 
 
 def _reduce(device_run: DeviceRun, grads: Arrays) -> Arrays:
     """Sums gradients over the batch axes into the optimizer's placement."""
     where = {name: device_run.placements[name] for name in grads}
-    lacking = {name: tuple(a for a in BATCH_AXES if a not in axes_of(p.optimizer)) for name, p in where.items()}
+    lacking = {
+        name: tuple(a for a in BATCH_AXES if a not in axes_of(p.optimizer))
+        for name, p in where.items()
+    }
     return sum_over_devices(device_run, grads, where, lacking)
 
 
@@ -211,7 +250,10 @@ def _averaged(variables: Arrays) -> Arrays:
     means = {name: x for name, x in variables.items() if jnp.issubdtype(x.dtype, jnp.floating)}
     count = all_reduce(jnp.ones(()), BATCH_AXES)
     summed = all_reduce({name: x.astype(jnp.float32) for name, x in means.items()}, BATCH_AXES)
-    return {**variables, **{name: (x / count).astype(means[name].dtype) for name, x in summed.items()}}
+    return {
+        **variables,
+        **{name: (x / count).astype(means[name].dtype) for name, x in summed.items()},
+    }
 
 
 def evaluation_parts(device_run: DeviceRun) -> int:
@@ -220,7 +262,10 @@ def evaluation_parts(device_run: DeviceRun) -> int:
     if parts.held_out is None or microbatches == 1:
         return 1
     degree = device_run.shape.over(BATCH_AXES)
-    rows, most = parts.held_out.batch_size // degree, parts.source.batch_size // (degree * microbatches)
+    rows, most = (
+        parts.held_out.batch_size // degree,
+        parts.source.batch_size // (degree * microbatches),
+    )
     return min(n for n in divisors(rows) if rows <= n * most)
 
 
@@ -235,13 +280,17 @@ def build_evaluation(device_run: DeviceRun) -> Any:
             part = axis_index(BATCH_AXES) * count + number
             key = step_key(training.seed, _EVALUATION, part, total, parts.eval_draws)
             with matmuls_of(training.compute_dtype):
-                return (), _weighted(parts.adapter.call((_gather(device_run, params), variables), batch, key, False))
+                return (), _weighted(
+                    parts.adapter.call((_gather(device_run, params), variables), batch, key, False)
+                )
 
         return all_reduce(_over_parts(count, batch, (), one)[1], BATCH_AXES)
 
     specs = (_specs(device_run, "at_rest"), PartitionSpec(BATCH_AXES), PartitionSpec())
     sharded = _over_mesh(device_run, local, specs, PartitionSpec())
-    return jax.jit(lambda params, batch, *variables: sharded(params, batch, variables[0] if variables else {}))
+    return jax.jit(
+        lambda params, batch, *variables: sharded(params, batch, variables[0] if variables else {})
+    )
 
 
 def check_mean(device_run: DeviceRun, batch: Any) -> None:
@@ -253,7 +302,9 @@ def check_mean(device_run: DeviceRun, batch: Any) -> None:
     """
     count = device_run.shape.over(BATCH_AXES) * device_run.run.training.microbatches
     if count > 1:
-        with activity("check", "comparing the loss of some examples with that of halves", "compared the loss") as work:
+        with activity(
+            "check", "comparing the loss of some examples with that of halves", "compared the loss"
+        ) as work:
             work.result = _compare_halves(device_run, batch, count)
 
 
@@ -266,16 +317,22 @@ def _compare_halves(device_run: DeviceRun, batch: Any, count: int) -> str:
     draws.read(jax.make_jaxpr(function)(*arguments).jaxpr)
 
     @jax.jit
-    def measure(params: Arrays, variables: Arrays, batch: Any, halves: tuple[int, ...], part: int) -> Any:
+    def measure(
+        params: Arrays, variables: Arrays, batch: Any, halves: tuple[int, ...], part: int
+    ) -> Any:
         """Loss and weight of one half of the examples, or of two together. halves, part: 0 or 1."""
 
         def local(params: Arrays, variables: Arrays, examples: Any, part: jax.Array) -> Any:
             key = step_key(seed, 0, part, 3 - len(halves), draws)
-            result = parts.adapter.call((_gather(device_run, params), variables), examples, key, True)
+            result = parts.adapter.call(
+                (_gather(device_run, params), variables), examples, key, True
+            )
             return _weighted(result)["loss"]
 
         def chosen(x: jax.Array) -> jax.Array:
-            return jnp.concatenate([jax.lax.dynamic_slice_in_dim(x, half * rows, rows) for half in halves])
+            return jnp.concatenate(
+                [jax.lax.dynamic_slice_in_dim(x, half * rows, rows) for half in halves]
+            )
 
         everywhere = PartitionSpec()
         in_specs = (_specs(device_run, "at_rest"), everywhere, everywhere, everywhere)

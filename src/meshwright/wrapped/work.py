@@ -18,7 +18,10 @@ _NONE = Matmul("unembedding", 0.0, 0.0, 0)
 def forward_flops_of_loss(model: Any, seq: int) -> dict[str, float]:
     """Returns the FLOPs of the loss's matmuls and convolutions for one example."""
     function, arguments = model.parts.traced(train=True)
-    found = [matmul_of(equation, times) for equation, _, times in uses(jax.make_jaxpr(function)(*arguments).jaxpr, {})]
+    found = [
+        matmul_of(equation, times)
+        for equation, _, times in uses(jax.make_jaxpr(function)(*arguments).jaxpr, {})
+    ]
     return {"matmuls of the loss": sum(m.flops for m in found if m) / model.parts.source.batch_size}
 
 

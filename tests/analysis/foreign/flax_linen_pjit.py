@@ -36,7 +36,9 @@ def build(devices):
     model, x = Stack(), jax.ShapeDtypeStruct((64, 128), "float32")
     boxed = jax.eval_shape(model.init, jax.random.PRNGKey(0), x)
     specs, params = nn.get_partition_spec(boxed), nn.unbox(boxed)
-    params = jax.tree.map(lambda spec, leaf: on(mesh, leaf, spec), specs, params, is_leaf=lambda s: isinstance(s, P))
+    params = jax.tree.map(
+        lambda spec, leaf: on(mesh, leaf, spec), specs, params, is_leaf=lambda s: isinstance(s, P)
+    )
 
     @jax.jit
     def step(params, x, y):

@@ -28,7 +28,9 @@ class Block(nn.Module):
 class ResNet(nn.Module):
     @nn.compact
     def __call__(self, x):
-        x = nn.max_pool(nn.relu(nn.Conv(32, (7, 7), (2, 2))(x)), (3, 3), strides=(2, 2), padding="SAME")
+        x = nn.max_pool(
+            nn.relu(nn.Conv(32, (7, 7), (2, 2))(x)), (3, 3), strides=(2, 2), padding="SAME"
+        )
         for filters, strides in ((32, (1, 1)), (64, (2, 2))):
             x = Block(filters, strides)(x)
         return nn.Dense(100)(x.mean((1, 2)))
@@ -37,7 +39,10 @@ class ResNet(nn.Module):
 def build(devices):
     mesh = mesh_of(devices, data=8)
     model, tx = ResNet(), optax.sgd(0.1, momentum=0.9, nesterov=True)
-    images, labels = jax.ShapeDtypeStruct((16, 32, 32, 3), "float32"), jax.ShapeDtypeStruct((16,), "int32")
+    images, labels = (
+        jax.ShapeDtypeStruct((16, 32, 32, 3), "float32"),
+        jax.ShapeDtypeStruct((16,), "int32"),
+    )
     variables = jax.eval_shape(model.init, jax.random.PRNGKey(0), images)
     state = jax.eval_shape(tx.init, variables["params"])
 

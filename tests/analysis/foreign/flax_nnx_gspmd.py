@@ -20,8 +20,12 @@ class DotReluDot(nnx.Module):
         self.mesh = mesh
 
     def __call__(self, x):
-        y = jax.lax.with_sharding_constraint(nnx.relu(x @ self.up[...]), NamedSharding(self.mesh, P("data", "model")))
-        return jax.lax.with_sharding_constraint(y @ self.down[...], NamedSharding(self.mesh, P("data", None)))
+        y = jax.lax.with_sharding_constraint(
+            nnx.relu(x @ self.up[...]), NamedSharding(self.mesh, P("data", "model"))
+        )
+        return jax.lax.with_sharding_constraint(
+            y @ self.down[...], NamedSharding(self.mesh, P("data", None))
+        )
 
 
 class Stack(nnx.Module):

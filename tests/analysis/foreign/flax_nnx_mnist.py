@@ -14,9 +14,15 @@ from placed import mesh_of, on
 
 class CNN(nnx.Module):
     def __init__(self, rngs):
-        self.conv1, self.conv2 = nnx.Conv(1, 32, (3, 3), rngs=rngs), nnx.Conv(32, 64, (3, 3), rngs=rngs)
+        self.conv1, self.conv2 = (
+            nnx.Conv(1, 32, (3, 3), rngs=rngs),
+            nnx.Conv(32, 64, (3, 3), rngs=rngs),
+        )
         self.pool = functools.partial(nnx.avg_pool, window_shape=(2, 2), strides=(2, 2))
-        self.linear1, self.linear2 = nnx.Linear(3136, 256, rngs=rngs), nnx.Linear(256, 10, rngs=rngs)
+        self.linear1, self.linear2 = (
+            nnx.Linear(3136, 256, rngs=rngs),
+            nnx.Linear(256, 10, rngs=rngs),
+        )
 
     def __call__(self, x):
         x = self.pool(nnx.relu(self.conv1(x)))
@@ -45,4 +51,9 @@ def build(devices):
         return value
 
     images = on(mesh, jax.ShapeDtypeStruct((32, 28, 28, 1), "float32"), P("data"))
-    return train_step, (model, optimizer, images, on(mesh, jax.ShapeDtypeStruct((32,), "int32"), P("data")))
+    return train_step, (
+        model,
+        optimizer,
+        images,
+        on(mesh, jax.ShapeDtypeStruct((32,), "int32"), P("data")),
+    )

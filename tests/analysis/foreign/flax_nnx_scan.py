@@ -35,7 +35,9 @@ def build(devices):
     def step(state, x):
         def loss(state):
             layers = nnx.merge(graph, state)
-            forward = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            forward = nnx.scan(
+                lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+            )
             return jnp.mean(forward(x, layers) ** 2)
 
         return jax.value_and_grad(loss)(state)

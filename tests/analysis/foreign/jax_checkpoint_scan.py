@@ -14,7 +14,9 @@ def build(devices):
     mesh = mesh_of(devices, data=8)
     params = (array(mesh, (6, 256, 256)), array(mesh, (6, 256)))
 
-    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    @functools.partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    )
     def layer(x, wb):
         w, b = wb
         return jnp.sin(jnp.sin(x @ w + b) @ w), None

@@ -27,4 +27,8 @@ def build(devices):
         branches = [lambda x: a @ x, lambda x: a @ (a @ x), lambda x: x]
         return jax.lax.switch(which, branches, x)
 
-    return jax.jit(step), (array(mesh, (256, 256), "data"), array(mesh, (256, 64)), array(mesh, (), dtype="int32"))
+    return jax.jit(step), (
+        array(mesh, (256, 256), "data"),
+        array(mesh, (256, 64)),
+        array(mesh, (), dtype="int32"),
+    )

@@ -17,5 +17,9 @@ def build(devices):
         hidden = jax.sharding.reshard(jnp.tanh(hidden), P("X", None))
         return jnp.einsum("bf,fd->bd", hidden, v, out_sharding=P("X", None)).sum()
 
-    arguments = (array(mesh, (256, 512), "X"), array(mesh, (512, 512), None, "Y"), array(mesh, (512, 256)))
+    arguments = (
+        array(mesh, (256, 512), "X"),
+        array(mesh, (512, 512), None, "Y"),
+        array(mesh, (512, 256)),
+    )
     return traced(jax.grad(step, argnums=(1, 2)), mesh, *arguments)

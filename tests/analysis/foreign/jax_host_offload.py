@@ -14,7 +14,10 @@ from placed import array, mesh_of
 def build(devices):
     mesh = mesh_of(devices, data=8)
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=["x"], offload_src="device", offload_dst="pinned_host"
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["x"],
+        offload_src="device",
+        offload_dst="pinned_host",
     )
 
     @functools.partial(jax.remat, policy=policy)

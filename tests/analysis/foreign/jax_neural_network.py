@@ -13,7 +13,9 @@ from placed import array, mesh_of
 
 def build(devices):
     mesh = mesh_of(devices, data=8)
-    params = [(array(mesh, (n, m)), array(mesh, (n,))) for m, n in ((784, 512), (512, 512), (512, 10))]
+    params = [
+        (array(mesh, (n, m)), array(mesh, (n,))) for m, n in ((784, 512), (512, 512), (512, 10))
+    ]
 
     def predict(params, image):
         activations = image

@@ -25,6 +25,9 @@ def build(devices):
     def step(params, batch, key):
         grads = jax.tree.map(lambda g: g.sum(0), jax.vmap(clipped, (None, 0))(params, batch))
         keys = dict(zip(grads, jax.random.split(key, len(grads)), strict=True))
-        return {k: params[k] - 0.01 * (g + jax.random.normal(keys[k], g.shape)) for k, g in grads.items()}
+        return {
+            k: params[k] - 0.01 * (g + jax.random.normal(keys[k], g.shape))
+            for k, g in grads.items()
+        }
 
     return jax.jit(step), (params, batch, array(mesh, (2,), dtype="uint32"))

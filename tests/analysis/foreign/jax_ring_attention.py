@@ -14,7 +14,9 @@ from placed import array, mesh_of
 def build(devices):
     mesh = mesh_of(devices, seq=8)
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"), check_vma=False)
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"), check_vma=False
+    )
     def attend(q, k, v):
         around = [(i, (i + 1) % 8) for i in range(8)]
 
@@ -33,4 +35,6 @@ def build(devices):
         return jnp.swapaxes(out / total[..., None], 1, 2)
 
     loss = lambda q, k, v: jnp.square(attend(q, k, v)).sum()  # noqa: E731
-    return jax.jit(jax.grad(loss, argnums=(0, 1, 2))), (array(mesh, (2, 512, 4, 64), None, "seq"),) * 3
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2))), (
+        array(mesh, (2, 512, 4, 64), None, "seq"),
+    ) * 3

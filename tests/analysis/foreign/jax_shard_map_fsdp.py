@@ -15,7 +15,10 @@ from placed import array, mesh_of
 def build(devices):
     mesh = mesh_of(devices, batch=8)
     sizes = [256, 512, 512, 256]
-    params = [(array(mesh, (m, n), "batch"), array(mesh, (n,), "batch")) for m, n in itertools.pairwise(sizes)]
+    params = [
+        (array(mesh, (m, n), "batch"), array(mesh, (n,), "batch"))
+        for m, n in itertools.pairwise(sizes)
+    ]
     batch = (array(mesh, (128, 256), "batch"), array(mesh, (128, 256), "batch"))
 
     @functools.partial(jax.remat, policy=lambda op, *_, **__: str(op) != "all_gather")

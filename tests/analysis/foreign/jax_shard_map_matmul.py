@@ -14,5 +14,7 @@ def build(devices):
     def product(a, b):
         return jax.lax.psum_scatter(a @ b, "y", tiled=True)
 
-    mapped = jax.shard_map(product, mesh=mesh, in_specs=(P("x", "y"), P("y", None)), out_specs=P(("x", "y")))
+    mapped = jax.shard_map(
+        product, mesh=mesh, in_specs=(P("x", "y"), P("y", None)), out_specs=P(("x", "y"))
+    )
     return jax.jit(mapped), (array(mesh, (256, 512), "x", "y"), array(mesh, (512, 384), "y"))

@@ -15,7 +15,9 @@ def build(devices):
     mesh = mesh_of(devices, stages=8)
     weights, x = array(mesh, (8, 256, 256), "stages"), array(mesh, (16, 32, 256), "stages")
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("stages"), P("stages")), out_specs=P("stages"))
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P("stages"), P("stages")), out_specs=P("stages")
+    )
     def pipeline(weights, inputs):
         stages, stage = jax.lax.axis_size("stages"), jax.lax.axis_index("stages")
         microbatches = stages * inputs.shape[0]

@@ -15,15 +15,23 @@ from placed import array, mesh_of
 def build(devices):
     mesh = mesh_of(devices, batch=2, feats=4)
     sizes = [256, 512, 256]
-    params = [(array(mesh, (m, n), "feats"), array(mesh, (n,), "feats")) for m, n in itertools.pairwise(sizes)]
+    params = [
+        (array(mesh, (m, n), "feats"), array(mesh, (n,), "feats"))
+        for m, n in itertools.pairwise(sizes)
+    ]
     batch = (array(mesh, (64, 256), "batch", "feats"), array(mesh, (64, 256), "batch", "feats"))
 
     @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P("feats"), P("batch", "feats")), out_specs=P("batch", "feats")
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P("feats"), P("batch", "feats")),
+        out_specs=P("batch", "feats"),
     )
     def forward(params, x):
         for w, b in params:
-            x = jax.nn.relu(jax.lax.psum_scatter(x @ w, "feats", scatter_dimension=1, tiled=True) + b)
+            x = jax.nn.relu(
+                jax.lax.psum_scatter(x @ w, "feats", scatter_dimension=1, tiled=True) + b
+            )
         return x
 
     def loss(params, batch):

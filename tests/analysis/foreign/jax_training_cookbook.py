@@ -20,10 +20,14 @@ def forward(params, tokens):
     x = params["embed"].at[tokens].get(out_sharding=P("fsdp")) + params["positions"]
     for layer in range(LAYERS):
         qkv = jnp.einsum("bsd,cdnh->bscnh", x, params["qkv"][layer], out_sharding=P("fsdp"))
-        heads = jax.nn.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True)
+        heads = jax.nn.dot_product_attention(
+            qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True
+        )
         x = x + jnp.einsum("bsnh,nhd->bsd", heads, params["out"][layer], out_sharding=P("fsdp"))
         x = x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
-        hidden = jax.nn.gelu(jnp.einsum("bsd,df->bsf", x, params["up"][layer], out_sharding=P("fsdp")))
+        hidden = jax.nn.gelu(
+            jnp.einsum("bsd,df->bsf", x, params["up"][layer], out_sharding=P("fsdp"))
+        )
         x = x + jnp.einsum("bsf,fd->bsd", hidden, params["down"][layer], out_sharding=P("fsdp"))
     return jnp.einsum("bsd,dv->bsv", x, params["unembed"], out_sharding=P("fsdp"))
 

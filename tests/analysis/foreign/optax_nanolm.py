@@ -18,7 +18,9 @@ class NanoLM(nn.Module):
         x = nn.Embed(65, 128)(tokens) + nn.Embed(seq, 128)(jnp.arange(seq))
         for _ in range(2):
             mask = nn.make_causal_mask(tokens)
-            x = x + nn.MultiHeadDotProductAttention(4, qkv_features=128)(nn.LayerNorm()(x), mask=mask)
+            x = x + nn.MultiHeadDotProductAttention(4, qkv_features=128)(
+                nn.LayerNorm()(x), mask=mask
+            )
             x = x + nn.Dense(128)(nn.relu(nn.Dense(512)(nn.LayerNorm()(x))))
         return nn.Dense(65)(nn.LayerNorm()(x))
 
@@ -39,4 +41,8 @@ def build(devices):
         return optax.apply_updates(params, updates), state
 
     state = on(mesh, jax.eval_shape(tx.init, params))
-    return step, (on(mesh, params), state, on(mesh, jax.ShapeDtypeStruct((32, 65), "int32"), P("data")))
+    return step, (
+        on(mesh, params),
+        state,
+        on(mesh, jax.ShapeDtypeStruct((32, 65), "int32"), P("data")),
+    )

@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec as P
 def mesh_of(devices: Sequence[Any], explicit: bool = False, **axes: int) -> Mesh:
     """Returns a mesh of all devices, axes outermost first. explicit: axes whose shardings are part of types."""
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
-    return Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes), axis_types=(kind,) * len(axes))
+    return Mesh(
+        np.array(devices).reshape(tuple(axes.values())), tuple(axes), axis_types=(kind,) * len(axes)
+    )
 
 
 _WHOLE = P()
@@ -29,7 +31,9 @@ def on(mesh: Mesh, tree: Any, spec: P = _WHOLE) -> Any:
     return jax.tree.map(place, tree)
 
 
-def array(mesh: Mesh, shape: tuple[int, ...], *spec: Any, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+def array(
+    mesh: Mesh, shape: tuple[int, ...], *spec: Any, dtype: str = "float32"
+) -> jax.ShapeDtypeStruct:
     """Returns an abstract array."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
@@ -41,10 +45,15 @@ def without_filter(step: Any, mesh: Mesh, *trees: Any) -> tuple[Any, tuple[Any, 
     """
     import equinox
 
-    parts = [equinox.partition(tree, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)) for tree in trees]
+    parts = [
+        equinox.partition(tree, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+        for tree in trees
+    ]
 
     def arrays_alone(arrays: Any, *rest: Any) -> Any:
-        whole = [equinox.combine(given, static) for given, (_, static) in zip(arrays, parts, strict=True)]
+        whole = [
+            equinox.combine(given, static) for given, (_, static) in zip(arrays, parts, strict=True)
+        ]
         return equinox.filter(step(*whole, *rest), equinox.is_array)
 
     return jax.jit(arrays_alone), tuple(on(mesh, arrays) for arrays, _ in parts)

@@ -13,10 +13,16 @@ from placed import array, mesh_of
 
 def build(devices):
     mesh = mesh_of(devices, X=4, Y=2)
-    weights = (array(mesh, (4, 256, 512), None, "X", "Y"), array(mesh, (4, 512, 256), None, "Y", "X"))
+    weights = (
+        array(mesh, (4, 256, 512), None, "X", "Y"),
+        array(mesh, (4, 512, 256), None, "Y", "X"),
+    )
 
     @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P(None, "X", "Y"), P(None, "Y", "X"), P("X", "Y")), out_specs=P("X", "Y")
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(None, "X", "Y"), P(None, "Y", "X"), P("X", "Y")),
+        out_specs=P("X", "Y"),
     )
     def forward(up, down, x):
         def layer(x, w):

@@ -16,9 +16,20 @@ CAPACITY = 32
 def build(devices):
     mesh = mesh_of(devices, E=8)
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("E"), P("E"), P("E")), out_specs=P("E"), check_vma=False)
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P("E"), P("E"), P("E")),
+        out_specs=P("E"),
+        check_vma=False,
+    )
     def experts(w, x, chosen):
-        place = jnp.cumsum(jax.nn.one_hot(chosen, 8, dtype=jnp.int32), 0)[jnp.arange(x.shape[0]), chosen] - 1
+        place = (
+            jnp.cumsum(jax.nn.one_hot(chosen, 8, dtype=jnp.int32), 0)[
+                jnp.arange(x.shape[0]), chosen
+            ]
+            - 1
+        )
         buffer = jnp.zeros((8, CAPACITY, x.shape[1])).at[chosen, place].set(x, mode="drop")
         received = jax.lax.all_to_all(buffer, "E", 0, 0, tiled=True)
         done = jnp.einsum("scd,df->scf", received, w[0])

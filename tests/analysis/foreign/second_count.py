@@ -75,7 +75,11 @@ def size_of(text: str) -> int:
     """Returns the bytes of the arrays in the text of a shape."""
     total = 0
     for dtype, dims in dims_of(text):
-        bits = 8 if dtype == "pred" or dtype.startswith("f8") else int((re.findall(r"\d+", dtype) or ["0"])[0])
+        bits = (
+            8
+            if dtype == "pred" or dtype.startswith("f8")
+            else int((re.findall(r"\d+", dtype) or ["0"])[0])
+        )
         total += -(-bits * math.prod(dims) // 8)
     return total
 
@@ -94,11 +98,14 @@ class Program:
         self.home: dict[str, str] = {}
         self.entry, here = "", ""
         self.devices = math.prod(
-            int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.splitlines()[0])
+            int(n)
+            for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.splitlines()[0])
         )
         for row in text.splitlines()[1:]:
             row = re.sub(r"/\*.*?\*/", "", row)
-            header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", row) or re.match(r"(ENTRY )?%?([\w.\-]+) \{$", row)
+            header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", row) or re.match(
+                r"(ENTRY )?%?([\w.\-]+) \{$", row
+            )
             if header:
                 here = header[2]
                 self.lines[here] = []
@@ -133,7 +140,9 @@ class Program:
         return int(written[1]) if written else self._trips(here, loop) or 1
 
     def _trips(self, here: str, loop: Line) -> int | None:
-        body, condition = (re.search(rf"{key}=%?([\w.\-]+)", loop.rest)[1] for key in ("body", "condition"))
+        body, condition = (
+            re.search(rf"{key}=%?([\w.\-]+)", loop.rest)[1] for key in ("body", "condition")
+        )
         state = loop.given[0]
         values: dict[int, object] = {}
 
@@ -148,7 +157,9 @@ class Program:
                 if index not in known:
                     previous = (lambda i: before[i] if i in before else first(i)) if trip else None
                     known[index] = (
-                        first(index) if trip == 0 else self._element(body, self.root(body).name, index, previous)
+                        first(index)
+                        if trip == 0
+                        else self._element(body, self.root(body).name, index, previous)
                     )
                 return known[index]
 
@@ -161,7 +172,12 @@ class Program:
         return None
 
     def _element(
-        self, here: str, name: str, index: int, state: Callable[[int], object], args: list | None = None
+        self,
+        here: str,
+        name: str,
+        index: int,
+        state: Callable[[int], object],
+        args: list | None = None,
     ) -> object:
         """Runs one element of a tuple."""
         line = self.find(here, name)
@@ -176,10 +192,14 @@ class Program:
             return self._element(here, line.given[0], index, state, args)
         if line.opcode in ("fusion", "call"):
             callee = line.called()[0]
-            return self._element(callee, self.root(callee).name, index, state, self._args(here, line, state, args))
+            return self._element(
+                callee, self.root(callee).name, index, state, self._args(here, line, state, args)
+            )
         return None
 
-    def _args(self, here: str, line: Line, state: Callable[[int], object], args: list | None) -> list:
+    def _args(
+        self, here: str, line: Line, state: Callable[[int], object], args: list | None
+    ) -> list:
         def argument(name: str) -> object:
             if self.find(here, name).shape.strip().startswith("("):
                 return lambda index: self._element(here, name, index, state, args)
@@ -187,21 +207,29 @@ class Program:
 
         return [argument(name) for name in line.given]
 
-    def _value(self, here: str, name: str, state: Callable[[int], object], args: list | None = None) -> object:
+    def _value(
+        self, here: str, name: str, state: Callable[[int], object], args: list | None = None
+    ) -> object:
         """Runs one scalar; None where it is data."""
         line = self.find(here, name)
         if line.opcode == "constant":
             text = line.rest.partition(")")[0].strip()
-            return {"true": True, "false": False}.get(text, int(text) if re.fullmatch(r"-?\d+", text) else None)
+            return {"true": True, "false": False}.get(
+                text, int(text) if re.fullmatch(r"-?\d+", text) else None
+            )
         if line.opcode == "parameter":
             return None if args is None else args[int(re.match(r"\d+", line.rest)[0])]
         if line.opcode == "get-tuple-element":
-            return self._element(here, line.given[0], int(re.search(r"index=(\d+)", line.rest)[1]), state, args)
+            return self._element(
+                here, line.given[0], int(re.search(r"index=(\d+)", line.rest)[1]), state, args
+            )
         if not re.fullmatch(r"(pred|[su]\d+)\[(1(,1)*)?\].*", line.shape.strip()):
             return None
         if line.opcode in ("fusion", "call"):
             callee = line.called()[0]
-            return self._value(callee, self.root(callee).name, state, self._args(here, line, state, args))
+            return self._value(
+                callee, self.root(callee).name, state, self._args(here, line, state, args)
+            )
         given = [self._value(here, operand, state, args) for operand in line.given]
         if any(value is None for value in given) or not given:
             return None
@@ -220,7 +248,9 @@ class Program:
             sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
             parts = [re.search(r"\)(\d+)$", axis) for axis in match[2].split(",")]
             names = [re.search(r"'(\w+)'", axis)[1] for axis in match[2].split(",")]
-            return math.prod(int(p[1]) if p else int(sizes[n]) for p, n in zip(parts, names, strict=True))
+            return math.prod(
+                int(p[1]) if p else int(sizes[n]) for p, n in zip(parts, names, strict=True)
+            )
         return self.devices
 
 
@@ -268,7 +298,10 @@ def count(text: str) -> Count:
                 continue
             pieces.add(piece)
         kind = match[1]
-        if any(">all-reduce-scatter" in step and "fusion" not in step.partition(">")[2] for step in path):
+        if any(
+            ">all-reduce-scatter" in step and "fusion" not in step.partition(">")[2]
+            for step in path
+        ):
             kind = "reduce-scatter"  # older TPUs: a fusion of an all-reduce and a slice
         given = line.given[:1] if kind == "ragged-all-to-all" else line.given
         payload = sum(size_of(program.find(here, name).shape) for name in given)
@@ -307,7 +340,9 @@ def _flops(program: Program) -> tuple[float, float, float, set[str]]:
     return (*of(program.entry), unpriced)
 
 
-def _vector(program: Program, here: str, line: Line, of: Callable[[str], tuple[float, float, float]]) -> float:
+def _vector(
+    program: Program, here: str, line: Line, of: Callable[[str], tuple[float, float, float]]
+) -> float:
     if line.opcode in _ELEMENTWISE:
         return elements_of(line.shape)
     if line.opcode == "all-reduce":
@@ -316,7 +351,9 @@ def _vector(program: Program, here: str, line: Line, of: Callable[[str], tuple[f
     if line.opcode == "reduce" and reducer:
         arrays = line.given[: len(line.given) // 2]
         each = sum(of(reducer[1])[2:])
-        return each * (elements_of(program.find(here, arrays[0]).shape) - elements_of(line.shape) / len(arrays))
+        return each * (
+            elements_of(program.find(here, arrays[0]).shape) - elements_of(line.shape) / len(arrays)
+        )
     if line.opcode == "reduce-window" and ":T(" in line.shape:
         return 0.0  # TPUs write a reduction that is broadcast again as a window, and their analysis does not count it
     if line.opcode == "reduce-window" and reducer:
@@ -334,10 +371,14 @@ def _product(program: Program, here: str, line: Line, unpriced: set[str]) -> flo
     if line.opcode == "dot":
         left = dims_of(program.find(here, line.given[0]).shape)[0][1]
         axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", line.rest)
-        return 2.0 * elements_of(line.shape) * math.prod(left[int(d)] for d in axes[1].split(",") if d)
+        return (
+            2.0 * elements_of(line.shape) * math.prod(left[int(d)] for d in axes[1].split(",") if d)
+        )
     if line.opcode == "convolution":
         return _convolution(program, here, line)
-    if line.opcode not in ("custom-call", "custom-call-start") or any(n in program.lines for n in line.called()):
+    if line.opcode not in ("custom-call", "custom-call-start") or any(
+        n in program.lines for n in line.called()
+    ):
         return 0.0
     target = re.search(r'custom_call_target="([^"]*)"', line.rest)[1]
     axes = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', line.rest)
@@ -349,8 +390,13 @@ def _product(program: Program, here: str, line: Line, unpriced: set[str]) -> flo
         # The labels are those of the forward convolution, of which one array is the result.
         first, second = (dims_of(program.find(here, name).shape)[0][1] for name in line.given[:2])
         result = dims_of(line.shape)[0][1]
-        order = {"BackwardFilter": (first, result, second), "BackwardInput": (result, second, first)}
-        return _positions(line, *order.get(target.removeprefix("__cudnn$conv"), (first, second, result)))
+        order = {
+            "BackwardFilter": (first, result, second),
+            "BackwardInput": (result, second, first),
+        }
+        return _positions(
+            line, *order.get(target.removeprefix("__cudnn$conv"), (first, second, result))
+        )
     unpriced.add(target)
     return 0.0
 
@@ -363,7 +409,11 @@ def _convolution(program: Program, here: str, line: Line) -> float:
 def _positions(line: Line, lhs: list[int], rhs: list[int], out: list[int]) -> float:
     """Counts a convolution by hand: for every output position, the kernel's positions that meet an element."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line.rest)
-    window = dict(re.findall(r"(\w+)=([\w\-]+)", (re.search(r"window=\{([^}]*)\}", line.rest) or [""])[0].strip("{}")))
+    window = dict(
+        re.findall(
+            r"(\w+)=([\w\-]+)", (re.search(r"window=\{([^}]*)\}", line.rest) or [""])[0].strip("{}")
+        )
+    )
     total = 2.0 * out[labels[3].index("b")] * out[labels[3].index("f")] * rhs[labels[2].index("i")]
     for place, label in enumerate(sorted(c for c in labels[1] if c.isdigit())):
         part = {

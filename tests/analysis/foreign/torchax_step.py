@@ -46,8 +46,12 @@ def build(devices):
     torch._ops._OpNamespace.__getattr__, torch._ops.OpOverloadPacket.__getattr__ = found, overload
 
     mesh = mesh_of(devices, data=8)
-    module = torch.nn.Sequential(torch.nn.Linear(128, 512), torch.nn.GELU(), torch.nn.Linear(512, 64))
-    weights = {k: jax.ShapeDtypeStruct(tuple(v.shape), "float32") for k, v in module.named_parameters()}
+    module = torch.nn.Sequential(
+        torch.nn.Linear(128, 512), torch.nn.GELU(), torch.nn.Linear(512, 64)
+    )
+    weights = {
+        k: jax.ShapeDtypeStruct(tuple(v.shape), "float32") for k, v in module.named_parameters()
+    }
     tx = optax.adamw(1e-3)
 
     def model(weights, buffers, x):
@@ -61,4 +65,9 @@ def build(devices):
 
     x, y = jax.ShapeDtypeStruct((64, 128), "float32"), jax.ShapeDtypeStruct((64, 64), "float32")
     state = on(mesh, jax.eval_shape(tx.init, weights))
-    return jax.jit(train_step), (on(mesh, weights), state, on(mesh, x, P("data")), on(mesh, y, P("data")))
+    return jax.jit(train_step), (
+        on(mesh, weights),
+        state,
+        on(mesh, x, P("data")),
+        on(mesh, y, P("data")),
+    )

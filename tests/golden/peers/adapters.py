@@ -28,7 +28,9 @@ def preferences(adapted: Any, rows: list[dict[str, np.ndarray]]) -> tuple[float,
 
     def log_probability(row: dict[str, np.ndarray], segment: int) -> torch.Tensor:
         here = np.flatnonzero(row["segments"] == segment)
-        ids, targets = (torch.tensor(row[name][here][None].astype(np.int64)) for name in ("inputs", "targets"))
+        ids, targets = (
+            torch.tensor(row[name][here][None].astype(np.int64)) for name in ("inputs", "targets")
+        )
         scores = torch.log_softmax(adapted(ids).logits, -1).gather(-1, targets[..., None])[0, :, 0]
         return (scores * torch.tensor(row["weights"][here])).sum()
 
@@ -58,7 +60,9 @@ def load(folder: Path, config: dict[str, Any], table: dict[str, Any]) -> Any:
     (folder / "adapter").mkdir(exist_ok=True)
     (folder / "adapter" / CONFIG).write_text(json.dumps(config))
     save_file(draw_tensors(table), folder / "adapter" / WEIGHTS, {"format": "pt"})
-    adapted = peft.PeftModel.from_pretrained(theirs.load(folder / "base"), folder / "adapter").eval()
+    adapted = peft.PeftModel.from_pretrained(
+        theirs.load(folder / "base"), folder / "adapter"
+    ).eval()
     # No tensor of the adapter is left out.
     read = peft.get_peft_model_state_dict(adapted)
     for name, value in draw_tensors(table).items():
@@ -70,11 +74,21 @@ def main(out: Path) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         theirs.save("qwen3", folder / "base")
-        config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "o_proj", "down_proj"], use_rslora=True)
-        peft.get_peft_model(theirs.load(folder / "base"), config).save_pretrained(folder / "adapter")
+        config = peft.LoraConfig(
+            r=3, lora_alpha=5, target_modules=["q_proj", "o_proj", "down_proj"], use_rslora=True
+        )
+        peft.get_peft_model(theirs.load(folder / "base"), config).save_pretrained(
+            folder / "adapter"
+        )
         written = json.loads((folder / "adapter" / CONFIG).read_text())
-        written = {**written, "base_model_name_or_path": "base", "target_modules": sorted(written["target_modules"])}
-        table = table_of({n: t.shape for n, t in theirs.load_file(folder / "adapter" / WEIGHTS).items()})
+        written = {
+            **written,
+            "base_model_name_or_path": "base",
+            "target_modules": sorted(written["target_modules"]),
+        }
+        table = table_of(
+            {n: t.shape for n, t in theirs.load_file(folder / "adapter" / WEIGHTS).items()}
+        )
         adapted = load(folder, written, table)
         arrays = {"logits": theirs.logits_of(adapted).detach().numpy()}
         scripts = list(SCRIPTS)

@@ -31,14 +31,20 @@ def main(out: Path) -> None:
                     fused = split_fused(theirs.load_tensors(folder), theirs.json.loads(config))
                     save_file(fused, folder / "model.safetensors", {"format": "pt"})
                 with_own = theirs.load(folder)
-                assert type(with_own).__name__ == theirs.WRITTEN_AS.get(row, type(model).__name__), row
+                assert type(with_own).__name__ == theirs.WRITTEN_AS.get(
+                    row, type(model).__name__
+                ), row
                 assert (theirs.logits_of(with_own) == theirs.logits_of(model)).all(), row
                 scripts.append(own)
             about = {
                 "config": theirs.json.loads(config), "parameters": sum(int(np.prod(t[1])) for t in table.values()),
                 "tensors": table, "fields": theirs.missing_fields(row, folder),
             }  # fmt: skip
-            arrays = {"logits": logits, "losses": np.array(losses, np.float32), "greedy": greedy.astype(np.int32)}
+            arrays = {
+                "logits": logits,
+                "losses": np.array(losses, np.float32),
+                "greedy": greedy.astype(np.int32),
+            }
             arrays |= digests("gradient", gradients) | digests("after steps", values)
             write(out, row, scripts, theirs.versions(), about, arrays)
             print(row, flush=True)

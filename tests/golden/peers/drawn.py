@@ -34,7 +34,9 @@ def _rng(name: str) -> np.random.Generator:
     return np.random.default_rng(zlib.crc32(name.encode()))
 
 
-def draw(name: str, shape: tuple[int, ...], center: float = 0.0, spread: float = 0.054) -> np.ndarray:
+def draw(
+    name: str, shape: tuple[int, ...], center: float = 0.0, spread: float = 0.054
+) -> np.ndarray:
     """Returns normal float32 values that depend on the name and the shape alone."""
     return (center + spread * _rng(name).standard_normal(shape)).astype(np.float32)
 
@@ -55,7 +57,9 @@ def split_fused(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> dict[
     for name, values in tensors.items():
         if "qkv_proj" in name:
             q, k, v = np.split(values, [heads * size, (heads + kv_heads) * size])
-            found |= {name.replace("qkv", letter): part for letter, part in (("q", q), ("k", k), ("v", v))}
+            found |= {
+                name.replace("qkv", letter): part for letter, part in (("q", q), ("k", k), ("v", v))
+            }
         elif "gate_up_proj" in name:
             gate, up = np.split(values, 2)
             found |= {name.replace("gate_up", "gate"): gate, name.replace("gate_up", "up"): up}
@@ -97,12 +101,18 @@ def gap(name: str, values: np.ndarray, golden: Any) -> float:
 
 def digests(prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Digests of several arrays under `prefix/NAME`."""
-    return {k: v for name, values in arrays.items() for k, v in digest(f"{prefix}/{name}", values).items()}
+    return {
+        k: v
+        for name, values in arrays.items()
+        for k, v in digest(f"{prefix}/{name}", values).items()
+    }
 
 
 def names_under(prefix: str, golden: dict[str, np.ndarray]) -> list[str]:
     """Names of the arrays whose digests are under `prefix/`."""
-    return [n.removeprefix(f"{prefix}/") for n in golden if n.startswith(f"{prefix}/") and "|" not in n]
+    return [
+        n.removeprefix(f"{prefix}/") for n in golden if n.startswith(f"{prefix}/") and "|" not in n
+    ]
 
 
 def read(name: str, folder: Path = FILES) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -116,10 +126,19 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def write(folder: Path, name: str, scripts: list[Path], versions: dict[str, str], about: Any, arrays: Any) -> None:
+def write(
+    folder: Path, name: str, scripts: list[Path], versions: dict[str, str], about: Any, arrays: Any
+) -> None:
     """Writes a golden file with the versions and the SHA-256 of the scripts and inputs that made it."""
     root = Path(__file__).parent
-    made = {str(path.relative_to(root.parent)): sha256(path) for path in [root / "drawn.py", *scripts]}
+    made = {
+        str(path.relative_to(root.parent)): sha256(path) for path in [root / "drawn.py", *scripts]
+    }
     np.savez_compressed(folder / f"{name}.npz", **arrays)
-    record = {"versions": versions, "made_by": made, "arrays_sha256": sha256(folder / f"{name}.npz"), **about}
+    record = {
+        "versions": versions,
+        "made_by": made,
+        "arrays_sha256": sha256(folder / f"{name}.npz"),
+        **about,
+    }
     (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")

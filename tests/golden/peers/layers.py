@@ -27,8 +27,16 @@ def delta_rule(out: Path) -> None:
     rate = 1 / (1 + np.exp(-draw("delta rate", (B, T, N * G), spread=1.5)))
     rule = modeling_qwen3_next.torch_recurrent_gated_delta_rule
     rule = getattr(rule, "__wrapped__", rule)
-    given = {n: torch.tensor(a, requires_grad=True) for n, a in zip("qkvgb", (q, k, v, decay, rate), strict=True)}
-    named = {"g": given["g"], "beta": given["b"], "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    given = {
+        n: torch.tensor(a, requires_grad=True)
+        for n, a in zip("qkvgb", (q, k, v, decay, rate), strict=True)
+    }
+    named = {
+        "g": given["g"],
+        "beta": given["b"],
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True,
+    }
     found, last = rule(given["q"], given["k"], given["v"], **named)
     torch.sin(found).sum().backward()
     inputs = {"q": q, "k": k, "v": v, "decay": decay, "rate": rate}
@@ -42,10 +50,19 @@ def delta_rule(out: Path) -> None:
 def mxfp4(out: Path) -> None:
     """Every byte with scales from the smallest to the largest that bfloat16 holds, float32 [E, D, F]."""
     blocks = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16)
-    scales = np.array([0, 1, 60, 100, 120, 126, 127, 128, 130, 140, 160, 200, 250, 251, 252, 90], np.uint8)
+    scales = np.array(
+        [0, 1, 60, 100, 120, 126, 127, 128, 130, 140, 160, 200, 250, 251, 252, 90], np.uint8
+    )
     scales = scales.reshape(1, 1, 16)
     numbers = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales)).float().numpy()
-    write(out, "mxfp4", SCRIPTS, theirs.versions(), {}, {"blocks": blocks, "scales": scales, "numbers": numbers})
+    write(
+        out,
+        "mxfp4",
+        SCRIPTS,
+        theirs.versions(),
+        {},
+        {"blocks": blocks, "scales": scales, "numbers": numbers},
+    )
 
 
 def _parts(name: str) -> tuple[str, list[str]] | None:
@@ -59,7 +76,9 @@ def _split(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Values of the layer's parameters by their names in a released folder."""
     found = {}
     for name, value in values.items():
-        name = "model.layers.3." + name.replace("mtp_block.", "").replace("post_norm", "shared_head.norm")
+        name = "model.layers.3." + name.replace("mtp_block.", "").replace(
+            "post_norm", "shared_head.norm"
+        )
         if fused := _parts(name):
             for expert, whole in enumerate(value):
                 parts = zip(fused[1], np.split(whole, len(fused[1])), strict=True)
@@ -73,9 +92,14 @@ def _fuse(like: dict[str, np.ndarray], stored: dict[str, np.ndarray]) -> dict[st
     """Inverts `_split`: `like` has the shapes of the parameters."""
     found = {}
     for name, value in like.items():
-        at = "model.layers.3." + name.replace("mtp_block.", "").replace("post_norm", "shared_head.norm")
+        at = "model.layers.3." + name.replace("mtp_block.", "").replace(
+            "post_norm", "shared_head.norm"
+        )
         if fused := _parts(at):
-            each = ([stored[f"{fused[0].format(e)}{p}.weight"] for p in fused[1]] for e in range(len(value)))
+            each = (
+                [stored[f"{fused[0].format(e)}{p}.weight"] for p in fused[1]]
+                for e in range(len(value))
+            )
             found[name] = np.stack([np.concatenate(parts) for parts in each])
         else:
             found[name] = stored[at]
@@ -103,14 +127,23 @@ def further_token(out: Path) -> None:
         mask = torch.triu(torch.full((inputs.shape[1],) * 2, -1e30), 1)[None, None]
         angles = model.model.rotary_emb(hidden, positions)
         after = layer(model.model.embed_tokens(targets), hidden, angles, mask, positions, None)
-        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), targets.flatten())
+        loss = torch.nn.functional.cross_entropy(
+            model.lm_head(hidden).flatten(0, 1), targets.flatten()
+        )
         logits = model.lm_head(after)[:, :-1]
-        sums = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten(), reduction="sum")
+        sums = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets[:, 1:].flatten(), reduction="sum"
+        )
         (loss + 0.3 * sums / targets.numel()).backward()
         gradients = _split({n: p.grad.numpy() for n, p in layer.named_parameters()})
-        of_model = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+        of_model = {
+            n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()
+        }
         gradients |= theirs.stored(model, of_model, scratch)
-        about = {"config": theirs.json.loads((folder / "config.json").read_text()), "tensors": table | further}
+        about = {
+            "config": theirs.json.loads((folder / "config.json").read_text()),
+            "tensors": table | further,
+        }
     about["config"]["num_nextn_predict_layers"] = 1
     write(out, "further-token", SCRIPTS, theirs.versions(), about, digests("gradient", gradients))
 

@@ -46,10 +46,17 @@ def main(out: Path) -> None:
             for prompt in PROMPTS:
                 ids = torch.tensor(prompt[None].astype(np.int64))
                 mask = torch.ones_like(ids)
-                text = model.generate(ids, attention_mask=mask, max_new_tokens=GREEDY, do_sample=False)
+                text = model.generate(
+                    ids, attention_mask=mask, max_new_tokens=GREEDY, do_sample=False
+                )
                 texts.append(text[0, len(prompt) :].numpy().astype(np.int32))
-            assert len({int(token) for text in texts for token in text}) > 8  # one token repeated shows little
-            about = {"config": theirs.json.loads((folder / "config.json").read_text()), "tensors": table}
+            assert (
+                len({int(token) for text in texts for token in text}) > 8
+            )  # one token repeated shows little
+            about = {
+                "config": theirs.json.loads((folder / "config.json").read_text()),
+                "tensors": table,
+            }
         scripts = [HERE, HERE.parent / "theirs.py"]
         write(out, f"text-{name}", scripts, theirs.versions(), about, {"greedy": np.stack(texts)})
 

@@ -10,7 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from drawn import BETAS, DECAY, EPSILON, GREEDY, LEARNING_RATE, PROMPT, STEPS, TOKENS, VOCAB, draw_tensors
+from drawn import (
+    BETAS,
+    DECAY,
+    EPSILON,
+    GREEDY,
+    LEARNING_RATE,
+    PROMPT,
+    STEPS,
+    TOKENS,
+    VOCAB,
+    draw_tensors,
+)
 from safetensors.numpy import load_file, save_file
 
 transformers.utils.logging.disable_progress_bar()
@@ -143,7 +154,10 @@ def config_of(row: str) -> Any:
 def _initial(tensor: np.ndarray, name: str) -> tuple[float, float]:
     """Center and spread that a tensor is drawn with: around a constant initial value, else around zero."""
     if name.endswith("A_log"):
-        return -2.2, 1.0  # states that last: most are otherwise forgotten within a token, and their gradients rounding
+        return (
+            -2.2,
+            1.0,
+        )  # states that last: most are otherwise forgotten within a token, and their gradients rounding
     return (float(tensor.flat[0]), 0.05) if (tensor == tensor.flat[0]).all() else (0.0, 0.054)
 
 
@@ -154,7 +168,9 @@ def table_of(folder: Path) -> dict[str, Any]:
 
 
 def load_tensors(folder: Path) -> dict[str, np.ndarray]:
-    return {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
+    return {
+        n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()
+    }
 
 
 def save(row: str, folder: Path) -> dict[str, Any]:
@@ -180,7 +196,9 @@ def logits_of(model: Any, tokens: np.ndarray = TOKENS[:, :-1]) -> Any:
 
 def loss_of(logits: Any) -> Any:
     targets = torch.tensor(TOKENS[:, 1:], dtype=torch.long)
-    return torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+    return torch.nn.functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    )
 
 
 def stored(model: Any, values: dict[str, Any], folder: Path) -> dict[str, np.ndarray]:
@@ -191,7 +209,9 @@ def stored(model: Any, values: dict[str, Any], folder: Path) -> dict[str, np.nda
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_floating_point():
-                tensor.copy_(values[name]) if values.get(name) is not None else tensor.fill_(float("nan"))
+                tensor.copy_(values[name]) if values.get(name) is not None else tensor.fill_(
+                    float("nan")
+                )
     model.save_pretrained(folder)
     return {n: t for n, t in load_tensors(folder).items() if not np.isnan(t).any()}
 
@@ -220,7 +240,9 @@ def steps(folder: Path, scratch: Path) -> tuple[list[float], dict[str, np.ndarra
         loss.backward()
         optimizer.step()
         losses.append(float(loss))
-    return losses, stored(model, {n: p.detach().clone() for n, p in model.named_parameters()}, scratch)
+    return losses, stored(
+        model, {n: p.detach().clone() for n, p in model.named_parameters()}, scratch
+    )
 
 
 def greedy(model: Any, texts: np.ndarray = TOKENS[:, :PROMPT], count: int = GREEDY) -> np.ndarray:
@@ -248,7 +270,9 @@ def missing_fields(row: str, folder: Path) -> dict[str, Any]:
     changes = {}
     for name, given in fewer.items():
         try:
-            filled = json.loads(config_class.from_dict(json.loads(json.dumps(given))).to_json_string(use_diff=False))
+            filled = json.loads(
+                config_class.from_dict(json.loads(json.dumps(given))).to_json_string(use_diff=False)
+            )
         except Exception as refused:
             changes[name] = f"{type(refused).__name__}: {refused}"
             continue

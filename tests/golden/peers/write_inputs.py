@@ -50,5 +50,7 @@ with tempfile.TemporaryDirectory() as name:
     run = test_finetune.preference_run(source, folder / "pairs.jsonl", "data=1")
     prepared = prepare_run(run, cache=folder)
     samples = [prepared.train[0][i] for i in range(run.training.batch)]
-    batch = {n: np.stack([s[n] for s in samples]) for n in ("inputs", "targets", "segments", "weights")}
+    batch = {
+        n: np.stack([s[n] for s in samples]) for n in ("inputs", "targets", "segments", "weights")
+    }
     np.savez_compressed(OUT / "preferences.npz", **batch)

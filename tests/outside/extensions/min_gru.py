@@ -16,7 +16,16 @@ from jax.ad_checkpoint import checkpoint_name
 from meshwright.comm.collectives import all_gather, sequence_all_gather, sequence_reduce_scatter
 from meshwright.config import MeshShape, Optimizer, Training
 from meshwright.models.blocks.layers import embed, linear, rms_norm
-from meshwright.models.model import Aux, ForwardContext, Layer, LayerSpec, Model, ModelSpec, padded_vocab, vocab_size
+from meshwright.models.model import (
+    Aux,
+    ForwardContext,
+    Layer,
+    LayerSpec,
+    Model,
+    ModelSpec,
+    padded_vocab,
+    vocab_size,
+)
 from meshwright.models.remat import FFN_HIDDEN
 from meshwright.runs.run import Run
 from meshwright.sharding.params import GatherParams, Param, Tree
@@ -72,10 +81,14 @@ class MinGru(Model):
 
         return {"layers": layer}
 
-    def unembed(self, params: Tree, x_BTD: jax.Array, gather_params: GatherParams) -> tuple[jax.Array, jax.Array]:
+    def unembed(
+        self, params: Tree, x_BTD: jax.Array, gather_params: GatherParams
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns the normalised hidden states [B, T, D] and the embedding table [V/stage+tensor, D]."""
         scale_D = gather_params(params["final_norm"], "final_norm")
-        return sequence_all_gather(rms_norm(x_BTD, scale_D, 1e-5), 1), gather_params(params["embed"], "embed")
+        return sequence_all_gather(rms_norm(x_BTD, scale_D, 1e-5), 1), gather_params(
+            params["embed"], "embed"
+        )
 
     def shrunk(self, shape: MeshShape, layers: int) -> Model:
         """Returns the least sizes that `shape` divides as it divides these."""
@@ -94,14 +107,20 @@ def _recurrence(z_BTF: jax.Array, candidate_BTF: jax.Array, starts_BT: jax.Array
     """Computes s_t = (1 - z_t) s_{t-1} + z_t candidate_t in O(log T) steps; the state is zero before each document."""
     keep_BTF = jnp.where(starts_BT[..., None], 0.0, 1.0 - z_BTF.astype(jnp.float32))
 
-    def compose(first: tuple[jax.Array, jax.Array], then: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def compose(
+        first: tuple[jax.Array, jax.Array], then: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         return first[0] * then[0], then[0] * first[1] + then[1]
 
-    state_BTF = jax.lax.associative_scan(compose, (keep_BTF, (z_BTF * candidate_BTF).astype(jnp.float32)), axis=1)[1]
+    state_BTF = jax.lax.associative_scan(
+        compose, (keep_BTF, (z_BTF * candidate_BTF).astype(jnp.float32)), axis=1
+    )[1]
     return state_BTF.astype(candidate_BTF.dtype)
 
 
 def min_gru() -> Run:
     """minGRU of 0.4 M parameters on the source of Python's standard library."""
     model = MinGru(width=128, depth=4, recurrent=256)
-    return Run(model, training=Training(steps=300), optimizer=Optimizer(learning_rate=2e-3), name="min-gru")
+    return Run(
+        model, training=Training(steps=300), optimizer=Optimizer(learning_rate=2e-3), name="min-gru"
+    )

@@ -51,7 +51,9 @@ class Nano(Model):
             "c_q": Param((L, D, N, H), "LDNH", role="qkv"),
             "c_k": Param((L, D, K, H), "LDKH", role="qkv"),
             "c_v": Param((L, D, K, H), "LDKH", role="qkv"),
-            "c_proj": Param((L, N, H, D), "LNHD", std=0.02 / (2 * L) ** 0.5, role="attention_out", contract=2),
+            "c_proj": Param(
+                (L, N, H, D), "LNHD", std=0.02 / (2 * L) ** 0.5, role="attention_out", contract=2
+            ),
             "fc_in": Param((L, D, 4 * D), "LDF", role="ffn_in"),
             "fc_out": Param((L, 4 * D, D), "LFD", std=0.02 / (2 * L) ** 0.5, role="ffn_out"),
         }
@@ -61,11 +63,15 @@ class Nano(Model):
     def spec(self) -> ModelSpec:
         """Returns `depth` layers of grouped-query attention; the unembedding is `lm_head`."""
         attention = AttentionSpec(self.n_head, self.n_kv, self.d_head)
-        return ModelSpec(self.n_embd, (LayerSpec("h", attention),) * self.depth, embedding="lm_head")
+        return ModelSpec(
+            self.n_embd, (LayerSpec("h", attention),) * self.depth, embedding="lm_head"
+        )
 
     def embed(self, params: Tree, ctx: ForwardContext) -> jax.Array:
         """Returns the embedded tokens [B, T/tensor, D], on the first stage."""
-        return ctx.dropout(_norm(embed(ctx.tokens.ids, ctx.gather_params(params["wte"], "wte"), ctx.sum_rows)), 0)
+        return ctx.dropout(
+            _norm(embed(ctx.tokens.ids, ctx.gather_params(params["wte"], "wte"), ctx.sum_rows)), 0
+        )
 
     def layer_functions(self, ctx: ForwardContext) -> dict[str, Layer]:
         """Returns the layer."""
@@ -74,18 +80,26 @@ class Nano(Model):
         def layer(x_BTD: jax.Array, params: Tree, index: jax.Array) -> tuple[jax.Array, Aux]:
             w = ctx.gather_params(params, "h")
             h_BTD = sequence_all_gather(_norm(x_BTD), 1)
-            q_BTNH, k_BTKH = (apply_rope(_norm(linear(h_BTD, w[name])), cos_sin) for name in ("c_q", "c_k"))
-            q_BTNH, k_BTKH, v_BTKH = (checkpoint_name(x, QKV) for x in (q_BTNH, k_BTKH, linear(h_BTD, w["c_v"])))
+            q_BTNH, k_BTKH = (
+                apply_rope(_norm(linear(h_BTD, w[name])), cos_sin) for name in ("c_q", "c_k")
+            )
+            q_BTNH, k_BTKH, v_BTKH = (
+                checkpoint_name(x, QKV) for x in (q_BTNH, k_BTKH, linear(h_BTD, w["c_v"]))
+            )
             out_BTNH = ctx.attend(q_BTNH, k_BTKH, v_BTKH, window=None)
             y_BTD = sequence_reduce_scatter(linear(out_BTNH, w["c_proj"], contract=2), 1)
             x_BTD += ctx.dropout(y_BTD, 2 * index + 1)
-            h_BTF = checkpoint_name(linear(sequence_all_gather(_norm(x_BTD), 1), w["fc_in"]), FFN_HIDDEN)
+            h_BTF = checkpoint_name(
+                linear(sequence_all_gather(_norm(x_BTD), 1), w["fc_in"]), FFN_HIDDEN
+            )
             y_BTD = sequence_reduce_scatter(linear(jnp.square(jax.nn.relu(h_BTF)), w["fc_out"]), 1)
             return x_BTD + ctx.dropout(y_BTD, 2 * index + 2), {}
 
         return {"h": layer}
 
-    def unembed(self, params: Tree, x_BTD: jax.Array, gather_params: GatherParams) -> tuple[jax.Array, jax.Array]:
+    def unembed(
+        self, params: Tree, x_BTD: jax.Array, gather_params: GatherParams
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns the normalised hidden states [B, T, D] and the unembedding [V/stage+tensor, D]."""
         return sequence_all_gather(_norm(x_BTD), 1), gather_params(params["lm_head"], "lm_head")
 

@@ -24,7 +24,13 @@ _Saved = tuple[jax.Array, jax.Array, jax.Array, _Where]
 
 
 def row_attention(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, queries: Positions, keys: Positions, *, window: int | None
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    queries: Positions,
+    keys: Positions,
+    *,
+    window: int | None,
 ) -> jax.Array:
     """Computes causal attention within documents, [B, T, N, H]; the backward pass is that of the reference kernel."""
     where = (queries.segments_BT, queries.positions_T, keys.segments_BT, keys.positions_T)
@@ -32,20 +38,28 @@ def row_attention(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, where: _Where, window: int | None) -> jax.Array:
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, where: _Where, window: int | None
+) -> jax.Array:
     # Pallas compiles for TPUs and is interpreted on CPUs; which of the two is known when the step is lowered.
-    compiled, interpreted = (functools.partial(_call_kernel, window=window, interpret=i) for i in (False, True))
+    compiled, interpreted = (
+        functools.partial(_call_kernel, window=window, interpret=i) for i in (False, True)
+    )
     return jax.lax.platform_dependent(q, k, v, where, cpu=interpreted, default=compiled)
 
 
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array, where: _Where, window: int | None) -> tuple[jax.Array, _Saved]:
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, where: _Where, window: int | None
+) -> tuple[jax.Array, _Saved]:
     return _attend(q, k, v, where, window), (q, k, v, where)
 
 
 def _backward(window: int | None, saved: _Saved, g: jax.Array) -> tuple[jax.Array | None, ...]:
     q, k, v, where = saved
     queries, keys = Positions(*where[:2]), Positions(*where[2:])
-    _, pullback = jax.vjp(lambda q, k, v: reference_attention(q, k, v, queries, keys, window=window), q, k, v)
+    _, pullback = jax.vjp(
+        lambda q, k, v: reference_attention(q, k, v, queries, keys, window=window), q, k, v
+    )
     return *pullback(g), None
 
 
@@ -53,7 +67,13 @@ _attend.defvjp(_forward, _backward)
 
 
 def _call_kernel(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, where: _Where, *, window: int | None, interpret: bool
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    where: _Where,
+    *,
+    window: int | None,
+    interpret: bool,
 ) -> jax.Array:
     """Runs the kernel for each sequence, head and block of queries."""
     B, T, N, H = q_BTNH.shape
@@ -82,7 +102,18 @@ def _call_kernel(
     return out_BNTH.transpose(0, 2, 1, 3)
 
 
-def _kernel(q_ref, k_ref, v_ref, q_segment, q_position, k_segment, k_position, out_ref, *, window: int | None) -> None:  # type: ignore[no-untyped-def]
+def _kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    q_segment,
+    q_position,
+    k_segment,
+    k_position,
+    out_ref,
+    *,
+    window: int | None,
+) -> None:  # type: ignore[no-untyped-def]
     """Writes softmax(q k' / sqrt(H)) v of one block of queries [block, H] and all keys [S, H] of one head."""
     q, k, v = q_ref[...], k_ref[...], v_ref[...]
     scores = jnp.dot(q, k.T, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
@@ -93,7 +124,9 @@ def _kernel(q_ref, k_ref, v_ref, q_segment, q_position, k_segment, k_position, o
     scores = jnp.where(visible, scores, -1e30)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    out_ref[...] = jnp.dot(weights.astype(v.dtype), v, preferred_element_type=jnp.float32).astype(out_ref.dtype)
+    out_ref[...] = jnp.dot(weights.astype(v.dtype), v, preferred_element_type=jnp.float32).astype(
+        out_ref.dtype
+    )
 
 
 def _unsupported(shapes: AttentionShapes) -> str | None:

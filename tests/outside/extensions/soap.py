@@ -28,12 +28,16 @@ def soap(config: Optimizer, learning_rate: optax.Schedule) -> optax.GradientTran
     """Returns SOAP with the betas, epsilon and weight decay of `config`; weight decay applies to stacked matrices."""
     return optax.chain(
         scale_by_soap(config.beta1, config.beta2, config.epsilon, every=10),
-        optax.add_decayed_weights(config.weight_decay, mask=lambda params: jax.tree.map(_is_matrix, params)),
+        optax.add_decayed_weights(
+            config.weight_decay, mask=lambda params: jax.tree.map(_is_matrix, params)
+        ),
         optax.scale_by_learning_rate(learning_rate),
     )
 
 
-def scale_by_soap(beta1: float, beta2: float, epsilon: float, *, every: int) -> optax.GradientTransformationExtraArgs:
+def scale_by_soap(
+    beta1: float, beta2: float, epsilon: float, *, every: int
+) -> optax.GradientTransformationExtraArgs:
     """Scales gradients of stacked matrices as Adam does in a rotated basis; other parameters get plain Adam.
 
     The gradient G [L, D, F] of a stack of matrices is rotated to U' G V, where U and V are eigenvectors of the factors
@@ -42,12 +46,21 @@ def scale_by_soap(beta1: float, beta2: float, epsilon: float, *, every: int) -> 
 
     def init(params: optax.Params) -> SoapState:
         momentum, second_moment = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
-        factors = jax.tree.map(lambda p: tuple(jnp.zeros((p.shape[0], n, n), p.dtype) for n in _sides(p)), params)
-        bases = jax.tree.map(lambda f: jnp.broadcast_to(jnp.eye(f.shape[1], dtype=f.dtype), f.shape), factors)
+        factors = jax.tree.map(
+            lambda p: tuple(jnp.zeros((p.shape[0], n, n), p.dtype) for n in _sides(p)), params
+        )
+        bases = jax.tree.map(
+            lambda f: jnp.broadcast_to(jnp.eye(f.shape[1], dtype=f.dtype), f.shape), factors
+        )
         return SoapState(jnp.zeros((), jnp.int32), momentum, second_moment, factors, bases)
 
     def update(
-        grads: optax.Updates, state: SoapState, params: optax.Params | None = None, *, layer_map: Any = None, **_: Any
+        grads: optax.Updates,
+        state: SoapState,
+        params: optax.Params | None = None,
+        *,
+        layer_map: Any = None,
+        **_: Any,
     ) -> tuple[optax.Updates, SoapState]:
         step, refresh = state.step + 1, state.step % every == 0
         momentum = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.momentum, grads)
@@ -56,12 +69,25 @@ def scale_by_soap(beta1: float, beta2: float, epsilon: float, *, every: int) -> 
             return m / (1 - beta1**step) / (jnp.sqrt(v / (1 - beta2**step)) + epsilon)
 
         # Rotations and factors take whole matrices: with a layer map each device computes those of its own layers.
-        @jax.default_matmul_precision("float32")  # The matrix units of accelerators would round to bfloat16.
-        def of_layers(g: jax.Array, m: jax.Array, v: jax.Array, factors: Any, bases: Any) -> tuple[Any, ...]:
-            factors = tuple(beta2 * f + (1 - beta2) * c for f, c in zip(factors, _covariances(g), strict=True))
-            bases = jax.lax.cond(refresh, lambda: tuple(map(_orthogonal_step, factors, bases)), lambda: bases)
+        @jax.default_matmul_precision(
+            "float32"
+        )  # The matrix units of accelerators would round to bfloat16.
+        def of_layers(
+            g: jax.Array, m: jax.Array, v: jax.Array, factors: Any, bases: Any
+        ) -> tuple[Any, ...]:
+            factors = tuple(
+                beta2 * f + (1 - beta2) * c for f, c in zip(factors, _covariances(g), strict=True)
+            )
+            bases = jax.lax.cond(
+                refresh, lambda: tuple(map(_orthogonal_step, factors, bases)), lambda: bases
+            )
             v = beta2 * v + (1 - beta2) * _rotate(g, bases) ** 2
-            return _rotate(adam(_rotate(m, bases), v), tuple(q.mT for q in bases)), v, factors, bases
+            return (
+                _rotate(adam(_rotate(m, bases), v), tuple(q.mT for q in bases)),
+                v,
+                factors,
+                bases,
+            )
 
         def of_others(g: jax.Array, m: jax.Array, v: jax.Array) -> tuple[Any, ...]:
             v = beta2 * v + (1 - beta2) * g * g
@@ -84,7 +110,11 @@ def scale_by_soap(beta1: float, beta2: float, epsilon: float, *, every: int) -> 
 
 def _all_here(function: Any, *trees: Any) -> Any:
     """Applies a function of layers to whole stacks on this device."""
-    return jax.tree.map(lambda g, *rest: None if g is None else function(g, *rest), *trees, is_leaf=lambda x: x is None)
+    return jax.tree.map(
+        lambda g, *rest: None if g is None else function(g, *rest),
+        *trees,
+        is_leaf=lambda x: x is None,
+    )
 
 
 def _is_matrix(p: jax.Array) -> bool:

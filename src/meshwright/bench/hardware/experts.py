@@ -44,21 +44,34 @@ def measure_experts(section: Section) -> None:
         mesh, groups = build_mesh(shape, jax.devices()), max(1, experts // devices)
         path = None if target is None else map_axes(shape, target).route(("expert",))
         pieces = pieces_of(shape.expert * groups, Level(("expert",), shape.expert, None), rows)
-        forms = dict.fromkeys([(1, 1), (groups, 1), (groups, pieces)][: 1 if shape.tensor > 1 else 3])
+        forms = dict.fromkeys(
+            [(1, 1), (groups, 1), (groups, pieces)][: 1 if shape.tensor > 1 else 3]
+        )
         items |= {
-            f"{where}{g} x {n} updates per device": functools.partial(_exchange, mesh, g, n, rows, width, path)
+            f"{where}{g} x {n} updates per device": functools.partial(
+                _exchange, mesh, g, n, rows, width, path
+            )
             for g, n in forms
         }
     section.measure(items)
 
 
-def _exchange(mesh: Mesh, groups: int, pieces: int, rows: int, width: int, path: Route | None) -> Mapping[str, Any]:
+def _exchange(
+    mesh: Mesh, groups: int, pieces: int, rows: int, width: int, path: Route | None
+) -> Mapping[str, Any]:
     """Sends rows and takes the derivative, which brings them back: the same bits, with the sums that were sent."""
     n = mesh.shape["expert"]
-    sent = np.random.default_rng(0).multinomial(rows, np.ones(n * groups) / (n * groups), n).astype(np.int32)
+    sent = (
+        np.random.default_rng(0)
+        .multinomial(rows, np.ones(n * groups) / (n * groups), n)
+        .astype(np.int32)
+    )
     sent[:, ::4] = 0  # empty updates
     # Between nodes an exchange is cut into no further pieces.
-    room, level = int(sent.reshape(n, n, groups).sum((0, 2)).max()), Level(("expert",), n, None, crosses_dcn=True)
+    room, level = (
+        int(sent.reshape(n, n, groups).sum((0, 2)).max()),
+        Level(("expert",), n, None, crosses_dcn=True),
+    )
 
     def body(x: jax.Array, sent: jax.Array) -> tuple[jax.Array, jax.Array]:
         counts = sent.reshape(n, groups)
@@ -67,22 +80,37 @@ def _exchange(mesh: Mesh, groups: int, pieces: int, rows: int, width: int, path:
         return there, send_back(there)[0]
 
     spec = P("expert")
-    step: Any = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False))
+    step: Any = jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
+    )
     # Small integers, whose sums are exact in any order; zeros are not sent.
     values = np.arange(n * rows, dtype=np.int64) * 2654435761 % 251
     values *= (np.arange(rows) < sent.sum(1)[:, None]).reshape(-1)
     x = jnp.asarray(np.broadcast_to(values[:, None], (n * rows, width)), jnp.bfloat16)
     arguments = [jax.device_put(a, NamedSharding(mesh, spec)) for a in (x, sent.reshape(-1))]
     there, back = step(*arguments)
-    arrived, returned = (int(np.asarray(a[:, 0].astype(jnp.float32), np.int64).sum()) for a in (there, back))
-    wrong = [f"rows sum to {arrived} where they arrived, {values.sum()} were sent"] if arrived != values.sum() else []
+    arrived, returned = (
+        int(np.asarray(a[:, 0].astype(jnp.float32), np.int64).sum()) for a in (there, back)
+    )
+    wrong = (
+        [f"rows sum to {arrived} where they arrived, {values.sum()} were sent"]
+        if arrived != values.sum()
+        else []
+    )
     if not jnp.array_equal(back, arguments[0]):
-        wrong.append(f"the derivative brought back other rows: they sum to {returned}, {values.sum()} were sent")
-    seconds, num_bytes = median_seconds(step, *arguments)[0] / 2, 2.0 * int(sent.sum(1).max()) * width
+        wrong.append(
+            f"the derivative brought back other rows: they sum to {returned}, {values.sum()} were sent"
+        )
+    seconds, num_bytes = (
+        median_seconds(step, *arguments)[0] / 2,
+        2.0 * int(sent.sum(1).max()) * width,
+    )
     return {
         "updates": groups * pieces,
         "seconds": seconds,
         "expected_seconds": path and path.seconds("ragged-all-to-all", num_bytes),
         "bytes_per_second": num_bytes / seconds,
-        "problems": [f"exchange of experts, {groups} x {pieces} updates per device: {text}" for text in wrong],
+        "problems": [
+            f"exchange of experts, {groups} x {pieces} updates per device: {text}" for text in wrong
+        ],
     }

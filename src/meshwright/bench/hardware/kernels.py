@@ -20,7 +20,13 @@ from meshwright.hardware.chips import find_chip
 from meshwright.hardware.machine import Machine
 from meshwright.hardware.mesh import build_mesh
 from meshwright.models.kernels.attention import Kernels
-from meshwright.models.kernels.choose import AUTO, GroupedMatmul, GroupedProducts, choose_grouped_matmul, choose_kernels
+from meshwright.models.kernels.choose import (
+    AUTO,
+    GroupedMatmul,
+    GroupedProducts,
+    choose_grouped_matmul,
+    choose_kernels,
+)
 from meshwright.models.model import AttentionSpec
 from meshwright.plugins import PARTS, resolve
 from meshwright.sharding.sequence import SequenceSplit
@@ -49,7 +55,14 @@ class Case:
     def flops(self) -> float:
         """FLOPs of the forward pass over visible positions."""
         spec = AttentionSpec(self.heads, self.kv_heads, self.head_size, self.window)
-        return 4.0 * self.batch * self.seq * spec.causal_positions(self.seq) * self.heads * self.head_size
+        return (
+            4.0
+            * self.batch
+            * self.seq
+            * spec.causal_positions(self.seq)
+            * self.heads
+            * self.head_size
+        )
 
     @property
     def score_bytes(self) -> int:
@@ -60,7 +73,9 @@ class Case:
 def correctness_cases(platform: str) -> list[Case]:
     """Returns the shapes whose values and gradients are compared with float64."""
     seq = 128 if platform == "cpu" else 1024
-    long = [] if platform == "cpu" else [Case("T 8192", 8192, 2, 1)]  # several blocks of queries in any kernel
+    long = (
+        [] if platform == "cpu" else [Case("T 8192", 8192, 2, 1)]
+    )  # several blocks of queries in any kernel
     return [
         Case("causal", seq),
         Case("head 64", seq, head_size=64),
@@ -102,24 +117,32 @@ def measure_kernels(section: Section) -> None:
     shapes = {"Mixtral 8x7B": (8, 8192, 4096, 14336), "Qwen3-30B-A3B": (128, 16384, 2048, 768)}
     if platform == "cpu":
         shapes = {"8 experts": (8, 256, 64, 128)}
-    items |= {f"grouped matmul: time, {name}": functools.partial(_time_grouped, *s) for name, s in shapes.items()}
+    items |= {
+        f"grouped matmul: time, {name}": functools.partial(_time_grouped, *s)
+        for name, s in shapes.items()
+    }
     float8 = _grouped_matmul("bfloat16").float8
     chip = find_chip(jax.devices()[0].device_kind)
     # Triton ends the process on a chip without float8, such as an A100.
     if float8 is not None and platform in float8.platforms and (chip is None or chip.flops_fp8):
         measure = functools.partial(_time_float8, float8)
         items |= {
-            f"grouped matmul: time in float8, {name}": functools.partial(measure, *s) for name, s in shapes.items()
+            f"grouped matmul: time in float8, {name}": functools.partial(measure, *s)
+            for name, s in shapes.items()
         }
     section.facts["limits"] = {dtype: list(limit) for dtype, limit in LIMITS.items()}
     section.measure(items)
-    supported = {row["kernel"] for row in section.rows if "kernel" in row and "unsupported" not in row}
+    supported = {
+        row["kernel"] for row in section.rows if "kernel" in row and "unsupported" not in row
+    }
     rates = calibrated_rates(section.rows, own)
     if rates:
         keep_calibration(section, kernels=rates)
     missing = [name for name in own if name not in supported]
     if missing:
-        section.notes.append(f"the platform's own kernel {', '.join(missing)} supports none of these shapes")
+        section.notes.append(
+            f"the platform's own kernel {', '.join(missing)} supports none of these shapes"
+        )
 
 
 def calibrated_rates(rows: Sequence[Mapping[str, Any]], own: Sequence[str]) -> dict[str, float]:
@@ -128,7 +151,9 @@ def calibrated_rates(rows: Sequence[Mapping[str, Any]], own: Sequence[str]) -> d
     own: names of the platform's own kernels. The planner counts the products of each kernel's own backward pass.
     """
     attention = [
-        (1 + resolve("attention kernel", row["kernel"])(512).backward) / (1 + _BACKWARD) * row["flops_per_second"]
+        (1 + resolve("attention kernel", row["kernel"])(512).backward)
+        / (1 + _BACKWARD)
+        * row["flops_per_second"]
         for row in rows
         if row.get("kernel") in own and "flops_per_second" in row
     ]
@@ -156,7 +181,9 @@ def _choose(name: str, case: Case, dtype: str) -> Kernels | str:
 def _inputs(case: Case, dtype: str) -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(0)
     B, T, N, K, H = case.batch, case.seq, case.heads, case.kv_heads, case.head_size
-    q, k, v, g = (jnp.asarray(rng.standard_normal((B, T, n, H), np.float32), dtype) for n in (N, K, K, N))
+    q, k, v, g = (
+        jnp.asarray(rng.standard_normal((B, T, n, H), np.float32), dtype) for n in (N, K, K, N)
+    )
     # Documents of unequal length, which end between the blocks of a kernel.
     ends = np.cumsum(np.linspace(0.6, 1.4, case.documents))[:-1] / case.documents * T
     segments = np.searchsorted(ends, np.arange(T), side="right").astype(np.int32)
@@ -180,7 +207,9 @@ def _attention(kernels: Kernels, case: Case, segments: jax.Array) -> Any:
 
 
 def _forward_and_backward(kernels: Kernels, case: Case) -> Any:
-    return _on_one_device(lambda q, k, v, s, g: _with_gradients(_attention(kernels, case, s), (q, k, v), g))
+    return _on_one_device(
+        lambda q, k, v, s, g: _with_gradients(_attention(kernels, case, s), (q, k, v), g)
+    )
 
 
 class Attention(NamedTuple):
@@ -228,7 +257,10 @@ def attention_with_gradients(
 
 @functools.lru_cache(maxsize=16)
 def _truth(case: Case, dtype: str) -> Attention:
-    q, k, v, s, g = (np.asarray(x.astype(jnp.float32) if x.dtype != jnp.int32 else x) for x in _inputs(case, dtype))
+    q, k, v, s, g = (
+        np.asarray(x.astype(jnp.float32) if x.dtype != jnp.int32 else x)
+        for x in _inputs(case, dtype)
+    )
     return attention_with_gradients(q, k, v, s, g, case.window)
 
 
@@ -271,17 +303,31 @@ def _rates(forward: float, both: float, flops: float, backward: float) -> dict[s
 
     flops: of the forward pass.  backward: FLOPs of the backward pass over those of the forward pass.
     """
-    rates = {"forward_flops_per_second": flops / forward, "flops_per_second": (1 + backward) * flops / both}
+    rates = {
+        "forward_flops_per_second": flops / forward,
+        "flops_per_second": (1 + backward) * flops / both,
+    }
     chip, fractions = find_chip(jax.devices()[0].device_kind), dict[str, float]()
     if chip is not None:
-        fractions = {k.replace("flops_per_second", "fraction"): rate / chip.flops_bf16 for k, rate in rates.items()}
+        fractions = {
+            k.replace("flops_per_second", "fraction"): rate / chip.flops_bf16
+            for k, rate in rates.items()
+        }
     return {"forward_seconds": forward, "seconds": both, **rates, **fractions}
 
 
 def _time(name: str, case: Case) -> Mapping[str, Any]:
-    label, kernels = {"kernel": name, "case": case.name, "dtype": "bfloat16"}, _choose(name, case, "bfloat16")
+    label, kernels = (
+        {"kernel": name, "case": case.name, "dtype": "bfloat16"},
+        _choose(name, case, "bfloat16"),
+    )
     limit = memory_stats(jax.devices()[0]).get("bytes_limit")
-    if isinstance(kernels, Kernels) and name == "reference" and limit and 6 * case.score_bytes > limit:
+    if (
+        isinstance(kernels, Kernels)
+        and name == "reference"
+        and limit
+        and 6 * case.score_bytes > limit
+    ):
         kernels = f"its scores take {case.score_bytes / 2**30:.0f} GiB, several times over in the backward pass"
     if isinstance(kernels, str):
         return {**label, "unsupported": kernels}
@@ -297,7 +343,10 @@ def _grouped_inputs(experts: int, rows: int, k: int, n: int, dtype: str) -> tupl
     rng = np.random.default_rng(0)
     cuts = np.sort(rng.integers(0, rows + 1, experts - 2))
     sizes = np.diff(np.concatenate([[0, 0], cuts, [rows]])).astype(np.int32)
-    x, w, g = ((rng.standard_normal(shape, np.float32)) for shape in ((rows, k), (experts, k, n), (rows, n)))
+    x, w, g = (
+        (rng.standard_normal(shape, np.float32))
+        for shape in ((rows, k), (experts, k, n), (rows, n))
+    )
     return (*(jnp.asarray(a, dtype) for a in (x, w)), jnp.asarray(sizes), jnp.asarray(g, dtype))
 
 
@@ -305,12 +354,18 @@ def _grouped_matmul(dtype: str) -> GroupedMatmul:
     return choose_grouped_matmul("auto", jax.devices()[0].platform, dtype)
 
 
-def _products(x: jax.Array, weights: tuple[jax.Array, ...], sizes: jax.Array) -> tuple[jax.Array, ...]:
+def _products(
+    x: jax.Array, weights: tuple[jax.Array, ...], sizes: jax.Array
+) -> tuple[jax.Array, ...]:
     return _grouped_matmul(x.dtype.name).multiply(x, weights, sizes)
 
 
-def _with_all_gradients(x: Any, weights: Any, sizes: Any, g: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    results, dx, dw = _with_gradients(lambda x, weights: _products(x, weights, sizes), (x, weights), g)
+def _with_all_gradients(
+    x: Any, weights: Any, sizes: Any, g: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    results, dx, dw = _with_gradients(
+        lambda x, weights: _products(x, weights, sizes), (x, weights), g
+    )
     return (*results, dx, *dw)
 
 
@@ -318,14 +373,21 @@ def _compare_grouped(dtype: str) -> Mapping[str, Any]:
     """Compares two products of the same rows, as gate and up are: the kernel may add the gradients of their rows."""
     x, w, sizes, g = _grouped_inputs(8, 512, 128, 256, dtype)
     weights, gradients = (w, w[::-1]), (g, g[::-1])
-    rows, *pairs = (np.asarray(a.astype(jnp.float32), np.float64) for a in (x, *weights, *gradients))
-    expert, of = np.repeat(np.arange(8), np.asarray(sizes)), list(zip(pairs[:2], pairs[2:], strict=True))
+    rows, *pairs = (
+        np.asarray(a.astype(jnp.float32), np.float64) for a in (x, *weights, *gradients)
+    )
+    expert, of = (
+        np.repeat(np.arange(8), np.asarray(sizes)),
+        list(zip(pairs[:2], pairs[2:], strict=True)),
+    )
     expected = [np.einsum("rk,rkn->rn", rows, w[expert]) for w, _ in of]
     expected.append(sum(np.einsum("rn,rkn->rk", g, w[expert]) for w, g in of))
     expected += [np.stack([rows[expert == e].T @ g[expert == e] for e in range(8)]) for _, g in of]
     results = jax.jit(_with_all_gradients)(x, weights, sizes, gradients)
     labelled = dict(zip(("gate", "up", "dx", "gate's dw", "up's dw"), results, strict=True))
-    return _compared("grouped matmul", "gate and up, 8 groups, one empty", dtype, labelled, expected)
+    return _compared(
+        "grouped matmul", "gate and up, 8 groups, one empty", dtype, labelled, expected
+    )
 
 
 def _time_grouped(experts: int, rows: int, k: int, n: int) -> Mapping[str, Any]:
@@ -343,14 +405,20 @@ def _time_grouped(experts: int, rows: int, k: int, n: int) -> Mapping[str, Any]:
     }
 
 
-def _time_float8(products: GroupedProducts, experts: int, rows: int, k: int, n: int) -> Mapping[str, Any]:
+def _time_float8(
+    products: GroupedProducts, experts: int, rows: int, k: int, n: int
+) -> Mapping[str, Any]:
     """Returns the times of the products of operands in float8, and the forward one's rate relative to bfloat16."""
     x, w, sizes, g = _grouped_inputs(experts, rows, k, n, "bfloat16")
     x8, w8, g8 = (a.astype(jnp.float8_e4m3fn) for a in (x, w.swapaxes(1, 2), g))
     of_rows, of_columns = jnp.ones((rows, 1)), jnp.ones((1, n))
-    multiply = jax.jit(lambda x, w, rows_E: products.rows(x, w, rows_E, jnp.bfloat16, of_rows, None))
+    multiply = jax.jit(
+        lambda x, w, rows_E: products.rows(x, w, rows_E, jnp.bfloat16, of_rows, None)
+    )
     gradient = jax.jit(lambda x, g, rows_E: products.groups(x, g, rows_E, jnp.bfloat16, of_columns))
-    forward, of_weights = (median_seconds(f, x8, a, sizes)[0] for f, a in ((multiply, w8), (gradient, g8)))
+    forward, of_weights = (
+        median_seconds(f, x8, a, sizes)[0] for f, a in ((multiply, w8), (gradient, g8))
+    )
     wide, _ = median_seconds(jax.jit(_products), x, (w,), sizes)
     flops = 2.0 * rows * k * n
     return {

@@ -32,7 +32,15 @@ from meshwright.hardware.mesh import build_mesh
 from meshwright.storage.paths import default_cache_folder
 
 _PACKAGES = (
-    *("meshwright", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12"),
+    *(
+        "meshwright",
+        "jax",
+        "jaxlib",
+        "libtpu",
+        "jax-cuda12-plugin",
+        "jax-cuda13-plugin",
+        "nvidia-cudnn-cu12",
+    ),
     *("nvidia-cudnn-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "numpy", "optax", "tensorstore"),
 )
 _PREFIXES = ("XLA_", "JAX_", "LIBTPU_", "TPU_", "NCCL_", "CUDA_VISIBLE", "MESHWRIGHT_")
@@ -79,7 +87,9 @@ def measure_machine(section: Section) -> None:
         "links": _command("nvidia-smi", "topo", "-m"),
     }
     if devices[0].platform == "cpu":
-        section.notes.append("simulated devices: threads of this CPU. Rates and times are not those of an accelerator")
+        section.notes.append(
+            "simulated devices: threads of this CPU. Rates and times are not those of an accelerator"
+        )
     elif chip is None:
         section.notes.append(
             f"{devices[0].device_kind} is not in hardware/chips.py: no MFU, and predictions come from measured rates"
@@ -90,7 +100,11 @@ def measure_machine(section: Section) -> None:
             f"JAX may use {limit / 2**30:.1f} of the {chip.hbm_bytes / 2**30:.1f} GiB of a device; on GPUs "
             "XLA_CLIENT_MEM_FRACTION=0.92 raises it, and the runs below are sized for what it may use"
         )
-    if chip is not None and isinstance(chip.interconnect, Nodes) and len(devices) > chip.interconnect.devices_per_node:
+    if (
+        chip is not None
+        and isinstance(chip.interconnect, Nodes)
+        and len(devices) > chip.interconnect.devices_per_node
+    ):
         section.notes.append("more devices than a node has: some links are the network")
     if chip is not None and isinstance(chip.interconnect, Torus) and jax.process_count() > 1:
         section.notes.append("several hosts: this benchmark measures from one process of each")
@@ -136,15 +150,21 @@ def measure_matmuls(section: Section) -> None:
         for m, k, n in (_SMALL_MATMULS if cpu else _MATMULS)
         for dtype in ("bfloat16", "float32")
     }
-    items["memory"] = lambda: {"bytes_per_second": measure_memory_bandwidth(2**26 if cpu else 2**30)}
+    items["memory"] = lambda: {
+        "bytes_per_second": measure_memory_bandwidth(2**26 if cpu else 2**30)
+    }
     section.measure(items)
-    bandwidth = next((row["bytes_per_second"] for row in section.rows if "bytes_per_second" in row), None)
+    bandwidth = next(
+        (row["bytes_per_second"] for row in section.rows if "bytes_per_second" in row), None
+    )
     keep_calibration(section, matmuls=_timings(section, MatmulTiming), memory_bandwidth=bandwidth)
 
 
 def _timings[T](section: Section, kind: type[T]) -> list[T]:
     names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    return [kind(**{name: row[name] for name in names}) for row in section.rows if names <= set(row)]
+    return [
+        kind(**{name: row[name] for name in names}) for row in section.rows if names <= set(row)
+    ]
 
 
 def _matmul(m: int, k: int, n: int, dtype: str) -> Mapping[str, Any]:
@@ -164,7 +184,10 @@ def measure_collectives(section: Section) -> None:
     sizes = _SMALL_SIZES if jax.default_backend() == "cpu" else _SIZES
     # One axis, and the mesh nearest to a square: its inner axis has neighbouring devices.
     inner = max(d for d in range(1, devices + 1) if devices % d == 0 and d * d <= devices)
-    shapes = [MeshShape(fsdp=devices), *([MeshShape(fsdp=devices // inner, tensor=inner)] if inner > 1 else [])]
+    shapes = [
+        MeshShape(fsdp=devices),
+        *([MeshShape(fsdp=devices // inner, tensor=inner)] if inner > 1 else []),
+    ]
     items: dict[str, Measurement] = {
         f"{kind} over {axis} of {shape}, {size} bytes": functools.partial(
             _collective, build_mesh(shape), axis, kind, size

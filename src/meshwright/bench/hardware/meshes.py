@@ -25,14 +25,27 @@ from meshwright.trainer.silent import shard_sums
 
 _STEPS = 3
 """Steps that are compared on each mesh."""
-_WORDS = ("mesh", "shard", "gather", "reduce", "scatter", "tensor", "stage", "expert", "token", "step")
+_WORDS = (
+    "mesh",
+    "shard",
+    "gather",
+    "reduce",
+    "scatter",
+    "tensor",
+    "stage",
+    "expert",
+    "token",
+    "step",
+)
 _TEXT_LINES = 4000
 
 
 def measure_meshes(section: Section) -> None:
     """Compares initial values, gradients and losses of meshes of all devices with those of one device, in float32."""
     devices, text = jax.device_count(), _write_text(section.folder)
-    items: dict[str, Measurement] = {"the same bits twice": functools.partial(_repeat, MeshShape(fsdp=devices), text)}
+    items: dict[str, Measurement] = {
+        "the same bits twice": functools.partial(_repeat, MeshShape(fsdp=devices), text)
+    }
     for name, mesh in meshes_of(devices) if devices > 1 else ():
         items[f"{name} on {mesh}"] = functools.partial(_compare, name, mesh, text)
     section.measure(items)
@@ -57,9 +70,15 @@ def meshes_of(devices: int) -> list[tuple[str, MeshShape]]:
 
 def _tiny(name: str, mesh: MeshShape, text: Path, **training: Any) -> Run:
     heads = max(4, mesh.size)
-    sizes: dict[str, Any] = dict(width=16 * heads, layers=2, heads=heads, kv_heads=heads, mlp=32 * heads)
+    sizes: dict[str, Any] = dict(
+        width=16 * heads, layers=2, heads=heads, kv_heads=heads, mlp=32 * heads
+    )
     experts: dict[str, Any] = dict(experts=8, experts_per_token=2, expert_mlp=16 * heads)
-    model = Mixtral(**sizes, **experts, vocab_multiple=16) if name == "mixtral" else Llama(**sizes, vocab_multiple=16)
+    model = (
+        Mixtral(**sizes, **experts, vocab_multiple=16)
+        if name == "mixtral"
+        else Llama(**sizes, vocab_multiple=16)
+    )
     return Run(
         model=model,
         mesh=mesh,
@@ -102,7 +121,9 @@ def _compare(name: str, mesh: MeshShape, text: Path) -> Mapping[str, Any]:
     except ConfigError as error:
         return {**label, "unsupported": f"{error.asked}: {error.truth}"}
     worst = max(result.steps, key=lambda s: s.gradient_difference)
-    wrong = [] if result.first_divergence is None else [f"{name} on {mesh}: {result.first_divergence}"]
+    wrong = (
+        [] if result.first_divergence is None else [f"{name} on {mesh}: {result.first_divergence}"]
+    )
     return {
         **label,
         "initial_values_equal": not result.unequal_initial,
@@ -119,7 +140,9 @@ def _write_text(folder: Path) -> Path:
     """Writes some text to train on and returns its file; the same text every time."""
     file = folder / "text.jsonl"
     lines = (
-        json.dumps({"text": " ".join(_WORDS[(i * k) % len(_WORDS)] for k in (1, 3, 7, i % 5)) + f" {i}.\n"})
+        json.dumps(
+            {"text": " ".join(_WORDS[(i * k) % len(_WORDS)] for k in (1, 3, 7, i % 5)) + f" {i}.\n"}
+        )
         for i in range(_TEXT_LINES)
     )
     if not file.is_file():

@@ -56,7 +56,9 @@ def check_sections(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(["machine", *(n for n in SECTIONS if n in chosen), *chosen]))
 
 
-def run_sections(request: Request, names: Sequence[str], minutes: float, finished: Finished) -> dict[str, Any]:
+def run_sections(
+    request: Request, names: Sequence[str], minutes: float, finished: Finished
+) -> dict[str, Any]:
     """Runs the sections, and returns the result of each by name.
 
     minutes: for all of them together.  finished: called after each.
@@ -83,18 +85,28 @@ def _run_child(folder: Path, name: str, seconds: float) -> None:
     limit, message, state = seconds * _GRACE_FACTOR + _GRACE_SECONDS, "", FAILED
     with log.open("w", encoding="utf-8") as output:
         try:
-            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+            streams: dict[str, Any] = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": output,
+                "stderr": output,
+            }
             done = subprocess.run(command, **streams, timeout=limit, check=False, env=environment)
             code = done.returncode
         except subprocess.TimeoutExpired:
-            code, state, message = -signal.SIGKILL, OUT_OF_TIME, f"stopped after {limit:.0f} s; its log is {log}"
+            code, state, message = (
+                -signal.SIGKILL,
+                OUT_OF_TIME,
+                f"stopped after {limit:.0f} s; its log is {log}",
+            )
     result = read_section(folder, name)
     if result is not None and result["state"] != RUNNING and code == 0:
         return
     if not message:
         ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        last = next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it printed nothing")
+        last = next(
+            (line.strip()[:300] for line in reversed(lines) if line.strip()), "it printed nothing"
+        )
         message = f"its process ended with {ended}: {last}; its log is {log}"
     unmeasured: dict[str, Any] = {"section": name, "seconds": seconds, "seconds_used": 0.0}
     result = result or {**unmeasured, "problems": [], "notes": [], "facts": {}, "rows": []}

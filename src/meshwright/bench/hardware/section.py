@@ -70,7 +70,9 @@ class Section:
         for number, name in enumerate(items):
             if number and self.seconds <= time.monotonic() - self._began:
                 self._state = OUT_OF_TIME
-                self._message = f"{len(items) - number} not measured: {', '.join([*items][number:])}"
+                self._message = (
+                    f"{len(items) - number} not measured: {', '.join([*items][number:])}"
+                )
                 break
             began = time.perf_counter()
             try:
@@ -123,7 +125,9 @@ def file_name(name: str) -> str:
 def read_section(folder: Path, name: str) -> dict[str, Any] | None:
     """Reads the file of a section; None where there is none, or it cannot be read."""
     try:
-        contents: dict[str, Any] = json.loads(section_file(folder, name).read_text(encoding="utf-8"))
+        contents: dict[str, Any] = json.loads(
+            section_file(folder, name).read_text(encoding="utf-8")
+        )
     except (OSError, ValueError):
         return None
     return contents

@@ -50,8 +50,13 @@ _TOKENS = 16384
 _FEWER_LAYERS = 0.75
 _LEAST_STEPS = 25
 """Steps that a measurement takes at least."""
-_SIZES: dict[str, Any] = dict(vocab=512, width=64, layers=2, heads=8, kv_heads=8, mlp=128, vocab_multiple=16)
-_TINY: dict[str, Model] = {"dense": Llama(**_SIZES), "experts": Mixtral(**_SIZES, experts=8, expert_mlp=64)}
+_SIZES: dict[str, Any] = dict(
+    vocab=512, width=64, layers=2, heads=8, kv_heads=8, mlp=128, vocab_multiple=16
+)
+_TINY: dict[str, Model] = {
+    "dense": Llama(**_SIZES),
+    "experts": Mixtral(**_SIZES, experts=8, expert_mlp=64),
+}
 """Runs on simulated devices."""
 _TINY_SEQ = 64
 
@@ -96,8 +101,15 @@ def sized_run(name: str, folder: Path, seconds: float, layers: int | None = None
     """
     target, devices = target_here(folder), jax.device_count()
     if jax.default_backend() == "cpu":
-        training = Training(steps=1000, batch=2 * devices, seq=_TINY_SEQ, compute_dtype="float32", remat="none")
-        run = Run(model=_TINY[name], mesh=default_mesh_shape(devices), training=training, name=f"tiny {name}")
+        training = Training(
+            steps=1000, batch=2 * devices, seq=_TINY_SEQ, compute_dtype="float32", remat="none"
+        )
+        run = Run(
+            model=_TINY[name],
+            mesh=default_mesh_shape(devices),
+            training=training,
+            name=f"tiny {name}",
+        )
         return SizedRun(name, run, None if target is None else price_run(run, target), target)
     if target is None:
         raise ConfigError(
@@ -117,7 +129,9 @@ def fit_recipe(name: str, target: Target, seconds: float, layers: int | None = N
     found: list[tuple[int, SizedRun]] = []
     for recipe in recipes:
         run = find_recipe(recipe)
-        training = dataclasses.replace(run.training, batch=target.devices * max(1, _TOKENS // seq), seq=seq, steps=1000)
+        training = dataclasses.replace(
+            run.training, batch=target.devices * max(1, _TOKENS // seq), seq=seq, steps=1000
+        )
         fitted = _fit(name, dataclasses.replace(run, training=training), target, seconds, layers)
         if fitted is None:
             continue
@@ -125,7 +139,9 @@ def fit_recipe(name: str, target: Target, seconds: float, layers: int | None = N
         if fitted[0] >= _FEW_LAYERS:
             return fitted[1]
     if not found:
-        raise ConfigError(f"{' or '.join(recipes)} on {target}", "not even one layer of it fits", "more devices")
+        raise ConfigError(
+            f"{' or '.join(recipes)} on {target}", "not even one layer of it fits", "more devices"
+        )
     return max(found, key=lambda pair: pair[0])[1]
 
 
@@ -133,7 +149,9 @@ def _layers(model: Any) -> int:
     return int(getattr(model, "layers", 1))
 
 
-def _fit(name: str, run: Run, target: Target, seconds: float, most: int | None) -> tuple[int, SizedRun] | None:
+def _fit(
+    name: str, run: Run, target: Target, seconds: float, most: int | None
+) -> tuple[int, SizedRun] | None:
     """Cuts layers until a plan fits memory and time, then takes the fastest, without a pipeline where there is one.
 
     Returns the number of layers and the run; None where not even one layer fits the memory.
@@ -141,12 +159,16 @@ def _fit(name: str, run: Run, target: Target, seconds: float, most: int | None) 
     model: Any = run.model
     layers = min(_layers(model), most or _layers(model))
     while layers >= 1:
-        plans = search(dataclasses.replace(run, model=dataclasses.replace(model, layers=layers)), target).plans
+        plans = search(
+            dataclasses.replace(run, model=dataclasses.replace(model, layers=layers)), target
+        ).plans
         plan = next((p for p in plans if p.mesh.stage == 1), plans[0]) if plans else None
         if plan is not None and (plan.estimate.seconds * _LEAST_STEPS <= seconds or layers == 1):
             cut = f"{layers} of {_layers(model)} layers, which fit memory and time"
             note = "" if layers == _layers(model) else cut
-            return layers, SizedRun(name, dataclasses.replace(plan.run, name=run.name), plan, target, note)
+            return layers, SizedRun(
+                name, dataclasses.replace(plan.run, name=run.name), plan, target, note
+            )
         layers = int(layers * _FEWER_LAYERS)
     return None
 
@@ -167,7 +189,9 @@ class _StartedRun:
         self.device_run = _place(sized)
         self.runner = StepRunner(self.device_run, steps=steps)
         self._lap("place_seconds")
-        lowered = build_train_step(self.device_run).lower(self.device_run.abstract, self.runner.batch)
+        lowered = build_train_step(self.device_run).lower(
+            self.device_run.abstract, self.runner.batch
+        )
         options: dict[str, Any] = self.device_run.compiler_options()
         if sized.target is not None:
             options |= profile_for(sized.target)(self.device_run, lowered)
@@ -194,7 +218,9 @@ class _StartedRun:
             return {"simulated_seconds": None}
         try:
             schedule = simulate_run(self.module, self.device_run, self.sized.target)
-        except Exception as error:  # a program that the reader does not know must not lose the measured figures
+        except (
+            Exception
+        ) as error:  # a program that the reader does not know must not lose the measured figures
             return {"simulated_seconds": None, "simulated_note": describe(error)}
         return {
             "simulated_seconds": schedule.step_seconds,
@@ -215,7 +241,10 @@ def _describe_run(sized: SizedRun, device_run: DeviceRun) -> dict[str, Any]:
         "run": sized.run.name,
         "note": sized.note,
         "mesh": str(device_run.shape),
-        **{name: getattr(training, name) for name in ("batch", "seq", "microbatches", "remat", "compute_dtype")},
+        **{
+            name: getattr(training, name)
+            for name in ("batch", "seq", "microbatches", "remat", "compute_dtype")
+        },
         "attention_kernel": device_run.settled.kernels.name,
         "parameters": count_params(device_run.placed.params),
         "compiler_options": device_run.compiler_options(),
@@ -226,13 +255,20 @@ def measure_steps(section: Section) -> None:
     """Compiles and runs train steps: a small and a large dense model, experts, a long sequence."""
     names = run_names()
     items: dict[str, Measurement] = {
-        name: functools.partial(_measure_or_cut, section, name, section.seconds / len(names)) for name in names
+        name: functools.partial(_measure_or_cut, section, name, section.seconds / len(names))
+        for name in names
     }
     section.measure(items)
     for row in section.rows:
-        slow = max(row.get("dispatch_seconds", 0.0), row.get("overhead_seconds", 0.0), row.get("host_seconds", 0.0))
+        slow = max(
+            row.get("dispatch_seconds", 0.0),
+            row.get("overhead_seconds", 0.0),
+            row.get("host_seconds", 0.0),
+        )
         if slow > HOST_LIMIT and jax.default_backend() != "cpu":
-            section.notes.append(f"{row['item']}: the host takes {slow * 1e3:.1f} ms of a step; the aim is under 1 ms")
+            section.notes.append(
+                f"{row['item']}: the host takes {slow * 1e3:.1f} ms of a step; the aim is under 1 ms"
+            )
 
 
 def _measure_or_cut(section: Section, name: str, seconds: float) -> Mapping[str, Any]:
@@ -246,7 +282,9 @@ def _measure_or_cut(section: Section, name: str, seconds: float) -> Mapping[str,
         return _measure_run(sized, seconds)
     except Exception as error:
         layers = _layers(sized.run.model) // 2
-        if not layers or not any(sign in str(error) for sign in ("RESOURCE_EXHAUSTED", "exceeds available HBM")):
+        if not layers or not any(
+            sign in str(error) for sign in ("RESOURCE_EXHAUSTED", "exceeds available HBM")
+        ):
             raise
         section.notes.append(f"{name}: the planned run does not fit: {describe(error)[:200]}")
     return _measure_run(sized_run(name, section.folder, allowed, layers), seconds)
@@ -257,10 +295,15 @@ def _measure_run(sized: SizedRun, seconds: float) -> Mapping[str, Any]:
     device_run, training = started.device_run, sized.run.training
     probe = max(started.runner.bare(2), 1e-5)
     steps = int(seconds * _MEASURED_FRACTION / probe / (3 * _ROUNDS))
-    cost = measure_loop(started.runner, steps=min(_MAX_STEPS, max(1, steps)), rounds=_ROUNDS, reporters=[])
+    cost = measure_loop(
+        started.runner, steps=min(_MAX_STEPS, max(1, steps)), rounds=_ROUNDS, reporters=[]
+    )
     tokens = training.batch * training.seq / cost.loop_seconds
     device = device_run.mesh.devices.flat[0]
-    chip, per_token = find_chip(device.device_kind), training_flops_per_token(device_run.run.model, training.seq)
+    chip, per_token = (
+        find_chip(device.device_kind),
+        training_flops_per_token(device_run.run.model, training.seq),
+    )
     memory = started.compiled.memory_analysis()
     live = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return {
@@ -268,7 +311,9 @@ def _measure_run(sized: SizedRun, seconds: float) -> Mapping[str, Any]:
         **started.laps,
         **dataclasses.asdict(cost),
         "tokens_per_second": tokens,
-        "mfu": None if chip is None else mfu(per_token, tokens, chip.flops_bf16 * device_run.mesh.size),
+        "mfu": None
+        if chip is None
+        else mfu(per_token, tokens, chip.flops_bf16 * device_run.mesh.size),
         "predicted_seconds": None if sized.plan is None else sized.plan.estimate.seconds,
         "predicted_bytes": None if sized.plan is None else sized.plan.estimate.bytes,
         "compiled_bytes": live + memory.temp_size_in_bytes,
@@ -280,7 +325,9 @@ def _measure_run(sized: SizedRun, seconds: float) -> Mapping[str, Any]:
 def measure_checkpoint(section: Section) -> None:
     """Saves and restores the smallest of the sized runs; a restore verifies every tensor."""
     name = run_names()[0]
-    section.measure({name: functools.partial(_save_and_restore, name, section.folder, section.seconds)})
+    section.measure(
+        {name: functools.partial(_save_and_restore, name, section.folder, section.seconds)}
+    )
 
 
 def _save_and_restore(name: str, folder: Path, seconds: float) -> Mapping[str, Any]:

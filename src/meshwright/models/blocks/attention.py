@@ -52,17 +52,27 @@ class Attention(Kind):
         keys = (N, "N") if self.kv_heads is None else (self.kv_heads, "K")
         heads = {"query": (N, "N"), "key": keys, "value": keys}
         gate = {"query_gate": (N, "N")} if self.gated else {}
-        params = {name: Param((L, D, n, H), f"LD{x}H", role="qkv") for name, (n, x) in (heads | gate).items()}
-        params["attention_out"] = Param((L, N, H, D), "LNHD", std=self.out_std, role="attention_out", contract=2)
+        params = {
+            name: Param((L, D, n, H), f"LD{x}H", role="qkv")
+            for name, (n, x) in (heads | gate).items()
+        }
+        params["attention_out"] = Param(
+            (L, N, H, D), "LNHD", std=self.out_std, role="attention_out", contract=2
+        )
         if self.qkv_bias:
-            params |= {f"{name}_bias": Param((L, n, H), f"L{x}H", "zeros") for name, (n, x) in heads.items()}
+            params |= {
+                f"{name}_bias": Param((L, n, H), f"L{x}H", "zeros")
+                for name, (n, x) in heads.items()
+            }
         if self.out_bias:
             params["attention_out_bias"] = Param((L, D), "LD", "zeros")
         if self.sinks:
             params["sinks"] = Param((L, N), "LN", "zeros")
         if self.qk_norm is not None:
             for name, (n, x) in (("query_norm", heads["query"]), ("key_norm", heads["key"])):
-                shape, dims = ((L, n, H), f"L{x}H") if self.qk_norm.kind == "rms_heads" else ((L, H), "LH")
+                shape, dims = (
+                    ((L, n, H), f"L{x}H") if self.qk_norm.kind == "rms_heads" else ((L, H), "LH")
+                )
                 params |= self.qk_norm.params(name, shape, dims)
         return params
 
@@ -92,12 +102,23 @@ class Attention(Kind):
             growth_BT11 = (1.0 + scale * jnp.log1p(steps_BT))[..., None, None]
 
         def mix(h_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
-            products = dict(zip(names, ctx.column_parallel(linears, h_BTD, [w[name] for name in names]), strict=True))
+            products = dict(
+                zip(
+                    names,
+                    ctx.column_parallel(linears, h_BTD, [w[name] for name in names]),
+                    strict=True,
+                )
+            )
             if self.qkv_bias:
-                products |= {name: products[name] + w[f"{name}_bias"] for name in ("query", "key", "value")}
+                products |= {
+                    name: products[name] + w[f"{name}_bias"] for name in ("query", "key", "value")
+                }
             q_BTNH, k_BTKH, v_BTKH = (products[name] for name in ("query", "key", "value"))
             if self.qk_norm is not None:
-                q_BTNH, k_BTKH = self.qk_norm(q_BTNH, w["query_norm"]), self.qk_norm(k_BTKH, w["key_norm"])
+                q_BTNH, k_BTKH = (
+                    self.qk_norm(q_BTNH, w["query_norm"]),
+                    self.qk_norm(k_BTKH, w["key_norm"]),
+                )
             if self.query_factor is not None:
                 q_BTNH = self.query_factor * q_BTNH
             if cos_sin is not None:
@@ -105,11 +126,15 @@ class Attention(Kind):
             if growth_BT11 is not None:
                 q_BTNH = (q_BTNH * growth_BT11).astype(q_BTNH.dtype)
             q_BTNH, k_BTKH, v_BTKH = (checkpoint_name(x, QKV) for x in (q_BTNH, k_BTKH, v_BTKH))
-            factor = jax.nn.sigmoid(checkpoint_name(products["query_gate"], QKV)) if self.gated else None
+            factor = (
+                jax.nn.sigmoid(checkpoint_name(products["query_gate"], QKV)) if self.gated else None
+            )
             plain = self.softcap is None and self.chunk is None and not self.sinks
             scores = None if plain else Scores(w.get("sinks"), self.softcap, self.chunk)
             qkv = (q_BTNH, k_BTKH, v_BTKH)
-            y_BTD = ctx.attend_row_parallel(attention_projection, qkv, w["attention_out"], self.window, scores, factor)
+            y_BTD = ctx.attend_row_parallel(
+                attention_projection, qkv, w["attention_out"], self.window, scores, factor
+            )
             return y_BTD + w["attention_out_bias"] if self.out_bias else y_BTD
 
         return mix

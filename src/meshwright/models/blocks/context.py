@@ -37,7 +37,12 @@ def build_attend(sequence: SequenceSplit, segments_BT: jax.Array, kernels: Kerne
     """Builds the attention of a context strategy. segments_BT: documents of the complete sequence, on every device."""
 
     def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None, scores: Scores | None = None
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        window: int | None,
+        scores: Scores | None = None,
     ) -> jax.Array:
         segments, parts, rest = segments_BT, sequence.group, dict[str, Any]()
         if scores is not None:
@@ -47,7 +52,9 @@ def build_attend(sequence: SequenceSplit, segments_BT: jax.Array, kernels: Kerne
             if scores.sinks_N is not None and parts > 1:
                 size = scores.sinks_N.shape[0] // parts
                 first = (jax.lax.axis_index("context") % parts if sequence.shards > 1 else 0) * size
-                scores = dataclasses.replace(scores, sinks_N=lax.dynamic_slice_in_dim(scores.sinks_N, first, size))
+                scores = dataclasses.replace(
+                    scores, sinks_N=lax.dynamic_slice_in_dim(scores.sinks_N, first, size)
+                )
             if scores.sinks_N is not None or scores.softcap is not None:
                 rest["scores"] = scores
         if parts > 1:
@@ -57,7 +64,9 @@ def build_attend(sequence: SequenceSplit, segments_BT: jax.Array, kernels: Kerne
         else:
             from meshwright.models.blocks.ring import attend_over_devices
 
-            out = attend_over_devices(sequence, kernels, (q, k, v), segments, window, rest.get("scores"))
+            out = attend_over_devices(
+                sequence, kernels, (q, k, v), segments, window, rest.get("scores")
+            )
         if parts == 1:
             return out
         # Kernel and ring name their own residuals; the output after the exchange is another array, which the output
@@ -70,7 +79,9 @@ def build_attend(sequence: SequenceSplit, segments_BT: jax.Array, kernels: Kerne
 def chunked_segments(segments_BT: jax.Array, chunk: int) -> jax.Array:
     """Returns documents that end where those of `segments_BT` end and after every `chunk` tokens, numbered in order."""
     place_T = jnp.arange(segments_BT.shape[1])
-    begins_BT = jnp.concatenate([jnp.ones_like(segments_BT[:, :1]), jnp.diff(segments_BT, axis=1)], 1) != 0
+    begins_BT = (
+        jnp.concatenate([jnp.ones_like(segments_BT[:, :1]), jnp.diff(segments_BT, axis=1)], 1) != 0
+    )
     first_BT = lax.cummax(jnp.where(begins_BT, place_T, 0), axis=1)
     return jnp.cumsum((place_T - first_BT) % chunk == 0, axis=1, dtype=segments_BT.dtype)
 
@@ -85,7 +96,9 @@ def with_own_kv_head(attend: Attend) -> Attend:
         devices, heads = lax.axis_size("tensor"), k_BTKH.shape[2]
         if replicates_kv_heads(heads, devices):
             mine = axis_index(("tensor",)) * heads // devices
-            k_BTKH, v_BTKH = (lax.dynamic_slice_in_dim(x, mine, 1, axis=2) for x in (k_BTKH, v_BTKH))
+            k_BTKH, v_BTKH = (
+                lax.dynamic_slice_in_dim(x, mine, 1, axis=2) for x in (k_BTKH, v_BTKH)
+            )
         return attend(q_BTNH, k_BTKH, v_BTKH, **kind)
 
     return own

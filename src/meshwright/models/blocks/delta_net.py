@@ -64,13 +64,17 @@ def delta_net(
     q_BTNH, k_BTNH, v_BTNF = jnp.split(mixed_BTNF, (H, 2 * H), axis=-1)
     with jax.named_scope("delta rule"):
         out, states = gated_delta_rule(
-            x._replace(q=q_BTNH, k=k_BTNH, v=v_BTNF.reshape(B, T, N, G, F)), positions_BT == 0, carried.states
+            x._replace(q=q_BTNH, k=k_BTNH, v=v_BTNF.reshape(B, T, N, G, F)),
+            positions_BT == 0,
+            carried.states,
         )
     last = joined_BTNF[:, T:].transpose(2, 0, 1, 3).astype(jnp.float32)
     return out.astype(x.v.dtype), Carried(last, states)
 
 
-def causal_convolution(x_BTNF: jax.Array, taps_NFW: jax.Array, positions_BT: jax.Array) -> jax.Array:
+def causal_convolution(
+    x_BTNF: jax.Array, taps_NFW: jax.Array, positions_BT: jax.Array
+) -> jax.Array:
     """Convolves each channel with its own W taps, within documents.
 
     x_BTNF: the W - 1 tokens before `positions_BT`, then the tokens of `positions_BT`.
@@ -80,13 +84,18 @@ def causal_convolution(x_BTNF: jax.Array, taps_NFW: jax.Array, positions_BT: jax
     for back in range(taps):
         first = taps - 1 - back
         seen_BT = positions_BT >= back
-        out += jnp.where(seen_BT[..., None, None], x_BTNF[:, first : first + T], 0) * taps_NFW[..., first]
+        out += (
+            jnp.where(seen_BT[..., None, None], x_BTNF[:, first : first + T], 0)
+            * taps_NFW[..., first]
+        )
     return out
 
 
 # What a chunk computes is many times its inputs: the backward pass computes it again from them.
 @functools.partial(jax.checkpoint, prevent_cse=False)
-def gated_delta_rule(x: DeltaInputs, starts_BT: jax.Array, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+def gated_delta_rule(
+    x: DeltaInputs, starts_BT: jax.Array, states: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Returns the output [B, T, N, G, H], float32, and the states after the last token.
 
     x: after the convolution.  starts_BT: whether a token begins a document.  states: as `Carried` has them.
@@ -96,7 +105,9 @@ def gated_delta_rule(x: DeltaInputs, starts_BT: jax.Array, states: jax.Array) ->
 
     def chunked(value: jax.Array) -> jax.Array:
         """Splits [B, T, N, ...] into [chunks, N, B, C, ...]; tokens that fill the last chunk change nothing."""
-        value = jnp.pad(value.astype(jnp.float32), ((0, 0), (0, -T % C), *((0, 0),) * (value.ndim - 2)))
+        value = jnp.pad(
+            value.astype(jnp.float32), ((0, 0), (0, -T % C), *((0, 0),) * (value.ndim - 2))
+        )
         return jnp.moveaxis(value.reshape(B, -1, C, *value.shape[2:]), (1, 3), (0, 1))
 
     def unit(value: jax.Array) -> jax.Array:
@@ -107,14 +118,20 @@ def gated_delta_rule(x: DeltaInputs, starts_BT: jax.Array, states: jax.Array) ->
     v, rate = jnp.moveaxis(chunked(x.v), 4, 3), jnp.moveaxis(chunked(x.rate), 4, 3)
     # The first token of a document decays nothing: what was there is left out below.
     decay = jnp.moveaxis(chunked(jnp.where(starts_BT[..., None, None], 0.0, x.decay)), 4, 3)
-    document = jnp.cumsum(chunked(starts_BT[:, :, None])[:, 0], -1)[:, None, :, None]  # [chunks, 1, B, 1, C]
+    document = jnp.cumsum(chunked(starts_BT[:, :, None])[:, 0], -1)[
+        :, None, :, None
+    ]  # [chunks, 1, B, 1, C]
     total = jnp.cumsum(decay, -1)
     earlier = jnp.tril(jnp.ones((C, C), bool)) & (document[..., :, None] == document[..., None, :])
     between = jnp.exp(jnp.where(earlier, total[..., :, None] - total[..., None, :], -jnp.inf))
     keys, scores = (jnp.einsum("mnbch,mnbsh->mnbcs", a, k)[:, :, :, None] * between for a in (k, q))
     solve = unit_lower_inverse(jnp.tril(keys * rate[..., None], -1))
-    reads = jnp.exp(total) * (document == 0)  # fraction of the state before the chunk left at each token
-    writes = jnp.exp(total[..., -1:] - total) * (document == document[..., -1:])  # and after it of each token
+    reads = jnp.exp(total) * (
+        document == 0
+    )  # fraction of the state before the chunk left at each token
+    writes = jnp.exp(total[..., -1:] - total) * (
+        document == document[..., -1:]
+    )  # and after it of each token
     k, q = k[:, :, :, None], q[:, :, :, None]
     parts = (
         solve @ (v * rate[..., None]),
@@ -196,7 +213,9 @@ class DeltaNet(Kind):
             "key_taps": Param((L, N, H, W), "LNHW"),
             "value_taps": Param((L, N, G, F, W), "LNGHW"),
             "value_norm": Param((L, F), "LH", "ones"),
-            "attention_out": Param((L, N, G, F, D), "LNGHD", std=self.out_std, role="attention_out", contract=3),
+            "attention_out": Param(
+                (L, N, G, F, D), "LNGHD", std=self.out_std, role="attention_out", contract=3
+            ),
         }
 
     def facts(self) -> dict[str, Any]:
@@ -217,9 +236,15 @@ class DeltaNet(Kind):
             flat = values.reshape(values.shape[0], -1, values.shape[-1])
             taps_NFW = jnp.concatenate([w["query_taps"], w["key_taps"], flat], 1)
             delta = functools.partial(delta_net, taps_NFW=taps_NFW)
-            attend = ctx.attend_delta or (lambda delta, x: delta(x, positions_BT=ctx.tokens.positions)[0])
-            out_BTNGH = rms_norm(checkpoint_name(attend(delta, x), ATTN_OUT), w["value_norm"], self.epsilon)
+            attend = ctx.attend_delta or (
+                lambda delta, x: delta(x, positions_BT=ctx.tokens.positions)[0]
+            )
+            out_BTNGH = rms_norm(
+                checkpoint_name(attend(delta, x), ATTN_OUT), w["value_norm"], self.epsilon
+            )
             out_BTNGH *= jax.nn.silu(gate_BTNGH.astype(jnp.float32)).astype(out_BTNGH.dtype)
-            return ctx.row_parallel(functools.partial(linear, contract=3), out_BTNGH, w["attention_out"])
+            return ctx.row_parallel(
+                functools.partial(linear, contract=3), out_BTNGH, w["attention_out"]
+            )
 
         return mix

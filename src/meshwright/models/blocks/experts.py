@@ -108,7 +108,11 @@ class Routes:
 
 
 def route(
-    r: Routing, h_BTD: jax.Array, w_DR: jax.Array, bias_R: jax.Array | None, logit_bias_R: jax.Array | None = None
+    r: Routing,
+    h_BTD: jax.Array,
+    w_DR: jax.Array,
+    bias_R: jax.Array | None,
+    logit_bias_R: jax.Array | None = None,
 ) -> Routes:
     """Scores every expert for every token and picks the top k.
 
@@ -116,7 +120,9 @@ def route(
     balancing: arXiv:2412.19437, equation 16).  logit_bias_R: learned bias of the router's logits (GPT-OSS).
     """
     # By default TPUs multiply float32 in one pass of bfloat16, which changes the choice of experts.
-    logits_BTR = jnp.einsum("btd,dr->btr", h_BTD.astype(jnp.float32), w_DR, precision=lax.Precision.HIGHEST)
+    logits_BTR = jnp.einsum(
+        "btd,dr->btr", h_BTD.astype(jnp.float32), w_DR, precision=lax.Precision.HIGHEST
+    )
     if logit_bias_R is not None:
         logits_BTR += logit_bias_R.astype(jnp.float32)
     lse_BT = jax.nn.logsumexp(logits_BTR, -1)
@@ -144,7 +150,9 @@ def route(
     return Routes(experts_BTX, weights_BTX * r.routed_scaling, probs_BTR, lse_BT)
 
 
-def router_losses(r: Routing, routes: Routes, padding_BT: jax.Array | None = None) -> dict[str, jax.Array]:
+def router_losses(
+    r: Routing, routes: Routes, padding_BT: jax.Array | None = None
+) -> dict[str, jax.Array]:
     """Returns the router's auxiliary losses and load of this device's sequences, summed over `tensor`.
 
     balance: load-balancing loss, E times the sum over experts of (fraction of tokens x mean router probability); 1 for
@@ -154,7 +162,9 @@ def router_losses(r: Routing, routes: Routes, padding_BT: jax.Array | None = Non
     router's gradient is partial over `tensor`.
     """
     text_BT = jnp.ones(routes.lse_BT.shape, bool) if padding_BT is None else ~padding_BT
-    chosen_BTXE = (routes.experts_BTX[..., None] == jnp.arange(r.experts)) & text_BT[..., None, None]
+    chosen_BTXE = (routes.experts_BTX[..., None] == jnp.arange(r.experts)) & text_BT[
+        ..., None, None
+    ]
     counts_BE = chosen_BTXE.sum((1, 2)).astype(jnp.float32)
     sequence_counts_BE, tokens_B = all_reduce(
         (lax.stop_gradient(counts_BE), text_BT.sum(1, dtype=jnp.float32)), (*CONTEXT, *TENSOR)
@@ -167,7 +177,9 @@ def router_losses(r: Routing, routes: Routes, padding_BT: jax.Array | None = Non
     return all_reduce({"balance": balance, "router z": z, "load": counts_BE.sum(0)}, TENSOR)
 
 
-def hidden_layer(clamp: tuple[float, float] | None) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+def hidden_layer(
+    clamp: tuple[float, float] | None,
+) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
     """Returns the hidden layer of SwiGLU times the routing weight of each row: `(gate, up, weights [..., 1])`."""
 
     @recomputed
@@ -246,13 +258,22 @@ class Experts(Kind):
         if self.router_bias != "none":
             # A step of `bias_update_rate` is lost in a bfloat16 bias above 0.5.
             at_rest: Stored | None = "float32" if self.router_bias == "choice" else None
-            params["router_bias"] = Param((L, E), "LR", "zeros", precision="float32", stored=at_rest)
+            params["router_bias"] = Param(
+                (L, E), "LR", "zeros", precision="float32", stored=at_rest
+            )
         if self.bias:
-            params |= {f"expert_{name}_bias": Param((L, E, F), "LEF", "zeros") for name in ("gate", "up")}
+            params |= {
+                f"expert_{name}_bias": Param((L, E, F), "LEF", "zeros") for name in ("gate", "up")
+            }
             params["expert_down_bias"] = Param((L, E, D), "LED", "zeros")
         if self.shared:
-            params |= {f"shared_{name}": Param((L, D, self.shared), "LDF", role="ffn_in") for name in ("gate", "up")}
-            params["shared_down"] = Param((L, self.shared, D), "LFD", std=self.out_std, role="ffn_out")
+            params |= {
+                f"shared_{name}": Param((L, D, self.shared), "LDF", role="ffn_in")
+                for name in ("gate", "up")
+            }
+            params["shared_down"] = Param(
+                (L, self.shared, D), "LFD", std=self.out_std, role="ffn_out"
+            )
         if self.shared_gate:
             params["shared_scale"] = Param((L, D, 1), "LDQ", role="router")
         return params
@@ -272,7 +293,9 @@ class Experts(Kind):
         def feed(h_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, Aux]:
             biases = {self.router_bias: w.get("router_bias")}
             with jax.named_scope("router"):
-                routes = route(self.routing, h_BTD, w["router"], biases.get("choice"), biases.get("logits"))
+                routes = route(
+                    self.routing, h_BTD, w["router"], biases.get("choice"), biases.get("logits")
+                )
                 padding = ctx.tokens.padding
                 own_padding = None if padding is None else local_shard(padding, TENSOR, 1)
                 aux = router_losses(self.routing, routes, own_padding)
@@ -282,13 +305,25 @@ class Experts(Kind):
                 h_BTD = sequence_all_gather(h_BTD, 1)
             if not folded:
                 own_BTD, routes = h_BTD, _gathered(routes)
-            aux["aux_loss"] = self.aux_loss_weight * aux["balance"] + self.router_z_loss_weight * aux["router z"]
-            own = {name.removeprefix("expert_"): weight for name, weight in w.items() if name.startswith("expert_")}
+            aux["aux_loss"] = (
+                self.aux_loss_weight * aux["balance"] + self.router_z_loss_weight * aux["router z"]
+            )
+            own = {
+                name.removeprefix("expert_"): weight
+                for name, weight in w.items()
+                if name.startswith("expert_")
+            }
             if self.dispatch == "capacity":
                 y_BTD, dropped = capacity_moe(self, own_BTD, routes, own, ctx.sequence)
             else:
                 y_BTD, dropped = dropless_moe(
-                    self, own_BTD, routes, own, ctx.grouped_matmul, ctx.expert_axes, ctx.expert_nodes
+                    self,
+                    own_BTD,
+                    routes,
+                    own,
+                    ctx.grouped_matmul,
+                    ctx.expert_axes,
+                    ctx.expert_nodes,
                 )
             if dropped is not None:
                 aux["dropped"] = all_reduce(dropped, TENSOR) if folded else dropped
@@ -302,7 +337,14 @@ class Experts(Kind):
         return feed
 
     def apply(
-        self, rows: Rows, weights: jax.Array, rows_E: jax.Array, *, w: ExpertWeights, multiply: Multiply, partial: Axes
+        self,
+        rows: Rows,
+        weights: jax.Array,
+        rows_E: jax.Array,
+        *,
+        w: ExpertWeights,
+        multiply: Multiply,
+        partial: Axes,
     ) -> jax.Array:
         """Applies each expert to its rows, and their routing weights.
 
@@ -310,7 +352,10 @@ class Experts(Kind):
         the experts' width, over which the result is a partial sum.
         """
         if self.weighted == "input":
-            rows, weights = Rows(rows.values * weights.astype(rows.values.dtype)), jnp.ones_like(weights)
+            rows, weights = (
+                Rows(rows.values * weights.astype(rows.values.dtype)),
+                jnp.ones_like(weights),
+            )
         given = rows if isinstance(w["gate"], SelfMultiplying) else rows.values
 
         def bias_of_rows(name: str, like: jax.Array) -> jax.Array:
@@ -327,7 +372,9 @@ class Experts(Kind):
         if self.bias:
             # One of the devices whose outputs are summed adds the bias; the gradient of the weights reads it again.
             first = weights * (axis_index(partial) == 0)
-            out += recomputed(lambda scale: (scale * bias_of_rows("down", out)).astype(out.dtype))(first)
+            out += recomputed(lambda scale: (scale * bias_of_rows("down", out)).astype(out.dtype))(
+                first
+            )
         return out
 
 
@@ -361,7 +408,9 @@ def round_rows(x: jax.Array) -> Rows:
     return Rows(_with_values(x, low, scales), (low, scales))
 
 
-def beside(rows: jax.Array, columns: jax.Array, send: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
+def beside(
+    rows: jax.Array, columns: jax.Array, send: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     """Sends rows [R, D] and float32 columns [R, C] of each as one array of their bits; returns what arrives of both."""
     D, C, words = rows.shape[1], columns.shape[1], 4 // rows.dtype.itemsize
     bits = jnp.dtype(f"uint{32 // words}")
@@ -369,7 +418,9 @@ def beside(rows: jax.Array, columns: jax.Array, send: Callable[[jax.Array], jax.
     # GPUs copy 16 bytes at a time where rows begin at multiples of them.
     aligned = jnp.zeros((len(rows), -(D + C * words) % (4 * words)), bits)
     arrived = send(jnp.concatenate([lax.bitcast_convert_type(rows, bits), own, aligned], 1))
-    there = lax.bitcast_convert_type(arrived[:, D : D + C * words].reshape(len(arrived), C, words), jnp.float32)
+    there = lax.bitcast_convert_type(
+        arrived[:, D : D + C * words].reshape(len(arrived), C, words), jnp.float32
+    )
     return lax.bitcast_convert_type(arrived[:, :D], rows.dtype), there.reshape(len(arrived), C)
 
 
@@ -382,7 +433,9 @@ def send_rows(
     Returns what arrives, `room` rows: values, float8 rows and columns. Of rounded rows the float8 ones are sent, and
     the values that arrive are zeros.
     """
-    send = functools.partial(ragged_all_to_all, exchange=exchange, level=level, rows=room, largest=largest)
+    send = functools.partial(
+        ragged_all_to_all, exchange=exchange, level=level, rows=room, largest=largest
+    )
     if rows.rounded is None:
         values, columns = beside(rows.values, columns, send)
         return values, None, columns
@@ -392,13 +445,16 @@ def send_rows(
 
 def _send_back(level: Level, _: int, largest: int, saved: Any, g: Any) -> tuple[Any, ...]:
     exchange, rows = saved[0].reversed(), saved[1].shape[0]
-    values, columns = beside(g[0], g[2], lambda bits: ragged_all_to_all(bits, exchange, level, rows, largest))
+    values, columns = beside(
+        g[0], g[2], lambda bits: ragged_all_to_all(bits, exchange, level, rows, largest)
+    )
     return Rows(values), columns, None
 
 
 # The number of rows is not an array, so an array of shape [rows, 0] carries it to the backward pass.
 send_rows.defvjp(
-    lambda rows, *more: (send_rows(rows, *more), (more[1], jnp.zeros((rows.values.shape[0], 0)))), _send_back
+    lambda rows, *more: (send_rows(rows, *more), (more[1], jnp.zeros((rows.values.shape[0], 0)))),
+    _send_back,
 )
 
 
@@ -428,19 +484,24 @@ def dropless_moe(
     k = e.routing.experts_per_token
     flat = h_BTD.reshape(B * T, D)
     # Products in low precision would round these rows alike where they arrive.
-    rounds = e.expert_exchange == "fp8" or (isinstance(w["gate"], SelfMultiplying) and e.weighted == "hidden")
+    rounds = e.expert_exchange == "fp8" or (
+        isinstance(w["gate"], SelfMultiplying) and e.weighted == "hidden"
+    )
     chosen, weights = (x.reshape(B * T, k) for x in (routes.experts_BTX, routes.weights_BTX))
     spec, devices = e.facts()["experts"], math.prod(map(lax.axis_size, axes))
     levels = split_axes(axes, (nodes, devices // nodes))
     buffers, most = (
-        each.buffers(B * T, devices, nodes) for each in (spec, dataclasses.replace(spec, buffer_factor=0.0))
+        each.buffers(B * T, devices, nodes)
+        for each in (spec, dataclasses.replace(spec, buffer_factor=0.0))
     )
     own, partial = e.routing.experts // devices, () if "tensor" in axes else TENSOR
     apply = functools.partial(e.apply, w=w, multiply=multiply, partial=partial)
     send = _to_nodes if nodes > 1 else _to_experts
     rows = round_rows(flat) if rounds else Rows(flat)
     out, served = send(e, rows, chosen, weights, apply, levels, own, buffers)
-    return out.reshape(B, T, D), None if buffers == most else (B * T * k - served).astype(jnp.float32)
+    return out.reshape(B, T, D), None if buffers == most else (B * T * k - served).astype(
+        jnp.float32
+    )
 
 
 class Copies(NamedTuple):
@@ -458,7 +519,9 @@ def sort_copies(group_RX: jax.Array, groups: int, room: int) -> Copies:
     """Sorts the slots of rows by their group, as many as have room. group_RX: `groups` and above is no copy."""
     flat = group_RX.reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    ends = jnp.minimum(jnp.cumsum((flat[:, None] == jnp.arange(groups)).sum(0)), room).astype(jnp.int32)
+    ends = jnp.minimum(jnp.cumsum((flat[:, None] == jnp.arange(groups)).sum(0)), room).astype(
+        jnp.int32
+    )
     places = jnp.where(flat < groups, jnp.argsort(order), room).reshape(group_RX.shape)
     return Copies(order[:room], places, jnp.diff(ends, prepend=0))
 
@@ -476,7 +539,9 @@ def copy_rows(x: jax.Array, source: jax.Array, places: jax.Array) -> jax.Array:
 def sum_copies(x: jax.Array, source: jax.Array, places: jax.Array) -> jax.Array:
     """Returns the sum of the copies of each row, [rows, D], in float32: the transpose of `copy_rows`."""
     copies = x.at[places].get(mode="fill", fill_value=0)
-    return copies[:, 0] if places.shape[1] == 1 else copies.sum(1, dtype=jnp.float32).astype(x.dtype)
+    return (
+        copies[:, 0] if places.shape[1] == 1 else copies.sum(1, dtype=jnp.float32).astype(x.dtype)
+    )
 
 
 copy_rows.defvjp(
@@ -489,7 +554,9 @@ sum_copies.defvjp(
 )
 
 
-def copies_of(rows: Rows, columns: jax.Array, source: jax.Array, places: jax.Array) -> tuple[Rows, jax.Array]:
+def copies_of(
+    rows: Rows, columns: jax.Array, source: jax.Array, places: jax.Array
+) -> tuple[Rows, jax.Array]:
     """Copies rows as `copy_rows` does, and float32 columns of each beside the scales of rounded rows."""
     values = copy_rows(rows.values, source, places)
     if rows.rounded is None:
@@ -531,7 +598,10 @@ def _to_experts(
     exchange = plan_exchange(sent, level, buffers.experts)
     # Kernels read these rows as they arrive; beside them columns would cost a copy.
     to = (exchange, level, buffers.experts, largest)
-    (values, low, _), columns = send_rows(copies, columns[:, :0], *to), ragged_all_to_all(columns, *to)
+    (values, low, _), columns = (
+        send_rows(copies, columns[:, :0], *to),
+        ragged_all_to_all(columns, *to),
+    )
     out = apply(arrived_rows(values, low, columns), columns[:, :1], exchange.arriving_sizes.sum(0))
     out = ragged_all_to_all(out, exchange.reversed(), level, buffers.copies, largest)
     return sum_copies(out, source, places), exchange.sizes.sum()
@@ -564,11 +634,15 @@ def _to_nodes(
     exchange = plan_exchange(sent, level, buffers.nodes)
     # Rows that do not arrive are zeros, so experts are counted from one.
     columns = copy_rows(jnp.concatenate([weights_RX, 1.0 + chosen_RX], 1), source, places)
-    arrived = send_rows(*copies_of(rows, columns, source, places), exchange, level, buffers.nodes, largest)
+    arrived = send_rows(
+        *copies_of(rows, columns, source, places), exchange, level, buffers.nodes, largest
+    )
     columns = arrived[2]
     here_RX = columns[:, k : 2 * k].astype(jnp.int32) - 1 - level.index() * of_node
     here_RX = jnp.where((here_RX >= 0) & (here_RX < of_node), here_RX, of_node)
-    out, served = _to_experts(e, arrived_rows(*arrived), here_RX, columns[:, :k], apply, inside, own, buffers)
+    out, served = _to_experts(
+        e, arrived_rows(*arrived), here_RX, columns[:, :k], apply, inside, own, buffers
+    )
     out = ragged_all_to_all(out, exchange.reversed(), level, room, largest)
     return sum_copies(out, source, places), served
 
@@ -612,10 +686,13 @@ def capacity_moe(
 
     x_EBCD, weights_EBC = in_slots(h_BTD[:, :, None]), in_slots(routes.weights_BTX)
     gate_EBCF, up_EBCF = (
-        checkpoint_name(jnp.einsum("ebcd,edf->ebcf", x_EBCD, w[n]), FFN_HIDDEN) for n in ("gate", "up")
+        checkpoint_name(jnp.einsum("ebcd,edf->ebcf", x_EBCD, w[n]), FFN_HIDDEN)
+        for n in ("gate", "up")
     )
     hidden_EBCF = hidden_layer(None)(gate_EBCF, up_EBCF, weights_EBC[..., None])
     out_EBCD = jnp.einsum("ebcf,efd->ebcd", hidden_EBCF, w["down"])
     out_EBCD = all_to_all(out_EBCD, EXPERT, 1, 0)
     out_BTXD = out_EBCD.at[index].get(mode="fill", fill_value=0, unique_indices=True)
-    return out_BTXD.sum(2, dtype=jnp.float32).astype(h_BTD.dtype), (~kept_BTX).sum().astype(jnp.float32)
+    return out_BTXD.sum(2, dtype=jnp.float32).astype(h_BTD.dtype), (~kept_BTX).sum().astype(
+        jnp.float32
+    )

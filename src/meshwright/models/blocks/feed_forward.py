@@ -47,7 +47,9 @@ class FeedForward(Kind):
         def feed(h_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, Aux]:
             products = ctx.column_parallel(linears, h_BTD, [w[name] for name in self._names])
             if self.bias:
-                products = [x + w[f"{name}_bias"] for name, x in zip(self._names, products, strict=True)]
+                products = [
+                    x + w[f"{name}_bias"] for name, x in zip(self._names, products, strict=True)
+                ]
             hidden = _HIDDEN[self.kind](*map(ctx.save_hidden, products))
             y_BTD = ctx.row_parallel(linear, hidden, w["down"])
             return y_BTD + w["down_bias"] if self.bias else y_BTD, {}
@@ -71,4 +73,8 @@ def _gelu_product(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
     return jax.nn.gelu(gate_BTF, approximate=True) * up_BTF
 
 
-_HIDDEN: dict[str, Callable[..., jax.Array]] = {"swiglu": _silu_product, "geglu": _gelu_product, "gelu": jax.nn.gelu}
+_HIDDEN: dict[str, Callable[..., jax.Array]] = {
+    "swiglu": _silu_product,
+    "geglu": _gelu_product,
+    "gelu": jax.nn.gelu,
+}

@@ -67,7 +67,9 @@ def _values_and_scale(weight: Any, dtype: Any) -> tuple[Any, Any]:
     if scale is None:
         return values.astype(dtype), None
     features = values.shape[1:]
-    return values.astype(dtype), jnp.broadcast_to(scale.reshape(features if scale.size > 1 else (1, 1)), features)
+    return values.astype(dtype), jnp.broadcast_to(
+        scale.reshape(features if scale.size > 1 else (1, 1)), features
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +100,9 @@ class LatentAttention(Kind):
             "kv_down": Param((L, D, self.latent.cached), "LDZ", role="qkv"),
             "kv_norm": Param((L, kv_rank), "LZ", "ones"),
             "kv_up": Param((L, kv_rank, N, self.nope_size + F), "LZNH", role="projection"),
-            "attention_out": Param((L, N, F, D), "LNHD", std=self.out_std, role="attention_out", contract=2),
+            "attention_out": Param(
+                (L, N, F, D), "LNHD", std=self.out_std, role="attention_out", contract=2
+            ),
         }
         if rank is None:
             return {**params, "query": Param((L, D, N, H), "LDNH", role="qkv")}
@@ -111,11 +115,18 @@ class LatentAttention(Kind):
 
     def facts(self) -> dict[str, Any]:
         """Returns the fields of `LayerSpec`."""
-        return {"attention": AttentionSpec(self.heads, self.heads, self.head_size, latent=self.latent)}
+        return {
+            "attention": AttentionSpec(self.heads, self.heads, self.head_size, latent=self.latent)
+        }
 
     def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the attention of a step's tokens."""
-        nope, cos_sin, scaling, sizes = self.nope_size, ctx.angles(self.rotary), self.rotary.scaling, self.latent
+        nope, cos_sin, scaling, sizes = (
+            self.nope_size,
+            ctx.angles(self.rotary),
+            self.rotary.scaling,
+            self.latent,
+        )
         # The kernels divide scores by the root of the head size.
         scale = scaling.score_scale if isinstance(scaling, LatentYarn) else 1.0
 
@@ -124,7 +135,11 @@ class LatentAttention(Kind):
             features = gathered_BTZ.shape[-1]
             ends = (features - sizes.cached, features - sizes.rope_size)
             query_BTZ, latent_BTZ, rope_BTZ = jnp.split(gathered_BTZ, ends, axis=-1)
-            latents = linear(latent_BTZ, weights[1]) if ctx.attend_latent is None else latent_BTZ[:, :, None]
+            latents = (
+                linear(latent_BTZ, weights[1])
+                if ctx.attend_latent is None
+                else latent_BTZ[:, :, None]
+            )
             return [linear(query_BTZ, weights[0]), rope_BTZ[:, :, None], latents]
 
         def mix(h_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
@@ -138,7 +153,9 @@ class LatentAttention(Kind):
                 absorbed = absorb_keys(q_BTNH[..., :nope], w["kv_up"])
                 # The cache divides scores by the root of the size of latents, not of queries and keys.
                 factor = (sizes.cached / self.head_size) ** 0.5
-                q_BTNZ = (jnp.concatenate([absorbed, q_BTNH[..., nope:]], -1) * factor).astype(q_BTNH.dtype)
+                q_BTNZ = (jnp.concatenate([absorbed, q_BTNH[..., nope:]], -1) * factor).astype(
+                    q_BTNH.dtype
+                )
                 cached_BTZ = jnp.concatenate([latents_BTNH[:, :, 0], rope_BTNH[:, :, 0]], -1)
                 out_BTNZ = ctx.attend_latent(q_BTNZ, cached_BTZ, sizes.kv_rank)
                 out_BTNH = absorb_values(out_BTNZ, w["kv_up"], sizes.value_size)
@@ -154,7 +171,9 @@ class LatentAttention(Kind):
                     q_BTNH = _padded(q_BTNH * math.sqrt(longest / self.head_size), longest)
                     k_BTNH = _padded(k_BTNH, longest)
             return ctx.attend_row_parallel(
-                lambda out_BTNH, w_NHD: attention_projection(out_BTNH[..., : sizes.value_size], w_NHD),
+                lambda out_BTNH, w_NHD: attention_projection(
+                    out_BTNH[..., : sizes.value_size], w_NHD
+                ),
                 (q_BTNH, k_BTNH, v_BTNH),
                 w["attention_out"],
                 window=None,

@@ -69,7 +69,9 @@ class _Ring:
     Every shift is independent of the attention next to it, so that the two overlap.
     """
 
-    def __init__(self, plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array):
+    def __init__(
+        self, plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array
+    ):
         self.plan, self.last = plan, 2 * plan.sequence.groups - 1
         self.group = lax.axis_index("context") // plan.sequence.group
         self.segments = cut(segments_BT, plan.size)
@@ -114,8 +116,16 @@ class _Ring:
             # Without a window, the back chunk sees all of the front chunk: the two are one chunk.
             sums = each.compute(causal_mask(2 * self.plan.size, None), uncut(rows), uncut(keys))
             return cut(jax.tree.map(lambda x: x.astype(jnp.float32), sums), self.plan.size)
-        sums, far, diagonal = each.start(rows, keys), self.kinds[self.last - 2 * self.group], self.plan.diagonal
-        for masks, step in ((diagonal, (0, 0, 0)), (diagonal, (1, 1, 0)), (self.masks, (1, 0, far))):
+        sums, far, diagonal = (
+            each.start(rows, keys),
+            self.kinds[self.last - 2 * self.group],
+            self.plan.diagonal,
+        )
+        for masks, step in (
+            (diagonal, (0, 0, 0)),
+            (diagonal, (1, 1, 0)),
+            (self.masks, (1, 0, far)),
+        ):
             sums = each.visit(masks, step, rows, keys, sums)
         return sums
 
@@ -123,7 +133,9 @@ class _Ring:
 class _Gathered:
     """Pairs of this device's two chunks with the 2n chunks of gathered keys, in the order of the sequence."""
 
-    def __init__(self, plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array):
+    def __init__(
+        self, plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array
+    ):
         self.last, group = 2 * plan.sequence.groups - 1, lax.axis_index("context")
         segments = cut(segments_BT, plan.size)
         self.plan, self.own = plan, jnp.stack([group, self.last - group])
@@ -139,7 +151,11 @@ class _Gathered:
         number, back = jnp.arange(self.last), self.own[1]
         half = jnp.where(number < back, 1, 0)
         chunk = jnp.where(number < back, number, number - back)
-        return uncut(each.visit_all(others, (half, chunk, table[self.own[half] - chunk]), rows, self.keys, sums))
+        return uncut(
+            each.visit_all(
+                others, (half, chunk, table[self.own[half] - chunk]), rows, self.keys, sums
+            )
+        )
 
 
 def _pairs(plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array, rest: Rest) -> _Ring | _Gathered:
@@ -156,7 +172,9 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, rest: Rest, plan: _Plan) -
     return _forward(q, k, v, rest, plan)[0]
 
 
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array, rest: Rest, plan: _Plan) -> tuple[jax.Array, Any]:
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, rest: Rest, plan: _Plan
+) -> tuple[jax.Array, Any]:
     pairs = _pairs(plan, q, k, v, rest)
     result, _ = pairs.visit(forward_pass(plan.kernel), (pairs.queries,))
     return save(result, (q, k, v, rest))
@@ -190,9 +208,13 @@ def attend_over_devices(
     if kernels.chunk_attention is not None:
         kernel, sinks_N = kernels.chunk_attention.of(scores)
         return _attend(q, k, v, (segments_BT, sinks_N), _Plan(kernel, sequence, window))
-    assert kernels.cross_attention is not None, f"choose_kernels gives no {kernels.name} kernel to {sequence.strategy}"
+    assert kernels.cross_attention is not None, (
+        f"choose_kernels gives no {kernels.name} kernel to {sequence.strategy}"
+    )
     positions_T = sequence.local_positions()
     queries = Positions(segments_BT[:, positions_T], jnp.asarray(positions_T))
     given = {} if scores is None else {"scores": scores}
-    out = kernels.cross_attention(q, k, v, queries, sequence_positions(segments_BT), window=window, **given)
+    out = kernels.cross_attention(
+        q, k, v, queries, sequence_positions(segments_BT), window=window, **given
+    )
     return checkpoint_name(out, ATTN_OUT)

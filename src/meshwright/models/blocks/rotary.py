@@ -53,7 +53,10 @@ def rope_angles(positions_BT: jax.Array, frequency_H: np.ndarray) -> tuple[jax.A
 
 
 def apply_rope(
-    x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array], *, pairs: Literal["halves", "neighbours"] = "halves"
+    x_BTNH: jax.Array,
+    cos_sin: tuple[jax.Array, jax.Array],
+    *,
+    pairs: Literal["halves", "neighbours"] = "halves",
 ) -> jax.Array:
     """Rotates each pair of features (i, i + H/2), or of neighbours (2i, 2i + 1), by its angle.
 
@@ -161,7 +164,9 @@ class Rotary:
         if isinstance(self.scaling, Yarn):
             cos, sin = rope_angles(positions_BT, self.scaling.frequencies(self.size, self.theta))
             return cos * self.scaling.magnitude, sin * self.scaling.magnitude
-        frequencies_H = rope_frequencies(self.size, self.theta, self.scaling) / np.float32(self.factor)
+        frequencies_H = rope_frequencies(self.size, self.theta, self.scaling) / np.float32(
+            self.factor
+        )
         return rope_angles(positions_BT, frequencies_H)
 
     def rotate(self, x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:

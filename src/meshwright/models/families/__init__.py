@@ -16,5 +16,7 @@ def find_family(name: str) -> type[Model]:
     """Returns the class of a family. Raises ConfigError with the nearest name, and for what is not such a class."""
     family = resolve("model family", name)
     if not (isinstance(family, type) and issubclass(family, Model)):
-        raise ConfigError(f"model family {name!r}", "it is not a model class", "a subclass of mw.Model")
+        raise ConfigError(
+            f"model family {name!r}", "it is not a model class", "a subclass of mw.Model"
+        )
     return family

@@ -65,9 +65,13 @@ class Deepseek(DenseLayersFirst):
 
     def build(self) -> Decoder:
         """Returns the dense layers, then the layers with experts."""
-        latent = LatentSpec(self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim, self.v_head_dim)
+        latent = LatentSpec(
+            self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim, self.v_head_dim
+        )
         rotary = Rotary(self.qk_rope_head_dim, self.rope_theta, self.yarn, pairs="neighbours")
-        attention = LatentAttention(self.width, self.heads, self.qk_nope_head_dim, latent, rotary, self.out_std)
+        attention = LatentAttention(
+            self.width, self.heads, self.qk_nope_head_dim, latent, rotary, self.out_std
+        )
         return self.dense_then_experts(attention, Norm("rms", self.norm_epsilon))
 
     @property
@@ -79,7 +83,10 @@ class Deepseek(DenseLayersFirst):
         if not self.mtp_depth:
             return super().params()
         D = self.width
-        norms = {name: Param((1, D), "LD", "ones") for name in ("embed_norm", "hidden_norm", "final_norm")}
+        norms = {
+            name: Param((1, D), "LD", "ones")
+            for name in ("embed_norm", "hidden_norm", "final_norm")
+        }
         project = Param((1, 2 * D, D), "LZD", role="projection")
         return {**super().params(), MTP: {**norms, "project": project, **self._further.params(1)}}
 
@@ -87,7 +94,9 @@ class Deepseek(DenseLayersFirst):
         """Returns the layers, and that of multi-token prediction where there is one."""
         return dataclasses.replace(super().spec(), further=(self._further.spec(),) * self.mtp_depth)
 
-    def further_layer(self, params: Tree, x_BTD: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, Layer]:
+    def further_layer(
+        self, params: Tree, x_BTD: jax.Array, ctx: ForwardContext
+    ) -> tuple[jax.Array, Layer]:
         """Returns the input of the layer that predicts the token after the next, and the layer.
 
         x_BTD: hidden states after the last layer.  ctx: its tokens are those that follow each position.
@@ -104,7 +113,9 @@ class Deepseek(DenseLayersFirst):
 
     def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
         """Returns fields of `shrunk`."""
-        every = math.prod(shape.degrees()[axis] for axis in AXES if axis not in ("stage", "context"))
+        every = math.prod(
+            shape.degrees()[axis] for axis in AXES if axis not in ("stage", "context")
+        )
         heads, rank = math.lcm(shape.tensor * shape.context, 2), math.lcm(every, 8)
         sizes = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8)
         return {

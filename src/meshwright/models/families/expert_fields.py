@@ -42,7 +42,9 @@ class RoutedExperts(DecoderModel):
         def made(kind: Any, **others: Any) -> Any:
             names = [field.name for field in dataclasses.fields(kind)]
             own = {name: getattr(self, name) for name in names if hasattr(self, name)}
-            return kind(**own, **others | {name: changes[name] for name in names if name in changes})
+            return kind(
+                **own, **others | {name: changes[name] for name in names if name in changes}
+            )
 
         return made(Experts, routing=made(Routing), hidden=self.expert_mlp)
 
@@ -56,7 +58,9 @@ class RoutedExperts(DecoderModel):
         if not sums:
             return {}
         both = sums[0] if len(sums) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *sums)
-        layers = jnp.float32(sum("experts" in block.feed_forward.facts() for block in self.decoder.layers))
+        layers = jnp.float32(
+            sum("experts" in block.feed_forward.facts() for block in self.decoder.layers)
+        )
         load_LE = both["load"]
         metrics = {
             "expert balance": (both["balance"].sum() / sequences, layers),
@@ -112,8 +116,13 @@ class ChoiceOfExperts(RoutedExperts):
         for stack in aux.keys() & params.keys():
             if "router_bias" in params[stack]:
                 load_LE, bias_LE = aux[stack]["load"], params[stack]["router_bias"]
-                step_LE = self.bias_update_rate * jnp.sign(load_LE.mean(-1, keepdims=True) - load_LE)
-                moved[stack] = {**params[stack], "router_bias": bias_LE + step_LE.astype(bias_LE.dtype)}
+                step_LE = self.bias_update_rate * jnp.sign(
+                    load_LE.mean(-1, keepdims=True) - load_LE
+                )
+                moved[stack] = {
+                    **params[stack],
+                    "router_bias": bias_LE + step_LE.astype(bias_LE.dtype),
+                }
         return {**params, **moved}
 
 
@@ -138,7 +147,19 @@ class DenseLayersFirst(ChoiceOfExperts, TiedOrNot):
                 f"--model.dense-layers {max(self.layers - 1, 0)}",
             )
         )
-        dense = Block("dense_blocks", attention, FeedForward(self.width, self.mlp, self.out_std), norm, **place)
-        experts = Block("blocks", attention, self.routed(shared=self.shared_experts * self.expert_mlp), norm, **place)
+        dense = Block(
+            "dense_blocks",
+            attention,
+            FeedForward(self.width, self.mlp, self.out_std),
+            norm,
+            **place,
+        )
+        experts = Block(
+            "blocks",
+            attention,
+            self.routed(shared=self.shared_experts * self.expert_mlp),
+            norm,
+            **place,
+        )
         layers = (dense,) * self.dense_layers + (experts,) * (self.layers - self.dense_layers)
         return Decoder(self.width, layers, norm, tied=self.embedding == "tied")

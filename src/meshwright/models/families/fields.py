@@ -25,7 +25,9 @@ class GroupedQuery(DecoderModel):
     """Head size H; None is width / heads."""
     rope_theta: RotaryBase = dataclasses.field(default=10000.0, kw_only=True)
     """Base of the rotary frequencies."""
-    norm_epsilon: Annotated[NonNegativeFloat, tyro.conf.Fixed] = dataclasses.field(default=1e-5, kw_only=True)
+    norm_epsilon: Annotated[NonNegativeFloat, tyro.conf.Fixed] = dataclasses.field(
+        default=1e-5, kw_only=True
+    )
     """Constant added to the mean square in RMSNorm."""
 
     @property
@@ -56,12 +58,21 @@ class ScaledRotary(GroupedQuery):
 
     def rotary(self, **changes: Any) -> Rotary:
         """Returns the rotation of heads, scaled. Raises ConfigError for two scalings of the same frequencies."""
-        given = {"rope_scaling": self.rope_scaling is not None, "rope_factor": self.rope_factor != 1.0}
-        found = [f"model.{name}" for name, is_given in (given | {"yarn": self.yarn is not None}).items() if is_given]
+        given = {
+            "rope_scaling": self.rope_scaling is not None,
+            "rope_factor": self.rope_factor != 1.0,
+        }
+        found = [
+            f"model.{name}"
+            for name, is_given in (given | {"yarn": self.yarn is not None}).items()
+            if is_given
+        ]
         if len(found) > 1:
             truth = "each of them scales the same rotary frequencies"
             raise ConfigError(" and ".join(found), truth, f"one of them, such as {found[-1]}")
-        return super().rotary(scaling=self.rope_scaling or self.yarn, factor=self.rope_factor, **changes)
+        return super().rotary(
+            scaling=self.rope_scaling or self.yarn, factor=self.rope_factor, **changes
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -52,11 +52,21 @@ class Gemma(GroupedQuery):
         # The kernels divide scores by the root of the head size.
         return super().attention(query_factor=(size / (self.query_scale or size)) ** 0.5, **changes)
 
-    def alternate(self, local: Attention, last: Attention, logit_softcap: float | None = None) -> Decoder:
+    def alternate(
+        self, local: Attention, last: Attention, logit_softcap: float | None = None
+    ) -> Decoder:
         """Returns local and global layers by turns. local, last: their attention."""
-        block = Block("blocks", last, FeedForward(self.width, self.mlp, self.out_std, "geglu"), self.norm, "both")
+        block = Block(
+            "blocks",
+            last,
+            FeedForward(self.width, self.mlp, self.out_std, "geglu"),
+            self.norm,
+            "both",
+        )
         kinds = local_and_global(self, block, local)
-        return self.repeat(*kinds, tied=True, embedding_factor=self.width**0.5, logit_softcap=logit_softcap)
+        return self.repeat(
+            *kinds, tied=True, embedding_factor=self.width**0.5, logit_softcap=logit_softcap
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,4 +115,6 @@ class Gemma2(Gemma):
     def build(self) -> Decoder:
         """Returns local and global layers by turns, with soft caps."""
         last = self.attention(softcap=self.softcap)
-        return self.alternate(dataclasses.replace(last, window=self.sliding_window), last, self.logit_softcap)
+        return self.alternate(
+            dataclasses.replace(last, window=self.sliding_window), last, self.logit_softcap
+        )

@@ -36,4 +36,6 @@ class Glm4Moe(DenseLayersFirst, PartialRotary):
     def build(self) -> Decoder:
         """Returns the dense layers, then the layers with experts."""
         norm = None if self.qk_norm == "none" else Norm("rms", self.norm_epsilon)
-        return self.dense_then_experts(self.attention(qkv_bias=self.qkv_bias == "learned", qk_norm=norm), self.norm)
+        return self.dense_then_experts(
+            self.attention(qkv_bias=self.qkv_bias == "learned", qk_norm=norm), self.norm
+        )

@@ -36,7 +36,11 @@ class Gpt2(DecoderModel):
     def build(self) -> Decoder:
         """Returns layers of one kind."""
         D, N, bias = self.width, self.heads, self.bias == "learned"
-        attention = Attention(D, N, None, head_size_of(self), self.out_std, qkv_bias=bias, out_bias=bias)
+        attention = Attention(
+            D, N, None, head_size_of(self), self.out_std, qkv_bias=bias, out_bias=bias
+        )
         feed_forward = FeedForward(D, 4 * D, self.out_std, "gelu", bias=bias)
         norm = Norm("layer", self.norm_epsilon, bias)
-        return self.repeat(Block("blocks", attention, feed_forward, norm), tied=True, positions=self.positions)
+        return self.repeat(
+            Block("blocks", attention, feed_forward, norm), tied=True, positions=self.positions
+        )

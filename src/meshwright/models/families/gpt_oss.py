@@ -44,7 +44,13 @@ class GptOss(RoutedExperts, GroupedQuery):
 
     def build(self) -> Decoder:
         """Returns local and global layers by turns, each with experts."""
-        last = self.attention(qkv_bias=True, out_bias=True, sinks=True, rotary=self.rotary(scaling=self.rope_scaling))
+        last = self.attention(
+            qkv_bias=True, out_bias=True, sinks=True, rotary=self.rotary(scaling=self.rope_scaling)
+        )
         local = dataclasses.replace(last, window=self.sliding_window)
-        experts = self.routed(router_bias="logits", bias=True, clamp=(self.swiglu_alpha, self.swiglu_limit))
-        return self.repeat(*local_and_global(self, Block("blocks", last, experts, self.norm), local))
+        experts = self.routed(
+            router_bias="logits", bias=True, clamp=(self.swiglu_alpha, self.swiglu_limit)
+        )
+        return self.repeat(
+            *local_and_global(self, Block("blocks", last, experts, self.norm), local)
+        )

@@ -31,6 +31,8 @@ class Llama(Projections, ScaledRotary, TiedOrNot):
 
     def build(self) -> Decoder:
         """Returns layers of one kind."""
-        feed_forward = FeedForward(self.width, self.mlp, self.out_std, bias=self.mlp_bias == "learned")
+        feed_forward = FeedForward(
+            self.width, self.mlp, self.out_std, bias=self.mlp_bias == "learned"
+        )
         block = Block("blocks", self.attention(), feed_forward, self.norm, self.norm_place)
         return self.repeat(block)

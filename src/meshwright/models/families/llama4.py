@@ -58,8 +58,12 @@ class Llama4(RoutedExperts, ScaledRotary, TiedOrNot):
         )
         period = math.lcm(self.no_rope_interval, self.expert_interval)
         l2 = self.norm_epsilon if self.qk_l2_norm == "rotary" else None
-        rotary = self.attention(rotary=self.rotary(pairs="neighbours"), chunk=self.attention_chunk, qk_l2_epsilon=l2)
-        whole = self.attention(rotary=None, temperature=(self.temperature_scale, self.temperature_floor))
+        rotary = self.attention(
+            rotary=self.rotary(pairs="neighbours"), chunk=self.attention_chunk, qk_l2_epsilon=l2
+        )
+        whole = self.attention(
+            rotary=None, temperature=(self.temperature_scale, self.temperature_floor)
+        )
         dense = FeedForward(self.width, self.mlp, self.out_std)
         scores = {"router_score": "sigmoid", "normalize_top_k": False}
         experts = self.routed(**scores, shared=self.expert_mlp, weighted="input")

@@ -42,6 +42,8 @@ class Olmo3(Projections, TiedOrNot):
     def build(self) -> Decoder:
         """Returns local and global layers by turns."""
         last = self.attention(window=None, rotary=self.rotary(scaling=self.yarn))
-        feed_forward = FeedForward(self.width, self.mlp, self.out_std, bias=self.mlp_bias == "learned")
+        feed_forward = FeedForward(
+            self.width, self.mlp, self.out_std, bias=self.mlp_bias == "learned"
+        )
         block = Block("blocks", last, feed_forward, self.norm, self.norm_place)
         return self.repeat(*local_and_global(self, block, self.attention()))

@@ -59,7 +59,11 @@ class Qwen3Next(ChoiceOfExperts, PartialRotary, TiedOrNot):
 
     def build(self) -> Decoder:
         """Returns the layers by turns."""
-        heads, value_heads, interval = self.linear_heads, self.linear_value_heads, self.full_attention_interval
+        heads, value_heads, interval = (
+            self.linear_heads,
+            self.linear_value_heads,
+            self.full_attention_interval,
+        )
         refuse(
             (
                 not 2 <= interval <= self.layers,
@@ -76,7 +80,12 @@ class Qwen3Next(ChoiceOfExperts, PartialRotary, TiedOrNot):
         )
         experts = self.routed(shared=self.shared_mlp, shared_gate=True)
         sizes = (self.linear_key_size, self.linear_value_size, self.convolution_taps)
-        linear = DeltaNet(self.width, DeltaSpec(heads, value_heads // heads, *sizes), self.norm_epsilon, self.out_std)
+        linear = DeltaNet(
+            self.width,
+            DeltaSpec(heads, value_heads // heads, *sizes),
+            self.norm_epsilon,
+            self.out_std,
+        )
         full = self.attention(qk_norm=self.norm, gated=True)
         linear_block = Block("linear_blocks", linear, experts, self.norm)
         full_block = Block("blocks", full, experts, self.norm)

@@ -132,12 +132,16 @@ def reference_attention(
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5)
-    scores_BKGTS = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
+    scores_BKGTS = jnp.einsum(
+        "btkgh,bskh->bkgts", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32
+    )
     scores = scores or Scores()
     scores_BKGTS = cap(scores_BKGTS, scores.softcap)
     distance_TS = queries.positions_T[:, None] - keys.positions_T[None, :]
     causal_TS = distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
-    visible_BTS = causal_TS[None] & (queries.segments_BT[:, :, None] == keys.segments_BT[:, None, :])
+    visible_BTS = causal_TS[None] & (
+        queries.segments_BT[:, :, None] == keys.segments_BT[:, None, :]
+    )
     scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, -1e30)
     sinks = None if scores.sinks_N is None else scores.sinks_N.reshape(K, N // K, 1, 1)
     top = jax.lax.stop_gradient(scores_BKGTS.max(-1, keepdims=True))
@@ -147,7 +151,9 @@ def reference_attention(
     else:
         top = jnp.maximum(top, jax.lax.stop_gradient(sinks))
         weights_BKGTS = jnp.exp(scores_BKGTS - top)
-        weights_BKGTS = weights_BKGTS / (weights_BKGTS.sum(-1, keepdims=True) + jnp.exp(sinks - top))
+        weights_BKGTS = weights_BKGTS / (
+            weights_BKGTS.sum(-1, keepdims=True) + jnp.exp(sinks - top)
+        )
     out_BTKGH = jnp.einsum("bkgts,bskh->btkgh", weights_BKGTS.astype(q_BTNH.dtype), v_BSKH)
     return out_BTKGH.reshape(B, T, N, v_BSKH.shape[3])
 
@@ -155,7 +161,9 @@ def reference_attention(
 def as_self_attention(attend: CrossAttention) -> SelfAttention:
     """Makes self-attention of a kernel that takes queries and keys at any positions."""
 
-    def self_attention(q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array, **kind: Any) -> jax.Array:
+    def self_attention(
+        q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array, **kind: Any
+    ) -> jax.Array:
         positions = sequence_positions(segments_BT)
         return checkpoint_name(attend(q, k, v, positions, positions, **kind), ATTN_OUT)
 
@@ -168,8 +176,12 @@ def reference_kernels(block: int) -> Kernels:
     def unsupported(shapes: AttentionShapes) -> str | None:
         # A policy of jax.checkpoint cannot drop only the scores and save everything else: the kernel must not save them
         if ATTN_SCORES in REMAT_POLICIES[shapes.remat].dropped:
-            return f"reference attention saves its scores, which --training.remat {shapes.remat} drops"
+            return (
+                f"reference attention saves its scores, which --training.remat {shapes.remat} drops"
+            )
         return None
 
     attend, features = as_self_attention(reference_attention), frozenset(FEATURES)
-    return Kernels("reference", attend, reference_attention, unsupported, features=features, fused=False)
+    return Kernels(
+        "reference", attend, reference_attention, unsupported, features=features, fused=False
+    )

@@ -53,7 +53,12 @@ class _Blocks:
         S, self.kv_heads = keys.k_BSKH.shape[1:3]
         self.mask = mask
         self.block = size = block_size(math.gcd(T, S), 4 * B * N)
-        pairs = [(i, j) for i in range(T // size) for j in range(S // size) if mask.between(i, j, size) is not None]
+        pairs = [
+            (i, j)
+            for i in range(T // size)
+            for j in range(S // size)
+            if mask.between(i, j, size) is not None
+        ]
         self.pairs = np.array(pairs, np.int32).reshape(-1, 2)
         self.segments = (cut(queries.segments_BT, size), cut(keys.segments_BS, size))
 
@@ -75,7 +80,9 @@ class _Blocks:
     def loop(self, add: Any, carry: Any) -> Any:
         if len(self.pairs) == 1:
             return add(carry, *self.pairs[0])
-        return lax.scan(lambda carry, pair: (add(carry, pair[0], pair[1]), None), carry, self.pairs)[0]
+        return lax.scan(
+            lambda carry, pair: (add(carry, pair[0], pair[1]), None), carry, self.pairs
+        )[0]
 
 
 def _forward(queries: Queries, keys: Keys, mask: ChunkMask, softcap: float | None = None) -> Result:
@@ -89,15 +96,23 @@ def _forward(queries: Queries, keys: Keys, mask: ChunkMask, softcap: float | Non
 
     # Running softmax of blocks of queries: largest score, sum of weights, weighted sum of values, float32.
     def add(states: Any, i: Any, j: Any) -> Any:
-        scores = jnp.einsum("btkgh,bskh->bkgts", select(q, i), select(k, j), preferred_element_type=jnp.float32)
+        scores = jnp.einsum(
+            "btkgh,bskh->bkgts", select(q, i), select(k, j), preferred_element_type=jnp.float32
+        )
         scores, v_j = cap(scores, softcap), select(v, j)
         (top, weight, total), mask = select(states, i), blocks.visible(i, j)
         new_top = jnp.maximum(top, jnp.where(mask, scores, _MASKED).max(-1))
         # A row without a visible key so far has the masked score as its largest: its weights need the mask to be zero.
         weights = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)
         rescale = jnp.exp(top - new_top)
-        added = jnp.einsum("bkgts,bskh->bkgth", weights.astype(v.dtype), v_j, preferred_element_type=jnp.float32)
-        return update(states, i, (new_top, weight * rescale + weights.sum(-1), total * rescale[..., None] + added))
+        added = jnp.einsum(
+            "bkgts,bskh->bkgth", weights.astype(v.dtype), v_j, preferred_element_type=jnp.float32
+        )
+        return update(
+            states,
+            i,
+            (new_top, weight * rescale + weights.sum(-1), total * rescale[..., None] + added),
+        )
 
     top, weight, total = blocks.loop(add, (zeros + _MASKED, zeros, values))
     seen = weight > 0
@@ -106,17 +121,25 @@ def _forward(queries: Queries, keys: Keys, mask: ChunkMask, softcap: float | Non
     lse = jnp.where(seen, top + jnp.log(weight), _MASKED)
     # [blocks, B, K, G, block, H] and [blocks, B, K, G, block]
     return Result(
-        out.transpose(1, 0, 4, 2, 3, 5).reshape(B, T, N, v.shape[-1]), jnp.moveaxis(lse, 0, 3).reshape(B, N, T)
+        out.transpose(1, 0, 4, 2, 3, 5).reshape(B, T, N, v.shape[-1]),
+        jnp.moveaxis(lse, 0, 3).reshape(B, N, T),
     )
 
 
 def _backward(
-    queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask, softcap: float | None = None
+    queries: Queries,
+    keys: Keys,
+    result: Result,
+    g_BTNH: jax.Array,
+    mask: ChunkMask,
+    softcap: float | None = None,
 ) -> Gradients:
     blocks = _Blocks(queries, keys, mask)
     H = queries.q_BTNH.shape[3]
     # The row sums of gradient times output that the softmax's derivative needs (FlashAttention-2, arXiv:2307.08691).
-    inner_BNT = jnp.einsum("btnh,btnh->bnt", g_BTNH, result.out_BTNH, preferred_element_type=jnp.float32)
+    inner_BNT = jnp.einsum(
+        "btnh,btnh->bnt", g_BTNH, result.out_BTNH, preferred_element_type=jnp.float32
+    )
     zero, g = lax.optimization_barrier((jnp.float32(0), blocks.grouped(g_BTNH)))
     q = blocks.grouped(queries.q_BTNH * H**-0.5)
     rows = (q, g, blocks.by_head(inner_BNT), blocks.by_head(result.lse_BNT))
@@ -125,19 +148,27 @@ def _backward(
     def add(sums: Any, i: Any, j: Any) -> Any:
         (q, g, inner, lse), (k, v), mask = select(rows, i), select(columns, j), blocks.visible(i, j)
         # The softmax is computed again from the log-sum-exp.
-        scores = cap(jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32), softcap)
+        scores = cap(
+            jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32), softcap
+        )
         weights = jnp.where(mask, jnp.exp(scores - lse[..., None]), 0.0)
         g_weights = jnp.einsum("btkgh,bskh->bkgts", g, v, preferred_element_type=jnp.float32)
-        g_scores = cap_gradient(weights * (g_weights - inner[..., None]), scores, softcap).astype(q.dtype)
+        g_scores = cap_gradient(weights * (g_weights - inner[..., None]), scores, softcap).astype(
+            q.dtype
+        )
         g_q = jnp.einsum("bkgts,bskh->btkgh", g_scores, k, preferred_element_type=jnp.float32)
         g_k = jnp.einsum("bkgts,btkgh->bskh", g_scores, q, preferred_element_type=jnp.float32)
-        g_v = jnp.einsum("bkgts,btkgh->bskh", weights.astype(q.dtype), g, preferred_element_type=jnp.float32)
+        g_v = jnp.einsum(
+            "bkgts,btkgh->bskh", weights.astype(q.dtype), g, preferred_element_type=jnp.float32
+        )
         totals = (select(sums[0], i), select(sums[1], j))
         g_q, g_kv = jax.tree.map(jnp.add, totals, (g_q, (g_k, g_v)))
         return update(sums[0], i, g_q), update(sums[1], j, g_kv)
 
     g_q, g_kv = blocks.loop(add, jax.tree.map(lambda x: jnp.full(x.shape, zero), (q, columns)))
-    g_k, g_v = (x.swapaxes(0, 1).reshape(like.shape) for x, like in zip(g_kv, keys[:2], strict=True))
+    g_k, g_v = (
+        x.swapaxes(0, 1).reshape(like.shape) for x, like in zip(g_kv, keys[:2], strict=True)
+    )
     return (g_q * H**-0.5).swapaxes(0, 1).reshape(queries.q_BTNH.shape), g_k, g_v
 
 
@@ -145,7 +176,9 @@ def _backward(
 def _with_softcap(softcap: float) -> ChunkAttention:
     # The same cap gives the same functions: they are static arguments of what calls them.
     return ChunkAttention(
-        functools.partial(_forward, softcap=softcap), functools.partial(_backward, softcap=softcap), _with_softcap
+        functools.partial(_forward, softcap=softcap),
+        functools.partial(_backward, softcap=softcap),
+        _with_softcap,
     )
 
 
@@ -156,4 +189,6 @@ blocked_chunks = ChunkAttention(_forward, _backward, _with_softcap)
 def blocked_kernels(block: int) -> Kernels:
     """Returns blocked attention, which chooses its blocks itself."""
     attend, features = self_attention_of(blocked_chunks), frozenset(FEATURES)
-    return Kernels("blocked", attend, chunk_attention=blocked_chunks, features=features, fused=False)
+    return Kernels(
+        "blocked", attend, chunk_attention=blocked_chunks, features=features, fused=False
+    )

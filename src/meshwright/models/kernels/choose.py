@@ -27,11 +27,18 @@ if TYPE_CHECKING:
 
 # What "auto" tries, by `jax.Device.platform`, best first; "blocked" supports everything. The fused backward kernel is
 # slower than two on v5p and faster on tpu7x (public MaxText recipes, measured on both; docs/log.md).
-AUTO: dict[str, tuple[str, ...]] = {"cpu": ("reference",), "tpu": ("splash",), "gpu": ("cudnn",), "cuda": ("cudnn",)}
+AUTO: dict[str, tuple[str, ...]] = {
+    "cpu": ("reference",),
+    "tpu": ("splash",),
+    "gpu": ("cudnn",),
+    "cuda": ("cudnn",),
+}
 AUTO_BY_CHIP: dict[str, tuple[str, ...]] = {"tpu7x": ("splash_fused",)}
 
 
-def kernels_of(training: Training, spec: "ModelSpec", sequence: SequenceSplit, machine: Machine) -> Kernels:
+def kernels_of(
+    training: Training, spec: "ModelSpec", sequence: SequenceSplit, machine: Machine
+) -> Kernels:
     """Chooses the attention kernel of a placed run, as `choose_kernels`."""
     return choose_kernels(
         training.attention_kernel,
@@ -66,13 +73,21 @@ def choose_kernels(
     where the named kernel does not support the run, or would not be used.
     """
     chunk = sequence.seq // (2 * sequence.groups) if sequence.groups > 1 else sequence.seq
-    shapes = AttentionShapes(machine.platform, head_sizes, sequence.seq, chunk, dtype, remat, machine.chip_name)
+    shapes = AttentionShapes(
+        machine.platform, head_sizes, sequence.seq, chunk, dtype, remat, machine.chip_name
+    )
 
     def refusal(kernels: Kernels) -> str | None:
-        lacking = [words for feature, words in FEATURES.items() if feature in needs - kernels.features]
+        lacking = [
+            words for feature, words in FEATURES.items() if feature in needs - kernels.features
+        ]
         return (
             kernels.unsupported(shapes)
-            or (f"{kernels.name} attention has no {lacking[0]}, which the model's layers have" if lacking else None)
+            or (
+                f"{kernels.name} attention has no {lacking[0]}, which the model's layers have"
+                if lacking
+                else None
+            )
             or (None if machine.installed else kernels.missing())
             or unused(kernels)
         )
@@ -85,18 +100,31 @@ def choose_kernels(
             needed = f"over {sequence.shards} devices needs attention between chunks in a ring"
             return f"{option} {needed}, which {kernels.name} lacks"
         lacks = kernels.cross_attention is None
-        return f"{option} needs attention to gathered keys, which {kernels.name} lacks" if lacks else None
+        return (
+            f"{option} needs attention to gathered keys, which {kernels.name} lacks"
+            if lacks
+            else None
+        )
 
     def in_strategy(kernels: Kernels) -> Kernels:
-        return dataclasses.replace(kernels, name=f"ring of {kernels.name}") if sequence.is_ring else kernels
+        return (
+            dataclasses.replace(kernels, name=f"ring of {kernels.name}")
+            if sequence.is_ring
+            else kernels
+        )
 
     if name == "auto":
         reasons: list[str] = []
-        names = (*AUTO_BY_CHIP.get(machine.chip_name or "", AUTO.get(machine.platform, ())), "blocked")
+        names = (
+            *AUTO_BY_CHIP.get(machine.chip_name or "", AUTO.get(machine.platform, ())),
+            "blocked",
+        )
         for kernels in (_built_in(candidate, block) for candidate in names):
             reason = refusal(kernels)
             if reason is None:
-                return in_strategy(dataclasses.replace(kernels, note="; ".join(reasons)) if reasons else kernels)
+                return in_strategy(
+                    dataclasses.replace(kernels, note="; ".join(reasons)) if reasons else kernels
+                )
             reasons.append(reason)
     kernels = resolve("attention kernel", name)
     if name in PARTS["attention kernel"]:
@@ -105,7 +133,9 @@ def choose_kernels(
     reason = refusal(kernels)
     if reason is not None:
         raise ConfigError(
-            f"--training.attention-kernel {name}", reason, "--training.attention-kernel auto, or change what it lacks"
+            f"--training.attention-kernel {name}",
+            reason,
+            "--training.attention-kernel auto, or change what it lacks",
         )
     return in_strategy(kernels)
 
@@ -157,20 +187,30 @@ def ragged_dot() -> GroupedMatmul:
     kernel of this package runs there (kernels/grouped_triton.py).
     """
 
-    def multiply(x: jax.Array, weights: tuple[jax.Array, ...], rows_E: jax.Array) -> tuple[jax.Array, ...]:
+    def multiply(
+        x: jax.Array, weights: tuple[jax.Array, ...], rows_E: jax.Array
+    ) -> tuple[jax.Array, ...]:
         return tuple(jax.lax.ragged_dot(x, w, rows_E) for w in weights)
 
-    def in_float32(x: jax.Array, w: jax.Array, rows_E: jax.Array, dtype: Any, scales: Any, added: Any) -> jax.Array:
+    def in_float32(
+        x: jax.Array, w: jax.Array, rows_E: jax.Array, dtype: Any, scales: Any, added: Any
+    ) -> jax.Array:
         wide = w.swapaxes(1, 2).astype(jnp.float32)
         product = jax.lax.ragged_dot(x.astype(jnp.float32), wide, rows_E) * scales
         return (product if added is None else product + added.astype(jnp.float32)).astype(dtype)
 
-    def groups(x: jax.Array, g: jax.Array, rows_E: jax.Array, dtype: Any, scales: jax.Array) -> jax.Array:
+    def groups(
+        x: jax.Array, g: jax.Array, rows_E: jax.Array, dtype: Any, scales: jax.Array
+    ) -> jax.Array:
         contract_rows = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
         wide = g.astype(jnp.float32)
-        return (jax.lax.ragged_dot_general(x.astype(jnp.float32), wide, rows_E, contract_rows) * scales).astype(dtype)
+        return (
+            jax.lax.ragged_dot_general(x.astype(jnp.float32), wide, rows_E, contract_rows) * scales
+        ).astype(dtype)
 
-    return GroupedMatmul("ragged_dot", multiply, float8=GroupedProducts(("cpu",), in_float32, groups))
+    return GroupedMatmul(
+        "ragged_dot", multiply, float8=GroupedProducts(("cpu",), in_float32, groups)
+    )
 
 
 def triton() -> GroupedMatmul:
@@ -181,7 +221,11 @@ def triton() -> GroupedMatmul:
             f"it is written in Pallas for Triton, which JAX {jax.__version__} does not have",
             "a JAX of version 0.12, or training.grouped_matmul ragged_dot, which computes every expert for every row",
         )
-    from meshwright.models.kernels.grouped_triton import grouped_matmul, multiply, multiply_transposed
+    from meshwright.models.kernels.grouped_triton import (
+        grouped_matmul,
+        multiply,
+        multiply_transposed,
+    )
 
     platforms, dtypes = ("gpu", "cuda"), ("bfloat16", "float16", "float32")
     float8 = GroupedProducts(platforms, multiply, multiply_transposed, slower_on=("h100",))
@@ -202,12 +246,16 @@ def choose_grouped_matmul(name: str, platform: str, dtype: str) -> GroupedMatmul
     kernel = resolve("grouped matmul", chosen)
     if chosen in PARTS["grouped matmul"]:
         kernel = kernel()
-    kernel = expect(kernel, GroupedMatmul, f"grouped matmul {name!r}", "a meshwright `GroupedMatmul`")
+    kernel = expect(
+        kernel, GroupedMatmul, f"grouped matmul {name!r}", "a meshwright `GroupedMatmul`"
+    )
     reason = None
     if kernel.platforms and platform not in kernel.platforms:
         reason = f"it runs on {' or '.join(kernel.platforms)}, and the devices are of platform {platform!r}"
     elif kernel.dtypes and dtype not in kernel.dtypes:
         reason = f"it takes {', '.join(kernel.dtypes)}, and the compute dtype is {dtype}"
     if reason is not None:
-        raise ConfigError(f"training.grouped_matmul {name}", reason, "training.grouped_matmul ragged_dot")
+        raise ConfigError(
+            f"training.grouped_matmul {name}", reason, "training.grouped_matmul ragged_dot"
+        )
     return kernel

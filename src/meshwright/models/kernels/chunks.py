@@ -42,10 +42,16 @@ class ChunkMask:
         if self.distance is None:
             return 1.0
         last = self.distance + np.arange(queries)
-        first = np.zeros_like(last) if self.window is None else np.maximum(last - self.window + 1, 0)
-        return float(np.clip(np.minimum(last, keys - 1) - first + 1, 0, None).sum() / (queries * keys))
+        first = (
+            np.zeros_like(last) if self.window is None else np.maximum(last - self.window + 1, 0)
+        )
+        return float(
+            np.clip(np.minimum(last, keys - 1) - first + 1, 0, None).sum() / (queries * keys)
+        )
 
-    def visible(self, queries_BT: jax.Array, keys_BS: jax.Array, i: Any = 0, j: Any = 0) -> jax.Array:
+    def visible(
+        self, queries_BT: jax.Array, keys_BS: jax.Array, i: Any = 0, j: Any = 0
+    ) -> jax.Array:
         """Returns the mask [B, T, S], bool, between piece i of the queries and piece j of the keys, given documents."""
         visible_BTS = queries_BT[:, :, None] == keys_BS[:, None, :]
         if self.distance is not None:
@@ -59,7 +65,11 @@ class ChunkMask:
 
     def between(self, i: int, j: int, size: int) -> "ChunkMask | None":
         """Returns the mask between piece i of the queries and piece j of the keys; None if no key is visible."""
-        return self if self.distance is None else pair_mask(self.distance + (i - j) * size, size, size, self.window)
+        return (
+            self
+            if self.distance is None
+            else pair_mask(self.distance + (i - j) * size, size, size, self.window)
+        )
 
 
 FULL = ChunkMask()
@@ -126,7 +136,9 @@ class ChunkAttention:
         """Returns the kernel with the soft cap of a layer's scores, and the sinks."""
         if scores is None or scores.softcap is None:
             return self, None if scores is None else scores.sinks_N
-        assert self.with_softcap is not None, "choose_kernels gives no such kernel to layers with a soft cap"
+        assert self.with_softcap is not None, (
+            "choose_kernels gives no such kernel to layers with a soft cap"
+        )
         return self.with_softcap(scores.softcap), scores.sinks_N
 
 
@@ -203,13 +215,20 @@ class Pass:
         def branch(mask: ChunkMask | None, sums: Any) -> Any:
             return sums if mask is None else self.add(sums, self.compute(mask, row, column))
 
-        branches, here = [functools.partial(branch, mask) for mask in masks], (select(sums[0], i), select(sums[1], j))
-        by_query, by_key = branches[0](here) if len(branches) == 1 else lax.switch(kind, branches, here)
+        branches, here = (
+            [functools.partial(branch, mask) for mask in masks],
+            (select(sums[0], i), select(sums[1], j)),
+        )
+        by_query, by_key = (
+            branches[0](here) if len(branches) == 1 else lax.switch(kind, branches, here)
+        )
         return update(sums[0], i, by_query), update(sums[1], j, by_key)
 
     def visit_all(self, masks: Masks, steps: Any, rows: Any, keys: Keys, sums: Any) -> Any:
         """Returns `sums` with the pairs of all steps, three arrays of indices, one after another."""
-        return lax.scan(lambda sums, step: (self.visit(masks, step, rows, keys, sums), None), sums, steps)[0]
+        return lax.scan(
+            lambda sums, step: (self.visit(masks, step, rows, keys, sums), None), sums, steps
+        )[0]
 
 
 def forward_pass(kernel: ChunkAttention) -> Pass:
@@ -224,7 +243,9 @@ def forward_pass(kernel: ChunkAttention) -> Pass:
         pair = (sums[0], found[0])
         lse_BNT = jnp.logaddexp(*(result.lse_BNT for result in pair))
         weights = [jnp.exp(result.lse_BNT - lse_BNT).swapaxes(1, 2)[..., None] for result in pair]
-        out_BTNH = sum(result.out_BTNH.astype(jnp.float32) * w for result, w in zip(pair, weights, strict=True))
+        out_BTNH = sum(
+            result.out_BTNH.astype(jnp.float32) * w for result, w in zip(pair, weights, strict=True)
+        )
         return Result(jnp.asarray(out_BTNH), lse_BNT), ()
 
     return Pass(start, lambda mask, rows, keys: (kernel.forward(rows[0], keys, mask), ()), add)
@@ -268,7 +289,9 @@ def self_attention_of(kernel: ChunkAttention) -> Callable[..., jax.Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, rest: Rest, kernel: ChunkAttention, mask: ChunkMask) -> jax.Array:
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, rest: Rest, kernel: ChunkAttention, mask: ChunkMask
+) -> jax.Array:
     return _forward(q, k, v, rest, kernel, mask)[0]
 
 
@@ -281,14 +304,18 @@ def _forward(
 
 def _backward(kernel: ChunkAttention, mask: ChunkMask, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     q, k, v, rest, result = saved
-    gradients = backward_pass(kernel).compute(mask, (Queries(q, rest[0]), result, g), Keys(k, v, rest[0]))
+    gradients = backward_pass(kernel).compute(
+        mask, (Queries(q, rest[0]), result, g), Keys(k, v, rest[0])
+    )
     return as_gradients(gradients, saved, g)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def save(result: Result, inputs: tuple[jax.Array, jax.Array, jax.Array, Rest]) -> tuple[jax.Array, Any]:
+def save(
+    result: Result, inputs: tuple[jax.Array, jax.Array, jax.Array, Rest]
+) -> tuple[jax.Array, Any]:
     """Returns the output of attention to all keys and to the sinks, and the residuals of the backward pass.
 
     Output and lse are named: the remat policies save them together (models/remat.py).
@@ -298,7 +325,10 @@ def save(result: Result, inputs: tuple[jax.Array, jax.Array, jax.Array, Rest]) -
     if sinks_N is not None:
         whole_BNT = jnp.logaddexp(lse_BNT, sinks_N.astype(jnp.float32)[None, :, None])
         weight_BTN = jnp.exp(lse_BNT - whole_BNT).swapaxes(1, 2)
-        out_BTNH, lse_BNT = (out_BTNH.astype(jnp.float32) * weight_BTN[..., None]).astype(dtype), whole_BNT
+        out_BTNH, lse_BNT = (
+            (out_BTNH.astype(jnp.float32) * weight_BTN[..., None]).astype(dtype),
+            whole_BNT,
+        )
     out_BTNH = checkpoint_name(out_BTNH.astype(q_BTNH.dtype), ATTN_OUT)
     return out_BTNH, (*inputs, Result(out_BTNH, checkpoint_name(lse_BNT, ATTN_LSE)))
 
@@ -313,7 +343,9 @@ def as_gradients(gradients: Any, saved: Any, g_BTNH: jax.Array) -> tuple[Any, ..
     g_qkv = (x.astype(like.dtype) for x, like in zip((g_q, g_k, g_v), qkv, strict=True))
     g_sinks = None
     if sinks_N is not None:
-        inner_BNT = jnp.einsum("btnh,btnh->bnt", g_BTNH, result.out_BTNH, preferred_element_type=jnp.float32)
+        inner_BNT = jnp.einsum(
+            "btnh,btnh->bnt", g_BTNH, result.out_BTNH, preferred_element_type=jnp.float32
+        )
         weight_BNT = jnp.exp(sinks_N.astype(jnp.float32)[None, :, None] - result.lse_BNT)
         g_sinks = -(weight_BNT * inner_BNT).sum((0, 2)).astype(sinks_N.dtype)
     return *g_qkv, (np.zeros(segments.shape, jax.dtypes.float0), g_sinks)

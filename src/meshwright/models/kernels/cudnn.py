@@ -65,7 +65,9 @@ def _forward(queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
     return _by_documents(forward_pass, mask, (queries,), keys)[0]
 
 
-def _backward(queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask) -> Gradients:
+def _backward(
+    queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask
+) -> Gradients:
     g_q, (g_k, g_v) = _by_documents(backward_pass, mask, (queries, result, g_BTNH), keys)
     return g_q, g_k, g_v
 
@@ -73,11 +75,15 @@ def _backward(queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, m
 def _kernel(masked: bool) -> ChunkAttention:
     return ChunkAttention(
         lambda queries, keys, mask: _call_forward(queries, keys, mask, masked),
-        lambda queries, keys, result, g, mask: _call_backward(queries, keys, result, g, mask, masked),
+        lambda queries, keys, result, g, mask: _call_backward(
+            queries, keys, result, g, mask, masked
+        ),
     )
 
 
-def _by_documents(pass_of: Callable[[ChunkAttention], Pass], mask: ChunkMask, rows: Any, keys: Keys) -> Any:
+def _by_documents(
+    pass_of: Callable[[ChunkAttention], Pass], mask: ChunkMask, rows: Any, keys: Keys
+) -> Any:
     """Runs cuDNN without documents where all tokens are of one document, else pair by pair of at most CHUNK tokens."""
     plain, masked = pass_of(_kernel(masked=False)), pass_of(_kernel(masked=True))
     one, several = jax.named_scope(ONE_DOCUMENT), jax.named_scope(SEVERAL_DOCUMENTS)
@@ -105,7 +111,9 @@ def _by_documents(pass_of: Callable[[ChunkAttention], Pass], mask: ChunkMask, ro
         That would be the masks of all pairs at once, T^2 / 2 elements: 16 GiB for a sequence of 131,072 tokens.
         """
         queries, (k, v, segments_BS) = rows[0], keys
-        q, segments_BT, segments_BS = lax.optimization_barrier((queries.q_BTNH, queries.segments_BT, segments_BS))
+        q, segments_BT, segments_BS = lax.optimization_barrier(
+            (queries.q_BTNH, queries.segments_BT, segments_BS)
+        )
         return pair(mask, (Queries(q, segments_BT), *rows[1:]), Keys(k, v, segments_BS))
 
     T, S = rows[0].q_BTNH.shape[1], keys.k_BSKH.shape[1]
@@ -124,7 +132,9 @@ def _by_documents(pass_of: Callable[[ChunkAttention], Pass], mask: ChunkMask, ro
         row_chunks, key_chunks = cut((rows, keys), size)
         each, sums = dataclasses.replace(masked, pair=here), masked.start(row_chunks, key_chunks)
         for between, steps in by_mask.items():
-            sums = each.visit_all((between,), tuple(jnp.asarray(steps, jnp.int32).T), row_chunks, key_chunks, sums)
+            sums = each.visit_all(
+                (between,), tuple(jnp.asarray(steps, jnp.int32).T), row_chunks, key_chunks, sums
+            )
         return _as(undivided, uncut(sums))
 
     if not _native(mask):

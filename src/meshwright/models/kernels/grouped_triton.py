@@ -84,7 +84,11 @@ def _backward(interpret: bool, saved: Any, g: tuple[jax.Array, ...]) -> tuple[An
     (rows, weights, rows_E), g_rows = saved, None
     for w, g_of_product in zip(weights, g, strict=True):
         g_rows = multiply(g_of_product, w, rows_E, added=g_rows, interpret=interpret)
-    return g_rows, tuple(multiply_transposed(rows, each, rows_E, interpret=interpret) for each in g), None
+    return (
+        g_rows,
+        tuple(multiply_transposed(rows, each, rows_E, interpret=interpret) for each in g),
+        None,
+    )
 
 
 grouped_matmul.defvjp(lambda *inputs: (grouped_matmul(*inputs), inputs[:3]), _backward)
@@ -188,9 +192,13 @@ def multiply_transposed(
             gradient = _load(g_ref, (pl.ds(row, depth), along_n), (inside, n_inside))
             return total + plgpu.dot(x, gradient, trans_a=True)
 
-        total = jax.lax.fori_loop(0, pl.cdiv(end - start, depth), add, jnp.zeros((_ROWS, width), jnp.float32))
+        total = jax.lax.fori_loop(
+            0, pl.cdiv(end - start, depth), add, jnp.zeros((_ROWS, width), jnp.float32)
+        )
         for ref in scales_ref:
-            total *= plgpu.load(ref.at[along_n], mask=n_inside, other=None if n_inside is None else 0.0)[None, :]
+            total *= plgpu.load(
+                ref.at[along_n], mask=n_inside, other=None if n_inside is None else 0.0
+            )[None, :]
         mask = _mask((k_inside, n_inside))
         plgpu.store(out_ref.at[expert, along_k, along_n], total.astype(out_ref.dtype), mask=mask)
 

@@ -27,7 +27,9 @@ HEAD_MULTIPLE = 64
 
 
 @functools.lru_cache(maxsize=32)
-def splash_chunks(block: int, backward_kernels: int, interpret: Any, softcap: float | None = None) -> ChunkAttention:
+def splash_chunks(
+    block: int, backward_kernels: int, interpret: Any, softcap: float | None = None
+) -> ChunkAttention:
     """Returns splash attention between two chunks, with a static mask for each kind of pair; hidden blocks are skipped.
 
     Chunks are multiples of LANES (`_unsupported` checks).  block: largest block of queries and of keys.
@@ -44,7 +46,9 @@ def splash_chunks(block: int, backward_kernels: int, interpret: Any, softcap: fl
         return kernel, [x.swapaxes(1, 2) for x in scaled]
 
     def forward(queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
-        from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
+        from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import (
+            SegmentIds,
+        )
 
         kernel, operands = kernel_and_operands(queries, keys, mask)
 
@@ -57,8 +61,12 @@ def splash_chunks(block: int, backward_kernels: int, interpret: Any, softcap: fl
             out_BNTH = jnp.where(jnp.isfinite(lse_BNT)[..., None], out_BNTH, 0)
         return Result(out_BNTH.swapaxes(1, 2), lse_BNT)
 
-    def backward(queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask) -> Gradients:
-        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    def backward(
+        queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask
+    ) -> Gradients:
+        from jax.experimental.pallas.ops.tpu.splash_attention import (
+            splash_attention_kernel as splash,
+        )
 
         kernel, operands = kernel_and_operands(queries, keys, mask)
         options = {name: value for name, value in kernel.kwargs.items() if name != "save_residuals"}
@@ -66,7 +74,9 @@ def splash_chunks(block: int, backward_kernels: int, interpret: Any, softcap: fl
         def attend(qkv: list[Any], segments: tuple[Any, Any], out: Any, lse: Any, g: Any) -> Any:
             ids, tables = splash.SegmentIds(*segments), (kernel.dq_mask_info, kernel.dkv_mask_info)
             saved = (*qkv, ids, None, out, lse, *tables)
-            return splash._splash_attention_bwd(save_residuals=False, **options, res=saved, do=g)[3:6]
+            return splash._splash_attention_bwd(save_residuals=False, **options, res=saved, do=g)[
+                3:6
+            ]
 
         out_BNTH, g_BNTH = result.out_BTNH.swapaxes(1, 2), g_BTNH.swapaxes(1, 2)
         segments = (queries.segments_BT, keys.segments_BS)
@@ -74,7 +84,9 @@ def splash_chunks(block: int, backward_kernels: int, interpret: Any, softcap: fl
         g_q, g_k, g_v = (x.swapaxes(1, 2) for x in gradients)
         return g_q * queries.q_BTNH.shape[3] ** -0.5, g_k, g_v
 
-    return ChunkAttention(forward, backward, functools.partial(splash_chunks, block, backward_kernels, interpret))
+    return ChunkAttention(
+        forward, backward, functools.partial(splash_chunks, block, backward_kernels, interpret)
+    )
 
 
 def block_size(seq: int, largest: int) -> int:
@@ -84,7 +96,12 @@ def block_size(seq: int, largest: int) -> int:
 
 @functools.lru_cache(maxsize=32)
 def _kernel(
-    sizes: tuple[int, int, int], block: int, backward_kernels: int, interpret: Any, softcap: Any, mask: ChunkMask
+    sizes: tuple[int, int, int],
+    block: int,
+    backward_kernels: int,
+    interpret: Any,
+    softcap: Any,
+    mask: ChunkMask,
 ) -> Any:
     """Returns the kernel of JAX. sizes: queries, heads and keys of a pair of chunks."""
     # Importing Pallas takes 0.4 s, which only a TPU's step is worth.
@@ -100,14 +117,20 @@ def _kernel(
     else:
         visible = masks.LocalMask((tokens, keys), (mask.window - 1, 0), mask.distance)
     q, kv = block_size(tokens, block), block_size(keys, block)
-    apart = {"block_q_dq": q, "block_kv_dq": kv} if backward_kernels == 2 else {"use_fused_bwd_kernel": True}
+    apart = (
+        {"block_q_dq": q, "block_kv_dq": kv}
+        if backward_kernels == 2
+        else {"use_fused_bwd_kernel": True}
+    )
     # The kernel's block tables are constants of the program, even while a caller is being traced.
     with jax.ensure_compile_time_eval():
         return splash.make_splash_mha(
             mask=masks.MultiHeadMask([visible] * heads),
             head_shards=1,
             q_seq_shards=1,
-            block_sizes=splash.BlockSizes(block_q=q, block_kv=kv, block_q_dkv=q, block_kv_dkv=kv, **apart),
+            block_sizes=splash.BlockSizes(
+                block_q=q, block_kv=kv, block_q_dkv=q, block_kv_dkv=kv, **apart
+            ),
             save_residuals=True,
             attn_logits_soft_cap=softcap,
             interpret=interpret,
@@ -133,9 +156,14 @@ splash_fused_kernels = functools.partial(splash_kernels, backward_kernels=1)
 
 def _unsupported(shapes: AttentionShapes) -> str | None:
     if shapes.platform != "tpu":
-        return f"splash attention is a TPU kernel, and the devices are of platform {shapes.platform!r}"
+        return (
+            f"splash attention is a TPU kernel, and the devices are of platform {shapes.platform!r}"
+        )
     tokens = "sequence" if shapes.chunk == shapes.seq else "chunk of the sequence"
-    for what, n, unit in ((tokens, shapes.chunk, LANES), *(("head size", n, HEAD_MULTIPLE) for n in shapes.head_sizes)):
+    for what, n, unit in (
+        (tokens, shapes.chunk, LANES),
+        *(("head size", n, HEAD_MULTIPLE) for n in shapes.head_sizes),
+    ):
         if n % unit:
             return f"splash attention takes a {what} divisible by {unit}: {n} = {n // unit} * {unit} + {n % unit}"
     return None
