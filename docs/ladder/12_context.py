@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 12. Context
 #
-# **The question.** One document of 131,072 tokens does not fit on a device, and cannot be split by the batch: it is one
-# sample. Splitting the sequence is easy for every layer that treats tokens alike. Attention does not: each token looks
-# at all before it. What must move, and who has how much work?
+# **The question.** A document of 131,072 tokens is one sample: the batch cannot split it, so 64 devices need 64 of
+# them in every step, or several devices have to share one. Splitting the sequence is easy for every layer that treats
+# tokens alike. Attention does not: each token looks at all before it. What must move, and who has how much work?
 #
 # *Context parallelism* splits the sequence over devices. Either keys and values travel around a ring (ring attention,
 # [arXiv:2310.01889](https://arxiv.org/abs/2310.01889)), or heads are exchanged for positions (Ulysses,

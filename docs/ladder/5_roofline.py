@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 5. Roofline
 #
-# **The question.** In a second a v5p computes 459e12 FLOPs at best, reads 2.8e12 bytes from its memory, and sends 90e9
-# over a link. A layer needs all three. Which of them does it wait for, and what would have to change for another one to
-# be the limit?
+# **The question.** In a second a v5p computes 459e12 FLOPs at best, reads 2.8e12 bytes from its memory, and sends
+# 180e9 around a ring: 90e9 over the link of each direction. A layer needs all three. Which of them does it wait for,
+# and what would have to change for another one to be the limit?
 #
 # A *roofline* is the largest of three quotients: FLOPs / peak, bytes of HBM / its bandwidth, bytes sent / link
 # bandwidth ([Williams et al. 2009](https://doi.org/10.1145/1498765.1498785)). It is the best that a program can do.
@@ -22,11 +22,15 @@ from meshwright.hardware.chips import CHIPS
 from meshwright.views.draw import Box, Panel, PanelPicture, side_by_side
 
 chips = {name: CHIPS[name] for name in ("v5p", "h100")}
+# Bytes per second that a device sends in a collective: both directions of one ring of a TPU's torus, or NVLink.
+rings = {
+    "v5p": 2 * chips["v5p"].interconnect.link_bandwidth,
+    "h100": chips["h100"].interconnect.link_bandwidth,
+}
 for name, chip in chips.items():
-    link = chip.interconnect.link_bandwidth
     print(
         f"{name:5} {chip.flops_bf16 / 1e12:.0f} TFLOP/s; FLOPs for a byte of HBM: "
-        f"{chip.flops_bf16 / chip.hbm_bandwidth:.0f}, for a byte sent: {chip.flops_bf16 / link:,.0f}"
+        f"{chip.flops_bf16 / chip.hbm_bandwidth:.0f}, for a byte sent: {chip.flops_bf16 / rings[name]:,.0f}"
     )
 
 # %% [markdown]
@@ -38,22 +42,23 @@ for name, chip in chips.items():
 #
 # The pair of matrices of a layer on n devices (the next chapter splits it) has 4 T D F / n FLOPs, reads 4 D F / n bytes
 # of weights, and sums an array of T x D: 4 T D (n-1)/n bytes sent. FLOPs and weights shrink with n, the sum does not:
-# **it waits for the links while n > F x link / peak**.
+# **it waits for the links while n > F x bandwidth / peak**, with the bandwidth of a ring.
 
 # %%
 D, F = 8192, 28672
 
 
-def seconds(chip, T, n):
+def seconds(name, T, n):
     """The three quotients of a pair of matrices for T tokens on n devices."""
+    chip = chips[name]
     flops = 4 * T * D * F / n / chip.flops_bf16
     hbm = 2 * (2 * D * F / n + 2 * T * D + 2 * T * F / n) / chip.hbm_bandwidth
-    sent = 4 * T * D * (n - 1) / n / chip.interconnect.link_bandwidth
+    sent = 4 * T * D * (n - 1) / n / rings[name]
     return {"FLOPs": flops, "HBM": hbm, "link": sent}
 
 
 for T, n in ((16, 1), (4096, 1), (4096, 8), (4096, 64)):
-    of_pair = seconds(chips["v5p"], T, n)
+    of_pair = seconds("v5p", T, n)
     parts = ", ".join(f"{limit} {s * 1e3:.3f}" for limit, s in of_pair.items())
     print(f"T {T:5}, n {n:3}: {parts} ms: waits for {max(of_pair, key=of_pair.get)}")
 
@@ -70,7 +75,7 @@ def limits(name):
     cells = []
     for row, T in enumerate(tokens):
         for column, n in enumerate(devices):
-            of_pair = seconds(chips[name], T, n)
+            of_pair = seconds(name, T, n)
             limit = max(of_pair, key=of_pair.get)
             tip = f"{T} tokens on {n} devices: {of_pair[limit] * 1e3:.3f} ms"
             cells.append(Box(row, column, (), list(of_pair).index(limit), tip, limit))
@@ -108,8 +113,8 @@ for e in census.ledger:
     )
 
 # %% [markdown]
-# 4 T D F / n over 8 T D (n-1)/n bytes of float32 is F / (2 (n-1)) = 146. A v5p computes 5,100 FLOPs while a byte
-# crosses a link: this width waits for its links.
+# 4 T D F / n over 8 T D (n-1)/n bytes of float32 is F / (2 (n-1)) = 146. A v5p computes 2,550 FLOPs while a byte
+# is sent around a ring: this width waits for its links.
 #
 # ## What goes wrong: peak FLOPs that nobody can use
 #
@@ -136,7 +141,7 @@ for name, chip in chips.items():
 # %% answer
 chip = chips["v5p"]
 norm = 2 * 2 * 4096 * 8192 / chip.hbm_bandwidth
-layer = seconds(chip, 4096, 1)["FLOPs"]
+layer = seconds("v5p", 4096, 1)["FLOPs"]
 print(f"{norm * 1e6:.0f} us of {layer * 1e3:.1f} ms: {norm / layer:.1%}")
 assert round(norm / layer, 3) == 0.006
 
@@ -164,7 +169,7 @@ for tile in (128, 1024):
 # happens to the number of tokens from which a product computes, and to the number of devices for a layer?
 
 # %% answer
-tokens, devices = chip.flops_bf16 / chip.hbm_bandwidth, F * chip.interconnect.link_bandwidth / chip.flops_bf16
+tokens, devices = chip.flops_bf16 / chip.hbm_bandwidth, F * rings["v5p"] / chip.flops_bf16
 print(f"tokens {tokens:.0f} -> {tokens * 4 / 2:.0f}; devices {devices:.1f} -> {devices / 4:.1f}")
 assert round(tokens * 2) == 332
 
