@@ -98,7 +98,10 @@ def test_the_command_checks_an_answer(
     assert "predicted v5p:2x2x2" in text and "predicted h100:8" in text and "compiled for" in text
     mine.write_text("def answer(x):\n    return x + nobody\n")
     code, text = run("2", str(mine))
-    assert code == 1 and "NameError at mine.py:2: return x + nobody" in text
+    assert code == 1 and "NameError at mine.py:2, with B=16 D=6: return x + nobody" in text
+    mine.write_text("PREDICTION = '1.8 MB'\ndef answer(x):\n    return x\n")
+    code, text = run("2", str(mine))
+    assert code == 1 and "PREDICTION is '1.8 MB': write a number" in text
     assert run("2")[1].endswith("Read it with: check.py 2 --read")
     assert "all_reduce" in run("2", "--hint", "3")[1] and "┌" in run("2", "--read")[1]
     assert check.main(["21"]) == 2 and "they are 1 to 20" in capsys.readouterr().err
@@ -186,6 +189,78 @@ def answer(q, k, v):
 """
 
 
+_SOFTMAX = """
+import jax, jax.numpy as jnp
+def answer(logits):
+    e = jnp.exp(logits)
+    return e / jax.lax.psum(e.sum(-1, keepdims=True), "tensor")
+"""
+_PMAX = """
+import jax, jax.numpy as jnp
+def answer(logits):
+    e = jnp.exp(logits - jax.lax.pmax(logits.max(-1, keepdims=True), "tensor"))
+    return e / jax.lax.psum(e.sum(-1, keepdims=True), "tensor")
+"""
+_LOSS = """
+import jax, jax.numpy as jnp
+from meshwright.comm.collectives import all_reduce, axis_index
+T = ("tensor",)
+@jax.custom_vjp
+def f(x):
+    return x
+f.defvjp(lambda x: (x, None), lambda _, g: (all_reduce(g, T),))
+def answer(h, w, labels):
+    logits = f(h) @ w.T
+    lse = jnp.log(all_reduce(jnp.exp(logits).sum(-1), T))
+    own = labels - axis_index(T) * w.shape[0]
+    picked = jnp.take_along_axis(logits, jnp.clip(own, 0, w.shape[0] - 1)[:, None], 1)[:, 0]
+    return (lse - all_reduce(jnp.where((own >= 0) & (own < w.shape[0]), picked, 0), T)).mean()
+"""
+_GATHER = """
+from meshwright.comm.collectives import all_gather
+def answer(x):
+    return all_gather(x, ("ring",), 0)
+"""
+_TILE = """
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+def kernel(x_ref, w_ref, y_ref):
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        y_ref[...] = jnp.zeros_like(y_ref)
+    y_ref[...] += x_ref[...] @ w_ref[...]
+def answer():
+    return (2048, 1024, 128), kernel
+"""
+_MEAN_OF_A_SHAPE = """
+import jax.numpy as jnp
+from meshwright.comm.collectives import all_reduce
+def answer(x):
+    if x.shape{shape}:
+        return all_reduce(x.mean(0), ("data",)) / 8
+    return {otherwise}
+"""
+_SCHEDULE = """
+def answer(stages, microbatches):
+    M = microbatches if microbatches == 8 else 1
+    order = [("F", m) for m in range(M)] + [("B", m) for m in range(M)]
+    return [list(order) for _ in range(stages)]
+"""
+_MORE_KEPT = """
+def answer(stages, microbatches):
+    orders = []
+    for s in range(stages):
+        ahead = min(stages - s + 1, microbatches)
+        order = [("F", m) for m in range(ahead)]
+        for m in range(microbatches):
+            order.append(("B", m))
+            if m + ahead < microbatches:
+                order.append(("F", m + ahead))
+        orders.append(order)
+    return orders
+"""
+
+
 @pytest.mark.parametrize(
     ("number", "source", "kind", "words"),
     [
@@ -199,8 +274,49 @@ def answer(q, k, v):
         (6, _FSDP.replace(" / 8, dw / 8", " / 8, dw"), "gradient", "`dw` is 8 times too large"),
         (19, _RING, "memory", "jax.checkpoint computes them again"),
         (19, _RING.replace("(i - hop)", "(i + hop)"), "result", "Keys come from the left"),
+        (3, _SOFTMAX, "result", "`logits` multiplied by 200"),
+        (3, _PMAX, "error", "jax.lax.stop_gradient(x)"),
+        (12, _LOSS, "result", "`h` multiplied by 200"),
+        (4, _GATHER, "limits", "asks for collective-permute alone, and `answer` has all-gather"),
+        (9, _TILE, "memory", "19.9 MB, the reference 16.8 MB, and 16.8 MB are allowed"),
+        (
+            2,
+            _MEAN_OF_A_SHAPE.format(shape=" == (2, 6)", otherwise="x[0]"),
+            "result",
+            "with B=16 D=6 the answer is right",
+        ),
+        (
+            2,
+            _MEAN_OF_A_SHAPE.format(shape="[0] < 9", otherwise="nobody"),
+            "error",
+            "with the full sizes",
+        ),
+        (
+            2,
+            _MEAN_OF_A_SHAPE.format(shape="[0] < 9", otherwise="x[0]"),
+            "impossible",
+            "sends 0.0 MB",
+        ),
+        (16, _SCHEDULE, "result", "with P=4 M=8 B=2 the answer is right"),
+        (16, _MORE_KEPT, "memory", "are allowed"),
     ],
-    ids=["pmean", "all layers gathered", "summed gradient", "scores kept", "keys from the right"],
+    ids=[
+        "pmean",
+        "all layers gathered",
+        "summed gradient",
+        "scores kept",
+        "keys from the right",
+        "softmax without a maximum",
+        "pmax without stop_gradient",
+        "loss without a maximum",
+        "a gather where it is forbidden",
+        "a tile beyond the memory",
+        "right for one size",
+        "fails at the full size",
+        "computes nothing at the full size",
+        "a schedule of one microbatch",
+        "one input too many",
+    ],
 )
 def test_answers_written_in_another_way_are_understood(
     grading: Any, tmp_path: Path, number: int, source: str, kind: str, words: str

@@ -16,6 +16,7 @@ PROBLEM = Problem(
     takes="x[B, D]; w[D, F]",
     gives="y[B/data, F/tensor]",
     small="B=16 D=8 F=8",
+    other="B=24 D=12 F=16",
     full="B=16384 D=4096 F=16384",
     predict="memory: MB that a device holds of x, w and y together",
     arithmetic="4 * (B/4 * D + D * F/2 + B/4 * F/2)",

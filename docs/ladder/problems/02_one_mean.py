@@ -15,6 +15,7 @@ PROBLEM = Problem(
     gives="mean[D]",
     gradients="x",
     small="B=16 D=6",
+    other="B=24 D=10",
     full="B=8192 D=262144",
     predict="sent: MB that a device sends, forward and backward together",
     arithmetic="2 * 4 * D * 7/8",

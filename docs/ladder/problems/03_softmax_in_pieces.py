@@ -14,6 +14,8 @@ PROBLEM = Problem(
     gives="p[B, V/tensor]",
     gradients="logits",
     small="B=4 V=32",
+    other="B=6 V=48",
+    large="logits",
     full="B=65536 V=131072",
     predict="sent: MB that a device sends, forward and backward together",
     arithmetic="3 * 2 * 4 * B * 7/8",

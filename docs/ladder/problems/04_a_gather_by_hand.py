@@ -12,7 +12,9 @@ PROBLEM = Problem(
     takes="x[T/ring, D]",
     gives="y[T, D]",
     small="T=16 D=3",
+    other="T=24 D=5",
     full="T=65536 D=4096",
+    collectives="collective-permute",
     predict="sent: MB that a device sends",
     arithmetic="7 * 4 * T/8 * D",
     because="Each of the seven other blocks arrives once, so seven blocks are sent: V (n-1)/n, the formula of every "

@@ -12,6 +12,7 @@ PROBLEM = Problem(
     takes="x[B/data, D]; t[B/data, F]; w[D, F]",
     gives="loss[]; dw[D, F]",
     small="B=16 D=6 F=5",
+    other="B=24 D=5 F=7",
     full="B=65536 D=4096 F=4096",
     predict="sent: MB that a device sends in the step",
     arithmetic="2 * 4 * D * F * 7/8",

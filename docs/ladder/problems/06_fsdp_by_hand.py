@@ -15,6 +15,7 @@ PROBLEM = Problem(
     takes="x[B/fsdp, D]; w[L, D/fsdp, D]",
     gives="loss[]; dw[L, D/fsdp, D]",
     small="B=16 D=8 L=3",
+    other="B=24 D=16 L=2",
     full="B=16384 D=4096 L=8",
     predict="sent: MB that a device sends in the step",
     arithmetic="3 * 4 * L * D * D * 7/8",

@@ -16,6 +16,7 @@ PROBLEM = Problem(
     takes="w[D, F]; m[D/data, F]; g[N/data, D, F]",
     gives="new_w[D, F]; new_m[D/data, F]",
     small="D=16 F=3 N=8",
+    other="D=24 F=5 N=8",
     full="D=8192 F=8192 N=8",
     predict="sent: MB that a device sends in the step",
     arithmetic="2 * 4 * D * F * 7/8",

@@ -23,6 +23,7 @@ PROBLEM = Problem(
     gives="loss[]",
     gradients="w1 w2",
     small="B=16 D=8 F=32 L=3",
+    other="B=24 D=12 F=20 L=2",
     full="B=65536 D=2048 F=8192 L=8",
     predict="flops: GFLOPs that a device computes in the step (count the six products of each layer)",
     arithmetic="6 * 2 * B/8 * D * F * L",

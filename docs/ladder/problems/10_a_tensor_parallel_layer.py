@@ -14,6 +14,7 @@ PROBLEM = Problem(
     gives="y[T, D]",
     gradients="x wg wu w2",
     small="T=6 D=8 F=16",
+    other="T=10 D=12 F=24",
     full="T=8192 D=4096 F=16384",
     predict="sent: MB that a device sends, forward and backward together",
     arithmetic="2 * 2 * 4 * T * D * 7/8",

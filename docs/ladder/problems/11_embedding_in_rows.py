@@ -13,6 +13,7 @@ PROBLEM = Problem(
     gives="x[T, D]",
     gradients="w",
     small="T=24 V=32 D=5",
+    other="T=40 V=48 D=7",
     full="T=16384 V=131072 D=4096",
     predict="sent: MB that a device sends, forward and backward together",
     arithmetic="2 * 4 * T * D * 7/8",

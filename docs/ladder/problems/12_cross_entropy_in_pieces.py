@@ -14,6 +14,8 @@ PROBLEM = Problem(
     gives="loss[]",
     gradients="h w",
     small="T=6 D=8 V=32",
+    other="T=10 D=12 V=48",
+    large="h",
     full="T=8192 D=4096 V=131072",
     predict="sent: MB that a device sends, forward and backward together",
     arithmetic="2 * 4 * T * D * 7/8 + 3 * 2 * 4 * T * 7/8",

@@ -16,6 +16,7 @@ PROBLEM = Problem(
     gives="y[B/data, D/tensor]",
     gradients="x w1 w2",
     small="B=8 D=8 F=16",
+    other="B=16 D=16 F=24",
     full="B=16384 D=4096 F=16384",
     predict="sent: MB that a device sends over both axes, forward and backward together",
     arithmetic="4 * (4 * D * F/2 * 3/4) + 4 * (4 * B/4 * D * 1/2)",

@@ -13,6 +13,7 @@ PROBLEM = Problem(
     takes="x[R/data, D]; w[D]",
     gives="loss[]; dw[D]",
     small="R=32 D=6",
+    other="R=48 D=9",
     full="R=4194304 D=256",
     predict="sent: bytes that a device sends, in MB (it is little)",
     arithmetic="2 * 4 * (D + 1) * 7/8",

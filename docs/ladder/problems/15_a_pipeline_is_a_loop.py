@@ -14,6 +14,7 @@ PROBLEM = Problem(
     gives="loss[]",
     gradients="w",
     small="M=6 B=4 D=5 L=8",
+    other="M=7 B=8 D=4 L=8",
     full="M=8 B=512 D=4096 L=8",
     predict="sent: MB that a device sends, forward and backward together (all ticks, idle ones as well)",
     arithmetic="2 * (M + 3) * 4 * B * D + 2 * 4 * 3/4",

@@ -20,7 +20,10 @@ PROBLEM = Problem(
     takes="xs[M, B]; w[P]",
     gives="losses[M]; dw[P]",
     small="P=4 M=8 B=2",
+    other="P=8 M=32 B=2",
     full="P=8 M=32 B=8192",
+    most_memory="P * 8192 * 8192 * 2",
+    most_time=1.0,
     predict="h100:8: milliseconds of a step (a forward pass of 70B / P parameters and B tokens has 2 x 70e9 / P x "
     "B FLOPs, at 989e12 FLOP/s)",
     arithmetic="(M + P - 1) * 3 * 2 * 70e9 / P * B / 989e12",
@@ -66,12 +69,14 @@ def play(orders, microbatches):
     return max(clock), most
 
 
-def attempt(answer):
+def attempt(answer, case):
     """Adds up what the orders compute: a loss for each microbatch that leaves, gradients for each backward pass."""
-    sizes = read_sizes(PROBLEM.small)
+    sizes = read_sizes(case.sizes)
     orders = answer(sizes["P"], sizes["M"])
     if len(orders) != sizes["P"]:
         raise ValueError(f"answer returns the orders of {len(orders)} stages, and there are {sizes['P']}")
+    for stage, order in enumerate(orders):
+        _require_tasks(stage, order, sizes["M"])
     play(orders, sizes["M"])
     losses = np.zeros(sizes["M"], np.float32)
     for kind, m in orders[-1]:
@@ -84,14 +89,30 @@ def attempt(answer):
     ]
 
 
+def _require_tasks(stage, order, microbatches):
+    """Raises ValueError for a task that does not exist or is listed twice."""
+    seen = set()
+    for task in order:
+        kind, m = task
+        if kind not in UNITS:
+            raise ValueError(f"stage {stage} lists {task}: a task is one of {', '.join(UNITS)}")
+        if m not in range(microbatches):
+            raise ValueError(f"stage {stage} lists {task}: microbatches are 0 to {microbatches - 1}")
+        if task in seen:
+            raise ValueError(f"stage {stage} lists {task} twice")
+        seen.add(task)
+
+
 def measure(answer):
     """Times the orders at the peak of each machine, one microbatch at a time."""
     sizes = read_sizes(PROBLEM.full)
-    units, most = play(answer(sizes["P"], sizes["M"]), sizes["M"])
+    orders = answer(sizes["P"], sizes["M"])
+    units, most = play(orders, sizes["M"])
     forward = FLOPS / sizes["P"] * sizes["B"]
+    busiest = max(sum(UNITS[kind] for kind, _ in order) for order in orders)
     seconds = {m: units * forward / parse_target(m).chip.flops_bf16 for m in PROBLEM.targets}
     basis = dict.fromkeys(seconds, "units of the schedule at the peak of the chip")
-    return Figures({}, float(most * BYTES_OF_INPUT), 3 * forward * sizes["M"], seconds, basis)
+    return Figures({}, float(most * BYTES_OF_INPUT), busiest * forward, seconds, basis)
 
 
 def picture():

@@ -15,6 +15,7 @@ PROBLEM = Problem(
     gives="y[B/fsdp, F]",
     gradients="w",
     small="B=16 D=64 F=8",
+    other="B=24 D=128 F=16",
     full="B=16384 D=8192 F=8192",
     predict="sent: MB that a device sends, forward and backward together",
     arithmetic="(D * F + 4 * 8 * F + 4 * D * F) * 7/8",

@@ -14,6 +14,7 @@ PROBLEM = Problem(
     gives="y[T/expert, F]",
     gradients="x w",
     small="T=128 D=5 F=6 E=8",
+    other="T=192 D=7 F=5 E=8",
     full="T=65536 D=4096 F=4096 E=8",
     predict="sent: MB that a device sends, forward and backward together",
     arithmetic="2 * (4 * T/8 * D + 4 * T/8 * F) * 7/8",

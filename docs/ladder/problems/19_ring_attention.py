@@ -14,6 +14,8 @@ PROBLEM = Problem(
     gives="o[T/context, H]",
     gradients="q k v",
     small="T=32 H=4",
+    other="T=48 H=6",
+    large="q",
     full="T=32768 H=128",
     predict="sent: MB that a device sends, forward and backward together",
     arithmetic="2 * 7 * 2 * 4 * T/8 * H",

@@ -13,6 +13,7 @@ PROBLEM = Problem(
     takes="g[N/node+gpu, V]",
     gives="total[V]",
     small="N=8 V=24",
+    other="N=8 V=40",
     full="N=8 V=268435456",
     predict="sent: MB that a device sends over both axes together",
     arithmetic="2 * (4 * V * 3/4) + 2 * (4 * V/4 * 1/2)",

@@ -19,6 +19,7 @@ import os
 import sys
 import textwrap
 from pathlib import Path
+from types import ModuleType
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -124,14 +125,14 @@ def check(found: Task, file: Path) -> tuple[Verdict, str]:
     try:
         module = grading.load(file)
         answer = module.answer
-    except Exception as error:  # whatever the learner's file does
+        prediction = _prediction_of(module)
+    except (Exception, SystemExit) as error:  # whatever the learner's file does
         return Verdict("error", ()), f"ERROR: {file.name} cannot be read.\n{type(error).__name__}: {error}"
     verdict = grading.grade(found, answer)
     lines = [f"{found.number}. {found.title}", "", HEADINGS[verdict.kind], *map(_wrapped, verdict.lines)]
     if verdict.kind == "todo":
         lines += ["", f"Read it with: check.py {found.number} --read"]
     if verdict.figures is not None and verdict.reference is not None:
-        prediction = getattr(module, "PREDICTION", None)
         lines.append("")
         if prediction is None:
             lines.append(f"The figures are shown once PREDICTION has a number: {_question(found)}")
@@ -139,10 +140,18 @@ def check(found: Task, file: Path) -> tuple[Verdict, str]:
             best = grading.measure(found.module, found.best)
             rows = {"yours": verdict.figures, "reference": verdict.reference, "best known": best}
             lines += table(with_compilers(found, file, rows), list(found.problem.degrees))
-            lines += ["", *prediction_lines(found, float(prediction), verdict.reference)]
+            lines += ["", *prediction_lines(found, prediction, verdict.reference)]
     elif verdict.kind != "todo":
         lines += ["", f"A hint: check.py {found.number} --hint 1 (then 2, 3)"]
     return verdict, "\n".join(lines)
+
+
+def _prediction_of(module: ModuleType) -> float | None:
+    """Returns the learner's prediction. Raises TypeError where it is not a number."""
+    prediction = getattr(module, "PREDICTION", None)
+    if prediction is not None and (isinstance(prediction, bool) or not isinstance(prediction, int | float)):
+        raise TypeError(f"PREDICTION is {prediction!r}: write a number, or None")
+    return prediction
 
 
 def _wrapped(line: str) -> str:

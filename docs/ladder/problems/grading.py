@@ -63,6 +63,8 @@ class Problem:
     gives: str
     small: str
     """Sizes of the dimensions at which values are compared: `B=16 D=8`."""
+    other: str
+    """Other sizes at which they are compared, so that an answer cannot contain the first."""
     full: str
     """Sizes at which the program is compiled, not run."""
     predict: str
@@ -76,6 +78,14 @@ class Problem:
     """Arguments whose gradients are compared."""
     tolerance: float = 1e-4
     """Largest difference over the largest value."""
+    large: str = ""
+    """Argument that is multiplied by 200 in a third comparison: exponentials overflow that no maximum keeps small."""
+    collectives: str = ""
+    """The only kinds of collectives that the statement allows; empty for any."""
+    most_memory: str = ""
+    """Expression in the sizes: bytes that the statement allows; empty for what the reference needs, and a fifth."""
+    most_time: float = MORE_TIME
+    """Factor on the reference's predicted time above which a right answer is too slow."""
     machines: str = ""
     """Machines that times are predicted for; empty for the v5p and the H100 of as many devices as the mesh."""
 
@@ -326,12 +336,36 @@ class Blocks:
         return bool(np.allclose(got, want, rtol=0, atol=self.tolerance * scale + 1e-7))
 
 
-def attempt(module: ModuleType, answer: Callable[..., Any]) -> list[Blocks]:
-    """Runs an answer at the small sizes on simulated devices, and one device beside it."""
+LARGE = 200.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Arrays for which an answer is compared with one device."""
+
+    sizes: str
+    seed: int = 0
+    large: str = ""
+    """Argument that is multiplied by `LARGE`."""
+
+
+def cases_of(problem: Problem) -> list[Case]:
+    """Lists what an answer is compared on: two sizes, and large values where the problem has a maximum to subtract."""
+    cases = [Case(problem.small), Case(problem.other, seed=1)]
+    if problem.large:
+        cases.append(Case(problem.other, seed=2, large=problem.large))
+    return cases
+
+
+def attempt(module: ModuleType, answer: Callable[..., Any], case: Case) -> list[Blocks]:
+    """Runs an answer on the arrays of a case on simulated devices, and one device beside it."""
     if hasattr(module, "attempt"):
-        return module.attempt(answer)
-    problem, sizes = module.PROBLEM, read_sizes(module.PROBLEM.small)
-    mesh, (args, cotangents) = mesh_of(problem), inputs(module, sizes)
+        return module.attempt(answer, case)
+    problem = module.PROBLEM
+    mesh = mesh_of(problem)
+    args, cotangents = inputs(module, read_sizes(case.sizes), case.seed)
+    names = [o.name for o in read_operands(problem.takes)]
+    args = [x * LARGE if name == case.large else x for name, x in zip(names, args, strict=True)]
     program = program_of(module, answer, mesh)
     placed = tuple(
         [jax.device_put(v, NamedSharding(mesh, s)) for v, s in zip(vs, specs, strict=True)]
@@ -355,12 +389,14 @@ def attempt(module: ModuleType, answer: Callable[..., Any]) -> list[Blocks]:
     return blocks
 
 
-def inputs(module: ModuleType, sizes: Mapping[str, int]) -> tuple[list[jax.Array], list[jax.Array]]:
+def inputs(module: ModuleType, sizes: Mapping[str, int], seed: int = 0) -> tuple[list[jax.Array], list[jax.Array]]:
     """Draws the arguments and a cotangent for each result; that of a scalar is 1."""
     problem = module.PROBLEM
-    args = arrays_of(read_operands(problem.takes), sizes)
+    args = arrays_of(read_operands(problem.takes), sizes, 2 * seed)
     args = list(module.prepare(*args)) if hasattr(module, "prepare") else args
-    cotangents = arrays_of([dataclasses.replace(o, name="c") for o in read_operands(problem.gives)], sizes, seed=1)
+    cotangents = arrays_of(
+        [dataclasses.replace(o, name="c") for o in read_operands(problem.gives)], sizes, 2 * seed + 1
+    )
     return args, [c if c.ndim else jnp.ones(()) for c in cotangents]
 
 
@@ -484,6 +520,8 @@ class Figures:
     largest: tuple[tuple[str, float], ...] = ()
     """Largest temporaries at the peak: type and shape, and the bytes of all that are alike."""
     collectives: tuple[str, ...] = ()
+    kinds: frozenset[str] = frozenset()
+    """Kinds of collectives that the program has."""
 
     def over(self, axis: str) -> float:
         """Bytes of all collectives that go over an axis, with others or without."""
@@ -535,7 +573,8 @@ def _figures(report: Any, seconds: dict[str, float], basis: dict[str, str]) -> F
         counts[what] = counts.get(what, 0) + e.count
     lines = tuple(f"{count} x {what}, {line}" for (what, line), count in counts.items())
     memory = float(report.memory.compiled.peak)
-    return Figures(sent, memory, report.flops.compiled, seconds, basis, largest, lines)
+    kinds = frozenset(e.kind for e in report.ledger)
+    return Figures(sent, memory, report.flops.compiled, seconds, basis, largest, lines, kinds)
 
 
 def compiled_here(module: ModuleType, answers: Mapping[str, Callable[..., Any]], machine: str) -> dict[str, Any]:
@@ -583,7 +622,7 @@ class Verdict:
     """What is said of an answer."""
 
     kind: str
-    """right; todo; error; or result, gradient, bytes, memory, time."""
+    """right; todo; error; impossible; limits; or result, gradient, bytes, memory, time."""
     lines: tuple[str, ...]
     figures: Figures | None = None
     reference: Figures | None = None
@@ -593,6 +632,8 @@ HEADINGS = {
     "right": "RIGHT: equal to one device, and nothing is wasted.",
     "todo": "TO DO: `answer` is not written yet.",
     "error": "ERROR: `answer` does not run.",
+    "impossible": "NOT AN ANSWER: at the full sizes it does less than any answer has to.",
+    "limits": "RIGHT RESULT, BUT NOT AS THE PROBLEM ASKS.",
     "result": "WRONG RESULT.",
     "gradient": "WRONG GRADIENT: the values are right.",
     "bytes": "RIGHT RESULT, TOO MANY BYTES SENT.",
@@ -602,31 +643,105 @@ HEADINGS = {
 
 
 def grade(found: Task, answer: Callable[..., Any]) -> Verdict:
-    """Grades an answer."""
+    """Grades an answer: values in every case, then what its program does at the full sizes."""
     module, problem = found.module, found.problem
+    for case in cases_of(problem):
+        try:
+            blocks = attempt(module, answer, case)
+        except Exception as error:
+            return _of_error(error, answer, f"with {case.sizes}")
+        wrong = [b for b in blocks if b.wrong_devices]
+        if wrong:
+            return _of_wrong(found, case, blocks, wrong)
     try:
-        blocks = attempt(module, answer)
-    except NotImplementedError:
-        return Verdict("todo", ())
+        own = measure(module, answer)
     except Exception as error:
-        return Verdict("error", (_where(error, answer), *str(error).splitlines()[:6]))
-    wrong = [b for b in blocks if b.wrong_devices]
-    if wrong:
-        first = next((b for b in wrong if not b.is_gradient), wrong[0])
-        kind = "gradient" if first.is_gradient else "result"
-        seen = tuple(dict.fromkeys(text[:1].upper() + text[1:] for text in patterns(first, problem.degrees)))
-        return Verdict(kind, (*(seen or (_size_of_error(first),)), *_recognised(found, kind, blocks)))
-    own, reference = measure(module, answer), measure(module, found.solution.reference)
+        return _of_error(error, answer, f"with the full sizes, {problem.full}")
+    reference = measure(module, found.solution.reference)
+    best = measure(module, found.best)
+    against = _against_the_statement(problem, own)
+    if against:
+        return Verdict("limits", tuple(against), own, reference)
     kind, lines = _waste(problem, own, reference)
+    below = _below_the_bound(problem, own, (reference, best))
+    if kind == "right" and below:
+        return Verdict("impossible", tuple(below))
     return Verdict(kind, (*lines, *_recognised_waste(found, kind, own)), own, reference)
 
 
-def _where(error: Exception, answer: Callable[..., Any]) -> str:
+def _of_error(error: Exception, answer: Callable[..., Any], when: str) -> Verdict:
+    """Says where an answer failed; the stub of a problem is still to do."""
+    if isinstance(error, NotImplementedError) and not error.args:
+        return Verdict("todo", ())
+    lines = [_where(error, answer, when), *str(error).splitlines()[:6]]
+    if "pmax" in str(error) or "pmin" in str(error):
+        lines.append(
+            "pmax and pmin have no derivative. A maximum that is subtracted needs none: take it of "
+            "jax.lax.stop_gradient(x)."
+        )
+    return Verdict("error", tuple(lines))
+
+
+def _of_wrong(found: Task, case: Case, blocks: Sequence[Blocks], wrong: Sequence[Blocks]) -> Verdict:
+    """Describes wrong values: results before gradients."""
+    first = next((b for b in wrong if not b.is_gradient), wrong[0])
+    kind = "gradient" if first.is_gradient else "result"
+    seen = tuple(dict.fromkeys(text[:1].upper() + text[1:] for text in patterns(first, found.problem.degrees)))
+    lines = list(seen or (_size_of_error(first),))
+    if case.large:
+        lines.append(
+            f"This is with `{case.large}` multiplied by {LARGE:g}; with small values the answer is right. The largest "
+            "float32 is e^88: subtract the maximum of a row before exp, the same one on all devices."
+        )
+    elif case.sizes != found.problem.small:
+        lines.append(f"This is with {case.sizes}; with {found.problem.small} the answer is right.")
+    return Verdict(kind, (*lines, *_recognised(found, case, kind, blocks)))
+
+
+LEAST_BYTES, LEAST_FLOPS = 0.95, 0.5
+"""Fractions of the smallest known figures that no answer goes below."""
+
+
+def _below_the_bound(problem: Problem, own: Figures, known: Sequence[Figures]) -> list[str]:
+    """Says which figures no right answer could have: the work was not done at the full sizes."""
+    sent, least_sent = sum(own.sent.values()), min(sum(f.sent.values()) for f in known)
+    least_flops = min(f.flops for f in known)
+    lines = []
+    if sent < LEAST_BYTES * least_sent - 1e4:
+        lines.append(f"A device sends {_mb(sent)}, and no answer is known that sends less than {_mb(least_sent)}.")
+    if own.flops < LEAST_FLOPS * least_flops:
+        lines.append(
+            f"A device computes {own.flops / 1e9:,.1f} GFLOPs, and no answer is known that computes less than "
+            f"{least_flops / 1e9:,.1f}."
+        )
+    for machine, seconds in own.seconds.items():
+        roofline = max(own.flops, LEAST_FLOPS * least_flops) / parse_target(machine).chip.flops_bf16
+        if seconds < 0.999 * roofline:
+            lines.append(
+                f"Predicted on {machine}: {seconds * 1e3:,.3f} ms, and its FLOPs alone take {roofline * 1e3:,.3f}."
+            )
+    if lines:
+        lines.append("Does `answer` look at the shapes, and do the work only for some of them?")
+    return lines
+
+
+def _against_the_statement(problem: Problem, own: Figures) -> list[str]:
+    """Checks what the statement of a problem forbids."""
+    lines = []
+    allowed = set(problem.collectives.split())
+    foreign = sorted(own.kinds - allowed)
+    if allowed and foreign:
+        lines.append(f"The problem asks for {', '.join(sorted(allowed))} alone, and `answer` has {', '.join(foreign)}.")
+    return lines
+
+
+def _where(error: Exception, answer: Callable[..., Any], when: str) -> str:
     file = inspect.getsourcefile(answer)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename == file:
-            return f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {frame.line}"
-    return f"{type(error).__name__}, not in your file:"
+            place = f"{Path(frame.filename).name}:{frame.lineno}"
+            return f"{type(error).__name__} at {place}, {when}: {frame.line}"
+    return f"{type(error).__name__}, not in your file, {when}:"
 
 
 def _size_of_error(blocks: Blocks) -> str:
@@ -636,12 +751,15 @@ def _size_of_error(blocks: Blocks) -> str:
     return f"{blocks.label} differs by up to {error:.3g} where its largest value is {size:.3g}, on devices {where}."
 
 
-def _recognised(found: Task, kind: str, blocks: Sequence[Blocks]) -> list[str]:
+def _recognised(found: Task, case: Case, kind: str, blocks: Sequence[Blocks]) -> list[str]:
     """Explains an answer whose numbers are those of a typical mistake."""
     for known in found.mistakes.values():
         if known.kind != kind:
             continue
-        theirs = attempt(found.module, known)
+        try:
+            theirs = attempt(found.module, known, case)
+        except Exception:  # a mistake that does not run for this case is another one
+            continue
         pairs = [(b, g, t) for b, o in zip(blocks, theirs, strict=True) for g, t in zip(b.got, o.got, strict=True)]
         if all(b.same(g, t) or not (np.isfinite(g).all() or np.isfinite(t).all()) for b, g, t in pairs):
             return ["", known.explanation]
@@ -662,15 +780,19 @@ def _waste(problem: Problem, own: Figures, reference: Figures) -> tuple[str, lis
     if lines:
         heading = ["Your collectives:"] if own.collectives else []
         return "bytes", [*lines, *heading, *(f"  {line}" for line in own.collectives[:6])]
-    if own.memory > reference.memory * MORE_MEMORY + 1e4:
-        lines.append(f"At its peak a device holds {_mb(own.memory)}, the reference {_mb(reference.memory)}.")
+    most = reference.memory * MORE_MEMORY + 1e4
+    if problem.most_memory:
+        most = float(eval(problem.most_memory, {}, dict(read_sizes(problem.full))))
+    if own.memory > most:
+        allowed = f", and {_mb(most)} are allowed" if problem.most_memory else ""
+        lines.append(f"At its peak a device holds {_mb(own.memory)}, the reference {_mb(reference.memory)}{allowed}.")
         return "memory", [*lines, *_temporaries(problem, own)]
     if own.flops > reference.flops * MORE_FLOPS:
         return "time", [f"A device computes {own.flops / 1e9:,.1f} GFLOPs, the reference {reference.flops / 1e9:,.1f}."]
     slowdown = {machine: seconds / reference.seconds[machine] for machine, seconds in own.seconds.items()}
     machine = max(slowdown, key=lambda machine: slowdown[machine])
     times = f"Predicted on {machine}: {slowdown[machine]:.2f} times as long as the reference"
-    if slowdown[machine] > MORE_TIME:
+    if slowdown[machine] > problem.most_time:
         return "time", [f"{times}."]
     if slowdown[machine] > MORE_FLOPS:
         lines = [f"{times}, with the same bytes and FLOPs: there is more work between the products."]
