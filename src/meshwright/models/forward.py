@@ -433,10 +433,11 @@ class LocalModel:
         layer: Any = self.model.layer_functions(dataclasses.replace(ctx, gather_params=gather))[
             stack
         ]
-        from meshwright.models.gather_ahead import scan_layers_ahead
+        from meshwright.models.gather_ahead import GatheredAhead, scan_layers_ahead
 
         at_start, inside = self.ahead[stack]
-        ahead = at_start, inside if REMAT_POLICIES[remat].begins_inside else at_start
+        needed_first = inside if REMAT_POLICIES[remat].begins_inside else at_start
+        ahead = GatheredAhead(forward=at_start, backward=needed_first)
         x_BTD, aux = scan_layers_ahead(layer, gather_some, x_BTD, params, ahead, index, remat=remat)
         return x_BTD, {stack: aux}
 

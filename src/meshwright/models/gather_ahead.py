@@ -6,11 +6,19 @@ each pass holds the first weights of its next layer, gathered, and that of the b
 layer above, not yet reduced: both travel during a layer's computation. Other gradients are reduced in their own layer,
 during the rest of its backward pass: carried they would be copied.
 
+    forward    links    | gather layer 1 | gather layer 2 | ...
+               compute  | layer 0        | layer 1        | ...
+
+    backward   links    | gather layer 1 | gather layer 0, reduce layer 2 | reduce layer 1 |
+               compute  | layer 2        | layer 1                        | layer 0        |
+
 Plain autodiff would save the gathered weights of every layer. This scan has a derivative of its own, which gathers them
 again and saves what the remat policy names. Its price is memory for weights and gradients of another layer.
 """
 
-from collections.abc import Callable, Collection
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -22,12 +30,62 @@ from meshwright.models.remat import checkpoint_layer
 from meshwright.sharding.params import Tree
 
 
+@dataclasses.dataclass(frozen=True)
+class GatheredAhead:
+    """Names of a layer's parameters that each pass gathers one layer ahead."""
+
+    forward: Collection[str]
+    """Those that the forward pass needs first; the backward pass computes their gradients last."""
+    backward: Collection[str]
+    """Those that the backward pass needs first."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["activations"],
+    meta_fields=["treedef", "weight_of"],
+)
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """What the backward pass of a layer reads, without the gathered weights among it.
+
+    A layer's vector-Jacobian product is a tree of arrays. Some of them *are* gathered weights; these are gathered again
+    and put back, so that only the others are saved.
+    """
+
+    activations: list[jax.Array]
+    """Leaves that are not weights, in order."""
+    treedef: Any
+    """Structure of the vector-Jacobian product."""
+    weight_of: tuple[int | None, ...]
+    """For each of its leaves the position of the weight that it is; None for an activation."""
+
+    @classmethod
+    def of(cls, vjp: Any, weights: Tree) -> "Residuals":
+        """Takes a layer's vector-Jacobian product apart. weights: the tree that the layer was called with."""
+        leaves, treedef = jax.tree.flatten(vjp)
+        positions = {id(weight): i for i, weight in enumerate(jax.tree.leaves(weights))}
+        weight_of = tuple(positions.get(id(leaf)) for leaf in leaves)
+        pairs = zip(leaves, weight_of, strict=True)
+        activations = [leaf for leaf, position in pairs if position is None]
+        return cls(activations, treedef, weight_of)
+
+    def vjp(self, weights: Tree) -> Callable[[Any], Any]:
+        """Puts the vector-Jacobian product together again, with these weights."""
+        gathered = jax.tree.leaves(weights)
+        activations = iter(self.activations)
+        leaves = []
+        for position in self.weight_of:
+            leaves.append(next(activations) if position is None else gathered[position])
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
 def scan_layers_ahead(
     layer: Callable[..., tuple[jax.Array, Any]],
     gather: Callable[[Tree], Tree],
     x: jax.Array,
     params: Tree,
-    ahead: tuple[Collection[str], Collection[str]],
+    ahead: GatheredAhead,
     index_L: jax.Array,
     *,
     remat: str,
@@ -35,92 +93,114 @@ def scan_layers_ahead(
     """Scans `layer` over stacked layers; returns x and the stacked aux, [L, ...].
 
     layer: `(x, weights, layer index) -> (x, aux)`.  gather: `parameters of one layer -> weights`, of any of them.
-    params: sharded, by name, with a leading dimension L.  ahead: names of those that the forward pass gathers one layer
-    ahead, whose gradients are the last, and of those that the backward pass gathers ahead.  index_L: index of each
-    layer in the model, int32.  remat: a policy that recomputes (models/remat.py).
+    params: sharded, by name, with a leading dimension L.  index_L: index of each layer in the model, int32.  remat: a
+    policy that recomputes (models/remat.py).
     """
-    index_L, length = jnp.asarray(index_L), index_L.shape[0]
-    forward_names, backward_names = ahead
-    body = checkpoint_layer(layer, remat)
-    # Structure of a layer's residuals, and for each the weight that it is: the forward pass is traced first.
-    structure: list[Any] = []
+    scan = _AheadScan(checkpoint_layer(layer, remat), gather, ahead, jnp.asarray(index_L))
+    run = jax.custom_vjp(scan.run)
+    run.defvjp(scan.forward, scan.backward)
+    return run(x, params)
 
-    def row_of(stacked: Tree, row: Any) -> Tree:
-        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, row, keepdims=False), stacked)
 
-    def scan(run_layer: Callable[..., Any], x: jax.Array, params: Tree) -> tuple[Any, Any]:
-        """Returns x after all layers, and what `run_layer(x, weights, index) -> (x, outputs)` returns of each."""
-        first, rest = _split(params, forward_names)
+@dataclasses.dataclass(frozen=True)
+class _AheadScan:
+    """The three functions of `scan_layers_ahead`: the scan, its forward pass and its backward pass."""
+
+    layer: Callable[..., tuple[jax.Array, Any]]
+    gather: Callable[[Tree], Tree]
+    ahead: GatheredAhead
+    index_L: jax.Array
+
+    @property
+    def length(self) -> int:
+        """Layers."""
+        return self.index_L.shape[0]
+
+    def run(self, x: jax.Array, params: Tree) -> tuple[jax.Array, Any]:
+        """Returns x after all layers and their aux, without residuals."""
+        return self._scan(self.layer, x, params)
+
+    def forward(self, x: jax.Array, params: Tree) -> tuple[Any, Any]:
+        """Returns what `run` does, and what the backward pass needs: parameters and each layer's `Residuals`."""
+
+        def layer_with_residuals(x: jax.Array, weights: Tree, index: jax.Array) -> Any:
+            (x, aux), vjp = jax.vjp(lambda x, weights: self.layer(x, weights, index), x, weights)
+            return x, (aux, Residuals.of(vjp, weights))
+
+        x, (aux, residuals) = self._scan(layer_with_residuals, x, params)
+        return (x, aux), (params, residuals)
+
+    def _scan(self, layer: Callable[..., Any], x: jax.Array, params: Tree) -> tuple[Any, Any]:
+        """Returns x after all layers, and what `layer(x, weights, index) -> (x, outputs)` returns of each."""
+        first, rest = _split(params, self.ahead.forward)
 
         def step(carry: Any, inputs: Any) -> Any:
-            (x, weights), (row, index, rest) = carry, inputs
-            following = gather(row_of(first, (row + 1) % length))
-            x, outputs = run_layer(x, {**weights, **gather(rest)}, index)
-            return (x, following), outputs
+            x, weights = carry
+            row, index, rest = inputs
+            next_weights = self.gather(_row_of(first, (row + 1) % self.length))
+            x, outputs = layer(x, {**weights, **self.gather(rest)}, index)
+            return (x, next_weights), outputs
 
-        (x, _), outputs = lax.scan(
-            step, (x, gather(row_of(first, 0))), (jnp.arange(length), index_L, rest)
-        )
+        carry = (x, self.gather(_row_of(first, 0)))
+        (x, _), outputs = lax.scan(step, carry, (jnp.arange(self.length), self.index_L, rest))
         return x, outputs
 
-    def forward(x: jax.Array, params: Tree) -> tuple[Any, Any]:
-        def run_layer(x: jax.Array, weights: Tree, index: jax.Array) -> Any:
-            (x, aux), vjp = jax.vjp(lambda x, weights: body(x, weights, index), x, weights)
-            leaves, treedef = jax.tree.flatten(vjp)
-            # The backward pass gathers the weights again: of a layer's residuals the others are saved.
-            places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(weights))}
-            sources = [places.get(id(leaf)) for leaf in leaves]
-            structure[:] = treedef, sources
-            return x, (
-                aux,
-                [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None],
-            )
+    def backward(self, saved: Any, cotangents: Any) -> tuple[jax.Array, Tree]:
+        """Returns the gradients of x and of the parameters.
 
-        x, (aux, saved) = scan(run_layer, x, params)
-        return (x, aux), (params, saved)
-
-    def backward(kept: Any, g: Any) -> tuple[jax.Array, Tree]:
-        (params, saved), (g_x, g_aux) = kept, g
-        treedef, sources = structure
-        (first, rest), (late, early) = _split(params, backward_names), _split(params, forward_names)
+        The gradients of the parameters in `ahead.forward` are the late ones: a layer's are complete at the end of its
+        iteration, and are reduced during the next, which is that of the layer below.
+        """
+        params, residuals = saved
+        g_x, g_aux = cotangents
+        first, rest = _split(params, self.ahead.backward)
+        late, early = _split(params, self.ahead.forward)
         # Not before this pass: the weights would be there while the layers after these have theirs.
-        g_x, last = lax.optimization_barrier((g_x, row_of(first, length - 1)))
-        like, scatter = jax.vjp(gather, row_of(late, 0))
+        g_x, last = lax.optimization_barrier((g_x, _row_of(first, self.length - 1)))
+        like, scatter_late = jax.vjp(self.gather, _row_of(late, 0))
 
-        def reduced(late: list[jax.Array]) -> Tree:
+        def reduce_late(gradients: list[jax.Array]) -> Tree:
             # A gather is linear, so that of any layer reduces the gradients of all.
-            return scatter(_with_integers(like, late))[0]
+            return scatter_late(_with_integers(like, gradients))[0]
+
+        def reduce_early(gradients: Tree, row: jax.Array) -> Tree:
+            return jax.vjp(self.gather, _row_of(early, row))[1](gradients)[0]
 
         def step(carry: Any, inputs: Any) -> Any:
-            (g_x, weights, g_above), (row, rest, saved, g_aux) = carry, inputs
-            following = gather(row_of(first, (row - 1) % length))
-            above = reduced(g_above)
-            known, own = jax.tree.leaves({**weights, **gather(rest)}), iter(saved)
-            leaves = [next(own) if source is None else known[source] for source in sources]
-            g_x, g = jax.tree.unflatten(treedef, leaves)((g_x, g_aux))
-            g_late, g_early = _split(g, forward_names)
-            g_early = jax.vjp(gather, row_of(early, row))[1](g_early)[0]
-            return (g_x, following, _without_integers(g_late)), (above, g_early)
+            g_x, weights, g_above = carry
+            row, rest, residuals, g_aux = inputs
+            next_weights = self.gather(_row_of(first, (row - 1) % self.length))
+            reduced_above = reduce_late(g_above)
+            vjp = residuals.vjp({**weights, **self.gather(rest)})
+            g_x, g = vjp((g_x, g_aux))
+            g_late, g_early = _split(g, self.ahead.forward)
+            reduced_early = reduce_early(g_early, row)
+            return (g_x, next_weights, _without_integers(g_late)), (reduced_above, reduced_early)
 
-        rows = (jnp.arange(length), rest, saved, g_aux)
-        carry = (g_x, gather(last), _without_integers(jax.tree.map(jnp.zeros_like, like)))
-        (g_x, _, g_below), (g_late, g_early) = lax.scan(step, carry, rows, reverse=True)
+        inputs = (jnp.arange(self.length), rest, residuals, g_aux)
+        nothing_above = _without_integers(jax.tree.map(jnp.zeros_like, like))
+        carry = (g_x, self.gather(last), nothing_above)
+        (g_x, _, g_lowest), (g_late, g_early) = lax.scan(step, carry, inputs, reverse=True)
         # Row l of the scan has reduced the late gradients of row l + 1; those of row 0 are still to be reduced.
-        g_late = jax.tree.map(
-            lambda row, rows: jnp.concatenate([row[None], rows[:-1]]), reduced(g_below), g_late
-        )
+        g_late = jax.tree.map(_shift_rows, reduce_late(g_lowest), g_late)
         return g_x, {**g_late, **g_early}
 
-    run = jax.custom_vjp(lambda x, params: scan(body, x, params))
-    run.defvjp(forward, backward)
-    return run(x, params)
+
+def _row_of(stacked: Tree, row: Any) -> Tree:
+    """Returns one layer's parameters of a stack."""
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, row, keepdims=False), stacked)
+
+
+def _shift_rows(first: jax.Array, rows: jax.Array) -> jax.Array:
+    """Puts a row before the others and drops the last of them."""
+    return jnp.concatenate([first[None], rows[:-1]])
 
 
 def _split(tree: Tree, names: Collection[str]) -> tuple[Tree, Tree]:
     """Returns the entries of these names, and the others."""
-    return {n: v for n, v in tree.items() if n in names}, {
-        n: v for n, v in tree.items() if n not in names
-    }
+    chosen = {name: value for name, value in tree.items() if name in names}
+    others = {name: value for name, value in tree.items() if name not in names}
+    return chosen, others
 
 
 def _without_integers(gradients: Tree) -> list[jax.Array]:
@@ -128,10 +208,13 @@ def _without_integers(gradients: Tree) -> list[jax.Array]:
     return [g for g in jax.tree.leaves(gradients) if jnp.issubdtype(g.dtype, jnp.inexact)]
 
 
-def _with_integers(weights: Tree, gradients: list[jax.Array]) -> Tree:
-    """Inverts `_without_integers`."""
-    rest, none = iter(gradients), jax.dtypes.float0
-    return jax.tree.map(
-        lambda w: next(rest) if jnp.issubdtype(w.dtype, jnp.inexact) else np.zeros(w.shape, none),
-        weights,
-    )
+def _with_integers(weights: Tree, gradients: Sequence[jax.Array]) -> Tree:
+    """Inverts `_without_integers`: weights in integers get the gradient of type float0 that JAX expects of them."""
+    remaining = iter(gradients)
+
+    def gradient_of(weight: jax.Array) -> Any:
+        if jnp.issubdtype(weight.dtype, jnp.inexact):
+            return next(remaining)
+        return np.zeros(weight.shape, jax.dtypes.float0)
+
+    return jax.tree.map(gradient_of, weights)
