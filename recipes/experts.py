@@ -9,7 +9,7 @@ from meshwright.runs.run import Run
 
 
 def tiny_moe() -> Run:
-    """1.9 M parameters, of which a token uses 1.05 M: 8 experts, 2 active, 1 shared, the first layer dense."""
+    """A small mixture: 1.9 M parameters, of which a token uses 1.05 M; 8 experts, 2 active, 1 shared, one dense layer."""
     return Run(
         name="tiny-moe",
         model=Mixtral(

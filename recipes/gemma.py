@@ -22,17 +22,17 @@ def _gemma(name: str, model: Gemma, batch: int = 512) -> Run:
 
 
 def gemma2_2b() -> Run:
-    """Gemma 2 2B (arXiv:2408.00118, table 1)."""
+    """Gemma 2 2B: 2.61 B parameters (arXiv:2408.00118, table 1)."""
     return _gemma("gemma2-2b", Gemma2(256000, 2304, 26, 8, 4, 256, mlp=9216, query_scale=256))
 
 
 def gemma2_9b() -> Run:
-    """Gemma 2 9B (arXiv:2408.00118, table 1)."""
+    """Gemma 2 9B: 9.24 B parameters (arXiv:2408.00118, table 1)."""
     return _gemma("gemma2-9b", Gemma2(256000, 3584, 42, 16, 8, 256, mlp=14336, query_scale=256))
 
 
 def gemma2_27b() -> Run:
-    """Gemma 2 27B (arXiv:2408.00118, table 1)."""
+    """Gemma 2 27B: 27.2 B parameters (arXiv:2408.00118, table 1)."""
     return _gemma("gemma2-27b", Gemma2(256000, 4608, 46, 32, 16, 128, mlp=36864, query_scale=144))
 
 
@@ -42,12 +42,12 @@ def gemma3_270m() -> Run:
 
 
 def gemma3_1b() -> Run:
-    """Gemma 3 1B (arXiv:2503.19786, table 1)."""
+    """Gemma 3 1B: 1.00 B parameters (arXiv:2503.19786, table 1)."""
     return _gemma("gemma3-1b", Gemma3(262144, 1152, 26, 4, 1, 256, mlp=6912, query_scale=256))
 
 
 def gemma3_4b() -> Run:
-    """Gemma 3 4B, the text model (arXiv:2503.19786, table 1)."""
+    """Gemma 3 4B: 3.88 B parameters in the text model (arXiv:2503.19786, table 1)."""
     model = Gemma3(
         262208,
         2560,
@@ -64,7 +64,7 @@ def gemma3_4b() -> Run:
 
 
 def gemma3_12b() -> Run:
-    """Gemma 3 12B, the text model (arXiv:2503.19786, table 1)."""
+    """Gemma 3 12B: 11.8 B parameters in the text model (arXiv:2503.19786, table 1)."""
     model = Gemma3(
         262208,
         3840,
@@ -81,7 +81,7 @@ def gemma3_12b() -> Run:
 
 
 def gemma3_27b() -> Run:
-    """Gemma 3 27B, the text model (arXiv:2503.19786, table 1)."""
+    """Gemma 3 27B: 27 B parameters in the text model (arXiv:2503.19786, table 1)."""
     model = Gemma3(
         262208,
         5376,

@@ -57,20 +57,20 @@ def _sized(name: str, width: int, layers: int, heads: int) -> Run:
 
 
 def gpt2() -> Run:
-    """124 M parameters."""
+    """GPT-2: 124 M parameters."""
     return _sized("gpt2", 768, 12, 12)
 
 
 def gpt2_medium() -> Run:
-    """355 M parameters."""
+    """GPT-2 medium: 355 M parameters."""
     return _sized("gpt2-medium", 1024, 24, 16)
 
 
 def gpt2_large() -> Run:
-    """774 M parameters."""
+    """GPT-2 large: 774 M parameters."""
     return _sized("gpt2-large", 1280, 36, 20)
 
 
 def gpt2_xl() -> Run:
-    """1.56 B parameters."""
+    """GPT-2 XL: 1.56 B parameters."""
     return _sized("gpt2-xl", 1600, 48, 25)

@@ -11,7 +11,7 @@ from meshwright.runs.run import Run
 
 
 def tiny() -> Run:
-    """1.0 M parameters, 250 steps of 2,048 tokens; under 90 seconds on two cores."""
+    """A small Llama: 1.0 M parameters, 250 steps of 2,048 tokens; under 90 seconds on two cores."""
     return Run(
         name="tiny",
         model=Llama(width=128, layers=4, heads=4, kv_heads=2, mlp=352, vocab_multiple=16),

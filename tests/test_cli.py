@@ -31,6 +31,7 @@ from meshwright.cli.parse import options_of
 from meshwright.cli.verbs import parse_verb
 from meshwright.errors import ConfigError, MeshwrightError, TrainingError
 from meshwright.models.blocks.rotary import Yarn
+from meshwright.runs.catalogue import parameters_of
 from meshwright.runs.recipe import find_recipe
 from meshwright.words import AXES
 
@@ -169,7 +170,18 @@ def test_show_needs_neither_devices_nor_much() -> None:
 
 
 def test_recipes() -> None:
-    assert "llama3-405b" in json.loads(in_process("recipes", "--json"))
+    """Families in order, each from small to large; words keep those that have all of them."""
+    every = json.loads(in_process("recipes", "--json"))
+    assert "llama3-405b" in every
+    qwen = json.loads(in_process("recipes", "--json", "qwen"))
+    assert qwen and list(qwen) == [name for name in every if "qwen" in name]
+    sizes = [parameters_of(text) for text in qwen.values()]
+    assert sizes == sorted(sizes)
+    assert list(json.loads(in_process("recipes", "--json", "LLAMA3", "70b"))) == [
+        "llama3-70b",
+        "llama31-70b",
+    ]
+    assert re.search(r"^llama3-8b +8\.03 B +Llama 3 8B", in_process("recipes", "llama3-8b"), re.M)
 
 
 REPORTER = """
@@ -442,6 +454,12 @@ def test_an_option_makes_the_optional_part_that_a_recipe_leaves_out() -> None:
         ),
         (["train", "--processes", "2"], "--coordinator and --process are not given"),
         (["recipes", "--jsn"], "one option, --json"),
+        (["recipes", "qwn"], "none of the 63 recipes has all of these words"),
+        (["checkpoint"], "it takes one of list, inspect, verify, move, then OUT"),
+        (
+            ["plan", "llama3-8b", "--on", "h100:8", "--tokens-per-step", "1000"],
+            "a sequence of this run has 8,192 tokens",
+        ),
         (["bench", "hardware", "again"], "the verb takes no further word"),
         (["plan", "--on", "v5litepod-16"], "a target is CHIP:SIZE"),
     ],

@@ -180,3 +180,34 @@ def test_files_that_the_pages_name_are_there() -> None:
             if not any((place / name).exists() for place in places):
                 faults.append(f"{page.relative_to(ROOT)}: {name}")
     assert not faults, "\n".join(faults)
+
+
+SEARCHED = {
+    "OOM": "howto/what-you-see.md",
+    "RESOURCE_EXHAUSTED": "howto/what-you-see.md",
+    "NaN": "howto/what-you-see.md",
+    "hang": "howto/what-you-see.md",
+    "NCCL timeout": "howto/what-you-see.md",
+    "slow step": "howto/what-you-see.md",
+    "loss spike": "howto/what-you-see.md",
+    "multi-host": "howto/what-you-see.md",
+    "ETA": "howto/what-you-see.md",
+    "ZeRO-2": "howto/other-words.md",
+    "DeepSpeed": "howto/other-words.md",
+    "Accelerate": "howto/other-words.md",
+    "torchrun": "howto/other-words.md",
+    "DDP": "howto/other-words.md",
+}
+"""What people type into a search, and the page that answers it."""
+
+
+@pytest.mark.parametrize("words", SEARCHED)
+def test_a_search_finds_the_page_that_answers_it(words: str) -> None:
+    """Symptoms stand in a heading, which a search ranks first; the log and the changelog are ranked last."""
+    text = (ROOT / "docs" / SEARCHED[words]).read_text(encoding="utf-8")
+    headings = "\n".join(line for line in text.splitlines() if line.startswith("#"))
+    place = headings if SEARCHED[words].endswith("what-you-see.md") else text
+    assert re.search(rf"\b{re.escape(words)}", place)
+    for last in ("log.md", "changelog.md"):
+        page = (ROOT / "docs" / last).read_text(encoding="utf-8")
+        assert page.startswith("---\nsearch:\n  boost: 0.1\n---\n")

@@ -1,5 +1,6 @@
 """Placements as arithmetic; layouts from outside the package train to the numbers of one device."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from tiny_runs import MODELS, assert_same_steps, device_run_of, tiny_run, train,
 from meshwright.comm.hierarchical import ONE_SLICE
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
-from meshwright.runs.catalogue import list_recipes
+from meshwright.runs.catalogue import list_recipes, parameters_of
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.sharding.layouts import LAYOUTS, MEGATRON, find_layout
@@ -176,8 +177,15 @@ def test_recipes_have_the_published_number_of_parameters(name: str, billions: fl
 
 def test_every_recipe_has_a_summary_and_fits_one_device() -> None:
     for name, summary in list_recipes().items():
-        assert summary, name
         run = find_recipe(name)
+        model = run.model
+        if (
+            not model.vocab
+        ):  # that of the tokenizer: of tiny Shakespeare's 65 characters, or bpe:1024
+            vocab = int(run.data.tokenizer.partition(":")[2] or 65)
+            model = dataclasses.replace(model, vocab=vocab)
+        parameters = count_params(model.params())
+        assert parameters_of(summary) == pytest.approx(parameters, rel=0.02), summary
         if run.model.vocab is not None:
             assert place_run(run, MeshShape()).shape == MeshShape()
 

@@ -116,4 +116,5 @@ def test_recipes(
     assert run(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns and any(line.startswith("llama3-405b") for line in lines)
-    assert ("llama3-405b" in lines) == (columns <= 40)
+    alone = any(line.split() == ["llama3-405b", "406", "B"] for line in lines)
+    assert alone == (columns <= 40)

@@ -158,13 +158,13 @@ class Optimizer(Ranged, part="optimizer"):
     steps), or module:attribute of a function `(config: Optimizer, steps: int) -> optax.Schedule`."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up from zero; a run that has no more steps warms up in all but its last."""
-    final_lr_fraction: Annotated[Share, tyro.conf.Fixed] = 0.1
+    final_lr_fraction: Share = 0.1
     """Learning rate at the last step, as a fraction of the peak (not used by `constant`)."""
-    beta1: Annotated[Fraction, tyro.conf.Fixed] = 0.9
+    beta1: Fraction = 0.9
     """Decay of the first moment (momentum for sgd and muon)."""
-    beta2: Annotated[Fraction, tyro.conf.Fixed] = 0.95
+    beta2: Fraction = 0.95
     """Decay of the second moment."""
-    epsilon: Annotated[NonNegativeFloat, tyro.conf.Fixed] = 1e-8
+    epsilon: NonNegativeFloat = 1e-8
     """Constant added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, applied to weight matrices and embeddings, not to norms and biases."""
@@ -223,13 +223,13 @@ class Training(Ranged, part="training"):
     pipeline_schedule: str = "auto"
     """Pipeline schedule: 1f1b, interleaved, zbv, gpipe, zero_bubble, circular, or module:attribute of a
     `PipelineSchedule`. `auto` takes the fastest predicted of the first three, 1f1b where the chip is unknown."""
-    virtual_stages: Annotated[PositiveInt, tyro.conf.Fixed] = 2
+    virtual_stages: PositiveInt = 2
     """Chunks of layers on each stage, for schedules that use them (interleaved, circular)."""
     seed: Annotated[Seed, tyro.conf.arg(aliases=["--seed"])] = 0
     """Seed of initial values, data order and dropout; the same numbers on any mesh."""
     param_dtype: Precision = "float32"
     """Type of the sharded parameters. The optimizer computes in float32 either way."""
-    param_rounding: Annotated[ParamRounding, tyro.conf.Fixed] = "master"
+    param_rounding: ParamRounding = "master"
     """How bfloat16 parameters take small updates: by a float32 master weight, or rounded at random (stochastic)."""
     compute_dtype: Precision = "bfloat16"
     """Type of gathered weights and of activations."""
@@ -278,11 +278,11 @@ class Training(Ranged, part="training"):
     """Layers per iteration of the loop over layers."""
     dropout: Fraction = 0.0
     """Fraction of activations dropped after the embedding and at the end of each residual branch."""
-    z_loss: Annotated[NonNegativeFloat, tyro.conf.Fixed] = 0.0
+    z_loss: NonNegativeFloat = 0.0
     """Weight of the squared log-sum-exp of the logits (PaLM, arXiv:2204.02311, section 5)."""
     logits_mib: Annotated[PositiveInt, tyro.conf.Fixed] = 64
     """Largest size of the logits on a device, in MiB; the loss is computed over chunks of tokens."""
-    log_every: Annotated[PositiveInt, tyro.conf.Fixed] = 1
+    log_every: PositiveInt = 1
     """Steps between lines of the metrics file."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations on held-out text; 0 evaluates only at the end."""

@@ -47,6 +47,7 @@ from meshwright.planner.search import (
     Plan,
     SearchResult,
     price_mesh,
+    rounding_note,
     search,
     with_open_choices,
     with_tokens_per_step,
@@ -198,7 +199,7 @@ class PlanOptions(OfferOptions, RunOptions):
         offer = None
         if run.model.unit == "tokens":
             offer = make_offer(plans[0], parse_count(self.tokens, "--tokens"), self.market())
-        remarks = notes(run, found)
+        remarks = [*self._rounding_notes(), *notes(run, found)]
 
         def report(best: Plan, sections: Sequence[Section] = ()) -> Report:
             lines = [f"{found.priced:,} plans priced in {took:.1f} s", *remarks]
@@ -226,6 +227,15 @@ class PlanOptions(OfferOptions, RunOptions):
             "notes": remarks,
             **proofs,
         }
+
+    def _rounding_notes(self) -> list[str]:
+        """Says where a batch is not the tokens per step that were asked for."""
+        found = []
+        for tokens in numbers_of_tokens(self.tokens_per_step):
+            note = rounding_note(with_tokens_per_step(self.run, tokens), tokens)
+            if note is not None:
+                found.append(note)
+        return found
 
     def _plan_offers(self, console: Console) -> tuple[Plan, dict[str, Any]]:
         """Prints offers of several targets or batches, or within limits; returns the best plan, and all as JSON."""
@@ -266,7 +276,7 @@ class PlanOptions(OfferOptions, RunOptions):
             remarks = dict.fromkeys(
                 filter(None, (batch_note(plan.run, plan.target) for plan in plans))
             )
-            lines = [kept, *(f"note: {note}" for note in remarks)]
+            lines = [kept, *(f"note: {note}" for note in [*self._rounding_notes(), *remarks])]
             offer_page(found, found.refused, found.beyond, notes=lines, shown=self.shown).print(
                 console
             )
@@ -541,10 +551,18 @@ def offers(
 
 
 def with_batches(run: Run, tokens_per_step: str | int | None) -> list[Run]:
-    """Returns the run with each batch that is asked for: one number of tokens, several, or powers of two of a range."""
+    """Returns the run with each batch that is asked for; the run itself where none is."""
     if tokens_per_step is None:
         return [run]
+    sized = [with_tokens_per_step(run, number) for number in numbers_of_tokens(tokens_per_step)]
+    return list(dict.fromkeys(sized))
+
+
+def numbers_of_tokens(tokens_per_step: str | int | None) -> list[int]:
+    """Reads one number of tokens, several, or powers of two of a range (`1M..4M`)."""
     numbers: dict[int, None] = {}
+    if tokens_per_step is None:
+        return []
     for part in str(tokens_per_step).split(","):
         low, between, high = part.partition("..")
         first = parse_count(low, "--tokens-per-step")
@@ -556,7 +574,7 @@ def with_batches(run: Run, tokens_per_step: str | int | None) -> list[Run]:
                 "--tokens-per-step 1M..4M",
             )
         numbers |= dict.fromkeys(first * 2**n for n in range(int(math.log2(last / first)) + 1))
-    return list(dict.fromkeys(with_tokens_per_step(run, number) for number in numbers))
+    return list(numbers)
 
 
 def parse_budget(text: str) -> float:

@@ -1,6 +1,7 @@
 """Entry point of the command line: finds the verb, imports its module, prints errors."""
 
 import contextlib
+import difflib
 import importlib
 import os
 import re
@@ -16,7 +17,7 @@ from meshwright.cli.output import Notices, Stream, columns, write, write_json
 from meshwright.errors import ConfigError, MeshwrightError, nearest
 from meshwright.formatting import printable
 from meshwright.plugins import is_reference
-from meshwright.runs.catalogue import list_recipes
+from meshwright.runs.catalogue import families, list_recipes, matching, size_of
 from meshwright.trust import TRUST, take_options
 
 VERBS = {
@@ -60,7 +61,7 @@ VERBS = {
         "Show runs on a page: curves, times, events, samples; --live updates it while they train.",
     ),
     "bench": ("api.benchmarks", "Time collectives or matrix products on the devices found."),
-    "recipes": ("", "List the recipes."),
+    "recipes": ("", "List the recipes: families in order, each from small to large."),
 }
 """Verb -> module with its options, `TrainOptions` of `train` or `ACTIONS` with those of each, and one line about it."""
 
@@ -110,19 +111,35 @@ def run(args: Sequence[str]) -> int:
 
 
 def _list_recipes(args: Sequence[str]) -> int:
-    """Prints the name of every recipe and its summary, without the libraries that take longer than the answer."""
+    """Prints the recipes that match the words, without the libraries that take longer than the answer."""
     if "-h" in args or "--help" in args:
         write(
-            f"usage: meshwright recipes [options]\n\n{VERBS['recipes'][1]}\n\noptions:\n  --json  Print JSON.\n"
+            f"usage: meshwright recipes [WORD ...] [options]\n\n{VERBS['recipes'][1]}\n\n"
+            "WORD: only recipes with every word in their name or description, such as `qwen` or `experts`.\n\n"
+            "options:\n  --json  Print JSON.\n"
         )
         return 0
+    words = [arg for arg in args if not arg.startswith("-")]
     for arg in args:
-        if arg != "--json":
+        if arg.startswith("-") and arg != "--json":
             raise ConfigError(
                 f"meshwright recipes {arg}", "recipes has one option, --json", "meshwright recipes"
             )
-    recipes = list_recipes()
-    write_json(recipes) if args else write(columns(recipes))
+    every = list_recipes()
+    found = matching(every, words)
+    if not found:
+        raise ConfigError(
+            f"meshwright recipes {' '.join(words)}",
+            f"none of the {len(every)} recipes has all of these words",
+            " ".join(
+                ["meshwright recipes", *difflib.get_close_matches(words[0], families(every), 1)]
+            ),
+        )
+    if "--json" in args:
+        write_json(found)
+        return 0
+    widest = max(map(len, found))
+    write(columns({f"{name:{widest}} {size_of(text):>7}": text for name, text in found.items()}))
     return 0
 
 

@@ -25,7 +25,14 @@ def parse_verb(verb: str, args: Sequence[str]) -> Any:
     """Returns the options of a verb. Prints the help and raises SystemExit for `--help`; raises ConfigError."""
     kind, name = kind_of(verb), verb
     if isinstance(kind, Mapping):
-        if not args or args[0] in ("-h", "--help"):
+        if not args:
+            actions = ", ".join(kind)
+            raise ConfigError(
+                f"meshwright {verb}",
+                f"it takes one of {actions}, then OUT",
+                f"meshwright {verb} {next(iter(kind))} OUT",
+            )
+        if args[0] in ("-h", "--help"):
             write(f"usage: meshwright {verb} {'|'.join(kind)} OUT [options]\n\n")
             write(columns({name: str(action.__doc__) for name, action in kind.items()}))
             raise SystemExit(0)

@@ -645,12 +645,31 @@ def with_tokens_per_step(run: Run, tokens: int) -> Run:
     """Returns the run with a batch of about `tokens` tokens per step.
 
     The number of sequences is a multiple of the largest power of two that is at most a quarter of it, so that many
-    meshes divide it.
+    meshes divide it. Raises ConfigError for less than one sequence.
     """
-    batch = max(1, round(tokens / run.training.seq))
-    multiple = 2 ** max(0, int(math.log2(max(1, batch / 4))))
-    batch = max(1, round(batch / multiple)) * multiple
+    seq = run.training.seq
+    if tokens < seq:
+        raise ConfigError(
+            f"--tokens-per-step {tokens}",
+            f"a sequence of this run has {seq:,} tokens, and a step takes at least one",
+            f"--tokens-per-step {seq}, or --seq {tokens}",
+        )
+    sequences = round(tokens / seq)
+    multiple = 2 ** int(math.log2(max(1, sequences / 4)))
+    batch = round(sequences / multiple) * multiple
     return _with_training(run, batch=batch)
+
+
+def rounding_note(run: Run, tokens: int) -> str | None:
+    """Says how far the batch of a run is from the tokens per step that were asked for; None where it is equal."""
+    seq, batch = run.training.seq, run.training.batch
+    planned = batch * seq
+    if planned == tokens:
+        return None
+    return (
+        f"{tokens:,} tokens per step are {tokens / seq:,.1f} sequences of {seq:,}; planned with {batch:,} sequences, "
+        f"{planned:,} tokens ({planned / tokens - 1:+.1%}), a number that many meshes divide; --batch takes any other"
+    )
 
 
 def with_choices(run: Run, target: Target) -> Run:
