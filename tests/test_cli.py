@@ -32,7 +32,7 @@ from meshwright.cli.verbs import parse_verb
 from meshwright.errors import ConfigError, MeshwrightError, TrainingError
 from meshwright.models.blocks.rotary import Yarn
 from meshwright.runs.catalogue import parameters_of
-from meshwright.runs.recipe import find_recipe
+from meshwright.runs.recipe import change_fields, find_recipe
 from meshwright.words import AXES
 
 
@@ -635,3 +635,14 @@ def test_errors_shorten_only_paths_in_the_working_directory(
     )
     monkeypatch.chdir("/")
     assert _relative("gs://bucket/x and /data/x") == "gs://bucket/x and /data/x"
+
+
+def test_the_prompt_of_a_recipe_belongs_to_its_text() -> None:
+    """Other data is sampled from its own beginning, on the command line and from Python; a prompt that is given stays."""
+    assert parse_verb("train", ["tiny", "--out", "x"]).run.data.prompt == "def "
+    assert (
+        parse_verb("train", ["tiny", "--out", "x", "--data", "goethe.txt"]).run.data.prompt == "\n"
+    )
+    asked = ["tiny", "--out", "x", "--data", "goethe.txt", "--data.prompt", "Faust"]
+    assert parse_verb("train", asked).run.data.prompt == "Faust"
+    assert change_fields(find_recipe("tiny"), None, {"paths": ("a.txt",)}).data.prompt == "\n"

@@ -13,6 +13,7 @@ from meshwright.cli.output import columns, write, write_json
 from meshwright.cli.parse import parse
 from meshwright.errors import ConfigError, nearest
 from meshwright.reporters.console import open_console
+from meshwright.runs.recipe import with_prompt_for_data
 
 
 def kind_of(verb: str) -> Any:
@@ -41,18 +42,18 @@ def parse_verb(verb: str, args: Sequence[str]) -> Any:
                 f"meshwright {verb} {args[0]}", "there is no such action", nearest(args[0], kind)
             )
         name, kind, args = f"{verb} {args[0]}", kind[args[0]], args[1:]
+    usage = f"{name} {getattr(kind, 'usage', '')}".rstrip()
     if issubclass(kind, RunOptions):
         base = kind.base(list(args))
-        default, args = kind.of(base), base.args
-    else:
-        required = (
-            f.name
-            for f in dataclasses.fields(kind)
-            if f.default is f.default_factory is dataclasses.MISSING
-        )
-        default = kind(**dict.fromkeys(required, tyro.MISSING))
-        args = kind.own(args) if hasattr(kind, "own") else args
-    return parse(kind, f"{name} {getattr(kind, 'usage', '')}".rstrip(), args, default=default)
+        options = parse(kind, usage, base.args, default=kind.of(base))
+        return dataclasses.replace(options, run=with_prompt_for_data(options.run, base.run))
+    required = []
+    for field in dataclasses.fields(kind):
+        if field.default is field.default_factory is dataclasses.MISSING:
+            required.append(field.name)
+    default = kind(**dict.fromkeys(required, tyro.MISSING))
+    args = kind.own(args) if hasattr(kind, "own") else args
+    return parse(kind, usage, args, default=default)
 
 
 def run_verb(verb: str, args: Sequence[str]) -> int:

@@ -91,6 +91,7 @@ def recipe(name: str, *, mesh: str | MeshShape | None = None, **changes: Any) ->
 
 def change_fields(run: Run, mesh: str | MeshShape | None, changes: Mapping[str, Any]) -> Run:
     """Returns `run` on another mesh and with some fields changed, as `recipe` takes them."""
+    base = run
     if mesh is not None:
         run = dataclasses.replace(
             run, mesh=MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
@@ -110,7 +111,18 @@ def change_fields(run: Run, mesh: str | MeshShape | None, changes: Mapping[str, 
                 else {holder: dataclasses.replace(getattr(run, holder), **change)}
             ),
         )
-    return run
+    return with_prompt_for_data(run, base)
+
+
+def with_prompt_for_data(run: Run, base: Run) -> Run:
+    """Returns a changed run with the default prompt where it has other data, and still the prompt of `base`.
+
+    The prompt of a recipe belongs to its text: samples of German prose do not begin with `def `.
+    """
+    same_data = run.data.paths == base.data.paths
+    if same_data or run.data.prompt != base.data.prompt:
+        return run
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, prompt=Data().prompt))
 
 
 def _fields_of(run: Run, part: str) -> list[str]:

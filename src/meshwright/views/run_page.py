@@ -166,7 +166,8 @@ def _figures(folder: RunFolder) -> list[Figure]:
     for name in ("tokens/s", "examples/s"):
         value = _median(folder, name)
         if value is not None:
-            found.append(Figure(name, f"{value:,.0f}", "median of the last 500 steps"))
+            values = len(folder.curves[name].values[-_RECENT:])
+            found.append(Figure(name, f"{value:,.0f}", f"median of the last {values} steps"))
     mfu = _median(folder, "MFU")
     if mfu is not None:
         found.append(
@@ -179,9 +180,13 @@ def _figures(folder: RunFolder) -> list[Figure]:
     return found
 
 
+_RECENT = 500
+"""Steps whose median a page shows."""
+
+
 def _median(folder: RunFolder, name: str) -> float | None:
     curve = folder.curves.get(name)
-    values = [value for value in curve.values[-500:] if math.isfinite(value)] if curve else []
+    values = [value for value in curve.values[-_RECENT:] if math.isfinite(value)] if curve else []
     return statistics.median(values) if values else None
 
 
