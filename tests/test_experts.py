@@ -633,15 +633,15 @@ def test_routers_have_numbers_and_gradients_at_any_logits(
     def total(h_BTD: Any, w_DR: Any) -> Any:
         routes = route(r, h_BTD, w_DR, bias_R)
         squares = jnp.square(routes.weights_BTX).sum() + jnp.square(routes.router_probs_BTR).sum()
-        return squares, routes
+        return squares, vars(routes)
 
-    gradients, routes = jax.grad(total, (0, 1), has_aux=True)(h_BTD, w_DR)
-    for name, values in vars(routes).items():
+    gradients, routes = jax.jit(jax.grad(total, (0, 1), has_aux=True))(h_BTD, w_DR)
+    for name, values in routes.items():
         assert jnp.isfinite(values).all(), name
     assert all(jnp.isfinite(gradient).all() for gradient in gradients)
-    np.testing.assert_allclose(routes.router_probs_BTR.sum(-1), 1, rtol=1e-5)
+    np.testing.assert_allclose(routes["router_probs_BTR"].sum(-1), 1, rtol=1e-5)
     if normalize:
-        np.testing.assert_allclose(routes.weights_BTX.sum(-1), 1, rtol=1e-5)
+        np.testing.assert_allclose(routes["weights_BTX"].sum(-1), 1, rtol=1e-5)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
