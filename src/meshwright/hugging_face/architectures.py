@@ -412,8 +412,21 @@ _DEEPSEEK = (
     ),
     *_DEEPSEEK_EXPERTS,
 )
+
+
+def _check_kv_heads(fields: Fields) -> None:
+    """Raises WeightsError where key/value heads are missing and `transformers` would take 128 for fewer heads."""
+    heads = fields.get("num_attention_heads")
+    if "num_key_value_heads" not in fields.config and heads != 128:
+        found = (
+            f"it has no num_key_value_heads, for which `transformers` takes 128, and {heads} heads"
+        )
+        raise fields.error(found, f"num_key_value_heads {heads}")
+
+
 _DEEPSEEK_V3 = (
     *_DEEPSEEK,
+    Entry(_check_kv_heads),
     same("aux_loss_alpha", "aux_loss_weight", _V3_BALANCE_WEIGHT),
     fixed("rope_interleave", True),
     fixed("scoring_func", "sigmoid"),
