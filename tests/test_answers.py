@@ -13,8 +13,9 @@ import tokenizers
 
 import meshwright as mw
 from meshwright.data.chat import TEMPLATES, ChatTemplate, read_chat_template
-from meshwright.data.chat_files import find_chat_files, read_records
+from meshwright.data.chat_files import find_chat_files, read_records, unit_of
 from meshwright.data.conversations import RecordRenderer, Rendered, stops_of, template_of
+from meshwright.data.sources import Place
 from meshwright.data.subwords import Subwords
 from meshwright.data.tokenizers import Bytes
 from meshwright.runs.run_file import with_absolute_paths
@@ -268,8 +269,9 @@ def test_files_of_every_kind_have_the_same_records(name: str, tmp_path: Path) ->
     file = write(tmp_path / name, records)
     found = list(read_records(find_chat_files(str(tmp_path))))
     assert find_chat_files(str(file)) == [file]
-    assert [record for _, record in found] == records
-    assert all(where.startswith(f"{file}, ") and where[-1] in "12" for where, _ in found)
+    assert [record for _, _, record in found] == records
+    places = [Place(file, unit_of(file), number) for number in (1, 2)]
+    assert [(number, place) for number, place, _ in found] == [(0, place) for place in places]
 
 
 def test_a_folder_is_read_by_the_kind_of_its_files(tmp_path: Path) -> None:

@@ -40,15 +40,26 @@ def find_chat_files(path: str) -> list[Path]:
     raise DataError(f"--data {path}", reason, fix)
 
 
-def read_records(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the place and the fields of every record. Raises DataError for what is not an object."""
-    for file in files:
+def read_records(files: list[Path]) -> Iterator[tuple[int, Place, dict[str, Any]]]:
+    """Yields the number of its file, the place and the fields of every record. Raises DataError for what is no object."""
+    for number, file in enumerate(files):
         with open_bytes(file) as raw:
             for place, record in _values(file, raw):
                 if not isinstance(record, dict):
                     truth = f"it is {kind_of_value(record)}, and no object"
                     raise DataError(str(place), truth, "one JSON object for each record")
-                yield str(place), record
+                yield number, place, record
+
+
+def unit_of(file: Path) -> str:
+    """Returns what the records of a file are counted in, as their `Place` says: `line`, `row` or `record`."""
+    name = file.name.lower()
+    if name.endswith(COLUMNS):
+        return "row"
+    if not name.endswith(ARRAY):
+        return "line"
+    with open_bytes(file) as raw:
+        return "record" if _is_array(raw) else "line"
 
 
 def _values(file: Path, raw: IO[bytes]) -> Iterator[tuple[Place, Any]]:

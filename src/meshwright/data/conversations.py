@@ -287,7 +287,8 @@ def _tokenise(
     try:
         writer = TokenWriter(scratch, "<u4")
         with contextlib.closing(writer), (scratch / "answers.bin").open("wb") as answers:
-            for where, record in read_records(files):
+            for _, place, record in read_records(files):
+                where = str(place)
                 renderer = RecordRenderer(where, tokenizer, template, stops)
                 for document in renderer.render(record, objective):
                     writer.add(document.tokens, np.array([len(document.tokens)]))
