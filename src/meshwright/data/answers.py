@@ -1,7 +1,7 @@
 """Answers in a rendered conversation: where each begins and where it ends.
 
-The text of a conversation says nothing of its messages. They are found by rendering it once more with two characters of
-private use around each message's content. If the text without them is the text itself, their positions are those of
+The text of a conversation does not show where its messages are. They are found by rendering it once more with two characters
+of private use around each message's content. If the text without them is the text itself, their positions are those of
 the contents. An answer begins where the template's prompt for it ends (`add_generation_prompt`), which may be before
 its content (a header, reasoning), and ends with the token that ends it:
 
@@ -28,12 +28,12 @@ _MARK = re.compile("[\U00100000-\U0010fffd]")
 _PIECE = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|\w+|.", re.S)
 """What two texts have in common is counted in: a control token as templates write them, a word, or a character."""
 _LINKS = {"tool": ("tool_call_id", "name")}
-"""Keys by role that say which message another one belongs to: their order says so too, and templates may leave them."""
+"""Keys by role that name the message to which another one belongs. Their order names it too: templates may leave them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """What a template is given."""
+    """Messages and everything else that a template is rendered with."""
 
     messages: Sequence[Message]
     tools: Sequence[Any] | None = None

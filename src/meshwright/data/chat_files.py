@@ -52,7 +52,7 @@ def read_records(files: list[Path]) -> Iterator[tuple[int, Place, dict[str, Any]
 
 
 def unit_of(file: Path) -> str:
-    """Returns what the records of a file are counted in, as their `Place` says: `line`, `row` or `record`."""
+    """Returns the unit in which the records of a file are counted, as in their `Place`: `line`, `row` or `record`."""
     name = file.name.lower()
     if name.endswith(COLUMNS):
         return "row"

@@ -184,7 +184,9 @@ class Fields:
             raise self.error(found, fix)
         method = quantisation.get("quant_method")
         if method is None:
-            found = "its quantization_config has no quant_method, which says how weights are stored"
+            found = (
+                "its quantization_config has no quant_method, the name of how weights are stored"
+            )
             raise self.error(found, f"the one that was published with these weights, or {fix}")
         if method != known:
             raise self.error(

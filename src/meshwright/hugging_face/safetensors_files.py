@@ -220,7 +220,7 @@ def _named_in_config(folder: Path) -> str | None:
         check_inside(folder, [file])
         config = read_json(file)
     except (OSError, ValueError):
-        return None  # `read_fields` says what is wrong with it
+        return None  # `read_fields` names what is wrong with it
     name = config.get("transformers_weights") if isinstance(config, dict) else None
     if name is None:
         return None
@@ -257,7 +257,7 @@ def find_files(folder: Path) -> dict[str, Path]:
     if shards:
         raise WeightsError(
             f"weights in {folder}",
-            f"it has {shards[0]}, and no {INDEX}, which says what is in which file",
+            f"it has {shards[0]}, and no {INDEX}, the list of what is in which file",
             f"download {INDEX}",
         )
     pickled = sorted(
