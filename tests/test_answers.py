@@ -166,6 +166,24 @@ def test_reasoning_of_an_earlier_answer_that_a_template_leaves_out_is_refused(na
     assert "a record that ends with message 1" in refused.value.fix
 
 
+THOUGHT = "<think>\nbecause\n</think>\n\ndos"
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_reasoning_in_a_content_is_in_the_text_or_refused(name: str) -> None:
+    """DeepSeek's template cuts it from all answers, those of Qwen3, GLM-4.5 and Nemotron from all but the last."""
+    last = {"messages": [*TALK[:3], {**TALK[3], "content": THOUGHT}]}
+    earlier = {"messages": [TALK[0], {**TALK[1], "content": THOUGHT}, *TALK[2:]]}
+    for record, number in ((last, -1), (earlier, 0)):
+        try:
+            assert "because" in answers_of(name, record)[number]
+        except mw.DataError as refused:
+            assert "with the word 'think'" in refused.truth or "'because'" in refused.truth
+            assert name in ("deepseekv3", "qwen3", "glm4moe", "nemotron_3_nano")
+            assert number == 0 or name == "deepseekv3"
+            assert ("a record that ends with" in refused.fix) == (name != "deepseekv3")
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_tools_are_written_and_calls_are_answers(name: str) -> None:
     record = {"messages": TALK_WITH_CALL, "tools": [ADD]}

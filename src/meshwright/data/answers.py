@@ -140,12 +140,36 @@ class AnswerFinder:
         for number, message in enumerate(messages):
             if not (message["content"] or "").strip():
                 continue
+            if number in whole.begins and number in whole.ends:
+                continue
             if number in whole.begins or number in whole.ends:
+                self._check_all_words(number, whole)
                 continue
             for other in ("", "x"):
                 changed = {**message, "content": other}
                 if self._is_text([*messages[:number], changed, *messages[number + 1 :]], text):
                     self._refuse_unwritten(f"the content of message {number} ({message['role']})")
+
+    def _check_all_words(self, number: int, whole: _Marked) -> None:
+        """Raises DataError where a content lost one of its ends and a word with it, such as reasoning in `<think>`."""
+        message = self.conversation.messages[number]
+        lost = _lost_word(number, message, whole)
+        if lost is None:
+            return
+        until = self._partial(
+            [
+                *self.conversation.messages[:number],
+                _with_marks(number, message),
+            ],
+            answer=False,
+        )
+        what = f"a part of the content of message {number} with the word {lost!r}"
+        if until is not None and _lost_word(number, message, until) is None:
+            self._refuse_unwritten(
+                f"{what} where more messages follow",
+                f"a record that ends with message {number}, or one without that part",
+            )
+        self._refuse_unwritten(what, "a record without that part")
 
     def _check_keys(self, text: str) -> None:
         """Raises DataError for a key of a message, the tools or a variable that leave the text unchanged."""
@@ -278,6 +302,20 @@ def _with_marks(number: int, message: Message) -> Message:
     opening, closing = chr(_OPENING + number), chr(_CLOSING + number)
     marked = f"{content[:begin]}{opening}{core}{closing}{content[end:]}"
     return {**message, "content": marked}
+
+
+def _lost_word(number: int, message: Message, rendered: _Marked) -> str | None:
+    """Returns the first word of a content that is not between its neighbours in a text; None where all are."""
+    before = [end for other, end in rendered.ends.items() if other < number]
+    after = [begin for other, begin in rendered.begins.items() if other > number]
+    at = max(before, default=0)
+    stop = min((begin for begin in after if begin >= at), default=len(rendered.text))
+    for word in re.findall(r"\w+", message["content"]):
+        found = rendered.text.find(word, at, stop)
+        if found < 0:
+            return str(word)
+        at = found + len(word)
+    return None
 
 
 def _positions(marked: str) -> _Marked:
