@@ -16,8 +16,9 @@ from meshwright.data.chat import TEMPLATES, ChatTemplate, read_chat_template
 from meshwright.data.chat_files import find_chat_files, read_records, unit_of
 from meshwright.data.conversations import RecordRenderer, Rendered, stops_of, template_of
 from meshwright.data.sources import Place
-from meshwright.data.subwords import Subwords
+from meshwright.data.subwords import END, Subwords
 from meshwright.data.tokenizers import Bytes
+from meshwright.hugging_face.tokenizer_files import write_tokenizer
 from meshwright.runs.run_file import with_absolute_paths
 
 FOLDER = Path(__file__).parent / "golden" / "chat_templates"
@@ -348,3 +349,14 @@ def test_stops_are_those_of_the_generation_settings(tmp_path: Path) -> None:
     assert stops_of(tokenizer, str(file)) == (tokenizer.end,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
     assert stops_of(tokenizer, str(file)) == (3, 5)
+
+
+def test_a_template_that_was_chosen_goes_out_with_the_tokenizer(tmp_path: Path) -> None:
+    kept, out = tmp_path / "huggingface", tmp_path / "out"
+    out.mkdir()
+    kept.mkdir()
+    (kept / "chat_template.jinja").write_text(TEMPLATES["chatml"])
+    file = tmp_path / "tokenizer.json"
+    file.write_text(Bytes().to_json())
+    write_tokenizer(file, kept, out)
+    assert read_chat_template(out) == ChatTemplate(TEMPLATES["chatml"], (("eos_token", END),))

@@ -35,9 +35,11 @@ from meshwright.storage.transfer import copy_file
 
 KEPT = "huggingface"
 """Folder inside an output folder with the files that come back out: tokenizer, chat template, configuration."""
+CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt"),
+    *(CHAT_TEMPLATE, "additional_chat_templates/tool_use.jinja", "chat_template.json"),
+    *("tokenizer.model", "vocab.json", "merges.txt"),
 )
 _KEPT_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
