@@ -4,9 +4,10 @@ import ast
 import importlib
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,11 +24,15 @@ from meshwright.planner import plan_file
 from meshwright.runs import recipe
 
 ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "src" / "meshwright").rglob("*.py"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _QUOTING = {"log.md"}
 """Pages that quote commands and files of their day."""
 _BLOCK = re.compile(r"^( *)```(sh|bash|console|python)\n(.*?)^\1```", re.S | re.M)
 _REFUSED = re.compile(r"<!-- run [^\n]*exit=.*?<!-- end -->", re.S)
+_DOTTED = re.compile(r"(?<![\w/.@-])meshwright(?:\.[A-Za-z_]\w*)+")
+_INSTALL = re.compile(r"pip install ([^`\n]*)")
+_PACKAGE = re.compile(r"(?<![\w/.-])(meshwright|\.)(?:\[([a-z0-9_,{}-]*)\])?(?![\w/-])")
 _FILE = re.compile(r"`((?:[a-z_]+/)+[a-z_0-9]+\.(?:py|toml|csv))[`:]")
 
 
@@ -115,7 +120,7 @@ def test_every_command_of_the_pages_parses(monkeypatch: pytest.MonkeyPatch) -> N
         ROOT / "tests" / "outside" / "extensions"
     )  # whose files `docs/adding.md` uses
     found, faults = 0, []
-    for page in PAGES:
+    for page in [*PAGES, *SOURCES]:  # help and errors are in the sources
         for args in commands(page) if page.name not in _QUOTING else ():
             if not args or args[0] in ("--version", "--help", "recipes"):
                 continue
@@ -142,6 +147,51 @@ def names_of(tree: ast.AST) -> Iterator[str]:
             yield f"meshwright.{node.attr}"
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("meshwright"):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def named_object(name: str) -> Any:
+    """Returns what a dotted name of the package is, by its modules and their attributes; None where there is none."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for attribute in parts[length:]:
+            found = getattr(found, attribute, None)
+        return found
+    return None
+
+
+def test_dotted_names_of_the_pages_can_be_imported() -> None:
+    """A module has its own name: another, such as that of a lazy attribute, is not one that can be imported from."""
+    faults = []
+    for page in [*PAGES, *sorted((ROOT / "docs").rglob("*.py"))]:
+        if page.name in (*_QUOTING, "changelog.md"):
+            continue
+        for name in sorted(set(_DOTTED.findall(page.read_text(encoding="utf-8")))):
+            found = named_object(name)
+            if found is None or (isinstance(found, ModuleType) and found.__name__ != name):
+                faults.append(f"{page.relative_to(ROOT)}: there is no module or name {name}")
+    assert not faults, "\n".join(faults)
+
+
+def test_lines_that_install_are_of_a_checkout_or_add_an_extra_that_there_is() -> None:
+    """Nothing is released: `pip install meshwright` finds nothing, and an extra of the installed package works."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = set(project["optional-dependencies"])
+    faults = []
+    for page in [*PAGES, *sorted((ROOT / "docs").rglob("*.py")), *SOURCES]:
+        if page.name in _QUOTING:
+            continue
+        for line in page.read_text(encoding="utf-8").splitlines():
+            for words in _INSTALL.findall(line):
+                for name, given in _PACKAGE.findall(words):
+                    if set(filter(None, given.split(","))) - extras and "{" not in given:
+                        faults.append(f"{page.relative_to(ROOT)}: no such extra, {words}")
+                    if name == "meshwright" and not given and "Once it is released" not in line:
+                        faults.append(f"{page.relative_to(ROOT)}: nothing is released, {words}")
+    assert not faults, "\n".join(faults)
 
 
 def exists(name: str) -> bool:

@@ -302,7 +302,7 @@ def test_a_gpu_sends_many_updates_inside_a_node(
 @pytest.mark.parametrize(("factor", "nodes"), [(0.0, 1), (1.0, 1), (1.0, 2), (1.0, 4)])
 def test_rows_without_room_give_zeros_and_are_counted(factor: float, nodes: int) -> None:
     """Four devices with one expert each; all tokens of device 0 and 1 choose expert 2."""
-    r = dataclasses.replace(PLAIN, experts_per_token=1)
+    r = dataclasses.replace(PLAIN, experts_per_token=1, normalize_top_k=False)
     tokens = 128
     rng = np.random.default_rng(0)
     h = rng.normal(size=(4, 1, tokens, D)).astype(np.float32)
@@ -615,3 +615,56 @@ def test_an_exchange_in_float8_has_the_numbers_of_one_device(mesh: str) -> None:
     plain = train_on_one_device(tiny_run(MODELS["mixtral"], mesh), 3)
     assert not np.array_equal(one.losses, plain.losses)
     np.testing.assert_allclose(one.losses, plain.losses, rtol=5e-3)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("size", [1.0, 1e2, 1e4, 1e30, -1e2, -1e4, -1e30])
+def test_routers_have_numbers_and_gradients_at_any_logits(
+    score: Any, normalize: bool, size: float
+) -> None:
+    """Scores that all round to 0 have a sum of 0; weights, probabilities and their gradients are finite all the same."""
+    r = Routing(E, 2, score, normalize)
+    h_BTD = jnp.ones((1, 3, D), jnp.float32)
+    # Logits are of one sign, so that with a negative one all scores of a sigmoid round to 0.
+    w_DR = jnp.full((D, E), size / D, jnp.float32) * (1 + 0.1 * jnp.arange(E))
+    bias_R = jnp.arange(E, dtype=jnp.float32)
+
+    def total(h_BTD: Any, w_DR: Any) -> Any:
+        routes = route(r, h_BTD, w_DR, bias_R)
+        squares = jnp.square(routes.weights_BTX).sum() + jnp.square(routes.router_probs_BTR).sum()
+        return squares, vars(routes)
+
+    gradients, routes = jax.jit(jax.grad(total, (0, 1), has_aux=True))(h_BTD, w_DR)
+    for name, values in routes.items():
+        assert jnp.isfinite(values).all(), name
+    assert all(jnp.isfinite(gradient).all() for gradient in gradients)
+    np.testing.assert_allclose(routes["router_probs_BTR"].sum(-1), 1, rtol=1e-5)
+    if normalize:
+        np.testing.assert_allclose(routes["weights_BTX"].sum(-1), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_normalised_weights_are_scores_over_their_sum(score: Any) -> None:
+    rng = np.random.default_rng(0)
+    h_BTD = jnp.asarray(rng.normal(size=(2, 5, D)), jnp.float32)
+    w_DR = jnp.asarray(rng.normal(size=(D, E)), jnp.float32)
+    plain, scaled = (route(Routing(E, 2, score, n), h_BTD, w_DR, None) for n in (False, True))
+    assert (plain.experts_BTX == scaled.experts_BTX).all()
+    expected = plain.weights_BTX / plain.weights_BTX.sum(-1, keepdims=True)
+    np.testing.assert_allclose(scaled.weights_BTX, expected, rtol=2e-6)
+
+
+def test_one_expert_per_token_needs_its_score() -> None:
+    """Scaled to sum to one, the weight of one expert is 1 whatever its score: its router would have no gradient."""
+    with pytest.raises(ConfigError, match="the router has no gradient") as refused:
+        Routing(8, 1)
+    assert "--model.experts-per-token 2" in refused.value.fix
+    assert Routing(8, 1, normalize_top_k=False) and Routing(1, 1)
+    h_BTD = jnp.ones((1, 2, D), jnp.float32)
+    w_DR = jnp.asarray(np.random.default_rng(0).normal(size=(D, 8)), jnp.float32)
+
+    def total(w_DR: Any) -> Any:
+        return route(Routing(8, 1, normalize_top_k=False), h_BTD, w_DR, None).weights_BTX.sum()
+
+    assert float(jnp.abs(jax.grad(total)(w_DR)).max()) > 0

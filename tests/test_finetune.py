@@ -59,7 +59,7 @@ MARKED = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>"
     "{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
 )
-LATER = "{% for m in messages %}{{ m.content if loop.last else m.content | upper }}|{% endfor %}"
+LATER = "{% for m in messages %}{{ loop.revindex }}{{ m.content | length }}|{% endfor %}"
 TALK = [
     {"role": "user", "content": "hé?"}, {"role": "assistant", "content": "yes ü"},
     {"role": "user", "content": "two"}, {"role": "assistant", "content": "no"},
@@ -99,7 +99,11 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
     "no answer": ({"messages": TALK[:1]}, PLAIN, "no message is the assistant's"),
     "an empty completion": ({"prompt": "a", "completion": ""}, "", "its answer is empty"),
     "no template": ({"messages": TALK}, "", "no chat template"),
-    "a template that looks ahead": ({"messages": TALK}, LATER, "otherwise where more follow"),
+    "a template that looks ahead": (
+        {"messages": TALK},
+        LATER,
+        "where that answer begins cannot be found",
+    ),
     "a template that refuses": (
         {"messages": TALK},
         "{{ raise_exception('alone') }}",
@@ -111,14 +115,14 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
         "the template writes 'None'",
     ),
     "parts of a content": (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}, TALK[1]]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, TALK[1]]},
         PLAIN,
-        "the content of message 0 of its messages is list",
+        "part 0 of the content of message 0 of its messages is {'type': 'image'",
     ),
     "tools": (
         {"messages": TALK, "tools": [{"name": "add"}]},
         PLAIN,
-        "it has `tools`, which no template is given",
+        "the template writes nothing of `tools`",
     ),
     "half a character": (
         {"messages": [TALK[0], {"role": "assistant", "content": "x\ud800"}]},

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hf_models import ROWS, read
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 import meshwright as mw
@@ -232,26 +233,22 @@ def test_damaged_folders_are_refused(damage: str, folders: Any, tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_a_missing_field_is_that_of_transformers(row: str, tmp_path: Path) -> None:
-    """A configuration without one of its fields is refused, or is the model of `transformers`' own default."""
+def _check_missing_fields(row: str, architectures: list[str], fields: Any, folder: Path) -> None:
+    """Asserts that a configuration without one of its fields is refused, or the model of `transformers`' default."""
 
     def shapes_of(model: Any) -> dict[str, Any]:
         return {path: p.shape for path, p in named_leaves(model.params()).items()}
 
-    about, _ = read(row)
-
     def model_of(config: dict[str, Any]) -> Any:
-        named = {**config, "architectures": about["config"]["architectures"]}
-        (tmp_path / "config.json").write_text(json.dumps(named))
+        (folder / "config.json").write_text(json.dumps({**config, "architectures": architectures}))
         try:
-            return read_model(f"hf:{tmp_path}").model
+            return read_model(f"hf:{folder}").model
         except mw.MeshwrightError:
             return None
 
-    config, without = about["fields"]["config"], about["fields"]["without"]
+    config, without = fields["config"], fields["without"]
     given = model_of(config)
-    assert given is not None and len(without) > len(config)
+    assert given is not None and len(without) >= len(config)
     for name, filled in without.items():
         top, _, inner = name.partition(".")
         if name == "rope_scaling":
@@ -264,12 +261,133 @@ def test_a_missing_field_is_that_of_transformers(row: str, tmp_path: Path) -> No
         if found is None:
             continue
         assert isinstance(filled, dict), f"{name}: transformers refuses it, {filled}"
-        other = model_of(
-            {n: v for n, v in (config | filled["changed"]).items() if n not in filled["gone"]}
-        )
+        complete = config | fields.get("added", {}) | filled["changed"]
+        other = model_of({n: v for n, v in complete.items() if n not in filled["gone"]})
         # Where shapes differ the weights' shapes say so.
-        assert other is None or found == other or shapes_of(found) != shapes_of(other), name
+        assert other is not None, f"{name}: what transformers fills in is refused"
+        assert found == other or shapes_of(found) != shapes_of(other), name
         assert name != "rope_scaling" or found != given or row == "gpt2"
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_missing_field_is_that_of_transformers(row: str, tmp_path: Path) -> None:
+    about, _ = read(row)
+    _check_missing_fields(row, about["config"]["architectures"], about["fields"], tmp_path)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_missing_field_of_a_deep_model_is_that_of_transformers(row: str, tmp_path: Path) -> None:
+    """With 40 layers, where defaults such as Qwen's `max_window_layers` 28 have an effect."""
+    fields = read("fields-of-40-layers")[0]["fields"][row]
+    _check_missing_fields(row, [fields["architecture"]], fields, tmp_path)
+
+
+WINDOWS: dict[str, tuple[str, dict[str, Any], int | None]] = {
+    "28 layers without": ("qwen3", {"layers": 28}, None),
+    "the window's own size": ("qwen3-moe", {"sliding_window": "absent"}, 4096),
+    "no window": ("qwen2", {"sliding_window": None}, None),
+    "all layers of a mixture": ("qwen3-moe", {}, 5),
+    "from the first layer on": ("qwen2", {"max_window_layers": 0}, 5),
+}
+
+
+@pytest.mark.parametrize("row", WINDOWS)
+def test_windows_of_qwen_are_those_of_transformers(row: str, tmp_path: Path) -> None:
+    name, changes, window = WINDOWS[row]
+    fields = read("fields-of-40-layers")[0]["fields"][name]
+    drop = ("layer_types", "max_window_layers")
+    config = {n: v for n, v in fields["config"].items() if n not in drop}
+    config |= {"use_sliding_window": True, "sliding_window": 5}
+    config |= {"architectures": [fields["architecture"]]}
+    for field, value in changes.items():
+        config["num_hidden_layers" if field == "layers" else field] = value
+        if value == "absent":
+            del config[field]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_model(f"hf:{tmp_path}").model.sliding_window == window
+    if name == "qwen2" and window is None:
+        return
+    config |= {"sliding_window": 5, "num_hidden_layers": 40}
+    config |= {"max_window_layers": 30}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(mw.WeightsError, match="sliding window of 5"):
+        read_model(f"hf:{tmp_path}")
+
+
+QUANTISATION: dict[str, tuple[Any, str]] = {
+    "no method": ({"bits": 4}, "has no quant_method"),
+    "a text": ("fp8", 'quantization_config is "fp8", and not a JSON object'),
+    "a list": ([], r"quantization_config is \[\], and not a JSON object"),
+    "false": (False, "quantization_config is false, and not a JSON object"),
+    "a method that is not read": ({"quant_method": "gptq"}, r"are quantised \(gptq\)"),
+}
+
+
+@pytest.mark.parametrize("row", QUANTISATION)
+def test_quantised_weights_are_refused_by_what_they_are(
+    row: str, folders: Any, tmp_path: Path
+) -> None:
+    value, reason = QUANTISATION[row]
+    for name in ("llama", "deepseek-v3", "gpt-oss"):
+        config = json.loads((folders(name) / "config.json").read_text())
+        config["quantization_config"] = value
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(mw.WeightsError, match=reason):
+            read_model(f"hf:{tmp_path}")
+
+
+SINGLE, INDEX, SHARD = "model.safetensors", "model.safetensors.index.json", "model-00001-of-00001.safetensors"  # fmt: skip
+SETS = ("single", "index", "leftover", "pickle", "named")
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["equal", "differing"])
+@pytest.mark.parametrize("present", range(1, 2 ** len(SETS)))
+def test_of_several_sets_of_weights_the_one_of_transformers_is_read(
+    present: int, same: bool, folders: Any, tmp_path: Path
+) -> None:
+    """Every combination of one file, an index with its file, a file of neither, a pickle and a name in config.json."""
+    parts = {name for bit, name in enumerate(SETS) if present >> bit & 1}
+    source = folders("llama")
+    for file in source.glob("*.json"):
+        if file.name != INDEX:
+            shutil.copy(file, tmp_path)
+    tensors = {n: t for f in source.glob("*.safetensors") for n, t in load_file(f).items()}
+    files = {
+        "single": SINGLE,
+        "index": SHARD,
+        "leftover": "model-00002-of-00002.safetensors",
+        "named": "mine.safetensors",
+    }
+    for number, (part, file) in enumerate(files.items()):
+        own = tensors if same else {n: t + number for n, t in tensors.items()}
+        if part in parts:
+            save_file(own, tmp_path / file)
+    if "index" in parts:
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, SHARD)}))
+    if "pickle" in parts:
+        (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
+    if "named" in parts:
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(
+            json.dumps({**config, "transformers_weights": files["named"]})
+        )
+    order = [part for part in ("named", "single", "index") if part in parts]
+    if not order:
+        with pytest.raises(mw.WeightsError, match=INDEX if "leftover" in parts else "is a pickle"):
+            open_folder(f"hf:{tmp_path}")
+        return
+    chosen = files[order[0]]
+    others = [files[part] for part in ("single", "index", "leftover") if part in parts and files[part] != chosen]  # fmt: skip
+    if others and not same:
+        with pytest.raises(mw.WeightsError, match="two sets of weights") as refused:
+            open_folder(f"hf:{tmp_path}")
+        assert chosen in refused.value.truth
+        assert any(other in refused.value.truth for other in others)
+        return
+    weights = open_folder(f"hf:{tmp_path}")
+    assert {entry.file.name for entry in weights.entries.values()} == {chosen}
+    note = " ".join(weights.notes)
+    assert all(other in note for other in others) and ("pickle" not in parts or "pytorch_model.bin" in note)  # fmt: skip
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path, folders: Any) -> None:

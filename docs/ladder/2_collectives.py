@@ -5,7 +5,7 @@
 # how many bytes, how long does that take on a TPU or a GPU, and what is its derivative?
 #
 # `jax.shard_map` runs a function once on every device, each with its own blocks. Nothing moves unless a collective is
-# called, so the source shows all communication. `meshwright.collectives` has collectives whose docstrings give their
+# called, so the source shows all communication. `meshwright.comm.collectives` has collectives whose docstrings give their
 # derivative, cost and picture.
 
 # %%

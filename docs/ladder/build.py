@@ -126,7 +126,8 @@ def as_markdown(done: list[tuple[Cell, str, list[tuple[str, str]]]], notebook: s
         parts += ["</details>"] if folded else []
     heading, _, rest = ("\n\n".join(parts) + "\n").partition("\n")
     return (
-        f"{heading}\n\n[As a notebook]({notebook}), which runs on any computer with `pip install meshwright`.\n{rest}"
+        f"{heading}\n\n[As a notebook]({notebook}), which runs on any computer where Meshwright is "
+        f"[installed](../install.md).\n{rest}"
     )
 
 

@@ -46,7 +46,7 @@ class FineTune(Ranged, part="finetune"):
     beta: PositiveFloat = 0.1
     """Weight of the distance to the reference in the loss of preferences."""
     template: str | None = None
-    """File of a chat template (Jinja) in the place of the tokenizer's own."""
+    """Chat template in the place of the tokenizer's own: a file (Jinja), or `chatml` for a tokenizer without one."""
     too_long: TooLong = "refuse"
     """Conversations longer than a sequence: refuse the file, truncate their end, or drop them."""
 

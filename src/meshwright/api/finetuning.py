@@ -96,9 +96,9 @@ def finetune(
 ) -> Summary:
     """Fine-tunes a model and returns a summary.
 
-    source: hf:PATH of a Hugging Face model, the output folder of a run, or a Run with `init_from`.  data: files of JSON
-    lines with `messages`, `prompt` and `completion`, or for preferences `prompt`, `chosen` and `rejected`; PATH=WEIGHT
-    mixes several.  out: output folder, as for `train`, which resumes it.
+    source: hf:PATH of a Hugging Face model, the output folder of a run, or a Run with `init_from`.  data: files (JSON
+    lines, an array, or Parquet) with `messages`, `prompt` and `completion`, or for preferences `prompt`, `chosen` and
+    `rejected`; PATH=WEIGHT mixes several.  out: output folder, as for `train`, which resumes it.
     method, objective: fields of `FineTune`.  changes: fields of the Run or its parts by name, as for `recipe`.
     Raises ConfigError, DataError, WeightsError, TrainingError.
 

@@ -12,8 +12,7 @@ from rich.console import Console
 
 from meshwright.api.verb import Call, CheckpointOptions, Outcome, start_devices
 from meshwright.config import MeshShape
-from meshwright.data.chat import ChatTemplate, Message, check_jinja
-from meshwright.documents import read_text
+from meshwright.data.chat import TEMPLATES, ChatTemplate, Message, check_jinja, template_text
 from meshwright.errors import ConfigError, DataError
 from meshwright.formatting import format_bytes, format_count, format_step, format_time
 from meshwright.generation.generator import Decoding, Generated, GenerationReport, Generator, OnText
@@ -51,8 +50,8 @@ class GenerateOptions(CheckpointOptions):
     by line, and ends at the end of the input."""
     system: str | None = None
     """System message of the conversation."""
-    chat_template: Path | None = None
-    """Jinja chat template to use in the place of the tokenizer's own."""
+    chat_template: str | None = None
+    """Chat template to use in the place of the tokenizer's own: a file (Jinja), or `chatml`."""
     decoding: Decoding = Decoding()
     json: bool = False
     """Print one line of JSON with texts, tokens, log-probabilities and the report."""
@@ -149,14 +148,14 @@ class GenerateOptions(CheckpointOptions):
         """Answers messages one after another; each answer knows all before it. Returns the report of the last."""
         if self.chat_template is not None:
             try:
-                template = ChatTemplate(read_text(self.chat_template))
+                template = ChatTemplate(template_text(self.chat_template))
             except (OSError, ValueError) as error:
-                raise DataError(
-                    f"--chat-template {self.chat_template}", f"{error}", "a file of text"
-                ) from error
+                fix = f"a file with a Jinja template, or {' or '.join(TEMPLATES)}"
+                raise DataError(f"--chat-template {self.chat_template}", f"{error}", fix) from error
         if template is None:
             truth = "its tokenizer has no chat template"
-            raise ConfigError(f"--chat with {self.source}", truth, "--chat-template FILE.jinja")
+            fix = f"--chat-template FILE.jinja, or {' or '.join(TEMPLATES)} if it was tuned on that"
+            raise ConfigError(f"--chat with {self.source}", truth, fix)
         messages: list[Message] = (
             [] if self.system is None else [{"role": "system", "content": self.system}]
         )

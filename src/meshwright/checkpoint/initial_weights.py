@@ -9,6 +9,8 @@ from typing import Any
 import jax
 
 from meshwright.checkpoint.checkpoints import Checkpoints
+from meshwright.data.chat import TEMPLATES
+from meshwright.documents import write_atomically
 from meshwright.errors import WeightsError
 from meshwright.fine_tuning import FineTune
 from meshwright.hugging_face.folder import KEPT, keep_files, load_params, open_folder, read_model
@@ -45,13 +47,22 @@ def load_initial_weights(device_run: DeviceRun, out: Path | None = None) -> Tree
             for name in files_of(kept) if kept.is_dir() else ():
                 copy_file(kept / name, out / KEPT / name)
         if run.finetune.template is not None:
-            copy_file(path_of(run.finetune.template), out / KEPT / "chat_template.jinja")
+            _keep_template(run.finetune.template, out / KEPT / "chat_template.jinja")
     load = functools.partial(_load, run.init_from)
     if run.finetune.method == "lora":
         return add_adapters(device_run, load)
     if run.finetune.objective == "preferences":
         device_run = without_adapters(device_run)  # the reference is a copy of the weights
     return load(device_run, lambda path, w: w)
+
+
+def _keep_template(template: str, target: Path) -> None:
+    """Writes the chat template that a run names, a file or one by name, into its output folder."""
+    if template in TEMPLATES:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(target, TEMPLATES[template])
+    else:
+        copy_file(path_of(template), target)
 
 
 def _load(init_from: str, device_run: DeviceRun, then: Then) -> Tree:

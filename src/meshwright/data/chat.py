@@ -13,13 +13,27 @@ import re
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from meshwright.documents import SMALL, check_inside, parse_json, read_text
-from meshwright.errors import DataError
+from meshwright.documents import SMALL, check_inside, parse_json, read_json, read_text
+from meshwright.errors import DataError, WeightsError
+from meshwright.storage.paths import path_of
+
+TEMPLATES = {
+    "chatml": (
+        "{% for message in messages %}"
+        "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    ),
+}
+"""Chat templates by name: ChatML, for tokenizers that come without a template."""
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message's reasoning. Templates read one of the first two; `transformers` fills both from any."""
 
 _MARKS = ("\ue0f8", "\ue0f9")
 """Characters of private use around answers, while a conversation is rendered."""
@@ -40,20 +54,37 @@ class ChatTemplate:
     special_tokens: tuple[tuple[str, str], ...] = ()
     """Names and texts of special tokens that the template may use: `bos_token`, `eos_token`."""
 
-    def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
+    tool_source: str | None = None
+    """Jinja template of conversations with tools, where the model has one of its own for them."""
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        answer: bool = True,
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Returns the text of a conversation. answer: ends it where the model's answer begins.
 
+        tools: descriptions of tools.  variables: further variables of the template.
         Raises DataError where the template refuses the conversation, takes too long or too much memory, or Jinja is
         not installed.
         """
-        return self._render(messages, answer, ("", ""))
+        return self._render(messages, answer, tools, variables, ("", ""))
 
     @property
     def marks_answers(self) -> bool:
         """Whether the template marks which of its text is answers: `{% generation %}`."""
         return re.search(r"{%-?\s*generation\s*-?%}", self.source) is not None
 
-    def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+    def render_marked(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[str, list[tuple[int, int]]]:
         """Returns the text of a conversation, and first and last character (one past it) of each answer.
 
         For a template that `marks_answers`. Raises as `render`.
@@ -65,19 +96,33 @@ class ChatTemplate:
                 "without them",
             )
         text, spans = "", list[tuple[int, int]]()
-        for number, part in enumerate(
-            re.split(f"[{''.join(_MARKS)}]", self._render(messages, False, _MARKS))
-        ):
+        marked = self._render(messages, False, tools, variables, _MARKS)
+        for number, part in enumerate(re.split(f"[{''.join(_MARKS)}]", marked)):
             if number % 2:
                 spans.append((len(text), len(text) + len(part)))
             text += part
         return text, spans
 
-    def _render(self, messages: Sequence[Message], answer: bool, marks: tuple[str, str]) -> str:
+    def _render(
+        self,
+        messages: Sequence[Message],
+        answer: bool,
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any] | None,
+        marks: tuple[str, str],
+    ) -> str:
         """Returns the text, with `marks` before and after each answer that the template marks."""
         check_jinja()
-        what = {"source": self.source, "tokens": dict(self.special_tokens), "marks": marks}
-        request = {**what, "messages": list(messages), "answer": answer}
+        source = self.source if not tools or self.tool_source is None else self.tool_source
+        request = {
+            "source": source,
+            "tokens": dict(self.special_tokens),
+            "marks": marks,
+            "messages": [_with_reasoning(message) for message in messages],
+            "tools": tools or None,
+            "variables": dict(variables or {}),
+            "answer": answer,
+        }
         reply = _renderer.ask(json.dumps(request))
         if "text" in reply:
             return str(reply["text"])
@@ -86,6 +131,15 @@ class ChatTemplate:
             f"the template refuses it: {reply['error']}",
             "roles and order of messages as the template has them, or --chat-template FILE.jinja",
         )
+
+
+def _with_reasoning(message: Message) -> Message:
+    """Returns a message whose reasoning has the names that templates read, as `transformers` fills them."""
+    given = (message[key] for key in REASONING if message.get(key) is not None)
+    reasoning = next(given, None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 class _Renderer:
@@ -137,14 +191,19 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
     template. Raises DataError where a file is damaged or leaves the folder.
     """
     file, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    with_tools_file = folder / "additional_chat_templates" / "tool_use.jinja"
     try:
-        check_inside(folder, [file, template])
+        check_inside(folder, [file, template, with_tools_file])
         config = dict(parse_json(read_text(file))) if file.is_file() else {}
         source = config.get("chat_template")
+        with_tools = None
         if isinstance(source, list):  # several, by name
-            source = next((t["template"] for t in source if t.get("name") == "default"), None)
+            named = {t.get("name"): t["template"] for t in source}
+            source, with_tools = named.get("default"), named.get("tool_use")
         if template.is_file():
-            source = read_text(template)
+            source, with_tools = read_text(template), None
+        if with_tools_file.is_file():
+            with_tools = read_text(with_tools_file)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"the chat template of {folder}", f"it cannot be read: {error}", "its own files"
@@ -155,7 +214,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
             if (folder / "huggingface").is_dir()
             else None
         )
-    if not isinstance(source, str) or len(source) > SMALL:
+    if not isinstance(source, str) or not isinstance(with_tools, str | None) or len(source) > SMALL:
         raise DataError(
             f"the chat template of {folder}", f"it is a {type(source).__name__}", "its own files"
         )
@@ -165,7 +224,31 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):
             special.append((name, text))
-    return ChatTemplate(source, tuple(special))
+    return ChatTemplate(source, tuple(special), with_tools)
+
+
+def template_text(name: str) -> str:
+    """Returns the template of a name in `TEMPLATES`, or the text of a file. Raises OSError or ValueError."""
+    return TEMPLATES[name] if name in TEMPLATES else read_text(path_of(name))
+
+
+def read_end_tokens(folder: Path) -> tuple[int, ...]:
+    """Returns the tokens at which a Hugging Face model stops: by its generation settings, or its configuration."""
+    for file in ("generation_config.json", "config.json"):
+        if (folder / file).is_file():
+            try:
+                ends = read_json(folder / file).get("eos_token_id")
+                if ends is not None:
+                    return (
+                        tuple(int(end) for end in ends) if isinstance(ends, list) else (int(ends),)
+                    )
+            except (OSError, ValueError, TypeError, AttributeError) as error:
+                raise WeightsError(
+                    f"reading {folder / file}",
+                    f"it is not a configuration: {error}",
+                    "download it again",
+                ) from error
+    return ()
 
 
 def check_jinja() -> None:

@@ -29,6 +29,23 @@ def _refuse(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Returns JSON as `transformers` writes it: without the escapes for HTML of Jinja's own filter."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
 @functools.lru_cache(maxsize=8)
 def _template(source: str, marks: tuple[str, str]) -> jinja2.Template:
     class Generation(Extension):
@@ -45,9 +62,7 @@ def _template(source: str, marks: tuple[str, str]) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-        value, ensure_ascii=False, indent=indent
-    )
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
     return environment.from_string(source)
@@ -56,8 +71,13 @@ def _template(source: str, marks: tuple[str, str]) -> jinja2.Template:
 def _render(request: dict[str, Any]) -> dict[str, str]:
     try:
         template = _template(request["source"], tuple(request["marks"]))
-        conversation = {"messages": request["messages"], "add_generation_prompt": request["answer"]}
-        text = template.render(**conversation, **request["tokens"])
+        conversation = {
+            "messages": request["messages"],
+            "tools": request["tools"],
+            "documents": None,
+            "add_generation_prompt": request["answer"],
+        }
+        text = template.render({**request["tokens"], **request["variables"], **conversation})
         text.encode("utf-8")
     except MemoryError:
         return {"error": f"it takes more than {MEMORY // 2**20} MiB"}

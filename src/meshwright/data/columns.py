@@ -105,3 +105,35 @@ def _values(column: Any) -> list[str | bytes | None]:
         return column.to_pylist()
     except UnicodeDecodeError:
         return [text_or_bytes(value) for value in column.cast("large_binary").to_pylist()]
+
+
+def read_rows(file: Path, raw: IO[bytes]) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """Yields the place and the fields of every row of a Parquet file.
+
+    A struct has every field of its column: what is null in it is absent, except a message's content. Raises DataError
+    where the file is damaged.
+    """
+    try:
+        table = pyarrow.parquet.ParquetFile(raw)
+        number = 0
+        for batch in table.iter_batches(_ROWS):
+            for row in batch.to_pylist():
+                number += 1
+                yield Place(file, "row", number), _without_nulls(row)
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(
+            f"reading {file}", f"{type(error).__name__}: {error}", "repair or remove it"
+        ) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Returns nested values without the fields that are null, except `content`."""
+    if isinstance(value, dict):
+        return {
+            name: _without_nulls(item)
+            for name, item in value.items()
+            if item is not None or name == "content"
+        }
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value

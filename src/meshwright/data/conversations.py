@@ -1,11 +1,9 @@
 """Chat data: conversations, prompts with completions, and preferences, as packed sequences.
 
-A record is one line of JSON: `messages`, or `prompt` and `completion`, or `prompt`, `chosen` and `rejected`, each a
-text or a list of messages. Messages are rendered by the tokenizer's chat template; a text is taken as it is and its
-answer closed by the tokenizer's end. A conversation is tokenised in one piece, as a model sees it, and only the
-assistant's answers have a loss. A template with marks (`{% generation %}`) shows where they are. With any other, an
-answer is what the conversation up to it has beyond the conversation before it with the prompt for an answer: its text,
-and the token that ends it.
+A record has `messages`, or `prompt` and `completion`, or `prompt`, `chosen` and `rejected`, each a text or a list of
+messages. Messages are rendered by the tokenizer's chat template; a text is taken as it is and its answer closed by the
+tokenizer's end. A conversation is tokenised in one piece, as a model sees it, and only the assistant's answers have a
+loss, with the token that ends them (`data.answers`). A template with marks (`{% generation %}`) shows where they are.
 
 Records are tokenised once, into a token file with one more array, `answers.bin`. A sequence holds several complete
 records, chosen by best fit; each is a document of its own, to which attention and positions are confined.
@@ -18,36 +16,48 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshwright.config import Data
+from meshwright.data.answers import AnswerFinder, Conversation
 from meshwright.data.batch import PADDING
-from meshwright.data.chat import ChatTemplate, Message, check_jinja, read_chat_template
+from meshwright.data.chat import (
+    TEMPLATES,
+    ChatTemplate,
+    Message,
+    check_jinja,
+    read_chat_template,
+    read_end_tokens,
+    template_text,
+)
+from meshwright.data.chat_files import find_chat_files, read_records
 from meshwright.data.corpus import Corpus, local_text, parse_source, share
 from meshwright.data.feed import held_out_border
-from meshwright.data.readers import decompressed, kind_of_value, read_json_lines
-from meshwright.data.sources import Records, kind_of
 from meshwright.data.subwords import Subwords, check_unicode
 from meshwright.data.token_writer import TokenWriter, write_description
 from meshwright.data.tokenizers import Bytes, Chars, Tokenizer, build_tokenizer, with_begin
 from meshwright.data.tokens import TokenArray, TokenFile, is_token_file, open_tokens
-from meshwright.documents import LARGE, open_bytes, read_json, read_text
+from meshwright.documents import LARGE, parse_json, read_json
 from meshwright.errors import DataError
 from meshwright.fine_tuning import FineTune, Objective, TooLong
 from meshwright.storage.transfer import sha256_of
 
-_FORMAT = 3
+_FORMAT = 4
 _KINDS = {
     "answers": "`messages`, or `prompt` and `completion`",
     "preferences": "`prompt`, `chosen` and `rejected`",
 }
 _ROLES = "role and content, such as {'role': 'user', 'content': 'Hello'}"
-Span = tuple[int, int]
-"""First character, and one past the last."""
+_UNREAD = {
+    "system": "a first message of the role system",
+    "functions": "`tools`",
+    "documents": "their text in a message",
+}
+"""Fields of a record that would say something to the model and are not read, and what is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,17 +210,25 @@ def load_conversations(
 
 
 def template_of(tokenizer: str, file: str | None) -> ChatTemplate | None:
-    """Returns the chat template of a run: that of the file it names, or the one beside its tokenizer."""
+    """Returns the chat template of a run: the one it names (`TEMPLATES`, or a file), or that beside its tokenizer."""
     beside = read_chat_template(Path(tokenizer).parent) if Path(tokenizer).is_file() else None
     if file is None:
         return beside
     try:
-        text = read_text(Path(file))
+        text = template_text(file)
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"--finetune.template {file}", str(error), "a file with a Jinja template"
-        ) from error
+        fix = f"a file with a Jinja template, or {' or '.join(TEMPLATES)}"
+        raise DataError(f"--finetune.template {file}", str(error), fix) from error
     return ChatTemplate(text, beside.special_tokens if beside else ())
+
+
+def stops_of(tokenizer: Tokenizer, spec: str) -> tuple[int, ...]:
+    """Returns the tokens at which the model of a tokenizer's file stops."""
+    if not Path(spec).is_file():
+        return (tokenizer.end,)
+    folder = Path(spec).parent
+    stops = read_end_tokens(folder) or read_end_tokens(folder / "huggingface")
+    return tuple(stop for stop in stops if stop < tokenizer.vocab) or (tokenizer.end,)
 
 
 def _fitting(
@@ -253,15 +271,11 @@ def _tokenise(
     path: str, spec: str, template: ChatTemplate | None, objective: Objective, cache: Path
 ) -> Path:
     """Returns the folder with the tokens of one source, made where it is not there yet."""
-    location, tokenizer = Path(path), build_tokenizer(spec)
-    files = sorted(location.rglob("*.jsonl")) if location.is_dir() else [location]
-    if not files or not all(file.is_file() for file in files):
-        reason = "a folder without .jsonl files" if location.is_dir() else "not there"
-        raise DataError(
-            f"--data {path}", f"it is {reason}", "a file of JSON lines, or a folder of such files"
-        )
+    tokenizer = build_tokenizer(spec)
+    stops = stops_of(tokenizer, spec)
+    files = find_chat_files(path)
     status = [f"{file.resolve()} {sha256_of(file)}" for file in files]
-    kind = [str(_FORMAT), objective, tokenizer.to_json(), repr(template), *status]
+    kind = [str(_FORMAT), objective, tokenizer.to_json(), repr(template), repr(stops), *status]
     folder = (
         cache / "tokens" / f"chat-{hashlib.sha256(chr(10).join(kind).encode()).hexdigest()[:24]}"
     )
@@ -273,10 +287,10 @@ def _tokenise(
     try:
         writer = TokenWriter(scratch, "<u4")
         with contextlib.closing(writer), (scratch / "answers.bin").open("wb") as answers:
-            for where, record in _records(files):
-                for document in RecordRenderer(where, tokenizer, template).render(
-                    record, objective
-                ):
+            for _, place, record in read_records(files):
+                where = str(place)
+                renderer = RecordRenderer(where, tokenizer, template, stops)
+                for document in renderer.render(record, objective):
                     writer.add(document.tokens, np.array([len(document.tokens)]))
                     answers.write(document.answers.astype(np.uint8).tobytes())
                 lines.append(where)
@@ -297,17 +311,6 @@ def _tokenise(
     return folder
 
 
-def _records(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for file in files:
-        with open_bytes(file) as raw:
-            stream = decompressed(raw, kind_of(file.name)[1])
-            for place, record in read_json_lines(file, stream, Records(str(file))):
-                if not isinstance(record, dict):
-                    truth = f"it is {kind_of_value(record)}, and no object"
-                    raise DataError(str(place), truth, "one JSON object in a line")
-                yield str(place), record
-
-
 class Rendered(NamedTuple):
     """One document: its tokens, int32 [tokens], and True for those that are answers, [tokens]."""
 
@@ -322,12 +325,18 @@ class RecordRenderer:
     where: str
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    stops: tuple[int, ...] = ()
+    """Tokens at which the model stops. Where they are known, the last answer of a text ends with one."""
 
     def render(self, record: dict[str, Any], objective: Objective) -> list[Rendered]:
         """Returns the documents of a record: one, or the chosen and the rejected one.
 
         Raises DataError where it lacks what the objective needs, has no answer, or the template refuses it.
         """
+        for name, fix in _UNREAD.items():
+            if record.get(name):
+                raise self._error(f"it has `{name}`, which is not read", fix)
+        given = self._given(record)
         if objective == "preferences" and {"prompt", "chosen", "rejected"} <= record.keys():
             pairs = [(record["prompt"], record["chosen"]), (record["prompt"], record["rejected"])]
         elif objective == "preferences" and {"chosen", "rejected"} <= record.keys():
@@ -337,23 +346,47 @@ class RecordRenderer:
             ]
             pairs = [(messages[:-1], messages[-1:]) for messages in conversations]
         elif objective == "answers" and "messages" in record:
-            if record.get("tools"):
-                fix = "their description in a system message, or no `tools`"
-                raise self._error("it has `tools`, which no template is given", fix)
-            return [self._conversation(self._messages("messages", record["messages"]), 0)]
+            messages = self._messages("messages", record["messages"])
+            return [self._conversation(dataclasses.replace(given, messages=messages), 0)]
         elif objective == "answers" and {"prompt", "completion"} <= record.keys():
             pairs = [(record["prompt"], record["completion"])]
         else:
             raise self._error(
                 f"it has {', '.join(map(repr, record)) or 'no fields'}", _KINDS[objective]
             )
-        return [self._prompt_and_answer(prompt, answer) for prompt, answer in pairs]
+        return [self._prompt_and_answer(given, prompt, answer) for prompt, answer in pairs]
+
+    def _given(self, record: dict[str, Any]) -> Conversation:
+        """Returns a conversation without messages: tools and further variables of the template."""
+        tools = record.get("tools")
+        if isinstance(tools, str) and tools.strip():  # as in tables, where tools differ in type
+            try:
+                tools = parse_json(tools)
+            except ValueError as error:
+                raise self._error(
+                    f"its `tools` is a text that is not JSON: {error}", "a list"
+                ) from error
+        if tools and (
+            not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)
+        ):
+            truth = f"its `tools` is {type(tools).__name__} {str(tools)[:40]!r}"
+            raise self._error(truth, "a list of objects, each the description of a tool")
+        variables = record.get("chat_template_kwargs") or {}
+        if not isinstance(variables, dict):
+            truth = f"its `chat_template_kwargs` is {type(variables).__name__}"
+            raise self._error(truth, "an object with variables of the template")
+        return Conversation((), tools or None, variables)
 
     def _error(self, truth: str, fix: str) -> DataError:
         return DataError(self.where, truth, fix)
 
-    def _prompt_and_answer(self, prompt: Any, answer: Any) -> Rendered:
+    def _prompt_and_answer(self, given: Conversation, prompt: Any, answer: Any) -> Rendered:
         if isinstance(prompt, str) and isinstance(answer, str):
+            if given.tools or given.variables:
+                truth = (
+                    "it has tools or variables of a template, and its prompt and answer are texts"
+                )
+                raise self._error(truth, "lists of messages in both")
             self._check_text(prompt + answer)
             first = self.tokenizer.encode(prompt)
             last = np.append(self.tokenizer.encode(answer), self.tokenizer.end)
@@ -370,29 +403,51 @@ class RecordRenderer:
         if isinstance(answer, str):
             answer = [{"role": "assistant", "content": answer}]
         before = self._messages("prompt", prompt)
-        return self._conversation(before + self._messages("answer", answer), len(before))
+        messages = before + self._messages("answer", answer)
+        return self._conversation(dataclasses.replace(given, messages=messages), len(before))
 
     def _messages(self, field: str, value: Any) -> list[Message]:
         if not isinstance(value, list) or not value:
             raise self._error(
                 f"its {field} is {type(value).__name__} {str(value)[:40]!r}", f"a list of {_ROLES}"
             )
-        for number, message in enumerate(value):
-            if (
-                not isinstance(message, dict)
-                or not isinstance(message.get("role"), str)
-                or "content" not in message
-            ):
-                truth = f"message {number} of its {field} is {str(message)[:60]}"
-                raise self._error(truth, f"an object with {_ROLES}")
-            content = message["content"]
-            if not isinstance(content, str | None):
-                found = f"{type(content).__name__} {str(content)[:40]!r}, which a template would write as it is"
-                raise self._error(
-                    f"the content of message {number} of its {field} is {found}", "its text"
-                )
-            self._check_text(content or "")
-        return value
+        return [self._message(field, number, message) for number, message in enumerate(value)]
+
+    def _message(self, field: str, number: int, message: Any) -> Message:
+        """Returns a message without fields that are null, and its content as a text or null."""
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            truth = f"message {number} of its {field} is {str(message)[:60]}"
+            raise self._error(truth, f"an object with {_ROLES}")
+        present = {name: item for name, item in message.items() if item is not None}
+        if present.get("tool_calls") == []:
+            del present["tool_calls"]
+        if "content" not in message and "tool_calls" not in present:
+            truth = f"message {number} of its {field} is {str(message)[:60]}"
+            raise self._error(truth, f"an object with {_ROLES}")
+        content = message.get("content")
+        if isinstance(content, list):
+            content = self._joined(f"the content of message {number} of its {field}", content)
+        if not isinstance(content, str | None):
+            truth = (
+                f"the content of message {number} of its {field} is {type(content).__name__} "
+                f"{str(content)[:40]!r}, which a template would write as it is"
+            )
+            raise self._error(truth, "its text")
+        self._check_text(content or "")
+        return {**present, "content": content}
+
+    def _joined(self, what: str, parts: list[Any]) -> str:
+        """Returns the text of a content in parts. Raises DataError for a part that is not a text."""
+        texts = []
+        for number, part in enumerate(parts):
+            text = part
+            if isinstance(part, dict) and part.get("type", "text") == "text":
+                text = part.get("text")
+            if not isinstance(text, str):
+                truth = f"part {number} of {what} is {str(part)[:60]}"
+                raise self._error(truth, 'parts of text only, {"type": "text", "text": "Hello"}')
+            texts.append(text)
+        return "".join(texts)
 
     def _check_text(self, text: str) -> None:
         try:
@@ -400,37 +455,50 @@ class RecordRenderer:
         except DataError as error:
             raise self._error(error.truth, error.fix) from error
 
-    def _conversation(self, messages: list[Message], first: int) -> Rendered:
+    def _conversation(self, conversation: Conversation, first: int) -> Rendered:
+        messages = conversation.messages
         if self.template is None:
             truth = "the tokenizer has no chat template, which makes a text of messages"
-            raise self._error(
-                truth, "--finetune.template FILE, or records of texts: `prompt` and `completion`"
+            fix = (
+                f"--finetune.template {' or '.join(TEMPLATES)} or FILE, or records of texts: `prompt` and "
+                "`completion`"
             )
+            raise self._error(truth, fix)
         if not any(message["role"] == "assistant" for message in messages[first:]):
             truth = "no message is the assistant's: there is nothing to learn"
             raise self._error(truth, "a message with that role")
+        stops = {stop: token_text(self.tokenizer, stop) for stop in self.stops}
+        texts = [text for text in stops.values() if text]
         try:
-            self._check_null_contents(messages, self.template)
-            text, spans = self._answers(messages, self.template, first)
+            self._check_null_contents(conversation, self.template)
+            found = AnswerFinder(self.template, conversation, texts).find(first)
         except DataError as error:
             raise self._error(error.truth, error.fix) from error
-        tokens, starts = _tokens_and_starts(self.tokenizer, text)
+        tokens, starts = _tokens_and_starts(self.tokenizer, found.text)
         answers = np.zeros(len(tokens), bool)
-        for start, stop in spans:
+        for start, stop in found.spans:
             answers |= (starts >= start) & (starts < stop)
         if not answers.any() or answers[:1].all():
             truth = "its answers are empty, or begin the text"
             raise self._error(truth, "a question, and an answer with content")
+        if found.unclosed is not None and self.stops:
+            end = self.tokenizer.end if self.tokenizer.end in self.stops else self.stops[0]
+            for stop, text in stops.items():
+                if text and text == found.unclosed:
+                    end = stop
+            tokens = np.append(tokens, np.int32(end))
+            answers = np.append(answers, True)
         return Rendered(tokens, answers)
 
-    def _check_null_contents(self, messages: list[Message], template: ChatTemplate) -> None:
+    def _check_null_contents(self, conversation: Conversation, template: ChatTemplate) -> None:
         """Raises DataError where a template writes the word None for a content of null: not all know calls of tools."""
+        messages = conversation.messages
         if all(message["content"] is not None for message in messages):
             return
+        given = {"tools": conversation.tools, "variables": conversation.variables}
         empty = [{**message, "content": message["content"] or ""} for message in messages]
-        if template.render(messages, answer=False).count("None") > template.render(
-            empty, answer=False
-        ).count("None"):
+        with_nulls = template.render(messages, answer=False, **given)
+        if with_nulls.count("None") > template.render(empty, answer=False, **given).count("None"):
             number = next(i for i, message in enumerate(messages) if message["content"] is None)
             truth = (
                 f"the content of message {number} is null, and the template writes 'None' for it"
@@ -439,28 +507,10 @@ class RecordRenderer:
                 truth, "a content, or a template that knows messages without (--finetune.template)"
             )
 
-    def _answers(
-        self, messages: Sequence[Message], template: ChatTemplate, first: int
-    ) -> tuple[str, list[Span]]:
-        if template.marks_answers:
-            text, spans = template.render_marked(messages)
-            return text, spans[
-                sum(message["role"] == "assistant" for message in messages[:first]) :
-            ]
-        text, spans = template.render(messages, answer=False), []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant" or number < first:
-                continue
-            before = template.render(messages[:number], answer=True)
-            after = template.render(messages[: number + 1], answer=False)
-            if not (text.startswith(after) and after.startswith(before)):
-                raise self._error(
-                    f"the template renders the messages up to answer {number} otherwise where more follow: that answer "
-                    "cannot be found in the whole",
-                    "a template with {% generation %} around answers (--finetune.template), or one answer in a record",
-                )
-            spans.append((len(before), len(after)))
-        return text, spans
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """Returns the text that a tokenizer reads as one control token; empty where it has none."""
+    return tokenizer.text_of(token) if isinstance(tokenizer, Subwords) else ""
 
 
 def _tokens_and_starts(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, np.ndarray]:

@@ -138,6 +138,11 @@ class Subwords:
             )
         )
 
+    def text_of(self, token: int) -> str:
+        """Returns the text of an added token, which is always encoded as that token; empty for any other."""
+        added = self._tokenizer.get_added_tokens_decoder().get(token)
+        return "" if added is None else str(added.content)
+
     def to_json(self) -> str:
         """Returns the contents of tokenizer.json."""
         return str(self._tokenizer.to_str())

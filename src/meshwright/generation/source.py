@@ -11,10 +11,9 @@ import jax
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.initial_weights import load_initial_weights, merge_adapters
 from meshwright.config import MeshShape
-from meshwright.data.chat import ChatTemplate, read_chat_template
+from meshwright.data.chat import ChatTemplate, read_chat_template, read_end_tokens
 from meshwright.data.tokenizers import Tokenizer, build_tokenizer
-from meshwright.documents import read_json
-from meshwright.errors import ConfigError, WeightsError
+from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape
 from meshwright.hugging_face.folder import KEPT
 from meshwright.hugging_face.hub import find_folder, is_hugging_face
@@ -76,7 +75,7 @@ def open_weights(
     if run.finetune.method == "lora" or run.finetune.objective == "preferences":
         # A decode step reads a weight and its adapter as one, and no reference.
         device_run, params = merge_adapters(device_run, params)
-    stops = _end_tokens(kept) or (tokenizer.end,)
+    stops = read_end_tokens(kept) or (tokenizer.end,)
     return OpenedModel(device_run, params, tokenizer, stops, origin, read_chat_template(folder))
 
 
@@ -91,25 +90,6 @@ def run_of_source(source: str | Path) -> Run:
         "it is not a folder; a recipe names a model and has no weights before it is trained",
         "the output folder of `meshwright train`, or hf:PATH of a Hugging Face model",
     )
-
-
-def _end_tokens(folder: Path) -> tuple[int, ...]:
-    """Returns the tokens that end a text of a Hugging Face model: of its generation settings, or its configuration."""
-    for file in ("generation_config.json", "config.json"):
-        if (folder / file).is_file():
-            try:
-                ends = read_json(folder / file).get("eos_token_id")
-                if ends is not None:
-                    return (
-                        tuple(int(end) for end in ends) if isinstance(ends, list) else (int(ends),)
-                    )
-            except (OSError, ValueError, TypeError, AttributeError) as error:
-                raise WeightsError(
-                    f"reading {folder / file}",
-                    f"it is not a configuration: {error}",
-                    "download it again",
-                ) from error
-    return ()
 
 
 def place_for_decoding(run: Run, mesh: MeshShape | None, devices: int | None) -> DeviceRun:

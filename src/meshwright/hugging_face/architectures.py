@@ -138,12 +138,14 @@ def _shared_expert(name: str) -> Names:
 # Llama and its relatives: Mistral, Phi-3 and 4, Qwen2, Qwen3, OLMo 2 and 3, SmolLM3, Mixtral, Qwen3-MoE.
 def _read_window(fields: Fields) -> dict[str, Any]:
     """Returns the sliding window of Qwen's architectures, which have it from the layer `max_window_layers` on."""
-    layers, used = fields.get("num_hidden_layers"), fields.get("use_sliding_window", False)
-    first = fields.get("max_window_layers", layers)
+    layers = fields.get("num_hidden_layers")
+    window = _qwen_window(fields)
+    first = fields.get("max_window_layers", 28)
     usual = [
-        "full_attention" if not used or i < first else "sliding_attention" for i in range(layers)
+        "full_attention" if window is None or i < first else "sliding_attention"
+        for i in range(layers)
     ]
-    kinds, window = fields.get("layer_types", usual), fields.get("sliding_window", None)
+    kinds = fields.get("layer_types", usual)
     if len(kinds) != layers:
         found = f"layer_types has {len(kinds)} layers, and num_hidden_layers is {layers}"
         raise fields.error(found, "the config.json of these weights")
@@ -155,6 +157,27 @@ def _read_window(fields: Fields) -> dict[str, Any]:
             "a model whose layers all have one, or none",
         )
     return {"sliding_window": int(window)}
+
+
+def _qwen_window(fields: Fields) -> int | None:
+    """Returns the window that some layers have; a configuration that uses one and has no size has that of 4096."""
+    size = fields.get("sliding_window", None)
+    if not fields.flag("use_sliding_window"):
+        return None
+    return size if "sliding_window" in fields.config else 4096
+
+
+def _read_window_of_all(fields: Fields) -> dict[str, Any]:
+    """Returns the sliding window of Qwen3-MoE: `transformers` gives it to all layers, or to none."""
+    window, first = _qwen_window(fields), fields.get("max_window_layers", 0)
+    kinds = set(fields.get("layer_types", ["sliding_attention"]))
+    if window is not None and (first or kinds != {"sliding_attention"}):
+        found = (
+            f"it uses a sliding window of {window} from layer {first} on (max_window_layers, layer_types), and "
+            "`transformers` would give it to all layers"
+        )
+        raise fields.error(found, "max_window_layers 0, or use_sliding_window false")
+    return {"sliding_window": window}
 
 
 def _write_window(c: Any) -> dict[str, Any]:
@@ -214,6 +237,7 @@ def _read_dense_layers(fields: Fields) -> dict[str, Any]:
 
 
 _QWEN_WINDOW = Entry(_read_window, _write_window)
+_QWEN_MOE_WINDOW = Entry(_read_window_of_all, _write_window)
 # Null has no window; a configuration without the field is that of Mistral 7B.
 _MISTRAL_WINDOW = same(
     "sliding_window",
@@ -267,7 +291,7 @@ _MIXTRAL = (
     without_effect("router_jitter_noise"),
 )
 _QWEN3_MOE = (
-    *(*_LLAMA, _PLAIN_ROUTING, _QWEN_WINDOW, _BIASES),
+    *(*_LLAMA, _PLAIN_ROUTING, _QWEN_MOE_WINDOW, _BIASES),
     must(qk_norm="rms", norm_place="before", shared_experts=0),
     same("num_experts", "experts", other="num_local_experts"),
     same("num_experts_per_tok", "experts_per_token"),
@@ -388,8 +412,21 @@ _DEEPSEEK = (
     ),
     *_DEEPSEEK_EXPERTS,
 )
+
+
+def _check_kv_heads(fields: Fields) -> None:
+    """Raises WeightsError where key/value heads are missing and `transformers` would take 128 for fewer heads."""
+    heads = fields.get("num_attention_heads")
+    if "num_key_value_heads" not in fields.config and heads != 128:
+        found = (
+            f"it has no num_key_value_heads, for which `transformers` takes 128, and {heads} heads"
+        )
+        raise fields.error(found, f"num_key_value_heads {heads}")
+
+
 _DEEPSEEK_V3 = (
     *_DEEPSEEK,
+    Entry(_check_kv_heads),
     same("aux_loss_alpha", "aux_loss_weight", _V3_BALANCE_WEIGHT),
     fixed("rope_interleave", True),
     fixed("scoring_func", "sigmoid"),

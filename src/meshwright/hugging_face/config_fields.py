@@ -26,6 +26,7 @@ NEUTRAL = frozenset[str]().union(
         "auto_map",
         "_name_or_path",
         "unsloth_version",
+        "transformers_weights",  # which file has the weights: safetensors_files reads it
     ),
     (
         "dtype",
@@ -174,13 +175,23 @@ class Fields:
     def check_quantised(self, known: str | None) -> bool:
         """Returns whether the weights are quantised, in the form `known`. Raises WeightsError for any other."""
         self._read.add("quantization_config")
-        if not self.config.get("quantization_config"):
+        quantisation = self.config.get("quantization_config")
+        if quantisation is None or quantisation == {}:
             return False
-        method = self.config["quantization_config"].get("quant_method")
+        fix = "the model's unquantised weights (bfloat16), or dequantise it with `transformers`"
+        if not isinstance(quantisation, dict):
+            found = f"quantization_config is {json.dumps(quantisation)[:60]}, and not a JSON object"
+            raise self.error(found, fix)
+        method = quantisation.get("quant_method")
+        if method is None:
+            found = (
+                "its quantization_config has no quant_method, the name of how weights are stored"
+            )
+            raise self.error(found, f"the one that was published with these weights, or {fix}")
         if method != known:
             raise self.error(
-                f"its weights are quantised ({method or '?'}), and training needs the numbers themselves",
-                "the model's unquantised weights (bfloat16), or dequantise it with `transformers`",
+                f"its weights are quantised ({method}), and training needs the numbers themselves",
+                fix,
             )
         return True
 

@@ -24,6 +24,7 @@ from meshwright.hugging_face.safetensors_files import (
     FP8_CODE,
     SafetensorsFile,
     TensorEntry,
+    check_one_set,
     find_files,
     read_header,
 )
@@ -34,9 +35,11 @@ from meshwright.storage.transfer import copy_file
 
 KEPT = "huggingface"
 """Folder inside an output folder with the files that come back out: tokenizer, chat template, configuration."""
+CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt"),
+    *(CHAT_TEMPLATE, "additional_chat_templates/tool_use.jinja", "chat_template.json"),
+    *("tokenizer.model", "vocab.json", "merges.txt"),
 )
 _KEPT_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
@@ -168,7 +171,7 @@ def open_folder(name: str) -> WeightsFolder:
     missing, unknown, of another shape, or in a file that is damaged.
     """
     folder = read_model(name, weights=True)
-    entries = _all_tensors(folder)
+    entries, unread = _all_tensors(folder)
     packed = folder.packed and folder.fp8_block is None
     unpacked = quantised.unpacked_entries(entries) if packed else {}
     entries |= unpacked
@@ -193,7 +196,7 @@ def open_folder(name: str) -> WeightsFolder:
         for tensor in expected & unpacked.keys()
         for part in (quantised.BLOCKS, quantised.SCALES)
     }
-    notes = folder.notes + _check_others(folder, expected | parts, entries)
+    notes = folder.notes + unread + _check_others(folder, expected | parts, entries)
     # What a model of any type keeps in float32 does not tell its type.
     typed = (
         tensor for path, p in params.items() if p.stored is None for tensor in stored[path].names(p)
@@ -205,8 +208,11 @@ def open_folder(name: str) -> WeightsFolder:
     return WeightsFolder(folder, params, stored, entries, dtype, notes, frozenset(unpacked))
 
 
-def _all_tensors(folder: ModelFolder) -> dict[str, TensorEntry]:
-    """Returns every tensor by its whole name. Raises WeightsError where index and files do not agree."""
+def _all_tensors(folder: ModelFolder) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
+    """Returns every tensor by its whole name, and notes on files that are not read.
+
+    Raises WeightsError where index and files do not agree, or the folder has weights of two models.
+    """
     index = find_files(folder.path)
     headers = {path: read_header(path) for path in sorted(set(index.values()))}
     for tensor, path in index.items():
@@ -222,7 +228,8 @@ def _all_tensors(folder: ModelFolder) -> dict[str, TensorEntry]:
                 truth = f"{tensor!r} is in {entries[whole].file.name} and in {path.name}"
                 raise WeightsError(f"weights in {folder.path}", truth, "one file for each tensor")
             entries[whole] = entry
-    return entries
+    stored = {tensor: entry for header in headers.values() for tensor, entry in header.items()}
+    return entries, check_one_set(folder.path, stored)
 
 
 def _check_tensor(

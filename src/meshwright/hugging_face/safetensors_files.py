@@ -9,6 +9,7 @@ import json
 import math
 import mmap
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +42,12 @@ _BYTES = {name: size for size, names in _NAMES_BY_BYTES.items() for name in name
 """Bytes of an element of every type of the format."""
 _MAX_HEADER = 100_000_000
 """Largest header in bytes, as in the format's own implementation."""
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""Files in which `transformers` looks for weights, in this order."""
+_SET = re.compile(r"model(-\d+-of-\d+)?\.safetensors$")
+"""Names that `transformers` gives to files of a model's weights."""
+_COMPARED = 64 * 2**20
+"""Bytes of two files that are compared at a time."""
 _FIX = "download the file again; `sha256sum` against the hub's page shows whether it is whole"
 
 
@@ -66,6 +73,10 @@ class _MappedFile:
         return np.frombuffer(self._map, dtype, math.prod(entry.shape), entry.start).reshape(
             entry.shape
         )
+
+    def read(self, start: int, length: int) -> bytes:
+        """Returns bytes of the file."""
+        return self._map[start : start + length]
 
     def release(self) -> None:
         """Gives back the memory of the pages used so far; the system writes changed ones to disk when it likes."""
@@ -182,43 +193,73 @@ def split_into_files(sizes: Mapping[str, int], largest: int) -> list[list[str]]:
 def file_names(count: int) -> list[str]:
     """Returns the names that `transformers` gives to the files of a model."""
     if count == 1:
-        return ["model.safetensors"]
+        return [SINGLE]
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def find_files(folder: Path) -> dict[str, Path]:
-    """Returns the file of every tensor that the index of a folder names, or one for all (key "").
+def file_of_weights(folder: Path) -> Path | None:
+    """Returns the file that names a folder's weights, by the precedence of `transformers`; None where there is none.
 
-    Raises WeightsError for a folder without weights, an index that is damaged, and a path that leaves the folder.
+    That is what config.json names (`transformers_weights`), model.safetensors, and model.safetensors.index.json.
     """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            check_inside(folder, [index])
-            names = read_json(index, LARGE)["weight_map"]
-            files = {str(tensor): str(file) for tensor, file in names.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise WeightsError(
-                f"reading {index}", f"it is not an index: {error!r}", _FIX
-            ) from error
-        for tensor, file in files.items():
-            if (
-                Path(file).name != file
-                or file in ("", ".", "..")
-                or os.sep in file
-                or "\\" in file
-                or "\0" in file
-            ):
-                raise WeightsError(
-                    f"reading {index}",
-                    f"it places {tensor!r} in {file!r}, which is not the name of a file in the folder",
-                    "an index whose files are in its folder",
-                )
-        _check_present(folder, files.values())
-        return {tensor: folder / file for tensor, file in files.items()}
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return {"": single}
+    named = _named_in_config(folder)
+    if named is not None:
+        return folder / named
+    for name in (SINGLE, INDEX):
+        if (folder / name).is_file():
+            return folder / name
+    return None
+
+
+def _named_in_config(folder: Path) -> str | None:
+    """Returns the file that `transformers_weights` of config.json names. Raises WeightsError where it is not there."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        check_inside(folder, [file])
+        config = read_json(file)
+    except (OSError, ValueError):
+        return None  # `read_fields` names what is wrong with it
+    name = config.get("transformers_weights") if isinstance(config, dict) else None
+    if name is None:
+        return None
+    known = isinstance(name, str) and name.endswith((".safetensors", ".safetensors.index.json"))
+    if not known or not _is_plain_name(name) or not (folder / name).is_file():
+        raise WeightsError(
+            f"reading {file}",
+            f"its transformers_weights is {json.dumps(name)}, which is not a safetensors file in the folder",
+            "the name of a file of weights in the folder, or no such field",
+        )
+    return str(name)
+
+
+def find_files(folder: Path) -> dict[str, Path]:
+    """Returns the file of every tensor of a folder by its index, or one for all (key "").
+
+    Of several sets of weights it is the one that `transformers` reads (`file_of_weights`). Raises WeightsError for a
+    folder without weights, an index that is damaged, and a path that leaves the folder.
+    """
+    file = file_of_weights(folder)
+    if file is not None and file.suffix == ".json":
+        names = _read_index(folder, file)
+        _check_present(folder, names.values())
+        return {tensor: folder / name for tensor, name in names.items()}
+    if file is not None:
+        names = _read_index(folder, folder / INDEX) if (folder / INDEX).is_file() else {}
+        if file.name not in names.values():
+            return {"": file}  # an index of other files, if there is one: `check_one_set`
+        _check_present(folder, names.values())
+        if set(names.values()) != {file.name}:
+            return {"": file}
+        return dict.fromkeys(names, file)
+    shards = sorted(path.name for path in folder.glob("*.safetensors") if _SET.match(path.name))
+    if shards:
+        raise WeightsError(
+            f"weights in {folder}",
+            f"it has {shards[0]}, and no {INDEX}, the list of what is in which file",
+            f"download {INDEX}",
+        )
     pickled = sorted(
         p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt")
     )
@@ -230,20 +271,105 @@ def find_files(folder: Path) -> dict[str, Path]:
         )
     raise WeightsError(
         f"weights in {folder}",
-        "it has neither model.safetensors nor model.safetensors.index.json",
+        f"it has neither {SINGLE} nor {INDEX}",
         "a folder that save_pretrained of `transformers` wrote, or one downloaded from the hub",
     )
 
 
+def _is_plain_name(file: str) -> bool:
+    is_path = os.sep in file or "\\" in file or "\0" in file
+    return Path(file).name == file and file not in ("", ".", "..") and not is_path
+
+
+def _read_index(folder: Path, index: Path) -> dict[str, str]:
+    """Returns the name of the file of every tensor. Raises WeightsError for what is not an index of files beside it."""
+    try:
+        check_inside(folder, [index])
+        names = read_json(index, LARGE)["weight_map"]
+        files = {str(tensor): str(file) for tensor, file in names.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"reading {index}", f"it is not an index: {error!r}", _FIX) from error
+    for tensor, file in files.items():
+        if not _is_plain_name(file):
+            raise WeightsError(
+                f"reading {index}",
+                f"it places {tensor!r} in {file!r}, which is not the name of a file in the folder",
+                "an index whose files are in its folder",
+            )
+    return files
+
+
+def check_one_set(folder: Path, read: Mapping[str, TensorEntry]) -> tuple[str, ...]:
+    """Returns notes on the files of weights in a folder that are not read.
+
+    read: the tensors that are read.  Raises WeightsError where another file of the model has other values under the name
+    of one of them: which of two trainings is meant cannot be known.
+    """
+    used = {entry.file for entry in read.values()}
+    chosen = file_of_weights(folder)
+    assert chosen is not None
+    others = [path for path in sorted(folder.glob("*.safetensors")) if path not in used]
+    index = folder / INDEX
+    named = set(_read_index(folder, index).values()) if index.is_file() else set[str]()
+    for path in others:
+        if _SET.match(path.name) or path.name in named:
+            _compare(folder, chosen, read, path)
+    names = [path.name for path in others]
+    if chosen != index and named - {chosen.name}:
+        names.append(INDEX)
+    names += sorted(path.name for path in folder.glob("pytorch_model*"))
+    if not names:
+        return ()
+    return (f"files that are not read, as `transformers` reads {chosen.name}: {', '.join(names)}",)
+
+
+def _compare(folder: Path, chosen: Path, read: Mapping[str, TensorEntry], path: Path) -> None:
+    """Raises WeightsError for a tensor of a file that is not read which differs from the one that is."""
+    other = SafetensorsFile(path)
+    files = dict[Path, SafetensorsFile]()
+    for name, entry in other.entries.items():
+        mine = read.get(name)
+        if mine is None:
+            found = f"{path.name} has a tensor {name!r}, and the weights of {chosen.name} do not"
+        else:
+            if mine.file not in files:
+                files[mine.file] = SafetensorsFile(mine.file)
+            if _same_bytes(files[mine.file], mine, other, entry):
+                continue
+            found = f"{name!r} in {mine.file.name} and in {path.name} differ"
+        raise WeightsError(
+            f"weights in {folder}",
+            f"it has two sets of weights: {found}; `transformers` reads {chosen.name}",
+            f"a folder with one of the two: move {path.name} away to read {chosen.name}",
+        )
+
+
+def _same_bytes(
+    one: "SafetensorsFile", first: TensorEntry, two: "SafetensorsFile", second: TensorEntry
+) -> bool:
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    size = first.stop - first.start
+    for at in range(0, size, _COMPARED):
+        length = min(_COMPARED, size - at)
+        if one.read(first.start + at, length) != two.read(second.start + at, length):
+            return False
+        one.release()
+        two.release()
+    return True
+
+
 def tensor_names(folder: Path) -> set[str]:
-    """Returns the names of a folder's tensors by its index, or by the header of its one file; none without weights."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
+    """Returns the names of the tensors that are read, by the index or the header of the file; none without weights."""
+    file = file_of_weights(folder)
+    if file is None:
+        return set()
+    if file.suffix == ".json":
         try:
-            return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            return set(json.loads(file.read_text(encoding="utf-8"))["weight_map"])
         except (ValueError, KeyError, TypeError):
             return set()  # `find_files` names what is wrong with it
-    return set(read_header(single)) if single.is_file() else set()
+    return set(read_header(file))
 
 
 def _check_present(folder: Path, files: Iterable[str]) -> None:

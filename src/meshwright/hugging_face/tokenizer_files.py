@@ -10,7 +10,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from meshwright.data.subwords import END
 from meshwright.data.tokenizers import Bytes, Chars, tokenizer_from_json
 from meshwright.documents import LARGE, read_text
-from meshwright.hugging_face.folder import TOKENIZER_FILES
+from meshwright.hugging_face.folder import CHAT_TEMPLATE, TOKENIZER_FILES
 
 
 def write_tokenizer(file: Path, kept: Path, out: Path) -> int | None:
@@ -23,8 +23,11 @@ def write_tokenizer(file: Path, kept: Path, out: Path) -> int | None:
     if not file.is_file() or _same(file, kept / "tokenizer.json"):
         for name in TOKENIZER_FILES:
             if (kept / name).is_file():
+                (out / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(kept / name, out / name)
         return tokenizer_from_json(read_text(file, LARGE)).end if file.is_file() else None
+    if (kept / CHAT_TEMPLATE).is_file() and not (kept / "tokenizer.json").is_file():
+        shutil.copyfile(kept / CHAT_TEMPLATE, out / CHAT_TEMPLATE)  # chosen for this tokenizer
     own = tokenizer_from_json(read_text(file, LARGE))
     if isinstance(own, Bytes):
         text = _bytes_tokenizer().to_str(pretty=True)

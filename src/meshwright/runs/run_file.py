@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from meshwright.config import MeshShape
+from meshwright.data.chat import TEMPLATES
 from meshwright.documents import (
     SMALL,
     check_inside,
@@ -45,11 +46,14 @@ def with_absolute_paths(run: Run) -> Run:
         path, weight, number = text.rpartition("=")
         return f"{place_of(path)}={number}" if weight and place_of(text) == text else place_of(text)
 
+    template = run.finetune.template
+    if template not in TEMPLATES:
+        template = absolute(template)
     paths, tuning, local = tuple(map(source, run.data.paths)), run.finetune, run.local_checkpoints
     return dataclasses.replace(
         run,
         data=dataclasses.replace(run.data, paths=paths, tokenizer=place_of(run.data.tokenizer)),
-        finetune=dataclasses.replace(tuning, template=absolute(tuning.template)),
+        finetune=dataclasses.replace(tuning, template=template),
         local_checkpoints=dataclasses.replace(local, path=local.path and str(path_of(local.path))),
         init_from=absolute(run.init_from),
     )

@@ -90,6 +90,12 @@ class Routing:
                 f"{self.topk_groups} groups hold {in_groups} experts",
                 f"--model.topk-groups {self.expert_groups}",
             ),
+            (
+                self.normalize_top_k and k == 1 and self.experts > 1,
+                "1 expert per token whose weights are scaled to sum to one (normalize_top_k)",
+                "the weight of the one expert is 1 whatever its score, so the router has no gradient",
+                "--model.experts-per-token 2, or --model.normalize-top-k false in families that have it",
+            ),
         )
 
 
@@ -126,11 +132,15 @@ def route(
     if logit_bias_R is not None:
         logits_BTR += logit_bias_R.astype(jnp.float32)
     lse_BT = jax.nn.logsumexp(logits_BTR, -1)
+    # Scores can all round to 0, so that what divides by their sum would not be a number; logarithms of scores cannot:
+    # s / sum(s) = softmax(log s), whose derivatives are at most 1.
     if r.router_score == "softmax":
-        scores_BTR = probs_BTR = jnp.exp(logits_BTR - lse_BT[..., None])
+        log_scores_BTR = logits_BTR - lse_BT[..., None]
+        scores_BTR = probs_BTR = jnp.exp(log_scores_BTR)
     else:
+        log_scores_BTR = jax.nn.log_sigmoid(logits_BTR)
         scores_BTR = jax.nn.sigmoid(logits_BTR)
-        probs_BTR = scores_BTR / scores_BTR.sum(-1, keepdims=True)
+        probs_BTR = jax.nn.softmax(log_scores_BTR, -1)
     biased_BTR = lax.stop_gradient(scores_BTR if bias_R is None else scores_BTR + bias_R)
     if r.topk_groups < r.expert_groups:
         # A group is scored by its two best experts.
@@ -144,9 +154,10 @@ def route(
     def chosen(scores_R: jax.Array, experts_X: jax.Array) -> jax.Array:
         return scores_R.at[experts_X].get(unique_indices=True)  # no two gradients meet in one score
 
-    weights_BTX = jax.vmap(jax.vmap(chosen))(scores_BTR, experts_BTX)
     if r.normalize_top_k:
-        weights_BTX /= weights_BTX.sum(-1, keepdims=True)
+        weights_BTX = jax.nn.softmax(jax.vmap(jax.vmap(chosen))(log_scores_BTR, experts_BTX), -1)
+    else:
+        weights_BTX = jax.vmap(jax.vmap(chosen))(scores_BTR, experts_BTX)
     return Routes(experts_BTX, weights_BTX * r.routed_scaling, probs_BTR, lse_BT)
 
 

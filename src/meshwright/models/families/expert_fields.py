@@ -62,11 +62,13 @@ class RoutedExperts(DecoderModel):
             sum("experts" in block.feed_forward.facts() for block in self.decoder.layers)
         )
         load_LE = both["load"]
+        mean_L = load_LE.mean(-1)
+        mean_L = jnp.where(mean_L > 0, mean_L, 1.0)  # a batch without text has no load
         metrics = {
             "expert balance": (both["balance"].sum() / sequences, layers),
             "router z": (both["router z"].sum() / sequences, layers),
-            "largest expert load": ((load_LE.max(-1) / load_LE.mean(-1)).sum(), layers),
-            "smallest expert load": ((load_LE.min(-1) / load_LE.mean(-1)).sum(), layers),
+            "largest expert load": ((load_LE.max(-1) / mean_L).sum(), layers),
+            "smallest expert load": ((load_LE.min(-1) / mean_L).sum(), layers),
         }
         if "dropped" in both:
             metrics["choices dropped"] = (both["dropped"].sum(), load_LE.sum())
