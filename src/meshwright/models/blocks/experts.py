@@ -110,6 +110,8 @@ class Routes:
     weights_BTX: jax.Array
     router_probs_BTR: jax.Array
     lse_BT: jax.Array
+    padding_BT: jax.Array | None = None
+    """Positions of `router_probs_BTR` and `lse_BT` that are not text, bool; None where all are."""
 
     def text(self, r: Routing) -> jax.Array:
         """Returns whether each position is text, bool [B, T]: whether it has experts."""
@@ -161,7 +163,7 @@ def route(
         weights_BTX /= weights_BTX.sum(-1, keepdims=True)
     if padding_BT is not None:
         experts_BTX = jnp.where(padding_BT[..., None], r.experts, experts_BTX)
-    return Routes(experts_BTX, weights_BTX * r.routed_scaling, probs_BTR, lse_BT)
+    return Routes(experts_BTX, weights_BTX * r.routed_scaling, probs_BTR, lse_BT, padding_BT)
 
 
 def router_losses(r: Routing, routes: Routes) -> dict[str, jax.Array]:
@@ -172,7 +174,8 @@ def router_losses(r: Routing, routes: Routes) -> dict[str, jax.Array]:
     tokens routed to each expert, [E]. Means and sums are over text: padding counts nowhere. Sums over the token axes
     are over the batch. Each device of `tensor` has its own positions, so the router's gradient is partial over `tensor`.
     """
-    text_BT = routes.text(r)
+    padding_BT = routes.padding_BT
+    text_BT = jnp.ones(routes.lse_BT.shape, bool) if padding_BT is None else ~padding_BT
     chosen_BTXE = routes.experts_BTX[..., None] == jnp.arange(r.experts)
     counts_BE = chosen_BTXE.sum((1, 2)).astype(jnp.float32)
     sequence_counts_BE, tokens_B = all_reduce(
