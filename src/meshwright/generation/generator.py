@@ -30,7 +30,7 @@ from meshwright.generation.source import OpenedModel
 from meshwright.generation.weights import LaidOut, WeightsLayout, lay_out, weight_bytes
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.kernels.attention import cap
-from meshwright.models.loss import chunk_tokens
+from meshwright.models.loss import chunk_tokens, join_chunks, split_chunks
 from meshwright.models.model import vocab_size
 from meshwright.ranges import PositiveInt, Ranged
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
@@ -364,7 +364,7 @@ def _token_scores(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the log-probability of each label, float32 [T], and whether no token has a larger logit, int32 [T].
 
-    table_VD: this device's block of the unembedding.  chunk: tokens at a time; divides T. As `models.loss.token_losses`
+    table_VD: this device's block of the unembedding.  chunk: tokens at a time. As `models.loss.token_losses`
     without a derivative, and with the comparison.
     """
     rows = table_VD.shape[0]
@@ -384,9 +384,8 @@ def _token_scores(
         )
         return label_T - largest_T - jnp.log(sum_T), (label_T >= largest_T).astype(jnp.int32)
 
-    parts = (x_TD.reshape(-1, chunk, x_TD.shape[1]), labels_T.reshape(-1, chunk))
-    logprobs, greedy = lax.map(scores, parts)
-    return logprobs.reshape(-1), greedy.reshape(-1)
+    parts = split_chunks((x_TD, labels_T), chunk)
+    return join_chunks(lax.map(scores, parts), x_TD.shape[0])
 
 
 def _check_cache(decoder: Decoder, longest: int, max_tokens: int) -> None:
