@@ -504,3 +504,11 @@ def test_bits_per_byte_by_hand(run_folder: Path, cache: Path) -> None:
     assert held_out.samples == windows and held_out.tokens == held_out.text_bytes == windows * 32
     assert held_out.bits_per_byte == pytest.approx(held_out.loss / math.log(2))
     assert held_out.perplexity == pytest.approx(math.exp(held_out.loss))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 2**32 + 7])
+def test_a_seed_beyond_its_range_is_refused(seed: int) -> None:
+    """No two seeds give the same numbers: one that would be cut to 32 bits is refused."""
+    with pytest.raises(ConfigError, match="seed"):
+        Sampling(seed=seed)
+    assert Sampling(seed=2**32 - 1).settings().seed == 2**32 - 1
