@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from meshwright.generation.decoder import (
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.source import OpenedModel
 from meshwright.generation.weights import LaidOut, WeightsLayout, lay_out, weight_bytes
+from meshwright.hugging_face.folder import note_of_length
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.kernels.attention import cap
 from meshwright.models.loss import chunk_tokens, join_chunks, split_chunks
@@ -126,6 +128,7 @@ class Generator:
             opened.chat,
         )
         self.origin, self.decoding = opened.origin, decoding or Decoding()
+        self._positions, self._said = opened.positions, False
         self._stops = opened.stops
         check_decodable(self.device_run)
         self.layout: WeightsLayout = _choose_layout(self.device_run, self.decoding.weights)
@@ -161,6 +164,11 @@ class Generator:
     def decoder(self, lengths: Sequence[int], max_tokens: int) -> Decoder:
         """Returns the programs for prompts of `lengths` tokens, those of other prompts of the same bucket."""
         bucket = bucket_for(self.device_run, lengths, max_tokens, self.decoding.prefill_chunk)
+        note = note_of_length(max(lengths) + max_tokens, self._positions, self.origin)
+        if note and not self._said:
+            self._said = True
+            if jax.process_index() == 0:
+                print(f"note: {note}", file=sys.stderr, flush=True)
         if bucket not in self._decoders:
             decoder = Decoder(self.device_run, self._weights, bucket)
             _check_cache(decoder, max(lengths), max_tokens)
@@ -179,7 +187,8 @@ class Generator:
         """Continues each prompt by up to `max_tokens` tokens.
 
         stop: texts that end a text, besides the tokenizer's end of a document; they are left out of it.
-        Raises ConfigError where the texts would be longer than the model's positions.
+        Raises ConfigError where the texts would be longer than the model's table of positions; with rotary positions a
+        note on standard error says that they are longer than those it was trained on.
         """
         if max_tokens < 1 or not prompts:
             raise ConfigError(

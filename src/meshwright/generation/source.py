@@ -16,7 +16,7 @@ from meshwright.data.tokenizers import Tokenizer, build_tokenizer
 from meshwright.documents import read_json
 from meshwright.errors import ConfigError, WeightsError
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape
-from meshwright.hugging_face.folder import KEPT
+from meshwright.hugging_face.folder import KEPT, read_model
 from meshwright.hugging_face.hub import find_folder, is_hugging_face
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
@@ -40,6 +40,8 @@ class OpenedModel:
     origin: str
     """Where the weights are from, for reports: `runs/mine, step 500`."""
     chat: ChatTemplate | None = None
+    positions: int | None = None
+    """Positions that the configuration of the weights names, `max_position_embeddings`; None where there is none."""
 
 
 def open_weights(
@@ -77,7 +79,9 @@ def open_weights(
         # A decode step reads a weight and its adapter as one, and no reference.
         device_run, params = merge_adapters(device_run, params)
     stops = _end_tokens(kept) or (tokenizer.end,)
-    return OpenedModel(device_run, params, tokenizer, stops, origin, read_chat_template(folder))
+    chat = read_chat_template(folder)
+    positions = read_model(f"hf:{kept}").max_seq if (kept / "config.json").is_file() else None
+    return OpenedModel(device_run, params, tokenizer, stops, origin, chat, positions)
 
 
 def run_of_source(source: str | Path) -> Run:
