@@ -301,12 +301,15 @@ class Experts(Kind):
 
     def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the experts of a step's tokens, routed and shared."""
+        folded, padding_BT, text = "tensor" in ctx.expert_axes, ctx.tokens.padding, None
+        if padding_BT is not None:
+            dispatched_BT = local_shard(padding_BT, TENSOR, 1) if folded else padding_BT
+            # Here, outside of the loop over layers, it is sent once.
+            text = self.mean_text(~dispatched_BT, ctx.expert_axes, ctx.expert_nodes)
+            padding_BT = local_shard(padding_BT, TENSOR, 1)
 
         def feed(h_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, Aux]:
             biases = {self.router_bias: w.get("router_bias")}
-            padding_BT = ctx.tokens.padding
-            if padding_BT is not None:
-                padding_BT = local_shard(padding_BT, TENSOR, 1)
             with jax.named_scope("router"):
                 routes = route(
                     self.routing,
@@ -318,7 +321,7 @@ class Experts(Kind):
                 )
                 aux = router_losses(self.routing, routes)
             # Outputs of experts that `tensor` splits are those of this device's tokens.
-            own_BTD, folded = h_BTD, "tensor" in ctx.expert_axes
+            own_BTD = h_BTD
             if self.shared or not folded:
                 h_BTD = sequence_all_gather(h_BTD, 1)
             if not folded:
@@ -342,6 +345,7 @@ class Experts(Kind):
                     ctx.grouped_matmul,
                     ctx.expert_axes,
                     ctx.expert_nodes,
+                    text,
                 )
             if dropped is not None:
                 aux["dropped"] = all_reduce(dropped, TENSOR) if folded else dropped
@@ -353,6 +357,16 @@ class Experts(Kind):
             return y_BTD if folded else sequence_reduce_scatter(y_BTD, 1), aux
 
         return feed
+
+    def mean_text(self, text_BT: jax.Array, axes: Axes, nodes: int) -> jax.Array | None:
+        """Returns the tokens of text on a device, on average over `axes` and rounded up.
+
+        None where no buffer has less room than could arrive, and nothing depends on it.
+        """
+        devices = math.prod(map(lax.axis_size, axes))
+        if self.dispatch != "dropless" or not self.facts()["experts"].drops(devices, nodes):
+            return None
+        return -(-all_reduce(text_BT.sum(dtype=jnp.int32), axes) // devices)
 
     def apply(
         self,
@@ -490,11 +504,12 @@ def dropless_moe(
     multiply: Multiply,
     axes: Axes = EXPERT,
     nodes: int = 1,
+    text: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes the weighted sum of each token's experts, in groups of unequal size (MegaBlocks, arXiv:2211.15841).
 
     axes: those that split the experts.  nodes: groups of their devices between which a token has one row for all of its
-    experts in a group; with 1 it has one for each expert.
+    experts in a group; with 1 it has one for each expert.  text: as `Experts.mean_text` returns it, or None to count it.
     Returns the outputs [B, T, D], zeros at padding, and a number that sums over `axes` to the (token, expert) pairs
     that found no room; None where there is always room.
     """
@@ -508,12 +523,12 @@ def dropless_moe(
     chosen, weights = (x.reshape(B * T, k) for x in (routes.experts_BTX, routes.weights_BTX))
     spec, devices = e.facts()["experts"], math.prod(map(lax.axis_size, axes))
     levels = split_axes(axes, (nodes, devices // nodes))
-    limited = spec.drops(devices, nodes)
-    own_text = routes.text(e.routing).sum(dtype=jnp.int32)
+    text_BT = routes.text(e.routing)
+    if text is None:
+        text = e.mean_text(text_BT, axes, nodes)
     buffers = limits = spec.buffers(B * T, devices, nodes)
-    if limited:
+    if text is not None:
         # A device has the room of its even share of the text; its buffers are as large as batches without padding need.
-        text = -(-all_reduce(own_text, axes) // devices)
         rooms = spec.rooms(np.arange(B * T + 1), devices, nodes)
         limits = ExpertBuffers(
             *(
@@ -527,8 +542,8 @@ def dropless_moe(
     rows = round_rows(flat) if rounds else Rows(flat)
     out, served = send(e, rows, chosen, weights, apply, levels, own, (buffers, limits))
     dropped = None
-    if limited:
-        dropped = (own_text * k - served).astype(jnp.float32)
+    if text is not None:
+        dropped = (text_BT.sum(dtype=jnp.int32) * k - served).astype(jnp.float32)
     return out.reshape(B, T, D), dropped
 
 
