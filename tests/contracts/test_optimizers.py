@@ -150,9 +150,9 @@ def test_a_schedule_is_its_formula_at_every_step(schedule: str) -> None:
             optimizer = Optimizer(
                 learning_rate=0.5, lr_schedule=schedule, warmup_steps=warmup, final_lr_fraction=0.1
             )
-            rates = build_lr_schedule(optimizer, steps)(np.arange(steps))
+            rates = np.broadcast_to(build_lr_schedule(optimizer, steps)(np.arange(20)), 20)
             expected = [rate_by_formula(optimizer, steps, step) for step in range(steps)]
-            np.testing.assert_allclose(np.broadcast_to(rates, steps), expected, rtol=1e-5)
+            np.testing.assert_allclose(rates[:steps], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("schedule", [name for name in LR_SCHEDULES if name != "constant"])
@@ -164,9 +164,9 @@ def test_the_joints_of_a_schedule(schedule: str) -> None:
                 learning_rate=1.0, lr_schedule=schedule, warmup_steps=warmup, final_lr_fraction=0.1
             )
             # Steps that a run does not have keep the rate of the last.
-            every = build_lr_schedule(optimizer, steps)(np.arange(steps + 3)).tolist()
+            every = build_lr_schedule(optimizer, steps)(np.arange(23)).tolist()
             rates, beyond = every[:steps], every[steps:]
-            assert [rates[-1], *beyond] == pytest.approx([0.1] * 4)
+            assert [rates[-1], *beyond] == pytest.approx([0.1] * (1 + len(beyond)))
             assert rates[max(warmup - 1, 0)] == max(rates) == 1.0
             assert rates[:warmup] == sorted(set(rates[:warmup]))
             assert schedule == "wsd" or rates.count(1.0) == 1
