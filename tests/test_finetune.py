@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from tiny_runs import (
     DEEPSEEK,
@@ -28,15 +31,24 @@ import meshwright as mw
 from meshwright.analysis.run_census import census_of_train_step
 from meshwright.api.finetuning import FinetuneOptions
 from meshwright.checkpoint.initial_weights import load_initial_weights, merge_adapters
-from meshwright.data.batch import Batch
+from meshwright.config import Data
+from meshwright.data.batch import PADDING, Batch
 from meshwright.data.chat import ChatTemplate
-from meshwright.data.conversations import Packed, RecordRenderer, document_range, pack
+from meshwright.data.conversations import (
+    Packed,
+    RecordRenderer,
+    document_range,
+    fit,
+    load_conversations,
+    pack,
+)
 from meshwright.data.tokenizers import Bytes
 from meshwright.data.tokens import TokenArray, TokenFile
 from meshwright.fine_tuning import FineTune
 from meshwright.hardware.machine import Machine
 from meshwright.hugging_face.peft_files import CONFIG, WEIGHTS
 from meshwright.models.adapters import ADAPTERS, BLOCK, NF4, dequantise, quantise
+from meshwright.models.preferences import _by_pair
 from meshwright.planner.memory_model import memory_by_category
 from meshwright.planner.work import work_of
 from meshwright.runs.placed_run import place_run
@@ -646,3 +658,144 @@ def test_a_quantised_base_trains_alike_on_two_meshes_and_is_merged(
         "loss"
     ]
     assert abs(total / count / whole.loss - 1) < 1e-5
+
+
+def token_file(lengths: Sequence[int], folder: Path) -> TokenFile:
+    tokens = np.arange(sum(lengths), dtype=np.uint32) % 200
+    return TokenFile(TokenArray.of(tokens, np.cumsum(lengths)), 257, Bytes(), folder, len(lengths))
+
+
+@settings(max_examples=60, derandomize=True)
+@given(data=st.data(), seq=st.integers(4, 30), together=st.sampled_from([1, 2]))
+def test_only_what_is_too_long_is_cut(data: st.DataObject, seq: int, together: int) -> None:
+    """The room is shared, and a record is dropped only where a document has no token of an answer left."""
+    records = data.draw(
+        st.lists(
+            st.lists(
+                st.tuples(st.integers(1, 30), st.integers(1, 20)),
+                min_size=together,
+                max_size=together,
+            ),
+            min_size=1,
+            max_size=8,
+        )
+    )
+    documents = [document for record in records for document in record]
+    file = token_file([prompt + answer for prompt, answer in documents], Path())
+    answers = np.concatenate(
+        [np.repeat([0, 1], [prompt, answer]) for prompt, answer in documents]
+    ).astype(np.uint8)
+    lines = [f"line {n}" for n in range(len(records))]
+    used, told = fit(file, answers, seq, together, lines, "truncate")
+    cut = dropped = 0
+    for unit, record in enumerate(records):
+        wanted = [prompt + answer - 1 for prompt, answer in record]
+        found = used.positions[unit * together : (unit + 1) * together].tolist()
+        if sum(wanted) <= seq:
+            assert found == wanted and unit in used.units
+            continue
+        assert sum(found) == seq
+        for want, room in zip(wanted, found, strict=True):
+            assert room == want or room >= seq // together
+        left = [room - (prompt - 1) for room, (prompt, _) in zip(found, record, strict=True)]
+        assert (unit in used.units) == (min(left) > 0)
+        cut += unit in used.units
+        dropped += unit not in used.units
+    if cut + dropped:
+        assert f"{cut} cut at their end, {dropped} dropped" in told
+    else:
+        assert not told
+
+
+def test_truncating_leaves_what_fits_and_says_what_it_did(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    answers = ["yes " * n for n in (3, 11, 20, 2)]
+    records = [{"prompt": "a" * 10, "chosen": a, "rejected": "no"} for a in answers]
+    records.append({"prompt": "b" * 200, "chosen": "yes", "rejected": "no"})
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    data = Data(paths=(str(file),), tokenizer="bytes", held_out=0.3)
+    tuning = FineTune(objective="preferences", too_long="truncate")
+    _, [(train, held_out)] = load_conversations(data, 64, tuning, tmp_path / "cache")
+    told = capfd.readouterr().err
+    assert "3 of 5 records are longer than a sequence of 64: 2 cut at their end, 1 dropped" in told
+    assert f"the first {file}, line 5" in told
+    # Prompt, answer and end: of two that fit every token, of two that do not the end is cut.
+    whole = train.whole()
+    weights = {
+        int(fields["weights"][fields["segments"] == segment].sum())
+        for fields in (whole[row] for row in range(len(whole)))
+        for segment in np.unique(fields["segments"])
+        if segment != PADDING and segment % 2 == 0
+    }
+    assert weights == {13, 9, 64 - 12 - 9}
+    assert sum(len(row) for row in (*train.rows, *held_out.rows)) == 8
+
+
+@pytest.mark.parametrize("too_long", ["truncate", "drop"])
+def test_a_prompt_that_fills_the_sequence_is_dropped(
+    too_long: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"prompt": "a" * n, "completion": "yes"} for n in (5, 90, 7, 64)]
+    file = tmp_path / "chat.jsonl"
+    file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    data = Data(paths=(str(file),), tokenizer="bytes", held_out=0.5)
+    tuning = FineTune(objective="answers", too_long=too_long)
+    _, [(train, held_out)] = load_conversations(data, 64, tuning, tmp_path / "cache")
+    rows = [part[row] for part in (train, held_out) for row in range(len(part))]
+    assert all(fields["weights"].any() for fields in rows)
+    told = capfd.readouterr().err
+    assert "2 of 4 records are longer than a sequence of 64" in told and "dropped" in told
+
+
+def test_the_first_held_out_sequences_are_a_sample(tmp_path: Path) -> None:
+    """Packed, the longest come first; an evaluation of some of them takes what is drawn."""
+    file = tmp_path / "chat.jsonl"
+    records = [{"prompt": "a" * 4, "completion": "b" * (1 + n % 50)} for n in range(800)]
+    file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    data = Data(paths=(str(file),), tokenizer="bytes", held_out=0.5)
+    _, [(train, held_out)] = load_conversations(
+        data, 64, FineTune(objective="answers"), tmp_path / "cache"
+    )
+    for part in (held_out, train.whole()):
+        lengths = [np.mean([part.used.positions[d] for d in row]) for row in part.rows]
+        assert len(lengths) > 100
+        assert np.mean(lengths[:50]) == pytest.approx(np.mean(lengths), rel=0.15)
+    # The same sequences every time, and none of them lost.
+    again = load_conversations(data, 64, FineTune(objective="answers"), tmp_path / "cache")[1][0][1]
+    assert again.rows == held_out.rows
+    documents = [d for row in (*train.rows, *held_out.rows) for d in row]
+    assert sorted(documents) == list(range(800))
+
+
+def test_sums_of_pairs_are_linear_in_the_positions() -> None:
+    rng, shape = np.random.default_rng(0), (3, 700)
+    segments = np.sort(rng.integers(0, 9, shape), axis=1).astype(np.int32)
+    segments[:, 600:] = PADDING
+    zeros = np.zeros(shape, np.int32)
+    batch = Batch(zeros, zeros, segments, zeros, zeros)
+    values, g = (
+        rng.normal(size=shape).astype(np.float32),
+        rng.normal(size=(3, 5)).astype(np.float32),
+    )
+
+    def sums(values: Any) -> Any:
+        return _by_pair(batch, values, 5)
+
+    found, backward = jax.vjp(sums, values)
+    expected = [
+        [v[s // 2 == p].sum() for p in range(5)] for v, s in zip(values, segments, strict=True)
+    ]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    gradient = np.where(
+        segments < PADDING, np.take_along_axis(g, np.minimum(segments // 2, 4), 1), 0
+    )
+    np.testing.assert_array_equal(backward(g)[0], gradient)
+    # No value of the program has the size of pairs times positions.
+    long = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, 16384), jnp.int32), batch)
+    program = jax.make_jaxpr(lambda batch, values: _by_pair(batch, values))(
+        long, jax.ShapeDtypeStruct((1, 16384), jnp.float32)
+    )
+    sizes = [int(size) for size in re.findall(r"[if]32\[(\d+),\d+\]", str(program))]
+    assert max(sizes) <= 16384 and "8193,16384" not in str(program)

@@ -19,6 +19,8 @@ from hf_models import PROMPTS, draw_tensors, read, write_tensors
 from tiny_runs import VOCAB, by_layers, device_run_of, keep, place_params, tiny_run
 
 import meshwright as mw
+from meshwright.checkpoint.initial_weights import describe_initial_weights
+from meshwright.config import MeshShape
 from meshwright.data.chat import ChatTemplate, read_chat_template
 from meshwright.data.sources import Place
 from meshwright.data.subwords import Subwords
@@ -504,3 +506,32 @@ def test_bits_per_byte_by_hand(run_folder: Path, cache: Path) -> None:
     assert held_out.samples == windows and held_out.tokens == held_out.text_bytes == windows * 32
     assert held_out.bits_per_byte == pytest.approx(held_out.loss / math.log(2))
     assert held_out.perplexity == pytest.approx(math.exp(held_out.loss))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 2**32 + 7])
+def test_a_seed_beyond_its_range_is_refused(seed: int) -> None:
+    """No two seeds give the same numbers: one that would be cut to 32 bits is refused."""
+    with pytest.raises(ConfigError, match="seed"):
+        Sampling(seed=seed)
+    assert Sampling(seed=2**32 - 1).settings().seed == 2**32 - 1
+
+
+def test_texts_beyond_the_positions_of_the_weights_are_said(
+    run_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rotary positions have no end: the note is once on standard error, and in the line of a run that trains."""
+    model = mw.convert(run_folder, tmp_path / "model").out
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 12}))
+    opened = open_weights(f"hf:{model}", mesh=MeshShape(), devices=1)
+    generator = Generator(opened)
+    generator.decoder([8], 4)
+    assert capfd.readouterr().err == ""
+    generator.decoder([8], 5)
+    generator.decoder([8], 6)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "texts of 13 tokens are longer than max_position_embeddings" in line and ", 12:" in line
+    run = dataclasses.replace(mw.recipe(f"hf:{model}"), init_from=f"hf:{model}")
+    for seq, said in ((12, False), (13, True)):
+        longer = dataclasses.replace(run, training=dataclasses.replace(run.training, seq=seq))
+        assert ("max_position_embeddings" in describe_initial_weights(longer)) == said

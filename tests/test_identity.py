@@ -16,7 +16,7 @@ from tiny_runs import MODELS, tiny_run
 
 import meshwright as mw
 from meshwright.checkpoint.manifest import Manifest, manifest_of
-from meshwright.config import Data
+from meshwright.config import Data, Optimizer, Training
 from meshwright.data.conversations import load_conversations
 from meshwright.documents import seal
 from meshwright.errors import CheckpointError, ConfigError
@@ -26,8 +26,10 @@ from meshwright.reporters.files import JsonLines, last_start
 from meshwright.runs.recipe import change_fields
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict, write_run
+from meshwright.step.optimizers import LR_SCHEDULES, build_lr_schedule
 from meshwright.storage.tiers import LocalCheckpoints
 from meshwright.trainer import loop, recovery
+from meshwright.trainer.recovery import describe_rate_jump
 
 __all__ = ["programs_are_compiled_once"]  # a fixture of this file too
 
@@ -381,3 +383,39 @@ def test_an_edited_run_file_and_a_damaged_list_are_refused(
     (out / "skipped.json").write_text("[7]")
     with pytest.raises(CheckpointError, match=r"skipped.json cannot be read"):
         train_into(run, out, cache, start="resume")
+
+
+@pytest.mark.parametrize("schedule", [name for name in LR_SCHEDULES if name != "constant"])
+@pytest.mark.parametrize(("taken", "more"), [(20, 40), (10, 40), (20, 21)])
+def test_a_jump_of_the_learning_rate_is_said(schedule: str, taken: int, more: int) -> None:
+    """A run of 20 steps, finished or half way, that goes on as one of more steps."""
+
+    def lasting(steps: int, peak: float = 1.0) -> Run:
+        optimizer = Optimizer(
+            learning_rate=peak, lr_schedule=schedule, warmup_steps=3, final_lr_fraction=0.1
+        )
+        return Run(MODELS["llama"], optimizer=optimizer, training=Training(steps=steps))
+
+    rates = [float(build_lr_schedule(lasting(n).optimizer, n)(taken)) for n in (20, more)]
+    said = describe_rate_jump(lasting(20), lasting(more), taken)
+    if rates[0] == pytest.approx(rates[1], rel=1e-4):
+        assert said is None
+    else:
+        assert f"step {taken + 1} is {rates[1]:.3g} of the peak and not {rates[0]:.3g}" in (
+            said or ""
+        )
+        assert f"over {more} steps and was over 20" in (said or "")
+    # A run that goes on as it was, or with another peak, which is a field, has no jump.
+    assert describe_rate_jump(lasting(more), lasting(more, peak=0.5), taken) is None
+
+
+def test_a_resume_says_that_the_rate_jumps(
+    tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = text_run(tmp_path, "data=1", steps=4, remat="none", family="qwen-like")
+    train_into(run, tmp_path / "out", cache)
+    longer = dataclasses.replace(run, training=dataclasses.replace(run.training, steps=8))
+    train_into(longer, tmp_path / "out", cache, start="resume")
+    told = capfd.readouterr().err
+    assert "the learning rate of step 5 is" in told and "over 8 steps and was over 4" in told
+    assert "learning rate" in last_start(tmp_path / "out")["changes"]

@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.config import MeshShape
 from meshwright.hardware.mesh import build_mesh
-from meshwright.models.loss import chunk_tokens, token_losses
+from meshwright.models.loss import chunk_tokens, join_chunks, split_chunks, token_losses
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 8])
-@pytest.mark.parametrize("chunk", [24, 6, 1])
+@pytest.mark.parametrize("chunk", [24, 6, 1, 5])
 def test_matches_unsharded_loss(tensor: int, chunk: int) -> None:
     tokens, vocab, width = 24, 45, 8
     rng = np.random.default_rng(0)
@@ -59,10 +59,29 @@ def test_matches_unsharded_loss(tensor: int, chunk: int) -> None:
 
 
 @given(tokens=st.integers(1, 5000), vocab=st.integers(1, 200_000), mib=st.integers(0, 64))
-def test_chunks_divide_the_tokens_and_fit_the_limit(tokens: int, vocab: int, mib: int) -> None:
+def test_chunks_fit_the_limit_and_are_few(tokens: int, vocab: int, mib: int) -> None:
+    """At most twice the chunks that the limit asks for, also where the tokens are a prime number."""
     chunk = chunk_tokens(tokens, vocab, mib)
-    assert tokens % chunk == 0
     assert chunk == 1 or chunk * vocab * 4 <= mib * 2**20
+    most = min(tokens, max(1, mib * 2**20 // (4 * vocab)))
+    chunks, fewest = -(-tokens // chunk), -(-tokens // most)
+    assert fewest <= chunks <= 2 * fewest
+    assert chunks * chunk - tokens < chunks
+
+
+def test_chunks_of_a_prime_number_of_tokens() -> None:
+    # 512 MiB are the logits of 1,046 tokens of Llama 3's vocabulary.
+    assert [chunk_tokens(tokens, 128_256, 512) for tokens in (8192, 8191, 8186)] == [
+        1024,
+        1024,
+        1024,
+    ]
+
+
+@pytest.mark.parametrize(("tokens", "chunk"), [(1, 1), (7, 3), (8, 4), (5, 9)])
+def test_chunks_are_joined_again(tokens: int, chunk: int) -> None:
+    x = np.arange(2 * tokens).reshape(tokens, 2)
+    np.testing.assert_array_equal(join_chunks(split_chunks(x, chunk), tokens), x)
 
 
 def test_chunks_bound_the_memory_of_logits() -> None:

@@ -14,6 +14,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.families.llama import Llama
 from meshwright.plugins import PARTS
 from meshwright.reporters import build_reporters
+from meshwright.reporters.files import JsonLines
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import write_run
 
@@ -41,7 +42,6 @@ def sent(tmp_path: Path, name: str) -> Path:
         reporter.write(step, dict(values))
     later: Any = reporter
     later.sample(2, SAMPLE)
-    later.rewind(2)
     reporter.close()
     return out
 
@@ -49,14 +49,17 @@ def sent(tmp_path: Path, name: str) -> Path:
 def read_tensorboard(out: Path) -> Read:
     from tensorboardX.proto.event_pb2 import Event
 
-    (file,) = (out / "tensorboard").glob("events.*")
-    content, at = file.read_bytes(), 0
+    files = sorted((out / "tensorboard").iterdir(), key=lambda file: file.stat().st_ctime_ns)
+    content, at = b"".join(file.read_bytes() for file in files), 0
     curves: dict[str, list[tuple[int, float]]] = {}
     texts: dict[str, str] = {}
     while at < len(content):
         length = int.from_bytes(content[at : at + 8], "little")
         event = Event.FromString(content[at + 12 : at + 12 + length])
         at += length + 16
+        if event.HasField("session_log"):
+            # A TensorBoard that reads the files as they grow forgets these steps here.
+            assert all(step < event.step for points in curves.values() for step, _ in points)
         for value in event.summary.value:
             if value.HasField("tensor"):
                 texts[value.tag.partition("/")[0]] = value.tensor.string_val[0].decode()
@@ -68,7 +71,7 @@ def read_tensorboard(out: Path) -> Read:
     unindented = {
         name: "\n".join(line[4:] for line in text.splitlines()) for name, text in texts.items()
     }
-    return json.loads(unindented["configuration"]), curves, unindented["sample"]
+    return json.loads(unindented["configuration"]), curves, unindented.get("sample", "")
 
 
 def wandb_records(content: bytes) -> Iterator[bytes]:
@@ -89,16 +92,18 @@ def wandb_records(content: bytes) -> Iterator[bytes]:
 def read_wandb(out: Path) -> Read:
     from wandb.proto.wandb_internal_pb2 import Record
 
-    (file,) = out.glob("wandb/offline-run-*/run-*.wandb")
     configuration: dict[str, Any] = {}
     curves: dict[str, list[tuple[int, float]]] = {}
     sample = ""
-    content, until = file.read_bytes(), time.monotonic() + 30
-    # A process of wandb's own writes the file, on a busy machine after the run has ended.
-    while not list(wandb_records(content)) and time.monotonic() < until:
-        time.sleep(0.5)
-        content = file.read_bytes()
-    for data in wandb_records(content):
+    records = list[bytes]()
+    for file in sorted(out.glob("wandb/offline-run-*/run-*.wandb")):
+        content, until = file.read_bytes(), time.monotonic() + 30
+        # A process of wandb's own writes the file, on a busy machine after the run has ended.
+        while not list(wandb_records(content)) and time.monotonic() < until:
+            time.sleep(0.5)
+            content = file.read_bytes()
+        records += wandb_records(content)
+    for data in records:
         record = Record.FromString(data)
         for item in (*record.run.config.update, *record.config.update):
             if item.key:
@@ -109,10 +114,22 @@ def read_wandb(out: Path) -> Read:
         }
         if "sample.path" in values:
             sample = (file.parent / "files" / values["sample.path"]).read_text()
+        # Its history keeps what was before a return; the last value of a step is the one that counts.
+        for points in curves.values() if "returned to step" in values else ():
+            points[:] = [point for point in points if point[0] <= values["returned to step"]]
         for name, value in values.items():
             if name in ("loss", "tokens/s", "held-out loss"):
                 curves.setdefault(name, []).append((values["step"], value))
     return configuration, curves, sample
+
+
+def read_json_lines(out: Path) -> Read:
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for line in (out / "metrics.jsonl").read_text().splitlines():
+        values = json.loads(line)
+        for name in values.keys() - {"step"}:
+            curves.setdefault(name, []).append((values["step"], values[name]))
+    return {}, curves, ""
 
 
 READERS: dict[str, Callable[[Path], Read]] = {"tensorboard": read_tensorboard, "wandb": read_wandb}
@@ -146,6 +163,43 @@ def test_a_tracker_holds_what_was_sent(name: str, tmp_path: Path) -> None:
         expected = [(step, values[metric]) for step, values in METRICS.items() if metric in values]
         assert sorted(curves[metric]) == expected
     assert SAMPLE in sample or "&lt;b&gt;to be&lt;/b&gt;\nor not" in sample
+
+
+def opened(out: Path, name: str, upto: int) -> Any:
+    """The reporter of a run that begins, or goes on after step `upto`, as the training loop opens it."""
+    if name == "metrics.jsonl":
+        return JsonLines(out / "metrics.jsonl", upto=upto)
+    (reporter,) = build_reporters(out, Run(Llama(), name="mine", reporters=(name,)))
+    rewinding: Any = reporter
+    if upto:
+        rewinding.rewind(upto)
+    return reporter
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", *READERS])
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"
+)
+@pytest.mark.usefixtures("offline")
+def test_every_reporter_rewinds(name: str, tmp_path: Path) -> None:
+    """A step has one value, the last that was written, after a return to a checkpoint and after a resume."""
+    out = tmp_path / "out"
+    out.mkdir()
+    write_run(Run(Llama(), name="mine"), out / "run.json")
+    first = opened(out, name, 0)
+    for step in range(1, 6):
+        first.write(step, {"loss": 10.0 + step})
+    first.rewind(3)
+    for step in (4, 5, 6):
+        first.write(step, {"loss": 20.0 + step})
+    first.close()
+    second = opened(out, name, 5)
+    second.write(6, {"loss": 36.0})
+    second.write(7, {"loss": 37.0})
+    second.close()
+    _, curves, _ = {**READERS, "metrics.jsonl": read_json_lines}[name](out)
+    expected = [(1, 11.0), (2, 12.0), (3, 13.0), (4, 24.0), (5, 25.0), (6, 36.0), (7, 37.0)]
+    assert sorted(curves["loss"]) == expected
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -154,10 +154,11 @@ class Optimizer(Ranged, part="optimizer"):
     learning_rate: Annotated[PositiveFloat, tyro.conf.arg(aliases=["--lr"])] = 3e-4
     """Peak learning rate."""
     lr_schedule: str = "cosine"
-    """Shape after warm-up: cosine, linear, constant, wsd (constant, then linear decay over the last fifth of the
-    steps), or module:attribute of a function `(config: Optimizer, steps: int) -> optax.Schedule`."""
+    """Shape after the peak: cosine, linear, constant, wsd (constant, then linear decay over the last fifth of the
+    steps), or module:attribute of a function `(config: Optimizer, intervals: int) -> optax.Schedule`."""
     warmup_steps: NonNegativeInt = 0
-    """Steps of linear warm-up from zero; a run that has no more steps warms up in all but its last."""
+    """Steps of linear warm-up, the last of them at the peak; a run that has no more steps warms up in all but its
+    last."""
     final_lr_fraction: Share = 0.1
     """Learning rate at the last step, as a fraction of the peak (not used by `constant`)."""
     beta1: Fraction = 0.9

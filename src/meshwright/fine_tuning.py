@@ -48,7 +48,8 @@ class FineTune(Ranged, part="finetune"):
     template: str | None = None
     """Chat template in the place of the tokenizer's own: a file (Jinja), or `chatml` for a tokenizer without one."""
     too_long: TooLong = "refuse"
-    """Conversations longer than a sequence: refuse the file, truncate their end, or drop them."""
+    """Conversations longer than a sequence: refuse the file, truncate their end (the two answers of a preference share the
+    sequence; without a token of an answer left they are dropped), or drop them."""
 
     @property
     def scale(self) -> float:

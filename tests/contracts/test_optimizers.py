@@ -1,6 +1,7 @@
 """Every optimizer: it learns, its state is sharded like its parameters, and it gives one device's numbers on eight."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tiny_runs import (
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import Optimizer
 from meshwright.runs.run import Run
-from meshwright.step.optimizers import build_lr_schedule
+from meshwright.step.optimizers import LR_SCHEDULES, build_lr_schedule
 
 RATES = {"adamw": 3e-3, "adafactor": 3e-3, "lion": 1e-3, "muon": 3e-3, "sgd": 0.3}
 
@@ -123,16 +124,58 @@ def test_state_moves_between_meshes(name: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(before[:3] if before.shape != after.shape else before, after)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
-def test_schedules_rise_and_fall(schedule: str) -> None:
-    optimizer = Optimizer(
-        learning_rate=1.0, lr_schedule=schedule, warmup_steps=10, final_lr_fraction=0.1
+def rate_by_formula(o: Optimizer, steps: int, step: int) -> float:
+    """The formula in the docstring of `build_lr_schedule`, written out."""
+    peak, last = o.learning_rate, o.final_lr_fraction
+    warmup = min(o.warmup_steps, steps - 1)
+    peak_step = max(warmup - 1, 0)
+    if step < peak_step:
+        return peak * (step + 1) / warmup
+    intervals = steps - 1 - peak_step
+    if intervals == 0 or o.lr_schedule == "constant":
+        return peak
+    x = (step - peak_step) / intervals
+    if o.lr_schedule == "cosine":
+        x = (1 - math.cos(math.pi * x)) / 2
+    if o.lr_schedule == "wsd":
+        decay = math.ceil(intervals / 5)
+        x = max(0, step - (steps - 1 - decay)) / decay
+    return peak * (1 - (1 - last) * x)
+
+
+@pytest.mark.parametrize("schedule", list(LR_SCHEDULES))
+def test_a_schedule_is_its_formula_at_every_step(schedule: str) -> None:
+    for steps in range(1, 21):
+        for warmup in {0, 1, 2, steps // 2, steps - 1, steps + 1}:
+            optimizer = Optimizer(
+                learning_rate=0.5, lr_schedule=schedule, warmup_steps=warmup, final_lr_fraction=0.1
+            )
+            rates = np.broadcast_to(build_lr_schedule(optimizer, steps)(np.arange(20)), 20)
+            expected = [rate_by_formula(optimizer, steps, step) for step in range(steps)]
+            np.testing.assert_allclose(rates[:steps], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", [name for name in LR_SCHEDULES if name != "constant"])
+def test_the_joints_of_a_schedule(schedule: str) -> None:
+    """The last step has the final rate, the last step of warm-up the peak, and the peak does not repeat."""
+    for steps in range(2, 21):
+        for warmup in {0, 1, 2 % steps, steps // 2, steps - 1}:
+            optimizer = Optimizer(
+                learning_rate=1.0, lr_schedule=schedule, warmup_steps=warmup, final_lr_fraction=0.1
+            )
+            # Steps that a run does not have keep the rate of the last.
+            every = build_lr_schedule(optimizer, steps)(np.arange(23)).tolist()
+            rates, beyond = every[:steps], every[steps:]
+            assert [rates[-1], *beyond] == pytest.approx([0.1] * (1 + len(beyond)))
+            assert rates[max(warmup - 1, 0)] == max(rates) == 1.0
+            assert rates[:warmup] == sorted(set(rates[:warmup]))
+            assert schedule == "wsd" or rates.count(1.0) == 1
+
+
+def test_wsd_decays_over_the_last_fifth() -> None:
+    rate = build_lr_schedule(
+        Optimizer(learning_rate=1.0, lr_schedule="wsd", final_lr_fraction=0.0), 101
     )
-    rate = build_lr_schedule(optimizer, 100)
-    assert float(rate(0)) == pytest.approx(0.1)
-    assert float(rate(10)) == pytest.approx(1.0)
-    assert all(float(rate(i)) < float(rate(i + 1)) for i in range(8))
-    end = 1.0 if schedule == "constant" else 0.1
-    assert float(rate(100)) == pytest.approx(end)
-    middle = {"cosine": 0.2587, "linear": 0.35, "wsd": 1.0, "constant": 1.0}[schedule]
-    assert float(rate(75)) == pytest.approx(middle, abs=0.02)
+    rates = np.asarray(rate(np.arange(101))).tolist()
+    assert rates[:81] == [1.0] * 81
+    np.testing.assert_allclose(rates[81:], 1 - np.arange(1, 21) / 20, atol=1e-6)

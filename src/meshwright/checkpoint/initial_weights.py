@@ -13,7 +13,14 @@ from meshwright.data.chat import TEMPLATES
 from meshwright.documents import write_atomically
 from meshwright.errors import WeightsError
 from meshwright.fine_tuning import FineTune
-from meshwright.hugging_face.folder import KEPT, keep_files, load_params, open_folder, read_model
+from meshwright.hugging_face.folder import (
+    KEPT,
+    keep_files,
+    load_params,
+    note_of_length,
+    open_folder,
+    read_model,
+)
 from meshwright.hugging_face.hub import find_folder, is_hugging_face
 from meshwright.models.adapters import ADAPTERS, merged, quantise
 from meshwright.runs.run import Run
@@ -126,7 +133,13 @@ def describe_initial_weights(run: Run) -> str:
         f"{name} {theirs} -> {ours}" for name, (theirs, ours) in changed_fields(run).items()
     )
     text = f"starts from the weights of {run.init_from} at step 0, without optimizer state"
-    return text + (f"; the model is changed: {changed}" if changed else "")
+    if changed:
+        text += f"; the model is changed: {changed}"
+    if run.init_from is not None and is_hugging_face(run.init_from):
+        positions = read_model(run.init_from).max_seq
+        if note := note_of_length(run.training.seq, positions, run.init_from):
+            text += f"; {note}"
+    return text
 
 
 def without_adapters(device_run: DeviceRun) -> DeviceRun:

@@ -15,11 +15,13 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from meshwright.config import Data
@@ -40,7 +42,7 @@ from meshwright.data.feed import held_out_border
 from meshwright.data.subwords import Subwords, check_unicode
 from meshwright.data.token_writer import TokenWriter, write_description
 from meshwright.data.tokenizers import Bytes, Chars, Tokenizer, build_tokenizer, with_begin
-from meshwright.data.tokens import TokenArray, TokenFile, is_token_file, open_tokens
+from meshwright.data.tokens import TokenFile, is_token_file, open_tokens
 from meshwright.documents import LARGE, parse_json, read_json
 from meshwright.errors import DataError
 from meshwright.fine_tuning import FineTune, Objective, TooLong
@@ -72,6 +74,8 @@ class Packed:
     """Documents of each sequence."""
     together: int
     """Documents that stay together: 1, or 2 for a chosen and a rejected answer."""
+    used: "Used"
+    """What of the file is used."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -87,7 +91,7 @@ class Packed:
         }
         at = 0
         for segment, document in enumerate(self.rows[int(index)]):
-            start, stop = document_range(self.file.tokens.ends, document)
+            start, stop = self._range(document)
             here, tokens = slice(at, at + stop - start - 1), self.file.tokens[start:stop]
             fields["inputs"][here] = tokens[:-1]
             fields["targets"][here] = tokens[1:]
@@ -98,21 +102,29 @@ class Packed:
         fields["positions"][at:] = np.arange(self.seq - at)
         return fields
 
+    def _range(self, document: int) -> tuple[int, int]:
+        """First token of a document, and one past the last that is used."""
+        start = document_range(self.file.tokens.ends, document)[0]
+        return start, start + int(self.used.positions[document]) + 1
+
     def whole(self) -> "Packed":
-        """Returns the sequences of all documents of the file."""
-        return pack(
-            self.file,
-            self.answers,
-            self.seq,
-            range(self.file.documents // self.together),
-            self.together,
-        )
+        """Returns the sequences of all documents of the file that are used, in an order that is drawn."""
+        packed = pack(self.file, self.answers, self.seq, self.used.units, self.together, self.used)
+        return packed.shuffled()
+
+    def shuffled(self) -> "Packed":
+        """Returns the sequences in an order that is drawn, always the same: the first of them are a sample.
+
+        As they are packed, those with the longest documents come first.
+        """
+        order = np.random.default_rng(0).permutation(len(self.rows))
+        return dataclasses.replace(self, rows=tuple(self.rows[row] for row in order))
 
     def texts(self, samples: int) -> Iterator[np.ndarray]:
         """Yields the answers of the first sequences."""
         for row in self.rows[:samples]:
             for document in row:
-                start, stop = document_range(self.file.tokens.ends, document)
+                start, stop = self._range(document)
                 yield self.file.tokens[start + 1 : stop][self.answers[start + 1 : stop] > 0]
 
 
@@ -121,17 +133,39 @@ def document_range(ends: np.ndarray, document: int) -> tuple[int, int]:
     return (int(ends[document - 1]) if document else 0), int(ends[document])
 
 
-def _positions(file: TokenFile, together: int) -> np.ndarray:
-    """Positions that each unit of `together` documents takes: one fewer than the tokens of a document."""
-    return np.diff(file.tokens.ends, prepend=0).reshape(-1, together).sum(1) - together
+class Used(NamedTuple):
+    """What of a token file is used."""
+
+    positions: np.ndarray
+    """Positions of each document: one fewer than its tokens, and fewer still where its end is cut."""
+    units: np.ndarray
+    """Units of documents that stay together which are used, ascending."""
+
+    @classmethod
+    def all_of(cls, file: TokenFile, together: int) -> "Used":
+        """Returns that everything is used."""
+        positions = np.diff(file.tokens.ends, prepend=0) - 1
+        return cls(positions, np.arange(file.documents // together))
+
+    def lengths(self, together: int) -> np.ndarray:
+        """Returns the positions of each unit."""
+        return self.positions.reshape(-1, together).sum(1)
 
 
-def pack(file: TokenFile, answers: np.ndarray, seq: int, units: Any, together: int) -> Packed:
+def pack(
+    file: TokenFile,
+    answers: np.ndarray,
+    seq: int,
+    units: Any,
+    together: int,
+    used: Used | None = None,
+) -> Packed:
     """Packs units of `together` documents by best fit: each goes where it leaves the least room, the longest first.
 
-    Deterministic. Every unit fits in `seq` (`load_conversations`).
+    Deterministic. Every unit fits in `seq` (`load_conversations`).  used: what of the documents is used, by default all.
     """
-    lengths = _positions(file, together)
+    used = Used.all_of(file, together) if used is None else used
+    lengths = used.lengths(together)
     rows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # rooms that some row has, ascending
@@ -151,7 +185,7 @@ def pack(file: TokenFile, answers: np.ndarray, seq: int, units: Any, together: i
         if not by_room.get(left):
             rooms.insert(int(np.searchsorted(rooms, left)), left)
         by_room.setdefault(left, []).append(row)
-    return Packed(file, answers, seq, tuple(map(tuple, rows)), together)
+    return Packed(file, answers, seq, tuple(map(tuple, rows)), together, used)
 
 
 def load_conversations(
@@ -159,8 +193,9 @@ def load_conversations(
 ) -> tuple[Corpus, list[tuple[Packed, Packed]]]:
     """Loads chat data: its files, and for each the sequences to train on and the held-out ones.
 
-    Tokens are kept in `cache`. Raises DataError with file and line for a record that is malformed, has no answer, or is
-    longer than a sequence (`FineTune.too_long`).
+    Tokens are kept in `cache`. Records that are longer than a sequence are refused, cut or dropped (`FineTune.too_long`),
+    and how many is printed. Raises DataError with file and line for a record that is malformed, has no answer, or is
+    refused.
     """
     spec = local_text(data.tokenizer, cache)
     if not Path(spec).is_file() and spec != "bytes":
@@ -189,23 +224,25 @@ def load_conversations(
         folder = folders[source.path]
         file = open_tokens(folder)
         answers: Any = np.memmap(folder / "answers.bin", np.uint8, mode="r")
-        units = _fitting(
-            file, seq, together, read_json(folder / "lines.json", LARGE), tuning.too_long
-        )
-        if tuning.too_long == "truncate":
-            file, answers = _truncated(file, answers, seq // together)
-        order = np.random.default_rng(0).permutation(units)
+        lines = read_json(folder / "lines.json", LARGE)
+        used, told = fit(file, answers, seq, together, lines, tuning.too_long)
+        if told and jax.process_index() == 0:
+            print(f"{source.path}: {told}", file=sys.stderr, flush=True)
+        order = np.random.default_rng(0).permutation(used.units)
         border = held_out_border(len(order), data.held_out)
         if data.held_out != 0 and len(order) > 1:
             border = min(max(border, 1), len(order) - 1)
         if not border or (data.held_out != 0 and border == len(order)):
             truth = f"it has {len(order)} record(s): {border} to train on and {len(order) - border} to evaluate"
+            truth += f" ({told})" if told else ""
             raise DataError(f"--data {source.path}", truth, "more records, or --data.held-out 0")
         train, held_out = (
-            pack(file, answers, seq, u, together) for u in (order[:border], order[border:])
+            pack(file, answers, seq, units, together, used)
+            for units in (order[:border], order[border:])
         )
         files.append(file)
-        parts.append((train, held_out))
+        # Training draws its own order; an evaluation takes the first sequences.
+        parts.append((train, held_out.shuffled()))
     return Corpus(tuple(files), tuple(source.weight for source in sources)), parts
 
 
@@ -231,16 +268,28 @@ def stops_of(tokenizer: Tokenizer, spec: str) -> tuple[int, ...]:
     return tuple(stop for stop in stops if stop < tokenizer.vocab) or (tokenizer.end,)
 
 
-def _fitting(
-    file: TokenFile, seq: int, together: int, lines: list[str], too_long: TooLong
-) -> list[int]:
-    """Units of documents that are used: those that fit in a sequence, or all where they are truncated.
+def fit(
+    file: TokenFile,
+    answers: np.ndarray,
+    seq: int,
+    together: int,
+    lines: Sequence[str],
+    too_long: TooLong,
+) -> tuple[Used, str]:
+    """Fits the records of a token file into sequences of `seq` positions; returns what is used, and what was done.
 
-    Raises DataError for one that does not fit, where that is refused.
+    Only records that are longer than a sequence are touched. Where they are truncated, the documents of a record share
+    its positions: one that needs less than its share leaves the rest to the other. A record of which some document has
+    no token of an answer left is dropped: it would teach nothing.
+    lines: file and line of each record. Raises DataError for a record that does not fit, where that is refused.
     """
-    lengths = _positions(file, together)
+    used = Used.all_of(file, together)
+    lengths = used.lengths(together)
     long = np.flatnonzero(lengths > seq)
-    if len(long) and too_long == "refuse":
+    if not len(long):
+        return used, ""
+    records = f"{len(long):,} of {len(lengths):,} records are longer than a sequence of {seq}"
+    if too_long == "refuse":
         first, longest = int(long[0]), int(lengths.max())
         raise DataError(
             lines[first],
@@ -248,23 +297,40 @@ def _fitting(
             f"not fit, the longest takes {longest}",
             f"--seq {longest}, or --finetune.too-long truncate or drop",
         )
-    return (
-        np.flatnonzero(lengths <= seq).tolist() if too_long == "drop" else list(range(len(lengths)))
-    )
+    if too_long == "drop":
+        return Used(used.positions, np.setdiff1d(used.units, long)), f"{records}: dropped"
+    positions, empty = used.positions.copy(), list[int]()
+    for unit in long:
+        documents = range(unit * together, (unit + 1) * together)
+        for document, room in zip(
+            documents, share_room([int(positions[d]) for d in documents], seq), strict=True
+        ):
+            positions[document] = room
+        if not all(_has_answer(file, answers, positions, document) for document in documents):
+            empty.append(int(unit))
+    told = f"{records}: {len(long) - len(empty):,} cut at their end, {len(empty):,} dropped"
+    if empty:
+        told += f" as no token of an answer was left, the first {lines[empty[0]]}"
+    return Used(positions, np.setdiff1d(used.units, empty)), told
 
 
-def _truncated(
-    file: TokenFile, answers: np.ndarray, positions: int
-) -> tuple[TokenFile, np.ndarray]:
-    """Token file and answers in memory, each document cut after its first `positions` + 1 tokens."""
-    ranges = [document_range(file.tokens.ends, d) for d in range(file.documents)]
-    kept = [slice(start, min(stop, start + positions + 1)) for start, stop in ranges]
-    tokens, marks = (
-        np.concatenate([array[part] for part in kept]) for array in (file.tokens[:], answers)
-    )
-    return file._replace(
-        tokens=TokenArray.of(tokens, np.cumsum([part.stop - part.start for part in kept]))
-    ), marks
+def share_room(wanted: Sequence[int], room: int) -> list[int]:
+    """Returns the positions that each of one or two documents has of `room`, which they exceed together.
+
+    Example:
+        >>> share_room([10, 90], 60), share_room([70, 90], 61), share_room([90], 60)
+        ([10, 50], [30, 31], [60])
+    """
+    if len(wanted) == 1:
+        return [min(wanted[0], room)]
+    first, second = wanted
+    first = min(first, max(room // 2, room - second))
+    return [first, min(second, room - first)]
+
+
+def _has_answer(file: TokenFile, answers: np.ndarray, positions: np.ndarray, document: int) -> bool:
+    start = document_range(file.tokens.ends, document)[0]
+    return bool(answers[start + 1 : start + 1 + int(positions[document])].any())
 
 
 def _tokenise(

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshwright.data.batch import Batch, BatchRamp
+from meshwright.data.batch import PADDING, Batch, BatchRamp
 from meshwright.data.tokens import TokenFile
 from meshwright.errors import DataError
 
@@ -235,7 +235,7 @@ def held_out_batches(
 ) -> Iterator[Batch]:
     """Yields batches of the first `samples` held-out windows (0: all), taken from the sources in turn.
 
-    The last batch is filled up with rows of weight 0.
+    The last batch is filled up with rows of padding: their weights are 0, and they take no room from the text.
     """
     shape = (batch, parts[0].seq)
     rows = _local_rows(sharding, shape)
@@ -244,9 +244,9 @@ def held_out_batches(
         for row in rows:
             part, i = order[min(row, len(order) - 1)]
             sample = part[i]
-            local.append(
-                sample
-                if row < len(order)
-                else {**sample, "weights": np.zeros_like(sample["weights"])}
-            )
+            if row >= len(order):
+                padding = np.full_like(sample["segments"], PADDING)
+                no_weights = np.zeros_like(sample["weights"])
+                sample = {**sample, "segments": padding, "weights": no_weights}
+            local.append(sample)
         yield _put_rows(_stack(local), rows, shape, sharding)

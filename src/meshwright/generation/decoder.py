@@ -319,7 +319,14 @@ class Decoder:
         ids_BT = jnp.maximum(lax.dynamic_slice_in_dim(state.tokens, state.slot, tokens, 1), 0)
         slots = Slots(state.slot, state.first, tokens)
         attend = CachedAttend(slots)
-        local = Tokens(self.local_tokens(ids_BT)[None], self.local_tokens(slots.positions_BT)[None])
+        # Slots before a prompt are padding, and so are texts that have ended and rows that fill the batch.
+        begun_BT = state.slot + jnp.arange(tokens) >= state.first[:, None]
+        text_BT = begun_BT & ~state.done[:, None]
+        local = Tokens(
+            self.local_tokens(ids_BT)[None],
+            self.local_tokens(slots.positions_BT)[None],
+            ~self.local_tokens(text_BT)[None],
+        )
         sequence = SequenceSplit("all_gather", local.ids.shape[1], 1, 1)
         fewer = (self.device_run.placed.spec.kv_heads or math.inf) < self.device_run.shape.tensor
         own = with_own_kv_head(attend) if fewer else attend

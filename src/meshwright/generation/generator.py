@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -28,9 +29,10 @@ from meshwright.generation.decoder import (
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.source import OpenedModel
 from meshwright.generation.weights import LaidOut, WeightsLayout, lay_out, weight_bytes
+from meshwright.hugging_face.folder import note_of_length
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.kernels.attention import cap
-from meshwright.models.loss import chunk_tokens
+from meshwright.models.loss import chunk_tokens, join_chunks, split_chunks
 from meshwright.models.model import vocab_size
 from meshwright.ranges import PositiveInt, Ranged
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
@@ -126,6 +128,7 @@ class Generator:
             opened.chat,
         )
         self.origin, self.decoding = opened.origin, decoding or Decoding()
+        self._positions, self._said = opened.positions, False
         self._stops = opened.stops
         check_decodable(self.device_run)
         self.layout: WeightsLayout = _choose_layout(self.device_run, self.decoding.weights)
@@ -161,6 +164,11 @@ class Generator:
     def decoder(self, lengths: Sequence[int], max_tokens: int) -> Decoder:
         """Returns the programs for prompts of `lengths` tokens, those of other prompts of the same bucket."""
         bucket = bucket_for(self.device_run, lengths, max_tokens, self.decoding.prefill_chunk)
+        note = note_of_length(max(lengths) + max_tokens, self._positions, self.origin)
+        if note and not self._said:
+            self._said = True
+            if jax.process_index() == 0:
+                print(f"note: {note}", file=sys.stderr, flush=True)
         if bucket not in self._decoders:
             decoder = Decoder(self.device_run, self._weights, bucket)
             _check_cache(decoder, max(lengths), max_tokens)
@@ -179,7 +187,8 @@ class Generator:
         """Continues each prompt by up to `max_tokens` tokens.
 
         stop: texts that end a text, besides the tokenizer's end of a document; they are left out of it.
-        Raises ConfigError where the texts would be longer than the model's positions.
+        Raises ConfigError where the texts would be longer than the model's table of positions; with rotary positions a
+        note on standard error says that they are longer than those it was trained on.
         """
         if max_tokens < 1 or not prompts:
             raise ConfigError(
@@ -364,7 +373,7 @@ def _token_scores(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the log-probability of each label, float32 [T], and whether no token has a larger logit, int32 [T].
 
-    table_VD: this device's block of the unembedding.  chunk: tokens at a time; divides T. As `models.loss.token_losses`
+    table_VD: this device's block of the unembedding.  chunk: tokens at a time. As `models.loss.token_losses`
     without a derivative, and with the comparison.
     """
     rows = table_VD.shape[0]
@@ -384,9 +393,8 @@ def _token_scores(
         )
         return label_T - largest_T - jnp.log(sum_T), (label_T >= largest_T).astype(jnp.int32)
 
-    parts = (x_TD.reshape(-1, chunk, x_TD.shape[1]), labels_T.reshape(-1, chunk))
-    logprobs, greedy = lax.map(scores, parts)
-    return logprobs.reshape(-1), greedy.reshape(-1)
+    parts = split_chunks((x_TD, labels_T), chunk)
+    return join_chunks(lax.map(scores, parts), x_TD.shape[0])
 
 
 def _check_cache(decoder: Decoder, longest: int, max_tokens: int) -> None:

@@ -15,7 +15,14 @@ import msgspec
 import numpy as np
 from jax import lax
 
-from meshwright.ranges import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, Ranged
+from meshwright.ranges import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    Ranged,
+    Seed,
+)
 
 _Probability = Annotated[float, msgspec.Meta(gt=0, le=1)]
 _ALL_TOKENS = 2**31 - 1
@@ -42,7 +49,7 @@ class Sampling(Ranged):
     repetition_penalty: PositiveFloat = 1.0
     """Divides the positive logits of tokens that the text already has, and multiplies their negative ones (CTRL,
     arXiv:1909.05858); 1 changes nothing."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of the random numbers, which do not depend on the mesh."""
 
     def settings(self) -> "Settings":
@@ -54,7 +61,7 @@ class Sampling(Ranged):
             f(self.top_p),
             f(self.min_p),
             f(self.repetition_penalty),
-            np.uint32(self.seed % 2**32),
+            np.uint32(self.seed),
         )
 
 

@@ -15,7 +15,7 @@ from meshwright.data.chat import ChatTemplate, read_chat_template, read_end_toke
 from meshwright.data.tokenizers import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape
-from meshwright.hugging_face.folder import KEPT
+from meshwright.hugging_face.folder import KEPT, read_model
 from meshwright.hugging_face.hub import find_folder, is_hugging_face
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
@@ -39,6 +39,8 @@ class OpenedModel:
     origin: str
     """Where the weights are from, for reports: `runs/mine, step 500`."""
     chat: ChatTemplate | None = None
+    positions: int | None = None
+    """Positions that the configuration of the weights names, `max_position_embeddings`; None where there is none."""
 
 
 def open_weights(
@@ -76,7 +78,9 @@ def open_weights(
         # A decode step reads a weight and its adapter as one, and no reference.
         device_run, params = merge_adapters(device_run, params)
     stops = read_end_tokens(kept) or (tokenizer.end,)
-    return OpenedModel(device_run, params, tokenizer, stops, origin, read_chat_template(folder))
+    chat = read_chat_template(folder)
+    positions = read_model(f"hf:{kept}").max_seq if (kept / "config.json").is_file() else None
+    return OpenedModel(device_run, params, tokenizer, stops, origin, chat, positions)
 
 
 def run_of_source(source: str | Path) -> Run:

@@ -66,6 +66,20 @@ class ModelFolder:
         return self.path / "tokenizer.json"
 
 
+def note_of_length(tokens: int, positions: int | None, source: str) -> str:
+    """Returns a note where texts are longer than the positions that a configuration names; "" where they are not.
+
+    A model with a table of positions refuses such texts. Rotary positions have no end, so that the model computes them,
+    and nothing in its training says how well.
+    """
+    if positions is None or tokens <= positions:
+        return ""
+    return (
+        f"texts of {tokens:,} tokens are longer than max_position_embeddings of {source}, {positions:,}: the positions "
+        "beyond are computed, and the weights were not trained on them"
+    )
+
+
 def read_model(name: str, *, weights: bool = False) -> ModelFolder:
     """Reads the model that `hf:NAME` names from its config.json. weights: whether they will be read as well.
 

@@ -229,7 +229,7 @@ class DecoderModel(Model):
             None if d.positions is None else ctx.gather_params(params["positions"], "positions")
         )
         with jax.named_scope("embedding"):
-            x_BTD = embed(ctx.tokens.ids, table_VD, ctx.sum_rows)
+            x_BTD = embed(ctx.tokens.ids, table_VD, ctx.sum_rows, ctx.tokens.padding)
             if d.embedding_factor is not None:
                 x_BTD *= jnp.asarray(d.embedding_factor, x_BTD.dtype)
             if positions_TD is not None:

@@ -6,6 +6,7 @@ recomputes the logits from the saved log-sum-exp.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -19,12 +20,33 @@ from meshwright.sharding.layouts import VOCAB_AXES
 
 @functools.cache
 def chunk_tokens(tokens: int, vocab: int, logits_mib: int) -> int:
-    """Returns the tokens per chunk: the largest divisor of `tokens` whose float32 logits fit in `logits_mib` MiB.
+    """Returns the tokens per chunk, whose float32 logits fit in `logits_mib` MiB.
 
+    That is the largest divisor of `tokens` that fits, where it is at least half of what fits. Otherwise the fewest
+    chunks that fit are of equal size, and `split_chunks` fills up the last with less than a token for each of them.
     vocab: rows of this device's block of the vocabulary.
     """
-    most = max(1, logits_mib * 2**20 // (4 * vocab))
-    return next(chunk for chunk in range(min(most, tokens), 0, -1) if tokens % chunk == 0)
+    most = min(tokens, max(1, logits_mib * 2**20 // (4 * vocab)))
+    for chunk in range(most, most // 2, -1):
+        if tokens % chunk == 0:
+            return chunk
+    chunks = math.ceil(tokens / most)
+    return math.ceil(tokens / chunks)
+
+
+def split_chunks[T](tree: T, chunk: int) -> T:
+    """Splits arrays [T, ...] into chunks [chunks, chunk, ...]; zeros fill up the last."""
+
+    def split(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, ((0, -len(x) % chunk), *((0, 0),) * (x.ndim - 1)))
+        return padded.reshape(-1, chunk, *x.shape[1:])
+
+    return jax.tree.map(split, tree)
+
+
+def join_chunks[T](tree: T, tokens: int) -> T:
+    """Inverts `split_chunks`: returns the first `tokens` tokens of arrays [chunks, chunk, ...]."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], tree)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -40,8 +62,8 @@ def token_losses(
 
     x_TD: final hidden states, equal on `tensor` and `stage`.  table_VD: this device's block of the unembedding.
     vocab: size of the vocabulary; rows of the table beyond it are padding and get probability zero.  chunk: tokens per
-    chunk; divides T.  softcap: of the logits, if there is one. Sends two all-reduces over VOCAB_AXES of 4 T and 8 T
-    bytes.
+    chunk; the last may be filled up.  softcap: of the logits, if there is one. Sends two all-reduces over VOCAB_AXES of
+    4 T and 8 T bytes.
     """
     return _forward(x_TD, table_VD, labels_T, vocab, chunk, softcap)[0]
 
@@ -82,10 +104,12 @@ def _forward(
         lse_T = max_T + jnp.log(sum_exp_T)
         return lse_T - label_logit_T, lse_T
 
-    chunks = (x_TD.reshape(-1, chunk, x_TD.shape[1]), labels_T.reshape(-1, chunk))
-    one_chunk = chunk == x_TD.shape[0]
-    nll, lse = chunk_losses((x_TD, labels_T)) if one_chunk else jax.lax.map(chunk_losses, chunks)
-    nll_T, lse_T = nll.reshape(-1), lse.reshape(-1)
+    tokens = x_TD.shape[0]
+    if chunk == tokens:
+        nll_T, lse_T = chunk_losses((x_TD, labels_T))
+    else:
+        chunks = split_chunks((x_TD, labels_T), chunk)
+        nll_T, lse_T = join_chunks(jax.lax.map(chunk_losses, chunks), tokens)
     return (nll_T, lse_T), (x_TD, table_VD, labels_T, lse_T)
 
 
@@ -120,10 +144,12 @@ def _backward(
     if chunk == x_TD.shape[0]:
         g_table_VD, g_x_TD = chunk_gradients(zeros_VD, inputs)
     else:
-        chunks = jax.tree.map(lambda a: a.reshape(-1, chunk, *a.shape[1:]), inputs)
-        g_table_VD, g_x_TD = jax.lax.scan(chunk_gradients, zeros_VD, chunks)
+        # What fills up the last chunk has no gradient of a loss, so its logits have none.
+        chunks = split_chunks(inputs, chunk)
+        g_table_VD, g_chunks = jax.lax.scan(chunk_gradients, zeros_VD, chunks)
+        g_x_TD = join_chunks(g_chunks, x_TD.shape[0])
     no_gradient = np.zeros(labels_T.shape, jax.dtypes.float0)
-    return g_x_TD.reshape(x_TD.shape), g_table_VD.astype(table_VD.dtype), no_gradient
+    return g_x_TD, g_table_VD.astype(table_VD.dtype), no_gradient
 
 
 token_losses.defvjp(_forward, _backward)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meshwright.comm.collectives import TokenFunction, sequence_all_gather, sequence_reduce_scatter
 from meshwright.config import MeshShape
@@ -53,7 +54,10 @@ class Tokens:
     positions: jax.Array
     """Position within the document."""
     padding: jax.Array | None = None
-    """Whether a position is after the last document, bool; None where the batch has only text."""
+    """Whether a position is not text, bool; None where the batch has only text.
+
+    Nothing that text reads, and no count, depends on padding: its embedding is zero whatever its id, it has no experts,
+    and attention, convolutions and states do not cross from it into text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -379,16 +383,41 @@ class ExpertSpec:
         tokens: of a device. Every buffer has room for the most that can arrive, or for `buffer_factor` times an even
         share where that is less.
         """
+        copies, arriving = self._copies(nodes), self._arriving(shards, nodes)
+        most = ExpertBuffers(*(tokens * rows for rows in arriving))
+        if not self.buffer_factor:
+            return most
+        shares = (int(_whole_tiles(self.buffer_factor * tokens * rows)) for rows in copies)
+        limited = ExpertBuffers(*map(min, most, shares))
+        return limited if nodes > 1 else limited._replace(copies=most.copies)
 
-        def rows(copies: int, most: int) -> int:
-            # Kernels work on tiles of 128 rows.
-            wanted = -(-math.ceil(self.buffer_factor * tokens * copies) // 128) * 128
-            return min(tokens * most, wanted) if self.buffer_factor else tokens * most
+    def rooms(self, tokens: np.ndarray, shards: int, nodes: int = 1) -> "ExpertBuffers":
+        """Returns the rows of each buffer that text may use: `buffer_factor` times an even share of it, in whole tiles.
 
+        tokens: tokens of text on a device, on average over the `shards`, as an array of all that are asked for.
+        """
+        shares = ExpertBuffers(
+            *(_whole_tiles(self.buffer_factor * tokens * rows) for rows in self._copies(nodes))
+        )
+        return shares if nodes > 1 else shares._replace(copies=tokens * self.experts_per_token)
+
+    def drops(self, shards: int, nodes: int = 1) -> bool:
+        """Returns whether some buffer may have less room than could arrive, whatever the number of tokens."""
+        pairs = zip(self._copies(nodes), self._arriving(shards, nodes), strict=True)
+        return bool(self.buffer_factor) and any(
+            self.buffer_factor * copies < most for copies, most in pairs
+        )
+
+    def _copies(self, nodes: int) -> "ExpertBuffers":
+        """Rows that a token has in each buffer on average over the devices, where all loads are even."""
+        k = self.experts_per_token
+        return ExpertBuffers(self.most_nodes(nodes), k, k)
+
+    def _arriving(self, shards: int, nodes: int) -> "ExpertBuffers":
+        """Most rows of each buffer, for each token of a device."""
         k = self.experts_per_token
         inside, here = (n * min(k, self.experts // n) for n in (nodes, shards))
-        copies = rows(k, inside) if nodes > 1 else tokens * k
-        return ExpertBuffers(rows(self.most_nodes(nodes), nodes), copies, rows(k, here))
+        return ExpertBuffers(nodes, inside if nodes > 1 else k, here)
 
     def most_nodes(self, nodes: int) -> int:
         """Returns the most of `nodes` nodes that the experts of one token are on."""
@@ -433,6 +462,11 @@ class ExpertBuffers(NamedTuple):
     """Copies of rows that are sent to experts inside a node."""
     experts: int
     """Rows that arrive at the device's experts."""
+
+
+def _whole_tiles(rows: Any) -> Any:
+    """Rounds rows up to whole tiles of 128, on which kernels work; a number or an array."""
+    return -(-np.ceil(rows).astype(int) // 128) * 128
 
 
 @dataclasses.dataclass(frozen=True)

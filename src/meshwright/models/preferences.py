@@ -12,15 +12,17 @@ positions are one all-reduce of a number per pair.
 """
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meshwright.comm.collectives import all_reduce
 from meshwright.data.batch import Batch
 from meshwright.models.adapters import AdapterGather
-from meshwright.models.blocks.layers import no_dropout
+from meshwright.models.blocks.layers import no_dropout, sorted_rows
 from meshwright.models.model import Metrics
 from meshwright.sharding.params import REFERENCE, Tree
 
@@ -72,12 +74,35 @@ class Preferences:
 
 
 def _by_pair(batch: Batch, values_BT: jax.Array, pairs: int | None = None) -> jax.Array:
-    """Returns sums over the positions of each pair, float32 [B, pairs]; a pair takes two positions at least."""
-    pairs = pairs or batch.segments.shape[1] // 2 + 1
+    """Returns sums over the positions of each pair, float32 [B, pairs]; a pair takes two positions at least.
 
-    # A `segment_sum` is a scatter, which adds in another order in every run on GPUs.
-    of_pair_BPT = (batch.segments // 2)[:, None] == jnp.arange(pairs)[:, None]
-    return jnp.where(of_pair_BPT, values_BT.astype(jnp.float32)[:, None], 0).sum(-1)
+    Its work and memory are linear in the positions.
+    """
+    pairs = pairs or batch.segments.shape[1] // 2 + 1
+    sequences = batch.segments.shape[0]
+    pair_BT = batch.segments // 2
+    # Padding is in no pair.
+    index_BT = jnp.where(
+        pair_BT < pairs, jnp.arange(sequences)[:, None] * pairs + pair_BT, sequences * pairs
+    )
+    sums = _sum_by(
+        values_BT.reshape(-1).astype(jnp.float32), index_BT.reshape(-1), sequences * pairs
+    )
+    return sums.reshape(sequences, pairs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _sum_by(values: jax.Array, index: jax.Array, groups: int) -> jax.Array:
+    """Returns the sums of the values of each index, [groups], added in one order on every platform."""
+    return sorted_rows(values[:, None], index, groups)[:, 0]
+
+
+def _sum_by_bwd(groups: int, index: jax.Array, g: jax.Array) -> tuple[jax.Array, np.ndarray]:
+    no_gradient = np.zeros(index.shape, jax.dtypes.float0)
+    return g.at[index].get(mode="fill", fill_value=0), no_gradient
+
+
+_sum_by.defvjp(lambda values, index, groups: (_sum_by(values, index, groups), index), _sum_by_bwd)
 
 
 def reference_of(model: "LocalModel", params: Tree) -> tuple["LocalModel", Tree]:

@@ -9,13 +9,19 @@ from meshwright.storage.paths import in_bucket
 
 Values = dict[str, float]
 """Metrics of one step, by name: `loss`, `gradient norm`, `learning rate`, `tokens/s`, `MFU`, `held-out loss`, ..."""
+BETWEEN = ("saving", "evaluating", "sampling", "compiling")
+"""What a loop does between steps, each with a metric of its own (`saving seconds`). `step seconds`, the rates and MFU of
+a step contain none of them; waiting for data (`input wait seconds`) is part of a step."""
 
 
 class Reporter(Protocol):
     """Destination of metrics. Anything with these two methods is one.
 
-    Further methods are called where a reporter has them: `rewind(step)` when the run returns to an earlier step, and
-    `sample(step, text)` with text from the model.
+    Further methods are called where a reporter has them: `sample(step, text)` with text from the model, and
+    `rewind(step)` where the run goes on after an earlier step, at the start of a resumed run and when a run returns to a
+    checkpoint. What was written of later steps is then void, and those steps are written again. A destination that can
+    delete has one value for each step and metric; one that cannot marks the return, and the last value is the one that
+    counts.
     """
 
     def write(self, step: int, values: Values) -> None:

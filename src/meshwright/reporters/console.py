@@ -28,8 +28,6 @@ _QUIET = 2.0
 """Seconds for which no tokenisation is shown: short texts need no progress."""
 _ANNOUNCED = 5.0
 """Seconds after which unfinished work is announced where there is no live line."""
-_BETWEEN = ("saving seconds", "evaluating seconds", "compiling seconds")
-"""Metrics of what the loop does between steps, which has its own lines."""
 
 
 class _PatientConsole(Console):
@@ -219,7 +217,7 @@ def fold(parts: Sequence[str], width: int) -> str:
 
 
 class _Speed:
-    """Seconds per step, tokens/s and MFU over several steps, without what the loop did between them."""
+    """Seconds per step, tokens/s and MFU over several steps."""
 
     def __init__(self) -> None:
         self._steps, self._seconds, self._sums = 0, 0.0, dict[str, float]()
@@ -230,7 +228,7 @@ class _Speed:
         if seconds is None:
             return
         self._steps += 1
-        self._seconds += seconds - sum(values.get(name, 0.0) for name in _BETWEEN)
+        self._seconds += seconds
         for name in ("tokens/s", "examples/s", "MFU"):
             if name in values:
                 self._sums[name] = self._sums.get(name, 0.0) + values[name] * seconds

@@ -24,10 +24,21 @@ class _TensorBoard:
     """Reporter that writes TensorBoard events into OUT/tensorboard (needs the extra `tensorboard`)."""
 
     def __init__(self, out: Path):
-        writer: Any = _library("tensorboard", "tensorboardX").SummaryWriter
-        self._writer = writer(str(out / "tensorboard"))
+        self._open: Any = _library("tensorboard", "tensorboardX").SummaryWriter
+        self._folder = out / "tensorboard"
+        self._writer: Any = self._open(str(self._folder), filename_suffix=_unique_suffix())
         self._writer.add_text(
             "configuration", _indented(json.dumps(_configuration(out), indent=1)), 0
+        )
+
+    def rewind(self, step: int) -> None:
+        """Drops the events of steps after `step` from the files, and tells a TensorBoard that has read them."""
+        self._writer.close()
+        for file in self._folder.glob("events.out.tfevents.*"):
+            _drop_events_after(file, step)
+        # With `purge_step` a writer begins its file with the event that purges this and later steps.
+        self._writer = self._open(
+            str(self._folder), purge_step=step + 1, filename_suffix=_unique_suffix()
         )
 
     def write(self, step: int, values: Values) -> None:
@@ -70,6 +81,10 @@ class _WeightsAndBiases:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
+    def rewind(self, step: int) -> None:
+        """Marks the return: W&B deletes nothing of a history, so that the last value of a step is the one that counts."""
+        self._run.log({"step": step, "returned to step": step})
+
     def write(self, step: int, values: Values) -> None:
         self._run.log({"step": step, **values})
 
@@ -83,6 +98,33 @@ class _WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _unique_suffix() -> str:
+    """Returns the end of an event file's name: its beginning has the second, in which two may be opened."""
+    return f".{uuid.uuid4().hex[:8]}"
+
+
+def _drop_events_after(file: Path, step: int) -> None:
+    """Writes an event file of TensorBoard again without the events of steps after `step`, and without a torn last one.
+
+    A record is its length (8 bytes), a checksum of that (4), the event, and a checksum of it (4).
+    """
+    proto: Any = _library("tensorboard", "tensorboardX.proto.event_pb2")
+    content, at, kept = file.read_bytes(), 0, list[bytes]()
+    while at + 12 <= len(content):
+        stop = at + 12 + int.from_bytes(content[at : at + 8], "little") + 4
+        if stop > len(content):
+            break
+        event = proto.Event.FromString(content[at + 12 : stop - 4])
+        if event.step <= step or event.HasField("file_version"):
+            kept.append(content[at:stop])
+        at = stop
+    remaining = b"".join(kept)
+    if remaining != content:
+        part = file.with_name(f".{file.name}.{os.getpid()}")
+        part.write_bytes(remaining)
+        part.replace(file)
 
 
 def _library(extra: str, module: str) -> Any:

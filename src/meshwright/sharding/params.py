@@ -288,7 +288,7 @@ def init_program(
     # Seed and path are the two words of a parameter's key. They are arguments, not constants: XLA would take 0.2 s per
     # parameter to fold them.
     words = {
-        path: np.array([seed % 2**32, zlib.crc32(path.encode())], np.uint32)
+        path: np.array([seed, zlib.crc32(path.encode())], np.uint32)
         for path in named_leaves(params)
     }
     treedef: Any = jax.tree.structure(params, is_leaf=is_param)

@@ -5,6 +5,7 @@ Clipping is part of the gradients (step/gradients.py), where the norm over all d
 
 import fnmatch
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,39 +21,64 @@ from meshwright.sharding.params import Param, Tree, is_param, named_leaves, tree
 from meshwright.sharding.placement import Placement, like_param
 
 
-def _wsd(o: Optimizer, steps: int) -> optax.Schedule:
-    cooldown = max(steps // 5, 1)
+def _cosine(o: Optimizer, intervals: int) -> optax.Schedule:
+    return optax.cosine_decay_schedule(o.learning_rate, intervals, alpha=o.final_lr_fraction)
+
+
+def _linear(o: Optimizer, intervals: int) -> optax.Schedule:
     last = o.learning_rate * o.final_lr_fraction
-    return optax.linear_schedule(o.learning_rate, last, cooldown, transition_begin=steps - cooldown)
+    return optax.linear_schedule(o.learning_rate, last, intervals)
+
+
+def _wsd(o: Optimizer, intervals: int) -> optax.Schedule:
+    decay = math.ceil(intervals / 5)
+    last = o.learning_rate * o.final_lr_fraction
+    return optax.linear_schedule(o.learning_rate, last, decay, transition_begin=intervals - decay)
+
+
+def _constant(o: Optimizer, intervals: int) -> optax.Schedule:
+    return optax.constant_schedule(o.learning_rate)
 
 
 LR_SCHEDULES: dict[str, Callable[[Optimizer, int], optax.Schedule]] = {
-    "cosine": lambda o, steps: optax.cosine_decay_schedule(
-        o.learning_rate, steps, alpha=o.final_lr_fraction
-    ),
-    "linear": lambda o, steps: optax.linear_schedule(
-        o.learning_rate, o.learning_rate * o.final_lr_fraction, steps
-    ),
+    "cosine": _cosine,
+    "linear": _linear,
     "wsd": _wsd,
-    "constant": lambda o, steps: optax.constant_schedule(o.learning_rate),
+    "constant": _constant,
 }
-"""Learning-rate schedules after warm-up: `(config, steps after warm-up) -> schedule`."""
+"""Learning-rate schedules: `(config, intervals from the step with the peak to the last step) -> schedule`.
+
+A schedule has the peak at count 0 and the rate of the last step at count `intervals`: n steps have n - 1 intervals."""
 
 
 def build_lr_schedule(o: Optimizer, steps: int) -> optax.Schedule:
-    """Returns the learning rate as a function of the step: linear warm-up, then the schedule of the config.
+    """Returns the learning rate as a function of the step s, which is 0 to n - 1 in a run of n steps.
+
+    With peak p, final fraction f, and w = min(warmup_steps, n - 1) steps of warm-up, the step b = max(w - 1, 0) has the
+    peak, d = n - 1 - b intervals follow it, and x = (s - b) / d is the fraction of them at step s:
+
+        s < b     p (s + 1) / w
+        s >= b    constant    p
+                  linear      p (1 - (1 - f) x)
+                  cosine      p (1 - (1 - f) (1 - cos(pi x)) / 2)
+                  wsd         p (1 - (1 - f) max(0, s - (n - 1 - c)) / c), where c = ceil(d / 5)
+
+    One step has the peak, and the last step has the rate p f. A run of one step takes it at the peak. Further steps keep
+    the rate of the last.
 
     Raises ConfigError where the schedule has no known name, or where the function of one from outside fails.
     """
     warmup = min(o.warmup_steps, max(steps - 1, 0))
+    peak_step = max(warmup - 1, 0)
+    intervals = max(steps - 1 - peak_step, 1)
     schedule = resolve("learning-rate schedule", o.lr_schedule, LR_SCHEDULES)
     with foreign_code(f"learning-rate schedule {o.lr_schedule}", "correct the function"):
-        after: optax.Schedule = schedule(o, max(steps - warmup, 1))
-    if not warmup:
+        after: optax.Schedule = schedule(o, intervals)
+    if not peak_step:
         return after
     # The first step already moves: warm-up starts at peak / warmup, not at zero.
-    rise = optax.linear_schedule(o.learning_rate / warmup, o.learning_rate, max(warmup - 1, 1))
-    return optax.join_schedules([rise, after], [warmup])
+    rise = optax.linear_schedule(o.learning_rate / warmup, o.learning_rate, peak_step)
+    return optax.join_schedules([rise, after], [peak_step])
 
 
 def decays(params: Tree) -> Tree:

@@ -18,7 +18,7 @@ from meshwright.data.batch import ramp_of
 from meshwright.errors import ConfigError
 from meshwright.formatting import Shown
 from meshwright.hardware.agreement import agree, answer_of_the_first
-from meshwright.reporters import Reporter, build_reporters
+from meshwright.reporters import BETWEEN, Reporter, build_reporters
 from meshwright.reporters.files import EventLog, JsonLines
 from meshwright.runs.run_file import write_run
 from meshwright.step.device_run import DeviceRun, State
@@ -130,10 +130,12 @@ def train(
         if chief:
             write_run(run, out / "run.json")
             prepared.write_files(out)
-            sinks += [
-                *build_reporters(out, run),
-                events,
-            ]  # before a file is open, as names may be refused
+            # Before a file is open, as names may be refused.
+            trackers = build_reporters(out, run)
+            if start != "fresh":
+                for tracker in trackers:
+                    getattr(tracker, "rewind", lambda step: None)(position.step)
+            sinks += [*trackers, events]
             sinks.append(
                 lines := JsonLines(
                     out / "metrics.jsonl", upto=position.step, every=resumed.log_every
@@ -221,7 +223,7 @@ class _Loop:
         self.meter.norms.extend(self.started.norms)
         self.compiled: dict[int, Any] = {}
         self.fingerprint = self.prepared.fingerprint()
-        self.spent = dict.fromkeys(("input wait", "compiling", "saving", "evaluating"), 0.0)
+        self.spent = dict.fromkeys(("input wait", *BETWEEN), 0.0)
         self.held_out_loss: float | None = None
         self.bad_steps = 0
 
@@ -292,9 +294,12 @@ class _Loop:
                 self.meter.push(step, metrics)
                 if step == training.steps:
                     break
+                # What comes between two steps begins when the step before has ended: its time is its own.
                 if training.eval_every and step % training.eval_every == 0:
+                    state = self._settle(state, batch)
                     self._evaluate(step, state)
                 if sample_every and step % sample_every == 0:
+                    state = self._settle(state, batch)
                     self._sample(step, state)
                 shared, local = training.save_every, self.run.local_checkpoints.every
                 if shared and step % shared == 0:
@@ -390,7 +395,9 @@ class _Loop:
 
     def _sample(self, step: int, state: State) -> str:
         self.phases.enter("sample", step)
+        began = time.perf_counter()
         text = self.prepared.sample(state, self.out)
+        self.spent["sampling"] += time.perf_counter() - began
         if text:
             self.meter.sample(step, text)
         return text

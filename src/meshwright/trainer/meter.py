@@ -14,7 +14,7 @@ from meshwright.data.batch import ramp_of
 from meshwright.hardware.chips import find_chip
 from meshwright.models.flops import mfu
 from meshwright.models.model import Metrics
-from meshwright.reporters import Reporter, Values
+from meshwright.reporters import BETWEEN, Reporter, Values
 from meshwright.runs.run import Run
 
 
@@ -63,7 +63,7 @@ class Meter:
 
     @property
     def step_seconds(self) -> float:
-        """Median time from one step to the next."""
+        """Median time of a step, without what the loop does between steps."""
         return float(np.median(self._intervals)) if self._intervals else float("nan")
 
     def push(self, step: int, metrics: Metrics) -> None:
@@ -91,8 +91,9 @@ class Meter:
     def read(self, spent: Mapping[str, float] | None = None) -> BadStep | None:
         """Waits for the pending step and reports it; returns it where it is bad.
 
-        spent: seconds since the start of the run that the loop spent outside the steps, by name (`input wait`,
-        `saving`); the increase since the step before is among its metrics.
+        spent: seconds since the start of the run that the loop spent outside the steps, by name (`input wait` and those
+        of `BETWEEN`); the increase since the step before is among its metrics. The step's own time, and with it its
+        rate and MFU, is without what the loop did between the steps.
         """
         if self._pending is None:
             return None
@@ -109,16 +110,18 @@ class Meter:
             values["batch"] = float(self._ramp.batch(step - 1))
         now = time.perf_counter()
         if self._read_at is not None:
-            self._intervals.append(now - self._read_at)
-            values["step seconds"] = now - self._read_at
             outside = {
                 name: seconds - self._spent.get(name, 0.0)
                 for name, seconds in (spent or {}).items()
             }
+            between = sum(outside.get(name, 0.0) for name in BETWEEN)
+            step_seconds = now - self._read_at - between
+            self._intervals.append(step_seconds)
+            values["step seconds"] = step_seconds
             values |= {
                 f"{name} seconds": seconds for name, seconds in outside.items() if seconds > 0
             }
-            speed = self._ramp.batch(step - 1) * self.per_sample / (now - self._read_at)
+            speed = self._ramp.batch(step - 1) * self.per_sample / step_seconds
             values[f"{self._run.model.unit}/s"] = speed
             if self._peak is not None:
                 values["MFU"] = mfu(self._flops, speed, self._peak)

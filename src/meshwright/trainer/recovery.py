@@ -32,6 +32,7 @@ from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
 from meshwright.sharding.params import named_leaves
 from meshwright.step.device_run import DeviceRun, State
+from meshwright.step.optimizers import build_lr_schedule
 from meshwright.trainer.meter import BadStep
 from meshwright.trainer.prepare import Position, PreparedRun, Trainable
 from meshwright.trainer.tiers import Tiers, say
@@ -181,6 +182,8 @@ def compare(
         if was != given:
             kind = KINDS.get(name) or KINDS.get(name.partition(".")[0], "function")
             changes.append(Change(name, kind, f"{name} was {was} and is {given}"))
+    if (jump := describe_rate_jump(manifest.run, run, manifest.step)) is not None:
+        changes.append(Change("learning rate", "training", jump))
 
     def differs(name: str, text: str) -> None:
         changes.append(Change(name, "data" if name != "loss" else "function", text))
@@ -227,6 +230,33 @@ def compare(
             }
             differs(name, texts.get(name, f"data.{name} was {saved[name]} and is {value}"))
     return changes, unknown
+
+
+def describe_rate_jump(before: Run, now: Run, step: int) -> str | None:
+    """Describes how the learning rate jumps where `now` goes on from the first `step` steps of `before`.
+
+    None where the next step has the fraction of the peak that it would have had; after the last step of `before` that
+    is the fraction of its last. Another peak or schedule is a field of the Run, and said as such.
+    """
+    if before.optimizer.lr_schedule != now.optimizer.lr_schedule:
+        return None
+    if not 0 < step < now.training.steps:
+        return None
+    expected, found = (_fraction_of_peak(run, step) for run in (before, now))
+    if math.isclose(expected, found, rel_tol=1e-4):
+        return None
+    ended = step >= before.training.steps
+    was = "the fraction of the last step" if ended else "the fraction it would have had"
+    return (
+        f"the learning rate of step {step + 1} is {found:.3g} of the peak and not {expected:.3g}, {was}: "
+        f"the schedule {now.optimizer.lr_schedule} is over {now.training.steps} steps and was over "
+        f"{before.training.steps}"
+    )
+
+
+def _fraction_of_peak(run: Run, step: int) -> float:
+    rate = build_lr_schedule(run.optimizer, run.training.steps)
+    return float(rate(step)) / run.optimizer.learning_rate
 
 
 def _compare_sources(

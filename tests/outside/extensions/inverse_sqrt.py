@@ -6,7 +6,7 @@ import optax
 from meshwright.config import Optimizer
 
 
-def inverse_sqrt(config: Optimizer, steps: int) -> optax.Schedule:
-    """Returns the peak rate times sqrt(w / (w + t)), t steps after a warm-up of w steps; `steps` is not needed."""
+def inverse_sqrt(config: Optimizer, intervals: int) -> optax.Schedule:
+    """Returns the peak rate times sqrt(w / (w + t)), t steps after a warm-up of w steps; `intervals` is not needed."""
     warmup = max(config.warmup_steps, 1)
     return lambda count: config.learning_rate * jnp.sqrt(warmup / (warmup + count))

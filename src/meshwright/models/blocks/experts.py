@@ -9,6 +9,10 @@ returns one row (DeepSeek-V3, arXiv:2412.19437, section 3.2.2).
 Load balancing and capacity are counted within a sequence (DeepSeek-V3, equations 17 to 20): a token's output does not
 depend on other sequences, so the numbers are the same on any mesh and with any gradient accumulation.
 
+Padding is not text. `route` gives padding positions no expert, and everything after it follows from that: padding is
+not copied, sent, multiplied or counted, and capacities and buffers are shares of the text alone. The loss of a text is
+the same whatever the number, amount and place of the padding tokens around it.
+
 A routing weight multiplies the hidden layer of its expert, before the `down` matmul, and not the output: its gradient
 then needs the hidden layer, which is there, and the backward pass neither saves nor recomputes the experts' outputs and
 their way back (as with ScatterMoE, Tan et al. 2024, arXiv:2403.08245, the numbers equal a weighted sum).
@@ -108,9 +112,16 @@ class Routes:
     """
 
     experts_BTX: jax.Array
+    """Experts of a token; those of padding are all `experts`, the number after the last expert."""
     weights_BTX: jax.Array
     router_probs_BTR: jax.Array
     lse_BT: jax.Array
+    padding_BT: jax.Array | None = None
+    """Positions of `router_probs_BTR` and `lse_BT` that are not text, bool; None where all are."""
+
+    def text(self, r: Routing) -> jax.Array:
+        """Returns whether each position is text, bool [B, T]: whether it has experts."""
+        return self.experts_BTX[..., 0] < r.experts
 
 
 def route(
@@ -119,8 +130,11 @@ def route(
     w_DR: jax.Array,
     bias_R: jax.Array | None,
     logit_bias_R: jax.Array | None = None,
+    padding_BT: jax.Array | None = None,
 ) -> Routes:
     """Scores every expert for every token and picks the top k.
+
+    padding_BT: positions that get no expert; None where all are text.
 
     bias_R: added to the scores for the choice of experts only, not for their weights (auxiliary-loss-free load
     balancing: arXiv:2412.19437, equation 16).  logit_bias_R: learned bias of the router's logits (GPT-OSS).
@@ -158,24 +172,22 @@ def route(
         weights_BTX = jax.nn.softmax(jax.vmap(jax.vmap(chosen))(log_scores_BTR, experts_BTX), -1)
     else:
         weights_BTX = jax.vmap(jax.vmap(chosen))(scores_BTR, experts_BTX)
-    return Routes(experts_BTX, weights_BTX * r.routed_scaling, probs_BTR, lse_BT)
+    if padding_BT is not None:
+        experts_BTX = jnp.where(padding_BT[..., None], r.experts, experts_BTX)
+    return Routes(experts_BTX, weights_BTX * r.routed_scaling, probs_BTR, lse_BT, padding_BT)
 
 
-def router_losses(
-    r: Routing, routes: Routes, padding_BT: jax.Array | None = None
-) -> dict[str, jax.Array]:
+def router_losses(r: Routing, routes: Routes) -> dict[str, jax.Array]:
     """Returns the router's auxiliary losses and load of this device's sequences, summed over `tensor`.
 
     balance: load-balancing loss, E times the sum over experts of (fraction of tokens x mean router probability); 1 for
     an even load.  router z: mean squared log-sum-exp (ST-MoE: Zoph et al. 2022, arXiv:2202.08906, equation 5).  load:
-    tokens routed to each expert, [E].  padding_BT: positions that none of them counts, and means do not include; None
-    counts all. Sums over the token axes are over the batch. Each device of `tensor` has its own positions, so the
-    router's gradient is partial over `tensor`.
+    tokens routed to each expert, [E]. Means and sums are over text: padding counts nowhere. Sums over the token axes
+    are over the batch. Each device of `tensor` has its own positions, so the router's gradient is partial over `tensor`.
     """
+    padding_BT = routes.padding_BT
     text_BT = jnp.ones(routes.lse_BT.shape, bool) if padding_BT is None else ~padding_BT
-    chosen_BTXE = (routes.experts_BTX[..., None] == jnp.arange(r.experts)) & text_BT[
-        ..., None, None
-    ]
+    chosen_BTXE = routes.experts_BTX[..., None] == jnp.arange(r.experts)
     counts_BE = chosen_BTXE.sum((1, 2)).astype(jnp.float32)
     sequence_counts_BE, tokens_B = all_reduce(
         (lax.stop_gradient(counts_BE), text_BT.sum(1, dtype=jnp.float32)), (*CONTEXT, *TENSOR)
@@ -300,18 +312,27 @@ class Experts(Kind):
 
     def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the experts of a step's tokens, routed and shared."""
+        folded, padding_BT, text = "tensor" in ctx.expert_axes, ctx.tokens.padding, None
+        if padding_BT is not None:
+            dispatched_BT = local_shard(padding_BT, TENSOR, 1) if folded else padding_BT
+            # Here, outside of the loop over layers, it is sent once.
+            text = self.mean_text(~dispatched_BT, ctx.expert_axes, ctx.expert_nodes)
+            padding_BT = local_shard(padding_BT, TENSOR, 1)
 
         def feed(h_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, Aux]:
             biases = {self.router_bias: w.get("router_bias")}
             with jax.named_scope("router"):
                 routes = route(
-                    self.routing, h_BTD, w["router"], biases.get("choice"), biases.get("logits")
+                    self.routing,
+                    h_BTD,
+                    w["router"],
+                    biases.get("choice"),
+                    biases.get("logits"),
+                    padding_BT,
                 )
-                padding = ctx.tokens.padding
-                own_padding = None if padding is None else local_shard(padding, TENSOR, 1)
-                aux = router_losses(self.routing, routes, own_padding)
+                aux = router_losses(self.routing, routes)
             # Outputs of experts that `tensor` splits are those of this device's tokens.
-            own_BTD, folded = h_BTD, "tensor" in ctx.expert_axes
+            own_BTD = h_BTD
             if self.shared or not folded:
                 h_BTD = sequence_all_gather(h_BTD, 1)
             if not folded:
@@ -335,6 +356,7 @@ class Experts(Kind):
                     ctx.grouped_matmul,
                     ctx.expert_axes,
                     ctx.expert_nodes,
+                    text,
                 )
             if dropped is not None:
                 aux["dropped"] = all_reduce(dropped, TENSOR) if folded else dropped
@@ -346,6 +368,16 @@ class Experts(Kind):
             return y_BTD if folded else sequence_reduce_scatter(y_BTD, 1), aux
 
         return feed
+
+    def mean_text(self, text_BT: jax.Array, axes: Axes, nodes: int) -> jax.Array | None:
+        """Returns the tokens of text on a device, on average over `axes` and rounded up.
+
+        None where no buffer has less room than could arrive, and nothing depends on it.
+        """
+        devices = math.prod(map(lax.axis_size, axes))
+        if self.dispatch != "dropless" or not self.facts()["experts"].drops(devices, nodes):
+            return None
+        return -(-all_reduce(text_BT.sum(dtype=jnp.int32), axes) // devices)
 
     def apply(
         self,
@@ -483,13 +515,14 @@ def dropless_moe(
     multiply: Multiply,
     axes: Axes = EXPERT,
     nodes: int = 1,
+    text: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes the weighted sum of each token's experts, in groups of unequal size (MegaBlocks, arXiv:2211.15841).
 
     axes: those that split the experts.  nodes: groups of their devices between which a token has one row for all of its
-    experts in a group; with 1 it has one for each expert.
-    Returns the outputs [B, T, D] and a number that sums over `axes` to the (token, expert) pairs that found no room;
-    None where there is always room.
+    experts in a group; with 1 it has one for each expert.  text: as `Experts.mean_text` returns it, or None to count it.
+    Returns the outputs [B, T, D], zeros at padding, and a number that sums over `axes` to the (token, expert) pairs
+    that found no room; None where there is always room.
     """
     B, T, D = h_BTD.shape
     k = e.routing.experts_per_token
@@ -501,18 +534,39 @@ def dropless_moe(
     chosen, weights = (x.reshape(B * T, k) for x in (routes.experts_BTX, routes.weights_BTX))
     spec, devices = e.facts()["experts"], math.prod(map(lax.axis_size, axes))
     levels = split_axes(axes, (nodes, devices // nodes))
-    buffers, most = (
-        each.buffers(B * T, devices, nodes)
-        for each in (spec, dataclasses.replace(spec, buffer_factor=0.0))
-    )
+    text_BT = routes.text(e.routing)
+    if text is None:
+        text = e.mean_text(text_BT, axes, nodes)
+    buffers = limits = spec.buffers(B * T, devices, nodes)
+    if text is not None:
+        # A device has the room of its even share of the text; its buffers are as large as batches without padding need.
+        rooms = spec.rooms(np.arange(B * T + 1), devices, nodes)
+        limits = ExpertBuffers(
+            *(
+                jnp.minimum(most, look_up(room, text))
+                for most, room in zip(buffers, rooms, strict=True)
+            )
+        )
     own, partial = e.routing.experts // devices, () if "tensor" in axes else TENSOR
     apply = functools.partial(e.apply, w=w, multiply=multiply, partial=partial)
     send = _to_nodes if nodes > 1 else _to_experts
     rows = round_rows(flat) if rounds else Rows(flat)
-    out, served = send(e, rows, chosen, weights, apply, levels, own, buffers)
-    return out.reshape(B, T, D), None if buffers == most else (B * T * k - served).astype(
-        jnp.float32
-    )
+    out, served = send(e, rows, chosen, weights, apply, levels, own, (buffers, limits))
+    dropped = None
+    if text is not None:
+        dropped = (text_BT.sum(dtype=jnp.int32) * k - served).astype(jnp.float32)
+    return out.reshape(B, T, D), dropped
+
+
+def look_up(table: np.ndarray, index: jax.Array) -> jax.Array:
+    """Returns `table[index]` of an integer table that never decreases.
+
+    The program has one constant for each step of the table, and not one for each of its elements.
+    """
+    rises = np.diff(table)
+    at = np.flatnonzero(rises)
+    reached = index[..., None] > at
+    return (int(table[0]) + jnp.where(reached, rises[at], 0).sum(-1)).astype(jnp.int32)
 
 
 class Copies(NamedTuple):
@@ -526,14 +580,21 @@ class Copies(NamedTuple):
     """Copies for each group."""
 
 
-def sort_copies(group_RX: jax.Array, groups: int, room: int) -> Copies:
-    """Sorts the slots of rows by their group, as many as have room. group_RX: `groups` and above is no copy."""
+def sort_copies(
+    group_RX: jax.Array, groups: int, room: int, limit: jax.Array | int | None = None
+) -> Copies:
+    """Sorts the slots of rows by their group, as many as have room.
+
+    group_RX: `groups` and above is no copy.  limit: copies that are made, at most and by default `room`.
+    """
+    limit = room if limit is None else limit
     flat = group_RX.reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    ends = jnp.minimum(jnp.cumsum((flat[:, None] == jnp.arange(groups)).sum(0)), room).astype(
+    ends = jnp.minimum(jnp.cumsum((flat[:, None] == jnp.arange(groups)).sum(0)), limit).astype(
         jnp.int32
     )
-    places = jnp.where(flat < groups, jnp.argsort(order), room).reshape(group_RX.shape)
+    places = jnp.argsort(order)
+    places = jnp.where((flat < groups) & (places < limit), places, room).reshape(group_RX.shape)
     return Copies(order[:room], places, jnp.diff(ends, prepend=0))
 
 
@@ -578,6 +639,8 @@ def copies_of(
 
 Apply = Callable[[Rows, jax.Array, jax.Array], jax.Array]
 """`(rows, routing weights, rows of each expert here) -> outputs`."""
+Rooms = tuple[ExpertBuffers, ExpertBuffers]
+"""Rows of each buffer, and how many of them this batch may use, which may be arrays."""
 
 
 def _to_experts(
@@ -588,7 +651,7 @@ def _to_experts(
     apply: Apply,
     levels: list[Level],
     own: int,
-    buffers: ExpertBuffers,
+    rooms: Rooms,
 ) -> tuple[jax.Array, jax.Array]:
     """Sends each row to the devices of its experts, a copy for each, and returns the sums of their outputs.
 
@@ -597,7 +660,8 @@ def _to_experts(
     of the others too.
     """
     k, (level, *_) = chosen_RX.shape[1], levels or [Level((), 1, None)]
-    slots, places, sizes = sort_copies(chosen_RX, level.size * own, buffers.copies)
+    buffers, limits = rooms
+    slots, places, sizes = sort_copies(chosen_RX, level.size * own, buffers.copies, limits.copies)
     source = slots // k
     weights = copy_rows(weights_RX.reshape(-1, 1), slots, places.reshape(-1, 1))
     copies, columns = copies_of(rows, weights, source, places)
@@ -606,7 +670,7 @@ def _to_experts(
     # A row has at most one copy for each expert, which bounds those that one device sends another.
     largest = min(buffers.experts, chosen_RX.shape[0] * min(k, own))
     sent = sizes.reshape(level.size, -1)
-    exchange = plan_exchange(sent, level, buffers.experts)
+    exchange = plan_exchange(sent, level, limits.experts)
     # Kernels read these rows as they arrive; beside them columns would cost a copy.
     to = (exchange, level, buffers.experts, largest)
     (values, low, _), columns = (
@@ -626,7 +690,7 @@ def _to_nodes(
     apply: Apply,
     levels: list[Level],
     own: int,
-    buffers: ExpertBuffers,
+    rooms: Rooms,
 ) -> tuple[jax.Array, jax.Array]:
     """Sends each row once to every node with experts of it, and there to these; returns as `_to_experts` does.
 
@@ -637,12 +701,12 @@ def _to_nodes(
     of_node, limit = e.routing.experts // level.size, e.facts()["experts"].most_nodes(level.size)
     node_RX = chosen_RX // of_node
     first_RX = (node_RX[:, :, None] == node_RX[:, None]).argmax(-1) == jnp.arange(k)
-    tokens = chosen_RX.shape[0]
+    tokens, (buffers, limits) = chosen_RX.shape[0], rooms
     room, largest = limit * tokens, min(buffers.nodes, tokens)
     slots, places, sizes = sort_copies(jnp.where(first_RX, node_RX, level.size), level.size, room)
     source, places, sent = slots // k, jnp.sort(places, 1)[:, :limit], sizes[:, None]
     # An update for each expert would cost a message between nodes.
-    exchange = plan_exchange(sent, level, buffers.nodes)
+    exchange = plan_exchange(sent, level, limits.nodes)
     # Rows that do not arrive are zeros, so experts are counted from one.
     columns = copy_rows(jnp.concatenate([weights_RX, 1.0 + chosen_RX], 1), source, places)
     arrived = send_rows(
@@ -652,15 +716,19 @@ def _to_nodes(
     here_RX = columns[:, k : 2 * k].astype(jnp.int32) - 1 - level.index() * of_node
     here_RX = jnp.where((here_RX >= 0) & (here_RX < of_node), here_RX, of_node)
     out, served = _to_experts(
-        e, arrived_rows(*arrived), here_RX, columns[:, :k], apply, inside, own, buffers
+        e, arrived_rows(*arrived), here_RX, columns[:, :k], apply, inside, own, rooms
     )
     out = ragged_all_to_all(out, exchange.reversed(), level, room, largest)
     return sum_copies(out, source, places), served
 
 
-def expert_capacity(r: Routing, seq: int, factor: float) -> int:
-    """Returns the tokens of a sequence that an expert has capacity for: `factor` times an even share, rounded up."""
-    return min(seq, -(-int(np.ceil(seq * r.experts_per_token * factor)) // r.experts))
+def expert_capacity(r: Routing, tokens: Any, factor: float) -> Any:
+    """Returns the tokens of a sequence that an expert has capacity for: `factor` times an even share, rounded up.
+
+    tokens: tokens of text in the sequence, an integer or an array of them.
+    """
+    pairs = np.ceil(tokens * r.experts_per_token * factor).astype(int)
+    return np.minimum(tokens, -(-pairs // r.experts))
 
 
 def capacity_moe(
@@ -669,25 +737,29 @@ def capacity_moe(
     """Computes the weighted sum of each token's experts within their capacity, first choices first.
 
     Every expert has capacity for a number of tokens of each sequence (GShard: Lepikhin et al. 2020, arXiv:2006.16668,
-    section 2.2). Returns the outputs [B, T, D] and the number of this device's (token, expert) pairs that were dropped.
+    section 2.2), which follows from the sequence's tokens of text. Returns the outputs [B, T, D], zeros at padding, and
+    the number of this device's (token, expert) pairs that were dropped.
     """
     B, T, _ = h_BTD.shape
-    r, capacity = e.routing, expert_capacity(e.routing, sequence.seq, e.capacity_factor)
+    r = e.routing
+    capacities = expert_capacity(r, np.arange(sequence.seq + 1), e.capacity_factor)
     # Pairs are counted over the complete sequence, all first choices before any second choice.
     whole_BTX = all_gather(routes.experts_BTX, CONTEXT, 1)
     if sequence.shards > 1:
         whole_BTX = whole_BTX[:, np.argsort(sequence.position_order())]
     pairs = whole_BTX.transpose(0, 2, 1).reshape(B, -1)
     slot = jnp.cumsum(pairs[..., None] == jnp.arange(r.experts), 1) - 1
-    kept = jnp.take_along_axis(slot, pairs[..., None], -1)[..., 0] < capacity
+    slot = jnp.take_along_axis(slot, pairs[..., None], -1, mode="clip")[..., 0]
+    text_B = (whole_BTX[..., 0] < r.experts).sum(1)
+    kept = (pairs < r.experts) & (slot < look_up(capacities, text_B)[:, None])
     kept_BTX = kept.reshape(B, r.experts_per_token, -1).transpose(0, 2, 1)
     if sequence.shards > 1:
         kept_BTX = kept_BTX[:, sequence.local_positions()]
-    local_capacity = min(capacity, T)
+    local_capacity = min(int(capacities[-1]), T)
     # Slot of each pair among the kept pairs of its expert on this device; dropped pairs get a slot out of bounds.
     one_hot_BTXE = (routes.experts_BTX[..., None] == jnp.arange(r.experts)) & kept_BTX[..., None]
     slot_BTE = jnp.cumsum(one_hot_BTXE.any(2), 1) - 1
-    slot_BTX = jnp.take_along_axis(slot_BTE, routes.experts_BTX, -1)
+    slot_BTX = jnp.take_along_axis(slot_BTE, routes.experts_BTX, -1, mode="clip")
     slot_BTX = jnp.where(kept_BTX, slot_BTX, local_capacity)
     index = (routes.experts_BTX, jnp.arange(B)[:, None, None], slot_BTX)
 
@@ -704,6 +776,6 @@ def capacity_moe(
     out_EBCD = jnp.einsum("ebcf,efd->ebcd", hidden_EBCF, w["down"])
     out_EBCD = all_to_all(out_EBCD, EXPERT, 1, 0)
     out_BTXD = out_EBCD.at[index].get(mode="fill", fill_value=0, unique_indices=True)
-    return out_BTXD.sum(2, dtype=jnp.float32).astype(h_BTD.dtype), (~kept_BTX).sum().astype(
-        jnp.float32
-    )
+    dropped_BTX = routes.text(r)[..., None] & ~kept_BTX
+    out_BTD = out_BTXD.sum(2, dtype=jnp.float32).astype(h_BTD.dtype)
+    return out_BTD, dropped_BTX.sum().astype(jnp.float32)

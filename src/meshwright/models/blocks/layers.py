@@ -132,16 +132,23 @@ take_rows.defvjp(
 )
 
 
-def embed(tokens_BT: jax.Array, table_VD: jax.Array, sum_rows: SumRows = scatter_rows) -> jax.Array:
-    """Looks up token embeddings, [B, T/tensor, D], on the first pipeline stage.
+def embed(
+    tokens_BT: jax.Array,
+    table_VD: jax.Array,
+    sum_rows: SumRows = scatter_rows,
+    padding_BT: jax.Array | None = None,
+) -> jax.Array:
+    """Looks up token embeddings, [B, T/tensor, D], on the first pipeline stage; zeros at padding, whatever its token.
 
     table_VD: this device's block of the vocabulary (Shoeybi et al. 2019, arXiv:1909.08053, section 3). A device takes
     zeros for the tokens of other blocks; `sequence_reduce_scatter` sums over `tensor` and `reduce` over `stage`.
-    sum_rows: of the gradient.
+    sum_rows: of the gradient.  padding_BT: positions that are not text; None where all are.
     """
     rows = table_VD.shape[0]
     local_BT = tokens_BT - axis_index(VOCAB_AXES) * rows
     in_block_BT = (local_BT >= 0) & (local_BT < rows)
+    if padding_BT is not None:
+        in_block_BT &= ~padding_BT
     x_BTD = take_rows(table_VD, jnp.where(in_block_BT, local_BT, 0), sum_rows)
     return reduce(
         sequence_reduce_scatter(jnp.where(in_block_BT[..., None], x_BTD, 0), 1), ("stage",), 0
