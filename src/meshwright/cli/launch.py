@@ -3,17 +3,20 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from meshwright.api.finetuning import FinetuneOptions, check_start
 from meshwright.api.verb import Call, Outcome, RunOptions, unwritable, value_of
 from meshwright.cli.parse import options_of
 from meshwright.cli.verbs import kind_of, parse_verb
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
 from meshwright.launching.schedulers import SCHEDULERS, Job, accelerators_of, legal_name, pairs
 from meshwright.ranges import NonNegativeInt, PositiveInt, Ranged
+from meshwright.trainer.relations import check_run
 from meshwright.trust import trust_options
 
 VERBS = ("train", "finetune", "evaluate", "generate", "parity", "bench", "doctor")
@@ -116,8 +119,9 @@ def _job(options: LaunchOptions, words: Sequence[str]) -> Job:
     name = options.name or legal_name(Path(file).stem)
     if verb in _TRAINING:
         arguments = _with_out(options, name, arguments)
-    target = _check_command(verb, arguments)
+    given_options, target = _parse_command(verb, arguments)
     hardware = options.target or target
+    _check_relations(given_options, hardware)
     accelerators = None if hardware is None else accelerators_of(parse_target(hardware))
     hosts = options.hosts or (accelerators.hosts if accelerators else 1)
     if accelerators is not None and hosts != accelerators.hosts:
@@ -165,8 +169,28 @@ def _with_out(options: LaunchOptions, name: str, arguments: list[str]) -> list[s
     return arguments if resumes else [*arguments, "--resume-if-exists"]
 
 
-def _check_command(verb: str, arguments: list[str]) -> str | None:
-    """Parses the command as its processes will, so that a mistake does not wait in a queue; returns a plan's target."""
+def _parse_command(verb: str, arguments: list[str]) -> tuple[Any, str | None]:
+    """Parses the command as its processes will, so that a mistake does not wait in a queue.
+
+    Returns its options, and the target of a plan.
+    """
     arguments, kind = [word for word in arguments if word != "--resume-if-exists"], kind_of(verb)
-    parse_verb(verb, arguments)
-    return kind.base(arguments).target if issubclass(kind, RunOptions) else None
+    options = parse_verb(verb, arguments)
+    return options, kind.base(arguments).target if issubclass(kind, RunOptions) else None
+
+
+def _check_relations(options: Any, hardware: str | None) -> None:
+    """Raises ConfigError for a run that its hosts would refuse. hardware: None where it is not known."""
+    if not isinstance(options, RunOptions):
+        return
+    if isinstance(options, FinetuneOptions):
+        check_start(options.run)
+    devices = 1 if hardware is None else parse_target(hardware).devices
+    shape = options.run.mesh or MeshShape(fsdp=devices)
+    if hardware is not None and shape.size > devices:
+        raise ConfigError(
+            f"mesh {shape} on {hardware}",
+            f"the mesh has {shape.size} devices, and {hardware} has {devices}",
+            f"--mesh fsdp={devices}",
+        )
+    check_run(options.run, shape)
