@@ -73,9 +73,10 @@ class LaunchOptions(Ranged):
         if not rest:
             fix = "meshwright launch --on slurm tiny --out /shared/runs/tiny"
             raise ConfigError(f"meshwright launch {' '.join(own)}", "there is no RUN", fix)
-        job = _job(self, rest)
+        job, parsed, hardware = _job(self, rest)
         write_job, start = SCHEDULERS[self.on]
         text = write_job(job)
+        _check_relations(parsed, hardware)
         if self.write is None:
             return Outcome(text)
         try:
@@ -102,7 +103,8 @@ def _split(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     return args[:end], args[end:]
 
 
-def _job(options: LaunchOptions, words: Sequence[str]) -> Job:
+def _job(options: LaunchOptions, words: Sequence[str]) -> tuple[Job, Any, str | None]:
+    """Returns the job, the options of the command in it, and its hardware where that is known."""
     verb, arguments = (words[0], list(words[1:])) if words[0] in VERBS else ("train", list(words))
     given = {word.partition("=")[0] for word in arguments}
     run = arguments[0] if arguments and not arguments[0].startswith("-") else None
@@ -119,9 +121,8 @@ def _job(options: LaunchOptions, words: Sequence[str]) -> Job:
     name = options.name or legal_name(Path(file).stem)
     if verb in _TRAINING:
         arguments = _with_out(options, name, arguments)
-    given_options, target = _parse_command(verb, arguments)
+    parsed, target = _parse_command(verb, arguments)
     hardware = options.target or target
-    _check_relations(given_options, hardware)
     accelerators = None if hardware is None else accelerators_of(parse_target(hardware))
     hosts = options.hosts or (accelerators.hosts if accelerators else 1)
     if accelerators is not None and hosts != accelerators.hosts:
@@ -141,7 +142,7 @@ def _job(options: LaunchOptions, words: Sequence[str]) -> Job:
     if restarts is None:  # other verbs have no checkpoint to resume from
         restarts = _RESTARTS if verb in _TRAINING else 0
     cache = (("MESHWRIGHT_CACHE", options.cache),) if options.cache else ()
-    return Job(
+    job = Job(
         name=name,
         command=("meshwright", verb, *arguments, *trust_options()),
         hosts=hosts,
@@ -153,6 +154,7 @@ def _job(options: LaunchOptions, words: Sequence[str]) -> Job:
         restarts=restarts,
         fields=pairs("--set", options.set, lambda text: text.partition("=")),
     )
+    return job, parsed, hardware
 
 
 def _with_out(options: LaunchOptions, name: str, arguments: list[str]) -> list[str]:
