@@ -688,7 +688,7 @@ def test_the_state_of_an_equinox_module_is_averaged_and_restored(
         )
         return jnp.mean((y - batch["y"]) ** 2), state
 
-    model = mw.wrap(eqx.nn.make_with_state(Net), loss, rows, held_out=[rows(99)])
+    model = mw.wrap(eqx.nn.make_with_state(Net), loss, rows, held_out=[rows(99)], local_batch=True)
     run = model.run(mesh="data=2", steps=2, save_every=1, max_to_keep=9)
     train(run, tmp_path / "out", cache)
     before = losses(tmp_path / "out", "held-out loss")
