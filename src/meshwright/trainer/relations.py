@@ -13,7 +13,7 @@ from meshwright.checkpoint.checkpoints import check_writable
 from meshwright.checkpoint.manifest import steps_to_take
 from meshwright.checkpoint.steps import committed_steps
 from meshwright.config import MeshShape
-from meshwright.errors import ConfigError, nearest
+from meshwright.errors import CheckpointError, ConfigError, nearest
 from meshwright.hardware.agreement import answer_of_the_first, flatten
 from meshwright.reporters import find_reporters
 from meshwright.runs.placed_run import PlacedRun, place_run
@@ -89,6 +89,12 @@ def check_output(run: Run, output: Output) -> None:
     checkpoints = output.folder / "checkpoints"
     # Hosts may have the checkpoint on disks of their own, which they compare later.
     if output.resumes and run.local_checkpoints.path is None:
+        if not committed_steps(checkpoints):
+            raise CheckpointError(
+                f"resuming the run in {output.folder}",
+                "no checkpoint was committed there",
+                f"--resume-if-exists --out {output.folder}, which starts where there is none",
+            )
         steps_to_take(checkpoints, output.at)
     if not output.resumes and not output.may_resume:
         check_new(output.folder)
