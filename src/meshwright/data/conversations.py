@@ -301,7 +301,7 @@ def _records(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
     for file in files:
         with open_bytes(file) as raw:
             stream = decompressed(raw, kind_of(file.name)[1])
-            for place, record in read_json_lines(file, stream, Records(str(file))):
+            for place, record in read_json_lines(file, stream, Records(str(file), skippable=False)):
                 if not isinstance(record, dict):
                     truth = f"it is {kind_of_value(record)}, and no object"
                     raise DataError(str(place), truth, "one JSON object in a line")

@@ -309,10 +309,14 @@ def prepare_run(
         corpus, parts = load_conversations(run.data, run.training.seq, run.finetune, cache)
     vocab = run.model.vocab
     if vocab is not None and corpus.vocab > vocab:
+        fix = f"--model.vocab {corpus.vocab}"
+        if run.init_from is not None:  # weights have the embeddings that they have
+            folder = run.init_from.removeprefix("hf:")
+            fix = f"the tokenizer of the weights: --data.tokenizer {folder}/tokenizer.json"
         raise DataError(
             f"training a model of {vocab} tokens on {corpus.files[0].folder}",
             f"its tokenizer has {corpus.vocab} tokens, so tokens {vocab} to {corpus.vocab - 1} have no embedding",
-            f"--model.vocab {corpus.vocab}, or the model's own tokenizer with --data.tokenizer",
+            fix,
         )
     run = dataclasses.replace(
         run, model=dataclasses.replace(run.model, vocab=vocab or corpus.vocab)
