@@ -9,13 +9,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import meshwright as mw
+from meshwright.analysis.run_census import census_of_train_step
 from meshwright.api.layout import show
 from meshwright.cli.verbs import run_verb
 from meshwright.config import MeshShape
 from meshwright.errors import MeshwrightError
+from meshwright.hardware.mesh import build_mesh
 from meshwright.hardware.targets import parse_target
 from meshwright.models.families import family_name
 from meshwright.models.families.mixtral import Mixtral
@@ -23,6 +26,7 @@ from meshwright.planner.search import price_run
 from meshwright.plugins import load_file
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import write_run
+from meshwright.step.device_run import place_on_devices
 from meshwright.views.run_folder import open_folders
 from meshwright.views.run_page import run_page
 from meshwright.wrapped.model import Wrapped
@@ -39,13 +43,16 @@ TARGETS = {
 }
 ARITHMETIC = ("plan", "price", "launch")
 """Fronts that answer by arithmetic for hardware that is not here."""
+HERE = ("train", "resume", "evaluate", "census", "page", "show")
+"""Fronts that answer on the devices of this host; `page` and `show` need none."""
 LOSS_UNITS = {
     **dict.fromkeys(KINDS, "mean over examples"),
     **dict.fromkeys(("family", "mixture", "LoRA"), "nats per token"),
     "preferences": "nats per pair",
 }
 HOLES: dict[tuple[str, str], str] = {
-    ("show", kind): "only the module knows them" for kind in WRAPPED
+    **{("show", kind): "only the module knows them" for kind in WRAPPED},
+    **{("evaluate", kind): "it has no held-out batches" for kind in ("NNX", "pytree")},
 }
 """Front and kind -> why there is no answer."""
 EXAMPLES = Path(__file__).parents[1] / "docs" / "wrap"
@@ -122,3 +129,62 @@ def test_every_kind_is_shown_or_has_a_reason(kind: str, tmp_path: Path) -> None:
         return
     with pytest.raises(MeshwrightError, match=reason):
         answer("show", kind, "cpu", tmp_path)
+
+
+def trainable(kind: str, folder: Path) -> Run:
+    """A run of a kind for one step, with data, which another step may follow."""
+    run = run_of(kind)
+    training = dataclasses.replace(run.training, steps=1, save_every=1, max_to_keep=9)
+    run = dataclasses.replace(run, training=training)
+    if kind in WRAPPED:
+        return run
+    file = folder / "data.jsonl"
+    record = {"text": "What is two and two? It is four. " * 20}
+    if kind == "preferences":
+        record = {"prompt": "What is two and two?", "chosen": " Four.", "rejected": " Five."}
+    file.write_text(f"{json.dumps(record)}\n" * 80, encoding="utf-8")
+    data = dataclasses.replace(run.data, paths=(str(file),), tokenizer="bytes")
+    return dataclasses.replace(run, mesh=MeshShape(data=2), data=data)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_trains_resumes_and_is_evaluated_here(
+    kind: str, tmp_path: Path, cache: Path
+) -> None:
+    run, out = trainable(kind, tmp_path), tmp_path / "out"
+    assert mw.train(run, out, progress="none", cache=cache).steps == 1
+    more = dataclasses.replace(run, training=dataclasses.replace(run.training, steps=2))
+    assert mw.train(more, out, start="resume", progress="none", cache=cache).steps_taken == 1
+    assert LOSS_UNITS[kind] in json.dumps(run_page(open_folders([out])).to_json())
+    assert run.mesh is not None
+    census = census_of_train_step(place_on_devices(run, build_mesh(run.mesh)))
+    assert census.memory.compiled.live > 0
+    reason = HOLES.get(("evaluate", kind))
+    if reason is None:
+        assert np.isfinite(
+            mw.evaluate(out, model=run.model if kind in WRAPPED else None, cache=cache).loss
+        )
+        return
+    with pytest.raises(MeshwrightError, match=reason):
+        mw.evaluate(out, model=run.model if kind in WRAPPED else None, cache=cache)
+
+
+def print_table(folder: Path) -> None:
+    """Prints the answer of every front, kind and platform; `-` and the reason where there is none."""
+    for front in (*ARITHMETIC, "show", "page"):
+        for kind in KINDS:
+            for platform in TARGETS if front in ARITHMETIC else ("cpu",):
+                place = folder / front / kind.lower() / platform
+                place.mkdir(parents=True)
+                try:
+                    answered = answer(front, kind, platform, place)[:60]
+                except MeshwrightError as refused:
+                    answered = f"- {refused.truth}"
+                print(f"{front:10}{kind:14}{platform:8}{answered}")
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        print_table(Path(folder))

@@ -553,7 +553,7 @@ def test_a_linen_module_has_several_methods_and_sows(tmp_path: Path, cache: Path
         (size,) = model.variables["losses"]["size"]
         return jnp.mean((y - batch["y"]) ** 2) + size, {"size": size}
 
-    model = mw.wrap(Coder(), loss, rows)
+    model = mw.wrap(Coder(), loss, rows, local_batch=True)
     assert {name.split(".")[0] for name in model.params()} == {"encoder", "decoder", "norm"}
     _, variables, _ = model.parts.adapter.build(jax.random.key(0))
     assert set(variables) == {"batch_stats.norm.mean", "batch_stats.norm.var"}
