@@ -14,7 +14,8 @@ import meshwright as mw
 from meshwright.activity import Activity, watched_by
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import build_mesh
-from meshwright.step.device_run import place_on_devices
+from meshwright.step.device_run import DeviceRun, place_on_devices
+from meshwright.step.gradients import build_gradients
 from meshwright.wrapped.step import check_mean
 
 Loss = Callable[..., Any]
@@ -88,6 +89,31 @@ def contrasted(w: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     return -jnp.mean(jnp.diag(jax.nn.log_softmax(h @ h.T)))
 
 
+def centred(w: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Of features whose statistics are the batch's; the output weights are 0 at first, so no value shows it."""
+    h = net(w, x)
+    h = (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5)
+    return jnp.mean((h @ (w["layers"][0, :, 0] - 0.2) - y) ** 2)
+
+
+def gathered(w: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    h = jax.lax.all_gather(net(w, x), ("data", "fsdp"), tiled=True)
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(h @ h.T)))
+
+
+@jax.custom_vjp
+def clipped(x: jax.Array) -> jax.Array:
+    """Passes its argument on, and clips the cotangent."""
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.02, 0.02),))
+
+
+def clipping(w: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    return (clipped(net(w, x)[:, 0] - y) ** 2).mean()
+
+
 def penalty(w: Any) -> jax.Array:
     return 0.1 * (w["in"] ** 2).sum()
 
@@ -127,6 +153,9 @@ LOSSES: dict[str, tuple[Loss, bool]] = {
     "root of a mean": (lambda *a: jnp.sqrt(squares(*a).mean()), False),
     "root of a sum": (lambda *a: jnp.sqrt(squares(*a).sum()), False),
     "pairs": (contrasted, False),
+    "statistics that no value shows": (centred, False),
+    "gathered pairs": (gathered, False),
+    "a clipped cotangent": (clipping, False),
     "dropout and mean": (lambda w, x, y, key: noisy(w, x, y, key).mean(), False),
     "dropout and sum": (lambda w, x, y, key: noisy(w, x, y, key).sum(), True),
 }
@@ -145,8 +174,20 @@ class Announced:
         self.results.append(activity.result)
 
 
-def check(name: str, mesh: str, microbatches: int = 1) -> str:
-    """Checks a loss of the table; returns what was announced."""
+TOGETHER = (
+    "batch norm",
+    "root of a mean",
+    "root of a sum",
+    "pairs",
+    "statistics that no value shows",
+)
+"""Losses that depend on which examples are together."""
+
+
+def placed(
+    name: str, mesh: str, microbatches: int = 1, local_batch: bool = False
+) -> tuple[DeviceRun, Any]:
+    """A loss of the table on a mesh, and its batch."""
     loss = LOSSES[name][0]
     rng = np.random.default_rng(1)
     integers = "entropy" in loss.__code__.co_names
@@ -159,20 +200,58 @@ def check(name: str, mesh: str, microbatches: int = 1) -> str:
     def of_key(w: Any, batch: Any, key: jax.Array) -> Any:
         return loss(w, batch["x"], batch["y"], key)
 
-    model = mw.wrap(W, of_key if "dropout" in name else of_batch, lambda step: batch)
-    run = model.run(mesh=mesh, microbatches=microbatches)
+    function = of_key if "dropout" in name else of_batch
+    model = mw.wrap(W, function, lambda step: batch, local_batch=local_batch)
+    run = model.run(mesh=mesh, microbatches=microbatches, grad_clip_norm=0.0)
     device_run = place_on_devices(run, build_mesh(run.mesh, jax.devices()))  # type: ignore[arg-type]
+    return device_run, jax.device_put(batch, device_run.batch_sharding)
+
+
+def check(name: str, mesh: str, microbatches: int = 1, local_batch: bool = False) -> str:
+    """Checks a loss of the table; returns what was announced."""
     announced = Announced()
     with watched_by(announced):
-        check_mean(device_run, jax.device_put(batch, device_run.batch_sharding))
+        check_mean(*placed(name, mesh, microbatches, local_batch))
     return "".join(announced.results)
+
+
+def gradient(name: str, mesh: str, microbatches: int = 1) -> Any:
+    """Gradient of a loss of the table, as the step computes it."""
+    device_run, batch = placed(name, mesh, microbatches)
+    params = device_run.initial_state().params
+    step = jnp.zeros((), jnp.int32)
+    return jax.device_get(
+        jax.jit(build_gradients(device_run.run.model, device_run))(params, step, batch)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches"), [("gathered pairs", 1), ("a clipped cotangent", 2)]
+)
+def test_the_gradient_is_that_of_one_device(name: str, microbatches: int) -> None:
+    alone, split = gradient(name, "data=1"), gradient(name, "data=2,fsdp=2", microbatches)
+    for path, value in alone.items():
+        np.testing.assert_allclose(
+            split[path], value, atol=3e-6 * np.abs(value).max(), err_msg=path
+        )
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_loss_of_examples_together_is_refused_or_accepted_by_a_word(name: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check(name, "data=2")
+    assert "lax.all_gather(x, (" in refused.value.fix
+    assert "local_batch=True" in refused.value.fix
+    assert "over each device's examples" in check(name, "data=2", local_batch=True)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_sum_is_refused_and_a_mean_passes(name: str) -> None:
     if not LOSSES[name][1]:
-        neither = check(name, "data=2").startswith("the loss is neither a mean nor a sum")
-        assert neither == (name in ("batch norm", "root of a mean", "root of a sum", "pairs"))
+        if name not in TOGETHER:
+            assert check(name, "data=2").startswith(
+                "the loss communicates" if name == "gathered pairs" else "the loss is a mean"
+            )
         return
     with pytest.raises(ConfigError) as caught:
         check(name, "data=2")
@@ -192,9 +271,8 @@ def test_the_arithmetic_is_shown() -> None:
 
 @pytest.mark.parametrize("mesh", ["fsdp=8", "data=1"])
 def test_what_one_device_has_is_compared_where_it_has_one_example_or_all(mesh: str) -> None:
-    assert check("mean", mesh) == (
-        "" if mesh == "data=1" else "the loss is a mean over the examples"
-    )
+    announced = check("mean", mesh)
+    assert announced.startswith("the loss is a mean") if mesh != "data=1" else not announced
     if mesh == "data=1":
         assert check("sum", mesh) == ""
         return

@@ -553,7 +553,7 @@ def test_a_linen_module_has_several_methods_and_sows(tmp_path: Path, cache: Path
         (size,) = model.variables["losses"]["size"]
         return jnp.mean((y - batch["y"]) ** 2) + size, {"size": size}
 
-    model = mw.wrap(Coder(), loss, rows)
+    model = mw.wrap(Coder(), loss, rows, local_batch=True)
     assert {name.split(".")[0] for name in model.params()} == {"encoder", "decoder", "norm"}
     _, variables, _ = model.parts.adapter.build(jax.random.key(0))
     assert set(variables) == {"batch_stats.norm.mean", "batch_stats.norm.var"}
@@ -688,7 +688,7 @@ def test_the_state_of_an_equinox_module_is_averaged_and_restored(
         )
         return jnp.mean((y - batch["y"]) ** 2), state
 
-    model = mw.wrap(eqx.nn.make_with_state(Net), loss, rows, held_out=[rows(99)])
+    model = mw.wrap(eqx.nn.make_with_state(Net), loss, rows, held_out=[rows(99)], local_batch=True)
     run = model.run(mesh="data=2", steps=2, save_every=1, max_to_keep=9)
     train(run, tmp_path / "out", cache)
     before = losses(tmp_path / "out", "held-out loss")

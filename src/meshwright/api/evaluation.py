@@ -26,6 +26,7 @@ from meshwright.storage.paths import default_cache_folder, path_of, place_of
 from meshwright.trainer import evaluation, loop
 from meshwright.trainer.hosts import agree_on
 from meshwright.trainer.parity import Parity, check_processes, compare_meshes
+from meshwright.trainer.relations import check_run
 from meshwright.views.result_pages import parity_page
 
 
@@ -89,6 +90,7 @@ def evaluate(
     shape = MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
     out = place_of(str(out))
     run = evaluation.run_to_evaluate(out, data, shape, model)
+    evaluation.check_source(out, at)
     prepared = loop.prepare_run(
         run, cache=path_of(cache or default_cache_folder()), devices=devices
     )
@@ -152,6 +154,7 @@ def parity(
     if jax.distributed.is_initialized() and jax.process_count() > 1:
         agree_on(run)
     check_processes(run.mesh, other)
+    check_run(run, other)
     prepared = loop.prepare_run(
         run, cache=path_of(cache or default_cache_folder()), devices=devices
     )

@@ -50,10 +50,12 @@ def show(run: Run | str, mesh: str | MeshShape | None = None) -> LayoutView:
         >>> view.report.parameters
         8030261248
     """
-    run = with_vocab(find_recipe(run) if isinstance(run, str) else run)
+    run = find_recipe(run) if isinstance(run, str) else run
+    if run.model.unit != "tokens":
+        run.model.spec()  # refuses a wrapped model, whose layers only its module knows
     shape = (MeshShape.parse(mesh) if isinstance(mesh, str) else mesh) or run.mesh or MeshShape()
     legal = dataclasses.replace(run.training, batch=shape.size * max(1, run.training.microbatches))
-    placed = place_run(dataclasses.replace(run, training=legal), shape)
+    placed = place_run(with_vocab(dataclasses.replace(run, training=legal), shape), shape)
     training = dataclasses.replace(placed.run.training, batch=run.training.batch)
     placed = dataclasses.replace(placed, run=dataclasses.replace(placed.run, training=training))
     return LayoutView(placed, layout_report(placed))

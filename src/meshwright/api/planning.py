@@ -477,7 +477,7 @@ def plan(
     """
     base = find_recipe(run) if isinstance(run, str) else run
     targets = [find_target(name) for name in ((on,) if isinstance(on, str) else on)]
-    base = with_vocab(base)
+    base = with_vocab(base, MeshShape())
     if tokens_per_step is not None:
         refuse_wrapped(base, [f"{tokens_per_step} tokens per step"])
         base = with_tokens_per_step(base, parse_count(str(tokens_per_step), "--tokens-per-step"))
@@ -529,7 +529,7 @@ def offers(
         ['h100:1x8', 'v5p:2x2x2']
     """
     market = market or read_market()
-    base = with_vocab(find_recipe(run) if isinstance(run, str) else run)
+    base = with_vocab(find_recipe(run) if isinstance(run, str) else run, MeshShape())
     targets = [
         name for text in ((on,) if isinstance(on, str) else on) for name in expand_targets(text)
     ]

@@ -13,6 +13,7 @@ from meshwright.planner.forecast import calibrate_target
 from meshwright.planner.search import with_choices
 from meshwright.runs.run import Run
 from meshwright.storage.paths import default_cache_folder
+from meshwright.trainer.relations import check_run
 
 
 def refuse_wrapped(run: Run, asked: Sequence[str]) -> None:
@@ -31,8 +32,12 @@ def find_target(text: str) -> Target:
     return target
 
 
-def with_vocab(run: Run) -> Run:
-    """Returns the run with a vocabulary size, which some recipes leave to their tokenizer."""
+def with_vocab(run: Run, mesh: MeshShape | None = None) -> Run:
+    """Returns a run that holds together with a vocabulary size, which some recipes leave to their tokenizer.
+
+    mesh: that of `check_run`, which comes before a text is read. Raises ConfigError.
+    """
+    check_run(run, mesh)
     if run.model.vocab is not None:
         return run
     data, cache = run.data, default_cache_folder()
@@ -48,7 +53,7 @@ def run_on_mesh(run: Run, devices: int, target: Target | None) -> Run:
         here = target is None and run.model.unit == "tokens"
         shape = default_mesh_shape(min(8, devices)) if here else MeshShape(fsdp=devices)
         run = dataclasses.replace(run, mesh=shape)
-    return with_vocab(run)
+    return with_vocab(run, run.mesh)
 
 
 def resolved_run(run: Run, devices: int, target: Target | None) -> Run:

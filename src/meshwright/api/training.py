@@ -38,6 +38,7 @@ from meshwright.runs.run_file import run_in_folder, run_to_dict, with_absolute_p
 from meshwright.step.device_memory import OutOfDeviceMemory
 from meshwright.storage.paths import default_cache_folder, path_of
 from meshwright.trainer import loop
+from meshwright.trainer.relations import Output
 from meshwright.trainer.watchdog import PREPARING, Phases, Watchdog
 from meshwright.views.run_tables import (
     print_forecast_gaps,
@@ -258,6 +259,17 @@ def train_reported(
     """
     run = with_absolute_paths(run)
     cache = path_of(cache or default_cache_folder())
+    if profile is not None:
+        from meshwright.bench.step_profile import parse_steps
+
+        parse_steps(profile, run.training.steps)  # refused before the text is read
+    output = Output(
+        out,
+        resumes=start == "resume" or isinstance(start, int),
+        may_resume=start == "resume if exists",
+        at=start if isinstance(start, int) else None,
+        accept=accept,
+    )
 
     def reporters(first: int) -> list[Reporter]:
         if progress is None or jax.process_index():
@@ -275,7 +287,7 @@ def train_reported(
                 cache=cache,
                 devices=devices,
                 choose=_choose_for_devices,
-                own=None if start == "fresh" else out / "tokenizer.json",
+                output=output,
                 progress=None if progress is None else TokenizeReport(open_console(sys.stderr)),
             )
         device_run = prepared.device_run

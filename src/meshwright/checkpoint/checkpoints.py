@@ -486,6 +486,20 @@ def write_error(action: str, folder: Path, error: Exception) -> CheckpointError:
     return RoomError(f"{action} in {folder}", truth, fix)
 
 
+def check_writable(folder: Path) -> None:
+    """Raises CheckpointError where a local output folder cannot be made or written; leaves nothing there."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    finally:
+        for place in missing:
+            with contextlib.suppress(OSError):  # another process may have begun to write there
+                place.rmdir()
+
+
 def check_room(folder: Path, device_run: DeviceRun, max_to_keep: int, replaced: int = 0) -> None:
     """Raises RoomError (of a bucket: StorageError) where `folder` cannot take `max_to_keep` + 1 checkpoints.
 
@@ -494,11 +508,8 @@ def check_room(folder: Path, device_run: DeviceRun, max_to_keep: int, replaced: 
     if in_bucket(folder):
         bucket_path(folder).check_writable()
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise unwritable(folder, error) from error
+    check_writable(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     size = sum(
         math.prod(x.shape) * x.dtype.itemsize for x in named_tensors(device_run.abstract).values()
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from meshwright.errors import ConfigError
-from meshwright.words import AXIS_ALIASES
+from meshwright.words import AXES, AXIS_ALIASES
 
 if TYPE_CHECKING:
     from meshwright.cli.parse import Option
@@ -40,6 +40,8 @@ MESH_OPTIONS = AXIS_NAMES | AXIS_OPTIONS
 """Option of another trainer that gives the degree of one mesh axis -> the axis."""
 _COLUMN = 30
 """Column of the help at which descriptions begin."""
+_CLOSE = 0.75
+"""Similarity of names from which one is taken for a slip of the other; below, unrelated words meet by chance."""
 _RECIPE_OPTIONS = ("model", "recipe", "preset", "model_name", "model_name_or_path")
 """Options of other trainers for what is the first argument here."""
 
@@ -127,6 +129,11 @@ def stray_error(
     """Builds the error for a word that belongs to no option."""
     asked, rest = f"{command} {' '.join(args)}", list(args)
     rest.remove(token)
+    axis = token.partition("=")[0]
+    if "--mesh" in args and axis in AXES:
+        mesh = args[args.index("--mesh") + 1]
+        truth = f"{token!r} belongs to no option: a mesh is one word, its axes with commas between"
+        return ConfigError(asked, truth, f"--mesh {mesh},{token}")
     takes_recipe = any(option.group == "run" for option in options)
     if not takes_recipe:
         truth = f"{token!r} belongs to no option, and the verb takes no further word"
@@ -168,7 +175,7 @@ def unknown_error(
     names = {key.lstrip("-").replace("-", "_"): key for key in known}
     ends = {key.rpartition(".")[2]: key for key in names}
     for text, keys in ((word, names), (last, ends)):
-        for close in difflib.get_close_matches(text, keys, n=1, cutoff=0.6):
+        for close in difflib.get_close_matches(text, keys, n=1, cutoff=_CLOSE):
             meant = names[close if keys is names else ends[close]]
             return ConfigError(asked, because, f"did you mean {meant}?{known[meant].gist}")
     return ConfigError(asked, because, f"{command} --help, which lists all options")

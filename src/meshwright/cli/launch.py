@@ -3,17 +3,20 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from meshwright.api.finetuning import FinetuneOptions, check_start
 from meshwright.api.verb import Call, Outcome, RunOptions, unwritable, value_of
 from meshwright.cli.parse import options_of
 from meshwright.cli.verbs import kind_of, parse_verb
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
 from meshwright.launching.schedulers import SCHEDULERS, Job, accelerators_of, legal_name, pairs
 from meshwright.ranges import NonNegativeInt, PositiveInt, Ranged
+from meshwright.trainer.relations import check_run
 from meshwright.trust import trust_options
 
 VERBS = ("train", "finetune", "evaluate", "generate", "parity", "bench", "doctor")
@@ -70,9 +73,10 @@ class LaunchOptions(Ranged):
         if not rest:
             fix = "meshwright launch --on slurm tiny --out /shared/runs/tiny"
             raise ConfigError(f"meshwright launch {' '.join(own)}", "there is no RUN", fix)
-        job = _job(self, rest)
+        job, parsed, hardware = _job(self, rest)
         write_job, start = SCHEDULERS[self.on]
         text = write_job(job)
+        _check_relations(parsed, hardware)
         if self.write is None:
             return Outcome(text)
         try:
@@ -99,7 +103,8 @@ def _split(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     return args[:end], args[end:]
 
 
-def _job(options: LaunchOptions, words: Sequence[str]) -> Job:
+def _job(options: LaunchOptions, words: Sequence[str]) -> tuple[Job, Any, str | None]:
+    """Returns the job, the options of the command in it, and its hardware where that is known."""
     verb, arguments = (words[0], list(words[1:])) if words[0] in VERBS else ("train", list(words))
     given = {word.partition("=")[0] for word in arguments}
     run = arguments[0] if arguments and not arguments[0].startswith("-") else None
@@ -116,7 +121,7 @@ def _job(options: LaunchOptions, words: Sequence[str]) -> Job:
     name = options.name or legal_name(Path(file).stem)
     if verb in _TRAINING:
         arguments = _with_out(options, name, arguments)
-    target = _check_command(verb, arguments)
+    parsed, target = _parse_command(verb, arguments)
     hardware = options.target or target
     accelerators = None if hardware is None else accelerators_of(parse_target(hardware))
     hosts = options.hosts or (accelerators.hosts if accelerators else 1)
@@ -137,7 +142,7 @@ def _job(options: LaunchOptions, words: Sequence[str]) -> Job:
     if restarts is None:  # other verbs have no checkpoint to resume from
         restarts = _RESTARTS if verb in _TRAINING else 0
     cache = (("MESHWRIGHT_CACHE", options.cache),) if options.cache else ()
-    return Job(
+    job = Job(
         name=name,
         command=("meshwright", verb, *arguments, *trust_options()),
         hosts=hosts,
@@ -149,6 +154,7 @@ def _job(options: LaunchOptions, words: Sequence[str]) -> Job:
         restarts=restarts,
         fields=pairs("--set", options.set, lambda text: text.partition("=")),
     )
+    return job, parsed, hardware
 
 
 def _with_out(options: LaunchOptions, name: str, arguments: list[str]) -> list[str]:
@@ -165,8 +171,28 @@ def _with_out(options: LaunchOptions, name: str, arguments: list[str]) -> list[s
     return arguments if resumes else [*arguments, "--resume-if-exists"]
 
 
-def _check_command(verb: str, arguments: list[str]) -> str | None:
-    """Parses the command as its processes will, so that a mistake does not wait in a queue; returns a plan's target."""
+def _parse_command(verb: str, arguments: list[str]) -> tuple[Any, str | None]:
+    """Parses the command as its processes will, so that a mistake does not wait in a queue.
+
+    Returns its options, and the target of a plan.
+    """
     arguments, kind = [word for word in arguments if word != "--resume-if-exists"], kind_of(verb)
-    parse_verb(verb, arguments)
-    return kind.base(arguments).target if issubclass(kind, RunOptions) else None
+    options = parse_verb(verb, arguments)
+    return options, kind.base(arguments).target if issubclass(kind, RunOptions) else None
+
+
+def _check_relations(options: Any, hardware: str | None) -> None:
+    """Raises ConfigError for a run that its hosts would refuse. hardware: None where it is not known."""
+    if not isinstance(options, RunOptions):
+        return
+    if isinstance(options, FinetuneOptions):
+        check_start(options.run)
+    devices = 1 if hardware is None else parse_target(hardware).devices
+    shape = options.run.mesh or MeshShape(fsdp=devices)
+    if hardware is not None and shape.size > devices:
+        raise ConfigError(
+            f"mesh {shape} on {hardware}",
+            f"the mesh has {shape.size} devices, and {hardware} has {devices}",
+            f"--mesh fsdp={devices}",
+        )
+    check_run(options.run, shape)

@@ -73,7 +73,7 @@ def _values(file: Path, raw: IO[bytes]) -> Iterator[tuple[Place, Any]]:
         yield from _array(file, raw)
         return
     stream = decompressed(raw, kind_of(file.name)[1])
-    yield from read_json_lines(file, stream, Records(str(file)))
+    yield from read_json_lines(file, stream, Records(str(file), skippable=False))
 
 
 def _is_array(raw: IO[bytes]) -> bool:

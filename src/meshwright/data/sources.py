@@ -74,12 +74,13 @@ class _Counts:
 class Records(_Counts):
     """Counts and position of one reading of a source.
 
-    source: entry of `data.paths`.  share: largest share of records that may be bad.
+    source: entry of `data.paths`.  share: largest share of records that may be bad.  skippable: whether an option
+    raises it.
     """
 
-    def __init__(self, source: str, share: float = 0.0):
+    def __init__(self, source: str, share: float = 0.0, skippable: bool = True):
         super().__init__()
-        self.source, self.share = source, share
+        self.source, self.share, self.skippable = source, share, skippable
         self.place = Place("")
         """Place of the last document."""
         self.log: IO[bytes] | None = None
@@ -116,7 +117,8 @@ class Records(_Counts):
     def skip(self, place: Place, reason: str, fix: str = "repair it") -> None:
         """Counts a bad record. Raises DataError where none may be skipped."""
         if not self.share:
-            fix = f"{fix}, or --faults.bad-records 0.001 to skip up to a thousandth"
+            if self.skippable:
+                fix = f"{fix}, or --faults.bad-records 0.001 to skip up to a thousandth"
             raise DataError(f"reading {place}", reason, fix)
         self.read += 1
         self.bad += 1
@@ -239,6 +241,11 @@ def open_source(path: str, field: str = "text") -> Documents:
     """
     if path.startswith("hf://"):
         return FileDocuments(tuple(download_dataset(path)), field)
+    if path.startswith("hf:") and not os.path.exists(path):
+        owner, _, name = path.removeprefix("hf:").rpartition("/")
+        truth = "hf: names a model; a data set of the hub has the form hf://datasets/OWNER/NAME"
+        fix = f"--data hf://datasets/{owner or 'OWNER'}/{name}"
+        raise DataError(f"--data {path}", truth, fix)
     if is_reference(path) and not os.path.exists(path):
         return FunctionDocuments(path, load("data source", path))
     return FileDocuments(tuple(find_files(path)), field)

@@ -320,9 +320,10 @@ def head_size_of(c: Any) -> int:
     if size is not None:
         return int(size)
     if width % heads:
+        even = 2 * heads  # features of a head rotate in pairs
         raise ConfigError(
             f"width {width} in {heads} heads",
             f"{width} = {width // heads} * {heads} + {width % heads}",
-            f"a width of {width // heads * heads or heads}, or give model.head_size",
+            f"--model.width {max(1, round(width / even)) * even}",
         )
     return int(width // heads)

@@ -39,17 +39,10 @@ def build_reporters(out: Path, run: Any) -> list[Reporter]:
     Raises ConfigError where a name is unknown, or where the function fails or does not return a `Reporter`.
     """
     found: list[Reporter] = []
-    for name in run.reporters:
-        asked, is_tracker = f"--report {name}", name in PARTS["reporter"]
-        if is_tracker and in_bucket(out):
-            raise ConfigError(
-                f"{asked} with the output in {out}",
-                "it keeps files there that grow, and what is in a bucket cannot",
-                "a local --out, or metrics.jsonl, which every run writes",
-            )
-        factory = resolve("reporter", name)
+    for name, factory in find_reporters(out, run):
+        asked = f"--report {name}"
         with foreign_code(asked, "a function (out: Path, run: Run) -> Reporter"):
-            reporter = factory(out) if is_tracker else factory(out, run)
+            reporter = factory(out) if name in PARTS["reporter"] else factory(out, run)
         if not all(callable(getattr(reporter, method, None)) for method in ("write", "close")):
             truth = f"it returned an object of type {type(reporter).__name__}"
             raise ConfigError(
@@ -57,6 +50,23 @@ def build_reporters(out: Path, run: Any) -> list[Reporter]:
             )
         found.append(_Checked(name, reporter))
     return found
+
+
+def find_reporters(out: Path, run: Any) -> list[tuple[str, Any]]:
+    """Returns the names of the reporters of a run, each with the function that builds it.
+
+    Raises ConfigError where a name is unknown, and for a tracker where the output is in a bucket.
+    """
+    factories = list[tuple[str, Any]]()
+    for name in run.reporters:
+        if name in PARTS["reporter"] and in_bucket(out):
+            raise ConfigError(
+                f"--report {name} with the output in {out}",
+                "it keeps files there that grow, and what is in a bucket cannot",
+                "a local --out, or metrics.jsonl, which every run writes",
+            )
+        factories.append((name, resolve("reporter", name)))
+    return factories
 
 
 class _Checked:

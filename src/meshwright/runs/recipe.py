@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -56,6 +57,13 @@ def _builder(name: str) -> Callable[[], Run]:
         builder: Callable[[], Run] = load("recipe", name)
         return builder
     recipes = catalogue()
+    if name not in recipes and os.path.isfile(os.path.join(name, "run.json")):
+        truth = "it is the output folder of a run"
+        fix = f"--out {name} --resume to continue it, or meshwright finetune {name}"
+        raise ConfigError(f"recipe {name!r}", truth, fix)
+    if name not in recipes and os.path.exists(name):
+        truth = "it is a file or folder, not a recipe: text to train on is given with --data"
+        raise ConfigError(f"recipe {name!r}", truth, f"tiny --data {name}")
     if name not in recipes:
         raise ConfigError(
             f"recipe {name!r}", "there is no recipe of that name", nearest(name, recipes)

@@ -75,7 +75,10 @@ class SequenceSplit:
 def split_sequence(strategy: str, seq: int, shards: int, kv_heads: int) -> SequenceSplit:
     """Splits a sequence of `seq` tokens over `shards` devices by a context strategy.
 
-    kv_heads: key/value heads on one device before any exchange of heads for positions.
+    kv_heads: key/value heads on one device before any exchange of heads for positions. One device has all positions,
+    by whatever strategy: a model whose layers are not known names none.
     """
+    if shards == 1:
+        return SequenceSplit(strategy, seq, 1, 1)
     group_sizes = {"ring": 1, "all_gather": 1, "ulysses": shards, "usp": math.gcd(shards, kv_heads)}
     return SequenceSplit(strategy, seq, shards, group_sizes[strategy])

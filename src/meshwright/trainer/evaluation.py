@@ -10,11 +10,13 @@ from typing import Any
 
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.initial_weights import load_initial_weights
+from meshwright.checkpoint.manifest import steps_to_take
 from meshwright.config import MeshShape
 from meshwright.data.feed import Samples, held_out_order
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.errors import ConfigError
 from meshwright.formatting import Shown
+from meshwright.hardware.agreement import answer_of_the_first
 from meshwright.hugging_face.hub import is_hugging_face
 from meshwright.models.model import Model
 from meshwright.runs.recipe import find_recipe
@@ -93,6 +95,18 @@ def run_to_evaluate(
     return dataclasses.replace(run, data=texts, training=training, mesh=mesh or run.mesh)
 
 
+def check_source(source: str | Path, at: int | None) -> None:
+    """Raises an error where a source of weights has no checkpoint of a step, before its text is read.
+
+    source: output folder of a run, or hf:PATH of a Hugging Face model.  at: None takes the last.
+    """
+    if not is_hugging_face(str(source)):
+        answer_of_the_first(lambda: steps_to_take(path_of(source) / "checkpoints", at))
+    elif at is not None:
+        truth = "a Hugging Face folder has one version of its weights"
+        raise ConfigError(f"{source} at step {at}", truth, f"meshwright evaluate {source}")
+
+
 @functools.singledispatch
 def evaluate_prepared(
     prepared: Any, source: str | Path, whole: bool, at: int | None
@@ -110,9 +124,6 @@ def evaluate_prepared(
         raise ConfigError(f"evaluating {source}", "the run has no held-out text", "--data PATH")
     device_run = prepared.device_run
     if is_hugging_face(str(source)):
-        if at is not None:
-            truth = "a Hugging Face folder has one version of its weights"
-            raise ConfigError(f"{source} at step {at}", truth, "no --at")
         params, step = load_initial_weights(device_run), 0
     else:
         with Checkpoints(path_of(source) / "checkpoints", max_to_keep=None) as checkpoints:

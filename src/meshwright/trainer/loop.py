@@ -15,7 +15,6 @@ from meshwright.activity import Activity, activity, watched_by
 from meshwright.checkpoint.checkpoints import check_room
 from meshwright.checkpoint.steps import committed_steps
 from meshwright.data.batch import ramp_of
-from meshwright.errors import ConfigError
 from meshwright.formatting import Shown
 from meshwright.hardware.agreement import agree, answer_of_the_first
 from meshwright.reporters import BETWEEN, Reporter, build_reporters
@@ -28,6 +27,7 @@ from meshwright.trainer.meter import Meter
 from meshwright.trainer.preemption import Preemption
 from meshwright.trainer.prepare import Position, PreparedRun, Trainable, prepare_run
 from meshwright.trainer.recovery import Resumed, begin, handle_bad_step, resume
+from meshwright.trainer.relations import check_new
 from meshwright.trainer.tiers import Tiers
 from meshwright.trainer.watchdog import BEATS, Phases, Watchdog
 
@@ -172,12 +172,8 @@ def hosts_module() -> ModuleType | None:
 def _check_folder(out: Path, device_run: DeviceRun, start: str, at: int | None) -> None:
     """Raises ConfigError for a new run where another has checkpoints, and RoomError where there is no room."""
     steps = committed_steps(out / "checkpoints")
-    if start == "fresh" and steps:
-        raise ConfigError(
-            f"a new run in {out}",
-            f"it holds the checkpoint of step {steps[-1]} of another",
-            "--resume to continue that one, or another --out",
-        )
+    if start == "fresh":
+        check_new(out)
     replaced = sum(at is None or step <= at for step in steps)
     check_room(out, device_run, device_run.run.training.max_to_keep, replaced)
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from meshwright.activity import activity
+from meshwright.config import MeshShape
 from meshwright.data.batch import Batch, ramp_of
 from meshwright.data.corpus import Corpus, load_corpus
 from meshwright.data.feed import (
@@ -30,7 +31,6 @@ from meshwright.hardware.mesh import build_mesh, default_mesh_shape, enable_comp
 from meshwright.models.flops import training_flops_per_token
 from meshwright.models.model import Metrics, Model
 from meshwright.reporters import Reporter
-from meshwright.runs.checks import check_sizes
 from meshwright.runs.run import Run
 from meshwright.sharding.params import count_params
 from meshwright.step.device_memory import check_state, shard_bytes
@@ -39,6 +39,7 @@ from meshwright.step.train_step import CompiledTrainStep, compile_eval_step
 from meshwright.storage.paths import in_bucket, path_of
 from meshwright.storage.transfer import local_copy
 from meshwright.trainer.meter import Meter
+from meshwright.trainer.relations import Output, check_run, with_stand_in_vocab
 from meshwright.trainer.sample import write_sample
 
 _SMALL_MODEL = 100_000_000
@@ -259,29 +260,37 @@ def prepare_run(
     cache: Path,
     devices: int | None = None,
     choose: Choose = lambda run, devices: run,
-    own: Path | None = None,
+    output: Output | None = None,
     progress: Progress | None = None,
 ) -> Trainable:
     """Tokenises the text, chooses the mesh where the run leaves it open, and places the run on devices.
 
     cache: folder of token files and compiled programs.  devices: use the first so many; None uses all.  choose: makes
     the choices that need the planner; without it a run that leaves the remat policy open recomputes whole layers.
-    own: tokenizer.json of a run that is resumed, whose vocabulary it keeps where its text has changed.  progress: shows
-    the tokenisation.
+    output: folder of a training; a run that is resumed there keeps its vocabulary where its text has changed.
+    progress: shows the tokenisation.
     Raises ConfigError or DataError before anything is traced.
     """
-    check_sizes(run)
-    enable_compilation_cache(cache / "compiled")
     available = jax.devices()[:devices]
+    shape = run.mesh
+    if shape is None and run.model.unit == "tokens":
+        shape = default_mesh_shape(len(available))
+    if shape is None:
+        shape = MeshShape(fsdp=len(available))
+    check_run(run, shape, output)
+    enable_compilation_cache(cache / "compiled")
     other = prepare_other(run.model, run, available)
     if other is not None:
         return other
-    shape = run.mesh or default_mesh_shape(len(available))
     run, mesh = dataclasses.replace(run, mesh=shape), build_mesh(shape, available)
+    own = None if output is None else output.tokenizer
     if own is not None and in_bucket(own):
         own = local_copy(path_of(own), cache)
-    if run.model.vocab is not None:  # refused before its text is read
-        _place(run, mesh, choose)
+    # What these devices cannot do is refused before the text is read too.
+    known = run.model.vocab is not None
+    first = _place(run, mesh, choose) if known else place_on_devices(with_stand_in_vocab(run), mesh)
+    if run.data.sample or run.data.sample_every:
+        check_sample(first)
     parts: Sequence[tuple[Samples, Samples]]
     if run.finetune.objective == "text":
         corpus = load_corpus(
@@ -300,17 +309,19 @@ def prepare_run(
         corpus, parts = load_conversations(run.data, run.training.seq, run.finetune, cache)
     vocab = run.model.vocab
     if vocab is not None and corpus.vocab > vocab:
+        fix = f"--model.vocab {corpus.vocab}"
+        if run.init_from is not None:  # weights have the embeddings that they have
+            folder = run.init_from.removeprefix("hf:")
+            fix = f"the tokenizer of the weights: --data.tokenizer {folder}/tokenizer.json"
         raise DataError(
             f"training a model of {vocab} tokens on {corpus.files[0].folder}",
             f"its tokenizer has {corpus.vocab} tokens, so tokens {vocab} to {corpus.vocab - 1} have no embedding",
-            f"--model.vocab {corpus.vocab}, or the model's own tokenizer with --data.tokenizer",
+            fix,
         )
     run = dataclasses.replace(
         run, model=dataclasses.replace(run.model, vocab=vocab or corpus.vocab)
     )
-    device_run = _place(run, mesh, choose)
-    if run.data.sample or run.data.sample_every:
-        check_sample(device_run)
+    device_run = first if known else _place(run, mesh, choose)
     return PreparedRun(
         device_run, corpus, tuple(p[0] for p in parts), tuple(p[1] for p in parts if len(p[1]))
     )

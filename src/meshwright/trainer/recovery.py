@@ -24,7 +24,7 @@ from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.data.batch import ramp_of
 from meshwright.documents import read_json, write_atomically
-from meshwright.errors import CheckpointError, ConfigError, TrainingError, nearest
+from meshwright.errors import CheckpointError, ConfigError, TrainingError
 from meshwright.hardware.agreement import answer_of_the_first, flatten
 from meshwright.reporters.files import last_start
 from meshwright.runs.checks import TABLE
@@ -35,10 +35,8 @@ from meshwright.step.device_run import DeviceRun, State
 from meshwright.step.optimizers import build_lr_schedule
 from meshwright.trainer.meter import BadStep
 from meshwright.trainer.prepare import Position, PreparedRun, Trainable
+from meshwright.trainer.relations import SKIPPED, check_accepted, parts_of
 from meshwright.trainer.tiers import Tiers, say
-
-_SKIPPED = "skipped.json"
-"""File of an output folder with the samples that its run leaves out."""
 
 Kind = Literal["function", "data", "training", "placement", "content", "output"]
 KINDS: dict[str, Kind] = {
@@ -46,18 +44,6 @@ KINDS: dict[str, Kind] = {
 }
 """Kind of a change of each field of a Run (runs/fields.toml)."""
 _REFUSED: tuple[Kind, ...] = ("function", "data")
-_OTHERS = (
-    "identity",
-    "cursor",
-    _SKIPPED,
-    "text",
-    "weights",
-    "tokenizer",
-    "held_out",
-    "loss",
-    "batches",
-)
-"""Names of differences that are in no field of the Run."""
 
 
 class Change(NamedTuple):
@@ -80,8 +66,8 @@ class Resumed(NamedTuple):
 
 def begin(out: Path) -> Position:
     """Returns the place at which a run begins in `out`, with a new identity, the same in every process."""
-    if (out / _SKIPPED).is_file():
-        say(f"{out / _SKIPPED} is of another run: this one leaves no samples out")
+    if (out / SKIPPED).is_file():
+        say(f"{out / SKIPPED} is of another run: this one leaves no samples out")
     return Position(0, 0, identity=answer_of_the_first(lambda: uuid.uuid4().hex))
 
 
@@ -98,12 +84,7 @@ def resume(
         checkpoints.folder.parent,
         prepared.fingerprint(),
     )
-    known = {*_OTHERS, *(name for field in flatten(run_to_dict(run)) for name in _parts_of(field))}
-    for word in accept:
-        if word not in known:
-            raise ConfigError(
-                f"--accept {word}", "a resume compares nothing of that name", nearest(word, known)
-            )
+    check_accepted(run, accept)
     identity, records = answer_of_the_first(
         lambda: [last_start(out).get("identity", ""), _skipped_records(out)]
     )
@@ -111,9 +92,7 @@ def resume(
 
     def check(manifest: Manifest) -> None:
         changes[:], unknown[:] = compare(manifest, run, fingerprint, str(identity), records)
-        refused = [
-            c for c in changes if c.kind in _REFUSED and not {*_parts_of(c.name)} & {*accept}
-        ]
+        refused = [c for c in changes if c.kind in _REFUSED and not {*parts_of(c.name)} & {*accept}]
         if refused:
             raise ConfigError(
                 f"resuming from step {manifest.step} of {out}",
@@ -140,16 +119,9 @@ def resume(
     return Resumed(state, position, {change.name: change.text for change in changes}, every)
 
 
-def _parts_of(name: str) -> list[str]:
-    """Returns a dotted name and those of what holds it."""
-    return (
-        list(itertools.accumulate(name.split("."), "{}.{}".format)) if name != _SKIPPED else [name]
-    )
-
-
 def _skipped_records(out: Path) -> list[tuple[int, int, str]]:
     """Returns the samples that `skipped.json` leaves out, each with its run. Raises CheckpointError."""
-    file = out / _SKIPPED
+    file = out / SKIPPED
     try:
         parts = read_json(file) if file.is_file() else []
         return [
@@ -157,7 +129,7 @@ def _skipped_records(out: Path) -> list[tuple[int, int, str]]:
             for part in parts
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        truth = f"{_SKIPPED} cannot be read: {error}"
+        truth = f"{SKIPPED} cannot be read: {error}"
         raise CheckpointError(
             f"the samples that {out} leaves out", truth, "repair or remove it"
         ) from error
@@ -210,7 +182,7 @@ def compare(
         ):
             whose = f"of the run {owner[:8]}" if owner else "of no run that is known"
             differs(
-                _SKIPPED, f"{_SKIPPED} leaves out samples {first} to {first + number - 1}, {whose}"
+                SKIPPED, f"{SKIPPED} leaves out samples {first} to {first + number - 1}, {whose}"
             )
     saved = manifest.corpus or {}
     for name, value in (data or {}).items():
@@ -311,7 +283,7 @@ def handle_bad_step(
     for start, length in position.skipped:  # `first` becomes an index in the stream
         first += length if first >= start else 0
     if jax.process_index() == 0:
-        file = out / _SKIPPED
+        file = out / SKIPPED
         record = {
             "first": first,
             "number": number,

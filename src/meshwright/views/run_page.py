@@ -1,5 +1,6 @@
 """Report of training runs: curves of one or several, marks of what happened, times, samples, and what was run."""
 
+import dataclasses
 import math
 import statistics
 import time
@@ -38,8 +39,10 @@ _SAMPLES = 12
 _EVENTS = 400
 """Most events of a run that are shown, the last."""
 _HELD_OUT = "held-out loss"
+_WRAPPED = "meshwright.wrapped.model:Wrapped"
+"""Family of a wrapped model in run.json, whose code a page does not load."""
 _CURVES = {
-    "loss": ("Loss", Axis("nats per token", toggle=True), "Points are losses on held-out text."),
+    "loss": ("Loss", Axis("", toggle=True), "Points are losses on held-out data."),
     "learning rate": ("Learning rate", Axis("", toggle=True), ""),
     "gradient norm": ("Gradient norm", Axis("before clipping", toggle=True), ""),
     "tokens/s": ("Tokens per second", Axis("all devices", "count", zero=True), ""),
@@ -208,12 +211,28 @@ def _predicted(folder: RunFolder) -> dict[str, float]:
 # Curves
 
 
+def loss_unit(folder: RunFolder) -> str:
+    """Returns what a run's loss is counted in: nats per token of a text, nats per pair, or its author's own mean."""
+    run = folder.document("run.json")
+    family = _at(run, "model", "family")
+    if family is None:
+        return ""
+    if family == _WRAPPED:
+        return "mean over examples"
+    if _at(run, "finetune", "objective") == "preferences":
+        return "nats per pair"
+    return "nats per token"
+
+
 def _charts(folders: Sequence[RunFolder]) -> list[Block]:
     known = {*_CURVES, _HELD_OUT, *(f"{name} seconds" for name in _PARTS)}
     others = sorted({name for folder in folders for name in folder.curves} - known)
     metrics = _CURVES | {
         name: (name[:1].upper() + name[1:], Axis("", toggle=True), "") for name in others
     }
+    units = " or ".join(dict.fromkeys(loss_unit(folder) for folder in folders))
+    title, axis, note = metrics["loss"]
+    metrics |= {"loss": (title, dataclasses.replace(axis, label=units), note)}
     found: list[Block] = []
     for metric, (title, axis, note) in metrics.items():
         series: list[Series] = []

@@ -155,6 +155,7 @@ def wrap(
     evaluate: Callable[..., Any] | None = None,
     rules: Rules | None = None,
     axes: Mapping[str, str | None] | None = None,
+    local_batch: bool = False,
 ) -> Wrapped:
     """Returns a module of Flax NNX, Flax Linen or Equinox, or a pytree of arrays, as the model of a Run.
 
@@ -169,6 +170,8 @@ def wrap(
     evaluate: loss on held-out batches; None takes `loss`.
     rules: regular expression of a parameter's path -> PartitionSpec or axis names over `fsdp` and `tensor`.
     axes: logical axis of the module's annotations -> mesh axis, or None for whole.
+    local_batch: accept a loss that depends on which examples are together (batch statistics, pairs of examples), over
+    the examples that a device has; without it such a loss is refused where a batch has several parts.
     Raises ConfigError for an unknown kind of module, a loss that is not scalar, or a rule that matches nothing.
 
     Example:
@@ -184,7 +187,8 @@ def wrap(
     parts = describe_model(
         adapter, source, find_held_out(held_out) if held_out is not None else None
     )
-    parts = dataclasses.replace(parts, rules=read_rules(rules or {}), axes=dict(axes or {}))
+    read = read_rules(rules or {})
+    parts = dataclasses.replace(parts, rules=read, axes=dict(axes or {}), local_batch=local_batch)
     check_rules(parts)
     return _with_parts(Wrapped(), parts)
 

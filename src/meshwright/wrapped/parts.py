@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from meshwright.analysis.jaxprs import Origin, uses
+from meshwright.analysis.jaxprs import Origin, all_jaxprs, uses
 from meshwright.errors import ConfigError, foreign_code
+from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.words import AXES
 from meshwright.wrapped.batches import Source, hash_of
 from meshwright.wrapped.keys import KEY_WORDS, Draws, key_of
@@ -41,6 +42,33 @@ class WrappedParts:
     """Paths of parameters that the loss has no gradient of."""
     ranks: dict[str, int] = dataclasses.field(default_factory=dict)
     """Rank of each parameter where the loss uses it: of a layer's, not of the stack that a loop goes over."""
+    local_batch: bool = False
+    """Whether the loss is meant to be over a device's own examples."""
+
+    @functools.cached_property
+    def _equations(self) -> list[Any]:
+        function, arguments = self.traced(train=True)
+        jaxprs = all_jaxprs(jax.make_jaxpr(function)(*arguments).jaxpr)
+        return [equation for jaxpr, _ in jaxprs for equation in jaxpr.eqns]
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the loss has collectives over the batch axes of its own, as batch norm with `axis_name` has."""
+        for equation in self._equations:
+            if equation.primitive.name in ("axis_index", "shard_map"):
+                continue
+            named = equation.params.get("axes", equation.params.get("axis_name", ()))
+            axes = named if isinstance(named, tuple | list) else (named,)
+            if set(BATCH_AXES) & {axis for axis in axes if isinstance(axis, str)}:
+                return True
+        return False
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the loss computes in a floating-point type of 16 bits or fewer."""
+        avals = [v.aval for equation in self._equations for v in equation.outvars]
+        types = [aval.dtype for aval in avals if hasattr(aval, "dtype")]
+        return any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2 for dtype in types)
 
     @functools.cached_property
     def fingerprint(self) -> str:

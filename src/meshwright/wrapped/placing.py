@@ -167,10 +167,15 @@ def place_wrapped(model: Any, run: Run, shape: MeshShape) -> PlacedRun:
     if shape.tensor > 1 and not any(
         "tensor" in axes_of(where.at_rest) for where in placements.values()
     ):
+        # The first matrix: a rule has an axis for each dimension, and a bias has one dimension alone.
+        matrices = [name for name, p in params.items() if len(p.shape) > 1]
+        named = next(iter(matrices or params), "path")
+        rank = len(params[named].shape) if params else 1
+        axes = tuple([None] * (rank - 1) + ["tensor"])
         raise ConfigError(
             f"mesh {shape} for a wrapped model",
             f"no rule or annotation splits a parameter over tensor: its {shape.tensor} devices would compute the same",
-            f"rules={{{next(iter(params), 'path')!r}: (None, 'tensor')}}, axes={{logical axis: 'tensor'}}, or the "
+            f"rules={{{named!r}: {axes}}}, axes={{logical axis: 'tensor'}}, or the "
             "devices as data or fsdp",
         )
     model = model.named()  # another process may have to find it

@@ -9,7 +9,7 @@ own operations need.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,9 @@ from meshwright.wrapped.parts import WrappedParts
 
 _EVALUATION = 0x7FFFFFFF
 """Step of the keys of an evaluation."""
-_CLOSE = 2e-3
-"""Relative difference of losses that rounding explains, where they are compared with their sum or mean."""
+_CLOSE, _CLOSE_LOW = 2e-3, 3e-2
+"""Relative difference of losses, and of gradients, that rounding explains; the second of gradients where the loss rounds
+to 16 bits."""
 
 
 def parts_of(device_run: DeviceRun) -> WrappedParts:
@@ -209,19 +210,24 @@ def _accumulate(
     count = training.microbatches
     total = device_run.shape.over(BATCH_AXES) * count
 
-    def loss(params: Arrays, variables: Arrays, batch: Any, key: jax.Array) -> Any:
-        result = parts.adapter.call((_gather(device_run, params), variables), batch, key, True)
-        sums = _weighted(result)
-        return sums["loss"][0], (sums, result.variables)
-
-    gradient = jax.grad(jax.checkpoint(loss) if training.remat == "full" else loss, has_aux=True)
-
     def one(variables: Arrays, number: Any, batch: Any) -> Any:
         part = axis_index(BATCH_AXES) * count + number
         key = step_key(training.seed, step, part, total, parts.draws)
-        grads, (sums, variables) = gradient(params, variables, batch, key)
+
+        def loss(params: Arrays) -> Any:
+            result = parts.adapter.call((_gather(device_run, params), variables), batch, key, True)
+            return jnp.asarray(result.loss, jnp.float32), (_weighted(result), result.variables)
+
+        differentiated = jax.checkpoint(loss) if training.remat == "full" else loss
+        _, pull, (sums, after) = jax.vjp(differentiated, params, has_aux=True)
+        weight = sums["loss"][1]
+        # The backward pass begins with this part's share of the mean over the whole batch, as on one device: one that
+        # is not linear, such as a clipped cotangent, gives the same there. The gradient is that of loss * weight.
+        over_devices = jnp.maximum(all_reduce(weight, BATCH_AXES), 1e-9) * count
+        (grads,) = pull(weight / over_devices)
         # Microbatches are summed in float32, whatever the type of the reduction over devices.
-        return variables, ({name: g.astype(jnp.float32) for name, g in grads.items()}, sums)
+        scaled = {name: g.astype(jnp.float32) * over_devices for name, g in grads.items()}
+        return after, (scaled, sums)
 
     return _over_parts(count, batch, variables, one)
 
@@ -294,76 +300,142 @@ def build_evaluation(device_run: DeviceRun) -> Any:
 
 
 def check_mean(device_run: DeviceRun, batch: Any) -> None:
-    """Compares the loss of some examples with the mean of its halves, each as large as a device has in a microbatch.
+    """Compares loss and gradient of some examples with the means of their halves, each what a device has of a batch.
 
     batch: the first one, on the devices. The step takes the mean of what the parts of a batch give, so the loss has to
-    be one, weighted by the metric `weight`. Raises ConfigError for a loss that is a sum over the examples. Batch
-    statistics, or pairs of examples, make a loss that is neither: its value depends on the mesh, which is announced.
+    be one, weighted by the metric `weight`. Raises ConfigError for a loss that is a sum over the examples, and for one
+    that depends on which examples are together (batch statistics, pairs), unless its author has said so. A loss that
+    communicates over the batch axes itself is that of the whole batch, and is not compared.
     """
     count = device_run.shape.over(BATCH_AXES) * device_run.run.training.microbatches
-    if count > 1:
-        with activity(
-            "check", "comparing the loss of some examples with that of halves", "compared the loss"
-        ) as work:
+    if count == 1:
+        return
+    parts, microbatches = parts_of(device_run), device_run.run.training.microbatches
+    words = "comparing loss and gradient of some examples with those of halves"
+    with activity("check", words, "compared the loss") as work:
+        if not parts.communicates:
             work.result = _compare_halves(device_run, batch, count)
+        elif microbatches == 1:
+            work.result = "the loss communicates over the batch axes: it is that of the whole batch"
+        else:
+            work.result = (
+                "the loss communicates over the batch axes: it is that of each of "
+                f"{microbatches} microbatches"
+            )
 
 
-def _compare_halves(device_run: DeviceRun, batch: Any, count: int) -> str:
-    """Returns what the loss of two parts of a batch is, in words. count: parts of the batch."""
+class _Part(NamedTuple):
+    """Loss of some examples, its weight, and the gradient of the loss."""
+
+    loss: jax.Array
+    weight: jax.Array
+    gradient: Arrays
+
+
+def _measure_parts(device_run: DeviceRun, batch: Any, rows: int) -> Callable[..., _Part]:
+    """Returns a function of the halves (0, 1) of the first examples that are taken together, `rows` in each.
+
+    Every device computes the same examples, so gradients are those of one device times the devices that sum them.
+    """
     training, parts = device_run.run.training, parts_of(device_run)
-    rows, seed = parts.source.batch_size // count, training.seed
     params, variables = draw_arrays(device_run.run.model, device_run)
-    draws, (function, arguments) = Draws(), parts.traced(True, 2 * rows)
+    draws = Draws()
+    function, arguments = parts.traced(True, 2 * rows)
     draws.read(jax.make_jaxpr(function)(*arguments).jaxpr)
+    everywhere, at_rest = PartitionSpec(), _specs(device_run, "at_rest")
+
+    def chosen(x: jax.Array, halves: tuple[int, ...]) -> jax.Array:
+        pieces = [jax.lax.dynamic_slice_in_dim(x, half * rows, rows) for half in halves]
+        return jnp.concatenate(pieces)
 
     @jax.jit
     def measure(
         params: Arrays, variables: Arrays, batch: Any, halves: tuple[int, ...], part: int
-    ) -> Any:
-        """Loss and weight of one half of the examples, or of two together. halves, part: 0 or 1."""
+    ) -> _Part:
+        def local(params: Arrays, variables: Arrays, examples: Any, part: jax.Array) -> _Part:
+            key = step_key(training.seed, 0, part, 3 - len(halves), draws)
 
-        def local(params: Arrays, variables: Arrays, examples: Any, part: jax.Array) -> Any:
-            key = step_key(seed, 0, part, 3 - len(halves), draws)
-            result = parts.adapter.call(
-                (_gather(device_run, params), variables), examples, key, True
-            )
-            return _weighted(result)["loss"]
+            def loss(params: Arrays) -> Any:
+                weights = _gather(device_run, params)
+                result = parts.adapter.call((weights, variables), examples, key, True)
+                weight = _weighted(result)["loss"][1]
+                return jnp.asarray(result.loss, jnp.float32), weight
 
-        def chosen(x: jax.Array) -> jax.Array:
-            return jnp.concatenate(
-                [jax.lax.dynamic_slice_in_dim(x, half * rows, rows) for half in halves]
-            )
+            # A half is half of the examples: a backward pass that is not linear gets what the step gives it.
+            value, pull, weight = jax.vjp(loss, params, has_aux=True)
+            (gradient,) = pull(jnp.float32(len(halves) / 2))
+            whole = {name: g.astype(jnp.float32) for name, g in gradient.items()}
+            return _Part(value, weight, {name: g * 2 / len(halves) for name, g in whole.items()})
 
-        everywhere = PartitionSpec()
-        in_specs = (_specs(device_run, "at_rest"), everywhere, everywhere, everywhere)
-        sharded = _over_mesh(device_run, local, in_specs, everywhere)
-        return sharded(params, variables, jax.tree.map(chosen, batch), part)
+        in_specs = (at_rest, everywhere, everywhere, everywhere)
+        sharded = _over_mesh(device_run, local, in_specs, _Part(everywhere, everywhere, at_rest))
+        examples = jax.tree.map(lambda x: chosen(x, halves), batch)
+        return sharded(params, variables, examples, part)
 
-    def loss(*halves: int) -> tuple[float, float]:
+    def of_halves(*halves: int) -> _Part:
         part = halves[0] if len(halves) == 1 else 0
         with matmuls_of(training.compute_dtype):
-            total, weight = measure(params, variables[0] if variables else {}, batch, halves, part)
-        return float(total) / float(weight) if float(weight) else math.nan, float(weight)
+            return measure(params, variables[0] if variables else {}, batch, halves, part)
+
+    return of_halves
+
+
+def _norm(gradient: Arrays) -> float:
+    return float(optax.tree.norm(gradient))
+
+
+def _compare_halves(device_run: DeviceRun, batch: Any, count: int) -> str:
+    """Returns what the loss of two parts of a batch is, in words. count: parts of the batch."""
+    parts = parts_of(device_run)
+    rows = parts.source.batch_size // count
+    of_halves = _measure_parts(device_run, batch, rows)
+    together, one, other = of_halves(0, 1), of_halves(0), of_halves(1)
+    both, first, second = float(together.loss), float(one.loss), float(other.loss)
+    total = max(float(one.weight) + float(other.weight), 1e-9)
+    shares = (float(one.weight) / total, float(other.weight) / total)
+    mean = shares[0] * first + shares[1] * second
+    parted = jax.tree.map(lambda a, b: shares[0] * a + shares[1] * b, one.gradient, other.gradient)
+    difference = _norm(jax.tree.map(jnp.subtract, together.gradient, parted))
+    size = max(_norm(together.gradient), *map(_norm, (one.gradient, other.gradient)))
 
     def close(one: float, other: float) -> bool:
         return abs(one - other) <= _CLOSE * max(abs(one), abs(other))
 
-    (both, _), (first, first_weight), (second, second_weight) = loss(0, 1), loss(0), loss(1)
-    mean = (first * first_weight + second * second_weight) / max(first_weight + second_weight, 1e-9)
-    if close(both, mean) or not math.isfinite(both):
-        return "the loss is a mean over the examples"
+    if not all(map(math.isfinite, (both, first, second, difference))):
+        return "the loss or its gradient is not finite, so it was not compared with that of halves"
+    relative = difference / size if size else 0.0
+    means = close(both, mean)
+    if means and relative <= (_CLOSE_LOW if parts.rounds else _CLOSE):
+        return (
+            "the loss is a mean over the examples: the gradients of halves agree to "
+            f"{relative:.1g} of their size"
+        )
     figures = (
         f"at the first batch it is {both:.6g} for {2 * rows} examples, and {first:.6g} and {second:.6g} for its "
-        f"halves, whose mean is {mean:.6g}"
+        f"halves, whose mean is {mean:.6g}; its gradient differs from the mean of theirs by {relative:.2g} of its size"
     )
-    if not close(both, first + second):
+    is_sum = close(both, first + second)
+    if not means and not is_sum:
         # A sum and something that all examples share, such as a penalty: an example adds the same to any others.
-        added, twice = both - second, loss(0, 0)[0] - first
-        if abs(twice) <= _CLOSE * abs(both) or not close(added, twice):
-            return f"the loss is neither a mean nor a sum over the examples, so it depends on the mesh: {figures}"
+        added, twice = both - second, float(of_halves(0, 0).loss) - first
+        is_sum = abs(twice) > _CLOSE * abs(both) and close(added, twice)
+    own = f"the {rows} of {parts.source.batch_size} examples of a batch that a device has"
+    if is_sum and not means:
+        raise ConfigError(
+            f"a loss that is a sum over {own}",
+            f"{figures}. The step takes the mean of what the parts of a batch give: on another mesh this loss and its "
+            "gradients would have another size",
+            "the mean over the examples: .mean() instead of .sum(), or the sum divided by x.shape[0]",
+        )
+    if parts.local_batch:
+        return f"the loss is over each device's examples, as mw.wrap(local_batch=True) has it: {figures}"
+    microbatches = device_run.run.training.microbatches
+    whole = 'x = jax.lax.all_gather(x, ("data", "fsdp"), tiled=True) in the loss, for what it compares or averages'
+    if microbatches > 1:
+        whole += ", with --training.microbatches 1"
     raise ConfigError(
-        f"a loss that is a sum over the {rows} of {parts.source.batch_size} examples of a batch that a device has",
-        f"{figures}. The step takes the mean of what the parts of a batch give: on another mesh this loss and its "
-        "gradients would have another size",
-        "the mean over the examples: .mean() instead of .sum(), or the sum divided by x.shape[0]",
+        f"a loss that depends on which examples are together, over {own}",
+        f"{figures}. The step takes the mean of what the parts of a batch give, so statistics of a batch, pairs of "
+        "examples and functions of a mean have other gradients on another mesh",
+        f"{whole}; or mw.wrap(..., local_batch=True), for a loss that is meant to be over a device's own examples",
     )

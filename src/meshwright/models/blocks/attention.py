@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from meshwright.errors import divisors, refuse
 from meshwright.models.blocks.layers import Norm, attention_projection, linears, rms_norm
 from meshwright.models.blocks.rotary import Rotary
 from meshwright.models.kernels.attention import Scores
@@ -45,6 +46,27 @@ class Attention(Kind):
     """Whether the sigmoid of a projection as wide as the queries multiplies the output (Qwen3-Next)."""
 
     scope = "attention"
+
+    def __post_init__(self) -> None:
+        kv_heads = self.heads if self.kv_heads is None else self.kv_heads
+        groups, over = divmod(self.heads, kv_heads)
+        legal = min(divisors(self.heads), key=lambda degree: abs(degree - kv_heads))
+        rotated = 0 if self.rotary is None else self.rotary.size
+        refuse(
+            (
+                over != 0,
+                f"{kv_heads} key/value heads for {self.heads} query heads",
+                f"each key/value head serves as many query heads, and {self.heads} = "
+                f"{groups} * {kv_heads} + {over}",
+                f"--model.kv-heads {legal}",
+            ),
+            (
+                rotated > self.head_size,
+                f"a rotation of {rotated} features of a head",
+                f"a head has {self.head_size} features",
+                f"--model.head-size {rotated}",
+            ),
+        )
 
     def params(self, layers: int) -> dict[str, Param]:
         """Returns the parameters of a stack of `layers` layers."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
+from meshwright.errors import refuse
 from meshwright.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, Ranged
 
 RotaryBase = Annotated[float, msgspec.Meta(gt=1, le=sys.float_info.max)]
@@ -31,6 +32,18 @@ class RopeScaling(Ranged, part="model.rope-scaling"):
     """Wavelengths below original_max_position_embeddings / high_freq_factor are not scaled."""
     original_max_position_embeddings: PositiveInt = 8192
     """Longest sequence of the pre-training before the extension."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        low, high = self.low_freq_factor, self.high_freq_factor
+        refuse(
+            (
+                high < low,
+                f"--model.rope-scaling.high-freq-factor {high}",
+                f"frequencies between the two factors are scaled in part, and the low one is {low}",
+                f"--model.rope-scaling.high-freq-factor {4 * low}",
+            )
+        )
 
 
 def rope_frequencies(head_size: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
@@ -88,6 +101,19 @@ class Yarn(Ranged, part="model.yarn"):
     """Factor on queries and keys after rotation; None is 0.1 ln(factor) + 1."""
     bounds: Literal["whole", "exact"] = "whole"
     """Whether the first and the last pair that are scaled in part are rounded outward (whole), or not (GPT-OSS)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fast, slow = self.beta_fast, self.beta_slow
+        refuse(
+            (
+                fast < slow,
+                f"YaRN with beta_fast {fast} and beta_slow {slow}",
+                "pairs that turn more often than beta_fast keep their frequency, and those that turn less often "
+                "than beta_slow are scaled",
+                f"--model.yarn.beta-fast {32 * slow}",
+            )
+        )
 
     @property
     def longest(self) -> int:
@@ -158,6 +184,18 @@ class Rotary:
     """Factor by which all frequencies are divided (linear position interpolation, arXiv:2306.15595)."""
     pairs: Literal["halves", "neighbours"] = "halves"
     """Features that make a pair: one of each half, or neighbours."""
+    field: str = dataclasses.field(default="head_size", compare=False)
+    """Field of the family that gives `size`, which errors name."""
+
+    def __post_init__(self) -> None:
+        refuse(
+            (
+                self.size % 2 != 0,
+                f"a rotation of {self.size} features of a head",
+                f"features rotate in pairs, and {self.size} = {self.size // 2} * 2 + 1",
+                f"--model.{self.field.replace('_', '-')} {self.size + 1}",
+            )
+        )
 
     def angles(self, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns cosine and sine [B, T, 1, size/2], float32. positions_BT: positions within each document."""

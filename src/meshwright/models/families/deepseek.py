@@ -68,7 +68,8 @@ class Deepseek(DenseLayersFirst):
         latent = LatentSpec(
             self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim, self.v_head_dim
         )
-        rotary = Rotary(self.qk_rope_head_dim, self.rope_theta, self.yarn, pairs="neighbours")
+        size, field = self.qk_rope_head_dim, "qk_rope_head_dim"
+        rotary = Rotary(size, self.rope_theta, self.yarn, pairs="neighbours", field=field)
         attention = LatentAttention(
             self.width, self.heads, self.qk_nope_head_dim, latent, rotary, self.out_std
         )

@@ -1,6 +1,7 @@
 """Fields that families have in common, and the layer kinds that are made of them."""
 
 import dataclasses
+import math
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -86,13 +87,18 @@ class PartialRotary(ScaledRotary):
         """Returns the rotation of a part of each head. Raises ConfigError for a part that does not rotate in pairs."""
         size = head_size_of(self)
         rotated = int(size * self.rotary_fraction)
+        pairs = max(1, min(size // 2, round(size * self.rotary_fraction / 2)))
+        # Rounded up in the last digit: a fraction of the head is rounded down to features.
+        legal = math.ceil(1e4 * min(1.0, 2 * pairs / size)) / 1e4
+        asked = f"a rotation of {self.rotary_fraction} of a head of {size} features"
         refuse(
+            (size < 2, asked, "features rotate in pairs", "--model.head-size 8"),
             (
-                not 2 <= rotated <= size or rotated % 2 != 0,
-                f"a rotation of {self.rotary_fraction} of a head of {size} features",
+                rotated < 2 or rotated % 2 != 0,
+                asked,
                 f"{rotated} features rotate, and they rotate in pairs",
-                "--model.rotary-fraction 0.25 with heads of a multiple of 8 features",
-            )
+                f"--model.rotary-fraction {legal}",
+            ),
         )
         return super().rotary(size=rotated, **changes)
 
