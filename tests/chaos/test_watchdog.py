@@ -15,8 +15,9 @@ from tiny_runs import MODELS, device_run_of, tiny_run
 from meshwright.checkpoint.checkpoints import Checkpoints, named_tensors, write_error
 from meshwright.errors import CheckpointError, ConfigError, reason_of
 from meshwright.hardware.agreement import differences, flatten
+from meshwright.signs import Phases
 from meshwright.trainer.hosts import Sign, slow_hosts, verdict
-from meshwright.trainer.watchdog import Phases, Watchdog
+from meshwright.trainer.watchdog import Watchdog
 
 HOSTS = """
 import os, sys, traceback
@@ -268,7 +269,8 @@ import jax
 jax.distributed.initialize("127.0.0.1:" + sys.argv[2], 2, int(sys.argv[3]))
 from meshwright.data.corpus import share
 from meshwright.trainer.hosts import watching
-from meshwright.trainer.watchdog import PREPARING, Phases, Watchdog
+from meshwright.signs import PREPARING, Phases
+from meshwright.trainer.watchdog import Watchdog
 with watching(Path(sys.argv[1]), Phases(PREPARING), Watchdog(silence=2)):
     time.sleep(1)
     print("ready", flush=True)
