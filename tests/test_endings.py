@@ -280,7 +280,7 @@ def test_the_file_of_a_system_call_is_named(kind: str, tmp_path: Path) -> None:
     if not Path(f"/proc/self/task/{threading.get_native_id()}/syscall").exists():
         pytest.skip("this kernel does not say in which call a thread is")
     assert (
-        "the pipe of standard output, which nobody reads" if kind == "pipe" else str(fifo)
+        "the pipe of standard output, which is not read" if kind == "pipe" else str(fifo)
     ) in said
 
 

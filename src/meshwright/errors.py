@@ -8,7 +8,7 @@ import os
 import resource
 import traceback
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 
 class MeshwrightError(Exception):
@@ -173,12 +173,12 @@ def first_error(error: BaseException) -> MeshwrightError | None:
 class Closing(contextlib.ExitStack):
     """Exit stack in which the first error wins: what fails while it closes after an error is added to that as a note."""
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> Literal[False]:
         """Closes all. Raises the first error of closing where there was none before."""
         try:
-            return super().__exit__(kind, error, trace)
+            super().__exit__(kind, error, trace)
         except Exception as later:
             if error is None or later is error:
                 raise
             error.add_note(f"while closing: {describe_failure(later)}")
-            return False
+        return False

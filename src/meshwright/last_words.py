@@ -36,7 +36,7 @@ def leave(code: int, text: str = "") -> NoReturn:
 
 
 def say(text: str) -> None:
-    """Prints a line on standard error in a thread of its own: the caller goes on where nobody reads it."""
+    """Prints a line on standard error in a thread of its own: the caller goes on where it is not read."""
     _thread(lambda: _write(f"{text}\n"))
 
 

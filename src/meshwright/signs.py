@@ -129,7 +129,7 @@ def _name_of(descriptor: int) -> str:
     for number, stream in streams.items():
         with contextlib.suppress(OSError, ValueError, AttributeError):
             if stream.fileno() == descriptor:
-                return f"the pipe of {names[number]}, which nobody reads"
+                return f"the pipe of {names[number]}, which is not read"
     return "a pipe"
 
 

@@ -206,7 +206,7 @@ def test_a_disk_of_a_host_that_hangs_ends_no_run(
         monkeypatch.setattr(module, name, replaced)
 
     def tiers() -> Tiers:
-        return Tiers(out, device_run, max_to_keep=2, local=local, patience=0.3)
+        return Tiers(out, device_run, max_to_keep=2, local=local, patience=2.0)
 
     if place == "opening":
         hangs(checkpoints_module, "in_bucket")

@@ -199,7 +199,8 @@ def _relative(text: str) -> str:
 
 
 def _error_line(error: MeshwrightError) -> str:
-    text = printable(_relative(str(error)), keep="\n\t")
+    notes = "".join(f"\n  note:    {note}" for note in getattr(error, "__notes__", ()))
+    text = printable(_relative(f"{error}{notes}"), keep="\n\t")
     colored = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     return ("\033[1;31merror:\033[0m" if colored else "error:") + f" {text}\n"
 

@@ -1,7 +1,7 @@
 """Roll call of the processes of a run, before JAX joins them: who has come, and who has not.
 
 JAX's own join does not tell. Process 0 listens on the address where it opens JAX's service afterwards; every other
-process connects and says who it is. Process 0 sends the absent ones to those that are there, and `go` when nobody is
+process connects and gives its number. Process 0 sends the absent ones to those that are there, and `go` when none is
 absent; then it closes the port and opens it for JAX.
 """
 
@@ -41,12 +41,14 @@ def call_roll(
         selector.register(server, selectors.EVENT_READ)
         texts: dict[socket.socket, str] = {}
         came: dict[socket.socket, int] = {}
-        told: dict[socket.socket, str] = {}
+        sent: dict[socket.socket, str] = {}
+        seen: set[int] = set()
         while True:
-            absent = describe(set(range(1, processes)) - set(came.values()), processes)
+            seen |= set(came.values())
+            absent = _absent(set(came.values()), seen, processes)
             for connection in list(came):
-                if told.get(connection) != absent:
-                    told[connection] = absent
+                if sent.get(connection) != absent:
+                    sent[connection] = absent
                     _send(connection, f"{_ABSENT} {absent}" if absent else _GO)
             if not absent:
                 return
@@ -54,22 +56,22 @@ def call_roll(
                 raise AbsentError(absent)
             news(absent)
             for key, _ in selector.select(min(_NEWS, max(0.0, until - time.monotonic()))):
-                connection = key.fileobj
-                assert isinstance(connection, socket.socket)
-                if connection is server:
+                readable = key.fileobj
+                assert isinstance(readable, socket.socket)
+                if readable is server:
                     arrived, _ = server.accept()
                     stack.enter_context(arrived)
                     selector.register(arrived, selectors.EVENT_READ)
                     texts[arrived] = ""
                     continue
-                received = _receive(connection)
-                texts[connection] += received
-                process = _process_in(texts[connection], processes)
+                received = _receive(readable)
+                texts[readable] += received
+                process = _process_in(texts[readable], processes)
                 if process is not None:
-                    came[connection] = process
+                    came[readable] = process
                 if not received:  # it has gone
-                    selector.unregister(connection)
-                    came.pop(connection, None)
+                    selector.unregister(readable)
+                    came.pop(readable, None)
 
 
 def answer_roll(
@@ -108,6 +110,17 @@ def answer_roll(
             refusal = f"nothing answers there: {error}"
         time.sleep(min(_AGAIN, max(0.0, until - time.monotonic())))
     raise AbsentError(absent or refusal)
+
+
+def _absent(came: set[int], seen: set[int], processes: int) -> str:
+    """Names those that never came; where there are none, those that have come and left again."""
+    others = set(range(1, processes))
+    if others - seen:
+        return describe(others - seen, processes)
+    left = sorted(others - came)
+    if not left:
+        return ""
+    return f"{len(left)} of {processes} have come and left again, the first is process {left[0]}"
 
 
 def describe(absent: set[int], processes: int) -> str:

@@ -64,7 +64,7 @@ _CAUGHT_UP = 10.0
 _FOLDER = "meshwright/watchdog"
 _SLOW = 10
 """Times the limit for phases that compile, restore or evaluate."""
-_SLOW_PHASES = ("start", "compile", "evaluate", "sample")
+_SLOW_PHASES = ("prepare", "start", "compile", "evaluate", "sample")
 _GRACE = 3.0
 """Seconds in which process 0 publishes its verdict before it leaves, and with it the key-value store."""
 _DELAYS, _TIMES, _LATE = 30, 4.0, 0.02
@@ -73,7 +73,7 @@ _WORK = bytes(2**18)
 _SHARE, _WINDOW = 0.2, 10.0
 """Share of the time that a host waits for its data, over so many seconds, above which it is slow."""
 _LASTING = 3.0
-"""Seconds in one phase after which a sign says in which line, and on which file, the main thread is."""
+"""Seconds in one phase after which a sign has the line, and the file, in which the main thread is."""
 _ENDED = 1.0
 """Seconds in which the other hosts read that all have come to the end."""
 _silence = threading.Lock()
@@ -205,8 +205,8 @@ def verdict(signs: Mapping[int, Sign], limits: Watchdog, now: float) -> str | No
     if not limits.stall or not running:
         return None
     last = waited_for(running)
-    if last.phase == PREPARING:
-        return None
+    if last.phase == PREPARING and last.process == 0:
+        return None  # it tokenises for all
     limit = limits.stall * (_SLOW if last.phase in _SLOW_PHASES else 1)
     waited = now - last.at + last.seconds
     return f"{last.describe(now)}: over the limit of {limit:g} s" if waited > limit else None
@@ -270,7 +270,7 @@ def watching(out: Path, phases: Phases, limits: Watchdog) -> Iterator[None]:
 
     out: output folder, which gets the stacks.  phases: what this process does. Where a host dies, stops or falls
     behind, every process prints which, writes its stacks, and exits with 75. Inside another `watching`, as of the
-    verb that trains, it only says what this process does.
+    verb that trains, it only states what this process does.
     """
     with signs.in_phases(phases), contextlib.ExitStack() as stack:
         if jax.process_count() > 1 and not _watches:
@@ -344,9 +344,8 @@ class _Watch:
         self.left = "done"
         signs.leave(self.left)
         key = f"{_FOLDER}/ended"
-        with contextlib.suppress(
-            jax.errors.JaxRuntimeError
-        ):  # process 0 has gone: nobody is left to wait for
+        # Where the store does not answer, process 0 has gone: no process is left to wait for.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._sign()
             if self.process:
                 with signs.waiting("process 0, to leave together", 0):

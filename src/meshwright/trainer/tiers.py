@@ -56,7 +56,7 @@ class Tiers(Checkpoints):
             abstract_in_layer_order(named_tensors(device_run.abstract), device_run.params)
         )
         self._local: Checkpoints | None = None
-        self._patience, self._answered = patience, time.monotonic()
+        self._own_patience, self._answered = patience, time.monotonic()
         self.left_out: list[str] = []
         """Checkpoints that the last restore left out, and why."""
         if local.path is not None:
@@ -106,7 +106,7 @@ class Tiers(Checkpoints):
         self._answered = max(self._answered, time.monotonic() if not local.is_saving else 0.0)
         with waiting(f"its own disk, {local.folder}", NOBODY):
             while local.is_saving and not local.abandoned:
-                if time.monotonic() - self._answered > self._patience:
+                if time.monotonic() - self._answered > self._own_patience:
                     self._give_up(local)
                 time.sleep(_LOOK)
 
@@ -126,7 +126,7 @@ class Tiers(Checkpoints):
         thread = threading.Thread(target=run, daemon=True, name="own disk")
         thread.start()
         with waiting("its own disk", NOBODY):
-            thread.join(self._patience)
+            thread.join(self._own_patience)
         if errors:
             raise errors[0]
         if answers:
@@ -141,7 +141,7 @@ class Tiers(Checkpoints):
             return
         local.abandon()
         last_words.say(
-            f"process {jax.process_index()}: its own disk has not answered for {self._patience:.0f} s "
+            f"process {jax.process_index()}: its own disk has not answered for {self._own_patience:.0f} s "
             f"({local.folder}); its local checkpoints are left out from here on, and the run goes on"
         )
 
