@@ -238,7 +238,7 @@ def _hanging(place: str, folder: Path) -> Pair:
         "PYTHONPATH": f"{site}:{os.environ.get('PYTHONPATH', '')}",
         "HANG": f"{place}|{HANGS[place]}|{site / 'once'}",
     }
-    more = ["--watchdog.stall", "12"]
+    more = ["--watchdog.stall", "30"]
     if place == "local tier":
         disk = folder.parent / f"{folder.name}-disk"
         disk.mkdir()

@@ -18,6 +18,7 @@ from meshwright.errors import Closing, DataError, RoomError, first_error
 from meshwright.reporters.files import JsonLines
 from meshwright.signs import EVERYBODY, NOBODY, Phases, wait_of_main_thread, waiting
 from meshwright.trainer.hosts import Sign, slow_data, verdict
+from meshwright.trainer.loop import _longest
 from meshwright.trainer.watchdog import Watchdog
 from meshwright.views.run_folder import RunFolder
 
@@ -112,18 +113,20 @@ def test_every_wait_for_others_is_announced() -> None:
 
 
 FULL_PIPE = """
-import sys, threading
+import sys, threading, time
 from meshwright import last_words
+def leave():
+    time.sleep(0.5)
+    last_words.say("a line that is not read")
+    last_words.leave(75, "error: the last words\\n" * 2**12)
+threading.Thread(target=leave, daemon=True).start()
 threading.Thread(target=lambda: sys.stderr.write("x" * 2**20), daemon=True).start()
-print("y" * 2**10)
-import time; time.sleep(0.5)
-last_words.say("a line that nobody reads")
-last_words.leave(75, "error: the last words\\n" * 2**12)
+sys.stdout.write("y" * 2**20)
 """
 
 
 def test_last_words_wait_for_no_reader() -> None:
-    """A thread stands in a full pipe and holds the stream; the process leaves all the same, with its code."""
+    """Two threads stand in a full pipe and hold the streams; the process leaves all the same, with its code."""
     reader, writer = os.pipe()
     process = subprocess.Popen([sys.executable, "-c", FULL_PIPE], stdout=writer, stderr=writer)
     os.close(writer)
@@ -209,6 +212,10 @@ def test_the_host_that_waits_for_no_other_is_blamed(kind: str) -> None:
     states, blamed = BLAME[kind]
     found = {i: sign(i, 6, phase, host, 7000.0) for i, (phase, host) in enumerate(states)}
     assert (verdict(found, Watchdog(stall=60), 100.0) or "").startswith(f"process {blamed} ")
+
+
+def test_the_longest_wait_for_data_is_the_summary_s() -> None:
+    assert _longest([0.0, 7.5, 3.0]) == {"seconds": 7.5, "host": 1}
 
 
 def test_slow_data_is_named() -> None:
