@@ -36,6 +36,15 @@ def loaded(*arguments, **options):
 
 prepare.load_corpus = loaded
 
+from meshwright.step.device_run import DeviceRun
+make = DeviceRun.initial_state
+
+def made(self):
+    send("start", 0)
+    return make(self)
+
+DeviceRun.initial_state = made
+
 from meshwright.trainer.meter import Meter
 close = Meter.sample
 
