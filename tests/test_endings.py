@@ -263,19 +263,23 @@ def look():
 threading.Thread(target=look, daemon=True).start()
 if sys.argv[1] == "pipe":
     sys.stdout.write("x" * 2**20)
+elif sys.argv[1].endswith("thread"):
+    threading.Thread(target=os.open, args=(sys.argv[1].removesuffix("thread"), os.O_RDONLY)).start()
+    with signs.waiting("its data", signs.NOBODY):
+        threading.Event().wait()
 else:
     os.open(sys.argv[1], os.O_RDONLY)
 """
 
 
-@pytest.mark.parametrize("kind", ["pipe", "file"])
+@pytest.mark.parametrize("kind", ["pipe", "file", "file of a thread"])
 def test_the_file_of_a_system_call_is_named(kind: str, tmp_path: Path) -> None:
     """A process stands in a write to a full pipe, and in opening a file that does not answer: a FIFO without a writer."""
     fifo = tmp_path / "shared"
     os.mkfifo(fifo)
     reader, writer = os.pipe()
     answer, answers = os.pipe()
-    place = "pipe" if kind == "pipe" else str(fifo)
+    place = "pipe" if kind == "pipe" else f"{fifo}{'thread' * kind.endswith('thread')}"
     command = [sys.executable, "-c", IN_A_PIPE, place, str(answers)]
     process = subprocess.Popen(command, stdout=writer, pass_fds=(answers,))
     os.close(writer)

@@ -73,9 +73,13 @@ def wait_of_main_thread(*, detailed: bool = True) -> Wait:
         if follows is None or follows == thread:
             break
         thread = follows
+    wait = Wait("")
     if stack and stack[-1].thread is None:
-        return stack[-1]
-    return Wait(_where(thread) if detailed else "")
+        wait = stack[-1]
+    if wait.host != NOBODY or not detailed:
+        return wait
+    where = _where(thread)
+    return Wait(f"{wait.what}: {where}" if wait.what else where)
 
 
 def _where(thread: int | None) -> str:
@@ -90,7 +94,7 @@ def _where(thread: int | None) -> str:
             break
         frame = frame.f_back
     natives = {each.ident: each.native_id for each in threading.enumerate()}
-    target = _target_of_call(natives.get(thread))
+    target = _target_of_call(natives.get(thread)) or _file_of_other_threads()
     return f"{target} ({line})" if target and line else target or line
 
 
@@ -118,6 +122,18 @@ def _target_of_call(native: int | None) -> str:
         return os.fsdecode(content.split(b"\0")[0])
     except (OSError, ValueError, IndexError, OverflowError):
         return ""
+
+
+def _file_of_other_threads() -> str:
+    """Returns the file of a system call in which another thread of this process is: one that reads or writes for it."""
+    try:
+        tasks = os.listdir("/proc/self/task")
+    except OSError:
+        return ""
+    targets = (_target_of_call(int(task)) for task in tasks)
+    system = ("/proc/", "/sys/", "/dev/")
+    files = (target for target in targets if target.startswith("/"))
+    return next((file for file in files if not file.startswith(system)), "")
 
 
 def _name_of(descriptor: int) -> str:

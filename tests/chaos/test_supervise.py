@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshwright.config import MeshShape
-from meshwright.errors import ConfigError, HostError
+from meshwright.errors import ConfigError, HostError, MeshwrightError
 from meshwright.hardware.hosts import ALONE, Hosts
 from meshwright.hardware.targets import parse_target
 from meshwright.launching import supervise as supervision
@@ -196,7 +196,7 @@ def test_a_child_that_hangs_is_killed(
     monkeypatch.setattr("sys.executable", str(child))
     monkeypatch.setattr(supervision, "_STARTING", 0.1, raising=False)
     limits = (Restarts(most=0, backoff=0), Watchdog(silence=2))
-    with pytest.raises(HostError, match="after exit code 137"):
+    with pytest.raises(MeshwrightError, match="after exit code 137"):
         Supervisor("train", [], run, tmp_path / "out", ALONE, None, *limits).supervise()
     assert words in capfd.readouterr().err
 

@@ -20,7 +20,7 @@ from meshwright.hardware.agreement import agree, answer_of_the_first, choose_tog
 from meshwright.reporters import Reporter, build_reporters
 from meshwright.reporters.files import EventLog, JsonLines
 from meshwright.runs.run_file import write_run
-from meshwright.signs import PREPARING, Phases, end_with, in_phases, waiting
+from meshwright.signs import NOBODY, PREPARING, Phases, end_with, in_phases, waiting
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.storage.paths import path_of
 from meshwright.trainer.lock import locked
@@ -321,7 +321,9 @@ class _Loop:
             while step < training.steps and not self.preemption.stops():
                 self.checkpoints.check()
                 self.phases.enter("data", step)
-                previous, batch = batch, next(feed)
+                previous = batch
+                with waiting("its data", NOBODY):
+                    batch = next(feed)
                 train_step = self._compiled_for(batch)
                 self.phases.waited = self.spent["input wait"] + feed.wait_seconds
                 self.phases.enter("step", step + 1)
