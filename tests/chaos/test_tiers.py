@@ -233,3 +233,26 @@ def test_a_disk_of_a_host_that_hangs_ends_no_run(
         assert "step 4 on the hosts' own disks is left out" in said
     else:
         assert said.count("its own disk has not answered for") == (2 if place == "opening" else 1)
+
+
+def test_no_barrier_is_named_after_what_a_host_saves_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host may leave its own checkpoints out: the next shared save must meet the others at the same barrier."""
+    device_run = device_run_of(tiny_run(MODELS["llama"]))
+    state = device_run.initial_state()
+    local = LocalCheckpoints(path=str(tmp_path / "disk"), every=1)
+    names: list[str] = []
+
+    def barrier(self: checkpoints_module.Checkpoints, name: str) -> None:
+        if self._reach == "shared":
+            names.append(name)
+
+    monkeypatch.setattr(checkpoints_module.Checkpoints, "_barrier", barrier)
+    with Tiers(tmp_path / "out", device_run, max_to_keep=2, local=local) as checkpoints:
+        checkpoints.save(state, device_run, step=1, cursor=1)
+        checkpoints.wait()
+        checkpoints.save_locally(state, device_run, step=2, cursor=2)
+        checkpoints.save(state, device_run, step=3, cursor=3)
+    first, second = (int(n.removeprefix("begun-")) for n in names if n.startswith("begun-"))
+    assert second == first + 1

@@ -75,8 +75,8 @@ _READERS = 8
 """Tensors that are read at a time."""
 _BARRIER_SECONDS = 7 * 24 * 3600
 """The watchdog ends a save that stalls: how long one may take depends on its bytes and on the store."""
-_saves = itertools.count()
-"""Number of the next save of this process; all processes save in the same order."""
+_shared_saves = itertools.count()
+"""Number of the next save into a shared folder; all processes make those in the same order, others each alone."""
 LAYOUT = "layout.json"
 """File of a checkpoint of a single process: which slices of the tensors it has."""
 _FLOATING = ("float32", "bfloat16")
@@ -190,7 +190,9 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         if self.abandoned:
             return
         assert self._thread is not None
-        self._pending = self._thread.submit(self._write, abstract, shards, manifest, next(_saves))
+        # A process alone may leave out what it saves for itself: no barrier is named after that.
+        number = next(_shared_saves) if self._reach == "shared" else 0
+        self._pending = self._thread.submit(self._write, abstract, shards, manifest, number)
 
     def _write(
         self, abstract: dict[str, Any], shards: Shards, manifest: Manifest, number: int
