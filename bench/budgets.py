@@ -28,9 +28,10 @@ from meshwright.hardware.hosts import Hosts
 from meshwright.launching import supervise
 from meshwright.launching.restarts import Restarts
 from meshwright.runs.recipe import find_recipe
+from meshwright.signs import Phases
 from meshwright.trainer import hosts
 from meshwright.trainer.tiers import Tiers
-from meshwright.trainer.watchdog import Phases, Watchdog
+from meshwright.trainer.watchdog import Watchdog
 
 COUNTED = ("requests", "bytes", "opens", "listings")
 _thread = threading.local()

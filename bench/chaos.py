@@ -42,10 +42,16 @@ def newest(out: Path) -> list[Path]:
 def inject(kind: str, pair: Pair, victim: int, rng: random.Random) -> float:
     """Waits for the moment and injects the fault into the host `victim`; returns the time of the injection."""
     at = rng.randrange(SAVE + 1, STEPS - 3)
+    if kind.startswith("hang in "):
+        pair.wait_for(lambda: (pair.folder.parent / f"{pair.folder.name}-site" / "once").exists())
+        return time.time()
     if kind in LOCAL:
         pair.wait_for(
             lambda: pair.steps() >= SAVE + 2
         )  # the hosts alone have the newest checkpoint
+    elif kind == "SIGKILL of one":
+        # Before a checkpoint is committed the survivors truly say that there is none.
+        pair.wait_for(lambda: pair.steps() >= at and pair.committed())
     elif kind == "killed while saving":
         pair.wait_for(lambda: any((pair.out / "checkpoints").glob("*tmp*")) or pair.steps() > at)
     elif kind in ("flipped byte", "truncated file"):
@@ -100,12 +106,27 @@ def damage(file: Path, kind: str, rng: random.Random) -> None:
 
 LOCAL = ("local tier", "full local disk")
 """Faults of runs whose hosts keep checkpoints on their own disks; in the second of 64 KiB, which are full."""
+HANGS = {
+    "its start": 1,
+    "joining": 1,
+    "metrics.jsonl": 0,
+    "events.jsonl": 0,
+    "data": 1,
+    "shared save": 1,
+    "sample.txt": 0,
+    "local tier": 1,
+    "the end": 1,
+}
+"""Place in which a host stops to answer -> process that does."""
+UNHARMED = ("hang in local tier", "hang in the end")
+"""Hangs after which nothing is started again: the run does without that disk, or has come to its end."""
 KINDS = (
     "SIGKILL of one", "SIGSTOP", "SIGKILL of all", "SIGTERM", "killed while saving", "flipped byte", "full disk",
     "network cut", "truncated file", "slow host", "poisoned batch", "host lost", *LOCAL,
+    *(f"hang in {place}" for place in HANGS),
 )  # fmt: skip
 OF_ONE = ("SIGKILL of one", "SIGSTOP", "SIGTERM", "killed while saving", "full disk", "network cut", "slow host",
-          "poisoned batch", "host lost", *LOCAL)  # fmt: skip
+          "poisoned batch", "host lost", *LOCAL, *(f"hang in {place}" for place in HANGS))  # fmt: skip
 """Faults of one of the hosts."""
 NAMED = (
     "SIGKILL of one",
@@ -117,6 +138,57 @@ NAMED = (
     "host lost",
 )
 """Faults of a host that the other has to name in its error."""
+HANG = """
+import os, time
+place, victim, once = os.environ["HANG"].split("|")
+
+def hang():
+    import jax
+    if place == "joining":
+        process = int(os.environ["CHAOS_PROCESS"])
+    else:
+        process = jax.process_index()
+    if process == int(victim) and not os.path.exists(once):
+        open(once, "x").close()
+        time.sleep(3600)
+
+def hangs(owner, name, when=lambda *arguments: True):
+    function = getattr(owner, name)
+    def replaced(*arguments, **options):
+        if when(*arguments):
+            hang()
+        return function(*arguments, **options)
+    setattr(owner, name, replaced)
+
+if "MESHWRIGHT_BEATS" in os.environ:
+    if place == "its start" and os.environ["CHAOS_PROCESS"] == victim and not os.path.exists(once):
+        open(once, "x").close()
+        time.sleep(3600)
+    elif place == "joining":
+        from meshwright.api import verb
+        hangs(verb, "join")
+    elif place == "metrics.jsonl":
+        from meshwright.reporters.files import JsonLines
+        hangs(JsonLines, "write", lambda self, step, values: step == 5)
+    elif place == "events.jsonl":
+        from meshwright.reporters.files import EventLog
+        hangs(EventLog, "ended", lambda self, activity, **more: activity.step == 3)
+    elif place == "data":
+        from meshwright.data import feed
+        hangs(feed.Windows, "__getitem__")
+    elif place in ("shared save", "local tier"):
+        from meshwright.checkpoint import checkpoints
+        inside = os.environ.get("HANG_DISK", "/out/")
+        hangs(checkpoints, "write_shards", lambda folder, *more: inside in str(folder))
+    elif place == "sample.txt":
+        from meshwright.trainer import prepare
+        hangs(prepare, "write_sample")
+    elif place == "the end":
+        from meshwright import signs
+        from meshwright.trainer.tiers import Tiers
+        hangs(Tiers, "forget_local", lambda self, after=-1: signs.whole() is not None)
+"""
+"""Module that a process imports at its start: it does not come back from one place, once."""
 POISON = """
 import numpy as np
 from meshwright.data import feed
@@ -145,6 +217,8 @@ def start(kind: str, folder: Path) -> Pair:
         return Pair(
             folder, more=("--local-checkpoints.path", str(disk), "--local-checkpoints.every", "1")
         )
+    if kind.startswith("hang in "):
+        return _hanging(kind.removeprefix("hang in "), folder)
     if kind != "poisoned batch":
         return Pair(folder)
     site = folder.parent / "poison"
@@ -156,11 +230,31 @@ def start(kind: str, folder: Path) -> Pair:
     )
 
 
+def _hanging(place: str, folder: Path) -> Pair:
+    """Starts the run of which one host hangs in a place."""
+    site = folder.parent / f"{folder.name}-site"
+    site.mkdir(parents=True)
+    (site / "sitecustomize.py").write_text(HANG)
+    environment = {
+        "PYTHONPATH": f"{site}:{os.environ.get('PYTHONPATH', '')}",
+        "HANG": f"{place}|{HANGS[place]}|{site / 'once'}",
+    }
+    more = ["--watchdog.stall", "30"]
+    if place == "local tier":
+        disk = folder.parent / f"{folder.name}-disk"
+        disk.mkdir()
+        environment["HANG_DISK"] = str(disk)
+        more += ["--local-checkpoints.path", str(disk), "--local-checkpoints.every", "2"]
+    if place == "sample.txt":
+        more += ["--data.sample", "4"]
+    return Pair(folder, more=tuple(more), **environment)
+
+
 def row(seed: int, kind: str, folder: Path, expected: dict[str, Any]) -> dict[str, Any]:
     """One run with one fault, compared with the undisturbed one."""
     rng, victim = (
         random.Random(seed),
-        seed // len(KINDS) % 2,
+        HANGS.get(kind.removeprefix("hang in "), seed // len(KINDS) % 2),
     )  # each kind of fault meets both processes
     lost = victim if kind == "host lost" else None
     pair = start(kind, folder)
@@ -187,7 +281,7 @@ def row(seed: int, kind: str, folder: Path, expected: dict[str, Any]) -> dict[st
         "equal": equal and not why,
         "tensors": tensors,
         "losses": losses,
-        "named by the other": pair.names(victim) if kind in NAMED else None,
+        "named by the other": _named(kind, pair, victim),
         "exit codes": [e and e["code"] for e in ended],
         "diagnosis (s)": [e and round(e["time"] - at, 1) for e in ended],
         "training again (s)": round(min(again), 1) if again else None,
@@ -195,6 +289,19 @@ def row(seed: int, kind: str, folder: Path, expected: dict[str, Any]) -> dict[st
         "seconds": round(time.time() - began),
         "note": why,
     }
+
+
+def _named(kind: str, pair: Pair, victim: int) -> bool | None:
+    """Returns whether the host with the fault was named; None where nobody has to name it."""
+    if kind == "hang in joining":
+        return pair.says(1 - victim, rf"because: .*process {victim} has not come")
+    if kind == "hang in its start":
+        return pair.says(victim, "gave no sign for .* last at its start: it is killed")
+    if kind == "hang in local tier":
+        return pair.says(victim, rf"process {victim}: its own disk has not answered")
+    if kind == "hang in the end":
+        return pair.says(1 - victim, rf"nothing of it is missing: process {victim} ")
+    return pair.names(victim) if kind in NAMED or kind.startswith("hang in ") else None
 
 
 def page_table(record: dict[str, Any]) -> tuple[str, str]:

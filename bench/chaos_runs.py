@@ -61,7 +61,10 @@ class Pair:
             command = [sys.executable, "-m", "meshwright", "train", *words]
             command = self.hosts.on(i, command) if self.hosts else command
             process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**env, "CHAOS_PROCESS": str(i)},
             )
             # Through a pipe: a full disk of the run is not one of its log.
             log = threading.Thread(
@@ -119,6 +122,15 @@ class Pair:
         if self.hosts:
             self.hosts.close()
         return codes
+
+    def committed(self) -> bool:
+        """Whether a checkpoint of the output folder is whole."""
+        return any((self.out / "checkpoints").glob("[0-9]*/manifest/metadata"))
+
+    def says(self, host: int, pattern: str) -> bool:
+        """Whether the output of a host has a text."""
+        log = (self.folder / f"log-{host}").read_text(errors="replace")
+        return re.search(pattern, log) is not None
 
     def names(self, victim: int) -> bool:
         """Whether the other host's error names the process `victim`."""

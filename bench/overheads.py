@@ -29,10 +29,11 @@ from meshwright.config import MeshShape
 from meshwright.hardware.hosts import store
 from meshwright.hardware.mesh import prepare_host
 from meshwright.runs.recipe import find_recipe
+from meshwright.signs import Phases
 from meshwright.trainer.hosts import _FOLDER, _Watch, same_fields, verdict
 from meshwright.trainer.loop import prepare_run
 from meshwright.trainer.prepare import Position
-from meshwright.trainer.watchdog import Phases, Watchdog
+from meshwright.trainer.watchdog import Watchdog
 
 ROOT = Path(__file__).parents[1]
 BLOCK = 60

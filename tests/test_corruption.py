@@ -86,9 +86,9 @@ def test_the_metadata_server_announces_preemption(monkeypatch: pytest.MonkeyPatc
     try:
         with Preemption().listening() as preemption:
             until = time.monotonic() + 20
-            while not preemption.stops_before(1) and time.monotonic() < until:
+            while not preemption.stops() and time.monotonic() < until:
                 time.sleep(0.01)
-            assert preemption.signal == signal.SIGTERM
+            assert preemption.stopped_by == signal.SIGTERM
     finally:
         server.shutdown()
         server.server_close()

@@ -347,7 +347,7 @@ with Preemption().listening() as preemption:
     print("computing", flush=True)
     # No Python code runs before it returns, as in a compilation.
     hashlib.pbkdf2_hmac("sha256", b"", b"", int(sys.argv[1]))
-    print("returned", preemption.signal, flush=True)
+    print("returned", preemption.received, flush=True)
 """
 
 

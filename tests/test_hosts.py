@@ -1,11 +1,13 @@
 """Processes of several hosts, as each scheduler's variables describe them."""
 
+import contextlib
 import http.server
 import json
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from meshwright.cli.main import run
 from meshwright.errors import ConfigError, HostError
 from meshwright.hardware import hosts
 from meshwright.hardware.hosts import ALONE, Hosts, first_host, hosts_of, join, tpu_environment
+from meshwright.hardware.roll_call import AbsentError, answer_roll, call_roll
 
 SLURM = {"SLURM_JOB_ID": "4103", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2",
          "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "gpu[003-006]", "SLURM_STEP_TASKS_PER_NODE": "1(x4)"}  # fmt: skip
@@ -170,6 +173,7 @@ def test_waiting_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("DEADLINE_EXCEEDED: Barrier timed out.\nmore")
 
     monkeypatch.setattr("jax.distributed.initialize", nobody)
+    monkeypatch.setattr("meshwright.hardware.hosts._meet", lambda hosts, seconds: None)
     with pytest.raises(HostError, match=r"process 1 of 2 at 127\.0\.0\.1:9") as error:
         join(Hosts("test", 2, 1, "127.0.0.1:9"), seconds=1)
     assert "Barrier timed out" in str(error.value) and "more" not in str(error.value)
@@ -256,3 +260,45 @@ def test_collectives_are_timed_across_processes(tmp_path: Path) -> None:
     assert {row["devices"] for row in rows} == {2} and all(
         row["correct"] and row["calls"] == 20 for row in rows
     )
+
+
+def test_the_roll_call_names_who_has_not_come() -> None:
+    """Processes 0, 1 and 3 of four come; all of them hear that process 2 has not, and go on when it has."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    heard: dict[int, str] = {}
+
+    def come(process: int, seconds: float) -> None:
+        try:
+            if process == 0:
+                call_roll(port, 4, seconds)
+            else:
+                answer_roll("127.0.0.1", port, process, seconds, lambda absent: None)
+            heard[process] = "all have come"
+        except AbsentError as error:
+            heard[process] = str(error)
+
+    def meet(processes: Sequence[int], seconds: float, *greetings: bytes) -> None:
+        threads = [threading.Thread(target=come, args=(i, seconds)) for i in processes]
+        for thread in threads:
+            thread.start()
+        # Something else on the network connects.
+        for greeting in greetings:
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", port)) as other,
+            ):
+                other.sendall(greeting)
+        for thread in threads:
+            thread.join(60)
+
+    stranger = b"GET / HTTP/1.1\r\n\r\n"
+    meet([0, 1, 3], 3.0, stranger, b"meshwright process 7\n")
+    assert heard == dict.fromkeys((0, 1, 3), "process 2 has not come, 3 of 4 have")
+    heard.clear()
+    meet([3, 2, 1, 0], 60.0, stranger)
+    assert heard == dict.fromkeys(range(4), "all have come")
+    heard.clear()
+    meet([1], 0.5)
+    assert "nothing answers there: [Errno 111] Connection refused" in heard[1]

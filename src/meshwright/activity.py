@@ -64,11 +64,14 @@ def activity(kind: str, doing: str, done: str, step: int | None = None) -> Itera
     watchers = _WATCHERS.get()
     for watcher in watchers:
         watcher.began(current)
-    failed = True
     try:
         yield current
-        failed = False
-    finally:
+    except BaseException:
         current.seconds = time.perf_counter() - current.began
         for watcher in watchers:
-            watcher.ended(current, failed=failed)
+            with contextlib.suppress(Exception):  # the error of the work is the one that counts
+                watcher.ended(current, failed=True)
+        raise
+    current.seconds = time.perf_counter() - current.began
+    for watcher in watchers:
+        watcher.ended(current, failed=False)

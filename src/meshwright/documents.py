@@ -3,6 +3,7 @@
 A checkpoint, a run file, a plan, weights or tokens may come from a stranger. What reads one goes through here.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -44,6 +45,10 @@ def open_bytes(file: Path) -> IO[bytes]:
     return os.fdopen(number, "rb")
 
 
+_MOST_STEPS = 2**53
+"""Largest step of a record: up to here JSON's numbers are exact."""
+
+
 def parse_json(text: str, objects: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
     """Returns the value of a JSON text. Raises ValueError where it is not JSON, or nested beyond Python's stack.
 
@@ -53,6 +58,18 @@ def parse_json(text: str, objects: Callable[[list[tuple[str, Any]]], Any] | None
         return json.loads(text, object_pairs_hook=objects)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def step_of(record: Mapping[str, Any]) -> int | None:
+    """Returns the step of a line of metrics or events; None where it is not a whole number from 0 on."""
+    value = record.get("step")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 <= value <= _MOST_STEPS
+    ):
+        return None
+    return int(value) if value == int(value) else None
 
 
 class RepeatedNameError(ValueError):
@@ -91,7 +108,8 @@ def write_atomically(file: Path, text: str) -> None:
             os.fsync(opened.fileno())
         replace_durably(part, file)
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def replace_durably(source: Path, target: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import resource
 import traceback
 from collections.abc import Iterable, Iterator
+from typing import Any, Literal
 
 
 class MeshwrightError(Exception):
@@ -153,3 +154,31 @@ def describe_failure(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"raised {type(error).__name__}: {error}{place}"
+
+
+def first_error(error: BaseException) -> MeshwrightError | None:
+    """Returns the error of this package during whose handling `error` was raised; None where there is none.
+
+    What fails while a run is closed after an error (a file that cannot be opened any more) does not replace it.
+    """
+    found = None
+    current: BaseException | None = error
+    while current is not None:
+        if isinstance(current, MeshwrightError):
+            found = current
+        current = current.__cause__ or current.__context__
+    return found
+
+
+class Closing(contextlib.ExitStack):
+    """Exit stack in which the first error wins: what fails while it closes after an error is added to that as a note."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> Literal[False]:
+        """Closes all. Raises the first error of closing where there was none before."""
+        try:
+            super().__exit__(kind, error, trace)
+        except Exception as later:
+            if error is None or later is error:
+                raise
+            error.add_note(f"while closing: {describe_failure(later)}")
+        return False

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshwright.config import MeshShape
-from meshwright.errors import ConfigError, HostError
+from meshwright.errors import ConfigError, HostError, MeshwrightError
 from meshwright.hardware.hosts import ALONE, Hosts
 from meshwright.hardware.targets import parse_target
 from meshwright.launching import supervise as supervision
@@ -174,6 +174,46 @@ def test_several_starts_print_one_json(
     assert capfd.readouterr().out == "first\nsecond\n"
 
 
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [("", "gave no sign for"), ("load", "in one place, last at 0 load"), ("step", "in one place, last at 4 step")],
+)  # fmt: skip
+def test_a_child_that_hangs_is_killed(
+    phase: str,
+    words: str,
+    tmp_path: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Before its first sign, in its imports, and in a step."""
+    child = tmp_path / "python"
+    step = 4 if phase == "step" else 0
+    sign = f'[{step}, "{phase}", 1e6, ""]'
+    give = f"echo '{sign}' >&$MESHWRIGHT_BEATS" if phase else "true"
+    child.write_text(f"#!/bin/bash\n{give}\nexec sleep 600\n")
+    child.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(child))
+    monkeypatch.setattr(supervision, "_STARTING", 0.1, raising=False)
+    limits = (Restarts(most=0, backoff=0), Watchdog(silence=2))
+    with pytest.raises(MeshwrightError, match="after exit code 137"):
+        Supervisor("train", [], run, tmp_path / "out", ALONE, None, *limits).supervise()
+    assert words in capfd.readouterr().err
+
+
+def test_a_child_may_prepare_for_hours(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text is tokenised for as long as it takes; the child gives signs all the while."""
+    child = tmp_path / "python"
+    sign = '[0, "prepare", 1e6, ""]'
+    child.write_text(f"#!/bin/bash\necho '{sign}' >&$MESHWRIGHT_BEATS\nsleep 1\n")
+    child.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(child))
+    limits = (Restarts(most=0, backoff=0), Watchdog(silence=2))
+    assert Supervisor("train", [], run, tmp_path / "out", ALONE, None, *limits).supervise() == 0
+
+
 def test_arguments_of_a_restart() -> None:
     words = ["tiny", "--at", "4", "--steps=9", "--at=5", "--resume", "--out", "x"]
     assert _without(words, {"--at": 1, "--resume": 0}) == ["tiny", "--steps=9", "--out", "x"]
@@ -223,3 +263,22 @@ def test_chaos(kind: str, chaos: tuple[types.ModuleType, Path, dict[str, Any]]) 
         assert (
             "error: training on 2 hosts, seen by process" in logs and "the last whole one" in logs
         )
+
+
+HANGS = (
+    "its start", "joining", "metrics.jsonl", "events.jsonl", "data", "shared save", "sample.txt", "local tier",
+    "the end",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("place", HANGS)
+def test_a_host_that_hangs_is_named(
+    place: str, chaos: tuple[types.ModuleType, Path, dict[str, Any]]
+) -> None:
+    """The host that waits for no other is named by the rest, which wait for it; the run goes on without its hang."""
+    module, folder, expected = chaos
+    assert tuple(module.HANGS) == HANGS
+    kind = f"hang in {place}"
+    row = module.row(0, kind, folder / kind.replace(" ", "-"), expected)
+    assert row["ended by itself"] and row["equal"] and row["named by the other"], row
+    assert (row["starts"] == 1) == (kind in module.UNHARMED), row

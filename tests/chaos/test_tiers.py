@@ -3,10 +3,18 @@
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_watchdog import free_port
+from tiny_runs import MODELS, device_run_of, tiny_run
+
+from meshwright.checkpoint import checkpoints as checkpoints_module
+from meshwright.storage.tiers import LocalCheckpoints
+from meshwright.trainer import tiers as tiers_module
+from meshwright.trainer.tiers import Tiers
 
 TIERS = """
 import faulthandler, os, shutil, sys, traceback
@@ -171,3 +179,80 @@ def test_every_kind_of_damage_leads_all_hosts_to_one_step(tmp_path: Path, proces
     # Without local disks each host reads its shards of what is split; what all have is read by the first of them.
     opened = [json.loads(out.splitlines()[-1][4:])[3] for out, _ in outputs]
     assert opened[0] > 0 and opened[1:] == [0] * (processes - 1), opened
+
+
+@pytest.mark.parametrize("place", ["opening", "writing", "listing", "reading"])
+def test_a_disk_of_a_host_that_hangs_ends_no_run(
+    place: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The host goes on without its own checkpoints, and says so once; the shared ones are whole."""
+    device_run = device_run_of(tiny_run(MODELS["llama"]))
+    state = device_run.initial_state()
+    local = LocalCheckpoints(path=str(tmp_path / "disk"), every=1)
+    out = tmp_path / "out"
+    answers = threading.Event()
+
+    def hangs(module: Any, name: str) -> None:
+        function = getattr(module, name)
+
+        def replaced(*arguments: Any, **options: Any) -> Any:
+            if any(str(tmp_path / "disk") in str(argument) for argument in arguments):
+                answers.wait(60)
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(module, name, replaced)
+
+    def tiers() -> Tiers:
+        return Tiers(out, device_run, max_to_keep=2, local=local, patience=2.0)
+
+    if place == "opening":
+        hangs(checkpoints_module, "in_bucket")
+    with tiers() as checkpoints:
+        if place == "writing":
+            hangs(checkpoints_module, "write_shards")
+        for step in (1, 2):
+            checkpoints.save_locally(state, device_run, step=step, cursor=step)
+        checkpoints.save(state, device_run, step=3, cursor=3)
+        checkpoints.wait()
+    if place == "listing":
+        hangs(tiers_module, "committed_steps")
+    if place == "reading":
+        with tiers() as checkpoints:
+            checkpoints.save_locally(state, device_run, step=4, cursor=4)
+        hangs(checkpoints_module, "read_shards")
+    with tiers() as checkpoints:
+        _, manifest = checkpoints.restore(device_run)
+        assert manifest.step == 3
+        checkpoints.forget_local()
+    said = capfd.readouterr().err
+    answers.set()
+    if place == "reading":
+        assert "step 4 on the hosts' own disks is left out" in said
+    else:
+        assert said.count("its own disk has not answered for") == (2 if place == "opening" else 1)
+
+
+def test_no_barrier_is_named_after_what_a_host_saves_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host may leave its own checkpoints out: the next shared save must meet the others at the same barrier."""
+    device_run = device_run_of(tiny_run(MODELS["llama"]))
+    state = device_run.initial_state()
+    local = LocalCheckpoints(path=str(tmp_path / "disk"), every=1)
+    names: list[str] = []
+
+    def barrier(self: checkpoints_module.Checkpoints, name: str) -> None:
+        if self._reach == "shared":
+            names.append(name)
+
+    monkeypatch.setattr(checkpoints_module.Checkpoints, "_barrier", barrier)
+    with Tiers(tmp_path / "out", device_run, max_to_keep=2, local=local) as checkpoints:
+        checkpoints.save(state, device_run, step=1, cursor=1)
+        checkpoints.wait()
+        checkpoints.save_locally(state, device_run, step=2, cursor=2)
+        checkpoints.save(state, device_run, step=3, cursor=3)
+    first, second = (int(n.removeprefix("begun-")) for n in names if n.startswith("begun-"))
+    assert second == first + 1

@@ -15,8 +15,9 @@ from tiny_runs import MODELS, device_run_of, tiny_run
 from meshwright.checkpoint.checkpoints import Checkpoints, named_tensors, write_error
 from meshwright.errors import CheckpointError, ConfigError, reason_of
 from meshwright.hardware.agreement import differences, flatten
+from meshwright.signs import EVERYBODY, NOBODY, Phases
 from meshwright.trainer.hosts import Sign, slow_hosts, verdict
-from meshwright.trainer.watchdog import Phases, Watchdog
+from meshwright.trainer.watchdog import Watchdog
 
 HOSTS = """
 import os, sys, traceback
@@ -154,9 +155,17 @@ def test_differences_group_hosts() -> None:
 
 
 def sign(
-    process: int, step: int, phase: str, seconds: float = 0.0, at: float = 100.0, left: str = ""
+    process: int,
+    step: int,
+    phase: str,
+    seconds: float = 0.0,
+    at: float = 100.0,
+    left: str = "",
+    host: int | None = None,
 ) -> Sign:
-    return Sign(process, f"node{process}", 9, 1, step, phase, seconds, at, left)
+    if host is None:
+        host = EVERYBODY if phase in ("step", "commit") else NOBODY
+    return Sign(process, f"node{process}", 9, 1, step, phase, seconds, at, left, host=host)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +178,11 @@ def sign(
         ([sign(0, 6, "step", 70.0), sign(1, 6, "step", 61.0)], "process 0 (node0, pid 9): step 6 since"),
         ([sign(0, 0, "step", 70.0), sign(1, 0, "compile", 70.0)], None),
         ([sign(0, 6, "step", 2.0), sign(1, 6, "data", left="DataError: bad")], "process 1 (node1) has left: DataError"),
-        # Process 1 has tokenised for hours and comes to the first step a moment after the other.
-        ([sign(0, 0, "step", 1.0), sign(1, 0, "prepare", 9000.0)], None),
+        # Process 1 has prepared for minutes and comes to the first step a moment after the other.
+        ([sign(0, 0, "step", 1.0), sign(1, 0, "prepare", 590.0)], None),
+        # Process 0 tokenises for as long as it takes; the others wait for its answer.
+        ([sign(0, 0, "prepare", 90000.0), sign(1, 0, "prepare", 90000.0, host=0)], None),
+        ([sign(0, 0, "prepare", 9000.0, host=1), sign(1, 0, "prepare", 9000.0)], "process 1 (node1, pid 9): prepare"),
         ([sign(0, 6, "save", 2.0), sign(1, 6, "save", at=10.0, left="done")], None),
         # A save of half an hour: process 0 wrote two seconds ago, and the other has nothing left to write.
         ([sign(0, 6, "save", 2.0), sign(1, 6, "commit", 1800.0)], None),
@@ -268,7 +280,8 @@ import jax
 jax.distributed.initialize("127.0.0.1:" + sys.argv[2], 2, int(sys.argv[3]))
 from meshwright.data.corpus import share
 from meshwright.trainer.hosts import watching
-from meshwright.trainer.watchdog import PREPARING, Phases, Watchdog
+from meshwright.signs import PREPARING, Phases
+from meshwright.trainer.watchdog import Watchdog
 with watching(Path(sys.argv[1]), Phases(PREPARING), Watchdog(silence=2)):
     time.sleep(1)
     print("ready", flush=True)

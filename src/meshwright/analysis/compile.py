@@ -215,7 +215,8 @@ def _capture_warnings() -> Iterator[list[str]]:
                 if "rematerialization" in line:
                     warnings.append(line)
                 else:
-                    os.write(2, (line + "\n").encode())
+                    with contextlib.suppress(OSError):
+                        os.write(2, (line + "\n").encode())
 
 
 ARGUMENT_CATEGORIES: dict[str, str] = {

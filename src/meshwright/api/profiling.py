@@ -12,6 +12,7 @@ from rich.console import Console
 
 from meshwright.bench.step_profile import ProfiledRun, parse_steps
 from meshwright.documents import write_atomically
+from meshwright.errors import Closing
 from meshwright.hardware.targets import Target
 from meshwright.trainer.loop import Trainable
 from meshwright.views.run_page import print_profile
@@ -32,10 +33,9 @@ def profiled(
     run = ProfiledRun(
         prepared, *parse_steps(steps, prepared.device_run.run.training.steps), out / FOLDER
     )
-    try:
+    with Closing() as stack:
+        stack.callback(run.stop)
         yield cast(Trainable, run)
-    finally:
-        run.stop()
     profile = run.profile(target)
     if profile is not None and jax.process_index() == 0:
         write_atomically(

@@ -1,5 +1,6 @@
 """The verb `prove`: a step compiled for hardware, here or not, and read."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -308,7 +309,10 @@ def compile_step(
         try:
             return census_of_train_step(device_run, target)
         finally:
-            with timings_file(target).open("a", encoding="utf-8") as taken:
+            with (
+                contextlib.suppress(OSError),
+                timings_file(target).open("a", encoding="utf-8") as taken,
+            ):
                 taken.write(f"{time.process_time() - began:.0f}\n")
 
     def proved(device_run: DeviceRun) -> tuple[Path, Census]:

@@ -35,11 +35,13 @@ from meshwright.reporters import Reporter
 from meshwright.reporters.console import ConsoleReport, Period, TokenizeReport, open_console
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder, run_to_dict, with_absolute_paths
+from meshwright.signs import PREPARING, Phases, here, in_phases
 from meshwright.step.device_memory import OutOfDeviceMemory
 from meshwright.storage.paths import default_cache_folder, path_of
 from meshwright.trainer import loop
+from meshwright.trainer.preemption import Preemption
 from meshwright.trainer.relations import Output
-from meshwright.trainer.watchdog import PREPARING, Phases, Watchdog
+from meshwright.trainer.watchdog import Watchdog
 from meshwright.views.run_tables import (
     print_forecast_gaps,
     print_prepared_model,
@@ -120,25 +122,28 @@ class TrainOptions(RunOptions):
                     markup=False,
                 )
 
-        with contextlib.closing(ConsoleReport(console, Period.parse(self.log_every))) as progress:
-            start_devices(self.devices, self.run.mesh, hosts)
-            trained = train_reported(
-                self.run,
-                out,
-                start=start if self.at is None else self.at,
-                accept=self.accept,
-                devices=self.devices,
-                progress=progress,
-                console=console,
-                profile=self.profile,
-                watchdog=self.watchdog,
-                on_prepared=show_start,
-            )
-        summary = trained.summary
-        if not self.json:
-            print_summary(console, summary, unit=trained.unit)
-        if trained.gaps:
-            print_forecast_gaps(console, trained.gaps)
+        start_devices(self.devices, self.run.mesh, hosts)
+        with loop.to_the_end(out, self.watchdog):
+            with contextlib.closing(
+                ConsoleReport(console, Period.parse(self.log_every))
+            ) as progress:
+                trained = train_reported(
+                    self.run,
+                    out,
+                    start=start if self.at is None else self.at,
+                    accept=self.accept,
+                    devices=self.devices,
+                    progress=progress,
+                    console=console,
+                    profile=self.profile,
+                    watchdog=self.watchdog,
+                    on_prepared=show_start,
+                )
+            summary = trained.summary
+            if not self.json:
+                print_summary(console, summary, unit=trained.unit)
+            if trained.gaps:
+                print_forecast_gaps(console, trained.gaps)
         code = 128 + summary.interrupted_by if summary.interrupted_by else 0
         return Outcome(record={**dataclasses.asdict(summary), "out": out}, code=code)
 
@@ -276,11 +281,18 @@ def train_reported(
             return []
         return [progress.begin(first, run.training.steps, run.optimizer.warmup_steps)]
 
-    joined: AbstractContextManager[None] = contextlib.nullcontext()
-    with contextlib.nullcontext() if progress is None else watched_by(progress):
+    preemption: Preemption | None = None
+    with contextlib.ExitStack() as stack:
+        if progress is not None:
+            stack.enter_context(watched_by(progress))
+        joined = stack.enter_context(contextlib.ExitStack())
         if jax.distributed.is_initialized() and (hosts := loop.hosts_module()) is not None:
+            # From here on the others wait for this process: a signal is answered by all of them.
+            preemption = stack.enter_context(Preemption().listening())
+            joined.enter_context(hosts.watching(out, Phases(PREPARING), watchdog or Watchdog()))
             hosts.agree_on(run)
-            joined = hosts.watching(out, Phases(PREPARING), watchdog or Watchdog())
+        else:
+            joined.enter_context(in_phases(Phases(PREPARING)))
         with joined, _memory_explained(run):
             prepared = loop.prepare_run(
                 run,
@@ -311,7 +323,9 @@ def train_reported(
                 accept=accept,
                 reporters=reporters,
                 watchdog=watchdog,
+                preemption=preemption,
             )
+        here().enter("leave")
         if planner is None or forecast is None or not summary.tokens or jax.process_index():
             return Trained(summary, run.model.unit)
         return Trained(summary, run.model.unit, planner.write_gaps(forecast, summary))

@@ -17,6 +17,7 @@ import json
 import math
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from meshwright import last_words
 from meshwright.checkpoint.fingerprints import fingerprints
 from meshwright.checkpoint.layer_order import (
     abstract_in_layer_order,
@@ -64,6 +66,7 @@ from meshwright.errors import (
 from meshwright.hardware.agreement import answer_of_the_first, choose_together
 from meshwright.hardware.hosts import store
 from meshwright.sharding.params import Tree, named_leaves
+from meshwright.signs import NOBODY, waiting
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.storage.paths import bucket_path, in_bucket, path_of, remove_tree
 from meshwright.storage.transfer import move_tree
@@ -72,8 +75,8 @@ _READERS = 8
 """Tensors that are read at a time."""
 _BARRIER_SECONDS = 7 * 24 * 3600
 """The watchdog ends a save that stalls: how long one may take depends on its bytes and on the store."""
-_saves = itertools.count()
-"""Number of the next save of this process; all processes save in the same order."""
+_shared_saves = itertools.count()
+"""Number of the next save into a shared folder; all processes make those in the same order, others each alone."""
 LAYOUT = "layout.json"
 """File of a checkpoint of a single process: which slices of the tensors it has."""
 _FLOATING = ("float32", "bfloat16")
@@ -115,7 +118,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
     max_to_keep: checkpoints to keep when another is saved; None opens it only for reading.  reach: `shared` for a
     folder that all processes write to, each the shards that it owns; `process` for a folder of this process, into which
-    it writes all shards that it has (`trainer.tiers`).  saves: called as `Phases.saves`.
+    it writes all shards that it has (`trainer.tiers`).  saves: called as `Phases.saves`.  patience: seconds in which
+    one of the tensors that are read has to come; None waits for ever.
     """
 
     def __init__(
@@ -125,11 +129,15 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         max_to_keep: int | None,
         reach: Literal["shared", "process"] = "shared",
         saves: Callable[[str], None] = lambda phase: None,
+        patience: float | None = None,
     ) -> None:
         self.folder, self._max_to_keep, self._reach = path_of(folder).absolute(), max_to_keep, reach
-        self._saves = saves
+        self._saves, self._patience = saves, patience
+        self.abandoned = False
+        """Whether nothing is written any more, because a thread that writes does not return."""
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._pending: concurrent.futures.Future[None] | None = None
+        self._writer: int | None = None
         if max_to_keep is None:
             return
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
@@ -164,11 +172,13 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         tensors, owned = named_tensors(state), self._reach == "shared"
         permuted = permuted_params(tensors, device_run.params)
         in_order = {name: x for name, x in tensors.items() if name not in permuted}
-        hashes = jax.device_get(fingerprints(in_order))
+        with waiting("the devices"):
+            hashes = jax.device_get(fingerprints(in_order))
         shards = host_shards(in_order, owned=owned)
         # One tensor at a time is on the devices in the order of the layers, in addition to the state.
         for name, x in permuted_in_layer_order(tensors, device_run.params):
-            hashes |= jax.device_get(fingerprints({name: x}))
+            with waiting("the devices"):
+                hashes |= jax.device_get(fingerprints({name: x}))
             shards |= host_shards({name: x}, owned=owned)
             del x  # before the next one is made
         abstract = abstract_in_layer_order(tensors, device_run.params)
@@ -177,10 +187,21 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             for name, x in abstract.items()
         }
         manifest = Manifest(run=device_run.run, tensors=records, **place)
+        if self.abandoned:
+            return
         assert self._thread is not None
-        self._pending = self._thread.submit(self._write, abstract, shards, manifest, next(_saves))
+        # A process alone may leave out what it saves for itself: no barrier is named after that.
+        number = next(_shared_saves) if self._reach == "shared" else 0
+        self._pending = self._thread.submit(self._write, abstract, shards, manifest, number)
 
     def _write(
+        self, abstract: dict[str, Any], shards: Shards, manifest: Manifest, number: int
+    ) -> None:
+        self._writer = threading.get_ident()
+        with waiting(f"the checkpoint in {self.folder}", NOBODY):
+            self._write_parts(abstract, shards, manifest, number)
+
+    def _write_parts(
         self, abstract: dict[str, Any], shards: Shards, manifest: Manifest, number: int
     ) -> None:
         step, bucket = str(manifest.step), in_bucket(self.folder)
@@ -217,15 +238,28 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         """Waits for the other processes, without a device: the train step is running there."""
         if self._reach == "shared" and jax.process_count() > 1:
             self._saves("commit")
-            store().wait_at_barrier(f"meshwright/checkpoint/{name}", 1000 * _BARRIER_SECONDS)
+            with waiting("the other hosts' parts of a checkpoint"):
+                store().wait_at_barrier(f"meshwright/checkpoint/{name}", 1000 * _BARRIER_SECONDS)
             self._saves("save")
 
     def wait(self) -> None:
         """Waits until the last save is committed. Raises CheckpointError where it could not be written."""
+        if self.abandoned:
+            return
         pending, self._pending = self._pending, None
         if pending is not None:
-            with self._explained("saving"):
+            with self._explained("saving"), waiting("its save", NOBODY, self._writer):
                 pending.result()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is in progress."""
+        return self._pending is not None and not self._pending.done()
+
+    def abandon(self) -> None:
+        """Gives up a store that does not answer: no save is waited for, and none is begun."""
+        self.abandoned = True
+        last_words.wait_for_nothing()
 
     def check(self) -> None:
         """Raises CheckpointError where the save in progress has failed on this host; the others wait for it."""
@@ -238,7 +272,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             self.wait()
         finally:
             if self._thread is not None:
-                self._thread.shutdown()
+                self._thread.shutdown(wait=not self.abandoned)
 
     def manifest(self, step: int | None = None) -> Manifest:
         """Returns the manifest of the checkpoint of `step`, or of the last complete one; process 0 reads it for all."""
@@ -314,11 +348,13 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 manifest, f"the checkpoint has a tensor {other!r}, and the model does not"
             )
         tensors = self._read_shards(manifest, abstract, owned=sends and self._reach == "shared")
-        if sends:
-            tensors = {
-                name: from_first_replica(x, abstract[name].sharding) for name, x in tensors.items()
-            }
-        hashes = jax.device_get(fingerprints(tensors))
+        with waiting("the devices"):
+            if sends:
+                tensors = {
+                    name: from_first_replica(x, abstract[name].sharding)
+                    for name, x in tensors.items()
+                }
+            hashes = jax.device_get(fingerprints(tensors))
         changed = [
             n
             for n in abstract
@@ -339,14 +375,15 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         state, failure, failed = self.folder / str(manifest.step) / "state", None, None
         tensors: dict[str, jax.Array] = {}
         try:
-            with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
-                futures = {
-                    name: pool.submit(
-                        read_shards, state, name, x, manifest.tensors[name], owned=owned
-                    )
-                    for name, x in abstract.items()
-                }
-                tensors = {name: future.result() for name, future in futures.items()}
+            pool = concurrent.futures.ThreadPoolExecutor(_READERS)
+            futures = {
+                name: pool.submit(read_shards, state, name, x, manifest.tensors[name], owned=owned)
+                for name, x in abstract.items()
+            }
+            with waiting(f"the checkpoint in {self.folder}", NOBODY):
+                self._wait_for_tensors(list(futures.values()))
+            pool.shutdown()
+            tensors = {name: future.result() for name, future in futures.items()}
         except Exception as error:  # TensorStore raises several types, with pages of text
             failed, text = error, " ".join(str(error).split())[:200]
             name = next((name for name in abstract if name in str(error)), None)
@@ -364,6 +401,21 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             )
         self._fail_together(manifest, failure, failed)
         return tensors
+
+    def _wait_for_tensors(self, futures: list[concurrent.futures.Future[Any]]) -> None:
+        """Waits until all tensors are read. Raises TimeoutError where the store has answered none for `patience`."""
+        left = set(futures)
+        while left:
+            came, left = concurrent.futures.wait(
+                left, self._patience, concurrent.futures.FIRST_COMPLETED
+            )
+            if not came:
+                for future in left:
+                    future.cancel()
+                self.abandon()
+                raise TimeoutError(
+                    f"the disk timed out: it gave nothing for {self._patience:.0f} s"
+                )
 
     def _fail_together(
         self, manifest: Manifest, failure: tuple[str, str] | None, cause: Exception | None = None
@@ -407,7 +459,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                     replace_durably(self.folder / str(step), target)
                 (self.folder / STARTED / str(step)).unlink(missing_ok=True)
         if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("checkpoints set aside")
+            with waiting("the other hosts, which have set checkpoints aside"):
+                multihost_utils.sync_global_devices("checkpoints set aside")
 
     @contextlib.contextmanager
     def _explained(self, action: str) -> Iterator[None]:

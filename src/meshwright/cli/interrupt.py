@@ -5,13 +5,14 @@ exception raised inside a callback of the garbage collector is printed and dropp
 signals as well: it acknowledges them, and ends the process where that does not end by itself.
 """
 
-import os
 import signal
 import socket
 import sys
 import threading
 from types import FrameType
 from typing import Any
+
+from meshwright import last_words
 
 _PATIENCE = 5.0
 """Seconds after Ctrl-C in which the process may end in its own way: temporary files removed, child processes ended."""
@@ -51,16 +52,15 @@ def _read(reader: socket.socket, writer: socket.socket) -> None:
             _leave_now()
         # A line of progress may stand where the cursor is.
         start = "\r\033[K" if sys.stderr.isatty() else ""
-        print(f"{start}Ctrl-C: stopping; Ctrl-C again leaves at once", file=sys.stderr, flush=True)
+        last_words.say(f"{start}Ctrl-C: stopping; Ctrl-C again leaves at once")
         timer = threading.Timer(_PATIENCE, _leave_now)
         timer.daemon = True
         timer.start()
 
 
 def _leave_now() -> None:
-    if sys.stderr.isatty():
-        os.write(2, b"\033[?25h")  # the cursor, which a line of progress hides
-    os._exit(EXIT_CODE)
+    # The cursor, which a line of progress hides.
+    last_words.leave(EXIT_CODE, "\033[?25h" if sys.stderr.isatty() else "")
 
 
 def _unraisable(dropped: Any) -> None:

@@ -7,17 +7,20 @@ import os
 import re
 import resource
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 from types import ModuleType
 
+from meshwright import last_words
 from meshwright.activity import activity, watched_by
 from meshwright.cli.interrupt import EXIT_CODE, acknowledge_interrupts
 from meshwright.cli.output import Notices, Stream, columns, write, write_json
-from meshwright.errors import ConfigError, MeshwrightError, nearest
+from meshwright.errors import ConfigError, MeshwrightError, first_error, nearest
 from meshwright.formatting import printable
 from meshwright.plugins import is_reference
 from meshwright.runs.catalogue import families, list_recipes, matching, size_of
+from meshwright.signs import give_signs
 from meshwright.trust import TRUST, take_options
 
 VERBS = {
@@ -75,18 +78,27 @@ def main() -> None:
     _own_standard_output()
     _allow_open_files()
     acknowledge_interrupts()
+    give_signs()
+    words = ""
     try:
         with watched_by(Notices(" ".join(["meshwright", *sys.argv[1:2]]))):
             code = run(sys.argv[1:])
     except MeshwrightError as error:
-        _print_error(_relative(str(error)))
-        code = error.exit_code
+        code, words = error.exit_code, _error_line(error)
     except KeyboardInterrupt:
         code = EXIT_CODE
     except BrokenPipeError:
         code = 0
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    _leave(code)
+    except Exception as error:
+        first = first_error(error)
+        if first is None:
+            if not _trains_with_others():
+                raise
+            code, words = 1, traceback.format_exc()
+        else:
+            code, words = first.exit_code, _error_line(first)
+    _leave(code, words)
 
 
 def run(args: Sequence[str]) -> int:
@@ -203,19 +215,23 @@ def _relative(text: str) -> str:
     return re.sub(rf"(?<![\w./:~-]){re.escape(os.getcwd())}/", "", text)
 
 
-def _print_error(text: str) -> None:
-    text = printable(text, keep="\n\t")
+def _error_line(error: MeshwrightError) -> str:
+    notes = "".join(f"\n  note:    {note}" for note in getattr(error, "__notes__", ()))
+    text = printable(_relative(f"{error}{notes}"), keep="\n\t")
     colored = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    with contextlib.suppress(OSError):  # a log on a full disk: the exit code remains
-        print("\033[1;31merror:\033[0m" if colored else "error:", text, file=sys.stderr, flush=True)
+    return ("\033[1;31merror:\033[0m" if colored else "error:") + f" {text}\n"
 
 
-def _leave(code: int) -> None:
-    """Exits. Where other processes train along and this one failed, it leaves without waiting for them."""
+def _trains_with_others() -> bool:
     jax = sys.modules.get("jax")
-    if code and jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):
-                stream.flush()
-        os._exit(code)
+    return jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def _leave(code: int, words: str) -> None:
+    """Prints the last words and exits; after a failure among other processes without waiting for any of them."""
+    if (code and _trains_with_others()) or last_words.waits_for_nothing():
+        last_words.leave(code, words)
+    if words:
+        with contextlib.suppress(OSError):  # a log on a full disk: the exit code remains
+            print(words, end="", file=sys.stderr, flush=True)
     sys.exit(code)

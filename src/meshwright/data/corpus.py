@@ -24,6 +24,7 @@ from meshwright.data.tokens import Progress, TokenFile, is_token_file, open_toke
 from meshwright.documents import parse_json
 from meshwright.errors import DataError
 from meshwright.hardware.agreement import answer_of_the_first
+from meshwright.signs import waiting
 from meshwright.storage.paths import in_bucket, path_of, place_of
 from meshwright.storage.transfer import local_copy
 
@@ -152,9 +153,9 @@ def share(
     }
     if not several:
         return folders
-    absent = multihost_utils.process_allgather(
-        np.array([not is_token_file(folder) for folder in folders.values()])
-    )
+    mine = np.array([not is_token_file(folder) for folder in folders.values()])
+    with waiting("the devices"):
+        absent = multihost_utils.process_allgather(mine)
     for path, without in zip(folders, map(np.flatnonzero, absent.T), strict=True):
         if len(without):
             raise DataError(

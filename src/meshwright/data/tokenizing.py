@@ -151,7 +151,8 @@ def tokenize(
         raise DataError(f"writing tokens to {out}", reason_of(error), fix) from error
     finally:
         if progress is not None:
-            progress.close()
+            with contextlib.suppress(OSError):  # of a terminal that has gone
+                progress.close()
     return open_tokens(out)
 
 

@@ -17,6 +17,7 @@ import jax
 
 from meshwright.errors import ConfigError, HostError, MeshwrightError
 from meshwright.hardware.hosts import store
+from meshwright.signs import waiting
 
 DEADLINE = 600.0
 """Seconds for which processes wait for each other: one may still be writing token files."""
@@ -87,7 +88,8 @@ def choose_together(
             return choose([mine])
         answers, until = [], time.monotonic() + seconds
         for other in range(processes):
-            text = _wait(client, f"{folder}/{other}", until)
+            with waiting(f"process {other}, to agree on the {subject}", other):
+                text = _wait(client, f"{folder}/{other}", until)
             if text is None:
                 raise HostError(
                     f"comparing the {subject} of {processes} hosts",
@@ -154,7 +156,9 @@ def answer_of_the_first(compute: Callable[[], Any]) -> Any:
         return json.loads(json.dumps(answer))
     text = None
     while text is None:
-        text = _wait(client, key, time.monotonic() + 2.0)  # signals are handled between two waits
+        with waiting("the answer of process 0", 0):
+            # Signals are handled between two waits.
+            text = _wait(client, key, time.monotonic() + 2.0)
     found = json.loads(text)
     if "failed" in found:
         _wait_for_readers(client, key)

@@ -8,7 +8,6 @@ Kubernetes API, for which pods need a role; it is asked for the address of Open 
 import contextlib
 import dataclasses
 import importlib.metadata
-import os
 import platform
 import re
 import socket
@@ -22,7 +21,10 @@ from typing import Any
 
 import jax
 
+from meshwright import last_words
 from meshwright.errors import ConfigError, HostError, TrainingError, reason_of
+from meshwright.hardware.roll_call import AbsentError, answer_roll, call_roll
+from meshwright.signs import here, waiting
 
 CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt")
 _PACKAGES = (
@@ -165,6 +167,7 @@ def join(hosts: Hosts, seconds: int = JOIN_SECONDS) -> None:
     unresolved = "" if hosts.coordinator is None else _unresolved(hosts.coordinator)
     if hosts.process == 0 and hosts.coordinator is not None:
         _check_port(hosts)
+    here().enter("join")
     waits = (
         f"process {hosts.process} of {hosts.processes} waits for the others at {hosts.coordinator}"
     )
@@ -173,28 +176,59 @@ def join(hosts: Hosts, seconds: int = JOIN_SECONDS) -> None:
         threading.Timer(
             0 if unresolved else _PATIENCE, lambda: print(message, file=sys.stderr, flush=True)
         ),
-        threading.Timer(seconds, _give_up, (hosts, seconds)),
+        threading.Timer(seconds + _LATER / 2, _give_up, (hosts, seconds)),
     ]
     for timer in timers:
         timer.daemon = True
         timer.start()
     try:
-        jax.distributed.initialize(
-            hosts.coordinator,
-            hosts.processes,
-            hosts.process,
-            local_device_ids=hosts.local_device,
-            cluster_detection_method="ompi" if hosts.coordinator is None else None,
-            # At its own limit JAX aborts the process with a C++ stack: this one's comes before.
-            initialization_timeout=seconds + _LATER,
-            heartbeat_timeout_seconds=_HEARTBEAT,
-        )
+        if hosts.coordinator is not None:
+            _meet(hosts, seconds)
+        with waiting("the other processes, to join them"):
+            jax.distributed.initialize(
+                hosts.coordinator,
+                hosts.processes,
+                hosts.process,
+                local_device_ids=hosts.local_device,
+                cluster_detection_method="ompi" if hosts.coordinator is None else None,
+                # At its own limit JAX aborts the process with a C++ stack: this one's comes before.
+                initialization_timeout=seconds + _LATER,
+                heartbeat_timeout_seconds=_HEARTBEAT,
+            )
     except (RuntimeError, ValueError) as error:  # JaxRuntimeError is a RuntimeError
         truth = f"after {time.monotonic() - began:.0f} s: {str(error).splitlines()[0]}"
         raise HostError(_joining(hosts), truth, _JOIN_FIX) from error
     finally:
         for timer in timers:
             timer.cancel()
+
+
+def _meet(hosts: Hosts, seconds: float) -> None:
+    """Waits until all processes have come. Raises HostError naming those that have not."""
+    host, _, port = str(hosts.coordinator).rpartition(":")
+    began, said = time.monotonic(), ""
+
+    def news(absent: str) -> None:
+        nonlocal said
+        if time.monotonic() - began > _PATIENCE and absent != said:
+            print(f"process {hosts.process}: {absent}", file=sys.stderr, flush=True)
+            said = absent
+
+    try:
+        if hosts.process == 0:
+            call_roll(int(port), hosts.processes, seconds, news)
+        else:
+            answer_roll(host.strip("[]"), int(port), hosts.process, seconds, news)
+    except AbsentError as absent:
+        truth = f"after {seconds:.0f} s: {absent}"
+        raise HostError(_joining(hosts), truth, _JOIN_FIX) from absent
+    except OSError as error:
+        raise _port_taken(hosts, error) from error
+
+
+def _port_taken(hosts: Hosts, error: OSError) -> TrainingError:
+    truth = f"this process opens that port for the others, and cannot: {reason_of(error)}"
+    return TrainingError(_joining(hosts), truth, "another port, the same on every host")
 
 
 def _check_port(hosts: Hosts) -> None:
@@ -204,10 +238,7 @@ def _check_port(hosts: Hosts) -> None:
         try:
             probe.bind(("", int(str(hosts.coordinator).rpartition(":")[2])))
         except OSError as error:
-            truth = f"this process opens that port for the others, and cannot: {reason_of(error)}"
-            raise TrainingError(
-                _joining(hosts), truth, "another port, the same on every host"
-            ) from error
+            raise _port_taken(hosts, error) from error
 
 
 def _joining(hosts: Hosts) -> str:
@@ -216,17 +247,16 @@ def _joining(hosts: Hosts) -> str:
 
 def _give_up(hosts: Hosts, seconds: int) -> None:
     """Prints why the processes are not together, and exits: the main thread waits inside JAX."""
-    why = "not all of the others have come"
+    why = "all have come, and one of them has left since"
     if hosts.process and hosts.coordinator is not None:
         host, _, port = hosts.coordinator.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=3).close()
-            why = "process 0 answers, and another one has not come"
+            why = "process 0 answers, and another one has left since it came"
         except (OSError, UnicodeError) as refusal:
             why = _unresolved(hosts.coordinator) or f"nothing answers there: {refusal}"
     error = HostError(_joining(hosts), f"after {seconds} s: {why}", _JOIN_FIX)
-    os.write(2, f"error: {error}\n".encode())
-    os._exit(error.exit_code)
+    last_words.leave(error.exit_code, f"error: {error}\n")
 
 
 def _unresolved(coordinator: str) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import select
 import signal
@@ -28,11 +29,12 @@ import msgspec
 from meshwright.checkpoint.steps import unwritable
 from meshwright.documents import read_json, read_text, write_atomically
 from meshwright.errors import HostError, StorageError
-from meshwright.hardware.hosts import PORT, Hosts
+from meshwright.hardware.hosts import JOIN_SECONDS, PORT, Hosts
 from meshwright.launching.restarts import Restarts, restarts
 from meshwright.reporters.files import last_start
 from meshwright.runs.run import Run
-from meshwright.trainer.watchdog import BEATS, Watchdog
+from meshwright.signs import BEATS, LOADING, PREPARING
+from meshwright.trainer.watchdog import Watchdog
 from meshwright.trust import trust_options
 
 _POLL = 1.0
@@ -41,6 +43,8 @@ _TURN = 5.0
 """Seconds after which the next host leads a meeting, where those before it have not come."""
 _LEAVING = 300.0
 """Seconds that JAX gives all hosts to leave together."""
+_STARTING = 10
+"""Times the watchdog's silence that a child may take to its first sign."""
 _LONGEST = 300.0
 """Most seconds of a back-off."""
 
@@ -286,9 +290,9 @@ class Supervisor:
         self, child: subprocess.Popen[bytes], signs: Any, attempt: int, *, several: bool
     ) -> None:
         """Reads the child's signs until it ends; kills it where they stop, as those of a stopped process do."""
-        last: float | None = None
+        last = began = time.monotonic()
         leaving: float | None = None
-        seconds, place = 0.0, ""
+        seconds, phase, place = 0.0, LOADING, "its start"
         while child.poll() is None:
             ready, _, _ = select.select([signs], [], [], 0.25)
             now = time.monotonic()
@@ -304,12 +308,11 @@ class Supervisor:
                         self._note("training", attempt, step=step)
                     self.reached = step
                     leaving, place = (leaving or now) if left else None, f"{step} {phase}"
-            if last is None:
-                continue
-            # A child that has left gives no more signs: it prints its summary and waits for the other hosts to leave.
-            silent = now - last > self.watchdog.silence + (0 if leaving is None else _LEAVING)
-            # With other hosts, it is process 0 that knows which of them stalls.
-            stalled = not several and self.watchdog.stall and seconds > 10 * self.watchdog.stall
+            # Python starts and reads its first modules before it gives a sign.
+            allowed = self.watchdog.silence * (_STARTING if last == began else 1)
+            # A child that has left prints its summary and waits for the other hosts to leave.
+            silent = now - last > allowed + (0 if leaving is None else _LEAVING)
+            stalled = seconds > self._limit(phase, several)
             if silent or stalled:
                 what = (
                     f"no sign for {now - last:.0f} s" if silent else f"{seconds:.0f} s in one place"
@@ -318,6 +321,14 @@ class Supervisor:
                 self._note("killed", attempt, step=self.reached)
                 child.kill()
                 return
+
+    def _limit(self, phase: str, several: bool) -> float:
+        """Returns the seconds that a child may spend in one phase."""
+        if phase == LOADING:
+            return JOIN_SECONDS  # for which the other hosts wait
+        # Among several hosts it is process 0 that knows which of them stalls.
+        limited = self.watchdog.stall and phase != PREPARING and not several
+        return 10 * self.watchdog.stall if limited else math.inf
 
     def _arguments(self, start: Start) -> list[str]:
         words = [

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from meshwright.activity import Activity
-from meshwright.documents import LARGE, parse_json, read_text, write_atomically
+from meshwright.documents import LARGE, parse_json, read_text, step_of, write_atomically
 from meshwright.errors import StorageError, reason_of
 from meshwright.reporters import Values
 
@@ -91,10 +91,11 @@ class JsonLines:
 
 
 def _step_of(line: str) -> float:
-    try:
-        return float(parse_json(line)["step"])
-    except (ValueError, KeyError, TypeError, OverflowError):
-        return math.inf  # a line cut off by a crash, or damaged
+    step = None
+    with contextlib.suppress(ValueError):
+        record = parse_json(line)
+        step = step_of(record) if isinstance(record, dict) else None
+    return math.inf if step is None else step  # a line cut off by a crash, or damaged
 
 
 def last_start(out: Path) -> dict[str, Any]:

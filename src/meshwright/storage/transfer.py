@@ -1,6 +1,7 @@
 """Copies between stores, verified by checksums, and copies of what is read from a bucket in the local cache."""
 
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import os
@@ -70,7 +71,8 @@ def copy_file(source: Path, target: Path) -> str:
             os.fsync(file.fileno())
         part_file.replace(target)
     finally:
-        part_file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part_file.unlink(missing_ok=True)
     return digest.hexdigest()
 
 

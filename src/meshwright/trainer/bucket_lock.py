@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from meshwright import last_words
 from meshwright.errors import MeshwrightError, StorageError
 from meshwright.storage.bucket import MISSING, BucketPath
 from meshwright.trainer.heartbeat import (
@@ -92,7 +93,7 @@ def bucket_locked(out: Path) -> Iterator[None]:
         with beating(renew, "lock of the bucket"):
             yield
     finally:
-        with contextlib.suppress(StorageError):
+        with contextlib.suppress(OSError, StorageError):
             # Nobody takes a lock that was this run's a moment ago: that takes `FREE` seconds.
             if _read_object(file)[0].get("token") == token:
                 file.unlink(missing_ok=True)
@@ -100,10 +101,7 @@ def bucket_locked(out: Path) -> Iterator[None]:
 
 def _end(error: MeshwrightError) -> NoReturn:
     """Exits whatever the other threads do, a save that is under way included: the folder is not this run's."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-    os.write(2, f"error: {error}\n".encode())
-    os._exit(error.exit_code)
+    last_words.leave(error.exit_code, f"error: {error}\n")
 
 
 def _take(file: BucketPath, token: str) -> None:

@@ -19,7 +19,6 @@ import secrets
 import signal
 import socket
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -29,8 +28,9 @@ from typing import Any
 
 import jax
 
+from meshwright import last_words, signs
 from meshwright.checkpoint.steps import committed_steps
-from meshwright.errors import ConfigError, HostError
+from meshwright.errors import ConfigError, HostError, StorageError
 from meshwright.hardware.agreement import (
     agree,
     answer_of_the_first,
@@ -41,8 +41,9 @@ from meshwright.hardware.agreement import (
 from meshwright.hardware.hosts import installed_versions, store
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
+from meshwright.signs import EVERYBODY, NOBODY, PREPARING, Phases
 from meshwright.trainer.prepare import Trainable
-from meshwright.trainer.watchdog import BEATS, PREPARING, Phases, Watchdog
+from meshwright.trainer.watchdog import Watchdog
 
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Variables that change what a program computes, besides those of `jax.config`."""
@@ -63,12 +64,18 @@ _CAUGHT_UP = 10.0
 _FOLDER = "meshwright/watchdog"
 _SLOW = 10
 """Times the limit for phases that compile, restore or evaluate."""
-_SLOW_PHASES = ("start", "compile", "evaluate", "sample")
+_SLOW_PHASES = ("prepare", "start", "compile", "evaluate", "sample")
 _GRACE = 3.0
 """Seconds in which process 0 publishes its verdict before it leaves, and with it the key-value store."""
 _DELAYS, _TIMES, _LATE = 30, 4.0, 0.02
 """Signs over which the delay of a host is averaged; how many times the median, and how many seconds, make it slow."""
 _WORK = bytes(2**18)
+_SHARE, _WINDOW = 0.2, 10.0
+"""Share of the time that a host waits for its data, over so many seconds, above which it is slow."""
+_LASTING = 3.0
+"""Seconds in one phase after which a sign has the line, and the file, in which the main thread is."""
+_ENDED = 1.0
+"""Seconds in which the other hosts read that all have come to the end."""
 _silence = threading.Lock()
 
 
@@ -143,7 +150,8 @@ def check_shared(out: Path) -> None:
         choose_together("output folder", there, judge)
     finally:
         if jax.process_index() == 0:
-            file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError, StorageError):
+                file.unlink(missing_ok=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +171,12 @@ class Sign:
     """Reason for which the host has left; `done` where it has come to its end."""
     delay: float = 0.0
     """Mean seconds, over its last signs, that a small computation took and that its thread woke too late."""
+    what: str = ""
+    """What its main thread waits for: devices, a barrier, a file, a pipe; and the line of Python."""
+    host: int = NOBODY
+    """Process that it waits for; `EVERYBODY` of a barrier or a collective, `NOBODY` of what is its own."""
+    waited: float = 0.0
+    """Seconds that it has waited for data since its start."""
 
     def describe(self, now: float) -> str:
         """Where the host was: `process 1 (node7, pid 4103), step 12, data since 14:03:05, 21 s ago`."""
@@ -171,14 +185,15 @@ class Sign:
         where = (
             f"{self.phase} after step {self.step}" if self.phase != "step" else f"step {self.step}"
         )
-        return f"process {self.process} ({self.name}, pid {self.pid}): {where} since {since}, {age:.0f} s ago"
+        wait = f", waiting for {self.what}" if self.what else ""
+        return (
+            f"process {self.process} ({self.name}, pid {self.pid}): {where} since {since}, "
+            f"{age:.0f} s ago{wait}"
+        )
 
 
 def verdict(signs: Mapping[int, Sign], limits: Watchdog, now: float) -> str | None:
-    """Returns which host died, stopped or fell behind, and where; None where none did.
-
-    Of hosts in the same step, those that wait for the others are in phase `step` or `commit`: one elsewhere keeps them.
-    """
+    """Returns which host died, stopped or fell behind, and where; None where none did."""
     gone = [sign for sign in signs.values() if sign.left not in ("", "done")]
     if gone:
         return "; ".join(f"process {s.process} ({s.name}) has left: {s.left}" for s in gone[:4])
@@ -189,13 +204,49 @@ def verdict(signs: Mapping[int, Sign], limits: Watchdog, now: float) -> str | No
         return "; ".join(texts) + (f"; and of {len(silent) - 4} more" if len(silent) > 4 else "")
     if not limits.stall or not running:
         return None
-    # The host that all wait for is the one with the fewest steps, and of those the one that is in no collective.
-    last = min(running, key=lambda s: (s.step, s.phase in ("step", "commit"), s.at - s.seconds))
-    if last.phase == PREPARING:
-        return None
+    last = waited_for(running)
+    if last.phase == PREPARING and last.process == 0:
+        return None  # it tokenises for all
     limit = limits.stall * (_SLOW if last.phase in _SLOW_PHASES else 1)
     waited = now - last.at + last.seconds
     return f"{last.describe(now)}: over the limit of {limit:g} s" if waited > limit else None
+
+
+def waited_for(running: list[Sign]) -> Sign:
+    """Returns the host that the others wait for.
+
+    A host that waits for no other comes first: whatever it is doing, the others cannot go on without it. Where all wait,
+    each edge leads to the next host. Where those lead nowhere, all wait for the devices or at a barrier: the host with
+    the fewest steps has not come there.
+    """
+    own = [s for s in running if s.host == NOBODY]
+    if not own:
+        by_process = {s.process: s for s in running}
+        sign, passed = running[0], set[int]()
+        while sign.host in by_process and sign.process not in passed:
+            passed.add(sign.process)
+            sign = by_process[sign.host]
+        others = [s for s in running if s.host == EVERYBODY]
+        own = [sign] if sign.host == EVERYBODY and passed else others or running
+    return min(own, key=lambda s: (s.step, s.phase in ("step", "commit"), s.at - s.seconds))
+
+
+def slow_data(before: Mapping[int, Sign], now: Mapping[int, Sign]) -> dict[int, str]:
+    """Returns the hosts whose data comes slowly, by what they have waited between two times; all others wait for them."""
+    shares = {
+        process: (sign.waited - before[process].waited) / (sign.at - before[process].at)
+        for process, sign in now.items()
+        if process in before and sign.at > before[process].at
+    }
+    if not shares:
+        return {}
+    median = statistics.median_low(shares.values())
+    return {
+        process: f"process {process} ({now[process].name}, pid {now[process].pid}) waits for its data "
+        f"{100 * share:.0f} % of the time, most other hosts {100 * median:.0f} %, and they wait for it in every step"
+        for process, share in shares.items()
+        if share > max(_SHARE, _TIMES * median)
+    }
 
 
 def slow_hosts(signs: Mapping[int, Sign]) -> dict[int, str]:
@@ -209,15 +260,38 @@ def slow_hosts(signs: Mapping[int, Sign]) -> dict[int, str]:
     }
 
 
-def watching(
-    out: Path, phases: Phases, limits: Watchdog
-) -> contextlib.AbstractContextManager[None]:
+_watches: list["_Watch"] = []
+"""The watch of this process, where one is running."""
+
+
+@contextlib.contextmanager
+def watching(out: Path, phases: Phases, limits: Watchdog) -> Iterator[None]:
     """Watches the other processes of the run while the context is open.
 
     out: output folder, which gets the stacks.  phases: what this process does. Where a host dies, stops or falls
-    behind, every process prints which, writes its stacks, and exits with 75. A supervised process gives signs too.
+    behind, every process prints which, writes its stacks, and exits with 75. Inside another `watching`, as of the
+    verb that trains, it only states what this process does.
     """
-    return _Watch(out, phases, limits, store() if jax.process_count() > 1 else None).running()
+    with signs.in_phases(phases), contextlib.ExitStack() as stack:
+        if jax.process_count() > 1 and not _watches:
+            stack.enter_context(_Watch(out, phases, limits, store()).running())
+        watch = _watches[-1] if _watches else None
+        if watch is not None:
+            before, watch.phases = watch.phases, phases
+            stack.callback(setattr, watch, "phases", before)
+        yield
+
+
+def leave_together() -> None:
+    """Waits until every process has done its work, so that none takes another's end for a failure.
+
+    The coordination service is in process 0, which leaves last. A host that hangs on its way is named by the watch,
+    and the others leave without it.
+    """
+    watch = _watches[-1]
+    watch.phases.enter("leave")
+    watch.leave_together()
+    last_words.wait_for_nothing()
 
 
 class _Watch:
@@ -232,19 +306,19 @@ class _Watch:
         self.left = ""
         self.beat = 0
         self.stopped = threading.Event()
-        self.beats = int(os.environ[BEATS]) if BEATS in os.environ else None
         self.delays: collections.deque[float] = collections.deque(maxlen=_DELAYS)
-        self.slow: set[int] = set()
+        self.named: set[str] = set()
+        self.earlier: tuple[float, dict[int, Sign]] = (0.0, {})
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Runs the threads, and tells the others how this process has ended."""
-        threads = [threading.Thread(target=self._publish, daemon=True, name="watchdog: signs")]
-        if self.client is not None:
-            threads.append(
-                threading.Thread(target=self._judge, daemon=True, name="watchdog: verdict")
-            )
-        with self._answering_abort() if self.client is not None else contextlib.nullcontext():
+        threads = [
+            threading.Thread(target=self._publish, daemon=True, name="watchdog: signs"),
+            threading.Thread(target=self._judge, daemon=True, name="watchdog: verdict"),
+        ]
+        _watches.append(self)
+        with self._answering_abort():
             for thread in threads:
                 thread.start()
             try:
@@ -255,18 +329,43 @@ class _Watch:
                 raise
             finally:
                 self.left = self.left or "an error"
+                signs.leave(self.left)
                 self.stopped.set()
+                _watches.remove(self)
                 with contextlib.suppress(Exception):
                     self._sign()
-                if self.left != "done" and self.client is not None and self.process == 0:
+                if self.left != "done" and self.process == 0:
                     # The store ends with this process: the others read first why.
                     self._tell(f"process 0 ({socket.gethostname()}) has left: {self.left}")
                     time.sleep(min(_GRACE, 2.5 * self.period))
 
+    def leave_together(self) -> None:
+        """Waits until all processes have left, as `leave_together` does."""
+        self.left = "done"
+        signs.leave(self.left)
+        key = f"{_FOLDER}/ended"
+        # Where the store does not answer, process 0 has gone: no process is left to wait for.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._sign()
+            if self.process:
+                with signs.waiting("process 0, to leave together", 0):
+                    while not _there(self.client, key):
+                        time.sleep(self.period / 8)
+                return
+            with signs.waiting("the other processes, to leave together"):
+                while not self._all_have_left():
+                    time.sleep(self.period / 8)
+            self.client.key_value_set(key, "", True)
+            time.sleep(_ENDED)
+
+    def _all_have_left(self) -> bool:
+        self._read()
+        return len(self.signs) == self.processes and all(s.left for s in self.signs.values())
+
     def _explain(self, error: BaseException) -> None:
         """Leaves a word on why this process ends; where it is a collective that failed, waits for the verdict."""
         failed = _collective(error)
-        if failed is None or self.client is None:
+        if failed is None:
             self.left = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             return
         # Nothing is wrong here: a neighbour closed its connections. The threads find out which.
@@ -292,21 +391,22 @@ class _Watch:
         self.beat += 1
         step, phase, since = self.phases.place
         seconds = time.monotonic() - since
-        if self.beats is not None:
-            with contextlib.suppress(OSError):
-                os.write(self.beats, f"{json.dumps([step, phase, seconds, self.left])}\n".encode())
+        delay = sum(self.delays) / _DELAYS if len(self.delays) == _DELAYS else 0.0
+        wait = signs.wait_of_main_thread(detailed=seconds > _LASTING)
+        values = [
+            socket.gethostname(),
+            os.getpid(),
+            self.beat,
+            step,
+            phase,
+            seconds,
+            self.left,
+            delay,
+            wait.what,
+            wait.host,
+            self.phases.waited,
+        ]
         if self.client is not None:
-            delay = sum(self.delays) / _DELAYS if len(self.delays) == _DELAYS else 0.0
-            values = [
-                socket.gethostname(),
-                os.getpid(),
-                self.beat,
-                step,
-                phase,
-                seconds,
-                self.left,
-                delay,
-            ]
             self.client.key_value_set(f"{_FOLDER}/signs/{self.process}", json.dumps(values), True)
 
     def _read(self) -> None:
@@ -320,21 +420,28 @@ class _Watch:
             texts = {0: self.client.key_value_try_get(f"{_FOLDER}/signs/0")}
         now = time.monotonic()
         for process, text in texts.items():
-            name, pid, beat, step, phase, seconds, left, delay = json.loads(text)
-            sign, last = (
-                Sign(process, name, pid, beat, step, phase, seconds, now, left, delay),
-                self.signs.get(process),
-            )
+            name, pid, beat, step, phase, seconds, left, *more = json.loads(text)
+            sign = Sign(process, name, pid, beat, step, phase, seconds, now, left, *more)
+            last = self.signs.get(process)
             if last is None or (last.beat, last.left) != (sign.beat, sign.left):
                 self.signs[process] = sign
         if self.process == 0:
-            slow = slow_hosts(self.signs)
-            for process in slow.keys() - self.slow:
-                print(slow[process], file=sys.stderr, flush=True)
-            self.slow = set(slow)
+            self._name_slow_hosts(now)
         else:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # there is none
                 self.found = self.client.key_value_try_get(f"{_FOLDER}/verdict")
+
+    def _name_slow_hosts(self, now: float) -> None:
+        """Names each host once that all others wait for in every step: its processor, or its data, is slow."""
+        slow = [(f"host {process}", text) for process, text in slow_hosts(self.signs).items()]
+        since, before = self.earlier
+        if now - since > _WINDOW:
+            slow += [(f"data {p}", text) for p, text in slow_data(before, self.signs).items()]
+            self.earlier = (now, dict(self.signs))
+        for name, text in slow:
+            if name not in self.named:
+                self.named.add(name)
+                last_words.say(text)
 
     def _judge(self) -> None:
         last = time.monotonic()
@@ -362,7 +469,7 @@ class _Watch:
         if not _silence.acquire(blocking=False):
             time.sleep(60)  # another thread is leaving
         sender = threading.Thread(target=self._tell, args=(found,), daemon=True)
-        if tells := self.process == 0 and self.client is not None:
+        if tells := self.process == 0:
             sender.start()
         file = self._stacks()
         steps = _soon(lambda: committed_steps(self.out / "checkpoints"))
@@ -375,20 +482,23 @@ class _Watch:
         if steps == []:
             again = "the same command again: no checkpoint was committed"
         step, phase, _ = self.phases.now
+        whole = signs.whole()
         error = HostError(
             f"training on {self.processes} hosts, seen by process {self.process} in phase {phase}, step {step}",
             found,
             again + (f"; stacks of this process: {file}" if file else ""),
         )
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        with contextlib.suppress(OSError):
-            os.write(2, f"error: {error}\n".encode())
+        text = f"error: {error}\n"
+        code = HostError.exit_code
+        if whole is not None:
+            text = f"the run has come to its end, and nothing of it is missing: {found}\n"
+            code = whole
         if tells:
+            last_words.say(text.rstrip("\n"))
             sender.join(_GRACE)
             time.sleep(min(_GRACE, 2.5 * self.period))  # in which the others read it
-        os._exit(HostError.exit_code)
+            text = ""
+        last_words.leave(code, text)
 
     def _tell(self, found: str) -> None:
         with contextlib.suppress(Exception):
@@ -461,6 +571,17 @@ def _soon[T](ask: Callable[[], T]) -> T | None:
     thread.start()
     thread.join(_GRACE)
     return answers[0] if answers else None
+
+
+def _there(client: Any, key: str) -> bool:
+    """Returns whether the store has a key. Raises JaxRuntimeError where the store has gone."""
+    try:
+        client.key_value_try_get(key)
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" not in str(error):
+            raise
+        return False
+    return True
 
 
 def _collective(error: BaseException | None) -> BaseException | None:

@@ -72,6 +72,7 @@ def _file_locked(out: Path) -> Iterator[None]:
             with beating(renew, "lock of the output folder"):
                 yield
         finally:
-            os.ftruncate(file, 0)
+            with contextlib.suppress(OSError):
+                os.ftruncate(file, 0)
     finally:
         os.close(file)

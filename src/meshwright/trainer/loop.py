@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,11 +14,13 @@ from meshwright.activity import Activity, activity, watched_by
 from meshwright.checkpoint.checkpoints import check_room
 from meshwright.checkpoint.steps import committed_steps
 from meshwright.data.batch import ramp_of
+from meshwright.errors import Closing
 from meshwright.formatting import Shown
-from meshwright.hardware.agreement import agree, answer_of_the_first
+from meshwright.hardware.agreement import agree, answer_of_the_first, choose_together
 from meshwright.reporters import BETWEEN, Reporter, build_reporters
 from meshwright.reporters.files import EventLog, JsonLines
 from meshwright.runs.run_file import write_run
+from meshwright.signs import NOBODY, PREPARING, Phases, end_with, in_phases, waiting
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.storage.paths import path_of
 from meshwright.trainer.lock import locked
@@ -29,7 +30,7 @@ from meshwright.trainer.prepare import Position, PreparedRun, Trainable, prepare
 from meshwright.trainer.recovery import Resumed, begin, handle_bad_step, resume
 from meshwright.trainer.relations import check_new
 from meshwright.trainer.tiers import Tiers
-from meshwright.trainer.watchdog import BEATS, Phases, Watchdog
+from meshwright.trainer.watchdog import Watchdog
 
 Start = Literal["fresh", "resume", "resume if exists"]
 """How a run begins; the last resumes where all hosts can read a checkpoint, and is fresh where there is none."""
@@ -64,7 +65,9 @@ class Summary(Shown):
     """Tokens trained on, since the start or the resume."""
     seconds: float
     data_wait_seconds: float
-    """Seconds that the loop waited for data."""
+    """Seconds that the loop waited for data, on the host that waited most: the others wait for it."""
+    data_wait_host: int
+    """Process that waited most for its data."""
     start_seconds: float
     """Seconds from the beginning to the end of the first step: initial values or restore, compilation, that step."""
     compile_seconds: float
@@ -88,31 +91,42 @@ def train(
     accept: Sequence[str] = (),
     reporters: Callable[[int], list[Reporter]] = lambda first: [],
     watchdog: Watchdog | None = None,
+    preemption: Preemption | None = None,
 ) -> Summary:
     """Trains a prepared run, writing checkpoints, metrics, the Run and a text sample into `out`.
 
     start: `resume` continues from the newest checkpoint that all hosts can read, or from that of step `at`.
     accept: names of differences from the checkpoint with which it resumes although they change the model or its data.
     reporters: called with the number of steps already taken, returns further reporters.
+    preemption: signals for which this process listens already.
     Raises CheckpointError, TrainingError, DataError, ConfigError, HostError.
     """
     device_run, began, phases = prepared.device_run, time.perf_counter(), Phases()
     run, out, chief = device_run.run, path_of(out), jax.process_index() == 0
-    with contextlib.ExitStack() as stack:
+    with Closing() as stack:
+        stack.enter_context(in_phases(phases))
         if (hosts := hosts_module()) is not None:
             stack.enter_context(hosts.watching(out, phases, watchdog or Watchdog()))
             agree("run, versions, data or tokenizer", hosts.same_fields(prepared))
         answer_of_the_first(lambda: _check_folder(out, device_run, start, at))
         if hosts is not None:
             hosts.check_shared(out)
-        preemption = stack.enter_context(Preemption().listening())
+        if preemption is None:
+            preemption = stack.enter_context(Preemption().listening())
         answer_of_the_first(
             lambda: stack.enter_context(locked(out))
         )  # if another run holds it, all stop alike
         if chief:
             stack.enter_context(watched_by(events := EventLog(out / "events.jsonl")))
         keep, local = run.training.max_to_keep, run.local_checkpoints
-        checkpoints = Tiers(out, device_run, max_to_keep=keep, local=local, saves=phases.saves)
+        checkpoints = Tiers(
+            out,
+            device_run,
+            max_to_keep=keep,
+            local=local,
+            saves=phases.saves,
+            patience=(watchdog or Watchdog()).patience,
+        )
         stack.enter_context(contextlib.closing(checkpoints))
         if start == "resume if exists":
             start = "resume" if checkpoints.steps() else "fresh"
@@ -161,12 +175,28 @@ def train(
 
 
 def hosts_module() -> ModuleType | None:
-    """Returns `trainer.hosts`, which a process needs that has others or a supervisor; None in one that is alone."""
-    if jax.process_count() == 1 and BEATS not in os.environ:
+    """Returns `trainer.hosts`, which a process needs that has others; None in one that is alone."""
+    if jax.process_count() == 1:
         return None
     from meshwright.trainer import hosts  # most runs have one process
 
     return hosts
+
+
+@contextlib.contextmanager
+def to_the_end(out: Path, watchdog: Watchdog | None) -> Iterator[None]:
+    """Holds the processes of a run together while the context is open: they are watched, and leave together.
+
+    For a program that ends with the run; what it prints at the end belongs inside.
+    """
+    with contextlib.ExitStack() as stack:
+        phases = stack.enter_context(in_phases(Phases(PREPARING)))
+        hosts = hosts_module()
+        if hosts is not None:
+            stack.enter_context(hosts.watching(out, phases, watchdog or Watchdog()))
+        yield
+        if hosts is not None:
+            hosts.leave_together()
 
 
 def _check_folder(out: Path, device_run: DeviceRun, start: str, at: int | None) -> None:
@@ -189,6 +219,12 @@ def _first_state(device_run: DeviceRun, out: Path) -> State:
 
         work.result = describe_initial_weights(device_run.run)
         return device_run.state_of(load_initial_weights(device_run, out))
+
+
+def _longest(seconds: list[float]) -> dict[str, Any]:
+    """Returns the longest of the hosts' waits, and the host that waited."""
+    host = max(range(len(seconds)), key=seconds.__getitem__)
+    return {"seconds": seconds[host], "host": host}
 
 
 class _RollBack(Exception):
@@ -234,7 +270,7 @@ class _Loop:
 
     def train(self, state: State) -> Summary:
         began = time.perf_counter()
-        if self.started.step < self.run.training.steps:
+        if self.started.step < self.run.training.steps and not self.preemption.stops():
             self._compile()
         while True:
             try:
@@ -245,11 +281,16 @@ class _Loop:
         if step > saved:
             self._save(step, state, self.checkpoints.save)
         sample = ""
-        if not self.preemption.signal and step > self.started.step:
+        if step > self.started.step and not self.preemption.stops():
             self._evaluate(step, state)
+        if step > self.started.step and not self.preemption.stops():
             sample = self._sample(step, state)
         self.phases.enter("save", step)
         self.checkpoints.wait()
+        waits = choose_together("seconds waited for data", self.spent["input wait"], _longest)
+        # What is left each host does alone: none of it makes the run less.
+        end_with(128 + self.preemption.stopped_by if self.preemption.stopped_by else 0)
+        self.phases.enter("leave", step)
         self.checkpoints.forget_local()  # the output folder has the last state
         return Summary(
             out=self.out,
@@ -259,12 +300,13 @@ class _Loop:
             steps_taken=step - self.started.step,
             tokens=(self._samples_read(step) - self.started.cursor) * self.meter.per_sample,
             seconds=time.perf_counter() - began,
-            data_wait_seconds=self.spent["input wait"],
+            data_wait_seconds=waits["seconds"],
+            data_wait_host=waits["host"],
             start_seconds=(self.meter.first_read_at or began) - self.began,
             compile_seconds=self.spent["compiling"],
             save_seconds=self.spent["saving"],
             step_seconds=self.meter.step_seconds,
-            interrupted_by=self.preemption.signal,
+            interrupted_by=self.preemption.stopped_by,
             sample=sample,
         )
 
@@ -275,18 +317,23 @@ class _Loop:
         saved = step = self.origin.step
         batch: Any = None
         try:
-            while step < training.steps and not self.preemption.stops_before(step):
+            while step < training.steps and not self.preemption.stops():
                 self.checkpoints.check()
                 self.phases.enter("data", step)
-                previous, batch = batch, next(feed)
+                previous = batch
+                with waiting("its data", NOBODY):
+                    batch = next(feed)
                 train_step = self._compiled_for(batch)
+                self.phases.waited = self.spent["input wait"] + feed.wait_seconds
                 self.phases.enter("step", step + 1)
-                new, metrics = train_step(state, batch)
+                with waiting("the devices"):
+                    new, metrics = train_step(state, batch)
                 step += 1
                 # While this step runs, the metrics of the previous one are read: the device never waits for the host.
                 state = self._settle(new, previous)
                 if state is not new:  # the step before was left out, and this one with it
-                    state, metrics = train_step(state, batch)
+                    with waiting("the devices"):
+                        state, metrics = train_step(state, batch)
                 self.meter.push(step, metrics)
                 if step == training.steps:
                     break

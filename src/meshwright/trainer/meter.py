@@ -16,6 +16,7 @@ from meshwright.models.flops import mfu
 from meshwright.models.model import Metrics
 from meshwright.reporters import BETWEEN, Reporter, Values
 from meshwright.runs.run import Run
+from meshwright.signs import waiting
 
 
 class BadStep(NamedTuple):
@@ -99,10 +100,9 @@ class Meter:
             return None
         step, metrics = self._pending
         self._pending = None
-        sums = {
-            name: (float(total), float(count))
-            for name, (total, count) in jax.device_get(metrics).items()
-        }
+        with waiting("the devices"):
+            on_host = jax.device_get(metrics)
+        sums = {name: (float(total), float(count)) for name, (total, count) in on_host.items()}
         values = {
             name: total / count if count else math.nan for name, (total, count) in sums.items()
         }

@@ -24,6 +24,7 @@ from meshwright.hardware.mesh import build_mesh
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import VOCAB_AXES
 from meshwright.sharding.params import Param, Tree, layers_to_rows, named_leaves, rows_to_layers
+from meshwright.signs import waiting
 from meshwright.step.device_run import place_on_devices
 from meshwright.step.gradients import build_gradients
 from meshwright.trainer.prepare import Position, Trainable
@@ -180,6 +181,12 @@ def _in_float32(run: Run, other: MeshShape, steps: int) -> Run:
     return dataclasses.replace(run, training=training, model=model)
 
 
+def _gathered(x: jax.Array) -> Any:
+    """Returns an array of several processes, which all of them ask for, on this host."""
+    with waiting("the devices"):
+        return process_allgather(x, tiled=True)
+
+
 class _Side:
     """Training run on one mesh, with its batches, and its gradients as the train step takes them."""
 
@@ -214,10 +221,7 @@ class _Side:
 
     def _to_host(self, tree: Tree) -> Tensors:
         descriptions, arrays = named_leaves(self._device_run.params), named_leaves(tree)
-        whole = {
-            k: x if x.is_fully_addressable else process_allgather(x, tiled=True)
-            for k, x in arrays.items()
-        }
+        whole = {k: x if x.is_fully_addressable else _gathered(x) for k, x in arrays.items()}
         return {
             name: rows_to_layers(descriptions[name], np.asarray(x)) for name, x in whole.items()
         }

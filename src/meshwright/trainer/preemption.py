@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,8 @@ from types import FrameType
 import jax
 from jax.experimental import multihost_utils
 
+from meshwright import last_words
+from meshwright.hardware.agreement import choose_together
 from meshwright.hardware.hosts import metadata
 
 _PATIENCE = 3.0
@@ -27,29 +28,39 @@ or minutes after."""
 
 
 class Preemption:
-    """Signals received so far; all processes of a run stop at the same step."""
+    """Signals that ask a run to stop; all of its processes stop at the same place, by the same signal."""
 
     def __init__(self) -> None:
-        self.signal = 0
-        """Number of the signal that asked to stop; 0 while none has."""
+        self.received = 0
+        """Number of the last signal that this process was sent; the others may know nothing of it."""
+        self.stopped_by = 0
+        """Number of the signal by which the run stops, the same in all processes; 0 while it goes on."""
+        self._asked = 0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Signal handler. A second Ctrl-C raises KeyboardInterrupt at once."""
-        if self.signal == number == signal.SIGINT:
+        if self.received == number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.signal = number
+        self.received = number
         if number != signal.SIGTERM and jax.process_count() > 1:
             os.kill(os.getpid(), signal.SIGTERM)  # which JAX passes on to the other processes
 
-    def stops_before(self, step: int) -> bool:
-        """Returns whether to stop before this step; the answer is the same on all processes."""
-        if jax.process_count() == 1:
-            return bool(self.signal)
-        # JAX's own SIGTERM handler agrees on a step that no process has started yet.
-        if multihost_utils.reached_preemption_sync_point(step):
-            self.signal = self.signal or signal.SIGTERM
+    def stops(self) -> bool:
+        """Returns whether the run stops here; the answer is the same in all processes, which all have to ask.
+
+        It stays the same once it is yes. A signal that comes after one process has asked counts at the next question.
+        """
+        if self.stopped_by:
             return True
-        return False
+        self._asked += 1
+        if jax.process_count() == 1:
+            self.stopped_by = self.received
+        # JAX's own SIGTERM handler agrees on a question that no process has asked yet.
+        elif multihost_utils.reached_preemption_sync_point(self._asked):
+            # Signals that only JAX's handler has seen are SIGTERM.
+            number = choose_together("signals", self.received, max)
+            self.stopped_by = number or signal.SIGTERM
+        return bool(self.stopped_by)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator["Preemption"]:
@@ -98,19 +109,15 @@ def _acknowledge(reader: socket.socket, forced: list[threading.Timer]) -> None:
     while number := reader.recv(1):
         received.append(number[0])
         if received.count(signal.SIGINT) > 1:
-            print(
-                "leaving without another checkpoint; the last one is whole",
-                file=sys.stderr,
-                flush=True,
-            )
-            forced.append(threading.Timer(_PATIENCE, os._exit, (128 + signal.SIGINT,)))
+            last_words.say("leaving without another checkpoint; the last one is whole")
+            forced.append(threading.Timer(_PATIENCE, last_words.leave, (128 + signal.SIGINT,)))
             forced[-1].daemon = True
             forced[-1].start()
         elif number[0] in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             name = "Ctrl-C" if number[0] == signal.SIGINT else signal.Signals(number[0]).name
             hint = "; Ctrl-C again leaves at once" if number[0] == signal.SIGINT else ""
             text = f"{name}: the run saves a checkpoint after the step in progress and stops{hint}"
-            print(text, file=sys.stderr, flush=True)
+            last_words.say(text)
 
 
 @contextlib.contextmanager
@@ -140,7 +147,7 @@ def _ask(stopped: threading.Event) -> None:
             # A machine that is migrated keeps running.
             if answer in (None, "", "NONE", "FALSE") or str(answer).startswith("MIGRATE"):
                 continue
-            print(f"the metadata server announces {name} {answer}", file=sys.stderr, flush=True)
+            last_words.say(f"the metadata server announces {name} {answer}")
             if not stopped.is_set():
                 os.kill(os.getpid(), signal.SIGTERM)
             return

@@ -33,6 +33,7 @@ from meshwright.models.model import Metrics, Model
 from meshwright.reporters import Reporter
 from meshwright.runs.run import Run
 from meshwright.sharding.params import count_params
+from meshwright.signs import waiting
 from meshwright.step.device_memory import check_state, shard_bytes
 from meshwright.step.device_run import DeviceRun, State, place_on_devices
 from meshwright.step.train_step import CompiledTrainStep, compile_eval_step
@@ -207,10 +208,17 @@ def sum_metrics(
         batch=training.batch,
         sharding=device_run.batch_sharding,
     )
-    results = (eval_step(params, batch) for batch in batches)
+
+    def evaluate(batch: Batch) -> Metrics:
+        with waiting("the devices"):
+            return eval_step(params, batch)
+
+    results = map(evaluate, batches)
     # One batch is computed while the next is read; no more are in memory at once.
     for metrics, _ in itertools.pairwise(itertools.chain(results, [{}])):
-        for name, pair in metrics.items():
+        with waiting("the devices"):
+            on_host = jax.device_get(metrics)
+        for name, pair in on_host.items():
             sums[name] += np.array([float(value) for value in pair])
     return {name: (float(total), float(count)) for name, (total, count) in sums.items()}
 

@@ -31,6 +31,7 @@ from meshwright.runs.checks import TABLE
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
 from meshwright.sharding.params import named_leaves
+from meshwright.signs import waiting
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.step.optimizers import build_lr_schedule
 from meshwright.trainer.meter import BadStep
@@ -335,7 +336,8 @@ def _keep_evidence(
 
     number = next(n for n in itertools.count() if not numbered(n).exists())
     if jax.process_count() > 1:
-        number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+        with waiting("the devices"):
+            number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
     folder = numbered(number)
     if state is not None:
         with Checkpoints(folder / "checkpoints", max_to_keep=1) as checkpoints:

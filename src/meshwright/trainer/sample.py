@@ -15,6 +15,7 @@ from meshwright.generation.decoder import Decoder, bucket_for
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.weights import lay_out
 from meshwright.sharding.params import Tree, named_leaves
+from meshwright.signs import waiting
 from meshwright.step.device_run import DeviceRun, place_on_devices
 
 _TEMPERATURE = 0.8
@@ -62,9 +63,11 @@ def sample_tokens(
     bucket = bucket_for(device_run, [len(prompt)], count, _CHUNK)
     decoder = Decoder(device_run, lay_out(device_run, params, "sharded"), bucket)
     sampling = Sampling(temperature=_TEMPERATURE, seed=seed)
-    state = decoder.prefill(decoder.start([prompt]), sampling, ())
-    state = decoder.decode(state, sampling, (), count - 1)
-    return [int(token) for token in decoder.read(state)[0][0]]
+    with waiting("the devices"):
+        state = decoder.prefill(decoder.start([prompt]), sampling, ())
+        state = decoder.decode(state, sampling, (), count - 1)
+        tokens_read = decoder.read(state)
+    return [int(token) for token in tokens_read[0][0]]
 
 
 def _without_stages(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tree]:

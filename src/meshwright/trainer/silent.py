@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshwright.checkpoint.fingerprints import SALTS, sum_of_hashes
 from meshwright.errors import HostError
 from meshwright.sharding.params import named_leaves
-from meshwright.trainer.watchdog import Phases
+from meshwright.signs import Phases, waiting
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 _SHOWN = 4
@@ -75,7 +75,8 @@ def shard_sums(tree: Any) -> dict[str, dict[Any, int]]:
     mapped = jax.shard_map(
         sums, mesh=mesh, in_specs=(specs,), out_specs=everywhere, check_vma=False
     )
-    rows = np.asarray(multihost_utils.process_allgather(jax.jit(mapped)(tensors), tiled=True))
+    with waiting("the devices"):
+        rows = np.asarray(multihost_utils.process_allgather(jax.jit(mapped)(tensors), tiled=True))
     devices = list(mesh.devices.flat)
     return {
         name: {d: int(rows[i, j]) for i, d in enumerate(devices)} for j, name in enumerate(tensors)

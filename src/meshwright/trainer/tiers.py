@@ -8,12 +8,15 @@ them take the newest checkpoint that all can read, each from its own disk or fro
 import contextlib
 import hashlib
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from meshwright import last_words
 from meshwright.checkpoint.checkpoints import LAYOUT, Checkpoints, UnreadableError, named_tensors
 from meshwright.checkpoint.layer_order import abstract_in_layer_order
 from meshwright.checkpoint.manifest import Manifest, steps_to_take
@@ -22,10 +25,14 @@ from meshwright.checkpoint.tensors import layout_of
 from meshwright.documents import LARGE, read_json
 from meshwright.errors import CheckpointError, DamagedError
 from meshwright.hardware.agreement import choose_together
+from meshwright.signs import NOBODY, waiting
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.storage.paths import remove_tree
 from meshwright.storage.tiers import LocalCheckpoints
+from meshwright.trainer.watchdog import PATIENCE
 
+_LOOK = 0.01
+"""Seconds between two looks at a save in progress."""
 Choice = tuple[int, str, bool]
 """Step of a checkpoint; checksum of the manifest with which hosts take it from their own disks ("": none does); whether
 another host takes it from the output folder."""
@@ -42,20 +49,35 @@ class Tiers(Checkpoints):
         max_to_keep: int,
         local: LocalCheckpoints,
         saves: Callable[[str], None] = lambda phase: None,
+        patience: float = PATIENCE,
     ):
         super().__init__(out / "checkpoints", max_to_keep=max_to_keep, saves=saves)
         self._layout = layout_of(
             abstract_in_layer_order(named_tensors(device_run.abstract), device_run.params)
         )
         self._local: Checkpoints | None = None
+        self._own_patience, self._answered = patience, time.monotonic()
         self.left_out: list[str] = []
         """Checkpoints that the last restore left out, and why."""
         if local.path is not None:
             # The folder `local.path` may be shared by several runs and processes.
             name = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:16]
             folder = Path(local.path) / f"{out.name}-{name}" / f"process-{jax.process_index()}"
-            self._local = Checkpoints(
-                folder, max_to_keep=local.max_to_keep, reach="process", saves=saves
+
+            def answered(phase: str) -> None:
+                self._answered = time.monotonic()
+                saves(phase)
+
+            self._local = self._on_own_disk(
+                lambda: Checkpoints(
+                    folder,
+                    max_to_keep=local.max_to_keep,
+                    reach="process",
+                    saves=answered,
+                    patience=patience,
+                ),
+                # Of a disk that does not answer nothing is opened, and all processes save alike.
+                lambda: Checkpoints(folder, max_to_keep=None, reach="process"),
             )
 
     def save_locally(self, state: State, device_run: DeviceRun, **place: Any) -> None:
@@ -67,6 +89,7 @@ class Tiers(Checkpoints):
         """Does something with this host's own checkpoints; where its disk refuses, the run goes on without that one."""
         if self._local is None:
             return
+        self._wait_for_own_disk(self._local)
         try:
             do(self._local)
         except CheckpointError as error:
@@ -78,16 +101,56 @@ class Tiers(Checkpoints):
                 flush=True,
             )
 
+    def _wait_for_own_disk(self, local: Checkpoints) -> None:
+        """Waits for the save in progress on this host's own disk, unless that disk does not answer any more."""
+        self._answered = max(self._answered, time.monotonic() if not local.is_saving else 0.0)
+        with waiting(f"its own disk, {local.folder}", NOBODY):
+            while local.is_saving and not local.abandoned:
+                if time.monotonic() - self._answered > self._own_patience:
+                    self._give_up(local)
+                time.sleep(_LOOK)
+
+    def _on_own_disk[T](self, do: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        """Returns what `do` does on this host's own disk, or `otherwise` where that disk does not answer."""
+        answers: list[T] = []
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                answers.append(do())
+            except Exception as error:
+                errors.append(error)
+
+        if self._local is not None and self._local.abandoned:
+            return otherwise()
+        thread = threading.Thread(target=run, daemon=True, name="own disk")
+        thread.start()
+        with waiting("its own disk", NOBODY):
+            thread.join(self._own_patience)
+        if errors:
+            raise errors[0]
+        if answers:
+            return answers[0]
+        found = otherwise()
+        self._give_up(found if isinstance(found, Checkpoints) else self._local)
+        return found
+
+    def _give_up(self, local: Checkpoints | None) -> None:
+        """Says that this host's own disk does not answer, and saves nothing more there."""
+        if local is None or local.abandoned:
+            return
+        local.abandon()
+        last_words.say(
+            f"process {jax.process_index()}: its own disk has not answered for {self._own_patience:.0f} s "
+            f"({local.folder}); its local checkpoints are left out from here on, and the run goes on"
+        )
+
     def forget_local(self, after: int = -1) -> None:
         """Deletes the hosts' checkpoints of steps above `after`, and their folders where nothing else is in them."""
         self._locally(Checkpoints.wait)
         if self._local is not None:
-            for step in committed_steps(self._local.folder):
-                if step > after:
-                    remove_tree(self._local.folder / str(step))
-            for folder in (self._local.folder, self._local.folder.parent):
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
+            local = self._local.folder
+            self._on_own_disk(lambda: _forget(local, after), lambda: None)
 
     def steps(self) -> list[int]:
         """Returns the steps that all hosts have, in one tier or the other, newest first."""
@@ -131,9 +194,13 @@ class Tiers(Checkpoints):
 
         Those whose description cannot be read are none.
         """
-        found: dict[int, str] = {}
         if self._local is None:
-            return found
+            return {}
+        return self._on_own_disk(self._read_own, dict)
+
+    def _read_own(self) -> dict[int, str]:
+        found: dict[int, str] = {}
+        assert self._local is not None
         for step in committed_steps(self._local.folder):
             folder = self._local.folder / str(step)
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -190,6 +257,15 @@ class Tiers(Checkpoints):
         """Waits like `wait`, and releases the threads of both."""
         self._locally(Checkpoints.close)
         super().close()
+
+
+def _forget(local: Path, after: int) -> None:
+    for step in committed_steps(local):
+        if step > after:
+            remove_tree(local / str(step))
+    for folder in (local, local.parent):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def say(text: str) -> None:

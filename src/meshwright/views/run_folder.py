@@ -4,6 +4,7 @@ Nothing here runs code that a folder names, and a file that is a link out of its
 """
 
 import array
+import contextlib
 import dataclasses
 import json
 import math
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.documents import check_inside, parse_json, read_json
+from meshwright.documents import check_inside, parse_json, read_json, step_of
 from meshwright.errors import ConfigError
 
 _LONGEST = 2**20
@@ -105,16 +106,18 @@ class RunFolder:
         if anew:
             self.curves = {}
         for line in lines:
-            step = real(line.pop("step", None))
+            step = step_of(line)
             if step is None:
                 continue
             for name, value in line.items():
+                # The writer has null for what is not finite; a number that is neither comes from elsewhere.
                 number = math.nan if value is None else real(value)
-                if number is not None:
+                if number is not None and name != "step":
                     curve = self.curves.setdefault(name, Curve())
                     curve.steps.append(step)
                     curve.values.append(number)
         anew, lines = self._log.read()
+        lines = [line for line in lines if step_of(line) is not None]
         self.events = lines if anew else [*self.events, *lines]
 
     @property
@@ -150,8 +153,13 @@ class RunFolder:
 
 
 def real(value: Any) -> float | None:
-    """Returns a JSON number, or None for anything else."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """Returns a finite JSON number, or None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    number = math.nan
+    with contextlib.suppress(OverflowError):
+        number = float(value)
+    return number if math.isfinite(number) else None
 
 
 def objects(document: Mapping[str, Any], name: str) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import jax
 from rich.console import Console
 
 from meshwright.data.feed import held_out_border
@@ -168,6 +169,8 @@ def print_summary(console: Console, summary: loop.Summary, unit: str = "tokens")
     facts = [("loss", f"{summary.loss:.4f} over the last steps")]
     if summary.interrupted_by:
         signal = f"by signal {summary.interrupted_by} after step {summary.steps}; --resume continues from there"
+        if not summary.steps:
+            signal = f"by signal {summary.interrupted_by} before its first step"
         facts.insert(0, ("stopped", signal))
     if summary.held_out_loss is not None:
         facts.append(("held-out loss", f"{summary.held_out_loss:.4f}"))
@@ -176,13 +179,16 @@ def print_summary(console: Console, summary: loop.Summary, unit: str = "tokens")
         if summary.compile_seconds
         else ""
     )
+    waited = format_time(summary.data_wait_seconds)
+    if jax.process_count() > 1:
+        waited += f" on process {summary.data_wait_host}, which waited longest"
     facts += [
         (
             "time",
             f"{format_time(summary.seconds)} for {format_count(summary.tokens)} {unit}, compilation included",
         ),
         ("start", f"{format_time(summary.start_seconds)} to the end of the first step{compiling}"),
-        ("waiting for data", format_time(summary.data_wait_seconds)),
+        ("waiting for data", waited),
     ]
     files = {
         "checkpoints": "parameters, optimizer state, position in the data",
