@@ -44,6 +44,7 @@ from meshwright.step.muon import plan_muon
 from meshwright.step.optimizers import ELEMENTWISE
 from meshwright.step.pipeline import branch_ticks, repeats_forward, tick_scopes
 from meshwright.step.train_step import build_eval_step, build_train_step
+from meshwright.trust import plain_text
 
 _CATEGORIES = {
     "state.params": "parameters",
@@ -381,7 +382,7 @@ def cached[T](file: Path, kind: Any, make: Callable[[], T], fresh: bool) -> T:
             pass  # truncated, or written by another version
     made = make()
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, msgspec.json.encode(made).decode())
+    write_atomically(file, msgspec.json.encode(made, enc_hook=plain_text).decode())
     return made
 
 

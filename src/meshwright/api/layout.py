@@ -14,6 +14,7 @@ from meshwright.hardware.targets import parse_target
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
+from meshwright.trust import own
 from meshwright.views.draw import MachineGrid, PipelineTimeline, draw_machine, machine_of_target
 from meshwright.views.layout_page import LayoutReport, layout_page, layout_report, tensor_pictures
 
@@ -50,6 +51,7 @@ def show(run: Run | str, mesh: str | MeshShape | None = None) -> LayoutView:
         >>> view.report.parameters
         8030261248
     """
+    run = own(run)
     run = with_vocab(find_recipe(run) if isinstance(run, str) else run)
     shape = (MeshShape.parse(mesh) if isinstance(mesh, str) else mesh) or run.mesh or MeshShape()
     legal = dataclasses.replace(run.training, batch=shape.size * max(1, run.training.microbatches))

@@ -29,16 +29,16 @@ from meshwright.bench.calibration_file import calibration_here
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_step
 from meshwright.launching.restarts import Restarts
-from meshwright.plugins import keep_own_names
 from meshwright.ranges import NonNegativeInt, PositiveInt
 from meshwright.reporters import Reporter
 from meshwright.reporters.console import ConsoleReport, Period, TokenizeReport, open_console
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import run_in_folder, run_to_dict, with_absolute_paths
+from meshwright.runs.run_file import run_in_folder, with_absolute_paths
 from meshwright.step.device_memory import OutOfDeviceMemory
 from meshwright.storage.paths import default_cache_folder, path_of
 from meshwright.trainer import loop
 from meshwright.trainer.watchdog import PREPARING, Phases, Watchdog
+from meshwright.trust import own
 from meshwright.views.run_tables import (
     print_forecast_gaps,
     print_prepared_model,
@@ -196,7 +196,7 @@ def train(
         >>> result.steps, result.loss > 0
         (2, True)
     """
-    keep_own_names(run_to_dict(run))  # before a checkpoint names them too
+    run = own(run)
     quiet = progress == "none"
     with contextlib.closing(
         ConsoleReport(open_console(), Period.parse("30s,10" if quiet else progress))

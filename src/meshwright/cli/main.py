@@ -15,9 +15,8 @@ from meshwright.cli.interrupt import EXIT_CODE, acknowledge_interrupts
 from meshwright.cli.output import Notices, Stream, columns, write, write_json
 from meshwright.errors import ConfigError, MeshwrightError, nearest
 from meshwright.formatting import printable
-from meshwright.plugins import is_reference
 from meshwright.runs.catalogue import list_recipes
-from meshwright.trust import TRUST, take_options
+from meshwright.trust import TRUST, is_reference, take_options
 
 VERBS = {
     "train": (

@@ -21,6 +21,7 @@ from meshwright.cli.output import write
 from meshwright.errors import ConfigError
 from meshwright.ranges import check_words, ranges_of
 from meshwright.storage.paths import path_of
+from meshwright.trust import own
 
 _CONFIG = (
     tyro.conf.AvoidSubcommands,
@@ -114,6 +115,9 @@ def parse[Options](
         raise ConfigError(f"{command} {' '.join(args)}", str(error), f"{command} --help") from error
     if strays:
         raise _explain().stray_error(command, strays[0], args, options)
+    for option in options:
+        if option.positional or option in given:
+            _own_value(parsed, option.path)
     for field in dataclasses.fields(parsed):
         value = getattr(parsed, field.name)
         if isinstance(value, Path) and str(value) != "-":  # standard input
@@ -121,6 +125,17 @@ def parse[Options](
         elif isinstance(value, tuple) and value and all(isinstance(path, Path) for path in value):
             object.__setattr__(parsed, field.name, tuple(map(path_of, value)))
     return parsed
+
+
+def _own_value(parsed: Any, path: tuple[str, ...]) -> None:
+    """Marks the value at `path`, which was typed, as the user's own; every other value keeps its class."""
+    *parts, name = path
+    for part in parts:
+        parsed = getattr(parsed, part)
+    value = getattr(parsed, name)
+    owned = own(value)
+    if owned is not value:
+        object.__setattr__(parsed, name, owned)
 
 
 def options_of(

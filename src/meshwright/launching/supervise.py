@@ -33,7 +33,7 @@ from meshwright.launching.restarts import Restarts, restarts
 from meshwright.reporters.files import last_start
 from meshwright.runs.run import Run
 from meshwright.trainer.watchdog import BEATS, Watchdog
-from meshwright.trust import trust_options
+from meshwright.trust import accept, derive, foreign, references_in, trust_options
 
 _POLL = 1.0
 """Seconds between two looks of a supervisor that waits for the others."""
@@ -142,11 +142,18 @@ class Meeting:
 
 
 def _read(file: Path) -> Start | None:
-    """Returns the start that a file states; None where there is none, or it is of another form."""
+    """Returns the start that a file states; None where there is none, or it is of another form.
+
+    Raises ConfigError where its options, which the child is given as if they were typed, name code of no user's.
+    """
     try:
-        return msgspec.convert(read_json(file), Start)
+        start = msgspec.convert(foreign(read_json(file), str(file)), Start)
     except (OSError, ValueError, msgspec.ValidationError, StorageError):
         return None
+    for word in start.options:
+        for reference in references_in(word):
+            accept("option", derive(word, reference))
+    return start
 
 
 def _put_once(file: Path, text: str) -> None:

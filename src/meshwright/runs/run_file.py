@@ -19,9 +19,9 @@ from meshwright.documents import (
 )
 from meshwright.errors import CheckpointError, ConfigError, nearest
 from meshwright.models.families import family_name, find_family
-from meshwright.plugins import note_names
 from meshwright.runs.run import Run
 from meshwright.storage.paths import path_of, place_of
+from meshwright.trust import derive, foreign, plain_text
 
 _WRITES = re.compile("dump|path|file|dir|profile", re.IGNORECASE)
 """Part of the names of compiler options that read or write files."""
@@ -30,8 +30,8 @@ _PARTS = ("training", "optimizer", "data", "finetune", "faults", "local_checkpoi
 
 def run_to_dict(run: Run) -> dict[str, Any]:
     """Returns every field of the run as JSON values; the model's also name its family."""
-    document = msgspec.to_builtins(run)
-    document["model"] = {"family": family_name(run.model), **document["model"]}
+    document = msgspec.to_builtins(run, enc_hook=plain_text)
+    document["model"] = {"family": str(family_name(run.model)), **document["model"]}
     return dict(document)
 
 
@@ -43,7 +43,9 @@ def with_absolute_paths(run: Run) -> Run:
 
     def source(text: str) -> str:
         path, weight, number = text.rpartition("=")
-        return f"{place_of(path)}={number}" if weight and place_of(text) == text else place_of(text)
+        if not weight or place_of(text) != text:
+            return place_of(text)
+        return derive(text, f"{place_of(derive(text, path))}={number}")
 
     paths, tuning, local = tuple(map(source, run.data.paths)), run.finetune, run.local_checkpoints
     return dataclasses.replace(
@@ -66,10 +68,9 @@ def run_from_dict(document: dict[str, Any], origin: str) -> Run:
     Raises ConfigError naming an unknown or ill-typed field, and a name of code that a file may not choose (`trust`).
     """
     _check_values(document, origin)
-    note_names(document, origin)
-    rest = dict(document)
+    rest = foreign(document, origin)
     model = dict(rest.pop("model", {}))
-    config = find_family(str(model.pop("family", "")))
+    config = find_family(model.pop("family", ""))
     types = {
         "model": config,
         "run": Run,
