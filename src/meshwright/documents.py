@@ -78,22 +78,6 @@ def read_json(file: Path, largest: int = SMALL) -> Any:
     return parse_json(read_text(file, largest))
 
 
-def write_atomically(file: Path, text: str) -> None:
-    """Replaces a file as a whole: a crash leaves the old text or the new one. Raises OSError."""
-    if in_bucket(file):
-        file.write_text(text, encoding="utf-8")  # an object appears as a whole
-        return
-    part = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        with part.open("w", encoding="utf-8") as opened:
-            opened.write(text)
-            opened.flush()
-            os.fsync(opened.fileno())
-        replace_durably(part, file)
-    finally:
-        part.unlink(missing_ok=True)
-
-
 def replace_durably(source: Path, target: Path) -> None:
     """Renames a file or folder, and waits until the disk has its new name. Raises OSError."""
     os.replace(source, target)

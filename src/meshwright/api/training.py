@@ -36,6 +36,7 @@ from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder, with_absolute_paths
 from meshwright.step.device_memory import OutOfDeviceMemory
 from meshwright.storage.paths import default_cache_folder, path_of
+from meshwright.storage.writing import refuse_links
 from meshwright.trainer import loop
 from meshwright.trainer.watchdog import PREPARING, Phases, Watchdog
 from meshwright.trust import own
@@ -256,6 +257,7 @@ def train_reported(
     progress: display of the steps; None shows none.  console: where a profile is printed; None prints none.
     on_prepared: called with the run on its devices, and the predicted step where the devices are known.
     """
+    refuse_links(out)
     run = with_absolute_paths(run)
     cache = path_of(cache or default_cache_folder())
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 
-from meshwright.documents import read_json, write_atomically
+from meshwright.documents import read_json
 from meshwright.errors import ConfigError
+from meshwright.storage.writing import write_atomically
 
 _FIGURES = ("memory_bandwidth", "attention", "grouped_matmul")
 _RATES = ("flops_per_second", "bus_bandwidth", "devices")

@@ -19,6 +19,7 @@ import numpy as np
 from meshwright.documents import LARGE, check_inside, parse_json, read_json
 from meshwright.errors import WeightsError, reason_of
 from meshwright.formatting import format_bytes
+from meshwright.storage.writing import open_file
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
@@ -158,11 +159,11 @@ class NewSafetensorsFile(_MappedFile):
         text += b" " * (-len(text) % 8)
         size = 8 + len(text) + offset
         if not path.is_file() or path.stat().st_size != size:
-            with path.open("wb") as file:
+            with open_file(path, "wb") as file:
                 file.write(len(text).to_bytes(8, "little") + text)
                 file.truncate(size)
         self.entries = read_header(path)
-        with path.open("r+b") as file:
+        with open_file(path, "r+b") as file:
             self._map = mmap.mmap(file.fileno(), size)
 
 

@@ -1,7 +1,6 @@
 """Tokenizers of runs as the files that `transformers` reads."""
 
 import json
-import shutil
 from pathlib import Path
 
 import tokenizers
@@ -11,6 +10,7 @@ from meshwright.data.subwords import END
 from meshwright.data.tokenizers import Bytes, Chars, tokenizer_from_json
 from meshwright.documents import LARGE, read_text
 from meshwright.hugging_face.folder import TOKENIZER_FILES
+from meshwright.storage.writing import copy_file, write_text
 
 
 def write_tokenizer(file: Path, kept: Path, out: Path) -> int | None:
@@ -23,7 +23,7 @@ def write_tokenizer(file: Path, kept: Path, out: Path) -> int | None:
     if not file.is_file() or _same(file, kept / "tokenizer.json"):
         for name in TOKENIZER_FILES:
             if (kept / name).is_file():
-                shutil.copyfile(kept / name, out / name)
+                copy_file(kept / name, out / name)
         return tokenizer_from_json(read_text(file, LARGE)).end if file.is_file() else None
     own = tokenizer_from_json(read_text(file, LARGE))
     if isinstance(own, Bytes):
@@ -32,16 +32,14 @@ def write_tokenizer(file: Path, kept: Path, out: Path) -> int | None:
         text = _chars_tokenizer(own.letters).to_str(pretty=True)
     else:
         text = own.to_json()
-    (out / "tokenizer.json").write_text(text, encoding="utf-8")
+    write_text(out / "tokenizer.json", text)
     end = tokenizers.Tokenizer.from_str(text).id_to_token(own.end)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end,
         "clean_up_tokenization_spaces": False,
     }
-    (out / "tokenizer_config.json").write_text(
-        json.dumps(config, indent=2) + "\n", encoding="utf-8"
-    )
+    write_text(out / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
     return own.end
 
 

@@ -26,12 +26,13 @@ from typing import Any
 import msgspec
 
 from meshwright.checkpoint.steps import unwritable
-from meshwright.documents import read_json, read_text, write_atomically
+from meshwright.documents import read_json, read_text
 from meshwright.errors import HostError, StorageError
 from meshwright.hardware.hosts import PORT, Hosts
 from meshwright.launching.restarts import Restarts, restarts
 from meshwright.reporters.files import last_start
 from meshwright.runs.run import Run
+from meshwright.storage.writing import make_folder, open_file, refuse_links, write_atomically
 from meshwright.trainer.watchdog import BEATS, Watchdog
 from meshwright.trust import accept, derive, foreign, references_in, trust_options
 
@@ -90,7 +91,7 @@ class Meeting:
             self.folder / f"meeting-{self.number}",
         )
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.out, self.folder.name, folder.name)
             write_atomically(folder / str(process), _own_address(self.hosts.coordinator))
         except OSError as error:
             raise unwritable(folder, error) from error
@@ -158,7 +159,7 @@ def _read(file: Path) -> Start | None:
 
 def _put_once(file: Path, text: str) -> None:
     """Writes a file, unless it is there, or its store takes none: who reads it waits, and who waits writes it again."""
-    with contextlib.suppress(OSError, StorageError), file.open("x", encoding="utf-8") as opened:
+    with contextlib.suppress(OSError, StorageError), open_file(file, "x") as opened:
         opened.write(text)
 
 
@@ -204,6 +205,7 @@ class Supervisor:
 
         Raises HostError where the limit of restarts is reached, or hosts stay away.
         """
+        refuse_links(self.out)
         with self._forwarding():
             return self._run_to_the_end()
 
@@ -393,8 +395,8 @@ class Supervisor:
         }
         file = self.out / ".supervise" / f"journal-{self.hosts.process}.jsonl"
         with contextlib.suppress(OSError, StorageError):  # a full disk ends no supervisor
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("a", encoding="utf-8") as opened:
+            make_folder(self.out, file.parent.name)
+            with open_file(file, "a") as opened:
                 opened.write(json.dumps(record) + "\n")
 
     def _say(self, text: str) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.documents import LARGE, read_json, write_atomically
+from meshwright.documents import LARGE, read_json
 from meshwright.errors import ConfigError, reason_of
 from meshwright.hardware.targets import Target
 from meshwright.planner.search import Plan
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import read_unique_json, run_from_dict, run_to_dict
+from meshwright.storage.writing import write_atomically
 from meshwright.trust import foreign
 
 FORMAT = 2

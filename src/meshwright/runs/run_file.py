@@ -15,12 +15,12 @@ from meshwright.documents import (
     parse_json,
     read_text,
     unique_object,
-    write_atomically,
 )
 from meshwright.errors import CheckpointError, ConfigError, nearest
 from meshwright.models.families import family_name, find_family
 from meshwright.runs.run import Run
 from meshwright.storage.paths import path_of, place_of
+from meshwright.storage.writing import write_atomically
 from meshwright.trust import derive, foreign, plain_text
 
 _WRITES = re.compile("dump|path|file|dir|profile", re.IGNORECASE)

@@ -41,6 +41,7 @@ from meshwright.hardware.agreement import (
 from meshwright.hardware.hosts import installed_versions, store
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
+from meshwright.storage.writing import make_folder, write_text
 from meshwright.trainer.prepare import Trainable
 from meshwright.trainer.watchdog import BEATS, PREPARING, Phases, Watchdog
 
@@ -120,7 +121,7 @@ def check_shared(out: Path) -> None:
 
     def mark() -> str:
         name = f".seen-by-all-{secrets.token_hex(4)}"  # a name that no host has asked for before
-        (out / name).write_text(name, encoding="utf-8")
+        write_text(out / name, name)
         return name
 
     def judge(seen: list[bool]) -> None:
@@ -409,8 +410,8 @@ class _Watch:
             )
 
             def keep() -> Path:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(text, encoding="utf-8")
+                make_folder(self.out, file.parent.name)
+                write_text(file, text)
                 here.unlink()
                 return file
 

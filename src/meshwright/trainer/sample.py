@@ -16,6 +16,7 @@ from meshwright.generation.sampling import Sampling
 from meshwright.generation.weights import lay_out
 from meshwright.sharding.params import Tree, named_leaves
 from meshwright.step.device_run import DeviceRun, place_on_devices
+from meshwright.storage.writing import write_text
 
 _TEMPERATURE = 0.8
 _CHUNK = 512
@@ -41,7 +42,7 @@ def write_sample(
         )
         work.record["text"] = text = data.prompt + tokenizer.decode(tokens)
     if jax.process_index() == 0:
-        (out / "sample.txt").write_text(text, encoding="utf-8")
+        write_text(out / "sample.txt", text)
     return text
 
 
