@@ -70,6 +70,7 @@ class Meeting:
     """
 
     def __init__(self, out: Path, hosts: Hosts, limits: Restarts):
+        refuse_links(out, depth=3)
         self.out, self.hosts, self.limits, self.folder = out, hosts, limits, out / ".supervise"
         # Meetings of an earlier job in this folder are not this one's.
         earlier = [path.stem.removeprefix("start-") for path in self.folder.glob("start-*.json")]

@@ -43,7 +43,7 @@ def open_descriptor(file: Path, mode: str) -> int:
 
 
 def _open_below(folder: int, file: Path, mode: str) -> int:
-    # A pipe that nobody reads would not open, and O_TRUNC waits until it is known to be a file.
+    # A pipe without a reader would not open, and O_TRUNC waits until it is known to be a file.
     flags = _FLAGS[mode] & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(file.name, flags, 0o644, dir_fd=folder)

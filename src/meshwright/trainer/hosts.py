@@ -78,11 +78,16 @@ def agree_on(run: Run) -> None:
     agree("run or versions", _fields_of(run))
 
 
+def _is_source(file: Path) -> bool:
+    """Whether a file of the package decides what a run computes: code, and every table that code reads."""
+    return file.is_file() and "__pycache__" not in file.parts
+
+
 def _fields_of(run: Run) -> dict[str, str]:
     """Returns the fields of the Run, the settings of JAX, and the versions of libraries and of the devices' driver."""
     # The package's files: an installation in place has no version that tells changes.
     root = Path(__file__).parents[1]
-    files = sorted(root.rglob("*.py"))
+    files = sorted(file for file in root.rglob("*") if _is_source(file))
     sources = digest(
         b"".join(str(file.relative_to(root)).encode() + file.read_bytes() for file in files)
     )
