@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from meshwright.documents import SMALL, check_inside, parse_json, read_text
+from meshwright.documents import SMALL, check_inside, parse_document, read_text
 from meshwright.errors import DataError
 
 _MARKS = ("\ue0f8", "\ue0f9")
@@ -139,7 +139,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
     file, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     try:
         check_inside(folder, [file, template])
-        config = dict(parse_json(read_text(file))) if file.is_file() else {}
+        config = dict(parse_document(read_text(file))) if file.is_file() else {}
         source = config.get("chat_template")
         if isinstance(source, list):  # several, by name
             source = next((t["template"] for t in source if t.get("name") == "default"), None)

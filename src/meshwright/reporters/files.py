@@ -93,10 +93,12 @@ class JsonLines:
 
 
 def _step_of(line: str) -> float:
+    """Returns the step of a line; infinity for one that was cut off by a crash, or is damaged."""
     try:
-        return float(parse_json(line)["step"])
+        step = float(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError):
-        return math.inf  # a line cut off by a crash, or damaged
+        return math.inf
+    return step if math.isfinite(step) else math.inf
 
 
 def last_start(out: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from meshwright.config import MeshShape
 from meshwright.documents import (
     SMALL,
     check_inside,
-    parse_json,
+    parse_document,
     read_text,
     unique_object,
 )
@@ -118,7 +118,11 @@ def _check_values(document: Any, origin: str) -> None:
         raise ConfigError(asked, "its name is not text", wrote)
     if not name.isprintable() or "/" in name or name.startswith("."):
         raise ConfigError(asked, f"its name {name[:80]!r} cannot name a folder", '"name": "run"')
-    for option in document.get("training", {}).get("compiler_options", ()):
+    options = document.get("training", {}).get("compiler_options", [])
+    if not isinstance(options, list | tuple):
+        truth = f"its training.compiler_options is {options!r}, not a list"
+        raise ConfigError(asked, truth, '"compiler_options": ["auto"]')
+    for option in options:
         if _WRITES.search(str(option).partition("=")[0]):
             fix = f"--training.compiler-options {option} on the command line, and no such option in the file"
             raise ConfigError(
@@ -128,7 +132,7 @@ def _check_values(document: Any, origin: str) -> None:
 
 def read_unique_json(file: Path, largest: int = SMALL) -> Any:
     """Returns the JSON value in a file. Raises OSError, and ValueError also where an object has a name twice."""
-    return parse_json(read_text(file, largest), unique_object)
+    return parse_document(read_text(file, largest), unique_object)
 
 
 def read_run(file: Path) -> Run:

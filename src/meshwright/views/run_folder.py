@@ -106,7 +106,7 @@ class RunFolder:
             self.curves = {}
         for line in lines:
             step = real(line.pop("step", None))
-            if step is None:
+            if step is None or not math.isfinite(step):
                 continue
             for name, value in line.items():
                 number = math.nan if value is None else real(value)
@@ -150,8 +150,13 @@ class RunFolder:
 
 
 def real(value: Any) -> float | None:
-    """Returns a JSON number, or None for anything else."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """Returns a JSON number, or None for anything else, such as a whole number beyond a float's range."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
 
 def objects(document: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
