@@ -209,7 +209,7 @@ def test_every_writer_uses_the_one_that_follows_no_links() -> None:
     found = []
     for file in sorted(PACKAGE.rglob("*.py")):
         name = str(file.relative_to(PACKAGE))
-        if name.startswith(("storage/", "bench/hardware/")) or name in TYPED | OWN:
+        if name.startswith("storage/") or name in TYPED | OWN:
             continue
         found += [f"{name}:{line}" for line in writes(file)]
     assert found == []

@@ -369,7 +369,7 @@ def export_adapter(source: Path, out: Path, *, at: int | None = None) -> Convers
         )
     scratch = out.with_name(f".{out.name}-part")
     shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
+    make_folder(scratch.parent, scratch.name)
     count = write_adapter(scratch, run.model, run.finetune, pairs, base)
     write_tokenizer(source / "tokenizer.json", source / KEPT, scratch)
     scratch.rename(out)
