@@ -326,11 +326,8 @@ def several_options() -> list[tuple[str, str]]:
             hints = typing.get_type_hints(kind)
             for option in options_of(kind):
                 hint = hints.get(option.path[0])
-                if (
-                    len(option.path) == 1
-                    and not option.positional
-                    and str(hint).startswith("tuple[")
-                ):
+                takes_several = re.fullmatch(r"tuple\[.*, \.\.\.\]", str(hint))
+                if len(option.path) == 1 and not option.positional and takes_several:
                     found.append((verb, option.names[0]))
                     assert option.several, (verb, option.names)
     return found
