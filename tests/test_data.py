@@ -28,6 +28,7 @@ from meshwright.errors import ConfigError, DataError
 from meshwright.hardware.mesh import build_mesh
 from meshwright.plugins import load
 from meshwright.sharding.layouts import BATCH_AXES
+from meshwright.trust import own
 
 BATCH_SPEC = PartitionSpec(BATCH_AXES, None)
 TEXTS = ["first document, with ümlauts", "second\none", "third " * 40]
@@ -289,7 +290,7 @@ def shelf(tmp_path: Path) -> Path:
 
 
 def test_a_function_of_ones_own_is_a_source_of_documents(tmp_path: Path, shelf: Path) -> None:
-    file = load_corpus([f"{shelf}:poems"], "bytes", tmp_path / "cache").files[0]
+    file = load_corpus([own(f"{shelf}:poems")], "bytes", tmp_path / "cache").files[0]
     text = [
         file.tokenizer.decode(part)
         for part in np.split(np.asarray(file.tokens), file.tokens.ends[:-1])
@@ -301,12 +302,12 @@ def test_a_function_of_ones_own_is_a_source_of_documents(tmp_path: Path, shelf: 
 def test_a_function_is_called_again_only_when_its_file_changes(tmp_path: Path, shelf: Path) -> None:
     def tokens() -> bytes:
         return (
-            load_corpus([f"{shelf}:poems"], "bytes", tmp_path / "cache").files[0].folder
+            load_corpus([own(f"{shelf}:poems")], "bytes", tmp_path / "cache").files[0].folder
             / "tokens-00000.bin"
         ).read_bytes()
 
     first = tokens()
-    module = load("data source", f"{shelf}:poems").__globals__
+    module = load("data source", own(f"{shelf}:poems")).__globals__
     calls = module["calls"]
     assert tokens() == first and module["calls"] == calls
     shelf.write_text(SOURCE.replace("violets", "tulips"))
@@ -317,7 +318,9 @@ def test_a_function_is_called_again_only_when_its_file_changes(tmp_path: Path, s
 
 def test_functions_and_files_mix(tmp_path: Path, shelf: Path) -> None:
     (tmp_path / "a.txt").write_text("xyz" * 30)
-    corpus = load_corpus((f"{shelf}:poems=3", str(tmp_path / "a.txt")), "chars", tmp_path / "cache")
+    corpus = load_corpus(
+        (own(f"{shelf}:poems=3"), str(tmp_path / "a.txt")), "chars", tmp_path / "cache"
+    )
     assert corpus.weights == (3.0, 1.0)
     assert set("rosesxyz") <= set(corpus.tokenizer.letters)  # type: ignore[attr-defined]
 
@@ -339,15 +342,19 @@ def test_bad_functions_say_what_is_wrong(
     tmp_path: Path, shelf: Path, name: str, error: type, says: str
 ) -> None:
     with pytest.raises(error, match=says):
-        load_corpus([f"{shelf}:{name}"], "bytes", tmp_path / "cache").files[0]
+        load_corpus([own(f"{shelf}:{name}")], "bytes", tmp_path / "cache").files[0]
 
 
 def test_a_fingerprint_of_ones_own_names_the_tokens(tmp_path: Path, shelf: Path) -> None:
-    first = load_corpus([f"{shelf}:marked"], "bytes", tmp_path / "cache").files[0].folder
+    first = load_corpus([own(f"{shelf}:marked")], "bytes", tmp_path / "cache").files[0].folder
     shelf.write_text(SOURCE + "\n# another comment\n")
-    assert load_corpus([f"{shelf}:marked"], "bytes", tmp_path / "cache").files[0].folder == first
-    load("data source", f"{shelf}:marked").fingerprint = "second edition"
-    assert load_corpus([f"{shelf}:marked"], "bytes", tmp_path / "cache").files[0].folder != first
+    assert (
+        load_corpus([own(f"{shelf}:marked")], "bytes", tmp_path / "cache").files[0].folder == first
+    )
+    load("data source", own(f"{shelf}:marked")).fingerprint = "second edition"
+    assert (
+        load_corpus([own(f"{shelf}:marked")], "bytes", tmp_path / "cache").files[0].folder != first
+    )
 
 
 def test_the_vocabulary_is_known_without_text_where_the_tokenizer_is(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.conversion import check_sums
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.cli.main import _choose_working_directory
+from meshwright.cli.verbs import parse_verb
 from meshwright.config import Training
 from meshwright.data import chat
 from meshwright.data.chat import ChatTemplate, read_chat_template
@@ -55,9 +56,7 @@ RUN = Run(model=Gpt2(257, 32, 1, 4, positions=32), training=Training(seq=32, bat
 
 @pytest.fixture(autouse=True)
 def nothing_is_trusted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(plugins, "_from_files", {})
-    monkeypatch.setattr(trust, "_chosen", set())
-    monkeypatch.setattr(trust, "_typed", [])
+    monkeypatch.setattr(trust, "_user", trust._User())
     (tmp_path / "evil.py").write_text(
         f"open({str(tmp_path / 'ran')!r}, 'w').close()\ndef attack(*args): return []\n"
     )
@@ -155,14 +154,14 @@ def installed_package_by_path(folder: Path) -> tuple[Callable[[], Any], str]:
 def file_by_a_link(folder: Path) -> tuple[Callable[[], Any], str]:
     (folder / "mine.py").write_text("def attack(*args): return []")
     (folder / "link.py").symlink_to(folder / "evil.py")
-    take_options([f"{folder}/mine.py:attack"])
+    trust.own(f"{folder}/mine.py:attack")
     run = read_run(run_with(folder, "layout", f"{folder}/link.py:attack"))
     return lambda: plugins.load("layout", run.layout), "it would run .*evil.py"
 
 
 def file_by_way_of_another_folder(folder: Path) -> tuple[Callable[[], Any], str]:
     (folder / "mine.py").mkdir()
-    take_options([f"{folder}/mine.py:attack"])
+    trust.own(f"{folder}/mine.py:attack")
     run = read_run(run_with(folder, "layout", f"{folder}/mine.py/../evil.py:attack"))
     return lambda: plugins.load("layout", run.layout), "it would run .*evil.py"
 
@@ -170,14 +169,14 @@ def file_by_way_of_another_folder(folder: Path) -> tuple[Callable[[], Any], str]
 def file_in_capitals(folder: Path) -> tuple[Callable[[], Any], str]:
     sys.path.append(str(folder))
     run = read_run(run_with(folder, "layout", f"{folder}/evil.PY:attack"))
-    return lambda: plugins.load("layout", run.layout), "no installed package has the module"
+    return lambda: plugins.load("layout", run.layout), "it is not module:attribute"
 
 
 def attribute_of_the_recipe(folder: Path) -> tuple[Callable[[], Any], str]:
     (folder / "mine.py").write_text(
         "import meshwright as mw\ndef mine(): return mw.recipe('tiny')\ndef attack(): open('ran')"
     )
-    find_recipe(f"{folder}/mine.py")
+    find_recipe(trust.own(f"{folder}/mine.py"))
     run = read_run(run_with(folder, "data.paths", [f"{folder}/mine.py:attack"]))
     return lambda: plugins.load("data source", run.data.paths[0]), "it would run .*mine.py"
 
@@ -242,7 +241,7 @@ def data_through_a_package(folder: Path) -> tuple[Callable[[], Any], str]:
     run = read_run(run_with(folder, "optimizer.name", "meshwright.documents:os.abort"))
     return lambda: plugins.resolve(
         "optimizer", run.optimizer.name
-    ), "an object of Python's own module"
+    ), "'os' of meshwright.documents is the module 'os'"
 
 
 def module_beside_the_user(folder: Path) -> tuple[Callable[[], Any], str]:
@@ -542,12 +541,10 @@ def test_names_of_ones_own_and_of_installed_packages_are_imported(tmp_path: Path
     assert resolve_optimizer(tmp_path, "optax:adamw").__name__ == "adamw"
     with pytest.raises(ConfigError):
         resolve_optimizer(tmp_path, mine)
-    assert (
-        take_options(["--optimizer.name", f"{tmp_path}/nowhere/../evil.py:attack"])
-        and not trust.trust_options()
-    )
+    typed = ["--optimizer.name", f"{tmp_path}/nowhere/../evil.py:attack"]
+    assert parse_verb("show", typed).run.optimizer.name == typed[1] and not trust.trust_options()
     assert resolve_optimizer(tmp_path, mine).__name__ == "attack"
-    trust._chosen.clear()
+    trust._user.names.clear()
     with pytest.raises(
         ConfigError, match=f"--trust-code={mine} where you would run"
     ):  # that it is loaded is no word
@@ -568,13 +565,13 @@ def test_a_child_is_handed_the_names_that_the_user_gave(
         "import dataclasses, meshwright as mw\n"
         "def mine(): return dataclasses.replace(mw.recipe('tiny'), layout='evil:attack', reporters=('theirs:lines',))\n"
     )
-    run = find_recipe(f"{tmp_path}/mine.py")
-    assert plugins.options_of_child(run_to_dict(run)) == [
+    run = find_recipe(trust.own(f"{tmp_path}/mine.py"))
+    assert trust.options_of_child(run) == [
         "--trust-code=evil:attack",
         "--trust-code=theirs:lines",
     ]
     read = read_run(run_with(tmp_path, "optimizer.name", "chosen.by_a_file:attack"))
-    assert plugins.options_of_child(run_to_dict(read)) == []
+    assert trust.options_of_child(read) == []
     child, printed = tmp_path / "python", tmp_path / "words"
     child.write_text(f'#!/bin/sh\necho "$@" >> {printed}\n')
     child.chmod(0o755)

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import typing
 from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ import yaml
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 from packaging.requirements import Requirement
 
-from meshwright.cli.main import run
+from meshwright.cli.main import VERBS, run
+from meshwright.cli.parse import options_of
+from meshwright.cli.verbs import kind_of
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
 from meshwright.launching.restarts import restarts
@@ -312,3 +315,45 @@ def test_names() -> None:
         "run",
         "x" * 40,
     ]
+
+
+def several_options() -> list[tuple[str, str]]:
+    """Returns verb and spelling of every option that takes several values."""
+    found = []
+    for verb in sorted(VERBS.keys() - {"recipes"}):
+        kinds = kind_of(verb)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            hints = typing.get_type_hints(kind)
+            for option in options_of(kind):
+                hint = hints.get(option.path[0])
+                takes_several = re.fullmatch(r"tuple\[.*, \.\.\.\]", str(hint))
+                if len(option.path) == 1 and not option.positional and takes_several:
+                    found.append((verb, option.names[0]))
+                    assert option.several, (verb, option.names)
+    return found
+
+
+def test_every_option_of_several_values_keeps_each_mention() -> None:
+    assert ("launch", "--set") in several_options() and ("launch", "--env") in several_options()
+
+
+def written(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert run(["launch", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_directives_that_are_given_twice_are_all_in_the_job(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sets = ["--set", "partition=gpu", "--set", "time=24:00:00", "--env", "A=1", "--env=B=2"]
+    text = written(*sets, "--on", "slurm", "tiny", "--out", "/shared/x", capsys=capsys)
+    assert "#SBATCH --partition=gpu\n" in text and "#SBATCH --time=24:00:00\n" in text
+    assert "export A=1\nexport B=2\n" in text
+
+
+def test_options_of_launch_may_follow_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    run_words = ["tiny", "--out", "/shared/x"]
+    options = ["--on", "slurm", "--set", "partition=gpu", "--image=a:b"]
+    before = written(*options, *run_words, capsys=capsys)
+    assert written(*run_words, *options, capsys=capsys) == before
+    assert written(*run_words[:1], *options, *run_words[1:], capsys=capsys) == before

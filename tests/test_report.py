@@ -15,12 +15,12 @@ from meshwright.activity import activity, watched_by
 from meshwright.errors import ConfigError, TrainingError
 from meshwright.formatting import format_step
 from meshwright.models.families.llama import Llama
-from meshwright.plugins import keep_own_names
 from meshwright.reporters import build_reporters
 from meshwright.reporters.console import ConsoleReport, Period, open_console
 from meshwright.reporters.files import EventLog, JsonLines
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_from_dict, run_to_dict
+from meshwright.trust import own
 from meshwright.views.blocks import Column, Table
 from meshwright.views.terminal import print_table
 
@@ -101,14 +101,12 @@ class Fails(Kept):
 def reporter_run(tmp_path: Path, *names: str) -> Run:
     file = tmp_path / "mine.py"
     file.write_text(REPORTERS)
-    return Run(
-        Llama(), name="r", reporters=tuple(name.replace("FILE", str(file)) for name in names)
-    )
+    reporters = tuple(name.replace("FILE", str(file)) for name in names)
+    return own(Run(Llama(), name="r", reporters=reporters))
 
 
 def test_reporters_from_outside_are_built_by_name_and_kept_in_the_run(tmp_path: Path) -> None:
     run = reporter_run(tmp_path, "FILE:Kept", "tensorboard", "FILE:Kept")
-    keep_own_names(run_to_dict(run))
     assert run_from_dict(json.loads(json.dumps(run_to_dict(run))), "run.json") == run
     first, tensorboard, second = build_reporters(tmp_path / "out", run)
     values = {"loss": 2.0}

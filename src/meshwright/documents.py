@@ -3,10 +3,10 @@
 A checkpoint, a run file, a plan, weights or tokens may come from a stranger. What reads one goes through here.
 """
 
-import contextlib
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -47,15 +47,23 @@ def open_bytes(file: Path) -> IO[bytes]:
 
 _MOST_STEPS = 2**53
 """Largest step of a record: up to here JSON's numbers are exact."""
+Objects = Callable[[list[tuple[str, Any]]], Any]
+"""Function that makes an object of its names and values."""
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_DIGITS = 300
+"""Most digits of a whole number, so that arithmetic with floats does not overflow."""
 
 
-def parse_json(text: str, objects: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+def parse_json(
+    text: str, objects: Objects | None = None, integers: Callable[[str], int] | None = None
+) -> Any:
     """Returns the value of a JSON text. Raises ValueError where it is not JSON, or nested beyond Python's stack.
 
     objects: makes an object of its names and values, in order; without it the last of several of one name counts.
+    integers: makes a whole number of its digits.
     """
     try:
-        return json.loads(text, object_pairs_hook=objects)
+        return json.loads(text, object_pairs_hook=objects, parse_int=integers)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
@@ -70,6 +78,27 @@ def step_of(record: Mapping[str, Any]) -> int | None:
     ):
         return None
     return int(value) if value == int(value) else None
+
+
+def parse_document(text: str, objects: Objects | None = None) -> Any:
+    """Returns the value of a JSON document, all of whose texts can be written and whose numbers are those of a float.
+
+    Raises ValueError as `parse_json` does, for half of a surrogate pair, and for a whole number beyond a float's range.
+    """
+    value = parse_json(text, objects, _whole_number)
+    half = _SURROGATE.search(text)
+    if half is not None:  # rare, and most are pairs
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError("it has half of a surrogate pair, which is no text") from error
+    return value
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"it has a number of {len(digits)} digits")
+    return int(digits)
 
 
 class RepeatedNameError(ValueError):
@@ -92,24 +121,7 @@ def unique_object(pairs: list[tuple[str, Any]], names: set[str] | None = None) -
 
 def read_json(file: Path, largest: int = SMALL) -> Any:
     """Returns the JSON value in a regular file of at most `largest` bytes. Raises OSError or ValueError."""
-    return parse_json(read_text(file, largest))
-
-
-def write_atomically(file: Path, text: str) -> None:
-    """Replaces a file as a whole: a crash leaves the old text or the new one. Raises OSError."""
-    if in_bucket(file):
-        file.write_text(text, encoding="utf-8")  # an object appears as a whole
-        return
-    part = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        with part.open("w", encoding="utf-8") as opened:
-            opened.write(text)
-            opened.flush()
-            os.fsync(opened.fileno())
-        replace_durably(part, file)
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
+    return parse_document(read_text(file, largest))
 
 
 def replace_durably(source: Path, target: Path) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,35 +65,6 @@ PARTS: dict[str, dict[str, str]] = {
 
 _FILE_MODULE = "meshwright_file_"
 """Prefix of the modules made from files given by path."""
-_from_files: dict[str, str] = {}
-"""Names read from files, and the file of each: `trust` decides which of them are imported."""
-
-
-def _names_in(document: Any) -> Iterator[str]:
-    """Yields the texts in JSON values that may name code; of NAME=WEIGHT also the name."""
-    if isinstance(document, str) and ":" in document:
-        yield from {document, document.rpartition("=")[0] or document}
-    elif isinstance(document, Mapping | list | tuple):
-        for value in document.values() if isinstance(document, Mapping) else document:
-            yield from _names_in(value)
-
-
-def note_names(document: Any, origin: str) -> None:
-    """Marks every name of code in JSON values as read from the file `origin`."""
-    _from_files.update(dict.fromkeys(_names_in(document), origin))
-
-
-def keep_own_names(document: Any) -> list[str]:
-    """Trusts the names of code in JSON values that no file has named, and returns all in it that are the user's own."""
-    names = sorted(set(_names_in(document)))
-    trust.trust_names(name for name in names if name not in _from_files)
-    return [name for name in names if trust.is_chosen(name)]
-
-
-def options_of_child(document: Any) -> list[str]:
-    """Returns the options with which a child process reads `document` from a file: it trusts the user's own names."""
-    names = filter(is_reference, keep_own_names(document))
-    return [*trust.trust_options(), *(f"{trust.TRUST}={name}" for name in names)]
 
 
 def resolve(kind: str, name: str, builtin: Mapping[str, Any] | None = None) -> Any:
@@ -104,7 +75,9 @@ def resolve(kind: str, name: str, builtin: Mapping[str, Any] | None = None) -> A
     """
     rows = PARTS[kind] if builtin is None else builtin
     if name in rows:
-        return load(kind, f"meshwright.{rows[name]}") if builtin is None else rows[name]
+        if builtin is not None:
+            return rows[name]
+        return _find(kind, trust.OwnName(f"meshwright.{rows[name]}"))[1]
     if not name.partition(":")[0] or ":" not in name:
         raise ConfigError(
             f"{kind} {name!r}",
@@ -121,43 +94,39 @@ def expect[T](value: Any, kind: type[T], asked: str, fix: str) -> T:
     return value
 
 
-def is_reference(name: str) -> bool:
-    """Whether `name` has the form `module:attribute` or `FILE.py:attribute`."""
-    module, _, attribute = name.rpartition(":")
-    parts = (
-        attribute.split(".")
-        if module.endswith(".py")
-        else [*module.split("."), *attribute.split(".")]
-    )
-    return all(part.isidentifier() for part in parts)
-
-
 def load(kind: str, name: str) -> Any:
-    """Imports `module:attribute` or `FILE.py:attribute`. Raises ConfigError where either is missing."""
+    """Imports `module:attribute` or `FILE.py:attribute`.
+
+    Raises ConfigError where either is missing, and for a name that the user did not give (`trust.accept`).
+    """
+    accepted = trust.accept(kind, name)
+    holder, value = _find(kind, accepted)
+    trust.check_value(kind, name, holder, value)
+    return value
+
+
+def _find(kind: str, name: trust.OwnName) -> tuple[Any, Any]:
+    """Imports what a name of the user's names; returns it, and the module or the class that has it."""
     module_name, _, path = name.rpartition(":")
-    origin = _from_files.get(name)
-    if origin is None:
-        trust.trust_names([name])  # the user's own, also where a file repeats it
+    if module_name.endswith(".py"):
+        value: Any = load_file(trust.OwnName(module_name))
     else:
-        trust.check_name(kind, name, origin)
-    module = (
-        load_file(Path(module_name))
-        if module_name.endswith(".py")
-        else _import(kind, name, module_name)
-    )
-    value: Any = module
+        value = _import(kind, name, module_name)
+    holder = value
     for attribute in path.split("."):
+        holder = value
         if not hasattr(value, attribute):
             known = [name for name in vars(value) if not name.startswith("_")] or [
                 "an attribute of the module"
             ]
             raise ConfigError(
-                f"{kind} {name!r}", f"{module_name} has no {path!r}", nearest(attribute, known)
+                f"{kind} {str(name)!r}", f"{module_name} has no {path!r}", nearest(attribute, known)
             )
         value = getattr(value, attribute)
-    if origin is not None:
-        trust.check_value(kind, name, origin, value)
-    return value
+        if isinstance(value, ModuleType):
+            truth = f"{attribute!r} of {module_name} is the module {value.__name__!r}"
+            raise ConfigError(f"{kind} {str(name)!r}", truth, f"{value.__name__}:ATTRIBUTE")
+    return holder, value
 
 
 def _import(kind: str, name: str, module_name: str) -> ModuleType:
@@ -175,9 +144,12 @@ def _import(kind: str, name: str, module_name: str) -> ModuleType:
         ) from error
 
 
-def load_file(file: Path) -> ModuleType:
-    """Imports a Python file given by path, once per process. Raises ConfigError where it is missing or fails."""
-    file = file.expanduser().resolve()
+def load_file(path: trust.OwnName) -> ModuleType:
+    """Imports a Python file that the user gave, once per process.
+
+    Raises ConfigError where it is missing or fails.
+    """
+    file = Path(path).expanduser().resolve()
     # A script that names objects of its own must not run a second time.
     script = sys.modules["__main__"]
     if file == Path(getattr(script, "__file__", None) or "").resolve():
@@ -223,8 +195,7 @@ def name_of(value: Any) -> str:
         if file is None:
             raise _nameless(value, "it is defined in an interactive session")
         place = str(Path(file).resolve())
-    trust.trust_names([name := f"{place}:{attribute}"])
-    return name
+    return trust.own(trust.OwnName(f"{place}:{attribute}"))
 
 
 def _attribute(module: ModuleType, path: str) -> Any:

@@ -1,99 +1,296 @@
-"""Names of code in files from elsewhere: which of them may be imported.
+"""Names of code, by who gave them: the user, or a file. Only a name that the user gave is resolved to code.
 
-A Run names what a user added from outside the package by `module:attribute` or `FILE.py:attribute`. A name is the
-user's own where it was typed on the command line, or comes from Python code that was: a recipe, a script. One that was
-read from a run file, a plan or a checkpoint is imported if it is one of these too, or names an installed package. What
-a process has imported, where a file is, and which process started this one make no name the user's own.
+A Run names what a user added from outside the package by `module:attribute` or `FILE.py:attribute`. The type of a name
+states whose it is:
+
+- `OwnName`: given by the user, on the command line, in Python code that calls the package, or by the user's own recipe.
+  `own` makes it, and is called at these boundaries only (a test lists them).
+- `ForeignName`: read from a file, with the file's name. `foreign` makes it, where a run or a plan is read.
+- A plain `str` is what everything else yields: a slice, a join, a formatted text. It is treated as a foreign name is,
+  so a transformation that forgets the type can only lose trust. One that has to keep it uses `derive`.
+
+`accept` exchanges a name for an `OwnName`, and `plugins` imports nothing else. A foreign name is exchanged where the
+user gave the same code by name, or for the public attribute of an installed package.
 """
 
+import copy
+import dataclasses
 import importlib.metadata
 import json
 import site
 import sys
 import sysconfig
+import types
 import urllib.parse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, cast
 
 from meshwright.errors import ConfigError
 
 TRUST = "--trust-code"
 """Option of every verb: files that are read may name any code, or with `=NAME` the code of that name."""
-_typed: list[str] = []
-"""The options `--trust-code` and `--trust-code=NAME` of this process."""
-_chosen: set[str] = set()
+
+
+class _Name(str):
+    """Text that may name code, in a class that states whose it is."""
+
+    __slots__ = ()
+
+    def derived(self, text: str) -> Self:
+        """Returns `text`, which was made of this name, in this name's class."""
+        return type(self)(text)
+
+
+class OwnName(_Name):
+    """Name that the user gave."""
+
+    __slots__ = ()
+
+
+class ForeignName(_Name):
+    """Name that was read from a file.
+
+    origin: the file.
+    """
+
+    __slots__ = ("origin",)
+    origin: str
+
+    def __new__(cls, text: str, origin: str = "a file") -> Self:
+        name = super().__new__(cls, text)
+        name.origin = origin
+        return name
+
+    def derived(self, text: str) -> Self:
+        """Returns `text`, which was made of this name, as read from the same file."""
+        return type(self)(text, self.origin)
+
+
+class _User:
+    """Names and options that the user gave to this process."""
+
+    def __init__(self) -> None:
+        self.options: list[str] = []
+        """The options `--trust-code` and `--trust-code=NAME`."""
+        self.names: dict[str, OwnName] = {}
+        """Names that the user gave, by `_canonical`."""
+
+    def give(self, name: OwnName) -> None:
+        """Keeps the references in a name that the user gave."""
+        for reference in references_in(name):
+            self.names[_canonical(reference)] = OwnName(reference)
+
+    def given(self, name: str) -> OwnName | None:
+        """Returns the user's own name of the same code, however its file was spelt."""
+        return self.names.get(_canonical(name))
+
+
+_user = _User()
+
+
+def own[T](value: T) -> T:
+    """Returns a value that the user gave, with every plain text in it that may name code as an `OwnName`.
+
+    value: a text, a dataclass, or a list, tuple or mapping of them. Foreign names in it stay foreign.
+    """
+    return cast(T, _mapped(value, _owned))
+
+
+def _owned(text: str) -> str:
+    if isinstance(text, ForeignName) or not (":" in text or text.endswith(".py")):
+        return text
+    name = text if isinstance(text, OwnName) else OwnName(text)
+    _user.give(name)
+    return name
+
+
+def foreign[T](value: T, origin: str) -> T:
+    """Returns a value that was read from the file `origin`, with every text in it as a `ForeignName`."""
+    return cast(T, _mapped(value, lambda text: ForeignName(text, origin)))
+
+
+def derive(source: str, text: str) -> str:
+    """Returns `text`, which was made of `source`, as a name of the same class."""
+    return source.derived(text) if isinstance(source, _Name) else text
+
+
+def plain_text(value: Any) -> str:
+    """Returns a name as plain text, for encoders of exact types. Raises NotImplementedError for other values."""
+    if not isinstance(value, str):
+        raise NotImplementedError(type(value).__name__)
+    return str(value)
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """Returns a value with every text in it changed; what has none that changes stays the same object."""
+    if isinstance(value, str):
+        return change(value)
+    if type(value) is dict:
+        return {key: _mapped(item, change) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, change) for item in value)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    changed = {}
+    for field in dataclasses.fields(value):
+        before = getattr(value, field.name)
+        after = _mapped(before, change)
+        if after is not before:
+            changed[field.name] = after
+    if not changed:
+        return value
+    # The checks of the dataclass have been made, and its cached properties stay.
+    value = copy.copy(value)
+    for name, after in changed.items():
+        object.__setattr__(value, name, after)
+    return value
+
+
+def is_reference(name: str) -> bool:
+    """Whether `name` has the form `module:attribute` or `FILE.py:attribute`."""
+    module, _, attribute = name.rpartition(":")
+    parts = attribute.split(".")
+    if not module.endswith(".py"):
+        parts += module.split(".")
+    return all(part.isidentifier() for part in parts)
+
+
+def references_in(text: str) -> Iterator[str]:
+    """Yields the names of code in NAME, NAME=WEIGHT, and a list of targets such as 2*NAME:SIZE,NAME:SIZE."""
+    for part in (text, *text.split(",")):
+        part = part.strip()
+        weighted = part.rpartition("=")[0]
+        sized = part.rpartition(":")[0]
+        slices, _, chip = sized.partition("*")
+        for name in (part, weighted, sized, chip if slices.isdecimal() else ""):
+            if is_reference(name):
+                yield name
+
+
+def own_references(value: Any) -> list[str]:
+    """Returns the names of code in a value that the user gave in it, or gave elsewhere and it repeats."""
+    found: set[str] = set()
+
+    def look(text: str) -> str:
+        for reference in references_in(text):
+            if isinstance(text, OwnName) or _user.given(reference) is not None:
+                found.add(reference)
+        return text
+
+    _mapped(value, look)
+    return sorted(found)
 
 
 def take_options(words: Iterable[str]) -> list[str]:
-    """Trusts what the words of a command line name, and returns the words without those of `--trust-code`."""
+    """Takes the options `--trust-code` and `--trust-code=NAME`, and returns the other words of a command line."""
     rest: list[str] = []
     for word in words:
         option, _, name = word.partition("=")
-        trust_names([name if option == TRUST else word])
-        (_typed if option == TRUST else rest).append(word)
+        if option != TRUST:
+            rest.append(word)
+            continue
+        _user.options.append(word)
+        own(name)
     return rest
 
 
 def trust_options() -> list[str]:
-    """Returns the options by which a child process with the same command line trusts what the user said."""
-    return list(_typed)
+    """Returns the options by which a child process with the same command line trusts what the user trusts."""
+    return list(_user.options)
 
 
-def trust_names(words: Iterable[str]) -> None:
-    """Trusts the names that occur in the words of a command line: NAME, OPTION=NAME, NAME=WEIGHT or 2*NAME:SIZE."""
-    for word in words:
-        for part in (word, *word.split("=")):
-            names = (part, part.rpartition(":")[0].rpartition("*")[2])
-            _chosen.update(_canonical(name) for name in names if ":" in name)
-
-
-def is_chosen(name: str) -> bool:
-    """Whether the user gave the name, however its file was spelt."""
-    return _canonical(name) in _chosen
+def options_of_child(*values: Any) -> list[str]:
+    """Returns the options with which a child process that reads `values` from a file trusts the user's own names."""
+    return [*trust_options(), *(f"{TRUST}={name}" for name in own_references(list(values)))]
 
 
 def _canonical(name: str) -> str:
     """Returns a name with the path of its file resolved: links and `..` make no second name for the same code."""
     module, _, attribute = name.rpartition(":")
-    return f"{Path(module).expanduser().resolve()}:{attribute}" if module.endswith(".py") else name
+    if not module.endswith(".py"):
+        return str(name)
+    return f"{Path(module).expanduser().resolve()}:{attribute}"
 
 
-def check_name(kind: str, name: str, origin: str) -> None:
-    """Raises ConfigError where the code called `name`, read from the file `origin`, may not be imported.
+def accept(kind: str, name: str) -> OwnName:
+    """Returns the user's own name for what `name` names. Raises ConfigError where only a file named it.
 
     kind: the word used in errors, such as "optimizer". Nothing is imported to find out.
     """
-    if TRUST in _typed or is_chosen(name):
-        return
-    module = name.rpartition(":")[0]
+    if isinstance(name, OwnName):
+        return name
+    given = _user.given(name)
+    if given is not None:
+        return given
+    if TRUST not in _user.options:
+        _check_installed(kind, name)
+    return OwnName(name)
+
+
+def is_given(name: str) -> bool:
+    """Whether the user gave a name, or trusts every name."""
+    return isinstance(name, OwnName) or _user.given(name) is not None or TRUST in _user.options
+
+
+def _check_installed(kind: str, name: str) -> None:
+    """Raises ConfigError unless `name` is that of a public attribute of an installed package."""
+    module, _, attribute = name.rpartition(":")
     top = module.partition(".")[0]
     if module.endswith(".py"):
-        raise _refused(kind, name, origin, f"it would run {Path(module).expanduser().resolve()}")
+        raise _refused(kind, name, f"it would run {Path(module).expanduser().resolve()}")
+    if not is_reference(name):
+        raise _refused(kind, name, "it is not module:attribute")
     if top in sys.stdlib_module_names or top == "__main__":
-        raise _refused(kind, name, origin, f"it names Python's own module {top!r}")
+        raise _refused(kind, name, f"it names Python's own module {top!r}")
+    private = [part for part in attribute.split(".") if part.startswith("_")]
+    if private:
+        raise _refused(kind, name, f"{private[0]!r} is private to its module")
+    if module in _OURS:
+        raise _refused(kind, name, f"it names an object of the module {module!r}")
     found = _files_of(module)
     if found is None:
-        raise _refused(kind, name, origin, f"no installed package has the module {module!r}")
+        raise _refused(kind, name, f"no installed package has the module {module!r}")
     for file in found:
         if not _is_installed(top, file):
-            raise _refused(kind, name, origin, f"it would run {file}")
+            raise _refused(kind, name, f"it would run {file}")
 
 
-def check_value(kind: str, name: str, origin: str, value: Any) -> None:
-    """Raises ConfigError where `name` led to an object of Python's own modules, such as `package.os:abort`, or to one
-    of this module."""
-    home = str(getattr(value, "__module__", None) or getattr(value, "__name__", ""))
-    foreign = home.partition(".")[0] in sys.stdlib_module_names and home != "__main__"
-    if (foreign or home == __name__) and not (TRUST in _typed or is_chosen(name)):
-        whose = "Python's own" if foreign else "the"
-        raise _refused(kind, name, origin, f"it names an object of {whose} module {home!r}")
+_OURS = (__name__, __name__.replace("trust", "plugins"))
+"""Modules that decide what is imported, and import it."""
+_METHODS = (types.BuiltinFunctionType, types.MethodWrapperType)
+"""Types of the methods of built-in objects, which have no module."""
 
 
-def _refused(kind: str, name: str, origin: str, truth: str) -> ConfigError:
+def check_value(kind: str, name: str, holder: Any, value: Any) -> None:
+    """Raises ConfigError where a name that the user did not give led to something other than a package's own object.
+
+    holder: what has `value` as its attribute. Only classes are walked through: neither modules nor instances, whose
+    methods change them. Objects of Python's own modules and of this one are refused, as are methods of built-in types,
+    which have no module.
+    """
+    if is_given(name):
+        return
+    if not isinstance(holder, types.ModuleType | type):
+        raise _refused(kind, name, f"it names a part of an object of type {type(holder).__name__}")
+    if isinstance(value, types.ModuleType):
+        raise _refused(kind, name, f"it names the module {value.__name__!r}")
+    bound_to = getattr(value, "__self__", None)
+    if isinstance(value, _METHODS) and not isinstance(bound_to, types.ModuleType | None):
+        owner = type(bound_to).__name__
+        raise _refused(kind, name, f"it names a method of an object of type {owner}")
+    home = str(getattr(value, "__module__", None) or type(value).__module__)
+    if home.partition(".")[0] in sys.stdlib_module_names and home != "__main__":
+        raise _refused(kind, name, f"it names an object of Python's own module {home!r}")
+    if home in _OURS:
+        raise _refused(kind, name, f"it names an object of the module {home!r}")
+
+
+def _refused(kind: str, name: str, truth: str) -> ConfigError:
+    origin = name.origin if isinstance(name, ForeignName) else "a text that no user gave"
     return ConfigError(
-        f"{kind} {name!r} of {origin}",
+        f"{kind} {str(name)!r} of {origin}",
         f"{truth}, and a file chooses no code: installed packages and names that you give are imported",
         f"{TRUST}={name} where you would run that code yourself ({TRUST}: whatever the files name); or the recipe that "
         "wrote it as the first argument, with the options it was given",

@@ -55,6 +55,7 @@ from meshwright.runs.run import Run
 from meshwright.runs.run_file import read_run, run_from_dict, run_to_dict
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.trainer.prepare import PreparedRun, check_sample
+from meshwright.trust import own
 
 FOLDER = Path(__file__).parent / "extensions"
 STEPS = 4
@@ -170,7 +171,7 @@ def test_the_planner_counts_the_bytes_of_the_real_state(case: str) -> None:
 
 @every_case
 def test_the_planner_prices_it_on_a_chip_from_outside(case: str) -> None:
-    target = parse_target("outside.extensions.mi300x:mi300x:8")
+    target = parse_target(own("outside.extensions.mi300x:mi300x:8"))
     if run_of(case).training.attention_kernel != "auto":
         with pytest.raises(ConfigError, match="the row kernel is written for TPUs"):
             price_run(run_of(case), target)
@@ -331,7 +332,7 @@ def test_plans_are_searched_and_written(trained: tuple[Path, mw.Summary], tmp_pa
     """The chip is named by its file; the plan keeps every name."""
     run, target = (
         read_run(trained[0] / "run.json"),
-        parse_target(f"{FOLDER / 'mi300x.py'}:mi300x:2x8"),
+        parse_target(own(f"{FOLDER / 'mi300x.py'}:mi300x:2x8")),
     )
     # Its kernel is none of this chip's.
     run = dataclasses.replace(
@@ -367,7 +368,7 @@ def test_plans_are_searched_and_written(trained: tuple[Path, mw.Summary], tmp_pa
     ],
 )
 def test_a_wrong_extension_is_refused(changes: dict[str, Any], message: str) -> None:
-    changes = dict(changes)
+    changes = own(changes)
     with pytest.raises(ConfigError, match=message):
         device_run_of(tiny_run(NANO, changes.pop("mesh", "data=2"), **changes))
 

@@ -20,7 +20,6 @@ from meshwright.analysis.compile import compile_function
 from meshwright.analysis.lint import Finding, lint_attention_kernel, lint_precision
 from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, simulate_schedule
 from meshwright.comm import collectives, hierarchical, ragged
-from meshwright.documents import write_atomically
 from meshwright.hardware.chips import Torus
 from meshwright.hardware.machine import sums_in_order
 from meshwright.hardware.targets import Target
@@ -44,6 +43,8 @@ from meshwright.step.muon import plan_muon
 from meshwright.step.optimizers import ELEMENTWISE
 from meshwright.step.pipeline import branch_ticks, repeats_forward, tick_scopes
 from meshwright.step.train_step import build_eval_step, build_train_step
+from meshwright.storage.writing import write_atomically
+from meshwright.trust import plain_text
 
 _CATEGORIES = {
     "state.params": "parameters",
@@ -381,7 +382,7 @@ def cached[T](file: Path, kind: Any, make: Callable[[], T], fresh: bool) -> T:
             pass  # truncated, or written by another version
     made = make()
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, msgspec.json.encode(made).decode())
+    write_atomically(file, msgspec.json.encode(made, enc_hook=plain_text).decode())
     return made
 
 

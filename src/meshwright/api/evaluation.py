@@ -27,6 +27,7 @@ from meshwright.trainer import evaluation, loop
 from meshwright.trainer.hosts import agree_on
 from meshwright.trainer.parity import Parity, check_processes, compare_meshes
 from meshwright.trainer.relations import check_run
+from meshwright.trust import own
 from meshwright.views.result_pages import parity_page
 
 
@@ -89,7 +90,7 @@ def evaluate(
     """
     shape = MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
     out = place_of(str(out))
-    run = evaluation.run_to_evaluate(out, data, shape, model)
+    run = evaluation.run_to_evaluate(out, own(tuple(data)), shape, model)
     evaluation.check_source(out, at)
     prepared = loop.prepare_run(
         run, cache=path_of(cache or default_cache_folder()), devices=devices
@@ -150,6 +151,7 @@ def parity(
         >>> print(mw.parity(run, against="data=1", steps=1, cache=tmp).first_divergence)
         None
     """
+    run = own(run)
     other = MeshShape.parse(against) if isinstance(against, str) else against
     if jax.distributed.is_initialized() and jax.process_count() > 1:
         agree_on(run)

@@ -17,6 +17,7 @@ from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.storage.paths import path_of, place_of
 from meshwright.trainer.loop import Summary
+from meshwright.trust import own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,13 +112,11 @@ def finetune(
         >>> tuned.steps, tuned.loss > 0
         (2, True)
     """
-    run = source if isinstance(source, Run) else source_run(str(source))
+    run = own(source) if isinstance(source, Run) else source_run(own(str(source)))
     run = tuned(run, method, objective)
-    run = dataclasses.replace(
-        run,
-        data=dataclasses.replace(run.data, paths=(data,) if isinstance(data, str) else tuple(data)),
-    )
-    run = change_fields(run, mesh, changes)
+    paths = own((data,) if isinstance(data, str) else tuple(data))
+    run = dataclasses.replace(run, data=dataclasses.replace(run.data, paths=paths))
+    run = change_fields(run, mesh, own(changes))
     check_start(run)
     return train(run, out, progress="none", cache=cache)
 

@@ -14,6 +14,7 @@ from meshwright.hardware.targets import parse_target
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
+from meshwright.trust import own
 from meshwright.views.draw import MachineGrid, PipelineTimeline, draw_machine, machine_of_target
 from meshwright.views.layout_page import LayoutReport, layout_page, layout_report, tensor_pictures
 
@@ -50,6 +51,7 @@ def show(run: Run | str, mesh: str | MeshShape | None = None) -> LayoutView:
         >>> view.report.parameters
         8030261248
     """
+    run = own(run)
     run = find_recipe(run) if isinstance(run, str) else run
     if run.model.unit != "tokens":
         run.model.spec()  # refuses a wrapped model, whose layers only its module knows

@@ -32,6 +32,7 @@ from meshwright.runs.run import Run
 from meshwright.step.device_memory import OutOfDeviceMemory, Room
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.train_step import CompiledTrainStep
+from meshwright.storage.writing import write_text
 from meshwright.trainer.loop import Summary, Trainable
 
 _NEAR = 0.9
@@ -112,7 +113,7 @@ class LocalPlanner:
         record = {"source": forecast.source, "gaps": [dataclasses.asdict(gap) for gap in gaps]}
         file = summary.out / "foresight.json"
         try:
-            file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            write_text(file, json.dumps(record, indent=1) + "\n")
         except OSError as error:  # the training itself is done
             warnings.warn(f"{file} could not be written: {reason_of(error)}", stacklevel=1)
         return gaps

@@ -55,6 +55,7 @@ from meshwright.planner.search import (
 from meshwright.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Ranged, TimeLimit
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
+from meshwright.trust import own
 from meshwright.views.blocks import Column, Table, Text
 from meshwright.views.plan_page import offer_page, offers_table, plan_page, plans_table
 from meshwright.views.report import Report, Section, print_sections
@@ -475,6 +476,7 @@ def plan(
         >>> best[0].mesh.size, best[0].estimate.fits
         (64, True)
     """
+    run, on = own(run), own(on)
     base = find_recipe(run) if isinstance(run, str) else run
     targets = [find_target(name) for name in ((on,) if isinstance(on, str) else on)]
     base = with_vocab(base, MeshShape())
@@ -529,6 +531,7 @@ def offers(
         ['h100:1x8', 'v5p:2x2x2']
     """
     market = market or read_market()
+    run, on = own(run), own(on)
     base = with_vocab(find_recipe(run) if isinstance(run, str) else run, MeshShape())
     targets = [
         name for text in ((on,) if isinstance(on, str) else on) for name in expand_targets(text)

@@ -11,9 +11,9 @@ import jax
 from rich.console import Console
 
 from meshwright.bench.step_profile import ProfiledRun, parse_steps
-from meshwright.documents import write_atomically
 from meshwright.errors import Closing
 from meshwright.hardware.targets import Target
+from meshwright.storage.writing import write_atomically
 from meshwright.trainer.loop import Trainable
 from meshwright.views.run_page import print_profile
 

@@ -25,14 +25,14 @@ from meshwright.hardware.chips import Torus
 from meshwright.hardware.interconnect import machine_of_target
 from meshwright.hardware.machine import AUTO
 from meshwright.hardware.targets import Target
+from meshwright.models.families import family_name
 from meshwright.planner.plan_file import write_plan
 from meshwright.planner.search import Plan, price_run, remat_policies
-from meshwright.plugins import options_of_child
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import run_to_dict
 from meshwright.runs.settle import Settled
 from meshwright.storage.paths import default_cache_folder
+from meshwright.trust import options_of_child, own
 from meshwright.views.report import frame
 
 _COMPILES_FOR = "MESHWRIGHT_COMPILES_FOR"
@@ -110,6 +110,7 @@ def prove(plan: Plan | Run, on: str | None = None, *, limit: int = 3600) -> Proo
           because: a Run does not say which machine to compile for
           fix:     prove(run, on="v5p:4x4x4"), or one of the plans of plan(...)
     """
+    plan = own(plan)
     if not isinstance(plan, Run):
         return prove_plan(plan, plan.target, limit)
     if on is None:
@@ -118,21 +119,21 @@ def prove(plan: Plan | Run, on: str | None = None, *, limit: int = 3600) -> Proo
             "a Run does not say which machine to compile for",
             'prove(run, on="v5p:4x4x4"), or one of the plans of plan(...)',
         )
-    target = find_target(on)
+    target = find_target(own(on))
     return prove_plan(price_run(resolved_run(plan, target.devices, target), target), target, limit)
 
 
 def prove_plan(plan: Plan, target: Target, limit: int) -> Proof:
     """Compiles a plan for `target` by `meshwright prove PLAN --json`, for at most `limit` seconds."""
-    own = plan.run.model.options_of_child()
+    model = plan.run.model.options_of_child()
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryFile("w+", encoding="utf-8") as printed,
     ):
         file, html = Path(folder) / "plan.json", Path(folder) / "page.html"
         write_plan(plan, target, file)
-        given = options_of_child([run_to_dict(plan.run), target.name])
-        words = ["prove", str(file), "--json", "--html", str(html), *given, *own]
+        given = options_of_child(plan.run, family_name(plan.run.model), target.name)
+        words = ["prove", str(file), "--json", "--html", str(html), *given, *model]
         try:
             _, errors = compile_in_subprocess(target, limit, words, printed)
         except CensusError as error:

@@ -17,11 +17,12 @@ from rich.markup import escape
 
 from meshwright.api.verb import Call, Outcome, RunOptions
 from meshwright.errors import ConfigError, TrainingError, divisors
+from meshwright.models.families import family_name
 from meshwright.planner.shrink import shape_within, shrink
-from meshwright.plugins import options_of_child
 from meshwright.ranges import PositiveInt, TimeLimit
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import run_to_dict, write_run
+from meshwright.runs.run_file import write_run
+from meshwright.trust import options_of_child
 
 _BYTES_VOCAB = 257
 
@@ -99,7 +100,7 @@ def rehearse(small: Run, folder: Path, *, processes: int = 1, limit: int = 900) 
     file, out = folder / "run.json", folder / "out"
     write_run(small, file)
     running, began = TrainingProcesses(processes, small.mesh.size, limit), time.perf_counter()
-    given = options_of_child(run_to_dict(small))
+    given = options_of_child(small, family_name(small.model))
     running.start("--run", str(file), "--out", str(out), *given)
     held_out, losses = running.wait()["held_out_loss"], _losses(out)
     yield Part("trains", time.perf_counter() - began, _format_end(losses, held_out))

@@ -29,19 +29,20 @@ from meshwright.bench.calibration_file import calibration_here
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_step
 from meshwright.launching.restarts import Restarts
-from meshwright.plugins import keep_own_names
 from meshwright.ranges import NonNegativeInt, PositiveInt
 from meshwright.reporters import Reporter
 from meshwright.reporters.console import ConsoleReport, Period, TokenizeReport, open_console
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import run_in_folder, run_to_dict, with_absolute_paths
+from meshwright.runs.run_file import run_in_folder, with_absolute_paths
 from meshwright.signs import PREPARING, Phases, here, in_phases
 from meshwright.step.device_memory import OutOfDeviceMemory
 from meshwright.storage.paths import default_cache_folder, path_of
+from meshwright.storage.writing import refuse_links
 from meshwright.trainer import loop
 from meshwright.trainer.preemption import Preemption
 from meshwright.trainer.relations import Output
 from meshwright.trainer.watchdog import Watchdog
+from meshwright.trust import own
 from meshwright.views.run_tables import (
     print_forecast_gaps,
     print_prepared_model,
@@ -202,7 +203,7 @@ def train(
         >>> result.steps, result.loss > 0
         (2, True)
     """
-    keep_own_names(run_to_dict(run))  # before a checkpoint names them too
+    run = own(run)
     quiet = progress == "none"
     with contextlib.closing(
         ConsoleReport(open_console(), Period.parse("30s,10" if quiet else progress))
@@ -262,6 +263,7 @@ def train_reported(
     progress: display of the steps; None shows none.  console: where a profile is printed; None prints none.
     on_prepared: called with the run on its devices, and the predicted step where the devices are known.
     """
+    refuse_links(out)
     run = with_absolute_paths(run)
     cache = path_of(cache or default_cache_folder())
     if profile is not None:

@@ -23,6 +23,7 @@ from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import read_run
 from meshwright.storage.paths import path_of
+from meshwright.trust import own
 
 SIMULATED = 8
 """Devices simulated where there is no accelerator and neither --devices nor a mesh is given."""
@@ -88,7 +89,7 @@ def base_run(args: Sequence[str]) -> Base:
 
         plan = read_plan(path_of(recipe))
         return Base(plan.run, args, plan.target)
-    return Base(find_recipe(recipe or "tiny"), args)
+    return Base(find_recipe(own(recipe or "tiny")), args)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

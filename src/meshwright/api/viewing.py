@@ -12,6 +12,7 @@ from meshwright.api.verb import Call, Outcome
 from meshwright.errors import ConfigError
 from meshwright.ranges import Ranged
 from meshwright.storage.paths import path_of
+from meshwright.storage.writing import refuse_link
 from meshwright.views.live_server import LivePage, LiveServer
 from meshwright.views.report import Report
 from meshwright.views.run_folder import open_folders
@@ -40,6 +41,8 @@ class View:
     def write(self, file: str | Path | None = None) -> Path:
         """Writes the page as one HTML file that loads nothing, by default OUT/view.html; returns the file."""
         path = path_of(file) if file is not None else self.out / PAGE
+        if file is None:  # a file that the user names may be a link, or a pipe
+            refuse_link(path)
         self.page.write(path)
         return path
 

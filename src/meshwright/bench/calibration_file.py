@@ -10,11 +10,16 @@ from typing import Any
 
 import jax
 
-from meshwright.documents import read_json, write_atomically
+from meshwright.documents import read_json
 from meshwright.errors import ConfigError
+from meshwright.storage.writing import write_atomically
 
 _FIGURES = ("memory_bandwidth", "attention", "grouped_matmul")
-_RATES = ("flops_per_second", "bus_bandwidth", "devices")
+_ROWS = {
+    "matmuls": ("m", "k", "n", "flops_per_second"),
+    "collectives": ("devices", "bus_bandwidth"),
+}
+"""Lists of a calibration, and the figures of each row that plans are made with."""
 
 
 def calibration_path(cache: Path) -> Path:
@@ -69,7 +74,13 @@ def read_calibration(file: Path) -> dict[str, Any]:
     try:
         calibration: dict[str, Any] = read_json(file)
         _check_figures(calibration)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except KeyError as error:
+        raise ConfigError(
+            f"the calibration {file}",
+            f"it has no {error.args[0]}",
+            "write it again with meshwright bench",
+        ) from error
+    except (OSError, ValueError, TypeError, ArithmeticError) as error:
         raise ConfigError(
             f"the calibration {file}",
             f"it cannot be read: {error}",
@@ -83,13 +94,15 @@ def _check_figures(calibration: dict[str, Any]) -> None:
     if not isinstance(calibration["device"], str) or not isinstance(calibration["date"], str):
         raise ValueError("device and date are not text")
     figures = {name: calibration[name] for name in _FIGURES if calibration.get(name) is not None}
-    for name in ("collectives", "matmuls"):
+    for name, keys in _ROWS.items():
         for number, row in enumerate(calibration.get(name, [])):
-            figures |= {
-                f"{name}[{number}].{key}": value
-                for key, value in dict(row).items()
-                if key in _RATES
-            }
+            for key in keys:
+                if key not in row:
+                    raise KeyError(f"{key} in {name}[{number}]")
+                figures[f"{name}[{number}].{key}"] = row[key]
+            if name == "matmuls" and not isinstance(row.get("dtype"), str):
+                raise ValueError(f"dtype of {name}[{number}] is not text")
     for name, value in figures.items():
-        if not isinstance(value, int | float) or not 0 < value < math.inf:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < float(value) < math.inf:
             raise ValueError(f"{name} is {value!r}, not a positive number")

@@ -53,7 +53,7 @@ from meshwright.checkpoint.tensors import (
     read_shards,
     write_shards,
 )
-from meshwright.documents import replace_durably, write_atomically
+from meshwright.documents import replace_durably
 from meshwright.errors import (
     CheckpointError,
     HostError,
@@ -70,6 +70,7 @@ from meshwright.signs import NOBODY, waiting
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.storage.paths import bucket_path, in_bucket, path_of, remove_tree
 from meshwright.storage.transfer import move_tree
+from meshwright.storage.writing import make_folder, write_atomically, write_text
 
 _READERS = 8
 """Tensors that are read at a time."""
@@ -208,10 +209,11 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         folder = self.folder / (step if bucket else f"{step}.tmp")
         if self._commits:
             if bucket:
-                (self.folder / STARTED / step).write_text(str(time.time()))
+                write_text(self.folder / STARTED / step, str(time.time()))
             else:
                 remove_tree(folder)
-            (folder / "state").mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder.parent, self.folder.name)
+            make_folder(self.folder, folder.name, "state")
         self._barrier(f"begun-{number}")
         if not bucket and not folder.is_dir():
             raise CheckpointError(
@@ -455,7 +457,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 if in_bucket(self.folder):
                     move_tree(self.folder / str(step), target, last=(MANIFEST,))
                 else:
-                    aside.mkdir(exist_ok=True)
+                    make_folder(aside.parent, aside.name)
                     replace_durably(self.folder / str(step), target)
                 (self.folder / STARTED / str(step)).unlink(missing_ok=True)
         if jax.process_count() > 1:
@@ -562,7 +564,10 @@ def check_room(folder: Path, device_run: DeviceRun, max_to_keep: int, replaced: 
         bucket_path(folder).check_writable()
         return
     check_writable(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        make_folder(folder.parent, folder.name)
+    except OSError as error:
+        raise unwritable(folder, error) from error
     size = sum(
         math.prod(x.shape) * x.dtype.itemsize for x in named_tensors(device_run.abstract).values()
     )

@@ -14,7 +14,7 @@ import numpy as np
 from meshwright.checkpoint.blocks import StoredTensors, stored_tensors, write_tensor
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.checkpoint.tensors import Index
-from meshwright.documents import LARGE, check_inside, read_json, read_text, write_atomically
+from meshwright.documents import LARGE, check_inside, read_json, read_text
 from meshwright.errors import ConfigError, WeightsError
 from meshwright.hugging_face.architectures import Architecture, architecture_of
 from meshwright.hugging_face.folder import KEPT, check_tied, keep_files, open_folder, read_model
@@ -34,6 +34,13 @@ from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder, write_run
 from meshwright.sharding.params import Param, named_leaves
 from meshwright.storage.transfer import sha256_of
+from meshwright.storage.writing import (
+    copy_file,
+    make_folder,
+    refuse_links,
+    write_atomically,
+    write_text,
+)
 
 _CODES = {"float32": "F32", "bfloat16": "BF16"}
 LARGEST_FILE = 5 * 10**9
@@ -86,7 +93,8 @@ class _Journal:
         self._source, self._total, self._say = json.loads(json.dumps(source)), total, say
         self.done: dict[str, Any] = self._read()
         self.resumed = len(self.done)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder.parent, self.folder.name)
+        refuse_links(self.folder, depth=4)
         self._write()
         if self.resumed:
             say(f"going on in {self.folder}: {self.resumed} of {total} parameters are done")
@@ -170,7 +178,7 @@ def import_weights(source: str, out: Path, say: Say = lambda line: None) -> Conv
     training = dataclasses.replace(run.training, param_dtype=weights.dtype)
     run = dataclasses.replace(run, init_from=None, training=training)
     step = journal.folder / "checkpoints" / "0"
-    (step / "state").mkdir(parents=True, exist_ok=True)
+    make_folder(journal.folder, *step.relative_to(journal.folder).parts, "state")
     with weights.reader() as reader:
 
         def convert_one(path: str, p: Param) -> tuple[int, int]:
@@ -193,7 +201,7 @@ def import_weights(source: str, out: Path, say: Say = lambda line: None) -> Conv
     Manifest(0, 0, run, records).write(step)
     write_run(run, journal.folder / "run.json")
     if folder.tokenizer.is_file():
-        shutil.copyfile(folder.tokenizer, journal.folder / "tokenizer.json")
+        copy_file(folder.tokenizer, journal.folder / "tokenizer.json")
     keep_files(folder.path, journal.folder)
     journal.commit()
     tensors = len(
@@ -293,12 +301,12 @@ def export_weights(
     lines = [
         f"{sha256_of(file)}  {file.name}\n" for file in sorted(journal.folder.glob("*.safetensors"))
     ]
-    (journal.folder / SUMS).write_text("".join(lines), encoding="utf-8")
+    write_text(journal.folder / SUMS, "".join(lines))
     end = write_tokenizer(source / "tokenizer.json", source / KEPT, journal.folder)
     ends = {} if "eos_token_id" in config or end is None else {"eos_token_id": end}
     _write_json(journal.folder / "config.json", config | ends)
     if (generation := source / KEPT / "generation_config.json").is_file():
-        shutil.copyfile(generation, journal.folder / generation.name)
+        copy_file(generation, journal.folder / generation.name)
     journal.commit()
     return Conversion(
         out, architecture.name, _count(params), len(shapes), dtype, journal.resumed, ()
@@ -306,7 +314,7 @@ def export_weights(
 
 
 def _write_json(file: Path, document: Any) -> None:
-    file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_text(file, json.dumps(document, indent=2) + "\n")
 
 
 def _configuration(run: Run, source: Path) -> tuple[Architecture, dict[str, Any]]:
@@ -361,7 +369,7 @@ def export_adapter(source: Path, out: Path, *, at: int | None = None) -> Convers
         )
     scratch = out.with_name(f".{out.name}-part")
     shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
+    make_folder(scratch.parent, scratch.name)
     count = write_adapter(scratch, run.model, run.finetune, pairs, base)
     write_tokenizer(source / "tokenizer.json", source / KEPT, scratch)
     scratch.rename(out)

@@ -10,7 +10,6 @@ import jax
 
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.data.chat import TEMPLATES
-from meshwright.documents import write_atomically
 from meshwright.errors import WeightsError
 from meshwright.fine_tuning import FineTune
 from meshwright.hugging_face.folder import (
@@ -29,6 +28,7 @@ from meshwright.sharding.params import Tree, init_params, is_param, named_leaves
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.storage.paths import path_of
 from meshwright.storage.transfer import copy_file, files_of
+from meshwright.storage.writing import write_atomically
 
 _FREE = ("vocab_multiple",)
 """Fields of a model in which a run may differ from its weights without a word: they change no number."""

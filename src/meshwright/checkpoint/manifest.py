@@ -14,11 +14,12 @@ import msgspec
 import numpy as np
 
 from meshwright.checkpoint.steps import MANIFEST, committed_steps, partial_steps
-from meshwright.documents import LARGE, check_inside, read_json, seal, write_atomically
+from meshwright.documents import LARGE, check_inside, read_json, seal
 from meshwright.errors import CheckpointError, DamagedError
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_from_dict, run_to_dict
 from meshwright.storage.paths import in_bucket
+from meshwright.storage.writing import make_folder, write_atomically
 
 _FORMAT = 2
 """Version of the manifest."""
@@ -66,7 +67,7 @@ class Manifest:
     def write(self, step_folder: Path) -> None:
         """Writes the manifest into the folder of a checkpoint, whose tensors are written: this completes it."""
         file = step_folder / MANIFEST
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(file.parent.parent, file.parent.name)
         write_atomically(file, json.dumps(self.to_dict()))
 
     def to_dict(self) -> dict[str, Any]:

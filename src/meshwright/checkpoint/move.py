@@ -11,6 +11,7 @@ from meshwright.checkpoint.steps import MANIFEST, STARTED, committed_steps, remo
 from meshwright.errors import CheckpointError
 from meshwright.storage.paths import in_bucket
 from meshwright.storage.transfer import copy_files, copy_tree, files_of, sha256_of
+from meshwright.storage.writing import refuse_links, write_text
 
 _REST = "files of the run"
 
@@ -84,6 +85,7 @@ def move_checkpoints(
     Started again after it was cut off, it continues where it was. Moving a single step keeps the source's other files.
     then: what becomes of the source. Raises CheckpointError or StorageError; the source is then as it was.
     """
+    refuse_links(target, depth=5)
     planned = plan_move(source, target, at)
     steps = [
         row.what.removeprefix("step ")
@@ -92,7 +94,7 @@ def move_checkpoints(
     ]
     for step in steps:
         if in_bucket(target):
-            (target / "checkpoints" / STARTED / step).write_text(str(time.time()))
+            write_text(target / "checkpoints" / STARTED / step, str(time.time()))
         copy_tree(source / "checkpoints" / step, target / "checkpoints" / step, (MANIFEST,))
         say(f"step {step}: copied and compared")
     others = _other_files(source)

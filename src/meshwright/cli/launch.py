@@ -29,7 +29,8 @@ _RESTARTS = 10
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchOptions(Ranged):
     """Run RUN on several hosts: a recipe, a run file or a plan, followed by the options of `train`; or another verb
-    with its own arguments. Prints the job file of a scheduler. The options of launch come before RUN."""
+    with its own arguments. Prints the job file of a scheduler. Options that launch and the other verb both have are those of
+    launch before RUN, and of the verb after it."""
 
     usage: ClassVar[str] = "[launch options] RUN"
     on: Literal["slurm", "jobset", "skypilot"]
@@ -92,7 +93,7 @@ class LaunchOptions(Ranged):
 
 
 def _split(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Splits the arguments into those of launch and those from RUN on."""
+    """Splits the arguments into those of launch and those of the command that runs."""
     switches = {
         name for option in options_of(LaunchOptions) if not option.metavar for name in option.names
     }
@@ -100,7 +101,22 @@ def _split(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     while end < len(args) and args[end].startswith("-"):
         alone = args[end] in (*switches, "--help", "-h") or "=" in args[end]
         end += 1 if alone else 2
-    return args[:end], args[end:]
+    rest = list(args[end:])
+    # Options that the verb does not have are those of launch, wherever they stand.
+    verb = rest[0] if rest and rest[0] in VERBS else "train"
+    theirs = {name for option in options_of(kind_of(verb)) for name in option.names}
+    ours = {name: option for option in options_of(LaunchOptions) for name in option.names}
+    moved: list[str] = []
+    at = 0
+    while at < len(rest):
+        name, equals, _ = rest[at].partition("=")
+        if name not in ours or name in theirs:
+            at += 1
+            continue
+        length = 1 if equals or name in switches else 2
+        moved += rest[at : at + length]
+        del rest[at : at + length]
+    return [*args[:end], *moved], rest
 
 
 def _job(options: LaunchOptions, words: Sequence[str]) -> tuple[Job, Any, str | None]:

@@ -18,10 +18,9 @@ from meshwright.cli.interrupt import EXIT_CODE, acknowledge_interrupts
 from meshwright.cli.output import Notices, Stream, columns, write, write_json
 from meshwright.errors import ConfigError, MeshwrightError, first_error, nearest
 from meshwright.formatting import printable
-from meshwright.plugins import is_reference
 from meshwright.runs.catalogue import families, list_recipes, matching, size_of
 from meshwright.signs import give_signs
-from meshwright.trust import TRUST, take_options
+from meshwright.trust import TRUST, is_reference, take_options
 
 VERBS = {
     "train": (

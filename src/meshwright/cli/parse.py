@@ -21,6 +21,7 @@ from meshwright.cli.output import write
 from meshwright.errors import ConfigError
 from meshwright.ranges import check_words, ranges_of
 from meshwright.storage.paths import path_of
+from meshwright.trust import own
 
 _CONFIG = (
     tyro.conf.AvoidSubcommands,
@@ -51,6 +52,8 @@ class Option:
     """Whether only a recipe, a run file or Python sets it."""
     numbers: Any = None
     """Type of its numbers, with their range; None where it takes none."""
+    several: bool = False
+    """Whether it takes several values, of one mention or of several."""
 
     @property
     def positional(self) -> bool:
@@ -114,6 +117,9 @@ def parse[Options](
         raise ConfigError(f"{command} {' '.join(args)}", str(error), f"{command} --help") from error
     if strays:
         raise _explain().stray_error(command, strays[0], args, options)
+    for option in options:
+        if option.positional or option in given:
+            _own_value(parsed, option.path)
     for field in dataclasses.fields(parsed):
         value = getattr(parsed, field.name)
         if isinstance(value, Path) and str(value) != "-":  # standard input
@@ -121,6 +127,17 @@ def parse[Options](
         elif isinstance(value, tuple) and value and all(isinstance(path, Path) for path in value):
             object.__setattr__(parsed, field.name, tuple(map(path_of, value)))
     return parsed
+
+
+def _own_value(parsed: Any, path: tuple[str, ...]) -> None:
+    """Marks the value at `path`, which was typed, as the user's own; every other value keeps its class."""
+    *parts, name = path
+    for part in parts:
+        parsed = getattr(parsed, part)
+    value = getattr(parsed, name)
+    owned = own(value)
+    if owned is not value:
+        object.__setattr__(parsed, name, owned)
 
 
 def options_of(
@@ -177,7 +194,16 @@ def options_of(
         names = tuple(sorted((*(() if arg is None else arg.aliases or ()), *names), key=len))
         doc = _docs(owner).get(field.name, "")
         fixed, numbers = tyro.conf.Fixed in metadata, ranges_of(owner).get(field.name)
-        yield Option(names, where, metavar, choices, value, doc, group, fixed, numbers)
+        several = primitive is None and _takes_several(kind)
+        yield Option(names, where, metavar, choices, value, doc, group, fixed, numbers, several)
+
+
+def _takes_several(kind: Any) -> bool:
+    """Whether a type has any number of values: `tuple[X, ...]`, also where it may be None."""
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return any(map(_takes_several, arguments))
+    return typing.get_origin(kind) is tuple and arguments[-1:] == (Ellipsis,)
 
 
 def _default_of(field: "dataclasses.Field[Any]") -> Any:
@@ -274,7 +300,7 @@ def _gather(
             )
             raise _explain().unknown_error(command, name, following, by_name)
         values = given.setdefault(option, [])
-        if not option.metavar.endswith("..."):
+        if not option.several:
             values.clear()
         values += [value] if equals else []
     words = [*free]
@@ -282,7 +308,7 @@ def _gather(
         if option.metavar.startswith("PATH") and "" in values:
             raise empty_error(option.names[0])
         if option.numbers is not None:
-            several = len(values) if option.metavar.endswith("...") else 1
+            several = len(values) if option.several else 1
             check_words(option.names[0], values[:several], option.numbers, option.default)
         words += [option.names[0], *values]
     return words, given

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from meshwright.documents import SMALL, check_inside, parse_json, read_json, read_text
+from meshwright.documents import SMALL, check_inside, parse_document, read_json, read_text
 from meshwright.errors import DataError, WeightsError
 from meshwright.storage.paths import path_of
 
@@ -194,7 +194,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
     with_tools_file = folder / "additional_chat_templates" / "tool_use.jinja"
     try:
         check_inside(folder, [file, template, with_tools_file])
-        config = dict(parse_json(read_text(file))) if file.is_file() else {}
+        config = dict(parse_document(read_text(file))) if file.is_file() else {}
         source = config.get("chat_template")
         with_tools = None
         if isinstance(source, list):  # several, by name

@@ -27,6 +27,7 @@ from meshwright.hardware.agreement import answer_of_the_first
 from meshwright.signs import waiting
 from meshwright.storage.paths import in_bucket, path_of, place_of
 from meshwright.storage.transfer import local_copy
+from meshwright.trust import derive
 
 _VERSION = "4"
 """First line of what a token file's name in the cache is the hash of."""
@@ -51,7 +52,7 @@ def parse_source(text: str) -> Source:
         return Source(text)
     if not 0 < value < float("inf"):
         raise DataError(f"--data {text}", f"the weight {weight} is not positive", f"{path}=1")
-    return Source(path, value)
+    return Source(derive(text, path), value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,8 @@ import msgspec
 
 from meshwright.errors import DataError, reason_of
 from meshwright.formatting import printable
-from meshwright.plugins import is_reference, load
+from meshwright.plugins import load
+from meshwright.trust import is_reference
 
 PLAIN = (".txt", ".py", ".md", ".rst", ".text")
 LINES = (".jsonl", ".ndjson")

@@ -18,8 +18,9 @@ from meshwright.data.tokens import (
     make_blocks,
     shard_name,
 )
-from meshwright.documents import read_json, seal, write_atomically
+from meshwright.documents import read_json, seal
 from meshwright.storage.transfer import sha256_of
+from meshwright.storage.writing import open_file, write_atomically
 
 SHARD_TOKENS = 2**27
 """Tokens of a shard: 256 MiB with two bytes each."""
@@ -83,7 +84,7 @@ class TokenWriter:
         tokens, last = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
         while len(tokens) >= least:
             if self._shard is None:
-                self._shard = (self.folder / shard_name(self.shards)).open("wb")
+                self._shard = open_file(self.folder / shard_name(self.shards), "wb")
             first = (self.shards * self.shard_tokens + self._filled) // BLOCK
             blocks = make_blocks(tokens[:UNIT], last[:UNIT], self.dtype, first)
             self._shard.write(blocks.tobytes())
@@ -118,7 +119,8 @@ class TokenWriter:
         """Completes the shards, and writes `shards.bin`. The description makes a token file of them."""
         self._write(1)
         self._close_shard()
-        (self.folder / "shards.bin").write_bytes(b"".join(self._checksums))
+        with open_file(self.folder / "shards.bin", "wb") as checksums:
+            checksums.write(b"".join(self._checksums))
 
     def description(self, vocab: int, **more: Any) -> dict[str, Any]:
         """Returns the description of what was written, for `write_description`."""

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from meshwright.data.subwords import Subwords, train_bpe
-from meshwright.documents import LARGE, parse_json, read_text
+from meshwright.documents import LARGE, parse_document, read_text
 from meshwright.errors import DataError
 from meshwright.storage.paths import in_bucket, path_of
 
@@ -130,7 +130,7 @@ def tokenizer_from_json(text: str) -> Tokenizer:
     """Builds the tokenizer that `to_json` described. Raises DataError where `text` is not a tokenizer."""
     asked, fix = "reading a tokenizer", "the tokenizer.json of a run"
     try:
-        config = parse_json(text)
+        config = parse_document(text)
     except ValueError as error:
         raise DataError(asked, f"not JSON: {error}", fix) from error
     kind = config.get("kind") if isinstance(config, dict) else None

@@ -33,8 +33,9 @@ from meshwright.data.tokenizers import (
     with_begin,
 )
 from meshwright.data.tokens import SKIPPED, Progress, TokenFile, is_token_file, open_tokens
-from meshwright.documents import LARGE, read_text, write_atomically
+from meshwright.documents import LARGE, read_text
 from meshwright.errors import DataError, reason_of
+from meshwright.storage.writing import make_folder, open_file, refuse_links, write_atomically
 
 BATCH = 2**21
 """Characters of a batch of documents."""
@@ -137,7 +138,8 @@ def tokenize(
                     "it exists already",
                     "a folder that does not exist yet",
                 )
-            out.mkdir(parents=True, exist_ok=True)
+            make_folder(out)
+            refuse_links(out)
             with _locked(out, progress) as ours:
                 if ours and not is_token_file(out):
                     job.run()
@@ -187,7 +189,7 @@ def _locked(out: Path, progress: Progress | None) -> Iterator[bool]:
 
     Yields False where that one removed the folder. Raises DataError where nothing in the folder changes for 10 minutes.
     """
-    with (out / _LOCK).open("ab") as file:
+    with open_file(out / _LOCK, "ab") as file:
         until, seen = time.monotonic() + _PATIENCE, 0.0
         while True:
             try:
@@ -323,9 +325,8 @@ class _Tokenisation:
         """Writes the tokens of all documents, and notes after every shard where to go on."""
         skipped, records = self.out / SKIPPED, self.records
         display = self._display(records, "tokenising")
-        skipped.touch()
-        os.truncate(skipped, records.logged)
-        with skipped.open("ab") as log:
+        with open_file(skipped, "ab") as log:
+            log.truncate(records.logged)
             records.log = log
             if not writer.shards:
                 writer.save_progress(key, {"tokens": 0, "documents": 0, "records": records.state()})

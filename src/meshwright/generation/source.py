@@ -17,7 +17,7 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape
 from meshwright.hugging_face.folder import KEPT, read_model
 from meshwright.hugging_face.hub import find_folder, is_hugging_face
-from meshwright.runs.recipe import find_recipe
+from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.layouts import BATCH_AXES
@@ -86,7 +86,7 @@ def open_weights(
 def run_of_source(source: str | Path) -> Run:
     """Returns the Run of what `open_weights` opens. Raises ConfigError for a recipe that has no weights."""
     if is_hugging_face(str(source)):
-        return find_recipe(str(source))
+        return run_of_hugging_face(str(source))
     if path_of(source).is_dir():
         return run_in_folder(path_of(source))
     raise ConfigError(

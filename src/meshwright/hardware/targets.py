@@ -8,6 +8,7 @@ from meshwright.errors import ConfigError, nearest
 from meshwright.hardware.chips import CHIPS, Chip, Efficiency, Nodes, SliceShape, Torus, read_chip
 from meshwright.plugins import load
 from meshwright.storage.paths import path_of
+from meshwright.trust import derive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +61,6 @@ def format_size(topology: tuple[int, ...]) -> str:
 _FORM = re.compile(r"(?:(\d+)\*)?(.+?):(\d+(?:x\d+)*)")
 
 
-def chip_of(text: str) -> str:
-    """Returns the name of the chip in a target, which may be that of code; "" where it is no target."""
-    match = _FORM.fullmatch(text.strip())
-    return match[2] if match else ""
-
-
 def parse_target(text: str) -> Target:
     """Parses one value of `--on`.
 
@@ -78,7 +73,7 @@ def parse_target(text: str) -> Target:
         fix = _from_accelerator_type(text.strip()) or "write v5p:4x4x8, or h100:64"
         raise _refusal(text, "a target is CHIP:SIZE, with sizes joined by x", fix)
     slices, size = int(match[1] or 1), tuple(int(n) for n in match[3].split("x"))
-    name, chip = _find_chip(text, match[2], size)
+    name, chip = _find_chip(text, derive(text, match[2]), size)
     links = chip.interconnect
     if slices < 1 or min(size) < 1:
         example = "64" if isinstance(links, Nodes) else format_size((4,) * links.dims)
@@ -219,7 +214,7 @@ def expand_targets(text: str) -> list[str]:
     which the chip has a slice or whole nodes. A number of TPU chips in a list is its slice nearest to a cube. Raises
     ConfigError where nothing is named or nothing exists in a range.
     """
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    parts = [derive(text, part.strip()) for part in text.split(",") if part.strip()]
     if len(parts) == 1 and ".." not in text:
         return parts  # parse_target has the errors of a single target
     targets: dict[str, None] = {}
@@ -233,12 +228,14 @@ def expand_targets(text: str) -> list[str]:
             )
         chip, _, size = part.rpartition(":") if ":" in part else (chip, "", part)
         match = _COUNTED.fullmatch(f"{chip}:{size}")
-        targets |= dict.fromkeys(_counted(chip, match[2]) if match else [f"{chip}:{size}"])
+        targets |= dict.fromkeys(
+            _counted(derive(text, chip), match[2]) if match else [f"{chip}:{size}"]
+        )
     if not targets:
         raise ConfigError(
             f"--on {text!r}", "it names no target", "write v5p:4x4x8, or h100:64,h100:128"
         )
-    return list(targets)
+    return [derive(text, target) for target in targets]
 
 
 def _counted(chip: str, count: str) -> list[str]:
@@ -263,7 +260,7 @@ def _counted(chip: str, count: str) -> list[str]:
         found = [f"{chip}:{format_size(shapes[n])}" for n in numbers if n in shapes]
         near = sorted(shapes, key=lambda n: abs(math.log(n / first)))[:2]
     else:
-        links = links or parse_target(f"{chip}:1").chip.interconnect
+        links = links or parse_target(derive(chip, f"{chip}:1")).chip.interconnect
         node = links.devices_per_node if isinstance(links, Nodes) else 1
         found = [f"{chip}:{n}" for n in numbers if n <= node or n % node == 0 or node > 8]
         near = [max(1, first // node) * node, (first // node + 1) * node]

@@ -927,6 +927,9 @@ ARCHITECTURES = {architecture.name: architecture for architecture in _ALL}
 def find_architecture(fields: Fields) -> Architecture:
     """Returns the architecture of a configuration. Raises WeightsError for one that Meshwright does not compute."""
     names = fields.config.get("architectures") or []
+    if not isinstance(names, list):
+        found = f"its architectures are {names!r}, which is not a list"
+        raise fields.error(found, "the config.json that was published with these weights")
     name = str(names[0]) if names else ""
     if name not in ARCHITECTURES:
         found = f"its architecture is {name or 'not named'}, which Meshwright does not compute"

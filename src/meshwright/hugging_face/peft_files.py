@@ -17,6 +17,7 @@ from meshwright.hugging_face.safetensors_files import DTYPES, NewSafetensorsFile
 from meshwright.models.adapters import targets_of
 from meshwright.models.model import Model
 from meshwright.sharding.params import Param
+from meshwright.storage.writing import write_text
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -65,7 +66,7 @@ def write_adapter(
         "alpha_pattern": {},
         "init_lora_weights": True,
     }
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
     return len(tensors)
 
 

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from meshwright.documents import LARGE, check_inside, parse_json, read_json
+from meshwright.documents import LARGE, check_inside, parse_document, read_json
 from meshwright.errors import WeightsError, reason_of
 from meshwright.formatting import format_bytes
+from meshwright.storage.writing import open_file
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
@@ -106,7 +107,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
                 raise WeightsError(
                     f"reading {path}", f"{found}: it is damaged, or not a safetensors file", _FIX
                 )
-            header = parse_json(file.read(length).decode("utf-8"))
+            header = parse_document(file.read(length).decode("utf-8"))
     except OSError as error:
         raise WeightsError(
             f"reading {path}", reason_of(error), "a folder with all of its files"
@@ -121,13 +122,20 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     return _checked(path, size, 8 + length, header)
 
 
+def _whole(number: Any) -> int:
+    """Returns a whole number of a header. Raises ValueError for anything else."""
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise ValueError(f"{number!r} is not a whole number")
+    return number
+
+
 def _checked(path: Path, size: int, data: int, header: dict[str, Any]) -> dict[str, TensorEntry]:
     """Returns the entries of a header. data: the first byte of the data."""
     entries = {}
     for name, fields in header.items():
         try:
-            dtype, shape = str(fields["dtype"]), tuple(int(n) for n in fields["shape"])
-            start, stop = (int(offset) for offset in fields["data_offsets"])
+            dtype, shape = str(fields["dtype"]), tuple(_whole(n) for n in fields["shape"])
+            start, stop = (_whole(offset) for offset in fields["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
             raise WeightsError(
                 f"reading {path}", f"its header has no place for {name!r}: {error!r}", _FIX
@@ -169,11 +177,11 @@ class NewSafetensorsFile(_MappedFile):
         text += b" " * (-len(text) % 8)
         size = 8 + len(text) + offset
         if not path.is_file() or path.stat().st_size != size:
-            with path.open("wb") as file:
+            with open_file(path, "wb") as file:
                 file.write(len(text).to_bytes(8, "little") + text)
                 file.truncate(size)
         self.entries = read_header(path)
-        with path.open("r+b") as file:
+        with open_file(path, "r+b") as file:
             self._map = mmap.mmap(file.fileno(), size)
 
 
@@ -373,7 +381,7 @@ def tensor_names(folder: Path) -> set[str]:
 
 
 def _check_present(folder: Path, files: Iterable[str]) -> None:
-    missing = sorted(file for file in set(files) if not (folder / file).is_file())
+    missing = sorted(file for file in set(files) if not os.path.isfile(folder / file))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise WeightsError(

@@ -1,7 +1,6 @@
 """Tokenizers of runs as the files that `transformers` reads."""
 
 import json
-import shutil
 from pathlib import Path
 
 import tokenizers
@@ -11,6 +10,7 @@ from meshwright.data.subwords import END
 from meshwright.data.tokenizers import Bytes, Chars, tokenizer_from_json
 from meshwright.documents import LARGE, read_text
 from meshwright.hugging_face.folder import CHAT_TEMPLATE, TOKENIZER_FILES
+from meshwright.storage.writing import copy_file, write_text
 
 
 def write_tokenizer(file: Path, kept: Path, out: Path) -> int | None:
@@ -24,10 +24,10 @@ def write_tokenizer(file: Path, kept: Path, out: Path) -> int | None:
         for name in TOKENIZER_FILES:
             if (kept / name).is_file():
                 (out / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(kept / name, out / name)
+                copy_file(kept / name, out / name)
         return tokenizer_from_json(read_text(file, LARGE)).end if file.is_file() else None
     if (kept / CHAT_TEMPLATE).is_file() and not (kept / "tokenizer.json").is_file():
-        shutil.copyfile(kept / CHAT_TEMPLATE, out / CHAT_TEMPLATE)  # chosen for this tokenizer
+        copy_file(kept / CHAT_TEMPLATE, out / CHAT_TEMPLATE)  # chosen for this tokenizer
     own = tokenizer_from_json(read_text(file, LARGE))
     if isinstance(own, Bytes):
         text = _bytes_tokenizer().to_str(pretty=True)
@@ -35,16 +35,14 @@ def write_tokenizer(file: Path, kept: Path, out: Path) -> int | None:
         text = _chars_tokenizer(own.letters).to_str(pretty=True)
     else:
         text = own.to_json()
-    (out / "tokenizer.json").write_text(text, encoding="utf-8")
+    write_text(out / "tokenizer.json", text)
     end = tokenizers.Tokenizer.from_str(text).id_to_token(own.end)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end,
         "clean_up_tokenization_spaces": False,
     }
-    (out / "tokenizer_config.json").write_text(
-        json.dumps(config, indent=2) + "\n", encoding="utf-8"
-    )
+    write_text(out / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
     return own.end
 
 

@@ -339,7 +339,7 @@ def jobset_manifest(job: Job) -> str:
         "volumes": volumes,
     }
     manifest = _filled(yaml.safe_load(_template("jobset.yaml")), values)
-    return yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True)
+    return yaml.dump(manifest, Dumper=_TextDumper, sort_keys=False, allow_unicode=True)
 
 
 def _escaped(text: str) -> str:
@@ -347,11 +347,18 @@ def _escaped(text: str) -> str:
     return text.replace("$", "$$")
 
 
+class _TextDumper(yaml.SafeDumper):
+    """Writes names of every class (`trust`) as text."""
+
+
+_TextDumper.add_multi_representer(str, yaml.SafeDumper.represent_str)
+
+
 class _BlockDumper(yaml.SafeDumper):
     """Writes text of several lines as a block, as a person would."""
 
 
-_BlockDumper.add_representer(
+_BlockDumper.add_multi_representer(
     str,
     lambda dumper, text: dumper.represent_scalar(
         "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None

@@ -27,15 +27,16 @@ from typing import Any
 import msgspec
 
 from meshwright.checkpoint.steps import unwritable
-from meshwright.documents import read_json, read_text, write_atomically
+from meshwright.documents import read_json, read_text
 from meshwright.errors import HostError, StorageError
 from meshwright.hardware.hosts import JOIN_SECONDS, PORT, Hosts
 from meshwright.launching.restarts import Restarts, restarts
 from meshwright.reporters.files import last_start
 from meshwright.runs.run import Run
 from meshwright.signs import BEATS, LOADING, PREPARING
+from meshwright.storage.writing import make_folder, open_file, refuse_links, write_atomically
 from meshwright.trainer.watchdog import Watchdog
-from meshwright.trust import trust_options
+from meshwright.trust import accept, derive, foreign, references_in, trust_options
 
 _POLL = 1.0
 """Seconds between two looks of a supervisor that waits for the others."""
@@ -73,6 +74,7 @@ class Meeting:
     """
 
     def __init__(self, out: Path, hosts: Hosts, limits: Restarts):
+        refuse_links(out, depth=3)
         self.out, self.hosts, self.limits, self.folder = out, hosts, limits, out / ".supervise"
         # Meetings of an earlier job in this folder are not this one's.
         earlier = [path.stem.removeprefix("start-") for path in self.folder.glob("start-*.json")]
@@ -94,7 +96,7 @@ class Meeting:
             self.folder / f"meeting-{self.number}",
         )
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.out, self.folder.name, folder.name)
             write_atomically(folder / str(process), _own_address(self.hosts.coordinator))
         except OSError as error:
             raise unwritable(folder, error) from error
@@ -146,16 +148,23 @@ class Meeting:
 
 
 def _read(file: Path) -> Start | None:
-    """Returns the start that a file states; None where there is none, or it is of another form."""
+    """Returns the start that a file states; None where there is none, or it is of another form.
+
+    Raises ConfigError where its options, which the child is given as if they were typed, name code of no user's.
+    """
     try:
-        return msgspec.convert(read_json(file), Start)
+        start = msgspec.convert(foreign(read_json(file), str(file)), Start)
     except (OSError, ValueError, msgspec.ValidationError, StorageError):
         return None
+    for word in start.options:
+        for reference in references_in(word):
+            accept("option", derive(word, reference))
+    return start
 
 
 def _put_once(file: Path, text: str) -> None:
     """Writes a file, unless it is there, or its store takes none: who reads it waits, and who waits writes it again."""
-    with contextlib.suppress(OSError, StorageError), file.open("x", encoding="utf-8") as opened:
+    with contextlib.suppress(OSError, StorageError), open_file(file, "x") as opened:
         opened.write(text)
 
 
@@ -201,6 +210,7 @@ class Supervisor:
 
         Raises HostError where the limit of restarts is reached, or hosts stay away.
         """
+        refuse_links(self.out)
         with self._forwarding():
             return self._run_to_the_end()
 
@@ -397,8 +407,8 @@ class Supervisor:
         }
         file = self.out / ".supervise" / f"journal-{self.hosts.process}.jsonl"
         with contextlib.suppress(OSError, StorageError):  # a full disk ends no supervisor
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("a", encoding="utf-8") as opened:
+            make_folder(self.out, file.parent.name)
+            with open_file(file, "a") as opened:
                 opened.write(json.dumps(record) + "\n")
 
     def _say(self, text: str) -> None:

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.documents import LARGE, read_json, write_atomically
+from meshwright.documents import LARGE, read_json
 from meshwright.errors import ConfigError, reason_of
-from meshwright.hardware.targets import Target, chip_of
+from meshwright.hardware.targets import Target
 from meshwright.planner.search import Plan
-from meshwright.plugins import note_names
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import read_unique_json, run_from_dict, run_to_dict
+from meshwright.storage.writing import write_atomically
+from meshwright.trust import foreign
 
 FORMAT = 2
 """Version of the file format."""
@@ -95,7 +96,5 @@ def read_plan(file: Path) -> PlanFile:
     for name, form in forms.items():
         if not isinstance(contents.get(name), form):
             raise ConfigError(f"plan {file}", f"its {name!r} is no {form.__name__}", fix)
-    note_names(chip_of(contents["target"]), str(file))
-    return PlanFile(
-        run_from_dict(contents["run"], str(file)), contents["target"], contents["predicted"]
-    )
+    target = foreign(contents["target"], str(file))
+    return PlanFile(run_from_dict(contents["run"], str(file)), target, contents["predicted"])

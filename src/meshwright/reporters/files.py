@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from meshwright.activity import Activity
-from meshwright.documents import LARGE, parse_json, read_text, step_of, write_atomically
+from meshwright.documents import LARGE, parse_json, read_text, step_of
 from meshwright.errors import StorageError, reason_of
 from meshwright.reporters import Values
+from meshwright.storage.writing import open_file, refuse_link, write_atomically
 
 
 class JsonLines:
@@ -44,6 +45,7 @@ class JsonLines:
 
         Returns the steps of the lines that have a loss.
         """
+        refuse_link(self._path)
         kept, steps = "", list[float]()
         try:
             if self._path.exists():
@@ -61,7 +63,7 @@ class JsonLines:
             self._path.rename(aside)
         if kept or self._path.exists():
             write_atomically(self._path, kept)
-        self._file: IO[bytes] = self._path.open("ab", buffering=0)
+        self._file: IO[bytes] = open_file(self._path, "ab", buffering=0)
         return steps
 
     def rewind(self, step: int) -> None:
@@ -129,7 +131,7 @@ class EventLog:
         line = json.dumps(
             {"time": round(time.time(), 3), "step": self._step, "event": event, **values}
         )
-        with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as file:
+        with contextlib.suppress(OSError), open_file(self._file, "a") as file:
             file.write(line + "\n")
 
     def write(self, step: int, values: Values) -> None:

@@ -12,9 +12,10 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from meshwright.documents import read_json, write_atomically
+from meshwright.documents import read_json
 from meshwright.errors import ConfigError
 from meshwright.reporters import Values
+from meshwright.storage.writing import write_atomically
 
 PROJECT = "meshwright"
 """Project, or experiment, of a run whose environment names none."""

@@ -11,11 +11,11 @@ from typing import Any
 
 from meshwright.config import Data, MeshShape, Optimizer, Training
 from meshwright.errors import ConfigError, foreign_code, nearest
-from meshwright.plugins import is_reference, keep_own_names, load, load_file
+from meshwright.plugins import load, load_file
 from meshwright.runs.catalogue import catalogue, recipe_name
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import run_to_dict
 from meshwright.storage.paths import path_of
+from meshwright.trust import OwnName, accept, derive, foreign, is_reference, own
 
 _PARTS = ("training", "optimizer", "data", "finetune", "model", "faults", "local_checkpoints")
 """Parts of a Run whose fields can be changed by name, in this order."""
@@ -30,9 +30,7 @@ def find_recipe(name: str) -> Run:
         built = _builder(name)()
     if not isinstance(built, Run):
         raise ConfigError(f"recipe {name}", f"it returned {type(built).__name__}", "return a Run")
-    if is_reference(name) or name.endswith(".py"):  # the user's own code chose what it names
-        keep_own_names(run_to_dict(built))
-    return built
+    return own(built)  # code that the user chose, or a recipe of the package, chose what it names
 
 
 def _builder(name: str) -> Callable[[], Run]:
@@ -46,7 +44,9 @@ def _builder(name: str) -> Callable[[], Run]:
             raise ConfigError(
                 f"recipe {file}", "there is no such file", "a recipe's name, or FILE.py:FUNCTION"
             )
-        functions = _functions(load_file(file))
+        # What the user gave as FILE.py, FILE.py:FUNCTION names too.
+        accept("recipe", name if colon else derive(name, f"{name}:recipe"))
+        functions = _functions(load_file(OwnName(file)))
         wanted = recipe_name(function) if colon else next(iter(functions), "")
         if wanted not in functions:
             raise ConfigError(
@@ -68,7 +68,7 @@ def _builder(name: str) -> Callable[[], Run]:
         raise ConfigError(
             f"recipe {name!r}", "there is no recipe of that name", nearest(name, recipes)
         )
-    return _functions(load_file(recipes[name][0]))[name]
+    return _functions(load_file(OwnName(recipes[name][0])))[name]
 
 
 def _functions(module: ModuleType) -> dict[str, Callable[[], Run]]:
@@ -94,7 +94,7 @@ def recipe(name: str, *, mesh: str | MeshShape | None = None, **changes: Any) ->
         >>> str(run.mesh), run.training.steps, run.optimizer.learning_rate
         ('fsdp=8', 100, 0.001)
     """
-    return change_fields(find_recipe(name), mesh, changes)
+    return change_fields(find_recipe(own(name)), mesh, own(changes))
 
 
 def change_fields(run: Run, mesh: str | MeshShape | None, changes: Mapping[str, Any]) -> Run:
@@ -153,11 +153,12 @@ def run_of_hugging_face(name: str) -> Run:
     from meshwright.hugging_face import folder
 
     found = folder.read_model(name)
+    origin = str(found.path)
     return Run(
         name=Path(name.partition(":")[2]).resolve().name.lower(),
-        model=found.model,
+        model=foreign(found.model, origin),
         init_from=name,
         training=Training(batch=16, seq=min(found.max_seq or _LONGEST, _LONGEST), logits_mib=1024),
         optimizer=Optimizer(learning_rate=2e-5, warmup_steps=20),
-        data=dataclasses.replace(Data(), tokenizer=str(found.tokenizer)),
+        data=dataclasses.replace(Data(), tokenizer=foreign(str(found.tokenizer), origin)),
     )

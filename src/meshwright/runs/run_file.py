@@ -13,16 +13,16 @@ from meshwright.data.chat import TEMPLATES
 from meshwright.documents import (
     SMALL,
     check_inside,
-    parse_json,
+    parse_document,
     read_text,
     unique_object,
-    write_atomically,
 )
 from meshwright.errors import CheckpointError, ConfigError, nearest
 from meshwright.models.families import family_name, find_family
-from meshwright.plugins import note_names
 from meshwright.runs.run import Run
 from meshwright.storage.paths import path_of, place_of
+from meshwright.storage.writing import write_atomically
+from meshwright.trust import derive, foreign, plain_text
 
 _WRITES = re.compile("dump|path|file|dir|profile", re.IGNORECASE)
 """Part of the names of compiler options that read or write files."""
@@ -31,8 +31,8 @@ _PARTS = ("training", "optimizer", "data", "finetune", "faults", "local_checkpoi
 
 def run_to_dict(run: Run) -> dict[str, Any]:
     """Returns every field of the run as JSON values; the model's also name its family."""
-    document = msgspec.to_builtins(run)
-    document["model"] = {"family": family_name(run.model), **document["model"]}
+    document = msgspec.to_builtins(run, enc_hook=plain_text)
+    document["model"] = {"family": str(family_name(run.model)), **document["model"]}
     return dict(document)
 
 
@@ -44,7 +44,9 @@ def with_absolute_paths(run: Run) -> Run:
 
     def source(text: str) -> str:
         path, weight, number = text.rpartition("=")
-        return f"{place_of(path)}={number}" if weight and place_of(text) == text else place_of(text)
+        if not weight or place_of(text) != text:
+            return place_of(text)
+        return derive(text, f"{place_of(derive(text, path))}={number}")
 
     template = run.finetune.template
     if template not in TEMPLATES:
@@ -70,10 +72,9 @@ def run_from_dict(document: dict[str, Any], origin: str) -> Run:
     Raises ConfigError naming an unknown or ill-typed field, and a name of code that a file may not choose (`trust`).
     """
     _check_values(document, origin)
-    note_names(document, origin)
-    rest = dict(document)
+    rest = foreign(document, origin)
     model = dict(rest.pop("model", {}))
-    config = find_family(str(model.pop("family", "")))
+    config = find_family(model.pop("family", ""))
     types = {
         "model": config,
         "run": Run,
@@ -121,7 +122,11 @@ def _check_values(document: Any, origin: str) -> None:
         raise ConfigError(asked, "its name is not text", wrote)
     if not name.isprintable() or "/" in name or name.startswith("."):
         raise ConfigError(asked, f"its name {name[:80]!r} cannot name a folder", '"name": "run"')
-    for option in document.get("training", {}).get("compiler_options", ()):
+    options = document.get("training", {}).get("compiler_options", [])
+    if not isinstance(options, list | tuple):
+        truth = f"its training.compiler_options is {options!r}, not a list"
+        raise ConfigError(asked, truth, '"compiler_options": ["auto"]')
+    for option in options:
         if _WRITES.search(str(option).partition("=")[0]):
             fix = f"--training.compiler-options {option} on the command line, and no such option in the file"
             raise ConfigError(
@@ -131,7 +136,7 @@ def _check_values(document: Any, origin: str) -> None:
 
 def read_unique_json(file: Path, largest: int = SMALL) -> Any:
     """Returns the JSON value in a file. Raises OSError, and ValueError also where an object has a name twice."""
-    return parse_json(read_text(file, largest), unique_object)
+    return parse_document(read_text(file, largest), unique_object)
 
 
 def read_run(file: Path) -> Run:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError
+from meshwright.trust import derive
 
 if TYPE_CHECKING:
     from meshwright.storage.bucket import BucketPath
@@ -59,8 +60,13 @@ def path_of(location: str | Path) -> Path:
 def place_of(name: str) -> str:
     """Returns a name with the path in it made absolute: text, a tokenizer or weights, `hf:PATH` too.
 
-    A name that is no path (`bytes`, `hf:OWNER/MODEL`) stays as it is, and a pattern of files keeps its wildcards.
+    A name that is no path (`bytes`, `hf:OWNER/MODEL`) stays as it is, and a pattern of files keeps its wildcards. The
+    result is of the name's class (`trust`).
     """
+    return derive(name, _placed(name))
+
+
+def _placed(name: str) -> str:
     kind = "hf:" if name.startswith("hf:") else ""
     given = name.removeprefix(kind)
     if in_bucket(given):

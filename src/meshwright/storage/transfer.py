@@ -13,6 +13,7 @@ from typing import Any
 from meshwright.errors import StorageError, reason_of
 from meshwright.formatting import format_bytes
 from meshwright.storage.paths import bucket_path, in_bucket, remove_tree
+from meshwright.storage.writing import open_file, refuse_link
 
 PART = 64 * 2**20
 """Bytes of a file that are in memory at a time."""
@@ -60,10 +61,11 @@ def copy_file(source: Path, target: Path) -> str:
         content = b"".join(_parts(source))
         target.write_bytes(content)
         return hashlib.sha256(content).hexdigest()
+    refuse_link(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     part_file, digest = target.with_name(f".{target.name}.part-{os.getpid()}"), hashlib.sha256()
     try:
-        with part_file.open("wb") as file:
+        with open_file(part_file, "wb") as file:
             for part in _parts(source):
                 file.write(part)
                 digest.update(part)

@@ -19,7 +19,7 @@ from meshwright.formatting import Shown
 from meshwright.hardware.agreement import answer_of_the_first
 from meshwright.hugging_face.hub import is_hugging_face
 from meshwright.models.model import Model
-from meshwright.runs.recipe import find_recipe
+from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.step.train_step import compile_eval_step
@@ -78,7 +78,7 @@ def run_to_evaluate(
     model: that of the run, where its file cannot name it.
     """
     if is_hugging_face(str(source)):
-        run = find_recipe(str(source))
+        run = run_of_hugging_face(str(source))
         texts = run.data
     else:
         run = run_in_folder(path_of(source))

@@ -42,6 +42,7 @@ from meshwright.hardware.hosts import installed_versions, store
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
 from meshwright.signs import EVERYBODY, NOBODY, PREPARING, Phases
+from meshwright.storage.writing import make_folder, write_text
 from meshwright.trainer.prepare import Trainable
 from meshwright.trainer.watchdog import Watchdog
 
@@ -84,11 +85,16 @@ def agree_on(run: Run) -> None:
     agree("run or versions", _fields_of(run))
 
 
+def _is_source(file: Path) -> bool:
+    """Whether a file of the package decides what a run computes: code, and every table that code reads."""
+    return file.is_file() and "__pycache__" not in file.parts
+
+
 def _fields_of(run: Run) -> dict[str, str]:
     """Returns the fields of the Run, the settings of JAX, and the versions of libraries and of the devices' driver."""
     # The package's files: an installation in place has no version that tells changes.
     root = Path(__file__).parents[1]
-    files = sorted(root.rglob("*.py"))
+    files = sorted(file for file in root.rglob("*") if _is_source(file))
     sources = digest(
         b"".join(str(file.relative_to(root)).encode() + file.read_bytes() for file in files)
     )
@@ -127,7 +133,7 @@ def check_shared(out: Path) -> None:
 
     def mark() -> str:
         name = f".seen-by-all-{secrets.token_hex(4)}"  # a name that no host has asked for before
-        (out / name).write_text(name, encoding="utf-8")
+        write_text(out / name, name)
         return name
 
     def judge(seen: list[bool]) -> None:
@@ -519,8 +525,8 @@ class _Watch:
             )
 
             def keep() -> Path:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(text, encoding="utf-8")
+                make_folder(self.out, file.parent.name)
+                write_text(file, text)
                 here.unlink()
                 return file
 

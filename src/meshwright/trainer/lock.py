@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.storage.paths import in_bucket
+from meshwright.storage.writing import make_folder, open_descriptor, refuse_links
 from meshwright.trainer.heartbeat import BEAT, beating, changes, lock_record, parse_holder, refused
 
 WATCHED = 4
@@ -36,8 +37,9 @@ def locked(out: Path) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _file_locked(out: Path) -> Iterator[None]:
-    out.mkdir(parents=True, exist_ok=True)
-    file, counts = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644), itertools.count()
+    make_folder(out)
+    refuse_links(out)
+    file, counts = open_descriptor(out / ".lock", "lock"), itertools.count()
 
     def write() -> None:
         os.pwrite(file, f"{lock_record(next(counts)):<200}\n".encode(), 0)
@@ -49,7 +51,7 @@ def _file_locked(out: Path) -> Iterator[None]:
 
     def read_again() -> dict[str, Any]:
         again = os.open(
-            out / ".lock", os.O_RDONLY
+            out / ".lock", os.O_RDONLY | os.O_NOFOLLOW
         )  # opening asks the server of a network file system anew
         try:
             return parse_holder(os.pread(again, 4096, 0))

@@ -25,7 +25,6 @@ from meshwright.data.feed import (
     split,
 )
 from meshwright.data.tokens import Progress
-from meshwright.documents import write_atomically
 from meshwright.errors import ConfigError, DataError
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape, enable_compilation_cache
 from meshwright.models.flops import training_flops_per_token
@@ -39,6 +38,7 @@ from meshwright.step.device_run import DeviceRun, State, place_on_devices
 from meshwright.step.train_step import CompiledTrainStep, compile_eval_step
 from meshwright.storage.paths import in_bucket, path_of
 from meshwright.storage.transfer import local_copy
+from meshwright.storage.writing import write_atomically
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.relations import Output, check_run, with_stand_in_vocab
 from meshwright.trainer.sample import write_sample

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from jax.experimental import multihost_utils
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.data.batch import ramp_of
-from meshwright.documents import read_json, write_atomically
+from meshwright.documents import read_json
 from meshwright.errors import CheckpointError, ConfigError, TrainingError
 from meshwright.hardware.agreement import answer_of_the_first, flatten
 from meshwright.reporters.files import last_start
@@ -34,6 +35,7 @@ from meshwright.sharding.params import named_leaves
 from meshwright.signs import waiting
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.step.optimizers import build_lr_schedule
+from meshwright.storage.writing import make_folder, open_file, write_atomically, write_text
 from meshwright.trainer.meter import BadStep
 from meshwright.trainer.prepare import Position, PreparedRun, Trainable
 from meshwright.trainer.relations import SKIPPED, check_accepted, parts_of
@@ -334,7 +336,7 @@ def _keep_evidence(
     def numbered(number: int) -> Path:
         return out / (f"evidence-step-{bad.step}" + (f".{number}" if number else ""))
 
-    number = next(n for n in itertools.count() if not numbered(n).exists())
+    number = next(n for n in itertools.count() if not os.path.lexists(numbered(n)))
     if jax.process_count() > 1:
         with waiting("the devices"):
             number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
@@ -342,7 +344,7 @@ def _keep_evidence(
     if state is not None:
         with Checkpoints(folder / "checkpoints", max_to_keep=1) as checkpoints:
             checkpoints.save(state, device_run, step=bad.step - 1, cursor=cursor)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(out, folder.name)
     if batch is not None:
         rows: dict[str, Any] = {  # those of this process
             name or "batch": np.concatenate(
@@ -350,7 +352,8 @@ def _keep_evidence(
             )
             for name, x in named_leaves(batch).items()
         }
-        with (folder / f"batch-process-{jax.process_index()}.npz").open("wb") as file:
+        rows_file = folder / f"batch-process-{jax.process_index()}.npz"
+        with open_file(rows_file, "wb") as file:
             np.savez(file, **rows)
     if jax.process_index() == 0:
         values = {
@@ -358,7 +361,6 @@ def _keep_evidence(
             for name, value in bad.values.items()
         }
         record = {"step": bad.step, "reason": bad.reason, **values}
-        (folder / "metrics.json").write_text(
-            json.dumps(record, indent=1, allow_nan=False), encoding="utf-8"
-        )
+        text = json.dumps(record, indent=1, allow_nan=False)
+        write_text(folder / "metrics.json", text)
     return folder

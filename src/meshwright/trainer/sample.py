@@ -17,6 +17,7 @@ from meshwright.generation.weights import lay_out
 from meshwright.sharding.params import Tree, named_leaves
 from meshwright.signs import waiting
 from meshwright.step.device_run import DeviceRun, place_on_devices
+from meshwright.storage.writing import write_text
 
 _TEMPERATURE = 0.8
 _CHUNK = 512
@@ -42,7 +43,7 @@ def write_sample(
         )
         work.record["text"] = text = data.prompt + tokenizer.decode(tokens)
     if jax.process_index() == 0:
-        (out / "sample.txt").write_text(text, encoding="utf-8")
+        write_text(out / "sample.txt", text)
     return text
 
 

@@ -107,6 +107,7 @@ class RunFolder:
             self.curves = {}
         for line in lines:
             step = step_of(line)
+            line.pop("step", None)
             if step is None:
                 continue
             for name, value in line.items():

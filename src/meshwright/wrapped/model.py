@@ -28,6 +28,7 @@ from meshwright.step.gradients import build_gradients
 from meshwright.storage.paths import path_of
 from meshwright.trainer.evaluation import evaluate_prepared
 from meshwright.trainer.prepare import prepare_other
+from meshwright.trust import OwnName, own
 from meshwright.wrapped import prepared, step
 from meshwright.wrapped.batches import find_held_out, find_source
 from meshwright.wrapped.modules import find_adapter
@@ -87,23 +88,22 @@ class Wrapped(Model):
         optimizer, by name. Raises ConfigError for an unknown field.
         """
         training = Training(batch=self.parts.source.batch_size, compute_dtype="float32")
-        return change_fields(Run(model=self.named(), training=training), mesh, changes)
+        return change_fields(Run(model=self.named(), training=training), mesh, own(changes))
 
     def options_of_child(self) -> list[str]:
         """Returns the options by which another process imports the model, whose code this one runs already.
 
         Raises ConfigError for one that it could not import.
         """
-        name = (
-            self.named().name if self.parts else ""
-        )  # a name from a file is loaded here, or refused
+        name = self.named().name if self.parts else ""
         if not name:
             raise ConfigError(
                 "compiling a wrapped model in another process",
                 "it is not a top-level object of a file, so that process cannot import it",
                 "define it at the top level of a .py file: model = mw.wrap(...)",
             )
-        return ["--model.name", name]
+        # A name from a file stands in the file that the other process reads, and is no word of the user's.
+        return ["--model.name", name] if isinstance(name, OwnName) else []
 
     def restore(self, out: str | Path, *, at: int | None = None) -> Any:
         """Returns the trained model of an output folder on the first device, in evaluation mode.

@@ -11,6 +11,7 @@ from meshwright.bench.hardware.run import SECTIONS
 from meshwright.bench.hardware.section import Request, Section, describe, end_with_parent
 from meshwright.hardware.mesh import prepare_host
 from meshwright.plugins import resolve
+from meshwright.trust import take_options
 
 
 def main(folder: str, name: str, seconds: str) -> int:
@@ -34,4 +35,4 @@ def main(folder: str, name: str, seconds: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(*take_options(sys.argv[1:])))

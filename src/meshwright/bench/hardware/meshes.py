@@ -19,6 +19,7 @@ from meshwright.models.families.mixtral import Mixtral
 from meshwright.runs.run import Run
 from meshwright.step.train_step import build_train_step
 from meshwright.storage.paths import default_cache_folder
+from meshwright.storage.writing import write_text
 from meshwright.trainer.loop import prepare_run
 from meshwright.trainer.parity import compare_meshes
 from meshwright.trainer.silent import shard_sums
@@ -146,5 +147,5 @@ def _write_text(folder: Path) -> Path:
         for i in range(_TEXT_LINES)
     )
     if not file.is_file():
-        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_text(file, "\n".join(lines) + "\n")
     return file

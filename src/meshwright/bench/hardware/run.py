@@ -24,7 +24,8 @@ from meshwright.bench.hardware.section import (
     write_json_file,
 )
 from meshwright.errors import ConfigError, nearest
-from meshwright.plugins import is_reference
+from meshwright.storage.writing import make_folder, open_file
+from meshwright.trust import is_reference, options_of_child
 
 _PLACE = "meshwright.bench.hardware"
 SECTIONS: dict[str, tuple[str, int]] = {
@@ -69,21 +70,23 @@ def run_sections(
         share = sum(SECTIONS.get(n, _OUTSIDE)[1] for n in names[number:])
         left = max(0.0, ends - time.monotonic())
         section_file(folder, name).unlink(missing_ok=True)  # of an earlier run
-        _run_child(folder, name, left * SECTIONS.get(name, _OUTSIDE)[1] / share)
+        _run_child(folder, request, name, left * SECTIONS.get(name, _OUTSIDE)[1] / share)
         results[name] = read_section(folder, name)
         finished(name, results[name])
     return results
 
 
-def _run_child(folder: Path, name: str, seconds: float) -> None:
+def _run_child(folder: Path, request: Request, name: str, seconds: float) -> None:
     """Runs a section in a child process, and records how it ended where the child could not."""
     logs = folder / "logs"
-    logs.mkdir(exist_ok=True)
+    make_folder(folder, logs.name)
     log = logs / f"{file_name(name)}.log"
-    command = [sys.executable, "-P", "-m", _PLACE, str(folder), name, f"{seconds:.1f}"]
+    # Where a section or a kernel from outside is named, the user named it.
+    trusted = options_of_child(name, request.kernels)
+    command = [sys.executable, "-P", "-m", _PLACE, str(folder), name, f"{seconds:.1f}", *trusted]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     limit, message, state = seconds * _GRACE_FACTOR + _GRACE_SECONDS, "", FAILED
-    with log.open("w", encoding="utf-8") as output:
+    with open_file(log, "w") as output:
         try:
             streams: dict[str, Any] = {
                 "stdin": subprocess.DEVNULL,

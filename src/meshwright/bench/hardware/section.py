@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from meshwright.documents import write_atomically
 from meshwright.errors import MeshwrightError, describe_failure
+from meshwright.storage.writing import write_atomically
 
 Measurement = Callable[[], Mapping[str, Any]]
 
