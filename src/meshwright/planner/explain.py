@@ -54,7 +54,7 @@ def alternatives(result: SearchResult) -> list[Alternative]:
             best.setdefault(mesh_axes(plan), (plan, fits))
     losers = [
         Alternative(
-            axes, plan, fits, slowdown_reason(plan, winner) if fits else memory_shortfall(plan)
+            axes, plan, fits, slowdown_reason(plan, winner) if fits else plan.estimate.shortfall
         )
         for axes, (plan, fits) in best.items()
         if winner is None or axes != mesh_axes(winner)
@@ -76,16 +76,6 @@ def slowdown_reason(plan: Plan, winner: Plan | None) -> str:
     return text
 
 
-def memory_shortfall(plan: Plan) -> str:
-    """States by how much a plan does not fit the memory."""
-    e = plan.estimate
-    largest = max(e.memory, key=lambda category: e.memory[category])
-    return (
-        f"does not fit: {format_bytes(e.bytes)} and {e.target.chip.fragmentation - 1:.0%} of fragmentation, of "
-        f"{format_bytes(e.hbm_bytes)}; {format_bytes(e.memory[largest])} of it {largest}"
-    )
-
-
 def explain_mesh(result: SearchResult, shape: MeshShape) -> str:
     """States the rank of a mesh in a search that included it, and why it is not the first.
 
@@ -96,7 +86,7 @@ def explain_mesh(result: SearchResult, shape: MeshShape) -> str:
     if best is None:
         too_large = next((plan for plan in result.too_large if plan.mesh == shape), None)
         if too_large is not None:
-            return f"{shape}: {memory_shortfall(too_large)}\n  (even with {too_large.name})"
+            return f"{shape}: {too_large.estimate.shortfall}\n  (even with {too_large.name})"
         if str(shape) in result.refused:
             return f"{shape}: the trainer refuses it.\n{result.refused[str(shape)]}"
         return f"{shape}: this search has no plan on it"
@@ -125,14 +115,20 @@ class Remedy:
     """Seconds per step that it costs."""
 
 
-def memory_remedies(run: Run, target: Target, shape: MeshShape, over: float) -> list[Remedy]:
-    """Returns the three cheapest options that save `over` bytes per device, or where none does, that save anything."""
+def memory_remedies(
+    run: Run, target: Target, shape: MeshShape, over: float, phase: str = "step"
+) -> list[Remedy]:
+    """Returns the three cheapest options that save `over` bytes per device, or where none does, that save anything.
+
+    phase: of the training, in which the bytes are too many.
+    """
     base, changed = variants(run, target, shape)
-    savings = [
-        Remedy(option, saved, plan.estimate.seconds - base.estimate.seconds)
-        for option, plan in changed
-        if (saved := base.estimate.bytes - plan.estimate.bytes) > 0
-    ]
+    savings = []
+    for option, plan in changed:
+        saved = base.estimate.bytes_in(phase) - plan.estimate.bytes_in(phase)
+        if saved > 0:
+            extra_seconds = plan.estimate.seconds - base.estimate.seconds
+            savings.append(Remedy(option, saved, extra_seconds))
     enough = [remedy for remedy in savings if remedy.saved_bytes >= over]
     return sorted(
         enough or savings, key=lambda remedy: (remedy.extra_seconds, -remedy.saved_bytes)
@@ -151,12 +147,16 @@ def nothing_fits(run: Run, result: SearchResult) -> ConfigError:
         )
     smallest = result.too_large[:3]
     estimate = smallest[0].estimate
+    phase = estimate.peak_phase
+    needed = estimate.bytes_in(phase) * target.chip.fragmentation
+    fix = f"about {needed / estimate.hbm_bytes:.1f} times the chips, or a chip with more memory"
+    if phase in ("step", "evaluation"):
+        fix += ", or fewer tokens per step"
     return ConfigError(
         f"{run.name} on {target}",
         "no mesh has the memory; the closest:\n"
-        + "\n".join(f"    {plan.name}: {memory_shortfall(plan)}" for plan in smallest),
-        f"about {estimate.bytes / estimate.hbm_bytes:.1f} times the chips, a chip with more memory, or fewer tokens "
-        "per step",
+        + "\n".join(f"    {plan.name}: {plan.estimate.shortfall}" for plan in smallest),
+        fix,
     )
 
 

@@ -415,7 +415,7 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
             elif found.smallest is not None:
                 too_large.append(found.smallest)
     plans.sort(key=preference)
-    too_large.sort(key=lambda plan: plan.estimate.bytes)
+    too_large.sort(key=closeness)
     bound = lower_bound(runs[0], target, plans[0]) if plans and run.model.unit == "tokens" else 0.0
     return SearchResult(target, tuple(plans), tuple(too_large), refused, priced, bound)
 
@@ -497,6 +497,16 @@ def preference(plan: Plan) -> tuple[bool, float]:
     return not is_roomy(plan), plan.estimate.seconds
 
 
+def closeness(plan: Plan) -> tuple[float, bool, float]:
+    """Sorts plans that do not fit: those that need least memory first, in the phase that needs most.
+
+    What a save or a start needs does not depend on the remat policy. Where such a phase decides, the fastest plan whose
+    step fits comes first.
+    """
+    e = plan.estimate
+    return e.bytes_in(e.peak_phase), not e.fits_in("step"), e.seconds
+
+
 @dataclasses.dataclass
 class _MeshSearch:
     run: Run
@@ -505,7 +515,7 @@ class _MeshSearch:
     best: Plan | None = None
     """Plan that fits and is preferred to all others."""
     smallest: Plan | None = None
-    """Plan that needs least memory of those that do not fit."""
+    """Plan that comes closest to fitting of those that do not (`closeness`)."""
     priced: int = 0
     without_bubble: float = math.inf
     """Shortest step of any plan, whether it fits or not, less its pipeline bubble."""
@@ -561,7 +571,7 @@ class _MeshSearch:
         )
         if plan.estimate.fits:
             self._take(plan)
-        elif self.smallest is None or plan.estimate.bytes < self.smallest.estimate.bytes:
+        elif self.smallest is None or closeness(plan) < closeness(self.smallest):
             self.smallest = plan
         return plan
 
@@ -604,7 +614,7 @@ def price_mesh(run: Run, target: Target, shape: MeshShape) -> tuple[Plan | None,
     ]
     fitting, misses = [f.best for f in found if f.best], [f.smallest for f in found if f.smallest]
     best = min(fitting, key=preference, default=None)
-    smallest = min(misses, key=lambda plan: plan.estimate.bytes, default=None)
+    smallest = min(misses, key=closeness, default=None)
     if best is None and smallest is None:
         place_run(run, shape)
         reason = next(iter(refused.values()), "no pipeline schedule fits it")
@@ -700,6 +710,9 @@ def with_choices_that_fit(
         chosen = with_choices(run, room)
         if chosen == run:  # nothing is left open
             return run
+        planned = price_run(chosen, room).estimate
+        if tried == 1 and not planned.fits:
+            say(f"no choice on mesh {run.mesh} is planned to fit; the closest {planned.shortfall}")
         compiled = needed(chosen)
         if compiled <= available or tried == _TRIES:
             return chosen
