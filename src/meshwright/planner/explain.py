@@ -2,12 +2,22 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_bytes, format_step
-from meshwright.hardware.targets import Target
-from meshwright.planner.search import Plan, SearchResult, check_size, search, variants
+from meshwright.hardware.chips import Torus
+from meshwright.hardware.targets import Target, slices_by_chips
+from meshwright.planner.search import (
+    Plan,
+    SearchResult,
+    check_size,
+    search,
+    variants,
+    with_open_choices,
+)
+from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
 from meshwright.words import AXES
 
@@ -139,11 +149,13 @@ def nothing_fits(run: Run, result: SearchResult) -> ConfigError:
     """Builds the error for a search without a plan that fits, with the plans that need least memory."""
     target = result.target
     if not result.too_large:
-        reason = next(iter(result.refused.values()), "no mesh divides its batch, heads and layers")
-        nearest = " or ".join(f"--batch {batch}" for batch in nearest_batches(run, target))
-        fix = nearest or "another batch"
+        everywhere = refusal_of_one_device(run)
+        if everywhere is not None:
+            return everywhere
         return ConfigError(
-            f"{run.name} on {target}", f"every mesh is refused, the last: {reason}", fix
+            f"{run.name} on {target}",
+            f"every mesh of {target.devices} devices is refused: {_first_reason(result)}",
+            _batch_that_is_planned(run, target) or "another number of devices",
         )
     smallest = result.too_large[:3]
     estimate = smallest[0].estimate
@@ -158,6 +170,43 @@ def nothing_fits(run: Run, result: SearchResult) -> ConfigError:
         + "\n".join(f"    {plan.name}: {plan.estimate.shortfall}" for plan in smallest),
         fix,
     )
+
+
+def refusal_of_one_device(run: Run) -> ConfigError | None:
+    """Returns why one device cannot train a run, whatever its memory; None if it can.
+
+    One device divides every batch, sequence, head and layer, so no mesh can train what it cannot.
+    """
+    one = with_open_choices(run)
+    training = dataclasses.replace(one.training, remat="full", microbatches=1)
+    try:
+        place_run(dataclasses.replace(one, training=training), MeshShape())
+    except ConfigError as error:
+        return error
+    return None
+
+
+def _first_reason(result: SearchResult) -> str:
+    """Returns why the mesh that splits least is refused, in a line."""
+    if not result.refused:
+        return "none divides its batch, heads and layers"
+    mesh, reason = next(iter(result.refused.items()))
+    lines = [line.strip() for line in reason.splitlines()]
+    causes = [line.removeprefix("because:").strip() for line in lines if line.startswith("because")]
+    return f"{mesh}, because {'; '.join(causes) or lines[0]}"
+
+
+def _batch_that_is_planned(run: Run, target: Target) -> str | None:
+    """Returns the option with the nearest batches that have a plan; None where no batch near has one."""
+    devices, batch = target.devices, run.training.batch
+    around = (batch // devices * devices, -(-batch // devices) * devices)
+    sizes = sorted({*nearest_batches(run, target), *around} - {0, batch})
+    planned = []
+    for size in sizes:
+        changed = dataclasses.replace(run.training, batch=size)
+        if search(dataclasses.replace(run, training=changed), target).plans:
+            planned.append(f"--batch {size}")
+    return " or ".join(planned) or None
 
 
 def _odd_part(n: int) -> int:
@@ -224,8 +273,71 @@ def sharding_note(result: SearchResult) -> str | None:
     )
 
 
-def notes(run: Run, result: SearchResult) -> list[str]:
-    """Returns what does not divide on a target, and how much faster the nearest batches are that do."""
+def fewer_are_faster(plans: Sequence[Plan]) -> list[str]:
+    """States which plans are slower than another of fewer devices of the same chip, for the same tokens per step."""
+    found = []
+    for plan in plans:
+        fewer = [
+            other
+            for other in plans
+            if other.target.name == plan.target.name
+            and other.target.devices < plan.target.devices
+            and other.estimate.tokens == plan.estimate.tokens
+            and other.estimate.seconds <= plan.estimate.seconds
+        ]
+        if fewer:
+            best = min(fewer, key=lambda other: other.estimate.seconds)
+            found.append(
+                f"{plan.target.devices} devices are slower than {best.target.devices}: {plan.name} takes "
+                f"{format_step(plan.estimate.seconds)} on {plan.target}, and {best.name} takes "
+                f"{format_step(best.estimate.seconds)} on {best.target}"
+            )
+    return found
+
+
+def smaller_target(target: Target) -> Target | None:
+    """Returns the next smaller machine of the same chips, with a power of two of devices; None if there is none."""
+    devices = 2 ** ((target.devices - 1).bit_length() - 1)
+    if target.devices < 2 or target.slices > 1:
+        return None
+    interconnect = target.chip.interconnect
+    if isinstance(interconnect, Torus):
+        shape = slices_by_chips(interconnect).get(devices // target.chip.devices_per_chip)
+        return None if shape is None else dataclasses.replace(target, topology=shape)
+    _, each = target.topology
+    if devices <= each:
+        return dataclasses.replace(target, topology=(1, devices))
+    return (
+        dataclasses.replace(target, topology=(devices // each, each))
+        if devices % each == 0
+        else None
+    )
+
+
+def smaller_machine_note(run: Run, result: SearchResult) -> str | None:
+    """States that fewer devices are faster, where the devices divide the batch badly and it is so.
+
+    Only then another search is made: where the devices are no power of two, or more than the sequences of a batch.
+    """
     target = result.target
-    found = [batch_note(run, target), compare_batches(run, target, result), sharding_note(result)]
+    if not result.plans or (
+        _odd_part(target.devices) == 1 and run.training.batch >= target.devices
+    ):
+        return None
+    smaller = smaller_target(target)
+    if smaller is None:
+        return None
+    plans = search(run, smaller).plans
+    return next(iter(fewer_are_faster([result.plans[0], *plans[:1]])), None)
+
+
+def notes(run: Run, result: SearchResult) -> list[str]:
+    """Returns what does not divide on a target, and how much faster other batches or fewer devices are."""
+    target = result.target
+    found = [
+        batch_note(run, target),
+        compare_batches(run, target, result),
+        sharding_note(result),
+        smaller_machine_note(run, result),
+    ]
     return [note for note in found if note is not None]

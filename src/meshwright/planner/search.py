@@ -231,6 +231,24 @@ def _across_slices(shape: MeshShape, target: Target) -> MeshShape | None:
     return None
 
 
+def idle_stages(run: Run, shape: MeshShape) -> str | None:
+    """States why a pipeline is not priced that has fewer sequences than stages; None for other meshes.
+
+    With m microbatches in s stages a stage waits during (s - 1) / (m + s - 1) of the step: most of it where m < s.
+    """
+    sequences = run.training.batch // shape.over(BATCH_AXES)
+    if shape.stage == 1 or sequences >= shape.stage or run.training.microbatches:
+        return None
+    waiting = (shape.stage - 1) / (max(1, sequences) + shape.stage - 1)
+    return str(
+        ConfigError(
+            f"{shape.stage} pipeline stages for {sequences} sequence(s) of a replica",
+            f"with a microbatch for each sequence a stage waits during {waiting:.0%} of a step",
+            f"--batch {shape.stage * shape.over(BATCH_AXES)} or more, --why {shape} to price it, or fewer stages",
+        )
+    )
+
+
 def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
     """Yields the run on a mesh with each pipeline schedule and number of microbatches worth pricing.
 
@@ -388,6 +406,10 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
     # Meshes without a pipeline first: they are far fewer, and their best time prunes the others.
     candidates = dict.fromkeys([*candidate_meshes(run, target), *include])
     for shape in sorted(candidates, key=lambda shape: (shape.stage, shape.tensor * shape.context)):
+        idle = idle_stages(run, shape)
+        if idle is not None and shape not in include:
+            refused[str(shape)] = idle
+            continue
         without_bubble: dict[tuple[int, str, str], float] = {}
         tried = runs if shape.stage > 1 else runs[:1]
         for scheduled in itertools.chain.from_iterable(
@@ -448,7 +470,11 @@ def lower_bound(run: Run, target: Target, best: Plan) -> float:
         best.estimate.seconds,
     )
     room = chip.roomy_bytes if is_roomy(best) else chip.hbm_bytes / chip.fragmentation
-    schedules = (candidate_schedules(run, shape) for shape in candidate_meshes(run, target))
+    schedules = (
+        candidate_schedules(run, shape)
+        for shape in candidate_meshes(run, target)
+        if idle_stages(run, shape) is None
+    )
     left_out = set[tuple[MeshShape, int]]()
     for scheduled in itertools.chain.from_iterable(schedules):
         named, shape = scheduled.training.microbatches, scheduled.mesh or MeshShape()

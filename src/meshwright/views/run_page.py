@@ -283,16 +283,27 @@ def _times(folders: Sequence[RunFolder]) -> list[Block]:
             folder.curves["step seconds"].values
         )
 
-    rows = []
+    rows, notes = list[Bar](), list[str]()
     for folder in folders:
         if folder.curves.get("step seconds", Curve()).values:
             other = [mean(folder, name) for name in _BETWEEN]
-            rows.append(Bar(folder.name, [max(0.0, mean(folder, "step") - sum(other)), *other]))
+            own = mean(folder, "step") - sum(other)
+            if own < 0:
+                more = format_step(-own)
+                notes.append(f"{folder.name}: the parts add up to {more} more than a step took.")
+            rows.append(Bar(folder.name, [own if own > 0 else 0.0, *other]))
     blocks: list[Block] = []
     if rows:
         colours = ("c1", "c2", "c3", "c4", "c5")
         blocks.append(
-            Bars("seconds", ["step", *_BETWEEN], colours, rows, title="Mean time between steps")
+            Bars(
+                "seconds",
+                ["step", *_BETWEEN],
+                colours,
+                rows,
+                title="Mean time between steps",
+                note=" ".join(notes),
+            )
         )
     for folder in folders:
         document = folder.document("foresight.json")
