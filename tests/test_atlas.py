@@ -45,3 +45,20 @@ def test_the_table_and_the_pages_are_those_of_the_results() -> None:
     assert len(FILES) >= 10 and {file.stem for file in FILES} == RECORDS.keys()
     assert {page.stem for page in (ATLAS / "pages").glob("*.html")} == RECORDS.keys()
     assert table.table(list(RECORDS.values())) in (ATLAS / "index.md").read_text(encoding="utf-8")
+
+
+def test_a_plan_that_is_slower_is_printed_so_and_its_rule_is_on_the_page() -> None:
+    """Savings have their sign, and sentences follow from the figures."""
+    index = (ATLAS / "index.md").read_text(encoding="utf-8")
+    records = list(RECORDS.values())
+    assert table.sentences(records) in index
+    slower = [r for r in records if r["saved"] is not None and r["saved"] < 0]
+    assert slower, "two published meshes are faster by the planner's own prices"
+    for record in slower:
+        assert record["plan_seconds"] > record["own_seconds"]
+        assert record["rule"] and record["rule"] in index
+        assert f"| {record['saved']:+.1%} |" in index
+    for record in records:
+        if record["saved"] is not None:
+            saved = 1 - record["plan_seconds"] / record["own_seconds"]
+            assert record["saved"] == pytest.approx(saved, abs=1e-12)

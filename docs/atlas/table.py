@@ -17,7 +17,7 @@ from meshwright.config import MeshShape, Training
 from meshwright.hardware.chips import Nodes
 from meshwright.hardware.targets import Target, parse_target
 from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.search import price_run, search
+from meshwright.planner.search import OFFLOADING, Plan, is_roomy, price_run, search
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.views.plan_page import plan_page
@@ -28,6 +28,8 @@ sys.path.append(str(HERE.parents[1] / "bench" / "foresight"))
 from other_programs import SOFTWARE  # noqa: E402
 
 _BEGIN, _END = "<!-- table: docs/atlas/table.py -->\n", "<!-- end of the table -->\n"
+_SENTENCES = "<!-- sentences: docs/atlas/table.py -->\n"
+_SENTENCES_END = "<!-- end of the sentences -->\n"
 _WHOLE_LOGITS = 2**20
 """MiB of logits at once: other programs compute those of a microbatch together."""
 _LOGITS_MIB = 1024
@@ -158,15 +160,63 @@ def priced(file: Path) -> tuple[dict[str, Any], Report]:
     best = found.plans[0]
     same = own if own.estimate.fits else next((plan for plan in found.plans if plan.mesh == placed.shape), None)
     seconds, mfu = facts.published_step(predicted)
-    saved = None if same is None else max(0.0, 1 - best.estimate.seconds / same.estimate.seconds)
+    saved = None if same is None else 1 - best.estimate.seconds / same.estimate.seconds
     record = {
         "name": file.stem, "title": facts.title, "year": facts.year, "source": facts.sources[0].url,
         "target": str(target), "mesh": str(placed.shape), "published_seconds": seconds, "published_mfu": mfu,
         "predicted_seconds": predicted.seconds, "predicted_mfu": predicted.mfu, "plan": best.name,
         "plan_seconds": best.estimate.seconds, "saved": saved,
+        "own_seconds": None if same is None else same.estimate.seconds,
+        "rule": None if same is None else rule_against(same), "experts": any(layer.experts for layer in placed.spec.layers),
     }  # fmt: skip
     page = plan_page(best, found, compared=(best, same or own), most=_SHOWN)
     return record, dataclasses.replace(page, title=facts.title)
+
+
+def rule_against(plan: Plan) -> str:
+    """Names the rule by which the planner does not choose a plan that may be faster; an empty text without one."""
+    chip, bytes_planned = plan.target.chip, plan.estimate.bytes
+    if not plan.estimate.fits:
+        return "the published mesh does not fit with Meshwright's step"
+    if not is_roomy(plan):
+        return (
+            f"it takes {bytes_planned / chip.hbm_bytes:.0%} of a device's memory, and plans that take at most "
+            f"{chip.roomy_bytes / chip.hbm_bytes:.0%} come first"
+        )
+    if plan.run.training.remat in OFFLOADING:
+        return "it offloads activations to the hosts, which is never chosen"
+    return ""
+
+
+def sentences(records: list[dict[str, Any]]) -> str:
+    """Returns what the table says, in sentences that follow from its figures."""
+    dense = [r for r in records if not r["experts"]]
+    mixtures = [r for r in records if r["experts"]]
+    lines = []
+    for name, group in (("Dense models", dense), ("Mixtures of experts", mixtures)):
+        errors = [r["predicted_seconds"] / r["published_seconds"] - 1 for r in group]
+        lines.append(
+            f"- **{name}** on the published mesh, {len(group)} runs, are predicted with errors from {min(errors):+.0%} "
+            f"to {max(errors):+.0%}."
+        )
+    compared = [r for r in records if r["saved"] is not None]
+    faster = [r for r in compared if r["saved"] > 0]
+    slower = [r for r in compared if r["saved"] < 0]
+    text = f"- **The planner's plan** is faster than the published mesh in {len(faster)} of {len(compared)} runs"
+    lines.append(f"{text} that fit there with Meshwright's step, and slower in {len(slower)}.")
+    for r in slower:
+        because = r["rule"] or "the search did not price the published settings"
+        lines.append(
+            f"    - {r['title']}: {r['plan_seconds']:.3g} s, and {r['own_seconds']:.3g} s on the published mesh: {because}."
+        )
+    behind = [r for r in records if r["plan_seconds"] > r["published_seconds"]]
+    listed = ", ".join(f"{r['title']} in {r['plan_seconds']:.3g} s" for r in behind)
+    lines.append(
+        f"- **A smaller step time is not a promise.** Both sides of the planner's choice are predicted with Meshwright's "
+        f"constants. Where its program is slower than the published one, its plan can be slower than what was published: "
+        f"{listed}."
+    )
+    return "\n".join(lines) + "\n"
 
 
 def table(records: list[dict[str, Any]]) -> str:
@@ -181,7 +231,7 @@ def table(records: list[dict[str, Any]]) -> str:
             f"| [{r['title']}](pages/{r['name']}.html) ({r['year']}) | [file](runs/{r['name']}.toml) | {r['target']} | "
             f"{r['mesh']} | [{r['published_seconds']:.3g} s]({r['source']}) | {r['predicted_seconds']:.3g} s | "
             f"{r['predicted_seconds'] / r['published_seconds'] - 1:+.0%} | {r['published_mfu']:.1%} | "
-            f"{r['predicted_mfu']:.1%} | {r['plan']} | {'-' if r['saved'] is None else format(r['saved'], '.0%')} |"
+            f"{r['predicted_mfu']:.1%} | {r['plan']} | {'-' if r['saved'] is None else format(r['saved'], '+.1%')} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -199,8 +249,14 @@ def main() -> None:
         print(file.stem)
     (HERE / "atlas.json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     index = HERE / "index.md"
-    before, rest = index.read_text(encoding="utf-8").split(_BEGIN)
-    index.write_text(before + _BEGIN + table(records) + _END + rest.split(_END, 1)[1], encoding="utf-8")
+    text = index.read_text(encoding="utf-8")
+    for begin, end, generated in (
+        (_BEGIN, _END, table(records)),
+        (_SENTENCES, _SENTENCES_END, sentences(records)),
+    ):
+        before, rest = text.split(begin)
+        text = before + begin + generated + end + rest.split(end, 1)[1]
+    index.write_text(text, encoding="utf-8")
 
 
 def _changed[T](part: T, changes: dict[str, Any]) -> T:

@@ -108,7 +108,7 @@ class LocalPlanner:
         """Returns the step's parts, predicted and measured, and writes them to OUT/foresight.json."""
         steps = max(1, summary.steps_taken)
         data_wait, saving = summary.data_wait_seconds / steps, summary.save_seconds / steps
-        step = max(0.0, summary.step_seconds - data_wait)
+        step = summary.step_seconds - data_wait
         gaps = forecast_gaps(forecast, step=step, data_wait=data_wait, saving=saving)
         record = {"source": forecast.source, "gaps": [dataclasses.asdict(gap) for gap in gaps]}
         file = summary.out / "foresight.json"

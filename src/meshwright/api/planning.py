@@ -28,7 +28,14 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.formatting import format_bytes, parse_count
 from meshwright.hardware.targets import Target, expand_targets
-from meshwright.planner.explain import alternatives, batch_note, explain_mesh, notes, nothing_fits
+from meshwright.planner.explain import (
+    alternatives,
+    batch_note,
+    explain_mesh,
+    fewer_are_faster,
+    notes,
+    nothing_fits,
+)
 from meshwright.planner.offers import (
     CHIP_HOURS_PER_FAILURE,
     RESTART_MINUTES,
@@ -277,6 +284,8 @@ class PlanOptions(OfferOptions, RunOptions):
             remarks = dict.fromkeys(
                 filter(None, (batch_note(plan.run, plan.target) for plan in plans))
             )
+            every = [offer.plan for offer in (*found, *found.beyond)]
+            remarks |= dict.fromkeys(fewer_are_faster(every))
             lines = [kept, *(f"note: {note}" for note in [*self._rounding_notes(), *remarks])]
             offer_page(found, found.refused, found.beyond, notes=lines, shown=self.shown).print(
                 console

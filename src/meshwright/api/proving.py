@@ -418,14 +418,14 @@ def _print_verdict(
         + ("" if most == "step" else f", in {most}")
     )
     print_sections(
-        console, [] if fits else _remedies(compiled.placed.run, target, peak - available)
+        console, [] if fits else _remedies(compiled.placed.run, target, peak - available, most)
     )
     return fits
 
 
-def _remedies(run: Run, target: Target | None, over: float) -> list[Section]:
+def _remedies(run: Run, target: Target | None, over: float, phase: str = "step") -> list[Section]:
     remedies = (
-        memory_remedies(run, target, run.mesh, over)
+        memory_remedies(run, target, run.mesh, over, phase)
         if target is not None and run.mesh is not None
         else []
     )

@@ -102,7 +102,7 @@ class GenerationReport:
     @property
     def decode_tokens_per_second(self) -> float:
         """Tokens per second after the first of each text, all texts together."""
-        return max(0, self.new_tokens - self.prompts) / max(self.decode_seconds, 1e-9)
+        return (self.new_tokens - self.prompts) / max(self.decode_seconds, 1e-9)
 
 
 @dataclasses.dataclass(frozen=True)

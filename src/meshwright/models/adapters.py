@@ -185,6 +185,19 @@ class AdaptedWeight(SelfMultiplying):
         return linear(x, self.base, contract=contract) + self.scale * linear(low_BTU, self.b)
 
 
+def adapters_of(weights: Tree) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Returns A and B of the weights of a layer that have an adapter, by name."""
+    return {name: (w.a, w.b) for name, w in weights.items() if isinstance(w, AdaptedWeight)}
+
+
+def with_adapters(weights: Tree, adapters: dict[str, tuple[jax.Array, jax.Array]]) -> Tree:
+    """Returns the weights of a layer with other arrays in their adapters."""
+    changed = dict(weights)
+    for name, (a, b) in adapters.items():
+        changed[name] = dataclasses.replace(weights[name], a=a, b=b)
+    return changed
+
+
 @dataclasses.dataclass(frozen=True)
 class AdapterGather(GatherParams):
     """Gathers sharded parameters into weights, dequantised after the gather, with their adapters."""

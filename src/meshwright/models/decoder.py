@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from meshwright.comm.collectives import local_shard, sequence_all_gather
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
+from meshwright.models.adapters import AdapterGather, adapters_of, with_adapters
 from meshwright.models.blocks.layers import Norm, embed, take_rows
 from meshwright.models.model import (
     Aux,
@@ -65,7 +66,12 @@ class Block:
     def spec(self) -> LayerSpec:
         """Returns the facts of a layer."""
         facts = self.attention.facts() | self.feed_forward.facts()
-        return LayerSpec(self.stack, **facts, normalises_outputs=self.norm_place != "before")
+        return LayerSpec(
+            self.stack,
+            **facts,
+            normalises_inputs=self.norm_place != "after",
+            normalises_outputs=self.norm_place != "before",
+        )
 
     def layer(
         self,
@@ -134,6 +140,17 @@ def _leave(_: None, g: tuple[jax.Array, Tree]) -> tuple[jax.Array, Tree]:
 
 
 _own_gradients_first.defvjp(lambda *given: (given, None), _leave)
+
+
+def _own_adapters_first(x_BTD: jax.Array, weights: Tree) -> tuple[jax.Array, Tree]:
+    """Returns its arguments as `_own_gradients_first` does, for weights of which only the adapters are trained.
+
+    Passed through that function, frozen weights would have gradients: a product each, as large as the one that the
+    backward pass needs, behind a barrier that keeps it.
+    """
+    adapters = adapters_of(weights)
+    x_BTD, adapters = _own_gradients_first(x_BTD, adapters)
+    return x_BTD, with_adapters(weights, adapters)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +259,9 @@ class DecoderModel(Model):
         """Returns the layer function of each stack, or one per turn in a period."""
         if self.decoder.period == 1:
             return {stack: blocks[0].layer(ctx) for stack, blocks in self.decoder.stacks.items()}
-        layer = functools.cache(lambda block: block.layer(ctx, _own_gradients_first))
+        frozen = isinstance(ctx.gather_params, AdapterGather)
+        opening = _own_adapters_first if frozen else _own_gradients_first
+        layer = functools.cache(lambda block: block.layer(ctx, opening))
         turns: dict[str, tuple[Layer, ...]] = {}
         for block in self.decoder.layers[: self.decoder.period]:
             turns[block.stack] = (*turns.get(block.stack, ()), layer(block))
@@ -254,10 +273,10 @@ class DecoderModel(Model):
         """Returns the normalised hidden states [B, T, D] and the unembedding [V/stage+tensor, D]."""
         d = self.decoder
         final: Any = gather_params(params["final_norm"], "final_norm")
-        # Two gradients of a tied table are added before they are scattered.
-        x_BTD, table = (
-            (x_BTD, params["embed"]) if d.tied else _own_gradients_first(x_BTD, params["unembed"])
-        )
+        table = params["embed"] if d.tied else params["unembed"]
+        # Two gradients of a tied table are added before they are scattered, and a frozen table has none.
+        if not d.tied and not isinstance(gather_params, AdapterGather):
+            x_BTD, table = _own_gradients_first(x_BTD, table)
         table_VD = gather_params(table, d.table)
         scale, bias = (
             (final["scale"], final.get("bias")) if d.norm.kind == "layer" else (final, None)

@@ -130,19 +130,23 @@ def scan_layers(
     rows: Mapping[str, slice] | None = None,
     remat: str = "none",
     unroll: int = 1,
+    saves_weights: bool = True,
 ) -> tuple[Any, dict[str, Any]]:
     """Scans layers whose kinds repeat; returns x and the aux of each stack, [L, ...].
 
     stacked: parameters of each stack, with a leading dimension of rows, or what reads them.  index: index of each row's
     layer in the model, int32, or a tree of such arrays.  rows: of each stack that are scanned, all by default.  remat:
     a row of REMAT_POLICIES.  unroll: layers per iteration, at least a period; those after the last period are one more.
+    saves_weights: whether a policy that saves everything saves weights too (`checkpoint_layer`).
     """
     turns = collections.Counter(stack for stack, _ in period)
     total = {stack: jax.tree.leaves(index[stack])[0].shape[0] for stack in turns}
     here = {stack: range(total[stack])[rows[stack] if rows else slice(None)] for stack in turns}
     if len(period) == 1 and not callable(stacked):
         ((stack, layer),) = period
-        body = checkpoint_layer(layer, remat, prevent_cse=len(here[stack]) == 1)
+        body = checkpoint_layer(
+            layer, remat, prevent_cse=len(here[stack]) == 1, saves_weights=saves_weights
+        )
         if len(here[stack]) == total[stack]:
             x, aux = jax.lax.scan(
                 lambda x, rest: body(x, *rest), x, (stacked[stack], index[stack]), unroll=unroll
@@ -192,9 +196,14 @@ def scan_layers(
                     return turn[1](x, params, index)
 
                 # The layer's rows are taken inside: rows taken before would be saved, a copy of all parameters.
-                x, aux = checkpoint_layer(turn, remat, prevent_cse=len(bodies) > 1 or count == 1)(
-                    x, inputs[stack]
+                # A function that reads parameters may read trained ones, whose gradients go through it.
+                body = checkpoint_layer(
+                    turn,
+                    remat,
+                    prevent_cse=len(bodies) > 1 or count == 1,
+                    saves_weights=saves_weights or callable(stacked),
                 )
+                x, aux = body(x, inputs[stack])
                 outputs[stack].append(aux)
             return x, {
                 stack: jax.tree.map(lambda *a: jnp.stack(a), *aux) for stack, aux in outputs.items()
@@ -308,6 +317,8 @@ class LocalModel:
     """Most pieces of the batch in which attention and its output projection are computed; 1 is all at once."""
     exchange_pieces: int = 1
     """Most pieces of the batch that layers with experts compute one after another; 1 is all at once."""
+    saves_weights: bool = True
+    """Whether a remat policy that saves everything saves gathered weights; frozen ones are computed again."""
     preferences: "Preferences | None" = None
     """Loss of preferences, instead of that of tokens (models/preferences.py)."""
 
@@ -408,7 +419,14 @@ class LocalModel:
                     at, unroll = part.start % len(section.period), self.training.unroll
                     period = section.period[at:] + section.period[:at]
                     x_BTD, aux = scan_layers(
-                        period, x_BTD, params, index, rows=own, remat=remat, unroll=unroll
+                        period,
+                        x_BTD,
+                        params,
+                        index,
+                        rows=own,
+                        remat=remat,
+                        unroll=unroll,
+                        saves_weights=self.saves_weights,
                     )
                 outputs.append(aux)
         return x_BTD, join(outputs)
@@ -519,7 +537,12 @@ class LocalModel:
         index = {MTP: np.array([len(model.spec().layers)], np.int32)}
         with jax.named_scope("further tokens"):
             h_BTD, aux = scan_layers(
-                [(MTP, layer)], h_BTD, params, index, remat=self.training.remat
+                [(MTP, layer)],
+                h_BTD,
+                params,
+                index,
+                remat=self.training.remat,
+                saves_weights=self.saves_weights,
             )
         own = {**params, "final_norm": params[MTP]["final_norm"][0]}
         loss, metrics = self.loss(own, h_BTD, shifted, total)

@@ -195,6 +195,9 @@ class Widths(NamedTuple):
     """Of what remat policies save as queries, keys and values."""
     gathered: float
     """Of what is gathered over `tensor`."""
+    kept: float = 0.0
+    """Of what the backward pass reads besides, where everything is saved: queries and keys before their norm, those of
+    latent attention as the kernel reads them, what a convolution or an output gate reads and returns."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,12 +260,16 @@ class AttentionSpec:
         heads = self.heads // tensor
         query, value = heads * self.head_size, heads * self.value_size
         kv = kv_heads * (self.head_size + self.value_size) / 2
+        kept = (query + kv) * self.normalises_qk + 2 * value * self.gates_output
         if self.latent is None:
-            return Widths(heads, query, kv, value, query * (1 + self.gates_output) + 2 * kv, width)
+            saved = query * (1 + self.gates_output) + 2 * kv
+            return Widths(heads, query, kv, value, saved, width, kept)
         # Each device of `tensor` saves the latents of its own positions; queries without one are those of its heads.
         rank, cached = self.latent.query_rank, self.latent.cached
         queries = query if rank is None else rank / tensor
-        return Widths(heads, query, kv, value, queries + cached / tensor, (rank or width) + cached)
+        kept += query + 2 * kv
+        saved = queries + cached / tensor
+        return Widths(heads, query, kv, value, saved, (rank or width) + cached, kept)
 
     def flops(self, seq: int) -> float:
         """Returns the FLOPs of one token's scores and weighted values, averaged over a sequence of `seq` tokens."""
@@ -307,14 +314,8 @@ class DeltaSpec:
 
     def widths(self, width: int, tensor: int) -> Widths:
         """Returns the widths on one of `tensor` devices: queries, keys, values and output gate are saved."""
-        return Widths(
-            0,
-            0,
-            0,
-            self.values / tensor,
-            (self.heads * self.channels + self.values) / tensor,
-            width,
-        )
+        mixed, values = self.heads * self.channels / tensor, self.values / tensor
+        return Widths(0, 0, 0, values, mixed + values, width, kept=mixed + values)
 
     def matmuls(self, seq: int) -> list[tuple[int, int, int, int]]:
         """Returns the matmuls of a chunk of a sequence: [m, k] by [k, n], and how many there are, of all heads."""
@@ -376,6 +377,8 @@ class ExpertSpec:
     """Groups that the experts of a token are in."""
     weighted: Literal["hidden", "input"] = "hidden"
     """What the routing weight multiplies: only where it is the hidden layer products read rows as they were sent."""
+    gates_shared: bool = False
+    """Whether a projection of the token multiplies the output of the experts that every token uses."""
 
     def buffers(self, tokens: int, shards: int, nodes: int = 1) -> "ExpertBuffers":
         """Returns the rows of each buffer of a device, one of `shards` that split the experts, in `nodes` nodes.
@@ -478,8 +481,18 @@ class LayerSpec:
     experts: ExpertSpec | None = None
     delta: DeltaSpec | None = None
     """Linear attention; a layer has this or `attention`."""
+    normalises_inputs: bool = True
+    """Whether each half reads a norm of the residual stream: the backward pass reads the norm's output too."""
     normalises_outputs: bool = False
     """Whether the output of each half is normalised before it is added: the backward pass reads it."""
+    hidden_products: float = 0.5
+    """Width of what the feed-forward's last matmul reads, over that of its first outputs: half of a gate and what it
+    multiplies, all of the input of a GELU."""
+
+    @property
+    def scales_rows(self) -> bool:
+        """Whether routing weights multiply the rows of experts: the backward pass reads them before and after."""
+        return self.experts is not None and self.experts.weighted == "input"
 
     def widths(self, width: int, tensor: int) -> Widths:
         """Returns the widths on one of `tensor` devices; a layer without attention gathers the model's width."""

@@ -16,6 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from meshwright.config import Remat, StageSaves, Training
+from meshwright.formatting import format_bytes
 from meshwright.hardware.chips import Efficiency
 from meshwright.hardware.interconnect import AxisMapping, machine_of_target
 from meshwright.hardware.machine import AUTO
@@ -103,6 +104,16 @@ TILE_REUSE = 16
 """Rows of a tile at which loading its operands takes as long as multiplying them."""
 
 
+_PHASE_NAMES = {
+    "step": "",
+    "start": " at the start",
+    "evaluation": " in an evaluation",
+    "save": " in a save",
+    "resume": " in a resume",
+}
+"""Where a phase does not fit, in an error."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Estimate:
     """Predicted step of one device."""
@@ -143,8 +154,35 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether the heap, with its fragmentation, has room in every phase."""
-        most = max((self.bytes, *(phase.device for phase in self.phases.values())))
-        return most * self.target.chip.fragmentation <= self.hbm_bytes
+        return self.fits_in(self.peak_phase)
+
+    @property
+    def peak_phase(self) -> str:
+        """Phase of a training that needs most memory."""
+        return max(("step", *self.phases), key=self.bytes_in)
+
+    def bytes_in(self, phase: str) -> float:
+        """Returns the most bytes of a device in a phase."""
+        if phase == "step" or not self.phases:
+            return self.bytes
+        return self.phases[phase].device
+
+    def fits_in(self, phase: str) -> bool:
+        """Whether the heap, with its fragmentation, has room in one phase."""
+        return self.bytes_in(phase) * self.target.chip.fragmentation <= self.hbm_bytes
+
+    @property
+    def shortfall(self) -> str:
+        """By how much the phase that needs most memory does not fit, and what it needs it for."""
+        phase = self.peak_phase
+        parts = self.memory if phase == "step" else self.phases[phase].parts
+        largest = max(parts, key=lambda name: parts[name])
+        text = (
+            f"does not fit{_PHASE_NAMES[phase]}: {format_bytes(self.bytes_in(phase))} and "
+            f"{self.target.chip.fragmentation - 1:.0%} of fragmentation, of {format_bytes(self.hbm_bytes)}; "
+            f"{format_bytes(parts[largest])} of it {largest}"
+        )
+        return text if phase == "step" else f"{text}; a step needs {format_bytes(self.bytes)}"
 
     @property
     def mfu(self) -> float:
@@ -232,7 +270,7 @@ def _mixed(others: Estimate, saving: Estimate, fraction: float) -> Estimate:
     memory = max(
         both, {**saving.memory, "activations": kept}, key=lambda kinds: sum(kinds.values())
     )
-    step = PhaseMemory(sum(memory.values()), others.phases["step"].host)
+    step = PhaseMemory.of(memory, others.phases["step"].host)
     mixed |= {
         "seconds": sum(mixed["parts"].values()),
         "memory": memory,

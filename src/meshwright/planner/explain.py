@@ -2,12 +2,22 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_bytes, format_step
-from meshwright.hardware.targets import Target
-from meshwright.planner.search import Plan, SearchResult, check_size, search, variants
+from meshwright.hardware.chips import Torus
+from meshwright.hardware.targets import Target, slices_by_chips
+from meshwright.planner.search import (
+    Plan,
+    SearchResult,
+    check_size,
+    search,
+    variants,
+    with_open_choices,
+)
+from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
 from meshwright.words import AXES
 
@@ -54,7 +64,7 @@ def alternatives(result: SearchResult) -> list[Alternative]:
             best.setdefault(mesh_axes(plan), (plan, fits))
     losers = [
         Alternative(
-            axes, plan, fits, slowdown_reason(plan, winner) if fits else memory_shortfall(plan)
+            axes, plan, fits, slowdown_reason(plan, winner) if fits else plan.estimate.shortfall
         )
         for axes, (plan, fits) in best.items()
         if winner is None or axes != mesh_axes(winner)
@@ -76,16 +86,6 @@ def slowdown_reason(plan: Plan, winner: Plan | None) -> str:
     return text
 
 
-def memory_shortfall(plan: Plan) -> str:
-    """States by how much a plan does not fit the memory."""
-    e = plan.estimate
-    largest = max(e.memory, key=lambda category: e.memory[category])
-    return (
-        f"does not fit: {format_bytes(e.bytes)} and {e.target.chip.fragmentation - 1:.0%} of fragmentation, of "
-        f"{format_bytes(e.hbm_bytes)}; {format_bytes(e.memory[largest])} of it {largest}"
-    )
-
-
 def explain_mesh(result: SearchResult, shape: MeshShape) -> str:
     """States the rank of a mesh in a search that included it, and why it is not the first.
 
@@ -96,7 +96,7 @@ def explain_mesh(result: SearchResult, shape: MeshShape) -> str:
     if best is None:
         too_large = next((plan for plan in result.too_large if plan.mesh == shape), None)
         if too_large is not None:
-            return f"{shape}: {memory_shortfall(too_large)}\n  (even with {too_large.name})"
+            return f"{shape}: {too_large.estimate.shortfall}\n  (even with {too_large.name})"
         if str(shape) in result.refused:
             return f"{shape}: the trainer refuses it.\n{result.refused[str(shape)]}"
         return f"{shape}: this search has no plan on it"
@@ -125,14 +125,20 @@ class Remedy:
     """Seconds per step that it costs."""
 
 
-def memory_remedies(run: Run, target: Target, shape: MeshShape, over: float) -> list[Remedy]:
-    """Returns the three cheapest options that save `over` bytes per device, or where none does, that save anything."""
+def memory_remedies(
+    run: Run, target: Target, shape: MeshShape, over: float, phase: str = "step"
+) -> list[Remedy]:
+    """Returns the three cheapest options that save `over` bytes per device, or where none does, that save anything.
+
+    phase: of the training, in which the bytes are too many.
+    """
     base, changed = variants(run, target, shape)
-    savings = [
-        Remedy(option, saved, plan.estimate.seconds - base.estimate.seconds)
-        for option, plan in changed
-        if (saved := base.estimate.bytes - plan.estimate.bytes) > 0
-    ]
+    savings = []
+    for option, plan in changed:
+        saved = base.estimate.bytes_in(phase) - plan.estimate.bytes_in(phase)
+        if saved > 0:
+            extra_seconds = plan.estimate.seconds - base.estimate.seconds
+            savings.append(Remedy(option, saved, extra_seconds))
     enough = [remedy for remedy in savings if remedy.saved_bytes >= over]
     return sorted(
         enough or savings, key=lambda remedy: (remedy.extra_seconds, -remedy.saved_bytes)
@@ -143,21 +149,64 @@ def nothing_fits(run: Run, result: SearchResult) -> ConfigError:
     """Builds the error for a search without a plan that fits, with the plans that need least memory."""
     target = result.target
     if not result.too_large:
-        reason = next(iter(result.refused.values()), "no mesh divides its batch, heads and layers")
-        nearest = " or ".join(f"--batch {batch}" for batch in nearest_batches(run, target))
-        fix = nearest or "another batch"
+        everywhere = refusal_of_one_device(run)
+        if everywhere is not None:
+            return everywhere
         return ConfigError(
-            f"{run.name} on {target}", f"every mesh is refused, the last: {reason}", fix
+            f"{run.name} on {target}",
+            f"every mesh of {target.devices} devices is refused: {_first_reason(result)}",
+            _batch_that_is_planned(run, target) or "another number of devices",
         )
     smallest = result.too_large[:3]
     estimate = smallest[0].estimate
+    phase = estimate.peak_phase
+    needed = estimate.bytes_in(phase) * target.chip.fragmentation
+    fix = f"about {needed / estimate.hbm_bytes:.1f} times the chips, or a chip with more memory"
+    if phase in ("step", "evaluation"):
+        fix += ", or fewer tokens per step"
     return ConfigError(
         f"{run.name} on {target}",
         "no mesh has the memory; the closest:\n"
-        + "\n".join(f"    {plan.name}: {memory_shortfall(plan)}" for plan in smallest),
-        f"about {estimate.bytes / estimate.hbm_bytes:.1f} times the chips, a chip with more memory, or fewer tokens "
-        "per step",
+        + "\n".join(f"    {plan.name}: {plan.estimate.shortfall}" for plan in smallest),
+        fix,
     )
+
+
+def refusal_of_one_device(run: Run) -> ConfigError | None:
+    """Returns why one device cannot train a run, whatever its memory; None if it can.
+
+    One device divides every batch, sequence, head and layer, so no mesh can train what it cannot.
+    """
+    one = with_open_choices(run)
+    training = dataclasses.replace(one.training, remat="full", microbatches=1)
+    try:
+        place_run(dataclasses.replace(one, training=training), MeshShape())
+    except ConfigError as error:
+        return error
+    return None
+
+
+def _first_reason(result: SearchResult) -> str:
+    """Returns why the mesh that splits least is refused, in a line."""
+    if not result.refused:
+        return "none divides its batch, heads and layers"
+    mesh, reason = next(iter(result.refused.items()))
+    lines = [line.strip() for line in reason.splitlines()]
+    causes = [line.removeprefix("because:").strip() for line in lines if line.startswith("because")]
+    return f"{mesh}, because {'; '.join(causes) or lines[0]}"
+
+
+def _batch_that_is_planned(run: Run, target: Target) -> str | None:
+    """Returns the option with the nearest batches that have a plan; None where no batch near has one."""
+    devices, batch = target.devices, run.training.batch
+    around = (batch // devices * devices, -(-batch // devices) * devices)
+    sizes = sorted({*nearest_batches(run, target), *around} - {0, batch})
+    planned = []
+    for size in sizes:
+        changed = dataclasses.replace(run.training, batch=size)
+        if search(dataclasses.replace(run, training=changed), target).plans:
+            planned.append(f"--batch {size}")
+    return " or ".join(planned) or None
 
 
 def _odd_part(n: int) -> int:
@@ -224,8 +273,71 @@ def sharding_note(result: SearchResult) -> str | None:
     )
 
 
-def notes(run: Run, result: SearchResult) -> list[str]:
-    """Returns what does not divide on a target, and how much faster the nearest batches are that do."""
+def fewer_are_faster(plans: Sequence[Plan]) -> list[str]:
+    """States which plans are slower than another of fewer devices of the same chip, for the same tokens per step."""
+    found = []
+    for plan in plans:
+        fewer = [
+            other
+            for other in plans
+            if other.target.name == plan.target.name
+            and other.target.devices < plan.target.devices
+            and other.estimate.tokens == plan.estimate.tokens
+            and other.estimate.seconds <= plan.estimate.seconds
+        ]
+        if fewer:
+            best = min(fewer, key=lambda other: other.estimate.seconds)
+            found.append(
+                f"{plan.target.devices} devices are slower than {best.target.devices}: {plan.name} takes "
+                f"{format_step(plan.estimate.seconds)} on {plan.target}, and {best.name} takes "
+                f"{format_step(best.estimate.seconds)} on {best.target}"
+            )
+    return found
+
+
+def smaller_target(target: Target) -> Target | None:
+    """Returns the next smaller machine of the same chips, with a power of two of devices; None if there is none."""
+    devices = 2 ** ((target.devices - 1).bit_length() - 1)
+    if target.devices < 2 or target.slices > 1:
+        return None
+    interconnect = target.chip.interconnect
+    if isinstance(interconnect, Torus):
+        shape = slices_by_chips(interconnect).get(devices // target.chip.devices_per_chip)
+        return None if shape is None else dataclasses.replace(target, topology=shape)
+    _, each = target.topology
+    if devices <= each:
+        return dataclasses.replace(target, topology=(1, devices))
+    return (
+        dataclasses.replace(target, topology=(devices // each, each))
+        if devices % each == 0
+        else None
+    )
+
+
+def smaller_machine_note(run: Run, result: SearchResult) -> str | None:
+    """States that fewer devices are faster, where the devices divide the batch badly and it is so.
+
+    Only then another search is made: where the devices are no power of two, or more than the sequences of a batch.
+    """
     target = result.target
-    found = [batch_note(run, target), compare_batches(run, target, result), sharding_note(result)]
+    if not result.plans or (
+        _odd_part(target.devices) == 1 and run.training.batch >= target.devices
+    ):
+        return None
+    smaller = smaller_target(target)
+    if smaller is None:
+        return None
+    plans = search(run, smaller).plans
+    return next(iter(fewer_are_faster([result.plans[0], *plans[:1]])), None)
+
+
+def notes(run: Run, result: SearchResult) -> list[str]:
+    """Returns what does not divide on a target, and how much faster other batches or fewer devices are."""
+    target = result.target
+    found = [
+        batch_note(run, target),
+        compare_batches(run, target, result),
+        sharding_note(result),
+        smaller_machine_note(run, result),
+    ]
     return [note for note in found if note is not None]

@@ -5,7 +5,7 @@ import dataclasses
 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
-from meshwright.formatting import format_bytes, format_step
+from meshwright.formatting import format_step
 from meshwright.hardware.chips import CHIPS, Torus, chip_name
 from meshwright.hardware.targets import Target, slices_by_chips
 from meshwright.planner.search import Plan, search
@@ -49,8 +49,10 @@ def plan_for_fewer(run: Run, hosts: int, each: int, kind: str) -> FewerDevices:
     found = search(run, target or Target(UNKNOWN, CHIPS[UNKNOWN], (hosts, each)))
     if target is not None and not found.plans and found.too_large:
         least = found.too_large[0]
-        needs, has = format_bytes(least.estimate.bytes), format_bytes(target.chip.hbm_bytes)
-        truth = f"none of {found.priced} plans fits: {least.name} needs least, {needs} of the {has} of a {target.chip.name}"
+        truth = (
+            f"none of {found.priced} plans fits; closest on a {target.chip.name} is {least.name}, which "
+            f"{least.estimate.shortfall}"
+        )
         raise ConfigError(
             asked, truth, "--restarts.hosts all, or a model or batch that fits fewer devices"
         )

@@ -64,6 +64,7 @@ def memory_by_category(
     )
     one_layer, all_layers = _gathered_elements(placed.layout)
     keeps_weights = REMAT_POLICIES[training.remat].saved is None and software.copies
+    keeps_weights = keeps_weights and not computes_weights_again(placed)
     # Two moments can be the peak: a layer in the backward pass, or the loss (its table, their gradient, the logits).
     logits = (
         chunk_tokens(int(work.tokens), work.unembedding.n, training.logits_mib) * work.unembedding.n
@@ -101,9 +102,6 @@ def memory_by_category(
     activations = part * (1 + parts_kept)
     if shape.stage > 1 and software.copies:
         activations += in_flight * work.tokens / shape.tensor * work.width * compute
-    all_layers -= _whole_elements(
-        placed.layout, training.param_dtype, training.compute_dtype
-    )  # used in place
     all_layers *= (1 + parts_kept) / placed.virtual_stages
     weights = compute * all_layers if keeps_weights else 0.0
     weights += rounded_elements(settled) if software.copies else 0.0
@@ -180,6 +178,13 @@ class PhaseMemory:
     """On one device, with the state."""
     host: float
     """Copies in its host's memory, for each of the host's devices."""
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Bytes on the device by what they hold; they add up to `device`."""
+
+    @classmethod
+    def of(cls, parts: Mapping[str, float], host: float = 0.0) -> "PhaseMemory":
+        """Returns the memory of a phase from its parts on a device."""
+        return cls(sum(parts.values()), host, parts)
 
 
 def phase_memory(settled: Settled, work: Work, step: Mapping[str, float]) -> dict[str, PhaseMemory]:
@@ -189,41 +194,71 @@ def phase_memory(settled: Settled, work: Work, step: Mapping[str, float]) -> dic
     """
     placed = settled.placed
     training, compute = placed.run.training, jnp.dtype(placed.run.training.compute_dtype).itemsize
-    copies = _checkpoint_copies(*state_of(placed))
-    state = step["parameters"] + step["optimizer state"]
+    copies = _checkpoint_copies(*state_of(placed), fuses=not settled.machine.simulated)
+    state = {name: step[name] for name in ("parameters", "optimizer state")}
     logits = (
         chunk_tokens(int(work.tokens), work.unembedding.n, training.logits_mib) * work.unembedding.n
     )
     forward = layer_bytes(settled, work) + _gathered_elements(placed.layout)[0] * compute
     loss = work.unembedding.n * work.width * compute + 4.0 * logits
-    between = (
-        2.0 * work.tokens / placed.shape.tensor * work.width * compute * (placed.shape.stage > 1)
-    )
+    evaluation = {"one layer": forward} if forward > loss else {"loss and its table": loss}
+    if placed.shape.stage > 1:
+        sent = work.tokens / placed.shape.tensor * work.width * compute
+        evaluation["activations between stages"] = 2.0 * sent
     return {
-        "start": PhaseMemory(state + copies["start"].device, 0.0),
-        "step": PhaseMemory(sum(step.values()), offloaded_bytes(placed, work)),
-        "evaluation": PhaseMemory(state + between + max(forward, loss), 0.0),
-        "save": PhaseMemory(state + copies["save"].device, copies["save"].host),
-        "resume": PhaseMemory(state + copies["resume"].device, copies["resume"].host),
+        "start": PhaseMemory.of(state | copies["start"].parts),
+        "step": PhaseMemory.of(step, offloaded_bytes(placed, work)),
+        "evaluation": PhaseMemory.of(state | evaluation),
+        "save": PhaseMemory.of(state | copies["save"].parts, copies["save"].host),
+        "resume": PhaseMemory.of(state | copies["resume"].parts, copies["resume"].host),
     }
+
+
+_HASHES = 2.0
+"""Arrays of 32 bits that XLA:CPU has while it hashes a tensor. Compilers of TPUs and GPUs fuse both hashes into their
+sums and have none: a save of Llama 3 70B in NF4 takes the 42 GiB of its state on an H100, as compiled."""
+_REORDERED = 1.5
+"""Copies of a tensor whose rows change between those of the stages and the order of the layers, its result included."""
 
 
 @functools.lru_cache(maxsize=4096)
-def _checkpoint_copies(layout: ModelLayout, *rest: Any) -> dict[str, PhaseMemory]:
-    """Memory of the phases that make, save and read the state, besides the state."""
+def _checkpoint_copies(layout: ModelLayout, *rest: Any, fuses: bool) -> dict[str, PhaseMemory]:
+    """Memory of the phases that make, save and read the state, besides the state.
+
+    fuses: whether the compiler fuses the hashes of a tensor into their sums.
+    """
     saved = _checkpoint_arrays(layout, *rest)
-    # Tensors are hashed one by one, with two arrays of 32 bits where the compiler does not fuse them. Those whose rows
-    # are permuted are converted one by one, and in pieces.
+    # Tensors are hashed one by one. Those whose rows are permuted are converted one by one, and in pieces.
+    hashes = 0.0 if fuses else _HASHES
+    hashed = max(hashes * x.hashed for x in saved)
     permuted = [x for x in saved if x.rows is not None]
-    hashed = max(2.0 * x.hashed for x in saved)
-    copied = max((x.local + 2.0 * x.hashed for x in permuted), default=0.0)
-    back = max((1.5 * x.local for x in permuted), default=0.0)
+    largest = max((float(x.local) for x in permuted), default=0.0)
+    copied = max((x.local + hashes * x.hashed for x in permuted), default=0.0)
+    if fuses:
+        copied = _REORDERED * largest
     read = sorted((x.local for x in saved), reverse=True)[:READERS]
+    made = {"largest tensor, as it is made": float(max(x.local for x in saved))}
     return {
-        "start": PhaseMemory(max(x.local for x in saved), 0.0),
-        "save": PhaseMemory(max(hashed, copied), sum(x.part for x in saved)),
-        "resume": PhaseMemory(max(hashed, back), float(sum(read))),
+        "start": PhaseMemory.of(made),
+        "save": PhaseMemory.of(_larger(hashed, copied), sum(x.part for x in saved)),
+        "resume": PhaseMemory.of(_larger(hashed, _REORDERED * largest), float(sum(read))),
     }
+
+
+def _larger(hashed: float, reordered: float) -> dict[str, float]:
+    """Names the larger of the two copies that a save or a resume makes of a tensor; {} where there is none."""
+    if hashed > reordered:
+        return {"hashes of the largest tensor": hashed}
+    return {"largest tensor in the order of the layers": reordered} if reordered else {}
+
+
+def computes_weights_again(placed: PlacedRun) -> bool:
+    """Returns whether a policy that saves everything saves no weights, which are frozen and gathered again.
+
+    A stage of a pipeline reads its layers' weights by their number, and saves them.
+    """
+    everything = REMAT_POLICIES[placed.run.training.remat].saved is None
+    return everything and placed.run.finetune.method == "lora" and placed.shape.stage == 1
 
 
 def keeps_stages(placed: PlacedRun) -> bool:
@@ -351,15 +386,6 @@ def _first_reduced_elements(layout: ModelLayout) -> float:
     return max((n for where, n in downs if where.at_rest != where.in_use), default=0.0)
 
 
-def _whole_elements(layout: ModelLayout, param_dtype: str, compute_dtype: str) -> float:
-    """Elements on a device of the layers' parameters that are neither gathered nor converted before use."""
-    whole = ((p, n) for _, p, where, n in _weights(layout) if where.at_rest == where.in_use)
-    layers = (
-        n * p.logical_shape[0] for p, n in whole if (p.stored or param_dtype) == compute_dtype
-    )
-    return sum(layers) / layout.shape.stage
-
-
 def _carried_elements(settled: Settled) -> float:
     """Elements that a scan which gathers ahead carries between layers, weights and gradients, of the largest stack."""
     inside, carried = REMAT_POLICIES[settled.placed.run.training.remat].begins_inside, [0.0]
@@ -442,32 +468,52 @@ def _saved_bytes(
     elements = _elements_per_token(placed, work)
     elements[ATTN_LSE] = work.widths.heads * 4 / compute
     if policy.saved is None:
-        # Also inputs of matmuls: of both halves (whole over `tensor`, as they are gathered), SwiGLU's product (gate, up
-        # are `ffn_hidden`), rows of experts, the router's in float32, the attention output as its projection reads it.
-        kept_low = software.transformer_engine and placed.run.training.matmul_precision != "compute"
-        tensor = placed.shape.tensor
-        whole = (
-            2 - work.ungathered_layers / work.layers * (1 - 1 / tensor)
-            if software.copies
-            else 2 / tensor
-        )
-        inputs = work.width * whole + work.ffn_hidden / 2
-        inputs += work.expert_rows / work.tokens * work.width + work.widths.value * (
-            software.copies or kept_low
-        )
-        kept = sum((elements | {ATTN_OUT: work.widths.value}).values()) + inputs / (
-            compute if kept_low else 1
-        )
-        if placed.spec.has_latents:
-            # Queries, keys and values as the kernel reads them, besides the latents.
-            kept += work.widths.query + 2 * work.widths.kv
-        if any(attention.normalises_qk for attention in placed.spec.attention):
-            kept += work.widths.query + work.widths.kv
-        kept += 4 / compute / tensor * work.width * (work.expert_rows > 0)
+        elements[ATTN_OUT] = work.widths.value
+        kept = sum(elements.values()) + _other_saved_elements(placed, work, compute, software)
     else:
         kept = sum(n for name, n in elements.items() if name in policy.saved)
         kept += 0.0 if LAYER_INPUT in policy.offloaded else elements[LAYER_INPUT]
     return kept * work.tokens * compute
+
+
+def _other_saved_elements(placed: PlacedRun, work: Work, compute: int, software: Software) -> float:
+    """Elements per token of a layer that a policy which saves everything saves besides the named ones, on a device.
+
+    They follow from the layers' kinds. tests/test_saved_activations.py compares them with every family's step.
+    """
+    layers, tensor = placed.spec.layers, placed.shape.tensor
+    count = len(layers)
+    frozen = placed.run.finetune.method == "lora"
+    # Inputs of the matmuls of both halves, whole over `tensor`, as they are gathered.
+    whole = 2 / tensor
+    if software.copies:
+        whole = 2 - work.ungathered_layers / work.layers * (1 - 1 / tensor)
+    if tensor == 1:
+        whole -= 2 * sum(not layer.normalises_inputs for layer in layers) / count
+    inputs = work.width * whole
+    # Products of the hidden layer, whose inputs are named, and rows of experts, scaled too where their weights multiply
+    # them. Only gradients of weights read both: those of routed experts have no adapters.
+    products = max(layer.hidden_products for layer in layers)
+    scaled = sum(layer.scales_rows for layer in layers) / count
+    hidden = work.ffn_hidden - (work.expert_hidden if frozen else 0.0)
+    inputs += hidden * products
+    if not frozen:
+        inputs += (1 + scaled) * work.expert_rows / work.tokens * work.width
+    # The attention output as its projection reads it, besides the kernel's own.
+    kept_low = software.transformer_engine and placed.run.training.matmul_precision != "compute"
+    inputs += work.widths.value * (software.copies or kept_low)
+    kept = inputs / (compute if kept_low else 1)
+    # Outputs of the halves before their norm; what attention reads and returns in other forms.
+    normalised = sum(layer.normalises_outputs for layer in layers) / count
+    kept += 2 * normalised * work.width / tensor + work.widths.kept
+    experts = [layer.experts for layer in layers if layer.experts is not None]
+    if experts:
+        # The router reads its input, and returns its logits and their softmax, in float32.
+        routed = max(e.experts for e in experts)
+        read = 0 if frozen else work.width
+        kept += 4 / compute / tensor * (read + 2 * routed)
+        kept += sum(e.gates_shared for e in experts) / count * work.width
+    return kept
 
 
 def offloaded_bytes(placed: PlacedRun, work: Work) -> float:

@@ -231,6 +231,24 @@ def _across_slices(shape: MeshShape, target: Target) -> MeshShape | None:
     return None
 
 
+def idle_stages(run: Run, shape: MeshShape) -> str | None:
+    """States why a pipeline is not priced that has fewer sequences than stages; None for other meshes.
+
+    With m microbatches in s stages a stage waits during (s - 1) / (m + s - 1) of the step: most of it where m < s.
+    """
+    sequences = run.training.batch // shape.over(BATCH_AXES)
+    if shape.stage == 1 or sequences >= shape.stage or run.training.microbatches:
+        return None
+    waiting = (shape.stage - 1) / (max(1, sequences) + shape.stage - 1)
+    return str(
+        ConfigError(
+            f"{shape.stage} pipeline stages for {sequences} sequence(s) of a replica",
+            f"with a microbatch for each sequence a stage waits during {waiting:.0%} of a step",
+            f"--batch {shape.stage * shape.over(BATCH_AXES)} or more, --why {shape} to price it, or fewer stages",
+        )
+    )
+
+
 def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
     """Yields the run on a mesh with each pipeline schedule and number of microbatches worth pricing.
 
@@ -388,6 +406,10 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
     # Meshes without a pipeline first: they are far fewer, and their best time prunes the others.
     candidates = dict.fromkeys([*candidate_meshes(run, target), *include])
     for shape in sorted(candidates, key=lambda shape: (shape.stage, shape.tensor * shape.context)):
+        idle = idle_stages(run, shape)
+        if idle is not None and shape not in include:
+            refused[str(shape)] = idle
+            continue
         without_bubble: dict[tuple[int, str, str], float] = {}
         tried = runs if shape.stage > 1 else runs[:1]
         for scheduled in itertools.chain.from_iterable(
@@ -415,7 +437,7 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
             elif found.smallest is not None:
                 too_large.append(found.smallest)
     plans.sort(key=preference)
-    too_large.sort(key=lambda plan: plan.estimate.bytes)
+    too_large.sort(key=closeness)
     bound = lower_bound(runs[0], target, plans[0]) if plans and run.model.unit == "tokens" else 0.0
     return SearchResult(target, tuple(plans), tuple(too_large), refused, priced, bound)
 
@@ -448,7 +470,11 @@ def lower_bound(run: Run, target: Target, best: Plan) -> float:
         best.estimate.seconds,
     )
     room = chip.roomy_bytes if is_roomy(best) else chip.hbm_bytes / chip.fragmentation
-    schedules = (candidate_schedules(run, shape) for shape in candidate_meshes(run, target))
+    schedules = (
+        candidate_schedules(run, shape)
+        for shape in candidate_meshes(run, target)
+        if idle_stages(run, shape) is None
+    )
     left_out = set[tuple[MeshShape, int]]()
     for scheduled in itertools.chain.from_iterable(schedules):
         named, shape = scheduled.training.microbatches, scheduled.mesh or MeshShape()
@@ -497,6 +523,16 @@ def preference(plan: Plan) -> tuple[bool, float]:
     return not is_roomy(plan), plan.estimate.seconds
 
 
+def closeness(plan: Plan) -> tuple[float, bool, float]:
+    """Sorts plans that do not fit: those that need least memory first, in the phase that needs most.
+
+    What a save or a start needs does not depend on the remat policy. Where such a phase decides, the fastest plan whose
+    step fits comes first.
+    """
+    e = plan.estimate
+    return e.bytes_in(e.peak_phase), not e.fits_in("step"), e.seconds
+
+
 @dataclasses.dataclass
 class _MeshSearch:
     run: Run
@@ -505,7 +541,7 @@ class _MeshSearch:
     best: Plan | None = None
     """Plan that fits and is preferred to all others."""
     smallest: Plan | None = None
-    """Plan that needs least memory of those that do not fit."""
+    """Plan that comes closest to fitting of those that do not (`closeness`)."""
     priced: int = 0
     without_bubble: float = math.inf
     """Shortest step of any plan, whether it fits or not, less its pipeline bubble."""
@@ -561,7 +597,7 @@ class _MeshSearch:
         )
         if plan.estimate.fits:
             self._take(plan)
-        elif self.smallest is None or plan.estimate.bytes < self.smallest.estimate.bytes:
+        elif self.smallest is None or closeness(plan) < closeness(self.smallest):
             self.smallest = plan
         return plan
 
@@ -604,7 +640,7 @@ def price_mesh(run: Run, target: Target, shape: MeshShape) -> tuple[Plan | None,
     ]
     fitting, misses = [f.best for f in found if f.best], [f.smallest for f in found if f.smallest]
     best = min(fitting, key=preference, default=None)
-    smallest = min(misses, key=lambda plan: plan.estimate.bytes, default=None)
+    smallest = min(misses, key=closeness, default=None)
     if best is None and smallest is None:
         place_run(run, shape)
         reason = next(iter(refused.values()), "no pipeline schedule fits it")
@@ -719,6 +755,9 @@ def with_choices_that_fit(
         chosen = with_choices(run, room)
         if chosen == run:  # nothing is left open
             return run
+        planned = price_run(chosen, room).estimate
+        if tried == 1 and not planned.fits:
+            say(f"no choice on mesh {run.mesh} is planned to fit; the closest {planned.shortfall}")
         compiled = needed(chosen)
         if compiled <= available or tried == _TRIES:
             return chosen

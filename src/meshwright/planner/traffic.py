@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from meshwright.models.model import ExpertSpec
-from meshwright.planner.memory_model import keeps_stages
+from meshwright.planner.memory_model import computes_weights_again, keeps_stages
 from meshwright.planner.optimizer import update_exchanges
 from meshwright.planner.software import MESHWRIGHT, Software
 from meshwright.planner.work import Work, low_precision
@@ -107,7 +107,7 @@ def movements(
     result += _weights(
         placed,
         microbatches,
-        bool(again - {"scores"}),
+        bool(again - {"scores"}) or computes_weights_again(placed),
         runs_experts_in_low_precision(settled, software),
     )
     result += _gradients(placed, software)

@@ -96,6 +96,8 @@ class Work:
     """Bytes of its batch on a device, and of the variables that it changes."""
     outputs_read: frozenset[str] = frozenset()
     """Roles whose outputs the backward pass reads: policies that save names compute them again."""
+    expert_hidden: float = 0.0
+    """Of `ffn_hidden`, elements of the hidden layers of routed experts."""
     over_tensor: float = 0.0
     """Bytes of activations that such a loss sums over `tensor`."""
 
@@ -130,6 +132,7 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
     rows = {stack: e.buffers(int(routed), shards).experts for stack, e in experts.items()}
     matmuls: dict[tuple[str, int, int, int, bool], Matmul] = {}
     hidden, gathers, expert_layers = dict[str, float](), set[str](), 0.0
+    expert_hidden = dict[str, float]()
     inputs, outputs = dict[tuple[str, str, int], float](), 0.0
     for path, p, where in layout.leaves:
         if p.role is None or path.startswith("reference."):
@@ -147,7 +150,10 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
         elif "R" in p.dims:  # each device of `tensor` routes its own tokens
             m = tokens / shape.tensor
         if p.role == "ffn_in":
-            hidden[stack] = hidden.get(stack, 0.0) + n * (rows[stack] / tokens if groups else 1.0)
+            elements = n * (rows[stack] / tokens if groups else 1.0)
+            hidden[stack] = hidden.get(stack, 0.0) + elements
+            if groups:
+                expert_hidden[stack] = expert_hidden.get(stack, 0.0) + elements
         if p.role == "ffn_out" and (layout.routed_parts == 1 or not groups):
             gathers.add(stack)
         key = (str(p.role), k, n, groups, p.frozen)
@@ -178,6 +184,7 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
         experts=float(max((e.experts_per_token for e in experts.values()), default=0)),
         expert_tokens=routed,
         expert_rows=max(rows.values(), default=0.0),
+        expert_hidden=max(expert_hidden.values(), default=0.0),
         expert_layers=expert_layers,
         ungathered_layers=fraction
         * sum(layer.stack in hidden.keys() - gathers for layer in all_layers),

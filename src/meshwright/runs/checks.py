@@ -53,8 +53,20 @@ def check_batch(run: Run, shape: MeshShape) -> None:
             )
 
 
+def check_positions(run: Run) -> None:
+    """Raises ConfigError where the model has fewer positions than a sequence has tokens."""
+    seq, most = run.training.seq, run.model.spec().max_seq
+    if most is not None and seq > most:
+        raise ConfigError(
+            f"sequences of {seq} tokens",
+            f"the model has {most} positions",
+            f"--seq {most}, or more positions",
+        )
+
+
 def check_sequence(run: Run, shape: MeshShape) -> None:
     """Raises ConfigError where a mesh does not divide the sequence, or the model has fewer positions."""
+    check_positions(run)
     seq, spec = run.training.seq, run.model.spec()
     # With context parallelism each device has one chunk from the front and one from the back (load balancing).
     parts = (2 if shape.context > 1 else 1) * shape.context * shape.tensor
@@ -63,15 +75,14 @@ def check_sequence(run: Run, shape: MeshShape) -> None:
         axes = f"tensor={shape.tensor}" + (
             f", context={shape.context}" if shape.context > 1 else ""
         )
+        below, above = seq // parts * parts, (seq // parts + 1) * parts
+        lengths = [n for n in (above, below) if 0 < n <= (spec.max_seq or above)]
+        fixes = [f"--seq {lengths[0]}"] if lengths else []
+        fixes.append(f"tensor{' * context' if shape.context > 1 else ''} of {legal}")
         raise ConfigError(
             f"sequences of {seq} tokens on {axes}",
             f"between blocks the sequence is split into {parts}, and {seq} = {seq // parts} * {parts} + {seq % parts}",
-            f"--seq {(seq // parts + 1) * parts}, or tensor{' * context' if shape.context > 1 else ''} of {legal}",
-        )
-    if spec.max_seq is not None and seq > spec.max_seq:
-        truth = f"the model has {spec.max_seq} positions"
-        raise ConfigError(
-            f"sequences of {seq} tokens", truth, f"--seq {spec.max_seq}, or more positions"
+            ", or ".join(fixes),
         )
 
 

@@ -167,6 +167,7 @@ class DeviceRun:
             settled.tensor_strategy,
             settled.attention_pieces,
             settled.exchange_pieces,
+            finetune.method != "lora",
             learned,
         )
 

@@ -292,6 +292,11 @@ def _step_parts(schedule: SimulatedSchedule) -> Bars:
     )
 
 
+def _drawn(n: float) -> float:
+    """Returns the length of a part of a bar: what is below zero is in the note instead."""
+    return n if n > 0 else 0.0
+
+
 def _memory(census: Census) -> list[Block]:
     memory, profile = census.memory, census.memory.profile
     categories = memory.by_category()
@@ -305,21 +310,22 @@ def _memory(census: Census) -> list[Block]:
     for part in memory.parts:
         values = by_module.setdefault(part.module or "no module", [0.0] * len(names))
         values[names.index(shown[part.category])] += part.bytes
-    rows = [
-        Bar(
-            "all",
-            [sum(max(0.0, n) for c, n in categories.items() if shown[c] == name) for name in names],
-        )
-    ]
+    totals = [sum(n for c, n in categories.items() if shown[c] == name) for name in names]
+    rows = [Bar("all", [_drawn(n) for n in totals])]
     ordered = sorted(by_module.items(), key=lambda pair: -sum(pair[1]))
-    rows += [
-        Bar(module, [max(0.0, n) for n in values])
-        for module, values in ordered[:16]
-        if sum(values) > 0
-    ]
+    for module, values in ordered[:16]:
+        if sum(values) > 0:
+            rows.append(Bar(module, [_drawn(n) for n in values]))
     title = f"{format_bytes(memory.compiled.peak)} at the peak, by module and category"
+    less = [f"{name} {n:,.0f} bytes" for name, n in zip(names, totals, strict=True) if n < 0]
     bars = Bars(
-        "bytes", names, [_MEMORY_COLOURS[name] for name in names], rows, legend_row=0, title=title
+        "bytes",
+        names,
+        [_MEMORY_COLOURS[name] for name in names],
+        rows,
+        legend_row=0,
+        title=title,
+        note=f"Not drawn, arrays that share memory: {', '.join(less)}." if less else "",
     )
     if profile is None or not profile.moments:
         return [bars]

@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 from meshwright.formatting import format_bytes, format_count, format_step, format_time
 from meshwright.hardware.targets import Target
-from meshwright.planner.explain import STEP_PARTS, alternatives, memory_shortfall, slowdown_reason
+from meshwright.planner.explain import STEP_PARTS, alternatives, slowdown_reason
 from meshwright.planner.offers import Offer
 from meshwright.planner.search import Plan, SearchResult
 from meshwright.views.blocks import (
@@ -153,6 +153,8 @@ def plan_page(
     tokens = f"{format_count(e.tokens)} {unit}"
     tokens += f" of {plan.run.training.batch} x {plan.run.training.seq}" if unit == "tokens" else ""
     used = f"{e.bytes / e.hbm_bytes:.0%} of {format_bytes(e.hbm_bytes)}"
+    if not e.fits:
+        used += f"; {e.shortfall}"
     bound = f"no plan that fits on a searched mesh is below {format_step(result.bound)}, had it no bubble"
     priced = f"best of each mesh and schedule: {len(result.plans)} fit, {len(result.too_large)} do not{refused}"
     figures = [
@@ -247,7 +249,7 @@ def _rows(
     winner = result.plans[0] if result.plans else None
     rows = []
     for i, plan in enumerate([*fits, *too_large]):
-        reason = slowdown_reason(plan, winner) if plan.estimate.fits else memory_shortfall(plan)
+        reason = slowdown_reason(plan, winner) if plan.estimate.fits else plan.estimate.shortfall
         reason = "the fastest plan that fits" if plan is winner else reason
         days = None if tokens is None else tokens / plan.estimate.tokens_per_second / 86400
         rows.append(_Row(f"p{i}", plan, reason, i + 1 if i < ranked else None, days))

@@ -308,16 +308,27 @@ def _times(folders: Sequence[RunFolder]) -> list[Block]:
             folder.curves["step seconds"].values
         )
 
-    rows = []
+    rows, notes = list[Bar](), list[str]()
     for folder in folders:
         if folder.curves.get("step seconds", Curve()).values:
             waiting, *between = (mean(folder, name) for name in _PARTS)
-            rows.append(Bar(folder.name, [mean(folder, "step") - waiting, waiting, *between]))
+            own = mean(folder, "step") - waiting
+            if own < 0:
+                more = format_step(-own)
+                notes.append(f"{folder.name}: waiting for data is {more} more than a step took.")
+            rows.append(Bar(folder.name, [own if own > 0 else 0.0, waiting, *between]))
     blocks: list[Block] = []
     if rows:
         colours = ("c1", "c2", "c3", "c4", "c5", "c6")
         blocks.append(
-            Bars("seconds", ["step", *_PARTS], colours, rows, title="Mean time between steps")
+            Bars(
+                "seconds",
+                ["step", *_PARTS],
+                colours,
+                rows,
+                title="Mean time between steps",
+                note=" ".join(notes),
+            )
         )
     for folder in folders:
         document = folder.document("foresight.json")

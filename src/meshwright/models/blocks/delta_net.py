@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.models.blocks.layers import linear, linears, rms_norm
 from meshwright.models.model import Carried, DeltaSpec, ForwardContext, Kind, chunk_of
-from meshwright.models.remat import ATTN_OUT, QKV
+from meshwright.models.remat import ATTN_OUT, QKV, recomputed
 from meshwright.sharding.params import Param
 
 _EPSILON = 1e-6
@@ -60,7 +60,7 @@ def delta_net(
         carried = Carried(inputs, jnp.zeros((N, B, G, H, F), jnp.float32))
     before_BTNF = carried.inputs.transpose(1, 2, 0, 3).astype(mixed_BTNF.dtype)
     joined_BTNF = jnp.concatenate([before_BTNF, mixed_BTNF], 1)
-    mixed_BTNF = jax.nn.silu(causal_convolution(joined_BTNF, taps_NFW, positions_BT))
+    mixed_BTNF = _mixed(joined_BTNF, taps_NFW, positions_BT)
     q_BTNH, k_BTNH, v_BTNF = jnp.split(mixed_BTNF, (H, 2 * H), axis=-1)
     with jax.named_scope("delta rule"):
         out, states = gated_delta_rule(
@@ -70,6 +70,16 @@ def delta_net(
         )
     last = joined_BTNF[:, T:].transpose(2, 0, 1, 3).astype(jnp.float32)
     return out.astype(x.v.dtype), Carried(last, states)
+
+
+@recomputed
+def _mixed(joined_BTNF: jax.Array, taps_NFW: jax.Array, positions_BT: jax.Array) -> jax.Array:
+    return jax.nn.silu(causal_convolution(joined_BTNF, taps_NFW, positions_BT))
+
+
+@recomputed
+def _gated(out_BTNGH: jax.Array, gate_BTNGH: jax.Array) -> jax.Array:
+    return out_BTNGH * jax.nn.silu(gate_BTNGH.astype(jnp.float32)).astype(out_BTNGH.dtype)
 
 
 def causal_convolution(
@@ -242,7 +252,7 @@ class DeltaNet(Kind):
             out_BTNGH = rms_norm(
                 checkpoint_name(attend(delta, x), ATTN_OUT), w["value_norm"], self.epsilon
             )
-            out_BTNGH *= jax.nn.silu(gate_BTNGH.astype(jnp.float32)).astype(out_BTNGH.dtype)
+            out_BTNGH = _gated(out_BTNGH, gate_BTNGH)
             return ctx.row_parallel(
                 functools.partial(linear, contract=3), out_BTNGH, w["attention_out"]
             )

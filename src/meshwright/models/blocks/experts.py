@@ -308,7 +308,15 @@ class Experts(Kind):
         sent_bytes = 1 if self.expert_exchange == "fp8" else None
         r = self.routing
         own = (r.expert_groups, r.topk_groups, self.weighted)
-        return {"experts": ExpertSpec(r.experts, r.experts_per_token, factor, sent_bytes, *own)}
+        spec = ExpertSpec(
+            r.experts,
+            r.experts_per_token,
+            factor,
+            sent_bytes,
+            *own,
+            gates_shared=bool(self.shared and self.shared_gate),
+        )
+        return {"experts": spec}
 
     def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the experts of a step's tokens, routed and shared."""

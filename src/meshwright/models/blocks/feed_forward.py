@@ -41,6 +41,10 @@ class FeedForward(Kind):
             params["down_bias"] = Param((L, D), "LD", "zeros")
         return params
 
+    def facts(self) -> dict[str, Any]:
+        """Returns the fields of `LayerSpec`."""
+        return {"hidden_products": 1 / len(self._names)}
+
     def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the feed-forward of a step's tokens."""
 
@@ -73,8 +77,13 @@ def _gelu_product(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
     return jax.nn.gelu(gate_BTF, approximate=True) * up_BTF
 
 
+@recomputed
+def _gelu(up_BTF: jax.Array) -> jax.Array:
+    return jax.nn.gelu(up_BTF)
+
+
 _HIDDEN: dict[str, Callable[..., jax.Array]] = {
     "swiglu": _silu_product,
     "geglu": _gelu_product,
-    "gelu": jax.nn.gelu,
+    "gelu": _gelu,
 }

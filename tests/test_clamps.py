@@ -1,0 +1,149 @@
+"""No printed difference or ratio is clamped: a loss that is shown as no gain hides what it was printed for.
+
+A clamp is `max` of zero and a difference, or `min` of one and a ratio, in anything that plans, measures or prints.
+Each that stands is judged here, with the reason why what it cuts off is not a figure that anyone reads.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ROOMS = (
+    "planner",
+    "views",
+    "report",
+    "api",
+    "cli",
+    "analysis",
+    "hlo",
+    "bench",
+    "trainer",
+    "generation",
+)
+FOLDERS = [*(ROOT / "src" / "meshwright" / room for room in ROOMS), ROOT / "docs", ROOT / "bench"]
+CLAMPS = {
+    ("max", 0): ast.Sub,
+    ("maximum", 0): ast.Sub,
+    ("min", 1): ast.Div,
+    ("minimum", 1): ast.Div,
+}
+"""Function and constant -> operation whose result they cut."""
+
+
+def clamps_of(tree: ast.AST, room: str = "") -> Iterator[str]:
+    """Yields the source of every clamp of a module. room: in `views` any `max` of zero and something is one."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or len(node.args) < 2:
+            continue
+        name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+        if name == "clip":
+            yield ast.unparse(node)
+        drawn = room == "views" and name in ("max", "maximum")
+        if drawn and any(isinstance(a, ast.Constant) and a.value == 0 for a in node.args):
+            yield ast.unparse(node)
+            continue
+        for argument in node.args:
+            if not isinstance(argument, ast.Constant) or not isinstance(
+                argument.value, int | float
+            ):
+                continue
+            operation = CLAMPS.get((name, argument.value))
+            inner = (part for other in node.args for part in ast.walk(other))
+            if operation and any(
+                isinstance(part, ast.BinOp) and isinstance(part.op, operation) for part in inner
+            ):
+                yield ast.unparse(node)
+
+
+def found_clamps() -> set[tuple[str, str]]:
+    """Returns file and source of every clamp."""
+    found = set[tuple[str, str]]()
+    for folder in FOLDERS:
+        for file in sorted(folder.rglob("*.py")):
+            text = file.read_text(encoding="utf-8")
+            for clamp in clamps_of(ast.parse(text), file.parent.name):
+                found.add((file.relative_to(ROOT).as_posix(), clamp))
+    return found
+
+
+COUNT = "a number of items, which is not negative"
+INDEX = "an index into an array, whose ends it keeps"
+WAIT = "a time that is waited, which is not negative"
+JUDGED: dict[tuple[str, str], str] = {
+    ("bench/hlo_lines.py", "max(0, -(-(last - first + more) // step))"): COUNT,
+    ("bench/hlo_lines.py", "max(0, min(out - 1, high) - low + 1)"): COUNT,
+    ("bench/overheads.py", "max(0.0, STEP - took)"): WAIT,
+    ("bench/reading.py", "max(0, deepest - 6)"): COUNT,
+    ("bench/second_reading.py", "max(0.0, ends - out.seconds)"): WAIT,
+    ("docs/ladder/11_experts.py", "np.maximum(loads - 16 * factor, 0)"): COUNT,
+    ("docs/ladder/11_experts.py", "np.maximum(loads - 16, 0)"): COUNT,
+    ("docs/ladder/9_pipeline.py", "jnp.clip(t - (STAGES - 1), 0, count - 1)"): INDEX,
+    (
+        "docs/ladder/problems/solutions/11_embedding_in_rows.py",
+        "jnp.clip(own, 0, w.shape[0] - 1)",
+    ): INDEX,
+    (
+        "docs/ladder/problems/solutions/12_cross_entropy_in_pieces.py",
+        "jnp.clip(labels - axis_index(TENSOR) * w.shape[0], 0, w.shape[0] - 1)",
+    ): INDEX,
+    (
+        "docs/ladder/problems/solutions/12_cross_entropy_in_pieces.py",
+        "jnp.clip(own, 0, logits.shape[1] - 1)",
+    ): INDEX,
+    ("src/meshwright/analysis/lint.py", "max(0.0, self.dense - self.needed)"): (
+        "products of other groups' rows; a product that skips padding has none"
+    ),
+    (
+        "src/meshwright/analysis/lint.py",
+        "max(sizes[path] // shards - sizes[path] // _num_shards(expected[path], mesh), 0)",
+    ): "bytes that a layout wastes; of one that wastes none both layouts are printed",
+    ("src/meshwright/analysis/memory.py", "min(1.0, compiled.temporary / peak.live_bytes)"): (
+        "estimates are scaled down only; what they lack is printed as packing, with its sign"
+    ),
+    ("src/meshwright/analysis/simulate.py", "max(0.0, lockstep - own)"): WAIT,
+    ("src/meshwright/analysis/simulate.py", "max(0.0, span.start + span.seconds - self.now)"): WAIT,
+    ("src/meshwright/api/proofs.py", "max(0, current - 2)"): INDEX,
+    ("src/meshwright/bench/hardware/run.py", "max(0.0, ends - time.monotonic())"): WAIT,
+    (
+        "src/meshwright/generation/cache.py",
+        "jnp.maximum(self.slot + jnp.arange(self.tokens) - self.first_B[:, None], 0)",
+    ): INDEX,
+    ("src/meshwright/generation/decoder.py", "max(0, longest - 1)"): COUNT,
+    ("src/meshwright/hlo/buffers.py", "max(0, min(high, b) - max(low, a))"): COUNT,
+    ("src/meshwright/planner/estimate.py", "max(0, i - window + 1)"): COUNT,
+    (
+        "src/meshwright/planner/estimate.py",
+        "max(0.0, host - target.efficiency.overlap * microbatches * sum(busy.values()))",
+    ): WAIT,
+    ("src/meshwright/planner/estimate.py", "max(0.0, seconds - fewer)"): WAIT,
+    (
+        "src/meshwright/planner/estimate.py",
+        "min(1.0, room[movement.during] / in_pieces[movement.during])",
+    ): "no more of a transfer is overlapped than all of it",
+    (
+        "src/meshwright/planner/search.py",
+        "min(1.0, spare / more)",
+    ): "no more layers save than there are",
+    ("src/meshwright/planner/software.py", "max(0.0, ticks - own)"): WAIT,
+    (
+        "src/meshwright/trainer/hosts.py",
+        "min(1.0, limits.silence / 8)",
+    ): "seconds between two looks",
+}
+"""File and source of a clamp -> why it stands."""
+
+
+def test_every_clamp_is_judged() -> None:
+    found = found_clamps()
+    assert not found - JUDGED.keys(), "print the difference as it is, with its sign"
+    assert not JUDGED.keys() - found, "no longer there"
+
+
+def test_a_clamped_saving_would_be_found() -> None:
+    source = "saved = None if same is None else max(0.0, 1 - best / same)\nfraction = min(1.0, done / all_of_it)"
+    assert sorted(clamps_of(ast.parse(source))) == [
+        "max(0.0, 1 - best / same)",
+        "min(1.0, done / all_of_it)",
+    ]
+    assert not list(clamps_of(ast.parse("n = max(1, end - start); fraction = min(2, a / b)")))
