@@ -6,6 +6,7 @@ A checkpoint, a run file, a plan, weights or tokens may come from a stranger. Wh
 import hashlib
 import json
 import os
+import secrets
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -83,7 +84,8 @@ def write_atomically(file: Path, text: str) -> None:
     if in_bucket(file):
         file.write_text(text, encoding="utf-8")  # an object appears as a whole
         return
-    part = file.with_name(f".{file.name}.{os.getpid()}")
+    # Processes of several hosts have the same number in their containers.
+    part = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     try:
         with part.open("w", encoding="utf-8") as opened:
             opened.write(text)

@@ -38,7 +38,7 @@ from meshwright.data.tokens import TokenArray, TokenFile, is_token_file, open_to
 from meshwright.documents import LARGE, open_bytes, read_json, read_text
 from meshwright.errors import DataError
 from meshwright.fine_tuning import FineTune, Objective, TooLong
-from meshwright.storage.transfer import sha256_of
+from meshwright.storage.transfer import held_folder, sha256_of
 
 _FORMAT = 3
 _KINDS = {
@@ -272,7 +272,11 @@ def _tokenise(
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         writer = TokenWriter(scratch, "<u4")
-        with contextlib.closing(writer), (scratch / "answers.bin").open("wb") as answers:
+        with (
+            held_folder(scratch),
+            contextlib.closing(writer),
+            (scratch / "answers.bin").open("wb") as answers,
+        ):
             for where, record in _records(files):
                 for document in RecordRenderer(where, tokenizer, template).render(
                     record, objective

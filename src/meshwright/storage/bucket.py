@@ -12,6 +12,7 @@ import fnmatch
 import functools
 import io
 import os
+import secrets
 import stat
 import sys
 import time
@@ -178,7 +179,7 @@ class BucketPath(PosixPath):
 
         Asks with few retries, so that a wrong name or endpoint is found within seconds.
         """
-        store, probe = self._folder(2), f".writable-{os.getpid()}"
+        store, probe = self._folder(2), f".writable-{secrets.token_hex(8)}"
         for content in (b"probe", None):
             self._wait(store.write(probe, content), "writing into")
 
