@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from meshwright.data.chat import ChatTemplate, Message, check_jinja, read_chat_t
 from meshwright.data.corpus import Corpus, local_text, parse_source, share
 from meshwright.data.feed import held_out_border
 from meshwright.data.readers import decompressed, kind_of_value, read_json_lines
-from meshwright.data.sources import Records, kind_of
+from meshwright.data.sources import Place, Records, kind_of
 from meshwright.data.subwords import Subwords, check_unicode
 from meshwright.data.token_writer import TokenWriter, write_description
 from meshwright.data.tokenizers import Bytes, Chars, Tokenizer, build_tokenizer, with_begin
@@ -40,7 +40,9 @@ from meshwright.errors import DataError
 from meshwright.fine_tuning import FineTune, Objective, TooLong
 from meshwright.storage.transfer import held_folder, sha256_of
 
-_FORMAT = 3
+_FORMAT = 4
+_PLACE = np.dtype([("file", "<u4"), ("line", "<u8")])
+"""Place of a record: the number of its file in `files.json`, and its line. They are in `places.bin`."""
 _KINDS = {
     "answers": "`messages`, or `prompt` and `completion`",
     "preferences": "`prompt`, `chosen` and `rejected`",
@@ -179,9 +181,7 @@ def load_conversations(
         folder = folders[source.path]
         file = open_tokens(folder)
         answers: Any = np.memmap(folder / "answers.bin", np.uint8, mode="r")
-        units = _fitting(
-            file, seq, together, read_json(folder / "lines.json", LARGE), tuning.too_long
-        )
+        units = _fitting(file, seq, together, _place_of(folder), tuning.too_long)
         if tuning.too_long == "truncate":
             file, answers = _truncated(file, answers, seq // together)
         order = np.random.default_rng(0).permutation(units)
@@ -213,8 +213,23 @@ def template_of(tokenizer: str, file: str | None) -> ChatTemplate | None:
     return ChatTemplate(text, beside.special_tokens if beside else ())
 
 
+def _place_of(folder: Path) -> Callable[[int], str]:
+    """Returns a function from the number of a record to its place. The places of others are not read."""
+    places: Any = np.memmap(folder / "places.bin", _PLACE, mode="r")
+
+    def place(record: int) -> str:
+        found = places[record]
+        return str(
+            Place(
+                read_json(folder / "files.json", LARGE)[found["file"]], "line", int(found["line"])
+            )
+        )
+
+    return place
+
+
 def _fitting(
-    file: TokenFile, seq: int, together: int, lines: list[str], too_long: TooLong
+    file: TokenFile, seq: int, together: int, place: Callable[[int], str], too_long: TooLong
 ) -> list[int]:
     """Units of documents that are used: those that fit in a sequence, or all where they are truncated.
 
@@ -225,7 +240,7 @@ def _fitting(
     if len(long) and too_long == "refuse":
         first, longest = int(long[0]), int(lengths.max())
         raise DataError(
-            lines[first],
+            place(first),
             f"it takes {lengths[first]} positions, and a sequence has {seq}; {len(long)} of {len(lengths)} records do "
             f"not fit, the longest takes {longest}",
             f"--seq {longest}, or --finetune.too-long truncate or drop",
@@ -267,7 +282,6 @@ def _tokenise(
     )
     if is_token_file(folder):
         return folder
-    lines = list[str]()
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -276,21 +290,23 @@ def _tokenise(
             held_folder(scratch),
             contextlib.closing(writer),
             (scratch / "answers.bin").open("wb") as answers,
+            (scratch / "places.bin").open("wb") as places,
         ):
-            for where, record in _records(files):
-                for document in RecordRenderer(where, tokenizer, template).render(
+            for number, where, record in _records(files):
+                for document in RecordRenderer(str(where), tokenizer, template).render(
                     record, objective
                 ):
                     writer.add(document.tokens, np.array([len(document.tokens)]))
                     answers.write(document.answers.astype(np.uint8).tobytes())
-                lines.append(where)
-            if not lines:
+                places.write(np.array((number, where.number), _PLACE).tobytes())
+            if not places.tell():
                 raise DataError(f"--data {path}", "it has no records", "JSON lines with `messages`")
             writer.finish()
         (scratch / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-        (scratch / "lines.json").write_text(json.dumps(lines), encoding="utf-8")
+        names = json.dumps([str(file) for file in files])
+        (scratch / "files.json").write_text(names, encoding="utf-8")
         described = writer.description(tokenizer.vocab, source=path, tokenizer=spec, skipped={})
-        write_description(scratch, described, "answers.bin", "lines.json")
+        write_description(scratch, described, "answers.bin", "places.bin", "files.json")
         try:
             os.replace(scratch, folder)
         except OSError:  # another process was first
@@ -301,15 +317,15 @@ def _tokenise(
     return folder
 
 
-def _records(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for file in files:
+def _records(files: list[Path]) -> Iterator[tuple[int, Place, dict[str, Any]]]:
+    for number, file in enumerate(files):
         with open_bytes(file) as raw:
             stream = decompressed(raw, kind_of(file.name)[1])
             for place, record in read_json_lines(file, stream, Records(str(file))):
                 if not isinstance(record, dict):
                     truth = f"it is {kind_of_value(record)}, and no object"
                     raise DataError(str(place), truth, "one JSON object in a line")
-                yield str(place), record
+                yield number, place, record
 
 
 class Rendered(NamedTuple):
