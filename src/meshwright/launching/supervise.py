@@ -90,7 +90,8 @@ class Meeting:
             self.folder / f"meeting-{self.number}",
         )
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
+            folder.mkdir(exist_ok=True)
             write_atomically(folder / str(process), _own_address(self.hosts.coordinator))
         except OSError as error:
             raise unwritable(folder, error) from error
@@ -212,8 +213,9 @@ class Supervisor:
             else None
         )
         stopped = self.out / ".supervise" / "stopped"
-        if self.hosts.process == 0:
-            with contextlib.suppress(OSError, StorageError):
+        with contextlib.suppress(OSError, StorageError):
+            self.out.mkdir(parents=True, exist_ok=True)
+            if self.hosts.process == 0:
                 stopped.unlink(missing_ok=True)
         for attempt in itertools.count():
             began = time.monotonic()
@@ -386,7 +388,7 @@ class Supervisor:
         }
         file = self.out / ".supervise" / f"journal-{self.hosts.process}.jsonl"
         with contextlib.suppress(OSError, StorageError):  # a full disk ends no supervisor
-            file.parent.mkdir(parents=True, exist_ok=True)
+            file.parent.mkdir(exist_ok=True)  # an output folder that is gone is not made again
             with file.open("a", encoding="utf-8") as opened:
                 opened.write(json.dumps(record) + "\n")
 

@@ -122,6 +122,24 @@ def copy_files(names: Sequence[str], source: Path, target: Path) -> None:
     _of_each(copy, names)
 
 
+def join_segments(names: Sequence[str], folder: Path) -> None:
+    """Makes one file of the segments of each file of lines that were copied from a bucket. names: in their order."""
+    joined: dict[Path, list[Path]] = {}
+    for name in sorted(names):
+        segment = folder / name
+        file = segment.parent.with_name(segment.parent.name.rpartition(".")[0])
+        joined.setdefault(file, []).append(segment)
+    for file, segments in joined.items():
+        part = file.with_name(f".{file.name}.part-{secrets.token_hex(8)}")
+        with part.open("wb") as opened:
+            for segment in segments:
+                opened.write(segment.read_bytes())
+            opened.flush()
+            os.fsync(opened.fileno())
+        part.replace(file)
+        shutil.rmtree(segments[0].parent)
+
+
 def copy_tree(source: Path, target: Path, last: Sequence[str] = ()) -> None:
     """Copies a folder with `copy_files`. last: files that make the copy complete, copied when all others are compared.
 

@@ -409,7 +409,7 @@ class _Watch:
             )
 
             def keep() -> Path:
-                file.parent.mkdir(parents=True, exist_ok=True)
+                file.parent.mkdir(exist_ok=True)
                 file.write_text(text, encoding="utf-8")
                 here.unlink()
                 return file

@@ -19,15 +19,22 @@ from meshwright.errors import ConfigError
 from meshwright.formatting import Shown
 from meshwright.hardware.agreement import agree, answer_of_the_first
 from meshwright.reporters import Reporter, build_reporters
-from meshwright.reporters.files import EventLog, JsonLines
+from meshwright.reporters.files import EventLog, JsonLines, last_start
 from meshwright.runs.run_file import write_run
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.storage.paths import path_of
+from meshwright.trainer.heartbeat import beating
 from meshwright.trainer.lock import locked
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.preemption import Preemption
 from meshwright.trainer.prepare import Position, PreparedRun, Trainable, prepare_run
-from meshwright.trainer.recovery import Resumed, begin, handle_bad_step, resume
+from meshwright.trainer.recovery import (
+    Resumed,
+    begin,
+    handle_bad_step,
+    resume,
+    run_identity,
+)
 from meshwright.trainer.tiers import Tiers
 from meshwright.trainer.watchdog import BEATS, Phases, Watchdog
 
@@ -110,10 +117,20 @@ def train(
             lambda: stack.enter_context(locked(out))
         )  # if another run holds it, all stop alike
         if chief:
-            stack.enter_context(watched_by(events := EventLog(out / "events.jsonl")))
+            events = EventLog(out / "events.jsonl")
+            stack.callback(events.release)
+            stack.enter_context(watched_by(events))
         keep, local = run.training.max_to_keep, run.local_checkpoints
-        checkpoints = Tiers(out, device_run, max_to_keep=keep, local=local, saves=phases.saves)
+        checkpoints = Tiers(
+            out,
+            device_run,
+            max_to_keep=keep,
+            local=local,
+            saves=phases.saves,
+            identity=answer_of_the_first(lambda: run_identity(out)),
+        )
         stack.enter_context(contextlib.closing(checkpoints))
+        stack.enter_context(beating(checkpoints.look, "identity of the output folder"))
         if start == "resume if exists":
             start = "resume" if checkpoints.steps() else "fresh"
         if start == "fresh":
@@ -124,8 +141,9 @@ def train(
                 "restore", "restoring the last checkpoint", "restored the last checkpoint"
             ) as work:
                 work.record = {"left out": checkpoints.left_out}
-                resumed = resume(prepared, checkpoints, at, accept)
+                resumed = resume(prepared, checkpoints, at, accept, work.record)
         position = resumed.position
+        checkpoints.identity = position.identity
         sinks = list(reporters(position.step))
         if chief:
             write_run(run, out / "run.json")
@@ -134,11 +152,13 @@ def train(
                 *build_reporters(out, run),
                 events,
             ]  # before a file is open, as names may be refused
-            sinks.append(
-                lines := JsonLines(
-                    out / "metrics.jsonl", upto=position.step, every=resumed.log_every
-                )
+            lines = JsonLines(
+                out / "metrics.jsonl",
+                upto=position.step,
+                every=resumed.log_every,
+                since=last_start(out).get("checked"),
             )
+            sinks.append(lines)
             events.start(
                 position.step,
                 mesh=str(device_run.shape),
@@ -147,6 +167,7 @@ def train(
                 kind=device_run.mesh.devices.flat[0].device_kind,
                 how=start,
                 identity=position.identity,
+                checked=lines.checked,
                 **({"changes": resumed.changes} if resumed.changes else {}),
                 **({"metrics": lines.hole} if lines.hole else {}),
             )
@@ -252,6 +273,7 @@ class _Loop:
             sample = self._sample(step, state)
         self.phases.enter("save", step)
         self.checkpoints.wait()
+        self.checkpoints.check_folder("ending the run")
         self.checkpoints.forget_local()  # the output folder has the last state
         return Summary(
             out=self.out,
@@ -318,6 +340,7 @@ class _Loop:
         if bad is None:
             return state
         self.bad_steps += 1
+        self.checkpoints.check_folder(f"keeping the evidence of step {bad.step}")
         place = self.origin._replace(
             step=bad.step - 1, cursor=self._samples_read(bad.step - 1), data=None
         )
@@ -390,6 +413,7 @@ class _Loop:
 
     def _sample(self, step: int, state: State) -> str:
         self.phases.enter("sample", step)
+        self.checkpoints.check_folder(f"sampling after step {step}")
         text = self.prepared.sample(state, self.out)
         if text:
             self.meter.sample(step, text)
