@@ -63,20 +63,23 @@ def replace_with_checkpoints(out: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [remove, replace, replace_with_checkpoints])
-@pytest.mark.parametrize("step", [1, STEPS])
+@pytest.mark.parametrize("save_every", [2, 0])
 def test_an_output_folder_that_goes_away_ends_the_run_and_is_not_made_anew(
     run: Run,
     tmp_path: Path,
     cache: Path,
-    step: int,
+    save_every: int,
     harm: Callable[[Path], None],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out"
+    run = dataclasses.replace(
+        run, training=dataclasses.replace(run.training, save_every=save_every)
+    )
     with pytest.raises(
         CheckpointError, match=r"the folder is gone|another folder is in its place"
     ) as error:
-        train_at(run, out, cache, step, lambda: harm(out))
+        train_at(run, out, cache, 1, lambda: harm(out))
     assert error.value.exit_code == 4
     assert f"{out}: " in capfd.readouterr().err, "said at once"
     assert not [path for path in out.rglob("*") if path.is_file()], "nothing is written there"
@@ -118,12 +121,12 @@ def test_every_resume_says_the_step_and_what_is_taken_again(
         training=dataclasses.replace(run.training, save_every=2),
         local_checkpoints=local,
     )
-    killed(run, out, cache, 5)
+    killed(run, out, cache, STEPS)
     shutil.rmtree(disk)  # replaced
     capfd.readouterr()
     train_into(run, out, cache, start="resume")
     said = capfd.readouterr().err
-    assert said.count("going on from step 4; 1 steps that were taken after it are taken again") == 1
+    assert said.count("going on from step 4; steps 5 to 5 are taken again\n") == 1
     (restored,) = events_of(out, "restore")
     assert (restored["restored"], restored["taken again"]) == (4, 1)
     train_into(run, out, cache, start="resume")

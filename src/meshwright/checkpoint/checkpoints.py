@@ -438,6 +438,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         except MeshwrightError:
             raise
         except Exception as error:
+            self._check_root(action)  # a folder that went away meanwhile is no full disk
             raise write_error(action, self.folder, error) from error
 
 

@@ -46,7 +46,9 @@ class FolderIdentity:
                 if (status.st_dev, status.st_ino) != self._identity:
                     self.lost = "another folder is in its place: it was removed and made again, or its disk was unmounted"
             if self.lost:
-                text = f"{self.folder}: {self.lost}; the run ends, because what it writes there would be lost"
+                text = (
+                    f"{self.folder}: {self.lost}; what is written there from now on would be lost"
+                )
                 print(text, file=sys.stderr, flush=True)
 
     def check(self, action: str) -> None:
@@ -62,7 +64,7 @@ class FolderIdentity:
         if self.lost:
             raise CheckpointError(
                 f"{action} in {self.folder}",
-                f"{self.lost}; nothing was written into it",
+                self.lost,
                 "the same command with --resume when the disk is mounted again, or another --out",
             )
 

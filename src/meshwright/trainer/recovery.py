@@ -142,8 +142,9 @@ def resume(
             )
 
     state, manifest = checkpoints.restore(prepared.device_run, at, check)
-    taken_again = max(int(reached), *checkpoints.newer, manifest.step) - manifest.step
-    again = f"; {taken_again} steps that were taken after it are taken again" if taken_again else ""
+    last = max(int(reached), *checkpoints.newer, manifest.step)
+    taken_again = last - manifest.step
+    again = f"; steps {manifest.step + 1} to {last} are taken again" if taken_again else ""
     say(f"going on from step {manifest.step}{again}")
     for what, texts in (
         ("with changes", [change.text for change in changes]),
