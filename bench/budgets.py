@@ -5,6 +5,10 @@ for each host, with a store in memory that counts. A host's cost must not depend
 process 0 may grow with it, not with its square. Prints a table; `--table` writes it into docs/faults.md:
 
     python bench/budgets.py --hosts 2048
+
+`--steps` counts what one run of so many steps asks for instead, of its bucket and of its token shards (`run_costs`):
+
+    python bench/budgets.py --steps 1000000
 """
 
 import argparse
@@ -34,6 +38,7 @@ from meshwright.trainer.tiers import Tiers
 from meshwright.trainer.watchdog import Watchdog
 
 COUNTED = ("requests", "bytes", "opens", "listings")
+_PAGE = Path(__file__).parents[1] / "docs" / "faults.md"
 _thread = threading.local()
 
 
@@ -287,13 +292,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hosts", type=int, default=2048)
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--steps", type=int, help="steps of one run, whose costs are counted")
+    parser.add_argument("--save-every", type=int, default=20)
     options = parser.parse_args()
+    if options.steps:
+        import run_costs
+
+        shown = run_costs.tables(options.steps, options.save_every, [1, 128, 203, 512], 4096)
+        text = f"`python bench/budgets.py --steps {options.steps}`\n\n{shown}"
+        print(text)
+        if options.table:
+            put_table(_PAGE, "budgets.py --steps", text)
+        return
     found = measure(options.hosts)
     text = f"`python bench/budgets.py --hosts {options.hosts}`\n\n{table(found)}"
     print(text)
     print({phase: round(costs["seconds"], 1) for phase, costs in found.items()})
     if options.table:
-        put_table(Path(__file__).parents[1] / "docs" / "faults.md", "budgets.py", text)
+        put_table(_PAGE, "budgets.py", text)
 
 
 if __name__ == "__main__":

@@ -24,3 +24,24 @@ def test_a_host_costs_the_same_on_any_number_of_hosts(monkeypatch: pytest.Monkey
             assert (
                 costs["process 0"].get(kind, 0) <= 9 * few[phase]["process 0"].get(kind, 0) + 300
             ), (phase, kind)
+
+
+def test_what_a_run_puts_grows_with_its_lines_and_a_start_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    import run_costs
+
+    few, many = run_costs.reporter_costs(500, 20), run_costs.reporter_costs(4000, 20)
+    assert many["all steps"]["bytes put"] < 8.5 * few["all steps"]["bytes put"]
+    assert many["all steps"]["puts"] < 8.5 * few["all steps"]["puts"]
+    assert many["a start after them"]["bytes read"] < 1.3 * many["all steps"]["bytes put"]
+    for kind, count in many["the next start"].items():
+        assert count <= 1.2 * few["the next start"][kind] + 64, kind
+
+
+def test_shards_that_fit_are_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    import run_costs
+
+    assert run_costs.shard_opens(3, 150) <= 3 + 1

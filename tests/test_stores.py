@@ -567,8 +567,14 @@ def test_texts_are_copied_once_and_again_when_they_change(
     assert servers.passed - passed <= 4  # a listing and the versions, no content
     (data / "a.txt").write_text("changed")
     (data / "b" / "c.txt").unlink()
-    local_text(str(data), tmp_path)
-    assert (copy / "a.txt").read_text() == "changed" and not (copy / "b" / "c.txt").exists()
+    (data / "d.txt").write_text("as it was")
+    third = Path(local_text(str(data), tmp_path))
+    assert (third / "a.txt").read_text() == "changed" and not (third / "b" / "c.txt").exists()
+    # What another process may read stays: another version is another copy, which shares what is the same.
+    assert (copy / "a.txt").read_text() == "a.txt" and (copy / "b" / "c.txt").is_file()
+    (data / "a.txt").write_text("again")
+    fourth = Path(local_text(str(data), tmp_path))
+    assert os.path.samefile(third / "d.txt", fourth / "d.txt")
     with pytest.raises(StorageError, match="no such object"):
         local_text(f"s3://{BUCKET}/nothing", tmp_path)
     shutil.rmtree(copy)

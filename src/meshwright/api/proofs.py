@@ -6,6 +6,7 @@ import json
 import math
 import os
 import resource
+import secrets
 import signal
 import statistics
 import subprocess
@@ -183,7 +184,7 @@ def compile_in_subprocess(
     its log is kept in the cache, in a file that the error names.
     """
     require_compiler(target)
-    log = default_cache_folder() / "proofs" / f"compiler-{os.getpid()}.log"
+    log = default_cache_folder() / "proofs" / f"compiler-{secrets.token_hex(8)}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     asked = f"compiling for {target}"
     work = activity("compile", asked + _took_before(target), f"compiled for {target}")

@@ -11,7 +11,7 @@ import tyro
 from meshwright.api.verb import Call, Outcome
 from meshwright.data.token_writer import SHARD_TOKENS
 from meshwright.data.tokenizing import tokenize
-from meshwright.data.tokens import is_token_file
+from meshwright.data.tokens import DESCRIPTION, is_token_file
 from meshwright.errors import ConfigError, DataError
 from meshwright.formatting import parse_count
 from meshwright.ranges import Fraction, Ranged
@@ -72,7 +72,7 @@ class TokenizeOptions(Ranged):
                 parts = [part.replace(name, own) for part in parts]
             raise DataError(*parts) from error
         if folder != out:
-            move_tree(folder, out, last=("tokens.json",))
+            move_tree(folder, out, last=(DESCRIPTION,))
         tokens, documents, skipped = len(file.tokens), file.documents, file.skipped
         text = f"{self.out}: {tokens:,} tokens in {documents:,} documents, vocabulary of {file.vocab:,}\n"
         if skipped["bad"]:

@@ -6,6 +6,7 @@ calls the method, and prints the outcome.
 
 import dataclasses
 import os
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -154,17 +155,20 @@ def given_options(options: Any, fields: Sequence[str]) -> list[str]:
 def require_writable(files: Iterable[Path | None]) -> None:
     """Raises ConfigError for a file that cannot be written, before what it is to hold is computed.
 
-    Nothing is left behind, and what a file has is kept. Pipes and devices are not opened.
+    Nothing is left behind, and what a file has is kept. Pipes and devices are not opened. Of a file that does not
+    exist, one with a random name of the same length is made and deleted: another process may write the file meanwhile.
     """
     for file in files:
         if file is None:
             continue
         try:
-            new = not file.exists()
-            if new or file.is_file() or file.is_dir():
+            if file.is_file() or file.is_dir():
                 file.open("ab").close()
-            if new:
-                file.unlink()
+            elif not file.exists():
+                length = max(8, len(os.fsencode(file.name)))
+                probe = file.with_name(secrets.token_hex(length)[:length])
+                probe.open("xb").close()
+                probe.unlink()
         except OSError as error:
             raise unwritable(file, error) from error
 

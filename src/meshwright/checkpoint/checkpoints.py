@@ -68,6 +68,7 @@ from meshwright.hardware.hosts import store
 from meshwright.sharding.params import Tree, named_leaves
 from meshwright.signs import NOBODY, waiting
 from meshwright.step.device_run import DeviceRun, State
+from meshwright.storage.folder_identity import FolderIdentity
 from meshwright.storage.paths import bucket_path, in_bucket, path_of, remove_tree
 from meshwright.storage.transfer import move_tree
 from meshwright.storage.writing import make_folder, write_atomically, write_text
@@ -120,7 +121,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     max_to_keep: checkpoints to keep when another is saved; None opens it only for reading.  reach: `shared` for a
     folder that all processes write to, each the shards that it owns; `process` for a folder of this process, into which
     it writes all shards that it has (`trainer.tiers`).  saves: called as `Phases.saves`.  patience: seconds in which
-    one of the tensors that are read has to come; None waits for ever.
+    one of the tensors that are read has to come; None waits for ever.  root: folder, this one or one that it is in,
+    that must stay the one that it is now; it is made here and never again.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         reach: Literal["shared", "process"] = "shared",
         saves: Callable[[str], None] = lambda phase: None,
         patience: float | None = None,
+        root: Path | None = None,
     ) -> None:
         self.folder, self._max_to_keep, self._reach = path_of(folder).absolute(), max_to_keep, reach
         self._saves, self._patience = saves, patience
@@ -139,10 +142,16 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._pending: concurrent.futures.Future[None] | None = None
         self._writer: int | None = None
+        self._root: FolderIdentity | None = None
         if max_to_keep is None:
             return
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         with self._explained("opening checkpoints"):
+            root = self.folder if root is None else path_of(root).absolute()
+            if self._commits and not in_bucket(root):
+                root.mkdir(parents=True, exist_ok=True)
+            if in_bucket(root) or root.is_dir():
+                self._root = FolderIdentity(root)
             if (
                 self._commits
             ):  # what a writer left that died: this process holds the lock of the folder
@@ -159,6 +168,11 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _check_root(self, action: str) -> None:
+        """Raises CheckpointError where the folder is another than when this was opened."""
+        if self._root is not None:
+            self._root.check(action)
+
     def steps(self) -> list[int]:
         """Returns the committed steps, oldest first."""
         return committed_steps(self.folder)
@@ -170,6 +184,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         Raises CheckpointError where this save or the one before it fails.
         """
         self.wait()  # the host's memory has the shards of one checkpoint at a time
+        self._check_root(f"saving step {place['step']}")
         tensors, owned = named_tensors(state), self._reach == "shared"
         permuted = permuted_params(tensors, device_run.params)
         in_order = {name: x for name, x in tensors.items() if name not in permuted}
@@ -207,13 +222,14 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     ) -> None:
         step, bucket = str(manifest.step), in_bucket(self.folder)
         folder = self.folder / (step if bucket else f"{step}.tmp")
+        self._check_root(f"saving step {step}")
         if self._commits:
             if bucket:
                 write_text(self.folder / STARTED / step, str(time.time()))
             else:
                 remove_tree(folder)
-            make_folder(self.folder.parent, self.folder.name)
-            make_folder(self.folder, folder.name, "state")
+                assert self._root is not None
+                self._root.make(folder / "state")
         self._barrier(f"begun-{number}")
         if not bucket and not folder.is_dir():
             raise CheckpointError(
@@ -226,6 +242,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         if self._reach == "process":
             write_atomically(folder / LAYOUT, json.dumps({"layout": layout_of(abstract)}))
         self._barrier(f"written-{number}")
+        self._check_root(f"committing step {step}")
         if self._commits:
             manifest.write(folder)
             if not bucket:
@@ -275,6 +292,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         finally:
             if self._thread is not None:
                 self._thread.shutdown(wait=not self.abandoned)
+            if self._root is not None:
+                self._root.close()
 
     def manifest(self, step: int | None = None) -> Manifest:
         """Returns the manifest of the checkpoint of `step`, or of the last complete one; process 0 reads it for all."""
@@ -459,7 +478,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 else:
                     make_folder(aside.parent, aside.name)
                     replace_durably(self.folder / str(step), target)
-                (self.folder / STARTED / str(step)).unlink(missing_ok=True)
+                if in_bucket(self.folder):
+                    (self.folder / STARTED / str(step)).unlink(missing_ok=True)
         if jax.process_count() > 1:
             with waiting("the other hosts, which have set checkpoints aside"):
                 multihost_utils.sync_global_devices("checkpoints set aside")
@@ -472,6 +492,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         except MeshwrightError:
             raise
         except Exception as error:
+            self._check_root(action)  # a folder that went away meanwhile is no full disk
             raise write_error(action, self.folder, error) from error
 
 

@@ -1,9 +1,12 @@
 """Conversion between Hugging Face folders and runs, block by block: resumable, with checksums, in bounded memory."""
 
 import dataclasses
+import fcntl
 import json
 import os
 import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -91,13 +94,27 @@ class _Journal:
         self.out, self.folder = out, out.with_name(f"{out.name}.partial")
         self._file = self.folder / _JOURNAL
         self._source, self._total, self._say = json.loads(json.dumps(source)), total, say
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = self._held()
         self.done: dict[str, Any] = self._read()
         self.resumed = len(self.done)
-        make_folder(self.folder.parent, self.folder.name)
         refuse_links(self.folder, depth=4)
         self._write()
         if self.resumed:
             say(f"going on in {self.folder}: {self.resumed} of {total} parameters are done")
+
+    def _held(self) -> int:
+        """Holds the lock on the folder until this process ends. Raises ConfigError where another process has it."""
+        number = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        weakref.finalize(self, os.close, number)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            truth = f"another conversion writes {self.folder} now"
+            raise ConfigError(f"converting into {self.out}", truth, "another folder") from error
+        except OSError:
+            pass  # a file system without locks
+        return number
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -106,11 +123,15 @@ class _Journal:
                 return dict(found["done"])
         except (OSError, ValueError, KeyError, TypeError):
             pass
-        if self.folder.exists() and not self._file.is_file() and any(self.folder.iterdir()):
+        if not self._file.is_file() and any(self.folder.iterdir()):
             truth = f"{self.folder} exists, and no conversion wrote it"
             raise ConfigError(f"converting into {self.out}", truth, "another folder")
-        # Another source, or another version of it: what is there is of no use.
-        shutil.rmtree(self.folder, ignore_errors=True)
+        # Another source, or another version of it: what is there is of no use. The lock is on the folder itself.
+        for path in self.folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         return {}
 
     def convert(self, params: dict[str, Param], convert_one: Callable[[str, Param], Any]) -> None:
@@ -367,12 +388,13 @@ def export_adapter(source: Path, out: Path, *, at: int | None = None) -> Convers
         notes = (
             f"the base that adapter_config.json names, {base}, is a run: convert it too and change the name",
         )
-    scratch = out.with_name(f".{out.name}-part")
-    shutil.rmtree(scratch, ignore_errors=True)
-    make_folder(scratch.parent, scratch.name)
-    count = write_adapter(scratch, run.model, run.finetune, pairs, base)
-    write_tokenizer(source / "tokenizer.json", source / KEPT, scratch)
-    scratch.rename(out)
+    make_folder(out.parent)
+    # A folder of this process: another may write adapters under the same name.
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as name:
+        scratch = make_folder(Path(name), "adapter")
+        count = write_adapter(scratch, run.model, run.finetune, pairs, base)
+        write_tokenizer(source / "tokenizer.json", source / KEPT, scratch)
+        scratch.rename(out)
     return Conversion(
         out, "LoRA", sum(a.size + b.size for a, b in pairs.values()), count, "float32", 0, notes
     )

@@ -10,7 +10,13 @@ from meshwright.checkpoint.inspect import list_checkpoints
 from meshwright.checkpoint.steps import MANIFEST, STARTED, committed_steps, remove_checkpoint
 from meshwright.errors import CheckpointError
 from meshwright.storage.paths import in_bucket
-from meshwright.storage.transfer import copy_files, copy_tree, files_of, sha256_of
+from meshwright.storage.transfer import (
+    copy_files,
+    copy_tree,
+    files_of,
+    join_segments,
+    sha256_of,
+)
 from meshwright.storage.writing import refuse_links, write_text
 
 _REST = "files of the run"
@@ -99,6 +105,10 @@ def move_checkpoints(
         say(f"step {step}: copied and compared")
     others = _other_files(source)
     copy_files(others, source, target)
+    if in_bucket(source) and not in_bucket(target):
+        from meshwright.storage.bucket import is_segment  # loads a client of buckets
+
+        join_segments([name for name in others if is_segment(name)], target)
     say(f"{len(others)} other files: copied and compared")
     if then == "delete":
         for step in steps:

@@ -1,5 +1,6 @@
 """Folders of checkpoints: which steps they have, and which are complete. No device is needed."""
 
+import contextlib
 from pathlib import Path
 
 from meshwright.errors import CheckpointError, reason_of
@@ -44,10 +45,21 @@ def all_steps(folder: Path) -> list[int]:
 
 
 def remove_checkpoint(folder: Path, step: int) -> None:
-    """Deletes a checkpoint, its manifest first: what is left is not taken for a checkpoint."""
-    (folder / str(step) / MANIFEST).unlink(missing_ok=True)
-    remove_tree(folder / str(step))
-    (folder / STARTED / str(step)).unlink(missing_ok=True)
+    """Deletes a checkpoint. What a kill leaves is not taken for a checkpoint, and goes at the next start of the run.
+
+    A bucket cannot rename, so there the manifest goes first. On a disk the folder gets another name first.
+    """
+    checkpoint = folder / str(step)
+    if in_bucket(folder):
+        (checkpoint / MANIFEST).unlink(missing_ok=True)
+        remove_tree(checkpoint)
+        (folder / STARTED / str(step)).unlink(missing_ok=True)
+        return
+    doomed = folder / f"{step}.deleted.tmp"
+    remove_tree(doomed)
+    with contextlib.suppress(FileNotFoundError):
+        checkpoint.rename(doomed)
+    remove_tree(doomed)
 
 
 def unwritable(folder: Path, error: OSError) -> CheckpointError:

@@ -37,6 +37,10 @@ VERBS = {
     ),
     "generate": ("api.generation", "Continue prompts with a run's model, or chat with it."),
     "tokenize": ("api.tokenizing", "Tokenise text once, into a folder that --data takes."),
+    "cache": (
+        "api.cache",
+        "List or delete the token files and copies of buckets that runs keep on this machine.",
+    ),
     "convert": (
         "api.convert",
         "Convert weights: a Hugging Face folder into a run, or a run into a Hugging Face folder.",

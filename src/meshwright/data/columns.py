@@ -12,9 +12,16 @@ import pyarrow.parquet
 
 from meshwright.data.sources import Place, Records
 from meshwright.errors import DataError
+from meshwright.formatting import format_bytes
 
 _ROWS = 1024
-"""Rows that are text in Python at a time."""
+"""Rows that are decoded at a time."""
+_BUFFER = 2**20
+"""Bytes of the file that are read at a time."""
+_DECODED = 256 * 2**20
+"""Decoded bytes of a column in a row group below which they are not compared with the stored ones."""
+_RATIO = 64
+"""Largest ratio of decoded to stored bytes above that: text compresses 3 to 10 times, logs up to 50."""
 _SHOWN = 24
 """Columns that an error lists."""
 
@@ -27,17 +34,26 @@ def zstd_stream(raw: IO[bytes]) -> Any:
 def read_columns(file: Path, raw: IO[bytes], records: Records, field: str) -> Iterator[str]:
     """Yields the texts of a Parquet file's column from row `records.number` on.
 
-    Raises DataError where there is no such column, or it has no text.
+    Raises DataError where there is no such column, or it has no text, or it decodes to far more bytes than it has.
+
+    Pages are read one after another. A value that many rows share is in memory once, as in the file: repeated values
+    stay in their dictionary, and each row is a Python text only while it is yielded.
     """
-    table = pyarrow.parquet.ParquetFile(raw)
-    path = _column(file, table.schema_arrow, field)
-    size, rows, first = os.fstat(raw.fileno()).st_size, max(1, table.metadata.num_rows), 0
+    metadata = pyarrow.parquet.read_metadata(raw)
+    path = _column(file, metadata.schema.to_arrow_schema(), field)
+    name = ".".join(path)
+    raw.seek(0)
+    table = pyarrow.parquet.ParquetFile(
+        raw, metadata=metadata, read_dictionary=[name], pre_buffer=False, buffer_size=_BUFFER
+    )
+    size, rows, first = os.fstat(raw.fileno()).st_size, max(1, metadata.num_rows), 0
     records.bytes_here = lambda: size * records.number / rows
     for group in range(table.num_row_groups):
         at, first = first, first + table.metadata.row_group(group).num_rows
         if first <= records.number:
             continue
-        for batch in table.iter_batches(_ROWS, row_groups=[group], columns=[".".join(path)]):
+        _check_decoded(file, metadata.row_group(group), group, name)
+        for batch in table.iter_batches(_ROWS, row_groups=[group], columns=[name]):
             column = _column_of(batch, path)
             skip = max(0, records.number - at)
             for number, value in enumerate(_values(column.slice(skip)), at + skip + 1):
@@ -50,6 +66,26 @@ def read_columns(file: Path, raw: IO[bytes], records: Records, field: str) -> It
                 elif text := records.text(value, place):
                     yield text
             at += batch.num_rows
+
+
+def _check_decoded(file: Path, group: Any, number: int, name: str) -> None:
+    """Raises DataError for a column that decodes to `_DECODED` bytes or more, and to `_RATIO` times those it has.
+
+    Its pages are decompressed as a whole, and no text compresses so far: the file is damaged, or made to fill memory.
+    """
+    chunks = (group.column(i) for i in range(group.num_columns))
+    for chunk in chunks:
+        if chunk.path_in_schema != name:
+            continue
+        decoded, stored = chunk.total_uncompressed_size, chunk.total_compressed_size
+        if decoded > max(_DECODED, _RATIO * stored):
+            raise DataError(
+                f"reading {file}",
+                f"row group {number} has {format_bytes(stored)} of {name!r} that decode to {format_bytes(decoded)}, "
+                f"{decoded // max(stored, 1):,} times as many, in {group.num_rows:,} rows; text takes at most {_RATIO} "
+                f"times as many, and a page is decoded as a whole",
+                "remove it, or write it as .jsonl.zst, which is read line by line",
+            )
 
 
 def _column(file: Path, schema: Any, field: str) -> tuple[str, ...]:
@@ -92,19 +128,14 @@ def _column_of(batch: Any, path: tuple[str, ...]) -> Any:
     return column
 
 
-def _values(column: Any) -> list[str | bytes | None]:
-    """Returns the values of a column of text; those that are not UTF-8 as bytes."""
-
-    def text_or_bytes(value: bytes | None) -> str | bytes | None:
+def _values(column: Any) -> Iterator[str | bytes | None]:
+    """Yields the values of a column of text, one in memory at a time; those that are not UTF-8 as bytes."""
+    for scalar in column:
+        value = scalar.value if isinstance(scalar, pyarrow.DictionaryScalar) else scalar
         try:
-            return None if value is None else value.decode("utf-8")
+            yield None if value is None else value.as_py()
         except UnicodeDecodeError:
-            return value
-
-    try:
-        return column.to_pylist()
-    except UnicodeDecodeError:
-        return [text_or_bytes(value) for value in column.cast("large_binary").to_pylist()]
+            yield value.as_buffer().to_pybytes()
 
 
 def read_rows(file: Path, raw: IO[bytes]) -> Iterator[tuple[Place, dict[str, Any]]]:

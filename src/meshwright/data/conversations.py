@@ -17,7 +17,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,9 +36,10 @@ from meshwright.data.chat import (
     read_end_tokens,
     template_text,
 )
-from meshwright.data.chat_files import find_chat_files, read_records
+from meshwright.data.chat_files import find_chat_files, read_records, unit_of
 from meshwright.data.corpus import Corpus, local_text, parse_source, share
 from meshwright.data.feed import held_out_border
+from meshwright.data.sources import Place
 from meshwright.data.subwords import Subwords, check_unicode
 from meshwright.data.token_writer import TokenWriter, write_description
 from meshwright.data.tokenizers import Bytes, Chars, Tokenizer, build_tokenizer, with_begin
@@ -46,9 +47,11 @@ from meshwright.data.tokens import TokenFile, is_token_file, open_tokens
 from meshwright.documents import LARGE, parse_json, read_json
 from meshwright.errors import DataError
 from meshwright.fine_tuning import FineTune, Objective, TooLong
-from meshwright.storage.transfer import sha256_of
+from meshwright.storage.transfer import held_folder, sha256_of
 
 _FORMAT = 4
+_PLACE = np.dtype([("file", "<u4"), ("number", "<u8")])
+"""Place of a record: the number of its file in `files.json`, and its line or row. They are in `places.bin`."""
 _KINDS = {
     "answers": "`messages`, or `prompt` and `completion`",
     "preferences": "`prompt`, `chosen` and `rejected`",
@@ -224,8 +227,7 @@ def load_conversations(
         folder = folders[source.path]
         file = open_tokens(folder)
         answers: Any = np.memmap(folder / "answers.bin", np.uint8, mode="r")
-        lines = read_json(folder / "lines.json", LARGE)
-        used, told = fit(file, answers, seq, together, lines, tuning.too_long)
+        used, told = fit(file, answers, seq, together, _place_of(folder), tuning.too_long)
         if told and jax.process_index() == 0:
             print(f"{source.path}: {told}", file=sys.stderr, flush=True)
         order = np.random.default_rng(0).permutation(used.units)
@@ -268,12 +270,24 @@ def stops_of(tokenizer: Tokenizer, spec: str) -> tuple[int, ...]:
     return tuple(stop for stop in stops if stop < tokenizer.vocab) or (tokenizer.end,)
 
 
+def _place_of(folder: Path) -> Callable[[int], str]:
+    """Returns a function from the number of a record to its place. The places of others are not read."""
+    places: Any = np.memmap(folder / "places.bin", _PLACE, mode="r")
+
+    def place(record: int) -> str:
+        found = places[record]
+        file = Path(read_json(folder / "files.json", LARGE)[found["file"]])
+        return str(Place(file, unit_of(file), int(found["number"])))
+
+    return place
+
+
 def fit(
     file: TokenFile,
     answers: np.ndarray,
     seq: int,
     together: int,
-    lines: Sequence[str],
+    place: Callable[[int], str],
     too_long: TooLong,
 ) -> tuple[Used, str]:
     """Fits the records of a token file into sequences of `seq` positions; returns what is used, and what was done.
@@ -281,7 +295,7 @@ def fit(
     Only records that are longer than a sequence are touched. Where they are truncated, the documents of a record share
     its positions: one that needs less than its share leaves the rest to the other. A record of which some document has
     no token of an answer left is dropped: it would teach nothing.
-    lines: file and line of each record. Raises DataError for a record that does not fit, where that is refused.
+    place: returns file and line of a record. Raises DataError for a record that does not fit, where that is refused.
     """
     used = Used.all_of(file, together)
     lengths = used.lengths(together)
@@ -292,7 +306,7 @@ def fit(
     if too_long == "refuse":
         first, longest = int(long[0]), int(lengths.max())
         raise DataError(
-            lines[first],
+            place(first),
             f"it takes {lengths[first]} positions, and a sequence has {seq}; {len(long)} of {len(lengths)} records do "
             f"not fit, the longest takes {longest}",
             f"--seq {longest}, or --finetune.too-long truncate or drop",
@@ -310,7 +324,7 @@ def fit(
             empty.append(int(unit))
     told = f"{records}: {len(long) - len(empty):,} cut at their end, {len(empty):,} dropped"
     if empty:
-        told += f" as no token of an answer was left, the first {lines[empty[0]]}"
+        told += f" as no token of an answer was left, the first {place(empty[0])}"
     return Used(positions, np.setdiff1d(used.units, empty)), told
 
 
@@ -347,26 +361,30 @@ def _tokenise(
     )
     if is_token_file(folder):
         return folder
-    lines = list[str]()
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         writer = TokenWriter(scratch, "<u4")
-        with contextlib.closing(writer), (scratch / "answers.bin").open("wb") as answers:
-            for _, place, record in read_records(files):
-                where = str(place)
-                renderer = RecordRenderer(where, tokenizer, template, stops)
+        with (
+            held_folder(scratch),
+            contextlib.closing(writer),
+            (scratch / "answers.bin").open("wb") as answers,
+            (scratch / "places.bin").open("wb") as places,
+        ):
+            for number, where, record in read_records(files):
+                renderer = RecordRenderer(str(where), tokenizer, template, stops)
                 for document in renderer.render(record, objective):
                     writer.add(document.tokens, np.array([len(document.tokens)]))
                     answers.write(document.answers.astype(np.uint8).tobytes())
-                lines.append(where)
-            if not lines:
+                places.write(np.array((number, where.number), _PLACE).tobytes())
+            if not places.tell():
                 raise DataError(f"--data {path}", "it has no records", "JSON lines with `messages`")
             writer.finish()
         (scratch / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-        (scratch / "lines.json").write_text(json.dumps(lines), encoding="utf-8")
+        names = json.dumps([str(file) for file in files])
+        (scratch / "files.json").write_text(names, encoding="utf-8")
         described = writer.description(tokenizer.vocab, source=path, tokenizer=spec, skipped={})
-        write_description(scratch, described, "answers.bin", "lines.json")
+        write_description(scratch, described, "answers.bin", "places.bin", "files.json")
         try:
             os.replace(scratch, folder)
         except OSError:  # another process was first

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import hashlib
 import os
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from meshwright.data.sources import open_source
+from meshwright.data.sources import check_skipped, open_source
 from meshwright.data.tokenizers import Bytes, Tokenizer, build_tokenizer, is_learned, spec_identity
 from meshwright.data.tokenizing import learn_tokenizer, tokenize
 from meshwright.data.tokens import Progress, TokenFile, is_token_file, open_tokens
@@ -225,12 +224,10 @@ class _Reading:
     def _load(self, path: str, spec: str) -> TokenFile:
         folder = self._folder_of(path, spec)
         if is_token_file(folder):
+            # Other runs may read these tokens: an entry of the cache is used or refused, never changed or deleted.
             found = open_tokens(folder)
-            if found.skipped.get("share", 0.0) <= self.bad_records:
-                return found
-            shutil.rmtree(
-                folder
-            )  # more records were skipped than is allowed now: refused like the text itself
+            check_skipped(path, found.skipped, self.bad_records)
+            return found
         return tokenize(
             path,
             spec,

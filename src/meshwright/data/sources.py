@@ -11,7 +11,7 @@ import json
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -134,14 +134,7 @@ class Records(_Counts):
 
     def check(self) -> None:
         """Raises DataError where more records were bad than may be skipped; called when all are read."""
-        if self.bad > self.share * self.read:
-            raise DataError(
-                f"--data {self.source}",
-                f"{self.bad:,} of {self.read:,} records cannot be read, {self.bad / self.read:.2%}, and "
-                f"--faults.bad-records {self.share:g} allows {self.share:.2%}; "
-                f"the first: {'; '.join(self.examples[:3])}",
-                f"repair them, or --faults.bad-records {self.bad / self.read * 1.01:.2g}",
-            )
+        check_skipped(self.source, self.summary(), self.share)
 
     def summary(self) -> dict[str, Any]:
         """Returns the counts as JSON values."""
@@ -161,6 +154,23 @@ class Records(_Counts):
     def resume(self, state: dict[str, Any]) -> None:
         """Takes counts and position of an earlier reading. Raises ValueError for anything else."""
         vars(self).update(vars(msgspec.convert(state, _Counts)))
+
+
+def check_skipped(source: str, skipped: Mapping[str, Any], allowed: float) -> None:
+    """Raises DataError where a larger share of records was skipped than is allowed.
+
+    source: entry of `data.paths`.  skipped: counts as of `Records.summary`; a token file keeps them, so tokens that
+    another run made are judged by their description.
+    """
+    bad, read = skipped.get("bad", 0), skipped.get("read", 0)
+    if bad > allowed * read:
+        raise DataError(
+            f"--data {source}",
+            f"{bad:,} of {read:,} records cannot be read, {bad / read:.2%}, and "
+            f"--faults.bad-records {allowed:g} allows {allowed:.2%}; "
+            f"the first: {'; '.join(skipped.get('examples', ())[:3])}",
+            f"repair them, or --faults.bad-records {bad / read * 1.01:.2g}",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

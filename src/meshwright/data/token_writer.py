@@ -12,6 +12,7 @@ import numpy as np
 from meshwright.data.tokens import (
     BLOCK,
     CHECKSUM,
+    DESCRIPTION,
     FORMAT,
     HASHED,
     block_type,
@@ -152,4 +153,4 @@ def write_description(folder: Path, record: Mapping[str, Any], *more: str) -> No
     """Writes `tokens.json`, which makes a folder a token file. record: all but the checksums.  more: further files."""
     sums = {name: sha256_of(folder / name) for name in (*HASHED, *more)}
     record = seal({"format": FORMAT, **record, "block": BLOCK, "sha256": sums})
-    write_atomically(folder / "tokens.json", json.dumps(record, indent=1))
+    write_atomically(folder / DESCRIPTION, json.dumps(record, indent=1))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.data.readers import read_documents
-from meshwright.data.sources import Documents, Place, Records, open_source
+from meshwright.data.sources import Documents, Place, Records, check_skipped, open_source
 from meshwright.data.token_writer import (
     PROGRESS,
     SHARD_TOKENS,
@@ -32,7 +32,14 @@ from meshwright.data.tokenizers import (
     tokenizer_from_json,
     with_begin,
 )
-from meshwright.data.tokens import SKIPPED, Progress, TokenFile, is_token_file, open_tokens
+from meshwright.data.tokens import (
+    DESCRIPTION,
+    SKIPPED,
+    Progress,
+    TokenFile,
+    is_token_file,
+    open_tokens,
+)
 from meshwright.documents import LARGE, read_text
 from meshwright.errors import DataError, reason_of
 from meshwright.storage.writing import make_folder, open_file, refuse_links, write_atomically
@@ -155,7 +162,10 @@ def tokenize(
         if progress is not None:
             with contextlib.suppress(OSError):  # of a terminal that has gone
                 progress.close()
-    return open_tokens(out)
+    file = open_tokens(out)
+    # Another process may have written them while this one waited, and may allow more bad records.
+    check_skipped(path, file.skipped, bad_records)
+    return file
 
 
 def learn_tokenizer(
@@ -232,7 +242,10 @@ class _Tokenisation:
         self.identity, self.before = spec_identity(self.spec), self.source.fingerprint()
 
     def run(self) -> None:
-        """Writes the token file. Leaves nothing in the folder where no shard became complete."""
+        """Writes the token file. What this process began is deleted where no shard became complete.
+
+        Nothing is deleted once the description is written: from then on other processes may read the folder.
+        """
         lines = [self.identity, str(self.shard_tokens), *self.before]
         key = hashlib.sha256(
             "\n".join(lines).encode("utf-8", "surrogateescape")
@@ -254,7 +267,7 @@ class _Tokenisation:
                 (old for old, new in zip(self.before, after, strict=False) if old != new), None
             )
             if changed is not None:  # the tokens may be of no version of it
-                shutil.rmtree(self.out)
+                shutil.rmtree(self.out)  # unfinished, and this process holds its lock
                 truth = "it changed while it was read"
                 raise DataError(
                     f"reading {changed.rsplit(' ', 2)[0]}",
@@ -267,13 +280,20 @@ class _Tokenisation:
                 "skipped": self.records.summary(),
             }
             write_description(self.out, writer.description(tokenizer.vocab, **named))
-            for name in (PROGRESS, _LOCK):
-                (self.out / name).unlink(missing_ok=True)
         except (DataError, OSError):
-            found = read_progress(self.out)
-            if found is None or not found["shards"]:
+            if not self._of_use():
                 shutil.rmtree(self.out, ignore_errors=True)
             raise
+        for name in (PROGRESS, _LOCK):
+            with contextlib.suppress(OSError):  # the token file is complete without it
+                (self.out / name).unlink(missing_ok=True)
+
+    def _of_use(self) -> bool:
+        """Whether the folder has a complete shard or a description, or its note cannot be read now."""
+        if (self.out / DESCRIPTION).exists():
+            return True
+        note = read_progress(self.out)
+        return bool(note["shards"]) if note is not None else (self.out / PROGRESS).exists()
 
     def _tokenizer(self, note: dict[str, Any] | None) -> Tokenizer:
         """Returns the tokenizer: the one that an unfinished folder has, or a new one, which is written there."""

@@ -11,6 +11,8 @@ Opening costs the same for every size of corpus. A window is one read of the blo
 blocks: nothing is kept of the others, and no shard is mapped. A shard's checksum is compared when it is first opened.
 """
 
+import contextlib
+import fcntl
 import functools
 import os
 import shlex
@@ -33,6 +35,8 @@ BLOCK = 2**11
 """Tokens under one checksum: a window of 8,192 reads 1.3 times its bytes, its documents' ends included."""
 CHECKSUM = 32
 """Bytes of a shard's checksum."""
+DESCRIPTION = "tokens.json"
+"""File of a token file that is written last: a folder with it is complete, and never changes again."""
 SKIPPED = "skipped.jsonl"
 """File with a line for every record that was left out; training does not read it."""
 HASHED = ("shards.bin", "tokenizer.json")
@@ -157,6 +161,8 @@ class _Shards:
         self.folder, self.type, self.checksums = folder, block_type(dtype), checksums
         self.blocks, self.per_shard = -(-count // BLOCK), shard // BLOCK
         self.checked = np.zeros(len(checksums) // CHECKSUM, np.bool_)
+        self.lock: _OpenFile | None = None
+        """What holds the lock on the folder."""
 
     def __call__(self, first: int, stop: int) -> np.ndarray:
         """Returns the blocks [first, stop). Raises DataError for one that is not what was written."""
@@ -262,10 +268,9 @@ def _open_file(owner: _Shards, file: Path) -> _OpenFile:
 def is_token_file(path: str | Path) -> bool:
     """Whether `path` is a folder that `tokenize` wrote, on a disk or in a bucket."""
     if in_bucket(path):
-        return (path_of(path) / "tokens.json").is_file()
-    return os.path.isfile(
-        os.path.join(path, "tokens.json")
-    )  # false for names that no file can have
+        return (path_of(path) / DESCRIPTION).is_file()
+    # False for names that no file can have.
+    return os.path.isfile(os.path.join(path, DESCRIPTION))
 
 
 def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
@@ -274,6 +279,7 @@ def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
     cache: local folder that keeps what is read of a token file in a bucket.
     """
     try:
+        lock = None if in_bucket(folder) else _hold(folder)
         record = _read_description(folder)
         dtype, count, vocab = _DTYPES[record["dtype"]], int(record["tokens"]), int(record["vocab"])
         shards, size, documents = (
@@ -305,6 +311,7 @@ def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
                     f"{len(absent)} of {shards} shards are not there, the first is {absent[0]}"
                 )
             read = _Shards(folder, count, dtype, size, checksums)
+            read.lock = lock
         read.piece((shards - 1) * read.per_shard, 1)
     except (
         OSError,
@@ -326,9 +333,17 @@ def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
     )
 
 
+def _hold(folder: Path) -> _OpenFile:
+    """Holds a shared lock on a token file as long as the result lives: `meshwright cache` deletes none that is read."""
+    lock = _OpenFile(folder / DESCRIPTION)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(lock.number, fcntl.LOCK_SH)
+    return lock
+
+
 def _read_description(folder: Path) -> dict[str, Any]:
     """Reads `tokens.json`. Raises ValueError where it is not of this format, or names a file outside the folder."""
-    record = read_json(folder / "tokens.json")
+    record = read_json(folder / DESCRIPTION)
     if not isinstance(record, dict):
         raise ValueError("tokens.json is not an object")
     if record.get("format") != FORMAT:
@@ -347,7 +362,7 @@ def _read_description(folder: Path) -> dict[str, Any]:
     if any(Path(name).name != name or not (folder / name).is_file() for name in names):
         raise ValueError("tokens.json names a file outside the folder, or one that is not there")
     if not in_bucket(folder):
-        check_inside(folder, (folder / name for name in ("tokens.json", *names)))
+        check_inside(folder, (folder / name for name in (DESCRIPTION, *names)))
     return record
 
 

@@ -34,7 +34,7 @@ from meshwright.launching.restarts import Restarts, restarts
 from meshwright.reporters.files import last_start
 from meshwright.runs.run import Run
 from meshwright.signs import BEATS, LOADING, PREPARING
-from meshwright.storage.writing import make_folder, open_file, refuse_links, write_atomically
+from meshwright.storage.writing import make_folder_below, open_file, refuse_links, write_atomically
 from meshwright.trainer.watchdog import Watchdog
 from meshwright.trust import accept, derive, foreign, references_in, trust_options
 
@@ -96,7 +96,7 @@ class Meeting:
             self.folder / f"meeting-{self.number}",
         )
         try:
-            make_folder(self.out, self.folder.name, folder.name)
+            make_folder_below(self.out, self.folder.name, folder.name)
             write_atomically(folder / str(process), _own_address(self.hosts.coordinator))
         except OSError as error:
             raise unwritable(folder, error) from error
@@ -226,8 +226,9 @@ class Supervisor:
             else None
         )
         stopped = self.out / ".supervise" / "stopped"
-        if self.hosts.process == 0:
-            with contextlib.suppress(OSError, StorageError):
+        with contextlib.suppress(OSError, StorageError):
+            self.out.mkdir(parents=True, exist_ok=True)
+            if self.hosts.process == 0:
                 stopped.unlink(missing_ok=True)
         for attempt in itertools.count():
             began = time.monotonic()
@@ -407,7 +408,9 @@ class Supervisor:
         }
         file = self.out / ".supervise" / f"journal-{self.hosts.process}.jsonl"
         with contextlib.suppress(OSError, StorageError):  # a full disk ends no supervisor
-            make_folder(self.out, file.parent.name)
+            make_folder_below(
+                self.out, file.parent.name
+            )  # an output folder that is gone is not made again
             with open_file(file, "a") as opened:
                 opened.write(json.dumps(record) + "\n")
 

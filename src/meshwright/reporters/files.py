@@ -7,13 +7,13 @@ import math
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from meshwright.activity import Activity
-from meshwright.documents import LARGE, parse_json, read_text, step_of
+from meshwright.documents import parse_json, step_of
 from meshwright.errors import StorageError, reason_of
 from meshwright.reporters import Values
-from meshwright.storage.writing import open_file, refuse_link, write_atomically
+from meshwright.storage.lines import Lines, open_lines, reversed_lines
 
 
 class JsonLines:
@@ -23,54 +23,58 @@ class JsonLines:
     that names the disk. Lines still waiting at `close` are lost, which a message on standard error states.
     """
 
-    def __init__(self, file: Path, *, upto: int, every: int = 0):
+    def __init__(self, file: Path, *, upto: int, every: int = 0, since: Any = None):
         """Opens `file`, and drops its lines of steps after `upto`, which a resumed run writes again.
 
         every: most steps between two lines of metrics; where more are missing, `hole` and standard error name them.
+        since: `checked` of an earlier start; lines before it are not read again.
         """
         self._path, self._waiting, self.hole = file, b"", ""
-        steps = sorted({0, *self._open(upto), upto + 1})
-        gaps = [
-            (before, after)
-            for before, after in itertools.pairwise(steps)
-            if every and after - before > every
-        ]
-        if gaps:
-            more = f", and in {len(gaps) - 1} more places" if len(gaps) > 1 else ""
-            self.hole = f"lines of steps {gaps[0][0] + 1:g} to {gaps[0][1] - 1:g} are missing{more}"
+        self._file = self._open(upto)
+        if every:
+            self.hole = self._find_hole(upto, every, since)
+        self.checked = [self._file.position, upto]
+        """Position in the file until which lines were looked for, and the step there, as JSON values."""
+        if self.hole:
             print(f"{file}: {self.hole}; the run goes on without them", file=sys.stderr)
 
-    def _open(self, upto: int) -> list[float]:
-        """Opens the file without the lines after `upto`; a file that cannot be read is kept under another name.
-
-        Returns the steps of the lines that have a loss.
-        """
-        refuse_link(self._path)
-        kept, steps = "", list[float]()
+    def _open(self, upto: int) -> Lines:
+        """Opens the file without the lines after `upto`; a file that cannot be read is kept under another name."""
         try:
-            if self._path.exists():
-                text = self._path.read_text(encoding="utf-8", errors="replace")
-                lines = [line for line in text.splitlines() if _step_of(line) <= upto]
-                kept, steps = (
-                    "".join(f"{line}\n" for line in lines),
-                    [_step_of(s) for s in lines if '"loss"' in s],
-                )
+            lines = open_lines(self._path)
         except OSError as error:
             aside = self._path.with_name(
                 f"{self._path.name}.unreadable-{time.strftime('%Y%m%d-%H%M%S')}"
             )
             print(f"{self._path}: {reason_of(error)}; moved to {aside.name}", file=sys.stderr)
             self._path.rename(aside)
-        if kept or self._path.exists():
-            write_atomically(self._path, kept)
-        self._file: IO[bytes] = open_file(self._path, "ab", buffering=0)
-        return steps
+            lines = open_lines(self._path)
+        lines.cut(lambda line: _step_of(line) <= upto)
+        return lines
+
+    def _find_hole(self, upto: int, every: int, since: Any) -> str:
+        """Names the steps without a line of metrics after `since`; "" where there are none."""
+        position, before = 0, 0.0
+        with contextlib.suppress(TypeError, ValueError):
+            known, step = (int(value) for value in since)
+            if 0 <= known <= self._file.position and step <= upto:
+                position, before = known, float(step)
+        gaps = list[tuple[float, float]]()
+        steps = (_step_of(line) for line in self._file.lines(position) if '"loss"' in line)
+        for step in itertools.chain(steps, [upto + 1]):
+            if before + every < step <= upto + 1:
+                gaps.append((before, step))
+            if step <= upto + 1:
+                before = max(before, step)
+        if not gaps:
+            return ""
+        more = f", and in {len(gaps) - 1} more places" if len(gaps) > 1 else ""
+        return f"lines of steps {gaps[0][0] + 1:g} to {gaps[0][1] - 1:g} are missing{more}"
 
     def rewind(self, step: int) -> None:
         """Drops the lines of steps after `step`, which are taken again."""
         self._drain()
-        self._file.close()
-        self._open(step)
+        self._file.cut(lambda line: _step_of(line) <= step)
 
     def write(self, step: int, values: Values) -> None:
         """Appends the line of a step."""
@@ -103,12 +107,22 @@ def _step_of(line: str) -> float:
 def last_start(out: Path) -> dict[str, Any]:
     """Returns the last `start` among the events of an output folder; nothing where it has none that can be read."""
     with contextlib.suppress(OSError, ValueError, StorageError):
-        for line in reversed(read_text(out / "events.jsonl", LARGE).splitlines()):
+        for line in reversed_lines(out / "events.jsonl"):
             with contextlib.suppress(ValueError):
                 record = parse_json(line)
                 if isinstance(record, dict) and record.get("event") == "start":
                     return record if isinstance(record.get("devices"), int) else {}
     return {}
+
+
+def last_step(out: Path) -> int:
+    """Returns the last step that the metrics of an output folder have; 0 where they have none that can be read."""
+    with contextlib.suppress(OSError, ValueError, StorageError):
+        for line in reversed_lines(out / "metrics.jsonl"):
+            step = _step_of(line)
+            if math.isfinite(step):
+                return int(step)
+    return 0
 
 
 class EventLog:
@@ -119,7 +133,9 @@ class EventLog:
     """
 
     def __init__(self, file: Path):
-        self._file, self._step = file, 0
+        self._path, self._step = file, 0
+        self._file: Lines | None = None
+        """Stays open: where the folder is gone, no other file is made in its place."""
 
     def start(self, step: int, **values: Any) -> None:
         """Appends that a run starts, or goes on, after `step`."""
@@ -131,8 +147,10 @@ class EventLog:
         line = json.dumps(
             {"time": round(time.time(), 3), "step": self._step, "event": event, **values}
         )
-        with contextlib.suppress(OSError), open_file(self._file, "a") as file:
-            file.write(line + "\n")
+        with contextlib.suppress(OSError):
+            if self._file is None:
+                self._file = open_lines(self._path)
+            self._file.write(f"{line}\n".encode())
 
     def write(self, step: int, values: Values) -> None:
         """Takes note of the step."""
@@ -156,3 +174,10 @@ class EventLog:
     def close(self) -> None:
         """Appends the end; a run that was killed has none."""
         self.add("end")
+        self.release()
+
+    def release(self) -> None:
+        """Closes the file, if it is open."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()

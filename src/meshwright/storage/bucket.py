@@ -12,10 +12,11 @@ import fnmatch
 import functools
 import io
 import os
+import secrets
 import stat
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import PosixPath
 from typing import Any
 
@@ -66,8 +67,10 @@ class BucketPath(PosixPath):
         return self.is_file() or self.is_dir()
 
     def is_file(self) -> bool:
-        """Whether there is an object of this name."""
-        return self.key != "" and self._read(slice(0, 0)).state != "missing"
+        """Whether there is an object of this name, or lines of this name in segments."""
+        if self.key != "" and self._read(slice(0, 0)).state != "missing":
+            return True
+        return self.name.endswith(LINES) and segments_of(self).is_dir()
 
     def is_dir(self) -> bool:
         """Whether there is an object in this folder."""
@@ -108,9 +111,9 @@ class BucketPath(PosixPath):
     ) -> Any:
         """Opens the object to read or write all of it; it is written when the file is closed."""
         if mode.strip("bt") == "r":
-            raw: io.BytesIO = io.BytesIO(self.read_bytes())
+            raw: Any = io.BytesIO(self.read_bytes())
         elif mode.strip("bt") == "a":
-            raw = _Appended(self)
+            raw = Segments(self)
         elif mode.strip("bt") in ("w", "x"):
             raw = _Written(self, exclusive="x" in mode)
         else:
@@ -118,8 +121,31 @@ class BucketPath(PosixPath):
         return raw if "b" in mode else io.TextIOWrapper(raw, encoding or "utf-8", errors, newline)
 
     def read_bytes(self) -> bytes:
-        """Returns the content. Raises FileNotFoundError."""
-        return bytes(self._found(None).value)
+        """Returns the content, of lines in segments that of all segments. Raises FileNotFoundError."""
+        content = self.read_object()
+        if content is None and self.name.endswith(LINES):
+            folder, store = segments_of(self), self._store()
+            reads = [store.read(f"{folder.key}/{name}") for name in folder.object_names()]
+            if reads:
+                return b"".join(bytes(self._wait(read, "reading").value) for read in reads)
+        if content is None:
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
+        return content
+
+    def read_object(self) -> bytes | None:
+        """Returns the content of the object of this name; None where there is none."""
+        found = self._read(None)
+        return None if found.state == "missing" else bytes(found.value)
+
+    def reversed_lines(self) -> Iterator[str]:
+        """Yields the lines from the last to the first; of lines in segments only those segments are read."""
+        folder = segments_of(self)
+        names = folder.object_names()
+        parts = [folder / name for name in reversed(names)] or [self]
+        for part in parts:
+            for line in reversed(part.read_bytes().split(b"\n")):
+                if line:
+                    yield line.decode("utf-8", "replace")
 
     def read_part(self, first: int, size: int) -> bytes:
         """Returns at most `size` bytes from byte `first` on; none behind the end. Raises FileNotFoundError."""
@@ -178,7 +204,7 @@ class BucketPath(PosixPath):
 
         Asks with few retries, so that a wrong name or endpoint is found within seconds.
         """
-        store, probe = self._folder(2), f".writable-{os.getpid()}"
+        store, probe = self._folder(2), f".writable-{secrets.token_hex(8)}"
         for content in (b"probe", None):
             self._wait(store.write(probe, content), "writing into")
 
@@ -261,59 +287,120 @@ class _Written(io.BytesIO):
 
 
 INTERVAL = 30.0
-"""Seconds between two writes of an object to which lines are added, except at saves and at the end."""
+"""Seconds after which lines that wait are put, except at saves and at the end."""
+_SEGMENTS = ".lines"
+"""End of the name of the folder with the segments of a file of lines."""
+LINES = ".jsonl"
+"""End of the names of files of lines: an object of such a name may be in segments."""
 
 
-class _Appended(io.BytesIO):
-    """Object to which lines are added: it cannot grow, so it is replaced every `INTERVAL` seconds, and at the end.
+class Segments(io.RawIOBase):
+    """Lines of an object that grows: segments `NAME.lines/0000000001`, ..., each put once.
 
-    It is a watcher: before a checkpoint is saved the object is replaced too, so that a run which dies and continues
-    from there has every line until then. A bucket that is away for a while ends no run: the lines stay in memory.
+    An object cannot grow, and putting all lines again at every save costs the square of their number. What is written
+    waits for `INTERVAL` seconds, for a save (this is a watcher) or for the end, so that a run which dies and continues
+    from a checkpoint has every line until then. A bucket that is away for a while ends no run: the lines wait. An
+    object `NAME`, as earlier versions wrote it and a move puts it, becomes segment 0.
     """
 
     def __init__(self, path: BucketPath):
         super().__init__()
-        super().write(path.read_bytes() if path.is_file() else b"")
         self.name = str(path)
-        self._path, self._written_at, self._changed = path, time.monotonic(), False
+        self._folder = segments_of(path)
+        self._numbers = sorted(int(name) for name in self._folder.object_names() if name.isdigit())
+        before = path.read_object()
+        if before is not None:
+            if 0 not in self._numbers:
+                self._put(0, before)
+                self._numbers.insert(0, 0)
+            path.unlink(missing_ok=True)
+        self._waiting, self._put_at = b"", time.monotonic()
         self._watching = contextlib.ExitStack()
         self._watching.enter_context(watched_by(self))
+
+    def writable(self) -> bool:
+        return True
+
+    @property
+    def position(self) -> int:
+        """Number of the next segment."""
+        return (self._numbers[-1] if self._numbers else 0) + 1
 
     def began(self, activity: Activity) -> None:
         if activity.kind == "save":
             with contextlib.suppress(StorageError):
-                self._put()
+                self.put()
 
     def ended(self, activity: Activity, *, failed: bool) -> None:
         pass
 
     def write(self, data: Any) -> int:
-        self._changed = True
-        count = super().write(data)
-        if time.monotonic() - self._written_at >= INTERVAL:
+        content = bytes(data)
+        self._waiting += content
+        if time.monotonic() - self._put_at >= INTERVAL:
             with contextlib.suppress(StorageError):
-                self._put()
-        return count
+                self.put()
+        return len(content)
 
-    def _put(self) -> None:
-        self._written_at = time.monotonic()
-        self._path.write_bytes(self.getvalue())
-        self._changed = False
+    def put(self) -> None:
+        """Puts what waits as one segment. Raises StorageError."""
+        self._put_at = time.monotonic()
+        if self._waiting:
+            number = self.position
+            self._put(number, self._waiting)
+            self._numbers.append(number)
+            self._waiting = b""
+
+    def _put(self, number: int, content: bytes) -> None:
+        (self._folder / f"{number:010d}").write_bytes(content)
+
+    def cut(self, keep: Callable[[str], bool]) -> None:
+        """Drops lines at the end until `keep` holds for the last one. Only segments that lose lines are read."""
+        self.put()
+        while self._numbers:
+            segment = self._folder / f"{self._numbers[-1]:010d}"
+            content = segment.read_bytes()
+            lines = content.split(b"\n")
+            while lines and not (lines[-1] and keep(lines[-1].decode("utf-8", "replace"))):
+                lines.pop()
+            rest = b"".join(line + b"\n" for line in lines)
+            if not rest:
+                segment.unlink(missing_ok=True)
+                self._numbers.pop()
+                continue
+            if rest != content:
+                segment.write_bytes(rest)
+            return
+
+    def lines(self, position: int) -> Iterator[str]:
+        """Yields the lines from segment `position` on."""
+        for number in self._numbers:
+            if number >= position:
+                content = (self._folder / f"{number:010d}").read_bytes()
+                yield from content.decode("utf-8", "replace").splitlines()
 
     def close(self) -> None:
-        """Writes the object a last time; lines that cannot be written are named on standard error."""
+        """Puts what waits; lines that cannot be put are named on standard error."""
         if self.closed:
             return
-        if self._changed:
-            try:
-                self._put()
-            except StorageError as error:
-                print(
-                    f"{self.name}: its last lines could not be written: {error.truth}",
-                    file=sys.stderr,
-                )
+        try:
+            self.put()
+        except StorageError as error:
+            print(
+                f"{self.name}: its last lines could not be written: {error.truth}", file=sys.stderr
+            )
         self._watching.close()
         super().close()
+
+
+def segments_of(path: BucketPath) -> BucketPath:
+    """Returns the folder with the segments of a file of lines."""
+    return path.with_name(f"{path.name}{_SEGMENTS}")
+
+
+def is_segment(name: str) -> bool:
+    """Whether a name relative to an output folder is that of a segment."""
+    return name.rpartition("/")[0].endswith(f"{LINES}{_SEGMENTS}")
 
 
 @functools.cache

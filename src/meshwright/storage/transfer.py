@@ -2,13 +2,14 @@
 
 import concurrent.futures
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from meshwright.errors import StorageError, reason_of
 from meshwright.formatting import format_bytes
@@ -19,7 +20,14 @@ PART = 64 * 2**20
 """Bytes of a file that are in memory at a time."""
 _COPIES = 8
 """Files that are copied at a time."""
-_VERSIONS = ".copied.json"
+COPY_RECORD = ".copied.json"
+"""File of a copy from a bucket with the versions of its objects; readers hold a lock on it."""
+COPIES = "buckets"
+"""Folder of the cache with what was copied from buckets."""
+
+
+_kept: dict[Path, int] = {}
+"""Copies that this process reads, with the descriptors that hold their locks."""
 
 
 def files_of(folder: Path) -> list[str]:
@@ -63,7 +71,9 @@ def copy_file(source: Path, target: Path) -> str:
         return hashlib.sha256(content).hexdigest()
     refuse_link(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    part_file, digest = target.with_name(f".{target.name}.part-{os.getpid()}"), hashlib.sha256()
+    # Processes of several hosts have the same number in their containers.
+    part_file = target.with_name(f".{target.name}.part-{secrets.token_hex(8)}")
+    digest = hashlib.sha256()
     try:
         with open_file(part_file, "wb") as file:
             for part in _parts(source):
@@ -115,6 +125,24 @@ def copy_files(names: Sequence[str], source: Path, target: Path) -> None:
     _of_each(copy, names)
 
 
+def join_segments(names: Sequence[str], folder: Path) -> None:
+    """Makes one file of the segments of each file of lines that were copied from a bucket. names: in their order."""
+    joined: dict[Path, list[Path]] = {}
+    for name in sorted(names):
+        segment = folder / name
+        file = segment.parent.with_name(segment.parent.name.rpartition(".")[0])
+        joined.setdefault(file, []).append(segment)
+    for file, segments in joined.items():
+        part = file.with_name(f".{file.name}.part-{secrets.token_hex(8)}")
+        with part.open("wb") as opened:
+            for segment in segments:
+                opened.write(segment.read_bytes())
+            opened.flush()
+            os.fsync(opened.fileno())
+        part.replace(file)
+        shutil.rmtree(segments[0].parent)
+
+
 def copy_tree(source: Path, target: Path, last: Sequence[str] = ()) -> None:
     """Copies a folder with `copy_files`. last: files that make the copy complete, copied when all others are compared.
 
@@ -141,8 +169,9 @@ def move_tree(source: Path, target: Path, last: Sequence[str] = ()) -> None:
 def local_copy(location: Path, cache: Path) -> Path:
     """Returns a local copy of a file or folder in a bucket; a local path itself.
 
-    Objects are copied once, and again when their version in the bucket is another; copies of deleted objects are
-    deleted. Raises StorageError where there is nothing of that name, or no room.
+    A copy is named by the versions of its objects, and never changes: another process may read it. Where an object has
+    another version, another copy is made, with hard links to the objects that are as they were. A copy that was cut off
+    is gone on with. Raises StorageError where there is nothing of that name, or no room.
     """
     if not in_bucket(location):
         return location
@@ -157,38 +186,86 @@ def local_copy(location: Path, cache: Path) -> Path:
         )
     _check_names(names, location)
     origin = found.parent if single else found
-    target = (
-        cache / "buckets" / hashlib.sha256(str(location).encode()).hexdigest()[:16] / location.name
-    )
-    folder = target.parent if single else target
-    record = folder / _VERSIONS
-    known: dict[str, Any] = (
-        json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
-    )
 
-    def versions_of(some: list[str]) -> dict[str, str]:
-        versions = _of_each(lambda name: bucket_path(origin / name).generation().hex(), some)
-        return dict(zip(some, versions, strict=True))
+    def versions() -> dict[str, str]:
+        read = _of_each(lambda name: bucket_path(origin / name).generation().hex(), names)
+        return dict(zip(names, read, strict=True))
 
-    versions = versions_of(names)
-    stale = [
-        name for name in names if known.get(name) != versions[name] or not (folder / name).is_file()
-    ]
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in known.keys() - versions.keys():
-        (folder / name).unlink(missing_ok=True)
+    before = versions()
+    copies = cache / COPIES / _hash(str(location))
+    entry = copies / _hash(json.dumps(before))
+    target = entry / location.name
+    if _keep(entry):
+        return target
+    scratch = copies / f".{entry.name}"
+    folder = scratch if single else scratch / location.name
     try:
-        _of_each(lambda name: copy_file(origin / name, folder / name), stale)
+        folder.mkdir(parents=True, exist_ok=True)
+        with held_folder(scratch):
+            if _keep(entry):  # another process made it meanwhile
+                return target
+            _link_known(copies, before, folder, single)
+            absent = [name for name in names if not (folder / name).is_file()]
+            _of_each(lambda name: copy_file(origin / name, folder / name), absent)
+            if versions() != before:
+                raise StorageError(
+                    f"copying {location}", "its objects changed meanwhile", "the same command again"
+                )
+            (scratch / COPY_RECORD).write_text(json.dumps(before), encoding="utf-8")
+            os.rename(scratch, entry)
+            _keep(entry)
     except OSError as error:
-        truth = f"{reason_of(error)}; {format_bytes(shutil.disk_usage(folder).free)} are free"
+        if _keep(entry):  # another process was first, on a file system without locks
+            return target
+        truth = reason_of(error)
+        if cache.is_dir():
+            truth += f"; {format_bytes(shutil.disk_usage(cache).free)} are free"
         raise StorageError(
             f"copying {location} to {folder}", truth, "a cache with more space"
         ) from error
-    if versions_of(stale) != {name: versions[name] for name in stale}:
-        raise StorageError(
-            f"copying {location}", "its objects changed meanwhile", "the same command again"
-        )
-    part = record.with_name(f"{_VERSIONS}.{os.getpid()}")
-    part.write_text(json.dumps(versions), encoding="utf-8")
-    part.replace(record)
     return target
+
+
+def _keep(copy: Path) -> bool:
+    """Holds a shared lock on a copy until this process ends, so that `meshwright cache` does not delete it.
+
+    Returns whether the copy is there.
+    """
+    try:
+        number = _kept.get(copy)
+        if number is None:
+            number = _kept[copy] = os.open(copy / COPY_RECORD, os.O_RDONLY)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(number, fcntl.LOCK_SH)
+        return (copy / COPY_RECORD).is_file()
+    except FileNotFoundError:
+        return False
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def held_folder(folder: Path) -> Iterator[None]:
+    """Holds the lock on a folder; waits for another process that has it."""
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)
+
+
+def _link_known(copies: Path, versions: dict[str, str], folder: Path, single: bool) -> None:
+    """Links what other copies have of the same objects in the same versions into `folder`."""
+    for record in copies.glob(f"[!.]*/{COPY_RECORD}"):
+        known = json.loads(record.read_text(encoding="utf-8"))
+        there = record.parent if single else record.parent / folder.name
+        for name, version in versions.items():
+            file = folder / name
+            if known.get(name) == version and not file.exists():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(OSError):  # no links here: it is copied
+                    os.link(there / name, file)

@@ -21,11 +21,13 @@ from meshwright.storage.paths import bucket_path, in_bucket
 _FLAGS = {
     "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
     "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+    "a+": os.O_RDWR | os.O_CREAT | os.O_APPEND,
     "x": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
     "r+": os.O_RDWR,
     "lock": os.O_RDWR | os.O_CREAT,
 }
 """Flags of a mode without its `b`; `lock` reads and writes a file that may be there."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY
 _OTHERS = ("wandb",)
 """Folders in which another library writes, and makes links of its own."""
 
@@ -118,12 +120,22 @@ def make_folder(root: Path, *names: str) -> Path:
 
     root: made with its parents where it is missing; it may be reached through links. Raises OSError and ConfigError.
     """
+    root.mkdir(parents=True, exist_ok=True)
+    return make_folder_below(root, *names)
+
+
+def make_folder_below(root: Path, *names: str, descriptor: int | None = None) -> Path:
+    """Makes the folder of `names` below `root` as `make_folder` does, and never `root` itself.
+
+    descriptor: of `root`, where it is open already: the path may lead elsewhere by now. Raises OSError, also where
+    `root` is gone, and ConfigError.
+    """
     made = root.joinpath(*names)
     if in_bucket(root):
         made.mkdir(parents=True, exist_ok=True)
         return made
-    root.mkdir(parents=True, exist_ok=True)
-    below, folder = root, os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    folder = os.open(root, _FOLDER) if descriptor is None else os.dup(descriptor)
+    below = root
     try:
         for name in names:
             below = below / name
@@ -131,7 +143,7 @@ def make_folder(root: Path, *names: str) -> Path:
                 os.mkdir(name, dir_fd=folder)
             except FileExistsError:
                 _refuse_special(folder, below, folders=True)
-            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+            inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
             os.close(folder)
             folder = inner
     finally:

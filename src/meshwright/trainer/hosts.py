@@ -42,7 +42,7 @@ from meshwright.hardware.hosts import installed_versions, store
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
 from meshwright.signs import EVERYBODY, NOBODY, PREPARING, Phases
-from meshwright.storage.writing import make_folder, write_text
+from meshwright.storage.writing import make_folder_below, write_text
 from meshwright.trainer.prepare import Trainable
 from meshwright.trainer.watchdog import Watchdog
 
@@ -525,7 +525,7 @@ class _Watch:
             )
 
             def keep() -> Path:
-                make_folder(self.out, file.parent.name)
+                make_folder_below(self.out, file.parent.name)
                 write_text(file, text)
                 here.unlink()
                 return file

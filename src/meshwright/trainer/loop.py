@@ -18,16 +18,23 @@ from meshwright.errors import Closing
 from meshwright.formatting import Shown
 from meshwright.hardware.agreement import agree, answer_of_the_first, choose_together
 from meshwright.reporters import BETWEEN, Reporter, build_reporters
-from meshwright.reporters.files import EventLog, JsonLines
+from meshwright.reporters.files import EventLog, JsonLines, last_start
 from meshwright.runs.run_file import write_run
 from meshwright.signs import NOBODY, PREPARING, Phases, end_with, in_phases, waiting
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.storage.paths import path_of
+from meshwright.trainer.heartbeat import beating
 from meshwright.trainer.lock import locked
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.preemption import Preemption
 from meshwright.trainer.prepare import Position, PreparedRun, Trainable, prepare_run
-from meshwright.trainer.recovery import Resumed, begin, handle_bad_step, resume
+from meshwright.trainer.recovery import (
+    Resumed,
+    begin,
+    handle_bad_step,
+    resume,
+    run_identity,
+)
 from meshwright.trainer.relations import check_new
 from meshwright.trainer.tiers import Tiers
 from meshwright.trainer.watchdog import Watchdog
@@ -117,7 +124,9 @@ def train(
             lambda: stack.enter_context(locked(out))
         )  # if another run holds it, all stop alike
         if chief:
-            stack.enter_context(watched_by(events := EventLog(out / "events.jsonl")))
+            events = EventLog(out / "events.jsonl")
+            stack.callback(events.release)
+            stack.enter_context(watched_by(events))
         keep, local = run.training.max_to_keep, run.local_checkpoints
         checkpoints = Tiers(
             out,
@@ -126,8 +135,10 @@ def train(
             local=local,
             saves=phases.saves,
             patience=(watchdog or Watchdog()).patience,
+            identity=answer_of_the_first(lambda: run_identity(out)),
         )
         stack.enter_context(contextlib.closing(checkpoints))
+        stack.enter_context(beating(checkpoints.look, "identity of the output folder"))
         if start == "resume if exists":
             start = "resume" if checkpoints.steps() else "fresh"
         if start == "fresh":
@@ -138,8 +149,9 @@ def train(
                 "restore", "restoring the last checkpoint", "restored the last checkpoint"
             ) as work:
                 work.record = {"left out": checkpoints.left_out}
-                resumed = resume(prepared, checkpoints, at, accept)
+                resumed = resume(prepared, checkpoints, at, accept, work.record)
         position = resumed.position
+        checkpoints.identity = position.identity
         sinks = list(reporters(position.step))
         if chief:
             write_run(run, out / "run.json")
@@ -150,11 +162,13 @@ def train(
                 for tracker in trackers:
                     getattr(tracker, "rewind", lambda step: None)(position.step)
             sinks += [*trackers, events]
-            sinks.append(
-                lines := JsonLines(
-                    out / "metrics.jsonl", upto=position.step, every=resumed.log_every
-                )
+            lines = JsonLines(
+                out / "metrics.jsonl",
+                upto=position.step,
+                every=resumed.log_every,
+                since=last_start(out).get("checked"),
             )
+            sinks.append(lines)
             events.start(
                 position.step,
                 mesh=str(device_run.shape),
@@ -163,6 +177,7 @@ def train(
                 kind=device_run.mesh.devices.flat[0].device_kind,
                 how=start,
                 identity=position.identity,
+                checked=lines.checked,
                 **({"changes": resumed.changes} if resumed.changes else {}),
                 **({"metrics": lines.hole} if lines.hole else {}),
             )
@@ -287,6 +302,7 @@ class _Loop:
             sample = self._sample(step, state)
         self.phases.enter("save", step)
         self.checkpoints.wait()
+        self.checkpoints.check_folder("ending the run")
         waits = choose_together("seconds waited for data", self.spent["input wait"], _longest)
         # What is left each host does alone: none of it makes the run less.
         end_with(128 + self.preemption.stopped_by if self.preemption.stopped_by else 0)
@@ -366,6 +382,7 @@ class _Loop:
         if bad is None:
             return state
         self.bad_steps += 1
+        self.checkpoints.check_folder(f"keeping the evidence of step {bad.step}")
         place = self.origin._replace(
             step=bad.step - 1, cursor=self._samples_read(bad.step - 1), data=None
         )
@@ -438,6 +455,7 @@ class _Loop:
 
     def _sample(self, step: int, state: State) -> str:
         self.phases.enter("sample", step)
+        self.checkpoints.check_folder(f"sampling after step {step}")
         began = time.perf_counter()
         text = self.prepared.sample(state, self.out)
         self.spent["sampling"] += time.perf_counter() - began

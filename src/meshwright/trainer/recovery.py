@@ -7,6 +7,7 @@ A checkpoint has the identity of its run, the Run, and fingerprints of what that
 it would train now.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -22,12 +23,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from meshwright.checkpoint.checkpoints import Checkpoints
-from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.manifest import Manifest, manifest_of
+from meshwright.checkpoint.steps import committed_steps
 from meshwright.data.batch import ramp_of
 from meshwright.documents import read_json
 from meshwright.errors import CheckpointError, ConfigError, TrainingError
 from meshwright.hardware.agreement import answer_of_the_first, flatten
-from meshwright.reporters.files import last_start
+from meshwright.reporters.files import last_start, last_step
 from meshwright.runs.checks import TABLE
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
@@ -35,7 +37,7 @@ from meshwright.sharding.params import named_leaves
 from meshwright.signs import waiting
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.step.optimizers import build_lr_schedule
-from meshwright.storage.writing import make_folder, open_file, write_atomically, write_text
+from meshwright.storage.writing import make_folder_below, open_file, write_atomically, write_text
 from meshwright.trainer.meter import BadStep
 from meshwright.trainer.prepare import Position, PreparedRun, Trainable
 from meshwright.trainer.relations import SKIPPED, check_accepted, parts_of
@@ -74,13 +76,30 @@ def begin(out: Path) -> Position:
     return Position(0, 0, identity=answer_of_the_first(lambda: uuid.uuid4().hex))
 
 
+def run_identity(out: Path) -> str:
+    """Returns the identity of the run in an output folder, by its events or its newest checkpoint; "" if it has none.
+
+    A folder without events and checkpoints has no run, whatever is on the hosts' own disks.
+    """
+    known = str(last_start(out).get("identity", ""))
+    for step in [] if known else reversed(committed_steps(out / "checkpoints")):
+        with contextlib.suppress(CheckpointError):
+            return manifest_of(out / "checkpoints", step).identity
+    return known
+
+
 def resume(
-    prepared: Trainable, checkpoints: Tiers, at: int | None, accept: Sequence[str]
+    prepared: Trainable,
+    checkpoints: Tiers,
+    at: int | None,
+    accept: Sequence[str],
+    record: dict[str, Any] | None = None,
 ) -> Resumed:
     """Returns the state of the newest checkpoint that all hosts can read, or of step `at`, and what changed since.
 
     accept: names of changes that are meant, or of what holds them (`model`). What changes the function of the model or
-    its data is refused without; every other change is printed. Raises CheckpointError, ConfigError.
+    its data is refused without; every other change is printed.  record: takes the step that is restored, and how many
+    steps are taken again. Raises CheckpointError, ConfigError.
     """
     run, out, fingerprint = (
         prepared.device_run.run,
@@ -88,8 +107,8 @@ def resume(
         prepared.fingerprint(),
     )
     check_accepted(run, accept)
-    identity, records = answer_of_the_first(
-        lambda: [last_start(out).get("identity", ""), _skipped_records(out)]
+    identity, records, reached = answer_of_the_first(
+        lambda: [last_start(out).get("identity", ""), _skipped_records(out), last_step(out)]
     )
     changes, unknown = list[Change](), list[str]()
 
@@ -106,6 +125,10 @@ def resume(
             )
 
     state, manifest = checkpoints.restore(prepared.device_run, at, check)
+    last = max(int(reached), *checkpoints.newer, manifest.step)
+    taken_again = last - manifest.step
+    again = f"; steps {manifest.step + 1} to {last} are taken again" if taken_again else ""
+    say(f"going on from step {manifest.step}{again}")
     for what, texts in (
         ("with changes", [change.text for change in changes]),
         ("without comparing", unknown),
@@ -118,6 +141,8 @@ def resume(
     position = Position(
         manifest.step, manifest.cursor, skipped, manifest.data, manifest.norms, identity
     )
+    if record is not None:
+        record |= {"restored": manifest.step, "taken again": taken_again}
     every = max(run.training.log_every, manifest.run.training.log_every)
     return Resumed(state, position, {change.name: change.text for change in changes}, every)
 
@@ -344,7 +369,7 @@ def _keep_evidence(
     if state is not None:
         with Checkpoints(folder / "checkpoints", max_to_keep=1) as checkpoints:
             checkpoints.save(state, device_run, step=bad.step - 1, cursor=cursor)
-    make_folder(out, folder.name)
+    make_folder_below(out, folder.name)
     if batch is not None:
         rows: dict[str, Any] = {  # those of this process
             name or "batch": np.concatenate(

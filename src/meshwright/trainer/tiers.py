@@ -10,7 +10,7 @@ import hashlib
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from meshwright import last_words
 from meshwright.checkpoint.checkpoints import LAYOUT, Checkpoints, UnreadableError, named_tensors
 from meshwright.checkpoint.layer_order import abstract_in_layer_order
 from meshwright.checkpoint.manifest import Manifest, steps_to_take
-from meshwright.checkpoint.steps import MANIFEST, committed_steps
+from meshwright.checkpoint.steps import MANIFEST, committed_steps, remove_checkpoint
 from meshwright.checkpoint.tensors import layout_of
 from meshwright.documents import LARGE, read_json
 from meshwright.errors import CheckpointError, DamagedError
@@ -50,8 +50,9 @@ class Tiers(Checkpoints):
         local: LocalCheckpoints,
         saves: Callable[[str], None] = lambda phase: None,
         patience: float = PATIENCE,
+        identity: str | None = None,
     ):
-        super().__init__(out / "checkpoints", max_to_keep=max_to_keep, saves=saves)
+        super().__init__(out / "checkpoints", max_to_keep=max_to_keep, saves=saves, root=out)
         self._layout = layout_of(
             abstract_in_layer_order(named_tensors(device_run.abstract), device_run.params)
         )
@@ -59,6 +60,11 @@ class Tiers(Checkpoints):
         self._own_patience, self._answered = patience, time.monotonic()
         self.left_out: list[str] = []
         """Checkpoints that the last restore left out, and why."""
+        self.newer: list[int] = []
+        """Steps that some host has, newer than what all have, as of the last restore."""
+        self.identity = identity
+        """Identity of the run in the output folder (`recovery.run_identity`). Of the hosts' own checkpoints only those
+        that have it are read: the folder may have been deleted, and begun by another run. None reads all."""
         if local.path is not None:
             # The folder `local.path` may be shared by several runs and processes.
             name = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:16]
@@ -75,6 +81,7 @@ class Tiers(Checkpoints):
                     reach="process",
                     saves=answered,
                     patience=patience,
+                    root=Path(local.path),  # type: ignore[arg-type]
                 ),
                 # Of a disk that does not answer nothing is opened, and all processes save alike.
                 lambda: Checkpoints(folder, max_to_keep=None, reach="process"),
@@ -146,11 +153,14 @@ class Tiers(Checkpoints):
         )
 
     def forget_local(self, after: int = -1) -> None:
-        """Deletes the hosts' checkpoints of steps above `after`, and their folders where nothing else is in them."""
+        """Deletes the hosts' checkpoints of steps above `after`, of other runs and of other layouts.
+
+        Their folders go too where nothing else is in them.
+        """
         self._locally(Checkpoints.wait)
         if self._local is not None:
             local = self._local.folder
-            self._on_own_disk(lambda: _forget(local, after), lambda: None)
+            self._on_own_disk(lambda: _forget(local, after, self._read_own()), lambda: None)
 
     def steps(self) -> list[int]:
         """Returns the steps that all hosts have, in one tier or the other, newest first."""
@@ -170,6 +180,8 @@ class Tiers(Checkpoints):
         self.left_out.clear()
         errors = list[DamagedError | UnreadableError]()
         choices, mine = self._choices(step, strict=True), self._mine()
+        if step is None:
+            self._name_newer(choices[0][0])
         for number, checksum, shared in choices:
             own = checksum != "" and mine.get(number) == checksum
             source = self._local if own and self._local is not None else self
@@ -189,8 +201,28 @@ class Tiers(Checkpoints):
         # What another start may read is not called damaged.
         raise next((error for error in errors if isinstance(error, UnreadableError)), errors[0])
 
+    def _name_newer(self, newest: int) -> None:
+        """Names the steps after `newest` that only some hosts have: a disk was replaced, or a save was cut off."""
+
+        def choose(answers: list[list[int]]) -> list[list[Any]]:
+            found = []
+            for step in sorted({step for host in answers for step in host}):
+                lacking = [str(i) for i, host in enumerate(answers) if step not in host]
+                named = ", ".join(lacking[:8]) + " and others" * (len(lacking) > 8)
+                found.append(
+                    [step, f"step {step} on the hosts' own disks: process {named} has none of it"]
+                )
+            return found
+
+        mine = [step for step in self._mine() if step > newest]
+        found = choose_together("newer checkpoints", mine, choose)
+        self.newer = [int(step) for step, _ in found]
+        for _, text in found:
+            self.left_out.append(text)
+            say(f"{text}; it is left out")
+
     def _mine(self) -> dict[int, str]:
-        """Returns the steps on this host's own disk that have the layout of this run, with their manifests' checksums.
+        """Returns the steps of this run and layout on this host's own disk, with their manifests' checksums.
 
         Those whose description cannot be read are none.
         """
@@ -203,9 +235,13 @@ class Tiers(Checkpoints):
         assert self._local is not None
         for step in committed_steps(self._local.folder):
             folder = self._local.folder / str(step)
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                manifest = read_json(folder / MANIFEST, LARGE)
+                known = self.identity is None or manifest.get("identity") == self.identity != ""
+                if not known:
+                    continue
                 if read_json(folder / LAYOUT)["layout"] == self._layout:
-                    found[step] = str(read_json(folder / MANIFEST, LARGE)["checksum"])
+                    found[step] = str(manifest["checksum"])
         return found
 
     def _choices(self, step: int | None, *, strict: bool) -> list[Choice]:
@@ -238,6 +274,15 @@ class Tiers(Checkpoints):
         mine = {str(s): checksum for s, checksum in self._mine().items()}
         return [(s, c, shared) for s, c, shared in choose_together("checkpoints", mine, choose)]
 
+    def look(self) -> None:
+        """Compares the path of the output folder with the folder that was opened; called while the run trains."""
+        if self._root is not None:
+            self._root.look()
+
+    def check_folder(self, action: str) -> None:
+        """Raises CheckpointError where the path of the output folder leads to another folder than it did."""
+        self._check_root(action)
+
     def set_aside(self, after: int) -> None:
         """Moves newer checkpoints of the output folder into `set-aside`, and deletes those of the hosts."""
         super().set_aside(after)
@@ -252,6 +297,8 @@ class Tiers(Checkpoints):
         """Raises CheckpointError where a save into the output folder has failed on this host."""
         self._locally(Checkpoints.check)
         super().check()
+        if self._root is not None:
+            self._root.check_seen("training")
 
     def close(self) -> None:
         """Waits like `wait`, and releases the threads of both."""
@@ -259,10 +306,11 @@ class Tiers(Checkpoints):
         super().close()
 
 
-def _forget(local: Path, after: int) -> None:
+def _forget(local: Path, after: int, mine: Mapping[int, str]) -> None:
+    """Deletes a host's own checkpoints of steps above `after`, and those that are not `mine`."""
     for step in committed_steps(local):
-        if step > after:
-            remove_tree(local / str(step))
+        if step > after or step not in mine:
+            remove_checkpoint(local, step)
     for folder in (local, local.parent):
         with contextlib.suppress(OSError):
             folder.rmdir()

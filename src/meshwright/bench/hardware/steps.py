@@ -7,6 +7,7 @@ the planner's prediction and the simulated schedule, and its state is saved and 
 import dataclasses
 import functools
 import shutil
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -332,8 +333,8 @@ def measure_checkpoint(section: Section) -> None:
 
 def _save_and_restore(name: str, folder: Path, seconds: float) -> Mapping[str, Any]:
     sized = sized_run(name, folder, seconds)
-    device_run, out = _place(sized), folder / "checkpoint-bench"
-    shutil.rmtree(out, ignore_errors=True)
+    device_run = _place(sized)
+    out = Path(tempfile.mkdtemp(prefix="checkpoint-bench-", dir=folder))
     check_room(out, device_run, 1)
     state = jax.block_until_ready(device_run.initial_state())
     size = sum(leaf.nbytes for leaf in jax.tree.leaves((state.params, state.optimizer)))

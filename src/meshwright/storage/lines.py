@@ -1,0 +1,120 @@
+"""Files of lines that grow: added to, cut at their end, and read from there.
+
+What is asked of the newest lines does not cost the whole file. In a bucket they are `bucket.Segments`.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from meshwright.documents import open_bytes
+from meshwright.storage.paths import bucket_path, in_bucket
+from meshwright.storage.writing import open_file
+
+_PART = 2**16
+"""Bytes that are read at a time."""
+
+
+class Lines(Protocol):
+    """File of lines that is open for adding. name: for messages."""
+
+    name: str
+
+    @property
+    def position(self) -> int:
+        """Where the next line goes, for `lines`."""
+        ...
+
+    def write(self, data: bytes) -> int:
+        """Adds bytes; returns how many were taken. Raises OSError."""
+        ...
+
+    def cut(self, keep: Callable[[str], bool]) -> None:
+        """Drops lines at the end until `keep` holds for the last one."""
+        ...
+
+    def lines(self, position: int) -> Iterator[str]:
+        """Yields the lines from a position on."""
+        ...
+
+    def close(self) -> None:
+        """Closes the file."""
+        ...
+
+
+def open_lines(file: Path) -> Lines:
+    """Opens a file of lines for adding. Raises OSError."""
+    if in_bucket(file):
+        lines: Lines = bucket_path(file).open("ab")
+        return lines
+    return LocalLines(file)
+
+
+class LocalLines:
+    """File of lines on a disk."""
+
+    def __init__(self, file: Path):
+        self.name = str(file)
+        self._file = open_file(file, "ab+", buffering=0)
+
+    @property
+    def position(self) -> int:
+        """Size of the file in bytes."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def write(self, data: bytes) -> int:
+        """Adds bytes at the end; returns how many were taken. Raises OSError."""
+        return self._file.write(data)
+
+    def cut(self, keep: Callable[[str], bool]) -> None:
+        """Drops lines at the end until `keep` holds for the last one: only those are read, and nothing is rewritten."""
+        end = 0
+        for start, line in _reversed(self._file.fileno()):
+            if keep(line.decode("utf-8", "replace")):
+                end = start + len(line)
+                break
+        if end == self.position - 1 and os.pread(self._file.fileno(), 1, end) == b"\n":
+            return
+        os.ftruncate(self._file.fileno(), end)
+        if end:
+            self._file.write(b"\n")
+
+    def lines(self, position: int) -> Iterator[str]:
+        """Yields the lines from a byte of the file on."""
+        with open(self.name, "rb") as opened:
+            opened.seek(position)
+            for line in opened:
+                yield line.decode("utf-8", "replace").rstrip("\n")
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def reversed_lines(file: Path) -> Iterator[str]:
+    """Yields the lines of a file from the last to the first. Raises OSError, and ValueError for a pipe or a device."""
+    if in_bucket(file):
+        yield from bucket_path(file).reversed_lines()
+        return
+    with open_bytes(file) as opened:
+        for _, line in _reversed(opened.fileno()):
+            yield line.decode("utf-8", "replace")
+
+
+def _reversed(descriptor: int) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines that are not empty from the last to the first, each with the byte at which it begins."""
+    end, rest = os.fstat(descriptor).st_size, b""
+    while end:
+        start = max(0, end - _PART)
+        content = os.pread(descriptor, end - start, start) + rest
+        at = start + len(content)
+        lines = content.split(b"\n")
+        for line in reversed(lines[1:]):
+            at -= len(line)
+            if line:
+                yield at, line
+            at -= 1
+        rest, end = lines[0], start
+    if rest:
+        yield 0, rest
