@@ -2,7 +2,9 @@
 
 Needs the `tpu` extra, and for GPUs the wheels that `meshwright prove` names; cases whose compiler is not installed are
 left out. A case is a machine, a model and a batch. Its first choice of `plan` is compiled whole and its schedule
-simulated; every second case is one of the meshes with `expert`, `context` or `stage`. A row goes to
+simulated; every second case is one of the meshes with `expert`, `context` or `stage`. `--set tuned` draws fine-tuning
+(LoRA on the compute dtype, int8 and NF4) on 1, 2 and 8 devices, half of the cases with nothing recomputed, and
+`--set none` the fastest mesh of a model of each family with nothing recomputed. A row goes to
 bench/results/compiled_plans.json as soon as it is there, and rows that are there for the compiler that is installed are
 not compiled again (`--again NAME`); what the planner predicts is computed anew each time. The summary goes to
 docs/plan.md, the rows to results/compiled_plans.md, the picture to docs/img/compiled-plans.svg.
@@ -21,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from page_table import put_rows, put_table
 
@@ -81,6 +83,73 @@ TOKENS, SEQS = (8192, 16384, 32768), (2048, 4096, 8192, 32768)
 """Tokens of a device, and of a sequence."""
 
 
+TUNED_ON = ("h100:1", "h100:2", "h100:8", "b200:1", "v5p:2x2x1", "v6e:2x4")
+BASES: tuple[Literal["compute", "int8", "nf4"], ...] = ("compute", "int8", "nf4")
+FAMILIES = (
+    *("llama2-13b", "gpt2-xl", "olmo2-13b", "olmo3-7b", "gemma2-9b", "gemma3-12b", "qwen3-14b"),
+    *("mixtral-8x7b", "gpt-oss-20b", "deepseek-v2-lite", "glm45-air", "smollm3-3b"),
+)
+"""A model of each family whose `none` fits a node."""
+SETS = {
+    "choices": SET,
+    "tuned": "fine-tuning, 2026-11-28",
+    "none": "nothing recomputed, 2026-11-28",
+}
+"""Value of --set -> name of the rows."""
+
+
+def tuned_plans(numbers: Iterable[int]) -> Iterable[tuple[str, Plan]]:
+    """Yields first choices of fine-tuning; those of every second case among the meshes with nothing recomputed."""
+    for number in numbers:
+        generator, plan, base = random.Random(SEED + 1000 + number), None, BASES[0]
+        while plan is None:
+            target = parse_target(generator.choice(TUNED_ON))
+            run = find_recipe(generator.choice(MODELS))
+            base, seq = generator.choice(BASES), generator.choice(SEQS[:3])
+            tuning = dataclasses.replace(run.finetune, method="lora", base=base)
+            run = dataclasses.replace(run, finetune=tuning)
+            batch = target.devices * max(1, generator.choice(TOKENS) // seq)
+            plan = saving_all(run, target, batch, seq) if number % 2 else None
+            plan = plan or first_choice(run, target, batch, seq, None)
+        yield f"{plan.target} {plan.run.name}+lora-{base} {sizes_of(plan)}", plan
+
+
+def plans_that_save_all(numbers: Iterable[int]) -> Iterable[tuple[str, Plan]]:
+    """Yields for each family the fastest mesh on which nothing is recomputed."""
+    for number in numbers:
+        generator, plan = random.Random(SEED + 2000 + number), None
+        model = FAMILIES[number % len(FAMILIES)]
+        while plan is None:
+            target = parse_target(generator.choice((*GPUS, *TPUS)))
+            run = find_recipe(model)
+            longest = run.model.spec().max_seq if run.model.vocab else 1024
+            seq = min(generator.choice(SEQS[:3]), longest or SEQS[0])
+            batch = target.devices * max(1, generator.choice((2048, 4096, 8192)) // seq)
+            plan = saving_all(run, target, batch, seq)
+        yield f"{plan.target} {plan.run.name} {sizes_of(plan)}", plan
+
+
+def saving_all(run: Run, target: Target, batch: int, seq: int) -> Plan | None:
+    """Returns the fastest plan that fits and recomputes nothing, of the meshes of a search; None without one."""
+    with contextlib.suppress(ConfigError):
+        training = dataclasses.replace(run.training, batch=batch, seq=seq)
+        result = search(dataclasses.replace(run, training=training), target)
+        changed = []
+        for plan in result.plans:
+            saving = dataclasses.replace(plan.run.training, remat="none", saved_layers=0)
+            with contextlib.suppress(ConfigError):
+                changed.append(price_run(dataclasses.replace(plan.run, training=saving), target))
+        fitting = [plan for plan in changed if plan.estimate.fits]
+        return min(fitting, key=lambda plan: plan.estimate.seconds, default=None)
+    return None
+
+
+def sizes_of(plan: Plan) -> str:
+    """Returns sequences and tokens of a step, as in a row's name."""
+    training = plan.run.training
+    return f"{training.batch}x{training.seq}"
+
+
 def drawn_plans(numbers: Iterable[int]) -> Iterable[tuple[str, Plan]]:
     """Yields the first choices of the cases of these numbers, named after machine, model and batch."""
     for number in numbers:
@@ -94,8 +163,7 @@ def drawn_plans(numbers: Iterable[int]) -> Iterable[tuple[str, Plan]]:
                 generator.choice(SEQS),
             )
             plan = first_choice(run, target, max(1, tokens * target.devices // seq), seq, axis)
-        training = plan.run.training
-        yield f"{target} {plan.run.name} {training.batch}x{training.seq}", plan
+        yield f"{target} {plan.run.name} {sizes_of(plan)}", plan
 
 
 def first_choice(run: Run, target: Target, batch: int, seq: int, axis: str | None) -> Plan | None:
@@ -160,14 +228,19 @@ def compiler_of(target: Target) -> str:
         return ""
 
 
+DRAWN = {"choices": drawn_plans, "tuned": tuned_plans, "none": plans_that_save_all}
+"""Value of --set -> function that draws its plans."""
+
+
 def compile_cases(
-    numbers: Iterable[int], again: list[str], kept: Path | None
+    numbers: Iterable[int], again: list[str], kept: Path | None, drawn: str = "choices"
 ) -> list[dict[str, Any]]:
     """Compiles the plans of these cases that have no row yet; returns all rows."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     if RESULTS.is_file():
         rows = {(row["name"], row["compiler"]): row for row in json.loads(RESULTS.read_text())}
-    for name, plan in drawn_plans(numbers):
+    draw = DRAWN[drawn]
+    for name, plan in draw(numbers):
         key = (name, compiler_of(plan.target))
         if not key[1]:
             print(f"{name}: {plan.name} is left out", flush=True)
@@ -177,7 +250,7 @@ def compile_cases(
         folder = kept and kept / "-".join(key).replace(" ", "-").replace(":", "-")
         rows[key] = {
             "name": name,
-            "set": SET,
+            "set": SETS[drawn],
             "compiler": key[1],
             "run": run_to_dict(plan.run),
             **compile_plan(plan, folder),
@@ -328,6 +401,10 @@ def main() -> None:
         "--only", type=int, nargs="+", default=range(CASES), help="numbers of the cases to compile"
     )
     parser.add_argument(
+        "--set", choices=SETS, default="choices", dest="drawn", help="which plans are drawn"
+    )
+    parser.add_argument("--list", action="store_true", help="print the plans, compile nothing")
+    parser.add_argument(
         "--again", action="append", default=[], help="compile cases whose name has this word again"
     )
     parser.add_argument(
@@ -335,10 +412,16 @@ def main() -> None:
     )
     parser.add_argument("--table", action="store_true", help="compile nothing")
     given = parser.parse_args()
+    if given.list:
+        for name, plan in DRAWN[given.drawn](given.only):
+            print(
+                f"{name}: {plan.name}, {plan.estimate.bytes / 2**30:.1f} GiB, {plan.estimate.seconds:.3g} s"
+            )
+        return
     rows = (
         json.loads(RESULTS.read_text())
         if given.table
-        else compile_cases(given.only, given.again, given.keep)
+        else compile_cases(given.only, given.again, given.keep, given.drawn)
     )
     rows = [with_prediction(row) for row in rows]
     put_table(PAGE, "compiled_plans.py", table(rows))

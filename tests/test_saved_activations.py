@@ -97,7 +97,8 @@ def residuals_of(device_run: DeviceRun) -> Residuals:
         body = getattr(body, "jaxpr", body)
         groups = scan.params["ft_in"].update(list(range(len(body.invars)))).unpack()
         consts, carry, _ = (len(list(group)) for group in groups)
-        widths = [v.aval.shape[-1] for v in body.invars[consts : consts + carry] if v.aval.shape]
+        carried = [v.aval.shape for v in body.invars[consts : consts + carry]]
+        widths = [shape[-1] for shape in carried if len(shape) == 3]
         if scan.params["reverse"] or device_run.run.model.spec().width not in widths:
             continue  # the backward pass, or a scan of something else: chunks of the loss or of attention
         dependent = set(body.invars[consts : consts + carry])

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun  # type: ignore[attr-defined]
 
 from meshwright.comm.collectives import row_major
 
@@ -132,6 +132,7 @@ def saving_activations_only(layer: Callable[..., Any]) -> Callable[..., Any]:
     run = jax.custom_vjp(lambda x, inputs: layer(x, *inputs))
 
     def forward(x: Any, inputs: Any) -> tuple[Any, Any]:
+        treedef: Any
         leaves, treedef = jax.tree.flatten((x, inputs), is_leaf=_is_primal)
         values = [leaf.value for leaf in leaves]
         trained = [i for i, leaf in enumerate(leaves) if leaf.perturbed]
@@ -163,7 +164,7 @@ class _SplitVjp:
     def forward(self, values: Sequence[jax.Array]) -> tuple[Any, list[Any], list[jax.Array]]:
         """Returns the layer's outputs, arrays that it closes over, and the arrays to save, which depend on x."""
         traced, (shapes, _) = jax.make_jaxpr(self._with_residuals, return_shape=True)(list(values))
-        outputs = jax.tree.structure(shapes)
+        outputs: Any = jax.tree.structure(shapes)
         jaxpr = traced.jaxpr
         residuals = jaxpr.outvars[outputs.num_leaves :]
         dependent = set(jaxpr.invars[: self._of_x])
@@ -210,7 +211,9 @@ class _SplitVjp:
             return self._layer(x, *inputs)
 
         outputs, vjp = jax.vjp(run, [values[i] for i in self._trained])
-        residuals, self._vjp = jax.tree.flatten(vjp)
+        treedef: Any
+        residuals, treedef = jax.tree.flatten(vjp)
+        self._vjp = treedef
         return outputs, residuals
 
     def backward(

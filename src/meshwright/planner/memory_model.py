@@ -206,11 +206,11 @@ def phase_memory(settled: Settled, work: Work, step: Mapping[str, float]) -> dic
         sent = work.tokens / placed.shape.tensor * work.width * compute
         evaluation["activations between stages"] = 2.0 * sent
     return {
-        "start": PhaseMemory.of(state | copies["start"].parts),
+        "start": PhaseMemory.of({**state, **copies["start"].parts}),
         "step": PhaseMemory.of(step, offloaded_bytes(placed, work)),
         "evaluation": PhaseMemory.of(state | evaluation),
-        "save": PhaseMemory.of(state | copies["save"].parts, copies["save"].host),
-        "resume": PhaseMemory.of(state | copies["resume"].parts, copies["resume"].host),
+        "save": PhaseMemory.of({**state, **copies["save"].parts}, copies["save"].host),
+        "resume": PhaseMemory.of({**state, **copies["resume"].parts}, copies["resume"].host),
     }
 
 
