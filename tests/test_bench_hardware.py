@@ -49,6 +49,7 @@ from meshwright.hlo.buffers import union
 from meshwright.models.kernels.attention import reference_attention, sequence_positions
 from meshwright.planner.forecast import calibrate_target, local_target
 from meshwright.plugins import PARTS
+from meshwright.trust import own
 from meshwright.views.hardware_report import report_page
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -58,7 +59,6 @@ import dataclasses, os, time
 from pathlib import Path
 
 from meshwright.plugins import resolve
-from meshwright.trust import own
 
 def _shifted(q, k, v, segments, /, *, window):
     out = resolve("attention kernel", "reference")(512).self_attention(q, k, v, segments, window=window)
