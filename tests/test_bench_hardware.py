@@ -49,6 +49,7 @@ from meshwright.hlo.buffers import union
 from meshwright.models.kernels.attention import reference_attention, sequence_positions
 from meshwright.planner.forecast import calibrate_target, local_target
 from meshwright.plugins import PARTS
+from meshwright.trust import own
 from meshwright.views.hardware_report import report_page
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -151,7 +152,7 @@ def test_a_section_that_hangs_is_stopped(
     planted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "_GRACE_SECONDS", 6.0)
-    name = f"{planted}:hanging"
+    name = own(f"{planted}:hanging")
     request = Request(str(tmp_path), 1)
     result = run.run_sections(request, (name,), 0.2, lambda name, result: None)[name]
     assert result["state"] == OUT_OF_TIME and "stopped after" in result["message"]
@@ -171,7 +172,7 @@ def test_unknown_sections_and_illegal_numbers_are_refused(tmp_path: Path) -> Non
 
 def test_a_broken_kernel_is_found(planted: Path) -> None:
     case = dataclasses.replace(kernels.correctness_cases("cpu")[-1], seq=32, window=11)
-    for name, wrong in ((f"{planted}:broken", True), ("reference", False)):
+    for name, wrong in ((own(f"{planted}:broken"), True), ("reference", False)):
         for dtype in ("float32", "bfloat16"):
             row = kernels._compare(name, case, dtype)
             assert bool(row["problems"]) == wrong, row

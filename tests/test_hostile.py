@@ -473,7 +473,8 @@ def template_that_is_a_link(folder: Path) -> tuple[Callable[[], Any], str]:
 
 
 def calibration_without_numbers(folder: Path) -> tuple[Callable[[], Any], str]:
-    document = {"device": "TPU v5p", "date": "today", "matmuls": [{"flops_per_second": "fast"}]}
+    row = {"m": 8, "k": 8, "n": 8, "dtype": "bfloat16", "flops_per_second": "fast"}
+    document = {"device": "TPU v5p", "date": "today", "matmuls": [row]}
     (folder / "calibration.json").write_text(json.dumps(document))
     return lambda: read_calibration(folder / "calibration.json"), "not a positive number"
 
