@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -495,10 +495,18 @@ class RecordRenderer:
         messages = conversation.messages
         if all(message["content"] is not None for message in messages):
             return
-        given = {"tools": conversation.tools, "variables": conversation.variables}
         empty = [{**message, "content": message["content"] or ""} for message in messages]
-        with_nulls = template.render(messages, answer=False, **given)
-        if with_nulls.count("None") > template.render(empty, answer=False, **given).count("None"):
+
+        def nones(messages: Sequence[Message]) -> int:
+            text = template.render(
+                messages,
+                answer=False,
+                tools=conversation.tools,
+                variables=conversation.variables,
+            )
+            return text.count("None")
+
+        if nones(messages) > nones(empty):
             number = next(i for i, message in enumerate(messages) if message["content"] is None)
             truth = (
                 f"the content of message {number} is null, and the template writes 'None' for it"
