@@ -326,7 +326,7 @@ class RecordRenderer:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     stops: tuple[int, ...] = ()
-    """Tokens at which the model stops. Where they are known, the last answer of a text ends with one."""
+    """Tokens at which the model stops. Where they are known, a last answer that a template leaves open ends with one."""
 
     def render(self, record: dict[str, Any], objective: Objective) -> list[Rendered]:
         """Returns the documents of a record: one, or the chosen and the rejected one.
