@@ -232,7 +232,7 @@ def test_nulls_and_parts_say_what_absent_keys_and_texts_do() -> None:
 
 
 CLOSED: dict[str, tuple[str, str]] = {
-    "by the template": (PLAIN, "yes<|end|>"),
+    "by ChatML": (TEMPLATES["chatml"], "yes<|im_end|>\n"),
     "by nothing": ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "yes\n"),
     "behind marks": (
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
@@ -243,7 +243,9 @@ CLOSED: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("row", CLOSED)
-def test_the_last_answer_ends_with_a_token_at_which_the_model_stops(row: str) -> None:
+def test_a_last_answer_that_is_left_open_ends_with_a_token_at_which_the_model_stops(
+    row: str,
+) -> None:
     source, text = CLOSED[row]
     talk = [TALK[0], {"role": "assistant", "content": "yes"}]
     renderer = RecordRenderer("f:1", Bytes(), ChatTemplate(source), stops_of(Bytes(), "bytes"))

@@ -657,10 +657,20 @@ def test_normalised_weights_are_scores_over_their_sum(score: Any) -> None:
 
 def test_one_expert_per_token_needs_its_score() -> None:
     """Scaled to sum to one, the weight of one expert is 1 whatever its score: its router would have no gradient."""
-    with pytest.raises(ConfigError, match="the router has no gradient") as refused:
-        Routing(8, 1)
-    assert "--model.experts-per-token 2" in refused.value.fix
-    assert Routing(8, 1, normalize_top_k=False) and Routing(1, 1)
+    for name in ("mixtral-8x7b", "gpt-oss-20b", "deepseek-v3"):
+        model = find_recipe(name).model
+        changed = {"experts_per_token": 1}
+        if hasattr(model, "normalize_top_k"):
+            changed["normalize_top_k"] = True
+        if hasattr(model, "expert_groups"):
+            changed |= {"expert_groups": 1, "topk_groups": 1}
+        one = dataclasses.replace(model, **changed)
+        with pytest.raises(ConfigError, match="the router has no gradient") as refused:
+            one.params()
+        assert "--model.experts-per-token 2" in refused.value.fix
+        assert ("normalize-top-k" in refused.value.fix) == hasattr(model, "normalize_top_k")
+        if hasattr(model, "normalize_top_k"):
+            assert dataclasses.replace(one, normalize_top_k=False).params()
     h_BTD = jnp.ones((1, 2, D), jnp.float32)
     w_DR = jnp.asarray(np.random.default_rng(0).normal(size=(D, 8)), jnp.float32)
 

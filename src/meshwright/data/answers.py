@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from meshwright.data.chat import REASONING, ChatTemplate, Message
+from meshwright.data.chat import REASONING, TEMPLATES, ChatTemplate, Message
 from meshwright.errors import DataError
 
 Span = tuple[int, int]
@@ -100,6 +100,11 @@ class AnswerFinder:
             return Answers(text, spans, None)
         start = max(spans[-1][0], min(whole.ends.get(last, 0), spans[-1][1]))
         closed = any(stop in text[start : spans[-1][1]] for stop in self.stops)
+        if (
+            text[whole.ends.get(last, 0) :].strip()
+            and self.template.source not in TEMPLATES.values()
+        ):
+            closed = True  # by what the template has for it
         return Answers(text, spans, None if closed else self._closing(last, marked_messages))
 
     def _render(self, messages: Sequence[Message], answer: bool = False) -> str:

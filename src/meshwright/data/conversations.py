@@ -410,7 +410,7 @@ class RecordRenderer:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     stops: tuple[int, ...] = ()
-    """Tokens at which the model stops. Where they are known, the last answer of a text ends with one."""
+    """Tokens at which the model stops. Where they are known, a last answer that a template leaves open ends with one."""
 
     def render(self, record: dict[str, Any], objective: Objective) -> list[Rendered]:
         """Returns the documents of a record: one, or the chosen and the rejected one.
@@ -579,10 +579,18 @@ class RecordRenderer:
         messages = conversation.messages
         if all(message["content"] is not None for message in messages):
             return
-        given = {"tools": conversation.tools, "variables": conversation.variables}
         empty = [{**message, "content": message["content"] or ""} for message in messages]
-        with_nulls = template.render(messages, answer=False, **given)
-        if with_nulls.count("None") > template.render(empty, answer=False, **given).count("None"):
+
+        def nones(messages: Sequence[Message]) -> int:
+            text = template.render(
+                messages,
+                answer=False,
+                tools=conversation.tools,
+                variables=conversation.variables,
+            )
+            return text.count("None")
+
+        if nones(messages) > nones(empty):
             number = next(i for i, message in enumerate(messages) if message["content"] is None)
             truth = (
                 f"the content of message {number} is null, and the template writes 'None' for it"

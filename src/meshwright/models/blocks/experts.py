@@ -94,12 +94,6 @@ class Routing:
                 f"{self.topk_groups} groups hold {in_groups} experts",
                 f"--model.topk-groups {self.expert_groups}",
             ),
-            (
-                self.normalize_top_k and k == 1 and self.experts > 1,
-                "1 expert per token whose weights are scaled to sum to one (normalize_top_k)",
-                "the weight of the one expert is 1 whatever its score, so the router has no gradient",
-                "--model.experts-per-token 2, or --model.normalize-top-k false in families that have it",
-            ),
         )
 
 

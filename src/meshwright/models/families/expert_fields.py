@@ -46,7 +46,19 @@ class RoutedExperts(DecoderModel):
                 **own, **others | {name: changes[name] for name in names if name in changes}
             )
 
-        return made(Experts, routing=made(Routing), hidden=self.expert_mlp)
+        routing = made(Routing)
+        fix = "--model.experts-per-token 2"
+        if hasattr(self, "normalize_top_k"):
+            fix += ", or --model.normalize-top-k false"
+        refuse(
+            (
+                routing.normalize_top_k and routing.experts_per_token == 1 < routing.experts,
+                "1 expert per token whose weights are scaled to sum to one (normalize_top_k)",
+                "the weight of the one expert is 1 whatever its score, so the router has no gradient",
+                fix,
+            )
+        )
+        return made(Experts, routing=routing, hidden=self.expert_mlp)
 
     def layer_metrics(self, aux: dict[str, Aux], sequences: int) -> Metrics:
         """Returns the routing metrics of a step, averaged over the layers with experts.
