@@ -114,6 +114,12 @@ def test_every_kind_is_planned_for_every_platform(front: str, platform: str, kin
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("platform", ["h100", "v5p"])
+def test_every_kind_is_launched(platform: str, kind: str, tmp_path: Path) -> None:
+    assert answer("launch", kind, platform, tmp_path).startswith("#!")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_page_counts_the_loss_of_a_run_in_its_own_unit(kind: str, tmp_path: Path) -> None:
     assert family_name(Wrapped()) == "meshwright.wrapped.model:Wrapped"
     page = answer("page", kind, "cpu", tmp_path)

@@ -488,10 +488,10 @@ def plan(
     run, on = own(run), own(on)
     base = find_recipe(run) if isinstance(run, str) else run
     targets = [find_target(name) for name in ((on,) if isinstance(on, str) else on)]
-    base = with_vocab(base, MeshShape())
     if tokens_per_step is not None:
         refuse_wrapped(base, [f"{tokens_per_step} tokens per step"])
         base = with_tokens_per_step(base, parse_count(str(tokens_per_step), "--tokens-per-step"))
+    base = with_vocab(base, MeshShape())
     searches = [_search(base, target, include) for target in targets]
     plans = [plan for result in searches for plan in result.plans[:at_most]]
     return Plans(sorted(plans, key=lambda p: p.estimate.seconds)[:at_most], searches)
@@ -541,7 +541,9 @@ def offers(
     """
     market = market or read_market()
     run, on = own(run), own(on)
-    base = with_vocab(find_recipe(run) if isinstance(run, str) else run, MeshShape())
+    base = find_recipe(run) if isinstance(run, str) else run
+    sized_runs = with_batches(base, tokens_per_step)
+    model = with_vocab(sized_runs[0], MeshShape()).model
     targets = [
         name for text in ((on,) if isinstance(on, str) else on) for name in expand_targets(text)
     ]
@@ -549,7 +551,8 @@ def offers(
     refused: dict[str, MeshwrightError] = {}
     total = parse_count(str(tokens), "--tokens")
     for name in targets:
-        for sized in with_batches(base, tokens_per_step):
+        for batch in sized_runs:
+            sized = dataclasses.replace(batch, model=model)
             try:
                 found.append(make_offer(_search(sized, find_target(name)).plans[0], total, market))
             except MeshwrightError as error:

@@ -49,7 +49,7 @@ from meshwright.errors import DataError
 from meshwright.fine_tuning import FineTune, Objective, TooLong
 from meshwright.storage.transfer import held_folder, sha256_of
 
-_FORMAT = 4
+_FORMAT = 5
 _PLACE = np.dtype([("file", "<u4"), ("number", "<u8")])
 """Place of a record: the number of its file in `files.json`, and its line or row. They are in `places.bin`."""
 _KINDS = {

@@ -9,10 +9,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.checkpoint.checkpoints import check_writable
-from meshwright.checkpoint.manifest import steps_to_take
-from meshwright.checkpoint.steps import committed_steps
-from meshwright.config import MeshShape
+from meshwright.config import MeshShape, Optimizer
 from meshwright.errors import CheckpointError, ConfigError, nearest
 from meshwright.hardware.agreement import answer_of_the_first, flatten
 from meshwright.reporters import find_reporters
@@ -20,7 +17,6 @@ from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
 from meshwright.sharding.params import trained_only
-from meshwright.step.optimizers import build_optimizer
 from meshwright.storage.paths import in_bucket
 
 STAND_IN_VOCAB = 256
@@ -69,7 +65,12 @@ def check_run(run: Run, mesh: MeshShape | None = None, output: Output | None = N
     where the folder cannot be written or has no such checkpoint.
     """
     placed = place_run(with_stand_in_vocab(run), mesh)
-    build_optimizer(run.optimizer, run.training.steps, trained_only(placed.params, placed.params))
+    checked = ("name", "lr_schedule", "moment_dtype", "lr_groups")
+    if any(getattr(run.optimizer, name) != getattr(Optimizer(), name) for name in checked):
+        from meshwright.step.optimizers import build_optimizer  # plans load no optax
+
+        trained = trained_only(placed.params, placed.params)
+        build_optimizer(run.optimizer, run.training.steps, trained)
     if output is not None:
         check_accepted(run, output.accept)
         find_reporters(output.folder, run)
@@ -86,6 +87,10 @@ def with_stand_in_vocab(run: Run) -> Run:
 
 def check_output(run: Run, output: Output) -> None:
     """Raises an error where a training cannot begin in its output folder as it is asked to; leaves nothing there."""
+    from meshwright.checkpoint.checkpoints import check_writable  # plans load no TensorStore
+    from meshwright.checkpoint.manifest import steps_to_take
+    from meshwright.checkpoint.steps import committed_steps
+
     checkpoints = output.folder / "checkpoints"
     # Hosts may have the checkpoint on disks of their own, which they compare later.
     if output.resumes and run.local_checkpoints.path is None:
@@ -104,6 +109,8 @@ def check_output(run: Run, output: Output) -> None:
 
 def check_new(folder: Path) -> None:
     """Raises ConfigError for a new run in a folder where another has checkpoints."""
+    from meshwright.checkpoint.steps import committed_steps
+
     steps = committed_steps(folder / "checkpoints")
     if steps:
         raise ConfigError(

@@ -342,7 +342,8 @@ def _measure_parts(device_run: DeviceRun, batch: Any, rows: int) -> Callable[...
     draws = Draws()
     function, arguments = parts.traced(True, 2 * rows)
     draws.read(jax.make_jaxpr(function)(*arguments).jaxpr)
-    everywhere, at_rest = PartitionSpec(), _specs(device_run, "at_rest")
+    everywhere: Any = PartitionSpec()
+    at_rest = _specs(device_run, "at_rest")
 
     def chosen(x: jax.Array, halves: tuple[int, ...]) -> jax.Array:
         pieces = [jax.lax.dynamic_slice_in_dim(x, half * rows, rows) for half in halves]
