@@ -299,9 +299,9 @@ def test_reporter_and_learning_rate(trained: tuple[Path, mw.Summary]) -> None:
     rows = list(csv.reader((trained[0] / "metrics.csv").read_text().splitlines()))
     losses = [(int(step), float(value)) for step, metric, value in rows if metric == "loss"]
     assert losses == [(line["step"], line["loss"]) for line in lines if "loss" in line]
-    # Two steps of warm-up, then the peak times sqrt(2 / (2 + t)).
+    # Two steps of warm-up, the second at the peak, then the peak times sqrt(2 / (2 + t)).
     rates = [line["learning rate"] for line in lines if "learning rate" in line]
-    assert rates == pytest.approx([1.5e-3, 3e-3, 3e-3, 3e-3 * (2 / 3) ** 0.5])
+    assert rates == pytest.approx([1.5e-3, 3e-3, 3e-3 * (2 / 3) ** 0.5, 3e-3 * 0.5**0.5])
 
 
 def test_resume_is_bitwise(trained: tuple[Path, mw.Summary], tmp_path: Path, cache: Path) -> None:

@@ -266,7 +266,7 @@ def generate(
     stop: texts that end a text, the end of a document apart.  mesh: None takes the run's own.
     on_text: called with the index of a prompt and the text that was added to it, while it is decoded.
     Raises CheckpointError where there is no run, ConfigError where a text would be longer than the model's table of
-    positions; with rotary positions a note on standard error says that it is longer than those it was trained on.
+    positions; with rotary positions a note on standard error tells that it is longer than those it was trained on.
 
     Example:
         >>> run = mw.recipe("tiny", mesh="data=1", layers=1, steps=1, sample=0, eval_samples=16)

@@ -137,7 +137,7 @@ def document_range(ends: np.ndarray, document: int) -> tuple[int, int]:
 
 
 class Used(NamedTuple):
-    """What of a token file is used."""
+    """Parts of the documents of a token file that are used."""
 
     positions: np.ndarray
     """Positions of each document: one fewer than its tokens, and fewer still where its end is cut."""
@@ -227,16 +227,16 @@ def load_conversations(
         folder = folders[source.path]
         file = open_tokens(folder)
         answers: Any = np.memmap(folder / "answers.bin", np.uint8, mode="r")
-        used, told = fit(file, answers, seq, together, _place_of(folder), tuning.too_long)
-        if told and jax.process_index() == 0:
-            print(f"{source.path}: {told}", file=sys.stderr, flush=True)
+        used, summary = fit(file, answers, seq, together, _place_of(folder), tuning.too_long)
+        if summary and jax.process_index() == 0:
+            print(f"{source.path}: {summary}", file=sys.stderr, flush=True)
         order = np.random.default_rng(0).permutation(used.units)
         border = held_out_border(len(order), data.held_out)
         if data.held_out != 0 and len(order) > 1:
             border = min(max(border, 1), len(order) - 1)
         if not border or (data.held_out != 0 and border == len(order)):
             truth = f"it has {len(order)} record(s): {border} to train on and {len(order) - border} to evaluate"
-            truth += f" ({told})" if told else ""
+            truth += f" ({summary})" if summary else ""
             raise DataError(f"--data {source.path}", truth, "more records, or --data.held-out 0")
         train, held_out = (
             pack(file, answers, seq, units, together, used)
@@ -322,10 +322,10 @@ def fit(
             positions[document] = room
         if not all(_has_answer(file, answers, positions, document) for document in documents):
             empty.append(int(unit))
-    told = f"{records}: {len(long) - len(empty):,} cut at their end, {len(empty):,} dropped"
+    summary = f"{records}: {len(long) - len(empty):,} cut at their end, {len(empty):,} dropped"
     if empty:
-        told += f" as no token of an answer was left, the first {place(empty[0])}"
-    return Used(positions, np.setdiff1d(used.units, empty)), told
+        summary += f" as no token of an answer was left, the first {place(empty[0])}"
+    return Used(positions, np.setdiff1d(used.units, empty)), summary
 
 
 def share_room(wanted: Sequence[int], room: int) -> list[int]:

@@ -188,7 +188,7 @@ class Generator:
 
         stop: texts that end a text, besides the tokenizer's end of a document; they are left out of it.
         Raises ConfigError where the texts would be longer than the model's table of positions; with rotary positions a
-        note on standard error says that they are longer than those it was trained on.
+        note on standard error tells that they are longer than those it was trained on.
         """
         if max_tokens < 1 or not prompts:
             raise ConfigError(

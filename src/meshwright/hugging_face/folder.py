@@ -70,7 +70,7 @@ def note_of_length(tokens: int, positions: int | None, source: str) -> str:
     """Returns a note where texts are longer than the positions that a configuration names; "" where they are not.
 
     A model with a table of positions refuses such texts. Rotary positions have no end, so that the model computes them,
-    and nothing in its training says how well.
+    and its training does not show how well.
     """
     if positions is None or tokens <= positions:
         return ""

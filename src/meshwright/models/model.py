@@ -457,13 +457,13 @@ class ExpertSpec:
 
 
 class ExpertBuffers(NamedTuple):
-    """Rows of a device's buffers for experts, each of the model's width."""
+    """Rows of a device's buffers for experts, each of the model's width: integers, or arrays of them."""
 
-    nodes: int
+    nodes: Any
     """Rows that arrive from the devices of all nodes, one for each token."""
-    copies: int
+    copies: Any
     """Copies of rows that are sent to experts inside a node."""
-    experts: int
+    experts: Any
     """Rows that arrive at the device's experts."""
 
 
