@@ -36,7 +36,7 @@ _LONGEST = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """What a thread waits for."""
+    """Wait of a thread: for other hosts, for another thread, or for what is its own."""
 
     what: str
     """In words: `the devices`, `/shared/out/metrics.jsonl`."""
@@ -100,8 +100,10 @@ def _where(thread: int | None) -> str:
 
 _BY_DESCRIPTOR = {0, 1, 3, 5, 8, 16, 17, 18, 19, 20, 73, 74, 75, 77, 217, 295, 296}
 """System calls of x86-64 whose first argument is a file descriptor: read, write, close, fstat, flock, fsync, ..."""
-_BY_PATH = {2: 0, 4: 0, 6: 0, 21: 0, 82: 0, 83: 0, 84: 0, 87: 0, 137: 0, 257: 1, 258: 1, 262: 1, 263: 1, 264: 1,
-            269: 1, 316: 1, 332: 1}  # fmt: skip
+_BY_PATH = {
+    **dict.fromkeys((2, 4, 6, 21, 82, 83, 84, 87, 137), 0),
+    **dict.fromkeys((257, 258, 262, 263, 264, 269, 316, 332), 1),
+}
 """System calls of x86-64 -> argument with a path: open, stat, rename, mkdir, unlink, statfs, openat, ..."""
 
 
