@@ -13,7 +13,7 @@ from meshwright.activity import Activity
 from meshwright.documents import parse_json, step_of
 from meshwright.errors import StorageError, reason_of
 from meshwright.reporters import Values
-from meshwright.storage.lines import Lines, open_lines, reversed_lines
+from meshwright.reporters.lines import Lines, open_lines, reversed_lines
 
 
 class JsonLines:
@@ -56,9 +56,9 @@ class JsonLines:
         """Names the steps without a line of metrics after `since`; "" where there are none."""
         position, before = 0, 0.0
         with contextlib.suppress(TypeError, ValueError):
-            known, step = (int(value) for value in since)
-            if 0 <= known <= self._file.position and step <= upto:
-                position, before = known, float(step)
+            known, reached = (int(value) for value in since)
+            if 0 <= known <= self._file.position and reached <= upto:
+                position, before = known, float(reached)
         gaps = list[tuple[float, float]]()
         steps = (_step_of(line) for line in self._file.lines(position) if '"loss"' in line)
         for step in itertools.chain(steps, [upto + 1]):

@@ -319,6 +319,7 @@ class Segments(io.RawIOBase):
         self._watching.enter_context(watched_by(self))
 
     def writable(self) -> bool:
+        """Whether lines can be added: always."""
         return True
 
     @property
@@ -327,14 +328,16 @@ class Segments(io.RawIOBase):
         return (self._numbers[-1] if self._numbers else 0) + 1
 
     def began(self, activity: Activity) -> None:
+        """Puts what waits before a checkpoint is saved."""
         if activity.kind == "save":
             with contextlib.suppress(StorageError):
                 self.put()
 
     def ended(self, activity: Activity, *, failed: bool) -> None:
-        pass
+        """Does nothing."""
 
     def write(self, data: Any) -> int:
+        """Adds bytes to what waits, and puts that where it has waited long enough."""
         content = bytes(data)
         self._waiting += content
         if time.monotonic() - self._put_at >= INTERVAL:
