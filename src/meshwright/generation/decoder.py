@@ -25,8 +25,8 @@ from meshwright.generation.sampling import Sampling, Settings, choose_tokens
 from meshwright.generation.weights import LaidOut
 from meshwright.models.blocks.context import CONTEXT, with_own_kv_head
 from meshwright.models.blocks.layers import no_dropout
-from meshwright.models.forward import scan_layers, sections
 from meshwright.models.kernels.attention import cap
+from meshwright.models.layer_scan import scan_layers, sections
 from meshwright.models.model import ForwardContext, Layer, Tokens, vocab_size
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import Tree

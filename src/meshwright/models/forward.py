@@ -2,20 +2,14 @@
 
 The parts are those that a pipeline holds apart: the embedding, the layers of a virtual stage, the loss. Without a
 pipeline they follow each other in `loss_fn`.
-
-An iteration of the loop over layers is one period, written out one layer after another: every layer is compiled with
-its own mask and frequencies. Kinds with the same parameters are rows of one stack; kinds with other parameters are rows
-of another stack, which takes turns with it.
 """
 
-import collections
 import dataclasses
 import functools
-import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +21,7 @@ from meshwright.data.batch import PADDING, Batch
 from meshwright.models.blocks.context import build_attend, with_own_kv_head
 from meshwright.models.blocks.layers import Dropout, SumRows, scatter_rows
 from meshwright.models.kernels.attention import Kernels
+from meshwright.models.layer_scan import ReadRow, join, scan_layers, sections
 from meshwright.models.loss import chunk_tokens, token_losses
 from meshwright.models.model import (
     MTP,
@@ -36,207 +31,16 @@ from meshwright.models.model import (
     Layer,
     Metrics,
     Model,
-    ModelSpec,
     Tokens,
     vocab_size,
 )
-from meshwright.models.remat import REMAT_POLICIES, SaveHidden, checkpoint_layer, save_as_it_is
+from meshwright.models.remat import REMAT_POLICIES, SaveHidden, save_as_it_is
 from meshwright.sharding.params import GatherParams, Tree
 from meshwright.sharding.sequence import SequenceSplit
 from meshwright.sharding.stages import NO_LAYER, StageAssignment
 
 if TYPE_CHECKING:
     from meshwright.models.preferences import Preferences
-
-
-Turn = tuple[str, Callable[..., tuple[Any, Any]]]
-"""Stack of a layer, and its function `(x, params, index) -> (x, aux)`."""
-ReadRow = Callable[[str, Any], Callable[[], Tree]]
-"""`(stack, number) -> what reads the parameters` of a row of the part of the stack that is run."""
-
-
-class Section(NamedTuple):
-    """Layers that repeat one period."""
-
-    period: list[Turn]
-    first: int
-    """First layer of the section in the model."""
-    layers: int
-
-    @property
-    def stacks(self) -> list[str]:
-        """Stacks that hold its layers."""
-        return list(dict.fromkeys(stack for stack, _ in self.period))
-
-    def rows(self, spec: ModelSpec, part: slice) -> dict[str, slice]:
-        """Returns the rows of its stacks that belong to a part of its layers."""
-        ends = [self.first + end for end in (part.start, part.stop)]
-        layers = {stack: spec.layers_of(stack) for stack in self.stacks}
-        return {
-            stack: slice(*(sum(i < end for i in rows) for end in ends))
-            for stack, rows in layers.items()
-        }
-
-
-@jax.custom_vjp
-def with_gradient_of(of: jax.Array, value: jax.Array) -> jax.Array:
-    """Returns `value`, and in the backward pass its gradient as that of `of`, in its type, which is not read."""
-    return value
-
-
-with_gradient_of.defvjp(
-    lambda of, value: (value, jnp.zeros((0,), of.dtype)),
-    lambda like, g: (g.astype(like.dtype), None),
-)
-
-
-def sections(
-    spec: ModelSpec,
-    functions: Mapping[str, Any],
-    wrap: Callable[[str, Layer], Any] = lambda stack, layer: layer,
-) -> list[Section]:
-    """Returns the sections of a model in order: one of all stacks if these take turns, else one per stack.
-
-    functions: of each stack, as `Model.layer_functions` returns them.  wrap: applied to each.
-    """
-    periods = {
-        stack: [
-            (stack, wrap(stack, layer))
-            for layer in (given if isinstance(given, Sequence) else (given,))
-        ]
-        for stack, given in functions.items()
-    }
-    if spec.period > 1 and len(spec.stacks) > 1:
-        turns = {stack: iter(period) for stack, period in periods.items()}
-        return [
-            Section(
-                [next(turns[layer.stack]) for layer in spec.layers[: spec.period]],
-                0,
-                len(spec.layers),
-            )
-        ]
-    return [
-        Section(periods[stack], min(spec.layers_of(stack)), count)
-        for stack, count in spec.stacks.items()
-    ]
-
-
-def scan_layers(
-    period: Sequence[Turn],
-    x: Any,
-    stacked: Mapping[str, Any] | ReadRow,
-    index: Mapping[str, Any],
-    *,
-    rows: Mapping[str, slice] | None = None,
-    remat: str = "none",
-    unroll: int = 1,
-    saves_weights: bool = True,
-) -> tuple[Any, dict[str, Any]]:
-    """Scans layers whose kinds repeat; returns x and the aux of each stack, [L, ...].
-
-    stacked: parameters of each stack, with a leading dimension of rows, or what reads them.  index: index of each row's
-    layer in the model, int32, or a tree of such arrays.  rows: of each stack that are scanned, all by default.  remat:
-    a row of REMAT_POLICIES.  unroll: layers per iteration, at least a period; those after the last period are one more.
-    saves_weights: whether a policy that saves everything saves weights too (`checkpoint_layer`).
-    """
-    turns = collections.Counter(stack for stack, _ in period)
-    total = {stack: jax.tree.leaves(index[stack])[0].shape[0] for stack in turns}
-    here = {stack: range(total[stack])[rows[stack] if rows else slice(None)] for stack in turns}
-    if len(period) == 1 and not callable(stacked):
-        ((stack, layer),) = period
-        body = checkpoint_layer(
-            layer, remat, prevent_cse=len(here[stack]) == 1, saves_weights=saves_weights
-        )
-        if len(here[stack]) == total[stack]:
-            x, aux = jax.lax.scan(
-                lambda x, rest: body(x, *rest), x, (stacked[stack], index[stack]), unroll=unroll
-            )
-            return x, {stack: aux}
-    # A scan over rows of a stack, or over groups of them, would copy what it reads: layers read the stack itself.
-    copied = (
-        dict.fromkeys(turns) if callable(stacked) else {stack: stacked[stack] for stack in turns}
-    )
-    whole = jax.lax.stop_gradient(copied)
-    periods = min(len(here[stack]) // count for stack, count in turns.items())
-    left = collections.Counter(
-        {stack: len(here[stack]) - periods * count for stack, count in turns.items()}
-    )
-    last = period[: left.total()]
-    assert collections.Counter(stack for stack, _ in last) == left, (
-        f"{here} are not periods and a part of one"
-    )
-
-    def scan(bodies: Sequence[Turn], x: Any, first: int, count: int) -> tuple[Any, dict[str, Any]]:
-        """Scans `count` periods of `bodies` after the first ones."""
-        counts = collections.Counter(stack for stack, _ in bodies)
-
-        def by_period(stack: str, a: jax.Array) -> jax.Array:
-            start = here[stack].start + first * turns[stack]
-            return a[start : start + count * counts[stack]].reshape(
-                count, counts[stack], *a.shape[1:]
-            )
-
-        def step(x: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-            outputs: dict[str, list[Any]] = {stack: [] for stack in counts}
-            for stack, layer in bodies:
-
-                def turn(
-                    x: Any, inputs: Any, i: int = len(outputs[stack]), turn: Turn = (stack, layer)
-                ) -> Any:
-                    params, index, number = jax.tree.map(lambda a: a[i], inputs)
-                    if callable(stacked):
-                        params = stacked(turn[0], number)
-                    else:
-                        own = functools.partial(
-                            jax.lax.dynamic_index_in_dim, index=number, keepdims=False
-                        )
-                        params = jax.tree.map(
-                            with_gradient_of, params, jax.tree.map(own, whole[turn[0]])
-                        )
-                    return turn[1](x, params, index)
-
-                # The layer's rows are taken inside: rows taken before would be saved, a copy of all parameters.
-                # A function that reads parameters may read trained ones, whose gradients go through it.
-                body = checkpoint_layer(
-                    turn,
-                    remat,
-                    prevent_cse=len(bodies) > 1 or count == 1,
-                    saves_weights=saves_weights or callable(stacked),
-                )
-                x, aux = body(x, inputs[stack])
-                outputs[stack].append(aux)
-            return x, {
-                stack: jax.tree.map(lambda *a: jnp.stack(a), *aux) for stack, aux in outputs.items()
-            }
-
-        given = {
-            s: (copied[s], jax.tree.map(jnp.asarray, index[s]), jnp.arange(total[s]))
-            for s in counts
-        }
-        grouped = {
-            stack: jax.tree.map(lambda a, s=stack: by_period(s, a), given[stack])
-            for stack in counts
-        }
-        x, aux = jax.lax.scan(step, x, grouped, unroll=max(1, unroll // len(bodies)))
-        return x, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
-
-    outputs: list[dict[str, Any]] = []
-    for part, first, count in ((period, 0, periods), (last, periods, 1)):
-        if part and count:
-            x, aux = scan(part, x, first, count)
-            outputs.append(aux)
-    return x, join(outputs)
-
-
-def join(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the aux of each stack over all parts that have some."""
-    parts = {
-        s: [aux[s] for aux in outputs if s in aux] for s in itertools.chain.from_iterable(outputs)
-    }
-    return {
-        s: v[0] if len(v) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *v)
-        for s, v in parts.items()
-    }
 
 
 def row_scope(stack: str) -> str:
