@@ -599,7 +599,7 @@ def test_a_run_file_that_is_wrong_is_refused(name: str, tmp_path: Path) -> None:
     ("field", "value", "fix"),
     [
         ("learning_rate", -1.0, "--lr 0.0003"),
-        ("beta1", 2.0, "optimizer.beta1 0.9"),
+        ("beta1", 2.0, "--optimizer.beta1 0.9"),
         ("unroll", 0, "training.unroll 1"),
     ],
 )

@@ -75,7 +75,10 @@ def test_checkpoints_are_listed_and_inspected(
         run_verb("checkpoint", ["list", str(out / "nowhere")])
     with pytest.raises(ConfigError, match="did you mean 'verify'"):
         run_verb("checkpoint", ["verfy", str(out)])
-    assert run_verb("checkpoint", []) == 0 and "list|inspect|verify|move" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="it takes one of list, inspect, verify, move, then OUT"):
+        run_verb("checkpoint", [])
+    assert run_verb("checkpoint", ["--help"]) == 0
+    assert "list|inspect|verify|move" in capsys.readouterr().out
 
 
 def test_a_damaged_tensor_is_found(out: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,9 +112,9 @@ def test_weights_of_another_prediction_are_left_out_with_a_note(tmp_path: Path) 
     hf_models.write_folder("qwen3-next", tmp_path)
     file = tmp_path / "mtp.safetensors"
     NewSafetensorsFile(file, {"mtp.fc.weight": ("F32", (2, 2))}).tensor("mtp.fc.weight")[...] = 1.0
-    names = dict.fromkeys(
-        SafetensorsFile(tmp_path / "model.safetensors").entries, "model.safetensors"
-    )
+    # Without `model.safetensors`, which `transformers` would read alone.
+    first = (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
+    names = dict.fromkeys(SafetensorsFile(first).entries, first.name)
     index = {"weight_map": {**names, "mtp.fc.weight": file.name}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     notes = open_folder(f"hf:{tmp_path}").notes

@@ -637,7 +637,7 @@ def test_routers_have_numbers_and_gradients_at_any_logits(
 
     gradients, routes = jax.jit(jax.grad(total, (0, 1), has_aux=True))(h_BTD, w_DR)
     for name, values in routes.items():
-        assert jnp.isfinite(values).all(), name
+        assert values is None or jnp.isfinite(values).all(), name  # padding_BT: there is none
     assert all(jnp.isfinite(gradient).all() for gradient in gradients)
     np.testing.assert_allclose(routes["router_probs_BTR"].sum(-1), 1, rtol=1e-5)
     if normalize:

@@ -241,7 +241,7 @@ def test_a_resume_on_other_data_is_refused(run: Run, tmp_path: Path, cache: Path
     vocabulary = (out / "tokenizer.json").read_text()
 
     def resumed(run: Run, **how: Any) -> loop.Summary:
-        prepared = loop.prepare_run(run, cache=cache, own=out / "tokenizer.json")
+        prepared = loop.prepare_run(run, cache=cache, output=Output(out, resumes=True))
         return loop.train(prepared, out, start="resume", **how)
 
     other = dataclasses.replace(run, training=dataclasses.replace(run.training, seed=7))
@@ -343,6 +343,7 @@ def test_a_lock_of_another_host_is_watched(tmp_path: Path, monkeypatch: pytest.M
 IN_A_CALL = """
 import hashlib, sys
 from meshwright.trainer.preemption import Preemption
+from meshwright.trainer.relations import Output
 with Preemption().listening() as preemption:
     print("computing", flush=True)
     # No Python code runs before it returns, as in a compilation.

@@ -685,8 +685,7 @@ def test_only_what_is_too_long_is_cut(data: st.DataObject, seq: int, together: i
     answers = np.concatenate(
         [np.repeat([0, 1], [prompt, answer]) for prompt, answer in documents]
     ).astype(np.uint8)
-    lines = [f"line {n}" for n in range(len(records))]
-    used, told = fit(file, answers, seq, together, lines, "truncate")
+    used, told = fit(file, answers, seq, together, "line {}".format, "truncate")
     cut = dropped = 0
     for unit, record in enumerate(records):
         wanted = [prompt + answer - 1 for prompt, answer in record]

@@ -13,6 +13,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.kernels import grouped_triton
 from meshwright.models.kernels.choose import GroupedMatmul, choose_grouped_matmul
 from meshwright.models.kernels.grouped_triton import grouped_matmul
+from meshwright.trust import own
 
 # A tile has 128 rows and 128 columns, and a step along the contracted dimension 32 of float32.
 CASES = {
@@ -146,7 +147,7 @@ def test_a_named_one_is_refused_never_replaced(
     name: str, platform: str, dtype: str, reason: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
-        choose_grouped_matmul(name, platform, dtype)
+        choose_grouped_matmul(own(name), platform, dtype)
     assert reason in str(raised.value)
 
 

@@ -128,6 +128,7 @@ DELETES = {
     "storage/bucket.py": "the primitives of a bucket",
     "storage/paths.py": "the primitive that the others call",
     "storage/transfer.py": "source of a move, and files of its own under random names",
+    "storage/writing.py": "replaces a file as a whole: a reader has the old one open, or finds the new one",
     "trainer/bucket_lock.py": "lock that this process holds",
     "trainer/hosts.py": "files of its own, under random names",
     "trainer/tiers.py": "this process's folder on its own disk, under the lock of the output folder",

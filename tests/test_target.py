@@ -22,6 +22,7 @@ from meshwright.hardware.targets import parse_target
 from meshwright.planner.plan_file import read_plan, write_plan
 from meshwright.planner.search import search, with_tokens_per_step
 from meshwright.runs.recipe import find_recipe
+from meshwright.trust import own
 
 V5P = parse_target("v5p:4x4x8")
 H100 = parse_target("h100:16")
@@ -256,6 +257,7 @@ def test_a_torus_of_any_shape_is_read(tmp_path: Path) -> None:
 OUTSIDE = """
 import dataclasses
 from meshwright.hardware.chips import CHIPS
+from meshwright.trust import own
 
 faster = dataclasses.replace(CHIPS["h100"], name="H100 x 2", flops_bf16=2 * CHIPS["h100"].flops_bf16)
 measured = dataclasses.replace(faster, efficiency=dataclasses.replace(CHIPS["h100"].efficiency, matmul=0.5))
@@ -270,14 +272,17 @@ def test_a_chip_comes_from_outside_the_package(
     file = tmp_path / "mychips.py"
     file.write_text(OUTSIDE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    by_module, by_file = parse_target("mychips:faster:64"), parse_target(f"{file}:measured:8x8")
+    by_module, by_file = (
+        parse_target(own("mychips:faster:64")),
+        parse_target(own(f"{file}:measured:8x8")),
+    )
     assert by_module.chip.flops_bf16 == 2 * CHIPS["h100"].flops_bf16 and by_module.topology == (
         8,
         8,
     )
     assert by_module.efficiency == CHIPS["h100"].efficiency and by_file.efficiency.matmul == 0.5
     for target in (by_module, by_file):
-        assert parse_target(str(target)) == target
+        assert parse_target(own(str(target))) == target
     run = with_tokens_per_step(find_recipe("llama32-1b"), 2**19)
     here, there = search(run, parse_target("h100:8x8")), search(run, by_module)
     assert there.plans[0].estimate.seconds < here.plans[0].estimate.seconds
@@ -286,9 +291,9 @@ def test_a_chip_comes_from_outside_the_package(
     with pytest.raises(
         ConfigError, match=r"mychips:wrong is a int, not a meshwright\.hardware\.chips\.Chip"
     ):
-        parse_target("mychips:wrong:8")
+        parse_target(own("mychips:wrong:8"))
     with pytest.raises(ConfigError, match="did you mean 'faster'"):
-        parse_target("mychips:fastre:8")
+        parse_target(own("mychips:fastre:8"))
 
 
 @pytest.mark.parametrize(

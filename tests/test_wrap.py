@@ -794,7 +794,7 @@ def test_plan_counts_matmuls_parameters_and_what_is_kept() -> None:
     fsdp = next(plan for plan in plans if str(plan.mesh) == "fsdp=4")
     assert fsdp.estimate.memory["parameters"] == 64 * 128 * 4 / 4
     assert fsdp.estimate.memory["optimizer state"] == pytest.approx(2 * 64 * 128 * 4 / 4, abs=8)
-    with pytest.raises(ConfigError, match="every mesh is refused"):
+    with pytest.raises(ConfigError, match="every mesh of 4 devices is refused"):
         mw.plan(mw.wrap(W, squares, lambda step: rows(step, 6)).run(), on="v5p:2x2x1")
 
 

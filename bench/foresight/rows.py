@@ -374,6 +374,8 @@ def read_model(row: dict[str, str]) -> Llama | GptOss:
         return Mixtral(
             **shape, mlp=wide[0], experts=int(experts[1]), experts_per_token=int(experts[2]), expert_mlp=wide[-1],
             shared_experts=1 if "shared" in notes else 0, expert_buffer_factor=1.0,
+            # The weight of a single expert is its score: scaled to sum to one, it would be 1 whatever the router says.
+            normalize_top_k=int(experts[2]) > 1,
         )  # fmt: skip
     width = round(wide[0] * 2 / 3 / 256) * 256 if two else wide[0]
     return Llama(**shape, mlp=width)

@@ -193,7 +193,9 @@ def _first_reason(result: SearchResult) -> str:
     mesh, reason = next(iter(result.refused.items()))
     lines = [line.strip() for line in reason.splitlines()]
     causes = [line.removeprefix("because:").strip() for line in lines if line.startswith("because")]
-    return f"{mesh}, because {'; '.join(causes) or lines[0]}"
+    if not causes:
+        return f"{mesh}: {lines[0]}"
+    return f"{mesh}: {lines[0]}, because {'; '.join(causes)}"
 
 
 def _batch_that_is_planned(run: Run, target: Target) -> str | None:

@@ -257,8 +257,9 @@ def computes_weights_again(placed: PlacedRun) -> bool:
 
     A stage of a pipeline reads its layers' weights by their number, and saves them.
     """
-    everything = REMAT_POLICIES[placed.run.training.remat].saved is None
-    return everything and placed.run.finetune.method == "lora" and placed.shape.stage == 1
+    if placed.run.finetune.method != "lora" or placed.shape.stage > 1:
+        return False
+    return REMAT_POLICIES[placed.run.training.remat].saved is None
 
 
 def keeps_stages(placed: PlacedRun) -> bool:

@@ -46,7 +46,7 @@ class Lines(Protocol):
 def open_lines(file: Path) -> Lines:
     """Opens a file of lines for adding. Raises OSError."""
     if in_bucket(file):
-        lines: Lines = bucket_path(file).open("ab")
+        lines: Lines = open_file(file, "ab")
         return lines
     return LocalLines(file)
 

@@ -84,21 +84,22 @@ def copy_file(source: Path, target: Path) -> None:
         shutil.copyfileobj(read, written)
 
 
-def write_atomically(file: Path, text: str) -> None:
-    """Replaces a file as a whole: a crash leaves the old text or the new one.
+def write_atomically(file: Path, content: str | bytes) -> None:
+    """Replaces a file as a whole: a crash leaves the old content or the new one.
 
     Raises OSError, and ConfigError where the file is a link.
     """
+    data = content.encode("utf-8") if isinstance(content, str) else content
     if in_bucket(file):
-        bucket_path(file).write_text(text, encoding="utf-8")  # an object appears as a whole
+        bucket_path(file).write_bytes(data)  # an object appears as a whole
         return
     folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
     part = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     try:
         _refuse_special(folder, file)
         try:
-            with os.fdopen(_open_below(folder, part, "x"), "w", encoding="utf-8") as opened:
-                opened.write(text)
+            with os.fdopen(_open_below(folder, part, "x"), "wb") as opened:
+                opened.write(data)
                 opened.flush()
                 os.fsync(opened.fileno())
             os.replace(part.name, file.name, src_dir_fd=folder, dst_dir_fd=folder)

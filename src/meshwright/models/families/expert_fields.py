@@ -49,7 +49,7 @@ class RoutedExperts(DecoderModel):
         routing = made(Routing)
         fix = "--model.experts-per-token 2"
         if hasattr(self, "normalize_top_k"):
-            fix += ", or --model.normalize-top-k false"
+            fix += ", or --model.no-normalize-top-k"
         refuse(
             (
                 routing.normalize_top_k and routing.experts_per_token == 1 < routing.experts,
