@@ -41,6 +41,7 @@ from meshwright.trainer import heartbeat, lock, loop
 from meshwright.trainer.lock import locked
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.recovery import healed
+from meshwright.trainer.relations import Output
 
 __all__ = ["programs_are_compiled_once"]  # a fixture of this file too
 
