@@ -14,7 +14,7 @@ from meshwright.api.verb import Call, CheckpointOptions, Outcome, start_devices
 from meshwright.config import MeshShape
 from meshwright.data.chat import ChatTemplate, Message, check_jinja
 from meshwright.documents import read_text
-from meshwright.errors import ConfigError, DataError
+from meshwright.errors import ConfigError, DataError, by_class
 from meshwright.formatting import format_bytes, format_count, format_step, format_time
 from meshwright.generation.generator import Decoding, Generated, GenerationReport, Generator, OnText
 from meshwright.generation.sampling import Sampling
@@ -119,7 +119,9 @@ class GenerateOptions(CheckpointOptions):
         try:
             text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(asked, f"{error}", "a file of prompts in UTF-8, or -") from error
+            raise by_class(
+                error, DataError(asked, f"{error}", "a file of prompts in UTF-8, or -")
+            ) from error
         # Other ends of lines, such as U+2028, may stand within a prompt.
         lines = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
         if not lines:
@@ -151,8 +153,11 @@ class GenerateOptions(CheckpointOptions):
             try:
                 template = ChatTemplate(read_text(self.chat_template))
             except (OSError, ValueError) as error:
-                raise DataError(
-                    f"--chat-template {self.chat_template}", f"{error}", "a file of text"
+                raise by_class(
+                    error,
+                    DataError(
+                        f"--chat-template {self.chat_template}", f"{error}", "a file of text"
+                    ),
                 ) from error
         if template is None:
             truth = "its tokenizer has no chat template"

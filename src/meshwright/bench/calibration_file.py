@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from meshwright.documents import read_json, write_atomically
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, by_class
 
 _FIGURES = ("memory_bandwidth", "attention", "grouped_matmul")
 _RATES = ("flops_per_second", "bus_bandwidth", "devices")
@@ -70,10 +70,13 @@ def read_calibration(file: Path) -> dict[str, Any]:
         calibration: dict[str, Any] = read_json(file)
         _check_figures(calibration)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"the calibration {file}",
-            f"it cannot be read: {error}",
-            "write it again with meshwright bench",
+        raise by_class(
+            error,
+            ConfigError(
+                f"the calibration {file}",
+                f"it cannot be read: {error}",
+                "write it again with meshwright bench",
+            ),
         ) from error
     return calibration
 

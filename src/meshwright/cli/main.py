@@ -13,7 +13,7 @@ from types import ModuleType
 from meshwright.activity import activity, watched_by
 from meshwright.cli.interrupt import EXIT_CODE, acknowledge_interrupts
 from meshwright.cli.output import Notices, Stream, columns, write, write_json
-from meshwright.errors import ConfigError, MeshwrightError, nearest
+from meshwright.errors import ConfigError, MeshwrightError, by_class, nearest, reason_of
 from meshwright.formatting import printable
 from meshwright.plugins import is_reference
 from meshwright.runs.catalogue import list_recipes
@@ -80,12 +80,26 @@ def main() -> None:
     except MeshwrightError as error:
         _print_error(_relative(str(error)))
         code = error.exit_code
+    except (OSError, MemoryError) as error:
+        code = _unclassified(error)
     except KeyboardInterrupt:
         code = EXIT_CODE
-    except BrokenPipeError:
-        code = 0
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     _leave(code)
+
+
+def _unclassified(error: OSError | MemoryError) -> int:
+    """Prints an error of the system that nobody met, where it may pass, and returns its exit code; else raises it."""
+    if isinstance(error, BrokenPipeError):  # the reader of the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    file = getattr(error, "filename", None)
+    asked = " ".join(["meshwright", *sys.argv[1:2]]) + (f", with the file {file}" if file else "")
+    refusal = ConfigError(asked, reason_of(error), "the same command")
+    found = by_class(error, refusal)
+    if found is refusal:
+        raise error
+    _print_error(_relative(str(found)))
+    return found.exit_code
 
 
 def run(args: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.documents import SMALL, check_inside, parse_json, read_text
-from meshwright.errors import DataError
+from meshwright.errors import DataError, by_class
 
 _MARKS = ("\ue0f8", "\ue0f9")
 """Characters of private use around answers, while a conversation is rendered."""
@@ -146,8 +146,11 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
         if template.is_file():
             source = read_text(template)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"the chat template of {folder}", f"it cannot be read: {error}", "its own files"
+        raise by_class(
+            error,
+            DataError(
+                f"the chat template of {folder}", f"it cannot be read: {error}", "its own files"
+            ),
         ) from error
     if source is None:
         return (

@@ -36,7 +36,7 @@ from meshwright.data.token_writer import TokenWriter, write_description
 from meshwright.data.tokenizers import Bytes, Chars, Tokenizer, build_tokenizer, with_begin
 from meshwright.data.tokens import TokenArray, TokenFile, is_token_file, open_tokens
 from meshwright.documents import LARGE, open_bytes, read_json, read_text
-from meshwright.errors import DataError
+from meshwright.errors import DataError, by_class
 from meshwright.fine_tuning import FineTune, Objective, TooLong
 from meshwright.storage.transfer import sha256_of
 
@@ -207,8 +207,9 @@ def template_of(tokenizer: str, file: str | None) -> ChatTemplate | None:
     try:
         text = read_text(Path(file))
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"--finetune.template {file}", str(error), "a file with a Jinja template"
+        raise by_class(
+            error,
+            DataError(f"--finetune.template {file}", str(error), "a file with a Jinja template"),
         ) from error
     return ChatTemplate(text, beside.special_tokens if beside else ())
 

@@ -34,7 +34,7 @@ from meshwright.data.tokenizers import (
 )
 from meshwright.data.tokens import SKIPPED, Progress, TokenFile, is_token_file, open_tokens
 from meshwright.documents import LARGE, read_text, write_atomically
-from meshwright.errors import DataError, reason_of
+from meshwright.errors import DataError, by_class, reason_of
 
 BATCH = 2**21
 """Characters of a batch of documents."""
@@ -148,7 +148,9 @@ def tokenize(
             else ""
         )
         fix = f"another folder (a run's is below MESHWRIGHT_CACHE), or more space{kept}"
-        raise DataError(f"writing tokens to {out}", reason_of(error), fix) from error
+        raise by_class(
+            error, DataError(f"writing tokens to {out}", reason_of(error), fix)
+        ) from error
     finally:
         if progress is not None:
             progress.close()
@@ -177,7 +179,9 @@ def learn_tokenizer(
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text)
     except OSError as error:
-        raise DataError(f"writing {file}", reason_of(error), "another MESHWRIGHT_CACHE") from error
+        raise by_class(
+            error, DataError(f"writing {file}", reason_of(error), "another MESHWRIGHT_CACHE")
+        ) from error
 
 
 @contextlib.contextmanager

@@ -24,7 +24,8 @@ import numpy as np
 
 from meshwright.data.tokenizers import Tokenizer, tokenizer_from_json
 from meshwright.documents import LARGE, check_inside, checksum, read_json, read_text, seal
-from meshwright.errors import DataError, limit_of, reason_of
+from meshwright.errors import DataError, by_class, reason_of
+from meshwright.storage.attempts import attempt, is_file
 from meshwright.storage.paths import bucket_path, in_bucket, path_of
 from meshwright.storage.transfer import sha256_of
 
@@ -177,9 +178,8 @@ class _Shards:
             blocks = np.frombuffer(self.fetch(name, at, size), self.type)
         except OSError as error:
             truth = f"{name} cannot be read: {reason_of(error)}"
-            raise DataError(
-                f"token file {self.folder}", truth, (limit_of(error) or ("", _AGAIN))[1]
-            ) from error
+            refusal = DataError(f"token file {self.folder}", truth, _AGAIN)
+            raise by_class(error, refusal) from error
         except ValueError as error:
             raise DataError(f"token file {self.folder}", str(error), _AGAIN) from error
         wrong = np.flatnonzero(_sums(blocks, first) != blocks["sum"])
@@ -205,8 +205,17 @@ class _Shards:
         self.checked[number] = True
 
     def fetch(self, name: str, at: int, size: int) -> bytes:
-        """Returns bytes of a shard."""
-        return os.pread(_open_file(self, self.folder / name).number, size, at)
+        """Returns bytes of a shard. A handle with which a read fails for now is not used again."""
+        file = self.folder / name
+
+        def read() -> bytes:
+            try:
+                return os.pread(_open_file(self, file).number, size, at)
+            except OSError:
+                _open_file.cache_clear()
+                raise
+
+        return attempt(read)
 
 
 class _BucketShards(_Shards):
@@ -235,9 +244,10 @@ class _BucketShards(_Shards):
         except OSError as error:
             room = f"{self.slots * self.type.itemsize / 2**30:.1f} GiB"
             truth = f"{reason_of(error)}, and up to {room} of {self.folder} are kept there"
-            raise DataError(
+            refusal = DataError(
                 "writing into the cache", truth, "a MESHWRIGHT_CACHE with more space"
-            ) from error
+            )
+            raise by_class(error, refusal) from error
         return blocks
 
     def fetch(self, name: str, at: int, size: int) -> bytes:
@@ -263,9 +273,14 @@ def is_token_file(path: str | Path) -> bool:
     """Whether `path` is a folder that `tokenize` wrote, on a disk or in a bucket."""
     if in_bucket(path):
         return (path_of(path) / "tokens.json").is_file()
-    return os.path.isfile(
-        os.path.join(path, "tokens.json")
-    )  # false for names that no file can have
+    file = os.path.join(path, "tokens.json")
+    try:
+        return is_file(file)
+    except OSError as error:
+        refusal = DataError(f"token file {path}", f"it cannot be read: {reason_of(error)}", _AGAIN)
+        if by_class(error, refusal) is refusal:
+            return False  # a folder that this user may not open is no token file of theirs
+        raise by_class(error, refusal) from error
 
 
 def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
@@ -284,7 +299,7 @@ def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
         for name, expected in record["sha256"].items():
             if sha256_of(folder / name) != expected:
                 raise ValueError(f"{name} is not what was written: its SHA-256 differs")
-        checksums = (folder / "shards.bin").read_bytes()
+        checksums = attempt((folder / "shards.bin").read_bytes)
         if len(checksums) != shards * CHECKSUM:
             raise ValueError(
                 f"shards.bin has {len(checksums)} bytes, and {shards} shards take {CHECKSUM} each"
@@ -299,7 +314,7 @@ def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
             assert cache is not None
             read = _BucketShards(folder, count, dtype, size, checksums, cache=cache)
         else:
-            there = set(os.listdir(folder))
+            there = set(attempt(lambda: os.listdir(folder)))
             if absent := [name for name in map(shard_name, range(shards)) if name not in there]:
                 raise ValueError(
                     f"{len(absent)} of {shards} shards are not there, the first is {absent[0]}"
@@ -316,9 +331,8 @@ def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
         OverflowError,
     ) as error:
         truth = reason_of(error) if isinstance(error, OSError) else error
-        raise DataError(
-            f"token file {folder}", f"it cannot be read: {truth}", "tokenise again"
-        ) from error
+        refusal = DataError(f"token file {folder}", f"it cannot be read: {truth}", "tokenise again")
+        raise by_class(error, refusal) from error
     hashes = {name: value for name, value in record["sha256"].items() if name != "shards.bin"}
     digest = checksum([record["dtype"], count, checksums[-CHECKSUM:].hex(), hashes])
     return TokenFile(

@@ -14,7 +14,7 @@ from meshwright.config import MeshShape
 from meshwright.data.chat import ChatTemplate, read_chat_template
 from meshwright.data.tokenizers import Tokenizer, build_tokenizer
 from meshwright.documents import read_json
-from meshwright.errors import ConfigError, WeightsError
+from meshwright.errors import ConfigError, WeightsError, by_class
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape
 from meshwright.hugging_face.folder import KEPT
 from meshwright.hugging_face.hub import find_folder, is_hugging_face
@@ -104,10 +104,13 @@ def _end_tokens(folder: Path) -> tuple[int, ...]:
                         tuple(int(end) for end in ends) if isinstance(ends, list) else (int(ends),)
                     )
             except (OSError, ValueError, TypeError, AttributeError) as error:
-                raise WeightsError(
-                    f"reading {folder / file}",
-                    f"it is not a configuration: {error}",
-                    "download it again",
+                raise by_class(
+                    error,
+                    WeightsError(
+                        f"reading {folder / file}",
+                        f"it is not a configuration: {error}",
+                        "download it again",
+                    ),
                 ) from error
     return ()
 

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from meshwright.documents import LARGE, check_inside, parse_json, read_json
-from meshwright.errors import WeightsError, reason_of
+from meshwright.errors import WeightsError, by_class, reason_of
 from meshwright.formatting import format_bytes
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -97,8 +97,9 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
                 )
             header = parse_json(file.read(length).decode("utf-8"))
     except OSError as error:
-        raise WeightsError(
-            f"reading {path}", reason_of(error), "a folder with all of its files"
+        raise by_class(
+            error,
+            WeightsError(f"reading {path}", reason_of(error), "a folder with all of its files"),
         ) from error
     except ValueError as error:
         raise WeightsError(
@@ -198,8 +199,8 @@ def find_files(folder: Path) -> dict[str, Path]:
             names = read_json(index, LARGE)["weight_map"]
             files = {str(tensor): str(file) for tensor, file in names.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise WeightsError(
-                f"reading {index}", f"it is not an index: {error!r}", _FIX
+            raise by_class(
+                error, WeightsError(f"reading {index}", f"it is not an index: {error!r}", _FIX)
             ) from error
         for tensor, file in files.items():
             if (

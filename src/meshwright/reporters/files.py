@@ -11,8 +11,9 @@ from typing import IO, Any
 
 from meshwright.activity import Activity
 from meshwright.documents import LARGE, parse_json, read_text, write_atomically
-from meshwright.errors import StorageError, reason_of
+from meshwright.errors import reason_of
 from meshwright.reporters import Values
+from meshwright.storage.attempts import attempt, may_pass
 
 
 class JsonLines:
@@ -46,14 +47,16 @@ class JsonLines:
         """
         kept, steps = "", list[float]()
         try:
-            if self._path.exists():
-                text = self._path.read_text(encoding="utf-8", errors="replace")
+            if attempt(self._path.exists):
+                text = attempt(self._read)
                 lines = [line for line in text.splitlines() if _step_of(line) <= upto]
                 kept, steps = (
                     "".join(f"{line}\n" for line in lines),
                     [_step_of(s) for s in lines if '"loss"' in s],
                 )
         except OSError as error:
+            if may_pass(error):
+                raise  # another start reads it
             aside = self._path.with_name(
                 f"{self._path.name}.unreadable-{time.strftime('%Y%m%d-%H%M%S')}"
             )
@@ -61,8 +64,11 @@ class JsonLines:
             self._path.rename(aside)
         if kept or self._path.exists():
             write_atomically(self._path, kept)
-        self._file: IO[bytes] = self._path.open("ab", buffering=0)
+        self._file: IO[bytes] = attempt(lambda: self._path.open("ab", buffering=0))
         return steps
+
+    def _read(self) -> str:
+        return self._path.read_text(encoding="utf-8", errors="replace")
 
     def rewind(self, step: int) -> None:
         """Drops the lines of steps after `step`, which are taken again."""
@@ -98,13 +104,21 @@ def _step_of(line: str) -> float:
 
 
 def last_start(out: Path) -> dict[str, Any]:
-    """Returns the last `start` among the events of an output folder; nothing where it has none that can be read."""
-    with contextlib.suppress(OSError, ValueError, StorageError):
-        for line in reversed(read_text(out / "events.jsonl", LARGE).splitlines()):
-            with contextlib.suppress(ValueError):
-                record = parse_json(line)
-                if isinstance(record, dict) and record.get("event") == "start":
-                    return record if isinstance(record.get("devices"), int) else {}
+    """Returns the last `start` among the events of an output folder; nothing where it has none that can be read.
+
+    Raises OSError and StorageError where it cannot be read for now: a run does not lose its identity for that.
+    """
+    try:
+        text = read_text(out / "events.jsonl", LARGE)
+    except (OSError, ValueError) as error:
+        if may_pass(error):
+            raise
+        return {}
+    for line in reversed(text.splitlines()):
+        with contextlib.suppress(ValueError):
+            record = parse_json(line)
+            if isinstance(record, dict) and record.get("event") == "start":
+                return record if isinstance(record.get("devices"), int) else {}
     return {}
 
 

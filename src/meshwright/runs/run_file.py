@@ -17,7 +17,7 @@ from meshwright.documents import (
     unique_object,
     write_atomically,
 )
-from meshwright.errors import CheckpointError, ConfigError, nearest
+from meshwright.errors import CheckpointError, ConfigError, by_class, nearest
 from meshwright.models.families import family_name, find_family
 from meshwright.plugins import note_names
 from meshwright.runs.run import Run
@@ -135,8 +135,13 @@ def read_run(file: Path) -> Run:
     try:
         document = read_unique_json(file)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"run file {file}", f"it cannot be read: {error}", "the run.json of an output folder"
+        raise by_class(
+            error,
+            ConfigError(
+                f"run file {file}",
+                f"it cannot be read: {error}",
+                "the run.json of an output folder",
+            ),
         ) from error
     return run_from_dict(document, str(file))
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -9,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from meshwright.errors import StorageError, reason_of
+from meshwright.errors import StorageError, by_class, reason_of
 from meshwright.formatting import format_bytes
+from meshwright.storage.attempts import RegularFile
 from meshwright.storage.paths import bucket_path, in_bucket, remove_tree
 
 PART = 64 * 2**20
@@ -45,7 +47,7 @@ def _parts(path: Path) -> Iterator[bytes]:
             if len(part) < PART:
                 return
         return
-    with path.open("rb") as file:
+    with io.BufferedReader(RegularFile(path)) as file:
         while part := file.read(PART):
             yield part
 
@@ -177,9 +179,8 @@ def local_copy(location: Path, cache: Path) -> Path:
         _of_each(lambda name: copy_file(origin / name, folder / name), stale)
     except OSError as error:
         truth = f"{reason_of(error)}; {format_bytes(shutil.disk_usage(folder).free)} are free"
-        raise StorageError(
-            f"copying {location} to {folder}", truth, "a cache with more space"
-        ) from error
+        refusal = StorageError(f"copying {location} to {folder}", truth, "a cache with more space")
+        raise by_class(error, refusal) from error
     if versions_of(stale) != {name: versions[name] for name in stale}:
         raise StorageError(
             f"copying {location}", "its objects changed meanwhile", "the same command again"

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.steps import unwritable
+from meshwright.storage.attempts import attempt
 from meshwright.storage.paths import in_bucket
 from meshwright.trainer.heartbeat import BEAT, beating, changes, lock_record, parse_holder, refused
 
@@ -36,8 +38,12 @@ def locked(out: Path) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _file_locked(out: Path) -> Iterator[None]:
-    out.mkdir(parents=True, exist_ok=True)
-    file, counts = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644), itertools.count()
+    try:
+        attempt(lambda: out.mkdir(parents=True, exist_ok=True))
+        file = attempt(lambda: os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644))
+    except OSError as error:
+        raise unwritable(out, error) from error
+    counts = itertools.count()
 
     def write() -> None:
         os.pwrite(file, f"{lock_record(next(counts)):<200}\n".encode(), 0)
@@ -56,22 +62,32 @@ def _file_locked(out: Path) -> Iterator[None]:
         finally:
             os.close(again)
 
+    def read_holder() -> dict[str, Any]:
+        try:
+            return parse_holder(attempt(lambda: os.pread(file, 4096, 0)))
+        except OSError as error:
+            raise unwritable(out, error) from error
+
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise refused(out, parse_holder(os.pread(file, 4096, 0))) from error
+            raise refused(out, read_holder()) from error
         except OSError:
             pass  # a file system without locks: only the counts tell
-        holder = parse_holder(os.pread(file, 4096, 0))
+        holder = read_holder()
         elsewhere = holder.get("host") not in (None, socket.gethostname())
         if elsewhere and changes(read_again, holder, WATCHED * BEAT):
             raise refused(out, holder)
-        write()
+        try:
+            attempt(write)
+        except OSError as error:
+            raise unwritable(out, error) from error
         try:
             with beating(renew, "lock of the output folder"):
                 yield
         finally:
-            os.ftruncate(file, 0)
+            with contextlib.suppress(OSError):  # what it says is stale when this process has ended
+                os.ftruncate(file, 0)
     finally:
         os.close(file)

@@ -24,7 +24,7 @@ from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.data.batch import ramp_of
 from meshwright.documents import read_json, write_atomically
-from meshwright.errors import CheckpointError, ConfigError, TrainingError, nearest
+from meshwright.errors import CheckpointError, ConfigError, TrainingError, by_class, nearest
 from meshwright.hardware.agreement import answer_of_the_first, flatten
 from meshwright.reporters.files import last_start
 from meshwright.runs.checks import TABLE
@@ -157,8 +157,9 @@ def _skipped_records(out: Path) -> list[tuple[int, int, str]]:
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         truth = f"{_SKIPPED} cannot be read: {error}"
-        raise CheckpointError(
-            f"the samples that {out} leaves out", truth, "repair or remove it"
+        raise by_class(
+            error,
+            CheckpointError(f"the samples that {out} leaves out", truth, "repair or remove it"),
         ) from error
 
 

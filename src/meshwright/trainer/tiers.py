@@ -20,7 +20,12 @@ from meshwright.checkpoint.manifest import Manifest, steps_to_take
 from meshwright.checkpoint.steps import MANIFEST, committed_steps
 from meshwright.checkpoint.tensors import layout_of
 from meshwright.documents import LARGE, read_json
-from meshwright.errors import CheckpointError, DamagedError
+from meshwright.errors import (
+    CheckpointError,
+    DamagedError,
+    MeshwrightError,
+    UnavailableError,
+)
 from meshwright.hardware.agreement import choose_together
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.storage.paths import remove_tree
@@ -64,12 +69,12 @@ class Tiers(Checkpoints):
         self._locally(lambda local: local.save(state, device_run, **place))
 
     def _locally(self, do: Callable[[Checkpoints], None]) -> None:
-        """Does something with this host's own checkpoints; where its disk refuses, the run goes on without that one."""
+        """Does something with this host's own checkpoints; where its disk fails, the run goes on without that one."""
         if self._local is None:
             return
         try:
             do(self._local)
-        except CheckpointError as error:
+        except (CheckpointError, UnavailableError) as error:
             for partial in self._local.folder.glob("*.tmp"):
                 remove_tree(partial)
             print(
@@ -82,7 +87,7 @@ class Tiers(Checkpoints):
         """Deletes the hosts' checkpoints of steps above `after`, and their folders where nothing else is in them."""
         self._locally(Checkpoints.wait)
         if self._local is not None:
-            for step in committed_steps(self._local.folder):
+            for step in self._own_steps():
                 if step > after:
                     remove_tree(self._local.folder / str(step))
             for folder in (self._local.folder, self._local.folder.parent):
@@ -101,11 +106,13 @@ class Tiers(Checkpoints):
     ) -> tuple[State, Manifest]:
         """Returns the newest state that all hosts can read, or that of `step`, verified; of equal ones the hosts'.
 
-        accept: refuses a manifest by raising an error.  What is damaged, or cannot be read, is left out with a line on
-        standard error. Raises DamagedError or UnreadableError of the newest where none is left.
+        accept: refuses a manifest by raising an error.  What is damaged, and what a host cannot read on its own disk,
+        is left out with a line on standard error. A checkpoint of the output folder that a host cannot read for now is
+        not left out for an older one: another start may read it. Raises UnavailableError then, and DamagedError of the
+        newest where none is left.
         """
         self.left_out.clear()
-        errors = list[DamagedError | UnreadableError]()
+        errors = list[MeshwrightError]()
         choices, mine = self._choices(step, strict=True), self._mine()
         for number, checksum, shared in choices:
             own = checksum != "" and mine.get(number) == checksum
@@ -114,7 +121,9 @@ class Tiers(Checkpoints):
                 manifest = source.manifest(number)
                 accept(manifest)
                 state = source.read(device_run, manifest, sends=shared)
-            except (DamagedError, UnreadableError) as error:
+            except (DamagedError, UnreadableError, UnavailableError) as error:
+                if not checksum and not isinstance(error, DamagedError):
+                    raise
                 errors.append(error)
                 where = "on the hosts' own disks" if checksum else "in the output folder"
                 self.left_out.append(f"step {number} {where}: {error.truth}")
@@ -124,7 +133,7 @@ class Tiers(Checkpoints):
                 say(f"step {number} is restored from the hosts' own disks")
             return state, manifest
         # What another start may read is not called damaged.
-        raise next((error for error in errors if isinstance(error, UnreadableError)), errors[0])
+        raise next((error for error in errors if isinstance(error, UnavailableError)), errors[0])
 
     def _mine(self) -> dict[int, str]:
         """Returns the steps on this host's own disk that have the layout of this run, with their manifests' checksums.
@@ -134,12 +143,26 @@ class Tiers(Checkpoints):
         found: dict[int, str] = {}
         if self._local is None:
             return found
-        for step in committed_steps(self._local.folder):
+        for step in self._own_steps():
             folder = self._local.folder / str(step)
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 if read_json(folder / LAYOUT)["layout"] == self._layout:
                     found[step] = str(read_json(folder / MANIFEST, LARGE)["checksum"])
         return found
+
+    def _own_steps(self) -> list[int]:
+        """Returns the steps with a checkpoint on this host's own disk; none where that disk cannot be read."""
+        if self._local is None:
+            return []
+        try:
+            return committed_steps(self._local.folder)
+        except (CheckpointError, UnavailableError) as error:
+            print(
+                f"process {jax.process_index()}: its own checkpoints are left out: {error.truth}",
+                file=sys.stderr,
+                flush=True,
+            )
+            return []
 
     def _choices(self, step: int | None, *, strict: bool) -> list[Choice]:
         """Returns the checkpoints that all hosts have, newest first, and of a step the hosts' own first.
