@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 
 class ErrorClass(enum.Enum):
-    """What went wrong. It decides whether another start of the same run can help."""
+    """Class of an error: whether another start of the same run can help."""
 
     REQUEST = "request"
     """A wrong option, a missing permission, or code of the user's own: every start meets it again."""

@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 from types import ModuleType
@@ -15,6 +16,7 @@ from meshwright.cli.interrupt import EXIT_CODE, acknowledge_interrupts
 from meshwright.cli.output import Notices, Stream, columns, write, write_json
 from meshwright.errors import ConfigError, MeshwrightError, by_class, nearest, reason_of
 from meshwright.formatting import printable
+from meshwright.launching import LIMIT
 from meshwright.plugins import is_reference
 from meshwright.runs.catalogue import list_recipes
 from meshwright.trust import TRUST, take_options
@@ -74,9 +76,38 @@ def main() -> None:
     _own_standard_output()
     _allow_open_files()
     acknowledge_interrupts()
+    counts = LIMIT in os.environ
+    _leave(_run_counted(sys.argv[1:]) if counts else _run_explained(sys.argv[1:]))
+
+
+def _run_counted(args: Sequence[str]) -> int:
+    """Runs a start of a scheduler's job; returns the exit code, after which the scheduler starts it again or not."""
+    from meshwright.launching.job_starts import job_starts  # only jobs count
+
     try:
-        with watched_by(Notices(" ".join(["meshwright", *sys.argv[1:2]]))):
-            code = run(sys.argv[1:])
+        starts = job_starts(args)
+        if starts is None:
+            return _run_explained(args)
+        starts.begin()
+        try:
+            code = _run_explained(args)
+        except Exception:
+            traceback.print_exc()
+            code = 1
+        return starts.ended(code)
+    except MeshwrightError as error:
+        _print_error(_relative(str(error)))
+        return error.exit_code
+
+
+def _run_explained(args: Sequence[str]) -> int:
+    """Runs one command line; prints the error that ends it, and returns the exit code.
+
+    Raises what is neither an error of the package nor one of the system that may pass.
+    """
+    try:
+        with watched_by(Notices(" ".join(["meshwright", *args[:1]]))):
+            code = run(args)
     except MeshwrightError as error:
         _print_error(_relative(str(error)))
         code = error.exit_code
@@ -84,11 +115,11 @@ def main() -> None:
         code = _unclassified(error)
     except KeyboardInterrupt:
         code = EXIT_CODE
-    _leave(code)
+    return code
 
 
 def _unclassified(error: OSError | MemoryError) -> int:
-    """Prints an error of the system that nobody met, where it may pass, and returns its exit code; else raises it."""
+    """Prints an error of the system that is not explained, where it may pass; returns its exit code, or raises it."""
     if isinstance(error, BrokenPipeError):  # the reader of the output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -358,11 +358,15 @@ def _read_description(folder: Path) -> dict[str, Any]:
         or not isinstance(record["skipped"], dict)
     ):
         raise ValueError("tokens.json has no checksums")
-    if any(Path(name).name != name or not (folder / name).is_file() for name in names):
+    if any(Path(name).name != name or not _is_there(folder / name) for name in names):
         raise ValueError("tokens.json names a file outside the folder, or one that is not there")
     if not in_bucket(folder):
         check_inside(folder, (folder / name for name in ("tokens.json", *names)))
     return record
+
+
+def _is_there(file: Path) -> bool:
+    return file.is_file() if in_bucket(file) else is_file(file)
 
 
 def shard_name(number: int) -> str:

@@ -76,7 +76,7 @@ def store_error(store: Path, error: Exception) -> Exception | None:
     """Returns the error of the system call or of the bucket that made a request to TensorStore fail.
 
     TensorStore raises one type for all failures. It writes the number of a system call, and the code of an answer, as
-    fields of the text. Returns None where it says neither: then the bytes are wrong.
+    fields of the text. Returns None where it has neither: then the bytes are wrong.
     """
     found = _NUMBER.search(str(error))
     if found is not None:
@@ -133,6 +133,8 @@ class RegularFile(io.RawIOBase):
         return number
 
     def readinto(self, buffer: Any) -> int:
+        """Fills a buffer from the file, and returns the number of bytes read."""
+
         def read() -> int:
             try:
                 return os.preadv(self._number, [buffer], self._at)
@@ -152,12 +154,15 @@ class RegularFile(io.RawIOBase):
         self._number = number
 
     def readable(self) -> bool:
+        """Whether it can be read: always."""
         return True
 
     def seekable(self) -> bool:
+        """Whether it has places: always."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Moves to a place, and returns it."""
         if whence == os.SEEK_CUR:
             offset += self._at
         if whence == os.SEEK_END:
@@ -166,9 +171,11 @@ class RegularFile(io.RawIOBase):
         return offset
 
     def fileno(self) -> int:
+        """Returns the number of the open file."""
         return self._number
 
     def close(self) -> None:
+        """Closes the file."""
         if not self.closed:
             os.close(self._number)
         super().close()

@@ -87,7 +87,9 @@ def _file_locked(out: Path) -> Iterator[None]:
             with beating(renew, "lock of the output folder"):
                 yield
         finally:
-            with contextlib.suppress(OSError):  # what it says is stale when this process has ended
+            with contextlib.suppress(
+                OSError
+            ):  # a record of a process that has ended counts for nothing
                 os.ftruncate(file, 0)
     finally:
         os.close(file)
