@@ -1,6 +1,8 @@
 """Folders of checkpoints: which steps they have, and which are complete. No device is needed."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from meshwright.errors import CheckpointError, MeshwrightError, by_class, reason_of
@@ -88,3 +90,12 @@ def unwritable(folder: Path, error: OSError) -> MeshwrightError:
         f"output folder {folder}", f"it cannot be written: {reason}", "another --out"
     )
     return by_class(error, refusal)
+
+
+@contextlib.contextmanager
+def explained_writing(folder: Path) -> Iterator[None]:
+    """Raises an OSError of the block as `unwritable` has it."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(folder, error) from error

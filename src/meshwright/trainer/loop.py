@@ -13,7 +13,7 @@ import jax
 
 from meshwright.activity import Activity, activity, watched_by
 from meshwright.checkpoint.checkpoints import check_room
-from meshwright.checkpoint.steps import committed_steps
+from meshwright.checkpoint.steps import committed_steps, explained_writing
 from meshwright.data.batch import ramp_of
 from meshwright.errors import ConfigError
 from meshwright.formatting import Shown
@@ -128,17 +128,18 @@ def train(
         position = resumed.position
         sinks = list(reporters(position.step))
         if chief:
-            write_run(run, out / "run.json")
-            prepared.write_files(out)
+            with explained_writing(out):
+                write_run(run, out / "run.json")
+                prepared.write_files(out)
             sinks += [
                 *build_reporters(out, run),
                 events,
             ]  # before a file is open, as names may be refused
-            sinks.append(
-                lines := JsonLines(
+            with explained_writing(out):
+                lines = JsonLines(
                     out / "metrics.jsonl", upto=position.step, every=resumed.log_every
                 )
-            )
+            sinks.append(lines)
             events.start(
                 position.step,
                 mesh=str(device_run.shape),
