@@ -10,6 +10,9 @@ from meshwright.storage.paths import in_bucket
 Values = dict[str, float]
 """Metrics of one step, by name: `loss`, `gradient norm`, `learning rate`, `tokens/s`, `MFU`, `held-out loss`, ..."""
 
+BETWEEN = ("input wait", "saving", "evaluating", "sampling", "compiling")
+"""What a training loop does between two steps that is not the step: metrics of each have ` seconds` after these names."""
+
 
 class Reporter(Protocol):
     """Destination of metrics. Anything with these two methods is one.

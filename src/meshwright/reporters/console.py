@@ -18,7 +18,7 @@ from rich.text import Text
 from meshwright.activity import Activity
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_bytes, format_count, format_step, format_time
-from meshwright.reporters import Values
+from meshwright.reporters import BETWEEN, Values
 
 _PIPED_WIDTH = 120
 """Columns where the output is not a terminal and COLUMNS is not set."""
@@ -28,7 +28,7 @@ _QUIET = 2.0
 """Seconds for which no tokenisation is shown: short texts need no progress."""
 _ANNOUNCED = 5.0
 """Seconds after which unfinished work is announced where there is no live line."""
-_BETWEEN = ("saving seconds", "evaluating seconds", "compiling seconds")
+_BETWEEN = tuple(f"{name} seconds" for name in BETWEEN if name != "input wait")
 """Metrics of what the loop does between steps, which has its own lines."""
 
 

@@ -18,7 +18,7 @@ from meshwright.data.batch import ramp_of
 from meshwright.errors import ConfigError
 from meshwright.formatting import Shown
 from meshwright.hardware.agreement import agree, answer_of_the_first
-from meshwright.reporters import Reporter, build_reporters
+from meshwright.reporters import BETWEEN, Reporter, build_reporters
 from meshwright.reporters.files import EventLog, JsonLines
 from meshwright.runs.run_file import write_run
 from meshwright.step.device_run import DeviceRun, State
@@ -222,7 +222,7 @@ class _Loop:
         self.meter.norms.extend(self.started.norms)
         self.compiled: dict[int, Any] = {}
         self.fingerprint = self.prepared.fingerprint()
-        self.spent = dict.fromkeys(("input wait", "compiling", "saving", "evaluating"), 0.0)
+        self.spent = dict.fromkeys(BETWEEN, 0.0)
         self.held_out_loss: float | None = None
         self.bad_steps = 0
 
@@ -391,7 +391,9 @@ class _Loop:
 
     def _sample(self, step: int, state: State) -> str:
         self.phases.enter("sample", step)
+        began = time.perf_counter()
         text = self.prepared.sample(state, self.out)
+        self.spent["sampling"] += time.perf_counter() - began
         if text:
             self.meter.sample(step, text)
         return text

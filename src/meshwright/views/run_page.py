@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from meshwright.formatting import format_step, format_time
+from meshwright.reporters import BETWEEN
 from meshwright.runs.catalogue import list_recipes
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run_file import run_to_dict
@@ -54,8 +55,6 @@ _CURVES = {
     "batch": ("Batch", Axis("sequences", "integer", zero=True), ""),
 }
 """Metrics in the order of their charts, with title, axis and note; other metrics of a run follow by name."""
-_BETWEEN = ("input wait", "saving", "evaluating", "compiling")
-"""Parts of the time between two steps in which the loop does something else, as `trainer.loop` names them."""
 
 
 def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
@@ -203,7 +202,7 @@ def _predicted(folder: RunFolder) -> dict[str, float]:
 
 
 def _charts(folders: Sequence[RunFolder]) -> list[Block]:
-    known = {*_CURVES, _HELD_OUT, *(f"{name} seconds" for name in _BETWEEN)}
+    known = {*_CURVES, _HELD_OUT, *(f"{name} seconds" for name in BETWEEN)}
     others = sorted({name for folder in folders for name in folder.curves} - known)
     metrics = _CURVES | {
         name: (name[:1].upper() + name[1:], Axis("", toggle=True), "") for name in others
@@ -286,13 +285,13 @@ def _times(folders: Sequence[RunFolder]) -> list[Block]:
     rows = []
     for folder in folders:
         if folder.curves.get("step seconds", Curve()).values:
-            other = [mean(folder, name) for name in _BETWEEN]
+            other = [mean(folder, name) for name in BETWEEN]
             rows.append(Bar(folder.name, [max(0.0, mean(folder, "step") - sum(other)), *other]))
     blocks: list[Block] = []
     if rows:
-        colours = ("c1", "c2", "c3", "c4", "c5")
+        colours = ("c1", "c2", "c3", "c4", "c5", "c6")
         blocks.append(
-            Bars("seconds", ["step", *_BETWEEN], colours, rows, title="Mean time between steps")
+            Bars("seconds", ["step", *BETWEEN], colours, rows, title="Mean time between steps")
         )
     for folder in folders:
         document = folder.document("foresight.json")
