@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from meshwright.activity import activity, watched_by
-from meshwright.errors import ConfigError, TrainingError, UnavailableError
+from meshwright.errors import ConfigError, UnavailableError
 from meshwright.formatting import format_step
 from meshwright.models.families.llama import Llama
 from meshwright.plugins import keep_own_names
@@ -148,7 +148,7 @@ def test_a_reporter_that_fails_ends_the_run_by_name(tmp_path: Path) -> None:
         UnavailableError, match=r"mine.py:Fails, step 4\n.*raised TimeoutError: server is away"
     ):
         reporter.write(4, {"loss": 1.0})
-    with pytest.raises(TrainingError, match="closing"):
+    with pytest.raises(UnavailableError, match="closing"):
         reporter.close()
 
 
