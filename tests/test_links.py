@@ -36,7 +36,9 @@ PRECIOUS = "everything that was there\n"
 
 
 def write_events(out: Path) -> None:
-    EventLog(out / "events.jsonl").add("start", identity="$(touch /tmp/x)")
+    events = EventLog(out / "events.jsonl")
+    events.add("start", identity="$(touch /tmp/x)")
+    events.release()
 
 
 def write_metrics(out: Path) -> None:

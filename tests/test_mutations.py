@@ -17,7 +17,7 @@ from meshwright.analysis.compare import compare, read_census
 from meshwright.bench.calibration_file import read_calibration
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
-from meshwright.cli.main import _print_error, _relative
+from meshwright.cli.main import _error_line
 from meshwright.config import Training
 from meshwright.data.chat import read_chat_template
 from meshwright.data.subwords import train_bpe
@@ -257,7 +257,7 @@ def test_a_mutated_document_is_refused_or_harmless(
                 refused += 1
                 shown = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # strict
                 monkeypatch.setattr(sys, "stderr", shown)
-                _print_error(_relative(str(error)))
+                print(_error_line(error), end="", file=sys.stderr)
                 shown.flush()
         except Exception as error:
             broken.append(f"{type(error).__name__}: {error!s:.200} for {text[:2000]!r}")

@@ -227,7 +227,7 @@ def test_every_scheduler_gives_the_run_its_limit() -> None:
 
 
 def test_the_command_line_counts_the_starts_of_a_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exception of a user's own code is printed each time, and ends the job at the third start."""
     import importlib
@@ -241,8 +241,9 @@ def test_the_command_line_counts_the_starts_of_a_job(
 
     monkeypatch.setattr(main, "run", run)
     words = ["train", "tiny", f"--out={tmp_path}", "--resume-if-exists"]
-    assert [main._run_counted(words) for _ in range(EXCEPTIONS)] == [1, 1, NO_PROGRESS]
-    assert capsys.readouterr().err.count("ZeroDivisionError: theirs") == EXCEPTIONS
+    ends = [main._run_counted(words) for _ in range(EXCEPTIONS)]
+    assert [code for code, _ in ends] == [1, 1, NO_PROGRESS]
+    assert all("ZeroDivisionError: theirs" in text for _, text in ends)
     # Other verbs have no output folder in which to count.
     with pytest.raises(ZeroDivisionError):
         main._run_counted(["doctor"])

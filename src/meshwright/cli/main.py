@@ -145,7 +145,7 @@ def _run_explained(args: Sequence[str]) -> tuple[int, str]:
 
 
 def _unavailable(error: Exception) -> MeshwrightError | None:
-    """Returns what to say of an error of the system that may pass and nobody explained; None for other errors."""
+    """Returns what to say of an unexplained error of the system that may pass; None for other errors."""
     if not isinstance(error, OSError | MemoryError) or class_of(error) not in FOR_NOW:
         return None
     file = getattr(error, "filename", None)

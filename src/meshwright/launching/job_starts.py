@@ -16,7 +16,7 @@ import msgspec
 
 from meshwright.checkpoint.steps import committed_steps
 from meshwright.documents import read_json
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, StorageError
 from meshwright.launching import LIMIT
 from meshwright.launching.restarts import NoProgressError, Tally, restarts
 from meshwright.storage.paths import path_of
@@ -69,7 +69,7 @@ class JobStarts:
         reason = self.record.tally.verdict()
         if reason is not None:
             raise self._refusal(reason)
-        with contextlib.suppress(OSError, MeshwrightError):
+        with contextlib.suppress(OSError, StorageError):
             make_folder(self.out)
         self._write()
 
@@ -103,7 +103,7 @@ class JobStarts:
             return None
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError, MeshwrightError):  # a full disk ends no run here
+        with contextlib.suppress(OSError, StorageError):  # a full disk ends no run here
             # An output folder that is gone is not made again.
             make_folder_below(self.out, self.file.parent.name)
             write_atomically(self.file, json.dumps(msgspec.to_builtins(self.record)))

@@ -28,7 +28,7 @@ import msgspec
 
 from meshwright.checkpoint.steps import committed_steps, unwritable
 from meshwright.documents import read_json, read_text
-from meshwright.errors import HostError, MeshwrightError
+from meshwright.errors import HostError, MeshwrightError, StorageError
 from meshwright.hardware.hosts import JOIN_SECONDS, PORT, Hosts
 from meshwright.launching import LIMIT
 from meshwright.launching.restarts import NoProgressError, Restarts, Tally, restarts
@@ -158,7 +158,7 @@ def _read(file: Path) -> Start | None:
     """
     try:
         start = msgspec.convert(foreign(read_json(file), str(file)), Start)
-    except (OSError, ValueError, MeshwrightError):
+    except (OSError, ValueError, StorageError):
         return None
     for word in start.options:
         for reference in references_in(word):
@@ -168,7 +168,7 @@ def _read(file: Path) -> Start | None:
 
 def _put_once(file: Path, text: str) -> None:
     """Writes a file, unless it is there, or its store takes none: who reads it waits, and who waits writes it again."""
-    with contextlib.suppress(OSError, MeshwrightError), open_file(file, "x") as opened:
+    with contextlib.suppress(OSError, StorageError), open_file(file, "x") as opened:
         opened.write(text)
 
 
@@ -230,7 +230,7 @@ class Supervisor:
             else None
         )
         stopped = self.out / ".supervise" / "stopped"
-        with contextlib.suppress(OSError, MeshwrightError):
+        with contextlib.suppress(OSError, StorageError):
             self.out.mkdir(parents=True, exist_ok=True)
             if self.hosts.process == 0:
                 stopped.unlink(missing_ok=True)
@@ -265,7 +265,7 @@ class Supervisor:
             self._say(f"exit code {code}; starting again in {wait:.0f} s, {count}")
             if self._pause(wait) or self._wait_for_machine():
                 return self._ended(128 + self.received)
-            with contextlib.suppress(OSError, ValueError, MeshwrightError):
+            with contextlib.suppress(OSError, ValueError, StorageError):
                 self._say(f"it starts nothing more: {read_text(stopped)}")
                 return self._ended(code)
             if meeting is not None:
@@ -441,7 +441,7 @@ class Supervisor:
             **values,
         }
         file = self.out / ".supervise" / f"journal-{self.hosts.process}.jsonl"
-        with contextlib.suppress(OSError, MeshwrightError):  # a full disk ends no supervisor
+        with contextlib.suppress(OSError, StorageError):  # a full disk ends no supervisor
             make_folder_below(
                 self.out, file.parent.name
             )  # an output folder that is gone is not made again

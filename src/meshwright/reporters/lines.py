@@ -6,7 +6,7 @@ What is asked of the newest lines does not cost the whole file. In a bucket they
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from meshwright.documents import open_bytes
 from meshwright.storage.attempts import attempt
@@ -47,8 +47,7 @@ class Lines(Protocol):
 def open_lines(file: Path) -> Lines:
     """Opens a file of lines for adding. Raises OSError."""
     if in_bucket(file):
-        lines: Lines = bucket_path(file).open("ab")
-        return lines
+        return cast(Lines, open_file(bucket_path(file), "ab"))
     return LocalLines(file)
 
 
