@@ -257,7 +257,7 @@ def test_a_mutated_document_is_refused_or_harmless(
                 refused += 1
                 shown = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # strict
                 monkeypatch.setattr(sys, "stderr", shown)
-                print(_error_line(error), end="", file=sys.stderr)
+                sys.stderr.write(_error_line(error))
                 shown.flush()
         except Exception as error:
             broken.append(f"{type(error).__name__}: {error!s:.200} for {text[:2000]!r}")

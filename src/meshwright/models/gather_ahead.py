@@ -47,7 +47,7 @@ class GatheredAhead:
 )
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """What the backward pass of a layer reads, without the gathered weights among it.
+    """Arrays that the backward pass of a layer reads, without the gathered weights among them.
 
     A layer's vector-Jacobian product is a tree of arrays. Some of them *are* gathered weights; these are gathered again
     and put back, so that only the others are saved.

@@ -123,9 +123,7 @@ def _drop_events_after(file: Path, step: int) -> None:
         at = stop
     remaining = b"".join(kept)
     if remaining != content:
-        part = file.with_name(f".{file.name}.{os.getpid()}")
-        part.write_bytes(remaining)
-        part.replace(file)
+        write_atomically(file, remaining)
 
 
 def _library(extra: str, module: str) -> Any:

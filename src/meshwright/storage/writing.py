@@ -105,26 +105,27 @@ def copy_file(source: Path, target: Path) -> None:
     attempt(copy)
 
 
-def write_atomically(file: Path, text: str) -> None:
-    """Replaces a file as a whole: a crash leaves the old text or the new one.
+def write_atomically(file: Path, content: str | bytes) -> None:
+    """Replaces a file as a whole: a crash leaves the old content or the new one.
 
     Where it fails for now, all of it is written again: after a failed fsync no page of the file is sure, and a file
     server may have renamed it and lost its answer. Raises OSError, and ConfigError where the file is a link.
     """
+    data = content.encode("utf-8") if isinstance(content, str) else content
     if in_bucket(file):
-        bucket_path(file).write_text(text, encoding="utf-8")  # an object appears as a whole
+        bucket_path(file).write_bytes(data)  # an object appears as a whole
         return
-    attempt(functools.partial(_replace, file, text))
+    attempt(functools.partial(_replace, file, data))
 
 
-def _replace(file: Path, text: str) -> None:
+def _replace(file: Path, data: bytes) -> None:
     folder = os.open(file.parent, _FOLDER)
     part = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     try:
         _refuse_special(folder, file)
         try:
-            with os.fdopen(_open_below(folder, part, "x"), "w", encoding="utf-8") as opened:
-                opened.write(text)
+            with os.fdopen(_open_below(folder, part, "x"), "wb") as opened:
+                opened.write(data)
                 opened.flush()
                 os.fsync(opened.fileno())
             os.replace(part.name, file.name, src_dir_fd=folder, dst_dir_fd=folder)

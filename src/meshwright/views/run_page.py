@@ -39,8 +39,8 @@ _SAMPLES = 12
 _EVENTS = 400
 """Most events of a run that are shown, the last."""
 _HELD_OUT = "held-out loss"
-_WRAPPED = "meshwright.wrapped.model:Wrapped"
-"""Family of a wrapped model in run.json, whose code a page does not load."""
+_WRAPPED = ":Wrapped"
+"""Class of a wrapped model in run.json, whose code a page does not load."""
 _CURVES = {
     "loss": ("Loss", Axis("", toggle=True), "Points are losses on held-out data."),
     "learning rate": ("Learning rate", Axis("", toggle=True), ""),
@@ -217,7 +217,7 @@ def loss_unit(folder: RunFolder) -> str:
     family = _at(run, "model", "family")
     if family is None:
         return ""
-    if family == _WRAPPED:
+    if str(family).endswith(_WRAPPED):
         return "mean over examples"
     if _at(run, "finetune", "objective") == "preferences":
         return "nats per pair"
