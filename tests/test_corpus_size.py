@@ -18,7 +18,8 @@ from meshwright.data.token_writer import write_description
 from meshwright.data.tokenizers import Bytes
 from meshwright.data.tokenizing import tokenize
 from meshwright.data.tokens import BLOCK, block_type, make_blocks, shard_name
-from meshwright.errors import DataError
+from meshwright.errors import DataError, UnavailableError
+from meshwright.storage import attempts
 
 TRILLIONS = 15 * 10**12
 
@@ -152,12 +153,13 @@ def test_an_open_file_too_many_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "a.txt").write_text("some text " * 30_000)
     file = tokenize(str(tmp_path / "a.txt"), "bytes", tmp_path / "tokens", shard_tokens=1)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    tokens._open_file.cache_clear()
     taken = [os.open(os.devnull, os.O_RDONLY)]
-    monkeypatch.setattr(tokens, "_open_file", tokens._open_file.__wrapped__)
+    monkeypatch.setattr(attempts, "PAUSES", ())
     resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0], limit[1]))
     try:
         with pytest.raises(
-            DataError,
+            UnavailableError,
             match=r"tokens-00000.bin cannot be read: this process has \d+ files open, its",
         ) as e:
             _ = file.tokens[:9]

@@ -103,7 +103,15 @@ def test_slurm_passes_every_value_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("code", "count", "again"),
-    [(75, 0, True), (143, 1, True), (137, 2, False), (2, 0, False), (130, 0, False)],
+    [
+        (75, 0, True),
+        (143, 1, True),
+        (1, 199, True),
+        (137, 200, False),
+        (2, 0, False),
+        (11, 0, False),
+        (130, 0, False),
+    ],
 )
 def test_slurm_starts_again_where_that_helps(
     code: int, count: int, again: bool, tmp_path: Path
@@ -182,7 +190,8 @@ def test_skypilot_passes_every_value_on(
         task["resources"]["use_spot"] is True
         and 75 in task["resources"]["job_recovery"]["recover_on_exit_codes"]
     )
-    assert task["envs"] == {f"V{i}": value for i, value in enumerate(HOSTILE)}
+    hostile = {f"V{i}": value for i, value in enumerate(HOSTILE)}
+    assert task["envs"] == {**hostile, "MESHWRIGHT_RESTARTS": "2"}
     done = run_script(tmp_path, task["run"], {"meshwright": RECORD})
     assert json.loads(done.stdout)[0] == ["train", *HOSTILE]
 

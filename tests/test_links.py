@@ -38,7 +38,7 @@ PRECIOUS = "everything that was there\n"
 def write_events(out: Path) -> None:
     events = EventLog(out / "events.jsonl")
     events.add("start", identity="$(touch /tmp/x)")
-    events.close()
+    events.release()
 
 
 def write_metrics(out: Path) -> None:

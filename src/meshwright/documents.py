@@ -4,14 +4,15 @@ A checkpoint, a run file, a plan, weights or tokens may come from a stranger. Wh
 """
 
 import hashlib
+import io
 import json
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from meshwright.storage.attempts import RegularFile, attempt
 from meshwright.storage.paths import bucket_path, in_bucket
 
 SMALL = 16 * 2**20
@@ -36,13 +37,11 @@ def read_text(file: Path, largest: int = SMALL) -> str:
 
 
 def open_bytes(file: Path) -> IO[bytes]:
-    """Opens a regular file for reading. Raises OSError, and ValueError for a pipe, a device or a folder."""
-    # A pipe without a writer would never open.
-    number = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise ValueError(f"{file.name} is no regular file")
-    return os.fdopen(number, "rb")
+    """Opens a regular file for reading. Raises OSError, and ValueError for a pipe, a device or a folder.
+
+    A read that fails for now is made again, with a new handle.
+    """
+    return io.BufferedReader(RegularFile(file))
 
 
 _MOST_STEPS = 2**53
@@ -126,12 +125,29 @@ def read_json(file: Path, largest: int = SMALL) -> Any:
 
 def replace_durably(source: Path, target: Path) -> None:
     """Renames a file or folder, and waits until the disk has its new name. Raises OSError."""
-    os.replace(source, target)
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    failed_before = False
+
+    def rename() -> None:
+        nonlocal failed_before
+        try:
+            os.replace(source, target)
+        except FileNotFoundError:
+            # A file server may have renamed it and lost its answer.
+            if not (failed_before and target.exists() and not source.exists()):
+                raise
+        except OSError:
+            failed_before = True
+            raise
+
+    def sync() -> None:
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    attempt(rename)
+    attempt(sync)
 
 
 def checksum(record: Any) -> str:

@@ -2,13 +2,47 @@
 
 import contextlib
 import difflib
+import enum
 import errno
 import math
-import os
 import resource
 import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
+
+
+class ErrorClass(enum.Enum):
+    """Class of an error: whether another start of the same run can help."""
+
+    REQUEST = "request"
+    """A wrong option, a missing permission, or code of the user's own: every start meets it again."""
+    BYTES = "bytes"
+    """Data that is not what was written: every start reads it again."""
+    HOST = "this host for now"
+    """Limits, memory or a device of this machine: another start, or another machine, may have no such trouble."""
+    STORE = "store for now"
+    """A disk, a file server, a network or a bucket that did not answer, or has no room now."""
+    PREEMPTED = "preempted"
+    """A signal asked the process to stop."""
+
+
+FOR_NOW = (ErrorClass.HOST, ErrorClass.STORE)
+"""Classes of errors that may pass: the system call is made again, and then the run asks for another start."""
+_NUMBERS = {
+    ErrorClass.HOST: "EAGAIN EINTR EMFILE ENFILE ENOBUFS ENOLCK ENOMEM ETXTBSY",
+    ErrorClass.STORE: "EBADMSG EBUSY ECANCELED ECOMM ECONNABORTED ECONNREFUSED ECONNRESET EDQUOT EFBIG EHOSTDOWN "
+    "EHOSTUNREACH EIO EKEYEXPIRED EKEYREJECTED EKEYREVOKED ENETDOWN ENETRESET ENETUNREACH ENODEV ENOKEY ENOLINK "
+    "ENOSPC ENOTCONN ENXIO EPROTO EREMOTEIO EROFS ESHUTDOWN ESTALE ETIME ETIMEDOUT EUCLEAN",
+}
+NUMBERS: dict[int, ErrorClass] = {
+    getattr(errno, name): kind
+    for kind, names in _NUMBERS.items()
+    for name in names.split()
+    if hasattr(errno, name)
+}
+"""Class of a failed system call by its number; calls with any other number (ENOENT, EACCES, EISDIR) are requests."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers with which a file system takes no more bytes: calling again at once changes nothing."""
 
 
 class MeshwrightError(Exception):
@@ -18,6 +52,7 @@ class MeshwrightError(Exception):
     """
 
     exit_code = 2
+    error_class = ErrorClass.REQUEST
 
     def __init__(self, asked: str, truth: str, fix: str):
         self.asked, self.truth, self.fix = asked, truth, fix
@@ -32,6 +67,7 @@ class DataError(MeshwrightError):
     """Text or token file that cannot be used."""
 
     exit_code = 3
+    error_class = ErrorClass.BYTES
 
 
 class CheckpointError(MeshwrightError):
@@ -43,17 +79,21 @@ class CheckpointError(MeshwrightError):
 class DamagedError(CheckpointError):
     """Checkpoint whose bytes are not those that were saved, or of which a part is missing."""
 
+    error_class = ErrorClass.BYTES
+
 
 class RoomError(CheckpointError):
     """Store that takes no more bytes, or failed to take them: starting again may help."""
 
     exit_code = 10
+    error_class = ErrorClass.STORE
 
 
 class StorageError(MeshwrightError):
     """Bucket that cannot be reached, read or written."""
 
     exit_code = 8
+    error_class = ErrorClass.STORE
 
 
 class TrainingError(MeshwrightError):
@@ -66,12 +106,18 @@ class HostError(MeshwrightError):
     """Run on several hosts that had to stop because of one of them: restarting it may help (EX_TEMPFAIL)."""
 
     exit_code = 75
+    error_class = ErrorClass.HOST
+
+
+class UnavailableError(HostError):
+    """File, disk or server that this host cannot use for now: another start may help (EX_TEMPFAIL)."""
 
 
 class WeightsError(MeshwrightError):
     """Weights of another program that are missing, damaged, or not those of the model."""
 
     exit_code = 7
+    error_class = ErrorClass.BYTES
 
 
 class CensusError(MeshwrightError):
@@ -94,33 +140,81 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else "known: " + ", ".join(known)
 
 
-def limit_of(error: Exception) -> tuple[str, str] | None:
+def class_of(error: BaseException) -> ErrorClass:
+    """Returns the class of an error, by its type and, of a failed system call, its number.
+
+    Example:
+        >>> class_of(OSError(errno.ESTALE, "stale")), class_of(FileNotFoundError(errno.ENOENT, "no"))
+        (<ErrorClass.STORE: 'store for now'>, <ErrorClass.REQUEST: 'request'>)
+    """
+    if isinstance(error, MeshwrightError):
+        return error.error_class
+    if isinstance(error, KeyboardInterrupt):
+        return ErrorClass.PREEMPTED
+    if isinstance(error, MemoryError):
+        return ErrorClass.HOST
+    if isinstance(error, OSError) and error.errno is not None:
+        return NUMBERS.get(error.errno, ErrorClass.REQUEST)
+    if isinstance(error, TimeoutError | ConnectionError):
+        return ErrorClass.STORE
+    if isinstance(error, ValueError | EOFError):
+        return ErrorClass.BYTES
+    return ErrorClass.REQUEST
+
+
+def by_class(error: BaseException, refusal: MeshwrightError) -> MeshwrightError:
+    """Returns the error to raise where `error` stopped what `refusal` describes.
+
+    That is `refusal`, the error of a request or of bytes, unless `error` may pass: then it is RoomError for a store
+    that takes no more bytes, and UnavailableError for all else, with which a run asks for another start.
+    """
+    if class_of(error) not in FOR_NOW or class_of(refusal) in FOR_NOW:
+        return refusal
+    if isinstance(error, MeshwrightError):
+        return error
+    reason = reason_of(error)
+    truth = refusal.truth if reason in refusal.truth else f"{refusal.truth}: {reason}"
+    if getattr(error, "errno", None) in NO_ROOM:
+        return RoomError(refusal.asked, truth, "free some space there, or another folder")
+    limit = limit_of(error)
+    if limit is not None:
+        return UnavailableError(refusal.asked, truth, f"{limit[1]}; then the same command")
+    fix = "a look at this host's disks, mounts and network; the same command when they answer"
+    return UnavailableError(refusal.asked, truth, fix)
+
+
+def limit_of(error: BaseException) -> tuple[str, str] | None:
     """Returns which limit of the system an error comes from, and what raises it; None for other errors."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    limits = {
-        errno.ENFILE: (
-            "all processes have as many files open as this machine allows",
-            "a higher fs.file-max",
-        ),
-        errno.EMFILE: (
-            f"this process has {most:,} files open, its limit",
-            "`ulimit -n 65536` before the command",
-        ),
-        errno.ENOMEM: (
-            "no memory is left, or no map of a file",
-            "more memory, or a higher vm.max_map_count",
-        ),
-    }
-    # Errors of TensorStore have the system's words and no number; those of EMFILE begin those of ENFILE.
-    return next(
-        (limit for number, limit in limits.items() if os.strerror(number) in str(error)), None
-    )
+    if isinstance(error, MemoryError):
+        return "no memory is left", "more memory"
+    number = getattr(error, "errno", None)
+    if number == errno.ENFILE:
+        truth = "all processes have as many files open as this machine allows"
+        return truth, "a higher fs.file-max"
+    if number == errno.EMFILE:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        truth = f"this process has {most:,} files open, its limit"
+        return truth, "`ulimit -n 65536` before the command"
+    if number == errno.ENOMEM:
+        truth = "no memory is left, or no map of a file"
+        return truth, "more memory, or a higher vm.max_map_count"
+    return None
 
 
-def reason_of(error: Exception) -> str:
+_NO_ROOM_REASONS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file would be larger than `ulimit -f` or the file system allows",
+}
+
+
+def reason_of(error: BaseException) -> str:
     """Returns why the system refused, without names of files; a limit with what raises it."""
     if limit := limit_of(error):
         return f"{limit[0]} ({limit[1]})"
+    number = getattr(error, "errno", None)
+    if number in _NO_ROOM_REASONS:
+        return _NO_ROOM_REASONS[number]
     return (
         getattr(error, "strerror", None)
         or (str(error).splitlines() or [type(error).__name__])[0][:300]
@@ -139,6 +233,8 @@ def foreign_code(
 ) -> Iterator[None]:
     """Raises an error of `kind` in place of one by code from outside the package; errors of the package pass.
 
+    An error that may pass (a connection that was reset) is raised as `by_class` has it.
+
     truth: with `{}` where `describe_failure` stands.
     """
     try:
@@ -146,7 +242,8 @@ def foreign_code(
     except MeshwrightError:
         raise
     except Exception as error:
-        raise kind(asked, truth.format(describe_failure(error)), fix) from error
+        refusal = kind(asked, truth.format(describe_failure(error)), fix)
+        raise by_class(error, refusal) from error
 
 
 def describe_failure(error: BaseException) -> str:

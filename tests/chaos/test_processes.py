@@ -235,6 +235,7 @@ def test_a_read_only_folder_is_refused_before_the_first_step(tmp_path: Path) -> 
         f"{disk}/out",
     ]
     done = subprocess.run(command, text=True, capture_output=True, timeout=120)
-    assert done.returncode == 4
+    # Disks become read-only for a while after an error: another start may find it writable.
+    assert done.returncode == 75
     assert "it cannot be written: Read-only file system" in done.stderr
     assert "Traceback" not in done.stderr

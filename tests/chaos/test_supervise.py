@@ -15,7 +15,7 @@ from meshwright.errors import ConfigError, HostError, MeshwrightError
 from meshwright.hardware.hosts import ALONE, Hosts
 from meshwright.hardware.targets import parse_target
 from meshwright.launching import supervise as supervision
-from meshwright.launching.restarts import Restarts
+from meshwright.launching.restarts import NoProgressError, Restarts
 from meshwright.launching.supervise import Meeting, Start, Supervisor, _without
 from meshwright.planner.fewer_devices import plan_for_fewer
 from meshwright.planner.search import search
@@ -104,7 +104,9 @@ def test_the_planner_chooses_the_smaller_mesh(run: Run) -> None:
     with pytest.raises(ConfigError, match="the batch of 16"):
         plan_for_fewer(run, 1, 17, "cpu")
     large = find_recipe("llama3-70b")
-    with pytest.raises(ConfigError, match=r"none of \d+ plans fits; closest on .* which does not fit: "):
+    with pytest.raises(
+        ConfigError, match=r"none of \d+ plans fits; closest on .* which does not fit: "
+    ):
         plan_for_fewer(large, 1, 2, "NVIDIA H100 80GB HBM3")
 
 
@@ -115,7 +117,7 @@ def test_restarts_are_limited(tmp_path: Path, run: Run, monkeypatch: pytest.Monk
         lambda self, start, attempt: codes[attempt % len(codes)],
     )
     limits = (Restarts(most=2, backoff=0), Watchdog())
-    with pytest.raises(HostError, match="started again 2 times"):
+    with pytest.raises(NoProgressError, match="started again 2 times without a checkpoint"):
         Supervisor("train", [], run, tmp_path, ALONE, None, *limits).supervise()
     # A mistake in the run is met again by every start, and so is damage that no host can go round; a full disk may not.
     for codes[:], code in (([2], 2), ([4], 4), ([10, -9, 0], 0)):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.documents import LARGE, read_json
-from meshwright.errors import CensusError, reason_of
+from meshwright.errors import CensusError, by_class, reason_of
 from meshwright.formatting import format_bytes, format_count
 
 
@@ -76,8 +76,11 @@ def read_census(file: Path) -> dict[str, Any]:
         document = read_json(file, LARGE)
         _quantities(document)
     except OSError as error:
-        raise CensusError(
-            f"the census {file}", f"it cannot be read: {reason_of(error)}", "a file of --json"
+        raise by_class(
+            error,
+            CensusError(
+                f"the census {file}", f"it cannot be read: {reason_of(error)}", "a file of --json"
+            ),
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise CensusError(

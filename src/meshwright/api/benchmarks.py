@@ -21,7 +21,7 @@ from meshwright.bench.microbenchmarks import (
     write_csv,
 )
 from meshwright.config import MeshShape
-from meshwright.errors import CensusError, ConfigError, TrainingError, reason_of
+from meshwright.errors import CensusError, ConfigError, TrainingError, by_class, reason_of
 from meshwright.hardware import mesh
 from meshwright.hardware.hosts import Hosts
 from meshwright.ranges import PositiveInt, Ranged
@@ -74,7 +74,9 @@ class BenchOptions(Ranged):
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             truth = f"it cannot be created: {reason_of(error)}"
-            raise ConfigError(f"--out {self.out}", truth, "another folder") from error
+            raise by_class(
+                error, ConfigError(f"--out {self.out}", truth, "another folder")
+            ) from error
         hosts = self.hosts.hosts()
         if self.what == "collectives":
             return self._finish(self._time_collectives(hosts))

@@ -13,7 +13,7 @@ from rich.console import Console
 from meshwright.api.verb import Call, CheckpointOptions, Outcome, start_devices
 from meshwright.config import MeshShape
 from meshwright.data.chat import TEMPLATES, ChatTemplate, Message, check_jinja, template_text
-from meshwright.errors import ConfigError, DataError
+from meshwright.errors import ConfigError, DataError, by_class
 from meshwright.formatting import format_bytes, format_count, format_step, format_time
 from meshwright.generation.generator import Decoding, Generated, GenerationReport, Generator, OnText
 from meshwright.generation.sampling import Sampling
@@ -118,7 +118,9 @@ class GenerateOptions(CheckpointOptions):
         try:
             text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(asked, f"{error}", "a file of prompts in UTF-8, or -") from error
+            raise by_class(
+                error, DataError(asked, f"{error}", "a file of prompts in UTF-8, or -")
+            ) from error
         # Other ends of lines, such as U+2028, may stand within a prompt.
         lines = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
         if not lines:
@@ -151,7 +153,8 @@ class GenerateOptions(CheckpointOptions):
                 template = ChatTemplate(template_text(self.chat_template))
             except (OSError, ValueError) as error:
                 fix = f"a file with a Jinja template, or {' or '.join(TEMPLATES)}"
-                raise DataError(f"--chat-template {self.chat_template}", f"{error}", fix) from error
+                refusal = DataError(f"--chat-template {self.chat_template}", f"{error}", fix)
+                raise by_class(error, refusal) from error
         if template is None:
             truth = "its tokenizer has no chat template"
             fix = f"--chat-template FILE.jinja, or {' or '.join(TEMPLATES)} if it was tuned on that"

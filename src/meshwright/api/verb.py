@@ -16,7 +16,7 @@ import tyro
 from rich.console import Console
 
 from meshwright.config import MeshShape
-from meshwright.errors import ConfigError, reason_of
+from meshwright.errors import ConfigError, MeshwrightError, by_class, reason_of
 from meshwright.hardware import mesh
 from meshwright.hardware.hosts import ALONE, Hosts, hosts_of, join
 from meshwright.ranges import NonNegativeInt, PositiveInt, Ranged
@@ -173,14 +173,15 @@ def require_writable(files: Iterable[Path | None]) -> None:
             raise unwritable(file, error) from error
 
 
-def unwritable(file: Path | str, error: OSError) -> ConfigError:
-    """Returns the error of a file that cannot be written."""
+def unwritable(file: Path | str, error: OSError) -> MeshwrightError:
+    """Returns the error of a file that cannot be written, also one that cannot be written for now."""
     fix = (
         "the name of a file that you may write"
         if Path(file).parent.is_dir()
         else "a folder that exists"
     )
-    return ConfigError(f"writing {file}", f"the file cannot be written: {reason_of(error)}", fix)
+    truth = f"the file cannot be written: {reason_of(error)}"
+    return by_class(error, ConfigError(f"writing {file}", truth, fix))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

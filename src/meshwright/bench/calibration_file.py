@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from meshwright.documents import read_json
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, by_class
 from meshwright.storage.writing import write_atomically
 
 _FIGURES = ("memory_bandwidth", "attention", "grouped_matmul")
@@ -81,10 +81,13 @@ def read_calibration(file: Path) -> dict[str, Any]:
             "write it again with meshwright bench",
         ) from error
     except (OSError, ValueError, TypeError, ArithmeticError) as error:
-        raise ConfigError(
-            f"the calibration {file}",
-            f"it cannot be read: {error}",
-            "write it again with meshwright bench",
+        raise by_class(
+            error,
+            ConfigError(
+                f"the calibration {file}",
+                f"it cannot be read: {error}",
+                "write it again with meshwright bench",
+            ),
         ) from error
     return calibration
 

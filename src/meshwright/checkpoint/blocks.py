@@ -1,6 +1,7 @@
 """Tensors of a checkpoint, read and written block by block without devices: blocks bound the memory of a conversion."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ import numpy as np
 from meshwright.checkpoint.fingerprints import SALTS, sum_of_hashes
 from meshwright.checkpoint.manifest import Manifest, manifest_of
 from meshwright.checkpoint.tensors import Index, block_shape, check_array, new_array, open_array
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, by_class, reason_of
+from meshwright.storage.attempts import result_of
 
 Fingerprint = tuple[int, int]
 
@@ -49,12 +51,13 @@ def write_tensor(
         for index in blocks_of(shape, block):
             values = read(index)
             total = add_fingerprints(total, block_fingerprint(values, index, shape))
-            array[index].write(values).result()
-    except ValueError as error:  # TensorStore raises it for every failure of a file
-        truth = str(error).splitlines()[0][:300]
-        raise CheckpointError(
-            f"writing {name} into {state}", truth, "a folder with more space"
-        ) from error
+            part = array[index]
+            result_of(state, functools.partial(part.write, values))
+    except (OSError, ValueError) as error:
+        refusal = CheckpointError(
+            f"writing {name} into {state}", reason_of(error), "a folder that can be written"
+        )
+        raise by_class(error, refusal) from error
     return total
 
 
@@ -76,27 +79,34 @@ class StoredTensors:
         if name not in self.manifest.tensors:
             raise self._damaged(f"it has no tensor {name!r}", "another checkpoint of the run")
         record, total = self.manifest.tensors[name], (0, 0)
+        state = self.step_folder / "state"
         try:
             array, chunk = self.open(name)
             # No chunk is read twice.
             block = block_shape(record.shape, array.dtype.numpy_dtype.itemsize)
             block = tuple(-(-size // step) * step for size, step in zip(block, chunk, strict=True))
             for index in blocks_of(record.shape, block):
-                values = np.asarray(array[index].read().result())
+                part = array[index]
+                values = np.asarray(result_of(state, part.read))
                 total = add_fingerprints(total, block_fingerprint(values, index, record.shape))
                 limits = zip(index, shape or record.shape, strict=True)
                 inside = tuple(slice(part.start, min(part.stop, size)) for part, size in limits)
                 if all(p.start < p.stop for p in inside):
                     yield inside, values[tuple(slice(0, p.stop - p.start) for p in inside)]
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             truth = str(error).splitlines()[0][:200]
-            raise self._damaged(f"tensor {name!r} cannot be read: {truth}") from error
+            refusal = self._damaged(f"tensor {name!r} cannot be read: {truth}")
+            raise by_class(error, refusal) from error
         if total != record.fingerprint:
             raise self._damaged(f"tensor {name!r} is not what was saved")
 
     def open(self, name: str) -> tuple[Any, tuple[int, ...]]:
-        """Opens the array of a tensor with TensorStore; returns it, and the shape of its chunks. Raises ValueError."""
-        array = open_array(self.step_folder / "state", name).result()
+        """Opens the array of a tensor with TensorStore; returns it, and the shape of its chunks.
+
+        Raises OSError, and ValueError where it is not the array of the manifest.
+        """
+        state = self.step_folder / "state"
+        array = result_of(state, lambda: open_array(state, name))
         return array, check_array(name, array, self.manifest.tensors[name])
 
     def read(self, name: str) -> np.ndarray:

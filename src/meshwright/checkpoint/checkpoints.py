@@ -55,11 +55,15 @@ from meshwright.checkpoint.tensors import (
 )
 from meshwright.documents import replace_durably
 from meshwright.errors import (
+    FOR_NOW,
+    NO_ROOM,
     CheckpointError,
-    HostError,
     MeshwrightError,
     RoomError,
     StorageError,
+    UnavailableError,
+    by_class,
+    class_of,
     limit_of,
     reason_of,
 )
@@ -68,6 +72,7 @@ from meshwright.hardware.hosts import store
 from meshwright.sharding.params import Tree, named_leaves
 from meshwright.signs import NOBODY, waiting
 from meshwright.step.device_run import DeviceRun, State
+from meshwright.storage.attempts import attempt
 from meshwright.storage.folder_identity import FolderIdentity
 from meshwright.storage.paths import bucket_path, in_bucket, path_of, remove_tree
 from meshwright.storage.transfer import move_tree
@@ -82,26 +87,14 @@ _shared_saves = itertools.count()
 LAYOUT = "layout.json"
 """File of a checkpoint of a single process: which slices of the tensors it has."""
 _FLOATING = ("float32", "bfloat16")
-_FULL = {
-    "File too large": "a file would be larger than `ulimit -f` or the file system allows",
-    "Disk quota": "the disk quota is used up",
-    "No space left": "the disk is full",
-    "RESOURCE_EXHAUSTED": "the disk is full",
-}
-"""Reasons for which a file system takes no more bytes, by text of its error; the first that is found."""
-_HERE = (
-    "PERMISSION_DENIED",
-    "ermission denied",
-    "put/output error",
-    "Stale file",
-    "timed out",
-    "memory",
-)
-"""Words of errors that are about the host that reads, not about the bytes."""
 
 
-class UnreadableError(HostError):
-    """Checkpoint that one host cannot read, whatever its bytes are."""
+class UnreadableError(CheckpointError):
+    """Checkpoint whose files a process may not open, whatever their bytes are."""
+
+
+_KINDS = ("store", "for now", "request", "damage")
+"""Failures to read a checkpoint. That of a bucket is named before that of a host, and damage last."""
 
 
 def _saved_fields(state: State) -> dict[str, Any]:
@@ -408,18 +401,10 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         except Exception as error:  # TensorStore raises several types, with pages of text
             failed, text = error, " ".join(str(error).split())[:200]
             name = next((name for name in abstract if name in str(error)), None)
-            what = "a file is damaged" if name is None else f"tensor {name!r} cannot be read"
-            said = str(error).replace(str(self.folder), "")  # whose name may have such a word
-            here = (
-                isinstance(error, MemoryError)
-                or limit_of(error)
-                or any(words in said for words in _HERE)
-            )
-            kind = "here" if here else "damage"
-            failure = (
-                "store" if isinstance(error, StorageError) else kind,
-                f"{what} ({type(error).__name__}: {text})",
-            )
+            what = "a tensor cannot be read" if name is None else f"tensor {name!r} cannot be read"
+            limit = limit_of(error)
+            why = f"{type(error).__name__}: {text}" if limit is None else reason_of(error)
+            failure = (_kind_of(error), f"{what} ({why})")
         self._fail_together(manifest, failure, failed)
         return tensors
 
@@ -443,7 +428,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     ) -> None:
         """Raises the same error in all processes where one has met a failure: its kind, and what is wrong.
 
-        A bucket that is away (`store`) comes before a host that cannot read (`here`), and that before `damage`.
+        The first of `_KINDS` counts, of whichever process.
         """
         found = choose_together(
             f"checkpoint of step {manifest.step}",
@@ -451,14 +436,17 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             lambda all_: [[i, *f] for i, f in enumerate(all_) if f],
         )
         if found:
-            kinds = ["store", "here", "damage"]
-            process, kind, truth = min(found, key=lambda each: kinds.index(each[1]))
+            process, kind, truth = min(found, key=lambda each: _KINDS.index(each[1]))
             truth = f"process {process}: {truth}" if jax.process_count() > 1 else truth
             asked = f"the checkpoint of step {manifest.step} in {self.folder}"
             if kind == "damage":
                 raise damaged(self.folder, manifest.step, truth, None) from cause
-            if kind == "here":
-                raise UnreadableError(asked, truth, "a look at that host and its mounts") from cause
+            if kind == "request":
+                fix = "make its files readable for that process"
+                raise UnreadableError(asked, truth, fix) from cause
+            if kind == "for now":
+                fix = "a look at that host and its mounts; the same command when they answer"
+                raise UnavailableError(asked, truth, fix) from cause
             raise (
                 cause
                 if isinstance(cause, StorageError)
@@ -496,6 +484,18 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             raise write_error(action, self.folder, error) from error
 
 
+def _kind_of(error: Exception) -> str:
+    """Returns which of `_KINDS` a failure to read a tensor is."""
+    if isinstance(error, StorageError):
+        return "store"
+    if class_of(error) in FOR_NOW:
+        return "for now"
+    # A file that is not there is a part of the checkpoint that is missing.
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+        return "request"
+    return "damage"
+
+
 def _check_tensors(manifest: Manifest, expected: dict[str, Any], params: Tree) -> None:
     """Raises CheckpointError naming the first of the `expected` tensors whose name, shape or type differs.
 
@@ -526,21 +526,20 @@ def _mismatch(manifest: Manifest, truth: str) -> CheckpointError:
     return CheckpointError(f"the checkpoint of step {manifest.step} for this model", truth, fix)
 
 
-def write_error(action: str, folder: Path, error: Exception) -> CheckpointError:
-    """Returns the error of an operation that the store refused. action: what was done."""
+def write_error(action: str, folder: Path, error: Exception) -> MeshwrightError:
+    """Returns the error of an operation that the store refused. action: what was done.
+
+    A store without room is RoomError, one that did not answer UnavailableError, all else CheckpointError.
+    """
+    asked = f"{action} in {folder}"
+    full = getattr(error, "errno", None) in NO_ROOM
+    if class_of(error) in FOR_NOW and not full:  # the store is not asked for more
+        return by_class(error, CheckpointError(asked, reason_of(error), "another --out"))
     if not in_bucket(folder) and not folder.is_dir():
         truth = (
             "the folder is gone: it was removed, or its disk unmounted, while the run wrote into it"
         )
-        return CheckpointError(
-            f"{action} in {folder}", truth, "another --out, or the same with its folder there"
-        )
-    limit = limit_of(error)
-    full = (
-        next((reason for sign, reason in _FULL.items() if sign in str(error)), None)
-        if limit is None
-        else None
-    )
+        return CheckpointError(asked, truth, "another --out, or the same with its folder there")
     intact = committed_steps(folder)
     last = (
         f"the checkpoint of step {intact[-1]} is intact"
@@ -548,26 +547,24 @@ def write_error(action: str, folder: Path, error: Exception) -> CheckpointError:
         else "no checkpoint was committed"
     )
     if intact and full:
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(MeshwrightError):
             size = sum(record.bytes for record in manifest_of(folder, intact[-1]).tensors.values())
             last += f" and takes {size / 2**20:.1f} MiB"
-    fix = "another --out"
-    if limit is not None:
-        fix = limit[1]
-    elif not in_bucket(folder):
-        fix = (
-            f"free some space ({shutil.disk_usage(folder).free / 2**20:.1f} MiB are free), or {fix}"
+    truth = f"{reason_of(error)}; {last}"
+    if full and not in_bucket(folder):
+        free = shutil.disk_usage(folder).free / 2**20
+        return RoomError(
+            asked, truth, f"free some space ({free:.1f} MiB are free), or another --out"
         )
-    truth = f"{full or (limit or [reason_of(error)])[0]}; {last}"
-    return RoomError(f"{action} in {folder}", truth, fix)
+    return CheckpointError(asked, truth, "another --out")
 
 
 def check_writable(folder: Path) -> None:
     """Raises CheckpointError where a local output folder cannot be made or written; leaves nothing there."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        attempt(lambda: folder.mkdir(parents=True, exist_ok=True))
+        attempt(lambda: tempfile.TemporaryFile(dir=folder).close())
     except OSError as error:
         raise unwritable(folder, error) from error
     finally:
@@ -587,12 +584,13 @@ def check_room(folder: Path, device_run: DeviceRun, max_to_keep: int, replaced: 
     check_writable(folder)
     try:
         make_folder(folder.parent, folder.name)
+        free = attempt(lambda: shutil.disk_usage(folder).free)
     except OSError as error:
         raise unwritable(folder, error) from error
     size = sum(
         math.prod(x.shape) * x.dtype.itemsize for x in named_tensors(device_run.abstract).values()
     )
-    more, free = max(1, max_to_keep + 1 - replaced), shutil.disk_usage(folder).free
+    more = max(1, max_to_keep + 1 - replaced)
     if free < size * more:
         there = f" ({replaced} of them are there, so {more} more need room)" if replaced else ""
         raise RoomError(

@@ -36,6 +36,7 @@ from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder, write_run
 from meshwright.sharding.params import Param, named_leaves
+from meshwright.storage.attempts import may_pass
 from meshwright.storage.transfer import sha256_of
 from meshwright.storage.writing import (
     copy_file,
@@ -121,8 +122,9 @@ class _Journal:
             found = read_json(self._file, LARGE)
             if found["source"] == self._source:
                 return dict(found["done"])
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if may_pass(error):  # what is converted is not begun again for that
+                raise
         if not self._file.is_file() and any(self.folder.iterdir()):
             truth = f"{self.folder} exists, and no conversion wrote it"
             raise ConfigError(f"converting into {self.out}", truth, "another folder")

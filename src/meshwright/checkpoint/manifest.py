@@ -15,9 +15,10 @@ import numpy as np
 
 from meshwright.checkpoint.steps import MANIFEST, committed_steps, partial_steps
 from meshwright.documents import LARGE, check_inside, read_json, seal
-from meshwright.errors import CheckpointError, DamagedError
+from meshwright.errors import CheckpointError, DamagedError, by_class
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_from_dict, run_to_dict
+from meshwright.storage.attempts import attempt
 from meshwright.storage.paths import in_bucket
 from meshwright.storage.writing import make_folder, write_atomically
 
@@ -89,7 +90,7 @@ def read_document(step_folder: Path) -> dict[str, Any]:
     """Reads the JSON of a manifest, and looks for links that leave its folder. Raises OSError, ValueError, KeyError."""
     check_inside(step_folder.parent, [step_folder])
     if not in_bucket(step_folder):  # a bucket has no links
-        _check_links(step_folder)
+        attempt(lambda: _check_links(step_folder))
     data: dict[str, Any] = read_json(step_folder / MANIFEST, LARGE)
     found = data["format"]
     if found != _FORMAT:
@@ -131,7 +132,8 @@ Send = Callable[[Callable[[], Any]], Any]
 def manifest_of(folder: Path, step: int | None, send: Send = lambda read: read()) -> Manifest:
     """Returns the manifest of a checkpoint in the folder `folder`: that of `step`, or of the last complete one.
 
-    Raises CheckpointError where there is none, DamagedError where it cannot be read.
+    Raises CheckpointError where there is none, DamagedError where it is not what was written, and UnavailableError
+    where this host cannot read it for now.
     """
 
     def read() -> list[Any]:
@@ -173,7 +175,8 @@ def _damage_explained(folder: Path, step: int) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise damaged(folder, step, "its manifest cannot be read", error) from error
+        refusal = damaged(folder, step, "its manifest cannot be read", error)
+        raise by_class(error, refusal) from error
 
 
 def damaged(folder: Path, step: int, damage: str, error: Exception | None) -> DamagedError:

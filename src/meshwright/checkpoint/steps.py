@@ -1,9 +1,12 @@
 """Folders of checkpoints: which steps they have, and which are complete. No device is needed."""
 
 import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright.errors import CheckpointError, reason_of
+from meshwright.errors import CheckpointError, MeshwrightError, by_class, reason_of
+from meshwright.storage.attempts import attempt, is_dir, is_file
 from meshwright.storage.paths import in_bucket, path_of, remove_tree
 
 MANIFEST = "manifest/metadata"
@@ -24,10 +27,21 @@ def partial_steps(folder: Path) -> list[int]:
 
 def _completeness(folder: Path) -> dict[int, bool]:
     files = {step: path_of(folder) / str(step) / MANIFEST for step in sorted(all_steps(folder))}
-    # An object is written completely or not at all.
-    return {
-        step: f.is_file() and (in_bucket(f) or f.stat().st_size > 0) for step, f in files.items()
-    }
+    return {step: _is_complete(file) for step, file in files.items()}
+
+
+def _is_complete(manifest: Path) -> bool:
+    """Whether a manifest is there, with text in it.
+
+    A manifest that this host cannot look at for now raises UnavailableError: a checkpoint is never taken for one that
+    was cut off because a file server did not answer.
+    """
+    if in_bucket(manifest):
+        return manifest.is_file()  # an object is written completely or not at all
+    try:
+        return is_file(manifest) and attempt(manifest.stat).st_size > 0
+    except OSError as error:
+        raise unreadable(manifest.parent.parent, error) from error
 
 
 def all_steps(folder: Path) -> list[int]:
@@ -35,13 +49,29 @@ def all_steps(folder: Path) -> list[int]:
     folder = path_of(folder)
     # In a bucket a folder that other programs copied has no such files.
     for place in (folder / STARTED, folder) if in_bucket(folder) else (folder,):
-        if found := [
-            int(path.name)
-            for path in (place.iterdir() if place.is_dir() else ())
-            if path.name.isdigit()
-        ]:
+        if found := [int(name) for name in _names_in(place) if name.isdigit()]:
             return found
     return []
+
+
+def _names_in(folder: Path) -> list[str]:
+    """Returns the names in a folder; none where there is no such folder. Raises UnavailableError, CheckpointError."""
+    if in_bucket(folder):
+        return [path.name for path in folder.iterdir()]
+    try:
+        return attempt(lambda: os.listdir(folder)) if is_dir(folder) else []
+    except OSError as error:
+        raise unreadable(folder, error) from error
+
+
+def unreadable(folder: Path, error: OSError) -> MeshwrightError:
+    """Returns the error of a checkpoint or a folder of them that cannot be listed or read."""
+    refusal = CheckpointError(
+        f"the checkpoints in {folder}",
+        f"they cannot be listed: {reason_of(error)}",
+        "make that folder readable",
+    )
+    return by_class(error, refusal)
 
 
 def remove_checkpoint(folder: Path, step: int) -> None:
@@ -58,15 +88,25 @@ def remove_checkpoint(folder: Path, step: int) -> None:
     doomed = folder / f"{step}.deleted.tmp"
     remove_tree(doomed)
     with contextlib.suppress(FileNotFoundError):
-        checkpoint.rename(doomed)
+        attempt(lambda: checkpoint.rename(doomed))
     remove_tree(doomed)
 
 
-def unwritable(folder: Path, error: OSError) -> CheckpointError:
+def unwritable(folder: Path, error: OSError) -> MeshwrightError:
     """Returns the error of an output folder that cannot be written."""
     reason = reason_of(error)
     if isinstance(error, FileExistsError):
         reason = "a file, or a link that leads nowhere, has that name"
-    return CheckpointError(
+    refusal = CheckpointError(
         f"output folder {folder}", f"it cannot be written: {reason}", "another --out"
     )
+    return by_class(error, refusal)
+
+
+@contextlib.contextmanager
+def explained_writing(folder: Path) -> Iterator[None]:
+    """Raises an OSError of the block as `unwritable` has it."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(folder, error) from error

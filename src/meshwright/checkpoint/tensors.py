@@ -20,7 +20,9 @@ from jax.sharding import NamedSharding
 
 from meshwright.checkpoint.manifest import TensorRecord
 from meshwright.comm.collectives import broadcast
+from meshwright.hardware.agreement import note_progress
 from meshwright.sharding.placement import replica_parts
+from meshwright.storage.attempts import result_of
 from meshwright.storage.paths import kvstore_of
 
 BLOCK_BYTES = 16 * 2**20
@@ -69,7 +71,10 @@ def new_array(
         "store_data_equal_to_fill_value": True,
         "recheck_cached_data": False,
     }
-    return tensorstore.open(spec | how, context=context).result()
+    # A first attempt may have written the description before it failed.
+    again = how | ({"open": True} if how.get("create") and not how.get("delete_existing") else {})
+    attempts = iter([how])
+    return result_of(state, lambda: tensorstore.open(spec | next(attempts, again), context=context))
 
 
 def write_shards(
@@ -93,11 +98,19 @@ def write_shards(
                 _division(x.shape, x.dtype.itemsize, x.sharding)[0], x.dtype.itemsize
             )
             array = new_array(state, name, x.shape, chunk, x.dtype, **how)
-            writing += [array[index].write(values) for index, values in shards[name]]
-    for future in writing:
-        future.add_done_callback(lambda _: wrote())
-    for future in writing:
-        future.result()
+            for index, values in shards[name]:
+                part = array[index]
+                future = part.write(values)
+                future.add_done_callback(lambda _: wrote())
+                writing.append((part, values, future))
+    for part, values, future in writing:
+        _finish(state, part, values, future)
+
+
+def _finish(state: Path, part: Any, values: np.ndarray, started: Any) -> None:
+    """Waits until a part of an array is written, and writes it again where that failed for now."""
+    futures = iter([started])
+    result_of(state, lambda: next(futures, None) or part.write(values))
 
 
 def layout_of(tensors: dict[str, Any]) -> str:
@@ -223,22 +236,19 @@ def read_shards(state: Path, name: str, x: Any, record: TensorRecord, *, owned: 
         places_read = list(places.values())
     reading = {}
     if places_read:
-        array = open_array(state, name).result()
+        array = result_of(state, lambda: open_array(state, name))
         check_array(name, array, record)
         for bounds in dict.fromkeys(_bounds(index or (), x.shape) for index in places_read):
             inside = tuple(
                 slice(a, min(b, size)) for (a, b), size in zip(bounds, array.shape, strict=True)
             )
-            reading[bounds] = (
-                array[inside].read() if all(part.start < part.stop for part in inside) else None
-            )
+            if all(part.start < part.stop for part in inside):
+                reading[bounds] = (array[inside], array[inside].read())
     slices: dict[Bounds, np.ndarray] = {}
     for bounds in dict.fromkeys(_bounds(index or (), x.shape) for index in places.values()):
-        future = reading.get(bounds)
-        shape, values = (
-            tuple(b - a for a, b in bounds),
-            future.result() if future is not None else None,
-        )
+        shape, values = tuple(b - a for a, b in bounds), None
+        if bounds in reading:
+            values = _read_part(state, *reading[bounds])
         if values is None or values.shape != shape:
             padded = np.zeros(shape, x.dtype)
             if values is not None:
@@ -248,6 +258,14 @@ def read_shards(state: Path, name: str, x: Any, record: TensorRecord, *, owned: 
     return jax.make_array_from_callback(
         x.shape, x.sharding, lambda index: slices[_bounds(index or (), x.shape)]
     )
+
+
+def _read_part(state: Path, part: Any, started: Any) -> np.ndarray:
+    """Returns a part of an array whose reading has started, and reads it again where that failed for now."""
+    futures = iter([started])
+    values: np.ndarray = result_of(state, lambda: next(futures, None) or part.read())
+    note_progress()
+    return values
 
 
 def from_first_replica(x: jax.Array, sharding: Any) -> jax.Array:

@@ -23,7 +23,7 @@ VERBS = ("train", "finetune", "evaluate", "generate", "parity", "bench", "doctor
 """Verbs that join their hosts."""
 _TRAINING = ("train", "finetune")
 _RESTARTS = 10
-"""Starts after the first where --restarts is not given."""
+"""Starts without progress where --restarts is not given."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,8 @@ class LaunchOptions(Ranged):
     cache: str | None = None
     """Folder of token files and compiled programs, which all hosts reach; by default each user's own."""
     restarts: NonNegativeInt | None = None
-    """Most starts after the first, from the last checkpoint; by default 10 for training, else none."""
+    """Most starts in a row without progress (a checkpoint of a later step), after the first; by default 10 for
+    training, else none."""
     set: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE")] = ()
     """Further field of the scheduler: a directive of sbatch, a node label, a resource of SkyPilot; may
     be repeated."""

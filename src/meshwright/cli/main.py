@@ -16,8 +16,18 @@ from meshwright import last_words
 from meshwright.activity import activity, watched_by
 from meshwright.cli.interrupt import EXIT_CODE, acknowledge_interrupts
 from meshwright.cli.output import Notices, Stream, columns, write, write_json
-from meshwright.errors import ConfigError, MeshwrightError, first_error, nearest
+from meshwright.errors import (
+    FOR_NOW,
+    ConfigError,
+    MeshwrightError,
+    by_class,
+    class_of,
+    first_error,
+    nearest,
+    reason_of,
+)
 from meshwright.formatting import printable
+from meshwright.launching import LIMIT
 from meshwright.runs.catalogue import families, list_recipes, matching, size_of
 from meshwright.signs import give_signs
 from meshwright.trust import TRUST, is_reference, take_options
@@ -82,26 +92,65 @@ def main() -> None:
     _allow_open_files()
     acknowledge_interrupts()
     give_signs()
+    counts = LIMIT in os.environ
+    code, words = _run_counted(sys.argv[1:]) if counts else _run_explained(sys.argv[1:])
+    _leave(code, words)
+
+
+def _run_counted(args: Sequence[str]) -> tuple[int, str]:
+    """Runs a start of a scheduler's job; returns the exit code, after which the scheduler starts it again or not.
+
+    Returns the last words too, as `_run_explained` does.
+    """
+    from meshwright.launching.job_starts import job_starts  # only jobs count
+
     words = ""
     try:
-        with watched_by(Notices(" ".join(["meshwright", *sys.argv[1:2]]))):
-            code = run(sys.argv[1:])
-    except MeshwrightError as error:
-        code, words = error.exit_code, _error_line(error)
-    except KeyboardInterrupt:
-        code = EXIT_CODE
-    except BrokenPipeError:
-        code = 0
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except Exception as error:
-        first = first_error(error)
-        if first is None:
-            if not _trains_with_others():
-                raise
+        starts = job_starts(args)
+        if starts is None:
+            return _run_explained(args)
+        starts.begin()
+        try:
+            code, words = _run_explained(args)
+        except Exception:
             code, words = 1, traceback.format_exc()
-        else:
-            code, words = first.exit_code, _error_line(first)
-    _leave(code, words)
+        return starts.ended(code), words
+    except MeshwrightError as error:
+        return error.exit_code, words + _error_line(error)
+
+
+def _run_explained(args: Sequence[str]) -> tuple[int, str]:
+    """Runs one command line; returns the exit code and the last words, about the error that ended it.
+
+    Raises what is neither an error of the package nor one of the system that may pass, but for a process that trains
+    with others: that leaves without waiting for them, with the traceback as its last words.
+    """
+    try:
+        with watched_by(Notices(" ".join(["meshwright", *args[:1]]))):
+            return run(args), ""
+    except MeshwrightError as error:
+        return error.exit_code, _error_line(error)
+    except KeyboardInterrupt:
+        return EXIT_CODE, ""
+    except BrokenPipeError:  # the reader of the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0, ""
+    except Exception as error:
+        first = first_error(error) or _unavailable(error)
+        if first is not None:
+            return first.exit_code, _error_line(first)
+        if not _trains_with_others():
+            raise
+        return 1, traceback.format_exc()
+
+
+def _unavailable(error: Exception) -> MeshwrightError | None:
+    """Returns what to say of an unexplained error of the system that may pass; None for other errors."""
+    if not isinstance(error, OSError | MemoryError) or class_of(error) not in FOR_NOW:
+        return None
+    file = getattr(error, "filename", None)
+    asked = " ".join(["meshwright", *sys.argv[1:2]]) + (f", with the file {file}" if file else "")
+    return by_class(error, ConfigError(asked, reason_of(error), "the same command"))
 
 
 def run(args: Sequence[str]) -> int:

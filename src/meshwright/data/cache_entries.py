@@ -16,7 +16,7 @@ from pathlib import Path
 
 from meshwright.data.tokens import DESCRIPTION
 from meshwright.documents import read_json
-from meshwright.errors import ConfigError, DataError, nearest, reason_of
+from meshwright.errors import ConfigError, DataError, by_class, nearest, reason_of
 from meshwright.storage.transfer import COPIES, COPY_RECORD
 
 _TOKENS = "tokens"
@@ -72,9 +72,8 @@ def delete_entry(cache: Path, name: str) -> int:
         ) from error
     except OSError as error:
         truth = f"it cannot be deleted: {reason_of(error)}"
-        raise DataError(
-            f"deleting {name} from {cache}", truth, "a look at who owns the files"
-        ) from error
+        refusal = DataError(f"deleting {name} from {cache}", truth, "a look at who owns the files")
+        raise by_class(error, refusal) from error
     return size
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.documents import SMALL, check_inside, parse_document, read_json, read_text
-from meshwright.errors import DataError, WeightsError
+from meshwright.errors import DataError, WeightsError, by_class
 from meshwright.storage.paths import path_of
 
 TEMPLATES = {
@@ -205,8 +205,11 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
         if with_tools_file.is_file():
             with_tools = read_text(with_tools_file)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"the chat template of {folder}", f"it cannot be read: {error}", "its own files"
+        raise by_class(
+            error,
+            DataError(
+                f"the chat template of {folder}", f"it cannot be read: {error}", "its own files"
+            ),
         ) from error
     if source is None:
         return (
@@ -243,11 +246,12 @@ def read_end_tokens(folder: Path) -> tuple[int, ...]:
                         tuple(int(end) for end in ends) if isinstance(ends, list) else (int(ends),)
                     )
             except (OSError, ValueError, TypeError, AttributeError) as error:
-                raise WeightsError(
+                refusal = WeightsError(
                     f"reading {folder / file}",
                     f"it is not a configuration: {error}",
                     "download it again",
-                ) from error
+                )
+                raise by_class(error, refusal) from error
     return ()
 
 

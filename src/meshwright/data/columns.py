@@ -11,7 +11,7 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from meshwright.data.sources import Place, Records
-from meshwright.errors import DataError
+from meshwright.errors import DataError, by_class
 from meshwright.formatting import format_bytes
 
 _ROWS = 1024
@@ -152,9 +152,10 @@ def read_rows(file: Path, raw: IO[bytes]) -> Iterator[tuple[Place, dict[str, Any
                 number += 1
                 yield Place(file, "row", number), _without_nulls(row)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise DataError(
+        refusal = DataError(
             f"reading {file}", f"{type(error).__name__}: {error}", "repair or remove it"
-        ) from error
+        )
+        raise by_class(error, refusal) from error
 
 
 def _without_nulls(value: Any) -> Any:

@@ -25,7 +25,7 @@ from meshwright.data.sources import (
     kind_of,
 )
 from meshwright.documents import RepeatedNameError, open_bytes, parse_json, unique_object
-from meshwright.errors import DataError, describe_failure
+from meshwright.errors import DataError, by_class, describe_failure
 
 LARGEST = 2**30
 """Largest record in bytes: a line, or a text file."""
@@ -82,8 +82,11 @@ def _read_files(source: FileDocuments, records: Records) -> Iterator[str]:
                     yield from _read_texts(file, raw, records, source.field)
                 records.bytes_before, records.bytes_here = records.bytes_before + size, float
         except _UNREADABLE as error:
-            raise DataError(
-                f"reading {file}", f"{type(error).__name__}: {error}", "repair or remove it"
+            raise by_class(
+                error,
+                DataError(
+                    f"reading {file}", f"{type(error).__name__}: {error}", "repair or remove it"
+                ),
             ) from error
         records.file, records.number = records.file + 1, 0
 
@@ -107,7 +110,7 @@ def _call(source: FunctionDocuments, records: Records) -> Iterator[str]:
         raise
     except Exception as error:
         truth = f"after {number} document(s) it {describe_failure(error)}"
-        raise DataError(asked, truth, "correct the function") from error
+        raise by_class(error, DataError(asked, truth, "correct the function")) from error
 
 
 def decompressed(raw: IO[bytes], compression: str) -> IO[bytes]:

@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 
 import msgspec
 
-from meshwright.errors import DataError, reason_of
+from meshwright.errors import DataError, by_class, reason_of
 from meshwright.formatting import printable
 from meshwright.plugins import load
 from meshwright.trust import is_reference
@@ -189,8 +189,8 @@ class FileDocuments:
             try:
                 status = os.stat(file)
             except OSError as error:
-                raise DataError(
-                    f"reading {file}", reason_of(error), "repair or remove it"
+                raise by_class(
+                    error, DataError(f"reading {file}", reason_of(error), "repair or remove it")
                 ) from error
             if not stat.S_ISREG(status.st_mode):
                 raise DataError(f"reading {file}", "it is no regular file", "leave it out")
@@ -225,10 +225,13 @@ class FunctionDocuments:
         try:
             code = Path(inspect.getsourcefile(self.function) or "").read_bytes()
         except (TypeError, OSError) as error:
-            raise DataError(
-                f"--data {self.name}",
-                f"an object of type {type(self.function).__name__} has no source file whose change would be noticed",
-                "give it an attribute `fingerprint`: a text that changes when the documents do",
+            raise by_class(
+                error,
+                DataError(
+                    f"--data {self.name}",
+                    f"an object of type {type(self.function).__name__} has no source file whose change would be noticed",
+                    "give it an attribute `fingerprint`: a text that changes when the documents do",
+                ),
             ) from error
         return [self.name, hashlib.sha256(code).hexdigest()]
 
@@ -298,10 +301,13 @@ def download_dataset(path: str) -> list[Path]:
             f"{owner}/{name}", repo_type="dataset", revision=revision or None, allow_patterns=wanted
         )
     except (OSError, ValueError) as error:  # those of the hub's library are subclasses
-        raise DataError(
-            asked,
-            f"the hub does not give it: {str(error).strip().splitlines()[0]}",
-            "the name as the hub writes it; HF_TOKEN for one that is not public; or a download beforehand",
+        raise by_class(
+            error,
+            DataError(
+                asked,
+                f"the hub does not give it: {str(error).strip().splitlines()[0]}",
+                "the name as the hub writes it; HF_TOKEN for one that is not public; or a download beforehand",
+            ),
         ) from error
     return find_files(os.path.join(folder, inside) if inside else str(folder))
 
@@ -355,9 +361,8 @@ def _walk(path: str) -> Iterator[str]:
     """
 
     def refuse(error: OSError) -> None:
-        raise DataError(
-            f"reading {error.filename}", reason_of(error), "make it readable, or move it out"
-        ) from error
+        asked, fix = f"reading {error.filename}", "make it readable, or move it out"
+        raise by_class(error, DataError(asked, reason_of(error), fix)) from error
 
     seen = {os.path.realpath(path)}
     for folder, folders, names in os.walk(path, onerror=refuse, followlinks=True):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from meshwright.errors import DataError
+from meshwright.errors import DataError, by_class
 
 END = "<|end|>"
 """Token that ends a document in a learned vocabulary."""
@@ -156,7 +156,7 @@ def _called(asked: str, call: Callable[..., Any], *args: Any, **options: Any) ->
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         fix = "another tokenizer.json, or a repaired one"
-        raise DataError(asked, f"the tokenizers library: {error}", fix) from error
+        raise by_class(error, DataError(asked, f"the tokenizers library: {error}", fix)) from error
 
 
 def check_unicode(text: str) -> None:

@@ -20,6 +20,7 @@ from meshwright.data.tokens import (
     shard_name,
 )
 from meshwright.documents import read_json, seal
+from meshwright.storage.attempts import may_pass
 from meshwright.storage.transfer import sha256_of
 from meshwright.storage.writing import open_file, write_atomically
 
@@ -141,11 +142,16 @@ class TokenWriter:
 
 
 def read_progress(folder: Path) -> dict[str, Any] | None:
-    """Returns the note of an unfinished writing; None where there is none, or it is damaged."""
+    """Returns the note of an unfinished writing; None where there is none, or it is damaged.
+
+    Raises OSError where it cannot be read for now: what was written is not begun again for that.
+    """
     try:
         note = read_json(folder / PROGRESS)
         return dict(note) if seal(note) == note and note["format"] == FORMAT else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if may_pass(error):
+            raise
         return None
 
 

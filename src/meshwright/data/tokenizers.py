@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import os
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -11,7 +10,8 @@ import numpy as np
 
 from meshwright.data.subwords import Subwords, train_bpe
 from meshwright.documents import LARGE, parse_document, read_text
-from meshwright.errors import DataError
+from meshwright.errors import DataError, by_class
+from meshwright.storage.attempts import is_file
 from meshwright.storage.paths import in_bucket, path_of
 
 
@@ -164,18 +164,20 @@ def build_tokenizer(spec: str, documents: Iterable[str] = ()) -> Tokenizer:
         if not spec[4:].isdecimal() or len(spec) > 14 or int(spec[4:]) >= 2**31:
             raise DataError(asked, f"{spec[4:]!r} is not a number of tokens below 2^31", "bpe:4096")
         return train_bpe(documents, int(spec[4:]))
-    if not (path_of(spec).is_file() if in_bucket(spec) else os.path.isfile(spec)):
+    if not (path_of(spec).is_file() if in_bucket(spec) else is_file(spec)):
         raise DataError(
             asked, "no such file, and no known kind", "bytes, chars, bpe:SIZE or a tokenizer.json"
         )
     try:
         return tokenizer_from_json(read_text(path_of(spec), LARGE))
     except (OSError, ValueError) as error:
-        raise DataError(asked, f"it cannot be read: {error}", "a tokenizer.json") from error
+        raise by_class(
+            error, DataError(asked, f"it cannot be read: {error}", "a tokenizer.json")
+        ) from error
     except DataError as error:
         raise DataError(asked, f"{error.asked}: {error.truth}", error.fix) from error
 
 
 def spec_identity(spec: str) -> str:
     """Returns the tokenizer itself where it is not learned: the name of a file, and its spaces, do not matter."""
-    return build_tokenizer(spec).to_json() if spec == "bytes" or os.path.isfile(spec) else spec
+    return build_tokenizer(spec).to_json() if spec == "bytes" or is_file(spec) else spec

@@ -41,7 +41,7 @@ from meshwright.data.tokens import (
     open_tokens,
 )
 from meshwright.documents import LARGE, read_text
-from meshwright.errors import DataError, reason_of
+from meshwright.errors import DataError, by_class, reason_of
 from meshwright.storage.writing import make_folder, open_file, refuse_links, write_atomically
 
 BATCH = 2**21
@@ -157,7 +157,9 @@ def tokenize(
             else ""
         )
         fix = f"another folder (a run's is below MESHWRIGHT_CACHE), or more space{kept}"
-        raise DataError(f"writing tokens to {out}", reason_of(error), fix) from error
+        raise by_class(
+            error, DataError(f"writing tokens to {out}", reason_of(error), fix)
+        ) from error
     finally:
         if progress is not None:
             with contextlib.suppress(OSError):  # of a terminal that has gone
@@ -190,7 +192,9 @@ def learn_tokenizer(
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text)
     except OSError as error:
-        raise DataError(f"writing {file}", reason_of(error), "another MESHWRIGHT_CACHE") from error
+        raise by_class(
+            error, DataError(f"writing {file}", reason_of(error), "another MESHWRIGHT_CACHE")
+        ) from error
 
 
 @contextlib.contextmanager

@@ -26,7 +26,8 @@ import numpy as np
 
 from meshwright.data.tokenizers import Tokenizer, tokenizer_from_json
 from meshwright.documents import LARGE, check_inside, checksum, read_json, read_text, seal
-from meshwright.errors import DataError, limit_of, reason_of
+from meshwright.errors import DataError, by_class, reason_of
+from meshwright.storage.attempts import attempt, is_file
 from meshwright.storage.paths import bucket_path, in_bucket, path_of
 from meshwright.storage.transfer import sha256_of
 
@@ -183,9 +184,8 @@ class _Shards:
             blocks = np.frombuffer(self.fetch(name, at, size), self.type)
         except OSError as error:
             truth = f"{name} cannot be read: {reason_of(error)}"
-            raise DataError(
-                f"token file {self.folder}", truth, (limit_of(error) or ("", _AGAIN))[1]
-            ) from error
+            refusal = DataError(f"token file {self.folder}", truth, _AGAIN)
+            raise by_class(error, refusal) from error
         except ValueError as error:
             raise DataError(f"token file {self.folder}", str(error), _AGAIN) from error
         wrong = np.flatnonzero(_sums(blocks, first) != blocks["sum"])
@@ -211,8 +211,17 @@ class _Shards:
         self.checked[number] = True
 
     def fetch(self, name: str, at: int, size: int) -> bytes:
-        """Returns bytes of a shard."""
-        return os.pread(_open_file(self, self.folder / name).number, size, at)
+        """Returns bytes of a shard. A handle with which a read fails for now is not used again."""
+        file = self.folder / name
+
+        def read() -> bytes:
+            try:
+                return os.pread(_open_file(self, file).number, size, at)
+            except OSError:
+                _open_file.cache_clear()
+                raise
+
+        return attempt(read)
 
 
 class _BucketShards(_Shards):
@@ -241,9 +250,10 @@ class _BucketShards(_Shards):
         except OSError as error:
             room = f"{self.slots * self.type.itemsize / 2**30:.1f} GiB"
             truth = f"{reason_of(error)}, and up to {room} of {self.folder} are kept there"
-            raise DataError(
+            refusal = DataError(
                 "writing into the cache", truth, "a MESHWRIGHT_CACHE with more space"
-            ) from error
+            )
+            raise by_class(error, refusal) from error
         return blocks
 
     def fetch(self, name: str, at: int, size: int) -> bytes:
@@ -269,8 +279,14 @@ def is_token_file(path: str | Path) -> bool:
     """Whether `path` is a folder that `tokenize` wrote, on a disk or in a bucket."""
     if in_bucket(path):
         return (path_of(path) / DESCRIPTION).is_file()
-    # False for names that no file can have.
-    return os.path.isfile(os.path.join(path, DESCRIPTION))
+    file = os.path.join(path, DESCRIPTION)
+    try:
+        return is_file(file)
+    except OSError as error:
+        refusal = DataError(f"token file {path}", f"it cannot be read: {reason_of(error)}", _AGAIN)
+        if by_class(error, refusal) is refusal:
+            return False  # a folder that this user may not open is no token file of theirs
+        raise by_class(error, refusal) from error
 
 
 def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
@@ -290,7 +306,7 @@ def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
         for name, expected in record["sha256"].items():
             if sha256_of(folder / name) != expected:
                 raise ValueError(f"{name} is not what was written: its SHA-256 differs")
-        checksums = (folder / "shards.bin").read_bytes()
+        checksums = attempt((folder / "shards.bin").read_bytes)
         if len(checksums) != shards * CHECKSUM:
             raise ValueError(
                 f"shards.bin has {len(checksums)} bytes, and {shards} shards take {CHECKSUM} each"
@@ -305,7 +321,7 @@ def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
             assert cache is not None
             read = _BucketShards(folder, count, dtype, size, checksums, cache=cache)
         else:
-            there = set(os.listdir(folder))
+            there = set(attempt(lambda: os.listdir(folder)))
             if absent := [name for name in map(shard_name, range(shards)) if name not in there]:
                 raise ValueError(
                     f"{len(absent)} of {shards} shards are not there, the first is {absent[0]}"
@@ -323,9 +339,8 @@ def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
         OverflowError,
     ) as error:
         truth = reason_of(error) if isinstance(error, OSError) else error
-        raise DataError(
-            f"token file {folder}", f"it cannot be read: {truth}", "tokenise again"
-        ) from error
+        refusal = DataError(f"token file {folder}", f"it cannot be read: {truth}", "tokenise again")
+        raise by_class(error, refusal) from error
     hashes = {name: value for name, value in record["sha256"].items() if name != "shards.bin"}
     digest = checksum([record["dtype"], count, checksums[-CHECKSUM:].hex(), hashes])
     return TokenFile(
@@ -335,7 +350,7 @@ def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
 
 def _hold(folder: Path) -> _OpenFile:
     """Holds a shared lock on a token file as long as the result lives: `meshwright cache` deletes none that is read."""
-    lock = _OpenFile(folder / DESCRIPTION)
+    lock = attempt(lambda: _OpenFile(folder / DESCRIPTION))
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(lock.number, fcntl.LOCK_SH)
     return lock
@@ -359,11 +374,15 @@ def _read_description(folder: Path) -> dict[str, Any]:
         or not isinstance(record["skipped"], dict)
     ):
         raise ValueError("tokens.json has no checksums")
-    if any(Path(name).name != name or not (folder / name).is_file() for name in names):
+    if any(Path(name).name != name or not _is_there(folder / name) for name in names):
         raise ValueError("tokens.json names a file outside the folder, or one that is not there")
     if not in_bucket(folder):
         check_inside(folder, (folder / name for name in (DESCRIPTION, *names)))
     return record
+
+
+def _is_there(file: Path) -> bool:
+    return file.is_file() if in_bucket(file) else is_file(file)
 
 
 def shard_name(number: int) -> str:

@@ -20,7 +20,9 @@ from meshwright.hardware.hosts import store
 from meshwright.signs import waiting
 
 DEADLINE = 600.0
-"""Seconds for which processes wait for each other: one may still be writing token files."""
+"""Seconds for which processes wait for one that does not get further (`note_progress`)."""
+_NOTED_EVERY = 2.0
+"""Seconds between two notes of a process that it has got further."""
 _READING, _PRINTING = 10.0, 0.5
 """Seconds that others have to read a verdict, and to print it."""
 _SHOWN = 12
@@ -28,6 +30,8 @@ _SHOWN = 12
 _LONGEST = 60
 """Characters of a value in an error."""
 _rounds: collections.Counter[str] = collections.Counter()
+_PROGRESS = "meshwright/progress"
+"""Folder of the store in which each process counts how often it has got further."""
 
 
 def digest(text: str | bytes) -> str:
@@ -77,7 +81,8 @@ def choose_together(
     """Returns in every process what process 0 chooses from what all of them give, in their order, as JSON has it.
 
     Each process writes one text and reads one; process 0 reads all. All must call this in the same order. An error
-    of `choose` is raised in all of them, and HostError where a process does not answer within `seconds`.
+    of `choose` is raised in all of them, and HostError where a process neither answers nor gets further (`note_progress`)
+    within `seconds`: one may read many times longer than another.
     """
     client, processes, process = store(), jax.process_count(), jax.process_index()
     folder = f"meshwright/agreement/{subject}/{_rounds[subject]}"
@@ -86,15 +91,16 @@ def choose_together(
     def compute() -> Any:
         if client is None or processes == 1:
             return choose([mine])
-        answers, until = [], time.monotonic() + seconds
+        answers = []
+        patience = _Patience(client, seconds)
         for other in range(processes):
             with waiting(f"process {other}, to agree on the {subject}", other):
-                text = _wait(client, f"{folder}/{other}", until)
+                text = patience.wait_for(f"{folder}/{other}", other)
             if text is None:
                 raise HostError(
                     f"comparing the {subject} of {processes} hosts",
                     f"{_hosts([i for i in range(processes) if not _there(client, f'{folder}/{i}')])} did not answer "
-                    f"within {seconds:.0f} s",
+                    f"within {seconds:.0f} s, nor get further meanwhile",
                     "look at the output of those hosts; all must start the same command",
                 )
             answers.append(json.loads(text))
@@ -103,6 +109,51 @@ def choose_together(
     if client is not None and processes > 1:
         client.key_value_set(f"{folder}/{process}", json.dumps(mine))
     return answer_of_the_first(compute)
+
+
+class _Patience:
+    """Waiting for the other processes: for `seconds` since the one that is waited for last got further."""
+
+    def __init__(self, client: Any, seconds: float):
+        self.client, self.seconds = client, seconds
+        self.until = time.monotonic() + seconds
+        self.counts: dict[int, str | None] = {}
+
+    def wait_for(self, key: str, process: int) -> str | None:
+        """Returns the value of a key that a process sets; None where the process does not get further any more."""
+        while True:
+            now = time.monotonic()
+            slice_end = min(self.until, now + max(self.seconds / 10, _NOTED_EVERY))
+            text = _wait(self.client, key, slice_end)
+            if text is not None:
+                return text
+            count = _value(self.client, f"{_PROGRESS}/{process}")
+            if count != self.counts.get(process):
+                self.counts[process] = count
+                self.until = time.monotonic() + self.seconds
+            if time.monotonic() >= self.until:
+                return None
+
+
+_noted = {"count": 0, "at": 0.0}
+
+
+def note_progress() -> None:
+    """Tells the processes that wait for this one that it has got further; most calls cost nothing.
+
+    Called by what may take long on one host and not on another: reading a checkpoint, writing token files.
+    """
+    now = time.monotonic()
+    if now - _noted["at"] < _NOTED_EVERY or jax.process_count() == 1:
+        return
+    client = store()
+    if client is None:
+        return
+    _noted["at"] = now
+    _noted["count"] += 1
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        key = f"{_PROGRESS}/{jax.process_index()}"
+        client.key_value_set(key, str(_noted["count"]), allow_overwrite=True)
 
 
 def agree_on_program(text: str) -> None:
@@ -218,11 +269,15 @@ def _wait_for_readers(client: Any, folder: str) -> None:
 
 
 def _there(client: Any, key: str) -> bool:
+    return _value(client, key) is not None
+
+
+def _value(client: Any, key: str) -> str | None:
+    """Returns the value of a key that is there now, else None."""
     try:
-        client.key_value_try_get(key)
+        return str(client.key_value_try_get(key))
     except jax.errors.JaxRuntimeError:
-        return False
-    return True
+        return None
 
 
 def _wait(client: Any, key: str, until: float) -> str | None:

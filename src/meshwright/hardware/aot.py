@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import CensusError, ConfigError
+from meshwright.errors import CensusError, ConfigError, by_class
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.targets import Target, format_size
 
@@ -93,10 +93,14 @@ def topology_devices(target: Target) -> list[Any]:
             options = {"target_config": gpu_target_config(target.name), "topology": f"1x{size}"}
         return list(topologies.get_topology_desc(platform=target.chip.platform, **options).devices)
     except Exception as error:
-        raise ConfigError(
-            f"target {target}",
-            f"the compiler does not know this topology: {str(error).splitlines()[0][:200]}",
-            f"use another size, such as {target.name}:" + "x".join(["4"] * len(target.topology)),
+        raise by_class(
+            error,
+            ConfigError(
+                f"target {target}",
+                f"the compiler does not know this topology: {str(error).splitlines()[0][:200]}",
+                f"use another size, such as {target.name}:"
+                + "x".join(["4"] * len(target.topology)),
+            ),
         ) from error
 
 

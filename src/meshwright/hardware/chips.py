@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import ConfigError, nearest
+from meshwright.errors import ConfigError, by_class, nearest
 
 _KNOWN: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("chips.toml").read_text(encoding="utf-8")
@@ -273,8 +273,8 @@ def read_chip(file: Path) -> Chip:
     try:
         fields: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(
-            asked, f"it cannot be read: {error}", "give a readable TOML file"
+        raise by_class(
+            error, ConfigError(asked, f"it cannot be read: {error}", "give a readable TOML file")
         ) from error
     required = (*_NUMBERS, "torus" if "torus" in fields else "nodes")
     for key in required:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.documents import check_inside, read_json
-from meshwright.errors import WeightsError, reason_of
+from meshwright.errors import WeightsError, by_class, reason_of
 from meshwright.models.blocks.rotary import LatentYarn, RopeScaling, Yarn
 from meshwright.models.decoder import head_size_of
 
@@ -214,7 +214,7 @@ def read_fields(folder: Path) -> Fields:
         fix = "a folder that save_pretrained of `transformers` wrote"
         if (folder / "adapter_config.json").is_file():
             fix = "an adapter merged into its model by PEFT (merge_and_unload, save_pretrained); or the run that it is of"
-        raise WeightsError(f"reading {file}", reason_of(error), fix) from error
+        raise by_class(error, WeightsError(f"reading {file}", reason_of(error), fix)) from error
     except ValueError as error:
         raise WeightsError(
             f"reading {file}", f"it is not a configuration: {error}", "download it again"

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from meshwright.errors import WeightsError
+from meshwright.errors import WeightsError, by_class
 from meshwright.storage.paths import path_of
 
 PREFIX = "hf:"
@@ -44,8 +44,11 @@ def find_folder(name: str, *, weights: bool) -> Path:
         return Path(huggingface_hub.snapshot_download(text, allow_patterns=patterns))
     except Exception as error:  # the library raises its own, and those of its HTTP client
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise WeightsError(
-            f"downloading {text} from the Hugging Face hub",
-            reason[:300],
-            "a model that exists and that `hf auth login` may read, or the path of a folder",
+        raise by_class(
+            error,
+            WeightsError(
+                f"downloading {text} from the Hugging Face hub",
+                reason[:300],
+                "a model that exists and that `hf auth login` may read, or the path of a folder",
+            ),
         ) from error

@@ -18,8 +18,9 @@ import ml_dtypes
 import numpy as np
 
 from meshwright.documents import LARGE, check_inside, parse_document, read_json
-from meshwright.errors import WeightsError, reason_of
+from meshwright.errors import WeightsError, by_class, reason_of
 from meshwright.formatting import format_bytes
+from meshwright.storage.attempts import may_pass
 from meshwright.storage.writing import open_file
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -109,8 +110,9 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
                 )
             header = parse_document(file.read(length).decode("utf-8"))
     except OSError as error:
-        raise WeightsError(
-            f"reading {path}", reason_of(error), "a folder with all of its files"
+        raise by_class(
+            error,
+            WeightsError(f"reading {path}", reason_of(error), "a folder with all of its files"),
         ) from error
     except ValueError as error:
         raise WeightsError(
@@ -227,7 +229,10 @@ def _named_in_config(folder: Path) -> str | None:
     try:
         check_inside(folder, [file])
         config = read_json(file)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if may_pass(error):  # it may name other weights
+            refusal = WeightsError(f"reading {file}", reason_of(error), _FIX)
+            raise by_class(error, refusal) from error
         return None  # `read_fields` names what is wrong with it
     name = config.get("transformers_weights") if isinstance(config, dict) else None
     if name is None:
@@ -296,7 +301,8 @@ def _read_index(folder: Path, index: Path) -> dict[str, str]:
         names = read_json(index, LARGE)["weight_map"]
         files = {str(tensor): str(file) for tensor, file in names.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"reading {index}", f"it is not an index: {error!r}", _FIX) from error
+        refusal = WeightsError(f"reading {index}", f"it is not an index: {error!r}", _FIX)
+        raise by_class(error, refusal) from error
     for tensor, file in files.items():
         if not _is_plain_name(file):
             raise WeightsError(

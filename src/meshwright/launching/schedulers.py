@@ -18,8 +18,13 @@ from meshwright.errors import ConfigError, nearest
 from meshwright.hardware.chips import Torus
 from meshwright.hardware.hosts import PORT
 from meshwright.hardware.targets import Target, format_size
+from meshwright.launching import LIMIT
+from meshwright.launching.job_starts import ATTEMPT
 from meshwright.launching.restarts import FAILED, REFUSED, STOPPED
 
+BACKSTOP = 100
+"""Starts that a scheduler makes in all for each that a run makes without progress. A run of 54 days was interrupted 419
+times (arXiv:2407.21783, section 3.3.4); what ends before the run can count is not started for ever."""
 GRACE_SECONDS = 120
 """Seconds between the signal to stop (SIGTERM) and the end, in which a run saves."""
 REMOTE_SOURCE = "/tmp/meshwright-source"
@@ -151,7 +156,7 @@ class Job:
     mounts: Pairs = ()
     """(source, path) of what the processes find at a path: a folder, a volume claim or a store."""
     restarts: int = 0
-    """Most starts after the first."""
+    """Most starts after the first without progress between, which the run itself counts (`launching.job_starts`)."""
     fields: Pairs = ()
     """Further fields of the scheduler."""
 
@@ -232,12 +237,19 @@ def slurm_script(job: Job) -> str:
     return _template("slurm.sh") % {
         "directives": "".join(f"#SBATCH --{name}={value}\n" for name, value in directives.items()),
         "exports": "".join(
-            f"export {name}={shlex.quote(value)}\n" for name, value in job.environment
+            f"export {name}={shlex.quote(value)}\n" for name, value in _variables(job)
         ),
         "command": shlex.join([*_in_container(job), *job.command]),
         "final": " | ".join(map(str, (0, *REFUSED, STOPPED))),
-        "restarts": job.restarts,
+        "restarts": job.restarts * BACKSTOP,
     }
+
+
+def _variables(job: Job) -> Pairs:
+    """Returns the environment variables of every process, the limit of starts without progress among them."""
+    if not job.restarts:
+        return job.environment
+    return (*job.environment, (LIMIT, str(job.restarts)))
 
 
 def _in_container(job: Job) -> list[str]:
@@ -304,8 +316,11 @@ def jobset_manifest(job: Job) -> str:
     chips = job.accelerators
     tpu, slices = chips is not None and chips.tpu, chips.slices if chips else 1
     variables: list[dict[str, Any]] = [
-        {"name": name, "value": _escaped(value)} for name, value in job.environment
+        {"name": name, "value": _escaped(value)} for name, value in _variables(job)
     ]
+    if job.restarts:
+        attempt = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
+        variables.append({"name": ATTEMPT, "valueFrom": {"fieldRef": {"fieldPath": attempt}}})
     if job.hosts > 1 and not tpu:
         index = "metadata.labels['batch.kubernetes.io/job-completion-index']"
         variables += [
@@ -322,7 +337,7 @@ def jobset_manifest(job: Job) -> str:
     values = {
         "name": job.name,
         "exclusive": "cloud.google.com/gke-nodepool" if tpu else None,
-        "restarts": job.restarts,
+        "restarts": job.restarts * BACKSTOP,
         "slices": slices,
         "pods": job.hosts // slices,
         "refusals": [*REFUSED, STOPPED],
@@ -390,11 +405,11 @@ def skypilot_task(job: Job) -> str:
         "nodes": 1
         if chips is not None and chips.tpu
         else job.hosts,  # all hosts of a TPU slice are one node
-        "restarts": job.restarts,
+        "restarts": job.restarts * BACKSTOP,
         "failures": [*FAILED],
         "accelerators": dict([chips.skypilot]) if chips else None,
         "image": f"docker:{job.image}" if job.image else None,
-        "variables": dict(job.environment),
+        "variables": dict(_variables(job)),
         "mounts": mounts,
         "setup": setup,
         # One line: a line of a script cannot end within quotes that a value opens.

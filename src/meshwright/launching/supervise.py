@@ -26,15 +26,17 @@ from typing import Any
 
 import msgspec
 
-from meshwright.checkpoint.steps import unwritable
+from meshwright.checkpoint.steps import committed_steps, unwritable
 from meshwright.documents import read_json, read_text
-from meshwright.errors import HostError, StorageError
+from meshwright.errors import HostError, MeshwrightError, StorageError
 from meshwright.hardware.hosts import JOIN_SECONDS, PORT, Hosts
-from meshwright.launching.restarts import Restarts, restarts
+from meshwright.launching import LIMIT
+from meshwright.launching.restarts import NoProgressError, Restarts, Tally, restarts
 from meshwright.reporters.files import last_start
 from meshwright.runs.run import Run
 from meshwright.signs import BEATS, LOADING, PREPARING
 from meshwright.storage.writing import make_folder_below, open_file, refuse_links, write_atomically
+from meshwright.trainer.preemption import PERIOD, announced, has_metadata_server
 from meshwright.trainer.watchdog import Watchdog
 from meshwright.trust import accept, derive, foreign, references_in, trust_options
 
@@ -46,6 +48,8 @@ _LEAVING = 300.0
 """Seconds that JAX gives all hosts to leave together."""
 _STARTING = 10
 """Times the watchdog's silence that a child may take to its first sign."""
+_PREEMPTED = (138, 143)
+"""Exit codes of a child that saved and stopped after SIGUSR1 or SIGTERM."""
 _LONGEST = 300.0
 """Most seconds of a back-off."""
 
@@ -79,7 +83,7 @@ class Meeting:
         # Meetings of an earlier job in this folder are not this one's.
         earlier = [path.stem.removeprefix("start-") for path in self.folder.glob("start-*.json")]
         self.number = max((int(number) for number in earlier if number.isdigit()), default=0)
-        with contextlib.suppress(OSError, StorageError):
+        with contextlib.suppress(OSError, MeshwrightError):
             (self.folder / f"meeting-{self.number + 1}" / str(hosts.process)).unlink(
                 missing_ok=True
             )
@@ -154,7 +158,7 @@ def _read(file: Path) -> Start | None:
     """
     try:
         start = msgspec.convert(foreign(read_json(file), str(file)), Start)
-    except (OSError, ValueError, msgspec.ValidationError, StorageError):
+    except (OSError, ValueError, StorageError):
         return None
     for word in start.options:
         for reference in references_in(word):
@@ -208,7 +212,7 @@ class Supervisor:
     def supervise(self) -> int:
         """Starts the child until it ends well, or for good; returns its exit code, and passes signals on to it.
 
-        Raises HostError where the limit of restarts is reached, or hosts stay away.
+        Raises NoProgressError after too many starts without progress, HostError where hosts stay away.
         """
         refuse_links(self.out)
         with self._forwarding():
@@ -230,6 +234,7 @@ class Supervisor:
             self.out.mkdir(parents=True, exist_ok=True)
             if self.hosts.process == 0:
                 stopped.unlink(missing_ok=True)
+        tally = Tally(self.restarts.most)
         for attempt in itertools.count():
             began = time.monotonic()
             code = self._attempt(start, attempt)
@@ -241,23 +246,24 @@ class Supervisor:
                 if several and not self.received and (code or self.hosts.process == 0):
                     _put_once(stopped, f"process {self.hosts.process} ended with exit code {code}")
                 return self._ended(code)
-            if attempt == self.restarts.most:
-                _put_once(
-                    stopped, f"process {self.hosts.process} was started again {attempt} times"
-                )
-                raise HostError(
+            preempted = code in _PREEMPTED and self._notice() is not None
+            reason = tally.add(code, self._newest(), preempted=preempted)
+            if reason is not None:
+                _put_once(stopped, f"process {self.hosts.process} ended for good: {reason}")
+                raise NoProgressError(
                     f"{self.verb} --supervise, after exit code {code}",
-                    f"it was started again {attempt} times",
+                    reason,
                     f"look at the errors above; then meshwright {self.verb} --out {self.out} --resume, or a higher "
                     "--restarts.most",
                 )
             # A start that made progress clears what went before.
             failures = 1 if self.reached > self.first + 1 else failures + 1
             wait = min(self.restarts.backoff * 2 ** (failures - 1), _LONGEST)
-            self._say(
-                f"exit code {code}; starting again in {wait:.0f} s, restart {attempt + 1} of {self.restarts.most}"
+            count = (
+                f"restart {attempt + 1}, {tally.starts} of {self.restarts.most} without progress"
             )
-            if self._pause(wait):
+            self._say(f"exit code {code}; starting again in {wait:.0f} s, {count}")
+            if self._pause(wait) or self._wait_for_machine():
                 return self._ended(128 + self.received)
             with contextlib.suppress(OSError, ValueError, StorageError):
                 self._say(f"it starts nothing more: {read_text(stopped)}")
@@ -267,6 +273,32 @@ class Supervisor:
                 mesh = f", on mesh {start.why}" if start.why else ""
                 self._say(f"starting on {len(start.members)} of {self.hosts.processes} hosts{mesh}")
         raise AssertionError("unreachable")
+
+    def _newest(self) -> int:
+        """Returns the step of the newest checkpoint: in the output folder, or the one from which the child went on."""
+        shared = 0
+        with contextlib.suppress(OSError, MeshwrightError):
+            shared = max(committed_steps(self.out / "checkpoints"), default=0)
+        return max(shared, self.first - 1)
+
+    def _notice(self) -> str | None:
+        """Returns what the machine's provider announces: that it is to be stopped; None where nothing."""
+        return announced() if has_metadata_server() else None
+
+    def _wait_for_machine(self) -> bool:
+        """Waits while this machine is announced to be stopped: a start would save at once, and train nothing.
+
+        Returns whether a signal has come meanwhile.
+        """
+        notice = self._notice()
+        if notice is not None:
+            self._say(f"the metadata server announces {notice}: it starts again when that is over")
+            self._note("waiting", 0, notice=notice)
+        while notice is not None:
+            if self._pause(PERIOD):
+                return True
+            notice = self._notice()
+        return bool(self.received)
 
     def _ended(self, code: int) -> int:
         """Prints the JSON of the last start, where one was asked for; returns the exit code."""
@@ -282,13 +314,15 @@ class Supervisor:
         self.first = self.reached = 0
         self._note("starting", attempt)
         with open(reader, "rb", buffering=0) as signs, tempfile.TemporaryFile() as printed:
+            environment = {**os.environ, BEATS: str(writer)}
+            environment.pop(LIMIT, None)  # the starts are counted here
             output = printed if "--json" in self.args else sys.stdout
             # The process's own standard output, which is no longer file descriptor 1 (cli/main.py).
             self.child = subprocess.Popen(
                 command,
                 stdout=output.fileno(),
                 pass_fds=(writer,),
-                env={**os.environ, BEATS: str(writer)},
+                env=environment,
             )
             os.close(writer)
             self._watch(self.child, signs, attempt, several=len(start.members) > 1)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from meshwright.errors import ConfigError, nearest
+from meshwright.errors import ConfigError, by_class, nearest
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.targets import Target
 from meshwright.planner.memory_model import checkpoint_bytes
@@ -58,7 +58,9 @@ def read_prices(file: Path | None = None) -> tuple[Price, ...]:
             reader = csv.DictReader(opened)
             rows = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"table {file}", f"it cannot be read: {error}", "a CSV file") from error
+        raise by_class(
+            error, ConfigError(f"table {file}", f"it cannot be read: {error}", "a CSV file")
+        ) from error
     lacking = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
     if lacking:
         raise ConfigError(

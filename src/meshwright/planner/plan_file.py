@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.documents import LARGE, read_json
-from meshwright.errors import ConfigError, reason_of
+from meshwright.errors import ConfigError, by_class, reason_of
 from meshwright.hardware.targets import Target
 from meshwright.planner.search import Plan
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import read_unique_json, run_from_dict, run_to_dict
+from meshwright.storage.attempts import may_pass
 from meshwright.storage.writing import write_atomically
 from meshwright.trust import foreign
 
@@ -69,8 +70,9 @@ def write_plan(
     try:
         write_atomically(file, json.dumps(contents, indent=1) + "\n")
     except OSError as error:
-        raise ConfigError(
-            f"writing {file}", reason_of(error), "give a file in an existing folder"
+        raise by_class(
+            error,
+            ConfigError(f"writing {file}", reason_of(error), "give a file in an existing folder"),
         ) from error
 
 
@@ -78,7 +80,9 @@ def is_plan(file: Path) -> bool:
     """Whether a file is a plan, of this version's format or another."""
     try:
         contents = read_json(file, LARGE)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if may_pass(error):
+            raise
         return False
     return isinstance(contents, dict) and "plan" in contents
 
@@ -89,7 +93,9 @@ def read_plan(file: Path) -> PlanFile:
     try:
         contents = read_unique_json(file, LARGE)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"plan {file}", f"it cannot be read: {error}", fix) from error
+        raise by_class(
+            error, ConfigError(f"plan {file}", f"it cannot be read: {error}", fix)
+        ) from error
     forms = {"run": dict, "target": str, "predicted": dict}
     if not isinstance(contents, dict) or contents.get("plan") != FORMAT:
         raise ConfigError(f"plan {file}", f"it is not a plan of format {FORMAT}", fix)

@@ -11,9 +11,10 @@ from typing import Any
 
 from meshwright.activity import Activity
 from meshwright.documents import parse_json, step_of
-from meshwright.errors import StorageError, reason_of
+from meshwright.errors import reason_of
 from meshwright.reporters import Values
 from meshwright.reporters.lines import Lines, open_lines, reversed_lines
+from meshwright.storage.attempts import may_pass
 
 
 class JsonLines:
@@ -43,6 +44,8 @@ class JsonLines:
         try:
             lines = open_lines(self._path)
         except OSError as error:
+            if may_pass(error):
+                raise  # another start reads it
             aside = self._path.with_name(
                 f"{self._path.name}.unreadable-{time.strftime('%Y%m%d-%H%M%S')}"
             )
@@ -70,6 +73,9 @@ class JsonLines:
             return ""
         more = f", and in {len(gaps) - 1} more places" if len(gaps) > 1 else ""
         return f"lines of steps {gaps[0][0] + 1:g} to {gaps[0][1] - 1:g} are missing{more}"
+
+    def _read(self) -> str:
+        return self._path.read_text(encoding="utf-8", errors="replace")
 
     def rewind(self, step: int) -> None:
         """Drops the lines of steps after `step`, which are taken again."""
@@ -105,23 +111,35 @@ def _step_of(line: str) -> float:
 
 
 def last_start(out: Path) -> dict[str, Any]:
-    """Returns the last `start` among the events of an output folder; nothing where it has none that can be read."""
-    with contextlib.suppress(OSError, ValueError, StorageError):
+    """Returns the last `start` among the events of an output folder; nothing where it has none that can be read.
+
+    Raises OSError and StorageError where it cannot be read for now: a run does not lose its identity for that.
+    """
+    try:
         for line in reversed_lines(out / "events.jsonl"):
             with contextlib.suppress(ValueError):
                 record = parse_json(line)
                 if isinstance(record, dict) and record.get("event") == "start":
                     return record if isinstance(record.get("devices"), int) else {}
+    except (OSError, ValueError) as error:
+        if may_pass(error):
+            raise
     return {}
 
 
 def last_step(out: Path) -> int:
-    """Returns the last step that the metrics of an output folder have; 0 where they have none that can be read."""
-    with contextlib.suppress(OSError, ValueError, StorageError):
+    """Returns the last step that the metrics of an output folder have; 0 where they have none that can be read.
+
+    Raises OSError and StorageError where they cannot be read for now.
+    """
+    try:
         for line in reversed_lines(out / "metrics.jsonl"):
             step = _step_of(line)
             if math.isfinite(step):
                 return int(step)
+    except (OSError, ValueError) as error:
+        if may_pass(error):
+            raise
     return 0
 
 

@@ -6,9 +6,10 @@ What is asked of the newest lines does not cost the whole file. In a bucket they
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from meshwright.documents import open_bytes
+from meshwright.storage.attempts import attempt
 from meshwright.storage.paths import bucket_path, in_bucket
 from meshwright.storage.writing import open_file
 
@@ -46,8 +47,7 @@ class Lines(Protocol):
 def open_lines(file: Path) -> Lines:
     """Opens a file of lines for adding. Raises OSError."""
     if in_bucket(file):
-        lines: Lines = open_file(file, "ab")
-        return lines
+        return cast(Lines, open_file(bucket_path(file), "ab"))
     return LocalLines(file)
 
 
@@ -70,19 +70,22 @@ class LocalLines:
     def cut(self, keep: Callable[[str], bool]) -> None:
         """Drops lines at the end until `keep` holds for the last one: only those are read, and nothing is rewritten."""
         end = 0
-        for start, line in _reversed(self._file.fileno()):
+        for start, line in _reversed(self._read, self.position):
             if keep(line.decode("utf-8", "replace")):
                 end = start + len(line)
                 break
-        if end == self.position - 1 and os.pread(self._file.fileno(), 1, end) == b"\n":
+        if end == self.position - 1 and self._read(end, 1) == b"\n":
             return
         os.ftruncate(self._file.fileno(), end)
         if end:
             self._file.write(b"\n")
 
+    def _read(self, start: int, count: int) -> bytes:
+        return attempt(lambda: os.pread(self._file.fileno(), count, start))
+
     def lines(self, position: int) -> Iterator[str]:
         """Yields the lines from a byte of the file on."""
-        with open(self.name, "rb") as opened:
+        with open_bytes(Path(self.name)) as opened:
             opened.seek(position)
             for line in opened:
                 yield line.decode("utf-8", "replace").rstrip("\n")
@@ -98,16 +101,24 @@ def reversed_lines(file: Path) -> Iterator[str]:
         yield from bucket_path(file).reversed_lines()
         return
     with open_bytes(file) as opened:
-        for _, line in _reversed(opened.fileno()):
+
+        def read(start: int, count: int) -> bytes:
+            opened.seek(start)
+            return opened.read(count)
+
+        for _, line in _reversed(read, opened.seek(0, os.SEEK_END)):
             yield line.decode("utf-8", "replace")
 
 
-def _reversed(descriptor: int) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines that are not empty from the last to the first, each with the byte at which it begins."""
-    end, rest = os.fstat(descriptor).st_size, b""
+def _reversed(read: Callable[[int, int], bytes], size: int) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines that are not empty from the last to the first, each with the byte at which it begins.
+
+    read: returns the bytes at a place, so many.  size: of the file in bytes.
+    """
+    end, rest = size, b""
     while end:
         start = max(0, end - _PART)
-        content = os.pread(descriptor, end - start, start) + rest
+        content = read(start, end - start) + rest
         at = start + len(content)
         lines = content.split(b"\n")
         for line in reversed(lines[1:]):

@@ -17,7 +17,7 @@ from meshwright.documents import (
     read_text,
     unique_object,
 )
-from meshwright.errors import CheckpointError, ConfigError, nearest
+from meshwright.errors import CheckpointError, ConfigError, by_class, nearest
 from meshwright.models.families import family_name, find_family
 from meshwright.runs.run import Run
 from meshwright.storage.paths import path_of, place_of
@@ -144,8 +144,13 @@ def read_run(file: Path) -> Run:
     try:
         document = read_unique_json(file)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"run file {file}", f"it cannot be read: {error}", "the run.json of an output folder"
+        raise by_class(
+            error,
+            ConfigError(
+                f"run file {file}",
+                f"it cannot be read: {error}",
+                "the run.json of an output folder",
+            ),
         ) from error
     return run_from_dict(document, str(file))
 

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 from meshwright.errors import CheckpointError
+from meshwright.storage.attempts import attempt
 from meshwright.storage.paths import in_bucket
 from meshwright.storage.writing import make_folder_below
 
@@ -26,7 +27,7 @@ class FolderIdentity:
         self._descriptor: int | None = None
         self._lock = threading.Lock()
         if not in_bucket(folder):
-            self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            self._descriptor = attempt(lambda: os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
             status = os.fstat(self._descriptor)
             self._identity = (status.st_dev, status.st_ino)
 

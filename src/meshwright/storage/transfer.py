@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import os
 import secrets
@@ -11,8 +12,9 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
-from meshwright.errors import StorageError, reason_of
+from meshwright.errors import StorageError, by_class, reason_of
 from meshwright.formatting import format_bytes
+from meshwright.storage.attempts import RegularFile, attempt
 from meshwright.storage.paths import bucket_path, in_bucket, remove_tree
 from meshwright.storage.writing import open_file, refuse_link
 
@@ -55,7 +57,7 @@ def _parts(path: Path) -> Iterator[bytes]:
             if len(part) < PART:
                 return
         return
-    with path.open("rb") as file:
+    with io.BufferedReader(RegularFile(path)) as file:
         while part := file.read(PART):
             yield part
 
@@ -220,9 +222,8 @@ def local_copy(location: Path, cache: Path) -> Path:
         truth = reason_of(error)
         if cache.is_dir():
             truth += f"; {format_bytes(shutil.disk_usage(cache).free)} are free"
-        raise StorageError(
-            f"copying {location} to {folder}", truth, "a cache with more space"
-        ) from error
+        refusal = StorageError(f"copying {location} to {folder}", truth, "a cache with more space")
+        raise by_class(error, refusal) from error
     return target
 
 
@@ -234,7 +235,8 @@ def _keep(copy: Path) -> bool:
     try:
         number = _kept.get(copy)
         if number is None:
-            number = _kept[copy] = os.open(copy / COPY_RECORD, os.O_RDONLY)
+            number = attempt(lambda: os.open(copy / COPY_RECORD, os.O_RDONLY))
+            _kept[copy] = number
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(number, fcntl.LOCK_SH)
         return (copy / COPY_RECORD).is_file()
@@ -249,7 +251,7 @@ def _hash(text: str) -> str:
 @contextlib.contextmanager
 def held_folder(folder: Path) -> Iterator[None]:
     """Holds the lock on a folder; waits for another process that has it."""
-    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    number = attempt(lambda: os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
     try:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(number, fcntl.LOCK_EX)

@@ -4,18 +4,23 @@ A run folder, a converted model or a folder of tokens may come from a stranger, 
 Opening `events.jsonl` where that is a link to a file elsewhere would change that file. So whatever the package writes
 goes through here, and a link at a name that is written is an error. The folder that the user names may itself be
 reached through links: it is opened first, and its descriptor is what files are opened below.
+
+A call that fails for now is made again from the beginning, with a new descriptor of the folder (`attempts`).
 """
 
 import contextlib
 import errno
+import functools
 import os
 import secrets
 import shutil
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from meshwright.errors import ConfigError
+from meshwright.storage.attempts import attempt, may_pass
 from meshwright.storage.paths import bucket_path, in_bucket
 
 _FLAGS = {
@@ -37,7 +42,11 @@ def open_descriptor(file: Path, mode: str) -> int:
 
     mode: as of `open`, or `lock`. Raises OSError, and ConfigError where the file is a link or is not a regular file.
     """
-    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+    return attempt(functools.partial(_open_descriptor, file, mode))
+
+
+def _open_descriptor(file: Path, mode: str) -> int:
+    folder = os.open(file.parent, _FOLDER)
     try:
         return _open_below(folder, file, mode)
     finally:
@@ -57,7 +66,11 @@ def _open_below(folder: int, file: Path, mode: str) -> int:
         os.close(descriptor)
         raise _refused(file, "it is not a regular file")
     if _FLAGS[mode] & os.O_TRUNC:
-        os.ftruncate(descriptor, 0)
+        try:
+            os.ftruncate(descriptor, 0)
+        except OSError:
+            os.close(descriptor)
+            raise
     return descriptor
 
 
@@ -74,26 +87,39 @@ def open_file(file: Path, mode: str, **options: Any) -> IO[Any]:
 
 def write_text(file: Path, text: str) -> None:
     """Writes a text file. Raises OSError, and ConfigError for a link."""
-    with open_file(file, "w") as opened:
-        opened.write(text)
+
+    def write() -> None:
+        with open_file(file, "w") as opened:
+            opened.write(text)
+
+    attempt(write)
 
 
 def copy_file(source: Path, target: Path) -> None:
     """Copies the content of a file. Raises OSError, and ConfigError where the target is a link."""
-    with source.open("rb") as read, open_file(target, "wb") as written:
-        shutil.copyfileobj(read, written)
+
+    def copy() -> None:
+        with source.open("rb") as read, open_file(target, "wb") as written:
+            shutil.copyfileobj(read, written)
+
+    attempt(copy)
 
 
 def write_atomically(file: Path, content: str | bytes) -> None:
     """Replaces a file as a whole: a crash leaves the old content or the new one.
 
-    Raises OSError, and ConfigError where the file is a link.
+    Where it fails for now, all of it is written again: after a failed fsync no page of the file is sure, and a file
+    server may have renamed it and lost its answer. Raises OSError, and ConfigError where the file is a link.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
     if in_bucket(file):
         bucket_path(file).write_bytes(data)  # an object appears as a whole
         return
-    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+    attempt(functools.partial(_replace, file, data))
+
+
+def _replace(file: Path, data: bytes) -> None:
+    folder = os.open(file.parent, _FOLDER)
     part = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     try:
         _refuse_special(folder, file)
@@ -104,16 +130,12 @@ def write_atomically(file: Path, content: str | bytes) -> None:
                 os.fsync(opened.fileno())
             os.replace(part.name, file.name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
-            _remove(folder, part.name)
+            with contextlib.suppress(OSError):  # the first error counts
+                os.unlink(part.name, dir_fd=folder)
             raise
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-def _remove(folder: int, name: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(name, dir_fd=folder)
 
 
 def make_folder(root: Path, *names: str) -> Path:
@@ -121,7 +143,7 @@ def make_folder(root: Path, *names: str) -> Path:
 
     root: made with its parents where it is missing; it may be reached through links. Raises OSError and ConfigError.
     """
-    root.mkdir(parents=True, exist_ok=True)
+    attempt(lambda: root.mkdir(parents=True, exist_ok=True))
     return make_folder_below(root, *names)
 
 
@@ -135,6 +157,11 @@ def make_folder_below(root: Path, *names: str, descriptor: int | None = None) ->
     if in_bucket(root):
         made.mkdir(parents=True, exist_ok=True)
         return made
+    attempt(functools.partial(_make_below, root, names, descriptor))
+    return made
+
+
+def _make_below(root: Path, names: Sequence[str], descriptor: int | None) -> None:
     folder = os.open(root, _FOLDER) if descriptor is None else os.dup(descriptor)
     below = root
     try:
@@ -149,20 +176,26 @@ def make_folder_below(root: Path, *names: str, descriptor: int | None = None) ->
             folder = inner
     finally:
         os.close(folder)
-    return made
 
 
 def refuse_links(folder: Path, depth: int = 2) -> None:
     """Raises ConfigError for a link in a local folder that is to be written, before anything is written there.
 
-    depth: levels that are looked at. A folder that is not there, or cannot be listed, has none.
+    depth: levels that are looked at. A folder that is not there, or that may not be listed, has none. Raises OSError
+    for one that cannot be listed for now.
     """
     if in_bucket(folder):
         return
-    try:
+
+    def scan() -> list[os.DirEntry[str]]:
         with os.scandir(folder) as listed:
-            entries = sorted(listed, key=lambda entry: entry.name)
-    except OSError:
+            return sorted(listed, key=lambda entry: entry.name)
+
+    try:
+        entries = attempt(scan)
+    except OSError as error:
+        if may_pass(error):
+            raise
         return  # whoever writes there meets the error, and explains it
     for entry in entries:
         if entry.is_symlink():

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.steps import unwritable
+from meshwright.storage.attempts import attempt
 from meshwright.storage.paths import in_bucket
 from meshwright.storage.writing import make_folder, open_descriptor, refuse_links
 from meshwright.trainer.heartbeat import BEAT, beating, changes, lock_record, parse_holder, refused
@@ -37,9 +39,13 @@ def locked(out: Path) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _file_locked(out: Path) -> Iterator[None]:
-    make_folder(out)
-    refuse_links(out)
-    file, counts = open_descriptor(out / ".lock", "lock"), itertools.count()
+    try:
+        make_folder(out)
+        refuse_links(out)
+        file = open_descriptor(out / ".lock", "lock")
+    except OSError as error:
+        raise unwritable(out, error) from error
+    counts = itertools.count()
 
     def write() -> None:
         os.pwrite(file, f"{lock_record(next(counts)):<200}\n".encode(), 0)
@@ -58,22 +64,32 @@ def _file_locked(out: Path) -> Iterator[None]:
         finally:
             os.close(again)
 
+    def read_holder() -> dict[str, Any]:
+        try:
+            return parse_holder(attempt(lambda: os.pread(file, 4096, 0)))
+        except OSError as error:
+            raise unwritable(out, error) from error
+
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise refused(out, parse_holder(os.pread(file, 4096, 0))) from error
+            raise refused(out, read_holder()) from error
         except OSError:
             pass  # a file system without locks: only the counts tell
-        holder = parse_holder(os.pread(file, 4096, 0))
+        holder = read_holder()
         elsewhere = holder.get("host") not in (None, socket.gethostname())
         if elsewhere and changes(read_again, holder, WATCHED * BEAT):
             raise refused(out, holder)
-        write()
+        try:
+            attempt(write)
+        except OSError as error:
+            raise unwritable(out, error) from error
         try:
             with beating(renew, "lock of the output folder"):
                 yield
         finally:
+            # A record of a process that has ended counts for nothing.
             with contextlib.suppress(OSError):
                 os.ftruncate(file, 0)
     finally:

@@ -12,7 +12,7 @@ import jax
 
 from meshwright.activity import Activity, activity, watched_by
 from meshwright.checkpoint.checkpoints import check_room
-from meshwright.checkpoint.steps import committed_steps
+from meshwright.checkpoint.steps import committed_steps, explained_writing
 from meshwright.data.batch import ramp_of
 from meshwright.errors import Closing
 from meshwright.formatting import Shown
@@ -154,20 +154,22 @@ def train(
         checkpoints.identity = position.identity
         sinks = list(reporters(position.step))
         if chief:
-            write_run(run, out / "run.json")
-            prepared.write_files(out)
+            with explained_writing(out):
+                write_run(run, out / "run.json")
+                prepared.write_files(out)
             # Before a file is open, as names may be refused.
             trackers = build_reporters(out, run)
             if start != "fresh":
                 for tracker in trackers:
                     getattr(tracker, "rewind", lambda step: None)(position.step)
             sinks += [*trackers, events]
-            lines = JsonLines(
-                out / "metrics.jsonl",
-                upto=position.step,
-                every=resumed.log_every,
-                since=last_start(out).get("checked"),
-            )
+            with explained_writing(out):
+                lines = JsonLines(
+                    out / "metrics.jsonl",
+                    upto=position.step,
+                    every=resumed.log_every,
+                    since=last_start(out).get("checked"),
+                )
             sinks.append(lines)
             events.start(
                 position.step,

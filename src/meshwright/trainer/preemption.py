@@ -126,10 +126,8 @@ def _maintenance_announced() -> Iterator[None]:
 
     `GCE_METADATA_IP` names another server. Does nothing on machines outside Google Cloud.
     """
-    stopped, product = threading.Event(), "Google" if "GCE_METADATA_IP" in os.environ else ""
-    with contextlib.suppress(OSError):
-        product = product or _PRODUCT.read_text(errors="replace")
-    if "Google" in product:
+    stopped = threading.Event()
+    if has_metadata_server():
         threading.Thread(
             target=_ask, args=(stopped,), daemon=True, name="maintenance notices"
         ).start()
@@ -139,15 +137,33 @@ def _maintenance_announced() -> Iterator[None]:
         stopped.set()
 
 
+def has_metadata_server() -> bool:
+    """Whether this is a machine of Google Cloud, or `GCE_METADATA_IP` names a server that answers like one."""
+    if "GCE_METADATA_IP" in os.environ:
+        return True
+    try:
+        return "Google" in _PRODUCT.read_text(errors="replace")
+    except OSError:
+        return False
+
+
+def announced() -> str | None:
+    """Returns what the metadata server announces of this machine: that it is to be stopped; None where nothing."""
+    for name in ("preempted", "maintenance-event"):
+        answer = metadata(os.environ, name)
+        # A machine that is migrated keeps running.
+        if answer in (None, "", "NONE", "FALSE") or str(answer).startswith("MIGRATE"):
+            continue
+        return f"{name} {answer}"
+    return None
+
+
 def _ask(stopped: threading.Event) -> None:
     """Asks for `preempted` (spot machines) and `maintenance-event` (machines with GPUs or TPUs are not migrated)."""
     while True:
-        for name in ("preempted", "maintenance-event"):
-            answer = metadata(os.environ, name)
-            # A machine that is migrated keeps running.
-            if answer in (None, "", "NONE", "FALSE") or str(answer).startswith("MIGRATE"):
-                continue
-            last_words.say(f"the metadata server announces {name} {answer}")
+        notice = announced()
+        if notice is not None:
+            last_words.say(f"the metadata server announces {notice}")
             if not stopped.is_set():
                 os.kill(os.getpid(), signal.SIGTERM)
             return

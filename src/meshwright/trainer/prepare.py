@@ -190,7 +190,9 @@ class PreparedRun(Trainable):
             with activity("note", "looking for what it decodes with", "looked") as work:
                 work.result = "no sample: its layers have no attention to decode with"
             return ""
-        return write_sample(self.device_run, self.corpus.tokenizer, state.params, count, out)
+        with waiting("the devices"):
+            step = int(jax.device_get(state.step))
+        return write_sample(self.device_run, self.corpus.tokenizer, state.params, count, out, step)
 
 
 def sum_metrics(

@@ -27,7 +27,7 @@ from meshwright.checkpoint.manifest import Manifest, manifest_of
 from meshwright.checkpoint.steps import committed_steps
 from meshwright.data.batch import ramp_of
 from meshwright.documents import read_json
-from meshwright.errors import CheckpointError, ConfigError, TrainingError
+from meshwright.errors import CheckpointError, ConfigError, TrainingError, by_class
 from meshwright.hardware.agreement import answer_of_the_first, flatten
 from meshwright.reporters.files import last_start, last_step
 from meshwright.runs.checks import TABLE
@@ -158,8 +158,9 @@ def _skipped_records(out: Path) -> list[tuple[int, int, str]]:
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         truth = f"{SKIPPED} cannot be read: {error}"
-        raise CheckpointError(
-            f"the samples that {out} leaves out", truth, "repair or remove it"
+        raise by_class(
+            error,
+            CheckpointError(f"the samples that {out} leaves out", truth, "repair or remove it"),
         ) from error
 
 

@@ -24,9 +24,12 @@ _CHUNK = 512
 
 
 def write_sample(
-    device_run: DeviceRun, tokenizer: Tokenizer, params: Any, count: int, out: Path
+    device_run: DeviceRun, tokenizer: Tokenizer, params: Any, count: int, out: Path, step: int
 ) -> str:
-    """Samples `count` tokens from the model, writes their text to `out`, and returns it."""
+    """Samples `count` tokens from the model, writes their text to `out`, and returns it.
+
+    step: steps after which it is sampled.
+    """
     data = device_run.run.data
     if (
         device_run.run.finetune.method == "lora"
@@ -37,7 +40,7 @@ def write_sample(
         device_run, params = merge_adapters(device_run, params)
     prompt = with_begin(tokenizer, tokenizer.encode(data.prompt))
     prompt = prompt if len(prompt) else np.array([tokenizer.end], np.int32)
-    with activity("sample", "sampling from the model", "sampled from the model") as work:
+    with activity("sample", "sampling from the model", "sampled from the model", step) as work:
         tokens = sample_tokens(
             device_run, params, prompt, tokens=count, seed=device_run.run.training.seed
         )

@@ -10,7 +10,7 @@ import hashlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,16 @@ from meshwright.checkpoint.manifest import Manifest, steps_to_take
 from meshwright.checkpoint.steps import MANIFEST, committed_steps, remove_checkpoint
 from meshwright.checkpoint.tensors import layout_of
 from meshwright.documents import LARGE, read_json
-from meshwright.errors import CheckpointError, DamagedError
+from meshwright.errors import (
+    CheckpointError,
+    DamagedError,
+    MeshwrightError,
+    UnavailableError,
+)
 from meshwright.hardware.agreement import choose_together
 from meshwright.signs import NOBODY, waiting
 from meshwright.step.device_run import DeviceRun, State
+from meshwright.storage.attempts import may_pass
 from meshwright.storage.paths import remove_tree
 from meshwright.storage.tiers import LocalCheckpoints
 from meshwright.trainer.watchdog import PATIENCE
@@ -93,13 +99,13 @@ class Tiers(Checkpoints):
         self._locally(lambda local: local.save(state, device_run, **place))
 
     def _locally(self, do: Callable[[Checkpoints], None]) -> None:
-        """Does something with this host's own checkpoints; where its disk refuses, the run goes on without that one."""
+        """Does something with this host's own checkpoints; where its disk fails, the run goes on without that one."""
         if self._local is None:
             return
         self._wait_for_own_disk(self._local)
         try:
             do(self._local)
-        except CheckpointError as error:
+        except (CheckpointError, UnavailableError) as error:
             for partial in self._local.folder.glob("*.tmp"):
                 remove_tree(partial)
             print(
@@ -159,8 +165,7 @@ class Tiers(Checkpoints):
         """
         self._locally(Checkpoints.wait)
         if self._local is not None:
-            local = self._local.folder
-            self._on_own_disk(lambda: _forget(local, after, self._read_own()), lambda: None)
+            self._on_own_disk(lambda: self._forget_own(after), lambda: None)
 
     def steps(self) -> list[int]:
         """Returns the steps that all hosts have, in one tier or the other, newest first."""
@@ -174,11 +179,13 @@ class Tiers(Checkpoints):
     ) -> tuple[State, Manifest]:
         """Returns the newest state that all hosts can read, or that of `step`, verified; of equal ones the hosts'.
 
-        accept: refuses a manifest by raising an error.  What is damaged, or cannot be read, is left out with a line on
-        standard error. Raises DamagedError or UnreadableError of the newest where none is left.
+        accept: refuses a manifest by raising an error.  What is damaged, and what a host cannot read on its own disk,
+        is left out with a line on standard error. A checkpoint of the output folder that a host cannot read for now is
+        not left out for an older one: another start may read it. Raises UnavailableError then, and DamagedError of the
+        newest where none is left.
         """
         self.left_out.clear()
-        errors = list[DamagedError | UnreadableError]()
+        errors = list[MeshwrightError]()
         choices, mine = self._choices(step, strict=True), self._mine()
         if step is None:
             self._name_newer(choices[0][0])
@@ -189,7 +196,9 @@ class Tiers(Checkpoints):
                 manifest = source.manifest(number)
                 accept(manifest)
                 state = source.read(device_run, manifest, sends=shared)
-            except (DamagedError, UnreadableError) as error:
+            except (DamagedError, UnreadableError, UnavailableError) as error:
+                if not checksum and not isinstance(error, DamagedError):
+                    raise
                 errors.append(error)
                 where = "on the hosts' own disks" if checksum else "in the output folder"
                 self.left_out.append(f"step {number} {where}: {error.truth}")
@@ -199,7 +208,7 @@ class Tiers(Checkpoints):
                 say(f"step {number} is restored from the hosts' own disks")
             return state, manifest
         # What another start may read is not called damaged.
-        raise next((error for error in errors if isinstance(error, UnreadableError)), errors[0])
+        raise next((error for error in errors if isinstance(error, UnavailableError)), errors[0])
 
     def _name_newer(self, newest: int) -> None:
         """Names the steps after `newest` that only some hosts have: a disk was replaced, or a save was cut off."""
@@ -233,16 +242,58 @@ class Tiers(Checkpoints):
     def _read_own(self) -> dict[int, str]:
         found: dict[int, str] = {}
         assert self._local is not None
-        for step in committed_steps(self._local.folder):
-            folder = self._local.folder / str(step)
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-                manifest = read_json(folder / MANIFEST, LARGE)
-                known = self.identity is None or manifest.get("identity") == self.identity != ""
-                if not known:
-                    continue
-                if read_json(folder / LAYOUT)["layout"] == self._layout:
-                    found[step] = str(manifest["checksum"])
+        for step in self._own_steps():
+            with contextlib.suppress(OSError):
+                checksum = self._own_checksum(step)
+                if checksum is not None:
+                    found[step] = checksum
         return found
+
+    def _own_checksum(self, step: int) -> str | None:
+        """Returns the manifest's checksum of a step on this host's own disk, None for another run, layout, or damage.
+
+        Raises OSError where it cannot be read for now.
+        """
+        assert self._local is not None
+        folder = self._local.folder / str(step)
+        try:
+            manifest = read_json(folder / MANIFEST, LARGE)
+            known = self.identity is None or manifest.get("identity") == self.identity != ""
+            if known and read_json(folder / LAYOUT)["layout"] == self._layout:
+                return str(manifest["checksum"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if may_pass(error):
+                raise
+        return None
+
+    def _forget_own(self, after: int) -> None:
+        """Deletes this host's checkpoints of steps above `after`, of other runs and of other layouts.
+
+        One that cannot be read for now stays: whose it is is not known.
+        """
+        assert self._local is not None
+        local = self._local.folder
+        for step in self._own_steps():
+            with contextlib.suppress(OSError):
+                if step > after or self._own_checksum(step) is None:
+                    remove_checkpoint(local, step)
+        for folder in (local, local.parent):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+    def _own_steps(self) -> list[int]:
+        """Returns the steps with a checkpoint on this host's own disk; none where that disk cannot be read."""
+        if self._local is None:
+            return []
+        try:
+            return committed_steps(self._local.folder)
+        except (CheckpointError, UnavailableError) as error:
+            print(
+                f"process {jax.process_index()}: its own checkpoints are left out: {error.truth}",
+                file=sys.stderr,
+                flush=True,
+            )
+            return []
 
     def _choices(self, step: int | None, *, strict: bool) -> list[Choice]:
         """Returns the checkpoints that all hosts have, newest first, and of a step the hosts' own first.
@@ -304,16 +355,6 @@ class Tiers(Checkpoints):
         """Waits like `wait`, and releases the threads of both."""
         self._locally(Checkpoints.close)
         super().close()
-
-
-def _forget(local: Path, after: int, mine: Mapping[int, str]) -> None:
-    """Deletes a host's own checkpoints of steps above `after`, and those that are not `mine`."""
-    for step in committed_steps(local):
-        if step > after or step not in mine:
-            remove_checkpoint(local, step)
-    for folder in (local, local.parent):
-        with contextlib.suppress(OSError):
-            folder.rmdir()
 
 
 def say(text: str) -> None:

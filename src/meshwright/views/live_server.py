@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import ConfigError, reason_of
+from meshwright.errors import ConfigError, by_class, reason_of
 from meshwright.views.report import Live, Report
 from meshwright.views.run_folder import RunFolder, open_folders
 
@@ -111,8 +111,11 @@ class LiveServer(ThreadingHTTPServer):
         try:
             super().__init__((_ADDRESS, port), _Handler)
         except OSError as error:
-            raise ConfigError(
-                f"--live on port {port}", reason_of(error), "--port 0, which takes a free one"
+            raise by_class(
+                error,
+                ConfigError(
+                    f"--live on port {port}", reason_of(error), "--port 0, which takes a free one"
+                ),
             ) from error
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from meshwright.errors import ConfigError, reason_of
+from meshwright.errors import ConfigError, by_class, reason_of
 from meshwright.views.blocks import Block, Grid, Table, Where
 from meshwright.views.charts import Drawing
 from meshwright.views.colours import css_variables
@@ -160,10 +160,13 @@ class Report:
         try:
             path.write_text(self.html(), encoding="utf-8")
         except OSError as error:
-            raise ConfigError(
-                f"writing {path}",
-                f"the file cannot be written: {reason_of(error)}",
-                "a folder that exists",
+            raise by_class(
+                error,
+                ConfigError(
+                    f"writing {path}",
+                    f"the file cannot be written: {reason_of(error)}",
+                    "a folder that exists",
+                ),
             ) from error
 
 

@@ -4,7 +4,8 @@
 # After the first task that ends, the others have two minutes to notice, and to report which neighbour is gone.
 srun --kill-on-bad-exit=0 --wait=120 %(command)s
 code=$?
-# A refusal would be refused again, and Ctrl-C is meant. Everything else starts again from the checkpoint.
+# A refusal would be refused again, and Ctrl-C is meant. Everything else starts again from the checkpoint; the run itself
+# counts the starts without progress, and ends with 11 after too many.
 case "$code" in
   %(final)s) ;;
   *)

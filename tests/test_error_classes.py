@@ -1,0 +1,385 @@
+"""Classes of errors: what may pass is tried again and asks for another start; what does not is final, whoever reads."""
+
+import ast
+import contextlib
+import errno
+import importlib
+import io
+import os
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright import documents
+from meshwright.checkpoint.checkpoints import write_error
+from meshwright.checkpoint.steps import committed_steps
+from meshwright.data import tokens
+from meshwright.data.tokenizing import tokenize
+from meshwright.errors import (
+    FOR_NOW,
+    NO_ROOM,
+    NUMBERS,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ErrorClass,
+    HostError,
+    MeshwrightError,
+    RoomError,
+    UnavailableError,
+    WeightsError,
+    by_class,
+    class_of,
+    limit_of,
+)
+from meshwright.launching.restarts import REFUSED, restarts
+from meshwright.storage import attempts
+from meshwright.storage.attempts import attempt, store_error
+from meshwright.storage.writing import write_atomically
+
+PACKAGE = Path(__file__).parents[1] / "src" / "meshwright"
+REFUSALS = (ConfigError, DataError, CheckpointError, WeightsError)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "PAUSES", (0.0, 0.0))
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_who_reads_does_not_decide(kind: type[MeshwrightError]) -> None:
+    """Each number of a system call has one end, for readers of options, data, checkpoints and weights alike."""
+    for number in errno.errorcode:
+        error = OSError(number, os.strerror(number))
+        found = by_class(error, kind("reading x", "it cannot be read", "y"))
+        assert restarts(found.exit_code) == (class_of(error) in FOR_NOW), number
+        if number in NO_ROOM:
+            assert isinstance(found, RoomError) and "free some space" in found.fix
+        elif class_of(error) in FOR_NOW:
+            limit = limit_of(error)
+            assert found.exit_code == 75 and (limit or (os.strerror(number),))[0] in found.truth
+            assert "free some space" not in found.fix
+        else:
+            assert type(found) is kind
+
+
+def test_every_error_of_the_package_has_a_class() -> None:
+    kinds = [MeshwrightError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    for kind in kinds:
+        assert (kind.exit_code in REFUSED) == (kind.error_class not in FOR_NOW), kind
+    assert {class_of(e) for e in (MemoryError(), ConnectionResetError(), TimeoutError())} <= {
+        *FOR_NOW
+    }
+    assert class_of(KeyboardInterrupt()) is ErrorClass.PREEMPTED
+    assert class_of(UnicodeDecodeError("utf-8", b"", 0, 1, "")) is ErrorClass.BYTES
+
+
+def test_a_call_is_made_again_where_that_helps() -> None:
+    def failing(number: int, times: int) -> Callable[[], str]:
+        numbers = iter([number] * times)
+
+        def call() -> str:
+            for left in numbers:
+                raise OSError(left, os.strerror(left))
+            return "read"
+
+        return call
+
+    for number in NUMBERS:
+        if number in NO_ROOM:
+            with pytest.raises(OSError):
+                attempt(failing(number, 1))
+            continue
+        assert attempt(failing(number, 2)) == "read"
+        with pytest.raises(OSError):
+            attempt(failing(number, 3))
+    with pytest.raises(FileNotFoundError):
+        attempt(failing(errno.ENOENT, 1))
+
+
+def test_errors_of_tensorstore_are_read_by_their_number(tmp_path: Path) -> None:
+    import tensorstore
+
+    with pytest.raises(ValueError) as caught:
+        tensorstore.open(
+            {"driver": "zarr", "kvstore": {"driver": "file", "path": "/dev/null/x/"}},
+            create=True, dtype="int32", shape=[1],
+        ).result()  # fmt: skip
+    found = store_error(tmp_path, caught.value)
+    assert isinstance(found, NotADirectoryError)
+    # Words are no class: a folder may be named after an error.
+    assert store_error(tmp_path, ValueError("NOT_FOUND: /Stale file handle/timed out/x")) is None
+    away = store_error(Path("s3://b/x"), ValueError("UNAVAILABLE: Error reading"))
+    assert away is not None and class_of(away) in FOR_NOW
+
+
+def once(number: int, name: str, monkeypatch: pytest.MonkeyPatch, inside: Path) -> list[int]:
+    """Makes the first call of a function of `os` on files in a folder fail; returns a list that it empties."""
+    left, real = [number], getattr(os, name)
+
+    def call(first: Any, *args: Any, **kwargs: Any) -> Any:
+        path = first
+        folder = kwargs.get("dir_fd", kwargs.get("src_dir_fd"))
+        if isinstance(first, int):
+            folder = first
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                path = os.readlink(f"/proc/self/fd/{folder}")
+        if left and str(inside) in str(path):
+            raise OSError(left.pop(), os.strerror(number))
+        return real(first, *args, **kwargs)
+
+    monkeypatch.setattr(os, name, call)
+    return left
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
+def test_a_token_file_that_fails_once_is_read(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 30_000)
+    expected = tokenize(str(tmp_path / "a.txt"), "bytes", tmp_path / "tokens").tokens[:99]
+    for name in ("open", "pread", "preadv", "stat", "listdir"):
+        tokens._open_file.cache_clear()
+        with monkeypatch.context() as patched:
+            left = once(number, name, patched, tmp_path / "tokens")
+            found = tokens.open_tokens(tmp_path / "tokens").tokens[:99]
+        assert (found == expected).all() and not left, name
+    # Where it does not answer at all, the tokens are not called damaged.
+    file = tokens.open_tokens(tmp_path / "tokens")
+    monkeypatch.setattr(os, "pread", lambda *_: failed(number))
+    with pytest.raises(UnavailableError, match=os.strerror(number)) as caught:
+        _ = file.tokens[:99]
+    assert restarts(caught.value.exit_code) and "tokenise again" not in caught.value.fix
+
+
+def failed(number: int) -> Any:
+    raise OSError(number, os.strerror(number))
+
+
+def test_a_file_that_is_replaced_survives_each_failure_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.json"
+    for name in ("fsync", "replace", "open"):
+        with monkeypatch.context() as patched:
+            left = once(errno.EIO, name, patched, tmp_path)
+            write_atomically(file, name)
+        assert file.read_text() == name and not left
+    # A server that renamed the file and lost its answer.
+    real = os.replace
+
+    def renamed(source: Path, target: Path, **folders: int) -> None:
+        monkeypatch.setattr(os, "replace", real)
+        real(source, target, **folders)
+        failed(errno.ETIMEDOUT)
+
+    monkeypatch.setattr(os, "replace", renamed)
+    write_atomically(file, "once more")
+    assert file.read_text() == "once more" and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_checkpoint_that_does_not_answer_is_not_taken_for_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (100, 200):
+        manifest = tmp_path / str(step) / "manifest" / "metadata"
+        manifest.parent.mkdir(parents=True)
+        manifest.write_text("{}")
+    left = once(errno.ESTALE, "stat", monkeypatch, tmp_path / "200")
+    assert committed_steps(tmp_path) == [100, 200] and not left
+    monkeypatch.setattr(os, "stat", lambda *_, **__: failed(errno.EIO))
+    with pytest.raises(UnavailableError):
+        committed_steps(tmp_path)
+
+
+def test_a_failed_save_tells_room_from_a_store_that_is_away(tmp_path: Path) -> None:
+    ends: dict[str, set[int]] = {
+        "free some space": {errno.ENOSPC, errno.EDQUOT, errno.EFBIG},
+        "mounts": {errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT},
+        "another --out": {errno.EACCES, errno.EPERM, errno.EISDIR},
+    }
+    codes = {"free some space": 10, "mounts": 75, "another --out": 4}
+    for fix, numbers in ends.items():
+        for number in numbers:
+            found = write_error("saving", tmp_path, OSError(number, os.strerror(number)))
+            assert fix in found.fix and found.exit_code == codes[fix], number
+
+
+WIDE = {
+    "OSError",
+    "IOError",
+    "EnvironmentError",
+    "TimeoutError",
+    "ConnectionError",
+    "Exception",
+    "BaseException",
+}
+"""Types that hold errors that may pass."""
+EXPLAINERS = {"by_class", "unwritable", "unreadable", "write_error", "_fail_together"}
+"""Functions that return an error by the class of its cause."""
+NOT_FILES = {
+    "hardware.hosts": "sockets with which hosts join: whoever waits there has a deadline of its own",
+    "hardware.agreement": "an error of process 0, raised in the others as it is",
+    "errors": "the functions themselves",
+    "storage.bucket": "a bucket without an answer is an error of the store already",
+}
+
+
+def caught_by(kind: ast.expr | None, constants: dict[str, ast.expr]) -> set[str]:
+    """Names of the types that an `except` catches."""
+    if kind is None:
+        return {"BaseException"}
+    if isinstance(kind, ast.Tuple):
+        return set().union(*(caught_by(part, constants) for part in kind.elts))
+    if isinstance(kind, ast.Name) and kind.id in constants:
+        return caught_by(constants[kind.id], constants)
+    return {ast.unparse(kind)}
+
+
+def unclassified(tree: ast.Module) -> list[int]:
+    """Lines that raise an error of the package in place of one that may pass, without asking for its class."""
+    constants = {
+        statement.targets[0].id: statement.value
+        for statement in tree.body
+        if isinstance(statement, ast.Assign)
+        and isinstance(statement.targets[0], ast.Name)
+        and isinstance(statement.value, ast.Tuple)
+    }
+    found = []
+    for handler in ast.walk(tree):
+        if not isinstance(handler, ast.ExceptHandler):
+            continue
+        if not caught_by(handler.type, constants) & WIDE:
+            continue
+        for node in ast.walk(handler):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                function = ast.unparse(node.exc.func).rpartition(".")[2]
+                if function not in EXPLAINERS:
+                    found.append(node.lineno)
+    return found
+
+
+def decided_by_words(tree: ast.Module) -> list[int]:
+    """Lines that look for words in the text of an error."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+            text = ast.unparse(node.comparators[0])
+            if text in ("str(error)", "str(exception)", "error.args[0]", "error.strerror"):
+                found.append(node.lineno)
+    return found
+
+
+WORDS = {
+    "storage.bucket": "the drivers of buckets give no number: what is printed, not what is done",
+    "checkpoint.checkpoints": "the name of the tensor in the text",
+    "hardware.agreement": "JAX's store has one type for all errors: a deadline that has passed",
+    "trainer.hosts": "JAX has one type for all errors: of a collective, or of a step",
+}
+
+
+def modules() -> list[tuple[str, ast.Module]]:
+    files = sorted(PACKAGE.rglob("*.py"))
+    names = [".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in files]
+    return [(name, ast.parse(file.read_text())) for name, file in zip(names, files, strict=True)]
+
+
+def test_every_reader_asks_for_the_class_of_an_error() -> None:
+    wrong = {
+        name: lines
+        for name, tree in modules()
+        if name not in NOT_FILES and (lines := unclassified(tree))
+    }
+    assert wrong == {}
+    assert unclassified(ast.parse("try: x()\nexcept OSError as e: raise DataError(e)")) == [2]
+
+
+ROOMS = (
+    "checkpoint",
+    "data",
+    "documents",
+    "launching",
+    "storage",
+    "trainer",
+    "reporters",
+    "errors",
+)
+"""Rooms that read and write the files of a run."""
+
+
+def test_no_class_is_decided_by_words() -> None:
+    wrong = {
+        name: lines
+        for name, tree in modules()
+        if name.partition(".")[0] in ROOMS
+        and name not in WORDS
+        and (lines := decided_by_words(tree))
+    }
+    assert wrong == {}
+    assert decided_by_words(ast.parse('"stale" in str(error)')) == [1]
+
+
+def test_an_error_that_is_not_explained_asks_for_another_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever a verb calls: what may pass ends with 75 and no traceback."""
+    main = importlib.import_module("meshwright.cli.main")  # the package's `main` is the function
+
+    def end_of(error: BaseException) -> int:
+        def run(args: Any) -> int:
+            raise error
+
+        monkeypatch.setattr(main, "run", run)
+        code, words = main._run_explained(["train"])
+        print(words, file=sys.stderr)
+        return int(code)
+
+    assert end_of(OSError(errno.ESTALE, "Stale file handle", "x/run.json")) == 75
+    assert "x/run.json" in capsys.readouterr().err
+    assert (end_of(MemoryError()), end_of(OSError(errno.ENOSPC, "full"))) == (75, 10)
+    with pytest.raises(FileNotFoundError):
+        end_of(FileNotFoundError(errno.ENOENT, "no", "y"))
+
+
+def test_a_file_is_read_through_a_stale_handle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_bytes(bytes(range(256)) * 999)
+    left = once(errno.ESTALE, "preadv", monkeypatch, tmp_path)
+    with documents.open_bytes(tmp_path / "a") as opened:
+        assert opened.read(3) == b"\0\1\2" and opened.tell() == 3
+        opened.seek(-1, io.SEEK_END)
+        assert opened.read() == b"\xff" and not left
+
+
+def test_a_host_that_gets_further_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One host reads five times longer than the deadline, and one stands still."""
+    from meshwright.hardware import agreement
+
+    clock, answered = [0.0], 50.0
+
+    class Store:
+        def key_value_try_get(self, key: str) -> str:
+            return str(int(clock[0])) if key.endswith("/1") else "0"
+
+    def wait(client: Any, key: str, until: float) -> str | None:
+        clock[0] = min(until, answered) if key.startswith("slow") else until
+        return "read" if key.startswith("slow") and clock[0] >= answered else None
+
+    monkeypatch.setattr(agreement, "_wait", wait)
+    monkeypatch.setattr(agreement, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    patience = agreement._Patience(Store(), 10.0)
+    assert patience.wait_for("slow/1", 1) == "read" and clock[0] == answered
+    patience = agreement._Patience(Store(), 10.0)
+    assert patience.wait_for("hung/2", 2) is None and clock[0] <= answered + 2 * 10.0
+
+
+def test_host_errors_restart() -> None:
+    assert restarts(HostError.exit_code) and restarts(UnavailableError.exit_code)
