@@ -4,6 +4,7 @@ import ast
 import contextlib
 import errno
 import importlib
+import inspect
 import io
 import os
 import sys
@@ -40,6 +41,7 @@ from meshwright.launching.restarts import REFUSED, restarts
 from meshwright.storage import attempts
 from meshwright.storage.attempts import attempt, store_error
 from meshwright.storage.writing import write_atomically
+from meshwright.trainer import prepare
 
 PACKAGE = Path(__file__).parents[1] / "src" / "meshwright"
 REFUSALS = (ConfigError, DataError, CheckpointError, WeightsError)
@@ -379,6 +381,20 @@ def test_a_host_that_gets_further_is_waited_for(monkeypatch: pytest.MonkeyPatch)
     assert patience.wait_for("slow/1", 1) == "read" and clock[0] == answered
     patience = agreement._Patience(Store(), 10.0)
     assert patience.wait_for("hung/2", 2) is None and clock[0] <= answered + 2 * 10.0
+
+
+def test_a_host_that_writes_tokens_gets_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are written through a display that notes progress, also where nothing is displayed."""
+    noted = list[str]()
+    monkeypatch.setattr(prepare, "note_progress", lambda: noted.append("noted"))
+    text = tmp_path / "text.txt"
+    text.write_text("some words\n" * 2000)
+    tokenize(str(text), "bytes", tmp_path / "tokens", progress=prepare._NotedProgress(None))
+    assert noted
+    source = inspect.getsource(prepare.prepare_run)
+    assert "progress=_NotedProgress(progress)" in source
 
 
 def test_host_errors_restart() -> None:

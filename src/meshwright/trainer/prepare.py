@@ -26,6 +26,7 @@ from meshwright.data.feed import (
 )
 from meshwright.data.tokens import Progress
 from meshwright.errors import ConfigError, DataError
+from meshwright.hardware.agreement import note_progress
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape, enable_compilation_cache
 from meshwright.models.flops import training_flops_per_token
 from meshwright.models.model import Metrics, Model
@@ -264,6 +265,31 @@ def prepare_other(model: Model, run: Run, devices: list[jax.Device]) -> Trainabl
     return None
 
 
+class _NotedProgress:
+    """Display of a tokenisation that also tells waiting processes that this one gets further."""
+
+    def __init__(self, shown: Progress | None):
+        self._shown = shown
+
+    def update(
+        self, label: str, read: float, size: float, files: tuple[int, int], tokens: int
+    ) -> None:
+        """Takes what has been read and written so far."""
+        note_progress()
+        if self._shown is not None:
+            self._shown.update(label, read, size, files, tokens)
+
+    def write(self, text: str) -> None:
+        """Takes a line for the user."""
+        if self._shown is not None:
+            self._shown.write(text)
+
+    def close(self) -> None:
+        """Ends the display."""
+        if self._shown is not None:
+            self._shown.close()
+
+
 def prepare_run(
     run: Run,
     *,
@@ -310,7 +336,7 @@ def prepare_run(
             own=own,
             bad_records=run.faults.bad_records,
             text_field=run.data.text_field,
-            progress=progress,
+            progress=_NotedProgress(progress),
         )
         parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
     else:
