@@ -51,6 +51,7 @@ from meshwright.planner.traffic import (
     runs_experts_in_low_precision,
 )
 from meshwright.planner.work import (
+    LowPrecision,
     Matmul,
     Work,
     low_precision,
@@ -381,95 +382,229 @@ def _compute_seconds(
 
     Of the first two also those that HBM bounds rather than the matrix unit, by what it moves: operands, scores.
     """
-    placed, chip, efficiency = settled.placed, target.chip, target.efficiency
-    kernel = _attention_kernel(settled, software)
-    bandwidth = chip.hbm_bandwidth * efficiency.hbm
-    attention_rate = chip.flops_bf16 * kernel.speed * getattr(efficiency, kernel.rate)
-    gpu = not settled.machine.on_tpu
-    launch = software.launch if gpu else 0.0
-    ours = runs_experts_in_low_precision(settled, software)
-    low = low_precision(placed) if software.transformer_engine or ours else None
-    copied = _copied_bytes(settled, work, software)
-    scored = {"attention", "scores"} if kernel.keeps_scores else {"attention"}
-    repeats = {
-        "forward": 1.0,
-        "backward": kernel.backward,
-        "recomputation": 1.0 if scored & again else 0.0,
-    }
-    recomputed = again - {"scores"}
-    quantised = {
-        "forward": work.quantised_inputs,
-        "recomputation": work.quantised_inputs if recomputed else 0.0,
-        "backward": work.quantised_gradients,
-    }
-    once = software.transformer_engine and low is not None
-    quantised["backward"] /= low.gradient_passes if low and once else 1
-    own_step, sorted_rows = software.name == MESHWRIGHT.name, work.expert_tokens * work.experts
-    # Our experts compute all rows of their buffers.
-    buffered = max(1.0, work.expert_rows / sorted_rows) if own_step and sorted_rows else 1.0
-    for m in work.matmuls if low else ():
-        if m.groups:
-            # Gate and up share their rows, which ours round before they are copied for experts. Gradients are quantised
-            # once, or for each of their two products.
-            shared = (0.0 if ours else 0.5) if m.role == "ffn_in" else 1.0
-            quantised["forward"] += buffered * shared * m.m * m.k * m.count
-            quantised["backward"] += buffered * (1 if once else 2) * m.m * m.n * m.count
-    quantise_bytes = BLOCK_BYTES if low and once and low.rate == "mxfp8" else QUANTISE_BYTES
-    residual = work.tokens * work.width * 2 * work.layers
-    residual /= placed.shape.tensor if software.splits_sequence else 1
-    sorted_rows *= work.expert_layers * (1 + buffered) / 2
-    hidden = sum(
-        m.m * m.n * m.count * (buffered if m.groups else 1)
-        for m in work.matmuls
-        if m.role == "ffn_in"
-    )
-    products = _product_seconds(work.matmuls, target, low.rate if low else None)
-    chunks = (
-        CHUNK_BYTES
-        if gpu and own_step and placed.sequence.groups > 1 and not kernel.score_bytes
-        else {}
-    )
-    chunked = chunks.get(placed.run.training.context_strategy, {})
-    queries = placed.shape.context * work.tokens * work.layers * work.widths.query
-    result = {}
-    for name in PASSES:
-        recomputes = name == "recomputation"
-        matmul = operands = 0.0
-        for m, forward, backward in products:
-            # Linear attention is computed again from its inputs, whatever the policy keeps.
-            if not recomputes or m.role in again or m.role == "delta":
-                for at_peak, moved in backward if name == "backward" else (forward,):
-                    matmul += max(at_peak, moved, m.count * launch)
-                    operands += moved if moved > at_peak else 0.0
-        attention = repeats[name] * work.attention / attention_rate
-        scores = work.scores * kernel.score_bytes.get(name, 0) / bandwidth if repeats[name] else 0.0
-        scores *= software.elementwise if gpu else 1.0
-        copies = RESIDUAL_COPIES[name] if not recomputes or recomputed else 0
-        elementwise = copies * residual + (0.0 if recomputes else work.kept_bytes)
-        if gpu and (not recomputes or "ffn_in" in again):
-            elementwise += HIDDEN_COPIES[name] * 2 * hidden
-        if chunked and repeats[name]:
-            elementwise += chunked["backward" if name == "backward" else "forward"] * queries
-        elementwise *= software.elementwise if gpu else 1.0
-        if not recomputes or recomputed:
-            elementwise += quantise_bytes * quantised[name]
-            elementwise += SORTING_COPIES[name] * 2 * sorted_rows * work.width * software.sorting
-        calls = work.layers * kernel.kernels * math.ceil(repeats[name])
+    computation = _Computation(settled, work, again, target, software)
+    return {name: computation.seconds(name) for name in PASSES}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Computation:
+    """What a device computes for a microbatch, priced by pass and by what it waits for.
+
+    matmul        the larger of FLOPs / rate, operands / HBM and a kernel's launch, for each product
+    attention     the larger of FLOPs / rate, scores / HBM and the launches of its kernels
+    elementwise   bytes / HBM of residuals, hidden features, chunks of a split sequence, quantisation and sorting
+    """
+
+    settled: Settled
+    work: Work
+    again: frozenset[str]
+    """Roles of the products that the backward pass computes again."""
+    target: Target
+    software: Software
+
+    @functools.cached_property
+    def placed(self) -> PlacedRun:
+        """The run on its mesh."""
+        return self.settled.placed
+
+    @functools.cached_property
+    def gpu(self) -> bool:
+        """Whether kernels are launched one by one."""
+        return not self.settled.machine.on_tpu
+
+    @functools.cached_property
+    def launch(self) -> float:
+        """Seconds that a kernel takes at least."""
+        return self.software.launch if self.gpu else 0.0
+
+    @functools.cached_property
+    def bandwidth(self) -> float:
+        """Bytes of HBM per second."""
+        return self.target.chip.hbm_bandwidth * self.target.efficiency.hbm
+
+    @functools.cached_property
+    def kernel(self) -> AttentionKernel:
+        """Kernel of attention."""
+        return _attention_kernel(self.settled, self.software)
+
+    @functools.cached_property
+    def is_ours(self) -> bool:
+        """Whether the step is this package's own."""
+        return self.software.name == MESHWRIGHT.name
+
+    @functools.cached_property
+    def rounds_experts(self) -> bool:
+        """Whether this package's own experts multiply in low precision."""
+        return runs_experts_in_low_precision(self.settled, self.software)
+
+    @functools.cached_property
+    def low(self) -> LowPrecision | None:
+        """Low precision of the products; None where they are in the compute dtype."""
+        if self.software.transformer_engine or self.rounds_experts:
+            return low_precision(self.placed)
+        return None
+
+    @functools.cached_property
+    def rounds_once(self) -> bool:
+        """Whether a gradient is quantised once for both of its products."""
+        return self.software.transformer_engine and self.low is not None
+
+    @functools.cached_property
+    def recomputed(self) -> frozenset[str]:
+        """Roles that are computed again, besides the scores of attention."""
+        return self.again - {"scores"}
+
+    @functools.cached_property
+    def buffered(self) -> float:
+        """Rows of the experts' buffers for each row that they have: our experts compute all of them."""
+        sorted_rows = self.work.expert_tokens * self.work.experts
+        if not self.is_ours or not sorted_rows:
+            return 1.0
+        return max(1.0, self.work.expert_rows / sorted_rows)
+
+    def seconds(self, name: str) -> dict[str, float]:
+        """Returns the seconds of one pass by kind."""
+        matmul, operands = self._matmul(name)
+        attention, scores = self._attention(name)
+        copies = self._residual_copies(name)
+        calls = self.work.layers * self.kernel.kernels * math.ceil(self._repeats(name))
+        elementwise = self._elementwise_bytes(name) / self.bandwidth
         seconds = {
             "matmul": matmul,
-            "attention": max(attention, scores, launch * calls),
-            "elementwise": max(elementwise / bandwidth, launch * work.layers * copies),
+            "attention": max(attention, scores, self.launch * calls),
+            "elementwise": max(elementwise, self.launch * self.work.layers * copies),
             "operands": operands,
             "scores": scores if scores > attention else 0.0,
         }
         # The reference of preferences is one more forward pass.
-        times = 2.0 if placed.run.finetune.objective == "preferences" and name == "forward" else 1.0
-        result[name] = {kind: value * times for kind, value in seconds.items()}
-        result[name]["elementwise"] += copied.get(name, 0.0) / bandwidth
-    return result
+        preferences = self.placed.run.finetune.objective == "preferences"
+        times = 2.0 if preferences and name == "forward" else 1.0
+        seconds = {kind: value * times for kind, value in seconds.items()}
+        seconds["elementwise"] += self._copied.get(name, 0.0) / self.bandwidth
+        return seconds
+
+    @functools.cached_property
+    def _copied(self) -> Mapping[str, float]:
+        """Bytes by pass of weights and gradients that are copied."""
+        return _copied_bytes(self.settled, self.work, self.software)
+
+    def _recomputes(self, name: str) -> bool:
+        return name == "recomputation"
+
+    def _repeats(self, name: str) -> float:
+        """Returns how often a pass computes attention, in forward passes of it."""
+        if name == "forward":
+            return 1.0
+        if name == "backward":
+            return self.kernel.backward
+        computed = {"attention", "scores"} if self.kernel.keeps_scores else {"attention"}
+        return 1.0 if computed & self.again else 0.0
+
+    def _matmul(self, name: str) -> tuple[float, float]:
+        """Returns the seconds of all products of a pass, and those of them that operands bound."""
+        seconds = operands = 0.0
+        for m, forward, backward in self._products:
+            # Linear attention is computed again from its inputs, whatever the policy keeps.
+            if self._recomputes(name) and m.role not in self.again and m.role != "delta":
+                continue
+            for at_peak, moved in backward if name == "backward" else (forward,):
+                seconds += max(at_peak, moved, m.count * self.launch)
+                operands += moved if moved > at_peak else 0.0
+        return seconds, operands
+
+    @functools.cached_property
+    def _products(self) -> Any:
+        """Each product with its seconds forward and backward (`_product_seconds`)."""
+        rate = self.low.rate if self.low else None
+        return _product_seconds(self.work.matmuls, self.target, rate)
+
+    def _attention(self, name: str) -> tuple[float, float]:
+        """Returns the seconds of attention by its FLOPs, and by the scores that pass through HBM."""
+        chip, efficiency, repeats = self.target.chip, self.target.efficiency, self._repeats(name)
+        rate = chip.flops_bf16 * self.kernel.speed * getattr(efficiency, self.kernel.rate)
+        attention = repeats * self.work.attention / rate
+        scores = 0.0
+        if repeats:
+            scores = self.work.scores * self.kernel.score_bytes.get(name, 0) / self.bandwidth
+        return attention, scores * self._fusion
+
+    @functools.cached_property
+    def _fusion(self) -> float:
+        """Factor on elementwise bytes: compilers of TPUs fuse them, other programs for GPUs differ."""
+        return self.software.elementwise if self.gpu else 1.0
+
+    def _residual_copies(self, name: str) -> float:
+        """Returns how often a pass reads or writes the residual stream of a layer."""
+        if self._recomputes(name) and not self.recomputed:
+            return 0
+        return RESIDUAL_COPIES[name]
+
+    def _elementwise_bytes(self, name: str) -> float:
+        """Returns the bytes that norms, residuals, activations, quantisation and sorting move in a pass."""
+        work, recomputes = self.work, self._recomputes(name)
+        residual = work.tokens * work.width * 2 * work.layers
+        residual /= self.placed.shape.tensor if self.software.splits_sequence else 1
+        moved = self._residual_copies(name) * residual + (0.0 if recomputes else work.kept_bytes)
+        if self.gpu and (not recomputes or "ffn_in" in self.again):
+            moved += HIDDEN_COPIES[name] * 2 * self._hidden
+        if self._chunked and self._repeats(name):
+            queries = self.placed.shape.context * work.tokens * work.layers * work.widths.query
+            moved += self._chunked["backward" if name == "backward" else "forward"] * queries
+        moved *= self._fusion
+        if recomputes and not self.recomputed:
+            return moved
+        moved += self._quantise_bytes * self._quantised[name]
+        sorted_rows = work.expert_tokens * work.experts
+        sorted_rows *= work.expert_layers * (1 + self.buffered) / 2
+        moved += SORTING_COPIES[name] * 2 * sorted_rows * work.width * self.software.sorting
+        return moved
+
+    @functools.cached_property
+    def _hidden(self) -> float:
+        """Elements of the feed-forward's hidden features, of all layers."""
+        return sum(
+            m.m * m.n * m.count * (self.buffered if m.groups else 1)
+            for m in self.work.matmuls
+            if m.role == "ffn_in"
+        )
+
+    @functools.cached_property
+    def _chunked(self) -> Mapping[str, float]:
+        """Bytes by direction for each query, where attention of a split sequence is computed by pairs of chunks."""
+        by_chunks = self.gpu and self.is_ours and self.placed.sequence.groups > 1
+        if not by_chunks or self.kernel.score_bytes:
+            return {}
+        return CHUNK_BYTES.get(self.placed.run.training.context_strategy, {})
+
+    @functools.cached_property
+    def _quantise_bytes(self) -> int:
+        """Bytes that quantising an element moves."""
+        blocks = self.low is not None and self.rounds_once and self.low.rate == "mxfp8"
+        return BLOCK_BYTES if blocks else QUANTISE_BYTES
+
+    @functools.cached_property
+    def _quantised(self) -> dict[str, float]:
+        """Elements that each pass quantises."""
+        work, low = self.work, self.low
+        quantised = {
+            "forward": work.quantised_inputs,
+            "recomputation": work.quantised_inputs if self.recomputed else 0.0,
+            "backward": work.quantised_gradients,
+        }
+        quantised["backward"] /= low.gradient_passes if low and self.rounds_once else 1
+        if not low:
+            return quantised
+        for m in work.matmuls:
+            if m.groups:
+                # Gate and up share their rows, which ours round before they are copied for experts. Gradients are
+                # quantised once, or for each of their two products.
+                shared = (0.0 if self.rounds_experts else 0.5) if m.role == "ffn_in" else 1.0
+                quantised["forward"] += self.buffered * shared * m.m * m.k * m.count
+                times = 1 if self.rounds_once else 2
+                quantised["backward"] += self.buffered * times * m.m * m.n * m.count
+        return quantised
 
 
-@functools.lru_cache(maxsize=4096)
 def _product_seconds(
     matmuls: tuple[Matmul, ...], target: Target, expert_rate: str | None
 ) -> list[tuple[Matmul, tuple[float, float], list[tuple[float, float]]]]:
