@@ -17,7 +17,7 @@ from meshwright.analysis.compare import compare, read_census
 from meshwright.bench.calibration_file import read_calibration
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
-from meshwright.cli.main import _print_error, _relative
+from meshwright.cli.main import _print_error
 from meshwright.config import Training
 from meshwright.data.chat import read_chat_template
 from meshwright.data.subwords import train_bpe
@@ -26,6 +26,7 @@ from meshwright.data.tokenizing import tokenize
 from meshwright.data.tokens import open_tokens
 from meshwright.documents import seal
 from meshwright.errors import MeshwrightError
+from meshwright.formatting import relative_paths
 from meshwright.hardware.machine import compiler_options_of
 from meshwright.hardware.targets import parse_target
 from meshwright.hugging_face.folder import read_model
@@ -257,7 +258,7 @@ def test_a_mutated_document_is_refused_or_harmless(
                 refused += 1
                 shown = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # strict
                 monkeypatch.setattr(sys, "stderr", shown)
-                _print_error(_relative(str(error)))
+                _print_error(relative_paths(str(error)))
                 shown.flush()
         except Exception as error:
             broken.append(f"{type(error).__name__}: {error!s:.200} for {text[:2000]!r}")
