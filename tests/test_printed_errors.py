@@ -78,10 +78,10 @@ def test_the_table_of_compiled_plans_is_that_of_the_rows() -> None:
 
 
 _RATE = re.compile(
-    r"\b(median error|errors? of|percentile|at the median|than (planned|predicted))\b"
+    r"\b(median error|errors? of|percentile|at the median|than (planned|predicted))\b", re.I
 )
 _PERCENT = re.compile(r"\d ?%")
-_SENTENCE = re.compile(r"(?<=[.:;])\s|\n\s*\n|\n\s*[-|]")
+_SENTENCE = re.compile(r"(?<=[.])\s|\n\s*\n|\n\s*[-|]")
 EXEMPT = {
     "docs/plan.md": "above the\nwork of one device",  # how far plans are above a lower bound
 }
