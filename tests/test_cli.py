@@ -626,15 +626,15 @@ def test_errors_shorten_only_paths_in_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Text that is another path, or a bucket, stays: in a container the working directory is often `/`."""
-    from meshwright.cli.main import _relative
+    from meshwright.formatting import relative_paths
 
     monkeypatch.chdir(tmp_path)
     assert (
-        _relative(f"'{tmp_path}/x', /mnt{tmp_path}/x, gs:/{tmp_path}/x")
+        relative_paths(f"'{tmp_path}/x', /mnt{tmp_path}/x, gs:/{tmp_path}/x")
         == f"'x', /mnt{tmp_path}/x, gs:/{tmp_path}/x"
     )
     monkeypatch.chdir("/")
-    assert _relative("gs://bucket/x and /data/x") == "gs://bucket/x and /data/x"
+    assert relative_paths("gs://bucket/x and /data/x") == "gs://bucket/x and /data/x"
 
 
 def test_the_prompt_of_a_recipe_belongs_to_its_text() -> None:

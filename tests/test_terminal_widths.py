@@ -16,8 +16,10 @@ from meshwright.bench.microbenchmarks import CollectiveTiming
 from meshwright.bench.step_profile import Profile, ProfileRow
 from meshwright.cli.main import run
 from meshwright.planner.forecast import ForecastGap
+from meshwright.views.blocks import Column, Facts, Table
 from meshwright.views.run_page import print_profile
 from meshwright.views.run_tables import print_forecast_gaps
+from meshwright.views.terminal import text_of
 
 WIDTHS = (30, 40, 80, 200)
 WORD = re.compile(r"\w+\[[^\[\]]*\]|\b[a-z]+=\d+(?:,[a-z]+=\d+)*")
@@ -118,3 +120,18 @@ def test_recipes(
     assert max(map(len, lines)) <= columns and any(line.startswith("llama3-405b") for line in lines)
     alone = any(line.split() == ["llama3-405b", "406", "B"] for line in lines)
     assert alone == (columns <= 40)
+
+
+def test_no_path_sets_a_table_wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells and headings begin in the working directory or at `~`, in a terminal and on a page."""
+    work, home = tmp_path / "work", tmp_path / "home"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("HOME", str(home))
+    cells = [f"{work}/runs/a", f"in {home}/data/x.txt, read", f"gs:/{work}/b", "w[D/fsdp]", None, 3]
+    shown = ["runs/a", "in ~/data/x.txt, read", f"gs:/{work}/b", "w[D/fsdp]", None, 3]
+    table = Table([Column("value"), Column(f"in {home}/runs")], [[cell, cell] for cell in cells])
+    assert [row[0] for row in table.rows] == shown
+    assert table.columns[1].heading == "in ~/runs"
+    assert Facts([("out", f"{work}/runs/a")]).rows == [("out", "runs/a")]
+    assert str(work) not in text_of(Table([Column("file")], [[f"{work}/runs/a"]]))

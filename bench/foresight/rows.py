@@ -34,6 +34,7 @@ from meshwright.runs.run import Run
 from meshwright.sharding.layouts import MEGATRON
 from meshwright.sharding.params import Param, count_params, is_param
 from meshwright.sharding.placement import Layout
+from meshwright.trust import own
 
 FILE = Path(__file__).with_name("published.csv")
 VTRAIN = Path(__file__).with_name("vtrain.csv")
@@ -284,7 +285,7 @@ def read_precision(row: dict[str, str], target: Target) -> str:
     """Returns the recipe of a row's matmuls, as `--training.matmul-precision` names it."""
     text = row["precision"].lower()
     if "fp4" in text:
-        return "rows:NVFP4"
+        return own("rows:NVFP4")
     if "int8" in text:
         return "int8"
     if "fp8" not in text and "float8" not in text:
@@ -313,7 +314,7 @@ def place(row: dict[str, str], model: Model, mesh: MeshShape, training: Training
     """
     odd = mesh.fsdp // (mesh.fsdp & -mesh.fsdp)
     replicated = dataclasses.replace(mesh, fsdp=mesh.fsdp // odd, data=mesh.data * odd)
-    layout = "rows:ZERO1" if mesh.fsdp == 1 else "zero1" if mesh.data > 1 else "fsdp"
+    layout = own("rows:ZERO1") if mesh.fsdp == 1 else "zero1" if mesh.data > 1 else "fsdp"
     reason = ""
     for whole, name in ((mesh, layout), (replicated, "fsdp")):
         run = Run(

@@ -1,5 +1,6 @@
 """Numbers (bytes, counts, durations) as text, counts from text, and text that is safe for a terminal."""
 
+import os
 import re
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -19,6 +20,33 @@ class Shown:
 
     def _repr_html_(self) -> str:
         return self.page().frame()
+
+
+def relative_paths(text: str) -> str:
+    """Returns a text in which paths in the working directory begin there; parts of other paths stay."""
+    if "/" not in text:
+        return text
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:  # deleted while this process is in it
+        return text
+    return _without_prefix(text, f"{folder}/", "")
+
+
+def short_paths(text: str) -> str:
+    """Returns a text in which paths begin in the working directory, or at `~` where they are in the home directory.
+
+    For what a reader looks at. A command that is printed to be copied has `relative_paths`: no shell expands `--out=~/x`.
+    """
+    if "/" not in text:
+        return text
+    return _without_prefix(relative_paths(text), f"{os.path.expanduser('~')}/", "~/")
+
+
+def _without_prefix(text: str, prefix: str, replacement: str) -> str:
+    if not prefix.strip("/") or prefix not in text:  # the root is no place to begin at
+        return text
+    return re.sub(rf"(?<![\w./:~-]){re.escape(prefix)}", lambda _: replacement, text)
 
 
 def format_time(seconds: float) -> str:

@@ -236,6 +236,36 @@ def test_a_proof_of_126_layers_opens_in_two_seconds(opened: Any) -> None:
     assert re.fullmatch(r"3[23]\.\d ms shown", state.inner_text())
 
 
+_BROKEN_WORDS = """() => {
+  const broken = [];
+  for (const cell of document.querySelectorAll(".fact-table td, .fact-table th")) {
+    for (const node of cell.childNodes) {
+      if (node.nodeType !== Node.TEXT_NODE) continue;
+      for (const word of node.data.matchAll(/[\\w-]+/g)) {
+        const range = document.createRange();
+        range.setStart(node, word.index);
+        range.setEnd(node, word.index + word[0].length);
+        if (range.getClientRects().length > 1) broken.push(word[0]);
+      }
+    }
+  }
+  return broken;
+}"""
+"""Words of the facts of the selected plans that stand on more than one line."""
+
+
+def test_facts_of_two_plans_break_no_word_in_a_narrow_window(opened: Any) -> None:
+    for width in WIDTHS:
+        page = opened("plan", width)
+        rows = page.block("Every plan and its reason").locator("tbody tr")
+        for number in range(1, 6):
+            rows.nth(number).locator("td").first.click()
+            assert page.tab.locator(".fact-table").count() == 1
+            assert page.tab.evaluate(_BROKEN_WORDS) == []
+    box = page.tab.locator(".fact-table").locator("xpath=..")
+    assert box.evaluate("box => box.scrollWidth <= box.clientWidth")
+
+
 def test_plans_are_clicked_filtered_sorted_and_compared(opened: Any) -> None:
     page = opened("plan")
     chosen, table = page.tab.locator(".block-inspector"), page.block("Every plan and its reason")

@@ -4,7 +4,6 @@ import contextlib
 import difflib
 import importlib
 import os
-import re
 import resource
 import sys
 import traceback
@@ -26,7 +25,7 @@ from meshwright.errors import (
     nearest,
     reason_of,
 )
-from meshwright.formatting import printable
+from meshwright.formatting import printable, relative_paths
 from meshwright.launching import LIMIT
 from meshwright.runs.catalogue import families, list_recipes, matching, size_of
 from meshwright.signs import give_signs
@@ -262,14 +261,9 @@ def _write_overview() -> None:
     )
 
 
-def _relative(text: str) -> str:
-    """Returns a text in which paths in the working directory begin there; parts of other paths stay."""
-    return re.sub(rf"(?<![\w./:~-]){re.escape(os.getcwd())}/", "", text)
-
-
 def _error_line(error: MeshwrightError) -> str:
     notes = "".join(f"\n  note:    {note}" for note in getattr(error, "__notes__", ()))
-    text = printable(_relative(f"{error}{notes}"), keep="\n\t")
+    text = printable(relative_paths(f"{error}{notes}"), keep="\n\t")
     colored = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     return ("\033[1;31merror:\033[0m" if colored else "error:") + f" {text}\n"
 

@@ -10,7 +10,7 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from meshwright.formatting import format_bytes, format_count, format_step
+from meshwright.formatting import format_bytes, format_count, format_step, short_paths
 
 Cell = str | int | float | None
 Unit = Literal[
@@ -43,6 +43,10 @@ def format_cell(value: Cell, unit: Unit) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     return f"-{format_cell(-value, unit)}" if value < 0 else _FORMATS.get(unit, str)(value)
+
+
+def _short(cell: Cell) -> Cell:
+    return short_paths(cell) if isinstance(cell, str) else cell
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +90,11 @@ class Facts(Block):
     """Names and values."""
 
     rows: Sequence[tuple[str, str]]
+
+    def __post_init__(self) -> None:
+        """Shortens the paths in values."""
+        rows = [(name, short_paths(value)) for name, value in self.rows]
+        object.__setattr__(self, "rows", rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +151,13 @@ class Table(Block):
     """Rows on a page before a button shows more."""
     printed: int | None = 20
     """Rows that a terminal shows; None for all."""
+
+    def __post_init__(self) -> None:
+        """Shortens the paths in headings and cells, which would set a table wide."""
+        columns = [dataclasses.replace(c, heading=short_paths(c.heading)) for c in self.columns]
+        rows = [[_short(cell) for cell in row] for row in self.rows]
+        object.__setattr__(self, "columns", columns)
+        object.__setattr__(self, "rows", rows)
 
     @classmethod
     def of(cls, items: Iterable[Any], columns: Sequence[Column], **fields: Any) -> "Table":

@@ -1,0 +1,106 @@
+"""Errors of predictions that the pages print: those of the result files, and printed by the scripts that have the rows."""
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import report
+from rows import read_rows
+
+ROOT = Path(__file__).parents[1]
+BENCH = ROOT / "bench"
+RESULTS = json.loads(report.RESULTS.read_text(encoding="utf-8"))
+FIGURES = report.figures(RESULTS, json.loads(report.MEASURED.read_text(encoding="utf-8")))
+
+
+def module_of_bench(name: str) -> ModuleType:
+    """Imports a script of bench/ by its name."""
+    sys.path.insert(0, str(BENCH))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(BENCH))
+
+
+page_table = module_of_bench("page_table")
+
+
+def test_every_printed_figure_is_that_of_the_results() -> None:
+    used = set()
+    for page in page_table.pages():
+        text = page.read_text(encoding="utf-8")
+        assert page_table.with_figures(text, report.SCRIPT, FIGURES) == text, (
+            f"{page.relative_to(ROOT)}: python bench/{report.SCRIPT}"
+        )
+        marks = page_table.marks_of(text)
+        assert {script for script, _ in marks} <= {f"bench/{report.SCRIPT}"}
+        used |= {name for _, name in marks}
+    assert used == FIGURES.keys()
+
+
+def test_a_stale_figure_is_found() -> None:
+    text = "a <!-- figures: bench/foresight/report.py median -->median error of 1%<!-- end of the figures -->."
+    found = page_table.with_figures(text, report.SCRIPT, FIGURES)
+    assert FIGURES["median"] in found and "of 1%" not in found
+    assert page_table.with_figures(text, "other.py", {}) == text
+    with pytest.raises(KeyError):
+        page_table.with_figures(text, report.SCRIPT, {})
+
+
+def test_the_table_of_foresight_is_that_of_the_results() -> None:
+    page = (ROOT / "docs" / "foresight.md").read_text(encoding="utf-8")
+    for line in report.lines_of_spread(RESULTS["spread"]):
+        assert f"{line}\n" in page
+    for name, (layouts, regret) in RESULTS["sweeps"].items():
+        assert f"| {name} | {layouts} | {regret:+.1%} |\n" in page
+
+
+def test_the_results_are_those_of_the_rows() -> None:
+    """`python bench/foresight/report.py` prices them again."""
+    rows, _ = read_rows()
+    errors = {name: error for name, (_, _, error) in report.results_of(rows).items()}
+    assert errors.keys() == RESULTS["errors"].keys()
+    assert errors == pytest.approx(RESULTS["errors"], rel=1e-6, abs=1e-9)
+    spread = report.spread(errors.values())
+    assert spread == pytest.approx(RESULTS["spread"]["all rows, both halves"], rel=1e-6)
+
+
+def test_the_table_of_compiled_plans_is_that_of_the_rows() -> None:
+    """`python bench/compiled_plans.py --table` prices them again."""
+    compiled_plans = module_of_bench("compiled_plans")
+    rows = json.loads(compiled_plans.RESULTS.read_text(encoding="utf-8"))
+    priced = [compiled_plans.with_prediction(row) for row in rows]
+    assert compiled_plans.table(priced) in compiled_plans.PAGE.read_text(encoding="utf-8")
+
+
+_RATE = re.compile(
+    r"\b(median error|errors? of|percentile|at the median|than (planned|predicted))\b", re.I
+)
+_PERCENT = re.compile(r"\d ?%")
+_SENTENCE = re.compile(r"(?<=[.])\s|\n\s*\n|\n\s*[-|]")
+EXEMPT = {
+    "docs/plan.md": "above the\nwork of one device",  # how far plans are above a lower bound
+}
+"""Page -> start of a sentence with a figure that is not the error of a prediction."""
+
+
+def test_no_error_of_a_prediction_is_typed_by_hand() -> None:
+    """The log and the changelog say what was found on their day; lessons and outputs of commands show one run."""
+    faults = []
+    for page in page_table.pages():
+        if page.name in ("log.md", "changelog.md") or "ladder" in page.parts:
+            continue
+        name = str(page.relative_to(ROOT))
+        text = page_table.without_figures(page.read_text(encoding="utf-8"))
+        text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.S | re.M)
+        for sentence in _SENTENCE.split(text):
+            exempt = EXEMPT.get(name)
+            if exempt is not None and exempt in sentence:
+                continue
+            if _RATE.search(sentence) and _PERCENT.search(sentence):
+                faults.append(f"{name}: {sentence.strip()}")
+    assert not faults, "\n".join(faults)
