@@ -12,7 +12,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.activity import activity, watched_by
-from meshwright.cli.main import main
+from meshwright.cli.verbs import run_verb
 from meshwright.reporters.files import EventLog, JsonLines
 from meshwright.storage.paths import path_of
 from meshwright.views.charts import Chart
@@ -248,10 +248,10 @@ def test_page_terminal_and_json_have_one_status(
     out = running(tmp_path / "run")
     monkeypatch.setattr(time, "time", lambda: NOW + 30)
     summary = status_after(out, 30.0).summary
-    assert main(["view", str(out)]) == 0
+    assert run_verb("view", [str(out)]) == 0
     printed = capsys.readouterr().out
     assert summary in printed
-    assert main(["view", str(out), "--json"]) == 0
+    assert run_verb("view", [str(out), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert summary in json.dumps(record)
     assert "late" in mw.view(out).page.html()
@@ -305,8 +305,8 @@ def test_checkpoints_of_a_week_do_not_hide_the_curve_nor_the_held_out_loss(tmp_p
     curve, checkpoints, held_out = charts(folder)["Loss"].series
     assert len(checkpoints.x) <= 24 and checkpoints.x[0] == 10 and checkpoints.x[-1] == 10_000
     assert checkpoints.under and not curve.under and not held_out.under
-    for step, value in zip(checkpoints.x, checkpoints.y, strict=True):
-        assert value == pytest.approx(3.0 - step / 10_000, abs=1e-6)
+    for at, value in zip(checkpoints.x, checkpoints.y, strict=True):
+        assert value == pytest.approx(3.0 - at / 10_000, abs=1e-6)
     assert "24 of 1,000 checkpoints" in checkpoints.tips[0]
 
 

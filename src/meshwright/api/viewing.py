@@ -92,6 +92,8 @@ class ViewOptions(Ranged):
     """Serve the page on this machine (127.0.0.1) instead, and update it while the runs train; Ctrl-C ends it."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """Port of --live; 0 takes a free one."""
+    json: bool = False
+    """Print the page's file and the status of each run as JSON."""
 
     def act(self, call: Call) -> Outcome:
         """Runs `meshwright view`. Raises ConfigError where a folder has no run."""
@@ -110,6 +112,10 @@ class ViewOptions(Ranged):
         if self.html is not None:
             raise ConfigError(
                 "--html with --live", f"a server writes no file such as {PAGE}", "one of them"
+            )
+        if self.json:
+            raise ConfigError(
+                "--json with --live", "a server has no result to print", "--json without --live"
             )
         with LiveServer(LivePage(self.out, run_page), self.port) as server:
             call.console.out(f"{server.url} (Ctrl-C ends it)", highlight=False)
