@@ -289,10 +289,11 @@ def test_the_log_of_events_survives_restarts(tmp_path: Path) -> None:
         log.close()
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(line["event"], line["step"]) for line in lines] == [
-        ("start", 0), ("save", 5), ("roll back", 5), ("end", 2), ("start", 20), ("save", 25), ("roll back", 25),
-        ("end", 22),
+        ("start", 0), ("began", 5), ("save", 5), ("roll back", 5), ("end", 2),
+        ("start", 20), ("began", 25), ("save", 25), ("roll back", 25), ("end", 22),
     ]  # fmt: skip
-    assert lines[1]["seconds"] >= 0 and lines[2]["to"] == 2
+    assert (lines[1]["activity"], lines[1]["doing"]) == ("save", "saving")
+    assert lines[2]["seconds"] >= 0 and lines[3]["to"] == 2
 
 
 def test_a_console_without_a_reader_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import tyro
@@ -17,6 +18,7 @@ from meshwright.views.live_server import LivePage, LiveServer
 from meshwright.views.report import Report
 from meshwright.views.run_folder import open_folders
 from meshwright.views.run_page import run_page
+from meshwright.views.run_status import RunStatus, run_status
 
 PAGE = "view.html"
 """Name of a run's page in its output folder."""
@@ -37,6 +39,8 @@ class View:
     page: Report
     out: Path
     """Output folder of the first run."""
+    statuses: Mapping[str, RunStatus] = dataclasses.field(default_factory=dict)
+    """What each run does: whether it runs, is late or silent, and what its restarts lost; by folder."""
 
     def write(self, file: str | Path | None = None) -> Path:
         """Writes the page as one HTML file that loads nothing, by default OUT/view.html; returns the file."""
@@ -45,6 +49,15 @@ class View:
             refuse_link(path)
         self.page.write(path)
         return path
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the statuses of the runs as JSON values."""
+        return {name: status.to_json() for name, status in self.statuses.items()}
+
+    def __str__(self) -> str:
+        if len(self.statuses) == 1:
+            return "\n".join(str(status) for status in self.statuses.values())
+        return "\n".join(f"{name}: {status}" for name, status in self.statuses.items())
 
     def _repr_html_(self) -> str:
         return self.page.frame()
@@ -62,7 +75,8 @@ def view(*outs: str | Path) -> View:
         'seen'
     """
     folders = open_folders([path_of(out) for out in outs])
-    return View(run_page(folders), folders[0].folder)
+    statuses = {str(folder.folder): run_status(folder) for folder in folders}
+    return View(run_page(folders), folders[0].folder, statuses)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +92,8 @@ class ViewOptions(Ranged):
     """Serve the page on this machine (127.0.0.1) instead, and update it while the runs train; Ctrl-C ends it."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """Port of --live; 0 takes a free one."""
+    json: bool = False
+    """Print the page's file and the status of each run as JSON."""
 
     def act(self, call: Call) -> Outcome:
         """Runs `meshwright view`. Raises ConfigError where a folder has no run."""
@@ -90,10 +106,16 @@ class ViewOptions(Ranged):
         if self.port and not self.live:
             raise ConfigError(f"--port {self.port} without --live", "a file has no port", "--live")
         if not self.live:
-            return Outcome(f"{view(*self.out).write(self.html)}\n")
+            result = view(*self.out)
+            file = result.write(self.html)
+            return Outcome(f"{file}\n{result}\n", {"page": str(file), "runs": result.to_json()})
         if self.html is not None:
             raise ConfigError(
                 "--html with --live", f"a server writes no file such as {PAGE}", "one of them"
+            )
+        if self.json:
+            raise ConfigError(
+                "--json with --live", "a server has no result to print", "--json without --live"
             )
         with LiveServer(LivePage(self.out, run_page), self.port) as server:
             call.console.out(f"{server.url} (Ctrl-C ends it)", highlight=False)

@@ -146,8 +146,9 @@ def last_step(out: Path) -> int:
 class EventLog:
     """Reporter and watcher that appends what happened besides the steps to a file of JSON lines.
 
-    Each line has `time` (Unix seconds), `step`, `event` (`start`, `roll back`, `end`, or the kind of an activity) and
-    `seconds` of an activity. Nothing is ever dropped from it: a restart is a further `start`.
+    Each line has `time` (Unix seconds), `step`, `event` (`start`, `roll back`, `end`, `began`, or the kind of an activity)
+    and `seconds` of an activity. An activity has a line when it begins (`began`, with its kind as `activity`), so that a
+    reader knows what a run is about that takes no steps. Nothing is ever dropped: a restart is a further `start`.
     """
 
     def __init__(self, file: Path):
@@ -180,7 +181,10 @@ class EventLog:
         self._step = step
 
     def began(self, activity: Activity) -> None:
-        """Waits for its end."""
+        """Appends that an activity begins."""
+        if activity.step is not None:
+            self._step = activity.step
+        self.add("began", activity=activity.kind, doing=activity.doing)
 
     def ended(self, activity: Activity, *, failed: bool) -> None:
         """Appends an activity with its seconds and its record."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import CheckpointError
+from meshwright.storage.paths import in_bucket
 
 BEAT = 5.0
 """Seconds between two counts of the holder."""
@@ -35,6 +36,20 @@ def parse_holder(text: bytes) -> dict[str, Any]:
         return dict(json.loads(text))
     except (ValueError, TypeError, RecursionError):
         return {}
+
+
+def count_age(out: Path, now: float) -> float | None:
+    """Returns the seconds since the holder of a local output folder counted; None where the lock has no holder.
+
+    now: Unix seconds. A bucket's driver gives no times, so nothing is known of a lock there.
+    """
+    if in_bucket(out):
+        return None
+    try:
+        status = (out / ".lock").lstat()
+    except OSError:
+        return None
+    return max(0.0, now - status.st_mtime) if status.st_size else None
 
 
 def describe_holder(holder: dict[str, Any]) -> str:

@@ -22,6 +22,8 @@ class Axis:
     """Whether the reader may switch between linear and logarithmic."""
     zero: bool = False
     """Whether the axis begins at zero."""
+    top: float | None = None
+    """Greatest value that a linear axis shows before the reader zooms; spikes beyond it do not flatten the rest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Series:
     """Key of each point for the chart's link; empty for lines that select nothing."""
     tips: Sequence[str] = ()
     """Text of each point; its first line is a title."""
+    under: bool = False
+    """Whether it is drawn below the others, which it would hide."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,19 +13,29 @@ from typing import Any
 from meshwright.errors import ConfigError, by_class, reason_of
 from meshwright.views.report import Live, Report
 from meshwright.views.run_folder import RunFolder, open_folders
+from meshwright.views.run_status import run_status
 
 _ADDRESS = "127.0.0.1"
 _DATA = "data.json"
+_AGED = 2.0
+"""Seconds after which a page is made anew although no file has changed."""
+_SELDOM = 10.0
+"""Seconds between two requests of a page of which nothing new is expected."""
 
 
 class LivePage:
-    """Report of runs that are under way; it is made anew when their files have changed."""
+    """Report of runs that are under way; it is made anew when their files have changed, or while they should.
+
+    The page of a run that ended or went silent says so, and is asked for rarely: a resume makes it live again.
+    """
 
     def __init__(
         self, paths: Sequence[Path], make: Callable[[Sequence[RunFolder], Live | None], Report]
     ):
         self._folders, self._make = open_folders(paths), make
         self._version: Any = None
+        self._made_at = -math.inf
+        self._live = Live(_DATA)
         self._document: tuple[str, bytes] = ("", b"")
         self._lock = threading.Lock()
 
@@ -31,9 +43,13 @@ class LivePage:
         """Returns a version and the page's data as JSON."""
         with self._lock:
             version = tuple(folder.version for folder in self._folders)
-            if version != self._version:
+            # Ages grow while no file changes.
+            aged = time.monotonic() - self._made_at >= _AGED and self._live.active
+            if version != self._version or aged:
                 for folder in self._folders:
                     folder.refresh()
+                self._live = _live_of(self._folders)
+                self._made_at = time.monotonic()
                 document = json.dumps(self._page().to_json(), allow_nan=False).encode()
                 self._document = (f'"{hashlib.sha256(document).hexdigest()[:16]}"', document)
                 self._version = version
@@ -46,7 +62,16 @@ class LivePage:
             return self._page().html().encode()
 
     def _page(self) -> Report:
-        return self._make(self._folders, Live(_DATA))
+        return self._make(self._folders, self._live)
+
+
+def _live_of(folders: Sequence[RunFolder]) -> Live:
+    """Returns what a page says of its runs: `live` while something is expected of one of them."""
+    statuses = [run_status(folder) for folder in folders]
+    if any(status.progresses for status in statuses):
+        return Live(_DATA)
+    words = list(dict.fromkeys(status.word for status in statuses))
+    return Live(_DATA, seconds=_SELDOM, state=" and ".join(words), active=False)
 
 
 class _Handler(BaseHTTPRequestHandler):

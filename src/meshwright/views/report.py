@@ -52,6 +52,10 @@ class Live:
     """Path on the same server that returns `Report.to_json()`."""
     seconds: float = 2.0
     """Seconds between two requests."""
+    state: str = "live"
+    """What the page says of its source: `live`, or why nothing new is expected."""
+    active: bool = True
+    """Whether something new is expected."""
 
 
 @dataclasses.dataclass(frozen=True)

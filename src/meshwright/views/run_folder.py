@@ -3,88 +3,112 @@
 Nothing here runs code that a folder names, and a file that is a link out of its folder is left out.
 """
 
-import array
+import collections
 import contextlib
-import dataclasses
 import json
 import math
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from meshwright.documents import check_inside, parse_json, read_json, step_of
 from meshwright.errors import ConfigError
+from meshwright.reporters.followed import follow_lines
+from meshwright.storage.paths import bucket_path, in_bucket
 
-_LONGEST = 2**20
-"""Most bytes of a line; a sample has a few thousand."""
-_LARGEST = 64 * 2**20
-"""Most bytes that are read at a time."""
 _DOCUMENTS = ("run.json", "foresight.json", "profile.json")
+_METRICS = "metrics.jsonl"
+_EVENTS = "events.jsonl"
+_STRETCHES = 1000
+"""Most stretches of a curve; each has up to three points."""
+_RECENT = 500
+"""Last values of a curve that are kept as they are."""
+_MOST_CURVES = 500
+"""Most metrics of a run; a run has some twenty."""
+_RECENT_EVENTS = 400
+"""Last events that are kept, whatever they are."""
+_EVENTS_OF_A_KIND = 2000
+"""Most events of a kind that are kept, spread over the run."""
+_TEXTS = 12
+"""Last samples that keep their text."""
+
+_Point = tuple[int, float, float]
+"""Number of a point in its curve, its step and its value."""
 
 
-@dataclasses.dataclass
 class Curve:
-    """Values of one metric by step, in the order of the file."""
+    """Values of one metric by step, in the order of the file, in memory that does not grow with the run.
 
-    steps: array.array[float] = dataclasses.field(default_factory=lambda: array.array("d"))
-    values: array.array[float] = dataclasses.field(default_factory=lambda: array.array("d"))
-    """NaN where the file has null: a loss that was not finite."""
+    Up to `2 * _STRETCHES` points all are kept. Of more, each stretch of equally many points keeps its first, its least
+    and its greatest, and the last point of all is kept; when there are too many stretches, neighbors become one.
+    """
 
-    def thinned(self, most: int) -> tuple[list[float], list[float]]:
-        """Returns at most about `most` points: of each stretch its first, least and greatest, and the very last."""
-        count = len(self.steps)
-        if count <= most:
-            return list(self.steps), list(self.values)
-        kept: set[int] = {count - 1}
-        stretches = max(1, most // 3)
-        for n in range(stretches):
-            first, end = n * count // stretches, (n + 1) * count // stretches
-            finite = [i for i in range(first, end) if math.isfinite(self.values[i])]
-            kept.add(first)
-            if finite:
-                kept |= {
-                    min(finite, key=self.values.__getitem__),
-                    max(finite, key=self.values.__getitem__),
-                }
-        order = sorted(kept)
-        return [self.steps[i] for i in order], [self.values[i] for i in order]
+    def __init__(self) -> None:
+        self.count = 0
+        """Points so far."""
+        self.total = 0.0
+        """Sum of the finite values."""
+        self.recent: collections.deque[float] = collections.deque(maxlen=_RECENT)
+        """Last values; NaN where the file has null: a loss that was not finite."""
+        self.last_step = 0
+        self._length = 1
+        """Points of a stretch."""
+        self._stretches: list[list[_Point]] = []
+        self._open: list[_Point] = []
+        """Points of the stretch that is not full."""
+
+    def add(self, step: int, value: float) -> None:
+        """Appends a point."""
+        self._open.append((self.count, step, value))
+        self.count += 1
+        self.recent.append(value)
+        self.last_step = step
+        if math.isfinite(value):
+            self.total += value
+        if len(self._open) == self._length:
+            self._stretches.append(_ends(self._open))
+            self._open = []
+            if len(self._stretches) == 2 * _STRETCHES:
+                self._join_neighbors()
+
+    def _join_neighbors(self) -> None:
+        pairs = zip(self._stretches[::2], self._stretches[1::2], strict=True)
+        self._stretches = [_ends([*first, *second]) for first, second in pairs]
+        self._length *= 2
+
+    def _points(self) -> list[_Point]:
+        found = [point for stretch in self._stretches for point in stretch]
+        if self._open:
+            found += _ends(self._open)
+            if found[-1] != self._open[-1]:
+                found.append(self._open[-1])
+        return found
+
+    @property
+    def steps(self) -> list[float]:
+        """Steps of the points that are kept."""
+        return [step for _, step, _ in self._points()]
+
+    @property
+    def values(self) -> list[float]:
+        """Values of the points that are kept; NaN where the file has null."""
+        return [value for _, _, value in self._points()]
 
 
-class _LinesFile:
-    """A file of JSON lines that another process appends to, and now and then writes anew."""
+def _ends(points: Sequence[_Point]) -> list[_Point]:
+    """Returns the first, the least and the greatest of some points, in their order."""
+    if len(points) <= 2:
+        return list(points)
+    kept = {points[0][0]: points[0]}
+    finite = [point for point in points if math.isfinite(point[2])]
+    if finite:
+        for chosen in (min(finite, key=_value_of), max(finite, key=_value_of)):
+            kept[chosen[0]] = chosen
+    return [kept[number] for number in sorted(kept)]
 
-    def __init__(self, file: Path):
-        self._file, self._offset, self._identity = file, 0, (0, 0)
 
-    def read(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Returns whether the file was written anew since the last call, and the objects of its new lines."""
-        try:
-            check_inside(self._file.parent, [self._file])
-            descriptor = os.open(self._file, os.O_RDONLY | os.O_NONBLOCK)
-        except (OSError, ValueError):
-            anew, self._offset, self._identity = self._offset > 0, 0, (0, 0)
-            return anew, []
-        with open(descriptor, "rb") as opened:
-            status = os.fstat(opened.fileno())
-            identity = (status.st_dev, status.st_ino)
-            anew = identity != self._identity or status.st_size < self._offset
-            if anew:
-                self._offset, self._identity = 0, identity
-            opened.seek(self._offset)
-            content = opened.read(_LARGEST)
-        complete = content[: content.rfind(b"\n") + 1]
-        if not complete and len(content) > _LONGEST:
-            complete = content  # not lines at all
-        self._offset += len(complete)
-        found = []
-        for line in complete.split(b"\n"):
-            if line.strip() and len(line) <= _LONGEST:
-                try:
-                    found.append(parse_json(line.decode("utf-8", "replace")))
-                except ValueError:
-                    continue  # damaged
-        return anew, [value for value in found if isinstance(value, dict)]
+def _value_of(point: _Point) -> float:
+    return point[2]
 
 
 class RunFolder:
@@ -94,10 +118,25 @@ class RunFolder:
         self.folder = folder
         self.name = folder.resolve().name
         self.curves: dict[str, Curve] = {}
-        self.events: list[dict[str, Any]] = []
-        self._metrics, self._log = (
-            _LinesFile(folder / "metrics.jsonl"),
-            _LinesFile(folder / "events.jsonl"),
+        self.left_out: collections.Counter[str] = collections.Counter()
+        """What could not be read, by what it is, with its number."""
+        self._metrics = follow_lines(folder / _METRICS)
+        self._log = follow_lines(folder / _EVENTS)
+        self._forget_events()
+
+    def _forget_events(self) -> None:
+        self.event_counts: collections.Counter[str] = collections.Counter()
+        """Number of the events of each kind."""
+        self.samples: collections.deque[dict[str, Any]] = collections.deque(maxlen=_TEXTS)
+        """Last samples, with their text; no other event has one."""
+        self.last_event: dict[str, Any] = {}
+        self.open_activity: dict[str, Any] = {}
+        """Line `began` of the activity that is under way; empty where none is."""
+        self.longest: dict[str, float] = {}
+        """Longest seconds of each kind of activity."""
+        self._of_a_kind: dict[str, _Spread] = collections.defaultdict(_Spread)
+        self.recent_events: collections.deque[dict[str, Any]] = collections.deque(
+            maxlen=_RECENT_EVENTS
         )
 
     def refresh(self) -> None:
@@ -105,32 +144,99 @@ class RunFolder:
         anew, lines = self._metrics.read()
         if anew:
             self.curves = {}
-        for line in lines:
-            step = step_of(line)
-            line.pop("step", None)
-            if step is None:
-                continue
-            for name, value in line.items():
-                # The writer has null for what is not finite; a number that is neither comes from elsewhere.
-                number = math.nan if value is None else real(value)
-                if number is not None and name != "step":
-                    curve = self.curves.setdefault(name, Curve())
-                    curve.steps.append(step)
-                    curve.values.append(number)
+            self._forget_left_out(_METRICS)
+        for record in self._records(lines, _METRICS):
+            self._add_metrics(record)
         anew, lines = self._log.read()
-        lines = [line for line in lines if step_of(line) is not None]
-        self.events = lines if anew else [*self.events, *lines]
+        if anew:
+            self._forget_events()
+            self._forget_left_out(_EVENTS)
+        for record in self._records(lines, _EVENTS):
+            self._add_event(record)
+
+    def _forget_left_out(self, file: str) -> None:
+        for what in [what for what in self.left_out if file in what]:
+            del self.left_out[what]
+
+    def _records(self, lines: Iterable[bytes | None], file: str) -> Iterator[dict[str, Any]]:
+        """Yields the objects that have a step; counts the lines that have none."""
+        for line in lines:
+            if line is None:
+                self.left_out[f"lines of {file} longer than 1 MiB"] += 1
+                continue
+            if not line.strip():
+                continue
+            try:
+                record = parse_json(line.decode("utf-8", "replace"))
+            except ValueError:
+                record = None
+            if isinstance(record, dict) and step_of(record) is not None:
+                yield record
+            else:
+                self.left_out[f"damaged lines of {file}"] += 1
+
+    def _add_metrics(self, record: dict[str, Any]) -> None:
+        step = int(record.pop("step"))
+        for name, value in record.items():
+            # The writer has null for what is not finite; a number that is neither comes from elsewhere.
+            number = math.nan if value is None else real(value)
+            if number is None:
+                continue
+            curve = self.curves.get(name)
+            if curve is None:
+                if len(self.curves) == _MOST_CURVES:
+                    self.left_out[f"values in {_METRICS} of more than {_MOST_CURVES} metrics"] += 1
+                    continue
+                curve = self.curves[name] = Curve()
+            curve.add(step, number)
+
+    def _add_event(self, record: dict[str, Any]) -> None:
+        kind = str(record.get("event", ""))
+        if kind == "sample":
+            self.samples.append(record)
+        record = {name: value for name, value in record.items() if name != "text"}
+        self.last_event = record
+        if kind == "began":
+            self.open_activity = record
+            return
+        activity = self.open_activity.get("activity")
+        if activity == kind or kind in ("start", "end", "roll back"):
+            self.open_activity = {}
+        seconds = real(record.get("seconds"))
+        if seconds is not None and len(self.longest) < _MOST_CURVES:
+            self.longest[kind] = max(seconds, self.longest.get(kind, 0.0))
+        if len(self.event_counts) < _MOST_CURVES or kind in self.event_counts:
+            self.event_counts[kind] += 1
+            self._of_a_kind[kind].add(record)
+        self.recent_events.append(record)
+
+    def events_of(self, kind: str) -> list[dict[str, Any]]:
+        """Returns the events of a kind, in their order; of very many those spread over the run, and the last."""
+        return self._of_a_kind[kind].events() if kind in self._of_a_kind else []
+
+    def last_written(self, name: str) -> float | None:
+        """Returns the time at which a file of the folder was written; None where there is none, or no such time."""
+        if in_bucket(self.folder):
+            return None
+        try:
+            return (self.folder / name).lstat().st_mtime
+        except OSError:
+            return None
 
     @property
     def version(self) -> tuple[Any, ...]:
         """Numbers that change when what is shown does."""
-        found: list[tuple[int, ...]] = []
-        for name in ("metrics.jsonl", "events.jsonl", *_DOCUMENTS):
+        found: list[Any] = [self._metrics.version, self._log.version]
+        for name in _DOCUMENTS:
+            file = self.folder / name
             try:
-                status = (self.folder / name).stat()
-                found.append((status.st_ino, status.st_size, status.st_mtime_ns))
+                if in_bucket(file):
+                    found.append(bucket_path(file).generation())
+                else:
+                    status = file.stat()
+                    found.append((status.st_ino, status.st_size, status.st_mtime_ns))
             except OSError:
-                found.append((0,))
+                found.append(None)
         return tuple(found)
 
     def document(self, name: str) -> dict[str, Any]:
@@ -151,6 +257,32 @@ class RunFolder:
                 record = self.document(f"{folder.name}/metrics.json")
                 found.append((int(text), str(record.get("reason", ""))))
         return sorted(found)
+
+
+class _Spread:
+    """Events spread evenly over all that were added, and the last."""
+
+    def __init__(self) -> None:
+        self.kept: list[dict[str, Any]] = []
+        self._count = 0
+        self._every = 1
+        self._last: dict[str, Any] = {}
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Appends an event."""
+        if self._count % self._every == 0:
+            self.kept.append(event)
+            if len(self.kept) > _EVENTS_OF_A_KIND:
+                self.kept = self.kept[::2]
+                self._every *= 2
+        self._last = event
+        self._count += 1
+
+    def events(self) -> list[dict[str, Any]]:
+        """Returns what is kept."""
+        if self.kept and self.kept[-1] is not self._last:
+            return [*self.kept, self._last]
+        return list(self.kept)
 
 
 def real(value: Any) -> float | None:

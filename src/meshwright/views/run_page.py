@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from meshwright.formatting import format_step, format_time
@@ -25,19 +26,19 @@ from meshwright.views.blocks import (
     Grid,
     Table,
     Text,
+    Tone,
 )
 from meshwright.views.charts import Axis, Chart, Mark, Series
 from meshwright.views.colours import series_colour
 from meshwright.views.report import Live, Report, Section
 from meshwright.views.run_folder import Curve, RunFolder, flat_fields, objects, real
+from meshwright.views.run_status import RunStatus, median_of, restarts_of, run_status
 from meshwright.views.terminal import print_blocks
 
-_POINTS = 3000
-"""Most points of a line."""
-_SAMPLES = 12
-"""Most samples that are shown, the last."""
-_EVENTS = 400
-"""Most events of a run that are shown, the last."""
+_CHECKPOINTS = 24
+"""Most checkpoints that a curve carries, spread over it."""
+_SPIKE = 3.0
+"""Times the median above which a time is a spike, which its axis does not reach."""
 _HELD_OUT = "held-out loss"
 _WRAPPED = ":Wrapped"
 """Class of a wrapped model in run.json, whose code a page does not load."""
@@ -53,7 +54,11 @@ _CURVES = {
         "Model FLOPs achieved, as a fraction of the peak of all devices.",
     ),
     "step seconds": ("Step time", Axis("", "seconds", toggle=True), ""),
-    "input wait seconds": ("Waiting for input", Axis("in each step", "seconds", zero=True), ""),
+    "input wait seconds": (
+        "Waiting for input",
+        Axis("in each step", "seconds", zero=True, toggle=True),
+        "",
+    ),
     "largest expert load": ("Largest expert load", Axis("times the mean", zero=True), ""),
     "batch": ("Batch", Axis("sequences", "integer", zero=True), ""),
 }
@@ -72,13 +77,13 @@ def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
     samples = []
     for folder in folders:
         prefix = f"{folder.name}, " if len(folders) > 1 else ""
-        texts = [event for event in _events(folder, "sample") if isinstance(event.get("text"), str)]
-        for event in texts[: -_SAMPLES - 1 : -1]:
+        texts = [event for event in folder.samples if isinstance(event.get("text"), str)]
+        for event in reversed(texts):
             samples.append(
                 Code(event["text"], title=f"{prefix}step {int(real(event.get('step')) or 0):,}")
             )
     sections = [
-        Section("Overview", [_overview(folders)]),
+        Section("Overview", [_overview(folders), *_left_out(folders)]),
         Section(
             "Curves", [Grid(charts) if charts else Text(["No step is over yet."], tone="faded")]
         ),
@@ -90,7 +95,7 @@ def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
     if len(folders) > 1:
         lead = f"{len(folders)} runs over each other."
     else:
-        run, starts = folders[0].document("run.json"), _events(folders[0], "start")
+        run, starts = folders[0].document("run.json"), folders[0].events_of("start")
         start = starts[-1] if starts else {}
         where = (
             f" on mesh {start['mesh']} ({start.get('devices')} x {start.get('kind')})"
@@ -107,10 +112,6 @@ def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
         + ("" if live else " This file loads nothing."),
         live=live,
     )
-
-
-def _events(folder: RunFolder, kind: str) -> list[dict[str, Any]]:
-    return [e for e in folder.events if e.get("event") == kind]
 
 
 def _at(record: Any, *names: str) -> Any:
@@ -134,45 +135,72 @@ def _overview(folders: Sequence[RunFolder]) -> Block:
     return Table([Column("run"), *map(Column, names)], rows)
 
 
+_TONES: dict[str, Tone] = {
+    "running": "good",
+    "busy": "good",
+    "late": "warning",
+    "silent": "bad",
+}
+
+
+def _state_figure(folder: RunFolder, status: RunStatus) -> Figure:
+    details = []
+    if status.summary != status.word:
+        details.append(status.summary.removeprefix(f"{status.word}: "))
+    restarts = folder.event_counts["start"] - 1
+    if restarts > 0:
+        details.append(f"{restarts} restart{'s' * (restarts > 1)}")
+    if status.steps_lost:
+        details.append(f"{status.steps_lost:,} steps taken again")
+    return Figure("state", status.word, "; ".join(details), _TONES.get(status.state, ""))
+
+
+def _left_out(folders: Sequence[RunFolder]) -> list[Block]:
+    """Returns what of the files could not be read, in words."""
+    texts = []
+    for folder in folders:
+        prefix = f"{folder.name}: " if len(folders) > 1 else ""
+        for what, number in sorted(folder.left_out.items()):
+            texts.append(f"{prefix}{number:,} {what} not shown.")
+    return [Text(texts, tone="bad")] if texts else []
+
+
 def _figures(folder: RunFolder) -> list[Figure]:
     loss, held_out = folder.curves.get("loss", Curve()), folder.curves.get(_HELD_OUT)
-    steps = _at(folder.document("run.json"), "training", "steps")
-    done = int(loss.steps[-1]) if loss.steps else 0
-    limits = [e["event"] for e in folder.events if e.get("event") in ("start", "end")]
-    restarts = limits.count("start") - 1
-    state = "unknown" if not limits else "ended" if limits[-1] == "end" else "running"
-    detail = f"{restarts} restart{'s' * (restarts > 1)}" if restarts > 0 else ""
+    status = run_status(folder)
+    steps = status.steps
     found = [
-        Figure("state", state, detail if limits else "no events.jsonl"),
-        Figure("step", f"{done:,}", f"of {steps:,}" if isinstance(steps, int) else ""),
+        _state_figure(folder, status),
+        Figure("step", f"{status.step:,}", f"of {steps:,}" if steps is not None else ""),
     ]
-    if loss.values:
-        recent = [value for value in loss.values[-20:] if math.isfinite(value)]
+    if loss.count:
+        last = list(loss.recent)[-20:]
+        recent = [value for value in last if math.isfinite(value)]
         found.append(
             Figure(
                 "loss",
                 f"{statistics.fmean(recent):.4f}" if recent else "not finite",
-                "mean of 20 steps",
+                f"mean of {len(last)} step{'s' * (len(last) > 1)}",
             )
         )
     if held_out is not None:
         found.append(
-            Figure(_HELD_OUT, f"{held_out.values[-1]:.4f}", f"at step {int(held_out.steps[-1]):,}")
+            Figure(_HELD_OUT, f"{held_out.recent[-1]:.4f}", f"at step {held_out.last_step:,}")
         )
-    typical, predicted = _median(folder, "step seconds"), _predicted(folder)
+    typical, predicted = status.step_seconds, _predicted(folder)
     if typical is not None:
         foreseen = (
             f"median; foreseen {format_step(predicted['step seconds'])}" if predicted else "median"
         )
         found.append(Figure("step time", format_step(typical), foreseen))
-        if isinstance(steps, int) and done < steps and state == "running":
-            found.append(Figure("left", format_time(typical * (steps - done)), "at the median"))
+    if status.seconds_left is not None:
+        found.append(Figure("left", format_time(status.seconds_left), "at the median"))
     for name in ("tokens/s", "examples/s"):
-        value = _median(folder, name)
+        value = median_of(folder, name)
         if value is not None:
-            values = len(folder.curves[name].values[-_RECENT:])
+            values = len(folder.curves[name].recent)
             found.append(Figure(name, f"{value:,.0f}", f"median of the last {values} steps"))
-    mfu = _median(folder, "MFU")
+    mfu = median_of(folder, "MFU")
     if mfu is not None:
         found.append(
             Figure(
@@ -184,23 +212,13 @@ def _figures(folder: RunFolder) -> list[Figure]:
     return found
 
 
-_RECENT = 500
-"""Steps whose median a page shows."""
-
-
-def _median(folder: RunFolder, name: str) -> float | None:
-    curve = folder.curves.get(name)
-    values = [value for value in curve.values[-_RECENT:] if math.isfinite(value)] if curve else []
-    return statistics.median(values) if values else None
-
-
 def _predicted(folder: RunFolder) -> dict[str, float]:
     """Returns the predicted seconds of a step, from foresight.json, and the MFU of a step that takes them."""
     seconds = sum(
         real(row.get("predicted")) or 0.0
         for row in objects(folder.document("foresight.json"), "gaps")
     )
-    measured, mfu = _median(folder, "step seconds"), _median(folder, "MFU")
+    measured, mfu = median_of(folder, "step seconds"), median_of(folder, "MFU")
     if not seconds:
         return {}
     return {"step seconds": seconds} | (
@@ -250,6 +268,9 @@ def _charts(folders: Sequence[RunFolder]) -> list[Block]:
             marks += _marks(folder, f"{folder.name}: " if several else "")
             if predicted := _predicted(folder).get(metric):
                 marks.append(Mark("y", predicted, "foreseen", fit=True))
+        if series and metric in _WITH_SPIKES:
+            axis, beyond = _without_spikes(axis, series)
+            note = f"{note} {beyond}".strip()
         if series:
             steps = Axis("step", "integer", toggle=True)
             found.append(
@@ -258,42 +279,86 @@ def _charts(folders: Sequence[RunFolder]) -> list[Block]:
     return found
 
 
+_WITH_SPIKES = ("step seconds", "input wait seconds")
+"""Times, of which the first step after a save or an evaluation can be many times the others."""
+
+
+def _without_spikes(axis: Axis, series: Sequence[Series]) -> tuple[Axis, str]:
+    """Returns an axis that rare spikes do not set, and a sentence on what is beyond it."""
+    values = [value for each in series for value in each.y if value is not None]
+    if not values:
+        return axis, ""
+    top = _SPIKE * statistics.median(values)
+    beyond = sum(value > top for value in values)
+    if not beyond or top <= 0 or 4 * beyond > len(values):
+        return axis, ""
+    points = f"{beyond:,} point{'s' * (beyond > 1)} above {format_step(top)}"
+    are = "is" if beyond == 1 else "are"
+    note = (
+        f"{points} {are} beyond the axis, the greatest {format_step(max(values))}: log y shows all."
+    )
+    return dataclasses.replace(axis, top=top), note
+
+
 def _line(name: str, curve: Curve, colour: str, **look: Any) -> Series:
-    x, y = curve.thinned(_POINTS)
-    return Series(name, x, [value if math.isfinite(value) else None for value in y], colour, **look)
+    values = [value if math.isfinite(value) else None for value in curve.values]
+    return Series(name, curve.steps, values, colour, **look)
 
 
 def _points_on_loss(folder: RunFolder, prefix: str, colour: str) -> list[Series]:
+    """Returns the checkpoints, some of them, below the curve, and the held-out losses above it."""
     found = []
+    curve = folder.curves.get("loss", Curve())
+    known = [pair for pair in zip(curve.steps, curve.values, strict=True) if math.isfinite(pair[1])]
+    saves = {
+        int(e["step"]): real(e.get("seconds")) or 0.0
+        for e in folder.events_of("save")
+        if known and known[0][0] <= e["step"] <= known[-1][0]
+    }
+    steps = _spread(sorted(saves), _CHECKPOINTS)
+    if steps:
+        count = folder.event_counts["save"]
+        some = f"\nthe curve carries {len(steps)} of {count:,} checkpoints"
+        tips = [
+            f"Checkpoint of step {step:,}\nsaving took {format_time(saves[step])}"
+            + (some if count > len(steps) else "")
+            for step in steps
+        ]
+        # On the line as it is drawn, also where that has no point of the step.
+        losses = np.interp(steps, [step for step, _ in known], [value for _, value in known])
+        name = f"{prefix}checkpoints"
+        found.append(
+            Series(
+                name,
+                steps,
+                losses.tolist(),
+                "muted",
+                style="points",
+                marker="square",
+                tips=tips,
+                under=True,
+            )
+        )
     if _HELD_OUT in folder.curves:
         held_out = folder.curves[_HELD_OUT]
         found.append(
             _line(f"{prefix}{_HELD_OUT}", held_out, colour, style="points", marker="diamond")
         )
-    curve = folder.curves.get("loss", Curve())
-    at = dict(zip(curve.steps, curve.values, strict=True))
-    saves = {
-        e["step"]: real(e.get("seconds")) or 0.0
-        for e in _events(folder, "save")
-        if e.get("step") in at
-    }
-    steps = [step for step in sorted(saves) if math.isfinite(at[step])][-_EVENTS:]
-    if steps:
-        tips = [
-            f"Checkpoint of step {step:,}\nsaving took {format_time(saves[step])}" for step in steps
-        ]
-        losses = [at[step] for step in steps]
-        found.append(
-            Series(f"{prefix}checkpoints", steps, losses, "muted", "points", "square", tips=tips)
-        )
     return found
 
 
+def _spread(steps: Sequence[int], most: int) -> list[int]:
+    """Returns at most `most` of the steps, evenly spread, with the first and the last."""
+    if len(steps) <= most:
+        return list(steps)
+    return [steps[n * (len(steps) - 1) // (most - 1)] for n in range(most)]
+
+
 def _marks(folder: RunFolder, prefix: str) -> list[Mark]:
-    starts = [e["step"] for e in _events(folder, "start") if isinstance(e.get("step"), int)]
-    returns = [e["to"] for e in _events(folder, "roll back") if isinstance(e.get("to"), int)]
-    marks = [Mark("x", step, f"{prefix}restart", "c2") for step in starts[1:]]
-    marks += [Mark("x", step, f"{prefix}rolled back", "c4") for step in returns]
+    marks = []
+    for restart in restarts_of(folder):
+        colour = "c2" if restart.kind == "restart" else "c4"
+        marks.append(Mark("x", restart.step, f"{prefix}{restart.label}", colour))
     marks += [Mark("x", step, f"{prefix}bad step", "bad") for step, _ in folder.bad_steps()]
     return marks[-40:]
 
@@ -303,14 +368,14 @@ def _marks(folder: RunFolder, prefix: str) -> list[Mark]:
 
 def _times(folders: Sequence[RunFolder]) -> list[Block]:
     def mean(folder: RunFolder, name: str) -> float:
-        values = folder.curves.get(f"{name} seconds", Curve()).values
-        return math.fsum(value for value in values if math.isfinite(value)) / len(
-            folder.curves["step seconds"].values
+        return (
+            folder.curves.get(f"{name} seconds", Curve()).total
+            / folder.curves["step seconds"].count
         )
 
     rows, notes = list[Bar](), list[str]()
     for folder in folders:
-        if folder.curves.get("step seconds", Curve()).values:
+        if folder.curves.get("step seconds", Curve()).count:
             waiting, *between = (mean(folder, name) for name in _PARTS)
             own = mean(folder, "step") - waiting
             if own < 0:
@@ -377,7 +442,9 @@ def _event_table(folders: Sequence[RunFolder]) -> Block:
     rows: list[dict[str, Any]] = []
     for folder in folders:
         name = folder.name if len(folders) > 1 else ""
-        rows += [{**event, "run": name} for event in folder.events[-_EVENTS:]]
+        rows += [{**event, "run": name} for event in folder.recent_events]
+        if folder.open_activity:
+            rows.append({**folder.open_activity, "run": name})
         rows += [
             {"run": name, "step": step, "event": "bad step", "": why}
             for step, why in folder.bad_steps()
@@ -434,18 +501,38 @@ def _configuration(
 def recipe_differences(
     fields: Mapping[str, str], recipe: Mapping[str, Any], title: str
 ) -> list[Block]:
-    """Returns the table of the fields of a run that its recipe has otherwise; nothing if there are none.
+    """Returns the fields of a run that its recipe has otherwise: those that were chosen, apart from those resolved.
 
+    A field that the recipe leaves open (`auto`, or none) is resolved on the machine and the data, unless it was given;
+    the run's file does not tell the two apart. Nothing is returned for a run as its recipe is.
     fields: of `flat_fields`.  recipe: as JSON values.
     """
     own, name = flat_fields(recipe), fields.get("name", "")
-    rows = [
-        [field, own.get(field, ""), value]
-        for field, value in fields.items()
-        if own.get(field) != value
-    ]
+    chosen, resolved = list[list[str]](), list[list[str]]()
+    for field, value in fields.items():
+        before = own.get(field, "")
+        if before == value:
+            continue
+        rows = resolved if _is_open(field, before) else chosen
+        rows.append([field, before, value])
     columns = [Column("field"), Column(f"recipe {name}", wide=True), Column("this run", wide=True)]
-    return [Table(columns, rows, title=f"{title} from the recipe {name}")] if rows else []
+    found: list[Block] = []
+    if chosen:
+        found.append(Table(columns, chosen, title=f"{title} from the recipe {name}"))
+    if resolved:
+        left_open = title.replace("differences", "what the recipe leaves open").replace(
+            "Differences", "What the recipe leaves open"
+        )
+        note = (
+            "The recipe has auto or nothing there: chosen for the machine and the data, or given."
+        )
+        found.append(Table(columns, resolved, title=left_open, note=note, shown=10))
+    return found
+
+
+def _is_open(field: str, value: str) -> bool:
+    """Whether a recipe's value stands for one that is chosen for the machine and the data."""
+    return value in ("", "auto", "none", "[]") and field != "name"
 
 
 def fields_table(fields: Mapping[str, str], title: str) -> Block:

@@ -28,7 +28,7 @@ export function smoothed(values, weight) {
   });
 }
 
-/** Lines have at most about 3,000 points: who makes the data thins them (`run_folder.Curve.thinned`). */
+/** Lines have at most about 3,000 points: who makes the data thins them (`run_folder.Curve`). */
 export class Chart {
   constructor(host, data, store) {
     this.host = host;
@@ -132,7 +132,9 @@ export class Chart {
     if (this.view.y) return { ...domain, y: this.view.y };
     const [low, high] = domain.x;
     const seen = this.shown.flatMap((series, i) => values[i].filter((_, j) => series.x[j] >= low && series.x[j] <= high));
-    domain.y = domainOf([...seen, ...limits("y")], { log: this.logs.y, zero: y.zero, room: 0.08 });
+    const top = this.logs.y ? null : y.top ?? null;
+    const fitted = top === null ? seen : seen.filter((value) => value === null || value <= top);
+    domain.y = domainOf([...fitted, ...limits("y")], { log: this.logs.y, zero: y.zero, room: 0.08 });
     return domain;
   }
 
@@ -158,7 +160,8 @@ export class Chart {
     const inside = shape("g", { "clip-path": `url(#${clip})` });
     this.points = [];
     this.named = [];
-    this.shown.forEach((series, i) => this.#series(inside, series, values[i]));
+    const order = this.shown.map((_, i) => i).sort((a, b) => Number(Boolean(this.shown[b].under)) - Number(Boolean(this.shown[a].under)));
+    for (const i of order) this.#series(inside, this.shown[i], values[i]);
     this.#names(inside);
     picture.append(inside, this.#marks(data.marks ?? []));
     this.overlay = shape("g", {});

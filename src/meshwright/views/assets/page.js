@@ -189,10 +189,12 @@ async function follow(live) {
       const answer = await fetch(live.url, { cache: "no-store", headers: version ? { "If-None-Match": version } : {} });
       if (answer.status === 200) {
         version = answer.headers.get("ETag") ?? "";
-        refresh(await answer.json());
+        const page = await answer.json();
+        live = page.live ?? live;
+        refresh(page);
       }
-      state.textContent = "live";
-      state.dataset.state = "on";
+      state.textContent = live.state;
+      state.dataset.state = live.active ? "on" : "off";
     } catch {
       state.textContent = "the server has stopped";
       state.dataset.state = "off";
