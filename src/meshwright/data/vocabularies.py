@@ -83,8 +83,9 @@ def read_pair(vocab: Path) -> str:
         named = config.get("tokenizer_class") or described.get("model_type")
         truth = f"{VOCAB} and {MERGES} do not say how a text is divided, and that of {named!r} is not known"
         raise DataError(asked, truth, _MAKE)
-    pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
     try:
+        pairs = [(first, second) for first, second in merges]
         model: Any = models.BPE(vocab=tokens, merges=pairs)
         tokenizer = tokenizers.Tokenizer(model)
         _add_tokens(tokenizer, config, added)
