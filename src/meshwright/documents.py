@@ -43,7 +43,7 @@ _LARGEST_POINTER = 1024
 
 
 class ForeignFileError(ValueError):
-    """File that is something else than its name says.  fix: what puts the right one in its place."""
+    """File whose contents are of another format than its name.  fix: what puts the right one in its place."""
 
     def __init__(self, truth: str, fix: str):
         super().__init__(truth)
@@ -74,7 +74,7 @@ def fix_of(error: Exception, fix: str) -> str:
 def open_bytes(file: Path) -> IO[bytes]:
     """Opens a regular file for reading.
 
-    Raises OSError, and ValueError for a pipe, a device or a folder, and for what is not what its name says.
+    Raises OSError, and ValueError for a pipe, a device or a folder, and ForeignFileError.
     """
     # A pipe without a writer would never open.
     number = os.open(file, os.O_RDONLY | os.O_NONBLOCK)

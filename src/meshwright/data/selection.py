@@ -1,7 +1,7 @@
 """Files of a folder that are its data: which are taken, which are left out, and why.
 
 A folder of text, or a data set of the hub, has other files as well: a README, a licence, scripts, other splits, the
-checkpoints of a notebook. One rule, for text and for conversations, says which files people mean:
+checkpoints of a notebook. One rule, for text and for conversations, selects them:
 
 1. Hidden files and folders (`.git`, `.ipynb_checkpoints`) and `__pycache__` are left out.
 2. So are files about the data, by name: README, LICENSE, CITATION, requirements.txt and their like.

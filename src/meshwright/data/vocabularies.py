@@ -44,7 +44,7 @@ def tokenizer_file(folder: Path) -> Path:
 
 
 def check_known(asked: str, file: Path) -> None:
-    """Raises DataError that says which vocabulary is there: `file` itself, or in the folder that it should be in."""
+    """Raises DataError that names the vocabulary that is there: `file` itself, or in the folder that it should be in."""
     if file.name in _FOREIGN and file.is_file():
         what, fix = _FOREIGN[file.name].split("; ", 1)
         raise DataError(asked, f"{file.name} is {what}, not a tokenizer.json", fix)
@@ -59,7 +59,7 @@ def check_known(asked: str, file: Path) -> None:
 def read_pair(vocab: Path) -> str:
     """Returns the tokenizer.json of a vocab.json and the merges.txt beside it.
 
-    Raises DataError where one is missing or damaged, or nothing says how the texts are divided.
+    Raises DataError where one is missing or damaged, or neither configuration names how texts are divided.
     """
     folder = vocab.parent
     asked = f"the tokenizer of {folder}"
