@@ -31,17 +31,61 @@ def read_text(file: Path, largest: int = SMALL) -> str:
     else:
         with open_bytes(file) as opened:
             content = opened.read(largest + 1)
+    check_contents(file.name, content[:64], len(content))
     if len(content) > largest:
         raise ValueError(f"{file.name} is larger than {largest:,} bytes")
     return content.decode("utf-8")
 
 
-def open_bytes(file: Path) -> IO[bytes]:
-    """Opens a regular file for reading. Raises OSError, and ValueError for a pipe, a device or a folder.
+GGUF_KIND = "a GGUF file, the weights of llama.cpp"
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_LARGEST_POINTER = 1024
+"""Bytes that a pointer of Git LFS has at most, by its specification."""
 
-    A read that fails for now is made again, with a new handle.
+
+class ForeignFileError(ValueError):
+    """File whose contents are of another format than its name.  fix: what puts the right one in its place."""
+
+    def __init__(self, truth: str, fix: str):
+        super().__init__(truth)
+        self.fix = fix
+
+
+def check_contents(file: Path | str, start: bytes, size: int) -> None:
+    """Raises ForeignFileError for a file whose first bytes are of a pointer of Git LFS or of GGUF.
+
+    start: its first bytes, 64 or more.  size: bytes of the file.
     """
-    return io.BufferedReader(RegularFile(file))
+    if start.startswith(_POINTER) and size <= _LARGEST_POINTER:
+        raise ForeignFileError(
+            f"it is a git-lfs pointer of {size} bytes: the file that it stands for was not downloaded",
+            f"`git lfs install && git lfs pull` in {Path(file).parent}, or `hf download`",
+        )
+    if start.startswith(b"GGUF"):
+        raise ForeignFileError(
+            f"it is {GGUF_KIND}", "the model's folder with config.json and .safetensors files"
+        )
+
+
+def fix_of(error: Exception, fix: str) -> str:
+    """Returns the fix that an error of reading has itself, and else `fix`."""
+    return error.fix if isinstance(error, ForeignFileError) else fix
+
+
+def open_bytes(file: Path) -> IO[bytes]:
+    """Opens a regular file for reading.
+
+    A read that fails for now is made again, with a new handle. Raises OSError, and ValueError for a pipe, a device or a
+    folder, and ForeignFileError.
+    """
+    raw = RegularFile(file)
+    opened = io.BufferedReader(raw)
+    try:
+        check_contents(file, opened.peek(64)[:64], os.fstat(raw.fileno()).st_size)
+    except ForeignFileError:
+        opened.close()
+        raise
+    return opened
 
 
 _MOST_STEPS = 2**53

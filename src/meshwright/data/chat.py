@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from meshwright.documents import SMALL, check_inside, parse_document, read_json, read_text
+from meshwright.documents import SMALL, check_inside, fix_of, parse_document, read_json, read_text
 from meshwright.errors import DataError, WeightsError, by_class
 from meshwright.storage.paths import path_of
 
@@ -208,7 +208,9 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
         raise by_class(
             error,
             DataError(
-                f"the chat template of {folder}", f"it cannot be read: {error}", "its own files"
+                f"the chat template of {folder}",
+                f"it cannot be read: {error}",
+                fix_of(error, "its own files"),
             ),
         ) from error
     if source is None:
@@ -249,7 +251,7 @@ def read_end_tokens(folder: Path) -> tuple[int, ...]:
                 refusal = WeightsError(
                     f"reading {folder / file}",
                     f"it is not a configuration: {error}",
-                    "download it again",
+                    fix_of(error, "download it again"),
                 )
                 raise by_class(error, refusal) from error
     return ()

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from meshwright.data.readers import LARGEST, decompressed, kind_of_value, read_json_lines
-from meshwright.data.sources import COLUMNS, COMPRESSED, LINES, Place, Records, kind_of
-from meshwright.documents import open_bytes, parse_json, unique_object
+from meshwright.data.selection import relative_names, select_data
+from meshwright.data.sources import COLUMNS, COMPRESSED, LINES, Found, Place, Records, kind_of
+from meshwright.documents import ForeignFileError, open_bytes, parse_json, unique_object
 from meshwright.errors import DataError
 
 ARRAY = ".json"
@@ -19,23 +20,24 @@ KINDS = f"{', '.join(LINES)} (also with {', '.join(COMPRESSED)}), {ARRAY} or {CO
 _SPACE = b" \t\r\n\xef\xbb\xbf"
 
 
-def find_chat_files(path: str) -> list[Path]:
-    """Returns the files of conversations at a path: a file, or those of a folder, sorted.
+def find_chat_files(path: str) -> Found:
+    """Returns the files of conversations at a path: a file, or the data of a folder (`selection`), sorted.
 
     In a folder, `.json` files are descriptions of the others where there are others. Raises DataError where there is
     none.
     """
     location = Path(path)
     if location.is_file():
-        return [location]
+        return Found([location])
     reason = "it is not there"
     if location.is_dir():
         reason = f"it is a folder without a file that ends with {KINDS}"
         files = sorted(file for file in location.rglob("*") if file.is_file())
+        names = relative_names(path, [str(file) for file in files])
         for ends in ((*_LINE_ENDS, COLUMNS), (ARRAY,)):
-            found = [file for file in files if file.name.lower().endswith(ends)]
-            if found:
-                return found
+            selection = select_data(names, ends)
+            if selection.files:
+                return Found([location / name for name in selection.files], selection.note)
     fix = f"a file of conversations, {KINDS}, or a folder of such files"
     raise DataError(f"--data {path}", reason, fix)
 
@@ -43,7 +45,11 @@ def find_chat_files(path: str) -> list[Path]:
 def read_records(files: list[Path]) -> Iterator[tuple[int, Place, dict[str, Any]]]:
     """Yields the number of its file, the place and the fields of every record. Raises DataError for what is no object."""
     for number, file in enumerate(files):
-        with open_bytes(file) as raw:
+        try:
+            opened = open_bytes(file)
+        except ForeignFileError as error:
+            raise DataError(f"reading {file}", str(error), error.fix) from error
+        with opened as raw:
             for place, record in _values(file, raw):
                 if not isinstance(record, dict):
                     truth = f"it is {kind_of_value(record)}, and no object"

@@ -354,7 +354,10 @@ def _tokenise(
     """Returns the folder with the tokens of one source, made where it is not there yet."""
     tokenizer = build_tokenizer(spec)
     stops = stops_of(tokenizer, spec)
-    files = find_chat_files(path)
+    found = find_chat_files(path)
+    files = found.files
+    if found.note:
+        print(f"{path}: {found.note}", file=sys.stderr, flush=True)
     status = [f"{file.resolve()} {sha256_of(file)}" for file in files]
     kind = [str(_FORMAT), objective, tokenizer.to_json(), repr(template), repr(stops), *status]
     folder = (

@@ -224,6 +224,8 @@ class _Reading:
     def _load(self, path: str, spec: str) -> TokenFile:
         folder = self._folder_of(path, spec)
         if is_token_file(folder):
+            if note := open_source(path, self.text_field).note:
+                print(f"{path}: {note}", file=sys.stderr, flush=True)
             # Other runs may read these tokens: an entry of the cache is used or refused, never changed or deleted.
             found = open_tokens(folder)
             check_skipped(path, found.skipped, self.bad_records)

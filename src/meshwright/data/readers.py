@@ -24,7 +24,13 @@ from meshwright.data.sources import (
     Records,
     kind_of,
 )
-from meshwright.documents import RepeatedNameError, open_bytes, parse_json, unique_object
+from meshwright.documents import (
+    ForeignFileError,
+    RepeatedNameError,
+    open_bytes,
+    parse_json,
+    unique_object,
+)
 from meshwright.errors import DataError, by_class, describe_failure
 
 LARGEST = 2**30
@@ -81,6 +87,8 @@ def _read_files(source: FileDocuments, records: Records) -> Iterator[str]:
                 else:
                     yield from _read_texts(file, raw, records, source.field)
                 records.bytes_before, records.bytes_here = records.bytes_before + size, float
+        except ForeignFileError as error:
+            raise DataError(f"reading {file}", str(error), error.fix) from error
         except _UNREADABLE as error:
             raise by_class(
                 error,

@@ -13,10 +13,12 @@ import stat
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, ClassVar, NamedTuple
 
 import msgspec
 
+from meshwright.data.selection import relative_names, select_data
+from meshwright.documents import GGUF_KIND
 from meshwright.errors import DataError, by_class, reason_of
 from meshwright.formatting import printable
 from meshwright.plugins import load
@@ -33,6 +35,9 @@ SUFFIXES = (
     *(kind + compression for kind in _TEXTS for compression in COMPRESSED),
 )
 """Ends of the names of files that are read."""
+_PROSE = (".py", ".md", ".rst", *(k + c for k in (".py", ".md", ".rst") for c in COMPRESSED))
+"""Those that are scripts and pages where a folder has files of data too."""
+_DATA = tuple(suffix for suffix in SUFFIXES if suffix not in _PROSE)
 _KINDS = (
     f"one of {', '.join(_TEXTS)}, each also with {', '.join(COMPRESSED)}; {COLUMNS} (`to_parquet` of datasets or "
     "pandas); or module:attribute"
@@ -179,6 +184,8 @@ class FileDocuments:
 
     files: tuple[Path, ...]
     field: str = "text"
+    note: str = ""
+    """What was taken of a folder, and what was left out; "" for files that were named."""
 
     def fingerprint(self) -> list[str]:
         """Returns path, size and modification time of every file. Raises DataError for one that is not regular."""
@@ -213,6 +220,7 @@ class FunctionDocuments:
     name: str
     """Name in `data.paths`: `module:attribute` or `FILE.py:attribute`."""
     function: Callable[[], Iterable[str]]
+    note: ClassVar[str] = ""
 
     def fingerprint(self) -> list[str]:
         """Returns the name, and the callable's `fingerprint` attribute or the hash of the file that defines it.
@@ -254,7 +262,7 @@ def open_source(path: str, field: str = "text") -> Documents:
     where the module or the attribute is missing.
     """
     if path.startswith("hf://"):
-        return FileDocuments(tuple(download_dataset(path)), field)
+        return _of_files(download_dataset(path), field)
     if path.startswith("hf:") and not os.path.exists(path):
         owner, _, name = path.removeprefix("hf:").rpartition("/")
         truth = "hf: names a model; a data set of the hub has the form hf://datasets/OWNER/NAME"
@@ -262,7 +270,11 @@ def open_source(path: str, field: str = "text") -> Documents:
         raise DataError(f"--data {path}", truth, fix)
     if is_reference(path) and not os.path.exists(path):
         return FunctionDocuments(path, load("data source", path))
-    return FileDocuments(tuple(find_files(path)), field)
+    return _of_files(find_files(path), field)
+
+
+def _of_files(found: "Found", field: str) -> FileDocuments:
+    return FileDocuments(tuple(found.files), field, found.note)
 
 
 def kind_of(name: str) -> tuple[str, str]:
@@ -273,7 +285,14 @@ def kind_of(name: str) -> tuple[str, str]:
     return next((kind for kind in (*_TEXTS, COLUMNS) if stem.endswith(kind)), ""), compression
 
 
-def download_dataset(path: str) -> list[Path]:
+class Found(NamedTuple):
+    """Files of a source, and what was taken and left out of a folder."""
+
+    files: list[Path]
+    note: str = ""
+
+
+def download_dataset(path: str) -> Found:
     """Returns the files of `hf://datasets/OWNER/NAME[@REVISION][/FOLDER or GLOB]` in the hub's cache.
 
     Downloads what is not there. Raises DataError where huggingface_hub is not installed, the name is none, or the hub
@@ -312,21 +331,27 @@ def download_dataset(path: str) -> list[Path]:
     return find_files(os.path.join(folder, inside) if inside else str(folder))
 
 
-def find_files(path: str) -> list[Path]:
-    """Returns the files of a source, sorted. Raises DataError where no file of a known kind is found."""
+def find_files(path: str) -> Found:
+    """Returns the files of a source, sorted; of a folder those that are its data (`selection`).
+
+    Raises DataError where no file of a known kind is found.
+    """
     if path == "stdlib":  # without the packages' tests and generated tables
         root = Path(sysconfig.get_paths()["stdlib"])
         folders = (root, *(root / name for name in _STDLIB.split()))
-        return sorted(f for folder in folders for f in folder.glob("*.py") if f.stat().st_size > 0)
+        code = (file for folder in folders for file in folder.glob("*.py"))
+        return Found(sorted(file for file in code if file.stat().st_size > 0))
     location = Path(path)
     if not path:
         raise DataError("--data ''", "it is no name", _KINDS)
     if os.path.isdir(path):  # false for names that no file can have
         found = sorted(_walk(path), key=lambda file: file.split(os.sep))
-        files = _without_duplicates([file for file in found if file.lower().endswith(SUFFIXES)])
+        selection = select_data(relative_names(path, found), _DATA, _PROSE)
+        files = _without_duplicates([os.path.join(path, name) for name in selection.files])
         if files:
-            return files
-        raise DataError(f"--data {path}", "it is a folder without a file of a known kind", _KINDS)
+            return Found(files, selection.note)
+        truth = f"it is a folder without a file of a known kind: {selection.note}"
+        raise DataError(f"--data {path}", truth, _KINDS)
     if os.path.exists(path):
         files = [location]
     else:
@@ -335,9 +360,11 @@ def find_files(path: str) -> list[Path]:
     if not files:
         raise DataError(f"--data {path}", "it is neither a file, a folder nor a glob", _KINDS)
     for file in files:
+        if file.name.lower().endswith(".gguf"):
+            raise DataError(f"--data {path}", f"{file.name} is {GGUF_KIND}, not text", _KINDS)
         if not file.name.lower().endswith(SUFFIXES):
             raise DataError(f"--data {path}", f"{file.name} is of no known kind", _KINDS)
-    return sorted(files)
+    return Found(sorted(files))
 
 
 def _without_duplicates(found: Sequence[str]) -> list[Path]:

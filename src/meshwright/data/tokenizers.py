@@ -9,7 +9,8 @@ from typing import Protocol
 import numpy as np
 
 from meshwright.data.subwords import Subwords, train_bpe
-from meshwright.documents import LARGE, parse_document, read_text
+from meshwright.data.vocabularies import MERGES, VOCAB, check_known, read_pair
+from meshwright.documents import LARGE, fix_of, parse_document, read_text
 from meshwright.errors import DataError, by_class
 from meshwright.storage.attempts import is_file
 from meshwright.storage.paths import in_bucket, path_of
@@ -164,16 +165,21 @@ def build_tokenizer(spec: str, documents: Iterable[str] = ()) -> Tokenizer:
         if not spec[4:].isdecimal() or len(spec) > 14 or int(spec[4:]) >= 2**31:
             raise DataError(asked, f"{spec[4:]!r} is not a number of tokens below 2^31", "bpe:4096")
         return train_bpe(documents, int(spec[4:]))
+    if not in_bucket(spec):
+        check_known(asked, path_of(spec))
     if not (path_of(spec).is_file() if in_bucket(spec) else is_file(spec)):
         raise DataError(
             asked, "no such file, and no known kind", "bytes, chars, bpe:SIZE or a tokenizer.json"
         )
+    file = path_of(spec)
+    if file.name in (VOCAB, MERGES) and not in_bucket(spec):
+        return Subwords(read_pair(file))
     try:
-        return tokenizer_from_json(read_text(path_of(spec), LARGE))
+        return tokenizer_from_json(read_text(file, LARGE))
     except (OSError, ValueError) as error:
-        raise by_class(
-            error, DataError(asked, f"it cannot be read: {error}", "a tokenizer.json")
-        ) from error
+        fix = fix_of(error, "a tokenizer.json")
+        refusal = DataError(asked, f"it cannot be read: {error}", fix)
+        raise by_class(error, refusal) from error
     except DataError as error:
         raise DataError(asked, f"{error.asked}: {error.truth}", error.fix) from error
 

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -134,6 +135,8 @@ def tokenize(
         )
     shard_tokens = -(-shard_tokens // UNIT) * UNIT
     source, records = open_source(path, text_field), Records(path, bad_records)
+    if source.note:
+        print(f"{path}: {source.note}", file=sys.stderr, flush=True)
     job = _Tokenisation(source, spec, out, records, shard_tokens, progress)
     try:
         while not is_token_file(out):

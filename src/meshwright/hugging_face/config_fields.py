@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.documents import check_inside, read_json
+from meshwright.documents import check_inside, fix_of, read_json
 from meshwright.errors import WeightsError, by_class, reason_of
 from meshwright.models.blocks.rotary import LatentYarn, RopeScaling, Yarn
 from meshwright.models.decoder import head_size_of
@@ -217,7 +217,9 @@ def read_fields(folder: Path) -> Fields:
         raise by_class(error, WeightsError(f"reading {file}", reason_of(error), fix)) from error
     except ValueError as error:
         raise WeightsError(
-            f"reading {file}", f"it is not a configuration: {error}", "download it again"
+            f"reading {file}",
+            f"it is not a configuration: {error}",
+            fix_of(error, "download it again"),
         ) from error
     if not isinstance(config, dict):
         raise WeightsError(

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from meshwright.config import Precision
+from meshwright.data.vocabularies import tokenizer_file
 from meshwright.documents import check_inside
 from meshwright.errors import MeshwrightError, WeightsError
 from meshwright.hugging_face import quantised
@@ -25,6 +26,7 @@ from meshwright.hugging_face.safetensors_files import (
     SafetensorsFile,
     TensorEntry,
     check_one_set,
+    check_unwrapped,
     find_files,
     read_header,
 )
@@ -62,8 +64,8 @@ class ModelFolder:
 
     @property
     def tokenizer(self) -> Path:
-        """Its tokenizer.json, whether or not there is one."""
-        return self.path / "tokenizer.json"
+        """Its tokenizer.json, whether or not there is one, or the vocab.json of a tokenizer in two files."""
+        return tokenizer_file(self.path)
 
 
 def note_of_length(tokens: int, positions: int | None, source: str) -> str:
@@ -233,6 +235,8 @@ def _all_tensors(folder: ModelFolder) -> tuple[dict[str, TensorEntry], tuple[str
         if tensor and tensor not in headers[path]:
             truth = f"the index places {tensor!r} in {path.name}, which does not have it"
             raise WeightsError(f"weights in {folder.path}", truth, "download both again")
+    found = {tensor: entry for header in headers.values() for tensor, entry in header.items()}
+    check_unwrapped(folder.path, found)
     entries: dict[str, TensorEntry] = {}
     prefix = folder.architecture.prefix
     for path, header in headers.items():
@@ -242,8 +246,7 @@ def _all_tensors(folder: ModelFolder) -> tuple[dict[str, TensorEntry], tuple[str
                 truth = f"{tensor!r} is in {entries[whole].file.name} and in {path.name}"
                 raise WeightsError(f"weights in {folder.path}", truth, "one file for each tensor")
             entries[whole] = entry
-    stored = {tensor: entry for header in headers.values() for tensor, entry in header.items()}
-    return entries, check_one_set(folder.path, stored)
+    return entries, check_one_set(folder.path, found)
 
 
 def _check_tensor(

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from meshwright.documents import GGUF_KIND
 from meshwright.errors import WeightsError, by_class
 from meshwright.storage.paths import path_of
 
@@ -25,6 +26,14 @@ def find_folder(name: str, *, weights: bool) -> Path:
     folder = path_of(text)
     if folder.is_dir():
         return folder
+    if folder.is_file():
+        is_gguf = folder.suffix.lower() == ".gguf"
+        kind = GGUF_KIND if is_gguf else "a file, and a model is a folder"
+        raise WeightsError(
+            f"the model {PREFIX}{text}",
+            f"it is {kind}",
+            "a folder with config.json and .safetensors",
+        )
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", text):
         raise WeightsError(
             f"the model {PREFIX}{text}",

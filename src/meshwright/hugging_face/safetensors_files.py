@@ -17,7 +17,15 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from meshwright.documents import LARGE, check_inside, parse_document, read_json
+from meshwright.documents import (
+    GGUF_KIND,
+    LARGE,
+    check_contents,
+    check_inside,
+    fix_of,
+    parse_document,
+    read_json,
+)
 from meshwright.errors import WeightsError, by_class, reason_of
 from meshwright.formatting import format_bytes
 from meshwright.storage.attempts import may_pass
@@ -46,6 +54,17 @@ _MAX_HEADER = 100_000_000
 """Largest header in bytes, as in the format's own implementation."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """Files in which `transformers` looks for weights, in this order."""
+ADAPTER = "adapter_model.safetensors"
+"""File of an adapter in PEFT's format."""
+_WRAPPERS = {
+    "module": "DistributedDataParallel of PyTorch (or DeepSpeed)",
+    "_orig_mod": "torch.compile",
+    "base_model": "PEFT",
+    "_fsdp_wrapped_module": "FullyShardedDataParallel of PyTorch",
+    "_checkpoint_wrapped_module": "activation checkpointing of PyTorch",
+    "_forward_module": "Lightning Fabric",
+}
+"""Parts of names of tensors that are of a wrapper, and the wrapper."""
 _SET = re.compile(r"model(-\d+-of-\d+)?\.safetensors$")
 """Names that `transformers` gives to files of a model's weights."""
 _COMPARED = 64 * 2**20
@@ -100,6 +119,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         check_inside(path.parent, [path])
         size = path.stat().st_size
         with path.open("rb") as file:
+            check_contents(path, file.read(64), size)
+            file.seek(0)
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER):
                 found = f"it has {size:,} bytes" + (
@@ -116,7 +137,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         ) from error
     except ValueError as error:
         raise WeightsError(
-            f"reading {path}", f"it is not a safetensors file: {error}", _FIX
+            f"reading {path}", f"it is not a safetensors file: {error}", fix_of(error, _FIX)
         ) from error
     if not isinstance(header, dict):
         raise WeightsError(f"reading {path}", "its header is not a JSON object", _FIX)
@@ -271,7 +292,7 @@ def find_files(folder: Path) -> dict[str, Path]:
         raise WeightsError(
             f"weights in {folder}",
             f"it has {shards[0]}, and no {INDEX}, the list of what is in which file",
-            f"download {INDEX}",
+            f"{INDEX} of the same model: hf download OWNER/MODEL {INDEX} --local-dir {folder}",
         )
     pickled = sorted(
         p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt")
@@ -281,6 +302,26 @@ def find_files(folder: Path) -> dict[str, Path]:
             f"weights in {folder}",
             f"{pickled[0]} is a pickle, which runs code when it is read; there is no .safetensors file",
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER) of `transformers`, where you trust it",
+        )
+    packed = sorted(path.name for path in folder.glob("*.gguf"))
+    if packed:
+        raise WeightsError(
+            f"weights in {folder}",
+            f"{packed[0]} is {GGUF_KIND}, and there is no .safetensors file",
+            "the model's own folder, from which that file was made",
+        )
+    if (folder / ADAPTER).is_file():
+        raise WeightsError(
+            f"weights in {folder}",
+            f"{ADAPTER} is an adapter of PEFT, and the weights that it belongs to are not there",
+            "the adapter merged by PEFT: merge_and_unload(), then save_pretrained(OTHER)",
+        )
+    others = sorted(path.name for path in folder.glob("*.safetensors"))
+    if len(others) == 1:
+        raise WeightsError(
+            f"weights in {folder}",
+            f"{others[0]} has a name that `transformers` does not read: it has neither {SINGLE} nor {INDEX}",
+            f"if it is all of the model: mv {folder / others[0]} {folder / SINGLE}",
         )
     raise WeightsError(
         f"weights in {folder}",
@@ -301,7 +342,9 @@ def _read_index(folder: Path, index: Path) -> dict[str, str]:
         names = read_json(index, LARGE)["weight_map"]
         files = {str(tensor): str(file) for tensor, file in names.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        refusal = WeightsError(f"reading {index}", f"it is not an index: {error!r}", _FIX)
+        refusal = WeightsError(
+            f"reading {index}", f"it is not an index: {error!r}", fix_of(error, _FIX)
+        )
         raise by_class(error, refusal) from error
     for tensor, file in files.items():
         if not _is_plain_name(file):
@@ -390,8 +433,40 @@ def _check_present(folder: Path, files: Iterable[str]) -> None:
     missing = sorted(file for file in set(files) if not os.path.isfile(folder / file))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise WeightsError(
-            f"weights in {folder}",
-            f"its index names {missing[0]}{more}, and there is no such file",
-            "download it",
+        there = sorted(path.name for path in folder.glob("*.safetensors") if _SET.match(path.name))
+        truth = f"its index names {missing[0]}{more}, and there is no such file"
+        fix = f"the missing files: hf download OWNER/MODEL {missing[0]} --local-dir {folder}"
+        if there and not set(there) & set(files):
+            truth += f"; it has {', '.join(there[:4])}, of which the index names none"
+            fix = f"the index is of other files: replace {folder / INDEX} by that of {there[0]}"
+        raise WeightsError(f"weights in {folder}", truth, fix)
+
+
+def check_unwrapped(folder: Path, tensors: Mapping[str, TensorEntry]) -> None:
+    """Raises WeightsError where the names of tensors have a part that a wrapper of the model put there."""
+    found: dict[str, list[str]] = {}
+    for name in tensors:
+        for part in name.split("."):
+            if part in _WRAPPERS:
+                found.setdefault(part, []).append(name)
+    if not found:
+        return
+    prefixes = [f"{part}." + "model." * (part == "base_model") for part in found]
+    first = next(iter(found.values()))[0]
+    owners = ", ".join(_WRAPPERS[part] for part in found)
+    count = len(set().union(*found.values()))
+    has_adapter = any(".lora_A." in name or ".lora_B." in name for name in tensors)
+    if has_adapter:
+        fix = "the adapter merged by PEFT: merge_and_unload(), then save_pretrained(OTHER)"
+    else:
+        calls = "".join(f".replace({prefix!r}, '')" for prefix in prefixes)
+        fix = (
+            f"the model saved without its wrapper; or the same tensors under name{calls}, "
+            "with load_file and save_file of safetensors"
         )
+    raise WeightsError(
+        f"weights in {tensors[first].file}",
+        f"{count} of {len(tensors)} tensors have {', '.join(map(repr, prefixes))} in their names, such as {first!r}: "
+        f"they were saved from inside {owners}",
+        fix,
+    )
