@@ -18,7 +18,6 @@ ARGUMENTS = {
     "--days": "days",
     "--devices": "devices",
     "--dtype": "dtype",
-    "--include": "include",
     "--init-from": "init_from",
     "--limit": "limit",
     "--log-every": "progress",
@@ -94,7 +93,7 @@ _command_line = False
 
 @contextlib.contextmanager
 def command_line() -> Iterator[None]:
-    """Errors made inside it are read by somebody who typed a command."""
+    """Errors made inside it are read where a command was typed."""
     global _command_line
     before = _command_line
     _command_line = True
@@ -105,7 +104,7 @@ def command_line() -> Iterator[None]:
 
 
 def reads_options() -> bool:
-    """Whether errors made now are read by somebody who typed a command."""
+    """Whether errors made now are read where a command was typed."""
     return _command_line
 
 
@@ -149,8 +148,9 @@ def _replaced(found: re.Match[str]) -> str:
         if word["positional"]:
             positional = True
             arguments.append(_literal("", word["positional"]))
-        elif word["option"] == "--at" and verb == "train":
-            arguments.append(f"start={word['value']}")
+        elif word["option"] == "--at":
+            name = "start" if verb == "train" else "at"
+            arguments.append(f"{name}={word['value']}")
         else:
             arguments.append(_argument(word))
     if not arguments:
