@@ -35,7 +35,7 @@ def test_what_no_mesh_can_have_is_said_first_and_alike_everywhere(seq: int, on: 
     error = refusal(run_with("gpt2", seq=seq, batch=48), on)
     assert str(error) == str(refusal(run_with("gpt2", seq=seq, batch=48), "h100:2"))
     assert "the model has 1024 positions" in str(error)
-    assert error.fix.startswith("--seq 1024")
+    assert error.fix.startswith("seq=1024")
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,6 @@ ARGUMENTS = {
     "--weights": "weights",
     "--why": "include",
     "--name": "name",
-    "--dcn-axis": "dcn_axis",
-    "--seed": "seed",
     "--steps": "steps",
     "--batch": "batch",
     "--seq": "seq",

@@ -166,7 +166,7 @@ class Census(Shown):
         """Returns the program, its mesh, memory, FLOPs, collectives and findings."""
         axes = ",".join(f"{axis}={degree}" for axis, degree in self.mesh.items() if degree > 1)
         facts = [
-            f"{format_bytes(self.memory.live)} on a device",
+            f"{format_bytes(self.memory.compiled.live)} on a device",
             f"{format_count(self.flops.compiled)} FLOPs",
             f"{len(self.ledger)} collectives",
             f"{len(self.findings)} findings",

@@ -152,7 +152,7 @@ class Report:
         """Returns the page as an HTML frame for a notebook; the frame keeps its styles and script to itself.
 
         A notebook keeps every cell's output, so what a frame of FRAME_BYTES cannot hold is left out, the largest
-        tables and drawings first, and the page says so.
+        tables and drawings first, and the page names it.
         """
         report = self
         framed = frame(report.html(), self.title, self.height)
