@@ -43,6 +43,7 @@ ARGUMENTS = {
     "--weights": "weights",
     "--why": "include",
     "--name": "name",
+    "--seed": "seed",
     "--steps": "steps",
     "--batch": "batch",
     "--seq": "seq",
