@@ -51,7 +51,7 @@ def test_a_batch_or_sequence_that_is_advised_has_a_plan(
     recipe: str, on: str, changes: dict[str, int]
 ) -> None:
     fix = refusal(run_with(recipe, **changes), on).fix
-    advised = re.findall(r"--(batch|seq) (\d+)", fix)
+    advised = re.findall(r"\b(batch|seq)=(\d+)", fix)
     assert advised, fix
     for field, value in advised:
         fixed = run_with(recipe, **{"batch": 6, **changes, field: int(value)})
