@@ -366,3 +366,122 @@ def test_options_of_launch_may_follow_the_run(capsys: pytest.CaptureFixture[str]
     before = written(*options, *run_words, capsys=capsys)
     assert written(*run_words, *options, capsys=capsys) == before
     assert written(*run_words[:1], *options, *run_words[1:], capsys=capsys) == before
+
+
+PAGES = ("verbs/launch.md", "howto/several-hosts.md", "verbs/doctor.md")
+"""Pages with commands of launch."""
+
+
+def documented() -> list[list[str]]:
+    """Returns the words of every command of launch on the pages."""
+    found = []
+    for page in PAGES:
+        text = (Path(__file__).parents[1] / "docs" / page).read_text(encoding="utf-8")
+        for line in re.findall(r"meshwright launch [^`\n]+?(?=`|$|  +#| -->| \|)", text, re.M):
+            words = shlex.split(line)[1:]
+            if words not in found:
+                found.append(words)
+    return found
+
+
+def test_every_command_of_the_launch_pages_writes_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["plan", "llama32-1b", "--on", "v6e:2x2", "--out", "plan.json"]) == 0
+    assert len(documented()) >= 8
+    for words in documented():
+        capsys.readouterr()
+        assert run([words[0], "--overwrite", *words[1:]]) == 0, words
+        printed = capsys.readouterr().out
+        if "--write" in words:
+            printed = Path(words[words.index("--write") + 1]).read_text(encoding="utf-8")
+        assert words[-1] in printed, words
+
+
+def directives(*words: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    text = written("--on", "slurm", *words, "tiny", "--out", "/s/x", capsys=capsys)
+    assert '--cpus-per-task="$cpus" meshwright' in text
+    return set(re.findall(r"^#SBATCH --(.*)$", text, re.M))
+
+
+@pytest.mark.parametrize(
+    ("words", "there", "absent"),
+    [
+        (["--target", "h100:16"], {"exclusive", "mem=0"}, "cpus-per-task"),
+        (["--hosts", "2"], {"exclusive", "mem=0"}, "cpus-per-task"),
+        (["--target", "h100:2"], {"cpus-per-task=16", "mem=128G"}, "exclusive"),
+        (["--target", "h100:16", "--set", "mem=200G"], {"exclusive", "mem=200G"}, "mem=0"),
+        (["--target", "h100:16", "--set", "mem-per-cpu=4G"], {"mem-per-cpu=4G"}, "mem=0"),
+        (["--target", "h100:16", "--set", "exclusive=no"], {"mem=0"}, "exclusive"),
+        (["--target", "h100:16", "--set", "exclusive=user"], {"exclusive=user"}, "exclusive\n"),
+        (["--target", "h100:2", "--set", "cpus-per-gpu=4"], {"cpus-per-gpu=4"}, "cpus-per-task"),
+    ],
+)
+def test_slurm_jobs_ask_for_cpus_and_memory(
+    words: list[str], there: set[str], absent: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = directives(*words, capsys=capsys)
+    assert there <= found
+    assert not any(name.startswith(absent) for name in found)
+
+
+def test_tasks_divide_the_cpus_of_their_node(tmp_path: Path) -> None:
+    program = {"srun": 'echo "$@"'}
+    script = slurm_script(job(processes_per_host=8))
+    done = run_script(tmp_path, script, program, SLURM_CPUS_ON_NODE="96")
+    assert "--cpus-per-task=12 " in done.stdout
+    done = run_script(tmp_path, script, program, SLURM_CPUS_ON_NODE="96", SLURM_CPUS_PER_TASK="7")
+    assert "--cpus-per-task=7 " in done.stdout
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "jobset", "skypilot"])
+def test_a_job_with_variables_is_read_by_its_owner_alone(scheduler: str, tmp_path: Path) -> None:
+    words = ["launch", "--on", scheduler, "--image", "i", "--overwrite"]
+    for number, env in enumerate(([], ["--env", "TOKEN=secret"])):
+        for before in (None, 0o644):  # a new file, and one that everybody reads
+            file = tmp_path / f"job-{number}-{before}"
+            if before is not None:
+                file.touch(before)
+            assert run([*words, *env, "--write", str(file), "tiny", "--out", "/s/x"]) == 0
+            others = file.stat().st_mode & 0o077
+            assert bool(others) == (not env), (scheduler, env, before)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "words", "refused"),
+    [
+        ("slurm", ["llama3-8b"], True),
+        ("jobset", ["llama3-8b"], True),
+        ("slurm", ["llama3-8b", "--data", "/shared/tokens"], False),
+        ("slurm", ["llama3-8b", "--data=/shared/tokens"], False),
+        ("slurm", ["gpt2-xl"], True),
+        ("slurm", ["tiny"], False),
+        ("skypilot", ["tiny"], False),
+    ],
+)
+def test_a_job_names_text_that_is_there(
+    scheduler: str,
+    words: list[str],
+    refused: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["launch", "--on", scheduler, "--image", "i", *words, "--out", "/s/x"]
+    if not refused:
+        assert run(command) == 0
+        return
+    with pytest.raises(ConfigError, match="--data PATH of your text"):
+        run(command)
+
+
+def test_a_recipe_whose_text_is_here_is_launched_where_hosts_share_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "part.parquet").touch()
+    assert run(["launch", "--on", "slurm", "llama3-8b", "--out", "/s/x"]) == 0
+    with pytest.raises(ConfigError, match="no such file in a container"):
+        run(["launch", "--on", "jobset", "--image", "i", "llama3-8b", "--out", "/s/x"])

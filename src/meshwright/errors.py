@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
+from meshwright.callers import in_python, reads_options
+
 
 class ErrorClass(enum.Enum):
     """Class of an error: whether another start of the same run can help."""
@@ -49,12 +51,18 @@ class MeshwrightError(Exception):
     """Refused request, with its reason and a fix.
 
     asked: the request.  truth: the reason, with the arithmetic.  fix: the smallest change that makes it work.
+    fix_in_python: the smallest change for a caller in Python, where that is another.
+    All are written with options of the command line; a caller in Python reads arguments (`callers`).
     """
 
     exit_code = 2
     error_class = ErrorClass.REQUEST
 
-    def __init__(self, asked: str, truth: str, fix: str):
+    def __init__(self, asked: str, truth: str, fix: str, fix_in_python: str | None = None):
+        if not reads_options():
+            asked = in_python(asked)
+            truth = in_python(truth)
+            fix = in_python(fix) if fix_in_python is None else fix_in_python
         self.asked, self.truth, self.fix = asked, truth, fix
         super().__init__(f"{asked}\n  because: {truth}\n  fix:     {fix}")
 

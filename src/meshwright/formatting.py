@@ -2,14 +2,25 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from meshwright.errors import ConfigError
 
 
-class Shown:
-    """Result that a notebook shows as a page."""
+class Brief:
+    """Result that prints as a short text: its type, and what `brief` says."""
+
+    def brief(self) -> str:
+        """Returns the result in one or a few lines."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.brief()}>"
+
+
+class Shown(Brief):
+    """Result that a notebook shows as a page, and any other shell as a short text."""
 
     page_of: ClassVar[Callable[[Any], Any]]
     """Returns the `views.report.Report` of a result. The package binds it: pages know results, and no result a page."""
@@ -47,6 +58,21 @@ def _without_prefix(text: str, prefix: str, replacement: str) -> str:
     if not prefix.strip("/") or prefix not in text:  # the root is no place to begin at
         return text
     return re.sub(rf"(?<![\w./:~-]){re.escape(prefix)}", lambda _: replacement, text)
+
+
+BRIEF_ITEMS = 8
+"""Items of a list in a short text."""
+
+
+def first_of(items: Sequence[str]) -> list[str]:
+    """Returns the first items of a list, and how many more there are."""
+    more = len(items) - BRIEF_ITEMS
+    return [*items[:BRIEF_ITEMS], f"{more} more"] if more > 0 else list(items)
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """Returns a text in quotes, its end cut where it is long."""
+    return repr(text if len(text) <= most else f"{text[:most]}...")
 
 
 def format_time(seconds: float) -> str:

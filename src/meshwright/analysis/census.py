@@ -45,7 +45,7 @@ from meshwright.analysis.lint_collectives import (
 )
 from meshwright.analysis.memory import Memory, read_memory
 from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, Ticks, simulate_schedule
-from meshwright.formatting import Shown, format_count
+from meshwright.formatting import Shown, format_bytes, format_count, format_step
 from meshwright.hlo.flops import ALL_ROWS, CompiledMatmul, Skipped, read_matmuls, unpriced_kernels
 from meshwright.hlo.ledger import LedgerEntry, read_ledger, traffic, unread_collectives
 from meshwright.hlo.scopes import Branches
@@ -132,7 +132,7 @@ class Flops:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Census(Shown):
     """Memory, collectives, FLOPs and findings of one device of a compiled program, with a simulated schedule.
 
@@ -161,6 +161,19 @@ class Census(Shown):
     """Simulated schedule; None if no target was given."""
     doubts: tuple[str, ...] = ()
     """Reasons for which the census does not trust its own figures (`doubts_of`); empty where it does."""
+
+    def brief(self) -> str:
+        """Returns the program, its mesh, memory, FLOPs, collectives and findings."""
+        axes = ",".join(f"{axis}={degree}" for axis, degree in self.mesh.items() if degree > 1)
+        facts = [
+            f"{format_bytes(self.memory.compiled.live)} on a device",
+            f"{format_count(self.flops.compiled)} FLOPs",
+            f"{len(self.ledger)} collectives",
+            f"{len(self.findings)} findings",
+        ]
+        if self.schedule is not None:
+            facts.append(f"{format_step(self.schedule.step_seconds)} simulated")
+        return f"of {self.name} on {axes or 'one device'} of {self.device}: {', '.join(facts)}"
 
     def to_json(self) -> dict[str, Any]:
         """Returns everything except the program's text; `provenance` tells proved from predicted parts."""

@@ -10,6 +10,7 @@ from meshwright.api.targets import with_vocab
 from meshwright.api.verb import Call, Outcome, RunOptions
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
+from meshwright.formatting import Brief, format_count
 from meshwright.hardware.targets import parse_target
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
@@ -19,12 +20,16 @@ from meshwright.views.draw import MachineGrid, PipelineTimeline, draw_machine, m
 from meshwright.views.layout_page import LayoutReport, layout_page, layout_report, tensor_pictures
 
 
-@dataclasses.dataclass(frozen=True)
-class LayoutView:
+@dataclasses.dataclass(frozen=True, repr=False)
+class LayoutView(Brief):
     """Layout of a run on a mesh: a table on a terminal, a page in a notebook."""
 
     placed: PlacedRun
     report: LayoutReport
+
+    def brief(self) -> str:
+        """Returns the run, the mesh, and the bytes of a device."""
+        return f"of {self.placed.run.name} on {self.placed.shape}: {format_count(self.report.parameters)} parameters"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with console.capture() as capture:

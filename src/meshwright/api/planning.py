@@ -27,6 +27,7 @@ from meshwright.api.verb import (
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.formatting import format_bytes, parse_count
+from meshwright.hardware.aot import require_compiler
 from meshwright.hardware.targets import Target, expand_targets
 from meshwright.planner.explain import (
     alternatives,
@@ -188,6 +189,8 @@ class PlanOptions(OfferOptions, RunOptions):
 
     def _plan_target(self, console: Console) -> tuple[Plan, dict[str, Any]]:
         """Prints the plans of one target; returns the best, and all figures as JSON."""
+        if self.prove or self.tune:
+            require_compiler(find_target(self.on))  # before the search
         explained = MeshShape.parse(self.why) if self.why else None
         began = time.perf_counter()
         plans = plan(
@@ -409,6 +412,12 @@ def _bytes(proof: "Proof") -> str:
     return "" if proof.peak_bytes is None else format_bytes(proof.peak_bytes)
 
 
+_MOST = 500
+"""Plans that fit, and as many that do not, on a page that is written to a file."""
+_IN_NOTEBOOK = 20
+"""Those in a cell of a notebook."""
+
+
 class Plans(list[Plan]):
     """Plans, the fastest predicted step first. They print as a table; in a notebook they show their page.
 
@@ -428,12 +437,20 @@ class Plans(list[Plan]):
     def __repr__(self) -> str:
         return text_of(plans_table(self))
 
-    def _repr_html_(self) -> str | None:
-        """Returns the page of the best plan and of the search that it comes from."""
+    def page(self) -> Report | None:
+        """Returns the page of the best plan and of the search that it comes from; None where there is none."""
+        return self._page(_MOST)
+
+    def _page(self, most: int) -> Report | None:
         for found in self.searches:
             if self and self[0].target == found.target:
-                return plan_page(self[0], found).frame()
+                return plan_page(self[0], found, most=most)
         return None
+
+    def _repr_html_(self) -> str | None:
+        """Returns the page with as many plans as a notebook shows; `page().write(FILE)` has all."""
+        page = self._page(_IN_NOTEBOOK)
+        return None if page is None else page.frame()
 
 
 class Offers(list[Offer]):
@@ -460,8 +477,13 @@ class Offers(list[Offer]):
     def __repr__(self) -> str:
         return text_of(offers_table(self))
 
-    def _repr_html_(self) -> str:
-        return offer_page(self).frame()
+    def page(self) -> Report | None:
+        """Returns the page of the offers; None where there is none."""
+        return offer_page(self) if self else None
+
+    def _repr_html_(self) -> str | None:
+        page = self.page()
+        return None if page is None else page.frame()
 
 
 def plan(

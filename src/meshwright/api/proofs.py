@@ -20,7 +20,7 @@ from meshwright.activity import activity
 from meshwright.api.targets import find_target, resolved_run
 from meshwright.config import MeshShape
 from meshwright.errors import CensusError, ConfigError
-from meshwright.formatting import format_bytes
+from meshwright.formatting import Brief, format_bytes, format_step, shortened
 from meshwright.hardware.aot import compiler_environment, require_compiler
 from meshwright.hardware.chips import Torus
 from meshwright.hardware.interconnect import machine_of_target
@@ -34,7 +34,8 @@ from meshwright.runs.run import Run
 from meshwright.runs.settle import Settled
 from meshwright.storage.paths import default_cache_folder
 from meshwright.trust import options_of_child, own
-from meshwright.views.report import frame
+from meshwright.views.blocks import Text
+from meshwright.views.report import FRAME_BYTES, Report, Section, frame
 
 _COMPILES_FOR = "MESHWRIGHT_COMPILES_FOR"
 """Environment variable that marks a process that compiles, with its target."""
@@ -47,8 +48,8 @@ _KEPT = 0.998
 Say = Callable[[str], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class Proof:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Proof(Brief):
     """Result of compiling a plan for its machine.
 
     Proved by the compiler: that it compiles, its memory, its collectives. Predicted: the time of a step, by simulating
@@ -79,8 +80,26 @@ class Proof:
         """Whether the step compiles and fits the memory of a device."""
         return self.step_seconds is not None and not self.refused
 
+    def brief(self) -> str:
+        """Returns the plan, and what the compiler proved of it."""
+        subject = f"of {self.plan.run.name} on {self.plan.target}, {self.plan.name}"
+        if self.step_seconds is None or self.peak_bytes is None:
+            return f"{subject}: refused: {shortened(self.refused, 300)}"
+        fits = f"does not fit ({self.refused})" if self.refused else "fits"
+        return (
+            f"{subject}: {fits}, {format_bytes(self.peak_bytes)} by the compiler, "
+            f"{format_step(self.step_seconds)} simulated"
+        )
+
     def _repr_html_(self) -> str | None:
-        return frame(self.page, f"proof of {self.plan.name}") if self.page else None
+        title = f"proof of {self.plan.name}"
+        framed = frame(self.page, title) if self.page else ""
+        if not framed or len(framed.encode()) <= FRAME_BYTES:
+            return framed or None
+        text = Text(
+            [self.brief(), "The page is too large for a notebook; `page` of this proof has it."]
+        )
+        return Report(title, [Section("Proof", [text])], topic="proof", height=300).frame()
 
     def to_json(self) -> dict[str, Any]:
         """Returns planned and compiled figures side by side."""
@@ -101,7 +120,8 @@ def prove(plan: Plan | Run, on: str | None = None, *, limit: int = 3600) -> Proo
     """Compiles a plan's train step for its machine with that machine's own compiler, in a process of its own.
 
     on: the machine, for a Run.  limit: seconds of processor time that compiling may take.
-    Needs libtpu, or NVIDIA's compiler (docs: Install), not the hardware. Raises ConfigError for a Run without `on`.
+    Needs libtpu, or NVIDIA's compiler (docs: Install), not the hardware. Raises CensusError where that is missing, and
+    ConfigError for a Run without `on`. A plan that the compiler refuses is a Proof with the reason in `refused`.
 
     Example:
         >>> run = mw.recipe("llama3-8b", mesh="fsdp=64")
@@ -126,6 +146,7 @@ def prove(plan: Plan | Run, on: str | None = None, *, limit: int = 3600) -> Proo
 
 def prove_plan(plan: Plan, target: Target, limit: int) -> Proof:
     """Compiles a plan for `target` by `meshwright prove PLAN --json`, for at most `limit` seconds."""
+    require_compiler(target)  # a fault of this machine, and none of the plan
     model = plan.run.model.options_of_child()
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -11,6 +11,7 @@ import tyro
 
 from meshwright.api.verb import Call, Outcome
 from meshwright.errors import ConfigError
+from meshwright.formatting import Brief
 from meshwright.ranges import Ranged
 from meshwright.storage.paths import path_of
 from meshwright.storage.writing import refuse_link
@@ -24,8 +25,8 @@ PAGE = "view.html"
 """Name of a run's page in its output folder."""
 
 
-@dataclasses.dataclass(frozen=True)
-class View:
+@dataclasses.dataclass(frozen=True, repr=False)
+class View(Brief):
     """Page of one or several runs.
 
     Example:
@@ -41,6 +42,10 @@ class View:
     """Output folder of the first run."""
     statuses: Mapping[str, RunStatus] = dataclasses.field(default_factory=dict)
     """What each run does: whether it runs, is late or silent, and what its restarts lost; by folder."""
+
+    def brief(self) -> str:
+        """Returns what the page shows, and where a file of it is written."""
+        return f"of {self.page.title}; write() makes {self.out / PAGE}"
 
     def write(self, file: str | Path | None = None) -> Path:
         """Writes the page as one HTML file that loads nothing, by default OUT/view.html; returns the file."""

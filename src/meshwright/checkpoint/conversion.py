@@ -19,6 +19,7 @@ from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.checkpoint.tensors import Index
 from meshwright.documents import LARGE, check_inside, read_json, read_text
 from meshwright.errors import ConfigError, WeightsError
+from meshwright.formatting import Brief, first_of, format_count, shortened
 from meshwright.hugging_face.architectures import Architecture, architecture_of
 from meshwright.hugging_face.folder import KEPT, check_tied, keep_files, open_folder, read_model
 from meshwright.hugging_face.hub import PREFIX, find_folder
@@ -55,8 +56,8 @@ _JOURNAL = "progress.json"
 Say = Callable[[str], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class Conversion:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Conversion(Brief):
     """Result of a conversion.
 
     Example:
@@ -78,6 +79,14 @@ class Conversion:
     """Tensors that an interrupted conversion had finished."""
     notes: tuple[str, ...]
     """What was left out, and why."""
+
+    def brief(self) -> str:
+        """Returns what was written, and where."""
+        notes = "".join(f"; {shortened(note, 200)}" for note in first_of(self.notes))
+        return (
+            f"{self.architecture}: {format_count(self.parameters)} parameters in {self.tensors:,} tensors of "
+            f"{self.dtype}, in {self.out}{notes}"
+        )
 
 
 class _Journal:

@@ -1,13 +1,17 @@
 """The verb `launch`: a scheduler's job file that runs a command on several hosts."""
 
 import dataclasses
+import glob
+import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import IO, Annotated, Any, ClassVar, Literal
 
 import tyro
 
 from meshwright.api.finetuning import FinetuneOptions, check_start
+from meshwright.api.training import TrainOptions
 from meshwright.api.verb import Call, Outcome, RunOptions, unwritable, value_of
 from meshwright.cli.parse import options_of
 from meshwright.cli.verbs import kind_of, parse_verb
@@ -17,7 +21,7 @@ from meshwright.hardware.targets import parse_target
 from meshwright.launching.schedulers import SCHEDULERS, Job, accelerators_of, legal_name, pairs
 from meshwright.ranges import NonNegativeInt, PositiveInt, Ranged
 from meshwright.trainer.relations import check_run
-from meshwright.trust import trust_options
+from meshwright.trust import is_reference, trust_options
 
 VERBS = ("train", "finetune", "evaluate", "generate", "parity", "bench", "doctor")
 """Verbs that join their hosts."""
@@ -47,7 +51,7 @@ class LaunchOptions(Ranged):
     image: str | None = None
     """Container image; docker/Dockerfile makes one. With Slurm a FILE.sif is run by Apptainer, others by Pyxis."""
     env: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE")] = ()
-    """Environment variable of every process; may be repeated."""
+    """Environment variable of every process; may be repeated. With one, only you may read the file --write."""
     mount: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE:PATH")] = ()
     """What is found at a path in the container: a folder (Slurm), a persistent volume claim (JobSet), a bucket
     (SkyPilot); may be repeated."""
@@ -79,10 +83,11 @@ class LaunchOptions(Ranged):
         write_job, start = SCHEDULERS[self.on]
         text = write_job(job)
         _check_relations(parsed, hardware)
+        _check_data(self.on, parsed, rest)
         if self.write is None:
             return Outcome(text)
         try:
-            with self.write.open("w" if self.overwrite else "x", encoding="utf-8") as opened:
+            with _opened(self.write, self.overwrite, private=bool(job.environment)) as opened:
                 opened.write(text)
         except FileExistsError as error:
             raise ConfigError(
@@ -91,6 +96,18 @@ class LaunchOptions(Ranged):
         except OSError as error:
             raise unwritable(self.write, error) from error
         return Outcome(f"{self.write}: {job.hosts} hosts. Start it with: {start} {self.write}\n")
+
+
+def _opened(file: Path, overwrite: bool, private: bool) -> IO[str]:
+    """Opens a job file. private: only its owner may read it, as variables of the environment may be passwords."""
+
+    def opener(path: str, flags: int) -> int:
+        opened = os.open(path, flags, 0o600 if private else 0o666)
+        if private and stat.S_ISREG(os.fstat(opened).st_mode):
+            os.fchmod(opened, 0o600)  # of a file that there was already
+        return opened
+
+    return open(file, "w" if overwrite else "x", encoding="utf-8", opener=opener)
 
 
 def _split(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -213,3 +230,32 @@ def _check_relations(options: Any, hardware: str | None) -> None:
             f"--mesh fsdp={devices}",
         )
     check_run(options.run, shape)
+
+
+def _check_data(scheduler: str, options: Any, words: Sequence[str]) -> None:
+    """Raises ConfigError for a training on text that nobody chose, or that its hosts cannot have.
+
+    A recipe of a real model names files that stand for the user's, `data/*.parquet`, and hf:PATH names no text at all:
+    it would train on Python's standard library. What --data names is the user's word, and so are absolute paths.
+    """
+    if not isinstance(options, TrainOptions | FinetuneOptions):
+        return
+    given = {word.partition("=")[0] for word in words}
+    run = options.run
+    if run.model.unit != "tokens" or given & {"--data", "--data.paths"}:
+        return
+    fix = "--data PATH of your text, or of a folder that `meshwright tokenize` wrote, which every host reaches"
+    for path in run.data.paths:
+        source = path.rpartition("=")[0] or path
+        if source == "stdlib":
+            if run.init_from is None:
+                continue  # the text of recipes such as `tiny`, and of files that name it
+            truth = "it names no text, and would train on the source of Python's standard library"
+            raise ConfigError(f"launch of {run.name} without --data", truth, fix)
+        if "://" in source or is_reference(source) or Path(source).is_absolute():
+            continue
+        here = scheduler == "slurm" and any(glob.iglob(source, recursive=True))
+        if not here:
+            where = "here" if scheduler == "slurm" else "in a container"
+            truth = f"its own text is {source}, and there is no such file {where}"
+            raise ConfigError(f"launch of {run.name} without --data", truth, fix)

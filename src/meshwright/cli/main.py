@@ -13,6 +13,7 @@ from types import ModuleType
 
 from meshwright import last_words
 from meshwright.activity import activity, watched_by
+from meshwright.callers import command_line
 from meshwright.cli.interrupt import EXIT_CODE, acknowledge_interrupts
 from meshwright.cli.output import Notices, Stream, columns, write, write_json
 from meshwright.errors import (
@@ -153,7 +154,12 @@ def _unavailable(error: Exception) -> MeshwrightError | None:
 
 
 def run(args: Sequence[str]) -> int:
-    """Runs one command line; returns its exit code. Raises MeshwrightError."""
+    """Runs one command line; returns its exit code. Raises MeshwrightError, which names options."""
+    with command_line():
+        return _run(args)
+
+
+def _run(args: Sequence[str]) -> int:
     args = take_options(args)
     if not args or args[0] in ("-h", "--help"):
         _write_overview()

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from meshwright.comm.collectives import all_gather, all_reduce, all_reduce_max, axis_index
 from meshwright.data.tokenizers import with_begin
 from meshwright.errors import ConfigError
-from meshwright.formatting import Shown, format_bytes
+from meshwright.formatting import Brief, Shown, first_of, format_bytes, shortened
 from meshwright.generation.decoder import (
     Bucket,
     Decoder,
@@ -105,7 +105,7 @@ class GenerationReport:
         return (self.new_tokens - self.prompts) / max(self.decode_seconds, 1e-9)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Generated(Shown):
     """Texts of one generation, one for each prompt."""
 
@@ -117,8 +117,13 @@ class Generated(Shown):
     """Log-probability of each of them, before temperature and filters."""
     report: GenerationReport
 
+    def brief(self) -> str:
+        """Returns the beginning of each text."""
+        texts = ", ".join(first_of([shortened(text) for text in self.texts]))
+        return f"{len(self.texts)} texts, {self.report.new_tokens:,} tokens: {texts}"
 
-class Generator:
+
+class Generator(Brief):
     """Model with its weights laid out for decoding, and the programs of the buckets that prompts have had so far."""
 
     def __init__(self, opened: OpenedModel, decoding: Decoding | None = None):
@@ -135,6 +140,10 @@ class Generator:
         self._weights: LaidOut = lay_out(self.device_run, opened.params, self.layout)
         self._decoders: dict[Bucket, Decoder] = {}
         self._scorers: dict[Bucket, Any] = {}
+
+    def brief(self) -> str:
+        """Returns whose weights it has, and where they lie."""
+        return f"of {self.origin} on {self.device_run.shape}: weights {self.layout}"
 
     @property
     def compilations(self) -> int:

@@ -6,15 +6,13 @@
 import dataclasses
 from pathlib import Path
 
-import jax
-
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.initial_weights import load_initial_weights, merge_adapters
 from meshwright.config import MeshShape
 from meshwright.data.chat import ChatTemplate, read_chat_template, read_end_tokens
 from meshwright.data.tokenizers import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError
-from meshwright.hardware.mesh import build_mesh, default_mesh_shape
+from meshwright.hardware.mesh import build_mesh, default_mesh_shape, first_devices
 from meshwright.hugging_face.folder import KEPT, read_model
 from meshwright.hugging_face.hub import find_folder, is_hugging_face
 from meshwright.runs.recipe import run_of_hugging_face
@@ -98,7 +96,7 @@ def run_of_source(source: str | Path) -> Run:
 
 def place_for_decoding(run: Run, mesh: MeshShape | None, devices: int | None) -> DeviceRun:
     """Places a run on devices to decode with. Raises ConfigError where the model does not fit the mesh."""
-    available = jax.devices()[:devices]
+    available = first_devices(devices)
     run = run_for_decoding(run, mesh or run.mesh or default_mesh_shape(len(available)))
     assert run.mesh is not None
     return place_on_devices(run, build_mesh(run.mesh, available))

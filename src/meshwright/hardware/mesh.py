@@ -94,6 +94,39 @@ def default_mesh_shape(devices: int) -> MeshShape:
     return MeshShape(data=devices)
 
 
+def first_devices(count: int | None) -> list[jax.Device]:
+    """Returns the first `count` devices of all processes, or all of them.
+
+    Raises ConfigError where there are fewer.
+    """
+    devices = jax.devices()
+    if count is None:
+        return devices
+    if not 1 <= count <= len(devices):
+        truth = f"there are {len(devices)} ({devices[0].device_kind}), and a run takes at least one"
+        fix = f"--devices {len(devices)}, or leave it out"
+        raise _too_few_devices(f"--devices {count}", truth, fix, count, devices)
+    return devices[:count]
+
+
+def _too_few_devices(
+    asked: str, truth: str, fix: str, wanted: int, devices: list[jax.Device]
+) -> ConfigError:
+    """Builds the error of more devices than there are, with what simulates them on a CPU.
+
+    fix: the change for accelerators, whose number nothing changes.
+    """
+    if devices[0].platform != "cpu" or wanted < 1:
+        return ConfigError(asked, truth, fix)
+    setting = f'jax.config.update("jax_num_cpu_devices", {wanted})'
+    return ConfigError(
+        asked,
+        truth,
+        f"--devices {wanted} to simulate them",
+        f"in a new Python process, {setting} before JAX is first used, which simulates them",
+    )
+
+
 def build_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh:
     """Builds the mesh of `shape` over the first devices.
 
@@ -105,14 +138,9 @@ def build_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mes
     devices = jax.devices() if devices is None else devices
     if shape.size > len(devices):
         product = " * ".join(str(d) for d in shape.degrees().values() if d > 1)
-        cpu = devices[0].platform == "cpu"
-        raise ConfigError(
-            f"mesh {shape}",
-            f"it takes {product} = {shape.size} devices, and there are {len(devices)} ({devices[0].device_kind})",
-            f"--devices {shape.size} to simulate them"
-            if cpu
-            else f"a mesh whose degrees multiply to {len(devices)}",
-        )
+        truth = f"it takes {product} = {shape.size} devices, and there are {len(devices)} ({devices[0].device_kind})"
+        fix = f"a mesh whose degrees multiply to {len(devices)}"
+        raise _too_few_devices(f"mesh {shape}", truth, fix, shape.size, devices)
     degrees = shape.degrees()
     inside = {
         axis: n // (shape.slices if axis == shape.dcn_axis else 1) for axis, n in degrees.items()

@@ -29,6 +29,15 @@ GRACE_SECONDS = 120
 """Seconds between the signal to stop (SIGTERM) and the end, in which a run saves."""
 REMOTE_SOURCE = "/tmp/meshwright-source"
 """Folder of a host that a checkout is copied to."""
+_CPUS_OF_GPU = 8
+_GIB_OF_GPU = 64
+"""CPUs and GiB of host memory for each GPU of a job that takes a part of a node: half of what nodes of eight GPUs have."""
+_SAME_RESOURCE = {
+    "mem": {"mem-per-cpu", "mem-per-gpu"},
+    "cpus-per-task": {"cpus-per-gpu", "exclusive"},
+    "exclusive": {"oversubscribe"},
+}
+"""Directive that a job asks for -> those that ask for the same in another way, or that it contradicts."""
 _TPU_HOST = 4
 """Chips on a host of a TPU slice of several hosts."""
 
@@ -81,6 +90,8 @@ class Accelerators:
     """Chips along each dimension of a slice, as `4x4x8`; for GPUs nodes x GPUs."""
     chips_per_slice: int
     """Chips of one slice; for GPUs all."""
+    fills_hosts: bool = True
+    """Whether the hosts have no other chips: not of GPUs that are a part of a node."""
 
     @property
     def resource(self) -> str:
@@ -118,6 +129,7 @@ def accelerators_of(target: Target) -> Accelerators:
     own = _CLOUDS.get(target.name, _UNKNOWN).host
     per_slice, topology = math.prod(target.topology), format_size(target.topology)
     links = target.chip.interconnect
+    fills = True
     if isinstance(links, Torus):
         per_host, slices = (
             per_slice if per_slice <= (own or _TPU_HOST) else _TPU_HOST,
@@ -125,6 +137,7 @@ def accelerators_of(target: Target) -> Accelerators:
         )
     else:
         per_host, slices = min(own or links.devices_per_node, target.topology[1]), 1
+        fills = per_host == (own or links.devices_per_node)
     if per_slice % per_host:
         raise ConfigError(
             f"target {target}",
@@ -133,7 +146,7 @@ def accelerators_of(target: Target) -> Accelerators:
         )
     hosts = per_slice // per_host * slices
     return Accelerators(
-        target.name, isinstance(links, Torus), hosts, per_host, slices, topology, per_slice
+        target.name, isinstance(links, Torus), hosts, per_host, slices, topology, per_slice, fills
     )
 
 
@@ -210,22 +223,25 @@ def slurm_script(job: Job) -> str:
     ConfigError for a directive that is not.
     """
     chips = job.accelerators
-    directives = {
+    fields = dict(job.fields)
+    directives: dict[str, str | None] = {
         "job-name": job.name,
         "nodes": str(job.hosts),
         "ntasks-per-node": str(job.processes_per_host),
-        **(
-            {"gpus-per-node": str(chips.chips_per_host)}
-            if chips is not None and not chips.tpu
-            else {}
-        ),
-        "output": "%x-%j.out",
-        "open-mode": "append",
-        # To the tasks, not to this script, which has to ask for the next start.
-        "signal": f"TERM@{GRACE_SECONDS}",
-        **dict(job.fields),
     }
+    if chips is not None and not chips.tpu:
+        directives["gpus-per-node"] = str(chips.chips_per_host)
+    directives |= _cpus_and_memory(job, fields)
+    directives["output"] = "%x-%j.out"
+    directives["open-mode"] = "append"
+    # To the tasks, not to this script, which has to ask for the next start.
+    directives["signal"] = f"TERM@{GRACE_SECONDS}"
+    directives |= fields
+    if directives.get("exclusive") == "no":
+        del directives["exclusive"]
     for name, value in directives.items():
+        if value is None:
+            continue
         if not re.fullmatch(r"[a-z][a-z-]*", name) or not re.fullmatch(
             r"[\w.,:/=+@%\[\]*&|()-]+", value, re.ASCII
         ):
@@ -235,7 +251,11 @@ def slurm_script(job: Job) -> str:
                 "--set NAME=VALUE of such characters, as in --set partition=gpu --set time=24:00:00",
             )
     return _template("slurm.sh") % {
-        "directives": "".join(f"#SBATCH --{name}={value}\n" for name, value in directives.items()),
+        "directives": "".join(
+            f"#SBATCH --{name}\n" if value is None else f"#SBATCH --{name}={value}\n"
+            for name, value in directives.items()
+        ),
+        "processes": job.processes_per_host,
         "exports": "".join(
             f"export {name}={shlex.quote(value)}\n" for name, value in _variables(job)
         ),
@@ -250,6 +270,26 @@ def _variables(job: Job) -> Pairs:
     if not job.restarts:
         return job.environment
     return (*job.environment, (LIMIT, str(job.restarts)))
+
+
+def _cpus_and_memory(job: Job, fields: Mapping[str, str]) -> dict[str, str | None]:
+    """Returns the directives that ask for CPUs and memory, without those that `fields` ask for in another way.
+
+    Where nodes are shared, a task gets one CPU and the partition's default memory unless it asks for more. A job with
+    all GPUs of its nodes asks for the nodes; one with some of the GPUs asks for a share.
+    """
+    chips = job.accelerators
+    if chips is None or chips.fills_hosts:
+        # Tasks divide the CPUs of the node among them: the template's srun.
+        wanted: dict[str, str | None] = {"exclusive": None, "mem": "0"}
+    else:
+        cpus = max(1, _CPUS_OF_GPU * chips.chips_per_host // job.processes_per_host)
+        memory = _GIB_OF_GPU * chips.chips_per_host
+        wanted = {"cpus-per-task": str(cpus), "mem": f"{memory}G"}
+    for name, others in _SAME_RESOURCE.items():
+        if fields.keys() & others:
+            wanted.pop(name, None)
+    return wanted
 
 
 def _in_container(job: Job) -> list[str]:

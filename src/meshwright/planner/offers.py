@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from meshwright.errors import ConfigError, by_class, nearest
+from meshwright.formatting import Brief, format_count
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.targets import Target
 from meshwright.planner.memory_model import checkpoint_bytes
@@ -276,8 +277,8 @@ class Market:
     reliability: Reliability = dataclasses.field(default_factory=Reliability)
 
 
-@dataclasses.dataclass(frozen=True)
-class Offer:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Offer(Brief):
     """A plan with what the whole training takes.
 
     Example:
@@ -294,6 +295,11 @@ class Offer:
     """Cheapest list price of the chip; None where the table has none."""
     band: ErrorRange
     """Error of predictions of this kind."""
+
+    def brief(self) -> str:
+        """Returns the plan, the days and the dollars."""
+        cost = "no list price" if self.dollars is None else f"${self.dollars:,.0f}"
+        return f"of {format_count(self.tokens)} tokens: {self.days:.3g} days, {cost}; {self.plan.brief()}"
 
     @property
     def step_days(self) -> float:

@@ -50,7 +50,7 @@ _SLOWER = 1.5
 """Step time over that of the best plan above which the remaining remat policies of a mesh, all slower, are skipped."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan(Shown):
     """A run placed on a mesh of the target, with its predicted step time and memory.
 
@@ -65,12 +65,13 @@ class Plan(Shown):
     placed: PlacedRun
     estimate: Estimate
 
-    def __repr__(self) -> str:
+    def brief(self) -> str:
+        """Returns the run, the machine, the layout, and what is predicted."""
         e = self.estimate
         memory = f"{e.bytes / 2**30:.0f} of {e.hbm_bytes / 2**30:.0f} GiB"
         return (
-            f"<Plan of {self.run.name} on {self.target}: {self.name}; {e.seconds:.3g} s, {e.mfu:.0%} MFU, {memory}, "
-            "predicted>"
+            f"of {self.run.name} on {self.target}: {self.name}; {e.seconds:.3g} s, {e.mfu:.0%} MFU, {memory}, "
+            "predicted"
         )
 
     @property

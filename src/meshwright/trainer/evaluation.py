@@ -15,7 +15,7 @@ from meshwright.config import MeshShape
 from meshwright.data.feed import Samples, held_out_order
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.errors import ConfigError
-from meshwright.formatting import Shown
+from meshwright.formatting import Shown, first_of
 from meshwright.hardware.agreement import answer_of_the_first
 from meshwright.hugging_face.hub import is_hugging_face
 from meshwright.models.model import Model
@@ -27,7 +27,7 @@ from meshwright.storage.paths import path_of
 from meshwright.trainer.prepare import sum_metrics
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Evaluation(Shown):
     """Loss of a checkpoint."""
 
@@ -42,6 +42,13 @@ class Evaluation(Shown):
     text_bytes: int
     """UTF-8 bytes of their text; the end of a document has none."""
 
+    def brief(self) -> str:
+        """Returns the step, the loss, and how much text it is of."""
+        return (
+            f"step {self.step:,}: loss {self.loss:.4f}, perplexity {self.perplexity:.4g}, "
+            f"{self.bits_per_byte:.4f} bits per byte, {self.tokens:,} tokens in {self.samples:,} sequences"
+        )
+
     @property
     def perplexity(self) -> float:
         """Exponential of the loss: how many equally likely tokens would be as hard to predict."""
@@ -55,7 +62,7 @@ class Evaluation(Shown):
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class BatchEvaluation(Shown):
     """Metrics of a checkpoint whose loss is not one per token: on held-out batches of arrays, or on preferences."""
 
@@ -64,6 +71,11 @@ class BatchEvaluation(Shown):
     loss: float
     metrics: Mapping[str, float]
     """Mean of each metric that the loss returns; of preferences their number too."""
+
+    def brief(self) -> str:
+        """Returns the step, the loss and the first metrics."""
+        named = [f"{name} {value:.4g}" for name, value in self.metrics.items() if name != "loss"]
+        return ", ".join([f"step {self.step:,}: loss {self.loss:.4f}", *first_of(named)])
 
 
 def run_to_evaluate(

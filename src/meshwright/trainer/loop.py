@@ -15,7 +15,7 @@ from meshwright.checkpoint.checkpoints import check_room
 from meshwright.checkpoint.steps import committed_steps, explained_writing
 from meshwright.data.batch import ramp_of
 from meshwright.errors import Closing
-from meshwright.formatting import Shown
+from meshwright.formatting import Shown, format_step, format_time
 from meshwright.hardware.agreement import agree, answer_of_the_first, choose_together
 from meshwright.reporters import BETWEEN, Reporter, build_reporters
 from meshwright.reporters.files import EventLog, JsonLines, last_start
@@ -44,7 +44,7 @@ Start = Literal["fresh", "resume", "resume if exists"]
 __all__ = ["PreparedRun", "Start", "Summary", "Trainable", "prepare_run", "train"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Summary(Shown):
     """Result of a training run.
 
@@ -87,6 +87,18 @@ class Summary(Shown):
     """Number of the signal that ended the run early; 0 where it came to its end."""
     sample: str
     """Text sampled from the model at the end."""
+
+    def brief(self) -> str:
+        """Returns the step, the losses, the time and the folder."""
+        lines = [f"{self.steps:,} steps, loss {self.loss:.4f}"]
+        if self.held_out_loss is not None:
+            lines[0] += f", held-out loss {self.held_out_loss:.4f}"
+        speed = f", {format_step(self.step_seconds)} per step" if self.steps_taken else ""
+        lines.append(f"{format_time(self.seconds)}{speed}")
+        if self.interrupted_by:
+            lines.append(f"ended by signal {self.interrupted_by}")
+        lines.append(f"in {self.out}")
+        return "; ".join(lines)
 
 
 def train(

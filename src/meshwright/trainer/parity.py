@@ -53,7 +53,7 @@ class StepParity:
     """Tensor with that difference."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Parity(Shown):
     """Result of `mw.parity`.
 
@@ -70,6 +70,12 @@ class Parity(Shown):
     """Tensors whose initial values are not bitwise equal."""
     steps: tuple[StepParity, ...]
     """Comparison of each step."""
+
+    def brief(self) -> str:
+        """Returns the meshes, and whether they agree."""
+        said = self.first_divergence
+        outcome = "agree" if said is None else f"differ: {said}"
+        return f"{' against '.join(self.meshes)}: {len(self.steps)} steps, {outcome}"
 
     @property
     def first_divergence(self) -> str | None:

@@ -27,7 +27,12 @@ from meshwright.data.feed import (
 from meshwright.data.tokens import Progress
 from meshwright.errors import ConfigError, DataError
 from meshwright.hardware.agreement import note_progress
-from meshwright.hardware.mesh import build_mesh, default_mesh_shape, enable_compilation_cache
+from meshwright.hardware.mesh import (
+    build_mesh,
+    default_mesh_shape,
+    enable_compilation_cache,
+    first_devices,
+)
 from meshwright.models.flops import training_flops_per_token
 from meshwright.models.model import Metrics, Model
 from meshwright.reporters import Reporter
@@ -307,7 +312,7 @@ def prepare_run(
     progress: shows the tokenisation.
     Raises ConfigError or DataError before anything is traced.
     """
-    available = jax.devices()[:devices]
+    available = first_devices(devices)
     shape = run.mesh
     if shape is None and run.model.unit == "tokens":
         shape = default_mesh_shape(len(available))

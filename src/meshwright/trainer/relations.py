@@ -99,6 +99,7 @@ def check_output(run: Run, output: Output) -> None:
                 f"resuming the run in {output.folder}",
                 "no checkpoint was committed there",
                 f"--resume-if-exists --out {output.folder}, which starts where there is none",
+                'start="fresh"',
             )
         steps_to_take(checkpoints, output.at)
     if not output.resumes and not output.may_resume:

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from meshwright.errors import ConfigError, by_class, reason_of
-from meshwright.views.blocks import Block, Grid, Table, Where
+from meshwright.views.blocks import Block, Grid, Table, Text, Where
 from meshwright.views.charts import Drawing
 from meshwright.views.colours import css_variables
 from meshwright.views.terminal import print_blocks
@@ -153,8 +153,17 @@ class Report:
         )
 
     def frame(self) -> str:
-        """Returns the page as an HTML frame for a notebook; the frame keeps its styles and script to itself."""
-        return frame(self.html(), self.title, self.height)
+        """Returns the page as an HTML frame for a notebook; the frame keeps its styles and script to itself.
+
+        A notebook keeps every cell's output, so what a frame of FRAME_BYTES cannot hold is left out, the largest
+        tables and drawings first, and the page names it.
+        """
+        report = self
+        framed = frame(report.html(), self.title, self.height)
+        while len(framed.encode()) > FRAME_BYTES and (smaller := _without_largest(report)):
+            report = smaller
+            framed = frame(report.html(), self.title, self.height)
+        return framed
 
     def _repr_html_(self) -> str:
         return self.frame()
@@ -174,12 +183,57 @@ class Report:
             ) from error
 
 
+FRAME_BYTES = 200_000
+"""Most bytes of a page in a cell of a notebook."""
+_FEWEST_ROWS = 10
+"""Rows that a table keeps in a notebook before it is left out."""
+
+
 def frame(html: str, title: str, height: int = 720) -> str:
     """Returns an HTML document as a frame for a notebook."""
+    # Data and scripts are full of double quotes, each of which would take six bytes.
+    document = html.replace("&", "&amp;").replace("'", "&#x27;")
     return (
-        f'<iframe srcdoc="{escape(html)}" title="{escape(title)}" sandbox="allow-scripts" '
+        f'<iframe srcdoc=\'{document}\' title="{escape(title)}" sandbox="allow-scripts" '
         f'style="width:100%;height:{height}px;border:0"></iframe>'
     )
+
+
+def _without_largest(report: Report) -> Report | None:
+    """Returns the report with the largest block of its page cut or left out, and a note; None where none is large."""
+    sizes: dict[tuple[int, int], int] = {}
+    for number, section in enumerate(report.sections):
+        for index, block in enumerate(section.blocks):
+            if block.where != "terminal" and section.where != "terminal":
+                written = _blocks_json([block], "")
+                sizes[number, index] = len(json.dumps(written))
+    if not sizes or max(sizes.values()) < 1000:
+        return None
+    number, index = max(sizes, key=sizes.__getitem__)
+    section = report.sections[number]
+    blocks = list(section.blocks)
+    blocks[index] = _smaller(blocks[index])
+    sections = list(report.sections)
+    sections[number] = dataclasses.replace(section, blocks=blocks)
+    return dataclasses.replace(report, sections=sections)
+
+
+def _smaller(block: Block) -> Block:
+    """Returns a table with half its rows, or a note in the place of another block."""
+    where = "a page that is written to a file has all"
+    if isinstance(block, Table) and len(block.rows) > _FEWEST_ROWS:
+        kept = max(_FEWEST_ROWS, len(block.rows) // 2)
+        note = re.sub(r"The first [\d,]+ rows are in this notebook; .*$", "", block.note).strip()
+        said = f"The first {kept:,} rows are in this notebook; {where}."
+        return dataclasses.replace(
+            block,
+            rows=block.rows[:kept],
+            keys=block.keys[:kept],
+            tones=block.tones[:kept],
+            note=f"{note} {said}".strip(),
+        )
+    title = block.title or type(block).__name__.lower()
+    return Text([f"Left out of this notebook for its size: {title}; {where}."])
 
 
 def print_sections(console: Console, sections: Sequence[Section]) -> None:
