@@ -9,7 +9,7 @@ from meshwright.errors import ConfigError
 
 
 class Brief:
-    """Result that prints as a short text: its type, and what `brief` says."""
+    """Result that prints as a short text: its type, and its `brief`."""
 
     def brief(self) -> str:
         """Returns the result in one or a few lines."""

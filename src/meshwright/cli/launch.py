@@ -233,7 +233,7 @@ def _check_relations(options: Any, hardware: str | None) -> None:
 
 
 def _check_data(scheduler: str, options: Any, words: Sequence[str]) -> None:
-    """Raises ConfigError for a training on text that nobody chose, or that its hosts cannot have.
+    """Raises ConfigError for a training on text that was not chosen, or that its hosts cannot have.
 
     A recipe of a real model names files that stand for the user's, `data/*.parquet`, and hf:PATH names no text at all:
     it would train on Python's standard library. What --data names is the user's word, and so are absolute paths.

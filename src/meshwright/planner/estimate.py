@@ -388,7 +388,7 @@ def _compute_seconds(
 
 @dataclasses.dataclass(frozen=True)
 class _Computation:
-    """What a device computes for a microbatch, priced by pass and by what it waits for.
+    """Computation of a microbatch on a device, priced by pass and by what it waits for.
 
     matmul        the larger of FLOPs / rate, operands / HBM and a kernel's launch, for each product
     attention     the larger of FLOPs / rate, scores / HBM and the launches of its kernels

@@ -26,7 +26,7 @@ _SELDOM = 10.0
 class LivePage:
     """Report of runs that are under way; it is made anew when their files have changed, or while they should.
 
-    The page of a run that ended or went silent says so, and is asked for rarely: a resume makes it live again.
+    The page of a run that ended or went silent shows so, and is asked for rarely: a resume makes it live again.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class LivePage:
 
 
 def _live_of(folders: Sequence[RunFolder]) -> Live:
-    """Returns what a page says of its runs: `live` while something is expected of one of them."""
+    """Returns the state of a page's runs: `live` while something is expected of one of them."""
     statuses = [run_status(folder) for folder in folders]
     if any(status.progresses for status in statuses):
         return Live(_DATA)

@@ -53,7 +53,7 @@ class Live:
     seconds: float = 2.0
     """Seconds between two requests."""
     state: str = "live"
-    """What the page says of its source: `live`, or why nothing new is expected."""
+    """State of the source of a page: `live`, or why nothing new is expected."""
     active: bool = True
     """Whether something new is expected."""
 

@@ -60,7 +60,7 @@ class Restart:
 
 @dataclasses.dataclass(frozen=True)
 class RunStatus:
-    """What a run does, at one moment."""
+    """Activity of a run at one moment."""
 
     state: State
     summary: str
