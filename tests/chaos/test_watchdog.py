@@ -16,6 +16,7 @@ from meshwright.checkpoint.checkpoints import Checkpoints, named_tensors, write_
 from meshwright.errors import CheckpointError, ConfigError, reason_of
 from meshwright.hardware.agreement import differences, flatten
 from meshwright.signs import EVERYBODY, NOBODY, Phases
+from meshwright.storage.attempts import store_error
 from meshwright.trainer.hosts import Sign, slow_hosts, verdict
 from meshwright.trainer.watchdog import Watchdog
 
@@ -243,15 +244,20 @@ def test_a_save_that_failed_is_known_before_the_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
-    [("No space left on device", "the disk is full"), ("Disk quota exceeded", "the disk quota is used up"),
-     ("RESOURCE_EXHAUSTED: File too large", "`ulimit -f`"), ("odd", "odd; no checkpoint was committed")],
+    ("number", "reason"),
+    [(errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "the disk quota is used up"), (errno.EFBIG, "`ulimit -f`")],
 )  # fmt: skip
-def test_what_a_disk_refuses(text: str, reason: str, tmp_path: Path) -> None:
-    error = write_error("saving step 4", tmp_path, ValueError(text))
-    assert reason in error.truth and "MiB are free" in error.fix
-    gone = write_error("saving step 4", tmp_path / "gone", ValueError(text))
-    assert "the folder is gone" in gone.truth and "free" not in gone.fix
+def test_what_a_disk_refuses(number: int, reason: str, tmp_path: Path) -> None:
+    """By the number of the system call, also where TensorStore has it in a field of its text."""
+    in_text = store_error(tmp_path, ValueError(f"RESOURCE_EXHAUSTED: [os_error_code='{number}']"))
+    assert in_text is not None
+    for refused in (OSError(number, os.strerror(number)), in_text):
+        error = write_error("saving step 4", tmp_path, refused)
+        assert reason in error.truth and "MiB are free" in error.fix
+        gone = write_error("saving step 4", tmp_path / "gone", refused)
+        assert "the folder is gone" in gone.truth and "free" not in gone.fix
+    odd = write_error("saving step 4", tmp_path, ValueError("odd"))
+    assert "odd; no checkpoint was committed" in odd.truth and "free" not in odd.fix
 
 
 @pytest.mark.parametrize(
@@ -262,12 +268,9 @@ def test_what_a_disk_refuses(text: str, reason: str, tmp_path: Path) -> None:
 def test_a_limit_that_is_reached_is_no_full_disk(
     number: int, truth: str, fix: str, tmp_path: Path
 ) -> None:
-    for error in (
-        OSError(number, os.strerror(number), "x"),
-        ValueError(
-            f"RESOURCE_EXHAUSTED: opening x: {os.strerror(number)}"
-        ),  # as TensorStore has it
-    ):
+    in_text = store_error(tmp_path, ValueError(f"opening x [os_error_code='{number}']"))
+    assert in_text is not None
+    for error in (OSError(number, os.strerror(number), "x"), in_text):
         found = write_error("saving step 4", tmp_path, error)
         assert truth in found.truth and fix in found.fix and "disk" not in f"{found}"
         assert truth in reason_of(error) and fix in reason_of(error)

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from meshwright.documents import LARGE, check_inside, fix_of, read_json, read_text
-from meshwright.errors import DataError
+from meshwright.errors import DataError, by_class
 
 VOCAB, MERGES = "vocab.json", "merges.txt"
 _QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -73,9 +73,8 @@ def read_pair(vocab: Path) -> str:
         described = _optional(folder / "config.json")
         added = _optional(folder / "added_tokens.json")
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise DataError(
-            asked, f"{VOCAB} and {MERGES} cannot be read: {error}", fix_of(error, _MAKE)
-        ) from error
+        truth = f"{VOCAB} and {MERGES} cannot be read: {error}"
+        raise by_class(error, DataError(asked, truth, fix_of(error, _MAKE))) from error
     kind = _CLASSES.get(str(config.get("tokenizer_class")).removesuffix("Fast"))
     if kind is None and "tokenizer_class" not in config:
         kind = _TYPES.get(str(described.get("model_type")))
@@ -90,7 +89,8 @@ def read_pair(vocab: Path) -> str:
         tokenizer = tokenizers.Tokenizer(model)
         _add_tokens(tokenizer, config, added)
     except Exception as error:  # the library raises no class of its own
-        raise DataError(asked, f"the tokenizers library: {error}", _MAKE) from error
+        refusal = DataError(asked, f"the tokenizers library: {error}", _MAKE)
+        raise by_class(error, refusal) from error
     byte_level = pre_tokenizers.ByteLevel(
         add_prefix_space=bool(config.get("add_prefix_space")), use_regex=kind == "gpt2"
     )
