@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 # A shell starts background programs with interrupts ignored, and what a test starts would ignore them too.
@@ -15,6 +16,7 @@ import hypothesis
 import jax
 import pytest
 
+from meshwright.callers import command_line
 from meshwright.hardware.mesh import enable_compilation_cache, prepare_host
 
 pytest_plugins = ["measured"]
@@ -68,3 +70,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir()
     (folder / "compiled").symlink_to(_COMPILED)
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(folder))
+
+
+@pytest.fixture(autouse=True)
+def errors_of_a_command(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Errors are those that somebody reads who typed a command; `test_callers.py` reads each in Python as well."""
+    if request.path.name == "test_callers.py":
+        yield
+        return
+    with command_line():
+        yield

@@ -80,7 +80,9 @@ def test_training_refuses_it_before_the_first_step(
 ) -> None:
     error = _without_room(monkeypatch, tmp_path)
     assert (
-        error.exit_code == 5 and "this host has 8 MiB" in str(error) and 'remat="full"' in error.fix
+        error.exit_code == 5
+        and "this host has 8 MiB" in str(error)
+        and "--training.remat full" in error.fix
     )
 
 

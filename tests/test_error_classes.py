@@ -205,9 +205,9 @@ def test_a_failed_save_tells_room_from_a_store_that_is_away(tmp_path: Path) -> N
     ends: dict[str, set[int]] = {
         "free some space": {errno.ENOSPC, errno.EDQUOT, errno.EFBIG},
         "mounts": {errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT},
-        "another out": {errno.EACCES, errno.EPERM, errno.EISDIR},
+        "another --out": {errno.EACCES, errno.EPERM, errno.EISDIR},
     }
-    codes = {"free some space": 10, "mounts": 75, "another out": 4}
+    codes = {"free some space": 10, "mounts": 75, "another --out": 4}
     for fix, numbers in ends.items():
         for number in numbers:
             found = write_error("saving", tmp_path, OSError(number, os.strerror(number)))

@@ -580,7 +580,7 @@ def test_recipes_have_their_published_sizes(name: str, total: float, active: flo
 
 def test_an_exchange_in_float8_needs_the_dropless_dispatch() -> None:
     model = dataclasses.replace(MODELS["mixtral"], expert_exchange="fp8", dispatch="capacity")
-    with pytest.raises(ConfigError, match=r'dispatch="dropless"'):
+    with pytest.raises(ConfigError, match=r"--model\.dispatch dropless"):
         place_run(tiny_run(model))
 
 
@@ -667,7 +667,7 @@ def test_one_expert_per_token_needs_its_score() -> None:
         one = dataclasses.replace(model, **changed)
         with pytest.raises(ConfigError, match="the router has no gradient") as refused:
             one.params()
-        assert "experts_per_token=2" in refused.value.fix
+        assert "--model.experts-per-token 2" in refused.value.fix
         assert ("normalize-top-k" in refused.value.fix) == hasattr(model, "normalize_top_k")
         if hasattr(model, "normalize_top_k"):
             assert dataclasses.replace(one, normalize_top_k=False).params()

@@ -331,12 +331,12 @@ def test_attention_visits_blocks_as_it_does_all_at_once() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     device_run = device_run_of(tiny_run(MODELS["llama"], "stage=2,tensor=2"))
-    with pytest.raises(ConfigError, match=r'(?s)2 pipeline stages.*mesh="data=2,tensor=2"'):
+    with pytest.raises(ConfigError, match=r"(?s)2 pipeline stages.*--mesh data=2,tensor=2"):
         Generator(OpenedModel(device_run, None, Bytes(), (), ""))
     capacity = dataclasses.replace(MODELS["mixtral"], dispatch="capacity")
     with pytest.raises(ConfigError, match="dispatch dropless"):
         Generator(OpenedModel(device_run_of(tiny_run(capacity, "data=1")), None, Bytes(), (), ""))
-    with pytest.raises(ConfigError, match=r"(?s)64 positions, and 60 \+ 5 = 65.*max_tokens=4"):
+    with pytest.raises(ConfigError, match=r"(?s)64 positions, and 60 \+ 5 = 65.*--max-tokens 4"):
         bucket_for(opened("gpt2").device_run, [60], 5, 512)
     with pytest.raises(ConfigError, match="no weights before it is trained"):
         open_weights("tiny")
@@ -353,7 +353,7 @@ def test_what_cannot_be_is_refused() -> None:
         Generator(opened("llama")).encode([3, 50])
     with pytest.raises(
         ConfigError,
-        match=r"(?s)1 text\(s\) of 10000000\d+ tokens takes .* on a device, which has .*max_tokens=\d",
+        match=r"(?s)1 text\(s\) of 10000000\d+ tokens takes .* on a device, which has .*--max-tokens \d",
     ):
         Generator(opened("llama")).decoder([3], 10**10)
     assert Sampling(top_k=10**12).settings().top_k == 2**31 - 1

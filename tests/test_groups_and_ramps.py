@@ -123,7 +123,7 @@ def test_a_ramp_counts_its_sequences() -> None:
     for part in ("3", "0=8", "3=x", "=8"):
         with pytest.raises(ConfigError, match="STEPS=SEQUENCES"):
             ramp_of(Training(batch_ramp=(part,)))
-    with pytest.raises(ConfigError, match=r"batch_ramp with 16 or 8"):
+    with pytest.raises(ConfigError, match=r"--training.batch-ramp with 16 or 8"):
         place_run(tiny_run(MODELS["llama"], "fsdp=8", batch=32, batch_ramp=("3=12",)))
 
 

@@ -164,7 +164,7 @@ def test_one_process_ignores_the_environment(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_devices_are_shared_evenly() -> None:
-    with pytest.raises(ConfigError, match="devices=8"):
+    with pytest.raises(ConfigError, match="--devices 8"):
         start_devices(9, None, Hosts("test", 4, 0, "localhost:1"))
 
 

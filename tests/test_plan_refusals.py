@@ -35,7 +35,7 @@ def test_what_no_mesh_can_have_is_said_first_and_alike_everywhere(seq: int, on: 
     error = refusal(run_with("gpt2", seq=seq, batch=48), on)
     assert str(error) == str(refusal(run_with("gpt2", seq=seq, batch=48), "h100:2"))
     assert "the model has 1024 positions" in str(error)
-    assert error.fix.startswith("seq=1024")
+    assert error.fix.startswith("--seq 1024")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_batch_or_sequence_that_is_advised_has_a_plan(
     recipe: str, on: str, changes: dict[str, int]
 ) -> None:
     fix = refusal(run_with(recipe, **changes), on).fix
-    advised = re.findall(r"\b(batch|seq)=(\d+)", fix)
+    advised = re.findall(r"--(batch|seq) (\d+)", fix)
     assert advised, fix
     for field, value in advised:
         fixed = run_with(recipe, **{"batch": 6, **changes, field: int(value)})

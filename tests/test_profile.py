@@ -90,7 +90,7 @@ def test_simulated_devices_are_called_what_they_are() -> None:
 
 @pytest.mark.parametrize("text", ["", "3", "4:3", "0:2", "1:2", "a:b", "2:3:4", "99:101"])
 def test_steps_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match='profile="10:13"'):
+    with pytest.raises(ConfigError, match="--profile 10:13"):
         parse_steps(text, 100)
 
 
@@ -144,5 +144,5 @@ def test_the_library_profiles_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for steps in ("2:3", None):
         mw.train(run, out=tmp_path, profile=steps, progress="none")
     assert [isinstance(prepared, ProfiledRun) for prepared in trained] == [True, False]
-    with pytest.raises(ConfigError, match='profile="2:4"'):
+    with pytest.raises(ConfigError, match="--profile 2:4"):
         mw.train(run, out=tmp_path, profile="9:9", progress="none")

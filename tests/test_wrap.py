@@ -174,7 +174,7 @@ def test_a_checkpoint_is_evaluated_by_the_name_of_its_model(trained: Any, cache:
         losses(out, "held-out loss")[-1], rel=1e-6
     )
     assert 0 <= evaluation.metrics["accuracy"] <= 1
-    with pytest.raises(ConfigError, match="data"):
+    with pytest.raises(ConfigError, match="--data"):
         mw.evaluate(out, data=["text.txt"], cache=cache)
 
 
@@ -567,7 +567,7 @@ def test_a_loss_that_is_not_finite_stops_with_its_batch(tmp_path: Path, cache: P
         return {**rows(step), "y": np.full((16, 128), np.nan if step == 1 else 0.0, np.float32)}
 
     with pytest.raises(
-        TrainingError, match=r'step 2(.|\n)*bad_step="skip", which leaves its update out'
+        TrainingError, match=r"step 2(.|\n)*--faults.bad-step skip, which leaves its update out"
     ):
         train(mw.wrap(W, squares, batches).run(mesh="data=2", steps=4), tmp_path / "out", cache)
     saved_batch = np.load(tmp_path / "out" / "evidence-step-2" / "batch-process-0.npz")
