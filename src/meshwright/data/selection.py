@@ -15,7 +15,6 @@ import collections
 import os
 import re
 from collections.abc import Sequence
-from pathlib import PurePath
 from typing import NamedTuple
 
 _ABOUT = re.compile(
@@ -29,7 +28,8 @@ _OTHER_SPLIT = re.compile(
 )
 _TRAINING = re.compile(r"(?:^|[-._ 0-9/])(train|training)(?=[-._ 0-9/]|$)")
 """Words that name a split in a path, as `datasets` finds them."""
-_CACHES = ("__pycache__",)
+_HIDDEN = re.compile(r"(?:^|/)(?:\.|__pycache__(?:/|$))")
+"""A part of a path that begins with a dot, or the folder of compiled Python."""
 _SHOWN = 6
 """Kinds of files that the line names."""
 
@@ -52,17 +52,18 @@ def select_data(
     are text only where there is no data file.
     """
     reasons: dict[str, list[str]] = collections.defaultdict(list)
-    known: list[str] = []
+    taken: list[str] = []
+    pages: list[str] = []
     for name in names:
-        reason = _reason(name)
-        if not reason and not name.lower().endswith((*data, *prose)):
-            reason = "of other kinds"
+        reason, lower = _reason(name), name.lower()
         if reason:
             reasons[reason].append(name)
+        elif lower.endswith(data):
+            taken.append(name)
+        elif prose and lower.endswith(prose):
+            pages.append(name)
         else:
-            known.append(name)
-    taken = [name for name in known if name.lower().endswith(data)]
-    pages = [name for name in known if not name.lower().endswith(data)]
+            reasons["of other kinds"].append(name)
     if taken:
         reasons["scripts or pages beside the data"] += pages
         taken = _training_split(taken, reasons)
@@ -73,10 +74,9 @@ def select_data(
 
 def _reason(name: str) -> str:
     """Returns why a file is left out by its name alone; "" where it is not."""
-    parts = PurePath(name).parts
-    if any(part.startswith(".") or part in _CACHES for part in parts):
+    if _HIDDEN.search(name):
         return "hidden"
-    if _ABOUT.fullmatch(parts[-1]):
+    if _ABOUT.fullmatch(name.rpartition("/")[2]):
         return "about the data"
     return ""
 
@@ -94,8 +94,9 @@ def _training_split(names: list[str], reasons: dict[str, list[str]]) -> list[str
 
 def _split_of(name: str) -> str:
     """Returns the word of a split other than that of training in a path, the file's own first; "" where none is."""
-    parts = [part.lower() for part in reversed(PurePath(name).parts)]
-    for part in parts:
+    if not _OTHER_SPLIT.search(name.lower()):
+        return ""
+    for part in reversed(name.lower().split("/")):
         if _TRAINING.search(part):
             return ""
         found = _OTHER_SPLIT.search(part)
@@ -124,11 +125,14 @@ def _kinds(names: Sequence[str]) -> str:
 
 
 def _kind(name: str) -> str:
-    file = PurePath(name)
-    ends = file.suffixes[-2:] if file.suffix in (".gz", ".zst") else file.suffixes[-1:]
-    return "".join(ends) or file.name
+    file = name.rpartition("/")[2]
+    start, end = os.path.splitext(file)
+    if end in (".gz", ".zst"):
+        end = os.path.splitext(start)[1] + end
+    return end or file
 
 
 def relative_names(folder: str, files: Sequence[str]) -> list[str]:
     """Returns files by their paths relative to a folder that they are in."""
-    return [os.path.relpath(file, folder) for file in files]
+    start = os.path.join(folder, "")
+    return [file.removeprefix(start) for file in files]
