@@ -288,8 +288,8 @@ FILES = ("a.jsonl", "a.ndjson", "a.jsonl.gz", "array.json", "lines.json", "a.par
 def test_files_of_every_kind_have_the_same_records(name: str, tmp_path: Path) -> None:
     records = [{"messages": TALK}, {"messages": TALK_WITH_CALL}]
     file = write(tmp_path / name, records)
-    found = list(read_records(find_chat_files(str(tmp_path))))
-    assert find_chat_files(str(file)) == [file]
+    found = list(read_records(find_chat_files(str(tmp_path)).files))
+    assert find_chat_files(str(file)).files == [file]
     assert [record for _, _, record in found] == records
     places = [Place(file, unit_of(file), number) for number in (1, 2)]
     assert [(number, place) for number, place, _ in found] == [(0, place) for place in places]
@@ -300,9 +300,9 @@ def test_a_folder_is_read_by_the_kind_of_its_files(tmp_path: Path) -> None:
     with pytest.raises(mw.DataError, match="a folder without a file that ends with"):
         find_chat_files(str(tmp_path))
     array = write(tmp_path / "array.json", [{"messages": TALK}])
-    assert find_chat_files(str(tmp_path)) == [array]
+    assert find_chat_files(str(tmp_path)).files == [array]
     lines = write(tmp_path / "a.jsonl", [{"messages": TALK}])
-    assert find_chat_files(str(tmp_path)) == [lines]
+    assert find_chat_files(str(tmp_path)).files == [lines]
     with pytest.raises(mw.DataError, match="it is not there"):
         find_chat_files(str(tmp_path / "nowhere"))
 

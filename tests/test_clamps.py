@@ -70,6 +70,7 @@ def found_clamps() -> set[tuple[str, str]]:
 COUNT = "a number of items, which is not negative"
 INDEX = "an index into an array, whose ends it keeps"
 WAIT = "a time that is waited, which is not negative"
+AGE = "an age by the clock of another host, which may be ahead of this one"
 JUDGED: dict[tuple[str, str], str] = {
     ("bench/hlo_lines.py", "max(0, -(-(last - first + more) // step))"): COUNT,
     ("bench/hlo_lines.py", "max(0, min(out - 1, high) - low + 1)"): COUNT,
@@ -126,6 +127,13 @@ JUDGED: dict[tuple[str, str], str] = {
         "min(1.0, spare / more)",
     ): "no more layers save than there are",
     ("src/meshwright/planner/software.py", "max(0.0, ticks - own)"): WAIT,
+    ("src/meshwright/trainer/heartbeat.py", "max(0.0, now - status.st_mtime)"): AGE,
+    ("src/meshwright/views/run_status.py", "max(0.0, now - at)"): AGE,
+    ("src/meshwright/views/run_status.py", "max(0.0, now - written)"): AGE,
+    (
+        "src/meshwright/views/run_status.py",
+        "max(0, reached - to)",
+    ): "steps lost: a restart that goes on from a later step lost none",
     (
         "src/meshwright/trainer/hosts.py",
         "min(1.0, limits.silence / 8)",

@@ -106,7 +106,7 @@ def test_an_option_that_is_not_in_the_key_of_the_cache_leaves_what_another_proce
     assert {name: after.get(name) for name in before} == before
     assert bytes(reader.tokens[:].tolist()[:3]) == b"one"
     assert said["bad_records"].startswith("refused") and "a.jsonl, line 2" in said["bad_records"]
-    assert "--faults.bad-records 0.34" in said["bad_records"]
+    assert "bad_records=0.34" in said["bad_records"]
     assert said["seq"].startswith("refused") and said["own"] == said["progress"] == "used"
 
 

@@ -146,8 +146,8 @@ def prove(plan: Plan | Run, on: str | None = None, *, limit: int = 3600) -> Proo
 
 def prove_plan(plan: Plan, target: Target, limit: int) -> Proof:
     """Compiles a plan for `target` by `meshwright prove PLAN --json`, for at most `limit` seconds."""
-    require_compiler(target)  # a fault of this machine, and none of the plan
     model = plan.run.model.options_of_child()
+    require_compiler(target)  # a fault of this machine, and none of the plan
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryFile("w+", encoding="utf-8") as printed,
