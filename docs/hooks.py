@@ -37,7 +37,7 @@ _NAMES = re.compile(r"<!-- names: (.*?) -->")
 _DOCUMENTED = re.compile(r"^::: (meshwright\.[\w.]+)$", re.M)
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9.-]*")
 _INLINE = re.compile(r"`(--[a-z][a-z0-9.-]*)")
-_FOREIGN = {"--no-deps", "--tp", "--version"}
+_FOREIGN = {"--exclusive", "--mem", "--mem=0", "--cpus-per-task", "--no-deps", "--tp", "--version"}
 """Options of other programs, and of none of the verbs, that the pages mention."""
 _REFUSED = re.compile(r"<!-- run [^\n]*exit=.*?<!-- end -->", re.S)
 """Commands that are shown because they fail."""
