@@ -40,6 +40,7 @@ from meshwright.models.families.mixtral import Mixtral
 from meshwright.models.model import Model
 from meshwright.step.device_run import DeviceRun
 from meshwright.trainer.sample import sample_tokens
+from meshwright.trust import own
 
 MODELS: dict[str, Model] = {
     "gpt2": Gpt2(VOCAB, 64, 2, 8, vocab_multiple=16, positions=64),
@@ -364,7 +365,7 @@ def test_training_samples_the_same_text_on_stages() -> None:
     for mesh, schedule in (
         ("data=1", "1f1b"),
         ("stage=2,tensor=2", "1f1b"),
-        ("stage=2", "outside.extensions.zbv:zbv"),
+        ("stage=2", own("outside.extensions.zbv:zbv")),
     ):
         device_run: DeviceRun = device_run_of(tiny_run(model, mesh, pipeline_schedule=schedule))
         params = device_run.initial_state().params
