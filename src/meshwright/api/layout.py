@@ -28,7 +28,7 @@ class LayoutView(Brief):
     report: LayoutReport
 
     def brief(self) -> str:
-        """Returns the run, the mesh, and the bytes of a device."""
+        """Returns the run, the mesh, and the number of parameters."""
         return f"of {self.placed.run.name} on {self.placed.shape}: {format_count(self.report.parameters)} parameters"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
