@@ -85,34 +85,46 @@ _REASONS: dict[str, tuple[str, ...]] = {
 WITHOUT_EFFECT = {name: reason for reason, names in _REASONS.items() for name in names}
 """Field of any architecture that changes no number of the forward pass -> why."""
 
-_MEANINGS = {
+_LACKED = {
     r"^index_(topk|n_heads|head_dim)": "a sparse indexer, which chooses the tokens that attention sees",
     r"^(ssm_|mamba_|state_size|time_step_|conv_kernel$|n_groups$)": "state space layers",
     r"^(hc_|hyper_connection|num_residual_streams)": "hyper-connections between layers",
     r"per_layer_(input|config)": "embeddings or settings of each layer",
     r"^num_kv_shared_layers": "layers that share keys and values",
-    r"^linear_": "linear attention",
-    r"^(kv|q)_lora_rank": "multi-head latent attention",
-    r"^(n_routed|num|num_local)_experts$": "a mixture of experts",
     r"^(compress_ratios|compress_)": "compressed keys and values",
     r"^conv_L_cache": "short convolutions",
     r"^(embedding|residual|attention|logits?)_(multiplier|scaling|scale)": "scaled branches",
     r"^altup|^laurel": "alternating updates",
-    r"^(quantization_config)": "quantised weights",
+}
+"""Pattern of fields -> what a model with them has, which no family here computes."""
+_COMPUTED = {
+    r"^linear_": "linear attention",
+    r"^(kv|q)_lora_rank": "multi-head latent attention",
+    r"^(n_routed|num|num_local)_experts$": "a mixture of experts",
+    r"^quantization_config$": "quantised weights",
     r"^vision_config$": "a vision tower",
     r"^audio_config$": "an audio tower",
     r"^(num_nextn_predict_layers|num_mtp_layers)": "layers of multi-token prediction",
     r"^sliding_window": "a sliding window",
     r"^rope_(scaling|parameters)": "rotary embeddings",
 }
-"""Pattern of fields -> what a model with them has."""
+"""The same, which some family computes."""
 
 
 def meaning_of(name: str, value: Any) -> str:
     """Returns what a model has whose configuration has this field, "" where that is not known or the value is none."""
+    return _first_meaning(_LACKED | _COMPUTED, name, value)
+
+
+def lacked_meaning_of(name: str, value: Any) -> str:
+    """Returns what a model with this field has that no family here computes, "" where there is nothing such."""
+    return _first_meaning(_LACKED, name, value)
+
+
+def _first_meaning(meanings: Mapping[str, str], name: str, value: Any) -> str:
     if _is_empty(value) or value == 0:
         return ""
-    return next((text for pattern, text in _MEANINGS.items() if re.search(pattern, name)), "")
+    return next((text for pattern, text in meanings.items() if re.search(pattern, name)), "")
 
 
 def _is_empty(value: Any) -> bool:
@@ -521,6 +533,8 @@ class RopeFields:
 
 
 _OWN = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""Which frequencies turn with time, height and width of an image: a token of text has one position for all three."""
 
 
 def rope_fields(
@@ -551,7 +565,11 @@ def rope_fields(
     if not base > 0:
         raise fields.error(f"rope_theta is {base}", "a base above 0, such as 10000")
     rope = RopeFields(
-        fields, float(base), kind, {n: v for n, v in found.items() if n not in _OWN}, float(part)
+        fields,
+        float(base),
+        kind,
+        {n: v for n, v in found.items() if n not in (*_OWN, *_OF_IMAGES)},
+        float(part),
     )
     if fraction == 1.0 and part != 1.0:
         raise rope.refused(f"a rotation of {part} of each head", "a model that rotates whole heads")

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from meshwright.hugging_face.architectures import ARCHITECTURES, Architecture
-from meshwright.hugging_face.config_fields import Fields, meaning_of
+from meshwright.hugging_face.config_fields import Fields, lacked_meaning_of
 from meshwright.hugging_face.language_models import LANGUAGE_MODELS
 from meshwright.hugging_face.safetensors_files import tensor_names
 
@@ -68,7 +68,7 @@ class LargerModel:
     """Type of `text_config` -> the architecture that computes it."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of the text model that published files leave out, with the values of `transformers`."""
-    owner_of_text: str | None = None
+    default_text_type: str | None = None
     """Type of a `text_config` that names none."""
 
 
@@ -89,11 +89,15 @@ _ALL_LARGER = (
     ),
     LargerModel("Llama4ForConditionalGeneration", "llama4", {"llama4_text": "Llama4ForCausalLM"}),
     LargerModel("Mistral3ForConditionalGeneration", "mistral3", {"mistral": "MistralForCausalLM"}),
-    LargerModel(
-        "KimiK25ForConditionalGeneration",
-        "kimi_k25",
-        {"kimi_k2": _DEEPSEEK_V3, "deepseek_v3": _DEEPSEEK_V3},
-        owner_of_text="deepseek_v3",
+    # The name of the published files, and that of `transformers`.
+    *(
+        LargerModel(
+            name,
+            "kimi_k25",
+            {"kimi_k2": _DEEPSEEK_V3, "deepseek_v3": _DEEPSEEK_V3},
+            default_text_type="deepseek_v3",
+        )
+        for name in ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
     ),
     LargerModel(
         "Qwen3VLForConditionalGeneration", "qwen3_vl", {"qwen3_vl_text": "Qwen3ForCausalLM"}
@@ -189,7 +193,7 @@ def _inside(larger: LargerModel, fields: Fields) -> TextModel:
     if not isinstance(inner, dict):
         found = f"its architecture is {larger.name}, and it has no text_config"
         raise fields.error(found, "the config.json that was published with these weights")
-    text_type = str(inner.get("model_type") or larger.owner_of_text)
+    text_type = str(inner.get("model_type") or larger.default_text_type)
     if text_type not in larger.text:
         raise fields.error(
             f"the text model of {larger.name} is of the type {text_type}, which Meshwright does not compute; "
@@ -245,9 +249,11 @@ def _unknown(name: str, fields: Fields) -> tuple[str, str]:
     if isinstance(inner, dict):
         parts.append("a text model inside it is not read from a larger model of this name")
         config |= inner
-    needs = sorted({meaning for field in config if (meaning := meaning_of(field, config[field]))})
-    if needs:
-        parts.append(f"by its fields it has {'; '.join(needs)}")
+    lacked = {lacked_meaning_of(field, value) for field, value in config.items()} - {""}
+    if lacked:
+        parts.append(
+            f"by its fields it has what no family here computes: {'; '.join(sorted(lacked))}"
+        )
     relatives = [other for other in known if _maker(other) == _maker(name)]
     fix = "a model that one of these computes: " + ", ".join(sorted(relatives or known))
     if relatives:
