@@ -292,9 +292,9 @@ def _errors_of(function: ast.AST) -> set[str]:
     for node in ast.walk(function):
         if isinstance(node, ast.ExceptHandler) and node.name:
             names.add(node.name)
-        if isinstance(node, ast.arg) and node.annotation is not None:
-            if re.search("Error|Exception", ast.unparse(node.annotation)):
-                names.add(node.arg)
+        annotated = isinstance(node, ast.arg) and node.annotation is not None
+        if annotated and re.search("Error|Exception", ast.unparse(node.annotation)):
+            names.add(node.arg)
     return names
 
 
@@ -303,16 +303,16 @@ def _has_text_of(node: ast.AST, errors: set[str], texts: set[str]) -> bool:
     for part in ast.walk(node):
         if isinstance(part, ast.Name) and part.id in texts:
             return True
+        made: list[str] = []
         if isinstance(part, ast.Call) and ast.unparse(part.func) in ("str", "repr"):
-            if any(ast.unparse(argument) in errors for argument in part.args):
-                return True
+            made = [ast.unparse(argument) for argument in part.args]
         if isinstance(part, ast.JoinedStr):
-            fields = [v.value for v in part.values if isinstance(v, ast.FormattedValue)]
-            if any(ast.unparse(field) in errors for field in fields):
-                return True
+            fields = [v for v in part.values if isinstance(v, ast.FormattedValue)]
+            made = [ast.unparse(field.value) for field in fields]
         if isinstance(part, ast.Attribute) and part.attr in ("args", "strerror", "msg"):
-            if ast.unparse(part.value) in errors:
-                return True
+            made = [ast.unparse(part.value)]
+        if errors.intersection(made):
+            return True
     return False
 
 
