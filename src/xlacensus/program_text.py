@@ -1,4 +1,4 @@
-"""What the text of a program tells by itself, without the function that it was compiled from."""
+"""Reader of a program's text alone, without the function that it was compiled from."""
 
 import dataclasses
 from collections.abc import Mapping
