@@ -35,7 +35,7 @@ _NOTICE = re.compile(r"meshwright[^:\n]*: (.+) \.\.\.")
 
 
 def notice(command: str, doing: str) -> str:
-    """Returns the line in which a command says what it is doing.
+    """Returns the notice of what a command is doing, one line.
 
     Example:
         >>> notice("meshwright prove", "compiling the train step")
@@ -45,7 +45,7 @@ def notice(command: str, doing: str) -> str:
 
 
 def doing_of(line: str) -> str | None:
-    """Returns what a command says in a line that it is doing; None where the line is no notice.
+    """Returns what a command is doing, from its notice; None where a line is none.
 
     Example:
         >>> doing_of("meshwright prove: compiling the train step ..."), doing_of("W0000 libtpu")

@@ -55,7 +55,7 @@ _CRASHES = (
 """Signals of a compiler's own fault, which another start would meet again; all others are sent from outside."""
 _REPORT = "report it with that log; another batch or version of the compiler may not meet it"
 _LISTENED = 0.5
-"""Seconds between two looks at what a process that compiles says."""
+"""Seconds between two readings of the log of a process that compiles."""
 _KEPT = 0.998
 """Largest fraction of the best step so far with which a change is kept."""
 Say = Callable[[str], None]
@@ -214,7 +214,7 @@ def compile_in_subprocess(
     """Runs `meshwright WORDS` in a process that compiles for `target`; returns its exit code and our own messages.
 
     limit: most seconds of processor time, and ten times as many by the clock, for a compiler that waits for ever.
-    output: file of its standard output. What the process says that it is doing is announced here as its activities.
+    output: file of its standard output. The notices in its log are announced here as activities.
     Raises CompilerError where the compiler is missing, takes too long or crashes, and UnavailableError where something
     outside ends it, such as Linux for want of memory; its log is kept in the cache, in a file that the error names.
     """
@@ -252,7 +252,7 @@ def compile_in_subprocess(
 
 
 def _wait_and_announce(child: subprocess.Popen[bytes], log: Path, most: float) -> int:
-    """Waits for a process that compiles, and announces what it says in its log; returns its exit code.
+    """Waits for a process that compiles, and announces the notices in its log; returns its exit code.
 
     After `most` seconds that is the one of the limit on its processor time.
     """
@@ -286,7 +286,7 @@ def _error_of_end(
     if code < 0 and -code not in _CRASHES:
         truth = f"{_name_of(-code)} ended the compiler{during}, so nothing is known of the program; its log is {log}"
         if -code == signal.SIGKILL:
-            truth += "; Linux sends it where a machine's memory is exhausted (dmesg says so)"
+            truth += "; Linux sends it where a machine's memory is exhausted (dmesg shows it)"
         fix = "the same command again, with less beside it or on a machine with more memory"
         return UnavailableError(asked, truth, fix)
     last = next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
