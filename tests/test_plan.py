@@ -26,7 +26,7 @@ from meshwright.analysis.run_census import census_of_train_step
 from meshwright.config import MeshShape, Optimizer
 from meshwright.errors import divisors
 from meshwright.hardware.chips import CHIPS, Efficiency
-from meshwright.hardware.interconnect import GroupSpan, machine_of_target, map_axes, route
+from meshwright.hardware.interconnect import machine_of_target, map_axes
 from meshwright.hardware.machine import Machine
 from meshwright.hardware.targets import parse_target
 from meshwright.models.flops import forward_flops, training_flops_per_token
@@ -48,6 +48,7 @@ from meshwright.sharding.schedules import build_counts
 from meshwright.step.device_memory import shard_bytes
 from meshwright.update_rules import UPDATE_RULES
 from meshwright.views.layout_page import layout_report
+from xlacensus.interconnect import GroupSpan, route
 
 WHOLE = Efficiency(1, 1, 1, 1, 1, 1, 1, 1)
 """Every peak is achieved."""
