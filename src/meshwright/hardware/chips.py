@@ -38,7 +38,7 @@ class Torus(chips.Torus):
 class Efficiency:
     """Achieved fractions of a chip's peaks in a training step, 0 to 1 but for the gain: what chip and kernels can do.
 
-    How much of it a program uses is in planner/software.py.
+    How much of it a train step uses is in planner/physics.py.
     """
 
     matmul: float
