@@ -1,4 +1,4 @@
-"""What a simulated schedule has to know of a chip: peak rates, links, and the fractions of them that programs achieve."""
+"""Rates of a chip for a simulated schedule: peaks, links, and the fractions of them that programs achieve."""
 
 import dataclasses
 from typing import Protocol
