@@ -122,7 +122,7 @@ def test_a_run_that_starts_from_a_larger_model_keeps_its_other_parts(tmp_path: P
         batch=2,
         seq=16,
         paths=(str(tmp_path / "text.txt"),),
-        tokenizer="bytes",
+        tokenizer="chars",
     )
     mw.train(run, out=tmp_path / "run")
     mw.convert(tmp_path / "run", tmp_path / "back")

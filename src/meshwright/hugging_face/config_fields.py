@@ -31,7 +31,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "transformers_weights",  # which file has the weights: safetensors_files reads it
     ),
     "weights are read in the type that the files have": ("dtype", "torch_dtype"),
-    "it says how a program runs, not what it computes": (
+    "how a program runs, not what it computes": (
         "use_cache",
         "cache_implementation",
         "pretraining_tp",
@@ -65,7 +65,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "tokenizer_class",
     ),
     "it changes initial values, and weights are read": ("initializer_range",),
-    "it drops out in training with `transformers`; here --training.dropout does": (
+    "dropout of training with `transformers`; here it is --training.dropout": (
         "attention_dropout",
         "attention_probs_dropout_prob",
     ),
