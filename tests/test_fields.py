@@ -105,6 +105,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer.muon_heads": ("together", {"optimizer": Optimizer("muon")}),
     "data.paths": (("other.txt",), {}),
     "data.tokenizer": ("chars", {}),
+    "data.other_tokenizer": (True, {}),
     "data.text_field": ("body", {}),
     "data.held_out": (0.5, {}),
     "data.prompt": ("A", {}),
