@@ -346,7 +346,7 @@ def around(
         lambda *_: lambda params, batch: {"loss": (batch.inputs.sum(), batch.inputs.size)},
     )
     monkeypatch.setattr(
-        prepare, "write_sample", lambda run, _, __, count, out: f"{run.run.data.prompt}{count}"
+        prepare, "write_sample", lambda run, _, __, count, *___: f"{run.run.data.prompt}{count}"
     )
 
     def run_loop(run: Run, bad: int = 0) -> Any:

@@ -146,7 +146,7 @@ def different_example(weights: Tokenizer, text: Tokenizer) -> str:
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> str:
-    """Returns the first tokens of a text, or what the tokenizer says to it."""
+    """Returns the first tokens of a text, or why the tokenizer refuses it."""
     try:
         tokens = tokenizer.encode(text).tolist()
     except DataError as error:
