@@ -126,7 +126,11 @@ def refused_error(
         (re.findall(r"'([^']*)'", truth) or [""])[0 if option.choices else -1],
     )
     if option.choices:
-        legal = next(iter(difflib.get_close_matches(wrong, option.choices, n=1, cutoff=0.4)), legal)
+        near = difflib.get_close_matches(wrong, option.choices, n=1, cutoff=0.4)
+        if near:
+            legal = near[0]
+        elif option.positional:
+            legal = ", or ".join(option.choices)
     asked = [command, *([] if option.positional else [name]), *given.get(option, [])]
     return ConfigError(" ".join(asked), truth, f"{command if option.positional else name} {legal}")
 

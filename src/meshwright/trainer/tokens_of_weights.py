@@ -1,7 +1,6 @@
 """Whether a text is in the tokens that weights were trained on: both tokenizers are read and compared."""
 
 import dataclasses
-import functools
 import hashlib
 import json
 import sys
@@ -160,7 +159,6 @@ def _described(name: str, tokenizer: Tokenizer) -> str:
     return f"{name} ({tokenizer.vocab:,} tokens, SHA-256 {digest})"
 
 
-@functools.lru_cache(maxsize=2)
 def _description(tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns a tokenizer as the file that other programs read."""
     described: dict[str, Any] = json.loads(published_text(tokenizer))
