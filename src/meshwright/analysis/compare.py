@@ -1,6 +1,7 @@
 """Comparison of a census with one of another mesh or commit."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,10 @@ def read_census(file: Path) -> dict[str, Any]:
     """Reads a census that `--json` or `--save` wrote. Raises CensusError if the file is not a census."""
     try:
         document = read_json(file, LARGE)
-        _quantities(document)
+        for quantities in _quantities(document).values():
+            for name, value in quantities.items():
+                if not isinstance(value, int | float) or not math.isfinite(value):
+                    raise ValueError(f"{name} is {value!r:.80}, not a number")
     except OSError as error:
         raise by_class(
             error,
@@ -82,7 +86,7 @@ def read_census(file: Path) -> dict[str, Any]:
                 f"the census {file}", f"it cannot be read: {reason_of(error)}", "a file of --json"
             ),
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CensusError(
             f"the census {file}",
             f"it is not a census: {error}",

@@ -33,6 +33,7 @@ from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
 from meshwright.runs.settle import Settled
 from meshwright.storage.paths import default_cache_folder
+from meshwright.storage.removing import remove_file
 from meshwright.trust import options_of_child, own
 from meshwright.views.blocks import Text
 from meshwright.views.report import FRAME_BYTES, Report, Section, frame
@@ -224,7 +225,7 @@ def compile_in_subprocess(
         except subprocess.TimeoutExpired:
             code = -signal.SIGXCPU
         except KeyboardInterrupt:
-            log.unlink()
+            remove_file(log, below=log.parent)
             raise
         finally:
             child.kill()
@@ -242,7 +243,7 @@ def compile_in_subprocess(
         raise CensusError(
             asked, f"the compiler failed: {reason}; its log is {log}", "another mesh or target"
         )
-    log.unlink()
+    remove_file(log, below=log.parent)
     # Without a TPU or GPU the compilers warn about the machine; only this package's error, and what follows it, matter.
     lines = text.splitlines(keepends=True)
     first = next((i for i, line in enumerate(lines) if line.startswith("error:")), len(lines))
