@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from meshwright.analysis.compare import compare, read_census
+from meshwright.analysis.programs import read_census
 from meshwright.analysis.run_census import cached
 from meshwright.api.generation import GenerateOptions
 from meshwright.bench.calibration_file import read_calibration, write_calibration
@@ -62,6 +62,7 @@ from meshwright.trainer.tiers import Tiers
 from meshwright.trust import own
 from meshwright.views.run_folder import open_folders
 from meshwright.views.run_page import run_page
+from xlacensus.comparison import compare
 
 PACKAGE = Path(__file__).parents[1] / "src" / "meshwright"
 RUN = Run(model=Gpt2(257, 32, 1, 4, positions=32), training=Training(seq=32, batch=4))
@@ -315,7 +316,7 @@ def use_census_copy(file: Path) -> None:
 def use_local_layout(file: Path) -> None:
     """A host's own tier, whose description of the layout is damaged."""
     tiers = object.__new__(Tiers)
-    tiers._local = SimpleNamespace(folder=file.parents[1])
+    tiers._local = cast(Any, SimpleNamespace(folder=file.parents[1]))
     tiers.identity, tiers._layout = None, "x"
     Manifest(0, 0, RUN, {}).write(file.parent)
     tiers._own_checksum(0)
@@ -477,7 +478,7 @@ PARSERS = {
 }  # fmt: skip
 """Functions that make values of a document's text."""
 READ_BY = {
-    "analysis/compare.py:read_census": "census that is compared",
+    "analysis/programs.py:read_census": "census that is compared",
     "analysis/run_census.py:cached": "census of before",
     "api/generation.py:_prompts": "prompts",
     "bench/calibration_file.py:read_calibration": "calibration",
