@@ -463,7 +463,7 @@ def test_a_host_that_writes_tokens_gets_further(
     text.write_text("some words\n" * 2000)
     tokenize(str(text), "bytes", tmp_path / "tokens", progress=prepare._NotedProgress(None))
     assert noted
-    source = inspect.getsource(prepare.prepare_run)
+    source = inspect.getsource(prepare._prepare_text)
     assert "progress=_NotedProgress(progress)" in source
 
 

@@ -62,8 +62,8 @@ FAMILIES: dict[str, Model] = {
     ),
     "qwen3-next": QWEN3_NEXT,
 }  # fmt: skip
-WITHOUT_CONTEXT = ("qwen3-next",)
-"""Families with linear attention."""
+WITHOUT_CONTEXT = tuple(name for name, model in FAMILIES.items() if model.spec().recurrences)
+"""Families whose layers carry a state from token to token."""
 TWO_KV_HEADS = {"two-kv-heads": dataclasses.replace(MODELS["llama"], kv_heads=2)}  # type: ignore[call-arg]
 """Fewer key/value heads than devices of `tensor`."""
 SEQ, CHUNK = 24, 8

@@ -51,6 +51,7 @@ from meshwright.planner.traffic import (
     runs_experts_in_low_precision,
 )
 from meshwright.planner.work import (
+    RECURRENCE,
     LowPrecision,
     Matmul,
     Work,
@@ -504,8 +505,8 @@ class _Computation:
         """Returns the seconds of all products of a pass, and those of them that operands bound."""
         seconds = operands = 0.0
         for m, forward, backward in self._products:
-            # Linear attention is computed again from its inputs, whatever the policy keeps.
-            if self._recomputes(name) and m.role not in self.again and m.role != "delta":
+            # Recurrences are computed again from their inputs, whatever the policy keeps.
+            if self._recomputes(name) and m.role not in {*self.again, RECURRENCE}:
                 continue
             for at_peak, moved in backward if name == "backward" else (forward,):
                 seconds += max(at_peak, moved, m.count * self.launch)
@@ -621,7 +622,7 @@ def _product_seconds(
 def _attention_kernel(settled: Settled, software: Software) -> AttentionKernel:
     if software.kernel is not None and not settled.machine.on_tpu:
         return software.kernel
-    if not settled.placed.spec.layers:
+    if not settled.placed.run.model.states_layers:
         return AttentionKernel(0.0)
     unfused = settled.placed.spec.attention and not (settled.kernels.fused or software.kernel)
     return AttentionKernel(

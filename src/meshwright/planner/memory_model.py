@@ -161,7 +161,7 @@ def layer_bytes(settled: Settled, work: Work) -> float:
     inner = work.tokens * (residuals + hidden * work.ffn_hidden + attention_inner) * compute
     inner += EXPERT_COPIES * work.expert_rows * work.width * compute
     # One of the halves runs at a time.
-    return max(inner, work.tokens * (4 * work.width * compute + work.delta_inner))
+    return max(inner, work.tokens * (4 * work.width * compute + work.recurrence_inner))
 
 
 PHASES = ("start", "step", "evaluation", "save", "resume")

@@ -22,12 +22,100 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.models.blocks.layers import linear, linears, rms_norm
-from meshwright.models.model import Carried, DeltaSpec, ForwardContext, Kind, chunk_of
+from meshwright.models.model import ForwardContext, Kind, MatmulSizes, Recurrence, Widths
 from meshwright.models.remat import ATTN_OUT, QKV, recomputed
 from meshwright.sharding.params import Param
 
 _EPSILON = 1e-6
 """Constant of the norms of queries and keys, as in the released code."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaSpec(Recurrence):
+    """Linear attention of one layer, by the gated delta rule."""
+
+    item = "linear attention"
+    formula = "chunks of 64 tokens, and their states (models/blocks/delta_net.py; arXiv:2412.06464)"
+
+    heads: int
+    """Heads of queries and keys N."""
+    groups: int
+    """Value heads G of each of them; each has its own state."""
+    key_size: int
+    value_size: int
+    taps: int
+    """Tokens W that the convolution of queries, keys and values reads, the token itself included."""
+
+    @property
+    def channels(self) -> int:
+        """Features of a key head that pass the convolution: its query, key and values."""
+        return 2 * self.key_size + self.groups * self.value_size
+
+    @property
+    def values(self) -> int:
+        """Features of all values."""
+        return self.heads * self.groups * self.value_size
+
+    @property
+    def state(self) -> int:
+        """Elements of the states of all heads."""
+        return self.values * self.key_size
+
+    def widths(self, width: int, tensor: int) -> Widths:
+        """Returns the widths on one of `tensor` devices: queries, keys, values and output gate are saved."""
+        mixed, values = self.heads * self.channels / tensor, self.values / tensor
+        return Widths(0, 0, 0, values, mixed + values, width, kept=mixed + values)
+
+    def chunk(self, seq: int) -> int:
+        """Returns the tokens of a chunk: a power of two up to 64, so that the blocks of its matrices pair."""
+        return chunk_of(seq)
+
+    def carried(self, batch: int) -> "Carried":
+        """Returns the state of one layer."""
+        inputs = (self.heads, batch, self.taps - 1, self.channels)
+        states = (self.heads, batch, self.groups, self.key_size, self.value_size)
+        return Carried(
+            jax.ShapeDtypeStruct(inputs, jnp.float32), jax.ShapeDtypeStruct(states, jnp.float32)
+        )
+
+    def matmuls(self, seq: int) -> list[MatmulSizes]:
+        """Returns the matmuls of a chunk of a sequence: [m, k] by [k, n], and how many there are, of all heads."""
+        C, H, F, N = chunk_of(seq), self.key_size, self.value_size, self.heads
+        levels = [1 << level for level in range(C.bit_length() - 1)]
+        each_value_head = [
+            *((size, size, size, C // size) for size in levels),
+            (C, C, F, 2),
+            (C, C, H, 1),
+            (C, H, F, 2),
+            (H, C, F, 1),
+        ]
+        return [
+            (C, H, C, 2 * N),
+            *((m, k, n, count * self.groups * N) for m, k, n, count in each_value_head),
+        ]
+
+    def inner_bytes(self, seq: int) -> float:
+        """Returns the bytes per token that the backward pass recomputes, float32, with their gradients.
+
+        Per value head: nine matrices of a chunk, twelve of its keys or values, and the states before each chunk.
+        """
+        C = chunk_of(seq)
+        matrices, rows = 9 * C, 6 * (self.key_size + self.value_size)
+        return 4.0 * (self.heads * self.groups * (matrices + rows) + 2 * self.state / C)
+
+
+class Carried(NamedTuple):
+    """Input that linear attention's later tokens need of those before them, of one size after any number of tokens."""
+
+    inputs: Any
+    """Inputs of the convolution of the last W - 1 tokens, [N, B, W - 1, channels], float32."""
+    states: Any
+    """[N, B, G, key size, value size], float32."""
+
+
+def chunk_of(tokens: int) -> int:
+    """Returns the tokens of a chunk of a sequence of `tokens`: a power of two, at most 64."""
+    return min(64, 1 << max(0, tokens - 1).bit_length())
 
 
 class DeltaInputs(NamedTuple):
@@ -230,7 +318,7 @@ class DeltaNet(Kind):
 
     def facts(self) -> dict[str, Any]:
         """Returns the fields of `LayerSpec`."""
-        return {"delta": self.delta}
+        return {"recurrence": self.delta}
 
     def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the attention of a step's tokens, or of a decoding step's."""
@@ -245,13 +333,14 @@ class DeltaNet(Kind):
             values = w["value_taps"]
             flat = values.reshape(values.shape[0], -1, values.shape[-1])
             taps_NFW = jnp.concatenate([w["query_taps"], w["key_taps"], flat], 1)
-            delta = functools.partial(delta_net, taps_NFW=taps_NFW)
-            attend = ctx.attend_delta or (
-                lambda delta, x: delta(x, positions_BT=ctx.tokens.positions)[0]
-            )
-            out_BTNGH = rms_norm(
-                checkpoint_name(attend(delta, x), ATTN_OUT), w["value_norm"], self.epsilon
-            )
+
+            def step(
+                x: DeltaInputs, positions_BT: jax.Array, carried: Carried | None
+            ) -> tuple[jax.Array, Carried]:
+                return delta_net(x, taps_NFW, positions_BT, carried)
+
+            out_BTNGH = checkpoint_name(ctx.recur(step, x), ATTN_OUT)
+            out_BTNGH = rms_norm(out_BTNGH, w["value_norm"], self.epsilon)
             out_BTNGH = _gated(out_BTNGH, gate_BTNGH)
             return ctx.row_parallel(
                 functools.partial(linear, contract=3), out_BTNGH, w["attention_out"]
