@@ -578,7 +578,7 @@ class Model(Ranged, part="model"):
     reads_text: ClassVar[bool] = True
     """Whether batches are sequences of tokens made of text (`Data`); otherwise the model has batches of its own."""
     states_layers: ClassVar[bool] = True
-    """Whether `spec` says what the layers are made of: layouts, remat policies and meshes are chosen by it."""
+    """Whether `spec` lists the layers and their parts: layouts, remat policies and meshes are chosen by it."""
     vocab: PositiveInt | None = None
     """Vocabulary size V; None takes the tokenizer's."""
     vocab_multiple: PositiveInt = dataclasses.field(default=128, kw_only=True)

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, NoReturn
 
 import jax
 
-from meshwright.analysis.census import ProgramFacts
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import MeshShape, Training
 from meshwright.errors import ConfigError, MeshwrightError
@@ -31,6 +30,7 @@ from meshwright.wrapped.modules import find_adapter
 from meshwright.wrapped.parts import WrappedParts, describe_model
 from meshwright.wrapped.placing import check_rules, describe_params, place_wrapped, read_rules
 from meshwright.wrapped.work import forward_flops_of_loss, work_of_loss
+from xlacensus.program_census import ProgramFacts
 
 Rules = Mapping[str, Any]
 """Regular expression of paths -> a PartitionSpec, or axis names of the dimensions."""
