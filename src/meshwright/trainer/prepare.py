@@ -311,7 +311,12 @@ def prepare_run(
     check_run(run, shape, output)
     enable_compilation_cache(cache / "compiled")
     prepare_text = functools.partial(
-        _prepare_text, cache=cache, choose=choose, output=output, progress=progress
+        _prepare_text,
+        cache=cache,
+        choose=choose,
+        output=output,
+        weights=weights,
+        progress=progress,
     )
     run = dataclasses.replace(run, mesh=shape)
     prepared: Trainable = run.model.prepare(run, available, prepare_text)
@@ -326,6 +331,7 @@ def _prepare_text(
     cache: Path,
     choose: Choose,
     output: Output | None,
+    weights: str | None,
     progress: Progress | None,
 ) -> PreparedRun:
     """Prepares a run that trains on text. run: with its mesh. The other arguments are those of `prepare_run`."""
