@@ -37,7 +37,6 @@ from xlacensus.comparison import Change
 from xlacensus.hlo.flops import CompiledMatmul
 from xlacensus.hlo.ledger import LedgerEntry, traffic
 from xlacensus.peak_memory import Memory, MemoryProfile
-
 from xlacensus.schedule import SimulatedSchedule, Span
 
 _MEMORY_COLOURS = {
