@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
-import tyro
 
+from meshwright.declarations import declarations_of
 from meshwright.errors import ConfigError
 
 _MOST_INT, _MOST_FLOAT = 2**40, sys.float_info.max
@@ -163,7 +163,7 @@ def option_of(owner: type, name: str) -> str:
     """Returns how a user gives a field: its shortest option, or its path where the command line has none."""
     metadata = getattr(typing.get_type_hints(owner, include_extras=True)[name], "__metadata__", ())
     part = getattr(owner, "option_part", "")
-    if tyro.conf.Fixed in metadata:
+    if not declarations_of(owner)[name].is_option:
         return f"{part.replace('-', '_')}.{name}".lstrip(".")
     arg = next((entry for entry in metadata if hasattr(entry, "aliases")), None)
     if arg is not None and arg.aliases:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import numpy as np
 
 from meshwright.comm.collectives import TokenFunction, sequence_all_gather, sequence_reduce_scatter
 from meshwright.config import MeshShape
+from meshwright.declarations import changes
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.layers import Dropout, SumRows, scatter_rows
 from meshwright.models.kernels.attention import Scores
@@ -576,7 +577,9 @@ class Model(Ranged, part="model"):
     """What a step's speed counts."""
     vocab: PositiveInt | None = None
     """Vocabulary size V; None takes the tokenizer's."""
-    vocab_multiple: PositiveInt = dataclasses.field(default=128, kw_only=True)
+    vocab_multiple: Annotated[PositiveInt, changes("program", "evaluation", "plan")] = (
+        dataclasses.field(default=128, kw_only=True)
+    )
     """The embedding tables are padded to a multiple of this; padding rows are masked and change no number."""
 
     def params(self) -> Tree:

@@ -4,13 +4,14 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 
 import jax
 
 from meshwright.analysis import run_census
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import MeshShape, Training
+from meshwright.declarations import changes
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.hardware.mesh import build_mesh
 from meshwright.models.flops import forward_flops
@@ -56,7 +57,7 @@ class Wrapped(Model):
     unit: ClassVar[str] = "examples"
     vocab: NonNegativeInt | None = 0
     """No vocabulary: batches are arrays."""
-    name: str = ""
+    name: Annotated[str, changes()] = ""
     """`FILE.py:attribute` of the object, by which another process finds it; empty where it has no such name."""
 
     @functools.cached_property

@@ -12,7 +12,7 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, nearest
 from meshwright.models.model import ModelSpec
 from meshwright.plugins import PARTS
-from meshwright.runs.checks import check_fields
+from meshwright.runs.fields import check_fields
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES, find_layout
