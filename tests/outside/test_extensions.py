@@ -37,7 +37,7 @@ from tiny_runs import (
 )
 
 import meshwright as mw
-from meshwright.analysis.census import Census
+from meshwright.analysis.programs import Census
 from meshwright.analysis.run_census import census_of_train_step
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import Data, MeshShape, Optimizer, Training

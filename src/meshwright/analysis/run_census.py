@@ -15,17 +15,18 @@ import msgspec
 from jax.sharding import PartitionSpec
 
 import meshwright
-from meshwright.analysis.census import Census, FlopsBand, ProgramFacts, census
-from meshwright.analysis.compile import compile_function
-from meshwright.analysis.lint import Finding, lint_attention_kernel, lint_precision
-from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, simulate_schedule
+import xlacensus
+from meshwright.analysis.programs import (
+    Census,
+    census,
+    compile_function,
+    parse_module,
+    simulate_schedule,
+)
+from meshwright.analysis.run_lints import lint_attention_kernel, lint_precision
 from meshwright.comm import collectives, hierarchical, ragged
 from meshwright.hardware.chips import Torus
-from meshwright.hardware.machine import sums_in_order
 from meshwright.hardware.targets import Target
-from meshwright.hlo.flops import Skipped
-from meshwright.hlo.parser import Module, parse_module
-from meshwright.hlo.scopes import BranchScope
 from meshwright.models.flops import forward_flops
 from meshwright.models.forward import row_scope
 from meshwright.models.kernels.cudnn import ONE_DOCUMENT, SEVERAL_DOCUMENTS
@@ -40,11 +41,18 @@ from meshwright.sharding.schedule_table import FORWARD, ScheduleTable
 from meshwright.sharding.stages import NO_LAYER
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.muon import plan_muon
-from meshwright.step.optimizers import ELEMENTWISE
 from meshwright.step.pipeline import branch_ticks, repeats_forward, tick_scopes
 from meshwright.step.train_step import build_eval_step, build_train_step
 from meshwright.storage.writing import write_atomically
 from meshwright.trust import plain_text
+from meshwright.update_rules import UPDATE_RULES
+from xlacensus.determinism import sums_in_order
+from xlacensus.hlo.flops import Skipped
+from xlacensus.hlo.parser import Module
+from xlacensus.hlo.scopes import BranchScope
+from xlacensus.lints import Finding
+from xlacensus.program_census import FlopsBand, ProgramFacts
+from xlacensus.schedule import SimulatedSchedule, TargetDevices
 
 _CATEGORIES = {
     "state.params": "parameters",
@@ -132,12 +140,13 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
         * adapters
         / placed.shape.size
     )
-    if run.optimizer.name == "muon" and passes > 1:
+    rule = UPDATE_RULES.get(run.optimizer.name)
+    if rule is not None and rule.matrices and passes > 1:
         shares = plan_muon(placed.params, placed.placements, placed.shape, run.optimizer.muon_heads)
         most += _SLACK * shares.flops()[0]
     return FlopsBand(
         _COUNTED * sum(items.values()),
-        most if run.optimizer.name in (*ELEMENTWISE, "muon") else math.inf,
+        math.inf if rule is None else most,
         f"{sum(items.values()):.3g} of the model, with recomputation, padding and masked pairs",
     )
 
@@ -391,9 +400,8 @@ def cache_key(device_run: DeviceRun, target: Target) -> str:
     lowered = build_train_step(device_run).lower(device_run.abstract, device_run.abstract_batch)
     root = Path(str(meshwright.__file__)).parent
     # A change of these rooms changes the census.
-    files = sorted(
-        f for room in ("hlo", "analysis", "hardware") for f in (root / room).glob("*.py")
-    )
+    rooms = (Path(str(xlacensus.__file__)).parent, root / "analysis", root / "hardware")
+    files = sorted(file for room in rooms for file in room.rglob("*.py"))
     packages = ("libtpu", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "meshwright")
     parts = [
         lowered.as_text(),

@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshwright.analysis.census import Census
-from meshwright.analysis.memory import CompiledMemory
+from meshwright.analysis.programs import Census
 from meshwright.checkpoint.checkpoints import named_tensors
 from meshwright.checkpoint.fingerprints import fingerprints
 from meshwright.checkpoint.layer_order import abstract_in_layer_order, permuted_params, reordering
@@ -27,6 +26,7 @@ from meshwright.sharding.params import (
 from meshwright.step.device_memory import shard_bytes
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.train_step import build_eval_step
+from xlacensus.peak_memory import CompiledMemory
 
 
 def compiled_phases(device_run: DeviceRun, census: Census) -> dict[str, int]:

@@ -15,9 +15,7 @@ import tyro
 from rich.console import Console
 
 from meshwright.activity import activity
-from meshwright.analysis.census import Census, save_census
-from meshwright.analysis.compare import compare, read_census
-from meshwright.analysis.compile import OutOfMemory
+from meshwright.analysis.programs import Census, OutOfMemory, read_census, save_census
 from meshwright.analysis.run_census import (
     cache_key,
     cached,
@@ -71,6 +69,7 @@ from meshwright.views.draw import MachineGrid, machine_of
 from meshwright.views.layout_page import layout_sections, phases_section
 from meshwright.views.report import Report, Section, print_sections
 from meshwright.views.run_tables import choices_facts, choices_to_json
+from xlacensus.comparison import compare
 
 _LARGEST_ON_CPU = 2**33
 """Elements of an array from which on XLA's compiler for CPUs counts no tiles, and divides by zero."""

@@ -7,7 +7,6 @@ It is read from the devices of a mesh, or from a target that is planned for; eve
 import dataclasses
 import functools
 import os
-import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,8 @@ from jax.sharding import Mesh
 
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import CHIPS, Chip, chip_name, find_chip
+from meshwright.statuses import unknown_option
+from xlacensus.determinism import ORDERED_SUMS, sums_in_order
 
 if TYPE_CHECKING:
     from meshwright.hardware.interconnect import AxisMapping
@@ -47,22 +48,15 @@ def determinism_of(platform: str) -> Determinism:
     return next((row for row in DETERMINISM if platform in row.platforms), DETERMINISM[-1])
 
 
-_ORDERED = ("Ring", "Tree")
-"""NCCL's algorithms that add in one order; by default it may choose NVLS, in which the switch adds in any."""
-
-
-def sums_in_order() -> bool:
-    """Whether the environment lets NCCL add in one order only."""
-    return os.environ.get("NCCL_ALGO") in _ORDERED
-
-
 def fix_communication() -> None:
     """Makes NCCL add in one order, before devices first communicate. Raises ConfigError for another NCCL_ALGO."""
-    given = os.environ.setdefault("NCCL_ALGO", _ORDERED[0])
+    given = os.environ.setdefault("NCCL_ALGO", ORDERED_SUMS[0])
     if not sums_in_order():
         truth = "NCCL may then add in another order in every run"
         raise ConfigError(
-            f"--training.deterministic with NCCL_ALGO={given}", truth, f"NCCL_ALGO={_ORDERED[0]}"
+            f"--training.deterministic with NCCL_ALGO={given}",
+            truth,
+            f"NCCL_ALGO={ORDERED_SUMS[0]}",
         )
 
 
@@ -188,9 +182,6 @@ def compiler_options_of(chip: Chip | None, words: Sequence[str]) -> dict[str, st
     return options
 
 
-_UNKNOWN = re.compile(r"No such compile option: '?([\w]+)'?")
-
-
 @functools.lru_cache(maxsize=64)
 def refused_options(device: Any, options: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
     """Returns the names of those `options` that the installed compiler of `device` does not know.
@@ -207,11 +198,11 @@ def refused_options(device: Any, options: tuple[tuple[str, str], ...]) -> tuple[
             jax.jit(lambda x: x).lower(nothing).compile(compiler_options=left)
             return tuple(refused)
         except jax.errors.JaxRuntimeError as error:
-            unknown = _UNKNOWN.search(str(error))
-            if unknown is None or unknown[1] not in left:
+            unknown = unknown_option(error)
+            if unknown not in left:
                 raise ConfigError(
                     f"compiler options {', '.join(f'{name}={value}' for name, value in left.items())}",
                     str(error).splitlines()[0][:300],
                     "another value, or --training.compiler-options auto",
                 ) from error
-            refused.append(unknown[1])
+            refused.append(unknown)

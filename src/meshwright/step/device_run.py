@@ -33,11 +33,11 @@ from meshwright.sharding.params import (
 )
 from meshwright.sharding.placement import Placements, axes_of, to_spec
 from meshwright.step.optimizers import (
-    ELEMENTWISE,
     UpdateRule,
     build_update_rule,
     place_optimizer_state,
 )
+from meshwright.update_rules import takes_layers
 
 BATCH_SPEC = PartitionSpec(BATCH_AXES)
 
@@ -313,7 +313,7 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
         trained_only(placed.params, tree) for tree in (placed.params, placed.placements)
     )
     layer_map = None
-    if run.optimizer.name not in ELEMENTWISE and placed.spec.layers:
+    if takes_layers(run.optimizer.name) and placed.spec.layers:
         from meshwright.step.matrices import LayerMap
 
         layer_map = LayerMap(
