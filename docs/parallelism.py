@@ -3,9 +3,9 @@
 
 from pathlib import Path
 
+from meshwright.declarations import Refused
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.plugins import PARTS
-from meshwright.declarations import Refused
 from meshwright.runs.checks import REFUSED
 from meshwright.runs.fields import PATHS, declaration_of, fields_of_runs, status_of
 from meshwright.sharding.schedules import SCHEDULES, build_table

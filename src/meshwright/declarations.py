@@ -20,7 +20,7 @@ Result = Literal["program", "evaluation", "data", "plan", "loop"]
 RESULTS: dict[Result, str] = {
     "program": "the train step: its program, its state, or the options it is compiled with",
     "evaluation": "what `evaluate` computes: its program, or the text that it reads",
-    "data": "the batches that training reads",
+    "data": "the samples that training reads, and their order",
     "plan": "the figures of `plan`",
     "loop": "what training does around its step: initial weights, metrics, evaluations, samples, "
     "checkpoints, bad steps",
