@@ -103,7 +103,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
     "finetune.targets": (("key",), {"finetune": LORA}),
     "finetune.base": ("int8", {"finetune": LORA}),
     "finetune.beta": (0.2, PREFERENCES),
-    "finetune.template": ("chatml", ANSWERS),
+    "finetune.template": ("chatml", {**ANSWERS, "seq": 64}),
     "finetune.too_long": ("drop", ANSWERS),
     "model.expert_buffer_factor": (1.5, EXPERTS),
     "model.aux_loss_weight": (0.002, EXPERTS),
@@ -233,7 +233,7 @@ def plans(run: Run) -> list[str]:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Files of text by name, one of them damaged, and one of conversations, of which one is too long."""
+    """Files by name: text, one with a damaged line, answers, one with an answer that is too long, and messages."""
     folder = tmp_path_factory.mktemp("texts")
     lines = [
         {"text": f"{i} a line of text. " * 9, "body": f"{i} the other body. " * 9}
@@ -241,13 +241,21 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ]
     asked = [{"prompt": f"{i}?", "completion": "12345"[: 1 + i % 5]} for i in range(40)]
     too_long = {"prompt": "?" * 60, "completion": "yes"}
-    records = {"text": lines, "other": lines[::-1], "chat": asked, "long": [*asked, too_long]}
+    said = [
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": str(i)}]}
+        for i in range(40)
+    ]
+    records = {
+        "text": lines,
+        "other": lines[::-1],
+        "chat": asked,
+        "long": [*asked, too_long],
+        "messages": said,
+    }
     files = {name: folder / f"{name}.jsonl" for name in (*records, "broken")}
     for name, rows in records.items():
         files[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
     files["broken"].write_text(files["text"].read_text() + "{\n")
-    files["template"] = folder / "chat.jinja"
-    files["template"].write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     return {name: str(file) for name, file in files.items()}
 
 
@@ -257,7 +265,7 @@ def on_text(field: str, base: dict[str, Any], texts: dict[str, str]) -> Run:
     if field == "faults.bad_records":
         name = "broken"
     if base.get("finetune", FineTune()).objective == "answers":
-        name = "long" if field == "finetune.too_long" else "chat"
+        name = {"finetune.too_long": "long", "finetune.template": "messages"}.get(field, "chat")
     data = dataclasses.replace(
         base.get("data", Data(sample=0)), paths=(texts[name],), tokenizer="bytes", held_out=0.3
     )
@@ -289,7 +297,7 @@ MEASURES: dict[Result, Callable[[Run], Any]] = {
     "plan": plans,
 }
 TEXTS: dict[Result, Callable[..., Any]] = {"data": data_read, "evaluation": data_evaluated}
-NAMED = {"data.paths": "other", "finetune.template": "template"}
+NAMED = {"data.paths": "other"}
 """Fields whose other value is one of the files."""
 known: dict[tuple[str, str], Any] = {}
 """Results of the runs from which rows change one field."""
