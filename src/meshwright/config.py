@@ -199,9 +199,7 @@ class Optimizer(Ranged, part="optimizer"):
     """Type in which the first moment is stored (momentum for sgd and muon). Adafactor has none."""
     lr_groups: Annotated[tuple[str, ...], changes("program")] = ()
     """Factors on learning rate and weight decay: `embed=0.1`, `blocks.*norm*=2`, `role:router=0.5`; the first wins."""
-    muon_heads: Annotated[MuonHeads, RECIPE_ONLY, changes("program", "plan"), TRANSFORMERS_ONLY] = (
-        "each"
-    )
+    muon_heads: Annotated[MuonHeads, changes("program", "plan"), TRANSFORMERS_ONLY] = "each"
     """Matrices of attention for Muon: those of every head [D, H] (each), or of a projection [D, N H] (together)."""
 
     def __post_init__(self) -> None:
@@ -310,7 +308,6 @@ class Training(Ranged, part="training"):
     (input), or what `remat` saves of every layer (layers). `auto`: what fits and is fastest; unknown chips: input."""
     saved_layers: Annotated[
         NonNegativeInt,
-        RECIPE_ONLY,
         changes("program", "evaluation", "plan"),
         TRANSFORMERS_ONLY,
     ] = 0
@@ -342,9 +339,9 @@ class Training(Ranged, part="training"):
     ] = "auto"
     """Grouped matmul of dropless experts: auto (triton on NVIDIA GPUs, else ragged_dot), ragged_dot (XLA's), triton, or
     module:attribute of a `GroupedMatmul`. One named here is used or refused, never replaced."""
-    attention_block: Annotated[
-        _BlockSize, RECIPE_ONLY, changes("program", "evaluation"), TRANSFORMERS_ONLY
-    ] = 512
+    attention_block: Annotated[_BlockSize, changes("program", "evaluation"), TRANSFORMERS_ONLY] = (
+        512
+    )
     """Largest block of queries and keys in the TPU's attention kernel; a multiple of 128."""
     deterministic: Annotated[bool, changes("program", "evaluation")] = False
     """Same bits in every run, on NVIDIA GPUs too: by XLA's deterministic kernels, chosen without timing them, gradients
@@ -353,9 +350,7 @@ class Training(Ranged, part="training"):
         "auto",
     )
     """XLA compiler options for accelerators, each NAME=VALUE; `auto`: the chip's (hardware/chips.toml)."""
-    unroll: Annotated[
-        PositiveInt, RECIPE_ONLY, changes("program", "evaluation"), TRANSFORMERS_ONLY
-    ] = 1
+    unroll: Annotated[PositiveInt, changes("program", "evaluation"), TRANSFORMERS_ONLY] = 1
     """Layers per iteration of the loop over layers."""
     dropout: Annotated[Fraction, changes("program"), TRANSFORMERS_ONLY] = 0.0
     """Fraction of activations dropped after the embedding and at the end of each residual branch."""
@@ -365,14 +360,13 @@ class Training(Ranged, part="training"):
         refused(
             "preferences",
             because="their loss compares log probabilities of answers, whose log-sum-exp has no weight of its own",
-            instead="training.z_loss 0",
+            instead="--training.z-loss 0",
         ),
         TRANSFORMERS_ONLY,
     ] = 0.0
     """Weight of the squared log-sum-exp of the logits (PaLM, arXiv:2204.02311, section 5)."""
     logits_mib: Annotated[
         PositiveInt,
-        RECIPE_ONLY,
         changes("program", "evaluation", "plan"),
         TRANSFORMERS_ONLY,
     ] = 64

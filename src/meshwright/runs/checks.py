@@ -113,7 +113,7 @@ def check_saved(run: Run, shape: MeshShape) -> None:
             saved > 0 and stages,
             f"{saved} saved layers on mesh {shape}",
             "a pipeline stage runs the same program as every other, so all layers have one remat policy",
-            "training.saved_layers 0 and --training.remat projections, or stage=1",
+            "--training.saved-layers 0 and --training.remat projections, or stage=1",
         ),
         (
             bool(stages and training.stage_saves == "layers" and offloads),

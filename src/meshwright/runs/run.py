@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 
 from meshwright.config import Data, Faults, MeshShape, Optimizer, Training
-from meshwright.declarations import RECIPE_ONLY, TEXT_ONLY, changes
+from meshwright.declarations import TEXT_ONLY, changes
 from meshwright.fine_tuning import FineTune
 from meshwright.formatting import Shown
 from meshwright.models.model import Model
@@ -41,9 +41,7 @@ class Run(Shown, Ranged):
     layout: Annotated[str, changes("program", "plan")] = "auto"
     """Layout of tensors on the mesh: fsdp, zero1, folded, folded_zero1, or module:attribute of a `Layout`. `auto` is
     fsdp; on a known chip zero1 for pipelines with `data`, and folded where that is predicted to be faster."""
-    fsdp_min_size: Annotated[
-        NonNegativeInt, RECIPE_ONLY, changes("program", "evaluation", "plan")
-    ] = 2**12
+    fsdp_min_size: Annotated[NonNegativeInt, changes("program", "evaluation", "plan")] = 2**12
     """Parameters of fewer elements (per layer), and norms and biases, are not sharded over `fsdp`."""
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
