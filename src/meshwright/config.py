@@ -408,6 +408,9 @@ class Data(Ranged, part="data"):
     function that yields documents; `stdlib` is Python's standard library. PATH=WEIGHT mixes several by weight."""
     tokenizer: Annotated[str, changes("data"), TEXT_ONLY] = "bytes"
     """Tokenizer: `bytes`, `chars`, `bpe:SIZE` (trained on the text), or a tokenizer.json file."""
+    other_tokenizer: Annotated[bool, changes("loop", needs="init_from"), TEXT_ONLY] = False
+    """Accept that the weights of init-from were trained with another tokenizer: their embeddings stand for other
+    texts, and are trained anew."""
     text_field: Annotated[
         str,
         changes("evaluation", "data"),
