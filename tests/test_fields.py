@@ -85,7 +85,6 @@ ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer.muon_heads": ("together", {"optimizer": Optimizer("muon")}),
     "data.paths": (("other.txt",), {}),
     "data.tokenizer": ("chars", {}),
-    "data.other_tokenizer": (True, {}),
     "data.other_tokenizer": (True, {"init_from": "runs/other"}),
     "data.text_field": ("body", {}),
     "data.held_out": (0.5, {}),
@@ -557,7 +556,9 @@ def around(
 
 LOOP = [f for f in fields.fields_of_runs() if "loop" in declared(base_run({}), f).results]
 LOOP.remove("name")  # of the default folder, which the test does not use
-LOOP.remove("data.other_tokenizer")  # of weights that were trained (tests/test_weights.py)
+LOOP.remove(
+    "data.other_tokenizer"
+)  # of weights that were trained (tests/test_tokens_of_weights.py)
 
 
 @pytest.mark.parametrize("field", LOOP)
