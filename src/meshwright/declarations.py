@@ -1,4 +1,4 @@
-"""What a field of a run says about itself where it is declared, beside its type and its range.
+"""Declarations of the fields of a run: effects, refusals and options, stated beside type and range.
 
 A field states what another value of it changes, which kinds of runs refuse it, and whether the command line has it:
 
@@ -30,7 +30,7 @@ RESULTS: dict[Result, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """What another value of a field changes."""
+    """Effects of another value of a field."""
 
     results: frozenset[Result]
     resumes: bool
@@ -81,7 +81,7 @@ TEXT_ONLY = refused(
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-    """What a field says about itself."""
+    """Statements of one field about itself."""
 
     changes: Changes | None
     """None where the field does not say."""
