@@ -5,7 +5,7 @@ A field states what another value of it changes, which kinds of runs refuse it, 
     dropout: Annotated[Fraction, changes("program"), TRANSFORMERS_ONLY] = 0.0
 
 Checks, resumes, the help, docs/composition.md and tests/test_fields.py read these declarations (`runs.fields`); the
-test measures whether what a field says it changes is what it changes.
+test measures whether each declaration is true.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Changes:
     parity: bool
     """Whether `parity` compares what a run computes with the field's value; it sets others itself, such as types."""
     needs: str
-    """Field without which this one means nothing: a path that refuses that one has no use for this one."""
+    """Field without which this one means nothing: a path that refuses that one ignores this one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def declarations_of(owner: type) -> dict[str, Declaration]:
 def _stated[Entry](owner: type, name: str, kind: type[Entry]) -> tuple[Entry, ...]:
     """Returns what the type of a field states of one kind.
 
-    A field to which a subclass gives another default keeps what its base says.
+    A field to which a subclass gives another default keeps the declaration of its base.
     """
     for base in owner.__mro__:
         if name not in inspect.get_annotations(base):

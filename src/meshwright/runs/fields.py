@@ -99,7 +99,7 @@ def check_fields(path: str, run: Run, shape: MeshShape) -> None:
 
 
 def may_change(run: Run, name: str) -> bool:
-    """Returns whether a run may be resumed with another value of a field without being told so.
+    """Returns whether a run may be resumed with another value of a field without `--accept`.
 
     name: dotted, with the fields of its model and of parts of that. What a field of a model does not say, and what the
     run does not have, changes the function of the model; any mesh gives the same numbers.
