@@ -45,7 +45,7 @@ def gathered_ring(
     values for each pass, and their gradients around the ring in float32, as often as it has devices. That nothing of
     it is beside attention is an assumption.
     """
-    axes, n = ("context",), placed.shape.context
+    axes, n = ("context",), placed.layout.shape.context
     block = 2 * work.tokens * work.widths.query
     passes = ["forward", "backward", *(["recomputation"] if "attention" in again else [])]
     result = [

@@ -161,7 +161,7 @@ def bytes_on_first_device(tree: Any) -> int:
 def test_the_planner_counts_the_bytes_of_the_real_state(case: str) -> None:
     device_run = device_run_of(run_of(case))
     state = device_run.initial_state()
-    real, planned = bytes_on_first_device(state.optimizer), state_bytes(device_run.placed)
+    real, planned = bytes_on_first_device(state.optimizer), state_bytes(device_run)
     # The planner leaves out the step counts of built-in optimizers, two of four bytes.
     assert real == planned + (8 if device_run.run.optimizer.name == "adamw" else 0)
     # On 8 devices: everything large is sharded.
@@ -217,9 +217,9 @@ def test_the_planner_counts_the_bytes_that_parameters_and_activations_move(case:
         sent[entry.kind, entry.axes_label] = (
             sent.get((entry.kind, entry.axes_label), 0) + entry.total
         )
-    work, again = work_of(device_run.placed), recomputed_roles(device_run.run.training.remat)
+    work, again = work_of(device_run), recomputed_roles(device_run.run.training.remat)
     planned: dict[tuple[str, str], float] = {}
-    for m in movements(device_run.settled, work, again, None, MESHWRIGHT):
+    for m in movements(device_run, work, again, None, MESHWRIGHT):
         if m.kind in ("all-gather", "reduce-scatter") and m.payload:
             planned[m.kind, "+".join(m.axes)] = (
                 planned.get((m.kind, "+".join(m.axes)), 0) + m.payload * m.times
@@ -232,7 +232,7 @@ def test_the_planner_counts_the_bytes_that_parameters_and_activations_move(case:
 
 def test_two_dimensional_fsdp_shards_both_dimensions() -> None:
     placed = place_run(run_of("layout"))
-    at_rest = {path: where.at_rest for path, _, where in placed.leaves}
+    at_rest = {path: where.at_rest for path, _, where in placed.layout.leaves}
     assert at_rest["h.fc_in"] == ((), ("fsdp",), ("tensor", "data"))
     assert at_rest["h.fc_out"] == ((), ("tensor", "data"), ("fsdp",))
 

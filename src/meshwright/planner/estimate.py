@@ -60,7 +60,7 @@ from meshwright.planner.work import (
     work_of,
 )
 from meshwright.runs.placed_run import PlacedRun
-from meshwright.runs.settle import Settled
+from meshwright.runs.settle import Settled, settle
 from meshwright.sharding.schedules import build_counts
 
 PASSES = ("forward", "recomputation", "backward")
@@ -226,7 +226,7 @@ def largest_bound(seconds: Mapping[str, float]) -> str:
 
 def estimate(placed: PlacedRun, target: Target, software: Software = MESHWRIGHT) -> Estimate:
     """Predicts a step of `placed` on `target`. software: whose program is priced."""
-    saved = placed.run.training.saved_layers / max(1, len(placed.spec.layers))
+    saved = placed.run.training.saved_layers / max(1, len(placed.layout.spec.layers))
     if not saved:
         return _estimate(placed, target, software)
     others, saving = (
@@ -281,12 +281,12 @@ def _mixed(others: Estimate, saving: Estimate, fraction: float) -> Estimate:
 
 
 def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate:
-    run, shape, chip = placed.run, placed.shape, target.chip
+    run, shape, chip = placed.run, placed.layout.shape, target.chip
     training, microbatches = run.training, run.training.microbatches
     machine = machine_of_target(target, shape)
     if training.matmul_precision != "compute":
         check_precision(training.matmul_precision, machine)
-    settled, mapping = Settled(placed, machine), machine.mapping
+    settled, mapping = settle(placed, machine), machine.mapping
     compiled = _with_options(target) if AUTO in training.compiler_options else target
     assert mapping is not None  # machine_of_target fills it in
     work, again = work_of(placed), recomputed_roles(training.remat)
@@ -294,7 +294,10 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
     tasks = None
     if shape.stage > 1:
         tasks = build_counts(
-            training.pipeline_schedule, shape.stage, microbatches, placed.virtual_stages
+            training.pipeline_schedule,
+            shape.stage,
+            microbatches,
+            placed.layout.stages.virtual_stages,
         )
     compute = _compute_seconds(settled, work, again, compiled, software)
     busy = {
@@ -403,11 +406,6 @@ class _Computation:
     software: Software
 
     @functools.cached_property
-    def placed(self) -> PlacedRun:
-        """The run on its mesh."""
-        return self.settled.placed
-
-    @functools.cached_property
     def gpu(self) -> bool:
         """Whether kernels are launched one by one."""
         return not self.settled.machine.on_tpu
@@ -441,7 +439,7 @@ class _Computation:
     def low(self) -> LowPrecision | None:
         """Low precision of the products; None where they are in the compute dtype."""
         if self.software.transformer_engine or self.rounds_experts:
-            return low_precision(self.placed)
+            return low_precision(self.settled)
         return None
 
     @functools.cached_property
@@ -477,7 +475,7 @@ class _Computation:
             "scores": scores if scores > attention else 0.0,
         }
         # The reference of preferences is one more forward pass.
-        preferences = self.placed.run.finetune.objective == "preferences"
+        preferences = self.settled.run.finetune.objective == "preferences"
         times = 2.0 if preferences and name == "forward" else 1.0
         seconds = {kind: value * times for kind, value in seconds.items()}
         seconds["elementwise"] += self._copied.get(name, 0.0) / self.bandwidth
@@ -543,12 +541,14 @@ class _Computation:
         """Returns the bytes that norms, residuals, activations, quantisation and sorting move in a pass."""
         work, recomputes = self.work, self._recomputes(name)
         residual = work.tokens * work.width * 2 * work.layers
-        residual /= self.placed.shape.tensor if self.software.splits_sequence else 1
+        residual /= self.settled.layout.shape.tensor if self.software.splits_sequence else 1
         moved = self._residual_copies(name) * residual + (0.0 if recomputes else work.kept_bytes)
         if self.gpu and (not recomputes or "ffn_in" in self.again):
             moved += HIDDEN_COPIES[name] * 2 * self._hidden
         if self._chunked and self._repeats(name):
-            queries = self.placed.shape.context * work.tokens * work.layers * work.widths.query
+            queries = (
+                self.settled.layout.shape.context * work.tokens * work.layers * work.widths.query
+            )
             moved += self._chunked["backward" if name == "backward" else "forward"] * queries
         moved *= self._fusion
         if recomputes and not self.recomputed:
@@ -571,10 +571,10 @@ class _Computation:
     @functools.cached_property
     def _chunked(self) -> Mapping[str, float]:
         """Bytes by direction for each query, where attention of a split sequence is computed by pairs of chunks."""
-        by_chunks = self.gpu and self.is_ours and self.placed.sequence.groups > 1
+        by_chunks = self.gpu and self.is_ours and self.settled.sequence.groups > 1
         if not by_chunks or self.kernel.score_bytes:
             return {}
-        return CHUNK_BYTES.get(self.placed.run.training.context_strategy, {})
+        return CHUNK_BYTES.get(self.settled.run.training.context_strategy, {})
 
     @functools.cached_property
     def _quantise_bytes(self) -> int:
@@ -621,9 +621,9 @@ def _product_seconds(
 def _attention_kernel(settled: Settled, software: Software) -> AttentionKernel:
     if software.kernel is not None and not settled.machine.on_tpu:
         return software.kernel
-    if not settled.placed.spec.layers:
+    if not settled.layout.spec.layers:
         return AttentionKernel(0.0)
-    unfused = settled.placed.spec.attention and not (settled.kernels.fused or software.kernel)
+    unfused = settled.layout.spec.attention and not (settled.kernels.fused or software.kernel)
     return AttentionKernel(
         settled.kernels.backward, score_bytes=_blocked_bytes(settled) if unfused else {}
     )
@@ -639,10 +639,14 @@ def visited_positions(attention: AttentionSpec, seq: int, block: int) -> float:
 
 def _blocked_bytes(settled: Settled) -> dict[str, float]:
     """HBM bytes that blocked attention moves per visible score, by pass: of all scores of the blocks that it visits."""
-    placed, table = settled.placed, SCORE_BYTES_OF_TPU if settled.machine.on_tpu else SCORE_BYTES
-    split, attention, seq = placed.sequence, placed.spec.attention, placed.run.training.seq
-    heads = max(a.heads for a in attention) / (placed.shape.tensor * split.group)
-    sequences = tokens_per_device(placed) * placed.shape.context / seq
+    table = SCORE_BYTES_OF_TPU if settled.machine.on_tpu else SCORE_BYTES
+    split, attention, seq = (
+        settled.sequence,
+        settled.layout.spec.attention,
+        settled.run.training.seq,
+    )
+    heads = max(a.heads for a in attention) / (settled.layout.shape.tensor * split.group)
+    sequences = tokens_per_device(settled) * settled.layout.shape.context / seq
     tokens = seq if split.groups == 1 else seq // (2 * split.groups)
     block = block_size(tokens, max(1, int(4 * sequences * heads)))
     visible = sum(a.heads * a.causal_positions(seq) for a in attention)
@@ -743,22 +747,25 @@ def overlapped(
 
 def _copied_bytes(settled: Settled, work: Work, software: Software) -> dict[str, float]:
     """HBM bytes that a microbatch's weights, gradients and kept activations take besides their matmuls, by pass."""
-    placed = settled.placed
-    training, (kept, trained) = placed.run.training, sharded_elements(placed.layout)
+    training, (kept, trained) = settled.run.training, sharded_elements(settled.layout)
     param, compute, reduce = (
         jnp.dtype(t).itemsize
         for t in (training.param_dtype, training.compute_dtype, training.reduce_dtype)
     )
     # Gradients are summed over microbatches: the sum is read and written.
-    summed = 2.0 * reduce * trained if training.microbatches > 1 or placed.shape.stage > 1 else 0.0
+    summed = (
+        2.0 * reduce * trained
+        if training.microbatches > 1 or settled.layout.shape.stage > 1
+        else 0.0
+    )
     if not (software.copies and work.layers):
         return {"backward": summed}
     # Cut out of its stack, a layer's weights are read, converted and written, those that are rounded already in a byte
     # each; its gradients are read to be summed.
-    weights = param_bytes(placed.layout, training.param_dtype) + compute * kept
+    weights = param_bytes(settled.layout, training.param_dtype) + compute * kept
     weights -= (param + compute - 2) * rounded_elements(settled)
     # A stage copies what it keeps into the slot of the microbatch, and out of it.
-    copied = 2.0 * kept_bytes(placed, work)
+    copied = 2.0 * kept_bytes(settled, work)
     return {
         "forward": weights + copied,
         "backward": weights + copied + summed * (1 + compute / (2 * reduce)),
@@ -773,10 +780,19 @@ def _unembedding_seconds(
     layers: seconds of a microbatch's layers on the stage with the most. Where the last pipeline stage has all of the
     unembedding, the other stages wait for it, less the time of the layers that it has fewer.
     """
-    m, chip, stages, tuning = work.unembedding, target.chip, placed.stages, placed.run.finetune
+    m, chip, stages, tuning = (
+        work.unembedding,
+        target.chip,
+        placed.layout.stages,
+        placed.run.finetune,
+    )
     if not m.n:
         return 0.0
-    m = m if software.vocab_over_stages else dataclasses.replace(m, n=m.n * placed.shape.stage)
+    m = (
+        m
+        if software.vocab_over_stages
+        else dataclasses.replace(m, n=m.n * placed.layout.shape.stage)
+    )
     forward = 1 + (tuning.objective == "preferences") + software.recomputes_logits
     # A frozen table has no gradient.
     frozen = dataclasses.replace(m, frozen=True) if tuning.method == "lora" else m
@@ -784,9 +800,9 @@ def _unembedding_seconds(
     seconds = sum(at_peak for at_peak, _ in [once] * forward + gradients)
     if not chip.on_torus:
         seconds += LOSS_BYTES * m.m * m.n / (chip.hbm_bandwidth * target.efficiency.hbm)
-    if placed.shape.stage == 1 or software.vocab_over_stages:
+    if placed.layout.shape.stage == 1 or software.vocab_over_stages:
         return seconds
-    most = max(stages.cost_fraction(stage) for stage in range(placed.shape.stage))
+    most = max(stages.cost_fraction(stage) for stage in range(placed.layout.shape.stage))
     fewer = layers * (1 - stages.cost_fraction(stages.last_stage) / most)
     return max(0.0, seconds - fewer)
 

@@ -50,21 +50,20 @@ def memory_by_category(
 
     in_flight: microbatches (of one virtual stage each) whose inputs a stage holds at once; 1 without a pipeline.
     """
-    placed = settled.placed
     if not work.layers:
-        return _memory_of_loss(placed, work)
-    training, shape = placed.run.training, placed.shape
+        return _memory_of_loss(settled, work)
+    training, shape = settled.run.training, settled.layout.shape
     param, reduce, compute = (
         jnp.dtype(t).itemsize
         for t in (training.param_dtype, training.reduce_dtype, training.compute_dtype)
     )
     frozen, adds = (
-        placed.run.finetune.method == "lora",
+        settled.run.finetune.method == "lora",
         training.microbatches > 1 or shape.stage > 1,
     )
-    one_layer, all_layers = _gathered_elements(placed.layout)
+    one_layer, all_layers = _gathered_elements(settled.layout)
     keeps_weights = REMAT_POLICIES[training.remat].saved is None and software.copies
-    keeps_weights = keeps_weights and not computes_weights_again(placed)
+    keeps_weights = keeps_weights and not computes_weights_again(settled)
     # Two moments can be the peak: a layer in the backward pass, or the loss (its table, their gradient, the logits).
     logits = (
         chunk_tokens(int(work.tokens), work.unembedding.n, training.logits_mib) * work.unembedding.n
@@ -73,58 +72,59 @@ def memory_by_category(
     loss = table + 2.0 * logits * software.logit_bytes
     inner = layer_bytes(settled, work)
     # Offloaded activations come back for one layer and, ahead of time, for the next.
-    from_host = 2 * offloaded_bytes(placed, work) / max(1.0, work.layers)
+    from_host = 2 * offloaded_bytes(settled, work) / max(1.0, work.layers)
     # Of a scan that gathers ahead: weights that the layer below begins with, last gradients of the layer above.
     carried = compute * _carried_elements(settled)
     # Four programs for v5p have two of the three gradients of a layer's experts at once: so the plan is 0 to 8 % above
     # them, and 2 to 13 % with all three (docs/log.md). Programs for GPUs are on both sides of the plan with all three.
     unreduced = one_layer - (
-        _first_reduced_elements(placed.layout) if settled.machine.on_tpu else 0.0
+        _first_reduced_elements(settled.layout) if settled.machine.on_tpu else 0.0
     )
     # The layers of a period are one body of the loop: GPU programs reduce the gradients of all of them at its end.
-    together = 1 if settled.machine.on_tpu else placed.spec.period
+    together = 1 if settled.machine.on_tpu else settled.layout.spec.period
     weights_of_layer = one_layer * 2 * compute + (0 if frozen else together * unreduced * reduce)
     weights_of_layer *= software.copies or any(
-        where.at_rest != where.in_use for _, _, where in placed.leaves
+        where.at_rest != where.in_use for _, _, where in settled.layout.leaves
     )
     # GPU programs keep the gradient of a tied table until the embedding's, which comes last, is added to it.
     tied = (
         software.copies
         and not (frozen or settled.machine.on_tpu)
-        and placed.spec.embedding == "embed"
+        and settled.layout.spec.embedding == "embed"
     )
     layer = (
         from_host + weights_of_layer + carried + inner + tied * 4 * work.unembedding.n * work.width
     )
     # One part of a stage at a time; without a pipeline it is the model. Rows without a layer are saved too.
-    part = _saved_bytes(placed, work, compute, software) * _rows(placed.layout)
-    parts_kept = in_flight if keeps_stages(placed) else 0.0
+    part = _saved_bytes(settled, work, compute, software) * _rows(settled.layout)
+    parts_kept = in_flight if keeps_stages(settled) else 0.0
     activations = part * (1 + parts_kept)
     if shape.stage > 1 and software.copies:
         activations += in_flight * work.tokens / shape.tensor * work.width * compute
-    all_layers *= (1 + parts_kept) / placed.virtual_stages
+    all_layers *= (1 + parts_kept) / settled.layout.stages.virtual_stages
     weights = compute * all_layers if keeps_weights else 0.0
     weights += rounded_elements(settled) if software.copies else 0.0
-    gradients = sharded_elements(placed.layout)[1] * (
+    gradients = sharded_elements(settled.layout)[1] * (
         4 if adds and software.copies else max(param, reduce)
     )
     loss -= 0.0 if adds or software.copies else gradients  # layers have none yet when the loss has
     result = {
-        "parameters": param_bytes(placed.layout, training.param_dtype),
-        "optimizer state": state_bytes(placed),
-        "gradients": gradients + (param * _added_late(placed) if adds and software.copies else 0.0),
+        "parameters": param_bytes(settled.layout, training.param_dtype),
+        "optimizer state": state_bytes(settled),
+        "gradients": gradients
+        + (param * _added_late(settled) if adds and software.copies else 0.0),
         "activations": activations,
         "gathered weights": weights,
         "one layer" if layer > loss else "loss and its table": max(layer, loss),
     }
     # The update comes when activations have gone: it counts where it needs more than they did.
-    update = update_temporaries(placed) - (activations + weights + max(layer, loss))
+    update = update_temporaries(settled) - (activations + weights + max(layer, loss))
     return result | {"optimizer update": update} if update > 0 else result
 
 
 def _memory_of_loss(placed: PlacedRun, work: Work) -> dict[str, float]:
     """Returns the bytes by category where a loss begins its backward pass, with all of its weights gathered."""
-    training, shape = placed.run.training, placed.shape
+    training, shape = placed.run.training, placed.layout.shape
     compute, reduce = (
         jnp.dtype(training.compute_dtype).itemsize,
         jnp.dtype(training.reduce_dtype).itemsize,
@@ -134,7 +134,7 @@ def _memory_of_loss(placed: PlacedRun, work: Work) -> dict[str, float]:
             p.size / shape.over(axes_of(where.in_use)),
             compute if p.precision == "compute" else jnp.dtype(p.precision).itemsize,
         )
-        for _, p, where in placed.leaves
+        for _, p, where in placed.layout.leaves
         if where.at_rest != where.in_use
     ]
     return {
@@ -151,9 +151,9 @@ def _memory_of_loss(placed: PlacedRun, work: Work) -> dict[str, float]:
 
 def layer_bytes(settled: Settled, work: Work) -> float:
     """Returns the bytes of a layer's own arrays while it runs, without its weights."""
-    compute = jnp.dtype(settled.placed.run.training.compute_dtype).itemsize
+    compute = jnp.dtype(settled.run.training.compute_dtype).itemsize
     # Norms of queries and keys, and of the halves' outputs, read them as they were before.
-    normalised = any(attention.normalises_qk for attention in settled.placed.spec.attention)
+    normalised = any(attention.normalises_qk for attention in settled.layout.spec.attention)
     attention_inner = (work.widths.query + work.widths.kv) * (2 + normalised)
     residuals = (4 + len(work.outputs_read)) * work.width
     # Experts (compiled for v5p and H100) have four arrays of the hidden width at once, a dense layer's SwiGLU five.
@@ -192,22 +192,21 @@ def phase_memory(settled: Settled, work: Work, step: Mapping[str, float]) -> dic
 
     step: of a train step, by category.
     """
-    placed = settled.placed
-    training, compute = placed.run.training, jnp.dtype(placed.run.training.compute_dtype).itemsize
-    copies = _checkpoint_copies(*state_of(placed), fuses=not settled.machine.simulated)
+    training, compute = settled.run.training, jnp.dtype(settled.run.training.compute_dtype).itemsize
+    copies = _checkpoint_copies(*state_of(settled), fuses=not settled.machine.simulated)
     state = {name: step[name] for name in ("parameters", "optimizer state")}
     logits = (
         chunk_tokens(int(work.tokens), work.unembedding.n, training.logits_mib) * work.unembedding.n
     )
-    forward = layer_bytes(settled, work) + _gathered_elements(placed.layout)[0] * compute
+    forward = layer_bytes(settled, work) + _gathered_elements(settled.layout)[0] * compute
     loss = work.unembedding.n * work.width * compute + 4.0 * logits
     evaluation = {"one layer": forward} if forward > loss else {"loss and its table": loss}
-    if placed.shape.stage > 1:
-        sent = work.tokens / placed.shape.tensor * work.width * compute
+    if settled.layout.shape.stage > 1:
+        sent = work.tokens / settled.layout.shape.tensor * work.width * compute
         evaluation["activations between stages"] = 2.0 * sent
     return {
         "start": PhaseMemory.of({**state, **copies["start"].parts}),
-        "step": PhaseMemory.of(step, offloaded_bytes(placed, work)),
+        "step": PhaseMemory.of(step, offloaded_bytes(settled, work)),
         "evaluation": PhaseMemory.of(state | evaluation),
         "save": PhaseMemory.of({**state, **copies["save"].parts}, copies["save"].host),
         "resume": PhaseMemory.of({**state, **copies["resume"].parts}, copies["resume"].host),
@@ -257,14 +256,14 @@ def computes_weights_again(placed: PlacedRun) -> bool:
 
     A stage of a pipeline reads its layers' weights by their number, and saves them.
     """
-    if placed.run.finetune.method != "lora" or placed.shape.stage > 1:
+    if placed.run.finetune.method != "lora" or placed.layout.shape.stage > 1:
         return False
     return REMAT_POLICIES[placed.run.training.remat].saved is None
 
 
 def keeps_stages(placed: PlacedRun) -> bool:
     """Returns whether a pipeline stage keeps what its backward passes read (`training.stage_saves`)."""
-    return placed.shape.stage > 1 and placed.run.training.stage_saves == "layers"
+    return placed.layout.shape.stage > 1 and placed.run.training.stage_saves == "layers"
 
 
 def kept_bytes(placed: PlacedRun, work: Work) -> float:
@@ -276,7 +275,10 @@ def kept_bytes(placed: PlacedRun, work: Work) -> float:
     everything_kept = REMAT_POLICIES[training.remat].saved is None
     weights = compute * _gathered_elements(placed.layout)[1] if everything_kept else 0.0
     return (
-        _saved_bytes(placed, work, compute) * _rows(placed.layout) * placed.virtual_stages + weights
+        _saved_bytes(placed, work, compute)
+        * _rows(placed.layout)
+        * placed.layout.stages.virtual_stages
+        + weights
     )
 
 
@@ -327,12 +329,12 @@ def sharded_elements(layout: ModelLayout) -> tuple[float, float]:
 
 def rounded_elements(settled: Settled) -> float:
     """Returns the elements on a device of weights that a pipeline rounds once for all ticks, in a byte each."""
-    placed, low = settled.placed, low_precision(settled.placed)
-    if low is None or placed.shape.stage == 1:
+    low = low_precision(settled)
+    if low is None or settled.layout.shape.stage == 1:
         return 0.0
     return sum(
-        p.size / placed.shape.over(axes_of(where.at_rest))
-        for _, p, where in placed.leaves
+        p.size / settled.layout.shape.over(axes_of(where.at_rest))
+        for _, p, where in settled.layout.leaves
         if "L" in p.dims and where.at_rest == where.in_use
         if settled.in_low_precision(p) and (low.gathered or "E" in p.dims)
     )
@@ -389,11 +391,11 @@ def _first_reduced_elements(layout: ModelLayout) -> float:
 
 def _carried_elements(settled: Settled) -> float:
     """Elements that a scan which gathers ahead carries between layers, weights and gradients, of the largest stack."""
-    inside, carried = REMAT_POLICIES[settled.placed.run.training.remat].begins_inside, [0.0]
+    inside, carried = REMAT_POLICIES[settled.run.training.remat].begins_inside, [0.0]
     for stack, (first, half) in settled.gathered_ahead.items():
         weights = {
             path.split(".")[1]: n
-            for path, _, _, n in _weights(settled.placed.layout)
+            for path, _, _, n in _weights(settled.layout)
             if path.startswith(f"{stack}.")
         }
         carried.append(
@@ -453,11 +455,11 @@ def _checkpoint_arrays(
 def _elements_per_token(placed: PlacedRun, work: Work) -> dict[str, float]:
     """Elements per token that a layer produces under each checkpoint name, on a device."""
     return {
-        LAYER_INPUT: work.width / placed.shape.tensor,
+        LAYER_INPUT: work.width / placed.layout.shape.tensor,
         QKV: work.widths.saved,
         # An exchange of heads makes another array of the kernel's output, with the same name.
         ATTN_OUT: work.widths.value * (2 if placed.sequence.group > 1 else 1),
-        ATTN_RESIDUAL: work.width / placed.shape.tensor,
+        ATTN_RESIDUAL: work.width / placed.layout.shape.tensor,
         FFN_HIDDEN: work.ffn_hidden,
     }
 
@@ -482,7 +484,7 @@ def _other_saved_elements(placed: PlacedRun, work: Work, compute: int, software:
 
     They follow from the layers' kinds. tests/test_saved_activations.py compares them with every family's step.
     """
-    layers, tensor = placed.spec.layers, placed.shape.tensor
+    layers, tensor = placed.layout.spec.layers, placed.layout.shape.tensor
     count = len(layers)
     frozen = placed.run.finetune.method == "lora"
     # Inputs of the matmuls of both halves, whole over `tensor`, as they are gathered.

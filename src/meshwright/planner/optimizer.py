@@ -139,7 +139,10 @@ def _matrices_of(placed: PlacedRun) -> MuonPlan | None:
     if cost is None or not cost.matrices:
         return None
     return plan_muon(
-        placed.params, placed.placements, placed.shape, placed.run.optimizer.muon_heads
+        placed.layout.params,
+        placed.layout.placements,
+        placed.layout.shape,
+        placed.run.optimizer.muon_heads,
     )
 
 

@@ -63,8 +63,7 @@ def movements(
 
     again: roles that the backward pass recomputes. tasks: of the pipeline, None without one.
     """
-    placed = settled.placed
-    shape, training = placed.shape, placed.run.training
+    shape, training = settled.layout.shape, settled.run.training
     microbatches = float(training.microbatches)
     result: list[Movement] = []
     layers = work.layers * microbatches
@@ -82,11 +81,13 @@ def movements(
         opened = residual * (halves + layers * (work.widths.gathered / work.width - 1)) / halves
         result += _tensor((opened, residual), halves, (pairs - 1) * layers, microbatches, again)
     if shape.context > 1:
-        result += (software.context or _context)(placed, work, layers, compute, again)
-    degrees = {axis: shape.degrees()[axis] for axis in placed.layout.expert_axes}
+        result += (software.context or _context)(settled, work, layers, compute, again)
+    degrees = {axis: shape.degrees()[axis] for axis in settled.layout.expert_axes}
     if degrees and work.experts:
-        beside = software.sends_beside and placed.virtual_stages > 1
-        spec = next(layer.experts for layer in placed.spec.layers if layer.experts is not None)
+        beside = software.sends_beside and settled.layout.stages.virtual_stages > 1
+        spec = next(
+            layer.experts for layer in settled.layout.spec.layers if layer.experts is not None
+        )
         nodes = 1 if software.rows_by == "expert" else settled.expert_nodes
         # Rows of the whole batch at once are half overlapped inside a node (two compiled programs), and bare between.
         beside |= (
@@ -102,15 +103,15 @@ def movements(
             elements = work.expert_tokens * rows * work.width
             payloads = (elements * (spec.sent_bytes or (1 if low else compute)), elements * compute)
             result += _experts(axes, payloads, work.expert_layers * microbatches, again, not beside)
-    if shape.stage > 1 and not keeps_stages(placed):
+    if shape.stage > 1 and not keeps_stages(settled):
         result += [m._replace(during="recomputation") for m in result if m.during == "forward"]
     result += _weights(
-        placed,
+        settled,
         microbatches,
-        bool(again - {"scores"}) or computes_weights_again(placed),
+        bool(again - {"scores"}) or computes_weights_again(settled),
         runs_experts_in_low_precision(settled, software),
     )
-    result += _gradients(placed, software)
+    result += _gradients(settled, software)
     if settled.machine.chip is not None and settled.machine.chip.sums_alone:
         # Over several dimensions of the torus they are all-reduces. Sums between slices are sent by the hosts.
         outside = {shape.dcn_axis} if shape.slices > 1 else set[str]()
@@ -124,7 +125,7 @@ def movements(
                 result[at] = m._replace(
                     blocking=True, kind="all-reduce" if whole & {*m.axes} else m.kind
                 )
-    for e, payload in update_exchanges(placed):
+    for e, payload in update_exchanges(settled):
         result.append(
             Movement(e.kind, e.axes, payload, e.count, "step", True, "matrices of the optimizer")
         )
@@ -148,10 +149,10 @@ def movements(
         if (
             m.kind == "collective-permute"
             and not m.blocking
-            and (m.axes != ("stage",) or placed.virtual_stages > 1)
+            and (m.axes != ("stage",) or settled.layout.stages.virtual_stages > 1)
         ):
             result[at] = m._replace(blocking=True, overlap=1.0)
-    if placed.run.finetune.objective == "preferences":
+    if settled.run.finetune.objective == "preferences":
         # The reference is one more forward pass.
         again_forward = [m._replace(purpose=f"{m.purpose}, reference") for m in result]
         result += [m for m in again_forward if m.during == "forward"]
@@ -165,7 +166,7 @@ def _weights(
     reduce = jnp.dtype(training.reduce_dtype).itemsize
     result: list[Movement] = []
     # A backward task that repeats its forward pass gathers for it too.
-    repeats = int(placed.shape.stage > 1 and not keeps_stages(placed)) + int(gathered_again)
+    repeats = int(placed.layout.shape.stage > 1 and not keeps_stages(placed)) + int(gathered_again)
     low = low_precision(placed)
     elements_of = _gathered_elements(placed.layout, low is not None and low.gathered, low_experts)
     gathered: dict[tuple[tuple[str, ...], bool], tuple[float, float]] = {}
@@ -175,9 +176,9 @@ def _weights(
         gathered[axes, stacked] = (count + trained, payload + elements * itemsize)
     for (axes, stacked), (count, payload) in gathered.items():
         # The weights of a model whose layers are not known are gathered before its loss, all of them.
-        in_layers = stacked or not placed.spec.layers
+        in_layers = stacked or not placed.layout.spec.layers
         what = "weights" if in_layers else "embedding and unembedding"
-        layers = float(len(placed.spec.layers)) if stacked else 1.0
+        layers = float(len(placed.layout.spec.layers)) if stacked else 1.0
         per, sent = count / layers, payload / layers
         result.append(
             Movement("all-gather", axes, sent, layers * microbatches, "forward", False, what)
@@ -334,11 +335,15 @@ def _context(
     placed: PlacedRun, work: Work, layers: float, compute: int, again: frozenset[str]
 ) -> list[Movement]:
     """Keys and values (ring, all_gather) or heads (ulysses, usp) moved by context parallelism."""
-    strategy, axes, n = placed.run.training.context_strategy, ("context",), placed.shape.context
+    strategy, axes, n = (
+        placed.run.training.context_strategy,
+        ("context",),
+        placed.layout.shape.context,
+    )
     # Keys and values of latent attention are sent as arrays of one shape, but for Ulysses (families/deepseek.py).
     kv_width = (
         work.widths.query
-        if placed.spec.has_latents and placed.sequence.groups > 1
+        if placed.layout.spec.has_latents and placed.sequence.groups > 1
         else work.widths.kv
     )
     block = 2 * work.tokens * kv_width * compute
