@@ -7,6 +7,7 @@ from meshwright.models.remat import REMAT_POLICIES
 from meshwright.plugins import PARTS
 from meshwright.runs.checks import REFUSED, TABLE, fields_of_runs, status_of
 from meshwright.sharding.schedules import SCHEDULES, build_table
+from meshwright.update_rules import UPDATE_RULES
 from meshwright.views.draw import PipelineTimeline, standalone
 from meshwright.words import AXES
 
@@ -19,7 +20,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "experts": ("dropless", "capacity", "folded", "leading dense layers"),
     "memory": ("accumulation", "zero1", *(f"remat {name}" for name in REMAT_POLICIES)),
     "model": ("tied embeddings", "dropout", "multi-token prediction"),
-    "optimizers": ("adamw", "adafactor", "lion", "muon", "sgd"),
+    "optimizers": tuple(UPDATE_RULES),
     "every run": ("packing", "evaluation", "checkpoint on another mesh"),
 }
 

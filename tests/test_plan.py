@@ -48,6 +48,7 @@ from meshwright.runs.settle import settle
 from meshwright.sharding.params import count_params
 from meshwright.sharding.schedules import build_counts
 from meshwright.step.device_memory import shard_bytes
+from meshwright.update_rules import UPDATE_RULES
 from meshwright.views.layout_page import layout_report
 
 WHOLE = Efficiency(1, 1, 1, 1, 1, 1, 1, 1)
@@ -214,7 +215,7 @@ def test_parameters_and_optimizer_state_are_those_of_the_layout(layout: str) -> 
 @pytest.mark.parametrize(
     ("optimizer", "params"),
     [
-        *(({"name": name}, {}) for name in ("adamw", "lion", "sgd", "muon", "adafactor")),
+        *(({"name": name}, {}) for name in UPDATE_RULES),
         ({"name": "adamw", "moment_dtype": "bfloat16"}, {}),
         ({"name": "adamw"}, {"param_dtype": "bfloat16"}),
         (

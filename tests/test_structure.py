@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.update_rules import UPDATE_RULES
+
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src"
 PACKAGE = SRC / "meshwright"
@@ -317,6 +319,27 @@ def hlo_imports() -> list[str]:
     ]
 
 
+def optimizers_by_name() -> list[str]:
+    """Places that ask which built-in optimizer a run has: its row (update_rules.py) says what they need to know."""
+    names = set(UPDATE_RULES)
+    found = []
+    for module, (path, _, tree) in sources().items():
+        if module == "meshwright.update_rules":
+            continue
+        for node in ast.walk(tree):
+            asked: list[ast.AST] = []
+            if isinstance(node, ast.Compare):
+                asked = [node.left, *node.comparators]
+            elif isinstance(node, ast.Tuple | ast.List | ast.Set):
+                asked = list(node.elts)
+            elif isinstance(node, ast.Dict):
+                asked = [key for key in node.keys if key is not None]
+            constants = {part.value for part in asked if isinstance(part, ast.Constant)}
+            if constants & names:
+                found.append(f"{place(path, node.lineno)} {ast.unparse(node)[:80]}")
+    return found
+
+
 RULES: dict[str, Callable[[], list[str]]] = {
     "circles of imports": circular_imports,
     "imports from a higher layer": imports_upward,
@@ -325,6 +348,7 @@ RULES: dict[str, Callable[[], list[str]]] = {
     "imports of hlo": hlo_imports,
     "dimension letters": foreign_letters,
     "docstrings": docstrings,
+    "optimizers by name": optimizers_by_name,
     "private words": private_words,
     "words of the field": missing_field_words,
 }

@@ -17,6 +17,7 @@ from typing import Any
 
 from meshwright import trust
 from meshwright.errors import ConfigError, nearest
+from meshwright.update_rules import UPDATE_RULES
 
 PARTS: dict[str, dict[str, str]] = {
     "model family": {
@@ -44,13 +45,7 @@ PARTS: dict[str, dict[str, str]] = {
         "ragged_dot": "models.kernels.choose:ragged_dot",
         "triton": "models.kernels.choose:triton",
     },
-    "optimizer": {
-        "adamw": "step.optimizers:adamw",
-        "adafactor": "step.layer_rules:adafactor",
-        "lion": "step.optimizers:lion",
-        "muon": "step.layer_rules:muon",
-        "sgd": "step.optimizers:sgd",
-    },
+    "optimizer": {name: row.build for name, row in UPDATE_RULES.items()},
     "parameter rounding": {
         "master": "step.bfloat16_params:with_masters",
         "stochastic": "step.bfloat16_params:with_random_rounding",

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from tiny_runs import (
     MODELS,
@@ -19,10 +20,13 @@ from tiny_runs import (
 
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import Optimizer
+from meshwright.errors import ConfigError
+from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
-from meshwright.step.optimizers import LR_SCHEDULES, build_lr_schedule
+from meshwright.step.optimizers import LR_SCHEDULES, build_lr_schedule, build_optimizer
+from meshwright.update_rules import UPDATE_RULES
 
-RATES = {"adamw": 3e-3, "adafactor": 3e-3, "lion": 1e-3, "muon": 3e-3, "sgd": 0.3}
+RATES = dict.fromkeys(UPDATE_RULES, 3e-3) | {"lion": 1e-3, "sgd": 0.3}
 
 
 def run_with(name: str, mesh: str, layout: str = "fsdp") -> Run:
@@ -179,3 +183,34 @@ def test_wsd_decays_over_the_last_fifth() -> None:
     rates = np.asarray(rate(np.arange(101))).tolist()
     assert rates[:81] == [1.0] * 81
     np.testing.assert_allclose(rates[81:], 1 - np.arange(1, 21) / 20, atol=1e-6)
+
+
+def rule_with_bfloat16_momentum(o: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
+    return optax.chain(
+        optax.trace(o.beta1, accumulator_dtype=o.moment_dtype), optax.scale_by_learning_rate(rate)
+    )
+
+
+def rule_of_its_own_type(o: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
+    return optax.sgd(rate, momentum=o.beta1)
+
+
+def test_the_type_of_the_first_moment_is_that_of_the_rule() -> None:
+    """A rule from outside that stores the type is taken, and every refusal says what is true of its rule."""
+    params = place_run(tiny_run(MODELS["llama"], "fsdp=1")).params
+
+    def build(rule: Any) -> optax.GradientTransformation:
+        return build_optimizer(Optimizer(rule, moment_dtype="bfloat16"), 3, params)
+
+    build(rule_with_bfloat16_momentum)
+    with pytest.raises(ConfigError, match=r"has no array of bfloat16") as raised:
+        build(rule_of_its_own_type)
+    assert "adamw" not in str(raised.value)
+    for name, row in UPDATE_RULES.items():
+        if row.stores_first_moment:
+            build(name)
+        else:
+            with pytest.raises(
+                ConfigError, match=r"stores no first moment; those that do are adam"
+            ):
+                build(name)

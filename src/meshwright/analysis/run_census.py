@@ -40,11 +40,11 @@ from meshwright.sharding.schedule_table import FORWARD, ScheduleTable
 from meshwright.sharding.stages import NO_LAYER
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.muon import plan_muon
-from meshwright.step.optimizers import ELEMENTWISE
 from meshwright.step.pipeline import branch_ticks, repeats_forward, tick_scopes
 from meshwright.step.train_step import build_eval_step, build_train_step
 from meshwright.storage.writing import write_atomically
 from meshwright.trust import plain_text
+from meshwright.update_rules import UPDATE_RULES
 
 _CATEGORIES = {
     "state.params": "parameters",
@@ -135,17 +135,14 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
         * adapters
         / device_run.layout.shape.size
     )
-    if run.optimizer.name == "muon" and passes > 1:
-        shares = plan_muon(
-            device_run.layout.params,
-            device_run.layout.placements,
-            device_run.layout.shape,
-            run.optimizer.muon_heads,
-        )
+    rule = UPDATE_RULES.get(run.optimizer.name)
+    if rule is not None and rule.matrices and passes > 1:
+        layout = device_run.layout
+        shares = plan_muon(layout.params, layout.placements, layout.shape, run.optimizer.muon_heads)
         most += _SLACK * shares.flops()[0]
     return FlopsBand(
         _COUNTED * sum(items.values()),
-        most if run.optimizer.name in (*ELEMENTWISE, "muon") else math.inf,
+        math.inf if rule is None else most,
         f"{sum(items.values()):.3g} of the model, with recomputation, padding and masked pairs",
     )
 

@@ -35,6 +35,7 @@ from meshwright.reporters.console import ConsoleReport, Period, TokenizeReport, 
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder, with_absolute_paths
 from meshwright.signs import PREPARING, Phases, here, in_phases
+from meshwright.statuses import statuses_of
 from meshwright.step.device_memory import OutOfDeviceMemory
 from meshwright.storage.paths import default_cache_folder, path_of
 from meshwright.storage.writing import refuse_links
@@ -362,7 +363,8 @@ def _memory_explained(
     try:
         yield
     except (OutOfDeviceMemory, jax.errors.JaxRuntimeError) as error:
-        if not isinstance(error, OutOfDeviceMemory) and "RESOURCE_EXHAUSTED" not in str(error):
+        before_the_run = isinstance(error, OutOfDeviceMemory)
+        if not before_the_run and "RESOURCE_EXHAUSTED" not in statuses_of(error):
             raise
         device_run = None if prepared is None else prepared.device_run
         raise _planning().out_of_memory(error, run, device_run, planner) from error

@@ -388,6 +388,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         """
         state, failure, failed = self.folder / str(manifest.step) / "state", None, None
         tensors: dict[str, jax.Array] = {}
+        reading: str | None = None
         try:
             pool = concurrent.futures.ThreadPoolExecutor(_READERS)
             futures = {
@@ -397,11 +398,14 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             with waiting(f"the checkpoint in {self.folder}", NOBODY):
                 self._wait_for_tensors(list(futures.values()))
             pool.shutdown()
-            tensors = {name: future.result() for name, future in futures.items()}
+            for name, future in futures.items():
+                reading = name
+                tensors[name] = future.result()
         except Exception as error:  # TensorStore raises several types, with pages of text
             failed, text = error, " ".join(str(error).split())[:200]
-            name = next((name for name in abstract if name in str(error)), None)
-            what = "a tensor cannot be read" if name is None else f"tensor {name!r} cannot be read"
+            tensors = {}
+            tensor = "a tensor" if reading is None else f"tensor {reading!r}"
+            what = f"{tensor} cannot be read"
             limit = limit_of(error)
             why = f"{type(error).__name__}: {text}" if limit is None else reason_of(error)
             failure = (_kind_of(error), f"{what} ({why})")

@@ -18,6 +18,7 @@ import jax
 from meshwright.errors import ConfigError, HostError, MeshwrightError
 from meshwright.hardware.hosts import store
 from meshwright.signs import waiting
+from meshwright.statuses import statuses_of
 
 DEADLINE = 600.0
 """Seconds for which processes wait for one that does not get further (`note_progress`)."""
@@ -286,7 +287,7 @@ def _wait(client: Any, key: str, until: float) -> str | None:
     try:
         return str(client.blocking_key_value_get(key, milliseconds))
     except jax.errors.JaxRuntimeError as error:
-        if "DEADLINE_EXCEEDED" in str(error):
+        if "DEADLINE_EXCEEDED" in statuses_of(error):
             return None
         raise HostError(
             "comparing hosts",

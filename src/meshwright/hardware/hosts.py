@@ -119,39 +119,38 @@ def hosts_of(environment: Mapping[str, str]) -> Hosts:
                 f"the variables of {rule.__name__.strip('_')}",
                 f"{_EXPLICIT}, or --processes 1",
             )
-            raise ConfigError(asked, _unreadable(error, environment), fix) from error
+            raise ConfigError(asked, _unreadable(error), fix) from error
         if hosts is not None:
             return hosts
     return ALONE
 
 
-def _unreadable(error: Exception, environment: Mapping[str, str]) -> str:
+def _unreadable(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"{error.args[0]} is not set"
-    value = str(error).rpartition(": ")[2].strip("'")
-    names = [
-        name
-        for name, text in sorted(environment.items())
-        if text == value and name.startswith(_NAMES)
-    ]
-    if not names:
-        return f"one of them cannot be read: {error}"
-    return f"{' and '.join(names)} is {value!r}, which is not a number"
+    if isinstance(error, _NotANumberError):
+        return f"{error.name} is {error.value!r}, which is not a number"
+    return f"one of them cannot be read: {error}"
 
 
-_NAMES = (
-    "SLURM_",
-    "OMPI_",
-    "TPU_",
-    "MEGASCALE_",
-    "MESHWRIGHT_",
-    "SKYPILOT_",
-    "WORLD_SIZE",
-    "RANK",
-    "LOCAL_",
-    "JOB_",
-)
-"""Beginnings of the variables that the rules read."""
+class _NotANumberError(ValueError):
+    """Variable of the environment whose value is not a number."""
+
+    def __init__(self, name: str, value: str):
+        super().__init__(f"{name} is {value!r}")
+        self.name = name
+        self.value = value
+
+
+def _number(environment: Mapping[str, str], name: str, default: str | None = None) -> int:
+    """Returns a variable as a number. Raises KeyError where it is not set and has no default."""
+    value = environment[name] if default is None else environment.get(name, default)
+    try:
+        return int(value)
+    except ValueError as error:
+        raise _NotANumberError(name, value) from error
+
+
 _EXPLICIT = "--coordinator HOST:PORT --processes N --process I"
 
 
@@ -283,15 +282,17 @@ def _job_file(environment: Mapping[str, str]) -> Hosts | None:
     address = environment.get("MESHWRIGHT_COORDINATOR")
     if address is None:
         return None
-    count, index = int(environment["MESHWRIGHT_PROCESSES"]), int(environment["MESHWRIGHT_PROCESS"])
+    count = _number(environment, "MESHWRIGHT_PROCESSES")
+    index = _number(environment, "MESHWRIGHT_PROCESS")
     return Hosts("MESHWRIGHT_COORDINATOR", count, index, address)
 
 
 def _slurm(environment: Mapping[str, str]) -> Hosts | None:
     """A Slurm step: `srun` sets the index of each task, a batch script alone has none of its own."""
     # A job that asks for nodes alone has no number of tasks: one for each node.
-    tasks = environment.get("SLURM_NTASKS", environment.get("SLURM_JOB_NUM_NODES", "1"))
-    count = int(environment.get("SLURM_STEP_NUM_TASKS", tasks))
+    counts = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_JOB_NUM_NODES")
+    given = next((name for name in counts if name in environment), counts[0])
+    count = _number(environment, given, "1")
     if "SLURM_JOB_ID" not in environment or count == 1:
         return None
     if "SLURM_STEP_NODELIST" not in environment:
@@ -306,10 +307,10 @@ def _slurm(environment: Mapping[str, str]) -> Hosts | None:
         "SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "1")
     )
     several = int(re.match(r"\d+", per_node)[0]) > 1  # type: ignore[index]
-    local = int(environment["SLURM_LOCALID"]) if several else None
+    local = _number(environment, "SLURM_LOCALID") if several else None
     # Jobs that share a node must not share a port; as JAX does, from the number of the job.
-    port = 61440 + int(environment["SLURM_JOB_ID"]) % 4096
-    return Hosts("Slurm", count, int(environment["SLURM_PROCID"]), f"{first}:{port}", local)
+    port = 61440 + _number(environment, "SLURM_JOB_ID") % 4096
+    return Hosts("Slurm", count, _number(environment, "SLURM_PROCID"), f"{first}:{port}", local)
 
 
 def first_host(nodes: str) -> str:
@@ -322,15 +323,15 @@ def first_host(nodes: str) -> str:
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Hosts | None:
-    count = int(environment.get("OMPI_COMM_WORLD_SIZE", "1"))
+    count = _number(environment, "OMPI_COMM_WORLD_SIZE", "1")
     if count == 1:
         return None
-    local = int(environment["OMPI_COMM_WORLD_LOCAL_RANK"])
-    several = int(environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")) > 1
+    local = _number(environment, "OMPI_COMM_WORLD_LOCAL_RANK")
+    several = _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", "1") > 1
     return Hosts(
         "Open MPI",
         count,
-        int(environment["OMPI_COMM_WORLD_RANK"]),
+        _number(environment, "OMPI_COMM_WORLD_RANK"),
         None,
         local if several else None,
     )
@@ -340,7 +341,7 @@ def _tpu_pod(environment: Mapping[str, str]) -> Hosts | None:
     """TPU hosts of GKE, which sets variables, and of Cloud TPU VMs, whose metadata server is asked."""
     if "TPU_WORKER_HOSTNAMES" in environment:
         workers = environment["TPU_WORKER_HOSTNAMES"].split(",")
-        index = int(environment["TPU_WORKER_ID"] if len(workers) > 1 else "0")
+        index = _number(environment, "TPU_WORKER_ID") if len(workers) > 1 else 0
         slices = environment
     elif has_tpu():
         endpoints = metadata(environment, "attributes/worker-network-endpoints")
@@ -354,10 +355,10 @@ def _tpu_pod(environment: Mapping[str, str]) -> Hosts | None:
         )
     else:
         return None
-    number_of_slices = int(slices.get("MEGASCALE_NUM_SLICES", "1"))
+    number_of_slices = _number(slices, "MEGASCALE_NUM_SLICES", "1")
     if len(workers) * number_of_slices == 1:
         return None
-    this = int(slices["MEGASCALE_SLICE_ID"]) if number_of_slices > 1 else 0
+    this = _number(slices, "MEGASCALE_SLICE_ID") if number_of_slices > 1 else 0
     first = (slices["MEGASCALE_COORDINATOR_ADDRESS"] if number_of_slices > 1 else workers[0]).split(
         ":"
     )[0]
@@ -394,24 +395,27 @@ def _skypilot(environment: Mapping[str, str]) -> Hosts | None:
     if len(addresses) < 2:
         return None
     return Hosts(
-        "SkyPilot", len(addresses), int(environment["SKYPILOT_NODE_RANK"]), f"{addresses[0]}:{PORT}"
+        "SkyPilot",
+        len(addresses),
+        _number(environment, "SKYPILOT_NODE_RANK"),
+        f"{addresses[0]}:{PORT}",
     )
 
 
 def _torchrun(environment: Mapping[str, str]) -> Hosts | None:
-    count = int(environment.get("WORLD_SIZE", "1"))
+    count = _number(environment, "WORLD_SIZE", "1")
     if count == 1 or "MASTER_ADDR" not in environment:
         return None
-    several = int(environment.get("LOCAL_WORLD_SIZE", "1")) > 1
-    local = int(environment["LOCAL_RANK"]) if several else None
+    several = _number(environment, "LOCAL_WORLD_SIZE", "1") > 1
+    local = _number(environment, "LOCAL_RANK") if several else None
     address = f"{environment['MASTER_ADDR']}:{environment.get('MASTER_PORT', PORT)}"
-    return Hosts("MASTER_ADDR and RANK", count, int(environment["RANK"]), address, local)
+    return Hosts("MASTER_ADDR and RANK", count, _number(environment, "RANK"), address, local)
 
 
 def _kubernetes(environment: Mapping[str, str]) -> Hosts | None:
     """A pod of an indexed Job without an address: it cannot know the others."""
-    index = environment.get("JOB_COMPLETION_INDEX", "0")
-    if "KUBERNETES_SERVICE_HOST" in environment and int(index) > 0:
+    index = _number(environment, "JOB_COMPLETION_INDEX", "0")
+    if "KUBERNETES_SERVICE_HOST" in environment and index > 0:
         raise _alone(
             f"pod {index} of an indexed Job",
             "no variable has the address of pod 0: this one would compute alone",
@@ -422,7 +426,7 @@ def _kubernetes(environment: Mapping[str, str]) -> Hosts | None:
 
 def _nameless(environment: Mapping[str, str]) -> Hosts | None:
     for name in ("WORLD_SIZE", "SKYPILOT_NUM_NODES", "MESHWRIGHT_PROCESSES"):
-        if int(environment.get(name, "1")) > 1:
+        if _number(environment, name, "1") > 1:
             raise _alone(
                 f"one process of {environment[name]} ({name})",
                 "no variable has the address of process 0: this one would compute alone",

@@ -7,7 +7,6 @@ It is read from the devices of a mesh, or from a target that is planned for; eve
 import dataclasses
 import functools
 import os
-import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from jax.sharding import Mesh
 
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import CHIPS, Chip, chip_name, find_chip
+from meshwright.statuses import unknown_option
 
 if TYPE_CHECKING:
     from meshwright.hardware.interconnect import AxisMapping
@@ -188,9 +188,6 @@ def compiler_options_of(chip: Chip | None, words: Sequence[str]) -> dict[str, st
     return options
 
 
-_UNKNOWN = re.compile(r"No such compile option: '?([\w]+)'?")
-
-
 @functools.lru_cache(maxsize=64)
 def refused_options(device: Any, options: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
     """Returns the names of those `options` that the installed compiler of `device` does not know.
@@ -207,11 +204,11 @@ def refused_options(device: Any, options: tuple[tuple[str, str], ...]) -> tuple[
             jax.jit(lambda x: x).lower(nothing).compile(compiler_options=left)
             return tuple(refused)
         except jax.errors.JaxRuntimeError as error:
-            unknown = _UNKNOWN.search(str(error))
-            if unknown is None or unknown[1] not in left:
+            unknown = unknown_option(error)
+            if unknown not in left:
                 raise ConfigError(
                     f"compiler options {', '.join(f'{name}={value}' for name, value in left.items())}",
                     str(error).splitlines()[0][:300],
                     "another value, or --training.compiler-options auto",
                 ) from error
-            refused.append(unknown[1])
+            refused.append(unknown)

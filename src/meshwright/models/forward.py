@@ -240,7 +240,7 @@ class LocalModel:
         The sum over the token axes is the mean over `total` weights.
         """
         batch, z_loss = self.local_positions(batch), self.training.z_loss
-        nll_T, lse_T = self.token_losses(params, x_BTD, batch)
+        nll_T, lse_T = self.score_targets(params, x_BTD, batch)
         weights_T = batch.weights.reshape(-1)
         nll, weight = (nll_T * weights_T).sum(), weights_T.sum()
         loss, metrics = nll / total, {"loss": (nll, weight)}
@@ -255,7 +255,7 @@ class LocalModel:
         x_BTD = broadcast(x_BTD, ("stage",), self.stages.last_stage)
         return self.model.unembed(params, x_BTD, self.execution.gather_params)
 
-    def token_losses(
+    def score_targets(
         self, params: Tree, x_BTD: jax.Array, batch: Batch
     ) -> tuple[jax.Array, jax.Array]:
         """Returns negative log-likelihood and log-sum-exp, both [B T/context]. batch: this device's positions."""

@@ -53,8 +53,8 @@ class Preferences:
         local = model.local_positions(batch)
         other, frozen = reference_of(model, params)
         reference_BTD, _ = other.hidden(frozen, batch, no_dropout())
-        nll_T = model.token_losses(params, x_BTD, local)[0]
-        reference_T = jax.lax.stop_gradient(other.token_losses(frozen, reference_BTD, local)[0])
+        nll_T = model.score_targets(params, x_BTD, local)[0]
+        reference_T = jax.lax.stop_gradient(other.score_targets(frozen, reference_BTD, local)[0])
         sign_BT = local.weights * (1 - 2 * (local.segments % 2))
         ratio_BT = (reference_T - nll_T).reshape(local.segments.shape) * sign_BT
         exists = self.pairs(batch)

@@ -17,28 +17,9 @@ from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.sharding.params import Param, trained_only, tree_map
 from meshwright.sharding.placement import Placement, local_shape
 from meshwright.step.muon import STEPS, Exchange, MuonPlan, Stack, orthogonalised, plan_muon
+from meshwright.update_rules import UPDATE_RULES
 from meshwright.words import AXES
 
-
-@dataclasses.dataclass(frozen=True)
-class UpdateCost:
-    """Cost of a built-in update per parameter."""
-
-    bytes_moved: int
-    """HBM bytes read and written, with gradients, norm and clipping."""
-    moments: int | None
-    """Arrays of a parameter's shape in the state, the first in `moment_dtype`; None for other shapes."""
-    matrices: bool = False
-    """Whether it multiplies matrices, of the parameters that `orthogonalised` names; the others have AdamW's state."""
-
-
-UPDATE_COSTS = {
-    "adamw": UpdateCost(32, 2),
-    "lion": UpdateCost(24, 1),
-    "sgd": UpdateCost(24, 1),
-    "muon": UpdateCost(40, 1, matrices=True),
-    "adafactor": UpdateCost(24, None),
-}
 _OTHERS_MOVE = 16
 """HBM bytes per parameter of any other update, without its state, which is read and written on top."""
 _ROUND_COPIES = 3
@@ -71,15 +52,15 @@ def state_arrays(
     layout: ModelLayout, optimizer: Optimizer, dtype: Any, rounding: Any
 ) -> tuple[StoredArray, ...]:
     """Returns the arrays of the optimizer state, without counters of steps where the rule is built in."""
-    cost = UPDATE_COSTS.get(optimizer.name)
-    if cost is None or cost.moments is None:
+    row = UPDATE_RULES.get(optimizer.name)
+    if row is None or row.moments is None:
         return _arrays_of_rule(
             layout, optimizer, Training(param_dtype=dtype, param_rounding=rounding)
         )
     arrays: list[StoredArray] = []
     for _, p, where in layout.leaves:
         low_bits = [2] if (p.stored or dtype) == "bfloat16" and rounding == "master" else []
-        moments = 2 if cost.matrices and not orthogonalised(p) else cost.moments
+        moments = 2 if row.matrices and not orthogonalised(p) else row.moments
         sizes = [jnp.dtype(optimizer.moment_dtype).itemsize, *[4] * (moments - 1), *low_bits]
         arrays += [] if p.frozen else [stored_array(p, size, where.optimizer) for size in sizes]
     return tuple(arrays)
@@ -125,18 +106,18 @@ def _state_bytes(layout: ModelLayout, *rest: Any) -> int:
 
 def update_bytes_moved(placed: PlacedRun, trained: float) -> float:
     """Returns the HBM bytes that an update reads and writes. trained: trained elements of a device."""
-    cost = UPDATE_COSTS.get(placed.run.optimizer.name)
+    row = UPDATE_RULES.get(placed.run.optimizer.name)
     return (
         trained * _OTHERS_MOVE + 2 * state_bytes(placed)
-        if cost is None
-        else trained * cost.bytes_moved
+        if row is None
+        else trained * row.bytes_moved
     )
 
 
 def _matrices_of(placed: PlacedRun) -> MuonPlan | None:
     """Returns the division of the update's matrices among devices; None for a rule without matrix products."""
-    cost = UPDATE_COSTS.get(placed.run.optimizer.name)
-    if cost is None or not cost.matrices:
+    row = UPDATE_RULES.get(placed.run.optimizer.name)
+    if row is None or not row.matrices:
         return None
     return plan_muon(
         placed.layout.params,

@@ -20,6 +20,7 @@ from meshwright.documents import (
 from meshwright.errors import CheckpointError, ConfigError, by_class, nearest
 from meshwright.models.families import family_name, find_family
 from meshwright.runs.run import Run
+from meshwright.statuses import with_place
 from meshwright.storage.paths import path_of, place_of
 from meshwright.storage.writing import write_atomically
 from meshwright.trust import derive, foreign, plain_text
@@ -101,10 +102,9 @@ def _converted(value: Any, kind: Any, name: str, origin: str) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        truth = str(error).replace("$", name) if "$" in str(error) else f"{error} - at `{name}`"
-        raise ConfigError(
-            f"the run in {origin}", truth, "a value of the type that is expected there"
-        ) from error
+        truth = with_place(error, name)
+        fix = "a value of the type that is expected there"
+        raise ConfigError(f"the run in {origin}", truth, fix) from error
 
 
 def _check_values(document: Any, origin: str) -> None:

@@ -30,11 +30,11 @@ from meshwright.sharding.params import (
 )
 from meshwright.sharding.placement import Placements, to_spec
 from meshwright.step.optimizers import (
-    ELEMENTWISE,
     UpdateRule,
     build_update_rule,
     place_optimizer_state,
 )
+from meshwright.update_rules import takes_layers
 
 BATCH_SPEC = PartitionSpec(BATCH_AXES)
 
@@ -204,7 +204,7 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
         trained_only(layout.params, tree) for tree in (layout.params, layout.placements)
     )
     layer_map = None
-    if run.optimizer.name not in ELEMENTWISE and layout.spec.layers:
+    if takes_layers(run.optimizer.name) and layout.spec.layers:
         from meshwright.step.matrices import LayerMap
 
         layer_map = LayerMap(

@@ -16,9 +16,10 @@ from optax import GradientTransformation as Rule
 
 from meshwright.config import MeshShape, Optimizer, Training
 from meshwright.errors import ConfigError, foreign_code, nearest
-from meshwright.plugins import PARTS, resolve
+from meshwright.plugins import resolve
 from meshwright.sharding.params import Param, Tree, is_param, named_leaves, tree_map
 from meshwright.sharding.placement import Placement, like_param
+from meshwright.update_rules import UPDATE_RULES, UpdateRow
 
 
 def _cosine(o: Optimizer, intervals: int) -> optax.Schedule:
@@ -113,12 +114,6 @@ def sgd(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
     )
 
 
-ELEMENTWISE = ("adamw", "adafactor", "lion", "sgd")
-"""Rules without matrix products."""
-_FIRST_MOMENTS = ("adamw", "lion", "muon", "sgd")
-"""Rules whose first moment can be bfloat16."""
-
-
 def build_optimizer(o: Optimizer, steps: int, params: Tree) -> Rule:
     """Returns the update rule. params: descriptions, which say what weight decay applies to.
 
@@ -127,13 +122,8 @@ def build_optimizer(o: Optimizer, steps: int, params: Tree) -> Rule:
     """
     rate = build_lr_schedule(o, steps)
     rule = resolve("optimizer", o.name)
-    if o.moment_dtype != "float32" and o.name not in _FIRST_MOMENTS:
-        raise ConfigError(
-            f"--optimizer.moment-dtype {o.moment_dtype} with {o.name}",
-            f"those with a first moment of this type are {', '.join(_FIRST_MOMENTS)}",
-            "--optimizer.moment-dtype float32, or one of them",
-        )
-    if o.name in PARTS["optimizer"]:
+    row = UPDATE_RULES.get(o.name)
+    if row is not None:
         built: Rule = rule(o, rate, params)
     else:
         with foreign_code(f"optimizer {o.name}", "correct the function"):
@@ -144,12 +134,39 @@ def build_optimizer(o: Optimizer, steps: int, params: Tree) -> Rule:
                 f"it returned {type(built).__name__}",
                 "return an optax.GradientTransformation",
             )
+    if o.moment_dtype != "float32":
+        _check_moment_dtype(o, row, built, params)
     if not o.lr_groups:
         return built
     # The updates of each parameter, weight decay included, times the factor of its group.
     factors = lr_factors(o.lr_groups, params)
     return optax.chain(
         built, optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, factors))
+    )
+
+
+def _check_moment_dtype(o: Optimizer, row: UpdateRow | None, rule: Rule, params: Tree) -> None:
+    """Raises ConfigError for a type of the first moment that the state of the rule does not have.
+
+    row: of a built-in rule; None for one from outside, whose state is made in the abstract and looked at.
+    """
+    dtype = jnp.dtype(o.moment_dtype)
+    if row is not None and row.stores_first_moment:
+        return
+    if row is None:
+        arrays = tree_map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
+        with foreign_code(f"optimizer {o.name}", "correct the function"):
+            state = jax.eval_shape(rule.init, arrays)
+        if any(leaf.dtype == dtype for leaf in jax.tree.leaves(state)):
+            return
+        truth = f"its state has no array of {dtype}: it does not read `Optimizer.moment_dtype`"
+    else:
+        having = [name for name, row in UPDATE_RULES.items() if row.stores_first_moment]
+        truth = f"it stores no first moment; those that do are {', '.join(having)}"
+    raise ConfigError(
+        f"--optimizer.moment-dtype {o.moment_dtype} with {o.name}",
+        truth,
+        "--optimizer.moment-dtype float32, or another --optimizer.name",
     )
 
 

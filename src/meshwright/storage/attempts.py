@@ -7,7 +7,6 @@ made it raises `errors.by_class` of that.
 import errno
 import io
 import os
-import re
 import stat
 import time
 from collections.abc import Callable
@@ -15,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import FOR_NOW, NO_ROOM, class_of
+from meshwright.statuses import status_of, system_error
 from meshwright.storage.paths import in_bucket
 
 PAUSES = (0.05, 0.25, 1.0, 3.0)
 """Seconds before each further attempt."""
-_NUMBER = re.compile(r"\[os_error_code='(\d+)'\]")
-"""Field of an error of TensorStore with the number of the system call that failed."""
 _AWAY = (
     "ABORTED",
     "CANCELLED",
@@ -75,15 +73,12 @@ def result_of(store: Path, request: Callable[[], Any]) -> Any:
 def store_error(store: Path, error: Exception) -> Exception | None:
     """Returns the error of the system call or of the bucket that made a request to TensorStore fail.
 
-    TensorStore raises one type for all failures. It writes the number of a system call, and the code of an answer, as
-    fields of the text. Returns None where it has neither: then the bytes are wrong.
+    Returns None where neither did: then the bytes are wrong.
     """
-    found = _NUMBER.search(str(error))
-    if found is not None:
-        number = int(found[1])
-        return OSError(number, os.strerror(number))
-    code = str(error).partition(":")[0]
-    if in_bucket(store) and code in _AWAY:
+    failed_call = system_error(error)
+    if failed_call is not None:
+        return failed_call
+    if in_bucket(store) and status_of(error) in _AWAY:
         from meshwright.storage.bucket import storage_error  # loads a client of buckets
 
         return storage_error(f"the files in {store}", error)

@@ -24,6 +24,7 @@ import tensorstore
 
 from meshwright.activity import Activity, watched_by
 from meshwright.errors import StorageError
+from meshwright.statuses import BucketFailure, bucket_failure, statuses_of
 
 RETRIES = 12
 """Times that a request is sent again: for about 70 s in all."""
@@ -244,7 +245,7 @@ class BucketPath(PosixPath):
         try:
             return self._store().read(self.key, byte_range=part).result()
         except ValueError as error:
-            if "OUT_OF_RANGE" in str(error):
+            if "OUT_OF_RANGE" in statuses_of(error):
                 raise EOFError(str(self)) from error
             raise storage_error(f"reading {self}", error) from error
 
@@ -418,44 +419,35 @@ def context(retries: int = RETRIES) -> tensorstore.Context:
 
 def storage_error(asked: str, error: Exception) -> StorageError:
     """Returns the error of a request that a bucket refused: what is missing, and where it is given."""
-    text = str(error)
-    for signs, (truth, fix) in _REASONS.items():
-        if any(sign in text for sign in signs):
-            return StorageError(asked, truth, fix)
-    truth = text.splitlines()[0][:300] if text else type(error).__name__
-    return StorageError(asked, truth, "see `Buckets` in the docs")
+    failure = bucket_failure(error)
+    if failure is None:
+        truth = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        return StorageError(asked, truth, "see `Buckets` in the docs")
+    truth, fix = _REASONS[failure]
+    return StorageError(asked, truth, fix)
 
 
 _CREDENTIALS = (
     "for s3:// AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile; for gs:// `gcloud auth application-default "
     "login` or GOOGLE_APPLICATION_CREDENTIALS"
 )
-_REASONS = {
-    ("NoSuchBucket", "bucket does not exist", "bucket not found", "Bucket not found"): (
+_REASONS: dict[BucketFailure, tuple[str, str]] = {
+    BucketFailure.NO_BUCKET: (
         "the bucket does not exist, or not at this endpoint",
         "the name of a bucket that exists; AWS_ENDPOINT_URL where the server is not Amazon's",
     ),
-    ("AWS_AUTH_CREDENTIALS_PROVIDER", "Failed to get credentials", "credentials provider"): (
-        "there are no credentials",
-        _CREDENTIALS,
-    ),
-    ("PERMISSION_DENIED", "UNAUTHENTICATED", "'403'", "'401'"): (
+    BucketFailure.NO_CREDENTIALS: ("there are no credentials", _CREDENTIALS),
+    BucketFailure.FORBIDDEN: (
         "the server refused permission (403): no credentials, wrong ones, or ones that may not do this",
         f"a role that may list, read, write and delete objects of the bucket; {_CREDENTIALS}",
     ),
-    (
-        "Could not connect",
-        "Could not resolve",
-        "Couldn't connect",
-        "Couldn't resolve",
-        "Timeout was reached",
-    ): (
+    BucketFailure.UNREACHABLE: (
         "the server could not be reached",
         "AWS_ENDPOINT_URL (s3://) or TENSORSTORE_GCS_HTTP_URL (gs://) of a server that answers, or a network",
     ),
-    ("retry attempts failed", "UNAVAILABLE"): (
+    BucketFailure.UNWELL: (
         f"the server failed again and again, through {RETRIES} retries",
         "the same command when the server is well",
     ),
 }
-"""Truth and fix by words in the error of a driver; the first that is found counts."""
+"""Truth and fix of each reason."""

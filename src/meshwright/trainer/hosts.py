@@ -42,6 +42,7 @@ from meshwright.hardware.hosts import installed_versions, store
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
 from meshwright.signs import EVERYBODY, NOBODY, PREPARING, Phases
+from meshwright.statuses import statuses_of
 from meshwright.storage.writing import make_folder_below, write_text
 from meshwright.trainer.prepare import Trainable
 from meshwright.trainer.watchdog import Watchdog
@@ -584,7 +585,7 @@ def _there(client: Any, key: str) -> bool:
     try:
         client.key_value_try_get(key)
     except jax.errors.JaxRuntimeError as error:
-        if "NOT_FOUND" not in str(error):
+        if "NOT_FOUND" not in statuses_of(error):
             raise
         return False
     return True
@@ -593,7 +594,8 @@ def _there(client: Any, key: str) -> bool:
 def _collective(error: BaseException | None) -> BaseException | None:
     """Returns the error of a collective or of the store that this error is, or comes from."""
     while error is not None:
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+        raised_by_jax = isinstance(error, jax.errors.JaxRuntimeError)
+        if raised_by_jax and "RESOURCE_EXHAUSTED" not in statuses_of(error):
             return error
         error = error.__cause__ or error.__context__
     return None

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, nearest
 from meshwright.models.model import ModelSpec
-from meshwright.plugins import PARTS
 from meshwright.runs.checks import check_fields
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.runs.run import Run
@@ -19,7 +18,7 @@ from meshwright.sharding.layouts import BATCH_AXES, find_layout
 from meshwright.sharding.params import Param
 from meshwright.sharding.placement import Layout, Placements, axes_of, place_param
 from meshwright.sharding.stages import assign_layers
-from meshwright.step.optimizers import ELEMENTWISE
+from meshwright.update_rules import UPDATE_RULES
 from meshwright.wrapped.parts import WrappedParts
 
 PARAM_AXES = ("fsdp", "tensor")
@@ -211,11 +210,13 @@ def _check_values(run: Run) -> None:
             "its layers are not known here",
             f"one of {', '.join(REMAT)}, and jax.checkpoint or nn.remat inside the module",
         )
-    if run.optimizer.name in PARTS["optimizer"] and run.optimizer.name not in ELEMENTWISE:
+    row = UPDATE_RULES.get(run.optimizer.name)
+    if row is not None and row.matrices:
+        known = [name for name, other in UPDATE_RULES.items() if not other.matrices]
         raise ConfigError(
             f"--optimizer.name {run.optimizer.name} with a wrapped model",
             "it needs to know which dimensions of a parameter are heads and layers",
-            f"one of {', '.join(ELEMENTWISE)}, or module:attribute of a function that returns one of optax's",
+            f"one of {', '.join(known)}, or module:attribute of a function that returns one of optax's",
         )
 
 

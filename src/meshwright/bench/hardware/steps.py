@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from meshwright.analysis.compile import OutOfMemory, compiler_error
 from meshwright.analysis.run_census import profile_for, simulate_run
 from meshwright.bench.hardware.machine import calibration_of, memory_stats
 from meshwright.bench.hardware.section import Measurement, Section, describe
@@ -35,6 +36,7 @@ from meshwright.planner.search import Plan, price_run, search
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
 from meshwright.sharding.params import count_params
+from meshwright.statuses import statuses_of
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.train_step import build_train_step
 
@@ -283,9 +285,8 @@ def _measure_or_cut(section: Section, name: str, seconds: float) -> Mapping[str,
         return _measure_run(sized, seconds)
     except Exception as error:
         layers = _layers(sized.run.model) // 2
-        if not layers or not any(
-            sign in str(error) for sign in ("RESOURCE_EXHAUSTED", "exceeds available HBM")
-        ):
+        refused_by_compiler = isinstance(compiler_error(error), OutOfMemory)
+        if not layers or not (refused_by_compiler or "RESOURCE_EXHAUSTED" in statuses_of(error)):
             raise
         section.notes.append(f"{name}: the planned run does not fit: {describe(error)[:200]}")
     return _measure_run(sized_run(name, section.folder, allowed, layers), seconds)
