@@ -1,6 +1,6 @@
 """A small parser of scheduled HLO text, for `second_reading.py`: instructions, sizes, trips of loops, FLOPs.
 
-It shares nothing with meshwright's parser (src/meshwright/hlo), so that a fault of the one is not in the other.
+It shares nothing with xlacensus's parser (src/xlacensus/hlo), so that a fault of the one is not in the other.
 """
 
 import dataclasses

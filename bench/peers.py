@@ -35,14 +35,14 @@ from page_table import put_rows
 from peer_cases import CASES, SHIPPED, Case, Setting
 from second_reading import read_program
 
-from meshwright.analysis.simulate import TargetDevices, simulate_schedule
 from meshwright.config import MeshShape
 from meshwright.hardware.aot import compiler_environment
 from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hardware.targets import parse_target
-from meshwright.hlo.parser import parse_module
 from meshwright.models.flops import forward_flops
 from meshwright.runs.recipe import find_recipe
+from xlacensus.hlo.parser import parse_module
+from xlacensus.schedule import TargetDevices, simulate_schedule
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "peers.json"

@@ -5,10 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from other_programs import SOFTWARE
+from other_programs import SOFTWARE, estimate_program
 from page_data import page_data
-
-from meshwright.planner.estimate import estimate
 
 ATLAS = Path(__file__).parents[1] / "docs" / "atlas"
 sys.path.insert(0, str(ATLAS))
@@ -26,7 +24,7 @@ RECORDS = {
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_run_is_priced_as_the_table_says(file: Path) -> None:
     facts, record = table.read_facts(file), RECORDS[file.stem]
-    predicted = estimate(facts.placed(), facts.target(), SOFTWARE[facts.step.program])
+    predicted = estimate_program(facts.placed(), facts.target(), SOFTWARE[facts.step.program])
     seconds, mfu = facts.published_step(predicted)
     assert predicted.seconds == pytest.approx(record["predicted_seconds"], rel=1e-9)
     assert predicted.mfu == pytest.approx(record["predicted_mfu"], rel=1e-9)

@@ -18,7 +18,6 @@ import pytest
 from rich.console import Console
 from test_cli import meshwright
 
-from meshwright.analysis.compile import compile_function
 from meshwright.bench.calibration_file import read_calibration
 from meshwright.bench.device_trace import (
     DeviceTime,
@@ -45,12 +44,13 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import build_mesh
 from meshwright.hardware.targets import parse_target
-from meshwright.hlo.buffers import union
 from meshwright.models.kernels.attention import reference_attention, sequence_positions
 from meshwright.planner.forecast import calibrate_target, local_target
 from meshwright.plugins import PARTS
 from meshwright.trust import own
 from meshwright.views.hardware_report import report_page
+from xlacensus.compilation import compile_function
+from xlacensus.hlo.buffers import union
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -16,12 +16,16 @@ ROOMS = (
     "api",
     "cli",
     "analysis",
-    "hlo",
     "bench",
     "trainer",
     "generation",
 )
-FOLDERS = [*(ROOT / "src" / "meshwright" / room for room in ROOMS), ROOT / "docs", ROOT / "bench"]
+FOLDERS = [
+    *(ROOT / "src" / "meshwright" / room for room in ROOMS),
+    ROOT / "src" / "xlacensus",
+    ROOT / "docs",
+    ROOT / "bench",
+]
 CLAMPS = {
     ("max", 0): ast.Sub,
     ("maximum", 0): ast.Sub,
@@ -92,18 +96,18 @@ JUDGED: dict[tuple[str, str], str] = {
         "docs/ladder/problems/solutions/12_cross_entropy_in_pieces.py",
         "jnp.clip(own, 0, logits.shape[1] - 1)",
     ): INDEX,
-    ("src/meshwright/analysis/lint.py", "max(0.0, self.dense - self.needed)"): (
+    ("src/xlacensus/lints.py", "max(0.0, self.dense - self.needed)"): (
         "products of other groups' rows; a product that skips padding has none"
     ),
     (
-        "src/meshwright/analysis/lint.py",
+        "src/xlacensus/lints.py",
         "max(sizes[path] // shards - sizes[path] // _num_shards(expected[path], mesh), 0)",
     ): "bytes that a layout wastes; of one that wastes none both layouts are printed",
-    ("src/meshwright/analysis/memory.py", "min(1.0, compiled.temporary / peak.live_bytes)"): (
+    ("src/xlacensus/peak_memory.py", "min(1.0, compiled.temporary / peak.live_bytes)"): (
         "estimates are scaled down only; what they lack is printed as packing, with its sign"
     ),
-    ("src/meshwright/analysis/simulate.py", "max(0.0, lockstep - own)"): WAIT,
-    ("src/meshwright/analysis/simulate.py", "max(0.0, span.start + span.seconds - self.now)"): WAIT,
+    ("src/xlacensus/schedule.py", "max(0.0, lockstep - own)"): WAIT,
+    ("src/xlacensus/schedule.py", "max(0.0, span.start + span.seconds - self.now)"): WAIT,
     ("src/meshwright/api/proofs.py", "max(0, current - 2)"): INDEX,
     ("src/meshwright/bench/hardware/run.py", "max(0.0, ends - time.monotonic())"): WAIT,
     (
@@ -111,22 +115,22 @@ JUDGED: dict[tuple[str, str], str] = {
         "jnp.maximum(self.slot + jnp.arange(self.tokens) - self.first_B[:, None], 0)",
     ): INDEX,
     ("src/meshwright/generation/decoder.py", "max(0, longest - 1)"): COUNT,
-    ("src/meshwright/hlo/buffers.py", "max(0, min(high, b) - max(low, a))"): COUNT,
-    ("src/meshwright/planner/estimate.py", "max(0, i - window + 1)"): COUNT,
+    ("src/xlacensus/hlo/buffers.py", "max(0, min(high, b) - max(low, a))"): COUNT,
+    ("src/meshwright/planner/attention.py", "max(0, first_query - window + 1)"): COUNT,
     (
         "src/meshwright/planner/estimate.py",
-        "max(0.0, host - target.efficiency.overlap * microbatches * sum(busy.values()))",
+        "max(0.0, sent / self.target.chip.host_bandwidth - overlapped)",
     ): WAIT,
-    ("src/meshwright/planner/estimate.py", "max(0.0, seconds - fewer)"): WAIT,
+    ("bench/foresight/other_programs.py", "max(0.0, seconds - fewer)"): WAIT,
     (
-        "src/meshwright/planner/estimate.py",
-        "min(1.0, room[movement.during] / in_pieces[movement.during])",
+        "src/meshwright/planner/overlap.py",
+        "min(1.0, self.computation[movement.during] / pieces[movement.during])",
     ): "no more of a transfer is overlapped than all of it",
     (
         "src/meshwright/planner/search.py",
         "min(1.0, spare / more)",
     ): "no more layers save than there are",
-    ("src/meshwright/planner/software.py", "max(0.0, ticks - own)"): WAIT,
+    ("src/meshwright/planner/pipeline.py", "max(0.0, ticks - busy)"): WAIT,
     ("src/meshwright/trainer/heartbeat.py", "max(0.0, now - status.st_mtime)"): AGE,
     ("src/meshwright/views/run_status.py", "max(0.0, now - at)"): AGE,
     ("src/meshwright/views/run_status.py", "max(0.0, now - written)"): AGE,

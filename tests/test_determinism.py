@@ -10,15 +10,11 @@ import numpy as np
 import pytest
 from tiny_runs import DEEPSEEK, MODELS, QWEN3_NEXT, device_run_of, tiny_run
 
-from meshwright.analysis.jaxprs import all_jaxprs, lines_of
-from meshwright.analysis.lint import lint_determinism
 from meshwright.config import Faults
 from meshwright.errors import ConfigError
 from meshwright.fine_tuning import FineTune
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.machine import DETERMINISM, Machine, determinism_of, fix_communication
-from meshwright.hlo.ledger import read_ledger
-from meshwright.hlo.parser import parse_module
 from meshwright.launching.host_checks import check_bits
 from meshwright.models.blocks.layers import SumRows, few_rows, scatter_rows, sorted_rows, take_rows
 from meshwright.models.families.gpt_oss import GptOss
@@ -26,6 +22,10 @@ from meshwright.runs.settle import Settled
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.train_step import build_train_step
 from meshwright.views.run_tables import choices_facts
+from xlacensus.hlo.ledger import read_ledger
+from xlacensus.hlo.parser import parse_module
+from xlacensus.jaxprs import all_jaxprs, lines_of
+from xlacensus.lints import lint_determinism
 
 ROOT = Path(__file__).parents[1]
 H100 = Machine("cuda", "h100", True, "NVIDIA H100", chip=CHIPS["h100"])

@@ -12,7 +12,7 @@ from jax.profiler import ProfileData
 
 from meshwright.bench.device_trace import Event, Trace, device_time, read_trace
 from meshwright.bench.step_profile import compare
-from meshwright.hlo.parser import Module, parse_module
+from xlacensus.hlo.parser import Module, parse_module
 
 TEXTS = Path(__file__).parent / "analysis" / "texts"
 MESH = {"data": 4, "tensor": 2}

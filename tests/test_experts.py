@@ -45,7 +45,6 @@ from meshwright.models.blocks.experts import (
 from meshwright.models.flops import FORMULAS, forward_flops, layer_flops
 from meshwright.models.kernels.choose import ragged_dot
 from meshwright.models.model import ExpertSpec
-from meshwright.planner.software import MESHWRIGHT
 from meshwright.planner.traffic import movements
 from meshwright.planner.work import work_of
 from meshwright.runs.placed_run import place_run
@@ -420,7 +419,7 @@ def test_a_token_crosses_to_a_node_once_where_that_is_faster(
     work, mapping = work_of(placed), map_axes(shape, where)
     sent = {
         m.axes[0]: (m.payload / work.tokens / work.width / 2, path.medium, path.devices)
-        for m in movements(settled, work, frozenset(), None, MESHWRIGHT)
+        for m in movements(settled, work, frozenset())
         if m.purpose == "tokens to experts" and (path := mapping.route(m.axes))
     }
     spec, n = (
@@ -468,7 +467,7 @@ def test_folded_experts_send_a_device_s_own_part_of_the_sequence(
     settled = settle(placed, machine_of_target(where, shape))
     assert settled.expert_nodes == nodes
     own, mapping = 64 * 4096 / where.devices, map_axes(shape, where)
-    traffic = movements(settled, work_of(placed), frozenset(), None, MESHWRIGHT)
+    traffic = movements(settled, work_of(placed), frozenset())
     sent = {"+".join(m.axes): m for m in traffic if m.purpose == "tokens to experts"}
     spec = ExpertSpec(128, 8)
     rows = dict(zip(exchanges, ([spec.mean_nodes(nodes), 8] if nodes > 1 else [8]), strict=True))

@@ -23,6 +23,7 @@ from meshwright.models.remat import REMAT_POLICIES
 from meshwright.plugins import resolve
 from meshwright.sharding.sequence import split_sequence
 from meshwright.step.device_run import place_on_devices
+from meshwright.trust import own
 
 STRATEGIES = ("ring", "all_gather", "ulysses", "usp")
 
@@ -262,12 +263,12 @@ def test_without_cudnn_gpus_use_blocked_attention(monkeypatch: pytest.MonkeyPatc
         ("cudnn", "gpu", {"head_sizes": (192,)}, "the head size is 192"),
         ("reference", "cpu", {"remat": "attention"}, "saves its scores"),
         (
-            "outside.extensions.row_attention:row_kernel",
+            own("outside.extensions.row_attention:row_kernel"),
             "gpu",
             {},
             "written for TPUs and interpreted on CPUs",
         ),
-        ("outside.extensions.zbv:zbv", "cpu", {}, "it is a PipelineSchedule"),
+        (own("outside.extensions.zbv:zbv"), "cpu", {}, "it is a PipelineSchedule"),
         ("splsh", "tpu", {}, "did you mean 'splash'"),
     ],
 )

@@ -29,6 +29,7 @@ from meshwright.sharding.placement import (
     notation,
     place_param,
 )
+from meshwright.trust import own
 from meshwright.views.layout_page import layout_report
 
 degree = st.sampled_from([1, 2, 4, 8])
@@ -132,14 +133,14 @@ def test_layouts_that_the_step_cannot_compute_with_are_refused(
     layout = Layout(table, ("fsdp",), ("fsdp",), "", at_rest=at_rest)
     monkeypatch.setattr(outside_parts, "broken", layout, raising=False)
     with pytest.raises(ConfigError, match=message):
-        find_layout("outside_parts:broken")
+        find_layout(own("outside_parts:broken"))
 
 
 def test_unknown_layouts_are_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'zero1'"):
         find_layout("zero")
     with pytest.raises(ConfigError, match="it is a PipelineSchedule"):
-        find_layout("outside.extensions.zbv:zbv")
+        find_layout(own("outside.extensions.zbv:zbv"))
 
 
 @pytest.mark.parametrize(

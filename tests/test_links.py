@@ -173,7 +173,7 @@ def test_the_folder_that_the_user_names_may_be_reached_through_a_link(tmp_path: 
 
 
 TYPED = {
-    "analysis/census.py",
+    "analysis/programs.py",
     "api/proving.py",
     "api/verb.py",
     "bench/microbenchmarks.py",

@@ -16,11 +16,7 @@ from outside.extensions.min_gru import MinGru
 from outside.extensions.soap import soap
 from tiny_runs import MODELS, device_run_of, tiny_run
 
-from meshwright.analysis.compile import compile_function
 from meshwright.config import MeshShape, MuonHeads, Optimizer
-from meshwright.hlo.buffers import buffers_of
-from meshwright.hlo.flops import read_matmuls
-from meshwright.hlo.ledger import read_ledger
 from meshwright.models.model import Model
 from meshwright.planner.optimizer import update_exchanges, update_matmuls, update_temporaries
 from meshwright.sharding.layouts import find_layout
@@ -29,6 +25,10 @@ from meshwright.sharding.placement import to_spec
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.matrices import LayerMap
 from meshwright.step.muon import newton_schulz_flops, orthogonalise, orthogonalised, plan_muon
+from xlacensus.compilation import compile_function
+from xlacensus.hlo.buffers import buffers_of
+from xlacensus.hlo.flops import read_matmuls
+from xlacensus.hlo.ledger import read_ledger
 
 NINE = dataclasses.replace(MODELS["llama"], layers=9)
 exhaustive = pytest.mark.exhaustive

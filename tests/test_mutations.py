@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.analysis.compare import compare, read_census
+from meshwright.analysis.programs import read_census
 from meshwright.bench.calibration_file import read_calibration
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
@@ -39,6 +39,7 @@ from meshwright.runs.run import Run
 from meshwright.runs.run_file import read_run, run_to_dict, write_run
 from meshwright.views.run_folder import open_folders
 from meshwright.views.run_page import run_page
+from xlacensus.comparison import compare
 
 RUN = Run(model=Gpt2(257, 32, 1, 4, positions=32), training=Training(seq=32, batch=4))
 DOCUMENT = run_to_dict(RUN)

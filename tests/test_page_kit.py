@@ -18,7 +18,6 @@ from rich.console import Console
 import meshwright as mw
 from meshwright.formatting import format_time
 from meshwright.generation.generator import Generated, GenerationReport
-from meshwright.hlo.scopes import scopes_of
 from meshwright.trainer.evaluation import BatchEvaluation, Evaluation
 from meshwright.trainer.parity import Parity, StepParity
 from meshwright.views.blocks import Column, Grid, Table, Text
@@ -33,6 +32,7 @@ from meshwright.views.colours import (
 )
 from meshwright.views.draw import picture_of
 from meshwright.views.report import SCRIPTS, Live, Report, Section, to_json
+from xlacensus.hlo.scopes import scopes_of
 
 SCRIPT = "</script><script>alert(1)</script><!-- & \u2028"
 

@@ -14,6 +14,7 @@ from other_programs import (
     SOFTWARE,
     SPEEDS,
     TRITON,
+    estimate_program,
     free_running,
     gathered_ring,
 )
@@ -25,21 +26,18 @@ from meshwright.analysis.run_census import census_of_train_step
 from meshwright.config import MeshShape, Optimizer
 from meshwright.errors import divisors
 from meshwright.hardware.chips import CHIPS, Efficiency
-from meshwright.hardware.interconnect import GroupSpan, machine_of_target, map_axes, route
+from meshwright.hardware.interconnect import machine_of_target, map_axes
 from meshwright.hardware.machine import Machine
 from meshwright.hardware.targets import parse_target
 from meshwright.models.flops import forward_flops, training_flops_per_token
 from meshwright.models.kernels.chunks import causal_mask
 from meshwright.models.model import AttentionSpec
-from meshwright.planner.estimate import (
-    LOSS_BYTES,
-    Estimate,
-    estimate,
-    matmul_seconds,
-    visited_positions,
-)
+from meshwright.planner.attention import visited_positions
+from meshwright.planner.compute import WithoutCopies, matmul_seconds
+from meshwright.planner.estimate import Estimate, StepModel, estimate
 from meshwright.planner.memory_model import memory_by_category
-from meshwright.planner.software import MESHWRIGHT, lockstep
+from meshwright.planner.physics import PHYSICS
+from meshwright.planner.pipeline import MicrobatchSeconds, lockstep
 from meshwright.planner.traffic import movements
 from meshwright.planner.work import Matmul, recomputed_roles, work_of
 from meshwright.runs.placed_run import PlacedRun, place_run
@@ -50,6 +48,7 @@ from meshwright.sharding.schedules import build_counts
 from meshwright.step.device_memory import shard_bytes
 from meshwright.update_rules import UPDATE_RULES
 from meshwright.views.layout_page import layout_report
+from xlacensus.interconnect import GroupSpan, route
 
 WHOLE = Efficiency(1, 1, 1, 1, 1, 1, 1, 1)
 """Every peak is achieved."""
@@ -196,7 +195,7 @@ def test_the_matmuls_of_all_devices_are_the_models(model: str, mesh: str, layout
     fraction = (
         1
         if placed.layout.shape.stage == 1
-        else work.layers * placed.layout.shape.stage / len(placed.layout.spec.layers)
+        else work.layers * placed.shape.stage / len(placed.layout.spec.layers)
     )
     layers = sum(n for item, n in items.items() if item not in ("unembedding", "attention"))
     flops = sum(matmul.flops for matmul in work.matmuls) + work.attention
@@ -259,7 +258,7 @@ def test_planned_traffic_is_the_compiled_programs(mesh: str, remat: str) -> None
         )
     )
     planned: dict[tuple[str, ...], float] = {}
-    for m in movements(device_run, work_of(device_run), recomputed_roles(remat), None, MESHWRIGHT):
+    for m in movements(device_run, work_of(device_run), recomputed_roles(remat)):
         if m.purpose != "loss softmax":
             # On XLA:CPU a reduce-scatter is an all-reduce of which most is dropped.
             planned[m.axes] = planned.get(m.axes, 0.0) + m.payload * m.times
@@ -286,7 +285,7 @@ def test_planned_traffic_beside_the_exchange_is_the_compiled_programs(layout: st
     device_run = device_run_of(run)
     planned: dict[tuple[str, ...], float] = {}
     work = work_of(device_run)
-    for m in movements(device_run, work, recomputed_roles("full"), None, MESHWRIGHT):
+    for m in movements(device_run, work, recomputed_roles("full")):
         if m.purpose not in ("loss softmax", "tokens to experts"):
             planned[m.axes] = planned.get(m.axes, 0.0) + m.payload * m.times
     compiled: dict[tuple[str, ...], float] = {}
@@ -309,7 +308,7 @@ def test_weights_of_experts_in_low_precision_travel_with_a_byte_for_each_element
             "qwen3-30b-a3b", "fsdp=8", batch=8, seq=4096, matmul_precision=precision
         )
         settled = settle(placed, machine)
-        traffic = movements(settled, work_of(placed), recomputed_roles("full"), None, MESHWRIGHT)
+        traffic = movements(settled, work_of(placed), recomputed_roles("full"))
         sent[precision] = [(m.kind, m.payload) for m in traffic if m.purpose.endswith("weights")]
     layer = 3 * 128 * 2048 * 768
     saved = {"all-gather": layer if chip == "b200" else 0, "reduce-scatter": 0}
@@ -427,22 +426,23 @@ def test_the_parts_of_a_step_are_all_of_it() -> None:
 
 
 def test_a_free_running_pipeline_has_the_bubble_of_its_formula() -> None:
-    busy = {"forward": 1.0, "stage": 1.0, "recomputation": 0.0, "backward": 2.0, "exposed": 0.5}
-    tasks = build_counts("1f1b", 4, 8, 1)
-    parts = dict.fromkeys(("recomputation", "bubble"), 0.0)
+    busy = MicrobatchSeconds(
+        forward=1.0, recomputation=0.0, backward=2.0, repeated=1.0, exposed=0.5
+    )
     # Narayanan et al. 2021, section 2.2: (P - 1)/M of the work, and of what its layers wait for.
-    free, live = free_running(parts, tasks, busy)
-    assert free["bubble"] == pytest.approx(3 / 8 * 8 * 3.5) and live == 4
+    free = free_running(build_counts("1f1b", 4, 8, 1), busy)
+    assert free.bubble == pytest.approx(3 / 8 * 8 * 3.5) and free.live_inputs == 4
     # With two virtual stages the first stage warms up with 2 (P - 1) + P inputs, and one more is in flight.
-    assert free_running(parts, build_counts("interleaved", 4, 8, 2), busy)[1] == 2 * 3 + 4 + 1
+    interleaved = free_running(build_counts("interleaved", 4, 8, 2), busy)
+    assert interleaved.live_inputs == 2 * 3 + 4 + 1
     # In lockstep too, with backward passes that recompute their stage; on a V it is less, by half a forward pass.
-    ours = {
-        name: lockstep(parts, build_counts(name, 4, 8, n), busy)[0]
-        for name, n in (("1f1b", 1), ("gpipe", 1), ("zbv", 2))
+    bubbles = {
+        name: lockstep(build_counts(name, 4, 8, virtual_stages), busy).bubble
+        for name, virtual_stages in (("1f1b", 1), ("gpipe", 1), ("zbv", 2))
     }
-    assert ours["gpipe"]["bubble"] == pytest.approx(3 * (1.0 + 3.0))
-    assert ours["1f1b"]["bubble"] == pytest.approx(ours["gpipe"]["bubble"])
-    assert ours["zbv"]["bubble"] == pytest.approx(3 * (0.5 + 3.0))
+    assert bubbles["gpipe"] == pytest.approx(3 * (1.0 + 3.0))
+    assert bubbles["1f1b"] == pytest.approx(bubbles["gpipe"])
+    assert bubbles["zbv"] == pytest.approx(3 * (0.5 + 3.0))
 
 
 def test_activations_travel_beside_the_other_half_of_a_tick() -> None:
@@ -456,7 +456,7 @@ def test_activations_travel_beside_the_other_half_of_a_tick() -> None:
         work_of(placed),
         recomputed_roles("full"),
     )
-    sent = [m for m in movements(settled, work, again, tasks, MESHWRIGHT) if m.times]
+    sent = [m for m in movements(settled, work, again, tasks) if m.times]
     permutes = {(m.during, m.blocking): m.times for m in sent if m.kind == "collective-permute"}
     # Microbatch m runs forward on stage s in tick m + s, backward in tick m + 2P - 1 - s (sharding/schedules.py).
     ticks, first_backward, last_forward = 16 + 2 * 4 - 1, 4, 16 + 4 - 2
@@ -469,7 +469,8 @@ def test_activations_travel_beside_the_other_half_of_a_tick() -> None:
         m for m in sent if m.kind == "all-reduce" and m.purpose == "hidden states of all stages"
     ]
     assert [(m.times, m.payload) for m in shared] == [(4 * 16, 2 * 8192 * 4096)]
-    others = movements(settled, work, again, tasks, SOFTWARE["Megatron-Core"])
+    megatron = SOFTWARE["Megatron-Core"].step
+    others = megatron.traffic(settled, work, again, tasks).movements()
     assert not [m for m in others if m.kind == "all-reduce" and m.purpose == shared[0].purpose]
 
 
@@ -491,7 +492,7 @@ def test_gradients_are_summed_beside_nothing_on_v5e(
 ) -> None:
     placed = placed_recipe("llama3-8b", mesh, batch=256, seq=4096, remat="full")
     settled = settle(placed, machine_of_target(parse_target(on), placed.layout.shape))
-    sent = movements(settled, work_of(placed), recomputed_roles("full"), None, MESHWRIGHT)
+    sent = movements(settled, work_of(placed), recomputed_roles("full"))
     layers = [m for m in sent if m.purpose == "gradients of weights"]
     assert [(m.kind, m.blocking, m.times) for m in layers] == [(kind, alone, 32)]
     assert all(
@@ -545,51 +546,47 @@ def test_bound_by_names_what_bounds() -> None:
     assert pipeline.bound_by == "bubble"
 
 
+class _LogitsOnce(WithoutCopies):
+    logit_passes = 1  # type: ignore[assignment]
+
+
+ONCE = StepModel(computation=_LogitsOnce)
+"""This package's step, without copies of weights and with logits that are computed once."""
+
+
 def test_software_differs_by_its_own_constants_alone() -> None:
     """Ours is XLA's on the same chip, and on TPUs, where one compiler writes all programs, only its options differ."""
     placed = placed_recipe("llama3-8b", "fsdp=8", batch=16, seq=8192)
-    # Ours computes the logits again.
-    once = dataclasses.replace(SOFTWARE["Meshwright"], recomputes_logits=False)
-    ours, maxtext = (
-        estimate(placed, parse_target("h100:8"), software)
-        for software in (once, SOFTWARE["MaxText"])
-    )
-    assert (
-        ours.parts["matmul"] == maxtext.parts["matmul"]
-        and ours.parts["attention"] == maxtext.parts["attention"]
-    )
+    h100 = parse_target("h100:8")
+    ours = estimate(placed, h100)
+    once = estimate(placed, h100, ONCE)
+    maxtext = estimate_program(placed, h100, SOFTWARE["MaxText"])
+    assert once.parts["matmul"] == maxtext.parts["matmul"]
+    assert once.parts["attention"] == maxtext.parts["attention"]
     # Ours cuts its layers' weights out of stacks: read in float32, written in bfloat16, twice.
     copied = 2 * (4 + 2) * 8.03e9 / 8 / (3.35e12 * 0.85)
     assert ours.parts["elementwise"] - maxtext.parts["elementwise"] == pytest.approx(
         copied, rel=0.01
     )
     triton = dataclasses.replace(SOFTWARE["PyTorch"], kernel=TRITON.at(RATED_KEYS, "h100"))
-    older = estimate(placed, parse_target("h100:8"), triton)
+    older = estimate_program(placed, h100, triton)
     assert older.parts["attention"] == pytest.approx(
         maxtext.parts["attention"] / SPEEDS["h100", "triton"]
     )
-    on_v5p, on_v6e = (
-        {
-            software.name: estimate(
-                placed,
-                parse_target(target),
-                dataclasses.replace(software, copies=False, recomputes_logits=False),
-            )
-            for software in SOFTWARE.values()
-            if software.name not in ("Megatron-LM", "vTrain")
-        }
-        for target in ("v5p:2x2x2", "v6e:2x4")
-    )
-    assert len({round(found.seconds, 9) for found in on_v6e.values()}) == 1
-    assert len({round(found.seconds, 9) for found in on_v5p.values()}) == 1
-    gain, own = (
-        CHIPS["v5p"].efficiency.options_gain,
-        dataclasses.replace(placed.run.training, compiler_options=()),
-    )
-    without = dataclasses.replace(placed, run=dataclasses.replace(placed.run, training=own))
-    plain = dataclasses.replace(SOFTWARE["Meshwright"], copies=False, recomputes_logits=False)
-    slower = estimate(without, parse_target("v5p:2x2x2"), plain).parts["matmul"]
-    assert gain > 1 and on_v5p["Meshwright"].parts["matmul"] == pytest.approx(slower / gain)
+    for name in ("v5p:2x2x2", "v6e:2x4"):
+        target = parse_target(name)
+        seconds = {round(estimate(placed, target, ONCE).seconds, 9)}
+        for program in SOFTWARE.values():
+            if program.name not in ("Megatron-LM", "vTrain"):
+                seconds.add(round(estimate_program(placed, target, program).seconds, 9))
+        assert len(seconds) == 1
+    v5p = parse_target("v5p:2x2x2")
+    gain = CHIPS["v5p"].efficiency.options_gain
+    plain = dataclasses.replace(placed.run.training, compiler_options=())
+    without = dataclasses.replace(placed, run=dataclasses.replace(placed.run, training=plain))
+    slower = estimate(without, v5p, ONCE).parts["matmul"]
+    assert gain > 1
+    assert estimate(placed, v5p, ONCE).parts["matmul"] == pytest.approx(slower / gain)
 
 
 # Seconds of FlashAttention-2 on GB200 and of cuDNN on H200 by keys, forward and backward, in ms: NVIDIA/cudnn-frontend,
@@ -625,12 +622,14 @@ def test_the_last_stage_of_others_multiplies_the_logits_of_all_columns() -> None
         "pipeline_schedule": "1f1b",
     }
     whole, staged = (
-        estimate(placed_recipe("llama3-8b", mesh, **sizes), parse_target(f"h100:{n}"), megatron)
+        estimate_program(
+            placed_recipe("llama3-8b", mesh, **sizes), parse_target(f"h100:{n}"), megatron
+        )
         for mesh, n in (("fsdp=1", 1), ("stage=4", 4))
     )
     logits = Matmul("unembedding", 8192.0, 4096, 128256)
     seconds = sum(matmul_seconds(m, target)[0] for m in (logits, *logits.gradients))
-    seconds += LOSS_BYTES * 8192 * 128256 / (3.35e12 * 0.85)
+    seconds += PHYSICS.gpu_loss_bytes * 8192 * 128256 / (3.35e12 * 0.85)
     assert staged.parts["matmul"] - whole.parts["matmul"] / 4 == pytest.approx(
         64 * 0.75 * seconds, rel=1e-6
     )
@@ -649,7 +648,7 @@ def test_rows_go_once_to_each_device_with_experts_of_a_token() -> None:
         software = dataclasses.replace(SOFTWARE["Megatron-Core"], rows_by=rows_by)
         return next(
             m.payload
-            for m in movements(settled, work, again, None, software)
+            for m in software.step.traffic(settled, work, again, None).movements()
             if m.kind == "all-to-all"
         )
 
@@ -664,7 +663,8 @@ def test_transformer_engine_quantises_an_array_once_and_keeps_it() -> None:
     )
     others = dataclasses.replace(SOFTWARE["Megatron-Core"], transformer_engine=False)
     once, twice = (
-        estimate(placed, parse_target("b200:1"), p) for p in (SOFTWARE["Megatron-Core"], others)
+        estimate_program(placed, parse_target("b200:1"), p)
+        for p in (SOFTWARE["Megatron-Core"], others)
     )
     inputs, outputs = 3 * 4096 + 14336, 4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096
     moved = 32 * 8192 * (inputs * (5 - 4) + outputs * (10 - 4))
@@ -684,7 +684,7 @@ def test_rows_of_others_have_no_padding_and_fit_their_experts() -> None:
     )
     assert count_params(rows["P410"].placed.layout.params) == pytest.approx(671e9, rel=0.002)
     for row in (rows["P416"], rows["P417"]):
-        assert fits(row, estimate(row.placed, row.target, row.software))
+        assert fits(row, estimate_program(row.placed, row.target, row.software))
     # 131,072 keys and values of 16 of 128 heads of 128, in bfloat16; gradients of a fourth of them, in float32.
     gather, *_, gradients = gathered_ring(
         rows["P127"].placed, work_of(rows["P127"].placed), 1.0, 2, frozenset()

@@ -13,13 +13,12 @@ import pytest
 from tiny_runs import MODELS, Trained, device_run_of, random_batch, tiny_run, train
 
 import meshwright
-from meshwright.analysis.lint import lint_precision
+from meshwright.analysis.run_lints import lint_precision
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_count
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.machine import Machine
 from meshwright.hardware.targets import parse_target
-from meshwright.hlo.parser import parse_module
 from meshwright.models import quantisation as products
 from meshwright.models.blocks.experts import round_rows
 from meshwright.models.blocks.layers import linear
@@ -40,6 +39,7 @@ from meshwright.sharding.layouts import TOKEN_AXES
 from meshwright.sharding.params import named_leaves
 from meshwright.step.train_step import build_train_step
 from meshwright.views.layout import precision_blocks
+from xlacensus.hlo.parser import parse_module
 
 exhaustive = pytest.mark.exhaustive
 TEXTS = Path(__file__).parent / "analysis" / "texts" / "precision"

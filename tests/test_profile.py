@@ -9,12 +9,12 @@ import pytest
 from test_cli import SMALL, meshwright
 
 import meshwright as mw
-from meshwright.analysis.simulate import SimulatedSchedule, Span
 from meshwright.api import training
 from meshwright.bench.device_trace import Event, Trace
 from meshwright.bench.step_profile import ProfiledRun, compare, parse_steps
 from meshwright.errors import ConfigError
-from meshwright.hlo.parser import parse_module
+from xlacensus.hlo.parser import parse_module
+from xlacensus.schedule import SimulatedSchedule, Span
 
 PROGRAM = """HloModule jit_step, is_scheduled=true, num_partitions=2
 

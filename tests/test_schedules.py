@@ -33,10 +33,11 @@ from meshwright.sharding.schedules import (
     find_schedule,
 )
 from meshwright.sharding.stages import NO_LAYER, assign_layers, map_parts, v_placement
+from meshwright.trust import own
 from meshwright.views.draw import PipelineTimeline
 
-ZBV = "outside.extensions.zbv:zbv"
-HALF_SPLIT = "outside_parts:half_split"
+ZBV = own("outside.extensions.zbv:zbv")
+HALF_SPLIT = own("outside_parts:half_split")
 
 
 def tasks(table: ScheduleTable) -> Iterator[tuple[int, int, Task]]:
@@ -216,7 +217,7 @@ def test_impossible_orders_are_refused(
         outside_parts, f"broken_{abs(hash(message))}", PipelineSchedule(order), raising=False
     )
     with pytest.raises(ConfigError, match=message):
-        build_table(f"outside_parts:broken_{abs(hash(message))}", 2, 1, 1)
+        build_table(own(f"outside_parts:broken_{abs(hash(message))}"), 2, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from meshwright.models.loss import token_losses
 from meshwright.models.model import AttentionSpec
 from meshwright.plugins import resolve
 from meshwright.sharding.sequence import split_sequence
+from meshwright.trust import own
 
 B, N, K = 2, 8, 4
 KINDS: dict[str, dict[str, Any]] = {
@@ -199,7 +200,7 @@ def test_a_kernel_without_a_feature_is_passed_over_aloud_or_refused() -> None:
     with pytest.raises(mw.ConfigError, match="row attention has no attention sinks"):
         run = tiny_run(
             mw.GptOss(50, 64, 2, 8, 4, 8, experts=4),
-            attention_kernel="outside.extensions.row_attention:row_kernel",
+            attention_kernel=own("outside.extensions.row_attention:row_kernel"),
         )
         device_run_of(run)
 

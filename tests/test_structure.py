@@ -20,6 +20,7 @@ from meshwright.update_rules import UPDATE_RULES
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src"
 PACKAGE = SRC / "meshwright"
+CENSUS = SRC / "xlacensus"
 
 IMPORTED_BY_NAME = {
     "meshwright.__init__",
@@ -48,7 +49,7 @@ FIELD_WORDS: dict[str, tuple[str, str]] = {
     "log-sum-exp": ("models/loss.py", "notation.md"),
     "MFU": ("models/flops.py", "notation.md"),
     "NVLink": ("hardware/interconnect.py", "plan.md"),
-    "overlap": ("analysis/simulate.py", "census.md"),
+    "overlap": ("models/gather_ahead.py", "census.md"),
     "rematerialisation": ("models/remat.py", "notation.md"),
     "sequence parallel": ("comm/collectives.py", "notation.md"),
     "SwiGLU": ("models/families/llama.py", "notation.md"),
@@ -63,7 +64,7 @@ FIELD_WORDS: dict[str, tuple[str, str]] = {
 def sources() -> dict[str, tuple[Path, str, ast.Module]]:
     """Module name -> path, text and syntax tree."""
     found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted([*PACKAGE.rglob("*.py"), *CENSUS.rglob("*.py")]):
         text = path.read_text(encoding="utf-8")
         found[".".join(path.relative_to(SRC).with_suffix("").parts)] = (path, text, ast.parse(text))
     return found
@@ -93,7 +94,7 @@ def _module(name: str) -> str | None:
 
 
 def _imported(node: ast.AST) -> set[str]:
-    """Modules of the package that an import statement names."""
+    """Modules of the two packages that an import statement names."""
     names: list[str] = []
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
@@ -101,7 +102,9 @@ def _imported(node: ast.AST) -> set[str]:
         assert node.level == 0 and node.module, f"line {node.lineno}: a relative import"
         names = [f"{node.module}.{alias.name}" for alias in node.names]
     return {
-        found for name in names if name.split(".")[0] == "meshwright" and (found := _module(name))
+        found
+        for name in names
+        if name.split(".")[0] in ("meshwright", "xlacensus") and (found := _module(name))
     }
 
 
@@ -216,8 +219,9 @@ def unformatted() -> list[str]:
 
 
 def room_of(module: str) -> str:
-    """First part of a module's name inside the package."""
-    return module.split(".")[1] if "." in module else module
+    """First part of a module's name inside the package; of xlacensus, the name of that package."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "meshwright" and parts[1:] else parts[0]
 
 
 def place(path: Path, line: int) -> str:
@@ -307,15 +311,39 @@ def missing_field_words() -> list[str]:
     return found
 
 
-def hlo_imports() -> list[str]:
-    """The reader of compiled programs could be a package of its own."""
-    allowed = {"meshwright.__init__", "meshwright.errors", "meshwright.formatting"}
+def imports_of_meshwright() -> list[str]:
+    """Lines of xlacensus that import or name Meshwright: it reads any program, and Meshwright depends on it."""
     return [
-        f"{place(path, 1)} imports {name}"
-        for module, (path, _, _) in sources().items()
-        if room_of(module) == "hlo"
-        for name in sorted(imports()[module])
-        if room_of(name) != "hlo" and name not in allowed
+        f"{place(path, number)} {line.strip()[:80]}"
+        for path, text, _ in sources().values()
+        if path.is_relative_to(CENSUS)
+        for number, line in enumerate(text.splitlines(), 1)
+        if "meshwright" in line.lower()
+    ]
+
+
+RAISING = {
+    "CensusError",
+    "OutOfMemory",
+    "census",
+    "compile_function",
+    "compiler_error",
+    "parse_module",
+    "simulate_schedule",
+}
+"""Errors of xlacensus, and its functions that raise them."""
+
+
+def foreign_errors() -> list[str]:
+    """Imports of what raises errors of xlacensus: `analysis.programs` alone raises them as errors of this package."""
+    return [
+        f"{place(path, node.lineno)} imports {alias.name}"
+        for module, (path, _, tree) in sources().items()
+        if path.is_relative_to(PACKAGE) and module != "meshwright.analysis.programs"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "xlacensus"
+        for alias in node.names
+        if alias.name in RAISING
     ]
 
 
@@ -345,7 +373,8 @@ RULES: dict[str, Callable[[], list[str]]] = {
     "imports from a higher layer": imports_upward,
     "imports by a string": imports_by_string,
     "lines that are not formatted": unformatted,
-    "imports of hlo": hlo_imports,
+    "imports of Meshwright": imports_of_meshwright,
+    "errors of xlacensus": foreign_errors,
     "dimension letters": foreign_letters,
     "docstrings": docstrings,
     "optimizers by name": optimizers_by_name,

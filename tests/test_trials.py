@@ -13,8 +13,7 @@ from tiny_runs import MODELS, tiny_run
 
 import meshwright as mw
 from meshwright.analysis import run_census
-from meshwright.analysis.census import Census
-from meshwright.analysis.compile import OutOfMemory, compiler_error
+from meshwright.analysis.programs import Census, OutOfMemory, compiler_error
 from meshwright.api import planning, proofs
 from meshwright.api.planning import PlanOptions
 from meshwright.api.proofs import Proof, prove_best, prove_plan, tune

@@ -6,10 +6,12 @@ import itertools
 import json
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import outside_parts
 import pytest
 
 from meshwright import plugins, trust
@@ -276,6 +278,100 @@ def test_a_start_that_other_hosts_agreed_on_names_no_code(tmp_path: Path) -> Non
     (tmp_path / ".supervise" / "start-1.json").write_text(json.dumps(start))
     with pytest.raises(ConfigError, match=r"'evil.py:rows' of .*start-1.json"):
         meeting.next_start(RUN, None)
+
+
+def editable(site: Path, checkout: Path, files: dict[str, str], *, url: str = "") -> None:
+    """Writes what an editable installation of the distribution `their-kit` leaves among the installed packages."""
+    record = {"url": url or checkout.as_uri(), "dir_info": {"editable": not url}}
+    facts = site / "their_kit-1.0.dist-info"
+    facts.mkdir(parents=True)
+    every = {
+        "their_kit-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: their-kit\nVersion: 1.0\n",
+        "their_kit-1.0.dist-info/direct_url.json": json.dumps(record),
+        **files,
+    }
+    for name, text in every.items():
+        (site / name).write_text(text)
+    (facts / "RECORD").write_text("".join(f"{name},,\n" for name in every))
+
+
+FINDER = "__editable___their_kit_1_0_finder.py"
+INSTALLED = {
+    "src layout": ("src", {"_editable_impl_their_kit.pth": "{checkout}/src"}),
+    "flat layout, its own name": (".", {"_their_kit.pth": "{checkout}"}),
+    "flat layout, names stated": (
+        ".",
+        {
+            "their_kit.pth": "# a comment\n{checkout}\n",
+            "their_kit-1.0.dist-info/top_level.txt": "their_kit\n",
+        },
+    ),
+    "finder of setuptools": (
+        "lib",
+        {
+            "__editable__.their_kit-1.0.pth": "import __editable___their_kit_1_0_finder",
+            FINDER: "import abort\nMAPPING: dict[str, str] = {'their_kit': '{checkout}/lib/their_kit'}\n"
+            "NAMESPACES: dict[str, list[str]] = {}\n",
+        },
+    ),
+}
+"""Kind of an editable installation -> folder of the checkout that has its package, and files that pip installs."""
+
+
+@pytest.mark.parametrize("kind", INSTALLED)
+def test_an_editable_installation_is_the_packages_that_it_maps(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests, examples, and folders of others in its checkout are not installed, wherever the path finds them."""
+    place, files = INSTALLED[kind]
+    site, checkout = tmp_path / "site", tmp_path / "their checkout"
+    source = checkout / place
+    files = {name: text.replace("{checkout}", str(checkout)) for name, text in files.items()}
+    editable(site, checkout, files)
+    ours = [source / "their_kit" / "rows.py", source / "their_kit" / "inner" / "rows.py"]
+    others = [
+        checkout / "tests" / "rows.py",
+        checkout / "downloads" / "run" / "their_kit" / "rows.py",
+        checkout / "downloads" / "rows.py",
+        checkout / "setup.py",
+    ]
+    for file in (*ours, *others):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
+    (source / "their_kit" / "link.py").symlink_to(others[0])
+    monkeypatch.setattr(trust, "_site_folders", lambda: [site])
+    for file in ours:
+        assert trust._is_installed("their_kit", file), file
+    for file in (*others, source / "their_kit" / "link.py"):
+        for top in ("their_kit", "tests", "downloads", file.stem):
+            assert not trust._is_installed(top, file), (top, file)
+
+
+def test_what_calls_itself_installed_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `.dist-info` beside a stranger's code on the path, and the folder of an installation that copied it."""
+    site, theirs = tmp_path / "site", tmp_path / "theirs"
+    file = theirs / "src" / "their_kit" / "rows.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("")
+    files = {"their_kit.pth": f"{theirs}/src"}
+    editable(theirs, theirs, files)
+    monkeypatch.setattr("sys.path", [str(theirs), str(theirs / "src"), *sys.path])
+    assert not trust._is_installed("their_kit", file)
+    editable(site, theirs, files, url=theirs.as_uri())
+    monkeypatch.setattr(trust, "_site_folders", lambda: [site])
+    assert not trust._is_installed("their_kit", file)
+    (site / "their_kit").symlink_to(file.parent)
+    assert trust._is_installed("their_kit", site / "their_kit" / "rows.py")
+
+
+def test_code_beside_the_tests_is_not_installed() -> None:
+    """It is in the checkout, and on the path of the tests."""
+    with pytest.raises(ConfigError, match="it would run"):
+        plugins.load("pipeline schedule", foreign("outside_parts:half_split", "run.json"))
+    given = own("outside_parts:half_split")
+    assert plugins.load("pipeline schedule", given) is outside_parts.half_split
 
 
 def test_only_boundaries_make_a_name_the_users_own() -> None:

@@ -22,7 +22,6 @@ from meshwright.cli.main import run as cli
 from meshwright.errors import ConfigError, DataError, TrainingError
 from meshwright.hardware.mesh import build_mesh
 from meshwright.models.flops import training_flops_per_token
-from meshwright.planner.software import MESHWRIGHT
 from meshwright.planner.traffic import movements
 from meshwright.planner.work import recomputed_roles, work_of
 from meshwright.plugins import load_file
@@ -760,7 +759,7 @@ def test_planned_traffic_is_the_compiled_programs(layout: str, remat: Any) -> No
     )
     device_run = place_on_devices(run, build_mesh(run.mesh, jax.devices()))  # type: ignore[arg-type]
     planned, compiled = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
-    for m in movements(device_run, work_of(device_run), recomputed_roles(remat), None, MESHWRIGHT):
+    for m in movements(device_run, work_of(device_run), recomputed_roles(remat)):
         planned[m.axes] += int(m.payload * m.times)
     for entry in census_of_train_step(device_run).ledger:
         compiled[tuple(entry.axes or ())] += entry.total

@@ -8,11 +8,10 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 
-from other_programs import SOFTWARE, SPEEDS, FusedKernel
+from other_programs import SOFTWARE, SPEEDS, FusedKernel, estimate_program
 from rows import Row, read_rows
 
 from meshwright.hardware.chips import CHIPS, Nodes
-from meshwright.planner.estimate import estimate
 
 FAMILIES: dict[str, list[str]] = {}
 """Chips by family, which have the same fractions of peak."""
@@ -106,7 +105,8 @@ def error(row: Row, values: Values) -> float:
         )
     target = dataclasses.replace(row.target, given_efficiency=efficiency)
     return math.log(
-        estimate(row.placed, target, dataclasses.replace(program, **theirs)).seconds / row.measured
+        estimate_program(row.placed, target, dataclasses.replace(program, **theirs)).seconds
+        / row.measured
     )
 
 

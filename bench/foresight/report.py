@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from fit import FAMILIES, FITTED, current, error, family_of, halves
+from other_programs import estimate_program
 from rows import Row, read_rows, read_vtrain
 
 from meshwright.hardware.chips import Torus
-from meshwright.planner.estimate import Estimate, estimate
+from meshwright.planner.estimate import Estimate
 from meshwright.views.colours import PALETTE
 
 ROOT = Path(__file__).parents[2]
@@ -110,7 +111,7 @@ def results_of(rows: list[Row]) -> dict[str, tuple[Row, Estimate, float]]:
     """Returns for each row its estimate, and predicted over measured step time less one."""
     results = {}
     for row in rows:
-        predicted = estimate(row.placed, row.target, row.software)
+        predicted = estimate_program(row.placed, row.target, row.software)
         results[row.id] = (row, predicted, predicted.seconds / row.measured - 1)
     return results
 
@@ -206,7 +207,7 @@ def baseline(rows: list[Row], group: Callable[[Row], object]) -> dict[str, float
 
 def _flops(row: Row) -> float:
     """Model FLOPs of a device over its peak in bfloat16: seconds at an MFU of one."""
-    e = estimate(row.placed, row.target, row.software)
+    e = estimate_program(row.placed, row.target, row.software)
     return e.model_flops / e.peak
 
 

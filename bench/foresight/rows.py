@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 import jax
-from other_programs import FLASH2, SOFTWARE, FusedKernel
+from other_programs import FLASH2, SOFTWARE, FusedKernel, Software
 
 from meshwright.config import MeshShape, Training
 from meshwright.errors import MeshwrightError
@@ -27,7 +27,6 @@ from meshwright.models.families.mixtral import Mixtral
 from meshwright.models.model import Model
 from meshwright.models.quantisation import MatmulPrecision
 from meshwright.planner.estimate import Estimate
-from meshwright.planner.software import Software
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run

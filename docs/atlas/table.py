@@ -16,7 +16,7 @@ import msgspec
 from meshwright.config import MeshShape, Training
 from meshwright.hardware.chips import Nodes
 from meshwright.hardware.targets import Target, parse_target
-from meshwright.planner.estimate import Estimate, estimate
+from meshwright.planner.estimate import Estimate
 from meshwright.planner.search import OFFLOADING, Plan, is_roomy, price_run, search
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
@@ -25,7 +25,7 @@ from meshwright.views.report import Report
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parents[1] / "bench" / "foresight"))
-from other_programs import SOFTWARE  # noqa: E402
+from other_programs import SOFTWARE, estimate_program  # noqa: E402
 
 _BEGIN, _END = "<!-- table: docs/atlas/table.py -->\n", "<!-- end of the table -->\n"
 _SENTENCES = "<!-- sentences: docs/atlas/table.py -->\n"
@@ -148,7 +148,7 @@ def priced(file: Path) -> tuple[dict[str, Any], Report]:
     """Returns the prices of a published run and of the best plan of its model, batch and machine, and a page."""
     facts = read_facts(file)
     placed, target = facts.placed(), facts.target()
-    predicted = estimate(placed, target, SOFTWARE[facts.step.program])
+    predicted = estimate_program(placed, target, SOFTWARE[facts.step.program])
     searched = dataclasses.replace(
         placed.run.training, microbatches=1, remat="auto", pipeline_schedule="auto", stage_saves="auto",
         logits_mib=_LOGITS_MIB,

@@ -21,11 +21,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.analysis.compare import compare
 from meshwright.bench.microbenchmarks import COLLECTIVES, time_collectives
 from meshwright.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from meshwright.hardware.chips import CHIPS
 from meshwright.views.draw import draw, picture_of, side_by_side
+from xlacensus.comparison import compare
 
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))
 manual = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)

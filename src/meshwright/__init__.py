@@ -21,8 +21,8 @@ from meshwright.formatting import Shown
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from meshwright.analysis.census import Census as Census
-    from meshwright.analysis.census import census as census
+    from meshwright.analysis.programs import Census as Census
+    from meshwright.analysis.programs import census as census
     from meshwright.api.convert import convert as convert
     from meshwright.api.evaluation import evaluate as evaluate
     from meshwright.api.evaluation import parity as parity
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from meshwright.config import Training as Training
     from meshwright.errors import CensusError as CensusError
     from meshwright.errors import CheckpointError as CheckpointError
+    from meshwright.errors import CompilerError as CompilerError
     from meshwright.errors import ConfigError as ConfigError
     from meshwright.errors import DataError as DataError
     from meshwright.errors import HostError as HostError

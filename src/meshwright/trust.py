@@ -13,10 +13,13 @@ states whose it is:
 user gave the same code by name, or for the public attribute of an installed package.
 """
 
+import ast
 import copy
 import dataclasses
 import importlib.metadata
+import itertools
 import json
+import re
 import site
 import sys
 import sysconfig
@@ -324,22 +327,107 @@ def _files_of(module: str) -> list[Path] | None:
 
 
 def _is_installed(top: str, file: Path) -> bool:
-    """Whether a package is where packages are installed, or where an editable installation places it."""
+    """Whether a file of the top-level module `top` stands where an installation placed that module.
+
+    Everything in a folder of installed packages counts: whoever writes there runs code at every start of Python (by
+    `.pth` files). Of an editable installation the packages count that it maps, and nothing else of their checkout.
+    """
+    if top == __name__.partition(".")[0]:
+        return True
+    folders = _site_folders()
+    roots = itertools.chain(folders, _links_of(top, folders), _editable_roots(top, folders))
+    return any(_is_in(file, root) and _is_in(file.resolve(), root.resolve()) for root in roots)
+
+
+def _is_in(file: Path, root: Path) -> bool:
+    """Whether a file is `root`, or below it."""
+    return file.is_relative_to(root) or file.is_relative_to(root.resolve())
+
+
+def _site_folders() -> list[Path]:
+    """Returns the folders in which this Python has installed packages."""
     installed = {
         *site.getsitepackages(),
         site.getusersitepackages(),
         *map(sysconfig.get_path, ("purelib", "platlib")),
     }
-    folders = [Path(folder) for folder in installed]
-    folders += [folder.resolve() for folder in folders]
-    if all(any(f.is_relative_to(folder) for folder in folders) for f in (file, file.resolve())):
-        return True
-    if top == __name__.partition(".")[0]:
-        return True
-    for distribution in importlib.metadata.distributions():
-        record = distribution.read_text("direct_url.json")
-        url = urllib.parse.urlparse(str(json.loads(record).get("url", ""))) if record else None
-        place = urllib.parse.unquote(url.path) if url and url.scheme == "file" else None
-        if place and file.resolve().is_relative_to(Path(place).resolve()):
-            return True
-    return False
+    return [Path(folder) for folder in sorted(installed)]
+
+
+def _links_of(top: str, folders: list[Path]) -> list[Path]:
+    """Returns the links by which a package was installed (`flit install --symlink`)."""
+    names = [folder / name for folder in folders for name in (top, f"{top}.py")]
+    return [name for name in names if name.is_symlink()]
+
+
+def _editable_roots(top: str, folders: list[Path]) -> Iterator[Path]:
+    """Yields the packages and modules called `top` that editable installations map.
+
+    folders: those of installed packages. What calls itself a distribution elsewhere on the path, such as a `.dist-info`
+    in the working directory, is not asked.
+    """
+    for distribution in importlib.metadata.distributions(path=[str(f) for f in folders]):
+        checkout = _checkout_of(distribution)
+        if checkout is None:
+            continue
+        for file in distribution.files or ():
+            path = Path(str(file.locate()))
+            if path.suffix == ".pth":
+                yield from _mapped_by_path(top, path, checkout, distribution)
+            elif path.match("__editable__*_finder.py"):
+                yield from _mapped_by_finder(top, path)
+
+
+def _checkout_of(distribution: importlib.metadata.Distribution) -> Path | None:
+    """Returns the checkout of an editable installation; None for another."""
+    record = distribution.read_text("direct_url.json")
+    if record is None:
+        return None
+    origin = json.loads(record)
+    url = urllib.parse.urlparse(str(origin.get("url", "")))
+    if url.scheme != "file" or not origin.get("dir_info", {}).get("editable"):
+        return None
+    return Path(urllib.parse.unquote(url.path)).resolve()
+
+
+def _mapped_by_path(
+    top: str, file: Path, checkout: Path, distribution: importlib.metadata.Distribution
+) -> Iterator[Path]:
+    """Yields what is called `top` in the folders that a `.pth` file of an editable installation adds to the path.
+
+    The folder may be the checkout itself, with its tests, examples and whatever lies in it: then only the top-level
+    names that the distribution states count, or else its own name.
+    """
+    stated = _top_level_names(distribution)
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if not line.strip() or line.startswith(("#", "import ", "import\t")):
+            continue
+        folder = file.parent / line.strip()
+        names = stated
+        if not names and folder.resolve() == checkout:
+            names = {re.sub(r"[-.]+", "_", distribution.name)}
+        if not names or top in names:
+            yield from (folder / top, folder / f"{top}.py")
+
+
+def _top_level_names(distribution: importlib.metadata.Distribution) -> set[str]:
+    """Returns the top-level modules that a distribution states (`Import-Name`, `top_level.txt`)."""
+    names = set((distribution.read_text("top_level.txt") or "").split())
+    for field in ("Import-Name", "Import-Namespace"):
+        for value in distribution.metadata.get_all(field) or ():
+            names.add(value.partition(";")[0].strip().partition(".")[0])
+    return names - {""}
+
+
+def _mapped_by_finder(top: str, file: Path) -> Iterator[Path]:
+    """Yields where the finder that setuptools writes for an editable installation looks for `top`; it is not run."""
+    for statement in ast.parse(file.read_text(encoding="utf-8")).body:
+        if not isinstance(statement, ast.AnnAssign) or statement.value is None:
+            continue
+        if ast.unparse(statement.target) not in ("MAPPING", "NAMESPACES"):
+            continue
+        for name, places in ast.literal_eval(statement.value).items():
+            if name.partition(".")[0] != top:
+                continue
+            for place in [places] if isinstance(places, str) else places:
+                yield from (Path(place), Path(f"{place}.py"))

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 import meshwright as mw
-from meshwright.analysis.census import ProgramFacts
-from meshwright.hlo.flops import least_flops, read_matmuls
-from meshwright.hlo.parser import parse_module
-from meshwright.hlo.scopes import BranchScope
+from xlacensus.hlo.flops import least_flops, read_matmuls
+from xlacensus.hlo.parser import parse_module
+from xlacensus.hlo.scopes import BranchScope
+from xlacensus.program_census import ProgramFacts
 
 N = 32
 ONE = 2 * N**3

@@ -14,16 +14,9 @@ import jax.numpy as jnp
 import pytest
 
 import meshwright as mw
-from meshwright.analysis.census import FlopsBand, ProgramFacts, doubts_of
-from meshwright.analysis.simulate import (
-    CostModel,
-    SimulatedSchedule,
-    TargetDevices,
-    peak_flops,
-    simulate_schedule,
-)
 from meshwright.hardware.chips import CHIPS, Efficiency
-from meshwright.hlo.flops import (
+from meshwright.views.census_page import census_page, schedule_blocks
+from xlacensus.hlo.flops import (
     KernelWork,
     Skipped,
     kernel_work,
@@ -31,8 +24,15 @@ from meshwright.hlo.flops import (
     read_matmuls,
     unpriced_kernels,
 )
-from meshwright.hlo.parser import Module, parse_module
-from meshwright.views.census_page import census_page, schedule_blocks
+from xlacensus.hlo.parser import Module, parse_module
+from xlacensus.program_census import FlopsBand, ProgramFacts, doubts_of
+from xlacensus.schedule import (
+    CostModel,
+    SimulatedSchedule,
+    TargetDevices,
+    peak_flops,
+    simulate_schedule,
+)
 
 TEXTS = Path(__file__).parent / "texts"
 WHOLE = Efficiency(1, 1, 1, 1, 1, 1, 1, 1)

@@ -14,7 +14,7 @@ import jax
 import pytest
 
 import meshwright as mw
-from meshwright.analysis.census import Census
+from meshwright.analysis.programs import Census
 
 FOLDER = Path(__file__).parent / "foreign"
 BENCH = Path(__file__).parents[2] / "bench" / "foreign_programs.py"

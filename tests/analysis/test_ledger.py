@@ -13,13 +13,13 @@ from jax.sharding import PartitionSpec as P
 from programs import AXES, OFFLOADED, PROGRAMS, Counts, F, T
 
 import meshwright as mw
-from meshwright.analysis.jaxprs import JaxprCollective, read_jaxpr_collectives
-from meshwright.analysis.lint import lint_host
-from meshwright.analysis.lint_collectives import MIN_SENT_BYTES
-from meshwright.errors import CensusError
-from meshwright.hlo.collectives import axes_of_groups, axes_of_pairs, expand
-from meshwright.hlo.ledger import LedgerEntry, read_ledger, traffic, unread_collectives
-from meshwright.hlo.parser import parse_module
+from xlacensus.collective_lints import MIN_SENT_BYTES
+from xlacensus.errors import CensusError
+from xlacensus.hlo.collectives import axes_of_groups, axes_of_pairs, expand
+from xlacensus.hlo.ledger import LedgerEntry, read_ledger, traffic, unread_collectives
+from xlacensus.hlo.parser import parse_module
+from xlacensus.jaxprs import JaxprCollective, read_jaxpr_collectives
+from xlacensus.lints import lint_host
 
 TEXTS = Path(__file__).parent / "texts"
 TPUS = ("v5p", "v5e", "tpu7x")

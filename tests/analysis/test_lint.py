@@ -14,15 +14,16 @@ from jax.sharding import PartitionSpec as P
 from tiny_runs import MODELS, device_run_of, tiny_run
 
 import meshwright as mw
-from meshwright.analysis.census import ProgramFacts
-from meshwright.analysis.jaxprs import JaxprCollective
-from meshwright.analysis.lint import Finding, lint_attention_kernel, lint_tiles
-from meshwright.analysis.lint_collectives import lint_unexpected_collectives
-from meshwright.analysis.memory import Argument
 from meshwright.analysis.run_census import census_of_train_step
+from meshwright.analysis.run_lints import lint_attention_kernel
 from meshwright.errors import CensusError
-from meshwright.hlo.ledger import LedgerEntry
-from meshwright.hlo.parser import parse_module
+from xlacensus.collective_lints import lint_unexpected_collectives
+from xlacensus.hlo.ledger import LedgerEntry
+from xlacensus.hlo.parser import parse_module
+from xlacensus.jaxprs import JaxprCollective
+from xlacensus.lints import Finding, lint_tiles
+from xlacensus.peak_memory import Argument
+from xlacensus.program_census import ProgramFacts
 
 
 @pytest.fixture(scope="module")

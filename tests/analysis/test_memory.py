@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from tiny_runs import MODELS, device_run_of, random_batch, tiny_run
 
 import meshwright as mw
-from meshwright.analysis.census import Census
+from meshwright.analysis.programs import Census
 from meshwright.analysis.run_census import census_of_eval_step, census_of_train_step
 from meshwright.runs.run import Run
 from meshwright.step.device_run import DeviceRun

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.analysis.lint_collectives import MIN_SENT_BYTES, lint_missed_overlap
-from meshwright.analysis.simulate import TargetDevices, simulate_schedule
 from meshwright.hardware.chips import CHIPS, Efficiency
 from meshwright.hardware.interconnect import all_coordinates
-from meshwright.hlo.ledger import read_ledger
-from meshwright.hlo.parser import parse_module
+from xlacensus.collective_lints import MIN_SENT_BYTES, lint_missed_overlap
+from xlacensus.hlo.ledger import read_ledger
+from xlacensus.hlo.parser import parse_module
+from xlacensus.schedule import TargetDevices, simulate_schedule
 
 V5P = CHIPS["v5p"]
 WHOLE = Efficiency(1, 1, 1, 1, 1, 1, 1, 1)

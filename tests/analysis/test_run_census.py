@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from tiny_runs import MODELS, device_run_of, tiny_run
 
-from meshwright.analysis.census import doubts_of
 from meshwright.analysis.run_census import (
     causal_fraction,
     census_of_train_step,
@@ -18,6 +17,7 @@ from meshwright.hardware.machine import Machine
 from meshwright.models.model import AttentionSpec, LayerSpec, ModelSpec
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.settle import settle
+from xlacensus.program_census import doubts_of
 
 SEQ = 16
 

@@ -10,19 +10,10 @@ from tiny_runs import MODELS, device_run_of, random_batch, tiny_run
 
 import meshwright as mw
 from meshwright.analysis.run_census import census_of_train_step, profile_for, simulate_run
-from meshwright.analysis.simulate import (
-    CostModel,
-    SimulatedSchedule,
-    TargetDevices,
-    hbm_bytes_accessed,
-    simulate_schedule,
-)
 from meshwright.api import local_planner, training
 from meshwright.hardware.chips import CHIPS, Efficiency
 from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hardware.targets import Target, parse_target
-from meshwright.hlo.parser import parse_module
-from meshwright.hlo.scopes import BranchScope
 from meshwright.runs.settle import Settled
 from meshwright.sharding.schedule_table import IDLE
 from meshwright.step.device_run import DeviceRun
@@ -31,6 +22,15 @@ from meshwright.step.train_step import CompiledTrainStep
 from meshwright.views.blocks import Bars
 from meshwright.views.census_page import schedule_blocks
 from meshwright.views.charts import Drawing
+from xlacensus.hlo.parser import parse_module
+from xlacensus.hlo.scopes import BranchScope
+from xlacensus.schedule import (
+    CostModel,
+    SimulatedSchedule,
+    TargetDevices,
+    hbm_bytes_accessed,
+    simulate_schedule,
+)
 
 WHOLE = Efficiency(1, 1, 1, 1, 1, 1, 1, 1)
 V5P = Target("v5p", CHIPS["v5p"], (4, 1, 1))

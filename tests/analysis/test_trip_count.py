@@ -11,9 +11,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.hlo.ledger import read_ledger
-from meshwright.hlo.loops import trip_count
-from meshwright.hlo.parser import Module, parse_module
+from xlacensus.hlo.ledger import read_ledger
+from xlacensus.hlo.loops import trip_count
+from xlacensus.hlo.parser import Module, parse_module
 
 STATE = "(s32[], s32[], f32[8])"
 LOOP = f"""HloModule m, num_partitions=2

@@ -22,7 +22,6 @@ from playwright.sync_api import Browser, sync_playwright
 from playwright.sync_api import Page as Tab
 
 import meshwright as mw
-from meshwright.analysis.simulate import Span, TargetDevices
 from meshwright.api.layout import show
 from meshwright.config import MeshShape
 from meshwright.hardware.interconnect import all_coordinates
@@ -36,6 +35,7 @@ from meshwright.views.draw import machine_of_target
 from meshwright.views.layout_page import layout_page
 from meshwright.views.plan_page import offer_page, plan_page
 from meshwright.views.report import Live, Report, Section
+from xlacensus.schedule import Span, TargetDevices
 
 _BROWSER = next(
     (path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None

@@ -23,8 +23,10 @@ from meshwright.errors import ConfigError
 from meshwright.step import pipeline
 from meshwright.step.gradients import build_gradients
 from meshwright.step.train_step import build_train_step
+from meshwright.trust import own
 
 STEPS = 3
+ZBV = own("outside.extensions.zbv:zbv")
 
 
 exhaustive = pytest.mark.exhaustive
@@ -53,21 +55,19 @@ exhaustive = pytest.mark.exhaustive
         pytest.param("gpt2", 8, "stage=4,tensor=2", 8, "circular", marks=exhaustive),
         pytest.param("deepseek-like", 3, "stage=2,expert=2,tensor=2", 4, "1f1b", marks=exhaustive),
         pytest.param("mixtral", 4, "stage=2,expert=4", 2, "interleaved", marks=exhaustive),
-        pytest.param(
-            "llama", 8, "stage=4,data=2", 8, "outside.extensions.zbv:zbv", marks=exhaustive
-        ),
-        pytest.param(
-            "gpt2", 5, "stage=2,fsdp=2,tensor=2", 4, "outside.extensions.zbv:zbv", marks=exhaustive
-        ),
+        pytest.param("llama", 8, "stage=4,data=2", 8, ZBV, marks=exhaustive),
+        pytest.param("gpt2", 5, "stage=2,fsdp=2,tensor=2", 4, ZBV, marks=exhaustive),
         pytest.param(
             "deepseek-like",
             5,
             "stage=2,expert=2,tensor=2",
             2,
-            "outside.extensions.zbv:zbv",
+            ZBV,
             marks=exhaustive,
         ),
-        pytest.param("llama", 4, "stage=4,fsdp=2", 4, "outside_parts:half_split", marks=exhaustive),
+        pytest.param(
+            "llama", 4, "stage=4,fsdp=2", 4, own("outside_parts:half_split"), marks=exhaustive
+        ),
     ],
 )
 def test_same_numbers_as_one_device(
@@ -93,7 +93,7 @@ def test_same_numbers_as_one_device(
             "ring",
             "llama",
             "stage=2,context=2,fsdp=2",
-            "outside.extensions.zbv:zbv",
+            ZBV,
             marks=exhaustive,
         ),
         pytest.param("usp", "gpt2", "stage=2,context=4", "gpipe", marks=exhaustive),
@@ -139,7 +139,7 @@ def test_stages_that_keep_what_remat_saves(
     assert_same_steps(train(run, STEPS), train_on_one_device(run, STEPS))
 
 
-@pytest.mark.parametrize("schedule", ["zero_bubble", "outside.extensions.zbv:zbv"])
+@pytest.mark.parametrize("schedule", ["zero_bubble", ZBV])
 def test_stages_of_a_split_backward_pass_keep_their_inputs_alone(schedule: str) -> None:
     model = dataclasses.replace(MODELS["llama"], layers=4)
     run = tiny_run(

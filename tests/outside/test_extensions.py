@@ -37,7 +37,7 @@ from tiny_runs import (
 )
 
 import meshwright as mw
-from meshwright.analysis.census import Census
+from meshwright.analysis.programs import Census
 from meshwright.analysis.run_census import census_of_train_step
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import Data, MeshShape, Optimizer, Training
@@ -47,7 +47,6 @@ from meshwright.hardware.targets import parse_target
 from meshwright.planner.optimizer import state_bytes
 from meshwright.planner.plan_file import read_plan, write_plan
 from meshwright.planner.search import price_run, search
-from meshwright.planner.software import MESHWRIGHT
 from meshwright.planner.traffic import movements
 from meshwright.planner.work import recomputed_roles, work_of
 from meshwright.runs.placed_run import place_run
@@ -219,7 +218,7 @@ def test_the_planner_counts_the_bytes_that_parameters_and_activations_move(case:
         )
     work, again = work_of(device_run), recomputed_roles(device_run.run.training.remat)
     planned: dict[tuple[str, str], float] = {}
-    for m in movements(device_run, work, again, None, MESHWRIGHT):
+    for m in movements(device_run, work, again):
         if m.kind in ("all-gather", "reduce-scatter") and m.payload:
             planned[m.kind, "+".join(m.axes)] = (
                 planned.get((m.kind, "+".join(m.axes)), 0) + m.payload * m.times

@@ -34,13 +34,13 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.analysis.run_census import located_devices
-from meshwright.analysis.simulate import TargetDevices, simulate_schedule
 from meshwright.errors import MeshwrightError
 from meshwright.hardware.aot import compiler_environment, require_compiler, topology_devices
 from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hardware.targets import Target, parse_target
-from meshwright.hlo.parser import parse_module
 from meshwright.views.draw import picture_of, side_by_side
+from xlacensus.hlo.parser import parse_module
+from xlacensus.schedule import TargetDevices, simulate_schedule
 
 HERE = Path(__file__).parent
 MORE_BYTES, MORE_MEMORY, MORE_FLOPS, MORE_TIME = 1.02, 1.2, 1.1, 1.5

@@ -1,4 +1,4 @@
-"""Analysis of compiled programs: memory, collectives, FLOPs, findings and a simulated schedule.
+"""Censuses of a run's own steps, by `xlacensus`, which reads any compiled program.
 
-`census.census(function, *args)` compiles and reads any function; `run_census` the steps of a run.
+`programs.census(function, *args)` compiles and reads any function; `run_census` the steps of a run.
 """

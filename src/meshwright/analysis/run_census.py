@@ -15,17 +15,18 @@ import msgspec
 from jax.sharding import PartitionSpec
 
 import meshwright
-from meshwright.analysis.census import Census, FlopsBand, ProgramFacts, census
-from meshwright.analysis.compile import compile_function
-from meshwright.analysis.lint import Finding, lint_attention_kernel, lint_precision
-from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, simulate_schedule
+import xlacensus
+from meshwright.analysis.programs import (
+    Census,
+    census,
+    compile_function,
+    parse_module,
+    simulate_schedule,
+)
+from meshwright.analysis.run_lints import lint_attention_kernel, lint_precision
 from meshwright.comm import collectives, hierarchical, ragged
 from meshwright.hardware.chips import Torus
-from meshwright.hardware.machine import sums_in_order
 from meshwright.hardware.targets import Target
-from meshwright.hlo.flops import Skipped
-from meshwright.hlo.parser import Module, parse_module
-from meshwright.hlo.scopes import BranchScope
 from meshwright.models.flops import forward_flops
 from meshwright.models.forward import row_scope
 from meshwright.models.kernels.cudnn import ONE_DOCUMENT, SEVERAL_DOCUMENTS
@@ -45,6 +46,13 @@ from meshwright.step.train_step import build_eval_step, build_train_step
 from meshwright.storage.writing import write_atomically
 from meshwright.trust import plain_text
 from meshwright.update_rules import UPDATE_RULES
+from xlacensus.determinism import sums_in_order
+from xlacensus.hlo.flops import Skipped
+from xlacensus.hlo.parser import Module
+from xlacensus.hlo.scopes import BranchScope
+from xlacensus.lints import Finding
+from xlacensus.program_census import FlopsBand, ProgramFacts
+from xlacensus.schedule import SimulatedSchedule, TargetDevices
 
 _CATEGORIES = {
     "state.params": "parameters",
@@ -406,9 +414,8 @@ def cache_key(device_run: DeviceRun, target: Target) -> str:
     lowered = build_train_step(device_run).lower(device_run.abstract, device_run.abstract_batch)
     root = Path(str(meshwright.__file__)).parent
     # A change of these rooms changes the census.
-    files = sorted(
-        f for room in ("hlo", "analysis", "hardware") for f in (root / room).glob("*.py")
-    )
+    rooms = (Path(str(xlacensus.__file__)).parent, root / "analysis", root / "hardware")
+    files = sorted(file for room in rooms for file in room.rglob("*.py"))
     packages = ("libtpu", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "meshwright")
     parts = [
         lowered.as_text(),

@@ -11,7 +11,7 @@ from typing import Any, cast
 import jax
 
 from meshwright.activity import activity
-from meshwright.analysis.compile import OutOfMemory, compiler_error
+from meshwright.analysis.programs import OutOfMemory, compiler_error
 from meshwright.analysis.run_census import profile_for
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, reason_of

@@ -15,9 +15,7 @@ import tyro
 from rich.console import Console
 
 from meshwright.activity import activity
-from meshwright.analysis.census import Census, save_census
-from meshwright.analysis.compare import compare, read_census
-from meshwright.analysis.compile import OutOfMemory
+from meshwright.analysis.programs import Census, OutOfMemory, read_census, save_census
 from meshwright.analysis.run_census import (
     cache_key,
     cached,
@@ -71,6 +69,7 @@ from meshwright.views.draw import MachineGrid, machine_of
 from meshwright.views.layout_page import layout_sections, phases_section
 from meshwright.views.report import Report, Section, print_sections
 from meshwright.views.run_tables import choices_facts, choices_to_json
+from xlacensus.comparison import compare
 
 _LARGEST_ON_CPU = 2**33
 """Elements of an array from which on XLA's compiler for CPUs counts no tiles, and divides by zero."""
@@ -315,17 +314,19 @@ def compile_step(
             ):
                 taken.write(f"{time.process_time() - began:.0f}\n")
 
-    def proved(device_run: DeviceRun) -> tuple[Path, Census]:
+    def proved(device_run: DeviceRun, what: str) -> tuple[Path, Census]:
         file = folder / f"{cache_key(device_run, target)}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
-        return file, cached(file, Census, lambda: compiled(device_run), fresh)
+        with activity("compile", f"compiling {what}", f"compiled {what}"):
+            return file, cached(file, Census, lambda: compiled(device_run), fresh)
 
-    file, census = proved(device_run)
+    file, census = proved(device_run, "the train step")
     if device_run.fixes_bits:
         plain = dataclasses.replace(
             run, training=dataclasses.replace(run.training, deterministic=False)
         )
-        schedule = proved(place_on_devices(plain, device_run.mesh))[1].schedule
+        same = place_on_devices(plain, device_run.mesh)
+        schedule = proved(same, "the train step without deterministic sums")[1].schedule
         undetermined = None if schedule is None else schedule.step_seconds
     planned = estimate(place_run(run), target)
     return CompiledStep(device_run, census, known, planned, undetermined, (file, fresh))

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.hlo.buffers import union
-from meshwright.hlo.collectives import collective_in, is_done, start_of
-from meshwright.hlo.parser import Module
+from xlacensus.hlo.buffers import union
+from xlacensus.hlo.collectives import collective_in, is_done, start_of
+from xlacensus.hlo.parser import Module
 
 Interval = tuple[float, float]
 """Start and end, in seconds."""

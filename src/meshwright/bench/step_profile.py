@@ -14,16 +14,17 @@ from typing import Any
 
 import jax
 
+from meshwright.analysis.programs import parse_module
 from meshwright.analysis.run_census import simulate_run
-from meshwright.analysis.simulate import SimulatedSchedule
 from meshwright.bench.device_trace import Trace, device_time, innermost, read_trace
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import Target
-from meshwright.hlo.collectives import collective_in, group_label, group_of, kind_of, start_of
-from meshwright.hlo.parser import Module, parse_module
 from meshwright.step.device_run import State
 from meshwright.trainer.loop import Trainable
 from meshwright.trainer.prepare import Batches, Position
+from xlacensus.hlo.collectives import collective_in, group_label, group_of, kind_of, start_of
+from xlacensus.hlo.parser import Module
+from xlacensus.schedule import SimulatedSchedule
 
 _HOST = (
     "Simulated devices share the cores of this machine: figures are thread seconds per device, a collective's include "

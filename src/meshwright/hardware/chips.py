@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError, by_class, nearest
+from xlacensus import interconnect
+from xlacensus.interconnect import Nodes as Nodes
 
 _KNOWN: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("chips.toml").read_text(encoding="utf-8")
@@ -23,15 +25,9 @@ SliceShape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Torus:
-    """TPU inter-chip interconnect (ICI): each chip is linked to its neighbours along every dimension."""
+class Torus(interconnect.Torus):
+    """TPU inter-chip interconnect (ICI), and the slices of it that are offered."""
 
-    dims: int
-    """Dimensions of the torus."""
-    link_bandwidth: float
-    """Bytes/s from a chip to one neighbour, one way."""
-    wraparound_multiple: int
-    """A dimension whose length is a multiple of this number of chips has wraparound links, which make it a ring."""
     largest: SliceShape
     """Chips along each dimension of the largest slice (a full pod)."""
     slices: tuple[SliceShape, ...] = ()
@@ -39,20 +35,10 @@ class Torus:
 
 
 @dataclasses.dataclass(frozen=True)
-class Nodes:
-    """GPU nodes: a switch joins all devices of a node (an NVLink domain), a network joins the nodes."""
-
-    link_bandwidth: float
-    """Bytes/s from a device into the switch, one way."""
-    devices_per_node: int
-    """Devices in one NVLink domain."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Efficiency:
     """Achieved fractions of a chip's peaks in a training step, 0 to 1 but for the gain: what chip and kernels can do.
 
-    How much of it a program uses is in planner/software.py.
+    How much of it a train step uses is in planner/physics.py.
     """
 
     matmul: float

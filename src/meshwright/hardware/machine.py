@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import CHIPS, Chip, chip_name, find_chip
 from meshwright.statuses import unknown_option
+from xlacensus.determinism import ORDERED_SUMS, sums_in_order
 
 if TYPE_CHECKING:
     from meshwright.hardware.interconnect import AxisMapping
@@ -47,22 +48,15 @@ def determinism_of(platform: str) -> Determinism:
     return next((row for row in DETERMINISM if platform in row.platforms), DETERMINISM[-1])
 
 
-_ORDERED = ("Ring", "Tree")
-"""NCCL's algorithms that add in one order; by default it may choose NVLS, in which the switch adds in any."""
-
-
-def sums_in_order() -> bool:
-    """Whether the environment lets NCCL add in one order only."""
-    return os.environ.get("NCCL_ALGO") in _ORDERED
-
-
 def fix_communication() -> None:
     """Makes NCCL add in one order, before devices first communicate. Raises ConfigError for another NCCL_ALGO."""
-    given = os.environ.setdefault("NCCL_ALGO", _ORDERED[0])
+    given = os.environ.setdefault("NCCL_ALGO", ORDERED_SUMS[0])
     if not sums_in_order():
         truth = "NCCL may then add in another order in every run"
         raise ConfigError(
-            f"--training.deterministic with NCCL_ALGO={given}", truth, f"NCCL_ALGO={_ORDERED[0]}"
+            f"--training.deterministic with NCCL_ALGO={given}",
+            truth,
+            f"NCCL_ALGO={ORDERED_SUMS[0]}",
         )
 
 

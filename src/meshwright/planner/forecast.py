@@ -7,7 +7,8 @@ from typing import Any
 
 from meshwright.hardware.chips import CHIPS, Chip, Efficiency, Nodes, Torus, chip_name, find_chip
 from meshwright.hardware.targets import Target
-from meshwright.planner.estimate import estimate, shape_efficiency
+from meshwright.planner.compute import shape_efficiency
+from meshwright.planner.estimate import estimate
 from meshwright.runs.placed_run import PlacedRun
 
 _UNMEASURED = 1e12

@@ -32,94 +32,208 @@ from meshwright.planner.optimizer import (
     stored_array,
     update_temporaries,
 )
-from meshwright.planner.software import MESHWRIGHT, Software
+from meshwright.planner.physics import PHYSICS, Physics
 from meshwright.planner.work import Work, low_precision
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.runs.settle import Settled
 from meshwright.sharding.placement import axes_of, local_shape, replica_parts
 
-EXPERT_COPIES = 2
-"""Arrays of the rows sent to experts, of the model's width, in the backward pass of a layer: rows in the order of their
-experts, and their gradient (Qwen3-30B-A3B on 8 H100: docs/log.md)."""
 
-
-def memory_by_category(
-    settled: Settled, work: Work, in_flight: float, software: Software = MESHWRIGHT
-) -> dict[str, float]:
-    """Returns the bytes of a device by category.
+def memory_by_category(settled: Settled, work: Work, in_flight: float) -> dict[str, float]:
+    """Returns the bytes of a device by category, in a step of this package.
 
     in_flight: microbatches (of one virtual stage each) whose inputs a stage holds at once; 1 without a pipeline.
     """
-    if not work.layers:
-        return _memory_of_loss(settled, work)
-    training, shape = settled.run.training, settled.layout.shape
-    param, reduce, compute = (
-        jnp.dtype(t).itemsize
-        for t in (training.param_dtype, training.reduce_dtype, training.compute_dtype)
-    )
-    frozen, adds = (
-        settled.run.finetune.method == "lora",
-        training.microbatches > 1 or shape.stage > 1,
-    )
-    one_layer, all_layers = _gathered_elements(settled.layout)
-    keeps_weights = REMAT_POLICIES[training.remat].saved is None and software.copies
-    keeps_weights = keeps_weights and not computes_weights_again(settled)
-    # Two moments can be the peak: a layer in the backward pass, or the loss (its table, their gradient, the logits).
-    logits = (
-        chunk_tokens(int(work.tokens), work.unembedding.n, training.logits_mib) * work.unembedding.n
-    )
-    table = work.unembedding.n * work.width * (compute + (0 if frozen else 4))
-    loss = table + 2.0 * logits * software.logit_bytes
-    inner = layer_bytes(settled, work)
-    # Offloaded activations come back for one layer and, ahead of time, for the next.
-    from_host = 2 * offloaded_bytes(settled, work) / max(1.0, work.layers)
-    # Of a scan that gathers ahead: weights that the layer below begins with, last gradients of the layer above.
-    carried = compute * _carried_elements(settled)
-    # Four programs for v5p have two of the three gradients of a layer's experts at once: so the plan is 0 to 8 % above
-    # them, and 2 to 13 % with all three (docs/log.md). Programs for GPUs are on both sides of the plan with all three.
-    unreduced = one_layer - (
-        _first_reduced_elements(settled.layout) if settled.machine.on_tpu else 0.0
-    )
-    # The layers of a period are one body of the loop: GPU programs reduce the gradients of all of them at its end.
-    together = 1 if settled.machine.on_tpu else settled.layout.spec.period
-    weights_of_layer = one_layer * 2 * compute + (0 if frozen else together * unreduced * reduce)
-    weights_of_layer *= software.copies or any(
-        where.at_rest != where.in_use for _, _, where in settled.layout.leaves
-    )
-    # GPU programs keep the gradient of a tied table until the embedding's, which comes last, is added to it.
-    tied = (
-        software.copies
-        and not (frozen or settled.machine.on_tpu)
-        and settled.layout.spec.embedding == "embed"
-    )
-    layer = (
-        from_host + weights_of_layer + carried + inner + tied * 4 * work.unembedding.n * work.width
-    )
-    # One part of a stage at a time; without a pipeline it is the model. Rows without a layer are saved too.
-    part = _saved_bytes(settled, work, compute, software) * _rows(settled.layout)
-    parts_kept = in_flight if keeps_stages(settled) else 0.0
-    activations = part * (1 + parts_kept)
-    if shape.stage > 1 and software.copies:
-        activations += in_flight * work.tokens / shape.tensor * work.width * compute
-    all_layers *= (1 + parts_kept) / settled.layout.stages.virtual_stages
-    weights = compute * all_layers if keeps_weights else 0.0
-    weights += rounded_elements(settled) if software.copies else 0.0
-    gradients = sharded_elements(settled.layout)[1] * (
-        4 if adds and software.copies else max(param, reduce)
-    )
-    loss -= 0.0 if adds or software.copies else gradients  # layers have none yet when the loss has
-    result = {
-        "parameters": param_bytes(settled.layout, training.param_dtype),
-        "optimizer state": state_bytes(settled),
-        "gradients": gradients
-        + (param * _added_late(settled) if adds and software.copies else 0.0),
-        "activations": activations,
-        "gathered weights": weights,
-        "one layer" if layer > loss else "loss and its table": max(layer, loss),
-    }
-    # The update comes when activations have gone: it counts where it needs more than they did.
-    update = update_temporaries(settled) - (activations + weights + max(layer, loss))
-    return result | {"optimizer update": update} if update > 0 else result
+    return StepMemory(settled, work, in_flight).by_category()
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedInputs:
+    """Form in which inputs of matmuls are saved where the remat policy saves everything."""
+
+    gathered: bool = True
+    """Whole over `tensor`, as matmuls read them; else as sequence parallelism splits them."""
+    projected: bool = True
+    """Whether the attention output is saved as its projection reads it, besides the kernel's own."""
+    in_one_byte: bool = False
+    """Whether they are saved in low precision."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMemory:
+    """Live bytes of a device at the peak of a train step.
+
+    Two moments can be the peak: a layer in the backward pass, or the loss.
+
+        always            parameters, optimizer state, gradients
+        of a microbatch   activations, and gathered weights where they are saved
+        at the peak       a layer:  its weights, their gradients, its own arrays
+                          the loss: its table, the gradient of the table, two arrays of logits
+
+    It describes this package's step. A subclass with other properties prices a step that is carried out otherwise.
+    """
+
+    settled: Settled
+    work: Work
+    in_flight: float
+    """Microbatches, of one virtual stage each, whose inputs a stage holds at once; 1 without a pipeline."""
+    physics: Physics = PHYSICS
+
+    def by_category(self) -> dict[str, float]:
+        """Returns the bytes by category."""
+        placed = self.placed
+        if not self.work.layers:
+            return _memory_of_loss(placed, self.work)
+        layer = self.layer
+        loss = self.loss
+        activations = self.activations
+        weights = self.gathered_weights
+        result = {
+            "parameters": param_bytes(placed.layout, placed.run.training.param_dtype),
+            "optimizer state": state_bytes(placed),
+            "gradients": self.gradients + self.late_gradients,
+            "activations": activations,
+            "gathered weights": weights,
+            "one layer" if layer > loss else "loss and its table": max(layer, loss),
+        }
+        # The update comes when activations have gone: it counts where it needs more than they did.
+        update = update_temporaries(placed) - (activations + weights + max(layer, loss))
+        if update > 0:
+            result["optimizer update"] = update
+        return result
+
+    @functools.cached_property
+    def placed(self) -> PlacedRun:
+        """The run on its mesh."""
+        return self.settled
+
+    @functools.cached_property
+    def compute_bytes(self) -> int:
+        """Bytes of an element in the compute dtype."""
+        return jnp.dtype(self.placed.run.training.compute_dtype).itemsize
+
+    @functools.cached_property
+    def is_frozen(self) -> bool:
+        """Whether adapters are trained, and weights have no gradients."""
+        return self.placed.run.finetune.method == "lora"
+
+    @functools.cached_property
+    def sums_microbatches(self) -> bool:
+        """Whether gradients of several microbatches are added up."""
+        return self.placed.run.training.microbatches > 1 or self.placed.layout.shape.stage > 1
+
+    @functools.cached_property
+    def kept_parts(self) -> float:
+        """Parts of a pipeline stage whose activations it keeps, besides the one that runs."""
+        return self.in_flight if keeps_stages(self.placed) else 0.0
+
+    # How this package carries out a step.
+
+    @functools.cached_property
+    def saved_inputs(self) -> SavedInputs:
+        """Form in which inputs of matmuls are saved."""
+        return SavedInputs()
+
+    @functools.cached_property
+    def keeps_weights(self) -> bool:
+        """Whether gathered weights are saved for the backward pass, as a policy does that saves everything."""
+        saves_everything = REMAT_POLICIES[self.placed.run.training.remat].saved is None
+        return saves_everything and not computes_weights_again(self.placed)
+
+    @functools.cached_property
+    def gradients(self) -> float:
+        """Bytes of the gradients that a device keeps: in float32 while they are added up."""
+        training = self.placed.run.training
+        _, trained = sharded_elements(self.placed.layout)
+        if self.sums_microbatches:
+            return trained * 4
+        param = jnp.dtype(training.param_dtype).itemsize
+        return trained * max(param, jnp.dtype(training.reduce_dtype).itemsize)
+
+    @functools.cached_property
+    def late_gradients(self) -> float:
+        """Bytes of the gradients of one microbatch that are there before they are added to the sum."""
+        if not self.sums_microbatches:
+            return 0.0
+        param = jnp.dtype(self.placed.run.training.param_dtype).itemsize
+        return param * _added_late(self.placed)
+
+    @functools.cached_property
+    def gathered_weights(self) -> float:
+        """Bytes of gathered weights that are saved, and of those that a pipeline rounds once for all ticks."""
+        weights = 0.0
+        if self.keeps_weights:
+            _, all_layers = _gathered_elements(self.placed.layout)
+            all_layers *= (1 + self.kept_parts) / self.placed.layout.stages.virtual_stages
+            weights = self.compute_bytes * all_layers
+        return weights + rounded_elements(self.settled)
+
+    @functools.cached_property
+    def activations(self) -> float:
+        """Bytes that the remat policy saves.
+
+        One part of a stage runs at a time; without a pipeline it is the model. Rows without a layer are saved too.
+        """
+        placed = self.placed
+        part = _saved_bytes(placed, self.work, self.saved_inputs) * _rows(placed.layout)
+        return part * (1 + self.kept_parts) + self.stage_inputs
+
+    @functools.cached_property
+    def stage_inputs(self) -> float:
+        """Bytes of the inputs of the microbatches that a pipeline stage holds."""
+        shape = self.placed.layout.shape
+        if shape.stage == 1:
+            return 0.0
+        tokens = self.in_flight * self.work.tokens / shape.tensor
+        return tokens * self.work.width * self.compute_bytes
+
+    @functools.cached_property
+    def loss(self) -> float:
+        """Bytes of the loss: its table, the gradient of the table, logits and their gradient."""
+        work = self.work
+        chunk = chunk_tokens(
+            int(work.tokens), work.unembedding.n, self.placed.run.training.logits_mib
+        )
+        gradient = 0 if self.is_frozen else 4
+        table = work.unembedding.n * work.width * (self.compute_bytes + gradient)
+        return table + 2.0 * (chunk * work.unembedding.n) * self.physics.logit_bytes
+
+    @functools.cached_property
+    def layer(self) -> float:
+        """Bytes of a layer in the backward pass."""
+        # Offloaded activations come back for one layer and, ahead of time, for the next.
+        from_host = 2 * offloaded_bytes(self.placed, self.work) / max(1.0, self.work.layers)
+        # Of a scan that gathers ahead: weights that the layer below begins with, last gradients of the layer above.
+        carried = self.compute_bytes * _carried_elements(self.settled)
+        inner = layer_bytes(self.settled, self.work, self.physics)
+        return from_host + self.layer_weights + carried + inner + self.tied_gradient
+
+    @functools.cached_property
+    def layer_weights(self) -> float:
+        """Bytes of a layer's gathered weights, of those of the next, and of their gradients."""
+        one_layer, _ = _gathered_elements(self.placed.layout)
+        weights = one_layer * 2 * self.compute_bytes
+        if self.is_frozen:
+            return weights
+        reduce = jnp.dtype(self.placed.run.training.reduce_dtype).itemsize
+        if self.settled.machine.on_tpu:
+            # Four programs for v5p have two of the three gradients of a layer's experts at once: so the plan is 0 to
+            # 8 % above them, and 2 to 13 % with all three (docs/log.md). Programs for GPUs are on both sides of the
+            # plan with all three.
+            return weights + (one_layer - _first_reduced_elements(self.placed.layout)) * reduce
+        # The layers of a period are one body of the loop: GPU programs reduce the gradients of all of them at its end.
+        return weights + self.placed.layout.spec.period * one_layer * reduce
+
+    @functools.cached_property
+    def tied_gradient(self) -> float:
+        """Bytes of a tied table's gradient, which GPU programs keep until the embedding's is added to it, at the end."""
+        if (
+            self.is_frozen
+            or self.settled.machine.on_tpu
+            or self.placed.layout.spec.embedding != "embed"
+        ):
+            return 0.0
+        return 4 * self.work.unembedding.n * self.work.width
 
 
 def _memory_of_loss(placed: PlacedRun, work: Work) -> dict[str, float]:
@@ -149,7 +263,7 @@ def _memory_of_loss(placed: PlacedRun, work: Work) -> dict[str, float]:
     }
 
 
-def layer_bytes(settled: Settled, work: Work) -> float:
+def layer_bytes(settled: Settled, work: Work, physics: Physics = PHYSICS) -> float:
     """Returns the bytes of a layer's own arrays while it runs, without its weights."""
     compute = jnp.dtype(settled.run.training.compute_dtype).itemsize
     # Norms of queries and keys, and of the halves' outputs, read them as they were before.
@@ -159,7 +273,7 @@ def layer_bytes(settled: Settled, work: Work) -> float:
     # Experts (compiled for v5p and H100) have four arrays of the hidden width at once, a dense layer's SwiGLU five.
     hidden = 2.0 if work.expert_rows else 2.5
     inner = work.tokens * (residuals + hidden * work.ffn_hidden + attention_inner) * compute
-    inner += EXPERT_COPIES * work.expert_rows * work.width * compute
+    inner += physics.expert_copies * work.expert_rows * work.width * compute
     # One of the halves runs at a time.
     return max(inner, work.tokens * (4 * work.width * compute + work.delta_inner))
 
@@ -275,9 +389,7 @@ def kept_bytes(placed: PlacedRun, work: Work) -> float:
     everything_kept = REMAT_POLICIES[training.remat].saved is None
     weights = compute * _gathered_elements(placed.layout)[1] if everything_kept else 0.0
     return (
-        _saved_bytes(placed, work, compute)
-        * _rows(placed.layout)
-        * placed.layout.stages.virtual_stages
+        _saved_bytes(placed, work) * _rows(placed.layout) * placed.layout.stages.virtual_stages
         + weights
     )
 
@@ -464,59 +576,72 @@ def _elements_per_token(placed: PlacedRun, work: Work) -> dict[str, float]:
     }
 
 
-def _saved_bytes(
-    placed: PlacedRun, work: Work, compute: int, software: Software = MESHWRIGHT
-) -> float:
+_AS_READ = SavedInputs()
+
+
+def _saved_bytes(placed: PlacedRun, work: Work, inputs: SavedInputs = _AS_READ) -> float:
+    """Returns the bytes of a microbatch that the remat policy saves of a layer, on a device."""
+    compute = jnp.dtype(placed.run.training.compute_dtype).itemsize
     policy = REMAT_POLICIES[placed.run.training.remat]
     elements = _elements_per_token(placed, work)
     elements[ATTN_LSE] = work.widths.heads * 4 / compute
     if policy.saved is None:
         elements[ATTN_OUT] = work.widths.value
-        kept = sum(elements.values()) + _other_saved_elements(placed, work, compute, software)
-    else:
-        kept = sum(n for name, n in elements.items() if name in policy.saved)
-        kept += 0.0 if LAYER_INPUT in policy.offloaded else elements[LAYER_INPUT]
+        kept = sum(elements.values()) + _unnamed_elements(placed, work, inputs)
+        return kept * work.tokens * compute
+    kept = sum(n for name, n in elements.items() if name in policy.saved)
+    if LAYER_INPUT not in policy.offloaded:
+        kept += elements[LAYER_INPUT]
     return kept * work.tokens * compute
 
 
-def _other_saved_elements(placed: PlacedRun, work: Work, compute: int, software: Software) -> float:
+def _unnamed_elements(placed: PlacedRun, work: Work, inputs: SavedInputs) -> float:
     """Elements per token of a layer that a policy which saves everything saves besides the named ones, on a device.
 
     They follow from the layers' kinds. tests/test_saved_activations.py compares them with every family's step.
     """
-    layers, tensor = placed.layout.spec.layers, placed.layout.shape.tensor
-    count = len(layers)
-    frozen = placed.run.finetune.method == "lora"
-    # Inputs of the matmuls of both halves, whole over `tensor`, as they are gathered.
-    whole = 2 / tensor
-    if software.copies:
-        whole = 2 - work.ungathered_layers / work.layers * (1 - 1 / tensor)
-    if tensor == 1:
-        whole -= 2 * sum(not layer.normalises_inputs for layer in layers) / count
-    inputs = work.width * whole
-    # Products of the hidden layer, whose inputs are named, and rows of experts, scaled too where their weights multiply
-    # them. Only gradients of weights read both: those of routed experts have no adapters.
-    products = max(layer.hidden_products for layer in layers)
-    scaled = sum(layer.scales_rows for layer in layers) / count
-    hidden = work.ffn_hidden - (work.expert_hidden if frozen else 0.0)
-    inputs += hidden * products
-    if not frozen:
-        inputs += (1 + scaled) * work.expert_rows / work.tokens * work.width
-    # The attention output as its projection reads it, besides the kernel's own.
-    kept_low = software.transformer_engine and placed.run.training.matmul_precision != "compute"
-    inputs += work.widths.value * (software.copies or kept_low)
-    kept = inputs / (compute if kept_low else 1)
+    compute = jnp.dtype(placed.run.training.compute_dtype).itemsize
+    layers = placed.layout.spec.layers
+    tensor = placed.layout.shape.tensor
+    kept = _saved_input_elements(placed, work, inputs)
+    if inputs.in_one_byte:
+        kept /= compute
     # Outputs of the halves before their norm; what attention reads and returns in other forms.
-    normalised = sum(layer.normalises_outputs for layer in layers) / count
+    normalised = sum(layer.normalises_outputs for layer in layers) / len(layers)
     kept += 2 * normalised * work.width / tensor + work.widths.kept
     experts = [layer.experts for layer in layers if layer.experts is not None]
     if experts:
         # The router reads its input, and returns its logits and their softmax, in float32.
         routed = max(e.experts for e in experts)
-        read = 0 if frozen else work.width
+        read = 0 if placed.run.finetune.method == "lora" else work.width
         kept += 4 / compute / tensor * (read + 2 * routed)
-        kept += sum(e.gates_shared for e in experts) / count * work.width
+        kept += sum(e.gates_shared for e in experts) / len(layers) * work.width
     return kept
+
+
+def _saved_input_elements(placed: PlacedRun, work: Work, inputs: SavedInputs) -> float:
+    """Elements per token of the inputs of a layer's matmuls."""
+    layers = placed.layout.spec.layers
+    tensor = placed.layout.shape.tensor
+    frozen = placed.run.finetune.method == "lora"
+    # Both halves read the residual stream after its norm.
+    halves = 2 / tensor
+    if inputs.gathered:
+        halves = 2 - work.ungathered_layers / work.layers * (1 - 1 / tensor)
+    if tensor == 1:
+        halves -= 2 * sum(not layer.normalises_inputs for layer in layers) / len(layers)
+    elements = work.width * halves
+    # Products of the hidden layer, whose inputs are named, and rows of experts, scaled too where their weights multiply
+    # them. Only gradients of weights read both: those of routed experts have no adapters.
+    products = max(layer.hidden_products for layer in layers)
+    hidden = work.ffn_hidden - (work.expert_hidden if frozen else 0.0)
+    elements += hidden * products
+    if not frozen:
+        scaled = sum(layer.scales_rows for layer in layers) / len(layers)
+        elements += (1 + scaled) * work.expert_rows / work.tokens * work.width
+    if inputs.projected:
+        elements += work.widths.value
+    return elements
 
 
 def offloaded_bytes(placed: PlacedRun, work: Work) -> float:

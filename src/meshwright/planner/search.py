@@ -18,8 +18,8 @@ from meshwright.errors import ConfigError, divisors
 from meshwright.formatting import Shown, format_bytes
 from meshwright.hardware.targets import Target, parse_target
 from meshwright.models.remat import REMAT_POLICIES
-from meshwright.planner.estimate import Estimate, estimate, training_with, with_remat
-from meshwright.planner.software import MESHWRIGHT
+from meshwright.planner.compute import WithoutCopies
+from meshwright.planner.estimate import Estimate, StepModel, estimate, training_with, with_remat
 from meshwright.runs.checks import check_sizes
 from meshwright.runs.placed_run import PlacedRun, place_run, with_safe_choices
 from meshwright.runs.run import Run
@@ -467,7 +467,7 @@ def lower_bound(run: Run, target: Target, best: Plan) -> float:
     """
     chip, least, bound = (
         target.chip,
-        dataclasses.replace(MESHWRIGHT, copies=False),
+        StepModel(computation=WithoutCopies),
         best.estimate.seconds,
     )
     room = chip.roomy_bytes if is_roomy(best) else chip.hbm_bytes / chip.fragmentation

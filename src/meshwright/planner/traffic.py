@@ -3,6 +3,7 @@
 Payloads are bytes of the whole array that a group moves, as the census counts them.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from meshwright.models.model import ExpertSpec
 from meshwright.planner.memory_model import computes_weights_again, keeps_stages
 from meshwright.planner.optimizer import update_exchanges
-from meshwright.planner.software import MESHWRIGHT, Software
+from meshwright.planner.physics import PHYSICS, Physics
 from meshwright.planner.work import Work, low_precision
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.runs.settle import Settled
@@ -47,116 +48,221 @@ class Movement(NamedTuple):
     """Fraction of a blocking one that overlaps all the same: it is sent in pieces, and another computes meanwhile."""
 
 
-def runs_experts_in_low_precision(settled: Settled, software: Software) -> bool:
-    """Returns whether a program gathers weights of experts in low precision, and multiplies them so."""
-    return software.name == MESHWRIGHT.name and settled.low_precision_experts
-
-
 def movements(
-    settled: Settled,
-    work: Work,
-    again: frozenset[str],
-    tasks: TaskCounts | None,
-    software: Software,
+    settled: Settled, work: Work, recomputed: frozenset[str], tasks: TaskCounts | None = None
 ) -> list[Movement]:
-    """Returns all collectives of a device in a step.
+    """Returns all collectives of a device in a step of this package.
 
-    again: roles that the backward pass recomputes. tasks: of the pipeline, None without one.
+    recomputed: roles that the backward pass computes again. tasks: of the pipeline, None without one.
     """
-    shape, training = settled.layout.shape, settled.run.training
-    microbatches = float(training.microbatches)
-    result: list[Movement] = []
-    layers = work.layers * microbatches
-    compute = jnp.dtype(training.compute_dtype).itemsize
-    residual = work.tokens * work.width * compute
-    if shape.tensor > 1 and not work.layers:
-        sums = work.over_tensor
-        result.append(
-            Movement("all-reduce", ("tensor",), sums, microbatches, "forward", True, "activations")
-        )
-    elif shape.tensor > 1:
-        pairs = max(1, len({matmul.role for matmul in work.matmuls} & {"attention_out", "ffn_out"}))
-        # Routed experts that `tensor` splits gather nothing over it.
-        halves = pairs * layers - work.ungathered_layers * microbatches
-        opened = residual * (halves + layers * (work.widths.gathered / work.width - 1)) / halves
-        result += _tensor((opened, residual), halves, (pairs - 1) * layers, microbatches, again)
-    if shape.context > 1:
-        result += (software.context or _context)(settled, work, layers, compute, again)
-    degrees = {axis: shape.degrees()[axis] for axis in settled.layout.expert_axes}
-    if degrees and work.experts:
-        beside = software.sends_beside and settled.layout.stages.virtual_stages > 1
-        spec = next(
-            layer.experts for layer in settled.layout.spec.layers if layer.experts is not None
-        )
-        nodes = 1 if software.rows_by == "expert" else settled.expert_nodes
-        # Rows of the whole batch at once are half overlapped inside a node (two compiled programs), and bare between.
-        beside |= (
-            software.beside > 0
-            and settled.scheduled_by_price
-            and (nodes == 1 or settled.exchange_pieces > 1)
-        )
-        nodes = (
-            math.prod(degrees.values()) if software.rows_by == "device" and nodes == 1 else nodes
-        )
-        low = runs_experts_in_low_precision(settled, software) and spec.weighted == "hidden"
-        for axes, rows in sent_rows(spec, degrees, nodes).items():
-            elements = work.expert_tokens * rows * work.width
-            payloads = (elements * (spec.sent_bytes or (1 if low else compute)), elements * compute)
-            result += _experts(axes, payloads, work.expert_layers * microbatches, again, not beside)
-    if shape.stage > 1 and not keeps_stages(settled):
-        result += [m._replace(during="recomputation") for m in result if m.during == "forward"]
-    result += _weights(
-        settled,
-        microbatches,
-        bool(again - {"scores"}) or computes_weights_again(settled),
-        runs_experts_in_low_precision(settled, software),
-    )
-    result += _gradients(settled, software)
-    if settled.machine.chip is not None and settled.machine.chip.sums_alone:
-        # Over several dimensions of the torus they are all-reduces. Sums between slices are sent by the hosts.
-        outside = {shape.dcn_axis} if shape.slices > 1 else set[str]()
-        whole = dict(settled.machine.torus).keys()
-        for at, m in enumerate(result):
-            if (
-                m.during == "backward"
-                and "reduce" in m.kind
-                and not (m.blocking or outside & {*m.axes})
-            ):
-                result[at] = m._replace(
-                    blocking=True, kind="all-reduce" if whole & {*m.axes} else m.kind
+    return Traffic(settled, work, recomputed, tasks).movements()
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Collectives of a device in a step, by what they are for.
+
+        pass              tensor        context        expert          weights           once a step
+        forward           activations   keys, values   rows, outputs   gather            loss, stages
+        recomputation     again         again          again           (with backward)
+        backward          gradients     gradients      gradients       gather, scatter   gradients of replicas
+
+    It describes this package's step. A subclass with other properties prices a step that is carried out otherwise.
+    """
+
+    settled: Settled
+    work: Work
+    recomputed: frozenset[str]
+    """Roles of the products that the backward pass computes again."""
+    tasks: TaskCounts | None
+    """Of the pipeline; None without one."""
+    physics: Physics = PHYSICS
+
+    @functools.cached_property
+    def placed(self) -> PlacedRun:
+        """The run on its mesh."""
+        return self.settled
+
+    @functools.cached_property
+    def compute_bytes(self) -> int:
+        """Bytes of an element in the compute dtype."""
+        return jnp.dtype(self.placed.run.training.compute_dtype).itemsize
+
+    @functools.cached_property
+    def microbatches(self) -> float:
+        """Microbatches of a step."""
+        return float(self.placed.run.training.microbatches)
+
+    @functools.cached_property
+    def layers(self) -> float:
+        """Layers of a device, over all microbatches."""
+        return self.work.layers * self.microbatches
+
+    @functools.cached_property
+    def residual(self) -> float:
+        """Bytes of a microbatch's residual stream, whole over `tensor`."""
+        return self.work.tokens * self.work.width * self.compute_bytes
+
+    # How this package carries out a step.
+
+    @functools.cached_property
+    def low_precision_experts(self) -> bool:
+        """Whether weights of experts are gathered in low precision, and multiplied so."""
+        return self.settled.low_precision_experts
+
+    @functools.cached_property
+    def receivers(self) -> int:
+        """Nodes that a token is sent to once each, at most; 1 sends it to each of its experts."""
+        return self.settled.expert_nodes
+
+    @functools.cached_property
+    def exchange_is_blocking(self) -> bool:
+        """Whether the next operation waits for the rows of experts.
+
+        Rows of the whole batch at once are half overlapped inside a node (two compiled programs), and bare between.
+        """
+        if not self.settled.scheduled_by_price or self.physics.overlapped_compute == 0:
+            return True
+        return self.receivers > 1 and self.settled.exchange_pieces == 1
+
+    @functools.cached_property
+    def gradients_during(self) -> str:
+        """Pass in which replicas sum their gradients: layer by layer, or once after the last backward pass."""
+        return "step" if self.placed.sums_gradients_last else "backward"
+
+    # Movements.
+
+    def movements(self) -> list[Movement]:
+        """Returns all collectives."""
+        result = [*self.tensor(), *self.context(), *self.experts()]
+        if self.placed.layout.shape.stage > 1 and not keeps_stages(self.placed):
+            # A backward task repeats the forward pass of its stage.
+            result += [m._replace(during="recomputation") for m in result if m.during == "forward"]
+        result += self.weights()
+        result += self.gradients()
+        chip = self.settled.machine.chip
+        if chip is not None and chip.sums_alone:
+            result = [self._alone(m) for m in result]
+        result += self.optimizer()
+        result += self.stages()
+        result += self.loss()
+        if self.placed.run.finetune.objective == "preferences":
+            # The reference model is one more forward pass.
+            forward = [m for m in result if m.during == "forward"]
+            result += [m._replace(purpose=f"{m.purpose}, reference") for m in forward]
+        return result
+
+    def tensor(self) -> list[Movement]:
+        """Returns the activations that `tensor` gathers and scatters, or of a wrapped loss the sums of its products."""
+        work = self.work
+        if self.placed.layout.shape.tensor == 1:
+            return []
+        if not work.layers:
+            axes = ("tensor",)
+            sums = work.over_tensor
+            return [
+                Movement(
+                    "all-reduce", axes, sums, self.microbatches, "forward", True, "activations"
                 )
-    for e, payload in update_exchanges(settled):
-        result.append(
-            Movement(e.kind, e.axes, payload, e.count, "step", True, "matrices of the optimizer")
+            ]
+        roles = {matmul.role for matmul in work.matmuls}
+        pairs = max(1, len(roles & {"attention_out", "ffn_out"}))
+        # Routed experts that `tensor` splits gather nothing over it.
+        halves = pairs * self.layers - work.ungathered_layers * self.microbatches
+        # Latent attention gathers its latents, which are narrower than the residual stream.
+        excess = self.layers * (work.widths.gathered / work.width - 1)
+        opened = self.residual * (halves + excess) / halves
+        inner = (pairs - 1) * self.layers
+        return _tensor((opened, self.residual), halves, inner, self.microbatches, self.recomputed)
+
+    def context(self) -> list[Movement]:
+        """Returns keys and values, or heads, that context parallelism moves."""
+        if self.placed.layout.shape.context == 1:
+            return []
+        return _context(self.placed, self.work, self.layers, self.compute_bytes, self.recomputed)
+
+    def experts(self) -> list[Movement]:
+        """Returns the rows sent to experts and back."""
+        degrees = {
+            axis: self.placed.layout.shape.degrees()[axis]
+            for axis in self.placed.layout.expert_axes
+        }
+        if not degrees or not self.work.experts:
+            return []
+        spec = next(
+            layer.experts for layer in self.placed.layout.spec.layers if layer.experts is not None
         )
-    if tasks is not None:
-        result += _stages(tasks, residual / shape.tensor, software)
-    vocab_axes = tuple(axis for axis in VOCAB_AXES if shape.degrees()[axis] > 1)
-    if vocab_axes and work.unembedding.n:
+        itemsize = self.compute_bytes
+        if self.low_precision_experts and spec.weighted == "hidden":
+            itemsize = 1
+        itemsize = spec.sent_bytes or itemsize
+        layers = self.work.expert_layers * self.microbatches
+        result: list[Movement] = []
+        for axes, rows in sent_rows(spec, degrees, self.receivers).items():
+            elements = self.work.expert_tokens * rows * self.work.width
+            payloads = (elements * itemsize, elements * self.compute_bytes)
+            result += _experts(axes, payloads, layers, self.recomputed, self.exchange_is_blocking)
+        return result
+
+    def weights(self) -> list[Movement]:
+        """Returns the gathers of weights and the scatters of their gradients."""
+        again = bool(self.recomputed - {"scores"}) or computes_weights_again(self.placed)
+        return _weights(self.placed, self.microbatches, again, self.low_precision_experts)
+
+    def gradients(self) -> list[Movement]:
+        """Returns the sums of gradients over replicas; ZeRO-1's scatter and gather."""
+        return _gradients(self.placed, self.gradients_during)
+
+    def optimizer(self) -> list[Movement]:
+        """Returns the exchanges of optimizers that update whole matrices."""
+        purpose = "matrices of the optimizer"
+        return [
+            Movement(e.kind, e.axes, payload, e.count, "step", True, purpose)
+            for e, payload in update_exchanges(self.placed)
+        ]
+
+    def stages(self) -> list[Movement]:
+        """Returns what pipeline stages send; all of them share embedding and loss."""
+        if self.tasks is None:
+            return []
+        payload = self.residual / self.placed.layout.shape.tensor
+        # The first stage's embeddings are summed over all stages, the last stage's hidden states go to all, and back.
+        shared = Movement(
+            "all-reduce",
+            ("stage",),
+            payload,
+            4.0 * self.tasks.microbatches,
+            "forward",
+            True,
+            "hidden states of all stages",
+        )
+        return [*between_stages(self.tasks, payload), shared]
+
+    def loss(self) -> list[Movement]:
+        """Returns the sums of the loss over the devices that split the vocabulary."""
+        degrees = self.placed.layout.shape.degrees()
+        axes = tuple(axis for axis in VOCAB_AXES if degrees[axis] > 1)
+        if not axes or not self.work.unembedding.n:
+            return []
         # Maximum, sum and label logit of every token, float32.
-        result.append(
+        payload = self.work.tokens * 4 * 3
+        return [
             Movement(
-                "all-reduce",
-                vocab_axes,
-                work.tokens * 4 * 3,
-                microbatches,
-                "forward",
-                True,
-                "loss softmax",
+                "all-reduce", axes, payload, self.microbatches, "forward", True, "loss softmax"
             )
-        )
-    for at, m in enumerate(result if software.sends_beside else ()):
-        if (
-            m.kind == "collective-permute"
-            and not m.blocking
-            and (m.axes != ("stage",) or settled.layout.stages.virtual_stages > 1)
-        ):
-            result[at] = m._replace(blocking=True, overlap=1.0)
-    if settled.run.finetune.objective == "preferences":
-        # The reference is one more forward pass.
-        again_forward = [m._replace(purpose=f"{m.purpose}, reference") for m in result]
-        result += [m for m in again_forward if m.during == "forward"]
-    return result
+        ]
+
+    def _alone(self, m: Movement) -> Movement:
+        """Returns a movement as a chip runs it whose sums of gradients overlap with nothing (`Chip.sums_alone`).
+
+        Over several dimensions of the torus they are all-reduces. Sums between slices are sent by the hosts.
+        """
+        if m.during != "backward" or "reduce" not in m.kind or m.blocking:
+            return m
+        if self.placed.layout.shape.slices > 1 and self.placed.layout.shape.dcn_axis in m.axes:
+            return m
+        spans_torus = bool(dict(self.settled.machine.torus).keys() & {*m.axes})
+        return m._replace(blocking=True, kind="all-reduce" if spans_torus else m.kind)
 
 
 def _weights(
@@ -243,24 +349,20 @@ def _gathers(
         yield axes, elements
 
 
-def _gradients(placed: PlacedRun, software: Software) -> list[Movement]:
-    """Gradients summed over replicas, one collective for each set of axes; ZeRO-1's scatter and gather.
-
-    This package sums them layer by layer in the backward pass, or once, after it (`PlacedRun.sums_gradients_last`).
-    """
+def _gradients(placed: PlacedRun, during: str) -> list[Movement]:
+    """Gradients summed over replicas, one collective for each set of axes; ZeRO-1's scatter and gather."""
     training = placed.run.training
-    during = "step" if placed.sums_gradients_last and software.sums_gradients_last else "backward"
-    reduce, param = (jnp.dtype(t).itemsize for t in (training.reduce_dtype, training.param_dtype))
+    reduce = jnp.dtype(training.reduce_dtype).itemsize
+    param = jnp.dtype(training.param_dtype).itemsize
     sums, scattered = _gradient_elements(placed.layout)
     result = [
-        Movement("all-reduce", a, n * reduce, 1.0, during, False, "gradients")
-        for a, n in sums.items()
+        Movement("all-reduce", axes, n * reduce, 1.0, during, False, "gradients")
+        for axes, n in sums.items()
     ]
     for axes, n in scattered.items():
-        result.append(Movement("reduce-scatter", axes, n * reduce, 1.0, during, False, "gradients"))
-        result.append(
-            Movement("all-gather", axes, n * param, 1.0, "step", False, "updated parameters")
-        )
+        scatter = Movement("reduce-scatter", axes, n * reduce, 1.0, during, False, "gradients")
+        gather = Movement("all-gather", axes, n * param, 1.0, "step", False, "updated parameters")
+        result += [scatter, gather]
     return result
 
 
@@ -412,37 +514,24 @@ def _experts(
     ]
 
 
-def _stages(tasks: TaskCounts, activation: float, software: Software) -> list[Movement]:
-    """Activations and their gradients between neighbouring stages; embedding and loss, where all stages share them.
+def between_stages(tasks: TaskCounts, activation: float) -> list[Movement]:
+    """Returns the activations and their gradients that neighbouring stages of a pipeline send.
 
     activation: bytes of a device's part of the activations. In a tick with both halves, activations travel beside the
-    backward half, and gradients beside the next forward half (step/pipeline.py); in the others the stages wait.
+    backward half, and gradients beside the next forward half (step/pipeline.py); in the others the stages wait:
+
+        tick          forward only     both halves          backward only
+        activations   blocking         beside backward      -
+        gradients     -                beside forward       blocking
     """
-    axes, result = ("stage",), list[Movement]()
-    alone, both = tasks.ticks_by_halves
-    times = {"forward": alone[0], "backward": alone[1]}
-    for name, other, what in (
-        ("forward", "backward", "activations"),
-        ("backward", "forward", "their gradients"),
-    ):
-        result.append(
-            Movement("collective-permute", axes, activation, float(times[name]), name, True, what)
-        )
-        result.append(
-            Movement("collective-permute", axes, activation, float(both), other, False, what)
-        )
-    if software.vocab_over_stages:
-        # The first stage's embeddings are summed over all stages, the last stage's hidden states go to all, and back.
-        count = 4.0 * tasks.microbatches
-        result.append(
-            Movement(
-                "all-reduce",
-                axes,
-                activation,
-                count,
-                "forward",
-                True,
-                "hidden states of all stages",
-            )
-        )
+    kind = "collective-permute"
+    axes = ("stage",)
+    (forward, backward), both = tasks.ticks_by_halves
+    gradients = "their gradients"
+    result = [
+        Movement(kind, axes, activation, float(forward), "forward", True, "activations"),
+        Movement(kind, axes, activation, float(both), "backward", False, "activations"),
+        Movement(kind, axes, activation, float(backward), "backward", True, gradients),
+        Movement(kind, axes, activation, float(both), "forward", False, gradients),
+    ]
     return [movement for movement in result if movement.times]

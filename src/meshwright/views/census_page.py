@@ -4,12 +4,9 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from meshwright.analysis.census import Census
-from meshwright.analysis.compare import Change
-from meshwright.analysis.simulate import SimulatedSchedule
+from meshwright.analysis.programs import Census
 from meshwright.formatting import format_bytes, format_count, format_step
 from meshwright.hardware.targets import Target
-from meshwright.hlo.ledger import LedgerEntry, traffic
 from meshwright.models.flops import FORMULAS
 from meshwright.planner.estimate import Estimate
 from meshwright.planner.explain import Remedy
@@ -31,6 +28,9 @@ from meshwright.views.blocks import (
 from meshwright.views.charts import Axis, Chart, Drawing, Mark, Series
 from meshwright.views.colours import WORK
 from meshwright.views.report import Report, Section
+from xlacensus.comparison import Change
+from xlacensus.hlo.ledger import LedgerEntry, traffic
+from xlacensus.schedule import SimulatedSchedule
 
 _MEMORY_COLOURS = {
     "parameters": "c1",

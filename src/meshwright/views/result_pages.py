@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from meshwright.analysis.census import Census
+from meshwright.analysis.programs import Census
 from meshwright.formatting import format_bytes, format_count, format_step
 from meshwright.generation.generator import Generated
 from meshwright.planner.search import Plan

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.random import define_prng_impl, threefry2x32_p
 
-from meshwright.analysis.jaxprs import all_jaxprs
 from meshwright.errors import ConfigError
+from xlacensus.jaxprs import all_jaxprs
 
 Shape = tuple[int, ...]
 Draw = tuple[str, Shape]

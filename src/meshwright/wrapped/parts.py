@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from meshwright.analysis.jaxprs import Origin, all_jaxprs, uses
 from meshwright.errors import ConfigError, foreign_code
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.words import AXES
 from meshwright.wrapped.batches import Source, hash_of
 from meshwright.wrapped.keys import KEY_WORDS, Draws, key_of
 from meshwright.wrapped.modules import Adapter, Annotations, Arrays
+from xlacensus.jaxprs import Origin, all_jaxprs, uses
 
 
 @dataclasses.dataclass(frozen=True)

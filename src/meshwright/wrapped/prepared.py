@@ -9,7 +9,6 @@ from typing import Any
 import jax
 
 from meshwright.analysis import run_census
-from meshwright.analysis.census import ProgramFacts
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
@@ -25,6 +24,7 @@ from meshwright.trainer.prepare import Position, Trainable
 from meshwright.wrapped import step
 from meshwright.wrapped.batches import BatchFeed, read_epoch
 from meshwright.wrapped.parts import WrappedParts, check_rows
+from xlacensus.program_census import ProgramFacts
 
 
 @dataclasses.dataclass(frozen=True)

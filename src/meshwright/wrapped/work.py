@@ -5,12 +5,12 @@ from typing import Any
 
 import jax
 
-from meshwright.analysis.jaxprs import Origin, uses
 from meshwright.models.model import Widths
 from meshwright.planner.work import Matmul, Work
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.wrapped.parts import check_rows
+from xlacensus.jaxprs import Origin, uses
 
 _NONE = Matmul("unembedding", 0.0, 0.0, 0)
 

@@ -1,6 +1,6 @@
 """Second count of a compiled program: collectives and FLOPs, read line by line from its text.
 
-It shares nothing with `meshwright.hlo`: no parser, no algebra of loop counters. A loop without an annotated trip count
+It shares nothing with `xlacensus.hlo`: no parser, no algebra of loop counters. A loop without an annotated trip count
 is counted by running the scalars of its condition and body until the condition is false.
 """
 

@@ -16,8 +16,9 @@ from meshwright.bench.microbenchmarks import median_seconds
 from meshwright.comm.hierarchical import Level
 from meshwright.comm.ragged import pieces_of, plan_exchange, ragged_all_to_all
 from meshwright.config import MeshShape
-from meshwright.hardware.interconnect import Route, map_axes
+from meshwright.hardware.interconnect import map_axes
 from meshwright.hardware.mesh import build_mesh
+from xlacensus.interconnect import Route
 
 _SHAPES = {"cpu": (16, 64, 16), "": (128, 32768, 2048)}
 """Experts, rows of a device, and width of a row, by platform: Qwen3-30B-A3B with 4,096 tokens on accelerators."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from meshwright.analysis.compile import OutOfMemory, compiler_error
+from meshwright.analysis.programs import OutOfMemory, compiler_error, parse_module
 from meshwright.analysis.run_census import profile_for, simulate_run
 from meshwright.bench.hardware.machine import calibration_of, memory_stats
 from meshwright.bench.hardware.section import Measurement, Section, describe
@@ -26,7 +26,6 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.chips import find_chip
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape
 from meshwright.hardware.targets import Target
-from meshwright.hlo.parser import Module, parse_module
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.mixtral import Mixtral
 from meshwright.models.flops import mfu, training_flops_per_token
@@ -39,6 +38,7 @@ from meshwright.sharding.params import count_params
 from meshwright.statuses import statuses_of
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.train_step import build_train_step
+from xlacensus.hlo.parser import Module
 
 RECIPES: dict[str, tuple[tuple[str, ...], int]] = {
     "small": (("qwen3-0-6b",), 4096),

@@ -17,15 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
-from meshwright.hardware.chips import Chip, Efficiency, Torus
-from meshwright.hardware.interconnect import (
-    DeviceCoordinates,
-    Route,
-    messages_on_links,
-    route,
-    span_of_group,
-)
-from meshwright.hlo.collectives import (
+from xlacensus.hlo.collectives import (
     Groups,
     collective_in,
     done_of,
@@ -38,7 +30,7 @@ from meshwright.hlo.collectives import (
     start_of,
     transfer_start,
 )
-from meshwright.hlo.flops import (
+from xlacensus.hlo.flops import (
     ALL_ROWS,
     Rate,
     Skipped,
@@ -49,8 +41,18 @@ from meshwright.hlo.flops import (
     rate_of,
     unpriced_kernels,
 )
-from meshwright.hlo.loops import branches_of, known_branch, scope_of_branch, trip_count
-from meshwright.hlo.parser import Array, Computation, Instruction, Module, Shape, arrays_of
+from xlacensus.hlo.loops import branches_of, known_branch, scope_of_branch, trip_count
+from xlacensus.hlo.parser import Array, Computation, Instruction, Module, Shape, arrays_of
+from xlacensus.interconnect import (
+    Chip,
+    DeviceCoordinates,
+    Efficiency,
+    Route,
+    Torus,
+    messages_on_links,
+    route,
+    span_of_group,
+)
 
 _FREE = re.compile(
     "parameter|constant|get-tuple-element|tuple|bitcast|after-all|partition-id|replica-id|opt-barrier|add-dependency"

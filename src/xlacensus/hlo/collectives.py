@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from meshwright.hlo.parser import Instruction, bytes_of
+from xlacensus.hlo.parser import Instruction, bytes_of
 
 Groups = tuple[tuple[int, ...], ...]
 """Numbers of the devices in each group."""

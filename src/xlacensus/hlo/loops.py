@@ -10,8 +10,8 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from meshwright.hlo.parser import Computation, Instruction, Module
-from meshwright.hlo.scopes import BranchScope
+from xlacensus.hlo.parser import Computation, Instruction, Module
+from xlacensus.hlo.scopes import BranchScope
 
 _ALWAYS = BranchScope(1, 1)
 

@@ -10,14 +10,14 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 
-from meshwright.analysis.jaxprs import CONSTRAINED, JaxprCollective
-from meshwright.analysis.lint import Finding
-from meshwright.analysis.memory import Argument
-from meshwright.analysis.simulate import SimulatedSchedule, Span
-from meshwright.formatting import format_step
-from meshwright.hlo.collectives import collective_in, done_of, overlapped_work, transfer_start
-from meshwright.hlo.ledger import LedgerEntry
-from meshwright.hlo.parser import Computation, Instruction, Module
+from xlacensus.formatting import format_step
+from xlacensus.hlo.collectives import collective_in, done_of, overlapped_work, transfer_start
+from xlacensus.hlo.ledger import LedgerEntry
+from xlacensus.hlo.parser import Computation, Instruction, Module
+from xlacensus.jaxprs import CONSTRAINED, JaxprCollective
+from xlacensus.lints import Finding
+from xlacensus.peak_memory import Argument
+from xlacensus.schedule import SimulatedSchedule, Span
 
 MIN_SENT_BYTES = 1024
 """Bytes sent in one execution of the program below which an inserted collective is not reported: scalars, norms."""

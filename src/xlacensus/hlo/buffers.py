@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from meshwright.hlo.parser import Array, Computation, Instruction, Module, Shape
+from xlacensus.hlo.parser import Array, Computation, Instruction, Module, Shape
 
 Index = tuple[int, ...]
 """Path to one array of a tuple shape."""

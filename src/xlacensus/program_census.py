@@ -8,23 +8,30 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import itertools
-import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from meshwright.analysis.compile import (
+from xlacensus.collective_lints import (
+    MIN_SENT_BYTES,
+    lint_missed_overlap,
+    lint_unexpected_collectives,
+)
+from xlacensus.compilation import (
     ARGUMENT_CATEGORIES,
     argument_leaves,
     compile_function,
     definition_line,
     program_arguments,
 )
-from meshwright.analysis.jaxprs import read_jaxpr_collectives
-from meshwright.analysis.lint import (
+from xlacensus.formatting import format_bytes, format_count, format_step
+from xlacensus.hlo.flops import ALL_ROWS, CompiledMatmul, Skipped, read_matmuls, unpriced_kernels
+from xlacensus.hlo.ledger import LedgerEntry, read_ledger, traffic, unread_collectives
+from xlacensus.hlo.scopes import Branches
+from xlacensus.jaxprs import read_jaxpr_collectives
+from xlacensus.lints import (
     Finding,
     grouped_products,
     lint_determinism,
@@ -38,17 +45,8 @@ from meshwright.analysis.lint import (
     lint_tiles,
     lint_whole_state,
 )
-from meshwright.analysis.lint_collectives import (
-    MIN_SENT_BYTES,
-    lint_missed_overlap,
-    lint_unexpected_collectives,
-)
-from meshwright.analysis.memory import Memory, read_memory
-from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, Ticks, simulate_schedule
-from meshwright.formatting import Shown, format_bytes, format_count, format_step
-from meshwright.hlo.flops import ALL_ROWS, CompiledMatmul, Skipped, read_matmuls, unpriced_kernels
-from meshwright.hlo.ledger import LedgerEntry, read_ledger, traffic, unread_collectives
-from meshwright.hlo.scopes import Branches
+from xlacensus.peak_memory import Memory, read_memory
+from xlacensus.schedule import SimulatedSchedule, TargetDevices, Ticks, simulate_schedule
 
 PROVENANCE: dict[str, tuple[str, ...]] = {
     "compiled": (
@@ -133,12 +131,12 @@ class Flops:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Census(Shown):
+class Census:
     """Memory, collectives, FLOPs and findings of one device of a compiled program, with a simulated schedule.
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> report = mw.census(jax.jit(lambda x, w: jnp.tanh(x @ w)), jnp.ones((8, 16)), jnp.ones((16, 4)))
+        >>> report = xlacensus.census(jax.jit(lambda x, w: jnp.tanh(x @ w)), jnp.ones((8, 16)), jnp.ones((16, 4)))
         >>> report.flops.compiled, len(report.ledger)
         (1024.0, 0)
     """
@@ -217,8 +215,8 @@ class Census(Shown):
             },
         }
 
-    def __str__(self) -> str:
-        return str(self.page())
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.brief()}>"
 
 
 def census(
@@ -364,8 +362,3 @@ def _versions(device: str) -> str:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 versions.append(f"{package} {importlib.metadata.version(package)}")
     return ", ".join(versions)
-
-
-def save_census(census: Census, file: Path) -> None:
-    """Writes the census as JSON, for a comparison with another commit or mesh."""
-    file.write_text(json.dumps(census.to_json(), indent=1) + "\n", encoding="utf-8")

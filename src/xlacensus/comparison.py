@@ -2,12 +2,9 @@
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from meshwright.documents import LARGE, read_json
-from meshwright.errors import CensusError, by_class, reason_of
-from meshwright.formatting import format_bytes, format_count
+from xlacensus.formatting import format_bytes, format_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,14 +37,14 @@ PREDICTED = "predicted seconds"
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
     """Compares every quantity of two censuses (`Census.to_json()`); those that are zero in both are left out."""
     changes = []
-    for (part, a), b in zip(_quantities(before).items(), _quantities(after).values(), strict=True):
+    for (part, a), b in zip(quantities(before).items(), quantities(after).values(), strict=True):
         for key in dict.fromkeys([*a, *b]) if part != PREDICTED or (a and b) else ():
             if a.get(key) or b.get(key):
                 changes.append(Change(part, key, float(a.get(key, 0)), float(b.get(key, 0))))
     return changes
 
 
-def _quantities(census: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+def quantities(census: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Returns what censuses are compared by: part -> quantity -> value."""
     seconds, flops, schedule = {}, dict[str, float](), census["simulated_schedule"]
     if schedule:
@@ -68,24 +65,3 @@ def _quantities(census: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         "flops": flops,
         "findings": {"findings": len(census["findings"])},
     }
-
-
-def read_census(file: Path) -> dict[str, Any]:
-    """Reads a census that `--json` or `--save` wrote. Raises CensusError if the file is not a census."""
-    try:
-        document = read_json(file, LARGE)
-        _quantities(document)
-    except OSError as error:
-        raise by_class(
-            error,
-            CensusError(
-                f"the census {file}", f"it cannot be read: {reason_of(error)}", "a file of --json"
-            ),
-        ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise CensusError(
-            f"the census {file}",
-            f"it is not a census: {error}",
-            "what `meshwright prove --json` prints",
-        ) from error
-    return dict(document)

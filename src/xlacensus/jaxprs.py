@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from meshwright.hlo.collectives import axes_of_groups
+from xlacensus.hlo.collectives import axes_of_groups
 
 _JAX = str(Path(jax.__file__).parent)
 

@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from meshwright.analysis.jaxprs import all_jaxprs
-from meshwright.analysis.memory import Argument, CompiledMemory
-from meshwright.errors import CensusError
-from meshwright.formatting import format_bytes
-from meshwright.hlo.buffers import BufferAssignment, read_assignment
-from meshwright.hlo.parser import Array, Module, parse_module
-from meshwright.hlo.scopes import Branches, plain_path
+from xlacensus.errors import CensusError
+from xlacensus.formatting import format_bytes
+from xlacensus.hlo.buffers import BufferAssignment, read_assignment
+from xlacensus.hlo.parser import Array, Module, parse_module
+from xlacensus.hlo.scopes import Branches, plain_path
+from xlacensus.jaxprs import all_jaxprs
+from xlacensus.peak_memory import Argument, CompiledMemory
 
 
 @dataclasses.dataclass(frozen=True)

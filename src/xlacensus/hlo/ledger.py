@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from meshwright.hlo.collectives import (
+from xlacensus.hlo.collectives import (
     COLLECTIVE_TEXT,
     done_of,
     group_label,
@@ -17,9 +17,9 @@ from meshwright.hlo.collectives import (
     payload_of,
     transfer_start,
 )
-from meshwright.hlo.loops import ExecutionContext, walk
-from meshwright.hlo.parser import Frame, Instruction, Module
-from meshwright.hlo.scopes import plain_path
+from xlacensus.hlo.loops import ExecutionContext, walk
+from xlacensus.hlo.parser import Frame, Instruction, Module
+from xlacensus.hlo.scopes import plain_path
 
 
 @dataclasses.dataclass(frozen=True)

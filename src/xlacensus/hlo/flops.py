@@ -15,9 +15,9 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.hlo.loops import ExecutionContext, branches_of, known_branch, trip_count, walk
-from meshwright.hlo.parser import Array, Computation, Instruction, Module, arrays_of
-from meshwright.hlo.scopes import Phase, phase_of, scopes_of
+from xlacensus.hlo.loops import ExecutionContext, branches_of, known_branch, trip_count, walk
+from xlacensus.hlo.parser import Array, Computation, Instruction, Module, arrays_of
+from xlacensus.hlo.scopes import Phase, phase_of, scopes_of
 
 Rate = Literal["bf16", "fp8", "int8", "mxfp8"]
 """Peak of a chip at which a product runs; wider types than bfloat16 count as bfloat16, which is never slower."""

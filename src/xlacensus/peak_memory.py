@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from meshwright.hlo.buffers import (
+from xlacensus.hlo.buffers import (
     Buffer,
     BufferAssignment,
     Peak,
@@ -14,8 +14,8 @@ from meshwright.hlo.buffers import (
     op_names_written_into,
     peak_of,
 )
-from meshwright.hlo.parser import Module
-from meshwright.hlo.scopes import phase_of, plain_path, scopes_of
+from xlacensus.hlo.parser import Module
+from xlacensus.hlo.scopes import phase_of, plain_path, scopes_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright.errors import CensusError
-from meshwright.hlo.scopes import Branches, scopes_of
+from xlacensus.errors import CensusError
+from xlacensus.hlo.scopes import Branches, scopes_of
 
 _WIDTH = re.compile(r"(?:[suc]|b?f)(\d+)")
 """First number of an element type: its bits, as in `s4`, `bf16`, `f8e4m3fn`."""
@@ -43,7 +43,7 @@ class Array:
             raise CensusError(
                 f"the size of an array of {self.dtype}",
                 "the parser has no size for this element type",
-                "add it to Array.bytes in meshwright/hlo/parser.py",
+                "add it to Array.bytes in xlacensus/hlo/parser.py",
             )
         return -(-self.elements * bits // 8)
 

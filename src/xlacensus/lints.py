@@ -7,7 +7,6 @@ A finding without a line is given that of the function's definition.
 import dataclasses
 import itertools
 import math
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,23 +17,14 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwright.analysis.compile import CompiledProgram
-from meshwright.analysis.jaxprs import (
-    all_jaxprs,
-    lines_of,
-    nested_jaxprs,
-    product_flops,
-    products_needed,
-    user_frames,
-)
-from meshwright.analysis.memory import Argument
-from meshwright.errors import CensusError
-from meshwright.formatting import format_count
-from meshwright.hardware.machine import sums_in_order
-from meshwright.hlo.flops import is_call, kernel_work, matmul_flops
-from meshwright.hlo.ledger import LedgerEntry
-from meshwright.hlo.loops import walk
-from meshwright.hlo.parser import (
+from xlacensus.compilation import CompiledProgram
+from xlacensus.determinism import nondeterminism_of, sums_in_order
+from xlacensus.errors import CensusError
+from xlacensus.formatting import format_count
+from xlacensus.hlo.flops import matmul_flops
+from xlacensus.hlo.ledger import LedgerEntry
+from xlacensus.hlo.loops import walk
+from xlacensus.hlo.parser import (
     Array,
     Instruction,
     Module,
@@ -43,7 +33,16 @@ from meshwright.hlo.parser import (
     closing,
     parse_shape,
 )
-from meshwright.hlo.scopes import plain_path
+from xlacensus.hlo.scopes import plain_path
+from xlacensus.jaxprs import (
+    all_jaxprs,
+    lines_of,
+    nested_jaxprs,
+    product_flops,
+    products_needed,
+    user_frames,
+)
+from xlacensus.peak_memory import Argument
 
 MIN_REPLICATED_BYTES = 2**20
 """Size from which a replicated array, or a parameter with padded tiles, is reported."""
@@ -236,59 +235,6 @@ def lint_host(module: Module) -> Iterator[Finding]:
         )
 
 
-_LIBRARY_MATMUL = re.compile("gemm|matmul|ScaledDot")
-
-
-def lint_precision(module: Module, scope: str, asked: str) -> Iterator[Finding]:
-    """Reports matmuls of a low-precision run whose operands are wider than one byte in the compiled program.
-
-    A compiler simplifies a quantise-dequantise pair away, and converts operands that its hardware does not multiply.
-
-    scope: named scope of the matmuls that are meant to be in low precision.  asked: the run's precision.
-    """
-    total, excess, wide, line = 0, 0.0, Counter[str](), ""
-    for context, instruction in walk(module):
-        library = instruction.opcode == "custom-call" and (
-            _LIBRARY_MATMUL.search(instruction.target)
-            or kernel_work(instruction).kind == "grouped matmul"
-        )
-        if not (
-            library or instruction.opcode in ("dot", "convolution")
-        ) or scope not in context.op_name(instruction):
-            continue
-        operands = [
-            array for operand in instruction.operands[:2] for array in arrays_of(operand.shape)
-        ]
-        total += 1
-        if any(a.bytes > a.elements for a in operands):
-            wide[" x ".join(a.dtype for a in operands)] += 1
-            excess += context.count * sum(a.bytes - min(a.bytes, a.elements) for a in operands)
-            line = line or instruction.line
-    if wide or not total:
-        types = ", ".join(f"{n} of {text}" for text, n in wide.items())
-        found = f"{wide.total()} of {total} matmuls of the compiled program have wider operands: {types}"
-        yield Finding(
-            "precision",
-            f"matmuls of --training.matmul-precision {asked}",
-            f"the Run asks for {asked}, and {found if total else 'the compiled program has no such matmul'}",
-            "operands of the low precision in the dot_general itself, on a chip that multiplies them",
-            int(excess),
-            line,
-        )
-
-
-def lint_attention_kernel(module: Module, name: str) -> Iterator[Finding]:
-    """Reports the fused attention kernel `name`, which a run uses, if its compiled program does not contain one."""
-    if not any(is_call(i) and kernel_work(i).kind == "attention" for _, i in walk(module)):
-        yield Finding(
-            "kernel",
-            f"attention by {name}",
-            "the run uses this kernel, and the compiled program has no attention kernel: scores go through HBM",
-            "name it in --training.attention-kernel, which refuses shapes that it does not take",
-            0,
-        )
-
-
 _TUNED = re.compile(
     r'"kind":"__(?:triton_\w*gemm|cudnn\$fusion)|custom_call_target="__(?:cublas|cudnn\$conv)'
 )
@@ -336,28 +282,10 @@ def lint_determinism(
             "determinism",
             f"{cause}: {', '.join(names)}",
             _MAY_DIFFER[cause],
-            "--training.deterministic; of a function of your own, unique_indices=True where indices differ, the XLA "
-            "options of docs/determinism.md, and NCCL_ALGO=Ring",
+            "unique_indices=True where indices differ, XLA_FLAGS=--xla_gpu_deterministic_ops=true, and NCCL_ALGO=Ring",
             0,
             line,
         )
-
-
-def nondeterminism_of(options: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Returns whether XLA:GPU keeps kernels that add by atomics, and whether it chooses kernels anew by timing them.
-
-    options: of the compilation; those of XLA_FLAGS count too.
-    """
-    flags = (word.lstrip("-").partition("=") for word in os.environ.get("XLA_FLAGS", "").split())
-    given = {name: value or "true" for name, _, value in flags} | dict(options)
-    given = {name: str(value).lower() for name, value in given.items()}
-    deterministic = given.get("xla_gpu_deterministic_ops") == "true"
-    saved = {
-        "xla_gpu_load_autotune_results_from",
-        "xla_gpu_per_fusion_autotune_cache_dir",
-    } & given.keys()
-    atomics = not deterministic and given.get("xla_gpu_exclude_nondeterministic_ops") != "true"
-    return atomics, not (deterministic or saved or given.get("xla_gpu_autotune_level") == "0")
 
 
 def _depends_on_order(instruction: Instruction) -> bool:

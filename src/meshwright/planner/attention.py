@@ -1,0 +1,87 @@
+"""Price of an attention kernel: its matrix products, its rate, and the scores that it moves through HBM."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from meshwright.models.kernels.blocked import block_size
+from meshwright.models.model import AttentionSpec
+from meshwright.planner.physics import Physics
+from meshwright.planner.work import tokens_per_device
+from meshwright.runs.settle import Settled
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionKernel:
+    """Attention kernel as the planner prices it."""
+
+    backward: float = 2.5
+    """Matrix products of the backward pass over those of the forward pass."""
+    rate: Literal["attention", "matmul"] = "attention"
+    """Fraction of peak that it reaches: a field of `Efficiency`."""
+    score_bytes: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """HBM bytes that it moves per visible score, by pass; empty where scores stay on the chip."""
+    kernels: int = 1
+    """Kernels of a forward pass."""
+    keeps_scores: bool = False
+    """Whether its backward pass reads the scores of the forward pass, which some remat policies compute again."""
+    speed: float = 1.0
+    """Its rate over `rate`."""
+
+
+def attention_kernel(settled: Settled, physics: Physics) -> AttentionKernel:
+    """Returns the price of the attention kernel that a run uses on its machine."""
+    attention = settled.layout.spec.attention
+    if not settled.layout.spec.layers:
+        return AttentionKernel(backward=0.0)
+    backward = settled.kernels.backward
+    if not attention or settled.kernels.fused:
+        return AttentionKernel(backward)
+    return AttentionKernel(backward, score_bytes=_score_bytes(settled, physics))
+
+
+def visited_positions(attention: AttentionSpec, seq: int, block: int) -> float:
+    """Returns the key positions computed for a query in blocks of `block` queries and keys, on average.
+
+    Causal attention over 4 blocks with a window of 2: x is computed, and - is skipped.
+
+        queries 0   x
+        queries 1   x x
+        queries 2   - x x          (4 * 5 / 2 - 3) blocks of block^2 scores, over 4 * block queries
+        queries 3   - - x x
+    """
+    if attention.chunk:
+        seq = min(seq, attention.chunk)
+    window = attention.window or seq
+    skipped = 0
+    for first_query in range(0, seq, block):
+        skipped += max(0, first_query - window + 1) // block
+    blocks = seq // block
+    return block * (blocks * (blocks + 1) / 2 - skipped) / blocks
+
+
+def _score_bytes(settled: Settled, physics: Physics) -> dict[str, float]:
+    """Returns the HBM bytes that blocked attention moves per visible score, by pass.
+
+        bytes = visited / visible * (bytes of a score + bytes of a query's element * head size / block)
+
+    A block is computed as a whole, so all of its scores count, the masked ones included.
+    """
+    attention = settled.layout.spec.attention
+    split = settled.sequence
+    seq = settled.run.training.seq
+    heads = max(a.heads for a in attention) / (settled.layout.shape.tensor * split.group)
+    sequences = tokens_per_device(settled) * settled.layout.shape.context / seq
+    tokens = seq
+    if split.groups > 1:
+        tokens = seq // (2 * split.groups)
+    block = block_size(tokens, max(1, int(4 * sequences * heads)))
+
+    visible = sum(a.heads * a.causal_positions(seq) for a in attention)
+    visited = sum(a.heads * visited_positions(a, seq, block) for a in attention) / visible
+    elements = max(a.head_size for a in attention) / block
+    counted = physics.tpu_score_bytes if settled.machine.on_tpu else physics.gpu_score_bytes
+    return {
+        name: visited * (of_score + of_element * elements)
+        for name, (of_score, of_element) in counted.items()
+    }

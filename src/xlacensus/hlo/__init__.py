@@ -1,0 +1,1 @@
+"""Parser and analyses of compiled XLA programs, read from their text."""
