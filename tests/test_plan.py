@@ -195,7 +195,7 @@ def test_the_matmuls_of_all_devices_are_the_models(model: str, mesh: str, layout
     fraction = (
         1
         if placed.layout.shape.stage == 1
-        else work.layers * placed.shape.stage / len(placed.layout.spec.layers)
+        else work.layers * placed.layout.shape.stage / len(placed.layout.spec.layers)
     )
     layers = sum(n for item, n in items.items() if item not in ("unembedding", "attention"))
     flops = sum(matmul.flops for matmul in work.matmuls) + work.attention

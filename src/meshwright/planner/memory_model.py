@@ -81,7 +81,7 @@ class StepMemory:
 
     def by_category(self) -> dict[str, float]:
         """Returns the bytes by category."""
-        placed = self.placed
+        placed = self.settled
         if not self.work.layers:
             return _memory_of_loss(placed, self.work)
         layer = self.layer
@@ -103,29 +103,24 @@ class StepMemory:
         return result
 
     @functools.cached_property
-    def placed(self) -> PlacedRun:
-        """The run on its mesh."""
-        return self.settled
-
-    @functools.cached_property
     def compute_bytes(self) -> int:
         """Bytes of an element in the compute dtype."""
-        return jnp.dtype(self.placed.run.training.compute_dtype).itemsize
+        return jnp.dtype(self.settled.run.training.compute_dtype).itemsize
 
     @functools.cached_property
     def is_frozen(self) -> bool:
         """Whether adapters are trained, and weights have no gradients."""
-        return self.placed.run.finetune.method == "lora"
+        return self.settled.run.finetune.method == "lora"
 
     @functools.cached_property
     def sums_microbatches(self) -> bool:
         """Whether gradients of several microbatches are added up."""
-        return self.placed.run.training.microbatches > 1 or self.placed.layout.shape.stage > 1
+        return self.settled.run.training.microbatches > 1 or self.settled.layout.shape.stage > 1
 
     @functools.cached_property
     def kept_parts(self) -> float:
         """Parts of a pipeline stage whose activations it keeps, besides the one that runs."""
-        return self.in_flight if keeps_stages(self.placed) else 0.0
+        return self.in_flight if keeps_stages(self.settled) else 0.0
 
     # How this package carries out a step.
 
@@ -137,14 +132,14 @@ class StepMemory:
     @functools.cached_property
     def keeps_weights(self) -> bool:
         """Whether gathered weights are saved for the backward pass, as a policy does that saves everything."""
-        saves_everything = REMAT_POLICIES[self.placed.run.training.remat].saved is None
-        return saves_everything and not computes_weights_again(self.placed)
+        saves_everything = REMAT_POLICIES[self.settled.run.training.remat].saved is None
+        return saves_everything and not computes_weights_again(self.settled)
 
     @functools.cached_property
     def gradients(self) -> float:
         """Bytes of the gradients that a device keeps: in float32 while they are added up."""
-        training = self.placed.run.training
-        _, trained = sharded_elements(self.placed.layout)
+        training = self.settled.run.training
+        _, trained = sharded_elements(self.settled.layout)
         if self.sums_microbatches:
             return trained * 4
         param = jnp.dtype(training.param_dtype).itemsize
@@ -155,16 +150,16 @@ class StepMemory:
         """Bytes of the gradients of one microbatch that are there before they are added to the sum."""
         if not self.sums_microbatches:
             return 0.0
-        param = jnp.dtype(self.placed.run.training.param_dtype).itemsize
-        return param * _added_late(self.placed)
+        param = jnp.dtype(self.settled.run.training.param_dtype).itemsize
+        return param * _added_late(self.settled)
 
     @functools.cached_property
     def gathered_weights(self) -> float:
         """Bytes of gathered weights that are saved, and of those that a pipeline rounds once for all ticks."""
         weights = 0.0
         if self.keeps_weights:
-            _, all_layers = _gathered_elements(self.placed.layout)
-            all_layers *= (1 + self.kept_parts) / self.placed.layout.stages.virtual_stages
+            _, all_layers = _gathered_elements(self.settled.layout)
+            all_layers *= (1 + self.kept_parts) / self.settled.layout.stages.virtual_stages
             weights = self.compute_bytes * all_layers
         return weights + rounded_elements(self.settled)
 
@@ -174,14 +169,14 @@ class StepMemory:
 
         One part of a stage runs at a time; without a pipeline it is the model. Rows without a layer are saved too.
         """
-        placed = self.placed
+        placed = self.settled
         part = _saved_bytes(placed, self.work, self.saved_inputs) * _rows(placed.layout)
         return part * (1 + self.kept_parts) + self.stage_inputs
 
     @functools.cached_property
     def stage_inputs(self) -> float:
         """Bytes of the inputs of the microbatches that a pipeline stage holds."""
-        shape = self.placed.layout.shape
+        shape = self.settled.layout.shape
         if shape.stage == 1:
             return 0.0
         tokens = self.in_flight * self.work.tokens / shape.tensor
@@ -192,7 +187,7 @@ class StepMemory:
         """Bytes of the loss: its table, the gradient of the table, logits and their gradient."""
         work = self.work
         chunk = chunk_tokens(
-            int(work.tokens), work.unembedding.n, self.placed.run.training.logits_mib
+            int(work.tokens), work.unembedding.n, self.settled.run.training.logits_mib
         )
         gradient = 0 if self.is_frozen else 4
         table = work.unembedding.n * work.width * (self.compute_bytes + gradient)
@@ -202,7 +197,7 @@ class StepMemory:
     def layer(self) -> float:
         """Bytes of a layer in the backward pass."""
         # Offloaded activations come back for one layer and, ahead of time, for the next.
-        from_host = 2 * offloaded_bytes(self.placed, self.work) / max(1.0, self.work.layers)
+        from_host = 2 * offloaded_bytes(self.settled, self.work) / max(1.0, self.work.layers)
         # Of a scan that gathers ahead: weights that the layer below begins with, last gradients of the layer above.
         carried = self.compute_bytes * _carried_elements(self.settled)
         inner = layer_bytes(self.settled, self.work, self.physics)
@@ -211,18 +206,18 @@ class StepMemory:
     @functools.cached_property
     def layer_weights(self) -> float:
         """Bytes of a layer's gathered weights, of those of the next, and of their gradients."""
-        one_layer, _ = _gathered_elements(self.placed.layout)
+        one_layer, _ = _gathered_elements(self.settled.layout)
         weights = one_layer * 2 * self.compute_bytes
         if self.is_frozen:
             return weights
-        reduce = jnp.dtype(self.placed.run.training.reduce_dtype).itemsize
+        reduce = jnp.dtype(self.settled.run.training.reduce_dtype).itemsize
         if self.settled.machine.on_tpu:
             # Four programs for v5p have two of the three gradients of a layer's experts at once: so the plan is 0 to
             # 8 % above them, and 2 to 13 % with all three (docs/log.md). Programs for GPUs are on both sides of the
             # plan with all three.
-            return weights + (one_layer - _first_reduced_elements(self.placed.layout)) * reduce
+            return weights + (one_layer - _first_reduced_elements(self.settled.layout)) * reduce
         # The layers of a period are one body of the loop: GPU programs reduce the gradients of all of them at its end.
-        return weights + self.placed.layout.spec.period * one_layer * reduce
+        return weights + self.settled.layout.spec.period * one_layer * reduce
 
     @functools.cached_property
     def tied_gradient(self) -> float:
@@ -230,7 +225,7 @@ class StepMemory:
         if (
             self.is_frozen
             or self.settled.machine.on_tpu
-            or self.placed.layout.spec.embedding != "embed"
+            or self.settled.layout.spec.embedding != "embed"
         ):
             return 0.0
         return 4 * self.work.unembedding.n * self.work.width
