@@ -64,6 +64,11 @@ ROWS = (
 )  # fmt: skip
 """Architectures, each with a golden file."""
 
+LARGER = (
+    "gemma-3-larger", "llama-4-larger", "mistral-3-larger", "kimi-k2.5-larger", "qwen3-vl-larger",
+)  # fmt: skip
+"""Larger models, whose text model is computed, each with a golden file."""
+
 WRITTEN_SPLIT = ("phi-4",)
 """Rows whose model is written as another architecture, with the same values in tensors that are not fused."""
 
@@ -77,8 +82,12 @@ MESHES = {
 }  # fmt: skip
 """Mesh of a row's gradients, where it is not EIGHT_DEVICES."""
 
-DECODE_MESHES = {"qwen3-next": "data=2,fsdp=2,tensor=2"}
-"""Mesh of a row's greedy text, where it is not `fsdp=2,context=2,tensor=2`: linear attention goes without `context`."""
+
+def decode_mesh_of(folder: Path) -> str:
+    """Returns the mesh of a row's greedy text: a state that passes from token to token goes without `context`."""
+    if run_of_hugging_face(f"hf:{folder}").model.spec().recurrences:
+        return "data=2,fsdp=2,tensor=2"
+    return "fsdp=2,context=2,tensor=2"
 
 
 def write_folder(row: str, folder: Path, files: int = 1) -> dict[str, Any]:
@@ -205,7 +214,9 @@ def _by_tensor(folder: Path, device_run: DeviceRun, tree: Any) -> dict[str, np.n
         write_block(
             p, stored, tuple(slice(0, size) for size in whole.shape), whole, found.__getitem__
         )
-    return found
+    if weights.prefix is None:
+        return found
+    return {weights.prefix.name_in_larger_model(name): values for name, values in found.items()}
 
 
 def steps_of(

@@ -13,8 +13,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +35,7 @@ from meshwright.data.chat import (
     template_text,
 )
 from meshwright.data.chat_files import find_chat_files, read_records, unit_of
-from meshwright.data.corpus import Corpus, local_text, parse_source, share
+from meshwright.data.corpus import Check, Corpus, local_text, parse_source, share
 from meshwright.data.feed import held_out_border
 from meshwright.data.sources import Place
 from meshwright.data.subwords import Subwords, check_unicode
@@ -47,6 +45,7 @@ from meshwright.data.tokens import TokenFile, is_token_file, open_tokens
 from meshwright.documents import LARGE, parse_json, read_json
 from meshwright.errors import DataError, by_class
 from meshwright.fine_tuning import FineTune, Objective, TooLong
+from meshwright.storage.removing import remove_tree, rename
 from meshwright.storage.transfer import held_folder, sha256_of
 
 _FORMAT = 5
@@ -192,13 +191,18 @@ def pack(
 
 
 def load_conversations(
-    data: Data, seq: int, tuning: FineTune, cache: Path
+    data: Data,
+    seq: int,
+    tuning: FineTune,
+    cache: Path,
+    check: Check = lambda tokenizer, name: None,
 ) -> tuple[Corpus, list[tuple[Packed, Packed]]]:
     """Loads chat data: its files, and for each the sequences to train on and the held-out ones.
 
     Tokens are kept in `cache`. Records that are longer than a sequence are refused, cut or dropped (`FineTune.too_long`),
-    and how many is printed. Raises DataError with file and line for a record that is malformed, has no answer, or is
-    refused.
+    and how many is printed.
+    check: as of `load_corpus`.
+    Raises DataError with file and line for a record that is malformed, has no answer, or is refused.
     """
     spec = local_text(data.tokenizer, cache)
     if not Path(spec).is_file() and spec != "bytes":
@@ -216,6 +220,7 @@ def load_conversations(
     files, parts = [], []
 
     def make() -> dict[str, Path]:
+        check(build_tokenizer(spec), data.tokenizer)
         texts = {source.path: local_text(source.path, cache) for source in sources}
         return {
             path: _tokenise(text, spec, template, tuning.objective, cache)
@@ -390,12 +395,13 @@ def _tokenise(
         described = writer.description(tokenizer.vocab, source=path, tokenizer=spec, skipped={})
         write_description(scratch, described, "answers.bin", "places.bin", "files.json")
         try:
-            os.replace(scratch, folder)
+            rename(scratch, folder, below=folder.parent)
         except OSError:  # another process was first
             if not is_token_file(folder):
                 raise
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_tree(scratch, below=folder.parent)
     return folder
 
 

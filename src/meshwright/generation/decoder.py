@@ -347,7 +347,7 @@ class Decoder:
             dropout=no_dropout(),
             attend=own,
             attend_latent=attend.latent,
-            attend_delta=attend.delta,
+            cached_recur=attend.recur,
         )
         x_BTD, cache = self._layers(params, state.cache, ctx, attend)
         return *model.model.unembed(params, x_BTD, self.weights.gather), cache

@@ -13,9 +13,8 @@ import jax
 import numpy as np
 
 from meshwright.activity import activity
-from meshwright.config import MeshShape
 from meshwright.data.batch import Batch, ramp_of
-from meshwright.data.corpus import Corpus, load_corpus
+from meshwright.data.corpus import Check, Corpus, load_corpus
 from meshwright.data.feed import (
     Feed,
     Samples,
@@ -29,7 +28,6 @@ from meshwright.errors import ConfigError, DataError
 from meshwright.hardware.agreement import note_progress
 from meshwright.hardware.mesh import (
     build_mesh,
-    default_mesh_shape,
     enable_compilation_cache,
     first_devices,
 )
@@ -255,19 +253,11 @@ def check_sample(device_run: DeviceRun) -> None:
 def _cannot_decode(device_run: DeviceRun) -> str:
     """The first stack of layers that state nothing to decode with; "" where all do."""
     layers = device_run.layout.spec.layers
-    return next(
-        (layer.stack for layer in layers if layer.attention is None and layer.delta is None), ""
-    )
+    return next((layer.stack for layer in layers if not layer.decodes), "")
 
 
 Choose = Callable[[Run, Sequence[Any]], Run]
 """`(run, devices) -> run` with the choices filled in that it leaves to the machine (remat policy)."""
-
-
-@functools.singledispatch
-def prepare_other(model: Model, run: Run, devices: list[jax.Device]) -> Trainable | None:
-    """Prepares a run of a model that does not train on text, for which `wrapped` registers its function; else None."""
-    return None
 
 
 class _NotedProgress:
@@ -302,6 +292,7 @@ def prepare_run(
     devices: int | None = None,
     choose: Choose = lambda run, devices: run,
     output: Output | None = None,
+    weights: str | None = None,
     progress: Progress | None = None,
 ) -> Trainable:
     """Tokenises the text, chooses the mesh where the run leaves it open, and places the run on devices.
@@ -309,21 +300,43 @@ def prepare_run(
     cache: folder of token files and compiled programs.  devices: use the first so many; None uses all.  choose: makes
     the choices that need the planner; without it a run that leaves the remat policy open recomputes whole layers.
     output: folder of a training; a run that is resumed there keeps its vocabulary where its text has changed.
+    weights: source of weights that are evaluated, in the place of those the run starts from; "" for none.
     progress: shows the tokenisation.
     Raises ConfigError or DataError before anything is traced.
     """
     available = first_devices(devices)
     shape = run.mesh
-    if shape is None and run.model.unit == "tokens":
-        shape = default_mesh_shape(len(available))
     if shape is None:
-        shape = MeshShape(fsdp=len(available))
+        shape = run.model.default_mesh(len(available))
     check_run(run, shape, output)
     enable_compilation_cache(cache / "compiled")
-    other = prepare_other(run.model, run, available)
-    if other is not None:
-        return other
-    run, mesh = dataclasses.replace(run, mesh=shape), build_mesh(shape, available)
+    prepare_text = functools.partial(
+        _prepare_text,
+        cache=cache,
+        choose=choose,
+        output=output,
+        weights=weights,
+        progress=progress,
+    )
+    run = dataclasses.replace(run, mesh=shape)
+    prepared: Trainable = run.model.prepare(run, available, prepare_text)
+    return prepared
+
+
+def _prepare_text(
+    model: Model,
+    run: Run,
+    devices: list[jax.Device],
+    *,
+    cache: Path,
+    choose: Choose,
+    output: Output | None,
+    weights: str | None,
+    progress: Progress | None,
+) -> PreparedRun:
+    """Prepares a run that trains on text. run: with its mesh. The other arguments are those of `prepare_run`."""
+    assert run.mesh is not None
+    mesh = build_mesh(run.mesh, devices)
     own = None if output is None else output.tokenizer
     if own is not None and in_bucket(own):
         own = local_copy(path_of(own), cache)
@@ -332,6 +345,7 @@ def prepare_run(
     first = _place(run, mesh, choose) if known else place_on_devices(with_stand_in_vocab(run), mesh)
     if run.data.sample or run.data.sample_every:
         check_sample(first)
+    check = _check_of_tokens(run, weights, cache, own)
     parts: Sequence[tuple[Samples, Samples]]
     if run.finetune.objective == "text":
         corpus = load_corpus(
@@ -342,12 +356,13 @@ def prepare_run(
             bad_records=run.faults.bad_records,
             text_field=run.data.text_field,
             progress=_NotedProgress(progress),
+            check=check,
         )
         parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
     else:
         from meshwright.data.conversations import load_conversations
 
-        corpus, parts = load_conversations(run.data, run.training.seq, run.finetune, cache)
+        corpus, parts = load_conversations(run.data, run.training.seq, run.finetune, cache, check)
     vocab = run.model.vocab
     if vocab is not None and corpus.vocab > vocab:
         fix = f"--model.vocab {corpus.vocab}"
@@ -366,6 +381,19 @@ def prepare_run(
     return PreparedRun(
         device_run, corpus, tuple(p[0] for p in parts), tuple(p[1] for p in parts if len(p[1]))
     )
+
+
+def _check_of_tokens(run: Run, weights: str | None, cache: Path, own: Path | None) -> Check:
+    """Returns the check of tokenizers against that of the weights. weights, own: as of `prepare_run`."""
+    source = run.init_from if weights is None else weights
+    if not source:
+        return lambda tokenizer, name: None
+    from meshwright.trainer.tokens_of_weights import (
+        TokensOfWeights,
+    )  # reads files of other programs
+
+    accepted = weights is None and run.data.other_tokenizer
+    return TokensOfWeights(source, cache, accepted, trains=weights is None, own=own)
 
 
 def _place(run: Run, mesh: jax.sharding.Mesh, choose: Choose) -> DeviceRun:
