@@ -23,10 +23,11 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from page_table import put_rows, put_table
 
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import Nodes
 from meshwright.hardware.targets import Target, parse_target
@@ -94,6 +95,7 @@ SETS = {
     "choices": SET,
     "tuned": "fine-tuning, 2026-11-28",
     "none": "nothing recomputed, 2026-11-28",
+    "named": "cases by hand, 2026-11-28",
 }
 """Value of --set -> name of the rows."""
 
@@ -127,6 +129,48 @@ def plans_that_save_all(numbers: Iterable[int]) -> Iterable[tuple[str, Plan]]:
             batch = target.devices * max(1, generator.choice((2048, 4096, 8192)) // seq)
             plan = saving_all(run, target, batch, seq)
         yield f"{plan.target} {plan.run.name} {sizes_of(plan)}", plan
+
+
+class Case(NamedTuple):
+    """A plan that is compiled since its memory was once far off; a mesh of None takes the first choice of `plan`."""
+
+    recipe: str
+    on: str
+    batch: int
+    seq: int
+    mesh: MeshShape | None
+    base: Literal["compute", "int8", "nf4"] | None = None
+    """Of LoRA's frozen weights; None trains all weights."""
+
+
+NAMED = (
+    Case("llama2-13b", "h100:1", 1, 4096, MeshShape(), "compute"),
+    Case("gpt2-xl", "a100:4", 32, 1024, MeshShape(fsdp=4)),
+    Case("olmo2-13b", "b200:8", 16, 4096, MeshShape(fsdp=8)),
+    Case("llama3-70b", "h100:1", 1, 4096, None, "nf4"),
+    Case("gpt-oss-20b", "h100:1", 1, 4096, None, "compute"),
+)
+"""With a mesh, nothing is recomputed."""
+
+
+def named_plans(numbers: Iterable[int]) -> Iterable[tuple[str, Plan]]:
+    """Yields the plans of the cases that were chosen by hand."""
+    for number in numbers:
+        if number >= len(NAMED):
+            return
+        case = NAMED[number]
+        target, run, word = parse_target(case.on), find_recipe(case.recipe), ""
+        if case.base is not None:
+            tuning = dataclasses.replace(run.finetune, method="lora", base=case.base)
+            run, word = dataclasses.replace(run, finetune=tuning), f"+lora-{case.base}"
+        plan = first_choice(run, target, case.batch, case.seq, None)
+        if case.mesh is not None:
+            training = dataclasses.replace(
+                run.training, batch=case.batch, seq=case.seq, remat="none"
+            )
+            plan = price_run(dataclasses.replace(run, mesh=case.mesh, training=training), target)
+        assert plan is not None
+        yield f"{plan.target} {plan.run.name}{word} {sizes_of(plan)}", plan
 
 
 def saving_all(run: Run, target: Target, batch: int, seq: int) -> Plan | None:
@@ -213,6 +257,7 @@ def figures_of(text: str) -> dict[str, Any]:
     census = json.JSONDecoder().raw_decode(text[text.index("{") :])[0]
     return {
         "compiled": census["memory"]["live"],
+        "phases": census.get("phases", {}),
         "compiled_seconds": census["simulated_schedule"]["step_seconds"],
         "flops": census["flops"]["compiled"],
         "versions": census["versions"],
@@ -228,7 +273,12 @@ def compiler_of(target: Target) -> str:
         return ""
 
 
-DRAWN = {"choices": drawn_plans, "tuned": tuned_plans, "none": plans_that_save_all}
+DRAWN = {
+    "choices": drawn_plans,
+    "tuned": tuned_plans,
+    "none": plans_that_save_all,
+    "named": named_plans,
+}
 """Value of --set -> function that draws its plans."""
 
 

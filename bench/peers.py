@@ -37,11 +37,11 @@ from second_reading import read_program
 
 from meshwright.config import MeshShape
 from meshwright.hardware.aot import compiler_environment
-from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hardware.targets import parse_target
 from meshwright.models.flops import forward_flops
 from meshwright.runs.recipe import find_recipe
 from xlacensus.hlo.parser import parse_module
+from xlacensus.interconnect import all_coordinates
 from xlacensus.schedule import TargetDevices, simulate_schedule
 
 HERE = Path(__file__).parent

@@ -1,5 +1,7 @@
 """Targets: names and legal sizes, chips from outside, missing compilers, and compilers that fail."""
 
+import os
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from meshwright.activity import Activity, watched_by
 from meshwright.api import proofs as absent
 from meshwright.api.proofs import _took_before, compile_in_subprocess
-from meshwright.errors import CensusError, ConfigError
+from meshwright.errors import CensusError, CompilerError, ConfigError, MeshwrightError
 from meshwright.hardware import aot as compilers
 from meshwright.hardware.aot import (
     compiler_environment,
@@ -126,18 +129,60 @@ def child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     return is_script
 
 
-def test_a_compiler_that_dies_is_explained(child, tmp_path: Path) -> None:
-    child("echo 'the last words' >&2; kill -SEGV $$")
-    with pytest.raises(CensusError, match="the compiler failed: SIGSEGV") as died:
+SAID = "meshwright prove: compiling an evaluation ..."
+
+
+UNNOTICED = (
+    *("SIGCHLD", "SIGCONT", "SIGSTOP", "SIGTSTP"),
+    *("SIGTTIN", "SIGTTOU", "SIGURG", "SIGWINCH"),
+)
+"""Signals that end no process."""
+CRASHES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGTRAP", "SIGXCPU")
+"""Signals of a compiler's own fault, and of the limit on its time."""
+ENDING = {each.name: int(each) for each in signal.Signals if each.name not in UNNOTICED}
+
+
+@pytest.mark.parametrize(("name", "number"), [*ENDING.items(), ("signal 40", 40)])
+def test_a_compiler_that_is_ended_says_nothing_of_the_program(
+    child, tmp_path: Path, name: str, number: int
+) -> None:
+    """Of each signal that ends a process: not the code of what does not fit, and no other mesh as its remedy."""
+    child(f"echo '{SAID}' >&2; kill -{number} $$; sleep 60")
+    with pytest.raises(MeshwrightError) as died:
         compile_in_subprocess(V5P, 60, ["prove"], sys.stdout)
+    error = died.value
+    assert error.exit_code == (12 if name in CRASHES else 75)
+    assert "mesh" not in error.fix and "fit" not in error.fix.split()
+    assert name in error.truth or number == signal.SIGXCPU
+    assert "while compiling an evaluation" in error.truth
     (log,) = tmp_path.glob("cache/proofs/*.log")
-    assert log.read_text() == "the last words\n" and str(log) in died.value.truth
+    assert log.read_text().startswith(SAID) and str(log) in error.truth
+    # A search that proves its best plans does not take the end of a compiler for a refusal of the plan.
+    assert isinstance(error, CensusError) == (name in CRASHES)
+
+
+def test_what_it_says_that_it_does_is_announced(child) -> None:
+    """The programs of a training's other phases take longer than its step, and each is named while it is compiled."""
+    child(f"echo chatter >&2; echo '{SAID}' >&2; sleep 2; echo '{{}}'")
+    doing = list[str]()
+
+    class Watch:
+        def began(self, activity: Activity) -> None:
+            doing.append(activity.doing)
+
+        def ended(self, activity: Activity, *, failed: bool) -> None:
+            assert not failed
+
+    with watched_by(Watch()), open(os.devnull, "w") as out:
+        assert compile_in_subprocess(V5P, 60, ["prove"], out) == (0, "")
+    assert doing == [f"compiling for {V5P}", "compiling an evaluation"]
 
 
 def test_a_compiler_that_takes_too_long_is_stopped(child) -> None:
     child("while :; do :; done")
-    with pytest.raises(CensusError, match="it took more than 1 s of processor time"):
+    with pytest.raises(CompilerError, match="it took more than 1 s of processor time") as stopped:
         compile_in_subprocess(V5P, 1, ["prove"], sys.stdout)
+    assert stopped.value.exit_code == 12
 
 
 def test_a_traceback_is_not_shown(child, capfd: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from meshwright.config import Training as Training
     from meshwright.errors import CensusError as CensusError
     from meshwright.errors import CheckpointError as CheckpointError
+    from meshwright.errors import CompilerError as CompilerError
     from meshwright.errors import ConfigError as ConfigError
     from meshwright.errors import DataError as DataError
     from meshwright.errors import HostError as HostError

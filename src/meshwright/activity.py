@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
+import re
 import time
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -28,6 +29,30 @@ class Activity:
     """What came of it, in words: `held-out loss 2.3141`."""
     record: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What came of it, as JSON values."""
+
+
+_NOTICE = re.compile(r"meshwright[^:\n]*: (.+) \.\.\.")
+
+
+def notice(command: str, doing: str) -> str:
+    """Returns the notice of what a command is doing, one line.
+
+    Example:
+        >>> notice("meshwright prove", "compiling the train step")
+        'meshwright prove: compiling the train step ...'
+    """
+    return f"{command}: {doing} ..."
+
+
+def doing_of(line: str) -> str | None:
+    """Returns what a command is doing, from its notice; None where a line is none.
+
+    Example:
+        >>> doing_of("meshwright prove: compiling the train step ..."), doing_of("W0000 libtpu")
+        ('compiling the train step', None)
+    """
+    said = _NOTICE.fullmatch(line.strip())
+    return said[1] if said else None
 
 
 class Watcher(Protocol):

@@ -134,6 +134,12 @@ class CensusError(MeshwrightError):
     exit_code = 6
 
 
+class CompilerError(CensusError):
+    """Compiler that is missing or ended without an answer: nothing is known of the program."""
+
+    exit_code = 12
+
+
 def refuse(*cases: tuple[bool, str, str, str]) -> None:
     """Raises the ConfigError of the first case `(wrong, asked, truth, fix)` that is wrong."""
     for wrong, asked, truth, fix in cases:

@@ -219,13 +219,13 @@ _OVERLAPS = {
     ),
     "ahead": (
         "in the iteration before",
-        "gather ahead: carry the value of the next iteration through the loop "
-        "(a Run: training.gather_ahead layer), or unroll two iterations",
+        "gather ahead: carry the value of the next iteration through the loop, "
+        "or unroll two iterations",
     ),
     "behind": (
         "in the iteration after",
-        "carry the value through the loop and move it one iteration later "
-        "(a Run: training.gather_ahead layer), or unroll two iterations",
+        "carry the value through the loop and move it one iteration later, "
+        "or unroll two iterations",
     ),
 }
 """Where the work could run that hides a collective, and the fix."""

@@ -7,109 +7,13 @@ W, an all-reduce twice that, and each hop adds its latency.
 """
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-
-@dataclasses.dataclass(frozen=True)
-class Torus:
-    """TPU inter-chip interconnect (ICI): each chip is linked to its neighbours along every dimension."""
-
-    dims: int
-    """Dimensions of the torus."""
-    link_bandwidth: float
-    """Bytes/s from a chip to one neighbour, one way."""
-    wraparound_multiple: int
-    """A dimension whose length is a multiple of this number of chips has wraparound links, which make it a ring."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Nodes:
-    """GPU nodes: a switch joins all devices of a node (an NVLink domain), a network joins the nodes."""
-
-    link_bandwidth: float
-    """Bytes/s from a device into the switch, one way."""
-    devices_per_node: int
-    """Devices in one NVLink domain."""
-
-
-class Chip(Protocol):
-    """Peak rates of one JAX device, in FLOP/s, bytes/s and hertz; any object with these attributes is one."""
-
-    @property
-    def name(self) -> str:
-        """Display name."""
-
-    @property
-    def flops_bf16(self) -> float:
-        """Peak dense bfloat16 FLOP/s."""
-
-    @property
-    def flops_fp8(self) -> float | None:
-        """Peak dense FLOP/s of products of float8 operands; None where they are as fast as bfloat16."""
-
-    @property
-    def flops_mxfp8(self) -> float | None:
-        """Peak dense FLOP/s of products in MXFP8; None where they are as fast as bfloat16."""
-
-    @property
-    def flops_int8(self) -> float | None:
-        """Peak dense operations/s of products of int8 operands; None where they are as fast as bfloat16."""
-
-    @property
-    def hbm_bandwidth(self) -> float:
-        """HBM bandwidth in bytes/s."""
-
-    @property
-    def host_bandwidth(self) -> float:
-        """Bytes/s between a device and the memory of its host."""
-
-    @property
-    def network_bandwidth(self) -> float:
-        """Bytes/s that a device sends between slices (DCN) or between nodes (InfiniBand, RoCE)."""
-
-    @property
-    def interconnect(self) -> Torus | Nodes:
-        """Links inside a TPU slice (ICI) or inside a GPU node (NVLink)."""
-
-    @property
-    def devices_per_chip(self) -> int:
-        """JAX devices on one physical chip, which share its links."""
-
-    @property
-    def clock_hz(self) -> float | None:
-        """Clock of the matrix unit, which converts a compiler's cycle estimates to seconds; None for GPUs."""
-
-
-class Efficiency(Protocol):
-    """Achieved fractions of a chip's peak rates, 0 to 1."""
-
-    @property
-    def matmul(self) -> float:
-        """Fraction of peak FLOP/s in a large matmul."""
-
-    @property
-    def grouped_matmul(self) -> float:
-        """Fraction of the `matmul` rate in the matmuls of experts."""
-
-    @property
-    def attention(self) -> float:
-        """Fraction of peak FLOP/s in a fused attention kernel."""
-
-    @property
-    def hbm(self) -> float:
-        """Fraction of HBM bandwidth."""
-
-    @property
-    def links(self) -> float:
-        """Fraction of the link bandwidth inside a slice (ICI) or node (NVLink)."""
-
-    @property
-    def network(self) -> float:
-        """Fraction of the network bandwidth between slices (DCN) or nodes."""
-
+from xlacensus.chips import Chip, Efficiency, Torus
 
 DeviceCoordinates = tuple[int, ...]
 """Coordinates of a device: its slice or node, its position inside, and its index on the chip where that has several."""
@@ -293,3 +197,18 @@ def messages_on_links(
     for (link, *_), count in messages.items():
         most[link] = max(count, most.get(link, 0))
     return most
+
+
+def all_coordinates(chip: Chip, topology: tuple[int, ...], domains: int) -> list[DeviceCoordinates]:
+    """Lists the coordinates of all devices of a target, the last coordinate fastest."""
+    ranges = (
+        [range(n) for n in topology]
+        if isinstance(chip.interconnect, Torus)
+        else [range(topology[-1])]
+    )
+    cores = [range(chip.devices_per_chip)] if chip.devices_per_chip > 1 else []
+    return [
+        (domain, *inside)
+        for domain in range(domains)
+        for inside in itertools.product(*ranges, *cores)
+    ]

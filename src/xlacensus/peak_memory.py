@@ -228,7 +228,7 @@ def _profile(
 
 
 GRADIENTS = "gradients"
-"""Named scope in which gradients are reduced: its values are gradients, and it is not a module."""
+"""Usual named scope in which gradients are reduced: its values are gradients, and it is not a module."""
 _REDUCTIONS = ("all-reduce", "reduce-scatter", "all-reduce-start", "reduce-scatter-start")
 
 

@@ -17,6 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
+from xlacensus.chips import AchievedFractions, Chip, Efficiency, Torus
 from xlacensus.hlo.collectives import (
     Groups,
     collective_in,
@@ -44,11 +45,9 @@ from xlacensus.hlo.flops import (
 from xlacensus.hlo.loops import branches_of, known_branch, scope_of_branch, trip_count
 from xlacensus.hlo.parser import Array, Computation, Instruction, Module, Shape, arrays_of
 from xlacensus.interconnect import (
-    Chip,
     DeviceCoordinates,
-    Efficiency,
     Route,
-    Torus,
+    all_coordinates,
     messages_on_links,
     route,
     span_of_group,
@@ -347,6 +346,29 @@ class TargetDevices:
     coordinates: tuple[DeviceCoordinates, ...]
     """Coordinates of each device of the mesh, in its order."""
     efficiency: Efficiency
+
+    @classmethod
+    def grid(
+        cls,
+        chip: Chip,
+        topology: tuple[int, ...],
+        slices: int = 1,
+        efficiency: Efficiency | None = None,
+    ) -> "TargetDevices":
+        """Returns all devices of whole slices or nodes, the last coordinate fastest.
+
+        topology: chips along each dimension of a slice; `(devices of a node,)` for GPUs.  slices: slices or nodes.
+        efficiency: achieved fractions of the chip's peaks; None takes the peaks.
+
+        Example: sixteen GPUs in two nodes.
+
+            >>> from xlacensus import ChipRates, Nodes, TargetDevices
+            >>> gpu = ChipRates("GPU", 989e12, 3.35e12, Nodes(450e9, 8), 50e9, 55e9)
+            >>> TargetDevices.grid(gpu, (8,), slices=2).coordinates[9]
+            (1, 1)
+        """
+        coordinates = tuple(all_coordinates(chip, topology, slices))
+        return cls(chip, topology, coordinates, efficiency or AchievedFractions())
 
 
 @dataclasses.dataclass(frozen=True)

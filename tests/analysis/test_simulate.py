@@ -12,7 +12,6 @@ import meshwright as mw
 from meshwright.analysis.run_census import census_of_train_step, profile_for, simulate_run
 from meshwright.api import local_planner, training
 from meshwright.hardware.chips import CHIPS, Efficiency
-from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hardware.targets import Target, parse_target
 from meshwright.runs.settle import Settled
 from meshwright.sharding.schedule_table import IDLE
@@ -24,6 +23,7 @@ from meshwright.views.census_page import schedule_blocks
 from meshwright.views.charts import Drawing
 from xlacensus.hlo.parser import parse_module
 from xlacensus.hlo.scopes import BranchScope
+from xlacensus.interconnect import all_coordinates
 from xlacensus.schedule import (
     CostModel,
     SimulatedSchedule,

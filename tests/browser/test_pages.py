@@ -24,7 +24,6 @@ from playwright.sync_api import Page as Tab
 import meshwright as mw
 from meshwright.api.layout import show
 from meshwright.config import MeshShape
-from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hardware.targets import parse_target
 from meshwright.planner.offers import Market, make_offer, read_prices
 from meshwright.planner.search import search, with_tokens_per_step
@@ -35,6 +34,7 @@ from meshwright.views.draw import machine_of_target
 from meshwright.views.layout_page import layout_page
 from meshwright.views.plan_page import offer_page, plan_page
 from meshwright.views.report import Live, Report, Section
+from xlacensus.interconnect import all_coordinates
 from xlacensus.schedule import Span, TargetDevices
 
 _BROWSER = next(

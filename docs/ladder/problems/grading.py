@@ -36,10 +36,10 @@ import meshwright as mw
 from meshwright.analysis.run_census import located_devices
 from meshwright.errors import MeshwrightError
 from meshwright.hardware.aot import compiler_environment, require_compiler, topology_devices
-from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hardware.targets import Target, parse_target
 from meshwright.views.draw import picture_of, side_by_side
 from xlacensus.hlo.parser import parse_module
+from xlacensus.interconnect import all_coordinates
 from xlacensus.schedule import TargetDevices, simulate_schedule
 
 HERE = Path(__file__).parent

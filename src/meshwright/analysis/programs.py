@@ -121,9 +121,12 @@ def census(
 
 def _with_option(finding: Finding) -> Finding:
     """Returns a finding whose fix names the option of this package that does it, where there is one."""
-    if finding.kind != "determinism":
+    if finding.kind == "determinism":
+        fix = f"--training.deterministic; of a function of your own, {finding.fix}"
+    elif finding.kind == "overlap" and "through the loop" in finding.fix:
+        fix = f"{finding.fix} (a Run: training.gather_ahead layer)"
+    else:
         return finding
-    fix = f"--training.deterministic; of a function of your own, {finding.fix}"
     return dataclasses.replace(finding, fix=fix)
 
 

@@ -6,11 +6,13 @@ steps, while the state is in memory. The copies that a save writes from are in t
 committed.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from meshwright.activity import Activity, activity
 from meshwright.analysis.programs import Census
 from meshwright.checkpoint.checkpoints import named_tensors
 from meshwright.checkpoint.fingerprints import fingerprints
@@ -34,8 +36,14 @@ def compiled_phases(device_run: DeviceRun, census: Census) -> dict[str, int]:
 
     census: of the train step.
     """
-    abstract, save_and_resume = device_run.abstract, _saving(device_run)
-    evaluation = _compiled(build_eval_step(device_run), abstract.params, device_run.abstract_batch)
+    abstract = device_run.abstract
+    with _announced("what a start runs, for its memory"):
+        start = _start(device_run)
+    with _announced("an evaluation, for its memory"):
+        run = build_eval_step(device_run)
+        evaluation = _compiled(run, abstract.params, device_run.abstract_batch)
+    with _announced("what a save and a resume run, for their memory"):
+        save, resume = _saving(device_run)
 
     def most(memory: CompiledMemory) -> int:
         # Of simulated devices the reported live bytes leave out the temporaries.
@@ -45,7 +53,11 @@ def compiled_phases(device_run: DeviceRun, census: Census) -> dict[str, int]:
         most(census.memory.compiled),
         most(evaluation) + shard_bytes(abstract.optimizer),
     )
-    return dict(zip(PHASES, (_start(device_run), step, evaluate, *save_and_resume), strict=True))
+    return dict(zip(PHASES, (start, step, evaluate, save, resume), strict=True))
+
+
+def _announced(what: str) -> AbstractContextManager[Activity]:
+    return activity("compile", f"compiling {what}", f"compiled {what}")
 
 
 def _compiled(run: Any, *arguments: Any) -> CompiledMemory:

@@ -12,14 +12,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from meshwright.activity import activity
+from meshwright.activity import activity, doing_of
 from meshwright.api.targets import find_target, resolved_run
 from meshwright.config import MeshShape
-from meshwright.errors import CensusError, ConfigError
+from meshwright.errors import CensusError, CompilerError, ConfigError, UnavailableError
 from meshwright.formatting import Brief, format_bytes, format_step, shortened
 from meshwright.hardware.aot import compiler_environment, require_compiler
 from meshwright.hardware.chips import Torus
@@ -43,6 +44,18 @@ _LONGER = 10
 """Most time by the clock over that of the processor, where a compiler waits."""
 _COMPILER_EXIT = 1
 """Exit code of a process that its compiler ends; errors of this package have others."""
+_CRASHES = (
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGSEGV,
+    signal.SIGTRAP,
+)
+"""Signals of a compiler's own fault, which another start would meet again; all others are sent from outside."""
+_REPORT = "report it with that log; another batch or version of the compiler may not meet it"
+_LISTENED = 0.5
+"""Seconds between two readings of the log of a process that compiles."""
 _KEPT = 0.998
 """Largest fraction of the best step so far with which a change is kept."""
 Say = Callable[[str], None]
@@ -120,7 +133,7 @@ def prove(plan: Plan | Run, on: str | None = None, *, limit: int = 3600) -> Proo
     """Compiles a plan's train step for its machine with that machine's own compiler, in a process of its own.
 
     on: the machine, for a Run.  limit: seconds of processor time that compiling may take.
-    Needs libtpu, or NVIDIA's compiler (docs: Install), not the hardware. Raises CensusError where that is missing, and
+    Needs libtpu, or NVIDIA's compiler (docs: Install), not the hardware. Raises CompilerError where that is missing, and
     ConfigError for a Run without `on`. A plan that the compiler refuses is a Proof with the reason in `refused`.
 
     Example:
@@ -201,8 +214,9 @@ def compile_in_subprocess(
     """Runs `meshwright WORDS` in a process that compiles for `target`; returns its exit code and our own messages.
 
     limit: most seconds of processor time, and ten times as many by the clock, for a compiler that waits for ever.
-    output: file of its standard output. Raises CensusError where the compiler is missing, takes too long or crashes;
-    its log is kept in the cache, in a file that the error names.
+    output: file of its standard output. The notices in its log are announced here as activities.
+    Raises CompilerError where the compiler is missing, takes too long or crashes, and UnavailableError where something
+    outside ends it, such as Linux for want of memory; its log is kept in the cache, in a file that the error names.
     """
     require_compiler(target)
     log = default_cache_folder() / "proofs" / f"compiler-{secrets.token_hex(8)}.log"
@@ -220,9 +234,7 @@ def compile_in_subprocess(
         with contextlib.suppress(ProcessLookupError):  # it has ended already
             resource.prlimit(child.pid, resource.RLIMIT_CPU, (limit, limit + 1))
         try:
-            code = child.wait(_LONGER * limit)
-        except subprocess.TimeoutExpired:
-            code = -signal.SIGXCPU
+            code = _wait_and_announce(child, log, _LONGER * limit)
         except KeyboardInterrupt:
             log.unlink()
             raise
@@ -230,23 +242,63 @@ def compile_in_subprocess(
             child.kill()
             child.wait()
     text = log.read_text(encoding="utf-8")
-    if code == -signal.SIGXCPU:
-        truth = f"it took more than {limit} s of processor time; its log is {log}"
-        raise CensusError(asked, truth, f"--limit {2 * limit}")
     if code < 0 or code == _COMPILER_EXIT or "Traceback (most recent call last)" in text:
-        last = next(
-            (line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()),
-            "it gave no message",
-        )
-        reason = signal.Signals(-code).name if code < 0 else last
-        raise CensusError(
-            asked, f"the compiler failed: {reason}; its log is {log}", "another mesh or target"
-        )
+        raise _error_of_end(asked, code, limit, log, text)
     log.unlink()
     # Without a TPU or GPU the compilers warn about the machine; only this package's error, and what follows it, matter.
     lines = text.splitlines(keepends=True)
     first = next((i for i, line in enumerate(lines) if line.startswith("error:")), len(lines))
     return code, "".join(lines[first:])
+
+
+def _wait_and_announce(child: subprocess.Popen[bytes], log: Path, most: float) -> int:
+    """Waits for a process that compiles, and announces the notices in its log; returns its exit code.
+
+    After `most` seconds that is the one of the limit on its processor time.
+    """
+    latest, deadline = "", time.monotonic() + most
+    with contextlib.ExitStack() as announced:
+        while time.monotonic() < deadline:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return child.wait(_LISTENED)
+            said = [doing_of(line) for line in log.read_text(errors="replace").splitlines()]
+            doing = next((each for each in reversed(said) if each), "")
+            if doing != latest:
+                latest = doing
+                announced.close()
+                announced.enter_context(activity("compile", doing, f"done with {doing}"))
+    return -signal.SIGXCPU
+
+
+def _error_of_end(
+    asked: str, code: int, limit: int, log: Path, text: str
+) -> CompilerError | UnavailableError:
+    """Returns the error of a compiler that ended without an answer, by what ended it.
+
+    code: exit code of its process, negative for a signal.  text: what it wrote to `log`.
+    """
+    lines = text.splitlines()
+    doing = next((each for each in map(doing_of, reversed(lines)) if each), "")
+    during = f" while {doing}" if doing else ""
+    if code == -signal.SIGXCPU:
+        truth = f"it took more than {limit} s of processor time{during}; its log is {log}"
+        return CompilerError(asked, truth, f"--limit {2 * limit}")
+    if code < 0 and -code not in _CRASHES:
+        truth = f"{_name_of(-code)} ended the compiler{during}, so nothing is known of the program; its log is {log}"
+        if -code == signal.SIGKILL:
+            truth += "; Linux sends it where a machine's memory is exhausted (dmesg shows it)"
+        fix = "the same command again, with less beside it or on a machine with more memory"
+        return UnavailableError(asked, truth, fix)
+    last = next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
+    reason = _name_of(-code) if code < 0 else last or "it gave no message"
+    truth = f"the compiler failed{during}: {reason}; its log is {log}"
+    return CompilerError(asked, truth, _REPORT)
+
+
+def _name_of(number: int) -> str:
+    """Returns the name of a signal; those of real time have none."""
+    known = {int(each): each.name for each in signal.Signals}
+    return known.get(number, f"signal {number}")
 
 
 def _took_before(target: Target) -> str:

@@ -314,17 +314,19 @@ def compile_step(
             ):
                 taken.write(f"{time.process_time() - began:.0f}\n")
 
-    def proved(device_run: DeviceRun) -> tuple[Path, Census]:
+    def proved(device_run: DeviceRun, what: str) -> tuple[Path, Census]:
         file = folder / f"{cache_key(device_run, target)}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
-        return file, cached(file, Census, lambda: compiled(device_run), fresh)
+        with activity("compile", f"compiling {what}", f"compiled {what}"):
+            return file, cached(file, Census, lambda: compiled(device_run), fresh)
 
-    file, census = proved(device_run)
+    file, census = proved(device_run, "the train step")
     if device_run.settled.fixes_bits:
         plain = dataclasses.replace(
             run, training=dataclasses.replace(run.training, deterministic=False)
         )
-        schedule = proved(place_on_devices(plain, device_run.mesh))[1].schedule
+        same = place_on_devices(plain, device_run.mesh)
+        schedule = proved(same, "the train step without deterministic sums")[1].schedule
         undetermined = None if schedule is None else schedule.step_seconds
     planned = estimate(place_run(run), target)
     return CompiledStep(device_run.placed, census, known, planned, undetermined, (file, fresh))

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from meshwright.activity import Activity
+from meshwright.activity import Activity, notice
 
 
 def write(text: str, stream: TextIO | None = None) -> None:
@@ -62,7 +62,7 @@ class Notices:
             doing = self._doing[-1]
             if doing not in said and sys.__stderr__ is not None:
                 said.add(doing)
-                print(f"{self._command}: {doing} ...", file=sys.__stderr__, flush=True)
+                print(notice(self._command, doing), file=sys.__stderr__, flush=True)
 
 
 _NARROW = 30

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import CensusError, ConfigError, by_class
+from meshwright.errors import CompilerError, ConfigError, by_class
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.targets import Target, format_size
 
@@ -31,7 +31,7 @@ _GPU_FLAGS = "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false --xla_g
 
 
 def require_compiler(target: Target) -> None:
-    """Raises CensusError with the install command where the target's compiler is missing.
+    """Raises CompilerError with the install command where the target's compiler is missing.
 
     Raises ConfigError for a chip that no compiler here knows.
     """
@@ -43,7 +43,7 @@ def require_compiler(target: Target) -> None:
     if target.chip.on_torus:
         if importlib.util.find_spec("libtpu") is None:
             truth = "its compiler, the package libtpu, is not installed"
-            raise CensusError(
+            raise CompilerError(
                 "compiling for a TPU", truth, "pip install 'meshwright[tpu]' (no TPU is needed)"
             )
         return
@@ -51,7 +51,7 @@ def require_compiler(target: Target) -> None:
     required = (("the CUDA plugin", _plugin()), *_cuda_tools().items(), ("cuDNN", _cudnn()))
     missing = [name for name, file in required if file is None]
     if missing:
-        raise CensusError(
+        raise CompilerError(
             "compiling for an NVIDIA GPU",
             f"{' and '.join(missing)} cannot be found here",
             "pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm nvidia-cudnn-cu13 "
@@ -140,7 +140,7 @@ def _cuda_tools() -> dict[str, Path | None]:
 def gpu_target_config(name: str) -> str:
     """Returns the GpuTargetConfigProto of a GPU as text, from the binary of the CUDA plugin.
 
-    Raises CensusError where the plugin has none.
+    Raises CompilerError where the plugin has none.
     """
     file = _plugin()
     assert file is not None  # checked by require_compiler
@@ -152,7 +152,7 @@ def gpu_target_config(name: str) -> str:
         end = content.find(description)
         if end < 0:
             truth = f"the CUDA plugin has no description of {CHIPS[name].compiler}"
-            raise CensusError(f"compiling for {name}", truth, "install a newer plugin")
+            raise CompilerError(f"compiling for {name}", truth, "install a newer plugin")
         start = content.rfind(b"gpu_device_info {", 0, end)
         text = re.compile(rb"[\n\t\x20-\x7e]+").match(content, start)
         assert text is not None

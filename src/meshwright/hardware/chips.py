@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError, by_class, nearest
-from xlacensus import interconnect
-from xlacensus.interconnect import Nodes as Nodes
+from xlacensus import chips
+from xlacensus.chips import Nodes as Nodes
 
 _KNOWN: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("chips.toml").read_text(encoding="utf-8")
@@ -25,7 +25,7 @@ SliceShape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Torus(interconnect.Torus):
+class Torus(chips.Torus):
     """TPU inter-chip interconnect (ICI), and the slices of it that are offered."""
 
     largest: SliceShape

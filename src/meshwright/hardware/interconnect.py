@@ -9,26 +9,11 @@ import itertools
 import math
 
 from meshwright.config import MeshShape
-from meshwright.hardware.chips import Chip, Torus, chip_name
+from meshwright.hardware.chips import chip_name
 from meshwright.hardware.machine import Machine
 from meshwright.hardware.targets import Target
 from meshwright.words import AXES
-from xlacensus.interconnect import DeviceCoordinates, GroupSpan, Route, route
-
-
-def all_coordinates(chip: Chip, topology: tuple[int, ...], domains: int) -> list[DeviceCoordinates]:
-    """Lists the coordinates of all devices of a target, the last coordinate fastest."""
-    ranges = (
-        [range(n) for n in topology]
-        if isinstance(chip.interconnect, Torus)
-        else [range(topology[-1])]
-    )
-    cores = [range(chip.devices_per_chip)] if chip.devices_per_chip > 1 else []
-    return [
-        (domain, *inside)
-        for domain in range(domains)
-        for inside in itertools.product(*ranges, *cores)
-    ]
+from xlacensus.interconnect import GroupSpan, Route, route
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

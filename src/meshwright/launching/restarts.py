@@ -11,14 +11,14 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import CompilerError, MeshwrightError
 from meshwright.ranges import NonNegativeInt, Ranged, Seconds
 
 RESTART = 75
 """Exit code with which a run asks to be started again (EX_TEMPFAIL of sysexits.h)."""
 NO_PROGRESS = 11
 """Exit code of a run that was started again and again without progress."""
-REFUSED = (2, 3, 4, 5, 6, 7, 9, NO_PROGRESS)
+REFUSED = (2, 3, 4, 5, 6, 7, 9, NO_PROGRESS, CompilerError.exit_code)
 """Exit codes of errors that name their fix (`meshwright.errors`): starting again changes nothing."""
 EXCEPTIONS = 3
 """Starts in a row, without progress between, after which an exception (exit code 1) is taken for one of every start."""

@@ -14,7 +14,6 @@ from rich.text import Text
 
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import Torus
-from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hardware.targets import Target
 from meshwright.sharding.placement import Placement
 from meshwright.sharding.schedule_table import (
@@ -29,6 +28,7 @@ from meshwright.sharding.schedule_table import (
     Task,
 )
 from meshwright.views.colours import block_colour, ink_on, task_colour
+from xlacensus.interconnect import all_coordinates
 
 _MAX_ROWS, _MAX_COLUMNS, _MAX_PANELS = 16, 16, 8
 """Rows, columns and panels that a terminal shows; the others are counted."""

@@ -2,9 +2,10 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from xlacensus.formatting import format_bytes
 from xlacensus.hlo.collectives import (
     COLLECTIVE_TEXT,
     done_of,
@@ -18,7 +19,7 @@ from xlacensus.hlo.collectives import (
     transfer_start,
 )
 from xlacensus.hlo.loops import ExecutionContext, walk
-from xlacensus.hlo.parser import Frame, Instruction, Module
+from xlacensus.hlo.parser import Frame, Instruction, Module, parse_module
 from xlacensus.hlo.scopes import plain_path
 
 
@@ -72,6 +73,76 @@ class LedgerEntry:
         if self.axes is None:
             return f"{self.group_size} devices"
         return "+".join(self.axes) or "itself"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    """Every collective of a compiled program.
+
+    Example: an all-reduce of four devices.
+
+        >>> text = '''HloModule m, num_partitions=4
+        ...
+        ... add {
+        ...   x = f32[] parameter(0)
+        ...   y = f32[] parameter(1)
+        ...   ROOT sum = f32[] add(x, y)
+        ... }
+        ...
+        ... ENTRY main {
+        ...   p = f32[256]{0} parameter(0)
+        ...   ROOT r = f32[256]{0} all-reduce(p), replica_groups={{0,1,2,3}}, to_apply=add
+        ... }
+        ... '''
+        >>> ledger = Ledger.read(text, {"data": 4})
+        >>> [(entry.kind, entry.axes_label, entry.payload, entry.sent) for entry in ledger]
+        [('all-reduce', 'data', 1024, 1536.0)]
+    """
+
+    entries: tuple[LedgerEntry, ...]
+    """Collectives in program order."""
+    unread: tuple[str, ...] = ()
+    """Instructions that look like a collective and are not in the ledger; empty if it is complete."""
+
+    @classmethod
+    def read(cls, program: str | Module, mesh: Mapping[str, int] | None = None) -> "Ledger":
+        """Reads the ledger of a program, or of its text (`compiled.as_text()`).
+
+        mesh: degree of each axis, outermost first, in the order of the program's devices.
+        Raises CensusError if the text is not that of an XLA program.
+        """
+        module = parse_module(program) if isinstance(program, str) else program
+        entries = read_ledger(module, None if mesh is None else dict(mesh))
+        return cls(tuple(entries), tuple(unread_collectives(module)))
+
+    def traffic(self) -> list[dict[str, Any]]:
+        """Sums the ledger by kind and axes: executions, payload bytes, and bytes sent by one device."""
+        return traffic(self.entries)
+
+    def __iter__(self) -> Iterator[LedgerEntry]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __str__(self) -> str:
+        header = ("kind", "axes", "times", "payload", "sent", "tensor", "line")
+        lines = [header, *map(_columns, self.entries)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(_aligned(line, widths) for line in lines)
+
+
+def _columns(entry: LedgerEntry) -> tuple[str, ...]:
+    """Returns one line of a ledger as text."""
+    times = f"{entry.count}" if entry.exact else f"{entry.count} or more"
+    payload = format_bytes(entry.payload)
+    sent = format_bytes(entry.sent)
+    return (entry.kind, entry.axes_label, times, payload, sent, entry.tensor, entry.line)
+
+
+def _aligned(cells: Iterable[str], widths: Iterable[int]) -> str:
+    padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+    return "  ".join(padded).rstrip()
 
 
 def read_ledger(
