@@ -14,11 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from xlacensus.collective_lints import (
-    MIN_SENT_BYTES,
-    lint_missed_overlap,
-    lint_unexpected_collectives,
-)
+from xlacensus.collective_lints import MIN_SENT_BYTES, lint_unexpected_collectives
 from xlacensus.compilation import (
     ARGUMENT_CATEGORIES,
     argument_leaves,
@@ -45,6 +41,7 @@ from xlacensus.lints import (
     lint_tiles,
     lint_whole_state,
 )
+from xlacensus.overlap_lint import lint_missed_overlap
 from xlacensus.peak_memory import Memory, read_memory
 from xlacensus.schedule import SimulatedSchedule, TargetDevices, Ticks, simulate_schedule
 

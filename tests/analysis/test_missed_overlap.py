@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.hardware.chips import CHIPS, Efficiency
-from xlacensus.collective_lints import MIN_SENT_BYTES, lint_missed_overlap
+from xlacensus.collective_lints import MIN_SENT_BYTES
 from xlacensus.hlo.ledger import read_ledger
 from xlacensus.hlo.parser import parse_module
 from xlacensus.interconnect import all_coordinates
+from xlacensus.overlap_lint import lint_missed_overlap
 from xlacensus.schedule import TargetDevices, simulate_schedule
 
 V5P = CHIPS["v5p"]

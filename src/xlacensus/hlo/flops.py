@@ -111,7 +111,7 @@ class Skipped:
     causal_fraction: float = 0.5
     """Fraction of the key positions that attention reads: 1/2 for causal attention, less with a sliding window.
 
-    It is used where a kernel's own scope, `visible_FRACTION` (models/kernels/chunks.py), states none.
+    It is used where a kernel's own scope, `visible_FRACTION` in its name, states none.
     """
     group_fraction: float = 1.0
     """Fraction of the rows of a grouped matmul's buffer that belong to a group."""
@@ -213,33 +213,66 @@ def convolution_flops(
 ) -> float:
     """Counts the FLOPs of a convolution from its `dim_labels` and `window`: the positions at which a kernel meets data.
 
+        FLOPs = 2 x batch x output features x input features x product over spatial dimensions of pairs(dimension)
+
     A TPU writes batched and per-head matrix products as convolutions in which most pairs of output and kernel positions
-    read padding, or a hole of a dilation.  left, right, out: dimensions of input, kernel and output.
+    read padding, or a hole of a dilation: those are not counted.
+
+    left, right, out: dimensions of input, kernel and output.
     """
-    labels, _, result = instruction.attributes["dim_labels"].partition("->")
-    lhs, rhs = labels.split("_")
-    flops = 2.0 * out[result.index("b")] * out[result.index("f")] * right[rhs.index("i")]
-    window = dict(
-        part.split("=") for part in instruction.attributes.get("window", "{}").strip("{}").split()
-    )
-    for label in filter(str.isdigit, lhs):
-
-        def of_dimension(key: str, default: int, label: str = label) -> int:
-            return (
-                int(window[key].split("x")[int(label)].split("_")[0]) if key in window else default
+    # `dim_labels=b0f_0io->b0f` names the dimensions of input, kernel and output: batch, features, spatial by number.
+    operand_labels, _, out_labels = instruction.attributes["dim_labels"].partition("->")
+    left_labels, right_labels = operand_labels.split("_")
+    batch = out[out_labels.index("b")]
+    out_features = out[out_labels.index("f")]
+    in_features = right[right_labels.index("i")]
+    flops = 2.0 * batch * out_features * in_features
+    window = _window_of(instruction)
+    for label in left_labels:
+        if label.isdigit():
+            flops *= _kernel_hits(
+                window,
+                int(label),
+                size=left[left_labels.index(label)],
+                kernel=right[right_labels.index(label)],
+                positions=out[out_labels.index(label)],
             )
-
-        size, kernel, positions = (
-            left[lhs.index(label)],
-            right[rhs.index(label)],
-            out[result.index(label)],
-        )
-        stride, low = of_dimension("stride", 1), of_dimension("pad", 0)
-        lhs_dilation, rhs_dilation = of_dimension("lhs_dilate", 1), of_dimension("rhs_dilate", 1)
-        read = np.arange(positions)[:, None] * stride + np.arange(kernel)[None] * rhs_dilation - low
-        inside = (read >= 0) & (read <= (size - 1) * lhs_dilation) & (read % lhs_dilation == 0)
-        flops *= int(inside.sum())
     return flops
+
+
+def _window_of(instruction: Instruction) -> dict[str, list[int]]:
+    """Parses a convolution's window, `{size=3x3 pad=1_1x1_1 stride=2x2}`; of paddings, the one before the data."""
+    text = instruction.attributes.get("window", "{}").strip("{}")
+    window: dict[str, list[int]] = {}
+    for part in text.split():
+        name, _, values = part.partition("=")
+        window[name] = [int(value.split("_")[0]) for value in values.split("x")]
+    return window
+
+
+def _kernel_hits(
+    window: Mapping[str, Sequence[int]], dimension: int, *, size: int, kernel: int, positions: int
+) -> int:
+    """Counts the pairs of an output and a kernel position that read an element of the input, along one dimension.
+
+    Output position p and kernel position k read position
+
+        p * stride + k * rhs_dilate - pad
+
+    of the dilated input, in which element e is at e * lhs_dilate, and zeros are between and around the elements.
+    """
+    ones = [1] * (dimension + 1)
+    zeros = [0] * (dimension + 1)
+    stride = window.get("stride", ones)[dimension]
+    pad = window.get("pad", zeros)[dimension]
+    lhs_dilate = window.get("lhs_dilate", ones)[dimension]
+    rhs_dilate = window.get("rhs_dilate", ones)[dimension]
+    out_offsets = np.arange(positions)[:, None] * stride
+    kernel_offsets = np.arange(kernel)[None] * rhs_dilate
+    read = out_offsets + kernel_offsets - pad
+    is_inside = (read >= 0) & (read <= (size - 1) * lhs_dilate)
+    is_element = read % lhs_dilate == 0
+    return int((is_inside & is_element).sum())
 
 
 def matmul_flops(instruction: Instruction) -> float:
