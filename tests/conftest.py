@@ -17,6 +17,7 @@ import jax
 import pytest
 
 from meshwright.callers import command_line
+from meshwright.errors import MeshwrightError
 from meshwright.hardware.mesh import enable_compilation_cache, prepare_host
 
 pytest_plugins = ["measured"]
@@ -80,3 +81,48 @@ def errors_of_a_command(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with command_line():
         yield
+
+
+_READ_IN = (
+    "test_bad_inputs.py",
+    "test_callers.py",
+    "test_cli.py",
+    "test_fields.py",
+    "test_fixes.py",
+    "test_tokens_of_weights.py",
+)
+"""Files of tests whose errors have fixes that are read as the command line reads them."""
+_FIXES: list[str] = []
+"""Fixes of the errors of the present test."""
+_CHECKED: set[str] = set()
+
+
+def _record_fixes() -> None:
+    """Makes every error note its fix."""
+    original = MeshwrightError.__init__
+
+    def noted(self: MeshwrightError, asked: str, truth: str, fix: str, *more: str) -> None:
+        _FIXES.append(fix)
+        original(self, asked, truth, fix, *more)
+
+    MeshwrightError.__init__ = noted  # type: ignore[method-assign]
+
+
+_record_fixes()
+
+
+@pytest.fixture(autouse=True)
+def fixes_are_commands_that_parse(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every fix that a test meets names options that there are, with legal values, and commands that parse."""
+    _FIXES.clear()
+    yield
+    if request.path.name not in _READ_IN:
+        return
+    met = {fix for fix in _FIXES if "--" in fix or "meshwright " in fix} - _CHECKED
+    _CHECKED.update(met)
+    if not met:
+        return
+    from printed_fixes import wrong_commands, wrong_in
+
+    wrong = [(fix, each) for fix in sorted(met) for each in (*wrong_in(fix), *wrong_commands(fix))]
+    assert not wrong, f"fixes that do not work: {wrong}"

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from test_fixes import MISTAKES, OPTION, SOURCE, fixes_in, known_options
+from printed_fixes import OPTION, known_options
+from test_fixes import MISTAKES, SOURCE, fixes_in
 
 import meshwright as mw
 from meshwright.callers import AMBIGUOUS, ARGUMENTS, CALLS, FIELDS, argument_of, in_python

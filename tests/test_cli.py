@@ -460,6 +460,7 @@ def test_an_option_makes_the_optional_part_that_a_recipe_leaves_out() -> None:
             ["plan", "llama3-8b", "--on", "h100:8", "--tokens-per-step", "1000"],
             "a sequence of this run has 8,192 tokens",
         ),
+        (["bench"], "Missing from meshwright bench: WHAT `collectives` or `hardware`."),
         (["bench", "hardware", "again"], "the verb takes no further word"),
         (["plan", "--on", "v5litepod-16"], "a target is CHIP:SIZE"),
     ],

@@ -105,6 +105,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer.muon_heads": ("together", {"optimizer": Optimizer("muon")}),
     "data.paths": (("other.txt",), {}),
     "data.tokenizer": ("chars", {}),
+    "data.other_tokenizer": (True, {}),
     "data.text_field": ("body", {}),
     "data.held_out": (0.5, {}),
     "data.prompt": ("A", {}),
@@ -345,7 +346,7 @@ def around(
         lambda *_: lambda params, batch: {"loss": (batch.inputs.sum(), batch.inputs.size)},
     )
     monkeypatch.setattr(
-        prepare, "write_sample", lambda run, _, __, count, out: f"{run.run.data.prompt}{count}"
+        prepare, "write_sample", lambda run, _, __, count, *___: f"{run.run.data.prompt}{count}"
     )
 
     def run_loop(run: Run, bad: int = 0) -> Any:

@@ -1,48 +1,19 @@
 """Fixes that errors print: every option in the source of one is an option that some verb has, with a legal value."""
 
 import ast
-import functools
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from printed_fixes import HOLE, wrong_commands, wrong_in
 
 import meshwright
-from meshwright.cli.main import VERBS, run
-from meshwright.cli.parse import Option, options_of
-from meshwright.cli.verbs import kind_of
+from meshwright.cli.explain import refused_error
+from meshwright.cli.main import run
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.models.families import find_family
-from meshwright.plugins import PARTS
-from meshwright.ranges import check_words
 
 SOURCE = Path(meshwright.__file__).parent
-HOLE = "\0"
-"""Stands in a text for what is known when the error is raised."""
-OPTION = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*(?:\.[a-z0-9-]+)*)(?:[ =]([^\s;)]+))?")
-NOT_OURS = ("--help", "--local-dir", "--no-deps", "--shm-size")
-"""Options of other programs that fixes name, and of every verb."""
-WORDS = ("or", "and", "in", "with", "to", "is", "out")
-"""Words that follow an option in a sentence."""
-
-
-@functools.cache
-def known_options() -> dict[str, Option]:
-    """Every option that some verb takes with some model family, by each of its names."""
-    found: dict[str, Option] = {}
-    for verb in VERBS:
-        if verb == "recipes":
-            continue
-        kinds = kind_of(verb)
-        for kind in kinds.values() if isinstance(kinds, Mapping) else (kinds,):
-            for option in options_of(kind, parts=True):
-                found |= dict.fromkeys(option.names, option)
-    for family in PARTS["model family"]:
-        for option in options_of(find_family(family), prefix="model.", parts=True):
-            found |= dict.fromkeys(option.names, option)
-    return found
 
 
 def text_of(node: ast.AST) -> str:
@@ -73,27 +44,6 @@ def fixes_in(file: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, text_of(node.value)
 
 
-def wrong_in(text: str) -> Iterator[str]:
-    """What a fix gets wrong: an option that there is not, or that the command line has not; a value it refuses."""
-    for found in OPTION.finditer(text):
-        name, value = found[1], found[2] or ""
-        option = known_options().get(name)
-        if name in NOT_OURS or text[found.end(1) :].startswith((HOLE, f".{HOLE}")):
-            continue
-        if option is None:
-            yield f"no verb has {name}"
-        elif option.fixed:
-            yield f"{name} is a field that the command line does not have"
-        elif value and HOLE not in value and re.match(r"[\d.]+$", value):
-            if option.numbers is not None:
-                try:
-                    check_words(name, [value], option.numbers, option.default)
-                except ConfigError as refused:
-                    yield str(refused)
-        elif value.isidentifier() and option.choices and value not in (*option.choices, *WORDS):
-            yield f"{name} takes {option.choices}, not {value}"
-
-
 @pytest.mark.parametrize("room", sorted(path.name for path in SOURCE.iterdir() if path.is_dir()))
 def test_every_option_in_a_fix_is_one_that_a_verb_takes(room: str) -> None:
     wrong: list[str] = []
@@ -121,7 +71,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "hf://datasets/OWNER/wikitext",
     ),
     "a bad conversation": (
-        "finetune tiny --init-from hf:x --data {file} --data.tokenizer bytes --devices 8",
+        "finetune tiny --init-from {folder} --data {file} --data.tokenizer bytes --devices 8",
         "repair it",
     ),
 }
@@ -161,3 +111,21 @@ def test_a_number_that_a_range_refuses_is_found() -> None:
     assert list(wrong_in("--training.remat wrong")) and list(wrong_in("--no-such-option 3"))
     assert list(wrong_in("--training.unroll 2")) and list(wrong_in("--batch 0"))
     assert not list(wrong_in(f"--batch {HOLE} or --seq 128"))
+
+
+def test_commands_in_a_fix_are_parsed() -> None:
+    assert list(wrong_commands("meshwright tokenize hf://datasets/A/B"))  # without --out
+    assert list(wrong_commands("`meshwright tokenize TEXT --outt FOLDER` and --data FOLDER"))
+    assert not list(wrong_commands("`meshwright tokenize TEXT --out s3://BUCKET/A` and --data A"))
+    assert not list(wrong_commands("meshwright train --help, which lists all options"))
+
+
+def test_a_box_without_its_characters_is_read_alike() -> None:
+    lines = ["Missing from meshwright bench:", "  WHAT", "For full helptext, run:"]
+    width = max(map(len, lines))
+    plain = [" Required options", f" {'-' * width}", f"  {lines[0]}", f"  {lines[1]}"]
+    boxed = ["╭─ Required options ─╮", f"│ {lines[0]} │", f"│ {lines[1]} │"]
+    for rule, shown in (("-", plain), ("─", boxed)):
+        text = "\n".join([*shown, f"  {rule * width}", f"  {lines[2]}"])
+        error = refused_error("meshwright bench", text, {}, {})
+        assert error.truth == "Missing from meshwright bench: WHAT"

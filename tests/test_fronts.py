@@ -1,11 +1,13 @@
 """Every front with every kind of run on every platform, at the smallest size; what has no answer is a hole with a reason.
 
-`python tests/test_fronts.py` prints the table.
+`python tests/test_fronts.py [FRONT ...]` prints the table. `prove` has an answer where the compiler of the platform is
+installed (docs: Install), which needs no accelerator; elsewhere its rows are skipped, and printed as holes.
 """
 
 import dataclasses
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from meshwright.analysis.run_census import census_of_train_step
 from meshwright.api.layout import show
 from meshwright.cli.verbs import run_verb
 from meshwright.config import MeshShape
-from meshwright.errors import MeshwrightError
+from meshwright.errors import CensusError, MeshwrightError
+from meshwright.hardware.aot import require_compiler
 from meshwright.hardware.mesh import build_mesh
 from meshwright.hardware.targets import parse_target
 from meshwright.models.families import family_name
@@ -43,6 +46,8 @@ TARGETS = {
 }
 ARITHMETIC = ("plan", "price", "launch")
 """Fronts that answer by arithmetic for hardware that is not here."""
+ABSENT = (*ARITHMETIC, "prove")
+"""Fronts that answer for hardware that is not here; `prove` needs its compiler."""
 HERE = ("train", "resume", "evaluate", "census", "page", "show")
 """Fronts that answer on the devices of this host; `page` and `show` need none."""
 LOSS_UNITS = {
@@ -85,13 +90,18 @@ def answer(front: str, kind: str, platform: str, folder: Path) -> str:
         best = mw.plan(run, TARGETS[platform], at_most=1)[0]
         assert best.estimate.seconds > 0 and best.estimate.bytes > 0
         return best.name
-    if front == "price":  # the mesh that the user gives, as `prove` and a forecast price it
+    if front in ("price", "prove"):  # on the mesh that the user gives
         target = parse_target(TARGETS[platform])
         tensor = run.mesh.tensor if kind in WRAPPED and run.mesh else 1
         mesh = MeshShape(fsdp=target.devices // tensor, tensor=tensor)
-        priced = price_run(dataclasses.replace(run, mesh=mesh), target)
-        assert priced.estimate.seconds > 0
-        return priced.name
+        run = dataclasses.replace(run, mesh=mesh)
+        if front == "price":
+            priced = price_run(run, target)
+            assert priced.estimate.seconds > 0
+            return priced.name
+        proof = mw.prove(run, on=TARGETS[platform])
+        assert proof.fits, proof.refused
+        return proof.brief()
     if front == "show":
         return str(show(run).report.parameters)
     if front == "page":
@@ -111,6 +121,18 @@ def answer(front: str, kind: str, platform: str, folder: Path) -> str:
 @pytest.mark.parametrize("front", ("plan", "price"))
 def test_every_kind_is_planned_for_every_platform(front: str, platform: str, kind: str) -> None:
     assert answer(front, kind, platform, Path())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("platform", TARGETS)
+def test_every_kind_is_proved_where_the_compiler_is(platform: str, kind: str) -> None:
+    try:
+        require_compiler(parse_target(TARGETS[platform]))
+    except CensusError as missing:
+        pytest.skip(f"{missing.asked}: {missing.truth}")
+    assert ": fits, " in answer("prove", kind, platform, Path())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -175,22 +197,25 @@ def test_every_kind_trains_resumes_and_is_evaluated_here(
         mw.evaluate(out, model=run.model if kind in WRAPPED else None, cache=cache)
 
 
-def print_table(folder: Path) -> None:
+def print_table(folder: Path, fronts: Sequence[str]) -> None:
     """Prints the answer of every front, kind and platform; `-` and the reason where there is none."""
-    for front in (*ARITHMETIC, "show", "page"):
+    for front in fronts or (*ABSENT, "show", "page"):
         for kind in KINDS:
-            for platform in TARGETS if front in ARITHMETIC else ("cpu",):
+            for platform in TARGETS if front in ABSENT else ("cpu",):
                 place = folder / front / kind.lower() / platform
                 place.mkdir(parents=True)
                 try:
-                    answered = answer(front, kind, platform, place)[:60]
+                    answered = answer(front, kind, platform, place)[-60:]
                 except MeshwrightError as refused:
                     answered = f"- {refused.truth}"
-                print(f"{front:10}{kind:14}{platform:8}{answered}")
+                except AssertionError as refused:
+                    answered = f"- {refused}"
+                print(f"{front:10}{kind:14}{platform:8}{answered}", flush=True)
 
 
 if __name__ == "__main__":
+    import sys
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        print_table(Path(folder))
+        print_table(Path(folder), sys.argv[1:])

@@ -315,6 +315,9 @@ class Data(Ranged, part="data"):
     function that yields documents; `stdlib` is Python's standard library. PATH=WEIGHT mixes several by weight."""
     tokenizer: str = "bytes"
     """Tokenizer: `bytes`, `chars`, `bpe:SIZE` (trained on the text), or a tokenizer.json file."""
+    other_tokenizer: bool = False
+    """Accept that the weights of init-from were trained with another tokenizer: their embeddings stand for other
+    texts, and are trained anew."""
     text_field: str = "text"
     """Field or column with the text in JSON lines and tables, `body.text` of nested ones."""
     held_out: Fraction | None = None

@@ -103,7 +103,7 @@ def convert(
         raise ConfigError(
             f"converting {source} into {out}",
             "a conversion maps files into memory, which those in a bucket are not",
-            "local folders: `meshwright checkpoint move` and `aws s3 cp` or `gcloud storage cp` copy them",
+            "local folders: `meshwright checkpoint move OUT TARGET` and `aws s3 cp` or `gcloud storage cp` copy them",
         )
     if not is_hugging_face(text) and (folder / "run.json").is_file():
         if weights == "adapter":

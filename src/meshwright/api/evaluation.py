@@ -93,7 +93,7 @@ def evaluate(
     run = evaluation.run_to_evaluate(out, own(tuple(data)), shape, model)
     evaluation.check_source(out, at)
     prepared = loop.prepare_run(
-        run, cache=path_of(cache or default_cache_folder()), devices=devices
+        run, cache=path_of(cache or default_cache_folder()), devices=devices, weights=out
     )
     return evaluation.evaluate_prepared(prepared, out, bool(data), at)
 
@@ -158,6 +158,6 @@ def parity(
     check_processes(run.mesh, other)
     check_run(run, other)
     prepared = loop.prepare_run(
-        run, cache=path_of(cache or default_cache_folder()), devices=devices
+        run, cache=path_of(cache or default_cache_folder()), devices=devices, weights=""
     )
     return compare_meshes(prepared, other, steps=steps)

@@ -127,7 +127,8 @@ def source_run(source: str) -> Run:
     if not (folder / "run.json").is_file():
         return find_recipe(source)
     run = run_in_folder(folder)
-    data = dataclasses.replace(run.data, tokenizer=str(folder / "tokenizer.json"))
+    tokenizer = str(folder / "tokenizer.json")
+    data = dataclasses.replace(run.data, tokenizer=tokenizer, other_tokenizer=False)
     return dataclasses.replace(
         run, init_from=source, data=data, finetune=FineTune(), name=f"{folder.name}-tuned"
     )

@@ -161,7 +161,7 @@ class PlanOptions(OfferOptions, RunOptions):
                     if name == "--mesh"
                     else "leave it out"
                 )
-                fix += f", or meshwright prove --on {self.on} with it"
+                fix += f", or `meshwright prove --on {self.on}` with it"
                 raise ConfigError(f"{name} with plan", "plan prices all of them, and chooses", fix)
         require_writable((self.html, self.out))
         refuse_wrapped(self.run, given_options(self, _NOT_OF_WRAPPED))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -67,10 +68,10 @@ class TokenizeOptions(Ranged):
                 progress=TokenizeReport(open_console(sys.stderr)),
             )
         except DataError as error:
-            parts = [error.asked, error.truth, error.fix]
-            for name, own in _NAMES.items():
-                parts = [part.replace(name, own) for part in parts]
-            raise DataError(*parts) from error
+            asked, truth, fix = (
+                _in_own_words(part, self.out) for part in (error.asked, error.truth, error.fix)
+            )
+            raise DataError(asked, truth, fix) from error
         if folder != out:
             move_tree(folder, out, last=(DESCRIPTION,))
         tokens, documents, skipped = len(file.tokens), file.documents, file.skipped
@@ -88,9 +89,10 @@ class TokenizeOptions(Ranged):
         return Outcome(text, {"out": self.out, **figures})
 
 
-_NAMES = {
-    "--faults.bad-records": "--bad-records",
-    "--data.": "--",
-    "--data ": "meshwright tokenize ",
-}
-"""Options in the errors of reading text, and what they are called here."""
+_DATA = re.compile(r"--data (\S+)")
+
+
+def _in_own_words(text: str, out: str | Path) -> str:
+    """Returns a part of an error of reading text with the options of this verb."""
+    text = text.replace("--faults.bad-records", "--bad-records").replace("--data.", "--")
+    return _DATA.sub(rf"meshwright tokenize \1 --out {out}", text)

@@ -102,7 +102,15 @@ def refused_error(
 ) -> ConfigError:
     """Builds the error for what tyro refuses; the first paragraph of its box is the reason."""
     lines = [line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
-    end = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
+    if len(lines) > 1 and lines[1].startswith("--") and not lines[1].strip("-"):
+        lines = lines[
+            2:
+        ]  # a terminal without the characters of a box: its title, and a line below it
+    end = len(lines)
+    for number, line in enumerate(lines):
+        if line.startswith(("──", "--")) and not line.strip("─-"):
+            end = number
+            break
     truth = re.sub(r" ?\(required\)|\[/?bold\]", "", " ".join(" ".join(lines[:end]).split()))
     named = [
         name
@@ -118,7 +126,11 @@ def refused_error(
         (re.findall(r"'([^']*)'", truth) or [""])[0 if option.choices else -1],
     )
     if option.choices:
-        legal = next(iter(difflib.get_close_matches(wrong, option.choices, n=1, cutoff=0.4)), legal)
+        near = difflib.get_close_matches(wrong, option.choices, n=1, cutoff=0.4)
+        if near:
+            legal = near[0]
+        elif option.positional:
+            legal = ", or ".join(option.choices)
     asked = [command, *([] if option.positional else [name]), *given.get(option, [])]
     return ConfigError(" ".join(asked), truth, f"{command if option.positional else name} {legal}")
 

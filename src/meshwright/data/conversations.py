@@ -37,7 +37,7 @@ from meshwright.data.chat import (
     template_text,
 )
 from meshwright.data.chat_files import find_chat_files, read_records, unit_of
-from meshwright.data.corpus import Corpus, local_text, parse_source, share
+from meshwright.data.corpus import Check, Corpus, local_text, parse_source, share
 from meshwright.data.feed import held_out_border
 from meshwright.data.sources import Place
 from meshwright.data.subwords import Subwords, check_unicode
@@ -192,13 +192,18 @@ def pack(
 
 
 def load_conversations(
-    data: Data, seq: int, tuning: FineTune, cache: Path
+    data: Data,
+    seq: int,
+    tuning: FineTune,
+    cache: Path,
+    check: Check = lambda tokenizer, name: None,
 ) -> tuple[Corpus, list[tuple[Packed, Packed]]]:
     """Loads chat data: its files, and for each the sequences to train on and the held-out ones.
 
     Tokens are kept in `cache`. Records that are longer than a sequence are refused, cut or dropped (`FineTune.too_long`),
-    and how many is printed. Raises DataError with file and line for a record that is malformed, has no answer, or is
-    refused.
+    and how many is printed.
+    check: as of `load_corpus`.
+    Raises DataError with file and line for a record that is malformed, has no answer, or is refused.
     """
     spec = local_text(data.tokenizer, cache)
     if not Path(spec).is_file() and spec != "bytes":
@@ -216,6 +221,7 @@ def load_conversations(
     files, parts = [], []
 
     def make() -> dict[str, Path]:
+        check(build_tokenizer(spec), data.tokenizer)
         texts = {source.path: local_text(source.path, cache) for source in sources}
         return {
             path: _tokenise(text, spec, template, tuning.objective, cache)

@@ -28,6 +28,8 @@ from meshwright.storage.paths import in_bucket, path_of, place_of
 from meshwright.storage.transfer import local_copy
 from meshwright.trust import derive
 
+Check = Callable[[Tokenizer, str], None]
+"""`(tokenizer, its file or the folder of its tokens)`; raises where the run cannot have it."""
 _VERSION = "4"
 """First line of what a token file's name in the cache is the hash of."""
 
@@ -90,13 +92,15 @@ def load_corpus(
     bad_records: float = 0.0,
     text_field: str = "text",
     progress: Progress | None = None,
+    check: Check = lambda tokenizer, name: None,
 ) -> Corpus:
     """Loads the token files of `paths` (each PATH or PATH=WEIGHT), with one vocabulary over all of them.
 
     own: tokenizer.json of a run that goes on; text that would now lead to another is tokenised with it.
     bad_records: largest share of records that may be skipped.  text_field: field or column with the text.  Where
-    several processes compute together, process 0 tokenises and the others wait for it. Raises DataError where two token
-    files were made with different tokenizers.
+    several processes compute together, process 0 tokenises and the others wait for it.
+    check: called in process 0 with each tokenizer and its name, before a text is tokenised.
+    Raises DataError where two token files were made with different tokenizers.
     """
     sources = [parse_source(path) for path in paths]
     if not sources:
@@ -104,9 +108,13 @@ def load_corpus(
     texts = [source.path for source in sources if not is_token_file(source.path)]
 
     def make() -> dict[str, Path]:
+        for source in sources:
+            if is_token_file(source.path):
+                file = path_of(source.path) / "tokenizer.json"
+                check(build_tokenizer(str(file)), source.path)
         if not texts:
             return {}
-        reading = _Reading(local_text(spec, cache), cache, text_field, bad_records, progress)
+        reading = _Reading(local_text(spec, cache), cache, text_field, bad_records, progress, check)
         copies = {path: local_text(path, cache) for path in texts}
         made = reading.tokenise(list(copies.values()), own)
         return {path: made[copy].folder for path, copy in copies.items()}
@@ -199,6 +207,7 @@ class _Reading:
     text_field: str
     bad_records: float
     progress: Progress | None
+    check: Check
 
     def tokenise(self, paths: Sequence[str], own: Path | None) -> dict[str, TokenFile]:
         """Returns the token files of sources of text by path: from the cache, or tokenised into it."""
@@ -219,6 +228,7 @@ class _Reading:
             spec = str(own)
         elif is_learned(spec):
             spec = str(self._learned(paths))
+        self.check(build_tokenizer(spec), self.spec)
         return {path: self._load(path, spec) for path in paths}
 
     def _load(self, path: str, spec: str) -> TokenFile:

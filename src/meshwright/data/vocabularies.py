@@ -26,7 +26,10 @@ _TYPES = {
 }
 _MAKE = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of `transformers`, which writes tokenizer.json"
 _FOREIGN = {
-    "tokenizer.model": f"a vocabulary of SentencePiece; {_MAKE} (it needs `sentencepiece`)",
+    "tokenizer.model": (
+        f"a vocabulary of SentencePiece; {_MAKE} (it needs `sentencepiece` and `protobuf`, and the tokenizer_config.json of "
+        "the model: without its tokenizer_class a text is divided otherwise)"
+    ),
     "tekken.json": (
         "a vocabulary of mistral-common; tokenizer.json of the same model on the hub, or "
         "`transformers.integrations.mistral.convert_tekken_tokenizer(FILE).save_pretrained(FOLDER)`"

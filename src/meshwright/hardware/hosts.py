@@ -437,7 +437,7 @@ def _nameless(environment: Mapping[str, str]) -> Hosts | None:
 
 def _alone(asked: str, truth: str, fix: str) -> ConfigError:
     return ConfigError(
-        asked, truth, f"{fix}. meshwright launch writes a job that starts all of them"
+        asked, truth, f"{fix}. `meshwright launch` writes a job that starts all of them"
     )
 
 

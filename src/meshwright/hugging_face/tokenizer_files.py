@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from meshwright.data.subwords import END
-from meshwright.data.tokenizers import Bytes, Chars, tokenizer_from_json
+from meshwright.data.tokenizers import Bytes, Chars, Tokenizer, tokenizer_from_json
 from meshwright.documents import LARGE, read_text
 from meshwright.hugging_face.folder import CHAT_TEMPLATE, TOKENIZER_FILES
 from meshwright.storage.writing import copy_file, write_text
@@ -29,12 +29,7 @@ def write_tokenizer(file: Path, kept: Path, out: Path) -> int | None:
     if (kept / CHAT_TEMPLATE).is_file() and not (kept / "tokenizer.json").is_file():
         copy_file(kept / CHAT_TEMPLATE, out / CHAT_TEMPLATE)  # chosen for this tokenizer
     own = tokenizer_from_json(read_text(file, LARGE))
-    if isinstance(own, Bytes):
-        text = _bytes_tokenizer().to_str(pretty=True)
-    elif isinstance(own, Chars):
-        text = _chars_tokenizer(own.letters).to_str(pretty=True)
-    else:
-        text = own.to_json()
+    text = published_text(own)
     write_text(out / "tokenizer.json", text)
     end = tokenizers.Tokenizer.from_str(text).id_to_token(own.end)
     config = {
@@ -44,6 +39,15 @@ def write_tokenizer(file: Path, kept: Path, out: Path) -> int | None:
     }
     write_text(out / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
     return own.end
+
+
+def published_text(tokenizer: Tokenizer) -> str:
+    """Returns a tokenizer as the tokenizer.json that other programs read."""
+    if isinstance(tokenizer, Bytes):
+        return str(_bytes_tokenizer().to_str(pretty=True))
+    if isinstance(tokenizer, Chars):
+        return str(_chars_tokenizer(tokenizer.letters).to_str(pretty=True))
+    return tokenizer.to_json()
 
 
 def _same(file: Path, kept: Path) -> bool:

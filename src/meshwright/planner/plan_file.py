@@ -89,7 +89,7 @@ def is_plan(file: Path) -> bool:
 
 def read_plan(file: Path) -> PlanFile:
     """Reads a plan file. Raises ConfigError where it is missing or has another format."""
-    fix = "give a file that `meshwright plan --out` wrote"
+    fix = "give a file that `meshwright plan --on CHIP:SIZE --out FILE` wrote"
     try:
         contents = read_unique_json(file, LARGE)
     except (OSError, ValueError) as error:

@@ -15,7 +15,7 @@ import numpy as np
 from meshwright.activity import activity
 from meshwright.config import MeshShape
 from meshwright.data.batch import Batch, ramp_of
-from meshwright.data.corpus import Corpus, load_corpus
+from meshwright.data.corpus import Check, Corpus, load_corpus
 from meshwright.data.feed import (
     Feed,
     Samples,
@@ -302,6 +302,7 @@ def prepare_run(
     devices: int | None = None,
     choose: Choose = lambda run, devices: run,
     output: Output | None = None,
+    weights: str | None = None,
     progress: Progress | None = None,
 ) -> Trainable:
     """Tokenises the text, chooses the mesh where the run leaves it open, and places the run on devices.
@@ -309,6 +310,7 @@ def prepare_run(
     cache: folder of token files and compiled programs.  devices: use the first so many; None uses all.  choose: makes
     the choices that need the planner; without it a run that leaves the remat policy open recomputes whole layers.
     output: folder of a training; a run that is resumed there keeps its vocabulary where its text has changed.
+    weights: source of weights that are evaluated, in the place of those the run starts from; "" for none.
     progress: shows the tokenisation.
     Raises ConfigError or DataError before anything is traced.
     """
@@ -332,6 +334,7 @@ def prepare_run(
     first = _place(run, mesh, choose) if known else place_on_devices(with_stand_in_vocab(run), mesh)
     if run.data.sample or run.data.sample_every:
         check_sample(first)
+    check = _check_of_tokens(run, weights, cache, own)
     parts: Sequence[tuple[Samples, Samples]]
     if run.finetune.objective == "text":
         corpus = load_corpus(
@@ -342,12 +345,13 @@ def prepare_run(
             bad_records=run.faults.bad_records,
             text_field=run.data.text_field,
             progress=_NotedProgress(progress),
+            check=check,
         )
         parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
     else:
         from meshwright.data.conversations import load_conversations
 
-        corpus, parts = load_conversations(run.data, run.training.seq, run.finetune, cache)
+        corpus, parts = load_conversations(run.data, run.training.seq, run.finetune, cache, check)
     vocab = run.model.vocab
     if vocab is not None and corpus.vocab > vocab:
         fix = f"--model.vocab {corpus.vocab}"
@@ -366,6 +370,19 @@ def prepare_run(
     return PreparedRun(
         device_run, corpus, tuple(p[0] for p in parts), tuple(p[1] for p in parts if len(p[1]))
     )
+
+
+def _check_of_tokens(run: Run, weights: str | None, cache: Path, own: Path | None) -> Check:
+    """Returns the check of tokenizers against that of the weights. weights, own: as of `prepare_run`."""
+    source = run.init_from if weights is None else weights
+    if not source:
+        return lambda tokenizer, name: None
+    from meshwright.trainer.tokens_of_weights import (
+        TokensOfWeights,
+    )  # reads files of other programs
+
+    accepted = weights is None and run.data.other_tokenizer
+    return TokensOfWeights(source, cache, accepted, trains=weights is None, own=own)
 
 
 def _place(run: Run, mesh: jax.sharding.Mesh, choose: Choose) -> DeviceRun:

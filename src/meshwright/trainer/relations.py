@@ -71,6 +71,12 @@ def check_run(run: Run, mesh: MeshShape | None = None, output: Output | None = N
 
         trained = trained_only(placed.params, placed.params)
         build_optimizer(run.optimizer, run.training.steps, trained)
+    if run.data.other_tokenizer and run.init_from is None:
+        raise ConfigError(
+            "--data.other-tokenizer",
+            "the run starts from no weights, whose tokenizer could be another",
+            "--init-from hf:PATH, or no --data.other-tokenizer",
+        )
     if output is not None:
         check_accepted(run, output.accept)
         find_reporters(output.folder, run)
