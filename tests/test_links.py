@@ -1,6 +1,7 @@
 """Links in a folder from elsewhere: nothing that the package writes there goes through one, whatever it is called."""
 
 import ast
+import contextlib
 import dataclasses
 import os
 import re
@@ -13,9 +14,12 @@ import pytest
 
 import meshwright as mw
 from meshwright.api import training
+from meshwright.checkpoint.checkpoints import Checkpoints
+from meshwright.checkpoint.conversion import _Journal
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
+from meshwright.checkpoint.steps import remove_checkpoint
 from meshwright.config import Training
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.hardware.hosts import ALONE
 from meshwright.hugging_face.safetensors_files import NewSafetensorsFile
 from meshwright.launching import supervise
@@ -25,6 +29,7 @@ from meshwright.reporters.files import EventLog, JsonLines
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import write_run
 from meshwright.storage import transfer
+from meshwright.storage.removing import remove_tree
 from meshwright.storage.writing import make_folder, open_file, write_atomically
 from meshwright.trainer.lock import locked
 from meshwright.trainer.watchdog import Watchdog
@@ -205,6 +210,111 @@ def writes(file: Path) -> Iterator[int]:
         writes_text = method == "write_text" and isinstance(node.func, ast.Attribute)
         if creates or copies or writes_text or (method == "open" and mode):
             yield node.lineno
+
+
+def remove_old_checkpoint(out: Path) -> None:
+    remove_checkpoint(out / "checkpoints", 4)
+
+
+def open_checkpoints(out: Path) -> None:
+    Checkpoints(out / "checkpoints", max_to_keep=2).close()
+
+
+def set_checkpoints_aside(out: Path) -> None:
+    Checkpoints(out / "checkpoints", max_to_keep=None).set_aside(3)
+
+
+def meet_again(out: Path) -> None:
+    supervise.Meeting(out, ALONE, Restarts(wait=1))
+
+
+def begin_conversion_again(out: Path) -> None:
+    (out / "weights.partial" / "progress.json").write_text("{}")
+    _Journal(out / "weights", {"of": "another source"}, 1, lambda text: None)
+
+
+REMOVERS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "old checkpoint": (remove_old_checkpoint, "checkpoints/4/state/precious"),
+    "remains of a save": (open_checkpoints, "checkpoints/4.tmp/state/precious"),
+    "checkpoint set aside": (set_checkpoints_aside, "checkpoints/4/precious"),
+    "earlier meeting": (meet_again, ".supervise/meeting-1/0"),
+    "conversion that was begun": (begin_conversion_again, "weights.partial/old/precious"),
+}
+"""What deletes or renames in a folder that may come from elsewhere, and a file that it deletes with its folders."""
+
+
+@pytest.mark.parametrize("remover", REMOVERS)
+def test_nothing_is_deleted_or_renamed_through_a_link(remover: str, tmp_path: Path) -> None:
+    """A link stands at the place of every folder on the way, in turn: what it leads to stays as it is."""
+    remove, name = REMOVERS[remover]
+    parts = Path(name).parts
+    for number in range(1, len(parts)):
+        out, victim = tmp_path / f"out-{number}", tmp_path / f"victim-{number}"
+        link = out.joinpath(*parts[:number])
+        precious = victim.joinpath(*parts[number:])
+        precious.parent.mkdir(parents=True)
+        precious.write_text(PRECIOUS)
+        link.parent.mkdir(parents=True)
+        link.symlink_to(victim)
+        with contextlib.suppress(MeshwrightError, OSError):
+            remove(out)
+        assert precious.read_text() == PRECIOUS, link
+
+
+def test_what_is_in_the_folder_itself_is_deleted(tmp_path: Path) -> None:
+    """Each remover of the test above, without links; the folder that the user named is reached through one."""
+    for number, (remove, name) in enumerate(REMOVERS.values()):
+        out, disk = tmp_path / f"out-{number}", tmp_path / f"disk-{number}"
+        (disk / name).parent.mkdir(parents=True)
+        (disk / name).write_text(PRECIOUS)
+        out.symlink_to(disk)
+        remove(out)
+        assert not (out / name).exists(), name
+
+
+def test_a_link_in_a_deleted_folder_is_deleted_and_not_followed(tmp_path: Path) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "out" / "4"
+    victim.mkdir()
+    (victim / "precious").write_text(PRECIOUS)
+    folder.mkdir(parents=True)
+    (folder / "inner").symlink_to(victim)
+    (tmp_path / "out" / "link").symlink_to(victim)
+    remove_tree(folder, below=tmp_path)
+    remove_tree(tmp_path / "out" / "link", below=tmp_path)
+    assert not list((tmp_path / "out").iterdir())
+    assert (victim / "precious").read_text() == PRECIOUS
+
+
+PATHS = {
+    "os.remove", "os.unlink", "os.rmdir", "os.removedirs", "os.rename", "os.renames", "os.replace",
+    "shutil.rmtree", "shutil.move",
+}  # fmt: skip
+"""Functions that delete or rename by path."""
+
+
+def removes(file: Path) -> Iterator[int]:
+    """Yields the lines of a module that delete or rename by themselves."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        # `Path.replace` has one argument, `str.replace` two; copy.replace and dataclasses.replace have keywords.
+        replaces = node.func.attr == "replace" and len(node.args) == 1 and not node.keywords
+        if (
+            ast.unparse(node.func) in PATHS
+            or node.func.attr in ("unlink", "rmdir", "rename")
+            or replaces
+        ):
+            yield node.lineno
+
+
+def test_every_deletion_uses_the_one_that_follows_no_links() -> None:
+    """`storage/removing.py` and `storage/writing.py` have a descriptor; `storage/bucket.py` has objects."""
+    found = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        name = str(file.relative_to(PACKAGE))
+        if name not in ("storage/removing.py", "storage/writing.py", "storage/bucket.py"):
+            found += [f"{name}:{line}" for line in removes(file)]
+    assert found == []
 
 
 def test_every_writer_uses_the_one_that_follows_no_links() -> None:

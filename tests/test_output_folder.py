@@ -169,7 +169,7 @@ def test_remains_of_a_deletion_that_was_cut_off_go_at_the_next_start(
 
     calls = []
 
-    def cut_off(path: Path) -> None:
+    def cut_off(path: Path, **options: Any) -> None:
         calls.append(path)
         if path.exists():
             raise Killed

@@ -122,11 +122,10 @@ DELETES = {
     "data/cache_entries.py": "verb `cache`, under the lock of the entry",
     "data/conversations.py": "folder of its own, under a random name",
     "data/tokenizing.py": "unfinished token file, under its lock",
-    "documents.py": "file of its own under a random name, which replaces another as a whole",
     "launching/supervise.py": "file that only this process writes",
     "reporters/files.py": "under the lock of the output folder: metrics that cannot be read are kept aside",
     "storage/bucket.py": "the primitives of a bucket",
-    "storage/paths.py": "the primitive that the others call",
+    "storage/removing.py": "the primitives that the others call",
     "storage/transfer.py": "source of a move, and files of its own under random names",
     "storage/writing.py": "replaces a file as a whole: a reader has the old one open, or finds the new one",
     "trainer/bucket_lock.py": "lock that this process holds",
@@ -136,7 +135,8 @@ DELETES = {
 """Modules that delete, rename or replace files, and why no other process reads what they delete."""
 
 FUNCTIONS = {
-    "rmtree", "remove_tree", "remove_checkpoint", "unlink", "rmdir", "rename", "renames",
+    "rmtree", "remove_tree", "remove_file", "remove_empty_folder", "remove_checkpoint", "unlink", "rmdir",
+    "rename", "renames",
     "removedirs", "replace_durably", "delete_range", "move_tree",
 }  # fmt: skip
 

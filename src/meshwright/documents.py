@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from meshwright.storage.attempts import RegularFile, attempt
+from meshwright.storage.attempts import RegularFile
 from meshwright.storage.paths import bucket_path, in_bucket
 
 SMALL = 16 * 2**20
@@ -165,33 +165,6 @@ def unique_object(pairs: list[tuple[str, Any]], names: set[str] | None = None) -
 def read_json(file: Path, largest: int = SMALL) -> Any:
     """Returns the JSON value in a regular file of at most `largest` bytes. Raises OSError or ValueError."""
     return parse_document(read_text(file, largest))
-
-
-def replace_durably(source: Path, target: Path) -> None:
-    """Renames a file or folder, and waits until the disk has its new name. Raises OSError."""
-    failed_before = False
-
-    def rename() -> None:
-        nonlocal failed_before
-        try:
-            os.replace(source, target)
-        except FileNotFoundError:
-            # A file server may have renamed it and lost its answer.
-            if not (failed_before and target.exists() and not source.exists()):
-                raise
-        except OSError:
-            failed_before = True
-            raise
-
-    def sync() -> None:
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-    attempt(rename)
-    attempt(sync)
 
 
 def checksum(record: Any) -> str:

@@ -7,6 +7,7 @@ it as any other error. Functions of `xlacensus` that raise are called by way of 
 import contextlib
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,10 @@ def read_census(file: Path) -> dict[str, Any]:
     """Reads a census that `--json` or `--save` wrote. Raises CensusError if the file is not a census."""
     try:
         document = read_json(file, LARGE)
-        quantities(document)
+        for values in quantities(document).values():
+            for name, value in values.items():
+                if not isinstance(value, int | float) or not math.isfinite(value):
+                    raise ValueError(f"{name} is {value!r:.80}, not a number")
     except OSError as error:
         raise by_class(
             error,
@@ -176,7 +180,7 @@ def read_census(file: Path) -> dict[str, Any]:
                 f"the census {file}", f"it cannot be read: {reason_of(error)}", "a file of --json"
             ),
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CensusError(
             f"the census {file}",
             f"it is not a census: {error}",

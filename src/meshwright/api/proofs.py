@@ -34,6 +34,7 @@ from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
 from meshwright.runs.settle import Settled
 from meshwright.storage.paths import default_cache_folder
+from meshwright.storage.removing import remove_file
 from meshwright.trust import options_of_child, own
 from meshwright.views.blocks import Text
 from meshwright.views.report import FRAME_BYTES, Report, Section, frame
@@ -236,7 +237,7 @@ def compile_in_subprocess(
         try:
             code = _wait_and_announce(child, log, _LONGER * limit)
         except KeyboardInterrupt:
-            log.unlink()
+            remove_file(log, below=log.parent)
             raise
         finally:
             child.kill()
@@ -244,7 +245,7 @@ def compile_in_subprocess(
     text = log.read_text(encoding="utf-8")
     if code < 0 or code == _COMPILER_EXIT or "Traceback (most recent call last)" in text:
         raise _error_of_end(asked, code, limit, log, text)
-    log.unlink()
+    remove_file(log, below=log.parent)
     # Without a TPU or GPU the compilers warn about the machine; only this package's error, and what follows it, matter.
     lines = text.splitlines(keepends=True)
     first = next((i for i, line in enumerate(lines) if line.startswith("error:")), len(lines))

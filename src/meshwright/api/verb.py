@@ -24,6 +24,7 @@ from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import read_run
 from meshwright.storage.paths import path_of
+from meshwright.storage.removing import remove_file
 from meshwright.trust import own
 
 SIMULATED = 8
@@ -168,7 +169,7 @@ def require_writable(files: Iterable[Path | None]) -> None:
                 length = max(8, len(os.fsencode(file.name)))
                 probe = file.with_name(secrets.token_hex(length)[:length])
                 probe.open("xb").close()
-                probe.unlink()
+                remove_file(probe, below=probe.parent)
         except OSError as error:
             raise unwritable(file, error) from error
 

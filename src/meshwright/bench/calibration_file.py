@@ -50,7 +50,7 @@ def write_calibration(
     kernels: `attention`, FLOP/s of the attention kernel in a training step, of which the backward pass counts as 3.5
     forward passes; `grouped_matmul`, rate of a grouped matmul over that of a dense one of equal FLOPs.
     """
-    calibration: dict[str, Any] = read_json(file) if file.exists() else {}
+    calibration = read_calibration(file, f"rm {file}") if file.exists() else {}
     if collectives:
         calibration["collectives"] = [dataclasses.asdict(row) for row in collectives]
         calibration["mesh"] = mesh
@@ -69,8 +69,10 @@ def write_calibration(
     write_atomically(file, json.dumps(calibration, indent=1) + "\n")
 
 
-def read_calibration(file: Path) -> dict[str, Any]:
-    """Reads a calibration. Raises ConfigError where the file is missing or is not a calibration."""
+def read_calibration(
+    file: Path, fix: str = "write it again with meshwright bench"
+) -> dict[str, Any]:
+    """Reads a calibration. Raises ConfigError, with this fix, where the file is missing or is not a calibration."""
     try:
         calibration: dict[str, Any] = read_json(file)
         _check_figures(calibration)
@@ -78,7 +80,7 @@ def read_calibration(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"the calibration {file}",
             f"it has no {error.args[0]}",
-            "write it again with meshwright bench",
+            fix,
         ) from error
     except (OSError, ValueError, TypeError, ArithmeticError) as error:
         raise by_class(
@@ -86,7 +88,7 @@ def read_calibration(file: Path) -> dict[str, Any]:
             ConfigError(
                 f"the calibration {file}",
                 f"it cannot be read: {error}",
-                "write it again with meshwright bench",
+                fix,
             ),
         ) from error
     return calibration

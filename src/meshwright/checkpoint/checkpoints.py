@@ -53,7 +53,6 @@ from meshwright.checkpoint.tensors import (
     read_shards,
     write_shards,
 )
-from meshwright.documents import replace_durably
 from meshwright.errors import (
     FOR_NOW,
     NO_ROOM,
@@ -74,7 +73,13 @@ from meshwright.signs import NOBODY, waiting
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.storage.attempts import attempt
 from meshwright.storage.folder_identity import FolderIdentity
-from meshwright.storage.paths import bucket_path, in_bucket, path_of, remove_tree
+from meshwright.storage.paths import bucket_path, in_bucket, path_of
+from meshwright.storage.removing import (
+    remove_empty_folder,
+    remove_file,
+    remove_tree,
+    replace_durably,
+)
 from meshwright.storage.transfer import move_tree
 from meshwright.storage.writing import make_folder, write_atomically, write_text
 
@@ -151,7 +156,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 for step in partial_steps(self.folder) if in_bucket(self.folder) else ():
                     remove_checkpoint(self.folder, step)
                 for left in () if in_bucket(self.folder) else self.folder.glob("*.tmp"):
-                    remove_tree(left)
+                    remove_tree(left, below=self.folder.parent, ignore_errors=True)
 
     @property
     def _commits(self) -> bool:
@@ -220,7 +225,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             if bucket:
                 write_text(self.folder / STARTED / step, str(time.time()))
             else:
-                remove_tree(folder)
+                remove_tree(folder, below=self.folder.parent, ignore_errors=True)
                 assert self._root is not None
                 self._root.make(folder / "state")
         self._barrier(f"begun-{number}")
@@ -240,7 +245,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             manifest.write(folder)
             if not bucket:
                 remove_checkpoint(self.folder, manifest.step)
-                replace_durably(folder, self.folder / step)
+                replace_durably(folder, self.folder / step, below=self.folder.parent)
             assert self._max_to_keep is not None
             for old in committed_steps(self.folder)[: -self._max_to_keep]:
                 remove_checkpoint(self.folder, old)
@@ -469,9 +474,11 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                     move_tree(self.folder / str(step), target, last=(MANIFEST,))
                 else:
                     make_folder(aside.parent, aside.name)
-                    replace_durably(self.folder / str(step), target)
+                    replace_durably(self.folder / str(step), target, below=aside.parent)
                 if in_bucket(self.folder):
-                    (self.folder / STARTED / str(step)).unlink(missing_ok=True)
+                    remove_file(
+                        self.folder / STARTED / str(step), below=aside.parent, missing_ok=True
+                    )
         if jax.process_count() > 1:
             with waiting("the other hosts, which have set checkpoints aside"):
                 multihost_utils.sync_global_devices("checkpoints set aside")
@@ -574,7 +581,7 @@ def check_writable(folder: Path) -> None:
     finally:
         for place in missing:
             with contextlib.suppress(OSError):  # another process may have begun to write there
-                place.rmdir()
+                remove_empty_folder(place, below=place.parent)
 
 
 def check_room(folder: Path, device_run: DeviceRun, max_to_keep: int, replaced: int = 0) -> None:

@@ -4,7 +4,6 @@ import dataclasses
 import fcntl
 import json
 import os
-import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
@@ -38,6 +37,7 @@ from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder, write_run
 from meshwright.sharding.params import Param, named_leaves
 from meshwright.storage.attempts import may_pass
+from meshwright.storage.removing import remove_file, remove_tree, rename
 from meshwright.storage.transfer import sha256_of
 from meshwright.storage.writing import (
     copy_file,
@@ -139,10 +139,7 @@ class _Journal:
             raise ConfigError(f"converting into {self.out}", truth, "another folder")
         # Another source, or another version of it: what is there is of no use. The lock is on the folder itself.
         for path in self.folder.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+            remove_tree(path, below=self.folder.parent)
         return {}
 
     def convert(self, params: dict[str, Param], convert_one: Callable[[str, Param], Any]) -> None:
@@ -158,9 +155,9 @@ class _Journal:
 
     def commit(self) -> None:
         """Moves the folder to its name."""
-        self._file.unlink()
+        remove_file(self._file, below=self.folder.parent)
         os.sync()
-        self.folder.rename(self.out)
+        rename(self.folder, self.out, below=self.out.parent)
 
 
 def check_sums(folder: Path, say: Say) -> None:
@@ -405,7 +402,7 @@ def export_adapter(source: Path, out: Path, *, at: int | None = None) -> Convers
         scratch = make_folder(Path(name), "adapter")
         count = write_adapter(scratch, run.model, run.finetune, pairs, base)
         write_tokenizer(source / "tokenizer.json", source / KEPT, scratch)
-        scratch.rename(out)
+        rename(scratch, out, below=out.parent)
     return Conversion(
         out, "LoRA", sum(a.size + b.size for a, b in pairs.values()), count, "float32", 0, notes
     )

@@ -10,6 +10,7 @@ from meshwright.checkpoint.inspect import list_checkpoints
 from meshwright.checkpoint.steps import MANIFEST, STARTED, committed_steps, remove_checkpoint
 from meshwright.errors import CheckpointError
 from meshwright.storage.paths import in_bucket
+from meshwright.storage.removing import remove_file
 from meshwright.storage.transfer import (
     copy_files,
     copy_tree,
@@ -115,5 +116,5 @@ def move_checkpoints(
             remove_checkpoint(source / "checkpoints", int(step))
         if not committed_steps(source / "checkpoints"):
             for name in others:
-                (source / name).unlink(missing_ok=True)
+                remove_file(source / name, below=source, missing_ok=True)
     return planned

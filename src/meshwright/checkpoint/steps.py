@@ -7,7 +7,8 @@ from pathlib import Path
 
 from meshwright.errors import CheckpointError, MeshwrightError, by_class, reason_of
 from meshwright.storage.attempts import attempt, is_dir, is_file
-from meshwright.storage.paths import in_bucket, path_of, remove_tree
+from meshwright.storage.paths import in_bucket, path_of
+from meshwright.storage.removing import remove_file, remove_tree, rename
 
 MANIFEST = "manifest/metadata"
 """File of a checkpoint that is written last and deleted first: without it a folder is not a checkpoint."""
@@ -79,17 +80,17 @@ def remove_checkpoint(folder: Path, step: int) -> None:
 
     A bucket cannot rename, so there the manifest goes first. On a disk the folder gets another name first.
     """
-    checkpoint = folder / str(step)
+    checkpoint, below = folder / str(step), folder.parent
     if in_bucket(folder):
-        (checkpoint / MANIFEST).unlink(missing_ok=True)
-        remove_tree(checkpoint)
-        (folder / STARTED / str(step)).unlink(missing_ok=True)
+        remove_file(checkpoint / MANIFEST, below=below, missing_ok=True)
+        remove_tree(checkpoint, below=below)
+        remove_file(folder / STARTED / str(step), below=below, missing_ok=True)
         return
     doomed = folder / f"{step}.deleted.tmp"
-    remove_tree(doomed)
+    remove_tree(doomed, below=below, ignore_errors=True)
     with contextlib.suppress(FileNotFoundError):
-        attempt(lambda: checkpoint.rename(doomed))
-    remove_tree(doomed)
+        rename(checkpoint, doomed, below=below)
+    remove_tree(doomed, below=below, ignore_errors=True)
 
 
 def unwritable(folder: Path, error: OSError) -> MeshwrightError:

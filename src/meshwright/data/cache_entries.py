@@ -10,13 +10,13 @@ import dataclasses
 import fcntl
 import os
 import secrets
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from meshwright.data.tokens import DESCRIPTION
 from meshwright.documents import read_json
 from meshwright.errors import ConfigError, DataError, by_class, nearest, reason_of
+from meshwright.storage.removing import remove_tree, rename
 from meshwright.storage.transfer import COPIES, COPY_RECORD
 
 _TOKENS = "tokens"
@@ -63,8 +63,8 @@ def delete_entry(cache: Path, name: str) -> int:
     doomed = folder.with_name(f"{_DELETED}{secrets.token_hex(8)}")
     try:
         with _locked(folder):
-            os.rename(folder, doomed)
-        shutil.rmtree(doomed)
+            rename(folder, doomed, below=folder.parent)
+        remove_tree(doomed, below=folder.parent)
     except BlockingIOError as error:
         truth = "a process reads or writes it now"
         raise DataError(

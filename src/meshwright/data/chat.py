@@ -247,7 +247,7 @@ def read_end_tokens(folder: Path) -> tuple[int, ...]:
                     return (
                         tuple(int(end) for end in ends) if isinstance(ends, list) else (int(ends),)
                     )
-            except (OSError, ValueError, TypeError, AttributeError) as error:
+            except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
                 refusal = WeightsError(
                     f"reading {folder / file}",
                     f"it is not a configuration: {error}",

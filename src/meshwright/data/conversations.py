@@ -13,8 +13,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +45,7 @@ from meshwright.data.tokens import TokenFile, is_token_file, open_tokens
 from meshwright.documents import LARGE, parse_json, read_json
 from meshwright.errors import DataError, by_class
 from meshwright.fine_tuning import FineTune, Objective, TooLong
+from meshwright.storage.removing import remove_tree, rename
 from meshwright.storage.transfer import held_folder, sha256_of
 
 _FORMAT = 5
@@ -396,12 +395,13 @@ def _tokenise(
         described = writer.description(tokenizer.vocab, source=path, tokenizer=spec, skipped={})
         write_description(scratch, described, "answers.bin", "places.bin", "files.json")
         try:
-            os.replace(scratch, folder)
+            rename(scratch, folder, below=folder.parent)
         except OSError:  # another process was first
             if not is_token_file(folder):
                 raise
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_tree(scratch, below=folder.parent)
     return folder
 
 

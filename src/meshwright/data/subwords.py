@@ -32,7 +32,7 @@ class Subwords:
     """Subword tokenizer of the `tokenizers` library (Hugging Face's tokenizer.json)."""
 
     def __init__(self, text: str):
-        self._tokenizer = _called("reading a tokenizer", tokenizers.Tokenizer.from_str, text)
+        self._tokenizer = called("reading a tokenizer", tokenizers.Tokenizer.from_str, text)
         # A file may ask for texts that are cut or filled up to some length.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -78,7 +78,7 @@ class Subwords:
         """Tokens that the file's post-processor puts before a text."""
         call = self._tokenizer.encode
         text, whole = (
-            _called("reading a tokenizer", call, "a", add_special_tokens=a).ids
+            called("reading a tokenizer", call, "a", add_special_tokens=a).ids
             for a in (False, True)
         )
         places = (i for i in range(len(whole)) if whole[i : i + len(text)] == text)
@@ -99,7 +99,7 @@ class Subwords:
 
     def encode_with_starts(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens of `text` and the first character of each."""
-        encoded = _called("encoding a text", self._tokenizer.encode, text, add_special_tokens=False)
+        encoded = called("encoding a text", self._tokenizer.encode, text, add_special_tokens=False)
         return np.array(encoded.ids, np.int32), np.array(
             [start for start, _ in encoded.offsets], np.int64
         )
@@ -108,7 +108,7 @@ class Subwords:
         call = (
             self._tokenizer.encode_batch if self._drops else self._tokenizer.encode_batch_fast
         )  # without offsets
-        encoded = _called("encoding a text", call, list(texts), add_special_tokens=False)
+        encoded = called("encoding a text", call, list(texts), add_special_tokens=False)
         if self._drops:
             for text, one in zip(texts, encoded, strict=True):
                 self._check_complete(text, one.offsets)
@@ -133,9 +133,7 @@ class Subwords:
     def decode(self, tokens: Iterable[int]) -> str:
         """Returns the text of `tokens`; padding of the vocabulary is left out."""
         return str(
-            _called(
-                "decoding tokens", self._tokenizer.decode, [t for t in tokens if t < self.vocab]
-            )
+            called("decoding tokens", self._tokenizer.decode, [t for t in tokens if t < self.vocab])
         )
 
     def text_of(self, token: int) -> str:
@@ -148,14 +146,19 @@ class Subwords:
         return str(self._tokenizer.to_str())
 
 
-def _called(asked: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def called(
+    asked: str,
+    call: Callable[..., Any],
+    *args: Any,
+    fix: str = "another tokenizer.json, or a repaired one",
+    **options: Any,
+) -> Any:
     """Calls the library. Raises DataError where it raises: a bare Exception, or a panic of Rust, which is not one."""
     try:
         return call(*args, **options)
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        fix = "another tokenizer.json, or a repaired one"
         raise by_class(error, DataError(asked, f"the tokenizers library: {error}", fix)) from error
 
 

@@ -7,7 +7,6 @@ import fcntl
 import hashlib
 import itertools
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,6 +42,7 @@ from meshwright.data.tokens import (
 )
 from meshwright.documents import LARGE, read_text
 from meshwright.errors import DataError, by_class, reason_of
+from meshwright.storage.removing import remove_file, remove_tree
 from meshwright.storage.writing import make_folder, open_file, refuse_links, write_atomically
 
 BATCH = 2**21
@@ -274,7 +274,9 @@ class _Tokenisation:
                 (old for old, new in zip(self.before, after, strict=False) if old != new), None
             )
             if changed is not None:  # the tokens may be of no version of it
-                shutil.rmtree(self.out)  # unfinished, and this process holds its lock
+                remove_tree(
+                    self.out, below=self.out.parent
+                )  # unfinished, and this process holds its lock
                 truth = "it changed while it was read"
                 raise DataError(
                     f"reading {changed.rsplit(' ', 2)[0]}",
@@ -289,11 +291,11 @@ class _Tokenisation:
             write_description(self.out, writer.description(tokenizer.vocab, **named))
         except (DataError, OSError):
             if not self._of_use():
-                shutil.rmtree(self.out, ignore_errors=True)
+                remove_tree(self.out, below=self.out.parent, ignore_errors=True)
             raise
         for name in (PROGRESS, _LOCK):
             with contextlib.suppress(OSError):  # the token file is complete without it
-                (self.out / name).unlink(missing_ok=True)
+                remove_file(self.out / name, below=self.out, missing_ok=True)
 
     def _of_use(self) -> bool:
         """Whether the folder has a complete shard or a description, or its note cannot be read now."""
@@ -377,7 +379,7 @@ class _Tokenisation:
             truth = f"the tokenizer makes no tokens of any of the {writer.documents:,} documents"
             raise DataError(asked, truth, "another --data.tokenizer")
         if not records.logged:
-            skipped.unlink()
+            remove_file(skipped, below=self.out)
         writer.finish()
 
     def _batches(self) -> Iterator[TextBatch]:

@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
+from meshwright.data.subwords import called
 from meshwright.documents import LARGE, check_inside, fix_of, read_json, read_text
 from meshwright.errors import DataError, by_class
 
@@ -75,7 +76,7 @@ def read_pair(vocab: Path) -> str:
         config = _optional(folder / "tokenizer_config.json")
         described = _optional(folder / "config.json")
         added = _optional(folder / "added_tokens.json")
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
         truth = f"{VOCAB} and {MERGES} cannot be read: {error}"
         raise by_class(error, DataError(asked, truth, fix_of(error, _MAKE))) from error
     kind = _CLASSES.get(str(config.get("tokenizer_class")).removesuffix("Fast"))
@@ -86,14 +87,14 @@ def read_pair(vocab: Path) -> str:
         truth = f"{VOCAB} and {MERGES} do not say how a text is divided, and that of {named!r} is not known"
         raise DataError(asked, truth, _MAKE)
     merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
-    try:
-        pairs = [(first, second) for first, second in merges]
-        model: Any = models.BPE(vocab=tokens, merges=pairs)
-        tokenizer = tokenizers.Tokenizer(model)
-        _add_tokens(tokenizer, config, added)
-    except Exception as error:  # the library raises no class of its own
-        refusal = DataError(asked, f"the tokenizers library: {error}", _MAKE)
-        raise by_class(error, refusal) from error
+    odd = next((merge for merge in merges if len(merge) != 2), None)
+    if odd is not None:
+        truth = f"{MERGES} has the line {' '.join(odd)!r:.80}, which is not a pair"
+        raise DataError(asked, truth, _MAKE)
+    pairs = [(first, second) for first, second in merges]
+    model: Any = called(asked, models.BPE, vocab=tokens, merges=pairs, fix=_MAKE)
+    tokenizer = tokenizers.Tokenizer(model)
+    called(asked, _add_tokens, tokenizer, config, added, fix=_MAKE)
     byte_level = pre_tokenizers.ByteLevel(
         add_prefix_space=bool(config.get("add_prefix_space")), use_regex=kind == "gpt2"
     )

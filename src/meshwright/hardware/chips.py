@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.documents import read_text
 from meshwright.errors import ConfigError, by_class, nearest
 from xlacensus import chips
 from xlacensus.chips import Nodes as Nodes
@@ -257,23 +258,18 @@ def read_chip(file: Path) -> Chip:
     """
     asked = f"chip file {file}"
     try:
-        fields: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise by_class(
-            error, ConfigError(asked, f"it cannot be read: {error}", "give a readable TOML file")
-        ) from error
+        fields: dict[str, Any] = tomllib.loads(read_text(file))
+    except (OSError, ValueError, RecursionError) as error:
+        truth = f"it cannot be read: {error or 'it is nested too deeply'}"
+        raise by_class(error, ConfigError(asked, truth, "give a readable TOML file")) from error
     required = (*_NUMBERS, "torus" if "torus" in fields else "nodes")
     for key in required:
         if key not in fields:
             raise ConfigError(asked, f"it has no {key}", f"add each of {', '.join(required)}")
-    for key in _NUMBERS:
-        if not isinstance(fields[key], int | float) or fields[key] <= 0:
-            raise ConfigError(
-                asked, f"{key} = {fields[key]!r} is not a positive number", f"write {key} = 1e12"
-            )
     known = {"name", "sources", "efficiency", *_NUMBERS, *_OPTIONAL, *_LINKS}
     for key in sorted(set(fields) - known):
         raise ConfigError(asked, f"{key!r} is not a field of a chip", nearest(key, known))
+    _check_figures(asked, fields)
     try:
         interconnect = _interconnect(fields)
     except (KeyError, TypeError) as error:
@@ -297,3 +293,57 @@ def read_chip(file: Path) -> Chip:
         efficiency=efficiency,
         sources=dict.fromkeys((*_NUMBERS, "interconnect", "clock_hz"), str(file)),
     )
+
+
+def _check_figures(asked: str, fields: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a figure of a chip file, or of a table in it, that no chip can have."""
+    name = fields.get("name", "a name")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(asked, f"name = {name!r} is not a text", 'write name = "my chip"')
+    for key in (*_NUMBERS, *_OPTIONAL):
+        if key in fields:
+            _check_figure(asked, key, fields[key])
+    for table in ("nodes", "torus", "efficiency"):
+        values = fields.get(table, {})
+        if not isinstance(values, dict):
+            raise ConfigError(asked, f"{table} is not a table", f"begin it with [{table}]")
+        for key, value in values.items():
+            if key != "largest":
+                _check_figure(f"{table} in {asked}", key, value)
+                continue
+            if not isinstance(value, list) or not 1 <= len(value) <= 3:
+                truth = f"largest = {value!r} is not a list of one to three lengths"
+                raise ConfigError(f"{table} in {asked}", truth, "write largest = [16, 16]")
+            for length in value:
+                _check_figure(f"{table} in {asked}", key, length)
+
+
+def _check_figure(asked: str, key: str, value: Any) -> None:
+    """Raises ConfigError for a figure that is not a number in the range of its field."""
+    whole = key in _WHOLE
+    example = f"write {key} = {_WHOLE.get(key, '1e12')}"
+    if key in _FRACTIONS:
+        example = f"write {key} = 0.7"
+    is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= _MOST:
+        kind = "positive whole number" if whole else "positive number"
+        raise ConfigError(asked, f"{key} = {value!r:.100} is not a {kind}", example)
+    if value == 0 and key not in _MAY_BE_ZERO:
+        raise ConfigError(asked, f"{key} = {value!r} is not above 0", example)
+    if key in _FRACTIONS and value > 1:
+        raise ConfigError(asked, f"{key} = {value!r} is not a fraction from 0 to 1", example)
+
+
+_MOST = 1e30
+"""Largest figure of a chip: sums and products of several stay numbers."""
+_WHOLE = {
+    "devices_per_chip": 1,
+    "multiprocessors": 132,
+    "devices_per_node": 8,
+    "wraparound_multiple": 4,
+    "largest": 16,
+    "tile": 128,
+}
+"""Figures that are whole numbers, each with an example."""
+_FRACTIONS = {field.name for field in dataclasses.fields(Efficiency)} - {"options_gain", "tile"}
+_MAY_BE_ZERO = {"multiprocessors", "overlap", "tensor_overlap"}

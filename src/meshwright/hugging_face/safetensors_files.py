@@ -423,7 +423,7 @@ def tensor_names(folder: Path) -> set[str]:
         return set()
     if file.suffix == ".json":
         try:
-            return set(json.loads(file.read_text(encoding="utf-8"))["weight_map"])
+            return set(read_json(file, LARGE)["weight_map"])
         except (ValueError, KeyError, TypeError):
             return set()  # `find_files` names what is wrong with it
     return set(read_header(file))

@@ -35,6 +35,7 @@ from meshwright.launching.restarts import NoProgressError, Restarts, Tally, rest
 from meshwright.reporters.files import last_start
 from meshwright.runs.run import Run
 from meshwright.signs import BEATS, LOADING, PREPARING
+from meshwright.storage.removing import remove_file
 from meshwright.storage.writing import make_folder_below, open_file, refuse_links, write_atomically
 from meshwright.trainer.preemption import PERIOD, announced, has_metadata_server
 from meshwright.trainer.watchdog import Watchdog
@@ -84,9 +85,8 @@ class Meeting:
         earlier = [path.stem.removeprefix("start-") for path in self.folder.glob("start-*.json")]
         self.number = max((int(number) for number in earlier if number.isdigit()), default=0)
         with contextlib.suppress(OSError, MeshwrightError):
-            (self.folder / f"meeting-{self.number + 1}" / str(hosts.process)).unlink(
-                missing_ok=True
-            )
+            mine = self.folder / f"meeting-{self.number + 1}" / str(hosts.process)
+            remove_file(mine, below=out, missing_ok=True)
 
     def next_start(self, run: Run, devices: int | None) -> Start:
         """Waits for the others, and returns what those that came start.
@@ -233,7 +233,7 @@ class Supervisor:
         with contextlib.suppress(OSError, StorageError):
             self.out.mkdir(parents=True, exist_ok=True)
             if self.hosts.process == 0:
-                stopped.unlink(missing_ok=True)
+                remove_file(stopped, below=self.out, missing_ok=True)
         tally = Tally(self.restarts.most)
         for attempt in itertools.count():
             began = time.monotonic()

@@ -57,12 +57,13 @@ def read_prices(file: Path | None = None) -> tuple[Price, ...]:
     try:
         with file.open(encoding="utf-8", newline="") as opened:
             reader = csv.DictReader(opened)
+            columns = reader.fieldnames or ()
             rows = [(reader.line_num, row) for row in reader]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise by_class(
             error, ConfigError(f"table {file}", f"it cannot be read: {error}", "a CSV file")
         ) from error
-    lacking = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
+    lacking = [name for name in _COLUMNS if name not in columns]
     if lacking:
         raise ConfigError(
             f"table {file}",

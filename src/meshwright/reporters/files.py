@@ -15,6 +15,7 @@ from meshwright.errors import reason_of
 from meshwright.reporters import Values
 from meshwright.reporters.lines import Lines, open_lines, reversed_lines
 from meshwright.storage.attempts import may_pass
+from meshwright.storage.removing import rename
 
 
 class JsonLines:
@@ -50,7 +51,7 @@ class JsonLines:
                 f"{self._path.name}.unreadable-{time.strftime('%Y%m%d-%H%M%S')}"
             )
             print(f"{self._path}: {reason_of(error)}; moved to {aside.name}", file=sys.stderr)
-            self._path.rename(aside)
+            rename(self._path, aside, below=self._path.parent)
             lines = open_lines(self._path)
         lines.cut(lambda line: _step_of(line) <= upto)
         return lines

@@ -9,7 +9,6 @@ import glob
 import os
 import posixpath
 import re
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,14 +98,6 @@ def bucket_path(location: str | Path) -> "BucketPath":
     from meshwright.storage.bucket import BucketPath  # TensorStore; most runs are on local disks
 
     return BucketPath(str(location))
-
-
-def remove_tree(folder: Path) -> None:
-    """Deletes a folder and all in it, if it is there."""
-    if in_bucket(folder):
-        bucket_path(folder).remove_tree()
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def kvstore_of(folder: Path) -> tuple[dict[str, Any], Any]:

@@ -15,7 +15,8 @@ from pathlib import Path, PurePosixPath
 from meshwright.errors import StorageError, by_class, reason_of
 from meshwright.formatting import format_bytes
 from meshwright.storage.attempts import RegularFile, attempt
-from meshwright.storage.paths import bucket_path, in_bucket, remove_tree
+from meshwright.storage.paths import bucket_path, in_bucket
+from meshwright.storage.removing import remove_file, remove_tree, rename
 from meshwright.storage.writing import open_file, refuse_link
 
 PART = 64 * 2**20
@@ -83,10 +84,10 @@ def copy_file(source: Path, target: Path) -> str:
                 digest.update(part)
             file.flush()
             os.fsync(file.fileno())
-        part_file.replace(target)
+        rename(part_file, target, below=target.parent)
     finally:
         with contextlib.suppress(OSError):
-            part_file.unlink(missing_ok=True)
+            remove_file(part_file, below=target.parent, missing_ok=True)
     return digest.hexdigest()
 
 
@@ -136,13 +137,13 @@ def join_segments(names: Sequence[str], folder: Path) -> None:
         joined.setdefault(file, []).append(segment)
     for file, segments in joined.items():
         part = file.with_name(f".{file.name}.part-{secrets.token_hex(8)}")
-        with part.open("wb") as opened:
+        with open_file(part, "xb") as opened:
             for segment in segments:
                 opened.write(segment.read_bytes())
             opened.flush()
             os.fsync(opened.fileno())
-        part.replace(file)
-        shutil.rmtree(segments[0].parent)
+        rename(part, file, below=folder)
+        remove_tree(segments[0].parent, below=folder)
 
 
 def copy_tree(source: Path, target: Path, last: Sequence[str] = ()) -> None:
@@ -164,8 +165,8 @@ def move_tree(source: Path, target: Path, last: Sequence[str] = ()) -> None:
     """Copies a folder, compares the copy, and deletes the source: first the files that make it complete."""
     copy_tree(source, target, last)
     for name in last:
-        (source / name).unlink(missing_ok=True)
-    remove_tree(source)
+        remove_file(source / name, below=source, missing_ok=True)
+    remove_tree(source, below=source.parent)
 
 
 def local_copy(location: Path, cache: Path) -> Path:
@@ -214,7 +215,7 @@ def local_copy(location: Path, cache: Path) -> Path:
                     f"copying {location}", "its objects changed meanwhile", "the same command again"
                 )
             (scratch / COPY_RECORD).write_text(json.dumps(before), encoding="utf-8")
-            os.rename(scratch, entry)
+            rename(scratch, entry, below=copies)
             _keep(entry)
     except OSError as error:
         if _keep(entry):  # another process was first, on a file system without locks
@@ -263,7 +264,10 @@ def held_folder(folder: Path) -> Iterator[None]:
 def _link_known(copies: Path, versions: dict[str, str], folder: Path, single: bool) -> None:
     """Links what other copies have of the same objects in the same versions into `folder`."""
     for record in copies.glob(f"[!.]*/{COPY_RECORD}"):
-        known = json.loads(record.read_text(encoding="utf-8"))
+        try:
+            known = dict(json.loads(record.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, RecursionError):
+            continue  # its objects are copied again
         there = record.parent if single else record.parent / folder.name
         for name, version in versions.items():
             file = folder / name

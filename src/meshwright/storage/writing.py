@@ -60,7 +60,7 @@ def _open_below(folder: int, file: Path, mode: str) -> int:
         descriptor = os.open(file.name, flags, 0o644, dir_fd=folder)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EEXIST):
-            _refuse_special(folder, file)
+            refuse_special(folder, file)
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -122,7 +122,7 @@ def _replace(file: Path, data: bytes) -> None:
     folder = os.open(file.parent, _FOLDER)
     part = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     try:
-        _refuse_special(folder, file)
+        refuse_special(folder, file)
         try:
             with os.fdopen(_open_below(folder, part, "x"), "wb") as opened:
                 opened.write(data)
@@ -170,7 +170,7 @@ def _make_below(root: Path, names: Sequence[str], descriptor: int | None) -> Non
             try:
                 os.mkdir(name, dir_fd=folder)
             except FileExistsError:
-                _refuse_special(folder, below, folders=True)
+                refuse_special(folder, below, folders=True)
             inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
             os.close(folder)
             folder = inner
@@ -210,7 +210,7 @@ def refuse_link(file: Path) -> None:
         raise _link_error(file, os.readlink(file))
 
 
-def _refuse_special(folder: int, file: Path, *, folders: bool = False) -> None:
+def refuse_special(folder: int, file: Path, *, folders: bool = False) -> None:
     """Raises ConfigError where `file`, in the folder of a descriptor, is a link, or neither a file nor missing."""
     try:
         mode = os.stat(file.name, dir_fd=folder, follow_symlinks=False).st_mode

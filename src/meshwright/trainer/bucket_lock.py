@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from meshwright import last_words
 from meshwright.errors import MeshwrightError, StorageError
 from meshwright.storage.bucket import MISSING, BucketPath
+from meshwright.storage.removing import remove_file
 from meshwright.trainer.heartbeat import (
     LockError,
     beating,
@@ -96,7 +97,7 @@ def bucket_locked(out: Path) -> Iterator[None]:
         with contextlib.suppress(OSError, StorageError):
             # Nobody takes a lock that was this run's a moment ago: that takes `FREE` seconds.
             if _read_object(file)[0].get("token") == token:
-                file.unlink(missing_ok=True)
+                remove_file(file, below=file.parent, missing_ok=True)
 
 
 def _end(error: MeshwrightError) -> NoReturn:

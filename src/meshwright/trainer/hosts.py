@@ -43,6 +43,7 @@ from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
 from meshwright.signs import EVERYBODY, NOBODY, PREPARING, Phases
 from meshwright.statuses import statuses_of
+from meshwright.storage.removing import remove_file
 from meshwright.storage.writing import make_folder_below, write_text
 from meshwright.trainer.prepare import Trainable
 from meshwright.trainer.watchdog import Watchdog
@@ -158,7 +159,7 @@ def check_shared(out: Path) -> None:
     finally:
         if jax.process_index() == 0:
             with contextlib.suppress(OSError, StorageError):
-                file.unlink(missing_ok=True)
+                remove_file(file, below=out, missing_ok=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -528,7 +529,7 @@ class _Watch:
             def keep() -> Path:
                 make_folder_below(self.out, file.parent.name)
                 write_text(file, text)
-                here.unlink()
+                remove_file(here, below=here.parent)
                 return file
 
             return _soon(keep) or here

@@ -108,7 +108,7 @@ def resume(
     )
     check_accepted(run, accept)
     identity, records, reached = answer_of_the_first(
-        lambda: [last_start(out).get("identity", ""), _skipped_records(out), last_step(out)]
+        lambda: [last_start(out).get("identity", ""), _left_out(out), last_step(out)]
     )
     changes, unknown = list[Change](), list[str]()
 
@@ -147,21 +147,30 @@ def resume(
     return Resumed(state, position, {change.name: change.text for change in changes}, every)
 
 
-def _skipped_records(out: Path) -> list[tuple[int, int, str]]:
-    """Returns the samples that `skipped.json` leaves out, each with its run. Raises CheckpointError."""
+def _left_out(out: Path) -> list[tuple[int, int, str]]:
+    """Returns the samples that `skipped.json` leaves out: first, number and run. Raises CheckpointError."""
+    return [(r["first"], r["number"], r["identity"]) for r in _skipped_records(out)]
+
+
+def _skipped_records(out: Path) -> list[dict[str, Any]]:
+    """Returns the records of `skipped.json`, samples that are left out: `first`, `number` and `identity` of the run.
+
+    Raises CheckpointError.
+    """
     file = out / SKIPPED
     try:
-        parts = read_json(file) if file.is_file() else []
-        return [
-            (int(part["first"]), int(part["number"]), str(part.get("identity", "")))
-            for part in parts
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        records = [dict(record) for record in (read_json(file) if file.is_file() else [])]
+        for record in records:
+            record["first"] = int(record["first"])
+            record["number"] = int(record["number"])
+            record["identity"] = str(record.get("identity", ""))
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         truth = f"{SKIPPED} cannot be read: {error}"
         raise by_class(
             error,
             CheckpointError(f"the samples that {out} leaves out", truth, "repair or remove it"),
         ) from error
+    return records
 
 
 def compare(
@@ -320,11 +329,7 @@ def handle_bad_step(
             "reason": bad.reason,
             "evidence": folder.name,
         }
-        others = [
-            r
-            for r in (read_json(file) if file.is_file() else [])
-            if r.get("identity", "") == position.identity
-        ]
+        others = [r for r in _skipped_records(out) if r["identity"] == position.identity]
         records = [*others, {**record, "identity": position.identity}]
         write_atomically(file, json.dumps(records, indent=1) + "\n")
     say(

@@ -33,7 +33,7 @@ from meshwright.hardware.agreement import choose_together
 from meshwright.signs import NOBODY, waiting
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.storage.attempts import may_pass
-from meshwright.storage.paths import remove_tree
+from meshwright.storage.removing import remove_empty_folder, remove_tree
 from meshwright.storage.tiers import LocalCheckpoints
 from meshwright.trainer.watchdog import PATIENCE
 
@@ -107,7 +107,7 @@ class Tiers(Checkpoints):
             do(self._local)
         except (CheckpointError, UnavailableError) as error:
             for partial in self._local.folder.glob("*.tmp"):
-                remove_tree(partial)
+                remove_tree(partial, below=self._local.folder.parent, ignore_errors=True)
             print(
                 f"process {jax.process_index()}: a local checkpoint is left out, and the run goes on: {error.truth}",
                 file=sys.stderr,
@@ -279,7 +279,7 @@ class Tiers(Checkpoints):
                     remove_checkpoint(local, step)
         for folder in (local, local.parent):
             with contextlib.suppress(OSError):
-                folder.rmdir()
+                remove_empty_folder(folder, below=folder.parent)
 
     def _own_steps(self) -> list[int]:
         """Returns the steps with a checkpoint on this host's own disk; none where that disk cannot be read."""

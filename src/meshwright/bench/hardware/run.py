@@ -24,6 +24,7 @@ from meshwright.bench.hardware.section import (
     write_json_file,
 )
 from meshwright.errors import ConfigError, nearest
+from meshwright.storage.removing import remove_file
 from meshwright.storage.writing import make_folder, open_file
 from meshwright.trust import is_reference, options_of_child
 
@@ -69,7 +70,7 @@ def run_sections(
     for number, name in enumerate(names):
         share = sum(SECTIONS.get(n, _OUTSIDE)[1] for n in names[number:])
         left = max(0.0, ends - time.monotonic())
-        section_file(folder, name).unlink(missing_ok=True)  # of an earlier run
+        remove_file(section_file(folder, name), below=folder, missing_ok=True)  # of an earlier run
         _run_child(folder, request, name, left * SECTIONS.get(name, _OUTSIDE)[1] / share)
         results[name] = read_section(folder, name)
         finished(name, results[name])

@@ -128,9 +128,9 @@ def read_section(folder: Path, name: str) -> dict[str, Any] | None:
         contents: dict[str, Any] = json.loads(
             section_file(folder, name).read_text(encoding="utf-8")
         )
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return contents
+    return contents if isinstance(contents, dict) else None
 
 
 def write_json_file(file: Path, contents: Any) -> None:

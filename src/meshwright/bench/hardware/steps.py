@@ -4,9 +4,9 @@ A run is a recipe with as many layers as the planner finds memory for, a tiny on
 the planner's prediction and the simulated schedule, and its state is saved and restored.
 """
 
+import contextlib
 import dataclasses
 import functools
-import shutil
 import tempfile
 import time
 from collections.abc import Mapping
@@ -38,6 +38,7 @@ from meshwright.sharding.params import count_params
 from meshwright.statuses import statuses_of
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.train_step import build_train_step
+from meshwright.storage.removing import remove_tree
 from xlacensus.hlo.parser import Module
 
 RECIPES: dict[str, tuple[tuple[str, ...], int]] = {
@@ -354,7 +355,8 @@ def _save_and_restore(name: str, folder: Path, seconds: float) -> Mapping[str, A
             jax.block_until_ready(checkpoints.restore(device_run)[0].params)
             restored = time.perf_counter() - began
     finally:
-        shutil.rmtree(out, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_tree(out, below=out.parent)
     return {
         **_describe_run(sized, device_run),
         "bytes": size,
