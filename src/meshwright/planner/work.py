@@ -184,7 +184,7 @@ class _Weight(NamedTuple):
 
     @property
     def shape(self) -> tuple[str, int, int, int, bool]:
-        """What matmuls of one kind share."""
+        """Role, sizes and groups, which matmuls of one kind share."""
         return self.role, self.k, self.n, self.groups, self.frozen
 
 
