@@ -347,7 +347,6 @@ def decided_by_words(tree: ast.Module) -> list[int]:
 
 WORDS = {
     "statuses": "the one reader of errors of libraries that have no type and no number",
-    "analysis.compile": "the sizes in XLA's refusal: the census of any function imports nothing else",
 }
 
 
@@ -463,7 +462,7 @@ def test_a_host_that_writes_tokens_gets_further(
     text.write_text("some words\n" * 2000)
     tokenize(str(text), "bytes", tmp_path / "tokens", progress=prepare._NotedProgress(None))
     assert noted
-    source = inspect.getsource(prepare.prepare_run)
+    source = inspect.getsource(prepare._prepare_text)
     assert "progress=_NotedProgress(progress)" in source
 
 
