@@ -56,4 +56,4 @@ def record_note(e: Estimate, matmul_precision: str) -> str | None:
         return f"{e.mfu:.1%} MFU is predicted: no run {kind} is published for {chip}"
     if e.mfu <= record.mfu:
         return None
-    return f"{e.mfu:.1%} MFU is predicted: nobody has published more than {record} on {chip}"
+    return f"{e.mfu:.1%} MFU is predicted: the highest published on {chip} is {record}"

@@ -77,7 +77,7 @@ class Plan(Shown):
 
     @property
     def record_note(self) -> str | None:
-        """Where its MFU is above everything published for its chip, or nothing is published: a sentence that says so."""
+        """Sentence for an MFU above everything published for its chip, or where nothing is published; else None."""
         return record_note(self.estimate, self.run.training.matmul_precision)
 
     @property
