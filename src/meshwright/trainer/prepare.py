@@ -26,7 +26,6 @@ from meshwright.data.feed import (
 )
 from meshwright.data.tokens import Progress
 from meshwright.errors import ConfigError, DataError
-from meshwright.hardware.agreement import note_progress
 from meshwright.hardware.mesh import (
     build_mesh,
     default_mesh_shape,
@@ -270,31 +269,6 @@ def prepare_other(model: Model, run: Run, devices: list[jax.Device]) -> Trainabl
     return None
 
 
-class _NotedProgress:
-    """Display of a tokenisation that also tells waiting processes that this one gets further."""
-
-    def __init__(self, shown: Progress | None):
-        self._shown = shown
-
-    def update(
-        self, label: str, read: float, size: float, files: tuple[int, int], tokens: int
-    ) -> None:
-        """Takes what has been read and written so far."""
-        note_progress()
-        if self._shown is not None:
-            self._shown.update(label, read, size, files, tokens)
-
-    def write(self, text: str) -> None:
-        """Takes a line for the user."""
-        if self._shown is not None:
-            self._shown.write(text)
-
-    def close(self) -> None:
-        """Ends the display."""
-        if self._shown is not None:
-            self._shown.close()
-
-
 def prepare_run(
     run: Run,
     *,
@@ -344,7 +318,7 @@ def prepare_run(
             own=own,
             bad_records=run.faults.bad_records,
             text_field=run.data.text_field,
-            progress=_NotedProgress(progress),
+            progress=progress,
             check=check,
         )
         parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
