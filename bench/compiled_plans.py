@@ -3,8 +3,9 @@
 Needs the `tpu` extra, and for GPUs the wheels that `meshwright prove` names; cases whose compiler is not installed are
 left out. A case is a machine, a model and a batch. Its first choice of `plan` is compiled whole and its schedule
 simulated; every second case is one of the meshes with `expert`, `context` or `stage`. `--set tuned` draws fine-tuning
-(LoRA on the compute dtype, int8 and NF4) on 1, 2 and 8 devices, half of the cases with nothing recomputed, and
-`--set none` the fastest mesh of a model of each family with nothing recomputed. A row goes to
+(LoRA on the compute dtype, int8 and NF4) on 1, 2 and 8 devices, half of the cases with nothing recomputed,
+`--set none` the fastest mesh of a model of each family with nothing recomputed, and `--set named` has cases whose
+memory was once far off. Of each the programs of all phases of a training are compiled. A row goes to
 bench/results/compiled_plans.json as soon as it is there, and rows that are there for the compiler that is installed are
 not compiled again (`--again NAME`); what the planner predicts is computed anew each time. The summary goes to
 docs/plan.md, the rows to results/compiled_plans.md, the picture to docs/img/compiled-plans.svg.
@@ -31,6 +32,7 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import Nodes
 from meshwright.hardware.targets import Target, parse_target
+from meshwright.planner.memory_model import PHASES
 from meshwright.planner.plan_file import write_plan
 from meshwright.planner.search import Plan, price_run, search
 from meshwright.runs.recipe import find_recipe
@@ -319,6 +321,7 @@ def with_prediction(row: dict[str, Any]) -> dict[str, Any]:
         "plan": plan.name,
         "planned": plan.estimate.bytes,
         "planned_seconds": plan.estimate.seconds,
+        "planned_phases": {name: x.device for name, x in plan.estimate.phases.items()},
     }
 
 
@@ -379,6 +382,29 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines.append(
             f"| {name} | {count} | {fitting} | {' | '.join(f'{cell:.1%}' for cell in cells)} |"
         )
+    return "\n".join(lines) + "\n"
+
+
+def phase_table(rows: list[dict[str, Any]]) -> str:
+    """Returns planned and compiled memory of each phase as Markdown, for the plans whose phases were compiled."""
+    head = " | ".join(f"{phase}, GiB" for phase in PHASES)
+    lines = [
+        f"| machine | model | tokens | plan | {head} |",
+        "|---|---|---|---|" + "---|" * len(PHASES),
+    ]
+    for row in rows:
+        compiled = row.get("phases")
+        if not compiled:
+            continue
+        on, model, _ = row["name"].split()
+        training = row["run"]["training"]
+        cells = []
+        for phase in PHASES:
+            planned = row["planned_phases"][phase]
+            error = planned / compiled[phase] - 1
+            cells.append(f"{planned / 2**30:.1f} / {compiled[phase] / 2**30:.1f} ({error:+.1%})")
+        size = f"{training['batch']} x {training['seq']}"
+        lines.append(f"| {on} | {model} | {size} | {row['plan']} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -475,6 +501,7 @@ def main() -> None:
     )
     rows = [with_prediction(row) for row in rows]
     put_table(PAGE, "compiled_plans.py", table(rows))
+    put_table(PAGE, "compiled_plans.py phases", phase_table(rows))
     put_rows(
         "compiled_plans.py",
         "First choices of cases drawn at random: planned and compiled",

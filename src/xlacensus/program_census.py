@@ -7,8 +7,7 @@ simulated schedule.
 import contextlib
 import dataclasses
 import importlib.metadata
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from jax.sharding import PartitionSpec
 from xlacensus.collective_lints import MIN_SENT_BYTES, lint_unexpected_collectives
 from xlacensus.compilation import (
     ARGUMENT_CATEGORIES,
+    CompiledProgram,
     argument_leaves,
     compile_function,
     definition_line,
@@ -25,10 +25,12 @@ from xlacensus.compilation import (
 from xlacensus.formatting import format_bytes, format_count, format_step
 from xlacensus.hlo.flops import ALL_ROWS, CompiledMatmul, Skipped, read_matmuls, unpriced_kernels
 from xlacensus.hlo.ledger import Ledger, LedgerEntry, read_ledger, traffic, unread_collectives
+from xlacensus.hlo.parser import Module
 from xlacensus.hlo.scopes import Branches
 from xlacensus.jaxprs import read_jaxpr_collectives
 from xlacensus.lints import (
     Finding,
+    GroupedProducts,
     grouped_products,
     lint_determinism,
     lint_donation,
@@ -42,7 +44,7 @@ from xlacensus.lints import (
     lint_whole_state,
 )
 from xlacensus.overlap_lint import lint_missed_overlap
-from xlacensus.peak_memory import Memory, read_memory
+from xlacensus.peak_memory import Argument, Memory, read_memory
 from xlacensus.schedule import SimulatedSchedule, TargetDevices, Ticks, simulate_schedule
 
 PROVENANCE: dict[str, tuple[str, ...]] = {
@@ -268,7 +270,7 @@ def census(
     >>> census(jnp.dot, jnp.ones((8, 8)), jnp.ones((8, 8))).flops.compiled
     1024.0
     """
-    facts, line = facts or ProgramFacts(), definition_line(function)
+    facts = facts or ProgramFacts()
     program = compile_function(
         function,
         *args,
@@ -276,69 +278,113 @@ def census(
         keywords=keywords,
         branches=facts.branches,
     )
-    module, jaxpr, cost = program.module, program.jaxpr, program.cost_analysis
+    module = program.module
     degrees = program.mesh((args, keywords)) if mesh is None else dict(mesh)
-    leaves = {} if jaxpr is None else argument_leaves(jaxpr, (*args, keywords))
+    leaves: Mapping[str, Any] = {}
+    if program.jaxpr is not None:
+        leaves = argument_leaves(program.jaxpr, (*args, keywords))
     arguments = program_arguments(module, leaves, {**ARGUMENT_CATEGORIES, **(categories or {})})
-    ledger = read_ledger(module, degrees, facts.library_files, facts.skipped.sent_rows)
-    schedule = (
-        None
-        if target is None
-        else simulate_schedule(module, target, degrees, facts.skipped, facts.ticks)
-    )
+    schedule = None
+    if target is not None:
+        schedule = simulate_schedule(module, target, degrees, facts.skipped, facts.ticks)
     flops = Flops(
-        dict(facts.model_flops),
-        tuple(read_matmuls(module, facts.skipped)),
-        cost.get("flops"),
-        cost.get("bytes accessed"),
-        unpriced_kernels(module),
+        model=dict(facts.model_flops),
+        matmuls=tuple(read_matmuls(module, facts.skipped)),
+        cost_analysis=program.cost_analysis.get("flops"),
+        bytes_accessed=program.cost_analysis.get("bytes accessed"),
+        unpriced=unpriced_kernels(module),
     )
-    grouped = grouped_products(module, jaxpr)
-    checks: list[Iterable[Finding]] = [
-        lint_layouts(program, leaves, declared or {}, degrees),
-        lint_rematerialisation(module, program.warnings),
-    ]
-    if degrees and jaxpr is not None:
-        written, results = (
-            read_jaxpr_collectives(jaxpr, degrees),
-            {getattr(v, "shape", ()) for v in jaxpr.out_avals},
-        )
-        checks.append(
-            lint_unexpected_collectives(ledger, written, arguments, facts.min_sent, results)
-        )
-    checks += [lint_source(jaxpr)] if jaxpr is not None else []
-    checks.append(lint_host(module))
-    if program.device_kind.startswith("NVIDIA"):
-        checks.append(lint_determinism(module, ledger, compiler_options or {}))
-    checks += [lint_donation(module, jaxpr, leaves, arguments)] if leaves else []
-    checks += [lint_tiles(arguments)] if program.device_kind.startswith("TPU") else []
-    checks += [
-        lint_whole_state(arguments),
-        lint_duplicated_work(jaxpr, flops.compiled - grouped.excess, arguments, degrees),
-        lint_grouped_matmuls(grouped),
-    ]
-    # Simulated devices have no collectives that could overlap.
-    if schedule is not None and program.device_kind != "cpu":
-        checks.append(lint_missed_overlap(module, schedule, ledger, facts.min_sent))
-    findings = itertools.chain.from_iterable(checks)
+    read = _ReadProgram(
+        program=program,
+        mesh=degrees,
+        leaves=leaves,
+        arguments=arguments,
+        ledger=read_ledger(module, degrees, facts.library_files, facts.skipped.sent_rows),
+        flops=flops,
+        grouped=grouped_products(module, program.jaxpr),
+        schedule=schedule,
+    )
+    findings = _findings(read, declared or {}, compiler_options or {}, facts.min_sent)
     return Census(
-        name=facts.name
-        or str(getattr(function, "__name__", "") or module.name.removeprefix("jit_") or "function"),
+        name=facts.name or _name_of(function, module),
         mesh=degrees,
         device=program.device_kind,
-        ledger=tuple(ledger),
+        ledger=tuple(read.ledger),
         memory=read_memory(module, program.memory, program.assignment, arguments),
         flops=flops,
-        findings=tuple(f if f.line else dataclasses.replace(f, line=line) for f in findings),
+        findings=tuple(_with_line(findings, definition_line(function))),
         compile_seconds=program.compile_seconds,
         versions=_versions(program.device_kind),
         text=program.text,
         unread=tuple(unread_collectives(module)),
         schedule=schedule,
         doubts=doubts_of(
-            flops.compiled, grouped.excess, flops.unpriced, facts.flops_band, schedule
+            flops.compiled, read.grouped.excess, flops.unpriced, facts.flops_band, schedule
         ),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _ReadProgram:
+    """Everything that was read of a program, for the checks."""
+
+    program: CompiledProgram
+    mesh: dict[str, int]
+    leaves: Mapping[str, Any]
+    """Arguments of the function by path; empty where it was lowered before."""
+    arguments: Sequence[Argument]
+    ledger: Sequence[LedgerEntry]
+    flops: Flops
+    grouped: GroupedProducts
+    schedule: SimulatedSchedule | None
+
+
+def _findings(
+    read: _ReadProgram,
+    declared: Mapping[str, PartitionSpec],
+    compiler_options: Mapping[str, Any],
+    min_sent: int,
+) -> Iterator[Finding]:
+    """Yields what the checks find that apply to a program: by its devices, and by what is known of its source."""
+    program = read.program
+    module = program.module
+    jaxpr = program.jaxpr
+    yield from lint_layouts(program, read.leaves, declared, read.mesh)
+    yield from lint_rematerialisation(module, program.warnings)
+    if jaxpr is not None and read.mesh:
+        written = read_jaxpr_collectives(jaxpr, read.mesh)
+        results = {getattr(result, "shape", ()) for result in jaxpr.out_avals}
+        yield from lint_unexpected_collectives(
+            read.ledger, written, read.arguments, min_sent, results
+        )
+    if jaxpr is not None:
+        yield from lint_source(jaxpr)
+    yield from lint_host(module)
+    if program.device_kind.startswith("NVIDIA"):
+        yield from lint_determinism(module, read.ledger, compiler_options)
+    if read.leaves:
+        yield from lint_donation(module, jaxpr, read.leaves, read.arguments)
+    if program.device_kind.startswith("TPU"):
+        yield from lint_tiles(read.arguments)
+    yield from lint_whole_state(read.arguments)
+    needed_flops = read.flops.compiled - read.grouped.excess
+    yield from lint_duplicated_work(jaxpr, needed_flops, read.arguments, read.mesh)
+    yield from lint_grouped_matmuls(read.grouped)
+    # Simulated devices have no collectives that could overlap.
+    if read.schedule is not None and program.device_kind != "cpu":
+        yield from lint_missed_overlap(module, read.schedule, read.ledger, min_sent)
+
+
+def _with_line(findings: Iterable[Finding], line: str) -> Iterator[Finding]:
+    """Yields findings; those without a line of their own get `line`, that of the function's definition."""
+    for finding in findings:
+        yield finding if finding.line else dataclasses.replace(finding, line=line)
+
+
+def _name_of(function: Any, module: Module) -> str:
+    """Returns the name of a function, or of its compiled program where the function has none."""
+    name = str(getattr(function, "__name__", ""))
+    return name or module.name.removeprefix("jit_") or "function"
 
 
 def doubts_of(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from xlacensus.formatting import format_bytes
@@ -163,39 +163,19 @@ def read_ledger(
         kind = kind_of(instruction)
         if kind is None:
             continue
-        chain = re.search(r'chain_id="(\d+)"', instruction.attribute_text)
-        if chain:
-            # v5e prints one asynchronous gather once per piece that is fused with other work.
-            key = (
-                *(i.name for i in context.callers[:-1]),
-                chain[1],
-                instruction.attributes.get("channel_id", ""),
-            )
-            if key in counted:
-                continue
-            counted.add(key)
+        chain = _chain_of(context, instruction)
+        if chain in counted:
+            continue
+        if chain is not None:
+            counted.add(chain)
         groups, axes = group_of(instruction, mesh)
         size = max(len(group) for group in groups)
-        stack = _nearest_stack(context, instruction)
-        # The line that called for the movement, if the program records it.
-        frame = next(
-            (f for f in stack if not f.file.endswith(library_files)), stack[0] if stack else None
-        )
-        # Older TPUs reduce and scatter by a fusion of an all-reduce and a slice.
-        fused = {
-            body.name
-            for caller in context.callers
-            if caller.opcode == "fusion"
-            for body in caller.called
-        }
-        is_scattered = any(name.startswith("all-reduce-scatter") for name in fused)
-        # The pair of start and done is its own, or that of the asynchronous computation that contains it.
-        wrappers = filter(is_wrapper, reversed(context.callers))
-        start = instruction if instruction.opcode.endswith("-start") else next(wrappers, None)
+        start = _start_of_pair(context, instruction)
         scopes = instruction.scopes
+        tensor = scopes[-1] if scopes else plain_path(_source_argument(context, instruction))
         entries.append(
             LedgerEntry(
-                kind="reduce-scatter" if is_scattered else kind,
+                kind="reduce-scatter" if _is_fused_scatter(context) else kind,
                 axes=axes,
                 group_size=size,
                 payload=payload_of(instruction, kind, size, group_label(groups, axes), sent_rows),
@@ -203,8 +183,8 @@ def read_ledger(
                 exact=context.exact,
                 conditional=context.conditional,
                 operands=tuple(map(str, instruction.operand_arrays)),
-                tensor=scopes[-1] if scopes else plain_path(_source_argument(context, instruction)),
-                line=frame.location if frame else "",
+                tensor=tensor,
+                line=_line_of(_nearest_stack(context, instruction), library_files),
                 op_name=instruction.op_name,
                 asynchronous=start is not None,
                 overlapped=() if start is None else overlapped_work(start),
@@ -212,6 +192,42 @@ def read_ledger(
             )
         )
     return entries
+
+
+def _chain_of(context: ExecutionContext, instruction: Instruction) -> tuple[str, ...] | None:
+    """Identifies an asynchronous collective that a v5e program prints once per piece fused with other work.
+
+    None for a collective that is printed once.
+    """
+    chain = re.search(r'chain_id="(\d+)"', instruction.attribute_text)
+    if chain is None:
+        return None
+    callers = [caller.name for caller in context.callers[:-1]]
+    return (*callers, chain[1], instruction.attributes.get("channel_id", ""))
+
+
+def _start_of_pair(context: ExecutionContext, instruction: Instruction) -> Instruction | None:
+    """Returns the start of an asynchronous collective: its own, or that of the computation around it; else None."""
+    if instruction.opcode.endswith("-start"):
+        return instruction
+    wrappers = filter(is_wrapper, reversed(context.callers))
+    return next(wrappers, None)
+
+
+def _is_fused_scatter(context: ExecutionContext) -> bool:
+    """Whether a collective is in a fusion of an all-reduce and a slice, as which older TPUs reduce and scatter."""
+    fusions = [caller for caller in context.callers if caller.opcode == "fusion"]
+    return any(
+        body.name.startswith("all-reduce-scatter") for fusion in fusions for body in fusion.called
+    )
+
+
+def _line_of(stack: Sequence[Frame], library_files: tuple[str, ...]) -> str:
+    """Returns FILE:LINE that called for a movement: the innermost outside of libraries, if the program records one."""
+    for frame in stack:
+        if not frame.file.endswith(library_files):
+            return frame.location
+    return stack[0].location if stack else ""
 
 
 def unread_collectives(module: Module) -> list[str]:
