@@ -77,8 +77,12 @@ MESHES = {
 }  # fmt: skip
 """Mesh of a row's gradients, where it is not EIGHT_DEVICES."""
 
-DECODE_MESHES = {"qwen3-next": "data=2,fsdp=2,tensor=2"}
-"""Mesh of a row's greedy text, where it is not `fsdp=2,context=2,tensor=2`: linear attention goes without `context`."""
+
+def decode_mesh_of(folder: Path) -> str:
+    """Returns the mesh of a row's greedy text: a state that passes from token to token goes without `context`."""
+    if run_of_hugging_face(f"hf:{folder}").model.spec().recurrences:
+        return "data=2,fsdp=2,tensor=2"
+    return "fsdp=2,context=2,tensor=2"
 
 
 def write_folder(row: str, folder: Path, files: int = 1) -> dict[str, Any]:

@@ -16,10 +16,9 @@ import meshwright as mw
 from meshwright.generation.cache import CachePlan
 from meshwright.hugging_face.folder import open_folder
 from meshwright.hugging_face.safetensors_files import NewSafetensorsFile, SafetensorsFile
-from meshwright.models.blocks.delta_net import DeltaInputs, delta_net, gated_delta_rule
+from meshwright.models.blocks.delta_net import DeltaInputs, DeltaSpec, delta_net, gated_delta_rule
 from meshwright.models.blocks.delta_net import unit_lower_inverse as inverse_of
 from meshwright.models.flops import forward_flops
-from meshwright.models.model import DeltaSpec
 from meshwright.runs.placed_run import place_run
 from meshwright.sharding.params import count_params
 

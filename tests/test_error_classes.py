@@ -349,7 +349,6 @@ def decided_by_words(tree: ast.Module) -> list[int]:
 
 WORDS = {
     "statuses": "the one reader of errors of libraries that have no type and no number",
-    "analysis.compile": "the sizes in XLA's refusal: the census of any function imports nothing else",
 }
 
 

@@ -220,9 +220,7 @@ def gradient(name: str, mesh: str, microbatches: int = 1) -> Any:
     device_run, batch = placed(name, mesh, microbatches)
     params = device_run.initial_state().params
     step = jnp.zeros((), jnp.int32)
-    return jax.device_get(
-        jax.jit(build_gradients(device_run.run.model, device_run))(params, step, batch)[0]
-    )
+    return jax.device_get(jax.jit(build_gradients(device_run))(params, step, batch)[0])
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def step_of(model: Model, mesh: str, seq: int, sequences: int) -> Any:
     run = tiny_run(model, mesh, batch=sequences, seq=seq, dropout=0.0, eval_samples=0)
     device_run = device_run_of(run)
     params = device_run.initial_state().params
-    gradients = jax.jit(build_gradients(model, device_run))
+    gradients = jax.jit(build_gradients(device_run))
 
     def numbers(batch: Batch) -> Numbers:
         placed = jax.device_put(batch, device_run.batch_sharding)

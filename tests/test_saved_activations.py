@@ -89,7 +89,7 @@ def scans(jaxpr: Any) -> Iterator[Any]:
 
 def residuals_of(device_run: DeviceRun) -> Residuals:
     """Counts the residuals of a run's gradients."""
-    gradients = build_gradients(device_run.run.model, device_run)
+    gradients = build_gradients(device_run)
     abstract = device_run.abstract
     traced = jax.make_jaxpr(gradients)(abstract.params, abstract.step, device_run.abstract_batch)
     activations = weights = 0
@@ -211,7 +211,7 @@ def test_gradients_of_adapters_do_not_depend_on_what_is_saved(model: str, base: 
         params = jax.tree.map(
             lambda like: jax.device_put(draw(like), like.sharding), abstract.params
         )
-        compute = jax.jit(build_gradients(run.model, device_run))
+        compute = jax.jit(build_gradients(device_run))
         found = compute(params, jnp.int32(0), tiny_runs.random_batch(device_run))[0]
         return [np.asarray(x) for x in jax.tree.leaves(found)]
 

@@ -368,6 +368,67 @@ def optimizers_by_name() -> list[str]:
     return found
 
 
+def kinds_by_name() -> list[str]:
+    """Places outside layer kinds and families that name a kind or the class of its facts.
+
+    A kind states its parameters, computation, FLOPs, work and cache itself, so that no other room has to know it.
+    """
+    bases = {"Kind", "Recurrence"}
+    rooms = ("meshwright.models.blocks", "meshwright.models.families")
+    names = {
+        node.name
+        for _, _, tree in sources().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and bases & {ast.unparse(base) for base in node.bases}
+    }
+    assert {"Attention", "DeltaNet", "DeltaSpec"} <= names
+    found = []
+    for module, (path, _, tree) in sources().items():
+        if module.startswith(rooms):
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            named = names & {alias.name for alias in node.names}
+            if named:
+                found.append(f"{place(path, node.lineno)} imports {', '.join(sorted(named))}")
+    return found
+
+
+def questions_about_models() -> list[str]:
+    """Places outside wrapped models that ask which kind of model a run has.
+
+    `Model` has a method or a fact for each such question, that families and wrapped models both have.
+    """
+    found = []
+    for module, (path, _, tree) in sources().items():
+        if room_of(module) == "wrapped":
+            continue
+        for node in ast.walk(tree):
+            text = ast.unparse(node) if isinstance(node, ast.expr) else ""
+            asked = ""
+            if isinstance(node, ast.Compare) and re.search(r"\bmodel\.unit\b", text):
+                asked = "compares the unit of a model"
+            elif isinstance(node, ast.Call) and re.match(r"isinstance\(.*\bWrapped\b", text):
+                asked = "asks for the class of wrapped models"
+            elif isinstance(node, ast.UnaryOp | ast.If | ast.IfExp | ast.BoolOp):
+                tests = {
+                    ast.UnaryOp: lambda n: [n.operand],
+                    ast.If: lambda n: [n.test],
+                    ast.IfExp: lambda n: [n.test],
+                    ast.BoolOp: lambda n: n.values,
+                }[type(node)](node)
+                if any(
+                    re.fullmatch(r"[\w.()]*\bspec(\(\))?\.layers", ast.unparse(t)) for t in tests
+                ):
+                    asked = "asks whether a model has layers"
+            elif isinstance(node, ast.Attribute | ast.Name) and text.endswith("singledispatch"):
+                asked = "dispatches on a class"
+            if asked:
+                found.append(f"{place(path, node.lineno)} {asked}: {text[:80]}")
+    return found
+
+
 RULES: dict[str, Callable[[], list[str]]] = {
     "circles of imports": circular_imports,
     "imports from a higher layer": imports_upward,
@@ -377,6 +438,8 @@ RULES: dict[str, Callable[[], list[str]]] = {
     "errors of xlacensus": foreign_errors,
     "dimension letters": foreign_letters,
     "docstrings": docstrings,
+    "layer kinds by name": kinds_by_name,
+    "questions about models": questions_about_models,
     "optimizers by name": optimizers_by_name,
     "private words": private_words,
     "words of the field": missing_field_words,

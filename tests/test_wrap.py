@@ -489,7 +489,7 @@ def test_many_microbatches_have_the_gradient_of_the_whole_batch(reduce_dtype: st
     run = model.run(mesh="data=1", microbatches=512, reduce_dtype=reduce_dtype, grad_clip_norm=0.0)
     device_run = place_on_devices(run, build_mesh(run.mesh))
     state, batch = device_run.initial_state(), {"x": jnp.ones((512, 4))}
-    grads = jax.jit(build_gradients(run.model, device_run))(state.params, state.step, batch)[0]
+    grads = jax.jit(build_gradients(device_run))(state.params, state.step, batch)[0]
     np.testing.assert_array_equal(grads["w"], np.full(4, 0.25, np.float32))
 
 

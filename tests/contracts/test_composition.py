@@ -217,7 +217,7 @@ def test_every_refusal_is_made(refusal: Refusal) -> None:
     run = run_of(row)
     if "multi-token prediction" in refusal.features:
         run = dataclasses.replace(run, model=dataclasses.replace(DEEPSEEK, layers=5, mtp_depth=1))
-    if "linear attention" in refusal.features:
+    if "recurrence" in refusal.features:
         run = dataclasses.replace(run, model=QWEN3_NEXT)
     with pytest.raises(ConfigError, match=refusal.instead):
         place_run(run)

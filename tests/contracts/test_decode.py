@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from outside.extensions.short_conv import ShortConvModel
 from tiny_runs import (
     DEEPSEEK,
     MODELS,
@@ -61,9 +62,10 @@ FAMILIES: dict[str, Model] = {
         expert_mlp=32, expert_interval=2,
     ),
     "qwen3-next": QWEN3_NEXT,
+    "layer kind from outside": ShortConvModel(VOCAB, 64, 4, 16, vocab_multiple=16, kv_heads=8, mlp=96),
 }  # fmt: skip
-WITHOUT_CONTEXT = ("qwen3-next",)
-"""Families with linear attention."""
+WITHOUT_CONTEXT = tuple(name for name, model in FAMILIES.items() if model.spec().recurrences)
+"""Families whose layers carry a state from token to token."""
 TWO_KV_HEADS = {"two-kv-heads": dataclasses.replace(MODELS["llama"], kv_heads=2)}  # type: ignore[call-arg]
 """Fewer key/value heads than devices of `tensor`."""
 SEQ, CHUNK = 24, 8
@@ -170,11 +172,7 @@ COMPARED = ("gemma-2", "gpt-oss", "llama-4", "olmo-3", "qwen3-next")
 
 
 def row_of(name: str, mesh: str, layout: WeightsLayout) -> Any:
-    marks = (
-        pytest.mark.exhaustive
-        if name in COMPARED and "context" not in mesh and name not in WITHOUT_CONTEXT
-        else ()
-    )
+    marks = pytest.mark.exhaustive if name in COMPARED and "context" not in mesh else ()
     return pytest.param(name, mesh, layout, marks=marks)
 
 

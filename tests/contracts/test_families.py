@@ -56,7 +56,5 @@ def test_decoding_is_the_forward_pass_of_transformers(
 ) -> None:
     folder, (_, golden) = folder_of(row), read(row)
     assert np.abs(hf_models.decoded_logits_of(folder, "data=1") - golden["logits"]).max() < 1e-5
-    found = hf_models.greedy_of(
-        folder, hf_models.DECODE_MESHES.get(row, "fsdp=2,context=2,tensor=2")
-    )
+    found = hf_models.greedy_of(folder, hf_models.decode_mesh_of(folder))
     np.testing.assert_array_equal(found, golden["greedy"])

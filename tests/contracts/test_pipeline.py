@@ -205,7 +205,7 @@ def peak(schedule: str, microbatches: int) -> int:
     changes = {"batch": 2 * microbatches, "seq": 128, "microbatches": microbatches, "dropout": 0.0}
     run = tiny_run(model, "stage=2", pipeline_schedule=schedule, **changes)
     device_run = device_run_of(run)
-    gradients = jax.jit(build_gradients(device_run.run.model, device_run))
+    gradients = jax.jit(build_gradients(device_run))
     compiled = gradients.lower(
         device_run.abstract.params, device_run.abstract.step, device_run.abstract_batch
     ).compile()

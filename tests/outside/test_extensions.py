@@ -22,6 +22,7 @@ from outside.extensions.mi300x import mi300x
 from outside.extensions.min_gru import MinGru
 from outside.extensions.nano import Nano
 from outside.extensions.row_attention import row_kernel
+from outside.extensions.short_conv import ShortConvModel
 from outside.extensions.soap import scale_by_soap, soap
 from outside.extensions.sums import sums
 from outside.extensions.zbv import zbv
@@ -42,8 +43,10 @@ from meshwright.analysis.run_census import census_of_train_step
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import Data, MeshShape, Optimizer, Training
 from meshwright.errors import ConfigError
+from meshwright.generation.cache import CachePlan
 from meshwright.hardware.mesh import build_mesh
 from meshwright.hardware.targets import parse_target
+from meshwright.models.flops import forward_flops
 from meshwright.planner.optimizer import state_bytes
 from meshwright.planner.plan_file import read_plan, write_plan
 from meshwright.planner.search import price_run, search
@@ -61,6 +64,7 @@ STEPS = 4
 NANO = Nano(VOCAB, vocab_multiple=16, n_embd=32)
 DEEP = dataclasses.replace(NANO, depth=4)
 MIN_GRU = MinGru(VOCAB, vocab_multiple=16, width=32, recurrent=64)
+SHORT_CONV = ShortConvModel(VOCAB, 64, 4, 16, vocab_multiple=16, kv_heads=8, mlp=96)
 SOAP = Optimizer(soap, 3e-3, inverse_sqrt, warmup_steps=2)
 ROW = {"attention_kernel": row_kernel, "context_strategy": "all_gather"}
 ZBV = {"pipeline_schedule": zbv, "microbatches": 4}
@@ -434,3 +438,27 @@ def test_a_script_may_define_what_it_trains(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, str(script)], text=True, capture_output=True, check=True)
     assert done.stdout.splitlines() == ["runs", f"{script}:sgd"]
+
+
+def test_a_layer_kind_is_planned_as_it_states() -> None:
+    """FLOPs, work, memory and cache come from the kind; it refuses `context`, over which its state would wait."""
+    placed = place_run(tiny_run(SHORT_CONV, "fsdp=2,tensor=2"))
+    kinds = placed.spec.recurrences
+    assert [kind.item for kind in kinds] == ["short convolution"] * 2
+    items = forward_flops(SHORT_CONV, 64)
+    assert items["short convolution"] == 0.0
+    D, F, G = 64, 96, 64
+    attention = 2 * D * 4 * (2 * 16 + 2 * 8)
+    assert items["attention projections"] == 2 * (2 * 4 * D * G + attention)
+    assert items["feed-forward"] == 4 * 6 * D * F
+    work = work_of(placed)
+    assert work.recurrence_inner == 0.0 and work.widths.value == (32 + 8 * 4) / 2
+    cache = CachePlan(placed.spec, placed.shape, 8, 128, "float32")
+    longer = CachePlan(placed.spec, placed.shape, 8, 256, "float32")
+    keys_and_values = 2 * 2 * 128 * 4 * 4 * 4 * 4
+    assert longer.bytes_per_device - cache.bytes_per_device == keys_and_values
+    assert cache.bytes_per_device - keys_and_values == 2 * 32 * 4 * 2 * 4
+    with pytest.raises(ConfigError, match="recurrence with context"):
+        place_run(tiny_run(SHORT_CONV, "context=2,fsdp=2"))
+    plan = search(tiny_run(SHORT_CONV, "fsdp=8"), parse_target("v5e:2x4")).plans[0]
+    assert plan.placed.shape.context == 1

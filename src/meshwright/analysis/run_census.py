@@ -1,7 +1,6 @@
 """Census of a run's own train and evaluation steps, and the cache of those for hardware that is not here."""
 
 import dataclasses
-import functools
 import hashlib
 import importlib.metadata
 import math
@@ -27,7 +26,7 @@ from meshwright.analysis.run_lints import lint_attention_kernel, lint_precision
 from meshwright.comm import collectives, hierarchical, ragged
 from meshwright.hardware.chips import Torus
 from meshwright.hardware.targets import Target
-from meshwright.models.flops import forward_flops
+from meshwright.models.flops import forward_flops, multiplies_weights
 from meshwright.models.forward import row_scope
 from meshwright.models.kernels.cudnn import ONE_DOCUMENT, SEVERAL_DOCUMENTS
 from meshwright.models.model import Model, ModelSpec, padded_vocab, vocab_size
@@ -79,7 +78,7 @@ def model_flops(device_run: DeviceRun, passes: float) -> Mapping[str, float]:
     items = forward_flops(device_run.run.model, training.seq)
     # Frozen weights have no gradient of their own: their matmuls have two passes of a step's three.
     own = passes - 1.0 if _is_frozen(device_run, passes) else passes
-    counted = {item: passes if item in ("attention", "linear attention") else own for item in items}
+    counted = {item: own if multiplies_weights(item) else passes for item in items}
     return {
         item: counted[item] * tokens * flops / device_run.mesh.size for item, flops in items.items()
     }
@@ -113,8 +112,8 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
     # Attention's backward kernels compute the scores again: seven products for four, beside two recomputed ones.
     factors = {
         "attention": again * 11 / 8 / max(fraction.causal_fraction, 1e-9),
-        # Computed again from its inputs, whatever the remat policy keeps.
-        "linear attention": again + 1 / 3,
+        # Computed again from their inputs, whatever the remat policy keeps.
+        **{recurrence.item: again + 1 / 3 for recurrence in placed.spec.recurrences},
         "experts": again * max(2.0, 1 / fraction.group_fraction),
         "unembedding": again * padded_vocab(run.model) / vocab_size(run.model),
     }
@@ -179,9 +178,13 @@ def skipped_by_kernels(settled: Settled) -> Skipped:
     return Skipped(causal_fraction(placed.spec, placed.run.training.seq), min(1.0, fraction), sent)
 
 
-@functools.singledispatch
-def train_step_facts(model: Model, device_run: DeviceRun) -> ProgramFacts:
-    """Returns what is known of the train step of a model family; another kind of model registers its own function."""
+def train_step_facts(device_run: DeviceRun) -> ProgramFacts:
+    """Returns what is known of the train step of a run."""
+    facts: ProgramFacts = device_run.run.model.train_step_facts(device_run, _facts_of_layers)
+    return facts
+
+
+def _facts_of_layers(model: Model, device_run: DeviceRun) -> ProgramFacts:
     table = device_run.placed.schedule_table if device_run.placed.shape.stage > 1 else None
     facts = _facts(device_run, "train step", 3.0, table)
     if table is None:
@@ -247,7 +250,7 @@ def census_of_train_step(device_run: DeviceRun, target: Target | None = None) ->
         categories=_CATEGORIES,
         declared=_declared(device_run),
         target=None if target is None else located_devices(device_run.mesh.devices.flat, target),
-        facts=train_step_facts(device_run.run.model, device_run),
+        facts=train_step_facts(device_run),
         compiler_options=options,
     )
     findings = [*result.findings, *_vocabulary_padding(device_run)]
@@ -258,7 +261,7 @@ def census_of_train_step(device_run: DeviceRun, target: Target | None = None) ->
     else:
         module = parse_module(result.text)
         findings += lint_precision(module, SCOPE, asked) if asked != "compute" else ()
-        if device_run.placed.spec.layers and settled.kernels.fused:
+        if device_run.run.model.states_layers and settled.kernels.fused:
             findings += lint_attention_kernel(module, settled.kernels.name)
     return dataclasses.replace(result, findings=tuple(findings))
 
@@ -273,7 +276,7 @@ def profile_for(target: Target) -> Callable[[DeviceRun, Any], dict[str, Any]]:
         if not device_run.settled.scheduled_by_price:
             return {}
         branches, options = (
-            train_step_facts(device_run.run.model, device_run).branches,
+            train_step_facts(device_run).branches,
             device_run.compiler_options(),
         )
         passes = ",".join(word for word in (options.get(_LEFT_OUT), _RENAMES) if word)
@@ -325,7 +328,7 @@ def located_devices(devices: Iterable[Any], target: Target) -> TargetDevices:
 def simulate_run(module: Module, device_run: DeviceRun, target: Target) -> SimulatedSchedule:
     """Simulates the compiled train step of a run. module: with the branches of `train_step_facts`."""
     facts, devices = (
-        train_step_facts(device_run.run.model, device_run),
+        train_step_facts(device_run),
         device_run.mesh.devices.flat,
     )
     at, mesh = located_devices(devices, target), dict(device_run.mesh.shape)

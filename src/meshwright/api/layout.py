@@ -58,8 +58,7 @@ def show(run: Run | str, mesh: str | MeshShape | None = None) -> LayoutView:
     """
     run = own(run)
     run = find_recipe(run) if isinstance(run, str) else run
-    if run.model.unit != "tokens":
-        run.model.spec()  # refuses a wrapped model, whose layers only its module knows
+    run.model.spec()  # refuses a model whose layers only its module knows
     shape = (MeshShape.parse(mesh) if isinstance(mesh, str) else mesh) or run.mesh or MeshShape()
     legal = dataclasses.replace(run.training, batch=shape.size * max(1, run.training.microbatches))
     placed = place_run(with_vocab(dataclasses.replace(run, training=legal), shape), shape)

@@ -154,7 +154,7 @@ class PlanOptions(OfferOptions, RunOptions):
     def act(self, call: Call) -> Outcome:
         """Runs `meshwright plan`: searches, compiles where asked, writes, prints. Raises ConfigError."""
         names = [word.partition("=")[0].replace("_", "-") for word in call.words]
-        for name in _CHOSEN if self.run.model.unit == "tokens" else ():
+        for name in _CHOSEN if self.run.model.states_layers else ():
             if name in names:
                 fix = (
                     f"--why {self.run.mesh}, which explains that mesh"
@@ -208,7 +208,7 @@ class PlanOptions(OfferOptions, RunOptions):
             )  # raises where there is neither
             compared += tuple(filter(None, (best or smallest,)))
         offer = None
-        if run.model.unit == "tokens":
+        if run.model.reads_text:
             offer = make_offer(plans[0], parse_count(self.tokens, "--tokens"), self.market())
         remarks = [*self._rounding_notes(), *notes(run, found)]
 

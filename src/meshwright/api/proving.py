@@ -296,7 +296,7 @@ def compile_step(
     ):
         device_run = dataclasses.replace(device_run, profile_of=profile_for(here[0]))
     # Choices are made, and states saved as weights, of a model whose layers are known.
-    known = device_run if run.model.unit == "tokens" else None
+    known = device_run if run.model.states_layers else None
     if target is None or step != "train":
         census_of = census_of_train_step if step == "train" else census_of_eval_step
         with activity("compile", f"compiling the {step} step", f"compiled the {step} step"):

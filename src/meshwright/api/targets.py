@@ -7,7 +7,6 @@ from meshwright.bench.calibration_file import read_calibration
 from meshwright.config import MeshShape
 from meshwright.data.corpus import vocab_of_corpus
 from meshwright.errors import ConfigError
-from meshwright.hardware.mesh import default_mesh_shape
 from meshwright.hardware.targets import Target, parse_target
 from meshwright.planner.forecast import calibrate_target
 from meshwright.planner.search import with_choices
@@ -18,7 +17,7 @@ from meshwright.trainer.relations import check_run
 
 def refuse_wrapped(run: Run, asked: Sequence[str]) -> None:
     """Raises ConfigError where something is asked of a wrapped model that only the package's own families have."""
-    if asked and run.model.unit != "tokens":
+    if asked and not run.model.states_layers:
         raise ConfigError(
             f"{asked[0]} with a wrapped model", "it would not be used there", "leave it out"
         )
@@ -50,8 +49,9 @@ def with_vocab(run: Run, mesh: MeshShape | None = None) -> Run:
 def run_on_mesh(run: Run, devices: int, target: Target | None) -> Run:
     """Returns the run with a vocabulary and a mesh: FSDP over a target, the default one here."""
     if run.mesh is None:
-        here = target is None and run.model.unit == "tokens"
-        shape = default_mesh_shape(min(8, devices)) if here else MeshShape(fsdp=devices)
+        shape = MeshShape(fsdp=devices)
+        if target is None:
+            shape = run.model.default_mesh(devices)
         run = dataclasses.replace(run, mesh=shape)
     return with_vocab(run, run.mesh)
 

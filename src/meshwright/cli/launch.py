@@ -242,7 +242,7 @@ def _check_data(scheduler: str, options: Any, words: Sequence[str]) -> None:
         return
     given = {word.partition("=")[0] for word in words}
     run = options.run
-    if run.model.unit != "tokens" or given & {"--data", "--data.paths"}:
+    if not run.model.reads_text or given & {"--data", "--data.paths"}:
         return
     fix = "--data PATH of your text, or of a folder that `meshwright tokenize` wrote, which every host reaches"
     for path in run.data.paths:

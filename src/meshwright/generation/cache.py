@@ -7,8 +7,8 @@ on device s mod n of the n devices of `context`: a prompt fills all of them even
 Slots come before heads and sequences in memory: what a step writes is one block. With sequences first, XLA:TPU copies
 the whole cache into that order at the beginning of the decode loop and back at its end, into a second cache.
 
-A layer with linear attention (blocks/delta_net.py) caches its state and the last inputs of its convolution, whatever
-the number of slots: the same on every device of `context`, which compute the same.
+A layer with a recurrence (linear attention, a convolution) caches its state, of one size whatever the number of slots:
+the same on every device of `context`, which compute the same.
 
 Attention visits the filled slots block by block with a running maximum and sum (Milakov and Gimelshein 2018,
 arXiv:1805.02867), so its work follows the tokens there are and not the slots there is room for; a sliding window starts
@@ -18,7 +18,6 @@ at its first block. Devices of `context` combine their parts by log-sum-exp.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,7 +36,7 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.kernels.attention import Scores, cap
-from meshwright.models.model import Carried, ModelSpec
+from meshwright.models.model import ModelSpec, RecurrentStep
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.placement import Placement, local_shape, replicates_kv_heads, to_spec
 
@@ -47,7 +46,8 @@ _BLOCK = 1024
 """Most slots of a block of attention on one device."""
 _HIDDEN = -1e30
 _PLACEMENT: Placement = ((), CONTEXT, ("tensor",), BATCH_AXES, ())
-_STATES: Placement = ((), ("tensor",), BATCH_AXES, (), (), ())
+_STATES: Placement = ((), ("tensor",), BATCH_AXES)
+"""Axes of the first dimensions of a state: layers, features, sequences."""
 
 
 @jax.tree_util.register_dataclass
@@ -61,6 +61,15 @@ class KeyValues:
     k: Any
     v: Any
     """None where the cache holds latents."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class States:
+    """Cached states of a stack of layers with a recurrence."""
+
+    arrays: Any
+    """Tree of `Recurrence.carried`, each array [L, features, B, ...]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,27 +87,25 @@ class CachePlan:
 
     def __post_init__(self) -> None:
         for layer in self.spec.layers:
-            if layer.attention is None and layer.delta is None:
+            if not layer.decodes:
                 raise ConfigError(
                     f"generating with layers of stack {layer.stack!r}",
                     "they have no attention, and what they carry from token to token is not known",
-                    "a model whose layers all state an `AttentionSpec` or a `DeltaSpec`",
+                    "a model whose layers all state an `AttentionSpec` or a `Recurrence`",
                 )
 
     @functools.cached_property
     def abstract(self) -> dict[str, Any]:
-        """`KeyValues` or `Carried` of each stack, of arrays as (global shape, dtype)."""
+        """`KeyValues` or `States` of each stack, of arrays as (global shape, dtype)."""
         stacks = dict[str, Any]()
         for stack, layers in self.spec.stacks.items():
             first = next(layer for layer in self.spec.layers if layer.stack == stack)
-            if first.delta is not None:
-                d, each = first.delta, (layers, first.delta.heads, self.batch)
-                shapes = (
-                    (*each, d.taps - 1, d.channels),
-                    (*each, d.groups, d.key_size, d.value_size),
-                )
-                stacks[stack] = Carried(
-                    *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+            if first.recurrence is not None:
+                stacks[stack] = States(
+                    jax.tree.map(
+                        lambda x, layers=layers: jax.ShapeDtypeStruct((layers, *x.shape), x.dtype),
+                        first.recurrence.carried(self.batch),
+                    )
                 )
                 continue
             attention = first.attention
@@ -114,10 +121,10 @@ class CachePlan:
 
     def placement(self, cache: Any, rank: int) -> Placement:
         """Returns the mesh axes of each dimension of an array of `cache`, [L, S, K, B, H] or [L, N, B, ...]."""
-        degrees, axes_of_all = (
-            self.shape.degrees(),
-            _STATES if isinstance(cache, Carried) else _PLACEMENT,
-        )
+        degrees = self.shape.degrees()
+        axes_of_all = _PLACEMENT
+        if isinstance(cache, States):
+            axes_of_all = (*_STATES, *[()] * (rank - len(_STATES)))
         return tuple(
             tuple(axis for axis in axes if degrees[axis] > 1) for axes in axes_of_all[:rank]
         )
@@ -188,23 +195,26 @@ class CachedAttend:
         """Returns the attention output of latents [1, tokens, N, kv_rank], for `ForwardContext.attend_latent`."""
         return self(q_BTNZ, cached_BTZ[:, :, None], None, window=None, kv_rank=kv_rank)
 
-    def delta(self, delta_net: Callable[..., tuple[jax.Array, Carried]], x: Any, /) -> jax.Array:
-        """Returns the output of linear attention [1, tokens, N, G, H], for `ForwardContext.attend_delta`.
+    def recur(self, step: RecurrentStep, inputs: Any, /) -> jax.Array:
+        """Returns the output of a recurrence [1, tokens, ...] from the cached state, for `ForwardContext.recur`.
 
-        A text's first token begins with an empty state, and so does padding.
+        inputs: tree of this device's tokens [1, tokens, ...]. A text's first token begins without a state, and so does
+        padding.
         """
         cache, row = self._cache, self._row
-        assert isinstance(cache, Carried)
+        assert isinstance(cache, States)
         with jax.named_scope("cache"):
-            carried = jax.tree.map(
-                lambda a: lax.dynamic_index_in_dim(a, row, 0, keepdims=False), cache
+            state = jax.tree.map(
+                lambda a: lax.dynamic_index_in_dim(a, row, 0, keepdims=False), cache.arrays
             )
-            inputs = jax.tree.map(self._by_sequence, x)
-            out, carried = delta_net(inputs, positions_BT=self._slots.positions_BT, carried=carried)
-            self._cache = jax.tree.map(
-                lambda a, new: lax.dynamic_update_index_in_dim(a, new, row, 0), cache, carried
+            sequences = jax.tree.map(self._by_sequence, inputs)
+            out, state = step(sequences, self._slots.positions_BT, state)
+            arrays = jax.tree.map(
+                lambda a, new: lax.dynamic_update_index_in_dim(a, new, row, 0), cache.arrays, state
             )
-        flat = _flat(out, x.q.shape[1] * lax.axis_size(CONTEXT))
+            self._cache = States(arrays)
+        local_tokens = jax.tree.leaves(inputs)[0].shape[1]
+        flat = _flat(out, local_tokens * lax.axis_size(CONTEXT))
         return local_shard(flat, CONTEXT, 0)[None]
 
     def _by_sequence(self, x: jax.Array) -> jax.Array:

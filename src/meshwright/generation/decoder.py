@@ -339,7 +339,7 @@ class Decoder:
             expert_axes=model.expert_axes,
             expert_nodes=model.expert_nodes,
             attend_latent=attend.latent,
-            attend_delta=attend.delta,
+            cached_recur=attend.recur,
         )
         x_BTD, cache = self._layers(params, state.cache, ctx, attend)
         return *model.model.unembed(params, x_BTD, self.weights.gather), cache

@@ -12,20 +12,19 @@ import math
 
 import jax
 
-from meshwright.models.model import LayerSpec, Model, vocab_size
+from meshwright.models.model import LayerSpec, Model, ModelSpec, Recurrence, vocab_size
 from meshwright.sharding.params import Tree, is_param
 
 FORMULAS: dict[str, str] = {
     "attention projections": "2 D H (2 N + 2 K) per token and layer (scaling-book, transformers.md)",
     "attention": "4 s N H per token and layer, s positions attended to on average: (T + 1) / 2, fewer in a window",
-    "linear attention": "chunks of 64 tokens, and their states (models/blocks/delta_net.py; arXiv:2412.06464)",
     "feed-forward": "2 D F per matrix, token and layer: three in SwiGLU, two in an MLP (scaling-book, transformers.md)",
     "router": "2 D E per token and layer with experts",
     "experts": "6 D F per token for each of its k experts (Mixtral, arXiv:2401.04088)",
     "projections": "2 n per token for a weight of n elements",
     "unembedding": "2 D V per token (scaling-book, transformers.md)",
 }
-"""Item of `forward_flops` -> its formula and source; letters as in words.py."""
+"""Item of `forward_flops` -> its formula and source; letters as in words.py. Recurrences bring their own."""
 ITEMS = {
     "qkv": "attention projections",
     "attention_out": "attention projections",
@@ -34,6 +33,28 @@ ITEMS = {
     "router": "router",
 }
 """Role of a weight -> item that its matmul counts as; other roles are projections."""
+_ITEMS_OF_WEIGHTS = frozenset({*ITEMS.values(), "experts", "projections", "unembedding"})
+
+
+def multiplies_weights(item: str) -> bool:
+    """Whether an item of `forward_flops` counts matmuls of weights: frozen weights have no gradient of their own."""
+    return item in _ITEMS_OF_WEIGHTS
+
+
+def formulas(spec: ModelSpec) -> dict[str, str]:
+    """Returns the items of a model's FLOPs in their order, each with its formula; recurrences follow attention."""
+    items = dict[str, str]()
+    for item, formula in FORMULAS.items():
+        items[item] = formula
+        if item == "attention":
+            items |= {r.item: r.formula for r in spec.recurrences}
+    return items
+
+
+def formula_of(item: str) -> str:
+    """Returns the formula of an item of `forward_flops`; "" for one that is not a layer kind's."""
+    recurrences = {kind.item: kind.formula for kind in Recurrence.__subclasses__()}
+    return FORMULAS.get(item) or recurrences.get(item, "")
 
 
 def training_flops_per_token(model: Model, seq: int, method: str = "full") -> float:
@@ -43,24 +64,27 @@ def training_flops_per_token(model: Model, seq: int, method: str = "full") -> fl
     three for attention. Adapters of rank r add 3 r / width of that to a matmul, which is not counted.
     """
     items = forward_flops(model, seq)
-    weightless = items.get("attention", 0.0) + items.get("linear attention", 0.0)
+    weightless = sum(flops for item, flops in items.items() if not multiplies_weights(item))
     frozen = sum(items.values()) - weightless if method == "lora" else 0.0
     return 3.0 * sum(items.values()) - frozen
 
 
-@functools.singledispatch
-@functools.lru_cache(maxsize=256)
 def forward_flops(model: Model, seq: int) -> dict[str, float]:
-    """Returns the FLOPs of one token's forward pass by item, averaged over a sequence of `seq` tokens.
+    """Returns the FLOPs of the forward pass of one token by item, averaged over a sequence of `seq` tokens.
 
-    Another kind of model registers its own function (`wrapped`): of one example.
+    A model that does not read text has them for one example.
     """
+    return model.forward_flops(seq, _forward_flops)
+
+
+@functools.lru_cache(maxsize=256)
+def _forward_flops(model: Model, seq: int) -> dict[str, float]:
     spec, params, items = model.spec(), model.params(), dict[str, float]()
     for layer, count in collections.Counter((*spec.layers, *spec.further)).items():
         for item, flops in _layer(layer, params[layer.stack], seq).items():
             items[item] = items.get(item, 0.0) + flops * count
     items["unembedding"] = 2.0 * spec.width * vocab_size(model) * (1 + len(spec.further))
-    return {item: items[item] for item in FORMULAS if item in items}
+    return {item: items[item] for item in formulas(spec) if item in items}
 
 
 def layer_flops(model: Model, seq: int) -> tuple[float, ...]:
@@ -89,8 +113,8 @@ def _layer(layer: LayerSpec, stack: Tree, seq: int) -> dict[str, float]:
         items[item] = items.get(item, 0.0) + flops
     if layer.attention is not None:
         items["attention"] = layer.attention.flops(seq)
-    if layer.delta is not None:
-        items["linear attention"] = layer.delta.flops(seq)
+    if layer.recurrence is not None:
+        items[layer.recurrence.item] = layer.recurrence.flops(seq)
     return items
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from meshwright.comm.collectives import TokenFunction, sequence_all_gather, sequence_reduce_scatter
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
+from meshwright.hardware.mesh import default_mesh_shape
 from meshwright.models.blocks.layers import Dropout, SumRows, scatter_rows
 from meshwright.models.kernels.attention import Scores
 from meshwright.models.remat import SaveHidden, save_as_it_is
@@ -60,6 +61,14 @@ class Tokens:
     and attention, convolutions and states do not cross from it into text."""
 
 
+RecurrentStep = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
+"""`(inputs, positions [B, T], state) -> (output [B, T, ...], state)`: tokens of complete sequences, after a state.
+
+inputs: tree of [B, T, ...].  positions: within each document; a token at position 0 begins one.  state: as
+`Recurrence.carried` has it for one layer and this device; None before the first token of a sequence.
+"""
+
+
 @dataclasses.dataclass(frozen=True)
 class ForwardContext:
     """Inputs that every layer of a model needs besides its parameters."""
@@ -91,8 +100,8 @@ class ForwardContext:
     for no pieces."""
     attend_latent: Callable[[jax.Array, jax.Array, int], jax.Array] | None = None
     """In decoding: `(q [B, T, N, Z], new latents [B, T, Z], kv_rank) -> [B, T, N, kv_rank]`, to cached latents."""
-    attend_delta: Callable[[Callable[..., Any], Any], jax.Array] | None = None
-    """In decoding: `(delta_net, DeltaInputs) -> [B, T, N, G, H]`, linear attention from its cached states."""
+    cached_recur: Callable[[RecurrentStep, Any], jax.Array] | None = None
+    """In decoding: `recur` from the cached state of the layer, and to it."""
 
     @functools.cached_property
     def angles(self) -> Callable[[Any], tuple[jax.Array, jax.Array]]:
@@ -103,6 +112,16 @@ class ForwardContext:
     def half(self) -> Callable[["Kind"], Callable[..., Any]]:
         """Function from a kind to the function of its half of a layer, built once for all layers."""
         return functools.cache(lambda kind: kind.build(self))
+
+    def recur(self, step: RecurrentStep, inputs: Any) -> jax.Array:
+        """Returns the output of a recurrence for this step's tokens, [B, T, ...].
+
+        Training begins every sequence without a state; decoding goes on from the state of the tokens before.
+        """
+        if self.cached_recur is not None:
+            return self.cached_recur(step, inputs)
+        output, _ = step(inputs, self.tokens.positions, None)
+        return output
 
     def column_parallel(self, f: TokenFunction, x_BTD: jax.Array, weights: Any) -> Any:
         """Returns `f(x, weights)` for the complete sequence, gathered over `tensor`: column-parallel matmuls.
@@ -284,81 +303,52 @@ class AttentionSpec:
         return (window * (window + 1) / 2 + (seq - window) * window) / seq
 
 
+MatmulSizes = tuple[int, int, int, int]
+"""Matmul [m, k] by [k, n], and how many of them there are."""
+
+
 @dataclasses.dataclass(frozen=True)
-class DeltaSpec:
-    """Linear attention of one layer, by the gated delta rule (blocks/delta_net.py)."""
+class Recurrence:
+    """Facts of a first half of a layer that carries a state from token to token, of one size after any number of them.
 
-    heads: int
-    """Heads of queries and keys N."""
-    groups: int
-    """Value heads G of each of them; each has its own state."""
-    key_size: int
-    value_size: int
-    taps: int
-    """Tokens W that the convolution of queries, keys and values reads, the token itself included."""
+    Linear attention, a state space or a short convolution. The kind states it in its `facts`, as `recurrence`, and
+    computes by `ForwardContext.recur`. FLOPs, the planner's work and memory, the cache of decoding and the refusal of a
+    sequence split over `context` follow from it (docs: Adding things, A layer kind).
+    """
 
-    @property
-    def channels(self) -> int:
-        """Features of a key head that pass the convolution: its query, key and values."""
-        return 2 * self.key_size + self.groups * self.value_size
+    item: ClassVar[str]
+    """Item of `models.flops.forward_flops` for what the kind computes without weights."""
+    formula: ClassVar[str]
+    """FLOPs of that item in words, and their source."""
 
-    @property
-    def values(self) -> int:
-        """Features of all values."""
-        return self.heads * self.groups * self.value_size
+    def widths(self, width: int, tensor: int) -> "Widths":
+        """Returns the widths on one of `tensor` devices. width: of the model."""
+        raise NotImplementedError
 
-    @property
-    def state(self) -> int:
-        """Elements of the states of all heads."""
-        return self.values * self.key_size
+    def carried(self, batch: int) -> Any:
+        """Returns the state after a token, a tree of jax.ShapeDtypeStruct of [features, batch, ...].
 
-    def widths(self, width: int, tensor: int) -> Widths:
-        """Returns the widths on one of `tensor` devices: queries, keys, values and output gate are saved."""
-        mixed, values = self.heads * self.channels / tensor, self.values / tensor
-        return Widths(0, 0, 0, values, mixed + values, width, kept=mixed + values)
+        `tensor` splits the first dimension, as it splits the heads or channels of the parameters.
+        """
+        raise NotImplementedError
 
-    def matmuls(self, seq: int) -> list[tuple[int, int, int, int]]:
-        """Returns the matmuls of a chunk of a sequence: [m, k] by [k, n], and how many there are, of all heads."""
-        C, H, F, N = chunk_of(seq), self.key_size, self.value_size, self.heads
-        levels = [1 << level for level in range(C.bit_length() - 1)]
-        each_value_head = [
-            *((size, size, size, C // size) for size in levels),
-            (C, C, F, 2),
-            (C, C, H, 1),
-            (C, H, F, 2),
-            (H, C, F, 1),
-        ]
-        return [
-            (C, H, C, 2 * N),
-            *((m, k, n, count * self.groups * N) for m, k, n, count in each_value_head),
-        ]
+    def chunk(self, seq: int) -> int:
+        """Returns the tokens of a sequence of `seq` that are computed at once; 1 for one after another."""
+        return 1
+
+    def matmuls(self, seq: int) -> list[MatmulSizes]:
+        """Returns the matmuls without weights of one chunk of a sequence, of all devices of `tensor` together."""
+        return []
 
     def flops(self, seq: int) -> float:
-        """Returns the FLOPs of one token's forward pass, in a sequence of `seq` tokens: its chunk and the states."""
-        return sum(2.0 * m * k * n * count for m, k, n, count in self.matmuls(seq)) / chunk_of(seq)
+        """Returns the FLOPs of one token's forward pass in a sequence of `seq` tokens, without those of weights."""
+        return sum(2.0 * m * k * n * count for m, k, n, count in self.matmuls(seq)) / self.chunk(
+            seq
+        )
 
     def inner_bytes(self, seq: int) -> float:
-        """Returns the bytes per token that the backward pass recomputes, float32, with their gradients.
-
-        Per value head: nine matrices of a chunk, twelve of its keys or values, and the states before each chunk.
-        """
-        C = chunk_of(seq)
-        matrices, rows = 9 * C, 6 * (self.key_size + self.value_size)
-        return 4.0 * (self.heads * self.groups * (matrices + rows) + 2 * self.state / C)
-
-
-class Carried(NamedTuple):
-    """Input that linear attention's later tokens need of those before them, of one size after any number of tokens."""
-
-    inputs: Any
-    """Inputs of the convolution of the last W - 1 tokens, [N, B, W - 1, channels], float32."""
-    states: Any
-    """[N, B, G, key size, value size], float32."""
-
-
-def chunk_of(tokens: int) -> int:
-    """Returns the tokens of a chunk of linear attention: a power of two up to 64, so that its matrices' blocks pair."""
-    return min(64, 1 << max(0, tokens - 1).bit_length())
+        """Returns the bytes per token that the backward pass makes and drops, of all devices of `tensor` together."""
+        return 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -479,8 +469,8 @@ class LayerSpec:
     stack: str
     attention: AttentionSpec | None = None
     experts: ExpertSpec | None = None
-    delta: DeltaSpec | None = None
-    """Linear attention; a layer has this or `attention`."""
+    recurrence: Recurrence | None = None
+    """State that passes from token to token; a layer has this or `attention`."""
     normalises_inputs: bool = True
     """Whether each half reads a norm of the residual stream: the backward pass reads the norm's output too."""
     normalises_outputs: bool = False
@@ -496,8 +486,15 @@ class LayerSpec:
 
     def widths(self, width: int, tensor: int) -> Widths:
         """Returns the widths on one of `tensor` devices; a layer without attention gathers the model's width."""
-        mixer = self.attention or self.delta
-        return Widths(0, 0, 0, 0, 0, width) if mixer is None else mixer.widths(width, tensor)
+        first_half = self.attention or self.recurrence
+        if first_half is None:
+            return Widths(0, 0, 0, 0, 0, width)
+        return first_half.widths(width, tensor)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is known what the layer keeps of earlier tokens, so that it can generate."""
+        return self.attention is not None or self.recurrence is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -538,9 +535,9 @@ class ModelSpec:
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
     @functools.cached_property
-    def delta(self) -> tuple[DeltaSpec, ...]:
-        """Linear attention of the layers that have one, in order."""
-        return tuple(layer.delta for layer in self.layers if layer.delta is not None)
+    def recurrences(self) -> tuple[Recurrence, ...]:
+        """Recurrences of the layers that have one, in order."""
+        return tuple(layer.recurrence for layer in self.layers if layer.recurrence is not None)
 
     @functools.cached_property
     def has_latents(self) -> bool:
@@ -556,6 +553,10 @@ class ModelSpec:
     def kv_heads(self) -> int | None:
         """Fewest key/value heads of any layer; None for a model without attention."""
         return min((a.kv_heads for a in self.attention), default=None)
+
+
+ByLayers = Callable[..., Any]
+"""The way in which a room works from the layers of a model; its arguments are those of the method of `Model`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -574,6 +575,10 @@ class Model(Ranged, part="model"):
 
     unit: ClassVar[str] = "tokens"
     """What a step's speed counts."""
+    reads_text: ClassVar[bool] = True
+    """Whether batches are sequences of tokens made of text (`Data`); otherwise the model has batches of its own."""
+    states_layers: ClassVar[bool] = True
+    """Whether `spec` lists the layers and their parts: layouts, remat policies and meshes are chosen by it."""
     vocab: PositiveInt | None = None
     """Vocabulary size V; None takes the tokenizer's."""
     vocab_multiple: PositiveInt = dataclasses.field(default=128, kw_only=True)
@@ -616,6 +621,55 @@ class Model(Ranged, part="model"):
     def shrunk(self, shape: MeshShape, layers: int) -> "Model":
         """Returns a small model that `shape` divides as it divides this one, for rehearsals; by default this one."""
         return self
+
+    def default_mesh(self, devices: int) -> MeshShape:
+        """Returns the mesh of a run that names none, over that many devices of this machine."""
+        return default_mesh_shape(devices)
+
+    def units(self, seq: int) -> int:
+        """Returns the units (`unit`) in one sample of a batch: the tokens of a sequence."""
+        return seq
+
+    # The rooms above work from a model's layers. Each gives the way in which it does so, `by_layers`, to the method
+    # that is named after the work; a model whose layers are not known does that work in a way of its own.
+
+    def place(self, run: Any, shape: MeshShape, by_layers: ByLayers) -> Any:
+        """Returns the run placed on a mesh, a `PlacedRun` (runs/placed_run.py)."""
+        return by_layers(self, run, shape)
+
+    def forward_flops(self, seq: int, by_layers: ByLayers) -> dict[str, float]:
+        """Returns the FLOPs of one unit's forward pass by item (models/flops.py)."""
+        return by_layers(self, seq)
+
+    def abstract_batch(self, device_run: Any, by_layers: ByLayers) -> Any:
+        """Returns a batch of a placed run as abstract arrays (step/device_run.py)."""
+        return by_layers(self, device_run)
+
+    def initial_arrays(self, device_run: Any, by_layers: ByLayers) -> tuple[Any, tuple[Any, ...]]:
+        """Returns parameters and variables before the first step (step/device_run.py)."""
+        return by_layers(self, device_run)
+
+    def gradients(self, device_run: Any, by_layers: ByLayers) -> Callable[..., Any]:
+        """Returns the function that computes the gradients of a step (step/gradients.py)."""
+        return by_layers(self, device_run)
+
+    def prepare(self, run: Any, devices: list[Any], by_layers: ByLayers) -> Any:
+        """Returns the run on its devices, with its batches, a `Trainable` (trainer/prepare.py)."""
+        return by_layers(self, run, devices)
+
+    def evaluate(
+        self, prepared: Any, source: Any, whole: bool, at: int | None, by_layers: ByLayers
+    ) -> Any:
+        """Returns the metrics of a checkpoint on held-out data (trainer/evaluation.py)."""
+        return by_layers(prepared, source, whole, at)
+
+    def work(self, placed: Any, by_layers: ByLayers) -> Any:
+        """Returns the work of a step as the planner prices it (planner/work.py)."""
+        return by_layers(self, placed)
+
+    def train_step_facts(self, device_run: Any, by_layers: ByLayers) -> Any:
+        """Returns what the census knows of the compiled train step (analysis/run_census.py)."""
+        return by_layers(self, device_run)
 
     def options_of_child(self) -> list[str]:
         """Returns the options that a process needs besides a plan file to have the same model."""

@@ -32,7 +32,7 @@ class AttentionKernel:
 def attention_kernel(settled: Settled, physics: Physics) -> AttentionKernel:
     """Returns the price of the attention kernel that a run uses on its machine."""
     attention = settled.placed.spec.attention
-    if not settled.placed.spec.layers:
+    if not settled.placed.run.model.states_layers:
         return AttentionKernel(backward=0.0)
     backward = settled.kernels.backward
     if not attention or settled.kernels.fused:

@@ -18,7 +18,7 @@ from meshwright.planner.memory_model import (
     sharded_elements,
 )
 from meshwright.planner.physics import MATMUL_TILES, PHYSICS, TILE_REUSE, Physics
-from meshwright.planner.work import LowPrecision, Matmul, Work, low_precision
+from meshwright.planner.work import RECURRENCE, LowPrecision, Matmul, Work, low_precision
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.runs.settle import Settled
 
@@ -303,8 +303,8 @@ class Computation:
         bound_by_operands = 0.0
         for product in self._products:
             role = product.matmul.role
-            # Linear attention is computed again from its inputs, whatever the policy keeps.
-            if name == "recomputation" and role not in self.recomputed and role != "delta":
+            # Recurrences are computed again from their inputs, whatever the policy keeps.
+            if name == "recomputation" and role not in {*self.recomputed, RECURRENCE}:
                 continue
             launches = product.matmul.count * self.launch
             priced = product.gradients if name == "backward" else (product.forward,)

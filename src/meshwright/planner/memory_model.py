@@ -271,7 +271,7 @@ def layer_bytes(settled: Settled, work: Work, physics: Physics = PHYSICS) -> flo
     inner = work.tokens * (residuals + hidden * work.ffn_hidden + attention_inner) * compute
     inner += physics.expert_copies * work.expert_rows * work.width * compute
     # One of the halves runs at a time.
-    return max(inner, work.tokens * (4 * work.width * compute + work.delta_inner))
+    return max(inner, work.tokens * (4 * work.width * compute + work.recurrence_inner))
 
 
 PHASES = ("start", "step", "evaluation", "save", "resume")

@@ -188,11 +188,11 @@ def candidate_meshes(run: Run, target: Target) -> Iterator[MeshShape]:
 def _degrees(run: Run, target: Target) -> tuple[list[int], list[int], list[int], list[int]]:
     """Returns the degrees of `tensor`, `stage`, `context` and `expert` that are tried.
 
-    Raises ConfigError where the degree of `tensor` of a wrapped model, which only its author can choose, does not
-    divide the devices.
+    Raises ConfigError where the degree of `tensor` of a model without known layers, which only its author can choose,
+    does not divide the devices.
     """
     devices = target.devices
-    if run.model.unit != "tokens":
+    if not run.model.states_layers:
         tensor = run.mesh.tensor if run.mesh else 1
         if devices % tensor:
             truth = f"its mesh has tensor={tensor}, and {devices} devices = {devices // tensor} * {tensor} + "
@@ -301,9 +301,7 @@ def _layouts(run: Run, shape: MeshShape) -> list[str]:
     Instead of `fsdp`, a pipeline's replicas share the optimizer state too (`zero1`): they sum their gradients after the
     last microbatch in either layout, and a reduce-scatter and an all-gather send no more than the all-reduce.
     """
-    if (
-        run.layout != "auto" or run.model.unit != "tokens"
-    ):  # the layers of a wrapped model are not known
+    if run.layout != "auto" or not run.model.states_layers:
         return [run.layout]
     plain, folded = (
         ("zero1", "folded_zero1") if shape.stage > 1 and shape.data > 1 else ("auto", "folded")
@@ -439,13 +437,13 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
                 too_large.append(found.smallest)
     plans.sort(key=preference)
     too_large.sort(key=closeness)
-    bound = lower_bound(runs[0], target, plans[0]) if plans and run.model.unit == "tokens" else 0.0
+    bound = lower_bound(runs[0], target, plans[0]) if plans and run.model.states_layers else 0.0
     return SearchResult(target, tuple(plans), tuple(too_large), refused, priced, bound)
 
 
 def with_open_choices(run: Run) -> Run:
-    """Returns the run with everything left open that a plan chooses; a wrapped model's, its remat policy, stay."""
-    if run.model.unit != "tokens":
+    """Returns the run with everything left open that a plan chooses; without known layers, its remat policy stays."""
+    if not run.model.states_layers:
         return run
     run = dataclasses.replace(run, layout="auto" if run.layout == "fsdp" else run.layout)
     return _with_training(
@@ -582,7 +580,7 @@ class _MeshSearch:
     def _remat(self, saves: StageSaves | None) -> list[tuple[Remat, int]]:
         """Returns the policies to price, each with its layers saved."""
         training = self.run.training
-        if training.remat == "auto" and self.run.model.unit == "tokens":
+        if training.remat == "auto" and self.run.model.states_layers:
             return [(name, 0) for name in CHOSEN_REMAT]
         return (
             []
@@ -720,12 +718,8 @@ def with_choices(run: Run, target: Target) -> Run:
     names = ["microbatches", "remat", *(["context_strategy"] if shape.context > 1 else [])]
     names += ["pipeline_schedule", "stage_saves"] if shape.stage > 1 else []
     left_open = [name for name in names if getattr(training, name) in ("auto", 0)]
-    # No policies are known for a model without known layers, such as a wrapped one.
-    if (
-        run.model.unit != "tokens"
-        or not run.model.spec().layers
-        or not (left_open or len(_layouts(run, shape)) > 1)
-    ):
+    # No policies are known for a model without known layers.
+    if not run.model.states_layers or not (left_open or len(_layouts(run, shape)) > 1):
         return run
     best, smallest = price_mesh(run, target, shape)
     plan = best or smallest

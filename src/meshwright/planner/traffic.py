@@ -279,7 +279,7 @@ def _weights(
         gathered[axes, stacked] = (count + trained, payload + elements * itemsize)
     for (axes, stacked), (count, payload) in gathered.items():
         # The weights of a model whose layers are not known are gathered before its loss, all of them.
-        in_layers = stacked or not placed.spec.layers
+        in_layers = stacked or not placed.run.model.states_layers
         what = "weights" if in_layers else "embedding and unembedding"
         layers = float(len(placed.spec.layers)) if stacked else 1.0
         per, sent = count / layers, payload / layers
@@ -368,9 +368,8 @@ def _gradient_elements(layout: ModelLayout) -> tuple[_AxisElements, _AxisElement
     """Elements of the gradients that a device all-reduces and reduce-scatters once per step, by axes."""
     shape = layout.shape
     sums, scattered, degrees = _AxisElements(), _AxisElements(), shape.degrees()
-    summed_over = (
-        AXES if layout.spec.layers else BATCH_AXES
-    )  # `tensor` is the compiler's in a wrapped model
+    # Without known layers `tensor` is the compiler's.
+    summed_over = AXES if layout.model.states_layers else BATCH_AXES
     for _, p, where in layout.leaves:
         if p.frozen:
             continue

@@ -4,11 +4,12 @@ Passes: `forward`, `recomputation` (rematerialisation: what the policy does not 
 one for its input, one for its weight; scaling-book, transformers.md).
 """
 
+import collections
 import dataclasses
 import functools
 import math
 
-from meshwright.models.model import Model, Widths, chunk_of, padded_vocab
+from meshwright.models.model import Model, Widths, padded_vocab
 from meshwright.models.quantisation import find_precision
 from meshwright.models.remat import ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, QKV, REMAT_POLICIES
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
@@ -86,8 +87,8 @@ class Work:
     """Layers with experts whose second half gathers nothing over `tensor`: folded, and without shared experts."""
     quantised_inputs: float = 0.0
     """Activations quantised in one forward pass of all layers: the inputs of low-precision matmuls, each once."""
-    delta_inner: float = 0.0
-    """Bytes per token and device of linear attention while it runs, of one layer; 0 in models without it."""
+    recurrence_inner: float = 0.0
+    """Bytes per token and device of a recurrence while it runs, of one layer; 0 in models without it."""
     quantised_gradients: float = 0.0
     """Gradients quantised in one backward pass: of the outputs of those matmuls."""
     kept_bytes: float = 0.0
@@ -110,12 +111,10 @@ def tokens_per_device(placed: PlacedRun) -> float:
 
 def work_of(placed: PlacedRun) -> Work:
     """Returns the work of the stage with the most."""
-    return work_of_model(placed.run.model, placed)
+    return placed.run.model.work(placed, _work_of_layers)
 
 
-@functools.singledispatch
-def work_of_model(model: Model, placed: PlacedRun) -> Work:
-    """Returns the work of a model family; another kind of model registers its own function (`wrapped`)."""
+def _work_of_layers(model: Model, placed: PlacedRun) -> Work:
     return _work_of(
         placed.layout, placed.run.training.seq, tokens_per_device(placed), low_precision(placed)
     )
@@ -172,7 +171,7 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
         tokens=tokens,
         layers=len(all_layers) * fraction,
         width=spec.width,
-        matmuls=(*matmuls.values(), *_delta_matmuls(layout, seq, tokens * fraction)),
+        matmuls=(*matmuls.values(), *_matmuls_of_recurrences(layout, seq, tokens * fraction)),
         unembedding=Matmul("unembedding", tokens * (1 + len(spec.further)), spec.width, vocab),
         attention=sum(a.flops(seq) for a in attention) * tokens * fraction / shape.tensor,
         scores=sum(a.heads * a.causal_positions(seq) for a in attention)
@@ -188,7 +187,8 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
         expert_layers=expert_layers,
         ungathered_layers=fraction
         * sum(layer.stack in hidden.keys() - gathers for layer in all_layers),
-        delta_inner=max((d.inner_bytes(seq) for d in spec.delta), default=0.0) / shape.tensor,
+        recurrence_inner=max((r.inner_bytes(seq) for r in spec.recurrences), default=0.0)
+        / shape.tensor,
         quantised_inputs=sum(inputs.values()),
         quantised_gradients=outputs,
         outputs_read=frozenset(
@@ -197,16 +197,21 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
     )
 
 
-def _delta_matmuls(layout: ModelLayout, seq: int, tokens: float) -> list[Matmul]:
-    """Returns the matmuls of linear attention, of all layers that have it.
+RECURRENCE = "recurrence"
+"""Role of the matmuls of recurrences, which have no weights; computed again from their inputs by every policy."""
+
+
+def _matmuls_of_recurrences(layout: ModelLayout, seq: int, tokens: float) -> list[Matmul]:
+    """Returns the matmuls without weights of all layers with a recurrence.
 
     tokens: of a device, times its fraction of the layers.
     """
-    if not layout.spec.delta:
-        return []
-    d = layout.spec.delta[0]
-    chunks = len(layout.spec.delta) * tokens / chunk_of(seq) / layout.shape.tensor
-    return [Matmul("delta", m, k, n, count * chunks) for m, k, n, count in d.matmuls(seq)]
+    matmuls = list[Matmul]()
+    for recurrence, layers in collections.Counter(layout.spec.recurrences).items():
+        chunks = layers * tokens / recurrence.chunk(seq) / layout.shape.tensor
+        for m, k, n, count in recurrence.matmuls(seq):
+            matmuls.append(Matmul(RECURRENCE, m, k, n, count * chunks))
+    return matmuls
 
 
 @dataclasses.dataclass(frozen=True)

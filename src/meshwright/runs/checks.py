@@ -223,7 +223,7 @@ REFUSED: tuple[Refusal, ...] = (
         "--model.mtp-depth 0, or no stage",
     ),
     Refusal(
-        ("linear attention", "context"),
+        ("recurrence", "context"),
         "its state passes from token to token, so each device of context would wait for those before it",
         "the same devices as fsdp or tensor",
     ),
@@ -247,7 +247,7 @@ def check_composition(run: Run) -> None:
         *(["layout: folded"] if folded else []),
     }
     features |= {"multi-token prediction"} if spec.further else set()
-    features |= {"linear attention"} if spec.delta else set()
+    features |= {"recurrence"} if spec.recurrences else set()
     for refusal in REFUSED:
         if features.issuperset(refusal.features):
             raise ConfigError(" with ".join(refusal.features), refusal.because, refusal.instead)

@@ -144,12 +144,12 @@ class PlacedRun:
         """
         training = self.run.training
         several = training.microbatches > 1 or self.shape.stage > 1
-        return several or training.matmul_precision != "compute" or not self.spec.layers
+        return several or training.matmul_precision != "compute" or not self.run.model.states_layers
 
     @property
     def units(self) -> int:
         """Units of the model in a sample: the tokens of its sequence, or one example."""
-        return self.run.training.seq if self.spec.layers else 1
+        return self.run.model.units(self.run.training.seq)
 
     @functools.cached_property
     def sequence(self) -> SequenceSplit:
@@ -191,12 +191,12 @@ def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
     sizes, and where two features of the run do not go together.
     """
     check_sizes(run)
-    return place_model(run.model, with_safe_choices(run), shape or run.mesh or MeshShape())
+    shape = shape or run.mesh or MeshShape()
+    placed: PlacedRun = run.model.place(with_safe_choices(run), shape, _place_by_layers)
+    return placed
 
 
-@functools.singledispatch
-def place_model(model: Model, run: Run, shape: MeshShape) -> PlacedRun:
-    """Places a run of a model family; another kind of model registers its own function (`wrapped`)."""
+def _place_by_layers(model: Model, run: Run, shape: MeshShape) -> PlacedRun:
     training = run.training
     run = dataclasses.replace(run, mesh=shape)
     for check in (check_batch, check_saved, check_fine_tuning, check_sequence):
@@ -241,9 +241,9 @@ _SAFE: dict[str, Any] = {
 def with_safe_choices(run: Run) -> Run:
     """Returns the run with choices that hold on any chip, where it leaves them open (`auto`, no microbatches).
 
-    The remat policy of a wrapped model stays: there `auto` is a policy of its own.
+    Where layers are not known, the remat policy stays: there `auto` is a policy of its own.
     """
-    names = _SAFE if run.model.unit == "tokens" else ("microbatches",)
+    names = _SAFE if run.model.states_layers else ("microbatches",)
     chosen = {name: _SAFE[name] for name in names if getattr(run.training, name) in ("auto", 0)}
     training = dataclasses.replace(run.training, **chosen) if chosen else run.training
     return dataclasses.replace(

@@ -320,9 +320,7 @@ class Settled:
             raise ConfigError(f"{asked} on {machine.kind or machine.platform}", truth, fix)
         if training.matmul_precision != "compute":
             self._quantisation.check_precision(training.matmul_precision, machine)
-        if (
-            not self.placed.spec.layers
-        ):  # nothing else is chosen for a model whose layers are not known
+        if not self.placed.run.model.states_layers:  # then nothing else is chosen
             return
         if REMAT_POLICIES[training.remat].offloaded and not (machine.on_tpu or machine.simulated):
             raise ConfigError(

@@ -203,11 +203,11 @@ class DeviceRun:
     @property
     def abstract_batch(self) -> Any:
         """A batch as `ShapeDtypeStruct`s with their shardings."""
-        return abstract_batch_of(self.run.model, self)
+        return abstract_batch_of(self)
 
     def initial_state(self) -> State:
         """Returns the state before the first step; every array is created in its sharding, never whole."""
-        params, variables = initial_arrays(self.run.model, self)
+        params, variables = initial_arrays(self)
         return dataclasses.replace(self.state_of(params), variables=variables)
 
     def state_of(self, params: Tree) -> State:
@@ -260,16 +260,22 @@ class DeviceRun:
         return refused
 
 
-@functools.singledispatch
-def initial_arrays(model: Model, device_run: DeviceRun) -> tuple[Tree, tuple[Tree, ...]]:
-    """Returns parameters and variables before the first step; another kind of model registers its own function."""
+def initial_arrays(device_run: "DeviceRun") -> tuple[Tree, tuple[Tree, ...]]:
+    """Returns parameters and variables before the first step."""
+    return device_run.run.model.initial_arrays(device_run, _draw_params)
+
+
+def _draw_params(model: Model, device_run: "DeviceRun") -> tuple[Tree, tuple[Tree, ...]]:
     training, where = device_run.run.training, device_run.state_shardings.params
     return init_params(device_run.params, where, seed=training.seed, dtype=training.param_dtype), ()
 
 
-@functools.singledispatch
-def abstract_batch_of(model: Model, device_run: DeviceRun) -> Any:
-    """Returns an abstract batch of a model family; another kind of model registers its own function (`wrapped`)."""
+def abstract_batch_of(device_run: "DeviceRun") -> Any:
+    """Returns a batch of a run as abstract arrays."""
+    return device_run.run.model.abstract_batch(device_run, _abstract_tokens)
+
+
+def _abstract_tokens(model: Model, device_run: "DeviceRun") -> Batch:
     training, where = device_run.run.training, device_run.batch_sharding
     tokens, weights = (
         jax.ShapeDtypeStruct((training.batch, training.seq), dtype, sharding=where)
@@ -313,7 +319,7 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
         trained_only(placed.params, tree) for tree in (placed.params, placed.placements)
     )
     layer_map = None
-    if takes_layers(run.optimizer.name) and placed.spec.layers:
+    if takes_layers(run.optimizer.name) and run.model.states_layers:
         from meshwright.step.matrices import LayerMap
 
         layer_map = LayerMap(

@@ -4,7 +4,6 @@ All of it is one `shard_map`, manual over every mesh axis, so that every collect
 `comm`.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,16 +27,18 @@ Sums = tuple[Metrics, dict[str, Aux]]
 """Metrics and the aux of each stack."""
 
 
-@functools.singledispatch
-def build_gradients(
-    model: Model, device_run: DeviceRun
-) -> Callable[..., tuple[Tree, Metrics, Any]]:
-    """Returns `(params, step, batch, *variables) -> (gradients, metrics, aux)` of a model family.
+def build_gradients(device_run: DeviceRun) -> Callable[..., tuple[Tree, Metrics, Any]]:
+    """Returns `(params, step, batch, *variables) -> (gradients, metrics, aux)`.
 
     Gradients are those of trained parameters, clipped and in the optimizer's placement. Metrics and aux are summed over
-    all devices, aux in the rows of the parameters. Another kind of model registers its own function (`wrapped`), whose
-    aux is a tuple of its new variables.
+    all devices, aux in the rows of the parameters; of a model with variables, aux is a tuple of the new ones.
     """
+    return device_run.run.model.gradients(device_run, _gradients_by_layers)
+
+
+def _gradients_by_layers(
+    model: Model, device_run: DeviceRun
+) -> Callable[..., tuple[Tree, Metrics, Any]]:
     run, placed, stacks = device_run.run, device_run.placed, device_run.local_model.stacks
     # Any parameter of a stack knows in which rows its layers are.
     stacked = {path: jax.tree.leaves(placed.params[path], is_leaf=is_param)[0] for path in stacks}

@@ -46,7 +46,7 @@ def build_train_step(device_run: DeviceRun) -> Any:
     A step whose mean loss or gradient is not finite leaves the state unchanged, except for `healthy`.
     """
     model, where = device_run.run.model, device_run.state_shardings
-    gradients = build_gradients(model, device_run)
+    gradients = build_gradients(device_run)
     described = device_run.params
     for_update = trained_only(
         described, shardings(device_run.mesh, device_run.placements, "optimizer")

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -95,14 +94,14 @@ def run_to_evaluate(
     else:
         run = run_in_folder(path_of(source))
         run, texts = dataclasses.replace(run, model=model or run.model), run.data
-        if run.model.unit == "tokens":
+        if run.model.reads_text:
             texts = dataclasses.replace(texts, tokenizer=str(path_of(source) / "tokenizer.json"))
     training = run.training
     if data:
         texts = dataclasses.replace(texts, paths=tuple(data))
         # A wrapped model is refused for the text, not for how much of it is evaluated.
         training = dataclasses.replace(
-            training, eval_samples=0 if run.model.unit == "tokens" else training.eval_samples
+            training, eval_samples=0 if run.model.reads_text else training.eval_samples
         )
     return dataclasses.replace(run, data=texts, training=training, mesh=mesh or run.mesh)
 
@@ -119,16 +118,22 @@ def check_source(source: str | Path, at: int | None) -> None:
         raise ConfigError(f"{source} at step {at}", truth, f"meshwright evaluate {source}")
 
 
-@functools.singledispatch
 def evaluate_prepared(
     prepared: Any, source: str | Path, whole: bool, at: int | None
-) -> Evaluation | BatchEvaluation:
-    """Evaluates a checkpoint of a run of text; `wrapped` registers its own function for runs of its models.
+) -> "Evaluation | BatchEvaluation":
+    """Evaluates a checkpoint of a prepared run.
 
     source: folder of the run, or the Hugging Face model it starts from.  whole: evaluate all of the text instead of its
     held-out part.  at: step of the checkpoint; None takes the last.
     Raises CheckpointError where there is none, ConfigError where the run has no held-out data.
     """
+    model = prepared.device_run.run.model
+    return model.evaluate(prepared, source, whole, at, _evaluate_text)
+
+
+def _evaluate_text(
+    prepared: Any, source: str | Path, whole: bool, at: int | None
+) -> Evaluation | BatchEvaluation:
     parts = prepared.held_out
     if whole:
         parts = tuple(part.whole() for part in prepared.train)

@@ -201,9 +201,7 @@ class _Side:
         self._prepared = dataclasses.replace(prepared, device_run=self._device_run)
         self.feed, self.run = self._prepared.feed(Position(0, 0)), self._device_run.run
         options = self._device_run.compiler_options() or None
-        self._gradients = jax.jit(
-            build_gradients(self.run.model, self._device_run), compiler_options=options
-        )
+        self._gradients = jax.jit(build_gradients(self._device_run), compiler_options=options)
         self._step: Any = None
         self._state = self._device_run.initial_state()
 

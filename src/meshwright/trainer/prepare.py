@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from meshwright.activity import activity
-from meshwright.config import MeshShape
 from meshwright.data.batch import Batch, ramp_of
 from meshwright.data.corpus import Check, Corpus, load_corpus
 from meshwright.data.feed import (
@@ -28,7 +27,6 @@ from meshwright.data.tokens import Progress
 from meshwright.errors import ConfigError, DataError
 from meshwright.hardware.mesh import (
     build_mesh,
-    default_mesh_shape,
     enable_compilation_cache,
     first_devices,
 )
@@ -254,19 +252,11 @@ def check_sample(device_run: DeviceRun) -> None:
 def _cannot_decode(device_run: DeviceRun) -> str:
     """The first stack of layers that state nothing to decode with; "" where all do."""
     layers = device_run.placed.spec.layers
-    return next(
-        (layer.stack for layer in layers if layer.attention is None and layer.delta is None), ""
-    )
+    return next((layer.stack for layer in layers if not layer.decodes), "")
 
 
 Choose = Callable[[Run, Sequence[Any]], Run]
 """`(run, devices) -> run` with the choices filled in that it leaves to the machine (remat policy)."""
-
-
-@functools.singledispatch
-def prepare_other(model: Model, run: Run, devices: list[jax.Device]) -> Trainable | None:
-    """Prepares a run of a model that does not train on text, for which `wrapped` registers its function; else None."""
-    return None
 
 
 def prepare_run(
@@ -290,16 +280,37 @@ def prepare_run(
     """
     available = first_devices(devices)
     shape = run.mesh
-    if shape is None and run.model.unit == "tokens":
-        shape = default_mesh_shape(len(available))
     if shape is None:
-        shape = MeshShape(fsdp=len(available))
+        shape = run.model.default_mesh(len(available))
     check_run(run, shape, output)
     enable_compilation_cache(cache / "compiled")
-    other = prepare_other(run.model, run, available)
-    if other is not None:
-        return other
-    run, mesh = dataclasses.replace(run, mesh=shape), build_mesh(shape, available)
+    prepare_text = functools.partial(
+        _prepare_text,
+        cache=cache,
+        choose=choose,
+        output=output,
+        weights=weights,
+        progress=progress,
+    )
+    run = dataclasses.replace(run, mesh=shape)
+    prepared: Trainable = run.model.prepare(run, available, prepare_text)
+    return prepared
+
+
+def _prepare_text(
+    model: Model,
+    run: Run,
+    devices: list[jax.Device],
+    *,
+    cache: Path,
+    choose: Choose,
+    output: Output | None,
+    weights: str | None,
+    progress: Progress | None,
+) -> PreparedRun:
+    """Prepares a run that trains on text. run: with its mesh. The other arguments are those of `prepare_run`."""
+    assert run.mesh is not None
+    mesh = build_mesh(run.mesh, devices)
     own = None if output is None else output.tokenizer
     if own is not None and in_bucket(own):
         own = local_copy(path_of(own), cache)

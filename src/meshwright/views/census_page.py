@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from meshwright.analysis.programs import Census
 from meshwright.formatting import format_bytes, format_count, format_step
 from meshwright.hardware.targets import Target
-from meshwright.models.flops import FORMULAS
+from meshwright.models.flops import formula_of
 from meshwright.planner.estimate import Estimate
 from meshwright.planner.explain import Remedy
 from meshwright.views.blocks import (
@@ -463,7 +463,7 @@ def _flops(census: Census) -> list[Block]:
     if flops.model:
         columns = [Column("item"), Column("FLOPs", "count", bar=True), Column("formula", wide=True)]
         note = "formula of the forward pass; a training step is three of it"
-        rows = [(item, n, FORMULAS.get(item, "")) for item, n in flops.model.items()]
+        rows = [(item, n, formula_of(item)) for item, n in flops.model.items()]
         tables.append(Table(columns, rows, title="Model FLOPs", note=note))
     columns = [
         Column("phase", cell="phase", choices=True),

@@ -8,26 +8,21 @@ from typing import Any, ClassVar, NoReturn
 
 import jax
 
-from meshwright.analysis import run_census
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import MeshShape, Training
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.hardware.mesh import build_mesh
-from meshwright.models.flops import forward_flops
-from meshwright.models.model import Model
-from meshwright.planner.work import work_of_model
+from meshwright.models.model import ByLayers, Model
+from meshwright.planner.work import Work
 from meshwright.plugins import expect, load, name_of
 from meshwright.ranges import NonNegativeInt
-from meshwright.runs.placed_run import place_model
+from meshwright.runs.placed_run import PlacedRun
 from meshwright.runs.recipe import change_fields
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.params import Param
-from meshwright.step.device_run import abstract_batch_of, initial_arrays, place_on_devices
-from meshwright.step.gradients import build_gradients
+from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.storage.paths import path_of
-from meshwright.trainer.evaluation import evaluate_prepared
-from meshwright.trainer.prepare import prepare_other
 from meshwright.trust import OwnName, own
 from meshwright.wrapped import prepared, step
 from meshwright.wrapped.batches import find_held_out, find_source
@@ -35,6 +30,7 @@ from meshwright.wrapped.modules import find_adapter
 from meshwright.wrapped.parts import WrappedParts, describe_model
 from meshwright.wrapped.placing import check_rules, describe_params, place_wrapped, read_rules
 from meshwright.wrapped.work import forward_flops_of_loss, work_of_loss
+from xlacensus.program_census import ProgramFacts
 
 Rules = Mapping[str, Any]
 """Regular expression of paths -> a PartitionSpec, or axis names of the dimensions."""
@@ -54,6 +50,8 @@ class Wrapped(Model):
     """
 
     unit: ClassVar[str] = "examples"
+    reads_text: ClassVar[bool] = False
+    states_layers: ClassVar[bool] = False
     vocab: NonNegativeInt | None = 0
     """No vocabulary: batches are arrays."""
     name: str = ""
@@ -119,6 +117,61 @@ class Wrapped(Model):
         # In the module's own types.
         params = {name: x.astype(self.parts.params[name].dtype) for name, x in state.params.items()}
         return self.parts.adapter.made_of(params, state.variables[0] if state.variables else {})
+
+    def default_mesh(self, devices: int) -> MeshShape:
+        """Returns all devices as `fsdp`."""
+        return MeshShape(fsdp=devices)
+
+    def units(self, seq: int) -> int:
+        """Returns 1: a sample is one example."""
+        return 1
+
+    def place(self, run: Run, shape: MeshShape, by_layers: ByLayers) -> PlacedRun:
+        """Returns the run placed on a mesh, by rules and annotations."""
+        return place_wrapped(self, run, shape)
+
+    def forward_flops(self, seq: int, by_layers: ByLayers) -> dict[str, float]:
+        """Returns the FLOPs of the loss's matmuls, read from its jaxpr."""
+        return forward_flops_of_loss(self, seq)
+
+    def abstract_batch(self, device_run: DeviceRun, by_layers: ByLayers) -> Any:
+        """Returns a batch of the model's own data as abstract arrays."""
+        return self.parts.source.abstract(sharding=device_run.batch_sharding)
+
+    def initial_arrays(
+        self, device_run: DeviceRun, by_layers: ByLayers
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """Returns the module's parameters and variables before the first step."""
+        return step.draw_arrays(self, device_run)
+
+    def gradients(self, device_run: DeviceRun, by_layers: ByLayers) -> Callable[..., Any]:
+        """Returns the function that computes the gradients of the loss."""
+        return step.wrapped_gradients(self, device_run)
+
+    def prepare(
+        self, run: Run, devices: list[jax.Device], by_layers: ByLayers
+    ) -> prepared.PreparedModel:
+        """Returns the run on its devices, with the model's own batches."""
+        return prepared.prepare_wrapped(self, run, devices)
+
+    def evaluate(
+        self,
+        prepared_run: prepared.PreparedModel,
+        source: str | Path,
+        whole: bool,
+        at: int | None,
+        by_layers: ByLayers,
+    ) -> Any:
+        """Returns the metrics of a checkpoint on held-out batches."""
+        return prepared.evaluate_wrapped(prepared_run, source, whole, at)
+
+    def work(self, placed: PlacedRun, by_layers: ByLayers) -> Work:
+        """Returns the work of the loss as the planner prices it, read from its jaxpr."""
+        return work_of_loss(self, placed)
+
+    def train_step_facts(self, device_run: DeviceRun, by_layers: ByLayers) -> ProgramFacts:
+        """Returns what the census knows of the compiled train step."""
+        return prepared.train_step_facts(self, device_run)
 
     def spec(self) -> NoReturn:
         """Raises ConfigError: what is asked for needs to know the layers of a model."""
@@ -191,18 +244,3 @@ def wrap(
     parts = dataclasses.replace(parts, rules=read, axes=dict(axes or {}), local_batch=local_batch)
     check_rules(parts)
     return _with_parts(Wrapped(), parts)
-
-
-# What a run of a wrapped model does in its own way.
-place_model.register(Wrapped, place_wrapped)
-initial_arrays.register(Wrapped, step.draw_arrays)
-build_gradients.register(Wrapped, step.wrapped_gradients)
-prepare_other.register(Wrapped, prepared.prepare_wrapped)
-evaluate_prepared.register(prepared.PreparedModel, prepared.evaluate_wrapped)
-forward_flops.register(Wrapped, forward_flops_of_loss)
-work_of_model.register(Wrapped, work_of_loss)
-abstract_batch_of.register(
-    Wrapped,
-    lambda model, device_run: model.parts.source.abstract(sharding=device_run.batch_sharding),
-)
-run_census.train_step_facts.register(Wrapped, prepared.train_step_facts)

@@ -22,12 +22,100 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.models.blocks.layers import linear, linears, rms_norm
-from meshwright.models.model import Carried, DeltaSpec, ForwardContext, Kind, chunk_of
+from meshwright.models.model import ForwardContext, Kind, MatmulSizes, Recurrence, Widths
 from meshwright.models.remat import ATTN_OUT, QKV, recomputed
 from meshwright.sharding.params import Param
 
 _EPSILON = 1e-6
 """Constant of the norms of queries and keys, as in the released code."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaSpec(Recurrence):
+    """Linear attention of one layer, by the gated delta rule."""
+
+    item = "linear attention"
+    formula = "chunks of 64 tokens, and their states (models/blocks/delta_net.py; arXiv:2412.06464)"
+
+    heads: int
+    """Heads of queries and keys N."""
+    groups: int
+    """Value heads G of each of them; each has its own state."""
+    key_size: int
+    value_size: int
+    taps: int
+    """Tokens W that the convolution of queries, keys and values reads, the token itself included."""
+
+    @property
+    def channels(self) -> int:
+        """Features of a key head that pass the convolution: its query, key and values."""
+        return 2 * self.key_size + self.groups * self.value_size
+
+    @property
+    def values(self) -> int:
+        """Features of all values."""
+        return self.heads * self.groups * self.value_size
+
+    @property
+    def state(self) -> int:
+        """Elements of the states of all heads."""
+        return self.values * self.key_size
+
+    def widths(self, width: int, tensor: int) -> Widths:
+        """Returns the widths on one of `tensor` devices: queries, keys, values and output gate are saved."""
+        mixed, values = self.heads * self.channels / tensor, self.values / tensor
+        return Widths(0, 0, 0, values, mixed + values, width, kept=mixed + values)
+
+    def chunk(self, seq: int) -> int:
+        """Returns the tokens of a chunk: a power of two up to 64, so that the blocks of its matrices pair."""
+        return chunk_of(seq)
+
+    def carried(self, batch: int) -> "Carried":
+        """Returns the state of one layer."""
+        inputs = (self.heads, batch, self.taps - 1, self.channels)
+        states = (self.heads, batch, self.groups, self.key_size, self.value_size)
+        return Carried(
+            jax.ShapeDtypeStruct(inputs, jnp.float32), jax.ShapeDtypeStruct(states, jnp.float32)
+        )
+
+    def matmuls(self, seq: int) -> list[MatmulSizes]:
+        """Returns the matmuls of a chunk of a sequence: [m, k] by [k, n], and how many there are, of all heads."""
+        C, H, F, N = chunk_of(seq), self.key_size, self.value_size, self.heads
+        levels = [1 << level for level in range(C.bit_length() - 1)]
+        each_value_head = [
+            *((size, size, size, C // size) for size in levels),
+            (C, C, F, 2),
+            (C, C, H, 1),
+            (C, H, F, 2),
+            (H, C, F, 1),
+        ]
+        return [
+            (C, H, C, 2 * N),
+            *((m, k, n, count * self.groups * N) for m, k, n, count in each_value_head),
+        ]
+
+    def inner_bytes(self, seq: int) -> float:
+        """Returns the bytes per token that the backward pass recomputes, float32, with their gradients.
+
+        Per value head: nine matrices of a chunk, twelve of its keys or values, and the states before each chunk.
+        """
+        C = chunk_of(seq)
+        matrices, rows = 9 * C, 6 * (self.key_size + self.value_size)
+        return 4.0 * (self.heads * self.groups * (matrices + rows) + 2 * self.state / C)
+
+
+class Carried(NamedTuple):
+    """Input that linear attention's later tokens need of those before them, of one size after any number of tokens."""
+
+    inputs: Any
+    """Inputs of the convolution of the last W - 1 tokens, [N, B, W - 1, channels], float32."""
+    states: Any
+    """[N, B, G, key size, value size], float32."""
+
+
+def chunk_of(tokens: int) -> int:
+    """Returns the tokens of a chunk of a sequence of `tokens`: a power of two, at most 64."""
+    return min(64, 1 << max(0, tokens - 1).bit_length())
 
 
 class DeltaInputs(NamedTuple):
@@ -101,6 +189,96 @@ def causal_convolution(
     return out
 
 
+class Chunks(NamedTuple):
+    """Chunks of C tokens of each value head, [chunks, N, B, G, ...]: what does not depend on the state before them."""
+
+    corrections: jax.Array
+    """U = A diag(b) V, [C, value size]: what the chunk writes if the state before it is zero."""
+    read_keys: jax.Array
+    """W = A diag(b d) K, [C, key size]: by which the state before the chunk is read for corrections."""
+    read_queries: jax.Array
+    """diag(d) Q, [C, key size]: by which that state is read for the output."""
+    scores: jax.Array
+    """Q K' * D, [C, C]."""
+    written_keys: jax.Array
+    """Keys decayed to the end of the chunk, [C, key size]."""
+    kept: jax.Array
+    """Fraction of the state before the chunk that is left after it, []."""
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """Returns vectors of length 1 in float32, along the last dimension."""
+    x = x.astype(jnp.float32)
+    return x * lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + _EPSILON)
+
+
+def _chunked(x: jax.Array, C: int) -> jax.Array:
+    """Splits [B, T, N, ...] into [chunks, N, B, C, ...], float32; zeros fill the last chunk and change nothing."""
+    B, T = x.shape[:2]
+    padding = ((0, 0), (0, -T % C), *((0, 0),) * (x.ndim - 2))
+    x = jnp.pad(x.astype(jnp.float32), padding)
+    return jnp.moveaxis(x.reshape(B, -1, C, *x.shape[2:]), (1, 3), (0, 1))
+
+
+def _chunked_values(x: jax.Array, C: int) -> jax.Array:
+    """Splits [B, T, N, G, ...] into [chunks, N, B, G, C, ...], as `_chunked` does."""
+    return jnp.moveaxis(_chunked(x, C), 4, 3)
+
+
+def _chunks_of(x: DeltaInputs, starts_BT: jax.Array, C: int) -> Chunks:
+    """Computes the parts of all chunks (Yang et al. 2024, section 3.3).
+
+    Of a chunk with keys K, queries Q, values V, rates b and log decays g, let
+
+        D_ij = exp(g_{j+1} + ... + g_i)     where j <= i are tokens of one document, and 0 elsewhere
+        d_i  = exp(g_1 + ... + g_i)         where i is of the document before the chunk, and 0 elsewhere
+        A    = (I + strictly lower part of diag(b) (K K' * D))^-1
+    """
+    key_size = x.k.shape[-1]
+    q = _chunked(_unit(x.q) * key_size**-0.5, C)
+    k = _chunked(_unit(x.k), C)
+    v = _chunked_values(x.v, C)
+    rate = _chunked_values(x.rate, C)
+    # The first token of a document decays nothing: what was there is left out below.
+    decay = _chunked_values(jnp.where(starts_BT[..., None, None], 0.0, x.decay), C)
+    # Documents are counted from the one before the chunk, which is 0: [chunks, 1, B, 1, C].
+    document = jnp.cumsum(_chunked(starts_BT[:, :, None], C)[:, 0], -1)[:, None, :, None]
+
+    total = jnp.cumsum(decay, -1)
+    same_document = document[..., :, None] == document[..., None, :]
+    earlier = jnp.tril(jnp.ones((C, C), bool)) & same_document
+    exponent = jnp.where(earlier, total[..., :, None] - total[..., None, :], -jnp.inf)
+    decays = jnp.exp(exponent)
+
+    keys = jnp.einsum("mnbch,mnbsh->mnbcs", k, k)[:, :, :, None] * decays
+    scores = jnp.einsum("mnbch,mnbsh->mnbcs", q, k)[:, :, :, None] * decays
+    solve = unit_lower_inverse(jnp.tril(keys * rate[..., None], -1))
+
+    from_before = jnp.exp(total) * (document == 0)
+    to_end = jnp.exp(total[..., -1:] - total) * (document == document[..., -1:])
+    k = k[:, :, :, None]
+    q = q[:, :, :, None]
+    return Chunks(
+        corrections=solve @ (v * rate[..., None]),
+        read_keys=solve @ (k * (rate * from_before)[..., None]),
+        read_queries=q * from_before[..., None],
+        scores=scores,
+        written_keys=k * to_end[..., None],
+        kept=from_before[..., -1],
+    )
+
+
+def _pass_chunk(states: jax.Array, chunk: Chunks) -> tuple[jax.Array, jax.Array]:
+    """Returns the states after a chunk and its output, [N, B, G, C, value size].
+
+    With the state S before it:  X = U - W S;  out = diag(d) Q S + (Q K' * D) X;  S <- kept S + (decayed K)' X
+    """
+    values = chunk.corrections - chunk.read_keys @ states
+    out = chunk.read_queries @ states + chunk.scores @ values
+    remaining = states * chunk.kept[..., None, None]
+    return remaining + jnp.swapaxes(chunk.written_keys, -1, -2) @ values, out
+
+
 # What a chunk computes is many times its inputs: the backward pass computes it again from them.
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def gated_delta_rule(
@@ -110,55 +288,9 @@ def gated_delta_rule(
 
     x: after the convolution.  starts_BT: whether a token begins a document.  states: as `Carried` has them.
     """
-    (B, T, N, H), (G, F) = x.k.shape, x.v.shape[3:]
-    C = chunk_of(T)
-
-    def chunked(value: jax.Array) -> jax.Array:
-        """Splits [B, T, N, ...] into [chunks, N, B, C, ...]; tokens that fill the last chunk change nothing."""
-        value = jnp.pad(
-            value.astype(jnp.float32), ((0, 0), (0, -T % C), *((0, 0),) * (value.ndim - 2))
-        )
-        return jnp.moveaxis(value.reshape(B, -1, C, *value.shape[2:]), (1, 3), (0, 1))
-
-    def unit(value: jax.Array) -> jax.Array:
-        value = value.astype(jnp.float32)
-        return value * lax.rsqrt(jnp.square(value).sum(-1, keepdims=True) + _EPSILON)
-
-    q, k = chunked(unit(x.q) * H**-0.5), chunked(unit(x.k))
-    v, rate = jnp.moveaxis(chunked(x.v), 4, 3), jnp.moveaxis(chunked(x.rate), 4, 3)
-    # The first token of a document decays nothing: what was there is left out below.
-    decay = jnp.moveaxis(chunked(jnp.where(starts_BT[..., None, None], 0.0, x.decay)), 4, 3)
-    document = jnp.cumsum(chunked(starts_BT[:, :, None])[:, 0], -1)[
-        :, None, :, None
-    ]  # [chunks, 1, B, 1, C]
-    total = jnp.cumsum(decay, -1)
-    earlier = jnp.tril(jnp.ones((C, C), bool)) & (document[..., :, None] == document[..., None, :])
-    between = jnp.exp(jnp.where(earlier, total[..., :, None] - total[..., None, :], -jnp.inf))
-    keys, scores = (jnp.einsum("mnbch,mnbsh->mnbcs", a, k)[:, :, :, None] * between for a in (k, q))
-    solve = unit_lower_inverse(jnp.tril(keys * rate[..., None], -1))
-    reads = jnp.exp(total) * (
-        document == 0
-    )  # fraction of the state before the chunk left at each token
-    writes = jnp.exp(total[..., -1:] - total) * (
-        document == document[..., -1:]
-    )  # and after it of each token
-    k, q = k[:, :, :, None], q[:, :, :, None]
-    parts = (
-        solve @ (v * rate[..., None]),
-        solve @ (k * (rate * reads)[..., None]),
-        q * reads[..., None],
-        scores,
-        k * writes[..., None],
-        reads[..., -1],
-    )
-
-    def chunk(states: jax.Array, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        values, read_keys, read_queries, scores, written_keys, kept = parts
-        values -= read_keys @ states
-        out = read_queries @ states + scores @ values
-        return states * kept[..., None, None] + jnp.swapaxes(written_keys, -1, -2) @ values, out
-
-    states, out = lax.scan(chunk, states, parts)  # out: [chunks, N, B, G, C, F]
+    B, T, N, G, F = x.v.shape
+    chunks = _chunks_of(x, starts_BT, chunk_of(T))
+    states, out = lax.scan(_pass_chunk, states, chunks)  # out: [chunks, N, B, G, C, F]
     return out.transpose(2, 0, 4, 1, 3, 5).reshape(B, -1, N, G, F)[:, :T], states
 
 
@@ -230,7 +362,7 @@ class DeltaNet(Kind):
 
     def facts(self) -> dict[str, Any]:
         """Returns the fields of `LayerSpec`."""
-        return {"delta": self.delta}
+        return {"recurrence": self.delta}
 
     def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the attention of a step's tokens, or of a decoding step's."""
@@ -245,13 +377,14 @@ class DeltaNet(Kind):
             values = w["value_taps"]
             flat = values.reshape(values.shape[0], -1, values.shape[-1])
             taps_NFW = jnp.concatenate([w["query_taps"], w["key_taps"], flat], 1)
-            delta = functools.partial(delta_net, taps_NFW=taps_NFW)
-            attend = ctx.attend_delta or (
-                lambda delta, x: delta(x, positions_BT=ctx.tokens.positions)[0]
-            )
-            out_BTNGH = rms_norm(
-                checkpoint_name(attend(delta, x), ATTN_OUT), w["value_norm"], self.epsilon
-            )
+
+            def step(
+                x: DeltaInputs, positions_BT: jax.Array, carried: Carried | None
+            ) -> tuple[jax.Array, Carried]:
+                return delta_net(x, taps_NFW, positions_BT, carried)
+
+            out_BTNGH = checkpoint_name(ctx.recur(step, x), ATTN_OUT)
+            out_BTNGH = rms_norm(out_BTNGH, w["value_norm"], self.epsilon)
             out_BTNGH = _gated(out_BTNGH, gate_BTNGH)
             return ctx.row_parallel(
                 functools.partial(linear, contract=3), out_BTNGH, w["attention_out"]

@@ -17,12 +17,11 @@ from typing import Annotated
 import msgspec
 
 from meshwright.errors import refuse
-from meshwright.models.blocks.delta_net import DeltaNet
+from meshwright.models.blocks.delta_net import DeltaNet, DeltaSpec
 from meshwright.models.blocks.layers import Norm
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.expert_fields import ChoiceOfExperts
 from meshwright.models.families.fields import PartialRotary, TiedOrNot
-from meshwright.models.model import DeltaSpec
 from meshwright.ranges import PositiveInt
 
 
