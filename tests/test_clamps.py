@@ -101,7 +101,7 @@ JUDGED: dict[tuple[str, str], str] = {
     ),
     (
         "src/xlacensus/lints.py",
-        "max(sizes[path] // shards - sizes[path] // _num_shards(expected[path], mesh), 0)",
+        "max(sizes[path] // shards - declared_bytes, 0)",
     ): "bytes that a layout wastes; of one that wastes none both layouts are printed",
     ("src/xlacensus/peak_memory.py", "min(1.0, compiled.temporary / peak.live_bytes)"): (
         "estimates are scaled down only; what they lack is printed as packing, with its sign"

@@ -576,14 +576,84 @@ def test_blocks_of_fused_and_interleaved_tensors() -> None:
             np.testing.assert_array_equal(stored.view(p, again[name]), stored.view(p, files[name]))
 
 
-def test_fields_without_a_meaning_are_named(folders: Any, tmp_path: Path) -> None:
+UNKNOWN: dict[str, tuple[dict[str, Any], str, str]] = {
+    "GLM-5 under its own name": (
+        {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "index_topk": 2048, "kv_lora_rank": 512},
+        "by its fields it has what no family here computes: a sparse indexer, which chooses the tokens",
+        "of the same maker these are computed: Glm4MoeForCausalLM",
+    ),
+    "Nemotron-H": (
+        {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "ssm_state_size": 128},
+        "NemotronHForCausalLM, which Meshwright does not compute; by its fields it has what no family "
+        "here computes: state space layers",
+        "a model that one of these computes: DeepseekV2ForCausalLM",
+    ),
+    "a model with a near name": (
+        {"architectures": ["Qwen9ForCausalLM"], "model_type": "qwen9"},
+        "its architecture is Qwen9ForCausalLM, which Meshwright does not compute",
+        "of the same maker these are computed: Qwen2ForCausalLM, Qwen3ForCausalLM",
+    ),
+    "a name of transformers that differs by a letter": (
+        {"architectures": ["Gemma3nForCausalLM"], "model_type": "gemma3n_text"},
+        "its architecture is Gemma3nForCausalLM, which Meshwright does not compute",
+        "of the same maker these are computed: Gemma2ForCausalLM",
+    ),
+    "a misspelling": (
+        {"architectures": ["LlamaForCasualLM"]},
+        "there is no architecture LlamaForCasualLM",
+        "did you mean 'LlamaForCausalLM'?",
+    ),
+    "another model under a known name": (
+        {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm_moe_dsa"},
+        "whose model_type is glm4_moe, and its model_type is glm_moe_dsa: they are two different models",
+        "the config.json that was published with these weights",
+    ),
+    "fields of another model": (
+        {"index_topk": 2048, "kv_lora_rank": 512},
+        "it has index_topk 2048 (a sparse indexer, which chooses the tokens that attention sees), "
+        "kv_lora_rank 512 (multi-head latent attention), which Meshwright does not compute for LlamaForCausalLM",
+        "delete index_topk, kv_lora_rank from the file",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", UNKNOWN)
+def test_nothing_is_read_by_guess(row: str, folders: Any, tmp_path: Path) -> None:
+    changes, truth, fix = UNKNOWN[row]
+    config = {**json.loads((folders("llama") / "config.json").read_text()), **changes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(mw.WeightsError) as refused:
+        read_model(f"hf:{tmp_path}")
+    assert truth in refused.value.truth
+    assert fix in refused.value.fix
+
+
+EFFECTS = read("changed-fields")[0]["rows"]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_field_is_computed_or_refused_or_changes_no_number(row: str, tmp_path: Path) -> None:
+    """Every field of the configuration class of `transformers`, changed by itself."""
+    config = EFFECTS[row]["config"]
+
+    def model_of(fields: dict[str, Any]) -> Any:
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        try:
+            return read_model(f"hf:{tmp_path}").model
+        except mw.MeshwrightError:
+            return None
+
+    given = model_of(config)
+    assert given is not None
+    for name, change in EFFECTS[row]["changed"].items():
+        found = model_of({**config, name: change["value"]})
+        if found == given:
+            assert change["effect"] is not True, f"{name}: the logits of transformers change"
+
+
+def test_notes_of_a_folder(folders: Any, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(folders("llama"), folder)
-    _edit_config(secret_knob=3)(folder)
-    assert read_model(f"hf:{folder}").notes == (
-        "fields of config.json without a meaning here: secret_knob",
-    )
-    _edit_config(secret_knob="remove")(folder)
     assert read_model(f"hf:{folder}").notes == ()
     _rewrite(lambda t: {**t, "model.layers.0.self_attn.rotary_emb.inv_freq": t[NORM]})(folder)
     assert open_folder(f"hf:{folder}").notes == ("computed and not kept: 1 tensors of the files",)

@@ -100,57 +100,36 @@ def lint_layouts(
     given with one is declared as well.
     Raises CensusError if a declared path is neither an argument nor a result.
     """
-    used = {plain_path(i.op_name) for i in program.module.entry.parameters.values()}
-    inputs = program.shardings("input_shardings")
-    # Without a tree of shardings (`Ref`), or paths for all of them, those of the arguments are not compared.
-    paths = zip(leaves, inputs, strict=True) if len(inputs) == len(leaves) else ()
-    compiled = {path: sharding for path, sharding in paths if path in used}
-    given = {
-        path: spec
-        for path, a in leaves.items()
-        if (spec := _spec_of(getattr(a, "sharding", None))) is not None
-    }
-    results, shapes = program.results("output_shardings"), program.results("out_info")
-    unknown = sorted(set(declared) - set(leaves) - set(results))
-    if unknown:
-        raise CensusError(
-            f"a declared sharding of {unknown[0]}",
-            "the function has no argument or result of that path",
-            f"one of {', '.join([*leaves, *results][:6])}, ...",
-        )
-    sizes = {
-        p: a.size * a.dtype.itemsize for p, a in {**leaves, **shapes}.items() if hasattr(a, "dtype")
-    }
-    shardings = {
-        p: s for p, s in {**compiled, **results}.items() if p in sizes and hasattr(s, "device_set")
-    }
-    # A result that has the shape of an argument given whole, such as an updated parameter, is as whole as that is.
-    whole = {(leaves[p].shape, leaves[p].dtype) for p, spec in given.items() if not any(spec)}
-    expected = {
-        path: PartitionSpec()
-        for path, a in shapes.items()
-        if (getattr(a, "shape", None), getattr(a, "dtype", None)) in whole
-        and path in shardings
-        and shardings[path].is_fully_replicated
-    }
-    expected |= {**given, **declared}
+    results = program.results("output_shardings")
+    result_shapes = program.results("out_info")
+    _check_paths(declared, [*leaves, *results])
+    sizes: dict[str, int] = {}
+    for path, array in {**leaves, **result_shapes}.items():
+        if hasattr(array, "dtype"):
+            sizes[path] = array.size * array.dtype.itemsize
+    shardings: dict[str, Any] = {}
+    for path, sharding in {**_argument_shardings(program, leaves), **results}.items():
+        if path in sizes and hasattr(sharding, "device_set"):
+            shardings[path] = sharding
+    specs = {path: _spec_of(getattr(array, "sharding", None)) for path, array in leaves.items()}
+    argument_specs = {path: spec for path, spec in specs.items() if spec is not None}
+    expected = _replicated_results(leaves, argument_specs, result_shapes, shardings)
+    expected |= {**argument_specs, **declared}
     for path, sharding in shardings.items():
         spec = _spec_of(sharding)
-        shards, devices = _num_shards(spec, mesh), len(sharding.device_set)
-        if path in expected and _dim_axes(spec, mesh) != _dim_axes(expected[path], mesh):
-            yield Finding(
-                "layout",
-                path,
-                f"declared {_format_spec(expected[path])}, compiled {_format_spec(spec)}",
-                "pass the array in its declared sharding (jax.device_put, or in_shardings)",
-                max(sizes[path] // shards - sizes[path] // _num_shards(expected[path], mesh), 0),
-            )
-        elif (
-            path not in expected
-            and shards == 1
-            and sizes[path] >= MIN_REPLICATED_BYTES
-            and devices > 1
-        ):
+        shards = _num_shards(spec, mesh)
+        devices = len(sharding.device_set)
+        if path in expected:
+            if _dim_axes(spec, mesh) != _dim_axes(expected[path], mesh):
+                declared_bytes = sizes[path] // _num_shards(expected[path], mesh)
+                yield Finding(
+                    "layout",
+                    path,
+                    f"declared {_format_spec(expected[path])}, compiled {_format_spec(spec)}",
+                    "pass the array in its declared sharding (jax.device_put, or in_shardings)",
+                    max(sizes[path] // shards - declared_bytes, 0),
+                )
+        elif shards == 1 and sizes[path] >= MIN_REPLICATED_BYTES and devices > 1:
             yield Finding(
                 "replicated",
                 path,
@@ -158,6 +137,53 @@ def lint_layouts(
                 "shard it, or declare it as P() if it is meant to be replicated",
                 sizes[path],
             )
+
+
+def _check_paths(declared: Mapping[str, PartitionSpec], known: Sequence[str]) -> None:
+    """Raises CensusError if a declared path is neither an argument nor a result."""
+    unknown = sorted(set(declared) - set(known))
+    if unknown:
+        raise CensusError(
+            f"a declared sharding of {unknown[0]}",
+            "the function has no argument or result of that path",
+            f"one of {', '.join(known[:6])}, ...",
+        )
+
+
+def _argument_shardings(program: CompiledProgram, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the compiled shardings of the arguments that the program uses, by path.
+
+    Empty where the program has no tree of shardings (`Ref`), or not a path for each of them.
+    """
+    shardings = program.shardings("input_shardings")
+    if len(shardings) != len(leaves):
+        return {}
+    used = {plain_path(i.op_name) for i in program.module.entry.parameters.values()}
+    by_path = zip(leaves, shardings, strict=True)
+    return {path: sharding for path, sharding in by_path if path in used}
+
+
+def _replicated_results(
+    leaves: Mapping[str, Any],
+    argument_specs: Mapping[str, PartitionSpec],
+    result_shapes: Mapping[str, Any],
+    shardings: Mapping[str, Any],
+) -> dict[str, PartitionSpec]:
+    """Returns P() for each replicated result that has shape and type of an argument which is passed replicated.
+
+    Such a result, an updated parameter for one, is meant to be replicated as the argument is.
+    """
+    replicated = {
+        (leaves[path].shape, leaves[path].dtype)
+        for path, spec in argument_specs.items()
+        if not any(spec)
+    }
+    expected: dict[str, PartitionSpec] = {}
+    for path, array in result_shapes.items():
+        key = (getattr(array, "shape", None), getattr(array, "dtype", None))
+        if key in replicated and path in shardings and shardings[path].is_fully_replicated:
+            expected[path] = PartitionSpec()
+    return expected
 
 
 def _padded_dims(

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,27 @@ from meshwright.documents import LARGE, check_inside, read_json, read_text
 from meshwright.errors import ConfigError, WeightsError
 from meshwright.formatting import Brief, first_of, format_count, shortened
 from meshwright.hugging_face.architectures import Architecture, architecture_of
-from meshwright.hugging_face.folder import KEPT, check_tied, keep_files, open_folder, read_model
+from meshwright.hugging_face.folder import (
+    KEPT,
+    OtherParts,
+    check_tied,
+    keep_files,
+    open_folder,
+    read_model,
+    read_other_parts,
+)
 from meshwright.hugging_face.hub import PREFIX, find_folder
-from meshwright.hugging_face.names import read_block, unpadded_shape, write_block
+from meshwright.hugging_face.names import StoredTensor, read_block, unpadded_shape, write_block
 from meshwright.hugging_face.peft_files import Pair, write_adapter
 from meshwright.hugging_face.safetensors_files import (
     DTYPES,
+    INDEX,
     NewSafetensorsFile,
     file_names,
     split_into_files,
+    tensor_bytes,
 )
+from meshwright.hugging_face.text_models import TEXT_PREFIXES
 from meshwright.hugging_face.tokenizer_files import write_tokenizer
 from meshwright.models.adapters import ADAPTERS, dequantise, targets_of
 from meshwright.runs.recipe import run_of_hugging_face
@@ -271,50 +282,37 @@ def export_weights(
     architecture, config = _configuration(run, source)
     # `transformers` 4 calls it torch_dtype, 5 calls it dtype and reads both.
     config = {**config, "dtype" if "dtype" in config else "torch_dtype": dtype}
-    params, stored = named_leaves(run.model.params()), architecture.tensors(run.model)
-    shapes = {
-        name: stored[path].stored_shape(p)
-        for path, p in params.items()
-        for name in stored[path].names(p)
-    }
-    # What is float32 at rest is so in the folder: `transformers` keeps the bias of DeepSeek's router so too.
-    codes = {
-        name: _CODES[p.stored or dtype]
-        for path, p in params.items()
-        for name in stored[path].names(p)
-    }
-    sizes = {
-        name: int(np.prod(shape)) * DTYPES[codes[name]].itemsize for name, shape in shapes.items()
-    }
-    groups = split_into_files(sizes, largest_file)
+    params = named_leaves(run.model.params())
+    stored = architecture.tensors(run.model)
+    others = read_other_parts(source / KEPT)
+    notes = tuple[str, ...]()
+    if others is not None:
+        count = len(others.file.entries)
+        notes = (f"other parts of the model: {count} tensors, given back as they came",)
+        if "text_config" not in config:
+            notes = (
+                f"other parts of the model: {count} tensors are left out, since the text model has other fields than "
+                "the one that came with them",
+            )
+            others = None
+    plan = _plan_files(params, stored, others, dtype, largest_file)
     identity = [
         str(tensors.step_folder.resolve()),
         tensors.manifest.to_dict()["tensors"],
-        codes,
-        groups,
+        {name: code for name, (code, _) in plan.tensors.items()},
+        plan.groups,
     ]
     journal = _Journal(out, identity, len(params), say)
-    file_of = {
-        tensor: name
-        for name, group in zip(file_names(len(groups)), groups, strict=True)
-        for tensor in group
-    }
-    files = {
-        file_of[group[0]]: NewSafetensorsFile(
-            journal.folder / file_of[group[0]],
-            {tensor: (codes[tensor], shapes[tensor]) for tensor in group},
-        )
-        for group in groups
-    }
-    by_tensor = {tensor: files[name] for tensor, name in file_of.items()}
+    files = plan.open(journal.folder)
 
     def export_one(path: str, p: Param) -> bool:
         """Writes one parameter into the tensors that it is stored in."""
         touched: set[NewSafetensorsFile] = set()
 
         def tensor(name: str) -> np.ndarray:
-            touched.add(by_tensor[name])
-            return by_tensor[name].tensor(name)
+            written = name if others is None else others.prefix.name_in_larger_model(name)
+            touched.add(files[written])
+            return files[written].tensor(written)
 
         for index, block in weights.blocks(f"params.{path}", unpadded_shape(p)):
             write_block(p, stored[path], index, block, tensor)
@@ -324,22 +322,83 @@ def export_weights(
         return True
 
     journal.convert(params, export_one)
-    if len(groups) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
-        _write_json(journal.folder / "model.safetensors.index.json", index)
-    lines = [
-        f"{sha256_of(file)}  {file.name}\n" for file in sorted(journal.folder.glob("*.safetensors"))
-    ]
-    write_text(journal.folder / SUMS, "".join(lines))
-    end = write_tokenizer(source / "tokenizer.json", source / KEPT, journal.folder)
-    ends = {} if "eos_token_id" in config or end is None else {"eos_token_id": end}
-    _write_json(journal.folder / "config.json", config | ends)
-    if (generation := source / KEPT / "generation_config.json").is_file():
-        copy_file(generation, journal.folder / generation.name)
+    if others is not None:
+        for name, entry in others.file.entries.items():
+            files[name].copy(name, others.file, entry)
+    if len(plan.groups) > 1:
+        sizes = {"total_size": sum(plan.bytes_of(name) for name in plan.tensors)}
+        index = {"metadata": sizes, "weight_map": plan.file_of()}
+        _write_json(journal.folder / INDEX, index)
+    _write_description(source, journal.folder, config)
     journal.commit()
     return Conversion(
-        out, architecture.name, _count(params), len(shapes), dtype, journal.resumed, ()
+        out, architecture.name, _count(params), len(plan.tensors), dtype, journal.resumed, notes
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _FilePlan:
+    """The files of weights that an export writes."""
+
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    """Type and shape of each tensor by its name in the files."""
+    groups: list[list[str]]
+    """Names of the tensors of each file."""
+
+    def file_of(self) -> dict[str, str]:
+        """Returns the name of the file of each tensor."""
+        names = file_names(len(self.groups))
+        found: dict[str, str] = {}
+        for name, group in zip(names, self.groups, strict=True):
+            found |= dict.fromkeys(group, name)
+        return found
+
+    def open(self, folder: Path) -> dict[str, NewSafetensorsFile]:
+        """Opens or creates the files; returns the file of each tensor."""
+        found: dict[str, NewSafetensorsFile] = {}
+        for name, group in zip(file_names(len(self.groups)), self.groups, strict=True):
+            file = NewSafetensorsFile(
+                folder / name, {tensor: self.tensors[tensor] for tensor in group}
+            )
+            found |= dict.fromkeys(group, file)
+        return found
+
+    def bytes_of(self, name: str) -> int:
+        """Returns the size of a tensor."""
+        return tensor_bytes(*self.tensors[name])
+
+
+def _plan_files(
+    params: dict[str, Param],
+    stored: Mapping[str, StoredTensor],
+    others: OtherParts | None,
+    dtype: str,
+    largest_file: int,
+) -> _FilePlan:
+    """Returns the tensors of an export and their files. others: parts of a larger model, which come last."""
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for path, p in params.items():
+        # What is float32 at rest is so in the folder: `transformers` keeps the bias of DeepSeek's router so too.
+        code = _CODES[p.stored or dtype]
+        for name in stored[path].names(p):
+            written = name if others is None else others.prefix.name_in_larger_model(name)
+            tensors[written] = (code, stored[path].stored_shape(p))
+    if others is not None:
+        for name, entry in others.file.entries.items():
+            tensors[name] = (entry.dtype, entry.shape)
+    sizes = {name: tensor_bytes(code, shape) for name, (code, shape) in tensors.items()}
+    return _FilePlan(tensors, split_into_files(sizes, largest_file))
+
+
+def _write_description(source: Path, folder: Path, config: dict[str, Any]) -> None:
+    """Writes checksums, tokenizer and configuration of an export."""
+    lines = [f"{sha256_of(file)}  {file.name}\n" for file in sorted(folder.glob("*.safetensors"))]
+    write_text(folder / SUMS, "".join(lines))
+    end = write_tokenizer(source / "tokenizer.json", source / KEPT, folder)
+    ends = {} if "eos_token_id" in config or end is None else {"eos_token_id": end}
+    _write_json(folder / "config.json", config | ends)
+    if (generation := source / KEPT / "generation_config.json").is_file():
+        copy_file(generation, folder / generation.name)
 
 
 def _write_json(file: Path, document: Any) -> None:
@@ -357,10 +416,11 @@ def _configuration(run: Run, source: Path) -> tuple[Architecture, dict[str, Any]
         same = type(folder.model) is type(run.model)
         if same and folder.architecture.write(folder.model) == folder.architecture.write(run.model):
             return folder.architecture, config
+        fields = config | config.get("text_config", {})
         ids = {
-            name: config[name]
+            name: fields[name]
             for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-            if name in config
+            if name in fields
         }
         trained = max(folder.max_seq or 0, trained) if trained else 0
     architecture, config = architecture_of(run.model)
@@ -400,7 +460,9 @@ def export_adapter(source: Path, out: Path, *, at: int | None = None) -> Convers
     # A folder of this process: another may write adapters under the same name.
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as name:
         scratch = make_folder(Path(name), "adapter")
-        count = write_adapter(scratch, run.model, run.finetune, pairs, base)
+        is_larger = read_other_parts(source / KEPT) is not None
+        prefix = TEXT_PREFIXES[0] if is_larger else None
+        count = write_adapter(scratch, run.model, run.finetune, pairs, base, prefix)
         write_tokenizer(source / "tokenizer.json", source / KEPT, scratch)
         rename(scratch, out, below=out.parent)
     return Conversion(

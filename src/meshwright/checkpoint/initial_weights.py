@@ -49,7 +49,7 @@ def load_initial_weights(device_run: DeviceRun, out: Path | None = None) -> Tree
     if out is not None and jax.process_index() == 0:
         kept = path_of(run.init_from) / KEPT
         if is_hugging_face(run.init_from):
-            keep_files(find_folder(run.init_from, weights=False), out)
+            keep_files(find_folder(run.init_from, weights=True), out)
         else:
             for name in files_of(kept) if kept.is_dir() else ():
                 copy_file(kept / name, out / KEPT / name)

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from meshwright.errors import WeightsError, nearest
+from meshwright.errors import WeightsError
 from meshwright.hugging_face.config_fields import (
     Entry,
     Fields,
@@ -81,8 +81,15 @@ class Architecture:
     """Prefix of the tensors' names that files may lack."""
     packed: str | None = None
     """Quantised form of weights that is read as the numbers it stands for; None reads none."""
+    other_types: tuple[str, ...] = ()
+    """Further types that files of this architecture name."""
     left_out: tuple[str, ...] = ()
     """Patterns of learned tensors that no logit depends on: they are left out, and a note counts them."""
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Types that config.json may name with this architecture."""
+        return (self.model_type, *self.other_types)
 
     def read(self, fields: Fields) -> Model:
         """Returns the model of a configuration. Raises WeightsError for a field that the family does not compute."""
@@ -827,6 +834,7 @@ _ALL = (
         _DEEPSEEK_NAMES,
         computed=(*_COMPUTED, _MTP_COPIES),
         packed=FP8,
+        other_types=("kimi_k2",),
     ),
     Architecture(
         "GPT2LMHeadModel",
@@ -922,19 +930,6 @@ _ALL = (
 )
 ARCHITECTURES = {architecture.name: architecture for architecture in _ALL}
 """All architectures by name, and those added from outside the package; the first that can express a model writes it."""
-
-
-def find_architecture(fields: Fields) -> Architecture:
-    """Returns the architecture of a configuration. Raises WeightsError for one that Meshwright does not compute."""
-    names = fields.config.get("architectures") or []
-    if not isinstance(names, list):
-        found = f"its architectures are {names!r}, which is not a list"
-        raise fields.error(found, "the config.json that was published with these weights")
-    name = str(names[0]) if names else ""
-    if name not in ARCHITECTURES:
-        found = f"its architecture is {name or 'not named'}, which Meshwright does not compute"
-        raise fields.error(found, nearest(name, ARCHITECTURES))
-    return ARCHITECTURES[name]
 
 
 def architecture_of(model: Model) -> tuple[Architecture, dict[str, Any]]:

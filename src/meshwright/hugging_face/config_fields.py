@@ -6,6 +6,7 @@ A fact that config.json and a model both state is one `Entry`, read and written.
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,50 +19,117 @@ from meshwright.models.decoder import head_size_of
 REQUIRED: Any = object()
 """Default of a field that has none: it must be there."""
 
-NEUTRAL = frozenset[str]().union(
-    (
+_REASONS: dict[str, tuple[str, ...]] = {
+    "it names the model, its files or the program that wrote them": (
         "architectures",
         "model_type",
         "transformers_version",
         "auto_map",
         "_name_or_path",
         "unsloth_version",
+        "unsloth_fixed",
         "transformers_weights",  # which file has the weights: safetensors_files reads it
     ),
-    (
-        "dtype",
-        "torch_dtype",
+    "weights are read in the type that the files have": ("dtype", "torch_dtype"),
+    "how a program runs, not what it computes": (
         "use_cache",
         "cache_implementation",
         "pretraining_tp",
-        "max_position_embeddings",
-    ),
-    (
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "id2label",
-        "label2id",
-        "task_specific_params",
-        "problem_type",
-    ),
-    (
-        "initializer_range",
-        "attention_dropout",
-        "attention_probs_dropout_prob",
-        "is_encoder_decoder",
-        "is_decoder",
-    ),
-    (
+        "chunk_size_feed_forward",
         "return_dict",
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
-        "chunk_size_feed_forward",
+        "torchscript",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_attn_implementation_internal",
+        "attn_implementation",
+        "_flash_attn_2_enabled",
     ),
-    ("_attn_implementation", "_attn_implementation_autoset"),
-)
-"""Fields of every architecture that change no number of the forward pass, or name the architecture itself."""
+    "rotary positions have no end: a note is printed for longer texts": (
+        "max_position_embeddings",
+    ),
+    "tokens that begin, end and fill a text are the tokenizer's and the sampler's": (
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    ),
+    "it belongs to a classifier or an encoder": (
+        "id2label",
+        "label2id",
+        "task_specific_params",
+        "problem_type",
+        "is_encoder_decoder",
+        "is_decoder",
+        "tokenizer_class",
+    ),
+    "it changes initial values, and weights are read": ("initializer_range",),
+    "dropout of training with `transformers`; here it is --training.dropout": (
+        "attention_dropout",
+        "attention_probs_dropout_prob",
+    ),
+    "it is a setting of the sampler": (
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "max_length",
+        "min_length",
+        "num_beams",
+        "do_sample",
+    ),
+}
+WITHOUT_EFFECT = {name: reason for reason, names in _REASONS.items() for name in names}
+"""Field of any architecture that changes no number of the forward pass -> why."""
+
+_LACKED = {
+    r"^index_(topk|n_heads|head_dim)": "a sparse indexer, which chooses the tokens that attention sees",
+    r"^(ssm_|mamba_|state_size|time_step_|conv_kernel$|n_groups$)": "state space layers",
+    r"^(hc_|hyper_connection|num_residual_streams)": "hyper-connections between layers",
+    r"per_layer_(input|config)": "embeddings or settings of each layer",
+    r"^num_kv_shared_layers": "layers that share keys and values",
+    r"^(compress_ratios|compress_)": "compressed keys and values",
+    r"^conv_L_cache": "short convolutions",
+    r"^(embedding|residual|attention|logits?)_(multiplier|scaling|scale)": "scaled branches",
+    r"^altup|^laurel": "alternating updates",
+}
+"""Pattern of fields -> what a model with them has, which no family here computes."""
+_COMPUTED = {
+    r"^linear_": "linear attention",
+    r"^(kv|q)_lora_rank": "multi-head latent attention",
+    r"^(n_routed|num|num_local)_experts$": "a mixture of experts",
+    r"^quantization_config$": "quantised weights",
+    r"^vision_config$": "a vision tower",
+    r"^audio_config$": "an audio tower",
+    r"^(num_nextn_predict_layers|num_mtp_layers)": "layers of multi-token prediction",
+    r"^sliding_window": "a sliding window",
+    r"^rope_(scaling|parameters)": "rotary embeddings",
+}
+"""The same, which some family computes."""
+
+
+def meaning_of(name: str, value: Any) -> str:
+    """Returns what a model has whose configuration has this field, "" where that is not known or the value is none."""
+    return _first_meaning(_LACKED | _COMPUTED, name, value)
+
+
+def lacked_meaning_of(name: str, value: Any) -> str:
+    """Returns what a model with this field has that no family here computes, "" where there is nothing such."""
+    return _first_meaning(_LACKED, name, value)
+
+
+def _first_meaning(meanings: Mapping[str, str], name: str, value: Any) -> str:
+    if _is_empty(value) or value == 0:
+        return ""
+    return next((text for pattern, text in meanings.items() if re.search(pattern, name)), "")
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or value is False or value in ([], {}, "")
+
 
 _SIZES = frozenset[str]().union(
     (
@@ -116,13 +184,21 @@ _SIZES = frozenset[str]().union(
 class Fields:
     """Fields of one config.json. Remembers which were read, so that the others can be reported."""
 
-    def __init__(self, file: Path, config: Mapping[str, Any]):
-        self.file, self.config = file, config
+    def __init__(self, file: Path, config: Mapping[str, Any], inside: str = ""):
+        """inside: field of the file that has these fields; "" is the file itself."""
+        self.file = file
+        self.config = config
+        self._inside = inside
         self._read: set[str] = set()
+
+    def part(self, name: str, config: Mapping[str, Any]) -> "Fields":
+        """Returns the fields of a part of this configuration, which is its field `name`."""
+        return Fields(self.file, config, name)
 
     def error(self, found: str, fix: str) -> WeightsError:
         """Returns the error of a configuration that is not read."""
-        return WeightsError(f"reading {self.file}", found, fix)
+        where = f", {self._inside}" if self._inside else ""
+        return WeightsError(f"reading {self.file}{where}", found, fix)
 
     def get(self, name: str, default: Any = REQUIRED) -> Any:
         """Returns a field; `default` stands for a missing one and for null. Raises WeightsError without a default."""
@@ -195,13 +271,36 @@ class Fields:
             )
         return True
 
-    def unread(self) -> list[str]:
-        """Returns the fields with a value that nothing has read, and that are not known to be without effect."""
-        known = self._read | NEUTRAL
-        empty: tuple[Any, ...] = (None, False, [], {}, "")
-        return sorted(
-            name for name, value in self.config.items() if name not in known and value not in empty
+    def check_all_read(self, architecture: str) -> None:
+        """Raises WeightsError for a field that nothing has read and that is not known to change no number.
+
+        A field without a value (null, false, "", [] or {}) asks for nothing.
+        """
+        known = self._read | WITHOUT_EFFECT.keys()
+        unread = sorted(
+            name
+            for name, value in self.config.items()
+            if name not in known and not _is_empty(value)
         )
+        if not unread:
+            return
+        described = [self._describe(name) for name in unread]
+        raise self.error(
+            f"it has {', '.join(described)}, which Meshwright does not compute for {architecture}: what the model "
+            "computes may depend on it",
+            f"a model without; or delete {', '.join(unread)} from the file, if you know that no number depends on it",
+        )
+
+    def _describe(self, name: str) -> str:
+        """Returns a field with its value, and what it stands for where that is known."""
+        value = json.dumps(self.config[name])
+        shown = value if len(value) <= _LONGEST_VALUE else value[:_LONGEST_VALUE] + " ..."
+        meaning = meaning_of(name, self.config[name])
+        return f"{name} {shown}" + (f" ({meaning})" if meaning else "")
+
+
+_LONGEST_VALUE = 60
+"""Characters of a value that an error shows."""
 
 
 def read_fields(folder: Path) -> Fields:
@@ -434,6 +533,8 @@ class RopeFields:
 
 
 _OWN = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""Which frequencies turn with time, height and width of an image: a token of text has one position for all three."""
 
 
 def rope_fields(
@@ -464,7 +565,11 @@ def rope_fields(
     if not base > 0:
         raise fields.error(f"rope_theta is {base}", "a base above 0, such as 10000")
     rope = RopeFields(
-        fields, float(base), kind, {n: v for n, v in found.items() if n not in _OWN}, float(part)
+        fields,
+        float(base),
+        kind,
+        {n: v for n, v in found.items() if n not in (*_OWN, *_OF_IMAGES)},
+        float(part),
     )
     if fraction == 1.0 and part != 1.0:
         raise rope.refused(f"a rotation of {part} of each head", "a model that rotates whole heads")

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,30 @@ from meshwright.config import Precision
 from meshwright.data.vocabularies import tokenizer_file
 from meshwright.documents import check_inside
 from meshwright.errors import MeshwrightError, WeightsError
+from meshwright.formatting import format_bytes
 from meshwright.hugging_face import quantised
-from meshwright.hugging_face.architectures import Architecture, find_architecture
+from meshwright.hugging_face.architectures import Architecture
 from meshwright.hugging_face.config_fields import read_fields
 from meshwright.hugging_face.hub import find_folder
 from meshwright.hugging_face.names import Index, StoredTensor, read_block
 from meshwright.hugging_face.safetensors_files import (
     DTYPES,
     FP8_CODE,
+    NewSafetensorsFile,
     SafetensorsFile,
     TensorEntry,
     check_one_set,
     check_unwrapped,
     find_files,
     read_header,
+    read_metadata,
+)
+from meshwright.hugging_face.text_models import (
+    TEXT_PREFIXES,
+    TextModel,
+    TextPrefix,
+    find_text_model,
+    prefix_of_text,
 )
 from meshwright.models.model import Model
 from meshwright.sharding.params import Param, Tree, is_param, named_leaves
@@ -43,6 +54,8 @@ TOKENIZER_FILES = (
     *(CHAT_TEMPLATE, "additional_chat_templates/tool_use.jinja", "chat_template.json"),
     *("tokenizer.model", "vocab.json", "merges.txt"),
 )
+OTHER_PARTS = "other_parts.safetensors"
+"""File with the tensors of a larger model's other parts, in the folder `KEPT`."""
 _KEPT_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 
@@ -51,7 +64,8 @@ class ModelFolder:
     """A folder's model, without its weights."""
 
     path: Path
-    architecture: Architecture
+    text: TextModel
+    """Architecture and fields of the text model, and the larger model around it."""
     model: Model
     max_seq: int | None
     """Longest sequence that the configuration names."""
@@ -61,6 +75,11 @@ class ModelFolder:
     """Whether some weights are in the quantised form that the architecture reads (quantised.py)."""
     fp8_block: quantised.Block | None = None
     """Blocks of float8 weights that share a scale; None where weights are not float8."""
+
+    @property
+    def architecture(self) -> Architecture:
+        """Architecture of the text model."""
+        return self.text.architecture
 
     @property
     def tokenizer(self) -> Path:
@@ -88,8 +107,8 @@ def read_model(name: str, *, weights: bool = False) -> ModelFolder:
     Raises WeightsError for an unknown architecture, and for a field whose value the family does not compute.
     """
     folder = find_folder(name, weights=weights)
-    fields = read_fields(folder)
-    architecture = find_architecture(fields)
+    text = find_text_model(read_fields(folder))
+    architecture, fields = text.architecture, text.fields
     packed = fields.check_quantised(architecture.packed)
     try:
         model = architecture.read(fields)
@@ -101,14 +120,17 @@ def read_model(name: str, *, weights: bool = False) -> ModelFolder:
         raise fields.error(
             found, "the config.json that was published with these weights"
         ) from error
-    unread = fields.unread()
-    notes = [f"fields of config.json without a meaning here: {', '.join(unread)}"] if unread else []
-    notes += [
-        f"weights in {architecture.packed} are read as the bfloat16 numbers that they stand for"
-    ] * packed
     longest = fields.get("max_position_embeddings", fields.get("n_positions", None))
     block = quantised.block_of(fields) if packed and architecture.packed == quantised.FP8 else None
-    return ModelFolder(folder, architecture, model, longest, tuple(notes), packed, block)
+    text.check_all_read()
+    notes = list[str]()
+    if text.larger is not None:
+        notes.append(f"the text model of {text.larger.name}, computed as {architecture.name}")
+    if packed:
+        notes.append(
+            f"weights in {architecture.packed} are read as the bfloat16 numbers that they stand for"
+        )
+    return ModelFolder(folder, text, model, longest, tuple(notes), packed, block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +149,10 @@ class WeightsFolder:
     notes: tuple[str, ...]
     unpacked: frozenset[str]
     """Tensors that are stored as blocks and scales in MXFP4."""
+    others: dict[str, TensorEntry] = dataclasses.field(default_factory=dict)
+    """Tensors of a larger model's other parts, by their own names."""
+    prefix: TextPrefix | None = None
+    """Form of the text model's names inside a larger model."""
 
     @contextlib.contextmanager
     def reader(self) -> Iterator["TensorReader"]:
@@ -164,15 +190,10 @@ class TensorReader:
         return self._last[1]
 
     def _view(self, name: str) -> np.ndarray:
-        path = self._weights.entries[name].file
-        if path not in self._open:
-            self._open[path] = SafetensorsFile(path)
-        file = self._open[path]
-        return file.tensor(
-            name
-            if name in file.entries
-            else name.removeprefix(self._weights.folder.architecture.prefix)
-        )
+        entry = self._weights.entries[name]
+        if entry.file not in self._open:
+            self._open[entry.file] = SafetensorsFile(entry.file)
+        return self._open[entry.file].view(entry)
 
     def release(self) -> None:
         """Gives back the memory of what was read."""
@@ -187,7 +208,8 @@ def open_folder(name: str) -> WeightsFolder:
     missing, unknown, of another shape, or in a file that is damaged.
     """
     folder = read_model(name, weights=True)
-    entries, unread = _all_tensors(folder)
+    tensors = _all_tensors(folder)
+    entries = tensors.text
     packed = folder.packed and folder.fp8_block is None
     unpacked = quantised.unpacked_entries(entries) if packed else {}
     entries |= unpacked
@@ -212,7 +234,9 @@ def open_folder(name: str) -> WeightsFolder:
         for tensor in expected & unpacked.keys()
         for part in (quantised.BLOCKS, quantised.SCALES)
     }
-    notes = folder.notes + unread + _check_others(folder, expected | parts, entries)
+    notes = folder.notes + tensors.notes + _check_others(folder, expected | parts, entries)
+    if tensors.others:
+        notes += (_note_of_others(tensors.others),)
     # What a model of any type keeps in float32 does not tell its type.
     typed = (
         tensor for path, p in params.items() if p.stored is None for tensor in stored[path].names(p)
@@ -221,11 +245,43 @@ def open_folder(name: str) -> WeightsFolder:
         "BF16" if entries[tensor].dtype == FP8_CODE else entries[tensor].dtype for tensor in typed
     }
     dtype: Precision = "bfloat16" if found == {"BF16"} else "float32"
-    return WeightsFolder(folder, params, stored, entries, dtype, notes, frozenset(unpacked))
+    return WeightsFolder(
+        folder,
+        params,
+        stored,
+        entries,
+        dtype,
+        notes,
+        frozenset(unpacked),
+        tensors.others,
+        tensors.prefix,
+    )
 
 
-def _all_tensors(folder: ModelFolder) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
-    """Returns every tensor by its whole name, and notes on files that are not read.
+def _note_of_others(others: dict[str, TensorEntry]) -> str:
+    size = sum(entry.stop - entry.start for entry in others.values())
+    return (
+        f"other parts of the model: {len(others)} tensors ({format_bytes(size)}), such as {min(others)}, "
+        "are kept byte for byte and take no part in training"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _FolderTensors:
+    """Every tensor of a folder."""
+
+    text: dict[str, TensorEntry]
+    """Those of the text model, by their names in it."""
+    others: dict[str, TensorEntry]
+    """Those of a larger model's other parts, by their own names."""
+    prefix: TextPrefix | None
+    """Form of the text model's names inside a larger model."""
+    notes: tuple[str, ...]
+    """Files that are not read."""
+
+
+def _all_tensors(folder: ModelFolder) -> _FolderTensors:
+    """Finds every tensor of a folder.
 
     Raises WeightsError where index and files do not agree, or the folder has weights of two models.
     """
@@ -235,18 +291,47 @@ def _all_tensors(folder: ModelFolder) -> tuple[dict[str, TensorEntry], tuple[str
         if tensor and tensor not in headers[path]:
             truth = f"the index places {tensor!r} in {path.name}, which does not have it"
             raise WeightsError(f"weights in {folder.path}", truth, "download both again")
-    found = {tensor: entry for header in headers.values() for tensor, entry in header.items()}
-    check_unwrapped(folder.path, found)
-    entries: dict[str, TensorEntry] = {}
-    prefix = folder.architecture.prefix
+    found: dict[str, TensorEntry] = {}
     for path, header in headers.items():
         for tensor, entry in header.items():
-            whole = tensor if tensor.startswith((prefix, "lm_head.")) else prefix + tensor
-            if whole in entries:
-                truth = f"{tensor!r} is in {entries[whole].file.name} and in {path.name}"
+            if tensor in found:
+                truth = f"{tensor!r} is in {found[tensor].file.name} and in {path.name}"
                 raise WeightsError(f"weights in {folder.path}", truth, "one file for each tensor")
-            entries[whole] = entry
-    return entries, check_one_set(folder.path, found)
+            found[tensor] = entry
+    check_unwrapped(folder.path, found)
+    notes = check_one_set(folder.path, found)
+    if folder.text.larger is None:
+        return _FolderTensors(_with_prefix(folder, found), {}, None, notes)
+    prefix = prefix_of_text(found)
+    if prefix is None:
+        raise WeightsError(
+            f"weights in {folder.path}",
+            f"no tensor has the prefix of a text model in {folder.text.larger.name}, "
+            f"{' or '.join(repr(known.body) for known in TEXT_PREFIXES)}; the first is {min(found, default='none')!r}",
+            "all files of the model",
+        )
+    text: dict[str, TensorEntry] = {}
+    others: dict[str, TensorEntry] = {}
+    for tensor, entry in found.items():
+        name = prefix.name_in_text_model(tensor)
+        if name is None:
+            others[tensor] = entry
+        else:
+            text[name] = entry
+    return _FolderTensors(text, others, prefix, notes)
+
+
+def _with_prefix(folder: ModelFolder, found: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Returns tensors by their whole names, of which files may lack the architecture's prefix."""
+    prefix = folder.architecture.prefix
+    entries: dict[str, TensorEntry] = {}
+    for tensor, entry in found.items():
+        whole = tensor if tensor.startswith((prefix, "lm_head.")) else prefix + tensor
+        if whole in entries:
+            truth = f"{tensor!r} is in {entry.file.name} with the prefix {prefix!r} and without"
+            raise WeightsError(f"weights in {folder.path}", truth, "one of the two")
+        entries[whole] = entry
+    return entries
 
 
 def _check_tensor(
@@ -422,7 +507,10 @@ def _check_params(weights: WeightsFolder, params: Tree) -> None:
 
 
 def keep_files(folder: Path, out: Path) -> None:
-    """Copies tokenizer files, chat template and configuration of a folder into `out`/huggingface."""
+    """Copies into `out`/huggingface what the model of a folder has besides the weights that are trained.
+
+    That is tokenizer files, chat template, configuration, and the tensors of a larger model's other parts.
+    """
     target = out / KEPT
     try:
         check_inside(folder, [folder / name for name in _KEPT_FILES])
@@ -433,3 +521,48 @@ def keep_files(folder: Path, out: Path) -> None:
     for name in _KEPT_FILES:
         if (folder / name).is_file():
             copy_file(folder / name, target / name)
+    if find_text_model(read_fields(folder)).larger is not None:
+        _keep_other_parts(open_folder(str(folder.absolute())), target)
+
+
+def _keep_other_parts(weights: WeightsFolder, target: Path) -> None:
+    """Copies the tensors of a larger model's other parts into one file of the folder `target`."""
+    prefix = weights.prefix
+    assert prefix is not None
+    shapes = {name: (entry.dtype, entry.shape) for name, entry in weights.others.items()}
+    metadata = {"text_body": prefix.body, "text_head": prefix.head}
+    with tempfile.TemporaryDirectory() as scratch:
+        written = Path(scratch) / OTHER_PARTS
+        file = NewSafetensorsFile(written, shapes, metadata)
+        sources: dict[Path, SafetensorsFile] = {}
+        for name, entry in weights.others.items():
+            if entry.file not in sources:
+                sources[entry.file] = SafetensorsFile(entry.file)
+            file.copy(name, sources[entry.file], entry)
+        copy_file(written, target / OTHER_PARTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherParts:
+    """Tensors of a larger model besides its text model, as an output folder keeps them."""
+
+    file: SafetensorsFile
+    prefix: TextPrefix
+    """Form of the text model's names inside the larger model."""
+
+
+def read_other_parts(kept: Path) -> OtherParts | None:
+    """Returns what `keep_files` kept of a larger model; None for a text model. kept: the folder OUT/huggingface."""
+    path = kept / OTHER_PARTS
+    if not path.is_file():
+        return None
+    file = SafetensorsFile(path)
+    metadata = read_metadata(path)
+    for prefix in TEXT_PREFIXES:
+        if (prefix.body, prefix.head) == (metadata.get("text_body"), metadata.get("text_head")):
+            return OtherParts(file, prefix)
+    raise WeightsError(
+        f"reading {path}",
+        "its header does not say how the text model's tensors were named",
+        "the file as it was written, or none: the text model is then exported alone",
+    )

@@ -14,6 +14,7 @@ from meshwright.fine_tuning import FineTune
 from meshwright.hugging_face.architectures import architecture_of
 from meshwright.hugging_face.names import StoredTensor
 from meshwright.hugging_face.safetensors_files import DTYPES, NewSafetensorsFile
+from meshwright.hugging_face.text_models import TextPrefix
 from meshwright.models.adapters import targets_of
 from meshwright.models.model import Model
 from meshwright.sharding.params import Param
@@ -26,18 +27,25 @@ Pair = tuple[np.ndarray, np.ndarray]
 
 
 def write_adapter(
-    folder: Path, model: Model, tuning: FineTune, adapters: Mapping[str, Pair], base: str
+    folder: Path,
+    model: Model,
+    tuning: FineTune,
+    adapters: Mapping[str, Pair],
+    base: str,
+    prefix: TextPrefix | None = None,
 ) -> int:
     """Writes an adapter that `peft.PeftModel.from_pretrained` reads; returns the number of its tensors.
 
-    adapters: A and B of every adapted matrix by path.  base: name or folder of the model it belongs to. Raises
+    adapters: A and B of every adapted matrix by path.  base: name or folder of the model it belongs to.  prefix: form
+    of the names where the base is a larger model, in which PEFT finds modules by the names of `transformers` 5. Raises
     WeightsError for a matrix that `transformers` stores as part of another, of which PEFT would have one adapter.
     """
     tensors: dict[str, np.ndarray] = {}
     suffixes: set[str] = set()
     for path, p, stored in _matrices(model, tuning):
         for layer, name in enumerate(stored.names(p)):
-            module = name.removesuffix(".weight")
+            stored_name = name if prefix is None else prefix.name_in_larger_model(name)
+            module = stored_name.removesuffix(".weight")
             a, b = (x[layer] for x in adapters[path])
             tensors[_key(module, "A")] = np.moveaxis(a, -1, 0).reshape(tuning.rank, -1)
             tensors[_key(module, "B")] = np.moveaxis(b, 0, -1).reshape(-1, tuning.rank)

@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import re
+import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,7 +69,7 @@ _WRAPPERS = {
 _SET = re.compile(r"model(-\d+-of-\d+)?\.safetensors$")
 """Names that `transformers` gives to files of a model's weights."""
 _COMPARED = 64 * 2**20
-"""Bytes of two files that are compared at a time."""
+"""Bytes that are compared or copied at a time."""
 _FIX = "download the file again; `sha256sum` against the hub's page shows whether it is whole"
 
 
@@ -89,7 +90,10 @@ class _MappedFile:
 
     def tensor(self, name: str) -> np.ndarray:
         """Returns a view of a tensor, read-only in a file that is read."""
-        entry = self.entries[name]
+        return self.view(self.entries[name])
+
+    def view(self, entry: TensorEntry) -> np.ndarray:
+        """Returns a view of one of this file's tensors."""
         dtype = (DTYPES | _OTHERS)[entry.dtype]
         return np.frombuffer(self._map, dtype, math.prod(entry.shape), entry.start).reshape(
             entry.shape
@@ -145,6 +149,17 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     return _checked(path, size, 8 + length, header)
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """Returns the texts in the header of a file that `read_header` has checked."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = parse_document(file.read(length).decode("utf-8"))
+    metadata = header.get("__metadata__")
+    if not isinstance(metadata, dict):
+        return {}
+    return {str(name): str(text) for name, text in metadata.items()}
+
+
 def _whole(number: Any) -> int:
     """Returns a whole number of a header. Raises ValueError for anything else."""
     if not isinstance(number, int) or isinstance(number, bool):
@@ -188,12 +203,20 @@ def _checked(path: Path, size: int, data: int, header: dict[str, Any]) -> dict[s
 class NewSafetensorsFile(_MappedFile):
     """A file that is written block by block: its size and header first, its tensors in any order."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]):
-        """Opens `path`, or creates it with all its bytes. tensors: dtype and shape by name, in order."""
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+        metadata: Mapping[str, str] = types.MappingProxyType({}),
+    ):
+        """Opens `path`, or creates it with all its bytes.
+
+        tensors: dtype and shape by name, in order.  metadata: texts that the header has besides the format.
+        """
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
         offset = 0
         for name, (dtype, shape) in tensors.items():
-            stop = offset + math.prod(shape) * _BYTES[dtype]
+            stop = offset + tensor_bytes(dtype, shape)
             header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, stop]}
             offset = stop
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -206,6 +229,22 @@ class NewSafetensorsFile(_MappedFile):
         self.entries = read_header(path)
         with open_file(path, "r+b") as file:
             self._map = mmap.mmap(file.fileno(), size)
+
+    def copy(self, name: str, source: SafetensorsFile, entry: TensorEntry) -> None:
+        """Writes the bytes of another file's tensor, of any type, into the tensor `name`."""
+        target = self.entries[name]
+        size = entry.stop - entry.start
+        for at in range(0, size, _COMPARED):
+            length = min(_COMPARED, size - at)
+            part = source.read(entry.start + at, length)
+            self._map[target.start + at : target.start + at + length] = part
+            source.release()
+            self.release()
+
+
+def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Returns the size of a tensor. dtype: the format's name, such as "BF16"."""
+    return math.prod(shape) * _BYTES[dtype]
 
 
 def split_into_files(sizes: Mapping[str, int], largest: int) -> list[list[str]]:

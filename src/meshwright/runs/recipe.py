@@ -110,6 +110,15 @@ def change_fields(run: Run, mesh: str | MeshShape | None, changes: Mapping[str, 
             known = {name for part in ("run", *_PARTS) for name in _fields_of(run, part)}
             truth = "no part of a Run has that field"
             raise ConfigError(f"{field}={value!r} in a Run", truth, nearest(field, known))
+        if holder == "run" and field in _PARTS and not dataclasses.is_dataclass(value):
+            part = getattr(run, field)
+            inside = sorted(f"{field}.{name}" for name in _fields_of(run, field))
+            raise ConfigError(
+                f"{field}={value!r} in a Run",
+                f"{field} is a {type(part).__name__} with fields of its own: {', '.join(inside)}",
+                f"a meshwright.{type(part).__name__}, or its fields by name"
+                + (f": paths=({value!r},)" if field == "data" else ""),
+            )
         change = {field: value}
         run = dataclasses.replace(
             run,

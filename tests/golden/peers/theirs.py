@@ -132,12 +132,68 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Row -> class of `transformers`, and its configuration."""
 
+_SIGLIP = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 8,
+}  # fmt: skip
+
+
+def _text(row: str, **changes: Any) -> dict[str, Any]:
+    return {**ROWS[row][1], **changes}
+
+
+LARGER: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma-3-larger": ("Gemma3ForConditionalGeneration", {
+        "text_config": _text("gemma-3"), "vision_config": _SIGLIP, "mm_tokens_per_image": 4,
+    }),
+    "llama-4-larger": ("Llama4ForConditionalGeneration", {
+        "text_config": _text("llama-4"),
+        "vision_config": {
+            "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "image_size": 16, "patch_size": 8, "vision_output_dim": 16, "projector_input_dim": 16,
+            "projector_output_dim": 16, "pixel_shuffle_ratio": 0.5,
+        },
+    }),
+    "mistral-3-larger": ("Mistral3ForConditionalGeneration", {
+        "text_config": {"model_type": "mistral", **_text("mistral", sliding_window=None)},
+        "vision_config": {
+            "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 16, "patch_size": 8, "head_dim": 8,
+        },
+        "tie_word_embeddings": False,
+    }),
+    "kimi-k2.5-larger": ("Kimi_K25ForConditionalGeneration", {
+        "text_config": {"model_type": "deepseek_v3", **_text("deepseek-v3")},
+        "vision_config": {
+            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        },
+        "tie_word_embeddings": False,
+    }),
+    "qwen3-vl-larger": ("Qwen3VLForConditionalGeneration", {
+        "text_config": _text(
+            "qwen3",
+            rope_parameters={
+                "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 3, 3],
+                "mrope_interleaved": True,
+            },
+        ),
+        "vision_config": {
+            "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "patch_size": 4,
+            "out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
+        },
+        "tie_word_embeddings": True,
+    }),
+}  # fmt: skip
+"""Row of a larger model -> class of `transformers`, and its configuration: the text model of another row, and a tower."""
+
 WRITTEN_AS = {"phi-4": "MistralForCausalLM"}
 """Row -> architecture that Meshwright writes from its model, where it is another that computes the same."""
 
 
 def model_class(name: str) -> Any:
     """The class of `transformers` with a head for text."""
+    if name.endswith("ForConditionalGeneration"):
+        return getattr(transformers, name)
     found = getattr(transformers, f"{name}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}")
     if name == "Llama4":
         found.config_class = transformers.Llama4TextConfig
@@ -145,7 +201,7 @@ def model_class(name: str) -> Any:
 
 
 def config_of(row: str) -> Any:
-    name, settings = ROWS[row]
+    name, settings = (ROWS | LARGER)[row]
     config = model_class(name).config_class(**settings)
     config._attn_implementation = "eager"
     return config
@@ -168,15 +224,19 @@ def table_of(folder: Path) -> dict[str, Any]:
 
 
 def load_tensors(folder: Path) -> dict[str, np.ndarray]:
-    return {
-        n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()
-    }
+    # The published files of Kimi K2.5 have layers of text, which transformers 5.24 writes under the tower's word.
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            published = name.replace("language_model.model.blocks.", "language_model.model.layers.")
+            found[published] = tensor
+    return found
 
 
 def save(row: str, folder: Path) -> dict[str, Any]:
     """Writes the folder of a row with drawn weights; returns its table. No bias is zero, and no norm one."""
     torch.manual_seed(0)
-    model_class(ROWS[row][0])(config_of(row)).float().save_pretrained(folder)
+    model_class((ROWS | LARGER)[row][0])(config_of(row)).float().save_pretrained(folder)
     table = table_of(folder)
     save_file(draw_tensors(table), folder / "model.safetensors", {"format": "pt"})
     return table
@@ -191,7 +251,10 @@ def load(folder: Path) -> Any:
 
 
 def logits_of(model: Any, tokens: np.ndarray = TOKENS[:, :-1]) -> Any:
-    return model(torch.tensor(tokens, dtype=torch.long), use_cache=False).logits
+    # The forward pass of Llama 4's larger model fails without images (5.24): its text model computes the same.
+    is_llama4 = type(model).__name__ == "Llama4ForConditionalGeneration"
+    part = model.language_model if is_llama4 else model
+    return part(torch.tensor(tokens, dtype=torch.long), use_cache=False).logits
 
 
 def loss_of(logits: Any) -> Any:

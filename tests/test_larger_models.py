@@ -1,0 +1,134 @@
+"""Text models inside models of images and video: read, computed, and given back with the other parts."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import hf_models
+import numpy as np
+import pytest
+from hf_models import LARGER, read
+from test_weights import assert_same_tensors, tensors_of
+
+import meshwright as mw
+from meshwright.hugging_face.folder import open_folder, read_model
+
+TOLERANCE = 1e-5
+"""Of a gradient's largest element."""
+
+
+@pytest.mark.parametrize("row", LARGER)
+def test_a_larger_model_comes_back_byte_for_byte(row: str, tmp_path: Path) -> None:
+    about = hf_models.write_folder(row, tmp_path / "model", files=2)
+    done = mw.convert(tmp_path / "model", tmp_path / "run")
+    assert done.parameters == about["parameters"]
+    parts = [name for name in about["tensors"] if not re.search(r"language_model|lm_head", name)]
+    assert parts and any(f"{len(parts)} tensors" in note for note in done.notes)
+    back = mw.convert(tmp_path / "run", tmp_path / "back", largest_file=100_000)
+    assert_same_tensors(tmp_path / "model", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == about["config"]
+    assert any("given back as they came" in note for note in back.notes)
+
+
+@pytest.mark.parametrize("row", LARGER)
+def test_the_text_model_computes_what_transformers_does(row: str, tmp_path: Path) -> None:
+    hf_models.write_folder(row, tmp_path / "model")
+    golden = read(row)[1]
+    _, gradients, _ = hf_models.steps_of(tmp_path / "model", hf_models.EIGHT_DEVICES, steps=1)
+    hf_models.assert_near("gradient", gradients, golden, TOLERANCE)
+    logits = hf_models.logits_of(tmp_path / "model", "data=1")
+    assert hf_models.largest_gap(logits, golden["logits"]) < TOLERANCE
+
+
+PREFIXES = {
+    "transformers 5": ("model.language_model.", "lm_head."),
+    "transformers 4": ("language_model.model.", "language_model.lm_head."),
+}
+
+
+@pytest.mark.parametrize("form", PREFIXES)
+def test_both_forms_of_the_names_are_read(form: str, tmp_path: Path) -> None:
+    about, _ = read("mistral-3-larger")
+    body, head = PREFIXES[form]
+    table = {
+        name.replace("language_model.model.", body).replace("language_model.lm_head.", head): row
+        for name, row in about["tensors"].items()
+    }
+    (tmp_path / "config.json").write_text(json.dumps(about["config"]))
+    hf_models.write_tensors(tmp_path, hf_models.draw_tensors(table))
+    weights = open_folder(f"hf:{tmp_path}")
+    assert "lm_head.weight" in weights.entries and weights.others
+    mw.convert(tmp_path, tmp_path / "run")
+    mw.convert(tmp_path / "run", tmp_path / "back")
+    assert_same_tensors(tmp_path, tmp_path / "back")
+
+
+def _config(row: str, **changes: Any) -> dict[str, Any]:
+    config = {**read(row)[0]["config"], **changes}
+    return {name: value for name, value in config.items() if value != "remove"}
+
+
+def test_a_tie_that_no_field_states_is_that_of_the_files(tmp_path: Path) -> None:
+    """Published files of Mistral Small 3 have an unembedding and say nothing about it."""
+    hf_models.write_folder("mistral-3-larger", tmp_path)
+    config = _config("mistral-3-larger", tie_word_embeddings="remove")
+    del config["text_config"]["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model: Any = read_model(f"hf:{tmp_path}").model
+    assert model.embedding == "untied"
+    config["tie_word_embeddings"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tied: Any = read_model(f"hf:{tmp_path}").model
+    assert tied.embedding == "tied"
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another type": (
+        _config("gemma-3-larger", model_type="gemma3_text"),
+        "whose model_type is gemma3, and its model_type is gemma3_text: they are two different models",
+    ),
+    "another text model": (
+        _config("mistral-3-larger", text_config={"model_type": "bamba"}),
+        "is of the type bamba, which Meshwright does not compute; those of mistral are",
+    ),
+    "no text model": (_config("qwen3-vl-larger", text_config="remove"), "it has no text_config"),
+    "an unknown field of the text": (
+        _config("gemma-3-larger", text_config={**read("gemma-3-larger")[0]["config"]["text_config"], "index_topk": 8}),
+        "index_topk 8 (a sparse indexer",
+    ),
+    "an unknown field of the whole": (
+        _config("gemma-3-larger", residual_multiplier=0.5),
+        "residual_multiplier 0.5 (scaled branches)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_a_larger_model_that_is_not_computed_is_refused(row: str, tmp_path: Path) -> None:
+    config, reason = REFUSED[row]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(mw.WeightsError, match=re.escape(reason)):
+        read_model(f"hf:{tmp_path}")
+
+
+def test_a_run_that_starts_from_a_larger_model_keeps_its_other_parts(tmp_path: Path) -> None:
+    hf_models.write_folder("qwen3-vl-larger", tmp_path / "model")
+    (tmp_path / "text.txt").write_text("some text to train on\n" * 200)
+    run = mw.recipe(
+        f"hf:{tmp_path}/model",
+        mesh="fsdp=2",
+        steps=1,
+        batch=2,
+        seq=16,
+        paths=(str(tmp_path / "text.txt"),),
+        tokenizer="chars",
+    )
+    mw.train(run, out=tmp_path / "run")
+    mw.convert(tmp_path / "run", tmp_path / "back")
+    before = tensors_of(tmp_path / "model")
+    after = tensors_of(tmp_path / "back")
+    assert sorted(before) == sorted(after)
+    for name, values in before.items():
+        if "visual" in name:
+            np.testing.assert_array_equal(values, after[name])
