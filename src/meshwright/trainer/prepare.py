@@ -25,7 +25,6 @@ from meshwright.data.feed import (
 )
 from meshwright.data.tokens import Progress
 from meshwright.errors import ConfigError, DataError
-from meshwright.hardware.agreement import note_progress
 from meshwright.hardware.mesh import (
     build_mesh,
     enable_compilation_cache,
@@ -260,31 +259,6 @@ Choose = Callable[[Run, Sequence[Any]], Run]
 """`(run, devices) -> run` with the choices filled in that it leaves to the machine (remat policy)."""
 
 
-class _NotedProgress:
-    """Display of a tokenisation that also tells waiting processes that this one gets further."""
-
-    def __init__(self, shown: Progress | None):
-        self._shown = shown
-
-    def update(
-        self, label: str, read: float, size: float, files: tuple[int, int], tokens: int
-    ) -> None:
-        """Takes what has been read and written so far."""
-        note_progress()
-        if self._shown is not None:
-            self._shown.update(label, read, size, files, tokens)
-
-    def write(self, text: str) -> None:
-        """Takes a line for the user."""
-        if self._shown is not None:
-            self._shown.write(text)
-
-    def close(self) -> None:
-        """Ends the display."""
-        if self._shown is not None:
-            self._shown.close()
-
-
 def prepare_run(
     run: Run,
     *,
@@ -355,7 +329,7 @@ def _prepare_text(
             own=own,
             bad_records=run.faults.bad_records,
             text_field=run.data.text_field,
-            progress=_NotedProgress(progress),
+            progress=progress,
             check=check,
         )
         parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
