@@ -20,6 +20,7 @@ from meshwright.hardware.targets import Target, parse_target
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.planner.compute import WithoutCopies
 from meshwright.planner.estimate import Estimate, StepModel, estimate, training_with, with_remat
+from meshwright.planner.records import record_note
 from meshwright.runs.checks import check_sizes
 from meshwright.runs.placed_run import PlacedRun, place_run, with_safe_choices
 from meshwright.runs.run import Run
@@ -75,6 +76,11 @@ class Plan(Shown):
         )
 
     @property
+    def record_note(self) -> str | None:
+        """Sentence for an MFU above everything published for its chip, or where nothing is published; else None."""
+        return record_note(self.estimate, self.run.training.matmul_precision)
+
+    @property
     def run(self) -> Run:
         """The run, its mesh filled in."""
         return self.placed.run
@@ -124,7 +130,8 @@ class SearchResult:
     priced: int
     """Number of plans that were priced."""
     bound: float = 0.0
-    """Seconds that no plan can be below (`lower_bound`); 0 for wrapped models, and where nothing fits."""
+    """Least seconds of any searched mesh by the same rates, without its bubble (`least_seconds`), which shows what the
+    search missed and bounds no measured step; 0 for wrapped models, and where nothing fits."""
 
 
 def check_size(shape: MeshShape, target: Target) -> None:
@@ -437,7 +444,9 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
                 too_large.append(found.smallest)
     plans.sort(key=preference)
     too_large.sort(key=closeness)
-    bound = lower_bound(runs[0], target, plans[0]) if plans and run.model.states_layers else 0.0
+    bound = 0.0
+    if plans and run.model.states_layers:
+        bound = least_seconds(runs[0], target, plans[0])
     return SearchResult(target, tuple(plans), tuple(too_large), refused, priced, bound)
 
 
@@ -457,8 +466,10 @@ def with_open_choices(run: Run) -> Run:
     )
 
 
-def lower_bound(run: Run, target: Target, best: Plan) -> float:
-    """Returns the seconds that no plan on any mesh and schedule of the search is below, of those that fit as `best`.
+def least_seconds(run: Run, target: Target, best: Plan) -> float:
+    """Returns the least predicted seconds of any mesh and schedule of the search, of those that fit as `best`.
+
+    It shows what the search missed. It is no bound on hardware, which can be faster than the rates of `Efficiency`.
 
     Pipelines have no bubble, and any fraction of the layers is saved. Left out are only meshes on which a step that
     recomputes and copies nothing takes longer than `best`; more microbatches are taken to be no faster (not proved).
