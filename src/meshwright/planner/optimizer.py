@@ -61,7 +61,8 @@ def state_arrays(
     for _, p, where in layout.leaves:
         low_bits = [2] if (p.stored or dtype) == "bfloat16" and rounding == "master" else []
         moments = 2 if row.matrices and not orthogonalised(p) else row.moments
-        sizes = [jnp.dtype(optimizer.moment_dtype).itemsize, *[4] * (moments - 1), *low_bits]
+        moment_sizes = [jnp.dtype(optimizer.moment_dtype).itemsize, *[4] * (moments - 1)]
+        sizes = [*moment_sizes[:moments], *low_bits]
         arrays += [] if p.frozen else [stored_array(p, size, where.optimizer) for size in sizes]
     return tuple(arrays)
 
