@@ -249,7 +249,7 @@ class _RotatedLabel:
 
 
 @dataclasses.dataclass(frozen=True)
-class DrawnBox:
+class _DrawnBox:
     """Filled rectangle with a label, where one fits."""
 
     x: float
@@ -280,7 +280,7 @@ class DrawnBox:
 
 
 @dataclasses.dataclass(frozen=True)
-class DrawnBar:
+class _DrawnBar:
     """Translucent bar in the color of the text."""
 
     x: float
@@ -304,7 +304,7 @@ class _Canvas:
     """
 
     def __init__(self, title: str, lines: Sequence[str]):
-        self.shapes: list[_Label | _RotatedLabel | DrawnBox | DrawnBar] = []
+        self.shapes: list[_Label | _RotatedLabel | _DrawnBox | _DrawnBar] = []
         self.width = 0.0
         self.height = 0.0
         self._title = title
@@ -317,7 +317,7 @@ class _Canvas:
         self.width = max(self.width, x + len(text) * size * _CHARACTER + 8)
         self.height = max(self.height, y + 6)
 
-    def box(self, box: DrawnBox) -> None:
+    def box(self, box: _DrawnBox) -> None:
         self.shapes.append(box)
         self.width = max(self.width, box.x + box.width + 4)
         self.height = max(self.height, box.y + box.height + 4)
@@ -346,7 +346,7 @@ def _draw_panel(canvas: _Canvas, panel: Panel, x: float, y: float) -> None:
     height = panel.height / panel.rows
     characters = max(1, int(width / _LABEL_CHARACTER))
     for box in panel.cells:
-        drawn = DrawnBox(
+        drawn = _DrawnBox(
             x + box.column * width,
             y + box.row * height,
             width - panel.gap,
@@ -935,8 +935,8 @@ class PipelineTimeline(Picture):
     def page_data(self) -> dict[str, Any]:
         """Returns the shapes of the picture for the script of a page; `drawings.js` documents them."""
         canvas = self._drawn()
-        boxes = [shape for shape in canvas.shapes if isinstance(shape, DrawnBox)]
-        bars = [shape for shape in canvas.shapes if isinstance(shape, DrawnBar)]
+        boxes = [shape for shape in canvas.shapes if isinstance(shape, _DrawnBox)]
+        bars = [shape for shape in canvas.shapes if isinstance(shape, _DrawnBar)]
         labels = [shape for shape in canvas.shapes if isinstance(shape, _Label)]
         below_title = [label for label in labels if label.y > _STAGE_TOP]
         box_fields = ("x", "y", "width", "height", "fill", "label", "tip", "group")
@@ -974,7 +974,7 @@ class PipelineTimeline(Picture):
                 height = _LIVE_HEIGHT * live / max(1, int(table.live_inputs.max()))
                 x = _STAGE_LEFT + tick * self._tick_width
                 tip = f"{live} live inputs"
-                bar = DrawnBar(x, bottom - height, self._tick_width, height, tip)
+                bar = _DrawnBar(x, bottom - height, self._tick_width, height, tip)
                 canvas.shapes.append(bar)
         right = _STAGE_LEFT + table.ticks * self._tick_width + 6
         tasks = int((table.kind[:, stage] != IDLE).sum())
@@ -982,11 +982,11 @@ class PipelineTimeline(Picture):
         most_live = int(table.live_inputs[:, stage].max())
         canvas.text(right, bottom - 4, f"{most_live} live", 11)
 
-    def _drawn_task(self, task: Task, tick: int, stage: int, top: float) -> DrawnBox:
+    def _drawn_task(self, task: Task, tick: int, stage: int, top: float) -> _DrawnBox:
         name = TASK_NAMES[task.kind]
         part = f", virtual stage {task.virtual_stage}" if self.table.virtual_stages > 1 else ""
         live = int(self.table.live_inputs[tick, stage])
-        return DrawnBox(
+        return _DrawnBox(
             x=_STAGE_LEFT + tick * self._tick_width,
             y=top + _TASK_HEIGHT * self._rows.index(PLACE[task.kind]),
             width=self._tick_width,
@@ -1001,7 +1001,7 @@ class PipelineTimeline(Picture):
         x = _STAGE_LEFT
         for kind in self._kinds:
             name = TASK_NAMES[kind]
-            canvas.box(DrawnBox(x, y - 11, 14, 14, task_colour(name, 0), "", name))
+            canvas.box(_DrawnBox(x, y - 11, 14, 14, task_colour(name, 0), "", name))
             canvas.text(x + 20, y, name, 11)
             x += 34 + len(name) * 7
         canvas.text(x, y, "grey: live inputs", 11)
