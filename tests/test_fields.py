@@ -26,7 +26,7 @@ from meshwright.planner.search import price_run
 from meshwright.runs import checks
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
-from meshwright.runs.settle import Settled
+from meshwright.runs.settle import settle
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.step.train_step import build_eval_step, build_train_step
 from meshwright.storage.tiers import LocalCheckpoints
@@ -163,9 +163,9 @@ def outcome(result: Callable[[Run], Any], run: Run) -> Any:
 
 def on_tpu(run: Run) -> tuple[Any, str]:
     """Options of a TPU's compiler, and the TPU's attention kernel where heads are of a size that it takes."""
-    settled = Settled(place_run(run), Machine("tpu", "v5p", installed=True, kind="TPU v5p"))
+    settled = settle(place_run(run), Machine("tpu", "v5p", installed=True, kind="TPU v5p"))
     if getattr(run.model, "head_size", None) != 128 or run.mesh != MeshShape.parse(MESH):
-        gpu = Settled(place_run(run), Machine("gpu", "h100", installed=True, kind="NVIDIA H100"))
+        gpu = settle(place_run(run), Machine("gpu", "h100", installed=True, kind="NVIDIA H100"))
         return (settled.compiler_options, gpu.compiler_options), ""
     x, segments = (
         jax.ShapeDtypeStruct((1, 512, 2, 128), jnp.bfloat16),
