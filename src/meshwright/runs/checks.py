@@ -164,9 +164,8 @@ TABLE = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding
 
 def fields_of_runs() -> dict[str, Any]:
     """Returns the defaults of all fields of a run by dotted name, without those of its model."""
-    parts = {f.name: f.default for f in dataclasses.fields(Run) if f.name != "model"} | {
-        "mesh": MeshShape()
-    }
+    fields = [f for f in dataclasses.fields(Run) if f.compare and f.name != "model"]
+    parts = {f.name: f.default for f in fields} | {"mesh": MeshShape()}
     named = {name: value for name, value in parts.items() if not dataclasses.is_dataclass(value)}
     return named | {
         f"{part}.{f.name}": f.default
