@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import numpy as np
 
 from meshwright.comm.collectives import TokenFunction, sequence_all_gather, sequence_reduce_scatter
 from meshwright.config import MeshShape
+from meshwright.declarations import changes
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import default_mesh_shape
 from meshwright.models.blocks.layers import Dropout
@@ -572,7 +573,9 @@ class Model(Ranged, part="model"):
     """Whether `spec` lists the layers and their parts: layouts, remat policies and meshes are chosen by it."""
     vocab: PositiveInt | None = None
     """Vocabulary size V; None takes the tokenizer's."""
-    vocab_multiple: PositiveInt = dataclasses.field(default=128, kw_only=True)
+    vocab_multiple: Annotated[PositiveInt, changes("program", "evaluation", "plan")] = (
+        dataclasses.field(default=128, kw_only=True)
+    )
     """The embedding tables are padded to a multiple of this; padding rows are masked and change no number."""
 
     def params(self) -> Tree:

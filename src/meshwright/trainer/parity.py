@@ -176,6 +176,7 @@ def _in_float32(run: Run, other: MeshShape, steps: int) -> Run:
         steps=max(run.training.steps, steps),
         compute_dtype="float32",
         param_dtype="float32",
+        param_rounding="master",
         reduce_dtype="float32",
         matmul_precision="compute",
         batch_ramp=(),

@@ -13,10 +13,16 @@ from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES, find_layout
 from meshwright.sharding.params import count_params, named_leaves
 from meshwright.sharding.placement import Placement, notation
-from meshwright.sharding.schedule_table import IDLE, PLACE, ScheduleTable
+from meshwright.sharding.schedule_table import ScheduleTable
 from meshwright.views.blocks import Column, Figure, Figures, Table
 from meshwright.views.charts import Drawing
-from meshwright.views.draw import ArrayPicture, MachineGrid, draw_machine, picture_of
+from meshwright.views.draw import (
+    ArrayPicture,
+    MachineGrid,
+    PipelineTimeline,
+    draw_machine,
+    picture_of,
+)
 from meshwright.views.layout import (
     ParamRow,
     StageRow,
@@ -207,28 +213,8 @@ def _placement_drawing(placed: PlacedRun, rows: tuple[ParamRow, ...]) -> Drawing
 
 
 def _pipeline_drawing(table: ScheduleTable) -> Drawing:
-    used = sorted({PLACE[kind] for kind, count in table.task_counts.items() if count})
-    tasks = [
-        (
-            tick,
-            stage,
-            used.index(PLACE[task.kind]),
-            int(task.kind),
-            int(task.virtual_stage),
-            int(task.microbatch),
-        )
-        for tick in range(table.ticks)
-        for stage in range(table.stages)
-        for task in table.tasks(tick, stage)
-        if task.kind != IDLE
-    ]
-    fields = ("tick", "stage", "place", "kind", "part", "microbatch")
-    data = {
-        name: getattr(table, name) for name in ("stages", "ticks", "virtual_stages", "microbatches")
-    }
-    data |= {"places": len(used), "live": table.live_inputs.T}
-    data["tasks"] = dict(zip(fields, zip(*tasks, strict=True), strict=True))
-    return Drawing("Pipeline", data, title=table.title)
+    picture = PipelineTimeline(table)
+    return Drawing("Pipeline", picture.page_data(), title=picture.title)
 
 
 def tensor_pictures(placed: PlacedRun, paths: tuple[str, ...] = ()) -> list[ArrayPicture]:
