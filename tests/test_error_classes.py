@@ -4,8 +4,8 @@ import ast
 import contextlib
 import errno
 import importlib
-import inspect
 import io
+import json
 import os
 import re
 import sys
@@ -19,7 +19,9 @@ import pytest
 from meshwright import documents
 from meshwright.checkpoint.checkpoints import write_error
 from meshwright.checkpoint.steps import committed_steps
-from meshwright.data import tokens
+from meshwright.data import conversations, tokens
+from meshwright.data.readers import read_documents
+from meshwright.data.sources import Records, open_source
 from meshwright.data.tokenizing import tokenize
 from meshwright.errors import (
     FOR_NOW,
@@ -38,11 +40,11 @@ from meshwright.errors import (
     class_of,
     limit_of,
 )
+from meshwright.hardware import agreement
 from meshwright.launching.restarts import REFUSED, restarts
 from meshwright.storage import attempts
 from meshwright.storage.attempts import attempt, store_error
 from meshwright.storage.writing import write_atomically
-from meshwright.trainer import prepare
 
 PACKAGE = Path(__file__).parents[1] / "src" / "meshwright"
 REFUSALS = (ConfigError, DataError, CheckpointError, WeightsError)
@@ -432,7 +434,6 @@ def test_a_file_is_read_through_a_stale_handle(
 
 def test_a_host_that_gets_further_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """One host reads five times longer than the deadline, and one stands still."""
-    from meshwright.hardware import agreement
 
     clock, answered = [0.0], 50.0
 
@@ -452,18 +453,73 @@ def test_a_host_that_gets_further_is_waited_for(monkeypatch: pytest.MonkeyPatch)
     assert patience.wait_for("hung/2", 2) is None and clock[0] <= answered + 2 * 10.0
 
 
-def test_a_host_that_writes_tokens_gets_further(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class CountingStore:
+    """Store of a run of two processes that counts the notes of one that gets further."""
+
+    def __init__(self) -> None:
+        self.notes = 0
+
+    def key_value_set(self, key: str, value: str, **options: Any) -> None:
+        self.notes += key.startswith(agreement._PROGRESS)
+
+
+@pytest.fixture
+def counting_store(monkeypatch: pytest.MonkeyPatch) -> CountingStore:
+    store = CountingStore()
+    monkeypatch.setattr(agreement, "_NOTED_EVERY", 0.0)
+    monkeypatch.setattr(agreement, "store", lambda: store)
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    return store
+
+
+ANSWER = {"prompt": "Hello", "completion": " you"}
+PAIR = {"prompt": "Hello", "chosen": " you", "rejected": " stranger"}
+RECORDS = 40
+"""Records of each source; a host that reads them gets further with each."""
+
+
+def tokenise_text(folder: Path) -> None:
+    (folder / "text.jsonl").write_text('{"text": "some words"}\n' * RECORDS)
+    tokenize(str(folder / "text.jsonl"), "bytes", folder / "tokens")
+
+
+def learn_vocabulary(folder: Path) -> None:
+    (folder / "text.jsonl").write_text('{"text": "some words"}\n' * RECORDS)
+    source = open_source(str(folder / "text.jsonl"))
+    list(read_documents(source, Records("text.jsonl")))
+
+
+def tokenise_conversations(folder: Path) -> None:
+    (folder / "talk.jsonl").write_text((json.dumps(ANSWER) + "\n") * RECORDS)
+    conversations._tokenise(str(folder / "talk.jsonl"), "bytes", None, "answers", folder / "cache")
+
+
+def tokenise_preferences(folder: Path) -> None:
+    (folder / "pairs.jsonl").write_text((json.dumps(PAIR) + "\n") * RECORDS)
+    conversations._tokenise(
+        str(folder / "pairs.jsonl"), "bytes", None, "preferences", folder / "cache"
+    )
+
+
+@pytest.mark.parametrize(
+    "prepare_data",
+    [tokenise_text, learn_vocabulary, tokenise_conversations, tokenise_preferences],
+)
+def test_a_host_that_prepares_data_gets_further(
+    prepare_data: Any, tmp_path: Path, counting_store: CountingStore
 ) -> None:
-    """Tokens are written through a display that notes progress, also where nothing is displayed."""
-    noted = list[str]()
-    monkeypatch.setattr(prepare, "note_progress", lambda: noted.append("noted"))
-    text = tmp_path / "text.txt"
-    text.write_text("some words\n" * 2000)
-    tokenize(str(text), "bytes", tmp_path / "tokens", progress=prepare._NotedProgress(None))
-    assert noted
-    source = inspect.getsource(prepare._prepare_text)
-    assert "progress=_NotedProgress(progress)" in source
+    """Others wait for it as long as it reads another record."""
+    prepare_data(tmp_path)
+    assert counting_store.notes >= RECORDS
+
+
+def test_a_process_that_is_alone_is_not_asked_for_its_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`meshwright tokenize` on the host of a TPU, which a training holds."""
+    monkeypatch.setattr(agreement, "_NOTED_EVERY", 0.0)
+    monkeypatch.setattr("jax.process_count", lambda: pytest.fail("it was asked"))
+    agreement.note_progress()
 
 
 def test_host_errors_restart() -> None:

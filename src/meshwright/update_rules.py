@@ -18,7 +18,7 @@ class UpdateRow:
     moments: int | None
     """Arrays of a parameter's shape in the state: the first in `Optimizer.moment_dtype`, the others in float32.
 
-    None for arrays of other shapes: then the planner makes the state in the abstract and counts it."""
+    0 for no state, None for arrays of other shapes: then the planner makes the state in the abstract and counts it."""
     matrices: bool = False
     """Whether it multiplies the matrices of layers (Muon): of the parameters that `step.muon.orthogonalised` names.
 
@@ -28,7 +28,7 @@ class UpdateRow:
     @property
     def stores_first_moment(self) -> bool:
         """Whether the state has a first moment, stored in `Optimizer.moment_dtype`."""
-        return self.moments is not None
+        return bool(self.moments)
 
 
 UPDATE_RULES: dict[str, UpdateRow] = {

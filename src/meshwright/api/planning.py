@@ -287,6 +287,7 @@ class PlanOptions(OfferOptions, RunOptions):
             remarks = dict.fromkeys(
                 filter(None, (batch_note(plan.run, plan.target) for plan in plans))
             )
+            remarks |= dict.fromkeys(filter(None, (plan.record_note for plan in plans)))
             every = [offer.plan for offer in (*found, *found.beyond)]
             remarks |= dict.fromkeys(fewer_are_faster(every))
             lines = [kept, *(f"note: {note}" for note in [*self._rounding_notes(), *remarks])]
@@ -371,7 +372,7 @@ def _search_json(found: SearchResult, shown: int) -> dict[str, Any]:
         "priced": found.priced,
         "refused": found.refused,
     }
-    figures |= {"lower_bound_seconds": found.bound} if found.bound else {}
+    figures |= {"least_searched_seconds": found.bound} if found.bound else {}
     return {**figures, "plans": plans, "alternatives": losers}
 
 

@@ -18,6 +18,7 @@ import tyro
 
 from meshwright.api.verb import empty_error
 from meshwright.cli.output import write
+from meshwright.declarations import declarations_of
 from meshwright.errors import ConfigError
 from meshwright.ranges import check_words, ranges_of
 from meshwright.storage.paths import path_of
@@ -193,7 +194,8 @@ def options_of(
         names = (name.upper(),) if tyro.conf.Positional in metadata else (spelling,)
         names = tuple(sorted((*(() if arg is None else arg.aliases or ()), *names), key=len))
         doc = _docs(owner).get(field.name, "")
-        fixed, numbers = tyro.conf.Fixed in metadata, ranges_of(owner).get(field.name)
+        fixed = not declarations_of(owner)[field.name].is_option
+        numbers = ranges_of(owner).get(field.name)
         several = primitive is None and _takes_several(kind)
         yield Option(names, where, metavar, choices, value, doc, group, fixed, numbers, several)
 

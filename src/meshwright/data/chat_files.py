@@ -10,6 +10,7 @@ from meshwright.data.selection import relative_names, select_data
 from meshwright.data.sources import COLUMNS, COMPRESSED, LINES, Found, Place, Records, kind_of
 from meshwright.documents import ForeignFileError, open_bytes, parse_json, unique_object
 from meshwright.errors import DataError
+from meshwright.hardware.agreement import note_progress
 
 ARRAY = ".json"
 _LINE_ENDS = tuple(
@@ -54,6 +55,7 @@ def read_records(files: list[Path]) -> Iterator[tuple[int, Place, dict[str, Any]
                 if not isinstance(record, dict):
                     truth = f"it is {kind_of_value(record)}, and no object"
                     raise DataError(str(place), truth, "one JSON object for each record")
+                note_progress()
                 yield number, place, record
 
 

@@ -32,6 +32,7 @@ from meshwright.documents import (
     unique_object,
 )
 from meshwright.errors import DataError, by_class, describe_failure
+from meshwright.hardware.agreement import note_progress
 
 LARGEST = 2**30
 """Largest record in bytes: a line, or a text file."""
@@ -61,11 +62,13 @@ def read_documents(source: Documents, records: Records) -> Iterator[str]:
 
     Raises DataError where it cannot be read, or too many records are bad.
     """
-    yield from (
+    for text in (
         _read_files(source, records)
         if isinstance(source, FileDocuments)
         else _call(source, records)
-    )
+    ):
+        note_progress()
+        yield text
     records.check()
 
 

@@ -20,6 +20,7 @@ from meshwright.data.tokens import (
     shard_name,
 )
 from meshwright.documents import read_json, seal
+from meshwright.hardware.agreement import note_progress
 from meshwright.storage.attempts import may_pass
 from meshwright.storage.transfer import sha256_of
 from meshwright.storage.writing import open_file, write_atomically
@@ -76,6 +77,7 @@ class TokenWriter:
         skip, before = min(self._drop, len(tokens)), self.shards
         self._drop -= skip
         self._waiting.append((tokens[skip:], last[skip:]))
+        note_progress()
         self._write(UNIT)
         return self.shards > before
 

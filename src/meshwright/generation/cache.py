@@ -18,7 +18,7 @@ at its first block. Devices of `context` combine their parts by log-sum-exp.
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -289,6 +289,105 @@ def write(
     return KeyValues(place(cache.k, k_BTKH), None if v_BTKH is None else place(cache.v, v_BTKH))
 
 
+class Sums(NamedTuple):
+    """Running sums of attention to the blocks visited so far; the queries of a key/value head are one dimension [G T].
+
+    With scores s of a block's keys and their values v (Milakov and Gimelshein 2018, arXiv:1805.02867):
+
+        m' = max(m, max s);  l' = l exp(m - m') + sum exp(s - m');  o' = o exp(m - m') + sum exp(s - m') v
+    """
+
+    highest: jax.Array
+    """Highest score m, [K, B, G T]."""
+    total: jax.Array
+    """Sum of exponentials l, [K, B, G T]."""
+    out: jax.Array
+    """Weighted sum of values o, [K, B, G T, value size]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _BlockAttention:
+    """Attention of a step's queries to blocks of a layer's slots on this device."""
+
+    cache: KeyValues
+    row: Any
+    slots: Slots
+    q_KBGH: jax.Array
+    """Queries of a key/value head, of all its query heads and tokens [G, T] as one dimension."""
+    at_T: jax.Array
+    """Slot of each token."""
+    block: int
+    """Slots of a block."""
+    window: int | None
+    chunk: int | None
+    softcap: float | None
+    kv_rank: int | None
+
+    @property
+    def value_size(self) -> int:
+        """Size of a value: of a cache of latents, the first features of the keys."""
+        return self.kv_rank or int(self.cache.v.shape[-1])
+
+    def empty(self) -> Sums:
+        """Returns the sums before the first block."""
+        K, B, queries, _ = self.q_KBGH.shape
+        return Sums(
+            jnp.full((K, B, queries), _HIDDEN, jnp.float32),
+            jnp.zeros((K, B, queries), jnp.float32),
+            jnp.zeros((K, B, queries, self.value_size), jnp.float32),
+        )
+
+    def visit(self, number: Any, sums: Sums) -> Sums:
+        """Returns the sums with block `number`."""
+        dtype = self.q_KBGH.dtype
+        k_SKBH = _block(self.cache.k, self.row, number, self.block)
+        v_SKBH = self._values(number, k_SKBH)
+        products = jnp.einsum(
+            "kbgh,skbh->kbgs",
+            self.q_KBGH,
+            k_SKBH.astype(dtype),
+            preferred_element_type=jnp.float32,
+        )
+        products = cap(products, self.softcap)
+        seen = self._seen(number)
+        highest = jnp.maximum(sums.highest, jnp.where(seen, products, _HIDDEN).max(-1))
+        weights = jnp.where(seen, jnp.exp(products - highest[..., None]), 0.0)
+        decay = jnp.exp(sums.highest - highest)
+        total = sums.total * decay + weights.sum(-1)
+        part = jnp.einsum(
+            "kbgs,skbh->kbgh",
+            weights.astype(dtype),
+            v_SKBH.astype(dtype),
+            preferred_element_type=jnp.float32,
+        )
+        return Sums(highest, total, sums.out * decay[..., None] + part)
+
+    def _values(self, number: Any, k_SKBH: jax.Array) -> jax.Array:
+        if self.cache.v is None:
+            return k_SKBH[..., : self.kv_rank]
+        return _block(self.cache.v, self.row, number, self.block)
+
+    def _seen(self, number: Any) -> jax.Array:
+        """Returns the slots of a block that each query attends to, [1, B, G T, S]."""
+        _, B, queries, _ = self.q_KBGH.shape
+        T = len(self.at_T)
+        local_S = number * self.block + jnp.arange(self.block)
+        key_S = local_S * lax.axis_size(CONTEXT) + axis_index(CONTEXT)
+        seen_BTS = _seen(self.slots.first_B, self.at_T, key_S, self.window, self.chunk)
+        seen = jnp.broadcast_to(seen_BTS[:, None], (B, queries // T, T, self.block))
+        return seen.reshape(1, B, queries, self.block)
+
+    def block_range(self) -> tuple[Any, Any]:
+        """Returns the first block with a slot that is attended to, and the one after the last."""
+        slots = self.slots
+        devices = lax.axis_size(CONTEXT)
+        oldest = slots.first_B.min()
+        if self.window is not None:
+            oldest = jnp.maximum(oldest, slots.slot - self.window + 1)
+        newest = slots.slot + len(self.at_T) - 1
+        return oldest // devices // self.block, newest // devices // self.block + 1
+
+
 def attend(
     cache: KeyValues,
     row: Any,
@@ -304,59 +403,31 @@ def attend(
     features of the keys that are the values of a cache of latents.
     """
     B, T, N, H = q_BTNH.shape
-    (local, K), value_size = cache.k.shape[1:3], kv_rank or cache.v.shape[-1]
-    G, block, devices = N // K, math.gcd(local, _BLOCK), lax.axis_size(CONTEXT)
-    # All queries of a key/value head are one dimension, [G, T].
-    q_KBGH = (
-        (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(2, 0, 3, 1, 4).reshape(K, B, G * T, H)
-    )
+    local_slots, K = cache.k.shape[1:3]
+    G = N // K
+    q_BTKGH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H)
+    q_KBGH = q_BTKGH.transpose(2, 0, 3, 1, 4).reshape(K, B, G * T, H)
     at_T = slots.slot + jnp.arange(T)
     chunk = None if scores is None else scores.chunk
+    softcap = None if scores is None else scores.softcap
     if chunk is not None:
         window = min(window or chunk, chunk)
 
-    def visit(number: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        highest, total, out = sums
-        k_SKBH = _block(cache.k, row, number, block)
-        v_SKBH = k_SKBH[..., :kv_rank] if cache.v is None else _block(cache.v, row, number, block)
-        products = jnp.einsum(
-            "kbgh,skbh->kbgs",
-            q_KBGH,
-            k_SKBH.astype(q_KBGH.dtype),
-            preferred_element_type=jnp.float32,
-        )
-        products = cap(products, None if scores is None else scores.softcap)
-        key_S = (number * block + jnp.arange(block)) * devices + axis_index(CONTEXT)
-        seen_BTS = _seen(slots.first_B, at_T, key_S, window, chunk)
-        seen = jnp.broadcast_to(seen_BTS[:, None], (B, G, T, block)).reshape(1, B, G * T, block)
-        now = jnp.maximum(highest, jnp.where(seen, products, _HIDDEN).max(-1))
-        weights = jnp.where(seen, jnp.exp(products - now[..., None]), 0.0)
-        old = jnp.exp(highest - now)
-        total = total * old + weights.sum(-1)
-        weights, v_SKBH = weights.astype(q_KBGH.dtype), v_SKBH.astype(q_KBGH.dtype)
-        part = jnp.einsum("kbgs,skbh->kbgh", weights, v_SKBH, preferred_element_type=jnp.float32)
-        return now, total, out * old[..., None] + part
-
-    sums = (
-        jnp.full((K, B, G * T), _HIDDEN, jnp.float32),
-        jnp.zeros((K, B, G * T), jnp.float32),
-        jnp.zeros((K, B, G * T, value_size), jnp.float32),
+    block = math.gcd(local_slots, _BLOCK)
+    attention = _BlockAttention(
+        cache, row, slots, q_KBGH, at_T, block, window, chunk, softcap, kv_rank
     )
-    if block == local:
-        highest, total, out = visit(0, sums)
+    if block == local_slots:
+        sums = attention.visit(0, attention.empty())
     else:
-        oldest = (
-            slots.first_B.min()
-            if window is None
-            else jnp.maximum(slots.first_B.min(), slots.slot - window + 1)
-        )
-        highest, total, out = lax.fori_loop(
-            oldest // devices // block, (slots.slot + T - 1) // devices // block + 1, visit, sums
-        )
-    out /= jnp.maximum(total, 1e-30)[..., None]
-    lse = highest + jnp.log(jnp.maximum(total, 1e-30))
-    back = out.reshape(K, B, G, T, value_size).transpose(1, 3, 0, 2, 4).reshape(B, T, N, value_size)
-    return back, lse.reshape(K, B, G, T).transpose(1, 3, 0, 2).reshape(B, T, N)
+        first, end = attention.block_range()
+        sums = lax.fori_loop(first, end, attention.visit, attention.empty())
+
+    total = jnp.maximum(sums.total, 1e-30)
+    out = (sums.out / total[..., None]).reshape(K, B, G, T, attention.value_size)
+    lse = (sums.highest + jnp.log(total)).reshape(K, B, G, T)
+    out_BTNH = out.transpose(1, 3, 0, 2, 4).reshape(B, T, N, attention.value_size)
+    return out_BTNH, lse.transpose(1, 3, 0, 2).reshape(B, T, N)
 
 
 def _seen(

@@ -142,13 +142,15 @@ _noted = {"count": 0, "at": 0.0}
 def note_progress() -> None:
     """Tells the processes that wait for this one that it has got further; most calls cost nothing.
 
-    Called by what may take long on one host and not on another: reading a checkpoint, writing token files.
+    Called by what may take long on one host and not on another: reading a checkpoint, reading the records of a text or of
+    conversations, writing token files.
     """
     now = time.monotonic()
-    if now - _noted["at"] < _NOTED_EVERY or jax.process_count() == 1:
+    if now - _noted["at"] < _NOTED_EVERY:
         return
     client = store()
-    if client is None:
+    # A process that has joined no others has no store: it is not asked for its devices here.
+    if client is None or jax.process_count() == 1:
         return
     _noted["at"] = now
     _noted["count"] += 1

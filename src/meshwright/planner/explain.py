@@ -341,5 +341,6 @@ def notes(run: Run, result: SearchResult) -> list[str]:
         compare_batches(run, target, result),
         sharding_note(result),
         smaller_machine_note(run, result),
+        result.plans[0].record_note if result.plans else None,
     ]
     return [note for note in found if note is not None]

@@ -61,7 +61,8 @@ def state_arrays(
     for _, p, where in layout.leaves:
         low_bits = [2] if (p.stored or dtype) == "bfloat16" and rounding == "master" else []
         moments = 2 if row.matrices and not orthogonalised(p) else row.moments
-        sizes = [jnp.dtype(optimizer.moment_dtype).itemsize, *[4] * (moments - 1), *low_bits]
+        moment_sizes = [jnp.dtype(optimizer.moment_dtype).itemsize, *[4] * (moments - 1)]
+        sizes = [*moment_sizes[:moments], *low_bits]
         arrays += [] if p.frozen else [stored_array(p, size, where.optimizer) for size in sizes]
     return tuple(arrays)
 
@@ -120,7 +121,10 @@ def _matrices_of(placed: PlacedRun) -> MuonPlan | None:
     if row is None or not row.matrices:
         return None
     return plan_muon(
-        placed.params, placed.placements, placed.shape, placed.run.optimizer.muon_heads
+        placed.layout.params,
+        placed.layout.placements,
+        placed.layout.shape,
+        placed.run.optimizer.muon_heads,
     )
 
 

@@ -20,6 +20,7 @@ from meshwright.hardware.targets import Target, parse_target
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.planner.compute import WithoutCopies
 from meshwright.planner.estimate import Estimate, StepModel, estimate, training_with, with_remat
+from meshwright.planner.records import record_note
 from meshwright.runs.checks import check_sizes
 from meshwright.runs.placed_run import PlacedRun, place_run, with_safe_choices
 from meshwright.runs.run import Run
@@ -75,6 +76,11 @@ class Plan(Shown):
         )
 
     @property
+    def record_note(self) -> str | None:
+        """Sentence for an MFU above everything published for its chip, or where nothing is published; else None."""
+        return record_note(self.estimate, self.run.training.matmul_precision)
+
+    @property
     def run(self) -> Run:
         """The run, its mesh filled in."""
         return self.placed.run
@@ -82,7 +88,7 @@ class Plan(Shown):
     @property
     def mesh(self) -> MeshShape:
         """Degrees of the mesh axes."""
-        return self.placed.shape
+        return self.placed.layout.shape
 
     @property
     def target(self) -> Target:
@@ -99,7 +105,7 @@ class Plan(Shown):
         if training.microbatches > 1:
             features.append(f"{training.microbatches} microbatches")
         if self.mesh.stage > 1:
-            virtual_stages = self.placed.virtual_stages
+            virtual_stages = self.placed.layout.stages.virtual_stages
             features.append(
                 training.pipeline_schedule + (f" x{virtual_stages}" if virtual_stages > 1 else "")
             )
@@ -124,7 +130,8 @@ class SearchResult:
     priced: int
     """Number of plans that were priced."""
     bound: float = 0.0
-    """Seconds that no plan can be below (`lower_bound`); 0 for wrapped models, and where nothing fits."""
+    """Least seconds of any searched mesh by the same rates, without its bubble (`least_seconds`), which shows what the
+    search missed and bounds no measured step; 0 for wrapped models, and where nothing fits."""
 
 
 def check_size(shape: MeshShape, target: Target) -> None:
@@ -364,7 +371,7 @@ def remat_policies(target: Target) -> tuple[Remat, ...]:
 
 def with_saved_layers(plan: Plan) -> Plan:
     """Returns a plan that fits with as many layers saved as fit, where that is faster."""
-    layers, target = len(plan.placed.spec.layers), plan.target
+    layers, target = len(plan.placed.layout.spec.layers), plan.target
     if plan.mesh.stage > 1 or (target.chip.on_torus and not target.chip.saves_some_layers):
         return plan
     saving = price_placed(with_remat(plan.placed, "projections"), plan.target).estimate
@@ -437,7 +444,9 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
                 too_large.append(found.smallest)
     plans.sort(key=preference)
     too_large.sort(key=closeness)
-    bound = lower_bound(runs[0], target, plans[0]) if plans and run.model.states_layers else 0.0
+    bound = 0.0
+    if plans and run.model.states_layers:
+        bound = least_seconds(runs[0], target, plans[0])
     return SearchResult(target, tuple(plans), tuple(too_large), refused, priced, bound)
 
 
@@ -457,8 +466,10 @@ def with_open_choices(run: Run) -> Run:
     )
 
 
-def lower_bound(run: Run, target: Target, best: Plan) -> float:
-    """Returns the seconds that no plan on any mesh and schedule of the search is below, of those that fit as `best`.
+def least_seconds(run: Run, target: Target, best: Plan) -> float:
+    """Returns the least predicted seconds of any mesh and schedule of the search, of those that fit as `best`.
+
+    It shows what the search missed. It is no bound on hardware, which can be faster than the rates of `Efficiency`.
 
     Pipelines have no bubble, and any fraction of the layers is saved. Left out are only meshes on which a step that
     recomputes and copies nothing takes longer than `best`; more microbatches are taken to be no faster (not proved).
@@ -492,7 +503,7 @@ def lower_bound(run: Run, target: Target, best: Plan) -> float:
             # Another schedule may divide the layers more evenly.
             even = 1 / (
                 shape.stage
-                * max(placed.stages.cost_fraction(stage) for stage in range(shape.stage))
+                * max(placed.layout.stages.cost_fraction(stage) for stage in range(shape.stage))
             )
             if even * (shortest.seconds - shortest.parts["bubble"]) >= bound:
                 left_out.add((shape, microbatches))
@@ -558,7 +569,7 @@ class _MeshSearch:
         limit: seconds above which the policies after the first, which is the fastest on most runs, are left out.
         """
         plans, named = list[Plan](), self.run.training.stage_saves
-        staged = placed.shape.stage > 1
+        staged = placed.layout.shape.stage > 1
         for saves in (
             (None,) if not staged else stage_saves_of(placed) if named == "auto" else (named,)
         ):

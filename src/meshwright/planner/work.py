@@ -8,14 +8,17 @@ import collections
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from meshwright.models.model import Model, Widths, padded_vocab
+from meshwright.config import MeshShape
+from meshwright.models.model import ExpertSpec, Model, Widths, padded_vocab
 from meshwright.models.quantisation import find_precision
 from meshwright.models.remat import ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, QKV, REMAT_POLICIES
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.sharding.layouts import TOKEN_AXES, VOCAB_AXES
-from meshwright.sharding.params import is_low_precision
-from meshwright.sharding.placement import local_shape
+from meshwright.sharding.params import Param, is_low_precision
+from meshwright.sharding.placement import Placements, local_shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +109,11 @@ class Work:
 def tokens_per_device(placed: PlacedRun) -> float:
     """Returns the tokens of one microbatch on a device, whole over `tensor`."""
     training = placed.run.training
-    return training.batch * training.seq / (placed.shape.over(TOKEN_AXES) * training.microbatches)
+    return (
+        training.batch
+        * training.seq
+        / (placed.layout.shape.over(TOKEN_AXES) * training.microbatches)
+    )
 
 
 def work_of(placed: PlacedRun) -> Work:
@@ -122,79 +129,194 @@ def _work_of_layers(model: Model, placed: PlacedRun) -> Work:
 
 @functools.lru_cache(maxsize=4096)
 def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | None") -> Work:
-    shape, spec = layout.shape, layout.spec
+    """Returns the work of a microbatch of `tokens` per device, on the stage with the most layers' cost."""
+    shape = layout.shape
+    spec = layout.spec
     fraction = max(layout.stages.cost_fraction(stage) for stage in range(shape.stage))
-    routed, shards = tokens / layout.routed_parts, shape.over(layout.expert_axes)
-    all_layers = (*spec.layers, *spec.further)
-    experts = {layer.stack: layer.experts for layer in all_layers if layer.experts is not None}
-    # Experts have hidden layers for every row of their buffer.
-    rows = {stack: e.buffers(int(routed), shards).experts for stack, e in experts.items()}
-    matmuls: dict[tuple[str, int, int, int, bool], Matmul] = {}
-    hidden, gathers, expert_layers = dict[str, float](), set[str](), 0.0
-    expert_hidden = dict[str, float]()
-    inputs, outputs = dict[tuple[str, str, int], float](), 0.0
-    for path, p, where in layout.leaves:
-        if p.role is None or path.startswith("reference."):
-            continue
-        local = local_shape(p.shape, where.in_use, shape)
-        whole = (2 * n if i == p.packed else n for i, n in enumerate(local))
-        sizes = tuple(n for letter, n in zip(p.dims, whole, strict=True) if letter not in "LE")
-        k, n = math.prod(sizes[: p.contract]), math.prod(sizes[p.contract :])
-        stack, groups, layers, m = path.partition(".")[0], 0, p.logical_shape[0] * fraction, tokens
-        if "E" in p.dims:
-            groups = experts[stack].experts // shards
-            expert_layers = max(expert_layers, layers)
-            # Tokens sent to other devices' experts are made up for by tokens received from them.
-            m = routed * experts[stack].experts_per_token
-        elif "R" in p.dims:  # each device of `tensor` routes its own tokens
-            m = tokens / shape.tensor
-        if p.role == "ffn_in":
-            elements = n * (rows[stack] / tokens if groups else 1.0)
-            hidden[stack] = hidden.get(stack, 0.0) + elements
-            if groups:
-                expert_hidden[stack] = expert_hidden.get(stack, 0.0) + elements
-        if p.role == "ffn_out" and (layout.routed_parts == 1 or not groups):
-            gathers.add(stack)
-        key = (str(p.role), k, n, groups, p.frozen)
-        count = matmuls[key].count + layers if key in matmuls else layers
-        quantised = low is not None and is_low_precision(p)
-        rate = low.rate if low and quantised else "bf16"
-        matmuls[key] = Matmul(str(p.role), m, k, n, count, groups, p.frozen, rate)
-        if quantised:
-            # Matmuls of one role and width share their input: queries, keys, values; gate and up.
-            inputs[stack, str(p.role), k] = m * k * layers
-            outputs += m * n * layers * (low.gradient_passes if low else 0)
-    each = [layer.widths(spec.width, shape.tensor) for layer in spec.layers]
-    attention = [layer.attention for layer in all_layers if layer.attention is not None]
+    routed = tokens / layout.routed_parts
+    layers = (*spec.layers, *spec.further)
+    experts = _experts_by_stack(layout)
+    rows = _expert_rows(layout, experts, routed)
+    weights = _layer_weights(layout, experts, tokens, fraction)
+    expert_weights = [weight for weight in weights if weight.groups]
+
+    attention = [layer.attention for layer in layers if layer.attention is not None]
+    attention_flops = sum(a.flops(seq) for a in attention)
+    scores = sum(a.heads * a.causal_positions(seq) for a in attention)
     vocab = padded_vocab(layout.model) // shape.over(VOCAB_AXES)
+    inner = max((r.inner_bytes(seq) for r in spec.recurrences), default=0.0)
+    recurrences = _matmuls_of_recurrences(layout, seq, tokens * fraction)
     return Work(
         tokens=tokens,
-        layers=len(all_layers) * fraction,
+        layers=len(layers) * fraction,
         width=spec.width,
-        matmuls=(*matmuls.values(), *_matmuls_of_recurrences(layout, seq, tokens * fraction)),
+        matmuls=(*_merged(weights, low), *recurrences),
         unembedding=Matmul("unembedding", tokens * (1 + len(spec.further)), spec.width, vocab),
-        attention=sum(a.flops(seq) for a in attention) * tokens * fraction / shape.tensor,
-        scores=sum(a.heads * a.causal_positions(seq) for a in attention)
-        * tokens
-        * fraction
-        / shape.tensor,
-        widths=Widths(*(sum(column) / len(each) for column in zip(*each, strict=True))),
-        ffn_hidden=max(hidden.values(), default=0.0),
+        attention=attention_flops * tokens * fraction / shape.tensor,
+        scores=scores * tokens * fraction / shape.tensor,
+        widths=_mean_widths(layout),
+        ffn_hidden=max(_hidden_elements(weights, rows, tokens).values(), default=0.0),
         experts=float(max((e.experts_per_token for e in experts.values()), default=0)),
         expert_tokens=routed,
         expert_rows=max(rows.values(), default=0.0),
-        expert_hidden=max(expert_hidden.values(), default=0.0),
-        expert_layers=expert_layers,
-        ungathered_layers=fraction
-        * sum(layer.stack in hidden.keys() - gathers for layer in all_layers),
-        recurrence_inner=max((r.inner_bytes(seq) for r in spec.recurrences), default=0.0)
-        / shape.tensor,
-        quantised_inputs=sum(inputs.values()),
-        quantised_gradients=outputs,
-        outputs_read=frozenset(
-            ("attention_out", "ffn_out") if spec.layers[0].normalises_outputs else ()
-        ),
+        expert_hidden=max(_hidden_elements(expert_weights, rows, tokens).values(), default=0.0),
+        expert_layers=max((weight.layers for weight in expert_weights), default=0.0),
+        ungathered_layers=fraction * _ungathered_layers(layout, weights),
+        recurrence_inner=inner / shape.tensor,
+        quantised_inputs=_quantised_inputs(weights) if low else 0.0,
+        quantised_gradients=_quantised_gradients(weights, low) if low else 0.0,
+        outputs_read=_outputs_read(layout),
     )
+
+
+class _Weight(NamedTuple):
+    """A weight of the layers as a device multiplies it: [m, k] by [k, n], in each of some layers."""
+
+    stack: str
+    role: str
+    m: float
+    k: int
+    n: int
+    layers: float
+    """Layers of the device that have it."""
+    groups: int
+    """Experts of the device; 0 for a dense weight."""
+    frozen: bool
+    low_precision: bool
+    """Whether it is multiplied in low precision, where a run has one."""
+
+    @property
+    def shape(self) -> tuple[str, int, int, int, bool]:
+        """Role, sizes and groups, which matmuls of one kind share."""
+        return self.role, self.k, self.n, self.groups, self.frozen
+
+
+def _layer_weights(
+    layout: ModelLayout, experts: Mapping[str, ExpertSpec], tokens: float, fraction: float
+) -> list[_Weight]:
+    """Returns the weights of a device's layers. fraction: of the layers that the device has."""
+    shards = layout.shape.over(layout.expert_axes)
+    weights: list[_Weight] = []
+    for path, p, placements in layout.leaves:
+        if p.role is None or path.startswith("reference."):
+            continue
+        stack = path.partition(".")[0]
+        k, n = _matrix_shape(p, placements, layout.shape)
+        m = tokens
+        groups = 0
+        if "E" in p.dims:
+            groups = experts[stack].experts // shards
+            # Tokens sent to other devices' experts are made up for by tokens received from them.
+            m = tokens / layout.routed_parts * experts[stack].experts_per_token
+        elif "R" in p.dims:
+            # Each device of `tensor` routes its own tokens.
+            m = tokens / layout.shape.tensor
+        layers = p.logical_shape[0] * fraction
+        low = is_low_precision(p)
+        weights.append(_Weight(stack, str(p.role), m, k, n, layers, groups, p.frozen, low))
+    return weights
+
+
+def _matrix_shape(p: Param, placements: Placements, shape: MeshShape) -> tuple[int, int]:
+    """Returns the rows and columns of a weight's matrix on a device, without its layers and experts."""
+    local = list(local_shape(p.shape, placements.in_use, shape))
+    if p.packed is not None:  # two elements in a byte
+        local[p.packed] *= 2
+    sizes = [n for letter, n in zip(p.dims, local, strict=True) if letter not in "LE"]
+    return math.prod(sizes[: p.contract]), math.prod(sizes[p.contract :])
+
+
+def _merged(weights: Sequence[_Weight], low: "LowPrecision | None") -> list[Matmul]:
+    """Returns the matmuls of weights, those of one role and size together."""
+    counts: dict[tuple[str, int, int, int, bool], float] = {}
+    last: dict[tuple[str, int, int, int, bool], _Weight] = {}
+    for weight in weights:
+        counts[weight.shape] = counts.get(weight.shape, 0.0) + weight.layers
+        last[weight.shape] = weight
+    result = []
+    for key, weight in last.items():
+        rate = low.rate if low and weight.low_precision else "bf16"
+        role, k, n, groups, frozen = key
+        result.append(Matmul(role, weight.m, k, n, counts[key], groups, frozen, rate))
+    return result
+
+
+def _experts_by_stack(layout: ModelLayout) -> dict[str, ExpertSpec]:
+    """Returns the experts of each stack of layers that has some."""
+    layers = (*layout.spec.layers, *layout.spec.further)
+    return {layer.stack: layer.experts for layer in layers if layer.experts is not None}
+
+
+def _expert_rows(
+    layout: ModelLayout, experts: Mapping[str, ExpertSpec], routed: float
+) -> dict[str, float]:
+    """Returns the rows of a device's buffer for the experts of each stack. routed: tokens that it sends to experts."""
+    shards = layout.shape.over(layout.expert_axes)
+    return {stack: e.buffers(int(routed), shards).experts for stack, e in experts.items()}
+
+
+def _hidden_elements(
+    weights: Iterable[_Weight], rows: Mapping[str, float], tokens: float
+) -> dict[str, float]:
+    """Returns the elements per token of the feed-forward's hidden layer, by stack.
+
+    Experts have hidden layers for every row of their buffer.
+    """
+    hidden: dict[str, float] = {}
+    for weight in weights:
+        if weight.role == "ffn_in":
+            elements = weight.n * (rows[weight.stack] / tokens if weight.groups else 1.0)
+            hidden[weight.stack] = hidden.get(weight.stack, 0.0) + elements
+    return hidden
+
+
+def _ungathered_layers(layout: ModelLayout, weights: Iterable[_Weight]) -> int:
+    """Returns the layers of the model whose feed-forward half gathers nothing over `tensor`."""
+    has_ffn = {weight.stack for weight in weights if weight.role == "ffn_in"}
+    gathers = {
+        weight.stack
+        for weight in weights
+        if weight.role == "ffn_out" and (layout.routed_parts == 1 or not weight.groups)
+    }
+    layers = (*layout.spec.layers, *layout.spec.further)
+    return sum(layer.stack in has_ffn - gathers for layer in layers)
+
+
+def _quantised_inputs(weights: Iterable[_Weight]) -> float:
+    """Returns the activations quantised in a forward pass, each once.
+
+    Matmuls of one role and width share their input: queries, keys, values; gate and up.
+    """
+    inputs = {
+        (weight.stack, weight.role, weight.k): weight.m * weight.k * weight.layers
+        for weight in weights
+        if weight.low_precision
+    }
+    return sum(inputs.values())
+
+
+def _quantised_gradients(weights: Iterable[_Weight], low: "LowPrecision") -> float:
+    """Returns the gradients of outputs that are quantised in a backward pass."""
+    elements = 0.0
+    for weight in weights:
+        if weight.low_precision:
+            elements += weight.m * weight.n * weight.layers * low.gradient_passes
+    return elements
+
+
+def _mean_widths(layout: ModelLayout) -> Widths:
+    """Returns the widths of attention on a device, averaged over layers."""
+    spec = layout.spec
+    by_layer = [layer.widths(spec.width, layout.shape.tensor) for layer in spec.layers]
+    means = [sum(column) / len(by_layer) for column in zip(*by_layer, strict=True)]
+    return Widths(*means)
+
+
+def _outputs_read(layout: ModelLayout) -> frozenset[str]:
+    """Returns the roles whose outputs the backward pass reads: norms of outputs read what they normalise."""
+    if layout.spec.layers[0].normalises_outputs:
+        return frozenset({"attention_out", "ffn_out"})
+    return frozenset()
 
 
 RECURRENCE = "recurrence"

@@ -258,44 +258,22 @@ def count_tasks(name: str, parts: PartMap, microbatches: int, orders: Orders) ->
 def tabulate(name: str, parts: PartMap, microbatches: int, orders: Orders) -> ScheduleTable:
     """Builds the table of the tasks of each stage. name: the schedule's, for errors and pictures.
 
+    1F1B of 3 microbatches on 2 stages; F0 is a forward pass of microbatch 0, B0 its backward pass:
+
+        tick          0    1    2       3       4    5
+        stage 0       F0   F1   F2      B0      B1   B2
+        stage 1       .    F0   F1 B0   F2 B1   B2   .
+        live inputs   1 0  2 1  3 2     3 2     2 1  1 0    of stages 0 and 1
+
     Raises ConfigError where a pass is missing or run twice, and where the stages wait for each other.
     """
     ticks, sent = _run(name, parts, microbatches, orders)
     shape = (_length(ticks), parts.stages)
-    kind, virtual_stage, microbatch, input_slot, gradient_slot = (
-        np.full((*shape, len(PLACES)), NOTHING, np.int32) for _ in range(5)
-    )
-    kind[:] = IDLE
-    for stage, own in enumerate(ticks):
-        for task, tick in own.items():
-            at = (tick, stage, PLACE[task.kind])
-            kind[at], virtual_stage[at], microbatch[at] = task
-    arrivals = {
-        hop: Arrivals(hop, *(np.full(shape, NOTHING, np.int32) for _ in range(2)))
-        for hop in (1, -1, 0)
-    }
-    loss_arrives = np.full(shape[0], NOTHING, np.int32)
-    input_slots = gradient_slots = 1
-    for stage in range(parts.stages):
-        inputs, gradients = _Slots(), _Slots()
-        for sent_in, task, uses in _values(ticks[stage], sent[stage], (FORWARD,)):
-            slot = inputs.take(sent_in + 1, max(uses.values()))
-            part = parts.part(stage, task.virtual_stage)
-            if part:  # the first part reads the tokens, which are there when it runs
-                arrivals[parts.hop(part - 1)].inputs[sent_in, stage] = slot
-            for use, tick in uses.items():
-                input_slot[tick, stage, PLACE[use]] = slot
-        for sent_in, task, uses in _values(ticks[stage], sent[stage], (BACKWARD, BACKWARD_INPUT)):
-            slot = gradients.take(sent_in + 1, max(uses.values()))
-            part = parts.part(stage, task.virtual_stage)
-            if part == parts.last_part:
-                loss_arrives[sent_in] = slot
-            else:
-                arrivals[-parts.hop(part)].gradients[sent_in, stage] = slot
-            for use, tick in uses.items():
-                gradient_slot[tick, stage, PLACE[use]] = slot
-        input_slots = max(input_slots, len(inputs.taken_until))
-        gradient_slots = max(gradient_slots, len(gradients.taken_until))
+    arrivals = {hop: Arrivals(hop, _nothing(shape), _nothing(shape)) for hop in (1, -1, 0)}
+    loss_arrives = _nothing(shape[:1])
+    input_slot, input_slots = _store_inputs(parts, ticks, sent, arrivals)
+    gradient_slot, gradient_slots = _store_gradients(parts, ticks, sent, arrivals, loss_arrives)
+    kind, virtual_stage, microbatch = _places(ticks, shape)
     return ScheduleTable(
         **vars(_counts(name, parts, microbatches, ticks, sent)),
         parts=parts,
@@ -312,70 +290,197 @@ def tabulate(name: str, parts: PartMap, microbatches: int, orders: Orders) -> Sc
     )
 
 
+def _nothing(shape: tuple[int, ...]) -> np.ndarray:
+    """Returns an array of a table in which nothing happens yet."""
+    return np.full(shape, NOTHING, np.int32)
+
+
+def _places(ticks: _Ticks, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns kind, virtual stage and microbatch of the task in each place, [tick, stage, place]."""
+    kind = np.full((*shape, len(PLACES)), IDLE, np.int32)
+    virtual_stage = _nothing((*shape, len(PLACES)))
+    microbatch = _nothing((*shape, len(PLACES)))
+    for stage, tick_of in enumerate(ticks):
+        for task, tick in tick_of.items():
+            index = (tick, stage, PLACE[task.kind])
+            kind[index] = task.kind
+            virtual_stage[index] = task.virtual_stage
+            microbatch[index] = task.microbatch
+    return kind, virtual_stage, microbatch
+
+
+def _store_inputs(
+    parts: PartMap, ticks: _Ticks, sent: _Ticks, arrivals: Mapping[int, "Arrivals"]
+) -> tuple[np.ndarray, int]:
+    """Gives each input of a virtual stage a slot, and enters its arrival.
+
+    Returns the slot that the task in each place reads, [tick, stage, place], and the slots that a stage has.
+    """
+    read = _nothing((_length(ticks), parts.stages, len(PLACES)))
+    most = 1
+    for stage in range(parts.stages):
+        slots = _Slots()
+        for sent_in, task, uses in _values(ticks[stage], sent[stage], (FORWARD,)):
+            slot = slots.take(sent_in + 1, max(uses.values()))
+            part = parts.part(stage, task.virtual_stage)
+            if part > 0:  # the first part reads the tokens, which are there when it runs
+                arrivals[parts.hop(part - 1)].inputs[sent_in, stage] = slot
+            for kind, tick in uses.items():
+                read[tick, stage, PLACE[kind]] = slot
+        most = max(most, len(slots.taken_until))
+    return read, most
+
+
+def _store_gradients(
+    parts: PartMap,
+    ticks: _Ticks,
+    sent: _Ticks,
+    arrivals: Mapping[int, "Arrivals"],
+    loss_arrives: np.ndarray,
+) -> tuple[np.ndarray, int]:
+    """Gives each gradient of a virtual stage's output a slot, and enters its arrival; the last part's is the loss's.
+
+    Returns the slot that the task in each place reads, [tick, stage, place], and the slots that a stage has.
+    """
+    read = _nothing((_length(ticks), parts.stages, len(PLACES)))
+    most = 1
+    for stage in range(parts.stages):
+        slots = _Slots()
+        for sent_in, task, uses in _values(ticks[stage], sent[stage], (BACKWARD, BACKWARD_INPUT)):
+            slot = slots.take(sent_in + 1, max(uses.values()))
+            part = parts.part(stage, task.virtual_stage)
+            if part == parts.last_part:
+                loss_arrives[sent_in] = slot
+            else:
+                arrivals[-parts.hop(part)].gradients[sent_in, stage] = slot
+            for kind, tick in uses.items():
+                read[tick, stage, PLACE[kind]] = slot
+        most = max(most, len(slots.taken_until))
+    return read, most
+
+
 def _run(name: str, parts: PartMap, microbatches: int, orders: Orders) -> tuple[_Ticks, _Ticks]:
-    """Returns the tick of each task of each stage, and the tick in which what it waits for is sent."""
+    """Returns the tick of each task of each stage, and the tick in which what it waits for is sent.
 
-    def refuse(truth: str, fix: str) -> ConfigError:
-        size = f"{microbatches} microbatches on stage={parts.stages} with {parts.virtual_stages} virtual stages"
-        return ConfigError(f"pipeline schedule {name!r} for {size}", truth, fix)
-
-    for stage, faulty, v, m in _incomplete(parts, microbatches, orders):
-        names = ", ".join(TASK_NAMES[k] for k in faulty) or "nothing"
-        raise refuse(
+    Raises ConfigError where a pass is missing or run twice, and where the stages wait for each other.
+    """
+    size = (
+        f"{microbatches} microbatches on stage={parts.stages} with {parts.virtual_stages} "
+        "virtual stages"
+    )
+    asked = f"pipeline schedule {name!r} for {size}"
+    for stage, kinds, v, m in _incomplete(parts, microbatches, orders):
+        names = ", ".join(TASK_NAMES[kind] for kind in kinds) or "nothing"
+        raise ConfigError(
+            asked,
             f"stage {stage} runs {names} for virtual stage {v} and microbatch {m}",
             "forward, then backward or its two halves, once for each virtual stage and microbatch",
         )
-    stages, virtual_stages = range(parts.stages), range(parts.virtual_stages)
-    # By the first microbatch; the others wait for the same tasks of their own.
-    needs = {
-        (stage, kind, v): dependency(parts, stage, Task(kind, v, 0))
-        for stage, kind, v in itertools.product(stages, TASK_NAMES, virtual_stages)
-    }
-    split = {
-        (stage, task.virtual_stage, task.microbatch)
-        for stage, order in enumerate(orders)
-        for task in order
-        if task.kind == BACKWARD_INPUT
-    }
-    ticks: _Ticks = [{} for _ in orders]
-    sent: _Ticks = [{} for _ in orders]
-    position, last = [0] * len(orders), [(0, NOTHING)] * len(orders)
+    timeline = _Timeline(parts, orders)
     advanced = True
     while advanced:
         advanced = False
-        for stage, order in enumerate(orders):
-            while position[stage] < len(order):
-                task = order[position[stage]]
-                if task == NEXT_TICK:
-                    last[stage] = (last[stage][0], len(PLACES))
-                    position[stage] += 1
-                    continue
-                needed = needs[stage, task.kind, task.virtual_stage]
-                place, (tick, taken) = PLACE[task.kind], last[stage]
-                tick += taken >= place  # the places of a tick are run in their order
-                before: int | None = tick - 1
-                if needed is not None:
-                    at, (kind, v, _) = needed
-                    if kind in (BACKWARD, BACKWARD_INPUT):
-                        kind = BACKWARD_INPUT if (at, v, task.microbatch) in split else BACKWARD
-                    before = ticks[at].get(Task(kind, v, task.microbatch))
-                if before is None:
-                    break
-                # A weight gradient may follow its input gradient in the same tick.
-                tick = max(tick, before + (task.kind != BACKWARD_WEIGHT))
-                ticks[stage][task], sent[stage][task], last[stage] = tick, before, (tick, place)
-                position[stage] += 1
+        for stage in range(parts.stages):
+            if timeline.advance(stage):
                 advanced = True
-    waiting = [
-        (s, order[position[s]]) for s, order in enumerate(orders) if position[s] < len(order)
-    ]
+    waiting = timeline.waiting()
     if waiting:
         tasks = "; ".join(
-            f"stage {s} for {TASK_NAMES[task.kind]} of virtual stage {task.virtual_stage}, microbatch {task.microbatch}"
-            for s, task in waiting
+            f"stage {stage} for {TASK_NAMES[task.kind]} of virtual stage {task.virtual_stage}, "
+            f"microbatch {task.microbatch}"
+            for stage, task in waiting
         )
-        raise refuse(f"in tick {max(last)[0]} all stages wait: {tasks}", "an order without a cycle")
-    return ticks, sent
+        last = max(timeline.last_tick)
+        raise ConfigError(
+            asked, f"in tick {last} all stages wait: {tasks}", "an order without a cycle"
+        )
+    return timeline.ticks, timeline.sent
+
+
+class _Timeline:
+    """Ticks of the tasks of each stage, found in the order of its tasks.
+
+    A task runs in the first tick in which its place is free and what it needs has been sent:
+
+        tick = max(tick of the stage's task before, or the next one if its place has passed,
+                   tick of the needed task + 1)
+
+    A weight gradient needs the input gradient of its own stage, in whose tick it may run.
+    """
+
+    def __init__(self, parts: PartMap, orders: Orders) -> None:
+        self.orders = orders
+        self.ticks: _Ticks = [{} for _ in orders]
+        self.sent: _Ticks = [{} for _ in orders]
+        self.position = [0] * len(orders)
+        """Tasks of each stage that have a tick."""
+        self.last_tick = [0] * len(orders)
+        self.last_place = [NOTHING] * len(orders)
+        # By the first microbatch; the others wait for the same tasks of their own.
+        self.needs = {
+            (stage, kind, v): dependency(parts, stage, Task(kind, v, 0))
+            for stage, kind, v in itertools.product(
+                range(parts.stages), TASK_NAMES, range(parts.virtual_stages)
+            )
+        }
+        self.split = {
+            (stage, task.virtual_stage, task.microbatch)
+            for stage, order in enumerate(orders)
+            for task in order
+            if task.kind == BACKWARD_INPUT
+        }
+        """Backward passes in two halves."""
+
+    def advance(self, stage: int) -> bool:
+        """Places the next tasks of a stage, up to one that waits for another stage. Returns whether there were any."""
+        order = self.orders[stage]
+        advanced = False
+        while self.position[stage] < len(order):
+            task = order[self.position[stage]]
+            if task == NEXT_TICK:
+                self.last_place[stage] = len(PLACES)
+            elif self._place(stage, task):
+                advanced = True
+            else:
+                break
+            self.position[stage] += 1
+        return advanced
+
+    def _place(self, stage: int, task: Task) -> bool:
+        """Places a task of a stage; returns False where it waits for one that has no tick yet."""
+        place = PLACE[task.kind]
+        tick = self.last_tick[stage]
+        if self.last_place[stage] >= place:  # the places of a tick are run in their order
+            tick += 1
+        sent = tick - 1
+        needed = self.needs[stage, task.kind, task.virtual_stage]
+        if needed is not None:
+            needed_tick = self._tick_of(*needed, task.microbatch)
+            if needed_tick is None:
+                return False
+            sent = needed_tick
+        tick = max(tick, sent if task.kind == BACKWARD_WEIGHT else sent + 1)
+        self.ticks[stage][task] = tick
+        self.sent[stage][task] = sent
+        self.last_tick[stage] = tick
+        self.last_place[stage] = place
+        return True
+
+    def _tick_of(self, stage: int, first: Task, microbatch: int) -> int | None:
+        """Returns the tick of a task of another microbatch than the first; None where it has none yet."""
+        kind = first.kind
+        if kind in (BACKWARD, BACKWARD_INPUT):
+            is_split = (stage, first.virtual_stage, microbatch) in self.split
+            kind = BACKWARD_INPUT if is_split else BACKWARD
+        return self.ticks[stage].get(Task(kind, first.virtual_stage, microbatch))
+
+    def waiting(self) -> list[tuple[int, Task]]:
+        """Returns the stages that have not run all of their tasks, and what each waits with."""
+        return [
+            (stage, order[self.position[stage]])
+            for stage, order in enumerate(self.orders)
+            if self.position[stage] < len(order)
+        ]
 
 
 def _incomplete(

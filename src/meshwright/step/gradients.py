@@ -39,9 +39,13 @@ def build_gradients(device_run: DeviceRun) -> Callable[..., tuple[Tree, Metrics,
 def _gradients_by_layers(
     model: Model, device_run: DeviceRun
 ) -> Callable[..., tuple[Tree, Metrics, Any]]:
-    run, placed, stacks = device_run.run, device_run.placed, device_run.local_model.stacks
+    run = device_run.run
+    stacks = device_run.local_model.stacks
     # Any parameter of a stack knows in which rows its layers are.
-    stacked = {path: jax.tree.leaves(placed.params[path], is_leaf=is_param)[0] for path in stacks}
+    stacked = {
+        path: jax.tree.leaves(device_run.layout.params[path], is_leaf=is_param)[0]
+        for path in stacks
+    }
 
     def gradients(
         params: Tree, step: jax.Array, batch: Batch
@@ -62,9 +66,15 @@ def _gradients_by_layers(
     return jax.shard_map(
         gradients,
         mesh=device_run.mesh,
-        in_specs=(param_specs(placed.placements, "at_rest"), PartitionSpec(), BATCH_SPEC),
+        in_specs=(
+            param_specs(device_run.layout.placements, "at_rest"),
+            PartitionSpec(),
+            BATCH_SPEC,
+        ),
         out_specs=(
-            trained_only(placed.params, param_specs(placed.placements, "optimizer")),
+            trained_only(
+                device_run.layout.params, param_specs(device_run.layout.placements, "optimizer")
+            ),
             PartitionSpec(),
             PartitionSpec(),
         ),
@@ -75,31 +85,35 @@ def _gradients_by_layers(
 def _accumulate(
     device_run: DeviceRun, params: Tree, step: jax.Array, batch: Batch
 ) -> tuple[Tree, Sums]:
-    training, model, placed = device_run.run.training, device_run.local_model, device_run.placed
+    training = device_run.run.training
+    model = device_run.local_model
     local = batch.inputs.shape[0]
     sequences_B = (axis_index(BATCH_AXES) * local + jnp.arange(local)).astype(jnp.uint32)
     key = dropout_key(training.seed, step)
     total = jnp.maximum(all_reduce(model.weight(batch), BATCH_AXES), 1e-9)
 
     def dropout(sequences_B: jax.Array) -> Dropout:
-        return Dropout(training.dropout, key, sequences_B, placed.sequence.local_positions())
+        return Dropout(training.dropout, key, sequences_B, device_run.sequence.local_positions())
 
     def loss_fn(trained: Tree, sequences_B: jax.Array, batch: Batch) -> Any:
         return model.loss_fn(
-            with_frozen(placed.params, trained, params), batch, dropout(sequences_B), total
+            with_frozen(device_run.layout.params, trained, params),
+            batch,
+            dropout(sequences_B),
+            total,
         )
 
-    trained = trained_only(placed.params, params)
-    if training.microbatches == 1 and placed.shape.stage == 1:
+    trained = trained_only(device_run.layout.params, params)
+    if training.microbatches == 1 and device_run.layout.shape.stage == 1:
         return jax.grad(loss_fn, has_aux=True)(trained, sequences_B, batch)
     parts: Any = jax.tree.map(
         lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), (sequences_B, batch)
     )
-    if placed.shape.stage > 1:
+    if device_run.layout.shape.stage > 1:
         from meshwright.step.pipeline import PipelineModel
 
-        pipeline = PipelineModel(model, parts, dropout, total, (placed.params, params))
-        return pipeline.gradients(placed.schedule_table, trained)
+        pipeline = PipelineModel(model, parts, dropout, total, (device_run.layout.params, params))
+        return pipeline.gradients(device_run.schedule_table, trained)
     return _add_microbatches(loss_fn, trained, parts)
 
 
@@ -137,10 +151,10 @@ def _add_microbatches(
 
 def _reduce(device_run: DeviceRun, grads: Tree) -> tuple[Tree, jax.Array]:
     """Sums gradients over devices into the optimizer's placement; returns them and their global norm."""
-    shape = device_run.shape
+    shape = device_run.layout.shape
     placements, summed = (
-        trained_only(device_run.params, t)
-        for t in (device_run.placements, device_run.summed_in_backward)
+        trained_only(device_run.layout.params, t)
+        for t in (device_run.layout.placements, device_run.summed_in_backward)
     )
     # A parameter's gradient is partial over every axis that does not split it: over the batch axes because each device
     # has its own sequences, over `tensor` because it has its own part of the sequence or of the heads. Over some the
@@ -168,7 +182,7 @@ def sum_over_devices(device_run: DeviceRun, grads: Tree, placements: Tree, lacki
 
     ZeRO-1: the optimizer's placement may split what the parameter's leaves whole.
     """
-    dcn, dtype = device_run.settled.links, jnp.dtype(device_run.run.training.reduce_dtype)
+    dcn, dtype = device_run.links, jnp.dtype(device_run.run.training.reduce_dtype)
 
     def scatter(grad: jax.Array, where: Placements) -> jax.Array:
         grad = grad.astype(dtype)

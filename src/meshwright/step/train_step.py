@@ -47,9 +47,9 @@ def build_train_step(device_run: DeviceRun) -> Any:
     """
     model, where = device_run.run.model, device_run.state_shardings
     gradients = build_gradients(device_run)
-    described = device_run.params
+    described = device_run.layout.params
     for_update = trained_only(
-        described, shardings(device_run.mesh, device_run.placements, "optimizer")
+        described, shardings(device_run.mesh, device_run.layout.placements, "optimizer")
     )
     learning_rate = build_lr_schedule(device_run.run.optimizer, device_run.run.training.steps)
 
@@ -131,13 +131,11 @@ def compile_on_devices(device_run: DeviceRun, lowered: Any, what: str, resident:
     """
     if not device_run.batch_sharding.is_fully_addressable:
         agree_on_program(lowered.as_text())
-    options, training = device_run.compiler_options(), device_run.run.training
+    options, training = device_run.accepted_compiler_options(), device_run.run.training
     compiled = lowered.compile(
         compiler_options={**options, **device_run.profile_of(device_run, lowered)}
     )
-    asked = (
-        f"{what} of {training.batch} sequences of {training.seq} tokens on mesh {device_run.shape}"
-    )
+    asked = f"{what} of {training.batch} sequences of {training.seq} tokens on mesh {device_run.layout.shape}"
     check_memory(compiled, list(device_run.mesh.devices.flat), asked, resident)
     return compiled
 
@@ -161,7 +159,8 @@ def build_eval_step(device_run: DeviceRun) -> Any:
 
     It takes the microbatches of training one after another, so that it needs no more memory than a train step.
     """
-    training, model, placed = device_run.run.training, device_run.local_model, device_run.placed
+    training = device_run.run.training
+    model = device_run.local_model
 
     def evaluate(params: Tree, batch: Batch) -> Metrics:
         total = jnp.ones(())
@@ -170,12 +169,12 @@ def build_eval_step(device_run: DeviceRun) -> Any:
             return model.loss_fn(params, batch, no_dropout(), total)[1][0]
 
         with matmuls_of(training.compute_dtype):
-            if placed.shape.stage == training.microbatches == 1:
+            if device_run.layout.shape.stage == training.microbatches == 1:
                 return all_reduce(sums(batch), TOKEN_AXES)
             batch_M = jax.tree.map(
                 lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), batch
             )
-            if placed.shape.stage == 1:
+            if device_run.layout.shape.stage == 1:
                 return all_reduce(
                     jax.tree.map(lambda x: x.sum(0), jax.lax.map(sums, batch_M)), TOKEN_AXES
                 )
@@ -184,14 +183,14 @@ def build_eval_step(device_run: DeviceRun) -> Any:
 
             pipeline = PipelineModel(model, (sequences_MB, batch_M), lambda _: no_dropout(), total)
             return all_reduce(
-                pipeline.sums(placed.forward_table(training.microbatches), params), TOKEN_AXES
+                pipeline.sums(device_run.forward_table(training.microbatches), params), TOKEN_AXES
             )
 
     return jax.jit(
         jax.shard_map(
             evaluate,
             mesh=device_run.mesh,
-            in_specs=(param_specs(device_run.placements, "at_rest"), BATCH_SPEC),
+            in_specs=(param_specs(device_run.layout.placements, "at_rest"), BATCH_SPEC),
             out_specs=PartitionSpec(),
             check_vma=False,
         )

@@ -94,7 +94,8 @@ class Meter:
 
         spent: seconds since the start of the run that the loop spent outside the steps, by name (`input wait` and those
         of `BETWEEN`); the increase since the step before is among its metrics. The step's own time, and with it its
-        rate and MFU, is without what the loop did between the steps.
+        rate and MFU, is without what the loop did between the steps. Rate and MFU count every position of the batch,
+        padding included, as those of torchtitan (`labels.numel()`) and MaxText (batch times sequence length) do.
         """
         if self._pending is None:
             return None

@@ -25,7 +25,6 @@ from meshwright.data.feed import (
 )
 from meshwright.data.tokens import Progress
 from meshwright.errors import ConfigError, DataError
-from meshwright.hardware.agreement import note_progress
 from meshwright.hardware.mesh import (
     build_mesh,
     enable_compilation_cache,
@@ -88,7 +87,7 @@ class Trainable(abc.ABC):
 
     def meter(self, reporters: list[Reporter]) -> Meter:
         """Returns a meter of its steps, in the model's unit."""
-        run, units = self.device_run.run, self.device_run.placed.units
+        run, units = self.device_run.run, self.device_run.units
         flops = training_flops_per_token(run.model, units, run.finetune.method)
         return Meter(reporters, run, self.device_run.mesh, per_sample=units, flops=flops)
 
@@ -185,7 +184,7 @@ class PreparedRun(Trainable):
         """Samples text where the run asks for it or the model is small."""
         data, count = self.device_run.run.data, self.device_run.run.data.sample
         if count is None and (
-            data.sample_every or count_params(self.device_run.params) <= _SMALL_MODEL
+            data.sample_every or count_params(self.device_run.layout.params) <= _SMALL_MODEL
         ):
             count = _SAMPLE
         if not count:
@@ -252,37 +251,12 @@ def check_sample(device_run: DeviceRun) -> None:
 
 def _cannot_decode(device_run: DeviceRun) -> str:
     """The first stack of layers that state nothing to decode with; "" where all do."""
-    layers = device_run.placed.spec.layers
+    layers = device_run.layout.spec.layers
     return next((layer.stack for layer in layers if not layer.decodes), "")
 
 
 Choose = Callable[[Run, Sequence[Any]], Run]
 """`(run, devices) -> run` with the choices filled in that it leaves to the machine (remat policy)."""
-
-
-class _NotedProgress:
-    """Display of a tokenisation that also tells waiting processes that this one gets further."""
-
-    def __init__(self, shown: Progress | None):
-        self._shown = shown
-
-    def update(
-        self, label: str, read: float, size: float, files: tuple[int, int], tokens: int
-    ) -> None:
-        """Takes what has been read and written so far."""
-        note_progress()
-        if self._shown is not None:
-            self._shown.update(label, read, size, files, tokens)
-
-    def write(self, text: str) -> None:
-        """Takes a line for the user."""
-        if self._shown is not None:
-            self._shown.write(text)
-
-    def close(self) -> None:
-        """Ends the display."""
-        if self._shown is not None:
-            self._shown.close()
 
 
 def prepare_run(
@@ -355,7 +329,7 @@ def _prepare_text(
             own=own,
             bad_records=run.faults.bad_records,
             text_field=run.data.text_field,
-            progress=_NotedProgress(progress),
+            progress=progress,
             check=check,
         )
         parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]

@@ -69,7 +69,7 @@ def check_run(run: Run, mesh: MeshShape | None = None, output: Output | None = N
     if any(getattr(run.optimizer, name) != getattr(Optimizer(), name) for name in checked):
         from meshwright.step.optimizers import build_optimizer  # plans load no optax
 
-        trained = trained_only(placed.params, placed.params)
+        trained = trained_only(placed.layout.params, placed.layout.params)
         build_optimizer(run.optimizer, run.training.steps, trained)
     if run.data.other_tokenizer and run.init_from is None:
         raise ConfigError(

@@ -11,6 +11,7 @@ from meshwright.formatting import format_bytes, format_count, format_step, forma
 from meshwright.hardware.targets import Target
 from meshwright.planner.explain import STEP_PARTS, alternatives, slowdown_reason
 from meshwright.planner.offers import Offer
+from meshwright.planner.records import record_of
 from meshwright.planner.search import Plan, SearchResult
 from meshwright.views.blocks import (
     Bars,
@@ -155,16 +156,20 @@ def plan_page(
     used = f"{e.bytes / e.hbm_bytes:.0%} of {format_bytes(e.hbm_bytes)}"
     if not e.fits:
         used += f"; {e.shortfall}"
-    bound = f"no plan that fits on a searched mesh is below {format_step(result.bound)}, had it no bubble"
+    bound = f"over the best searched mesh without its bubble, {format_step(result.bound)} by the same rates"
     priced = f"best of each mesh and schedule: {len(result.plans)} fit, {len(result.too_large)} do not{refused}"
     figures = [
         Figure("step", format_step(e.seconds), tokens),
         *(
-            [Figure("above the lower bound", f"{e.seconds / result.bound - 1:.1%}", bound)]
+            [Figure("missed by the search", f"{e.seconds / result.bound - 1:.1%}", bound)]
             if result.bound
             else []
         ),
-        Figure("MFU", f"{e.mfu:.1%}", f"bound by {e.bound_by}; recomputation is left out"),
+        Figure(
+            "MFU",
+            f"{e.mfu:.1%}",
+            f"bound by {e.bound_by}; recomputation is left out{_record(plan)}",
+        ),
         Figure(
             f"{unit} per second", format_count(e.tokens_per_second), f"on {e.devices:,} devices"
         ),
@@ -205,6 +210,12 @@ def plan_page(
     footer = "Every figure is predicted by arithmetic; meshwright prove compiles a plan. This file loads nothing."
     lead = f"{plan.name}, {_predicted(plan)}"
     return Report(f"{plan.run.name} on {target}", sections, topic="plan", lead=lead, footer=footer)
+
+
+def _record(plan: Plan) -> str:
+    """Returns the highest published MFU of a plan's chip, where it is known."""
+    record = record_of(plan.estimate, plan.run.training.matmul_precision)
+    return "" if record is None else f"; published: at most {record.mfu:.1%}"
 
 
 def single_plan_page(plan: Plan) -> Report:

@@ -121,65 +121,99 @@ class LatentAttention(Kind):
 
     def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the attention of a step's tokens."""
-        nope, cos_sin, scaling, sizes = (
-            self.nope_size,
-            ctx.angles(self.rotary),
-            self.rotary.scaling,
-            self.latent,
-        )
-        # The kernels divide scores by the root of the head size.
-        scale = scaling.score_scale if isinstance(scaling, LatentYarn) else 1.0
-
-        def up(gathered_BTZ: jax.Array, weights: list[Any]) -> list[jax.Array]:
-            """Returns queries, the rotary key as one head, and keys with values of all heads; decoding, latents."""
-            features = gathered_BTZ.shape[-1]
-            ends = (features - sizes.cached, features - sizes.rope_size)
-            query_BTZ, latent_BTZ, rope_BTZ = jnp.split(gathered_BTZ, ends, axis=-1)
-            latents = (
-                linear(latent_BTZ, weights[1])
-                if ctx.attend_latent is None
-                else latent_BTZ[:, :, None]
-            )
-            return [linear(query_BTZ, weights[0]), rope_BTZ[:, :, None], latents]
+        cos_sin = ctx.angles(self.rotary)
+        decodes = ctx.attend_latent is not None
+        up = self._keep_latents if decodes else self._expand_latents
 
         def mix(h_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
             q_BTNH, rope_BTNH, latents_BTNH = ctx.column_parallel(up, *self._down(h_BTD, w))
-            if sizes.query_rank is None:
+            if self.latent.query_rank is None:
                 q_BTNH = checkpoint_name(q_BTNH, QKV)
-            rotated = self.rotary.rotate(q_BTNH[..., nope:], cos_sin) * scale
-            q_BTNH = jnp.concatenate([q_BTNH[..., :nope] * scale, rotated], -1).astype(h_BTD.dtype)
+            q_BTNH = self._rotated_queries(q_BTNH, cos_sin, h_BTD.dtype)
             rope_BTNH = self.rotary.rotate(rope_BTNH, cos_sin)
-            if ctx.attend_latent is not None:
-                absorbed = absorb_keys(q_BTNH[..., :nope], w["kv_up"])
-                # The cache divides scores by the root of the size of latents, not of queries and keys.
-                factor = (sizes.cached / self.head_size) ** 0.5
-                q_BTNZ = (jnp.concatenate([absorbed, q_BTNH[..., nope:]], -1) * factor).astype(
-                    q_BTNH.dtype
-                )
-                cached_BTZ = jnp.concatenate([latents_BTNH[:, :, 0], rope_BTNH[:, :, 0]], -1)
-                out_BTNZ = ctx.attend_latent(q_BTNZ, cached_BTZ, sizes.kv_rank)
-                out_BTNH = absorb_values(out_BTNZ, w["kv_up"], sizes.value_size)
+            if decodes:
+                out_BTNH = self._attend_latents(ctx, q_BTNH, latents_BTNH, rope_BTNH, w["kv_up"])
                 return ctx.row_parallel(attention_projection, out_BTNH, w["attention_out"])
-            k_BTNH, v_BTNH = latents_BTNH[..., :nope], latents_BTNH[..., nope:]
-            shared = jnp.broadcast_to(rope_BTNH, (*k_BTNH.shape[:3], rope_BTNH.shape[3]))
-            k_BTNH = jnp.concatenate([k_BTNH, shared], -1)
+            k_BTNH, v_BTNH = self._keys_and_values(latents_BTNH, rope_BTNH)
+            qkv = (q_BTNH, k_BTNH, v_BTNH)
             if ctx.sequence.groups > 1:
-                # Keys and values go around a ring, or are gathered, as arrays of one shape.
-                longest = max(self.head_size, sizes.value_size)
-                v_BTNH = _padded(v_BTNH, longest)
-                if longest > self.head_size:  # the kernels divide by the root of the padded size
-                    q_BTNH = _padded(q_BTNH * math.sqrt(longest / self.head_size), longest)
-                    k_BTNH = _padded(k_BTNH, longest)
-            return ctx.attend_row_parallel(
-                lambda out_BTNH, w_NHD: attention_projection(
-                    out_BTNH[..., : sizes.value_size], w_NHD
-                ),
-                (q_BTNH, k_BTNH, v_BTNH),
-                w["attention_out"],
-                window=None,
-            )
+                qkv = self._of_one_size(*qkv)
+            return ctx.attend_row_parallel(self._project, qkv, w["attention_out"], window=None)
 
         return mix
+
+    def _expand_latents(self, gathered_BTZ: jax.Array, weights: list[Any]) -> list[jax.Array]:
+        """Returns queries, the rotary key as one head, and keys with values of all heads.
+
+        gathered_BTZ: what `_down` returns, of all positions.  weights: up projections of queries, and of keys.
+        """
+        query_BTZ, latent_BTZ, rope_BTZ = self._split(gathered_BTZ)
+        expanded_BTNH = linear(latent_BTZ, weights[1])
+        return [linear(query_BTZ, weights[0]), rope_BTZ[:, :, None], expanded_BTNH]
+
+    def _keep_latents(self, gathered_BTZ: jax.Array, weights: list[Any]) -> list[jax.Array]:
+        """Returns queries, and as one head each the rotary key and the latent, which decoding caches."""
+        query_BTZ, latent_BTZ, rope_BTZ = self._split(gathered_BTZ)
+        return [linear(query_BTZ, weights[0]), rope_BTZ[:, :, None], latent_BTZ[:, :, None]]
+
+    def _split(self, gathered_BTZ: jax.Array) -> list[jax.Array]:
+        """Splits what `_down` joins: the input of the queries, the latent, the rotary key."""
+        features = gathered_BTZ.shape[-1]
+        ends = (features - self.latent.cached, features - self.latent.rope_size)
+        return jnp.split(gathered_BTZ, ends, axis=-1)
+
+    def _rotated_queries(self, q_BTNH: jax.Array, cos_sin: Any, dtype: Any) -> jax.Array:
+        """Returns the queries with their ends rotated, times the factor of the scores that YaRN has."""
+        nope = self.nope_size
+        scaling = self.rotary.scaling
+        # The kernels divide scores by the root of the head size.
+        scale = scaling.score_scale if isinstance(scaling, LatentYarn) else 1.0
+        rotated = self.rotary.rotate(q_BTNH[..., nope:], cos_sin) * scale
+        return jnp.concatenate([q_BTNH[..., :nope] * scale, rotated], -1).astype(dtype)
+
+    def _attend_latents(
+        self,
+        ctx: ForwardContext,
+        q_BTNH: jax.Array,
+        latents_BTNH: jax.Array,
+        rope_BTNH: jax.Array,
+        up_ZNH: Any,
+    ) -> jax.Array:
+        """Returns the attention output of cached latents, [B, T, N, value size]: `q (W c) = (W' q) c`."""
+        assert ctx.attend_latent is not None
+        nope = self.nope_size
+        absorbed = absorb_keys(q_BTNH[..., :nope], up_ZNH)
+        # The cache divides scores by the root of the size of latents, not of queries and keys.
+        factor = (self.latent.cached / self.head_size) ** 0.5
+        q_BTNZ = jnp.concatenate([absorbed, q_BTNH[..., nope:]], -1) * factor
+        q_BTNZ = q_BTNZ.astype(q_BTNH.dtype)
+        cached_BTZ = jnp.concatenate([latents_BTNH[:, :, 0], rope_BTNH[:, :, 0]], -1)
+        out_BTNZ = ctx.attend_latent(q_BTNZ, cached_BTZ, self.latent.kv_rank)
+        return absorb_values(out_BTNZ, up_ZNH, self.latent.value_size)
+
+    def _keys_and_values(
+        self, expanded_BTNH: jax.Array, rope_BTNH: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the keys of all heads, each ending with the shared rotary key, and their values."""
+        k_BTNH = expanded_BTNH[..., : self.nope_size]
+        v_BTNH = expanded_BTNH[..., self.nope_size :]
+        shared = jnp.broadcast_to(rope_BTNH, (*k_BTNH.shape[:3], rope_BTNH.shape[3]))
+        return jnp.concatenate([k_BTNH, shared], -1), v_BTNH
+
+    def _of_one_size(
+        self, q_BTNH: jax.Array, k_BTNH: jax.Array, v_BTNH: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Pads queries, keys and values to one size: a ring or a gather moves keys and values as arrays of one shape."""
+        longest = max(self.head_size, self.latent.value_size)
+        v_BTNH = _padded(v_BTNH, longest)
+        if longest > self.head_size:  # the kernels divide by the root of the padded size
+            q_BTNH = _padded(q_BTNH * math.sqrt(longest / self.head_size), longest)
+            k_BTNH = _padded(k_BTNH, longest)
+        return q_BTNH, k_BTNH, v_BTNH
+
+    def _project(self, out_BTNH: jax.Array, w_NHD: Any) -> jax.Array:
+        """Returns the attention output without its padding, times its projection."""
+        return attention_projection(out_BTNH[..., : self.latent.value_size], w_NHD)
 
     def _down(self, h_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, list[Any]]:
         """Returns latents and rotary keys of this device's positions, queries first, and the up projections."""
