@@ -47,12 +47,15 @@ _HOLDERS = {"model", *_PARTS}
 
 
 def fields_of_runs() -> dict[str, Any]:
-    """Returns the defaults of all fields of a run by dotted name, without those of its model."""
+    """Returns the defaults of all fields of a run by dotted name, without those of its model.
+
+    `Run.chosen`, which no comparison of runs sees, is not one of them.
+    """
     return {
         f"{part}.{field.name}".lstrip("."): field.default
         for part, owner in _PARTS.items()
         for field in dataclasses.fields(owner)
-        if part or field.name not in _HOLDERS
+        if field.compare and (part or field.name not in _HOLDERS)
     }
 
 

@@ -1,7 +1,8 @@
 """The `Run`: one frozen value that describes a training run (model, mesh, layout, training, optimizer, data)."""
 
 import dataclasses
-from typing import Annotated
+import json
+from typing import Annotated, Any
 
 import tyro
 
@@ -21,6 +22,15 @@ _MESH = tyro.constructors.PrimitiveConstructorSpec(
     instance_from_str=lambda words: MeshShape.parse(words[0]),
     is_instance=lambda value: value is None or isinstance(value, MeshShape),
     str_from_instance=lambda shape: [str(shape) if shape else "auto"],
+)
+
+# No option: without a form of its own, the command line would look for one in the values.
+_CHOSEN = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="JSON",
+    instance_from_str=lambda words: json.loads(words[0]),
+    is_instance=lambda value: isinstance(value, dict),
+    str_from_instance=lambda chosen: [json.dumps(chosen)],
 )
 
 
@@ -55,6 +65,11 @@ class Run(Shown, Ranged):
     """Weights to start from, at step 0: hf:PATH of a Hugging Face folder, or a run's output folder; None draws them."""
     name: Annotated[str, changes("loop")] = "run"
     """Name of the output folder."""
+    chosen: Annotated[dict[str, Any], _CHOSEN, tyro.conf.Suppress] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """Values that the user gave, by dotted field and as given (`runs.recipe.with_chosen`). Nothing is computed from
+    them: they tell a choice from what was resolved on the machine and the data."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -32,7 +32,7 @@ from meshwright.hardware.agreement import answer_of_the_first, flatten
 from meshwright.reporters.files import last_start, last_step
 from meshwright.runs.fields import may_change
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import run_to_dict
+from meshwright.runs.run_file import fields_to_compare
 from meshwright.sharding.params import named_leaves
 from meshwright.signs import waiting
 from meshwright.step.device_run import DeviceRun, State
@@ -179,7 +179,7 @@ def compare(
     data: fingerprint of what the run reads.  identity: of the run whose metrics the folder has; "" if unknown.
     skipped: samples that the folder leaves out, each with its run.
     """
-    before, now = flatten(run_to_dict(manifest.run)), flatten(run_to_dict(run))
+    before, now = flatten(fields_to_compare(manifest.run)), flatten(fields_to_compare(run))
     changes, unknown = [], []
     for name in dict.fromkeys((*before, *now)):
         was, given = before.get(name, "absent"), now.get(name, "absent")
