@@ -181,7 +181,7 @@ def needed_flops(plan: Plan) -> float:
     for packed sequences; the census counts the larger, as a step runs one.
     """
     training, work = plan.run.training, work_of(plan.placed)
-    saved = training.saved_layers / len(plan.placed.spec.layers)
+    saved = training.saved_layers / len(plan.placed.layout.spec.layers)
     total = training.microbatches * 4 * work.unembedding.flops
     for remat, share in ((training.remat, 1 - saved), ("projections", saved)):
         again = recomputed_roles(remat)

@@ -61,7 +61,7 @@ def next_token_of(device_run: DeviceRun):  # type: ignore[no-untyped-def]
         return jnp.argmax(all_gather(all_gather(logits_BV, VOCAB_AXES, 1), BATCH_AXES, 0)[0])
 
     everywhere = PartitionSpec()
-    specs = (param_specs(device_run.placements, "at_rest"), BATCH_SPEC, everywhere)
+    specs = (param_specs(device_run.layout.placements, "at_rest"), BATCH_SPEC, everywhere)
     sharded = jax.shard_map(
         next_token, mesh=device_run.mesh, in_specs=specs, out_specs=everywhere, check_vma=False
     )
@@ -70,7 +70,7 @@ def next_token_of(device_run: DeviceRun):  # type: ignore[no-untyped-def]
 
 def forward_seconds(device_run: DeviceRun, params: Tree) -> float:
     """Returns the median seconds of one token by a whole forward pass."""
-    tokens_BT = np.zeros((device_run.shape.over(BATCH_AXES), SEQ), np.int32)
+    tokens_BT = np.zeros((device_run.layout.shape.over(BATCH_AXES), SEQ), np.int32)
     batch = jax.make_array_from_callback(
         tokens_BT.shape, device_run.batch_sharding, tokens_BT.__getitem__
     )

@@ -93,8 +93,8 @@ class OurStep:
         self._runner.start(step, device_run.initial_state())
         self._runner.bare(2)
         self.facts = {
-            "parameters": count_params(device_run.placed.params), "compile_seconds": compiled,
-            "device": jax.devices()[0].device_kind, "attention": device_run.settled.kernels.name,
+            "parameters": count_params(device_run.layout.params), "compile_seconds": compiled,
+            "device": jax.devices()[0].device_kind, "attention": device_run.kernels.name,
             "versions": f"meshwright {version('meshwright')}, jax {jax.__version__}, "
             f"{jax.devices()[0].client.platform_version.splitlines()[0]}",
         }  # fmt: skip

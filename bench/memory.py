@@ -33,7 +33,7 @@ from meshwright.planner.memory_model import (
 from meshwright.planner.work import work_of
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
-from meshwright.runs.settle import Settled
+from meshwright.runs.settle import settle
 from meshwright.sharding.schedules import build_counts
 
 DEVICES = 8
@@ -64,17 +64,17 @@ def planned(run: Run) -> dict[str, PhaseMemory]:
     """The planner's arithmetic, for devices that are simulated."""
     placed = place_run(run)
     settled, work, training, in_flight = (
-        Settled(placed, Machine("cpu")),
+        settle(placed, Machine("cpu")),
         work_of(placed),
         run.training,
         1.0,
     )
-    if placed.shape.stage > 1:
+    if placed.layout.shape.stage > 1:
         counts = build_counts(
             training.pipeline_schedule,
-            placed.shape.stage,
+            placed.layout.shape.stage,
             training.microbatches,
-            placed.virtual_stages,
+            placed.layout.stages.virtual_stages,
         )
         in_flight = float(counts.most_live_inputs)
     phases = phase_memory(settled, work, memory_by_category(settled, work, in_flight))

@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
-"""What a reader of a Python package meets: python reading.py src/meshwright [--worst 20]
+"""What a reader of a Python package meets: python reading.py src/meshwright [--worst 20] [--step]
 
 Prints, by room (first folder): lines, tokens of code (no comments, docstrings, imports), tokens per
 line of code, and the share of lines over 100 columns; then the functions that ask most of a reader. A
 function's load is the number of names it binds (parameters, locals, loop and comprehension variables),
 plus twice the functions nested in it, plus its deepest expression beyond six levels. It only reads, and
 asserts nothing.
+
+With --step it prints what one has to open to read a dense train step: every file of the package with a
+function that runs while the step of a small Llama on fsdp=8 is built and traced (forward pass, loss,
+gradients, update), with the tokens of these functions and those of the whole file.
 """
 
 import argparse
@@ -13,8 +17,11 @@ import ast
 import collections
 import io
 import pathlib
+import sys
 import token
 import tokenize
+from types import CodeType, FrameType
+from typing import Any
 
 LAYOUT = {token.COMMENT, token.NL, token.NEWLINE, token.INDENT, token.DEDENT, token.ENDMARKER}
 
@@ -62,11 +69,77 @@ def format_row(name: str, room: "collections.Counter[str]") -> str:
     return f"{name:16s} {counts} {per_line:8.1f} {wide:6.1%}"
 
 
+def code_tokens(source: str) -> list[int]:
+    """Returns the line of every token of code."""
+    skip = skipped_lines(ast.parse(source))
+    found = tokenize.generate_tokens(io.StringIO(source).readline)
+    return [t.start[0] for t in found if t.type not in LAYOUT and t.start[0] not in skip]
+
+
+def traced_step() -> set[CodeType]:
+    """Returns the code of all Python functions that run while a dense train step is built and traced."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    import meshwright as mw
+    from meshwright.hardware.mesh import build_mesh
+    from meshwright.step.device_run import place_on_devices
+    from meshwright.step.train_step import build_train_step
+
+    model = mw.Llama(vocab=512, width=64, layers=2, heads=4)
+    run = mw.recipe("tiny", model=model, mesh="fsdp=8", vocab=512, seq=64, batch=16)
+    device_run = place_on_devices(run, build_mesh(run.mesh))
+    entered: set[CodeType] = set()
+
+    def enter(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            entered.add(frame.f_code)
+
+    batch = device_run.abstract_batch
+    sys.setprofile(enter)
+    try:
+        build_train_step(device_run).lower(device_run.abstract, batch)
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+def function_lines(code: CodeType) -> set[int]:
+    """Returns the lines of a function, its decorators and those of nested functions included."""
+    lines = {line for *_, line in code.co_lines() if line}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            lines |= function_lines(constant)
+    return set(range(code.co_firstlineno, max(lines, default=code.co_firstlineno) + 1))
+
+
+def print_step(package: pathlib.Path) -> None:
+    """Prints the files of a dense train step, with tokens of the functions that run and of the files."""
+    lines: dict[pathlib.Path, set[int]] = collections.defaultdict(set)
+    for code in traced_step():
+        path = pathlib.Path(code.co_filename).resolve()
+        if path.is_relative_to(package.resolve()):
+            lines[path] |= function_lines(code)
+    print(f"{'functions':>9s} {'file':>8s}")
+    sums = collections.Counter[str]()
+    for path in sorted(lines):
+        tokens = code_tokens(path.read_text())
+        entered = sum(line in lines[path] for line in tokens)
+        sums.update(files=1, entered=entered, tokens=len(tokens))
+        print(f"{entered:9,d} {len(tokens):8,d}  {path.relative_to(package.resolve())}")
+    print(f"{sums['entered']:9,d} {sums['tokens']:8,d}  {sums['files']} files")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("package", type=pathlib.Path)
     parser.add_argument("--worst", type=int, default=20)
+    parser.add_argument("--step", action="store_true", help="files of a dense train step")
     args = parser.parse_args()
+    if args.step:
+        print_step(args.package)
+        return
     rooms: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     functions = []
     for path in sorted(args.package.rglob("*.py")):

@@ -3,9 +3,11 @@
 
 from pathlib import Path
 
+from meshwright.declarations import Refused
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.plugins import PARTS
-from meshwright.runs.checks import REFUSED, TABLE, fields_of_runs, status_of
+from meshwright.runs.checks import REFUSED
+from meshwright.runs.fields import PATHS, declaration_of, fields_of_runs, status_of
 from meshwright.sharding.schedules import SCHEDULES, build_table
 from meshwright.update_rules import UPDATE_RULES
 from meshwright.views.draw import PipelineTimeline, standalone
@@ -55,7 +57,7 @@ def combinations() -> str:
 def fields() -> list[str]:
     """Returns the lines of the table of fields by path."""
     conditions = ("text", "full", "lora")  # of `train` itself
-    paths = [path for path in TABLE["paths"] if path not in conditions]
+    paths = [path for path in PATHS if path not in conditions]
     marks = {"honoured": "yes", "refused": "refused", "no effect": ""}
     rows: dict[tuple[str, ...], list[str]] = {}
     for field in fields_of_runs():
@@ -69,7 +71,7 @@ def fields() -> list[str]:
         "[your own model](wrap.md). Fields of a model are honoured everywhere. `parity` compares in float32, with the",
         "full batch at every step. A field that belongs to another (`training.virtual_stages` to a schedule) means",
         "something where that one is set; `text`, `full` and `lora` below are the objective and the methods of",
-        "fine-tuning. `runs/fields.toml` is this table, and tests change every field.",
+        "fine-tuning. Every field says so where it is declared, and tests change every field.",
         "",
         f"| field | {' | '.join(paths)} |",
         f"|---|{'---|' * len(paths)}",
@@ -78,10 +80,19 @@ def fields() -> list[str]:
         "Why a path refuses a field:",
         "",
     ]
-    for row in TABLE["refused"]:
-        names = ", ".join(f"`{pattern}`" for pattern in row["fields"].split())
-        lines.append(f"- **{', '.join(row['paths'])}**, {names}: {row['because']}.")
+    for refusal, names in refusals().items():
+        listed = ", ".join(f"`{name}`" for name in names)
+        lines.append(f"- **{', '.join(refusal.paths)}**, {listed}: {refusal.because}.")
     return lines
+
+
+def refusals() -> dict[Refused, list[str]]:
+    """Returns the fields that have each reason to be refused."""
+    found: dict[Refused, list[str]] = {}
+    for field in fields_of_runs():
+        for refusal in declaration_of(field).refusals:
+            found.setdefault(refusal, []).append(field)
+    return found
 
 
 if __name__ == "__main__":

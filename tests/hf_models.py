@@ -148,7 +148,10 @@ def load(folder: Path, mesh: str, run: Run | None = None) -> tuple[DeviceRun, An
     assert run.mesh is not None
     device_run = place_on_devices(run, build_mesh(run.mesh))
     params = load_params(
-        open_folder(f"hf:{folder}"), device_run.params, device_run.state_shardings.params, "float32"
+        open_folder(f"hf:{folder}"),
+        device_run.layout.params,
+        device_run.state_shardings.params,
+        "float32",
     )
     return device_run, params
 
@@ -164,7 +167,7 @@ def batch_of(device_run: DeviceRun) -> Batch:
 
 def build_logits(device_run: DeviceRun) -> Callable[[Any, Batch], jax.Array]:
     """The jitted `(params, batch) -> logits [B, T, V]` of all positions."""
-    placed, model = device_run.placed, device_run.local_model
+    placed, model = device_run, device_run.local_model
 
     class Logits(PipelineModel):
         def loss(self, params: Any, x: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -174,7 +177,7 @@ def build_logits(device_run: DeviceRun) -> Callable[[Any, Batch], jax.Array]:
             logits_BTV = jnp.einsum(
                 "btd,vd->btv", x_BTD, table_VD, preferred_element_type=jnp.float32
             )
-            return jnp.zeros(()), cap(logits_BTV, placed.spec.logit_softcap)
+            return jnp.zeros(()), cap(logits_BTV, placed.layout.spec.logit_softcap)
 
     def run(params: Any, batch: Batch) -> jax.Array:
         batch_M = jax.tree.map(lambda x: x[None], batch)
@@ -184,7 +187,7 @@ def build_logits(device_run: DeviceRun) -> Callable[[Any, Batch], jax.Array]:
         logits_BTV = pipeline.sums(placed.forward_table(1), params)
         return all_gather(all_gather(logits_BTV, VOCAB_AXES, 2), BATCH_AXES, 0)[..., :VOCAB]
 
-    specs = (param_specs(device_run.placements, "at_rest"), BATCH_SPEC)
+    specs = (param_specs(device_run.layout.placements, "at_rest"), BATCH_SPEC)
     return jax.jit(
         jax.shard_map(run, mesh=device_run.mesh, in_specs=specs, out_specs=P(), check_vma=False)
     )
@@ -199,7 +202,9 @@ def logits_of(folder: Path, mesh: str) -> np.ndarray:
 def _by_tensor(folder: Path, device_run: DeviceRun, tree: Any) -> dict[str, np.ndarray]:
     """A tree of the parameters' shape by the name of the stored tensor."""
     weights = open_folder(f"hf:{folder}")
-    by_layer = named_leaves(tree_map(rows_to_layers, device_run.params, jax.device_get(tree)))
+    by_layer = named_leaves(
+        tree_map(rows_to_layers, device_run.layout.params, jax.device_get(tree))
+    )
     found: dict[str, np.ndarray] = {}
     for path, p in weights.params.items():
         stored = weights.stored[path]
@@ -253,9 +258,11 @@ def steps_of(
 def decoder_of(folder: Path, mesh: str) -> Decoder:
     """Decoder of a folder's model in float32."""
     device_run, params = load(folder, mesh)
-    share = device_run.shape.over(BATCH_AXES)
+    share = device_run.layout.shape.over(BATCH_AXES)
     bucket = Bucket(
-        -(-BATCH // share) * share, 128 * device_run.shape.context, device_run.shape.context
+        -(-BATCH // share) * share,
+        128 * device_run.layout.shape.context,
+        device_run.layout.shape.context,
     )
     return Decoder(device_run, lay_out(device_run, params, "gathered"), bucket)
 

@@ -190,7 +190,9 @@ def test_saved_and_restored_bit_for_bit_on_another_mesh(
 def test_moments_in_bfloat16_are_refused_where_there_are_none() -> None:
     device_run = device_run_of(tiny_run(MODELS["llama"]))
     with pytest.raises(ConfigError, match="adamw, lion, muon, sgd"):
-        build_optimizer(Optimizer("adafactor", moment_dtype="bfloat16"), 10, device_run.params)
-    rule = build_optimizer(Optimizer(moment_dtype="bfloat16"), 10, device_run.params)
+        build_optimizer(
+            Optimizer("adafactor", moment_dtype="bfloat16"), 10, device_run.layout.params
+        )
+    rule = build_optimizer(Optimizer(moment_dtype="bfloat16"), 10, device_run.layout.params)
     adam: Any = jax.eval_shape(rule.init, device_run.abstract.params)
     assert adam[0].mu["embed"].dtype == jnp.bfloat16 and adam[0].nu["embed"].dtype == jnp.float32

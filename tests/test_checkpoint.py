@@ -395,9 +395,9 @@ def test_reordering_layers_takes_half_a_local_shard_of_memory(schedule: str, lay
     run = tiny_run(model, "stage=4,fsdp=2", pipeline_schedule=schedule, microbatches=4)
     device_run = device_run_of(run)
     rows = {f"params.{name}": x for name, x in named_leaves(device_run.abstract.params).items()}
-    in_order = abstract_in_layer_order(rows, device_run.params)
+    in_order = abstract_in_layer_order(rows, device_run.layout.params)
     permuted = {
-        name: p for name, p in named_leaves(device_run.params).items() if p.order is not None
+        name: p for name, p in named_leaves(device_run.layout.params).items() if p.order is not None
     }
     assert permuted
     for path, p in permuted.items():

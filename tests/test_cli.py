@@ -222,6 +222,9 @@ def test_train_reproduce_evaluate(tmp_path: Path) -> None:
         "tensorboard",
         f"{reporter}:Lines",
     ]
+    chosen = json.loads((out / "run.json").read_text())["chosen"]
+    assert chosen["training.steps"] == 6 and chosen["training.seed"] == 3
+    assert "training.remat" not in chosen and "vocab" not in str(chosen)
     lines = (out / "lines.txt").read_text().splitlines()
     assert [line.split()[0] for line in lines] == [
         "1",
@@ -243,6 +246,7 @@ def test_train_reproduce_evaluate(tmp_path: Path) -> None:
         and "--trust-code" in told.stderr
     )
     again = json.loads(meshwright(*rerun, "--trust-code"))
+    assert json.loads((tmp_path / "again" / "run.json").read_text())["chosen"] == chosen
     first, second = (
         (d / "metrics.jsonl").read_text().splitlines() for d in (out, tmp_path / "again")
     )

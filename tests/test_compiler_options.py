@@ -44,9 +44,7 @@ def device_run_with(*words: str) -> Any:
     device = SimpleNamespace(platform="tpu", device_kind="TPU v5p")
     mesh = SimpleNamespace(devices=SimpleNamespace(flat=[device]))
     machine = Machine("tpu", "v5p", kind="TPU v5p")
-    return dataclasses.replace(
-        device_run, mesh=mesh, settled=dataclasses.replace(device_run.settled, machine=machine)
-    )
+    return dataclasses.replace(device_run, mesh=mesh, machine=machine)  # type: ignore[arg-type]
 
 
 def test_refused_options_of_the_chip_are_left_out_and_those_of_the_run_are_an_error(
@@ -58,7 +56,12 @@ def test_refused_options_of_the_chip_are_left_out_and_those_of_the_run_are_an_er
     )
     device_run = device_run_with("auto")
     assert device_run.refused_compiler_options == (refused,)
-    assert refused not in device_run.compiler_options() and len(device_run.compiler_options()) > 1
+    assert (
+        refused not in device_run.accepted_compiler_options()
+        and len(device_run.accepted_compiler_options()) > 1
+    )
     with pytest.raises(ConfigError, match="has no such option"):
-        device_run_with("auto", f"{refused}=1").compiler_options()
-    assert device_run_of(tiny_run(MODELS["llama"], "data=1")).compiler_options() == {}  # simulated
+        device_run_with("auto", f"{refused}=1").accepted_compiler_options()
+    assert (
+        device_run_of(tiny_run(MODELS["llama"], "data=1")).accepted_compiler_options() == {}
+    )  # simulated

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from meshwright.cli import verbs
 from meshwright.cli.main import VERBS, run
 from meshwright.cli.parse import Option, options_of
 from meshwright.errors import MeshwrightError
+from meshwright.ranges import number_in
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run_file import write_run
 
@@ -138,10 +138,9 @@ def is_in_range(word: str, option: Option) -> bool:
     kind = option.numbers
     if kind is None:  # a count such as 4M
         return word == str(2**40) or (word == "1e30" and option.metavar == "DOLLARS")
-    while typing.get_origin(kind) is not typing.Annotated:
-        kind = next(arm for arm in typing.get_args(kind) if arm not in (types.NoneType, ...))
+    number = number_in(kind)
     try:
-        msgspec.convert(typing.get_args(kind)[0](word), kind)
+        msgspec.convert(typing.get_args(number)[0](word), number)
     except (ValueError, OverflowError):
         return False
     return True

@@ -49,7 +49,7 @@ from meshwright.planner.traffic import movements
 from meshwright.planner.work import work_of
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.recipe import find_recipe
-from meshwright.runs.settle import Settled
+from meshwright.runs.settle import settle
 from meshwright.sharding.params import count_params
 from meshwright.sharding.sequence import split_sequence
 from meshwright.step.train_step import CompiledTrainStep
@@ -414,7 +414,7 @@ def test_a_token_crosses_to_a_node_once_where_that_is_faster(
         run, mesh=shape, training=dataclasses.replace(run.training, batch=512, microbatches=1)
     )
     placed = place_run(run, shape)
-    settled = Settled(placed, machine_of_target(where, shape))
+    settled = settle(placed, machine_of_target(where, shape))
     assert settled.expert_nodes == nodes
     work, mapping = work_of(placed), map_axes(shape, where)
     sent = {
@@ -422,7 +422,10 @@ def test_a_token_crosses_to_a_node_once_where_that_is_faster(
         for m in movements(settled, work, frozenset())
         if m.purpose == "tokens to experts" and (path := mapping.route(m.axes))
     }
-    spec, n = next(layer.experts for layer in placed.spec.layers if layer.experts), shape.expert
+    spec, n = (
+        next(layer.experts for layer in placed.layout.spec.layers if layer.experts),
+        shape.expert,
+    )
     if 1 < nodes < n:
         assert sent == {
             f"expert between {nodes}": (pytest.approx(spec.mean_nodes(nodes)), "network", nodes),
@@ -461,7 +464,7 @@ def test_folded_experts_send_a_device_s_own_part_of_the_sequence(
     placed = place_run(
         dataclasses.replace(run, mesh=shape, training=training, layout="folded"), shape
     )
-    settled = Settled(placed, machine_of_target(where, shape))
+    settled = settle(placed, machine_of_target(where, shape))
     assert settled.expert_nodes == nodes
     own, mapping = 64 * 4096 / where.devices, map_axes(shape, where)
     traffic = movements(settled, work_of(placed), frozenset())
@@ -514,7 +517,7 @@ def test_rows_travel_in_pieces_of_the_batch_where_that_is_faster(
     )
     training = dataclasses.replace(run.training, **{"seq": 4096, "microbatches": 1, **changes})
     machine = machine_of_target(parse_target(target), shape)
-    settled = Settled(
+    settled = settle(
         place_run(dataclasses.replace(run, mesh=shape, training=training), shape), machine
     )
     assert settled.exchange_pieces == pieces
@@ -532,7 +535,7 @@ def test_rows_travel_in_pieces_of_the_batch_where_that_is_faster(
     ]:
         own = dataclasses.replace(training, compiler_options=words)
         placed = place_run(dataclasses.replace(run, mesh=mesh, training=own), mesh)
-        other = Settled(placed, machine_of_target(parse_target(target), mesh))
+        other = settle(placed, machine_of_target(parse_target(target), mesh))
         assert other.scheduled_by_price == by_price and other.exchange_pieces == 1
 
 

@@ -1,10 +1,11 @@
-"""Every field of a run on every path: it changes what the path computes, is refused, or has no meaning there."""
+"""Every field of a run: it changes what its declaration says, and nothing else, and is refused where it says so."""
 
+import contextlib
 import dataclasses
-import fnmatch
 import functools
 import json
 import re
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import MODELS, device_run_of, tiny_run
+from tiny_runs import DEEPSEEK, MODELS, device_run_of, tiny_run
 
 import meshwright as mw
 from meshwright.config import Data, Faults, MeshShape, Optimizer
+from meshwright.data.feed import build_stream, held_out_order
+from meshwright.declarations import RESULTS, Changes, Result, declarations_of
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.fine_tuning import FineTune
 from meshwright.hardware.machine import Machine
 from meshwright.hardware.targets import parse_target
 from meshwright.models.kernels.choose import GroupedMatmul
 from meshwright.planner.search import price_run
-from meshwright.runs import checks
+from meshwright.ranges import ranges_of
+from meshwright.runs import fields
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
-from meshwright.runs.settle import Settled
+from meshwright.runs.settle import settle
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.step.train_step import build_eval_step, build_train_step
 from meshwright.storage.tiers import LocalCheckpoints
@@ -34,110 +38,93 @@ from meshwright.trainer import loop, parity, prepare
 
 MESH, CROSSING = "data=2,fsdp=2,tensor=2", "data=2*1,fsdp=2,tensor=2"
 LORA = FineTune(method="lora", rank=4, targets=("query",))
+PREFERENCES: dict[str, Any] = {"finetune": FineTune(objective="preferences"), "z_loss": 0.0}
+ANSWERS: dict[str, Any] = {"finetune": FineTune(objective="answers"), "seq": 32}
 GROUPED = GroupedMatmul(
     "doubled",
     lambda rows, weights, counts: tuple(2 * jax.lax.ragged_dot(rows, w, counts) for w in weights),
 )
 STAGES: dict[str, Any] = {"mesh": "stage=2,data=2,tensor=2", "microbatches": 4, "layers": 4}
 WIDE: dict[str, Any] = {"vocab": 4096, "batch": 64, "seq": 64}
-LOCAL = LocalCheckpoints(path="local", every=5)
+LOCAL: dict[str, Any] = {"local_checkpoints": LocalCheckpoints(path="local", every=5)}
+EXPERTS: dict[str, Any] = {"family": "deepseek-like", "mesh": "fsdp=2,expert=2,tensor=2"}
 
-# Field -> another value, and what the run needs besides for the field to mean something.
-CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
+# Fields whose other value is not the next choice of their type, or that mean something only with others: the value, and
+# what the run has besides.
+ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mesh.stage": (2, {"mesh": "data=2", "microbatches": 2}),
     "mesh.data": (2, {"mesh": "fsdp=2"}),
     "mesh.fsdp": (2, {"mesh": "data=2"}),
     "mesh.expert": (2, {"mesh": "data=2"}),
     "mesh.context": (2, {"mesh": "data=2"}),
     "mesh.tensor": (2, {"mesh": "data=2"}),
-    "mesh.slices": (2, {}),
     "mesh.dcn_axis": ("fsdp", {"mesh": CROSSING}),
     "layout": ("zero1", {}),
-    "fsdp_min_size": (10**6, {}),
     "reporters": (("nowhere",), {}),
     "init_from": ("runs/other", {}),
     "name": ("other", {}),
-    "training.steps": (40, {}),
-    "training.batch": (32, {}),
     "training.batch_ramp": (("2=8",), {}),
-    "training.seq": (32, {}),
     "training.microbatches": (2, {}),
     "training.pipeline_schedule": ("gpipe", STAGES),
     "training.virtual_stages": (1, {**STAGES, "pipeline_schedule": "circular"}),
-    "training.seed": (1, {}),
-    "training.param_dtype": ("bfloat16", {}),
     "training.param_rounding": ("stochastic", {"param_dtype": "bfloat16"}),
-    "training.compute_dtype": ("bfloat16", {}),
-    "training.reduce_dtype": ("bfloat16", {}),
     "training.matmul_precision": ("int8", {}),
-    "training.remat": ("none", {}),
     "training.stage_saves": ("layers", STAGES),
     "training.saved_layers": (1, {}),
     "training.context_strategy": ("all_gather", {"mesh": "context=2,fsdp=2,tensor=2"}),
-    "training.gather_ahead": ("layer", {}),
     "training.tensor_strategy": ("gather", {"tensor_strategy": "ring"}),
     "training.attention_kernel": ("reference", {"attention_kernel": "blocked", "seq": 1024}),
     "training.grouped_matmul": (GROUPED, {"family": "mixtral"}),
     "training.attention_block": (128, {"head_size": 128, "seq": 512}),
     "training.compiler_options": (("xla_some_option=1",), {}),
-    "training.deterministic": (True, {}),
-    "training.unroll": (2, {}),
-    "training.dropout": (0.2, {}),
-    "training.z_loss": (2e-3, {}),
     "training.logits_mib": (1, WIDE),
-    "training.log_every": (5, {}),
-    "training.eval_every": (5, {}),
-    "training.eval_samples": (8, {}),
-    "training.save_every": (5, {}),
     "training.max_to_keep": (1, {"save_every": 5}),
     "optimizer.name": ("lion", {}),
-    "optimizer.learning_rate": (1e-3, {}),
     "optimizer.lr_schedule": ("linear", {}),
-    "optimizer.warmup_steps": (5, {}),
-    "optimizer.final_lr_fraction": (0.2, {}),
-    "optimizer.beta1": (0.8, {}),
-    "optimizer.beta2": (0.9, {}),
-    "optimizer.epsilon": (1e-6, {}),
-    "optimizer.weight_decay": (0.2, {}),
-    "optimizer.grad_clip_norm": (0.5, {}),
-    "optimizer.moment_dtype": ("bfloat16", {}),
     "optimizer.lr_groups": (("embed=0.5",), {}),
     "optimizer.muon_heads": ("together", {"optimizer": Optimizer("muon")}),
     "data.paths": (("other.txt",), {}),
     "data.tokenizer": ("chars", {}),
-    "data.other_tokenizer": (True, {}),
+    "data.other_tokenizer": (True, {"init_from": "runs/other"}),
     "data.text_field": ("body", {}),
     "data.held_out": (0.5, {}),
-    "data.prompt": ("A", {}),
-    "data.sample": (4, {}),
+    "data.prompt": ("A", {"data": Data(sample=3)}),
     "data.sample_every": (5, {"data": Data(sample=3)}),
     "faults.bad_records": (0.1, {}),
     "faults.bad_step": ("skip", {"bad": 2}),
     "faults.spike": (5.0, {}),
     "faults.most_skipped": (2, {"bad": 3, "faults": Faults(bad_step="skip")}),
-    "faults.check_every": (2, {}),
-    "local_checkpoints.path": ("elsewhere", {"local_checkpoints": LOCAL}),
-    "local_checkpoints.every": (4, {"local_checkpoints": LOCAL}),
-    "local_checkpoints.max_to_keep": (3, {"local_checkpoints": LOCAL}),
+    "local_checkpoints.path": ("elsewhere", LOCAL),
+    "local_checkpoints.every": (4, LOCAL),
+    "local_checkpoints.max_to_keep": (3, LOCAL),
     "finetune.method": ("lora", {}),
     "finetune.objective": ("preferences", {"z_loss": 0.0}),
     "finetune.rank": (8, {"finetune": LORA}),
     "finetune.alpha": (16.0, {"finetune": LORA}),
     "finetune.targets": (("key",), {"finetune": LORA}),
     "finetune.base": ("int8", {"finetune": LORA}),
-    "finetune.beta": (0.2, {"finetune": FineTune(objective="preferences"), "z_loss": 0.0}),
-    "finetune.template": ("chat.jinja", {}),
-    "finetune.too_long": ("drop", {}),
+    "finetune.beta": (0.2, PREFERENCES),
+    "finetune.template": ("chatml", {**ANSWERS, "seq": 64}),
+    "finetune.too_long": ("drop", ANSWERS),
+    "model.expert_buffer_factor": (1.5, EXPERTS),
+    "model.aux_loss_weight": (0.002, EXPERTS),
+    "model.router_z_loss_weight": (0.002, EXPERTS),
+    "model.bias_update_rate": (0.02, EXPERTS),
+    "model.expert_exchange": ("fp8", EXPERTS),
+    "model.mtp_weight": (0.5, {"family": "mtp"}),
+    "fsdp_min_size": (10**6, {}),
+    "mesh.slices": (2, {}),
+    "training.gather_ahead": ("layer", {}),
 }
+WITH_MTP = dataclasses.replace(DEEPSEEK, mtp_depth=1)
 
 
 def base_run(changes: dict[str, Any]) -> Run:
     rest = {name: value for name, value in changes.items() if name != "bad"}
-    model: Any = MODELS[rest.pop("family", "llama")]
-    model = dataclasses.replace(
-        model, **{n: rest.pop(n) for n in ("layers", "vocab", "head_size") if n in rest}
-    )
-    return tiny_run(model, rest.pop("mesh", MESH), **rest)
+    family = rest.pop("family", "llama")
+    model: Any = WITH_MTP if family == "mtp" else MODELS[family]
+    sizes = {name: rest.pop(name) for name in ("layers", "vocab", "head_size") if name in rest}
+    return tiny_run(dataclasses.replace(model, **sizes), rest.pop("mesh", MESH), **rest)
 
 
 def changed(run: Run, field: str, value: Any) -> Run:
@@ -149,23 +136,71 @@ def changed(run: Run, field: str, value: Any) -> Run:
     )
 
 
+def value_in(run: Run, field: str) -> Any:
+    for name in field.split("."):
+        run = getattr(run, name)
+    return run
+
+
+def declared(run: Run, field: str) -> Changes:
+    part, _, name = field.rpartition(".")
+    owner = type(getattr(run, part) if part else run)
+    found = declarations_of(owner)[name].changes
+    assert found is not None, f"{field} does not say what it changes: {', '.join(RESULTS)}"
+    return found
+
+
+def other_value(run: Run, field: str) -> Any:
+    """Another value of a field: the next choice of its type, or a number near it."""
+    part, _, name = field.rpartition(".")
+    owner = type(getattr(run, part) if part else run)
+    value = value_in(run, field)
+    hint = typing.get_type_hints(owner)[name]
+    choices = [word for word in typing.get_args(hint) if word not in ("auto", value)]
+    if typing.get_origin(hint) is typing.Literal:
+        return choices[0]
+    if isinstance(value, bool):
+        return not value
+    assert name in ranges_of(owner), f"{field}: give another value in ROWS"
+    if isinstance(value, float):
+        return value / 2 or 0.25
+    return 2 * value if value else 3
+
+
+def row_of(field: str) -> tuple[Any, dict[str, Any]]:
+    """Another value of a field, and what a run has besides."""
+    if field in ROWS:
+        return ROWS[field]
+    return other_value(base_run({}), field), {}
+
+
+def with_default(run: Run, field: str) -> Run:
+    """The run with a field at its default: 0 may leave out what 1 and 2 have in common."""
+    default = fields.fields_of_runs().get(field)
+    if default is None:
+        return run
+    with contextlib.suppress(ConfigError):  # another field asks for another value
+        return changed(run, field, default)
+    return run
+
+
 def text_of(program: Any) -> str:
     return re.sub(r"0x[0-9a-f]+", "", str(program))
 
 
-def outcome(result: Callable[[Run], Any], run: Run) -> Any:
+def outcome(result: Callable[..., Any], run: Run, *given: Any) -> Any:
     """What a path makes of a run, or its refusal."""
     try:
-        return result(run)
+        return result(run, *given)
     except MeshwrightError as error:
         return str(error)
 
 
 def on_tpu(run: Run) -> tuple[Any, str]:
     """Options of a TPU's compiler, and the TPU's attention kernel where heads are of a size that it takes."""
-    settled = Settled(place_run(run), Machine("tpu", "v5p", installed=True, kind="TPU v5p"))
+    settled = settle(place_run(run), Machine("tpu", "v5p", installed=True, kind="TPU v5p"))
     if getattr(run.model, "head_size", None) != 128 or run.mesh != MeshShape.parse(MESH):
-        gpu = Settled(place_run(run), Machine("gpu", "h100", installed=True, kind="NVIDIA H100"))
+        gpu = settle(place_run(run), Machine("gpu", "h100", installed=True, kind="NVIDIA H100"))
         return (settled.compiler_options, gpu.compiler_options), ""
     x, segments = (
         jax.ShapeDtypeStruct((1, 512, 2, 128), jnp.bfloat16),
@@ -186,20 +221,172 @@ def train_program(run: Run) -> Any:
 
 def eval_program(run: Run) -> Any:
     device_run = device_run_of(run)
-    lowered = build_eval_step(device_run).lower(
-        device_run.abstract.params, device_run.abstract_batch
-    )
+    step = build_eval_step(device_run)
+    lowered = step.lower(device_run.abstract.params, device_run.abstract_batch)
     return text_of(lowered.as_text()), on_tpu(run)
-
-
-def parity_program(run: Run) -> Any:
-    return train_program(parity._in_float32(run, MeshShape(), 5))
 
 
 def plans(run: Run) -> list[str]:
     return [
         str(price_run(run, parse_target(target)).estimate) for target in ("h100:8", "v5p:2x2x2")
     ]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Files by name: text, one with a damaged line, answers, one with an answer that is too long, and messages."""
+    folder = tmp_path_factory.mktemp("texts")
+    lines = [
+        {"text": f"{i} a line of text. " * 9, "body": f"{i} the other body. " * 9}
+        for i in range(120)
+    ]
+    asked = [{"prompt": f"{i}?", "completion": "12345"[: 1 + i % 5]} for i in range(40)]
+    too_long = {"prompt": "?" * 60, "completion": "yes"}
+    said = [
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": str(i)}]}
+        for i in range(40)
+    ]
+    records = {
+        "text": lines,
+        "other": lines[::-1],
+        "chat": asked,
+        "long": [*asked, too_long],
+        "messages": said,
+    }
+    files = {name: folder / f"{name}.jsonl" for name in (*records, "broken")}
+    for name, rows in records.items():
+        files[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files["broken"].write_text(files["text"].read_text() + "{\n")
+    return {name: str(file) for name, file in files.items()}
+
+
+def on_text(field: str, base: dict[str, Any], texts: dict[str, str]) -> Run:
+    """A run of the row on one of the files."""
+    name = "text"
+    if field == "faults.bad_records":
+        name = "broken"
+    if base.get("finetune", FineTune()).objective == "answers":
+        name = {"finetune.too_long": "long", "finetune.template": "messages"}.get(field, "chat")
+    data = dataclasses.replace(
+        base.get("data", Data(sample=0)), paths=(texts[name],), tokenizer="bytes", held_out=0.3
+    )
+    run = base_run({"eval_samples": 4, **base, "data": data})
+    return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=None))
+
+
+def data_read(run: Run, cache: Path) -> Any:
+    """The first samples of training in their order."""
+    prepared = prepare.prepare_run(run, cache=cache)
+    assert isinstance(prepared, prepare.PreparedRun)
+    weights = list(prepared.corpus.weights)
+    stream = build_stream(list(prepared.train), weights, run.training.seed)
+    return [(name, array.tolist()) for i in range(4) for name, array in stream[i].items()]
+
+
+def data_evaluated(run: Run, cache: Path) -> Any:
+    """The held-out samples. A run that is evaluated has the tokenizer of its folder, whatever the field says."""
+    run = changed(run, "data.tokenizer", "bytes")
+    prepared = prepare.prepare_run(run, cache=cache)
+    assert isinstance(prepared, prepare.PreparedRun)
+    order = held_out_order(list(prepared.held_out), run.training.eval_samples)
+    return [(name, x.tolist()) for part, i in order for name, x in part[i].items()]
+
+
+MEASURES: dict[Result, Callable[[Run], Any]] = {
+    "program": train_program,
+    "evaluation": eval_program,
+    "plan": plans,
+}
+TEXTS: dict[Result, Callable[..., Any]] = {"data": data_read, "evaluation": data_evaluated}
+NAMED = {"data.paths": "other"}
+"""Fields whose other value is one of the files."""
+known: dict[tuple[str, str], Any] = {}
+"""Results of the runs from which rows change one field."""
+
+
+def result_of(measure: Callable[..., Any], run: Run, *given: Any) -> Any:
+    """The result of a run, kept for other rows; or its refusal."""
+    key = (measure.__name__, repr(run))
+    if key not in known:
+        known[key] = outcome(measure, run, *given)
+    return known[key]
+
+
+def differs(measure: Callable[..., Any], run: Run, others: list[Run], *given: Any) -> bool:
+    """Whether any of the runs has another result than the first."""
+    before = result_of(measure, run, *given)
+    return any(outcome(measure, other, *given) != before for other in others)
+
+
+FIELDS = [*fields.fields_of_runs(), *(field for field in ROWS if field.startswith("model."))]
+
+
+def do_change(result: Result, together: list[str], texts: dict[str, str], cache: Path) -> bool:
+    """Whether a result is another when the fields, of rows with one base, all have another value."""
+    base = row_of(together[0])[1]
+    if result != "data":
+        run = base_run(base)
+        other = at_default = run
+        for field in together:
+            other = changed(other, field, row_of(field)[0])
+            at_default = with_default(at_default, field)
+        if differs(MEASURES[result], run, [other, at_default]):
+            return True
+    if result in TEXTS:
+        run = other = on_text(together[0], base, texts)
+        for field in together:
+            value = texts.get(NAMED.get(field, ""), row_of(field)[0])
+            other = changed(other, field, value)
+        return differs(TEXTS[result], run, [other], cache)
+    return False
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_changes_what_it_declares(field: str, texts: dict[str, str], cache: Path) -> None:
+    """`loop` has a test of its own."""
+    for result in declared(base_run(row_of(field)[1]), field).results - {"loop"}:
+        assert do_change(result, [field], texts, cache), f"{field} does not change {result!r}"
+
+
+def check_silence(result: Result, quiet: list[str], texts: dict[str, str], cache: Path) -> None:
+    """Fails with the names of those fields that change a result. Those with one base are changed together."""
+    by_base: dict[str, list[str]] = {}
+    for field in quiet:
+        by_base.setdefault(repr(row_of(field)[1]), []).append(field)
+    for together in by_base.values():
+        if do_change(result, together, texts, cache):
+            found = [field for field in together if do_change(result, [field], texts, cache)]
+            # Fields that do not go together are refused together, and change nothing alone.
+            assert not found, f"{result!r} is changed by {found}: declare it"
+
+
+@pytest.mark.parametrize("result", [result for result in RESULTS if result != "loop"])
+def test_no_field_changes_what_it_does_not_declare(
+    result: Result, texts: dict[str, str], cache: Path
+) -> None:
+    quiet = [f for f in FIELDS if result not in declared(base_run(row_of(f)[1]), f).results]
+    check_silence(result, quiet, texts, cache)
+
+
+def test_a_wrong_declaration_is_found(texts: dict[str, str], cache: Path) -> None:
+    """A weight of the loss is easily thought to change no evaluation: above 0 it adds a metric to it."""
+    quiet = ["training.dropout", "training.z_loss", "optimizer.beta1"]
+    with pytest.raises(AssertionError, match=r"'evaluation' .* \['training.z_loss'\]"):
+        check_silence("evaluation", quiet, texts, cache)
+
+
+def test_parity_keeps_what_it_does_not_set() -> None:
+    """A field is either the run's own on both sides of a comparison, or another value of it changes neither."""
+    for field in fields.fields_of_runs():
+        value, base = row_of(field)
+        run = base_run(base)
+        stated = declared(run, field)
+        if stated.results & {"program"}:
+            both = [
+                parity._in_float32(each, MeshShape(), 5)
+                for each in (run, changed(run, field, value))
+            ]
+            assert (both[0] != both[1]) == stated.parity, field
 
 
 def preferring(base: dict[str, Any]) -> Run:
@@ -212,15 +399,20 @@ def squares(params: Any, batch: Any) -> jax.Array:
     return jnp.mean((batch["x"] @ params["w"] @ params["v"]) ** 2)
 
 
-def wrapped(base: dict[str, Any]) -> Run:
-    """A run of a model of one's own, with what the row's base has that means something to it."""
+@functools.cache
+def wrapped_model() -> Any:
     params = {"w": np.ones((64, 128), np.float32), "v": np.ones((128, 64), np.float32)}
-    model = mw.wrap(
+    return mw.wrap(
         params,
         squares,
         lambda step: {"x": np.ones((16, 64), np.float32)},
         rules={"w": (None, "tensor")},
     )
+
+
+def wrapped(base: dict[str, Any]) -> Run:
+    """A run of a model of one's own, with what the row's base has that means something to it."""
+    model = wrapped_model()
     names = ("param_dtype", "save_every", "optimizer", "faults", "local_checkpoints")
     mesh = {"fsdp=2": "fsdp=2", "data=2": "data=2", CROSSING: "data=2*1,fsdp=4"}.get(
         base.get("mesh", ""), "data=2,fsdp=2"
@@ -229,50 +421,53 @@ def wrapped(base: dict[str, Any]) -> Run:
     return dataclasses.replace(run, fsdp_min_size=64)
 
 
-PROGRAMS: dict[str, tuple[Callable[[Run], Any], Callable[[dict[str, Any]], Run]]] = {
-    "train": (train_program, base_run),
-    "prove": (train_program, base_run),
-    "evaluate": (eval_program, base_run),
-    "preferences": (train_program, preferring),
-    "parity": (parity_program, base_run),
-    "wrap": (train_program, wrapped),
-    "plan": (plans, base_run),
+KINDS_OF_RUNS: dict[str, Callable[[dict[str, Any]], Run]] = {
+    "wrap": wrapped,
+    "preferences": preferring,
 }
 
 
 def in_program(path: str) -> list[str]:
-    """Fields that are honoured by the program of a path (or its plan), not by what goes around it."""
-    around = "{loop} {text}" if path != "plan" else ""
+    """Fields that change the train step of a kind of run."""
     return [
-        f
-        for f in CHANGES
-        if checks.status_of(path, f) == "honoured" and not checks.named(around, f)
+        field
+        for field in fields.fields_of_runs()
+        if fields.status_of(path, field) == "honoured"
+        and "program" in declared(base_run({}), field).results
+        and (path, field) != ("preferences", "finetune.objective")  # which it is already
     ]
 
 
-def test_every_field_has_a_row_and_every_pattern_a_field() -> None:
-    fields = checks.fields_of_runs()
-    assert sorted(CHANGES) == sorted(fields)
-    groups, rows = checks.TABLE["groups"], checks.TABLE["refused"]
-    named = [
-        *groups.values(),
-        *checks.TABLE["no_effect"].values(),
-        *(row["fields"] for row in rows),
-    ]
-    assert (
-        {path for row in rows for path in row["paths"]}
-        <= checks.TABLE["paths"].keys()
-        >= checks.TABLE["no_effect"].keys()
-    )
-    for pattern in " ".join(named).format(**groups).split():
-        assert fnmatch.filter(fields, pattern), pattern
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        pytest.param(path, field, marks=[pytest.mark.long] if path == "preferences" else [])
+        for path in KINDS_OF_RUNS
+        for field in in_program(path)
+    ],
+)
+def test_the_step_of_another_kind_of_run_changes_with_its_fields(path: str, field: str) -> None:
+    value, base = row_of(field)
+    run = KINDS_OF_RUNS[path](base)
+    assert differs(train_program, run, [changed(run, field, value)])
+
+
+def test_every_row_and_every_path_is_one_that_there_is() -> None:
+    known_fields = fields.fields_of_runs()
+    for field in known_fields:
+        assert set(fields.declaration_of(field).changes.results) <= RESULTS.keys()
+        for refusal in fields.declaration_of(field).refusals:
+            assert set(refusal.paths) <= fields.PATHS.keys()
+        assert fields.declaration_of(field).changes.needs in ("", *known_fields)
+    assert {field for field in ROWS if not field.startswith("model.")} <= known_fields.keys()
 
 
 @pytest.mark.parametrize("path", ["full", "lora", "text", "answers", "preferences", "wrap"])
 def test_refused_fields_are_refused_with_the_reason(path: str) -> None:
-    """And no other is, by the same table."""
+    """And no other is, by the same declarations."""
     chosen = "finetune.method" if path in ("full", "lora") else "finetune.objective"
-    for field, (value, base) in CHANGES.items():
+    for field in fields.fields_of_runs():
+        value, base = row_of(field)
         if path == "wrap":
             run = wrapped(base)
         elif field == chosen:
@@ -282,35 +477,11 @@ def test_refused_fields_are_refused_with_the_reason(path: str) -> None:
             run = changed(base_run({**base, **plain}), chosen, path)
         run = changed(run, field, value)
         assert run.mesh is not None
-        if checks.status_of(path, field) == "refused":
+        if fields.status_of(path, field) == "refused":
             with pytest.raises(ConfigError, match=r"(?s)with .*because.*fix"):
                 place_run(run)
         elif run.mesh.stage == 1:
-            checks.check_fields(path, run, run.mesh)
-
-
-@pytest.mark.parametrize("path", PROGRAMS)
-def test_what_a_path_computes_changes_with_its_fields_and_with_no_other(path: str) -> None:
-    result, base_of = PROGRAMS[path]
-    honoured = in_program(path)
-    known: dict[str, Any] = {}
-    for field in honoured:
-        value, base = CHANGES[field]
-        if path == "preferences" and field == "finetune.objective":  # which it is already
-            continue
-        run = base_of(base)
-        before = known.setdefault(str(base), outcome(result, run))
-        assert before != outcome(result, changed(run, field, value)), (
-            f"{field} changes nothing for {path}"
-        )
-    run = base_of({})
-    for field, (value, base) in CHANGES.items():
-        refused = any(
-            checks.status_of(where, field) == "refused" for where in (path, "text", "full")
-        )
-        if not refused and field not in honoured and not base:
-            run = changed(run, field, value)
-    assert result(run) == result(base_of({}))
+            fields.check_fields(path, run, run.mesh)
 
 
 STEPS = 24
@@ -319,19 +490,8 @@ STEPS = 24
 @pytest.fixture
 def around(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory, cache: Path
-) -> Callable[..., Any]:
+) -> Callable[[Run, int], Any]:
     """Runs the loop with a step that computes nothing; returns what it read, wrote, evaluated and sampled."""
-    data = tmp_path_factory.mktemp("data")
-    lines = [
-        {"text": f"{i} a line of text. " * 9, "body": f"{i} the other body. " * 9}
-        for i in range(120)
-    ]
-    for name, given in {"text": lines, "other": lines[::-1]}.items():
-        (data / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in given))
-    (data / "broken.jsonl").write_text((data / "text.jsonl").read_text() + "{\n")
-    asked = [{"prompt": f"{i}?", "completion": "12345"[: 1 + i % 5]} for i in range(40)]
-    asked.append({"prompt": "?" * 60, "completion": "yes"})
-    (data / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
 
     def zeros(self: DeviceRun) -> State:
         state: State = jax.tree.map(
@@ -349,7 +509,7 @@ def around(
         prepare, "write_sample", lambda run, _, __, count, *___: f"{run.run.data.prompt}{count}"
     )
 
-    def run_loop(run: Run, bad: int = 0) -> Any:
+    def run_loop(run: Run, bad: int) -> Any:
         out, taken, seen = tmp_path_factory.mktemp("loop"), list[int](), set[str]()
         monkeypatch.chdir(out)
 
@@ -391,38 +551,23 @@ def around(
         seen.update(str(file.relative_to(out)) for file in out.rglob("[0-9]*/manifest"))
         return ended, kept, {re.sub(r"loop\d+", "", file) for file in seen}, samples, taken
 
-    def run_of(field: str, base: dict[str, Any]) -> Run:
-        name = (
-            "broken" if field == "faults.bad_records" else "chat" if "finetune" in base else "text"
-        )
-        texts = base.get("data", Data(sample=0))
-        texts = dataclasses.replace(
-            texts, paths=(str(data / f"{name}.jsonl"),), tokenizer="bytes", held_out=0.3
-        )
-        run = base_run(
-            {"mesh": "data=1", "steps": STEPS, "batch": 2, "eval_samples": 4, **base, "data": texts}
-        )
-        return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=None))
-
-    run_loop.run_of, run_loop.other = run_of, str(data / "other.jsonl")  # type: ignore[attr-defined]
     return run_loop
 
 
-def test_what_goes_around_the_step_changes_with_its_fields(around: Any) -> None:
-    """Data, evaluation, samples, checkpoints, faults, metrics."""
-    known: dict[str, Any] = {}
-    chat = {"finetune": FineTune(objective="answers"), "seq": 32}
-    asked = {"data.held_out": 0.5, "data.paths": (around.other,)}
-    bases = {f"finetune.{name}": chat for name in ("template", "too_long")} | {
-        "data.prompt": {"data": Data(sample=3)}
-    }
-    for field, (given, needs) in CHANGES.items():
-        if not checks.named("{loop} {text}", field) or field == "name":  # of the folder's default
-            continue
-        base = bases.get(field, {n: x for n, x in needs.items() if n != "finetune"})
-        run = around.run_of(field, base)
-        before = known.setdefault(
-            f"{base}{'bad_records' in field}", around(run, base.get("bad", 0))
-        )
-        after = around(changed(run, field, asked.get(field, given)), base.get("bad", 0))
-        assert before != after, f"{field} changes nothing in training"
+LOOP = [f for f in fields.fields_of_runs() if "loop" in declared(base_run({}), f).results]
+LOOP.remove("name")  # of the default folder, which the test does not use
+LOOP.remove(
+    "data.other_tokenizer"
+)  # of weights that were trained (tests/test_tokens_of_weights.py)
+
+
+@pytest.mark.parametrize("field", LOOP)
+def test_what_goes_around_the_step_changes_with_its_fields(
+    field: str, around: Callable[[Run, int], Any], texts: dict[str, str]
+) -> None:
+    """Initial weights, evaluations, samples, checkpoints, faults, metrics."""
+    value, base = row_of(field)
+    small = {"mesh": "data=1", "steps": STEPS, "batch": 2}
+    run = on_text(field, {**small, **base}, texts)
+    bad = base.get("bad", 0)
+    assert around(run, bad) != around(changed(run, field, value), bad)

@@ -55,7 +55,7 @@ from meshwright.runs.placed_run import place_run
 from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
-from meshwright.runs.settle import Settled
+from meshwright.runs.settle import settle
 from meshwright.sharding.params import Tree, named_leaves
 from meshwright.sharding.placement import axes_of
 from meshwright.step.device_run import DeviceRun
@@ -226,7 +226,7 @@ def test_nothing_but_adapters_changes_or_has_a_state() -> None:
         path for path in before if f".{ADAPTERS}." in path
     }
     placed = device_run_of(run)
-    adapters = [p for path, p in named_leaves(placed.params).items() if ADAPTERS in path]
+    adapters = [p for path, p in named_leaves(placed.layout.params).items() if ADAPTERS in path]
     state = [x for x in jax.tree.leaves(placed.abstract.optimizer) if x.ndim > 1]
     assert sum(x.size for x in state) == 2 * sum(p.size for p in adapters)
 
@@ -597,7 +597,7 @@ def test_the_plan_counts_what_is_frozen_in_its_type_and_nothing_else_of_it(base:
     tuning = FineTune(method="lora", base=base)  # type: ignore[arg-type]
     run = mw.recipe("llama3-8b", vocab=128256, batch=8, seq=512, mesh="fsdp=8", remat="full")
     placed = place_run(dataclasses.replace(run, finetune=tuning))
-    memory = memory_by_category(Settled(placed, Machine("cpu")), work_of(placed), 1.0)
+    memory = memory_by_category(settle(placed, Machine("cpu")), work_of(placed), 1.0)
     matrices = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336)
     adapters = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
     expected = (matrices * BYTES[base] + 2 * 128256 * 4096 * 2 + 4 * adapters) / 8
@@ -611,10 +611,10 @@ def test_a_compiled_step_holds_what_is_planned_of_frozen_weights_and_adapters(ba
     tuning = FineTune(method="lora", base=base, rank=2)  # type: ignore[arg-type]
     run = tiny_run(MODELS["llama"], "data=2,fsdp=2,tensor=2", finetune=tuning, dropout=0.0)
     device_run = device_run_of(run)
-    census, placed = census_of_train_step(device_run), device_run.placed
+    census, placed = census_of_train_step(device_run), device_run
     compiled, planned = (
         census.memory.by_category(),
-        memory_by_category(device_run.settled, work_of(placed), 1.0),
+        memory_by_category(device_run, work_of(placed), 1.0),
     )
     for category in ("parameters", "optimizer state"):
         # The program has the optimizer's count of steps besides.
@@ -625,7 +625,7 @@ def test_a_compiled_step_holds_what_is_planned_of_frozen_weights_and_adapters(ba
 def test_what_no_dimension_divides_is_whole_where_it_is_small() -> None:
     run = mw.recipe("llama3-8b", vocab=128256, batch=1024, seq=512, mesh="fsdp=1024")
     placed = place_run(dataclasses.replace(run, finetune=FineTune(method="lora", base="nf4")))
-    placements = named_leaves(placed.placements)
+    placements = named_leaves(placed.layout.placements)
     whole = {path for path in placements if axes_of(placements[path].at_rest) == ()}
     assert "blocks.adapters.key.b" in whole and "blocks.key.scales" in whole
     assert not any(path.endswith(".codes") for path in whole)

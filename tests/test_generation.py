@@ -67,7 +67,9 @@ def initial(name: str) -> Any:
             (Path(folder) / "config.json").write_text(json.dumps(about["config"]))
             write_tensors(Path(folder), draw_tensors(about["tensors"]))
             where = device_run.state_shardings.params
-            params = load_params(open_folder(f"hf:{folder}"), device_run.params, where, "float32")
+            params = load_params(
+                open_folder(f"hf:{folder}"), device_run.layout.params, where, "float32"
+            )
         return by_layers(device_run, params)
 
     return keep(("initial for generation", name), compute)
@@ -287,12 +289,12 @@ def test_weights_and_cache_take_the_memory_that_was_planned(
     weights = lay_out(device_run, device_run.initial_state().params, layout)
     decoder = Decoder(device_run, weights, bucket_for(device_run, [380] * 4, 100, 128))
     # By hand: layers, sequences, key/value heads, slots, head size; keys and values of 4 bytes.
-    planned = 2 * 8 * 4 * 4 * 512 * 32 * 4 / device_run.shape.size
+    planned = 2 * 8 * 4 * 4 * 512 * 32 * 4 / device_run.layout.shape.size
     assert decoder.plan.bytes_per_device == planned
     memory = decoder.memory()
     assert decoder.cache_bytes(memory) == pytest.approx(planned, rel=0.02)
     given = memory.argument_size_in_bytes - memory.alias_size_in_bytes
-    assert given == pytest.approx(weight_bytes(device_run.placed, layout), rel=0.02)
+    assert given == pytest.approx(weight_bytes(device_run, layout), rel=0.02)
     # The loop writes the cache in place: what else it takes is less than a second one.
     assert memory.temp_size_in_bytes < 0.6 * planned
 

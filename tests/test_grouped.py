@@ -152,7 +152,5 @@ def test_a_named_one_is_refused_never_replaced(
 
 
 def test_only_models_with_experts_have_one() -> None:
-    assert device_run_of(tiny_run(MODELS["llama"])).settled.grouped_matmul is None
-    assert isinstance(
-        device_run_of(tiny_run(MODELS["mixtral"])).settled.grouped_matmul, GroupedMatmul
-    )
+    assert device_run_of(tiny_run(MODELS["llama"])).grouped_matmul is None
+    assert isinstance(device_run_of(tiny_run(MODELS["mixtral"])).grouped_matmul, GroupedMatmul)

@@ -30,7 +30,7 @@ def random_like(params: Any, rng: np.random.Generator) -> Any:
 def test_adafactor_is_optaxs_of_every_layer() -> None:
     """Two steps on layers of very different gradients: one layer's means and clipping know nothing of another's."""
     model = dataclasses.replace(MODELS["llama"], width=128, mlp=256, layers=3)
-    params = device_run_of(tiny_run(model)).params
+    params = device_run_of(tiny_run(model)).layout.params
     rule = build_optimizer(Optimizer("adafactor", 1e-2, "constant", weight_decay=0.1), 10, params)
     alone = optax.adafactor(1e-2, multiply_by_parameter_scale=False, weight_decay_rate=1e-3)
     without_decay = optax.adafactor(1e-2, multiply_by_parameter_scale=False)
@@ -78,7 +78,7 @@ def test_weight_decay_is_decoupled(name: str) -> None:
 
 def test_a_group_has_its_own_learning_rate() -> None:
     """AdamW with groups is AdamW at those rates, weight decay included; the first pattern that matches counts."""
-    params = device_run_of(tiny_run(MODELS["mixtral"])).params
+    params = device_run_of(tiny_run(MODELS["mixtral"])).layout.params
     groups = ("embed=0", "role:router=0.5", "blocks.*=2")
     rng = np.random.default_rng(0)
     weights, grads = random_like(params, rng), random_like(params, rng)

@@ -23,6 +23,7 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.fine_tuning import FineTune
 from meshwright.hardware.agreement import flatten
 from meshwright.reporters.files import JsonLines, last_start
+from meshwright.runs.fields import declaration_of
 from meshwright.runs.recipe import change_fields
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict, write_run
@@ -188,24 +189,16 @@ def test_a_checkpoint_without_an_identity_is_resumed_with_a_word(
     assert len(identity) == 32 and manifest_of(out / "checkpoints", 4).identity == identity
 
 
-def test_every_field_of_a_run_has_a_kind() -> None:
+def test_every_field_of_a_run_says_what_it_changes() -> None:
     run = dataclasses.replace(
         tiny_run(MODELS["llama"]), local_checkpoints=LocalCheckpoints("/local", 2)
     )
-    fields = [*flatten(run_to_dict(run))]
-    # Those of a model and of the mesh have the kind of their part.
-    assert [
+    unsaid = [
         name
-        for name in fields
-        if name not in recovery.KINDS and name.partition(".")[0] not in ("model", "mesh")
-    ] == []
-    known = {
-        *fields,
-        "model",
-        "mesh",
-        *(name for name in recovery.KINDS if name.startswith("model.")),
-    }
-    assert [name for name in recovery.KINDS if name not in known] == []
+        for name in flatten(run_to_dict(run))
+        if not name.startswith(("model.", "mesh")) and declaration_of(name).changes is None
+    ]
+    assert unsaid == []
 
 
 def manifest_of_run(run: Run, corpus: dict[str, Any]) -> Manifest:
@@ -213,19 +206,19 @@ def manifest_of_run(run: Run, corpus: dict[str, Any]) -> Manifest:
 
 
 @pytest.mark.parametrize(
-    ("changes", "kinds"),
+    ("changes", "is_refused"),
     [
-        ({"batch": 32}, ["training"]),
-        ({"dropout": 0.5}, ["training"]),
-        ({"remat": "none"}, ["placement"]),
-        ({"mesh": mw.MeshShape(fsdp=8)}, ["placement"]),
-        ({"alpha": 8.0}, ["function"]),
-        ({"paths": ("other",)}, ["content"]),
-        ({"aux_loss_weight": 0.5}, ["training"]),
-        ({"vocab_multiple": 32}, ["placement"]),
+        ({"batch": 32}, False),
+        ({"dropout": 0.5}, False),
+        ({"remat": "none"}, False),
+        ({"mesh": mw.MeshShape(fsdp=8)}, False),
+        ({"alpha": 8.0}, True),
+        ({"paths": ("other",)}, False),
+        ({"aux_loss_weight": 0.5}, False),
+        ({"vocab_multiple": 32}, False),
     ],
 )
-def test_a_change_has_the_kind_of_its_field(changes: dict[str, Any], kinds: list[str]) -> None:
+def test_a_change_of_the_function_is_refused(changes: dict[str, Any], is_refused: bool) -> None:
     run = tiny_run(MODELS["mixtral"])
     other = (
         dataclasses.replace(run, **changes)
@@ -233,7 +226,7 @@ def test_a_change_has_the_kind_of_its_field(changes: dict[str, Any], kinds: list
         else change_fields(run, None, changes)
     )
     found, unknown = recovery.compare(manifest_of_run(run, {}), other, None, "a" * 32, [])
-    assert [change.kind for change in found] == kinds and not unknown
+    assert [change.refused for change in found] == [is_refused] and not unknown
 
 
 SOURCES = {"tokenizer": "t", "sources": [["one", 1.0], ["two", 1.0]], "held_out": 0.1}
@@ -254,9 +247,7 @@ def test_data_are_compared_by_what_they_are(now: dict[str, Any], names: list[str
     found, unknown = recovery.compare(
         manifest_of_run(run, SOURCES), run, {**SOURCES, **now}, "a" * 32, []
     )
-    assert [change.name for change in found] == names and all(
-        change.kind == "data" for change in found
-    )
+    assert [change.name for change in found] == names and all(change.refused for change in found)
     assert bool(unknown) == ("loss" in now)
 
 

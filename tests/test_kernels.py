@@ -288,7 +288,7 @@ def test_a_run_with_a_kernel_that_its_shapes_cannot_use_is_refused() -> None:
 @pytest.mark.exhaustive
 def test_pallas_kernel_from_outside_gives_the_numbers_of_the_reference() -> None:
     run = tiny_run(MODELS["qwen-like"], "data=2,fsdp=2,tensor=2", attention_kernel=row_kernel)
-    assert device_run_of(run).settled.kernels.name == "row"
+    assert device_run_of(run).kernels.name == "row"
     one = train_on_one_device(run, 20)
     assert_same_steps(train(run, 3, initial=one.initial), one)
 

@@ -95,7 +95,7 @@ def test_notation_of_the_scaling_book() -> None:
 @pytest.mark.exhaustive
 def test_two_dimensional_fsdp_gives_the_numbers_of_one_device() -> None:
     run = tiny_run(MODELS["llama"], "data=2,fsdp=2,tensor=2", layout=fsdp_2d)
-    placements = named_leaves(device_run_of(run).placements)
+    placements = named_leaves(device_run_of(run).layout.placements)
     assert notation("w", "LDF", placements["blocks.up"].at_rest) == "w[L, D/fsdp, F/tensor+data]"
     assert (
         notation("w", "LDNH", placements["blocks.query"].at_rest)
@@ -188,7 +188,7 @@ def test_every_recipe_has_a_summary_and_fits_one_device() -> None:
         parameters = count_params(model.params())
         assert parameters_of(summary) == pytest.approx(parameters, rel=0.02), summary
         if run.model.vocab is not None:
-            assert place_run(run, MeshShape()).shape == MeshShape()
+            assert place_run(run, MeshShape()).layout.shape == MeshShape()
 
 
 def test_bytes_add_up_over_the_mesh() -> None:

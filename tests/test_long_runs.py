@@ -18,7 +18,7 @@ from meshwright.storage.paths import path_of
 from meshwright.views.charts import Chart
 from meshwright.views.live_server import LivePage
 from meshwright.views.run_folder import Curve, RunFolder, open_folders
-from meshwright.views.run_page import recipe_differences, run_page
+from meshwright.views.run_page import run_page
 from meshwright.views.run_status import run_status
 
 NOW = 1_800_000_000.0
@@ -308,15 +308,6 @@ def test_checkpoints_of_a_week_do_not_hide_the_curve_nor_the_held_out_loss(tmp_p
     for at, value in zip(checkpoints.x, checkpoints.y, strict=True):
         assert value == pytest.approx(3.0 - at / 10_000, abs=1e-6)
     assert "24 of 1,000 checkpoints" in checkpoints.tips[0]
-
-
-def test_differences_from_a_recipe_are_what_was_chosen() -> None:
-    recipe = {"name": "own", "mesh": None, "training": {"steps": 10, "remat": "auto"}}
-    run = {"name": "own", "mesh": "fsdp=2", "training.steps": "20", "training.remat": "full"}
-    chosen, resolved = recipe_differences(run, recipe, "own: differences")
-    assert [row[0] for row in chosen.rows] == ["training.steps"]  # type: ignore[attr-defined]
-    assert [row[0] for row in resolved.rows] == ["mesh", "training.remat"]  # type: ignore[attr-defined]
-    assert chosen.title == "own: differences from the recipe own"
 
 
 class Objects:

@@ -73,9 +73,9 @@ def test_every_matrix_is_orthogonalised_for_itself(
     d = device_run_of(
         tiny_run(model, mesh, layout=layout, batch=12 if "tensor=3" in mesh else 16, seq=24)
     )
-    layer_map = LayerMap(d.mesh, d.shape, d.params, d.placements, jnp.float32)
-    params = {path: p for path, p in named_leaves(d.params).items() if orthogonalised(p)}
-    wheres, rng = named_leaves(d.placements), np.random.default_rng(0)
+    layer_map = LayerMap(d.mesh, d.layout.shape, d.layout.params, d.layout.placements, jnp.float32)
+    params = {path: p for path, p in named_leaves(d.layout.params).items() if orthogonalised(p)}
+    wheres, rng = named_leaves(d.layout.placements), np.random.default_rng(0)
     arrays = {path: rng.normal(size=p.shape).astype(np.float32) for path, p in params.items()}
     placed = {
         path: jax.device_put(x, NamedSharding(d.mesh, to_spec(wheres[path].optimizer)))
@@ -111,18 +111,18 @@ def test_one_device_takes_optaxs_steps() -> None:
 
     theirs = optax.contrib.muon(
         1e-2, beta=0.8, weight_decay=0.1, consistent_rms=0.2,
-        muon_weight_dimension_numbers=tree_map(dimensions, d.params),
+        muon_weight_dimension_numbers=tree_map(dimensions, d.layout.params),
     )  # fmt: skip
     rng = np.random.default_rng(0)
-    params = tree_map(lambda p: rng.normal(size=p.shape).astype(np.float32), d.params)
+    params = tree_map(lambda p: rng.normal(size=p.shape).astype(np.float32), d.layout.params)
     mine, other, state, its = params, params, d.optimizer.init(params), theirs.init(params)
     update, optax_update = jax.jit(d.optimizer.update), jax.jit(theirs.update)
     for _ in range(3):
-        grads = tree_map(lambda p: rng.normal(size=p.shape).astype(np.float32), d.params)
+        grads = tree_map(lambda p: rng.normal(size=p.shape).astype(np.float32), d.layout.params)
         mine, state = update(grads, state, mine, jnp.zeros((), jnp.int32))
         change, its = optax_update(grads, its, other)
         other = optax.apply_updates(other, change)
-    for path, p in named_leaves(d.params).items():
+    for path, p in named_leaves(d.layout.params).items():
         if orthogonalised(p):
             np.testing.assert_allclose(
                 named_leaves(mine)[path], named_leaves(other)[path], atol=2e-5, err_msg=path
@@ -131,7 +131,7 @@ def test_one_device_takes_optaxs_steps() -> None:
 
 def compiled_update(d: DeviceRun) -> Any:
     """The update alone, compiled: gradients, state and parameters where the step has them."""
-    where = shardings(d.mesh, d.placements, "optimizer")
+    where = shardings(d.mesh, d.layout.placements, "optimizer")
     params = jax.tree.map(
         lambda p, s: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=s),
         d.abstract.params,
@@ -180,10 +180,17 @@ def test_every_device_has_an_even_share_and_no_more_than_a_layer(
         even = flops_of(compiled_update(runs[0])) / 8
     else:
         heads = runs[0].run.optimizer.muon_heads
-        even = plan_muon(runs[0].params, runs[0].placements, runs[0].shape, heads).flops()[0] / 8
+        even = (
+            plan_muon(
+                runs[0].layout.params, runs[0].layout.placements, runs[0].layout.shape, heads
+            ).flops()[0]
+            / 8
+        )
     assert even <= flops_of(program) <= 1.2 * even
     layer = sum(
-        4 * math.prod(p.shape[1:]) for p in named_leaves(runs[0].params).values() if "L" in p.dims
+        4 * math.prod(p.shape[1:])
+        for p in named_leaves(runs[0].layout.params).values()
+        if "L" in p.dims
     )
     largest = max(buffers_of(program.module, program.assignment), key=lambda buffer: buffer.size)
     assert largest.size <= layer, largest.instruction
@@ -195,21 +202,21 @@ def test_every_device_has_an_even_share_and_no_more_than_a_layer(
 
 def assert_planned(d: DeviceRun, program: Any) -> None:
     """The planner's products, bytes by kind and axes, and temporaries of an update are those that were compiled."""
-    assert sum(m.flops for m in update_matmuls(d.placed)) == flops_of(program)
+    assert sum(m.flops for m in update_matmuls(d)) == flops_of(program)
     planned, compiled = Counter[Any](), Counter[Any]()
-    for exchange, payload in update_exchanges(d.placed):
+    for exchange, payload in update_exchanges(d):
         planned[exchange.kind, exchange.axes] += payload * exchange.count
-    for entry in read_ledger(program.module, d.shape.degrees()):
+    for entry in read_ledger(program.module, d.layout.shape.degrees()):
         if entry.payload > 64:  # The norms of split matrices are a few numbers.
             compiled[entry.kind, entry.axes] += entry.total
     assert planned == compiled
-    assert update_temporaries(d.placed) == pytest.approx(program.memory.temporary, rel=0.2)
+    assert update_temporaries(d) == pytest.approx(program.memory.temporary, rel=0.2)
 
 
 def test_flops_of_one_device_are_those_of_its_matrices() -> None:
     """Hand arithmetic: llama of 2 layers, D 64, N 16, K 8, H 4, F 96, heads each."""
     d = device_run_of(tiny_run(MODELS["llama"]))
-    done, even = plan_muon(d.params, d.placements, d.shape, "each").flops()
+    done, even = plan_muon(d.layout.params, d.layout.placements, d.layout.shape, "each").flops()
     heads, feed_forward = 16 + 16 + 8 + 8, 3
     expected = 2 * (heads * newton_schulz_flops(4, 64) + feed_forward * newton_schulz_flops(64, 96))
     assert done == even == expected
@@ -233,10 +240,10 @@ def test_no_plan_gives_a_device_a_fifth_more(family: str, mesh: str, layers: int
 def test_whole_layers_arrive_whole() -> None:
     """A function of layers sees every layer once and whole; arrays of another shape come along."""
     d = device_run_of(tiny_run(NINE, "data=2,fsdp=2,tensor=2"))
-    layer_map = LayerMap(d.mesh, d.shape, d.params, d.placements, jnp.float32)
-    stacked = tree_map(lambda p: "L" in p.dims and p.init == "normal", d.params)
+    layer_map = LayerMap(d.mesh, d.layout.shape, d.layout.params, d.layout.placements, jnp.float32)
+    stacked = tree_map(lambda p: "L" in p.dims and p.init == "normal", d.layout.params)
     rng = np.random.default_rng(0)
-    params = tree_map(lambda p: rng.normal(size=p.shape).astype(np.float32), d.params)
+    params = tree_map(lambda p: rng.normal(size=p.shape).astype(np.float32), d.layout.params)
     squares = jax.tree.map(
         lambda x: (
             x.reshape(9, -1)[:, :64, None] * np.ones((1, 1, 64), np.float32) if x.ndim > 2 else x
@@ -245,7 +252,7 @@ def test_whole_layers_arrive_whole() -> None:
     )
 
     def function(x: jax.Array, square: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        assert x.shape[1:] in {p.shape[1:] for p in named_leaves(d.params).values()}
+        assert x.shape[1:] in {p.shape[1:] for p in named_leaves(d.layout.params).values()}
         norm = jnp.sum(x, axis=tuple(range(1, x.ndim)))
         return jnp.cumsum(x, 1), square[0] * norm[:, None, None]
 

@@ -90,7 +90,7 @@ def test_planted_errors_are_found(text: str, cache: Path, monkeypatch: pytest.Mo
 
     def planted_gradients(model: Any, device_run: DeviceRun) -> Any:
         gradients = build(model, device_run)
-        if device_run.shape != MeshShape.parse(MESH):
+        if device_run.layout.shape != MeshShape.parse(MESH):
             return gradients
 
         def run(params: Any, step: Any, batch: Any) -> Any:
@@ -107,7 +107,7 @@ def test_planted_errors_are_found(text: str, cache: Path, monkeypatch: pytest.Mo
 
     def planted_state(device_run: DeviceRun) -> Any:
         state = initial_state(device_run)
-        if device_run.shape == MeshShape.parse(MESH):
+        if device_run.layout.shape == MeshShape.parse(MESH):
             up = state.params["blocks"]["up"]
             up = jax.device_put(np.nextafter(np.asarray(up), np.float32(1)), up.sharding)
             blocks = {**state.params["blocks"], "up": up}

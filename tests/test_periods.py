@@ -283,7 +283,7 @@ def test_patterns_shrink(name: str) -> None:
     small = mw.recipe(name).model.shrunk(shape, 2)
     assert small.spec().period == 2
     run = dataclasses.replace(tiny_run(small), model=small, mesh=shape)
-    assert place_run(run, shape).stages.boundaries == (0, 2, 4)
+    assert place_run(run, shape).layout.stages.boundaries == (0, 2, 4)
 
 
 @pytest.mark.parametrize(
@@ -307,4 +307,4 @@ def test_gemma_shrinks_with_its_pattern() -> None:
     small = mw.recipe("gemma3-4b").model.shrunk(shape, 2)
     assert small.spec().period == 2
     run = dataclasses.replace(tiny_run(small), model=small, mesh=shape)
-    assert place_run(run, shape).stages.boundaries == (0, 2, 4)
+    assert place_run(run, shape).layout.stages.boundaries == (0, 2, 4)

@@ -42,7 +42,7 @@ from meshwright.planner.traffic import movements
 from meshwright.planner.work import Matmul, recomputed_roles, work_of
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
-from meshwright.runs.settle import Settled
+from meshwright.runs.settle import settle
 from meshwright.sharding.params import count_params
 from meshwright.sharding.schedules import build_counts
 from meshwright.step.device_memory import shard_bytes
@@ -75,9 +75,7 @@ def test_the_first_gradient_of_gathered_experts_has_gone_when_the_others_are_the
     ):
         placed = placed_recipe("mixtral-8x7b", mesh, batch=512, seq=4096, remat="full")
         alone, together = (
-            memory_by_category(Settled(placed, Machine(platform)), work_of(placed), 1.0)[
-                "one layer"
-            ]
+            memory_by_category(settle(placed, Machine(platform)), work_of(placed), 1.0)["one layer"]
             for platform in ("tpu", "cuda")
         )
         assert together - alone == 4 * elements
@@ -195,11 +193,13 @@ def test_the_matmuls_of_all_devices_are_the_models(model: str, mesh: str, layout
     tokens = run.training.batch * 32
     # The stage with most layers is counted, once for each stage.
     fraction = (
-        1 if placed.shape.stage == 1 else work.layers * placed.shape.stage / len(placed.spec.layers)
+        1
+        if placed.layout.shape.stage == 1
+        else work.layers * placed.layout.shape.stage / len(placed.layout.spec.layers)
     )
     layers = sum(n for item, n in items.items() if item not in ("unembedding", "attention"))
     flops = sum(matmul.flops for matmul in work.matmuls) + work.attention
-    of_all = flops * placed.shape.size * run.training.microbatches
+    of_all = flops * placed.layout.shape.size * run.training.microbatches
     assert of_all == pytest.approx(fraction * (layers + items["attention"]) * tokens, rel=0.02)
 
 
@@ -258,7 +258,7 @@ def test_planned_traffic_is_the_compiled_programs(mesh: str, remat: str) -> None
         )
     )
     planned: dict[tuple[str, ...], float] = {}
-    for m in movements(device_run.settled, work_of(device_run.placed), recomputed_roles(remat)):
+    for m in movements(device_run, work_of(device_run), recomputed_roles(remat)):
         if m.purpose != "loss softmax":
             # On XLA:CPU a reduce-scatter is an all-reduce of which most is dropped.
             planned[m.axes] = planned.get(m.axes, 0.0) + m.payload * m.times
@@ -284,8 +284,8 @@ def test_planned_traffic_beside_the_exchange_is_the_compiled_programs(layout: st
     )
     device_run = device_run_of(run)
     planned: dict[tuple[str, ...], float] = {}
-    work = work_of(device_run.placed)
-    for m in movements(device_run.settled, work, recomputed_roles("full")):
+    work = work_of(device_run)
+    for m in movements(device_run, work, recomputed_roles("full")):
         if m.purpose not in ("loss softmax", "tokens to experts"):
             planned[m.axes] = planned.get(m.axes, 0.0) + m.payload * m.times
     compiled: dict[tuple[str, ...], float] = {}
@@ -307,7 +307,7 @@ def test_weights_of_experts_in_low_precision_travel_with_a_byte_for_each_element
         placed = placed_recipe(
             "qwen3-30b-a3b", "fsdp=8", batch=8, seq=4096, matmul_precision=precision
         )
-        settled = Settled(placed, machine)
+        settled = settle(placed, machine)
         traffic = movements(settled, work_of(placed), recomputed_roles("full"))
         sent[precision] = [(m.kind, m.payload) for m in traffic if m.purpose.endswith("weights")]
     layer = 3 * 128 * 2048 * 768
@@ -323,7 +323,7 @@ def test_weights_of_experts_in_low_precision_travel_with_a_byte_for_each_element
 def test_an_exchange_of_heads_saves_the_output_of_attention_twice(remat: str, arrays: int) -> None:
     """Where it is named: as the kernel made it and as the projection reads it. A ring makes it where it is read."""
     settled = [
-        Settled(
+        settle(
             placed_recipe(
                 "llama3-8b",
                 "fsdp=4,context=2",
@@ -338,7 +338,7 @@ def test_an_exchange_of_heads_saves_the_output_of_attention_twice(remat: str, ar
         for strategy in ("ring", "ulysses")
     ]
     ring, ulysses = (
-        memory_by_category(each, work_of(each.placed), 1.0)["activations"] for each in settled
+        memory_by_category(each, work_of(each), 1.0)["activations"] for each in settled
     )
     assert ulysses - ring == arrays * 32 * 2 * 4096 * 4096 * 2
 
@@ -377,7 +377,7 @@ def test_recomputed_matmuls_are_the_compiled_programs(norms: Any, read: bool, re
     """Outputs that are normalised are computed again: the backward pass of their norm reads them."""
     model = dataclasses.replace(MODELS["llama"], norm_place=norms)
     device_run = device_run_of(tiny_run(model, batch=8, remat=remat, dropout=0.0))
-    work = work_of(device_run.placed)
+    work = work_of(device_run)
     assert work.outputs_read == ({"attention_out", "ffn_out"} if read else set())
     again = (recomputed_roles(remat) | work.outputs_read) & {m.role for m in work.matmuls}
     planned = sum(m.flops for m in work.matmuls if m.role in again)
@@ -452,7 +452,7 @@ def test_activations_travel_beside_the_other_half_of_a_tick() -> None:
     )
     tasks = build_counts("1f1b", 4, 16, 1)
     settled, work, again = (
-        Settled(placed, Machine("tpu")),
+        settle(placed, Machine("tpu")),
         work_of(placed),
         recomputed_roles("full"),
     )
@@ -491,7 +491,7 @@ def test_gradients_are_summed_beside_nothing_on_v5e(
     on: str, mesh: str, kind: str, alone: bool
 ) -> None:
     placed = placed_recipe("llama3-8b", mesh, batch=256, seq=4096, remat="full")
-    settled = Settled(placed, machine_of_target(parse_target(on), placed.shape))
+    settled = settle(placed, machine_of_target(parse_target(on), placed.layout.shape))
     sent = movements(settled, work_of(placed), recomputed_roles("full"))
     layers = [m for m in sent if m.purpose == "gradients of weights"]
     assert [(m.kind, m.blocking, m.times) for m in layers] == [(kind, alone, 32)]
@@ -639,7 +639,7 @@ def test_rows_go_once_to_each_device_with_experts_of_a_token() -> None:
     """128 experts on 8 devices: of a token's 8, none is on a given device with probability C(112, 8) / C(128, 8)."""
     placed = placed_recipe("qwen3-30b-a3b", "expert=8", batch=64, seq=4096, remat="none")
     settled, work, again = (
-        Settled(placed, Machine("cuda")),
+        settle(placed, Machine("cuda")),
         work_of(placed),
         recomputed_roles("none"),
     )
@@ -679,10 +679,10 @@ def test_transformer_engine_quantises_an_array_once_and_keeps_it() -> None:
 def test_rows_of_others_have_no_padding_and_fit_their_experts() -> None:
     """DeepSeek-V3's three dense layers are not sixteen for sixteen parts; of Qwen3 235B no device has all rows."""
     rows = {row.id: row for row in read_rows()[0]}
-    assert count_params(rows["P410"].placed.params) == sum(
-        p.size for _, p, _ in rows["P410"].placed.leaves
+    assert count_params(rows["P410"].placed.layout.params) == sum(
+        p.size for _, p, _ in rows["P410"].placed.layout.leaves
     )
-    assert count_params(rows["P410"].placed.params) == pytest.approx(671e9, rel=0.002)
+    assert count_params(rows["P410"].placed.layout.params) == pytest.approx(671e9, rel=0.002)
     for row in (rows["P416"], rows["P417"]):
         assert fits(row, estimate_program(row.placed, row.target, row.software))
     # 131,072 keys and values of 16 of 128 heads of 128, in bfloat16; gradients of a fourth of them, in float32.

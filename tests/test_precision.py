@@ -206,16 +206,16 @@ def test_goes_with_pipelines_and_other_layouts(model: str, changes: dict[str, An
 @pytest.mark.parametrize(("name", "experts"), [("fp8", True), ("mxfp8", True), ("int8", False)])
 def test_experts_follow_in_fp8_and_the_router_never(name: str, experts: bool) -> None:
     run = device_run_of(tiny_run(MODELS["deepseek-like"], matmul_precision=name, dropout=0.0))
-    gather: Any = run.local_model.gather_params
+    gather: Any = run.local_model.execution.gather_params
     names = {path.partition(".")[2] for path in gather.plans}
     assert {"query", "attention_out", "shared_gate", "gate", "down"} < names
     assert "router" not in names
     assert names.isdisjoint({"expert_gate", "expert_up", "expert_down"}) != experts
-    assert run.settled.low_precision_experts == experts
+    assert run.low_precision_experts == experts
     quantised = sum(
-        p.size for p in named_leaves(run.params).values() if run.settled.in_low_precision(p)
+        p.size for p in named_leaves(run.layout.params).values() if run.in_low_precision(p)
     )
-    (text,) = precision_blocks(run.placed, run.settled.in_low_precision)
+    (text,) = precision_blocks(run, run.in_low_precision)
     assert f"matmuls of {format_count(quantised)} parameters" in str(text)
 
 

@@ -28,7 +28,7 @@ from meshwright.planner.work import work_of
 from meshwright.runs.catalogue import catalogue
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
-from meshwright.runs.settle import Settled
+from meshwright.runs.settle import settle
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.gradients import build_gradients
 
@@ -141,8 +141,8 @@ def device_run_of(recipe: str, tuning: FineTune = FineTune()) -> DeviceRun:  # n
 
 def planned_activations(device_run: DeviceRun) -> float:
     """Bytes of activations as they are planned, and of frozen weights that are kept."""
-    placed = device_run.placed
-    memory = memory_by_category(Settled(placed, Machine("cuda")), work_of(placed), 1.0)
+    placed = device_run
+    memory = memory_by_category(settle(placed, Machine("cuda")), work_of(placed), 1.0)
     return memory["activations"]
 
 
@@ -173,12 +173,10 @@ def test_frozen_weights_are_not_saved(recipe: str, base: Any) -> None:
     """Neither as they are kept, gathered nor dequantised: they are read again where they lie."""
     device_run = device_run_of(recipe, FineTune(method="lora", base=base))
     counted = residuals_of(device_run)
-    layers = len(device_run.placed.spec.layers)
+    layers = len(device_run.layout.spec.layers)
     assert counted.weights <= layers * 4096, "as many bytes as a layer's index and frequencies take"
     assert planned_activations(device_run) == pytest.approx(counted.activations, rel=0.07)
-    memory = memory_by_category(
-        Settled(device_run.placed, Machine("cuda")), work_of(device_run.placed), 1.0
-    )
+    memory = memory_by_category(settle(device_run, Machine("cuda")), work_of(device_run), 1.0)
     assert memory["gathered weights"] == 0
 
 

@@ -41,16 +41,18 @@ def test_a_save_takes_what_was_counted_on_devices_and_on_the_host(mesh: str) -> 
     state = sum(
         s.data.nbytes for x in tensors.values() for s in x.addressable_shards if s.device == device
     )
-    converted = dict(permuted_in_layer_order(tensors, device_run.params))
+    converted = dict(permuted_in_layer_order(tensors, device_run.layout.params))
     results = {name: x.addressable_shards[0].data.nbytes for name, x in converted.items()}
-    permuted = {name for name, p in named_leaves(device_run.params).items() if p.order is not None}
+    permuted = {
+        name for name, p in named_leaves(device_run.layout.params).items() if p.order is not None
+    }
     assert len(results) == sum(name.endswith(tuple(permuted)) for name in tensors if permuted)
     stored = {**tensors, **converted}
     copies = sum(
         values.nbytes for parts in host_shards(stored, owned=True).values() for _, values in parts
     )
     assert copies == sum(x.nbytes for x in stored.values())
-    assert copies == pytest.approx(checkpoint_bytes(device_run.placed)[0], abs=64)
+    assert copies == pytest.approx(checkpoint_bytes(device_run)[0], abs=64)
     assert tuple(phases) == PHASES and all(most >= state for most in phases.values())
     if not results:
         stats = fingerprints.lower(tensors).compile().memory_analysis()
@@ -127,13 +129,13 @@ def test_hosts_copy_one_replica_between_them(
     )
     rng, permuted = (
         np.random.default_rng(0),
-        permuted_params(named_tensors(device_run.abstract), device_run.params),
+        permuted_params(named_tensors(device_run.abstract), device_run.layout.params),
     )
     tensors = {
         name: jax.device_put(rng.random(x.shape).astype(x.dtype), x.sharding)
         for name, x in named_tensors(device_run.abstract).items()
     }
-    stored = {**tensors, **dict(permuted_in_layer_order(tensors, device_run.params))}
+    stored = {**tensors, **dict(permuted_in_layer_order(tensors, device_run.layout.params))}
     assert bool(permuted) == ("stage" in mesh)
     each, hosts = 2, 4
     copies = []
@@ -158,8 +160,8 @@ def test_hosts_copy_one_replica_between_them(
         max(sizes) <= 1.25 * sum(sizes) / hosts
     )  # the first host had all of it where it has all slices
     whole, planned = (
-        checkpoint_bytes(device_run.placed)[0],
-        estimate(device_run.placed, parse_target("v5e:2x4")).phases["save"].host * each,
+        checkpoint_bytes(device_run)[0],
+        estimate(device_run, parse_target("v5e:2x4")).phases["save"].host * each,
     )
     assert whole == pytest.approx(sum(sizes), abs=64) and 0.99 * max(
         sizes

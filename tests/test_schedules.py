@@ -4,6 +4,7 @@ import itertools
 import re
 import runpy
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,20 @@ def test_timeline_shows_every_task() -> None:
     # The forward passes of a stage are a line above its backward passes.
     forward, backward = text.split("stage 0")[1].split("live")[0].strip().split("\n")
     assert "'" not in forward and backward.count("'") == 8
+
+
+def test_a_page_draws_the_shapes_of_the_picture() -> None:
+    """The script of a page places and colors no task: its boxes are those of the SVG, in number, place and color."""
+    picture = PipelineTimeline(build_table("interleaved", 2, 4, 2))
+    boxes = picture.page_data()["boxes"]
+    placed = zip(boxes["x"], boxes["y"], boxes["fill"], boxes["tip"], strict=True)
+    drawn = re.findall(
+        r'<rect x="([\d.]+)" y="([\d.]+)"[^>]* fill="(#\w{6})"[^>]*><title>([^<]*)', picture.svg()
+    )
+    assert [(f"{x:.1f}", f"{y:.1f}", fill, tip) for x, y, fill, tip in placed] == drawn
+    assert sorted(set(boxes["group"])) == [-1, 0, 1, 2, 3]
+    script = resources.files("meshwright.views").joinpath("assets/drawings.js").read_text()
+    assert "backward" not in script and "microbatches in flight" not in script
 
 
 @settings(max_examples=80, deadline=None)

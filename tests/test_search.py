@@ -106,9 +106,9 @@ def test_remedies_are_priced(found: SearchResult) -> None:
     placed = place_run(dataclasses.replace(run, training=changed), MeshShape.parse("fsdp=32"))
     over = estimate(placed, found.target).bytes - found.target.chip.hbm_bytes
     assert over > 0
-    enough = memory_remedies(placed.run, found.target, placed.shape, over)
+    enough = memory_remedies(placed.run, found.target, placed.layout.shape, over)
     assert enough and all(remedy.saved_bytes >= over for remedy in enough)
-    remedies = memory_remedies(placed.run, found.target, placed.shape, 1.0)
+    remedies = memory_remedies(placed.run, found.target, placed.layout.shape, 1.0)
     assert len(remedies) == 3
     assert [r.extra_seconds for r in remedies] == sorted(r.extra_seconds for r in remedies)
     assert any("--training.remat" in r.option for r in remedies)
@@ -247,7 +247,7 @@ def test_remat_that_fits_the_memory_there_is(
     machine = parse_target(target)
     chosen = price_run(with_choices(run, machine), machine)
     assert chosen.estimate.fits and chosen.estimate.bytes <= machine.chip.roomy_bytes
-    saved, layers = chosen.run.training.saved_layers, len(chosen.placed.spec.layers)
+    saved, layers = chosen.run.training.saved_layers, len(chosen.placed.layout.spec.layers)
     for remat in CHOSEN_REMAT:
         other = price_run(
             dataclasses.replace(run, training=dataclasses.replace(training, remat=remat)), machine

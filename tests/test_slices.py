@@ -26,7 +26,7 @@ from meshwright.hardware.machine import machine_of_mesh, torus_degrees
 from meshwright.hardware.mesh import _in_slices, build_mesh, order_rings
 from meshwright.hardware.targets import parse_target
 from meshwright.runs.placed_run import place_run
-from meshwright.runs.settle import Settled, gather_levels
+from meshwright.runs.settle import gather_levels, settle
 
 AXES = ("a", "b")
 
@@ -241,7 +241,7 @@ def test_devices_and_their_target_settle_a_run_alike(
     described.devices = devices
     found = machine_of_mesh(described)  # type: ignore[arg-type]
     placed = place_run(tiny_run(MODELS["llama"], mesh, batch=128), shape)
-    step, plan = Settled(placed, found), Settled(placed, planned)
+    step, plan = settle(placed, found), settle(placed, planned)
     assert step.links == plan.links and step.gathered_ahead == plan.gathered_ahead
     assert (
         step.tensor_strategy == plan.tensor_strategy
@@ -259,4 +259,4 @@ def test_step_and_plan_take_cudnn_for_the_heads_of_gemma_on_hopper(
     device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", id=0)
     mesh = SimpleNamespace(axis_names=("data",), devices=np.array([device], object))
     machines = machine_of_mesh(mesh), machine_of_target(parse_target("h100:1"), MeshShape())  # type: ignore[arg-type]
-    assert [Settled(placed, machine).kernels.name for machine in machines] == ["cudnn", "cudnn"]
+    assert [settle(placed, machine).kernels.name for machine in machines] == ["cudnn", "cudnn"]

@@ -501,7 +501,9 @@ def test_converted_weights_restore_on_a_mesh_and_cannot_be_resumed(
     )
     device_run = place_on_devices(run, build_mesh(run.mesh))
     where = device_run.state_shardings.params
-    direct = load_params(open_folder(f"hf:{folders('llama')}"), device_run.params, where, "float32")
+    direct = load_params(
+        open_folder(f"hf:{folders('llama')}"), device_run.layout.params, where, "float32"
+    )
     with Checkpoints(tmp_path / "run" / "checkpoints", max_to_keep=1) as checkpoints:
         restored, manifest = checkpoints.restore_params(device_run)
         with pytest.raises(

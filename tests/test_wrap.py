@@ -759,7 +759,7 @@ def test_planned_traffic_is_the_compiled_programs(layout: str, remat: Any) -> No
     )
     device_run = place_on_devices(run, build_mesh(run.mesh, jax.devices()))  # type: ignore[arg-type]
     planned, compiled = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
-    for m in movements(device_run.settled, work_of(device_run.placed), recomputed_roles(remat)):
+    for m in movements(device_run, work_of(device_run), recomputed_roles(remat)):
         planned[m.axes] += int(m.payload * m.times)
     for entry in census_of_train_step(device_run).ledger:
         compiled[tuple(entry.axes or ())] += entry.total

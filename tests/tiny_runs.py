@@ -135,7 +135,7 @@ class Trained:
 
 def by_layers(device_run: DeviceRun, tree: Any) -> Any:
     """Copies a tree of the parameters' shape to the host, one row per layer in order."""
-    return tree_map(rows_to_layers, device_run.params, jax.device_get(tree))
+    return tree_map(rows_to_layers, device_run.layout.params, jax.device_get(tree))
 
 
 def place_params(device_run: DeviceRun, params: Any) -> Any:
@@ -147,7 +147,7 @@ def place_params(device_run: DeviceRun, params: Any) -> Any:
         return np.stack([x[layer] if layer >= 0 else np.zeros_like(x[0]) for layer in p.order])
 
     return jax.device_put(
-        tree_map(rows, device_run.params, params), device_run.state_shardings.params
+        tree_map(rows, device_run.layout.params, params), device_run.state_shardings.params
     )
 
 

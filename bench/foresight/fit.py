@@ -99,7 +99,7 @@ def error(row: Row, values: Values) -> float:
     if not program.tensor_overlap:
         theirs.pop("tensor_overlap", None)  # the row says that nothing is cut into pieces
     if isinstance(program.kernel, FusedKernel):
-        keys = row.placed.run.training.seq / row.placed.shape.context
+        keys = row.placed.run.training.seq / row.placed.layout.shape.context
         program = dataclasses.replace(
             program, kernel=program.kernel.at(keys, family, {**SPEEDS, **values})
         )

@@ -113,7 +113,7 @@ class OtherComputation(Computation):
     @functools.cached_property
     def low(self) -> LowPrecision | None:
         """Low precision of experts; None where they stay in the compute dtype."""
-        return low_precision(self.placed) if self.program.transformer_engine else None
+        return low_precision(self.settled) if self.program.transformer_engine else None
 
     @functools.cached_property
     def quantise_bytes(self) -> int:
@@ -147,7 +147,7 @@ class OtherComputation(Computation):
     @functools.cached_property
     def residual_shards(self) -> int:
         """Devices over which the residual stream of a token is split."""
-        return self.placed.shape.tensor if self.program.splits_sequence else 1
+        return self.settled.layout.shape.tensor if self.program.splits_sequence else 1
 
     @functools.cached_property
     def chunk_bytes(self) -> Mapping[str, float]:
@@ -157,7 +157,7 @@ class OtherComputation(Computation):
     @functools.cached_property
     def logit_passes(self) -> int:
         """Forward passes of the unembedding: the backward pass reads the logits."""
-        preferences = self.placed.run.finetune.objective == "preferences"
+        preferences = self.settled.run.finetune.objective == "preferences"
         return 2 if preferences else 1
 
     @functools.cached_property
@@ -171,13 +171,13 @@ class OtherComputation(Computation):
 
         The other stages wait for it, less the time of the layers that it has fewer.
         """
-        shape = self.placed.shape
+        shape = self.settled.layout.shape
         unembedding = self.work.unembedding
         unembedding = dataclasses.replace(unembedding, n=unembedding.n * shape.stage)
         seconds = self.logit_seconds(unembedding)
         if shape.stage == 1 or not unembedding.n:
             return seconds
-        stages = self.placed.stages
+        stages = self.settled.layout.stages
         layers = sum(one_pass.total for one_pass in self.passes.values())
         most = max(stages.cost_fraction(stage) for stage in range(shape.stage))
         fewer = layers * (1 - stages.cost_fraction(stages.last_stage) / most)
@@ -203,13 +203,13 @@ class OtherTraffic(Traffic):
         nodes = self.settled.expert_nodes
         if nodes > 1:
             return nodes
-        degrees = self.placed.shape.degrees()
-        return math.prod(degrees[axis] for axis in self.placed.layout.expert_axes)
+        degrees = self.settled.layout.shape.degrees()
+        return math.prod(degrees[axis] for axis in self.settled.layout.expert_axes)
 
     @functools.cached_property
     def exchange_is_blocking(self) -> bool:
         """Whether the next operation waits for the rows of experts."""
-        return not (self.program.sends_beside and self.placed.virtual_stages > 1)
+        return not (self.program.sends_beside and self.settled.layout.stages.virtual_stages > 1)
 
     @functools.cached_property
     def gradients_during(self) -> str:
@@ -218,17 +218,17 @@ class OtherTraffic(Traffic):
 
     def context(self) -> list[Movement]:
         """Returns what context parallelism moves."""
-        if self.placed.shape.context == 1 or self.program.context is None:
+        if self.settled.layout.shape.context == 1 or self.program.context is None:
             return super().context()
         return self.program.context(
-            self.placed, self.work, self.layers, self.compute_bytes, self.recomputed
+            self.settled, self.work, self.layers, self.compute_bytes, self.recomputed
         )
 
     def stages(self) -> list[Movement]:
         """Returns what pipeline stages send; the first and the last stage have embedding and loss."""
         if self.tasks is None:
             return []
-        return between_stages(self.tasks, self.residual / self.placed.shape.tensor)
+        return between_stages(self.tasks, self.residual / self.settled.layout.shape.tensor)
 
     def movements(self) -> list[Movement]:
         """Returns all collectives, those that travel beside computation as such."""
@@ -240,7 +240,7 @@ class OtherTraffic(Traffic):
     def _beside(self, m: Movement) -> Movement:
         if m.kind != "collective-permute" or m.blocking:
             return m
-        if m.axes == ("stage",) and self.placed.virtual_stages == 1:
+        if m.axes == ("stage",) and self.settled.layout.stages.virtual_stages == 1:
             return m
         return m._replace(blocking=True, overlap=1.0)
 
@@ -255,7 +255,7 @@ class OtherMemory(StepMemory):
     @functools.cached_property
     def saved_inputs(self) -> SavedInputs:
         """Form in which inputs of matmuls are saved: TransformerEngine keeps them quantised."""
-        precision = self.placed.run.training.matmul_precision
+        precision = self.settled.run.training.matmul_precision
         low = self.program.transformer_engine and precision != "compute"
         return SavedInputs(gathered=False, projected=low, in_one_byte=low)
 
@@ -272,9 +272,9 @@ class OtherMemory(StepMemory):
     @functools.cached_property
     def gradients(self) -> float:
         """Bytes of the gradients that a device keeps."""
-        training = self.placed.run.training
+        training = self.settled.run.training
         param = jnp.dtype(training.param_dtype).itemsize
-        _, trained = sharded_elements(self.placed.layout)
+        _, trained = sharded_elements(self.settled.layout)
         return trained * max(param, jnp.dtype(training.reduce_dtype).itemsize)
 
     @functools.cached_property
@@ -296,7 +296,7 @@ class OtherMemory(StepMemory):
     @functools.cached_property
     def layer_weights(self) -> float:
         """Bytes of a layer's gathered weights and their gradients; none where nothing is gathered."""
-        if all(where.at_rest == where.in_use for _, _, where in self.placed.leaves):
+        if all(where.at_rest == where.in_use for _, _, where in self.settled.layout.leaves):
             return 0.0
         return super().layer_weights
 
@@ -333,7 +333,7 @@ def gathered_ring(
     values for each pass, and their gradients around the ring in float32, as often as it has devices. That nothing of
     it is beside attention is an assumption.
     """
-    axes, n = ("context",), placed.shape.context
+    axes, n = ("context",), placed.layout.shape.context
     block = 2 * work.tokens * work.widths.query
     passes = ["forward", "backward", *(["recomputation"] if "attention" in again else [])]
     result = [

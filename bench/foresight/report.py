@@ -88,12 +88,14 @@ KINDS: dict[str, Callable[[Row], bool]] = {
     "all rows": lambda row: True,
     "bfloat16": lambda row: not is_low(row),
     "below bfloat16": lambda row: is_low(row),
-    "pipeline or context": lambda row: row.placed.shape.stage > 1 or row.placed.shape.context > 1,
+    "pipeline or context": lambda row: (
+        row.placed.layout.shape.stage > 1 or row.placed.layout.shape.context > 1
+    ),
 }
 CLASSES: dict[str, Callable[[Row], bool]] = {
-    "hidden of 3072 and more": lambda row: row.placed.spec.width >= 3072,
-    "`expert` axis": lambda row: row.placed.shape.expert > 1,
-    "`tensor` axis": lambda row: row.placed.shape.tensor > 1,
+    "hidden of 3072 and more": lambda row: row.placed.layout.spec.width >= 3072,
+    "`expert` axis": lambda row: row.placed.layout.shape.expert > 1,
+    "`tensor` axis": lambda row: row.placed.layout.shape.tensor > 1,
     "mxfp8": lambda row: row.placed.run.training.matmul_precision == "mxfp8",
     "B200 and GB200": lambda row: family_of(row) == "b200",
     "vTrain, 64 to 512 A100": lambda row: row.id.startswith("V-multi"),

@@ -128,7 +128,7 @@ class Row:
     def bytes(self, predicted: Estimate) -> float:
         """Returns the predicted peak bytes of a device."""
         # Other programs pad sizes that `fsdp` of 24, 48 or 96 does not divide, and shard (`place`).
-        odd = self.placed.shape.data if self.system == "PyTorch FSDP" else 1
+        odd = self.placed.layout.shape.data if self.system == "PyTorch FSDP" else 1
         state = sum(
             predicted.memory[name] for name in ("parameters", "optimizer state", "gradients")
         )
@@ -337,7 +337,7 @@ def without_padding(placed: PlacedRun) -> PlacedRun:
     def unpad(p: Param) -> Param:
         return dataclasses.replace(p, shape=p.logical_shape, order=None, rows=None)
 
-    params = jax.tree.map(unpad, placed.params, is_leaf=is_param)
+    params = jax.tree.map(unpad, placed.layout.params, is_leaf=is_param)
     return dataclasses.replace(placed, layout=dataclasses.replace(placed.layout, params=params))
 
 
@@ -628,7 +628,11 @@ def read_seconds(row: dict[str, str], placed: PlacedRun, target: Target) -> floa
 
 def published_flops(row: dict[str, str], placed: PlacedRun) -> float:
     """Returns the FLOPs of a step as the publisher counts them."""
-    training, layers, width = placed.run.training, len(placed.spec.layers), placed.spec.width
+    training, layers, width = (
+        placed.run.training,
+        len(placed.layout.spec.layers),
+        placed.layout.spec.width,
+    )
     tokens = training.batch * training.seq
     if "INCLUDE recompute" in row["notes"]:  # arXiv:2104.04473, equation 3
         vocab = int(row["vocab"])
@@ -640,10 +644,12 @@ def published_flops(row: dict[str, str], placed: PlacedRun) -> float:
             * (1 + training.seq / (6 * width) + vocab / (16 * layers * width))
         )
     attention = (
-        sum(12 * a.heads * a.head_size for a in placed.spec.attention) * training.seq * tokens
+        sum(12 * a.heads * a.head_size for a in placed.layout.spec.attention)
+        * training.seq
+        * tokens
     )
     causal = "causal attention FLOPs" in row["notes"] and "non-causal" not in row["notes"]
-    params = count_params(placed.params)
+    params = count_params(placed.layout.params)
     if row["system"].startswith("NeMo"):  # a look-up of embeddings is no matmul
         params -= int(row["vocab"]) * width
     return 6 * params * tokens + attention * (0.5 if causal or "Meta" in row["system"] else 1.0)

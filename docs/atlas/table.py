@@ -154,20 +154,21 @@ def priced(file: Path) -> tuple[dict[str, Any], Report]:
         logits_mib=_LOGITS_MIB,
     )  # fmt: skip
     free = dataclasses.replace(placed.run, mesh=None, layout="fsdp", training=_changed(searched, facts.instead))
-    found = search(free, target, (placed.shape,))
+    found = search(free, target, (placed.layout.shape,))
     chunked: Training = dataclasses.replace(placed.run.training, logits_mib=_LOGITS_MIB)
     own = price_run(dataclasses.replace(placed.run, training=chunked), target)
     best = found.plans[0]
-    same = own if own.estimate.fits else next((plan for plan in found.plans if plan.mesh == placed.shape), None)
+    same = own if own.estimate.fits else next((plan for plan in found.plans if plan.mesh == placed.layout.shape), None)
     seconds, mfu = facts.published_step(predicted)
     saved = None if same is None else 1 - best.estimate.seconds / same.estimate.seconds
     record = {
         "name": file.stem, "title": facts.title, "year": facts.year, "source": facts.sources[0].url,
-        "target": str(target), "mesh": str(placed.shape), "published_seconds": seconds, "published_mfu": mfu,
+        "target": str(target), "mesh": str(placed.layout.shape), "published_seconds": seconds, "published_mfu": mfu,
         "predicted_seconds": predicted.seconds, "predicted_mfu": predicted.mfu, "plan": best.name,
         "plan_seconds": best.estimate.seconds, "saved": saved,
         "own_seconds": None if same is None else same.estimate.seconds,
-        "rule": None if same is None else rule_against(same), "experts": any(layer.experts for layer in placed.spec.layers),
+        "rule": None if same is None else rule_against(same),
+        "experts": any(layer.experts for layer in placed.layout.spec.layers),
     }  # fmt: skip
     page = plan_page(best, found, compared=(best, same or own), most=_SHOWN)
     return record, dataclasses.replace(page, title=facts.title)

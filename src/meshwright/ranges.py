@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
-import tyro
 
+from meshwright.declarations import declarations_of
 from meshwright.errors import ConfigError
 
 _MOST_INT, _MOST_FLOAT = 2**40, sys.float_info.max
@@ -70,7 +70,7 @@ def check_ranges(config: Any) -> None:
 
 def check_words(option: str, words: Sequence[str], kind: Any, default: Any) -> None:
     """Raises ConfigError for the first word of an option that is not a number of its type. kind: of `ranges_of`."""
-    number = _number_in(kind)
+    number = number_in(kind)
     for word in words:
         try:
             msgspec.convert(typing.get_args(number)[0](word), number)
@@ -100,7 +100,7 @@ def ranges_of(owner: type) -> dict[str, Any]:
             kinds[0],
             *(typing.get_args(kinds[0]) if typing.get_origin(kinds[0]) is not tuple else ()),
         )
-        stated = [kind for kind in kinds if _number_in(kind)]
+        stated = [kind for kind in kinds if number_in(kind)]
         stated += [_PLAIN[arm] | None for arm in arms if arm in _PLAIN]
         if stated:
             found[field.name] = stated[0]
@@ -109,7 +109,7 @@ def ranges_of(owner: type) -> dict[str, Any]:
 
 def describe_range(kind: Any, value: Any = None) -> str:
     """Describes the numbers of a type: `a whole number of at least 1`. value: what it does not take."""
-    number = _number_in(kind)
+    number = number_in(kind)
     meta, whole = number.__metadata__[0], typing.get_args(number)[0] is int
     with contextlib.suppress(TypeError, ValueError):
         value = float(value)
@@ -133,7 +133,7 @@ def describe_range(kind: Any, value: Any = None) -> str:
 
 def _example(kind: Any, default: Any, value: Any) -> str:
     """Returns what a type takes: the number that a word like `1e3` means, the default, or a number like `value`."""
-    number = _number_in(kind)
+    number = number_in(kind)
     meta, meant, like = number.__metadata__[0], None, None
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         meant, like = (round(float(value)), None) if isinstance(value, str) else (None, abs(value))
@@ -150,12 +150,12 @@ def _words(value: Any) -> str:
     return " ".join(map(_words, value)) if isinstance(value, tuple | list) else str(value)
 
 
-def _number_in(kind: Any) -> Any:
+def number_in(kind: Any) -> Any:
     """Returns the number type, with its range, inside a type such as `tuple[PositiveInt, ...] | None`; None without."""
     inner = [arm for arm in typing.get_args(kind) if arm is not Ellipsis]
     metas = [meta for meta in getattr(kind, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
     return (
-        Annotated[inner[0], metas[0]] if metas else next(filter(None, map(_number_in, inner)), None)
+        Annotated[inner[0], metas[0]] if metas else next(filter(None, map(number_in, inner)), None)
     )
 
 
@@ -163,7 +163,7 @@ def option_of(owner: type, name: str) -> str:
     """Returns how a user gives a field: its shortest option, or its path where the command line has none."""
     metadata = getattr(typing.get_type_hints(owner, include_extras=True)[name], "__metadata__", ())
     part = getattr(owner, "option_part", "")
-    if tyro.conf.Fixed in metadata:
+    if not declarations_of(owner)[name].is_option:
         return f"{part.replace('-', '_')}.{name}".lstrip(".")
     arg = next((entry for entry in metadata if hasattr(entry, "aliases")), None)
     if arg is not None and arg.aliases:

@@ -16,7 +16,7 @@ from meshwright.config import MeshShape
 from meshwright.hardware.machine import Machine
 from meshwright.models.model import AttentionSpec, LayerSpec, ModelSpec
 from meshwright.runs.placed_run import place_run
-from meshwright.runs.settle import Settled
+from meshwright.runs.settle import settle
 from xlacensus.program_census import doubts_of
 
 SEQ = 16
@@ -78,7 +78,7 @@ def test_buffers_of_experts_are_filled_by_an_even_load(expert: int, fraction: fl
     """Eight experts, two of a token: a device gets at most min(2, 8 / expert) rows for a token of each device."""
     run = tiny_run(MODELS["mixtral"], "data=1")
     placed = place_run(dataclasses.replace(run, mesh=MeshShape(expert=expert)))
-    skipped = skipped_by_kernels(Settled(placed, Machine("cpu")))
+    skipped = skipped_by_kernels(settle(placed, Machine("cpu")))
     assert skipped.group_fraction == pytest.approx(fraction)
     rows = 2 * run.training.batch * run.training.seq // expert
     assert skipped.sent_rows == ({"expert": rows} if expert > 1 else {})

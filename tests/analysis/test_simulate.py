@@ -652,9 +652,7 @@ def test_train_takes_them_where_the_chip_is_known(
 
 
 def test_a_tick_counts_as_much_as_its_costliest_stage() -> None:
-    table = device_run_of(
-        tiny_run(MODELS["llama"], "stage=2", microbatches=4)
-    ).placed.schedule_table
+    table = device_run_of(tiny_run(MODELS["llama"], "stage=2", microbatches=4)).schedule_table
     runs = (table.kind != IDLE).any(axis=2)
     assert sum(tick_scopes(table, [1.0] * len(table.parts.stage_of)).values()) == table.ticks
     costs = [1.5 if stage == 0 else 0.5 for stage in table.parts.stage_of]

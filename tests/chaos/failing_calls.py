@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import meshwright as mw
+from meshwright.checkpoint.steps import committed_steps
 from meshwright.data import tokens
 from meshwright.errors import ConfigError, MeshwrightError, by_class
 from meshwright.storage import attempts
@@ -106,7 +107,7 @@ def main(folder: Path, rows: list[str]) -> None:
             arm(target, kind, first, 10**9 if times == "all" else int(times), getattr(errno, name))
             end, code, text = runs.end(out, start)
             disarm()
-            again = "resume" if list(out.glob("checkpoints/*/manifest/metadata")) else "fresh"
+            again = "resume" if committed_steps(out / "checkpoints") else "fresh"
             equal = True
             if end:
                 runs.train(out, again)

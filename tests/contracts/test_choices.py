@@ -23,7 +23,7 @@ from meshwright.hardware.interconnect import machine_of_target
 from meshwright.hardware.targets import parse_target
 from meshwright.models.remat import SaveHidden, save_as_it_is, save_tokens_last
 from meshwright.planner.estimate import with_remat
-from meshwright.runs.settle import Settled
+from meshwright.runs.settle import Settled, settle
 from meshwright.step.train_step import build_train_step
 
 MESH = "data=2,fsdp=2,tensor=2"
@@ -76,7 +76,9 @@ def test_numbers_stay(family: str, choice: dict[str, Any]) -> None:
 def test_attention_in_pieces_of_the_batch(family: str) -> None:
     """Four pieces, each of which waits for the sums of the last but one; documents are cut with their sequences."""
     run = tiny_run(MODELS[family], "data=2,tensor=4", remat="projections", tensor_strategy="ring")
-    assert device_run_of(run).local_model.attention_pieces == 4 and run.training.batch == 16
+    assert (
+        device_run_of(run).local_model.execution.attention_pieces == 4 and run.training.batch == 16
+    )
     whole = train(
         dataclasses.replace(
             run, training=dataclasses.replace(run.training, tensor_strategy="gather")
@@ -93,11 +95,11 @@ def test_hidden_features_are_kept_with_tokens_last_on_v6e(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tiny_run(MODELS[family], MESH, remat="projections")
-    placed = device_run_of(run).placed
+    placed = device_run_of(run)
 
     def chosen(target: str, remat: Remat) -> SaveHidden:
-        settled = Settled(
-            with_remat(placed, remat), machine_of_target(parse_target(target), placed.shape)
+        settled = settle(
+            with_remat(placed, remat), machine_of_target(parse_target(target), placed.layout.shape)
         )
         return settled.save_hidden
 

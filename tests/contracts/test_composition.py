@@ -287,7 +287,7 @@ def test_checkpoints_move_between_meshes(before: str, after: str, tmp_path: Path
                 x[p.rows :] = 0
             return x
 
-        return tree_map(draw, sides[0].params)
+        return tree_map(draw, sides[0].layout.params)
 
     state = state_of(sides[0], values())
     mu, nu = (place_params(sides[0], values()) for _ in range(2))

@@ -106,7 +106,7 @@ def forward_logits(device_run: DeviceRun, params: Any, tokens_BT: np.ndarray) ->
             model.model.spec().logit_softcap,
         )
 
-    specs = (param_specs(device_run.placements, "at_rest"), BATCH_SPEC)
+    specs = (param_specs(device_run.layout.placements, "at_rest"), BATCH_SPEC)
     mapped = jax.shard_map(
         logits, mesh=device_run.mesh, in_specs=specs, out_specs=BATCH_SPEC, check_vma=False
     )
@@ -200,7 +200,7 @@ def test_decoding_is_the_forward_pass(name: str, mesh: str, layout: WeightsLayou
     params, want = expected(name)
     device_run = run_of(name, mesh)
     weights = lay_out(device_run, place_params(device_run, params), layout)
-    bucket = Bucket(8 if "data=1" not in mesh else 3, 128 * device_run.shape.context, CHUNK)
+    bucket = Bucket(8 if "data=1" not in mesh else 3, 128 * device_run.layout.shape.context, CHUNK)
     decoder = Decoder(device_run, weights, bucket)
     for text, logits in zip(decoded_logits(decoder, weights.params), want, strict=True):
         largest = np.abs(logits).max()

@@ -197,7 +197,7 @@ def rule_of_its_own_type(o: Optimizer, rate: optax.Schedule) -> optax.GradientTr
 
 def test_the_type_of_the_first_moment_is_that_of_the_rule() -> None:
     """A rule from outside that stores the type is taken, and every refusal says what is true of its rule."""
-    params = place_run(tiny_run(MODELS["llama"], "fsdp=1")).params
+    params = place_run(tiny_run(MODELS["llama"], "fsdp=1")).layout.params
 
     def build(rule: Any) -> optax.GradientTransformation:
         return build_optimizer(Optimizer(rule, moment_dtype="bfloat16"), 3, params)

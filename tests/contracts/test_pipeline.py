@@ -162,7 +162,7 @@ def test_a_stage_keeps_no_parameters_of_layers_that_take_turns(
         tiny_run(model, "stage=2", microbatches=4, dropout=0.0, remat="feed_forward", **KEEPS)
     )
     build_train_step(device_run).lower(device_run.abstract, device_run.abstract_batch)
-    stacked = [path for path, p, _ in device_run.placed.layout.leaves if "L" in p.dims]
+    stacked = [path for path, p, _ in device_run.layout.leaves if "L" in p.dims]
     assert set(found[0]._backward_of_part.given.values()) >= set(range(len(stacked)))
 
 
@@ -253,7 +253,7 @@ def test_the_compiled_ticks_are_those_of_the_table(schedule: str, permutes: int)
     )
     device_run = device_run_of(run)
     census = census_of_train_step(device_run)
-    table = device_run.placed.schedule_table
+    table = device_run.schedule_table
     assert not any(entry.conditional for entry in census.ledger)
     passes = sum(e.count for e in census.ledger if e.kind == "collective-permute")
     assert passes == permutes, (passes, table.segments)

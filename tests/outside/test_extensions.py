@@ -164,7 +164,7 @@ def bytes_on_first_device(tree: Any) -> int:
 def test_the_planner_counts_the_bytes_of_the_real_state(case: str) -> None:
     device_run = device_run_of(run_of(case))
     state = device_run.initial_state()
-    real, planned = bytes_on_first_device(state.optimizer), state_bytes(device_run.placed)
+    real, planned = bytes_on_first_device(state.optimizer), state_bytes(device_run)
     # The planner leaves out the step counts of built-in optimizers, two of four bytes.
     assert real == planned + (8 if device_run.run.optimizer.name == "adamw" else 0)
     # On 8 devices: everything large is sharded.
@@ -220,9 +220,9 @@ def test_the_planner_counts_the_bytes_that_parameters_and_activations_move(case:
         sent[entry.kind, entry.axes_label] = (
             sent.get((entry.kind, entry.axes_label), 0) + entry.total
         )
-    work, again = work_of(device_run.placed), recomputed_roles(device_run.run.training.remat)
+    work, again = work_of(device_run), recomputed_roles(device_run.run.training.remat)
     planned: dict[tuple[str, str], float] = {}
-    for m in movements(device_run.settled, work, again):
+    for m in movements(device_run, work, again):
         if m.kind in ("all-gather", "reduce-scatter") and m.payload:
             planned[m.kind, "+".join(m.axes)] = (
                 planned.get((m.kind, "+".join(m.axes)), 0) + m.payload * m.times
@@ -235,7 +235,7 @@ def test_the_planner_counts_the_bytes_that_parameters_and_activations_move(case:
 
 def test_two_dimensional_fsdp_shards_both_dimensions() -> None:
     placed = place_run(run_of("layout"))
-    at_rest = {path: where.at_rest for path, _, where in placed.leaves}
+    at_rest = {path: where.at_rest for path, _, where in placed.layout.leaves}
     assert at_rest["h.fc_in"] == ((), ("fsdp",), ("tensor", "data"))
     assert at_rest["h.fc_out"] == ((), ("tensor", "data"), ("fsdp",))
 
@@ -443,7 +443,7 @@ def test_a_script_may_define_what_it_trains(tmp_path: Path) -> None:
 def test_a_layer_kind_is_planned_as_it_states() -> None:
     """FLOPs, work, memory and cache come from the kind; it refuses `context`, over which its state would wait."""
     placed = place_run(tiny_run(SHORT_CONV, "fsdp=2,tensor=2"))
-    kinds = placed.spec.recurrences
+    kinds = placed.layout.spec.recurrences
     assert [kind.item for kind in kinds] == ["short convolution"] * 2
     items = forward_flops(SHORT_CONV, 64)
     assert items["short convolution"] == 0.0
@@ -453,12 +453,12 @@ def test_a_layer_kind_is_planned_as_it_states() -> None:
     assert items["feed-forward"] == 4 * 6 * D * F
     work = work_of(placed)
     assert work.recurrence_inner == 0.0 and work.widths.value == (32 + 8 * 4) / 2
-    cache = CachePlan(placed.spec, placed.shape, 8, 128, "float32")
-    longer = CachePlan(placed.spec, placed.shape, 8, 256, "float32")
+    cache = CachePlan(placed.layout.spec, placed.layout.shape, 8, 128, "float32")
+    longer = CachePlan(placed.layout.spec, placed.layout.shape, 8, 256, "float32")
     keys_and_values = 2 * 2 * 128 * 4 * 4 * 4 * 4
     assert longer.bytes_per_device - cache.bytes_per_device == keys_and_values
     assert cache.bytes_per_device - keys_and_values == 2 * 32 * 4 * 2 * 4
     with pytest.raises(ConfigError, match="recurrence with context"):
         place_run(tiny_run(SHORT_CONV, "context=2,fsdp=2"))
     plan = search(tiny_run(SHORT_CONV, "fsdp=8"), parse_target("v5e:2x4")).plans[0]
-    assert plan.placed.shape.context == 1
+    assert plan.placed.layout.shape.context == 1

@@ -74,7 +74,7 @@ _MAX_VOCAB_PADDING = 0.05
 def model_flops(device_run: DeviceRun, passes: float) -> Mapping[str, float]:
     """Returns the model FLOPs of one step on one device by item; a train step is 3 `passes`, an evaluation 1."""
     training = device_run.run.training
-    tokens = training.batch * device_run.placed.units
+    tokens = training.batch * device_run.units
     items = forward_flops(device_run.run.model, training.seq)
     # Frozen weights have no gradient of their own: their matmuls have two passes of a step's three.
     own = passes - 1.0 if _is_frozen(device_run, passes) else passes
@@ -102,32 +102,35 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
     vocabulary padded, all pairs of query and key where a program masks instead of skipping, and experts with twice the
     rows they need, or full buffers where they are sent between devices.
     """
-    run, placed = device_run.run, device_run.placed
+    run = device_run.run
     items = model_flops(device_run, passes)
     own = passes - 1 if _is_frozen(device_run, passes) else 3
     fraction, again = (
-        skipped_by_kernels(device_run.settled),
-        1 + (1 if placed.shape.stage == 1 else 2) / own,
+        skipped_by_kernels(device_run),
+        1 + (1 if device_run.layout.shape.stage == 1 else 2) / own,
     )
     # Attention's backward kernels compute the scores again: seven products for four, beside two recomputed ones.
     factors = {
         "attention": again * 11 / 8 / max(fraction.causal_fraction, 1e-9),
         # Computed again from their inputs, whatever the remat policy keeps.
-        **{recurrence.item: again + 1 / 3 for recurrence in placed.spec.recurrences},
+        **{recurrence.item: again + 1 / 3 for recurrence in device_run.layout.spec.recurrences},
         "experts": again * max(2.0, 1 / fraction.group_fraction),
         "unembedding": again * padded_vocab(run.model) / vocab_size(run.model),
     }
     uneven = 1.0
-    if placed.shape.stage > 1 and device_run.local_model.permutes:
+    if device_run.layout.shape.stage > 1 and device_run.local_model.execution.permutes:
         # A stage without a task computes beside the others, and padding rows too.
         rows = (
-            -(-len(placed.spec.layers) // (placed.shape.stage * placed.virtual_stages))
-            * placed.shape.stage
+            -(
+                -len(device_run.layout.spec.layers)
+                // (device_run.layout.shape.stage * device_run.layout.stages.virtual_stages)
+            )
+            * device_run.layout.shape.stage
         )
-        ticks = int((placed.schedule_table.kind == FORWARD).any(axis=(1, 2)).sum())
-        uneven = rows * ticks / (len(placed.spec.layers) * run.training.microbatches)
+        ticks = int((device_run.schedule_table.kind == FORWARD).any(axis=(1, 2)).sum())
+        uneven = rows * ticks / (len(device_run.layout.spec.layers) * run.training.microbatches)
     most = _SLACK * uneven * sum(factors.get(item, again) * flops for item, flops in items.items())
-    adapters = sum(p.size for _, p, _ in placed.leaves if p.role == "adapter")
+    adapters = sum(p.size for _, p, _ in device_run.layout.leaves if p.role == "adapter")
     most += (
         _SLACK
         * uneven
@@ -137,11 +140,12 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
         * run.training.batch
         * run.training.seq
         * adapters
-        / placed.shape.size
+        / device_run.layout.shape.size
     )
     rule = UPDATE_RULES.get(run.optimizer.name)
     if rule is not None and rule.matrices and passes > 1:
-        shares = plan_muon(placed.params, placed.placements, placed.shape, run.optimizer.muon_heads)
+        layout = device_run.layout
+        shares = plan_muon(layout.params, layout.placements, layout.shape, run.optimizer.muon_heads)
         most += _SLACK * shares.flops()[0]
     return FlopsBand(
         _COUNTED * sum(items.values()),
@@ -155,12 +159,17 @@ def skipped_by_kernels(settled: Settled) -> Skipped:
 
     If the load is even, a device receives as many rows as its own tokens have.
     """
-    placed, layout = settled.placed, settled.placed.layout
+    layout = settled.layout
     degrees = {axis: layout.shape.degrees()[axis] for axis in layout.expert_axes}
     fraction, sent = 1.0, dict[str, int]()
-    spec = next((layer.experts for layer in placed.spec.layers if layer.experts is not None), None)
+    spec = next(
+        (layer.experts for layer in settled.layout.spec.layers if layer.experts is not None), None
+    )
     if degrees and spec is not None:
-        training, over = placed.run.training, placed.shape.over(TOKEN_AXES) * layout.routed_parts
+        training, over = (
+            settled.run.training,
+            settled.layout.shape.over(TOKEN_AXES) * layout.routed_parts,
+        )
         tokens = (
             training.batch
             * training.seq
@@ -175,7 +184,9 @@ def skipped_by_kernels(settled: Settled) -> Skipped:
             "+".join(a): round(n * tokens)
             for a, n in sent_rows(spec, degrees, settled.expert_nodes).items()
         }
-    return Skipped(causal_fraction(placed.spec, placed.run.training.seq), min(1.0, fraction), sent)
+    return Skipped(
+        causal_fraction(settled.layout.spec, settled.run.training.seq), min(1.0, fraction), sent
+    )
 
 
 def train_step_facts(device_run: DeviceRun) -> ProgramFacts:
@@ -185,24 +196,26 @@ def train_step_facts(device_run: DeviceRun) -> ProgramFacts:
 
 
 def _facts_of_layers(model: Model, device_run: DeviceRun) -> ProgramFacts:
-    table = device_run.placed.schedule_table if device_run.placed.shape.stage > 1 else None
+    table = device_run.schedule_table if device_run.layout.shape.stage > 1 else None
     facts = _facts(device_run, "train step", 3.0, table)
     if table is None:
         return facts
     # Branches are priced with the mean of padding rows; without these all parts take the same time.
-    costs = device_run.placed.stages.part_costs
+    costs = device_run.layout.stages.part_costs
     costs = [c * len(costs) / sum(costs) if _layer_rows(device_run) else 1.0 for c in costs]
     return dataclasses.replace(
-        facts, ticks=tick_scopes(table, costs, device_run.local_model.permutes)
+        facts, ticks=tick_scopes(table, costs, device_run.local_model.execution.permutes)
     )
 
 
 def _layer_rows(device_run: DeviceRun) -> dict[str, BranchScope]:
     """Returns how many rows of each stack hold a layer, where the program branches around its padding rows."""
-    if device_run.local_model.permutes:
+    if device_run.local_model.execution.permutes:
         return {}
-    placed = device_run.placed
-    rows = {stack: placed.stages.rows(placed.spec.layers_of(stack)) for stack in placed.spec.stacks}
+    rows = {
+        stack: device_run.layout.stages.rows(device_run.layout.spec.layers_of(stack))
+        for stack in device_run.layout.spec.stacks
+    }
     counts = {
         stack: (int((layers != NO_LAYER).sum()), layers.size) for stack, layers in rows.items()
     }
@@ -215,7 +228,7 @@ def _facts(
     device_run: DeviceRun, name: str, passes: float, table: ScheduleTable | None
 ) -> ProgramFacts:
     """Returns what is known of a step of `passes` forward passes. table: schedule of its pipeline."""
-    taken = {} if table is None else branch_ticks(table, device_run.local_model.permutes)
+    taken = {} if table is None else branch_ticks(table, device_run.local_model.execution.permutes)
     # A backward branch computes its forward pass again; those of forward pass and loss do it for the first time.
     branches = {
         scope: BranchScope(*counts, recomputes=repeats_forward(scope))
@@ -224,7 +237,7 @@ def _facts(
     return ProgramFacts(
         name=name,
         model_flops=model_flops(device_run, passes),
-        skipped=skipped_by_kernels(device_run.settled),
+        skipped=skipped_by_kernels(device_run),
         flops_band=flops_band(device_run, passes),
         branches=branches | _layer_rows(device_run) | _DOCUMENTS,
         library_files=LIBRARY_FILES,
@@ -236,8 +249,8 @@ def census_of_train_step(device_run: DeviceRun, target: Target | None = None) ->
 
     target: hardware of the mesh's devices, on which a schedule is simulated; None simulates none.
     """
-    step, options = build_train_step(device_run), device_run.compiler_options()
-    if device_run.settled.scheduled_by_price:
+    step, options = build_train_step(device_run), device_run.accepted_compiler_options()
+    if device_run.scheduled_by_price:
         profile_of = device_run.profile_of if target is None else profile_for(target)
         options |= profile_of(
             device_run, step.lower(device_run.abstract, device_run.abstract_batch)
@@ -254,15 +267,15 @@ def census_of_train_step(device_run: DeviceRun, target: Target | None = None) ->
         compiler_options=options,
     )
     findings = [*result.findings, *_vocabulary_padding(device_run)]
-    settled, asked = device_run.settled, device_run.run.training.matmul_precision
-    if settled.machine.simulated:
+    asked = device_run.run.training.matmul_precision
+    if device_run.machine.simulated:
         # Simulated devices convert low precisions, and have no kernel for grouped matmuls: that is no fault of the run.
         findings = [finding for finding in findings if finding.kind != "experts"]
     else:
         module = parse_module(result.text)
         findings += lint_precision(module, SCOPE, asked) if asked != "compute" else ()
-        if device_run.run.model.states_layers and settled.kernels.fused:
-            findings += lint_attention_kernel(module, settled.kernels.name)
+        if device_run.run.model.states_layers and device_run.kernels.fused:
+            findings += lint_attention_kernel(module, device_run.kernels.name)
     return dataclasses.replace(result, findings=tuple(findings))
 
 
@@ -273,11 +286,11 @@ def profile_for(target: Target) -> Callable[[DeviceRun, Any], dict[str, Any]]:
     """
 
     def profile(device_run: DeviceRun, lowered: Any) -> dict[str, Any]:
-        if not device_run.settled.scheduled_by_price:
+        if not device_run.scheduled_by_price:
             return {}
         branches, options = (
             train_step_facts(device_run).branches,
-            device_run.compiler_options(),
+            device_run.accepted_compiler_options(),
         )
         passes = ",".join(word for word in (options.get(_LEFT_OUT), _RENAMES) if word)
         program = compile_function(
@@ -290,10 +303,11 @@ def profile_for(target: Target) -> Callable[[DeviceRun, Any], dict[str, Any]]:
 
 def census_of_eval_step(device_run: DeviceRun) -> Census:
     """Compiles the evaluation step of a run for its mesh and takes its census."""
-    placed = device_run.placed
     arguments = {path.removeprefix("state."): spec for path, spec in _declared(device_run).items()}
     table = (
-        placed.forward_table(placed.run.training.microbatches) if placed.shape.stage > 1 else None
+        device_run.forward_table(device_run.run.training.microbatches)
+        if device_run.layout.shape.stage > 1
+        else None
     )
     return census(
         build_eval_step(device_run),
@@ -303,7 +317,7 @@ def census_of_eval_step(device_run: DeviceRun) -> Census:
         categories=_CATEGORIES,
         declared={path: spec for path, spec in arguments.items() if path.startswith("params.")},
         facts=_facts(device_run, "evaluation step", 1.0, table),
-        compiler_options=device_run.compiler_options(),
+        compiler_options=device_run.accepted_compiler_options(),
     )
 
 
@@ -366,7 +380,7 @@ def _vocabulary_padding(device_run: DeviceRun) -> list[Finding]:
     vocab, padded = vocab_size(model), padded_vocab(model)
     if not vocab or padded / vocab - 1 <= _MAX_VOCAB_PADDING:
         return []
-    tables = [p for p in named_leaves(device_run.params).values() if p.rows]
+    tables = [p for p in named_leaves(device_run.layout.params).values() if p.rows]
     itemsize = jnp.dtype(device_run.run.training.param_dtype).itemsize
     wasted = (
         sum((padded - vocab) * math.prod(p.shape[1:]) * itemsize for p in tables)
@@ -378,7 +392,7 @@ def _vocabulary_padding(device_run: DeviceRun) -> list[Finding]:
             "vocabulary",
             f"{vocab} tokens are padded to {padded}, a multiple of {model.vocab_multiple}: "
             f"{padded / vocab - 1:.0%} padding in every embedding table and in the logits",
-            f"--model.vocab-multiple {device_run.shape.over(VOCAB_AXES)}, or a vocabulary of {padded}",
+            f"--model.vocab-multiple {device_run.layout.shape.over(VOCAB_AXES)}, or a vocabulary of {padded}",
             wasted,
         )
     ]
@@ -410,7 +424,7 @@ def cache_key(device_run: DeviceRun, target: Target) -> str:
         lowered.as_text(),
         str(target),
         repr(
-            (sorted(device_run.compiler_options().items()), device_run.settled.scheduled_by_price)
+            (sorted(device_run.accepted_compiler_options().items()), device_run.scheduled_by_price)
         ),
         repr(target.chip),
         repr(target.efficiency),

@@ -47,7 +47,7 @@ def compiled_phases(device_run: DeviceRun, census: Census) -> dict[str, int]:
 
     def most(memory: CompiledMemory) -> int:
         # Of simulated devices the reported live bytes leave out the temporaries.
-        return memory.peak if device_run.settled.machine.simulated else memory.live
+        return memory.peak if device_run.machine.simulated else memory.live
 
     step, evaluate = (
         most(census.memory.compiled),
@@ -67,7 +67,7 @@ def _compiled(run: Any, *arguments: Any) -> CompiledMemory:
 def _start(device_run: DeviceRun) -> int:
     """Most bytes of a device while parameters are drawn, or the optimizer's state is made."""
     described, params, where = (
-        device_run.params,
+        device_run.layout.params,
         device_run.abstract.params,
         device_run.state_shardings,
     )
@@ -81,7 +81,9 @@ def _start(device_run: DeviceRun) -> int:
                     described, where.params, seed=training.seed, dtype=training.param_dtype
                 )
             ).peak
-    split = trained_only(described, shardings(device_run.mesh, device_run.placements, "optimizer"))
+    split = trained_only(
+        described, shardings(device_run.mesh, device_run.layout.placements, "optimizer")
+    )
     trained = trained_only(described, params)
     given = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), trained, split)
     made = _compiled(jax.jit(device_run.optimizer.init, out_shardings=where.optimizer), given).added
@@ -97,8 +99,8 @@ def _start(device_run: DeviceRun) -> int:
 def _saving(device_run: DeviceRun) -> tuple[int, int]:
     """Most bytes of a device in a save and in a resume."""
     tensors = named_tensors(device_run.abstract)
-    params = permuted_params(tensors, device_run.params)
-    stored = abstract_in_layer_order(tensors, device_run.params)
+    params = permuted_params(tensors, device_run.layout.params)
+    stored = abstract_in_layer_order(tensors, device_run.layout.params)
     state, rest = shard_bytes(tensors), shard_bytes(stored)
     in_order = {name: x for name, x in tensors.items() if name not in params}
     save, resume = (

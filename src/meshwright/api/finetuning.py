@@ -130,7 +130,12 @@ def source_run(source: str) -> Run:
     tokenizer = str(folder / "tokenizer.json")
     data = dataclasses.replace(run.data, tokenizer=tokenizer, other_tokenizer=False)
     return dataclasses.replace(
-        run, init_from=source, data=data, finetune=FineTune(), name=f"{folder.name}-tuned"
+        run,
+        init_from=source,
+        data=data,
+        finetune=FineTune(),
+        name=f"{folder.name}-tuned",
+        chosen={},  # those of the run whose weights are taken
     )
 
 

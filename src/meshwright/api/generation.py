@@ -78,7 +78,7 @@ class GenerateOptions(CheckpointOptions):
         notes.quiet = call.console.quiet
         _stream(
             notes,
-            f"{generator.origin} on {generator.device_run.shape}: weights {generator.layout}\n",
+            f"{generator.origin} on {generator.device_run.layout.shape}: weights {generator.layout}\n",
         )
 
         def generate(texts: Sequence[str], show: OnText | None) -> Generated:

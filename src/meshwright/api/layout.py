@@ -29,7 +29,7 @@ class LayoutView(Brief):
 
     def brief(self) -> str:
         """Returns the run, the mesh, and the number of parameters."""
-        return f"of {self.placed.run.name} on {self.placed.shape}: {format_count(self.report.parameters)} parameters"
+        return f"of {self.placed.run.name} on {self.placed.layout.shape}: {format_count(self.report.parameters)} parameters"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with console.capture() as capture:
@@ -84,7 +84,7 @@ class ShowOptions(RunOptions):
     def act(self, call: Call) -> Outcome:
         """Runs `meshwright show`. Raises ConfigError where the run does not fit the mesh, or a file is not written."""
         shown = show(self.run)
-        placed, shape = shown.placed, shown.placed.shape
+        placed, shape = shown.placed, shown.placed.layout.shape
         machine = _machine(self.machine, shape) if self.machine else None
         page = layout_page(placed, machine)
         wanted = () if self.draw == ("all",) else self.draw

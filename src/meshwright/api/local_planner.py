@@ -95,7 +95,7 @@ class LocalPlanner:
 
     def scheduled[T: Trainable](self, prepared: T) -> T:
         """Returns a run whose steps XLA schedules by predicted times, where it is better off with them."""
-        if self.target is None or not prepared.device_run.settled.scheduled_by_price:
+        if self.target is None or not prepared.device_run.scheduled_by_price:
             return prepared
         device_run = dataclasses.replace(prepared.device_run, profile_of=profile_for(self.target))
         return dataclasses.replace(cast(Any, prepared), device_run=device_run)

@@ -32,7 +32,7 @@ from meshwright.planner.plan_file import write_plan
 from meshwright.planner.search import Plan, price_run, remat_policies
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
-from meshwright.runs.settle import Settled
+from meshwright.runs.settle import settle
 from meshwright.storage.paths import default_cache_folder
 from meshwright.storage.removing import remove_file
 from meshwright.trust import options_of_child, own
@@ -371,7 +371,7 @@ def trials(run: Run, target: Target) -> Iterator[tuple[str, Run]]:
                 yield f"attention in blocks of {block}", changed(attention_block=block)
     for mib in (256, 2048):
         yield f"logits of {mib} MiB", changed(logits_mib=mib)
-    settled = Settled(place_run(run), machine_of_target(target, run.mesh or MeshShape()))
+    settled = settle(place_run(run), machine_of_target(target, run.mesh or MeshShape()))
     if AUTO in training.compiler_options and (
         settled.compiler_options or settled.scheduled_by_price
     ):

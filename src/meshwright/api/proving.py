@@ -289,7 +289,7 @@ def compile_step(
     assert run.mesh is not None
     device_run = place_on_devices(run, build_mesh(run.mesh, devices))
     if target is None and devices[0].platform == "cpu":
-        _check_arrays(run, device_run.placed)
+        _check_arrays(run, device_run)
     elif (
         target is None
         and (here := local_target(devices, calibration_here(default_cache_folder()))) is not None
@@ -300,7 +300,7 @@ def compile_step(
     if target is None or step != "train":
         census_of = census_of_train_step if step == "train" else census_of_eval_step
         with activity("compile", f"compiling the {step} step", f"compiled the {step} step"):
-            return CompiledStep(device_run.placed, census_of(device_run), known, None)
+            return CompiledStep(device_run, census_of(device_run), known, None)
     folder, undetermined = default_cache_folder() / "proofs", None
 
     def compiled(device_run: DeviceRun) -> Census:
@@ -321,7 +321,7 @@ def compile_step(
             return file, cached(file, Census, lambda: compiled(device_run), fresh)
 
     file, census = proved(device_run, "the train step")
-    if device_run.settled.fixes_bits:
+    if device_run.fixes_bits:
         plain = dataclasses.replace(
             run, training=dataclasses.replace(run.training, deterministic=False)
         )
@@ -329,7 +329,7 @@ def compile_step(
         schedule = proved(same, "the train step without deterministic sums")[1].schedule
         undetermined = None if schedule is None else schedule.step_seconds
     planned = estimate(place_run(run), target)
-    return CompiledStep(device_run.placed, census, known, planned, undetermined, (file, fresh))
+    return CompiledStep(device_run, census, known, planned, undetermined, (file, fresh))
 
 
 def compile_choices(
@@ -363,7 +363,7 @@ def compile_choices(
 
 def _check_arrays(run: Run, placed: PlacedRun) -> None:
     """Raises CensusError for a step with arrays that XLA's compiler for CPUs dies of, with SIGFPE (jaxlib 0.12.0)."""
-    shape, width = placed.shape, placed.spec.width
+    shape, width = placed.layout.shape, placed.layout.spec.width
     training = placed.run.training
     batch, seq = (
         training.batch // shape.over(BATCH_AXES),

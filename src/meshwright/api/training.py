@@ -308,7 +308,7 @@ def train_reported(
         device_run = prepared.device_run
         planner = _local_planner(list(device_run.mesh.devices.flat))
         prepared = prepared if planner is None else planner.scheduled(prepared)
-        forecast = None if planner is None else planner.forecast(device_run.placed)
+        forecast = None if planner is None else planner.forecast(device_run)
         on_prepared(prepared, forecast)
         tracing: AbstractContextManager[loop.Trainable] = contextlib.nullcontext(prepared)
         if profile is not None:

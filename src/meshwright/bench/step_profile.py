@@ -137,7 +137,7 @@ class ProfiledRun:
         )
         if target is None:
             note = "Nothing is known of this device, so nothing is simulated (meshwright bench measures it)."
-        elif device_run.shape.stage > 1:
+        elif device_run.layout.shape.stage > 1:
             note = "Stages take different branches of one program, whose times are not simulated by instruction."
         else:
             schedule = simulate_run(module, device_run, target)

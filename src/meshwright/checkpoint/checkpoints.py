@@ -184,18 +184,18 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self.wait()  # the host's memory has the shards of one checkpoint at a time
         self._check_root(f"saving step {place['step']}")
         tensors, owned = named_tensors(state), self._reach == "shared"
-        permuted = permuted_params(tensors, device_run.params)
+        permuted = permuted_params(tensors, device_run.layout.params)
         in_order = {name: x for name, x in tensors.items() if name not in permuted}
         with waiting("the devices"):
             hashes = jax.device_get(fingerprints(in_order))
         shards = host_shards(in_order, owned=owned)
         # One tensor at a time is on the devices in the order of the layers, in addition to the state.
-        for name, x in permuted_in_layer_order(tensors, device_run.params):
+        for name, x in permuted_in_layer_order(tensors, device_run.layout.params):
             with waiting("the devices"):
                 hashes |= jax.device_get(fingerprints({name: x}))
             shards |= host_shards({name: x}, owned=owned)
             del x  # before the next one is made
-        abstract = abstract_in_layer_order(tensors, device_run.params)
+        abstract = abstract_in_layer_order(tensors, device_run.layout.params)
         records = {
             name: TensorRecord(x.shape, str(x.dtype), (int(hashes[name][0]), int(hashes[name][1])))
             for name, x in abstract.items()
@@ -360,8 +360,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
         other: tensor of the checkpoint that the model does not have, for which it is refused.  sends: as of `read`.
         """
-        abstract = abstract_in_layer_order(expected, device_run.params)
-        _check_tensors(manifest, abstract, device_run.params)
+        abstract = abstract_in_layer_order(expected, device_run.layout.params)
+        _check_tensors(manifest, abstract, device_run.layout.params)
         if other is not None:
             raise _mismatch(
                 manifest, f"the checkpoint has a tensor {other!r}, and the model does not"
@@ -382,7 +382,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         # Each process has compared its own replica.
         damage = f"tensor {(*changed, '')[0]!r} is not what was saved ({len(changed)} of {len(abstract)} differ)"
         self._fail_together(manifest, ("damage", damage) if changed else None)
-        return to_row_order(tensors, expected, device_run.params)
+        return to_row_order(tensors, expected, device_run.layout.params)
 
     def _read_shards(
         self, manifest: Manifest, abstract: dict[str, Any], *, owned: bool

@@ -78,7 +78,7 @@ def _load(init_from: str, device_run: DeviceRun, then: Then) -> Tree:
         weights = open_folder(init_from)
         dtype = device_run.run.training.param_dtype
         return load_params(
-            weights, device_run.params, device_run.state_shardings.params, dtype, then
+            weights, device_run.layout.params, device_run.state_shardings.params, dtype, then
         )
     params = load_run(path_of(init_from), device_run)
     treedef: Any = jax.tree.structure(params)
@@ -173,10 +173,10 @@ def add_adapters(device_run: DeviceRun, load: Callable[[DeviceRun, Then], Tree])
     """
     tuning, where = device_run.run.finetune, device_run.state_shardings.params
     base = without_adapters(device_run)
-    before = named_leaves(base.params)
+    before = named_leaves(base.layout.params)
 
     def keep(path: str, w: jax.Array) -> Any:
-        described: Any = device_run.params
+        described: Any = device_run.layout.params
         target: Any = where
         for name in path.split("."):
             described, target = described[name], target[name]
@@ -188,8 +188,8 @@ def add_adapters(device_run: DeviceRun, load: Callable[[DeviceRun, Then], Tree])
         return quantised
 
     params = load(base, keep)
-    described = trained_only(device_run.params, device_run.params)
-    training, placed = device_run.run.training, trained_only(device_run.params, where)
+    described = trained_only(device_run.layout.params, device_run.layout.params)
+    training, placed = device_run.run.training, trained_only(device_run.layout.params, where)
     fresh = init_params(described, placed, seed=training.seed, dtype=training.param_dtype)
     return {
         path: {**tree, ADAPTERS: fresh[path][ADAPTERS]}

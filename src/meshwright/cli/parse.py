@@ -16,10 +16,12 @@ from typing import Annotated, Any, Literal
 import docstring_parser
 import tyro
 
-from meshwright.api.verb import empty_error
+from meshwright.api.verb import RunOptions, empty_error
 from meshwright.cli.output import write
+from meshwright.declarations import declarations_of
 from meshwright.errors import ConfigError
 from meshwright.ranges import check_words, ranges_of
+from meshwright.runs.recipe import with_chosen
 from meshwright.storage.paths import path_of
 from meshwright.trust import own
 
@@ -120,6 +122,9 @@ def parse[Options](
     for option in options:
         if option.positional or option in given:
             _own_value(parsed, option.path)
+    if isinstance(parsed, RunOptions):
+        chosen = [".".join(option.path[1:]) for option in given if option.path[0] == "run"]
+        object.__setattr__(parsed, "run", with_chosen(parsed.run, chosen))
     for field in dataclasses.fields(parsed):
         value = getattr(parsed, field.name)
         if isinstance(value, Path) and str(value) != "-":  # standard input
@@ -159,6 +164,8 @@ def options_of(
         if not field.init:
             continue
         annotation, metadata = hints[field.name], getattr(hints[field.name], "__metadata__", ())
+        if tyro.conf.Suppress in metadata:
+            continue
         kind = (
             typing.get_args(annotation)[0]
             if typing.get_origin(annotation) is Annotated
@@ -193,7 +200,8 @@ def options_of(
         names = (name.upper(),) if tyro.conf.Positional in metadata else (spelling,)
         names = tuple(sorted((*(() if arg is None else arg.aliases or ()), *names), key=len))
         doc = _docs(owner).get(field.name, "")
-        fixed, numbers = tyro.conf.Fixed in metadata, ranges_of(owner).get(field.name)
+        fixed = not declarations_of(owner)[field.name].is_option
+        numbers = ranges_of(owner).get(field.name)
         several = primitive is None and _takes_several(kind)
         yield Option(names, where, metavar, choices, value, doc, group, fixed, numbers, several)
 

@@ -28,6 +28,7 @@ from meshwright.models.blocks.layers import no_dropout
 from meshwright.models.kernels.attention import cap
 from meshwright.models.layer_scan import scan_layers, sections
 from meshwright.models.model import ForwardContext, Layer, Tokens, vocab_size
+from meshwright.models.remat import save_as_it_is
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import Tree
 from meshwright.sharding.sequence import SequenceSplit
@@ -79,7 +80,7 @@ def bucket_for(
 
     Raises ConfigError where the texts would be longer than the model's positions.
     """
-    longest, most = max(lengths), device_run.placed.spec.max_seq
+    longest, most = max(lengths), device_run.layout.spec.max_seq
     if most is not None and longest + max_tokens > most:
         fix = (
             f"--max-tokens {most - longest}"
@@ -91,12 +92,12 @@ def bucket_for(
             f"the model has {most} positions, and {longest} + {max_tokens} = {longest + max_tokens}",
             fix,
         )
-    context = device_run.shape.context
+    context = device_run.layout.shape.context
     smallest = 1 << max(0, longest - 1).bit_length()
     chunk = math.ceil(min(chunk, smallest) / context) * context
     multiple = math.lcm(SLOT_MULTIPLE * context, chunk)
     need = math.ceil(longest / chunk) * chunk + max_tokens
-    share = device_run.shape.over(BATCH_AXES)
+    share = device_run.layout.shape.over(BATCH_AXES)
     return Bucket(
         math.ceil(len(lengths) / share) * share, math.ceil(need / multiple) * multiple, chunk
     )
@@ -111,7 +112,7 @@ class Decoder:
         self.device_run, self.bucket, self.weights = device_run, bucket, weights
         dtype = device_run.run.training.compute_dtype
         self.plan = CachePlan(
-            device_run.placed.spec, device_run.shape, bucket.batch, bucket.slots, dtype
+            device_run.layout.spec, device_run.layout.shape, bucket.batch, bucket.slots, dtype
         )
         self.specs = DecodeState(self.plan.specs, _ROWS, _ROWS, _ROWS, _ROWS, _ALL)
         self.end = 0
@@ -199,7 +200,7 @@ class Decoder:
     def cache_bytes(self, memory: Any) -> int:
         """Returns the bytes of the cache in a program's memory figures: its donated state, less what is not cache."""
         rest = jax.tree.leaves(dataclasses.replace(self._abstract, cache=None))
-        rows = self.device_run.shape.over(BATCH_AXES)
+        rows = self.device_run.layout.shape.over(BATCH_AXES)
         others = sum(math.prod(x.shape) // (rows if x.ndim else 1) * x.dtype.itemsize for x in rest)
         return int(memory.alias_size_in_bytes) - others
 
@@ -221,7 +222,7 @@ class Decoder:
             lowered = jax.jit(mapped, donate_argnums=(1,)).lower(
                 params, self._abstract, settings, stops, np.int32(0)
             )
-        return lowered.compile(compiler_options=self.device_run.compiler_options() or None)
+        return lowered.compile(compiler_options=self.device_run.accepted_compiler_options() or None)
 
     @functools.cached_property
     def _abstract(self) -> DecodeState:
@@ -304,7 +305,7 @@ class Decoder:
         x_TD = all_gather(x_BTD[0], CONTEXT, 0)[: batch * tokens]
         x_BD = x_TD.reshape(batch, tokens, -1)[:, -1]
         logits_BV = jnp.einsum("bd,vd->bv", x_BD, table_VD, preferred_element_type=jnp.float32)
-        logits_BV = cap(logits_BV, self.device_run.placed.spec.logit_softcap)
+        logits_BV = cap(logits_BV, self.device_run.layout.spec.logit_softcap)
         vocab = vocab_size(self.device_run.run.model)
         return all_gather(logits_BV, VOCAB_AXES, 1)[:, :vocab], cache
 
@@ -328,16 +329,23 @@ class Decoder:
             ~self.local_tokens(text_BT)[None],
         )
         sequence = SequenceSplit("all_gather", local.ids.shape[1], 1, 1)
-        fewer = (self.device_run.placed.spec.kv_heads or math.inf) < self.device_run.shape.tensor
+        fewer = (
+            self.device_run.layout.spec.kv_heads or math.inf
+        ) < self.device_run.layout.shape.tensor
         own = with_own_kv_head(attend) if fewer else attend
-        kernels = (own, sequence, model.grouped_matmul)
-        ctx = ForwardContext(
-            local,
-            self.weights.gather,
-            no_dropout(),
-            *kernels,
-            expert_axes=model.expert_axes,
-            expert_nodes=model.expert_nodes,
+        # The few tokens of a step are gathered at once, and nothing is saved for a backward pass.
+        execution = dataclasses.replace(
+            model.execution,
+            gather_params=self.weights.gather,
+            sequence=sequence,
+            tensor_strategy="gather",
+            save_hidden=save_as_it_is,
+        )
+        ctx = ForwardContext.of(
+            execution,
+            tokens=local,
+            dropout=no_dropout(),
+            attend=own,
             attend_latent=attend.latent,
             cached_recur=attend.recur,
         )
@@ -349,7 +357,7 @@ class Decoder:
 
         They are padded with zeros so that `context` and `tensor` split them evenly.
         """
-        shape = self.device_run.shape
+        shape = self.device_run.layout.shape
         parts = shape.context * shape.tensor
         return local_shard(jnp.pad(x_BT.reshape(-1), (0, -x_BT.size % parts)), CONTEXT, 0)
 
@@ -357,7 +365,7 @@ class Decoder:
         self, params: Tree, cache: dict[str, Any], ctx: ForwardContext, attend: CachedAttend
     ) -> tuple[jax.Array, dict[str, Any]]:
         """Runs all layers; the cache is carried through the loop over them, so that it is written in place."""
-        model, spec = self.device_run.local_model, self.device_run.placed.spec
+        model, spec = self.device_run.local_model, self.device_run.layout.spec
         functions = model.model.layer_functions(ctx)
 
         def cached(stack: str, layer: Layer) -> Any:
@@ -382,7 +390,7 @@ class Decoder:
 
 def check_decodable(device_run: DeviceRun) -> None:
     """Raises ConfigError for a mesh or a model that cannot generate, with the one to use instead."""
-    shape, model = device_run.shape, device_run.run.model
+    shape, model = device_run.layout.shape, device_run.run.model
     if shape.stage > 1:
         other = dataclasses.replace(shape, stage=1, data=shape.data * shape.stage)
         raise ConfigError(

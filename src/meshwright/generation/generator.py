@@ -143,7 +143,7 @@ class Generator(Brief):
 
     def brief(self) -> str:
         """Returns whose weights it has, and where they lie."""
-        return f"of {self.origin} on {self.device_run.shape}: weights {self.layout}"
+        return f"of {self.origin} on {self.device_run.layout.shape}: weights {self.layout}"
 
     @property
     def compilations(self) -> int:
@@ -237,7 +237,7 @@ class Generator(Brief):
             first_token_seconds=first - began,
             decode_seconds=last - first,
             weights=self.layout,
-            weight_bytes=weight_bytes(self.device_run.placed, self.layout),
+            weight_bytes=weight_bytes(self.device_run, self.layout),
             cache_bytes=decoder.cache_bytes(memory),
             planned_cache_bytes=decoder.plan.bytes_per_device,
             temporary_bytes=int(memory.temp_size_in_bytes),
@@ -363,7 +363,7 @@ def _score_chunk(
     labels_BT = lax.dynamic_slice_in_dim(state.tokens, state.slot + 1, chunk, 1)
     labels_T = decoder.local_tokens(jnp.maximum(labels_BT, 0))
     size = chunk_tokens(labels_T.shape[0], table_VD.shape[0], run.training.logits_mib)
-    softcap = decoder.device_run.placed.spec.logit_softcap
+    softcap = decoder.device_run.layout.spec.logit_softcap
     scores = _token_scores(x_BTD[0], table_VD, labels_T, vocab_size(run.model), size, softcap)
     logprobs_BT, greedy_BT = (
         all_gather(all_gather(x, CONTEXT, 0)[: batch * chunk].reshape(batch, chunk), BATCH_AXES, 0)
@@ -433,12 +433,10 @@ def _choose_layout(device_run: DeviceRun, asked: str) -> WeightsLayout:
     if asked != "auto":
         return asked  # type: ignore[return-value]
     device = device_run.mesh.local_devices[0]
-    needed = weight_bytes(device_run.placed, "gathered")
+    needed = weight_bytes(device_run, "gathered")
     if device.platform == "cpu":
         return "gathered" if needed <= _SIMULATED_BYTES else "sharded"
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
     return (
-        "gathered"
-        if needed + weight_bytes(device_run.placed, "sharded") <= _FITS * limit
-        else "sharded"
+        "gathered" if needed + weight_bytes(device_run, "sharded") <= _FITS * limit else "sharded"
     )

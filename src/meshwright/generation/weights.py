@@ -36,7 +36,7 @@ class LaidOut:
 def weight_bytes(placed: PlacedRun, layout: WeightsLayout) -> int:
     """Returns the bytes of the weights on one device in a layout."""
     training, total = placed.run.training, 0
-    for _, p, where in placed.leaves:
+    for _, p, where in placed.layout.leaves:
         if layout == "sharded":
             dtype, placement = p.stored or training.param_dtype, where.at_rest
         else:
@@ -45,7 +45,8 @@ def weight_bytes(placed: PlacedRun, layout: WeightsLayout) -> int:
                 where.in_use,
             )
         total += (
-            math.prod(local_shape(p.shape, placement, placed.shape)) * jnp.dtype(dtype).itemsize
+            math.prod(local_shape(p.shape, placement, placed.layout.shape))
+            * jnp.dtype(dtype).itemsize
         )
     return total
 
@@ -55,8 +56,8 @@ def lay_out(device_run: DeviceRun, params: Tree, layout: WeightsLayout) -> LaidO
     if layout == "sharded":
         return LaidOut(
             params,
-            param_specs(device_run.placements, "at_rest"),
-            device_run.local_model.gather_params,
+            param_specs(device_run.layout.placements, "at_rest"),
+            device_run.local_model.execution.gather_params,
         )
     program, specs = _gathered(device_run)
     return LaidOut(program(params), specs, lambda params, path: params)
@@ -68,7 +69,9 @@ def _gathered(device_run: DeviceRun) -> tuple[Any, Tree]:
     def gather(params: Tree) -> Tree:
         return {path: _gather_stack(device_run, params[path], path) for path in params}
 
-    own, specs = (param_specs(device_run.placements, which) for which in ("at_rest", "in_use"))
+    own, specs = (
+        param_specs(device_run.layout.placements, which) for which in ("at_rest", "in_use")
+    )
     mapped = jax.shard_map(
         gather, mesh=device_run.mesh, in_specs=(own,), out_specs=specs, check_vma=False
     )
@@ -77,8 +80,8 @@ def _gathered(device_run: DeviceRun) -> tuple[Any, Tree]:
 
 def _gather_stack(device_run: DeviceRun, params: Tree, path: str) -> Tree:
     """Gathers a subtree: one layer after another where it is stacked, since gathers are those of one layer."""
-    gather = device_run.local_model.gather_params
-    leaves = jax.tree.leaves(device_run.params[path], is_leaf=lambda x: isinstance(x, Param))
+    gather = device_run.local_model.execution.gather_params
+    leaves = jax.tree.leaves(device_run.layout.params[path], is_leaf=lambda x: isinstance(x, Param))
     if not any("L" in p.dims for p in leaves):
         return gather(params, path)
     return jax.lax.map(lambda layer: gather(layer, path), params)

@@ -8,8 +8,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,8 @@ from meshwright.comm.collectives import axis_index, broadcast
 from meshwright.config import Training
 from meshwright.data.batch import PADDING, Batch
 from meshwright.models.blocks.context import build_attend, with_own_kv_head
-from meshwright.models.blocks.layers import Dropout, SumRows, scatter_rows
-from meshwright.models.kernels.attention import Kernels
+from meshwright.models.blocks.layers import Dropout
+from meshwright.models.execution import Execution
 from meshwright.models.layer_scan import ReadRow, Section, join, scan_layers, sections
 from meshwright.models.loss import chunk_tokens, token_losses
 from meshwright.models.model import (
@@ -34,13 +33,9 @@ from meshwright.models.model import (
     Tokens,
     vocab_size,
 )
-from meshwright.models.remat import REMAT_POLICIES, SaveHidden, save_as_it_is
-from meshwright.sharding.params import GatherParams, Tree
-from meshwright.sharding.sequence import SequenceSplit
+from meshwright.models.remat import REMAT_POLICIES
+from meshwright.sharding.params import Tree
 from meshwright.sharding.stages import NO_LAYER, StageAssignment
-
-if TYPE_CHECKING:
-    from meshwright.models.preferences import Preferences
 
 
 def row_scope(stack: str) -> str:
@@ -96,49 +91,18 @@ class LocalModel:
 
     model: Model
     training: Training
-    gather_params: GatherParams
-    sequence: SequenceSplit
     stages: StageAssignment
-    kernels: Kernels
-    grouped_matmul: Any
-    """Grouped matmul of experts (kernels/choose.py); None without."""
-    sum_rows: SumRows = scatter_rows
-    """Sums gradients of the rows of tables (blocks/layers.py)."""
-    save_hidden: SaveHidden = save_as_it_is
-    """Names outputs of the feed-forward's first matmuls (models/remat.py)."""
-    expert_axes: tuple[str, ...] = ("expert",)
-    """Axes that split experts (sharding/layouts.py)."""
-    expert_nodes: int = 1
-    """Groups of their devices between which a token has one row (runs/settle.py)."""
-    ahead: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = dataclasses.field(
-        default_factory=dict
-    )
-    """Parameters that are gathered one layer ahead, by stack: for passes that begin at a layer's start, and for those
-    that begin with its feed-forward half. Other stacks gather all in their own layer."""
-    tensor_strategy: Literal["gather", "ring"] = "gather"
-    """Whether the sequence goes around a ring over `tensor` (models/model.py)."""
-    attention_pieces: int = 1
-    """Most pieces of the batch in which attention and its output projection are computed; 1 is all at once."""
-    exchange_pieces: int = 1
-    """Most pieces of the batch that layers with experts compute one after another; 1 is all at once."""
-    saves_weights: bool = True
-    """Whether a remat policy that saves everything saves gathered weights; frozen ones are computed again."""
-    preferences: "Preferences | None" = None
-    """Loss of preferences, instead of that of tokens (models/preferences.py)."""
+    """Layers of each pipeline stage."""
+    execution: Execution
 
     @functools.cached_property
     def stacks(self) -> dict[str, int]:
         """Layers of each stack, in order."""
         return self.model.spec().stacks
 
-    @property
-    def permutes(self) -> bool:
-        """Whether a layer sends values around a ring of devices: attention in a ring, collective matmuls."""
-        return self.sequence.is_ring or self.tensor_strategy == "ring"
-
     def context(self, batch: Batch, dropout: Dropout) -> ForwardContext:
         """Returns the inputs that every layer needs besides its parameters."""
-        count = math.gcd(self.exchange_pieces, batch.segments.shape[0])
+        count = math.gcd(self.execution.exchange_pieces, batch.segments.shape[0])
         if count == 1:
             return self._context(batch, dropout)
         pieces = [jax.tree.map(lambda x, i=i: jnp.split(x, count)[i], batch) for i in range(count)]
@@ -150,30 +114,22 @@ class LocalModel:
 
     def _context(self, batch: Batch, dropout: Dropout) -> ForwardContext:
         """Returns the inputs of all sequences of `batch` together."""
-
         local = self.local_positions(batch)
-        count = math.gcd(self.attention_pieces, batch.segments.shape[0])
+        count = math.gcd(self.execution.attention_pieces, batch.segments.shape[0])
         pieces: tuple[Attend, ...] = ()
         if count > 1:
             pieces = tuple(map(self._attend, jnp.split(batch.segments, count)))
-        return ForwardContext(
+        return ForwardContext.of(
+            self.execution,
             tokens=Tokens(local.inputs, local.positions, local.segments == PADDING),
-            gather_params=self.gather_params,
             dropout=dropout,
             attend=self._attend(batch.segments),
-            sequence=self.sequence,
-            grouped_matmul=self.grouped_matmul,
-            sum_rows=self.sum_rows,
-            save_hidden=self.save_hidden,
-            expert_axes=self.expert_axes,
-            expert_nodes=self.expert_nodes,
-            tensor_strategy=self.tensor_strategy,
             attend_pieces=pieces,
         )
 
     def _attend(self, segments_BT: jax.Array) -> Attend:
-        """Returns attention to earlier positions of the same document. segments: of complete sequences."""
-        attend = build_attend(self.sequence, segments_BT, self.kernels)
+        """Returns attention to earlier positions of the same document. segments_BT: of complete sequences."""
+        attend = build_attend(self.execution.sequence, segments_BT, self.execution.kernels)
         kv_heads = self.model.spec().kv_heads
         # With fewer key/value heads than devices of `tensor`, each device has a copy of the one that it needs.
         if kv_heads and kv_heads < jax.lax.axis_size("tensor"):
@@ -182,9 +138,9 @@ class LocalModel:
 
     def local_positions(self, batch: Batch) -> Batch:
         """This device's positions of every sequence."""
-        if self.sequence.shards == 1:
+        if self.execution.sequence.shards == 1:
             return batch
-        positions_T = self.sequence.local_positions()
+        positions_T = self.execution.sequence.local_positions()
         return jax.tree.map(lambda field: field[:, positions_T], batch)
 
     def layers(
@@ -208,14 +164,14 @@ class LocalModel:
                 layer = read_inside(layer)
             if not (rows[stack] == NO_LAYER).any():
                 return layer
-            return drop_padding(layer) if self.permutes else skip_padding(layer, stack)
+            return drop_padding(layer) if self.execution.permutes else skip_padding(layer, stack)
 
         outputs: list[dict[str, Aux]] = []
         for section in sections(spec, self.model.layer_functions(ctx), without_padding):
             for layers, remat in self._remat_parts(section):
                 part_rows = section.rows(spec, layers)
                 stack = section.stacks[0]
-                if stack in self.ahead and not callable(params):
+                if stack in self.execution.gathered_ahead and not callable(params):
                     take = functools.partial(jax.tree.map, operator.itemgetter(part_rows[stack]))
                     x_BTD, aux = self._layers_ahead(
                         stack, x_BTD, ctx, take(params[stack]), take(index[stack]), remat
@@ -231,7 +187,7 @@ class LocalModel:
                         rows=part_rows,
                         remat=remat,
                         unroll=self.training.unroll,
-                        saves_weights=self.saves_weights,
+                        saves_weights=self.execution.saves_weights,
                     )
                 outputs.append(aux)
         return x_BTD, join(outputs)
@@ -264,16 +220,16 @@ class LocalModel:
         """Runs a stack whose first weights are gathered one layer ahead."""
 
         def gather_some(some: Tree) -> Tree:
-            return self.gather_params.only(stack, some)(some, path=stack)
+            return self.execution.gather_params.only(stack, some)(some, path=stack)
 
         def gather_others(params: Tree, path: str) -> Tree:
-            return params if path == stack else self.gather_params(params, path)
+            return params if path == stack else self.execution.gather_params(params, path)
 
         gathered_ctx = dataclasses.replace(ctx, gather_params=gather_others)
         layer: Any = self.model.layer_functions(gathered_ctx)[stack]
         from meshwright.models.gather_ahead import GatheredAhead, scan_layers_ahead
 
-        at_start, inside = self.ahead[stack]
+        at_start, inside = self.execution.gathered_ahead[stack]
         needed_first = inside if REMAT_POLICIES[remat].begins_inside else at_start
         ahead = GatheredAhead(forward=at_start, backward=needed_first)
         x_BTD, aux = scan_layers_ahead(layer, gather_some, x_BTD, params, ahead, index, remat=remat)
@@ -303,7 +259,7 @@ class LocalModel:
     def unembed(self, params: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the final hidden states [B, T/context, D] on every stage, and the unembedding [V/stage+tensor, D]."""
         x_BTD = broadcast(x_BTD, ("stage",), self.stages.last_stage)
-        return self.model.unembed(params, x_BTD, self.gather_params)
+        return self.model.unembed(params, x_BTD, self.execution.gather_params)
 
     def score_targets(
         self, params: Tree, x_BTD: jax.Array, batch: Batch
@@ -324,9 +280,11 @@ class LocalModel:
 
     def weight(self, batch: Batch) -> jax.Array:
         """Returns the weight of this device's sequences in the mean loss: their tokens, or their preferences."""
-        if self.preferences is None:
-            return batch.weights.sum()
-        return self.preferences.pairs(batch).sum()
+        return (
+            batch.weights
+            if self.execution.preferences is None
+            else self.execution.preferences.pairs(batch)
+        ).sum()
 
     def hidden(
         self, params: Tree, batch: Batch, dropout: Dropout
@@ -341,8 +299,8 @@ class LocalModel:
     ) -> tuple[jax.Array, tuple[Metrics, dict[str, Aux]]]:
         """Returns `(loss, (metrics, aux))` of this device's shard, for a model on one pipeline stage."""
         x_BTD, aux = self.hidden(params, batch, dropout)
-        if self.preferences is not None:
-            loss, metrics = self.preferences.loss(self, params, x_BTD, batch, total)
+        if self.execution.preferences is not None:
+            loss, metrics = self.execution.preferences.loss(self, params, x_BTD, batch, total)
         else:
             loss, metrics = self.loss(params, x_BTD, batch, total)
             if self.model.spec().further:
@@ -374,7 +332,7 @@ class LocalModel:
                 params,
                 index,
                 remat=self.training.remat,
-                saves_weights=self.saves_weights,
+                saves_weights=self.execution.saves_weights,
             )
         further_params = {**params, "final_norm": params[MTP]["final_norm"][0]}
         loss, metrics = self.loss(further_params, h_BTD, shifted, total)

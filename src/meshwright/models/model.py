@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,16 @@ import numpy as np
 
 from meshwright.comm.collectives import TokenFunction, sequence_all_gather, sequence_reduce_scatter
 from meshwright.config import MeshShape
+from meshwright.declarations import changes
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import default_mesh_shape
-from meshwright.models.blocks.layers import Dropout, SumRows, scatter_rows
+from meshwright.models.blocks.layers import Dropout
+from meshwright.models.execution import Execution
 from meshwright.models.kernels.attention import Scores
-from meshwright.models.remat import SaveHidden, save_as_it_is
 from meshwright.plugins import resolve
 from meshwright.ranges import PositiveInt, Ranged
 from meshwright.sharding.params import GatherParams, Param, Tree
 from meshwright.sharding.placement import replicates_kv_heads
-from meshwright.sharding.sequence import SequenceSplit
 
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
 """Metrics of a step as (sum, count); the value is sum / count."""
@@ -69,30 +69,14 @@ inputs: tree of [B, T, ...].  positions: within each document; a token at positi
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class ForwardContext:
-    """Inputs that every layer of a model needs besides its parameters."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardContext(Execution):
+    """An execution on the tokens of one batch: what every layer needs besides its parameters."""
 
     tokens: Tokens
-    gather_params: Callable[[Any, str], Any]
-    """`(params, path) -> weights`: gathers a subtree over `fsdp` in the compute dtype."""
     dropout: Dropout
     attend: Attend
     """Attention of this device's queries to the complete sequence."""
-    sequence: SequenceSplit
-    grouped_matmul: Any
-    """`(rows, weights, rows of each expert) -> rows times each of their expert's weights` (kernels/choose.py); None in
-    models without experts."""
-    sum_rows: SumRows = scatter_rows
-    """Sums the gradients of the rows of a table that are taken several times (blocks/layers.py)."""
-    save_hidden: SaveHidden = save_as_it_is
-    """Names the outputs of the feed-forward's first matmuls (models/remat.py)."""
-    expert_axes: tuple[str, ...] = ("expert",)
-    """Axes that split experts (sharding/layouts.py)."""
-    expert_nodes: int = 1
-    """Groups of their devices between which a token has one row (runs/settle.py)."""
-    tensor_strategy: Literal["gather", "ring"] = "gather"
-    """Whether the sequence is gathered over `tensor` and scattered, or its chunks go around a ring during matmuls."""
     attend_pieces: tuple[Attend, ...] = ()
     """Attention of each piece of the batch, for `attend_row_parallel`; () for no pieces."""
     batch_pieces: tuple["ForwardContext", ...] = ()
@@ -102,6 +86,14 @@ class ForwardContext:
     """In decoding: `(q [B, T, N, Z], new latents [B, T, Z], kv_rank) -> [B, T, N, kv_rank]`, to cached latents."""
     cached_recur: Callable[[RecurrentStep, Any], jax.Array] | None = None
     """In decoding: `recur` from the cached state of the layer, and to it."""
+
+    @classmethod
+    def of(cls, execution: Execution, **batch: Any) -> "ForwardContext":
+        """Returns an execution on one batch. batch: the fields that this class adds."""
+        decisions = {
+            field.name: getattr(execution, field.name) for field in dataclasses.fields(Execution)
+        }
+        return cls(**decisions, **batch)
 
     @functools.cached_property
     def angles(self) -> Callable[[Any], tuple[jax.Array, jax.Array]]:
@@ -581,7 +573,9 @@ class Model(Ranged, part="model"):
     """Whether `spec` lists the layers and their parts: layouts, remat policies and meshes are chosen by it."""
     vocab: PositiveInt | None = None
     """Vocabulary size V; None takes the tokenizer's."""
-    vocab_multiple: PositiveInt = dataclasses.field(default=128, kw_only=True)
+    vocab_multiple: Annotated[PositiveInt, changes("program", "evaluation", "plan")] = (
+        dataclasses.field(default=128, kw_only=True)
+    )
     """The embedding tables are padded to a multiple of this; padding rows are masked and change no number."""
 
     def params(self) -> Tree:
@@ -640,6 +634,10 @@ class Model(Ranged, part="model"):
     def forward_flops(self, seq: int, by_layers: ByLayers) -> dict[str, float]:
         """Returns the FLOPs of one unit's forward pass by item (models/flops.py)."""
         return by_layers(self, seq)
+
+    def local_model(self, settled: Any, by_layers: ByLayers) -> Any:
+        """Returns the forward pass on one device, a `LocalModel` (models/forward.py); None where there is no such."""
+        return by_layers(self, settled)
 
     def abstract_batch(self, device_run: Any, by_layers: ByLayers) -> Any:
         """Returns a batch of a placed run as abstract arrays (step/device_run.py)."""

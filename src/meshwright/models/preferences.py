@@ -107,10 +107,15 @@ _sum_by.defvjp(lambda values, index, groups: (_sum_by(values, index, groups), in
 
 def reference_of(model: "LocalModel", params: Tree) -> tuple["LocalModel", Tree]:
     """Returns the model that computes the reference, and its parameters."""
-    gather: Any = model.gather_params
+    gather: Any = model.execution.gather_params
     if isinstance(gather, AdapterGather):
-        return dataclasses.replace(
-            model, gather_params=dataclasses.replace(gather, scale=None), ahead={}
-        ), params
+        without_adapters = dataclasses.replace(gather, scale=None)
+        return _with_gather(model, without_adapters), params
     plain = dataclasses.replace(gather, gathers=gather.gathers[REFERENCE])
-    return dataclasses.replace(model, gather_params=plain, ahead={}), params[REFERENCE]
+    return _with_gather(model, plain), params[REFERENCE]
+
+
+def _with_gather(model: "LocalModel", gather: Any) -> "LocalModel":
+    """Returns the model with other gathers, each within its own layer."""
+    execution = dataclasses.replace(model.execution, gather_params=gather, gathered_ahead={})
+    return dataclasses.replace(model, execution=execution)

@@ -31,8 +31,8 @@ class AttentionKernel:
 
 def attention_kernel(settled: Settled, physics: Physics) -> AttentionKernel:
     """Returns the price of the attention kernel that a run uses on its machine."""
-    attention = settled.placed.spec.attention
-    if not settled.placed.run.model.states_layers:
+    attention = settled.layout.spec.attention
+    if not settled.run.model.states_layers:
         return AttentionKernel(backward=0.0)
     backward = settled.kernels.backward
     if not attention or settled.kernels.fused:
@@ -67,12 +67,11 @@ def _score_bytes(settled: Settled, physics: Physics) -> dict[str, float]:
 
     A block is computed as a whole, so all of its scores count, the masked ones included.
     """
-    placed = settled.placed
-    attention = placed.spec.attention
-    split = placed.sequence
-    seq = placed.run.training.seq
-    heads = max(a.heads for a in attention) / (placed.shape.tensor * split.group)
-    sequences = tokens_per_device(placed) * placed.shape.context / seq
+    attention = settled.layout.spec.attention
+    split = settled.sequence
+    seq = settled.run.training.seq
+    heads = max(a.heads for a in attention) / (settled.layout.shape.tensor * split.group)
+    sequences = tokens_per_device(settled) * settled.layout.shape.context / seq
     tokens = seq
     if split.groups > 1:
         tokens = seq // (2 * split.groups)

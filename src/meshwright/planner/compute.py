@@ -19,7 +19,6 @@ from meshwright.planner.memory_model import (
 )
 from meshwright.planner.physics import MATMUL_TILES, PHYSICS, TILE_REUSE, Physics
 from meshwright.planner.work import RECURRENCE, LowPrecision, Matmul, Work, low_precision
-from meshwright.runs.placed_run import PlacedRun
 from meshwright.runs.settle import Settled
 
 PASSES = ("forward", "recomputation", "backward")
@@ -162,11 +161,6 @@ class Computation:
         return {name: self._pass_seconds(name) for name in PASSES}
 
     @functools.cached_property
-    def placed(self) -> PlacedRun:
-        """The run on its mesh."""
-        return self.settled.placed
-
-    @functools.cached_property
     def on_gpu(self) -> bool:
         """Whether kernels are launched one by one."""
         return not self.settled.machine.on_tpu
@@ -191,7 +185,7 @@ class Computation:
     @functools.cached_property
     def low(self) -> LowPrecision | None:
         """Low precision of experts and of what is quantised; None where experts stay in the compute dtype."""
-        return low_precision(self.placed) if self.settled.low_precision_experts else None
+        return low_precision(self.settled) if self.settled.low_precision_experts else None
 
     @functools.cached_property
     def quantise_bytes(self) -> int:
@@ -225,19 +219,19 @@ class Computation:
     @functools.cached_property
     def residual_shards(self) -> int:
         """Devices over which the residual stream of a token is split (sequence parallelism)."""
-        return self.placed.shape.tensor
+        return self.settled.layout.shape.tensor
 
     @functools.cached_property
     def chunk_bytes(self) -> Mapping[str, float]:
         """HBM bytes per query element, where attention of a split sequence is computed by pairs of chunks."""
-        if not self.on_gpu or self.placed.sequence.groups == 1 or self.kernel.score_bytes:
+        if not self.on_gpu or self.settled.sequence.groups == 1 or self.kernel.score_bytes:
             return {}
-        return self.physics.chunk_bytes.get(self.placed.run.training.context_strategy, {})
+        return self.physics.chunk_bytes.get(self.settled.run.training.context_strategy, {})
 
     @functools.cached_property
     def logit_passes(self) -> int:
         """Forward passes of the unembedding: the backward pass computes logits again, a chunk at a time."""
-        preferences = self.placed.run.finetune.objective == "preferences"
+        preferences = self.settled.run.finetune.objective == "preferences"
         return 3 if preferences else 2
 
     @functools.cached_property
@@ -247,7 +241,7 @@ class Computation:
         Cut out of its stack, a layer's weights are read, converted and written, those that are rounded already in a
         byte each. A pipeline stage copies what it keeps into the slot of the microbatch, and out of it.
         """
-        placed = self.placed
+        placed = self.settled
         summed = self.summed_bytes
         if not self.work.layers:
             return {"backward": summed}
@@ -267,10 +261,10 @@ class Computation:
     @functools.cached_property
     def summed_bytes(self) -> float:
         """HBM bytes of the sum of gradients over microbatches, which each of them reads and writes."""
-        training = self.placed.run.training
-        if training.microbatches == 1 and self.placed.shape.stage == 1:
+        training = self.settled.run.training
+        if training.microbatches == 1 and self.settled.layout.shape.stage == 1:
             return 0.0
-        _, trained = sharded_elements(self.placed.layout)
+        _, trained = sharded_elements(self.settled.layout)
         return 2.0 * jnp.dtype(training.reduce_dtype).itemsize * trained
 
     # Seconds of a pass.
@@ -282,7 +276,7 @@ class Computation:
         elementwise = self._elementwise_bytes(name) / self.bandwidth
         copies = self.work.layers * self._residual_copies(name)
         # The reference model of preferences is one more forward pass.
-        preferences = self.placed.run.finetune.objective == "preferences"
+        preferences = self.settled.run.finetune.objective == "preferences"
         times = 2.0 if preferences and name == "forward" else 1.0
         copied = self.copied_bytes.get(name, 0.0) / self.bandwidth
         return PassSeconds(
@@ -390,7 +384,7 @@ class Computation:
         if not self.chunk_bytes or not self._attention_passes(name):
             return 0.0
         work = self.work
-        queries = self.placed.shape.context * work.tokens * work.layers * work.widths.query
+        queries = self.settled.layout.shape.context * work.tokens * work.layers * work.widths.query
         direction = "backward" if name == "backward" else "forward"
         return self.chunk_bytes[direction] * queries
 
@@ -427,7 +421,7 @@ class Computation:
         """Returns the seconds of a microbatch's logits by one matmul, of their loss and of their gradients."""
         if not unembedding.n:
             return 0.0
-        if self.placed.run.finetune.method == "lora":  # a frozen table has no gradient
+        if self.settled.run.finetune.method == "lora":  # a frozen table has no gradient
             unembedding = dataclasses.replace(unembedding, frozen=True)
         product = price_product(unembedding, self.target)
         seconds = 0.0

@@ -44,7 +44,7 @@ from meshwright.planner.pipeline import (
 from meshwright.planner.traffic import Traffic
 from meshwright.planner.work import Work, recomputed_roles, work_of
 from meshwright.runs.placed_run import PlacedRun
-from meshwright.runs.settle import Settled
+from meshwright.runs.settle import Settled, settle
 from meshwright.sharding.schedule_table import TaskCounts
 from meshwright.sharding.schedules import build_counts
 
@@ -196,7 +196,7 @@ THIS_STEP = StepModel()
 
 def estimate(placed: PlacedRun, target: Target, step: StepModel = THIS_STEP) -> Estimate:
     """Predicts a step of `placed` on `target`. step: what prices its parts."""
-    saved = placed.run.training.saved_layers / max(1, len(placed.spec.layers))
+    saved = placed.run.training.saved_layers / max(1, len(placed.layout.spec.layers))
     if not saved:
         return _StepEstimate(placed, target, step).estimate()
     others = _StepEstimate(placed, target, step).estimate()
@@ -259,7 +259,7 @@ class _StepEstimate:
     def estimate(self) -> Estimate:
         """Predicts the step."""
         placed = self.placed
-        shape = placed.shape
+        shape = placed.layout.shape
         chip = self.target.chip
         training = placed.run.training
         parts = self.parts
@@ -292,11 +292,11 @@ class _StepEstimate:
     @functools.cached_property
     def settled(self) -> Settled:
         """The run with what follows from its machine. Raises ConfigError where the machine lacks its precision."""
-        machine = machine_of_target(self.target, self.placed.shape)
+        machine = machine_of_target(self.target, self.placed.layout.shape)
         precision = self.placed.run.training.matmul_precision
         if precision != "compute":
             check_precision(precision, machine)
-        return Settled(self.placed, machine)
+        return settle(self.placed, machine)
 
     @functools.cached_property
     def mapping(self) -> AxisMapping:
@@ -322,11 +322,14 @@ class _StepEstimate:
     def tasks(self) -> TaskCounts | None:
         """Tasks of the pipeline; None without one."""
         training = self.placed.run.training
-        stages = self.placed.shape.stage
+        stages = self.placed.layout.shape.stage
         if stages == 1:
             return None
         return build_counts(
-            training.pipeline_schedule, stages, training.microbatches, self.placed.virtual_stages
+            training.pipeline_schedule,
+            stages,
+            training.microbatches,
+            self.placed.layout.stages.virtual_stages,
         )
 
     @functools.cached_property

@@ -81,7 +81,7 @@ class StepMemory:
 
     def by_category(self) -> dict[str, float]:
         """Returns the bytes by category."""
-        placed = self.placed
+        placed = self.settled
         if not self.work.layers:
             return _memory_of_loss(placed, self.work)
         layer = self.layer
@@ -103,29 +103,24 @@ class StepMemory:
         return result
 
     @functools.cached_property
-    def placed(self) -> PlacedRun:
-        """The run on its mesh."""
-        return self.settled.placed
-
-    @functools.cached_property
     def compute_bytes(self) -> int:
         """Bytes of an element in the compute dtype."""
-        return jnp.dtype(self.placed.run.training.compute_dtype).itemsize
+        return jnp.dtype(self.settled.run.training.compute_dtype).itemsize
 
     @functools.cached_property
     def is_frozen(self) -> bool:
         """Whether adapters are trained, and weights have no gradients."""
-        return self.placed.run.finetune.method == "lora"
+        return self.settled.run.finetune.method == "lora"
 
     @functools.cached_property
     def sums_microbatches(self) -> bool:
         """Whether gradients of several microbatches are added up."""
-        return self.placed.run.training.microbatches > 1 or self.placed.shape.stage > 1
+        return self.settled.run.training.microbatches > 1 or self.settled.layout.shape.stage > 1
 
     @functools.cached_property
     def kept_parts(self) -> float:
         """Parts of a pipeline stage whose activations it keeps, besides the one that runs."""
-        return self.in_flight if keeps_stages(self.placed) else 0.0
+        return self.in_flight if keeps_stages(self.settled) else 0.0
 
     # How this package carries out a step.
 
@@ -137,14 +132,14 @@ class StepMemory:
     @functools.cached_property
     def keeps_weights(self) -> bool:
         """Whether gathered weights are saved for the backward pass, as a policy does that saves everything."""
-        saves_everything = REMAT_POLICIES[self.placed.run.training.remat].saved is None
-        return saves_everything and not computes_weights_again(self.placed)
+        saves_everything = REMAT_POLICIES[self.settled.run.training.remat].saved is None
+        return saves_everything and not computes_weights_again(self.settled)
 
     @functools.cached_property
     def gradients(self) -> float:
         """Bytes of the gradients that a device keeps: in float32 while they are added up."""
-        training = self.placed.run.training
-        _, trained = sharded_elements(self.placed.layout)
+        training = self.settled.run.training
+        _, trained = sharded_elements(self.settled.layout)
         if self.sums_microbatches:
             return trained * 4
         param = jnp.dtype(training.param_dtype).itemsize
@@ -155,16 +150,16 @@ class StepMemory:
         """Bytes of the gradients of one microbatch that are there before they are added to the sum."""
         if not self.sums_microbatches:
             return 0.0
-        param = jnp.dtype(self.placed.run.training.param_dtype).itemsize
-        return param * _added_late(self.placed)
+        param = jnp.dtype(self.settled.run.training.param_dtype).itemsize
+        return param * _added_late(self.settled)
 
     @functools.cached_property
     def gathered_weights(self) -> float:
         """Bytes of gathered weights that are saved, and of those that a pipeline rounds once for all ticks."""
         weights = 0.0
         if self.keeps_weights:
-            _, all_layers = _gathered_elements(self.placed.layout)
-            all_layers *= (1 + self.kept_parts) / self.placed.virtual_stages
+            _, all_layers = _gathered_elements(self.settled.layout)
+            all_layers *= (1 + self.kept_parts) / self.settled.layout.stages.virtual_stages
             weights = self.compute_bytes * all_layers
         return weights + rounded_elements(self.settled)
 
@@ -174,14 +169,14 @@ class StepMemory:
 
         One part of a stage runs at a time; without a pipeline it is the model. Rows without a layer are saved too.
         """
-        placed = self.placed
+        placed = self.settled
         part = _saved_bytes(placed, self.work, self.saved_inputs) * _rows(placed.layout)
         return part * (1 + self.kept_parts) + self.stage_inputs
 
     @functools.cached_property
     def stage_inputs(self) -> float:
         """Bytes of the inputs of the microbatches that a pipeline stage holds."""
-        shape = self.placed.shape
+        shape = self.settled.layout.shape
         if shape.stage == 1:
             return 0.0
         tokens = self.in_flight * self.work.tokens / shape.tensor
@@ -192,7 +187,7 @@ class StepMemory:
         """Bytes of the loss: its table, the gradient of the table, logits and their gradient."""
         work = self.work
         chunk = chunk_tokens(
-            int(work.tokens), work.unembedding.n, self.placed.run.training.logits_mib
+            int(work.tokens), work.unembedding.n, self.settled.run.training.logits_mib
         )
         gradient = 0 if self.is_frozen else 4
         table = work.unembedding.n * work.width * (self.compute_bytes + gradient)
@@ -202,7 +197,7 @@ class StepMemory:
     def layer(self) -> float:
         """Bytes of a layer in the backward pass."""
         # Offloaded activations come back for one layer and, ahead of time, for the next.
-        from_host = 2 * offloaded_bytes(self.placed, self.work) / max(1.0, self.work.layers)
+        from_host = 2 * offloaded_bytes(self.settled, self.work) / max(1.0, self.work.layers)
         # Of a scan that gathers ahead: weights that the layer below begins with, last gradients of the layer above.
         carried = self.compute_bytes * _carried_elements(self.settled)
         inner = layer_bytes(self.settled, self.work, self.physics)
@@ -211,30 +206,34 @@ class StepMemory:
     @functools.cached_property
     def layer_weights(self) -> float:
         """Bytes of a layer's gathered weights, of those of the next, and of their gradients."""
-        one_layer, _ = _gathered_elements(self.placed.layout)
+        one_layer, _ = _gathered_elements(self.settled.layout)
         weights = one_layer * 2 * self.compute_bytes
         if self.is_frozen:
             return weights
-        reduce = jnp.dtype(self.placed.run.training.reduce_dtype).itemsize
+        reduce = jnp.dtype(self.settled.run.training.reduce_dtype).itemsize
         if self.settled.machine.on_tpu:
             # Four programs for v5p have two of the three gradients of a layer's experts at once: so the plan is 0 to
             # 8 % above them, and 2 to 13 % with all three (docs/log.md). Programs for GPUs are on both sides of the
             # plan with all three.
-            return weights + (one_layer - _first_reduced_elements(self.placed.layout)) * reduce
+            return weights + (one_layer - _first_reduced_elements(self.settled.layout)) * reduce
         # The layers of a period are one body of the loop: GPU programs reduce the gradients of all of them at its end.
-        return weights + self.placed.spec.period * one_layer * reduce
+        return weights + self.settled.layout.spec.period * one_layer * reduce
 
     @functools.cached_property
     def tied_gradient(self) -> float:
         """Bytes of a tied table's gradient, which GPU programs keep until the embedding's is added to it, at the end."""
-        if self.is_frozen or self.settled.machine.on_tpu or self.placed.spec.embedding != "embed":
+        if (
+            self.is_frozen
+            or self.settled.machine.on_tpu
+            or self.settled.layout.spec.embedding != "embed"
+        ):
             return 0.0
         return 4 * self.work.unembedding.n * self.work.width
 
 
 def _memory_of_loss(placed: PlacedRun, work: Work) -> dict[str, float]:
     """Returns the bytes by category where a loss begins its backward pass, with all of its weights gathered."""
-    training, shape = placed.run.training, placed.shape
+    training, shape = placed.run.training, placed.layout.shape
     compute, reduce = (
         jnp.dtype(training.compute_dtype).itemsize,
         jnp.dtype(training.reduce_dtype).itemsize,
@@ -244,7 +243,7 @@ def _memory_of_loss(placed: PlacedRun, work: Work) -> dict[str, float]:
             p.size / shape.over(axes_of(where.in_use)),
             compute if p.precision == "compute" else jnp.dtype(p.precision).itemsize,
         )
-        for _, p, where in placed.leaves
+        for _, p, where in placed.layout.leaves
         if where.at_rest != where.in_use
     ]
     return {
@@ -261,9 +260,9 @@ def _memory_of_loss(placed: PlacedRun, work: Work) -> dict[str, float]:
 
 def layer_bytes(settled: Settled, work: Work, physics: Physics = PHYSICS) -> float:
     """Returns the bytes of a layer's own arrays while it runs, without its weights."""
-    compute = jnp.dtype(settled.placed.run.training.compute_dtype).itemsize
+    compute = jnp.dtype(settled.run.training.compute_dtype).itemsize
     # Norms of queries and keys, and of the halves' outputs, read them as they were before.
-    normalised = any(attention.normalises_qk for attention in settled.placed.spec.attention)
+    normalised = any(attention.normalises_qk for attention in settled.layout.spec.attention)
     attention_inner = (work.widths.query + work.widths.kv) * (2 + normalised)
     residuals = (4 + len(work.outputs_read)) * work.width
     # Experts (compiled for v5p and H100) have four arrays of the hidden width at once, a dense layer's SwiGLU five.
@@ -302,24 +301,23 @@ def phase_memory(settled: Settled, work: Work, step: Mapping[str, float]) -> dic
 
     step: of a train step, by category.
     """
-    placed = settled.placed
-    training, compute = placed.run.training, jnp.dtype(placed.run.training.compute_dtype).itemsize
+    training, compute = settled.run.training, jnp.dtype(settled.run.training.compute_dtype).itemsize
     machine = settled.machine
     on_gpu = not (machine.on_tpu or machine.simulated)
-    copies = _checkpoint_copies(*state_of(placed), fuses=not machine.simulated, in_place=on_gpu)
+    copies = _checkpoint_copies(*state_of(settled), fuses=not machine.simulated, in_place=on_gpu)
     state = {name: step[name] for name in ("parameters", "optimizer state")}
     logits = (
         chunk_tokens(int(work.tokens), work.unembedding.n, training.logits_mib) * work.unembedding.n
     )
-    forward = layer_bytes(settled, work) + _gathered_elements(placed.layout)[0] * compute
+    forward = layer_bytes(settled, work) + _gathered_elements(settled.layout)[0] * compute
     loss = work.unembedding.n * work.width * compute + 4.0 * logits
     evaluation = {"one layer": forward} if forward > loss else {"loss and its table": loss}
-    if placed.shape.stage > 1:
-        sent = work.tokens / placed.shape.tensor * work.width * compute
+    if settled.layout.shape.stage > 1:
+        sent = work.tokens / settled.layout.shape.tensor * work.width * compute
         evaluation["activations between stages"] = 2.0 * sent
     return {
         "start": PhaseMemory.of({**state, **copies["start"].parts}),
-        "step": PhaseMemory.of(step, offloaded_bytes(placed, work)),
+        "step": PhaseMemory.of(step, offloaded_bytes(settled, work)),
         "evaluation": PhaseMemory.of(state | evaluation),
         "save": PhaseMemory.of({**state, **copies["save"].parts}, copies["save"].host),
         "resume": PhaseMemory.of({**state, **copies["resume"].parts}, copies["resume"].host),
@@ -376,14 +374,14 @@ def computes_weights_again(placed: PlacedRun) -> bool:
 
     A stage of a pipeline reads its layers' weights by their number, and saves them.
     """
-    if placed.run.finetune.method != "lora" or placed.shape.stage > 1:
+    if placed.run.finetune.method != "lora" or placed.layout.shape.stage > 1:
         return False
     return REMAT_POLICIES[placed.run.training.remat].saved is None
 
 
 def keeps_stages(placed: PlacedRun) -> bool:
     """Returns whether a pipeline stage keeps what its backward passes read (`training.stage_saves`)."""
-    return placed.shape.stage > 1 and placed.run.training.stage_saves == "layers"
+    return placed.layout.shape.stage > 1 and placed.run.training.stage_saves == "layers"
 
 
 def kept_bytes(placed: PlacedRun, work: Work) -> float:
@@ -394,7 +392,10 @@ def kept_bytes(placed: PlacedRun, work: Work) -> float:
     compute = jnp.dtype(training.compute_dtype).itemsize
     everything_kept = REMAT_POLICIES[training.remat].saved is None
     weights = compute * _gathered_elements(placed.layout)[1] if everything_kept else 0.0
-    return _saved_bytes(placed, work) * _rows(placed.layout) * placed.virtual_stages + weights
+    return (
+        _saved_bytes(placed, work) * _rows(placed.layout) * placed.layout.stages.virtual_stages
+        + weights
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -444,12 +445,12 @@ def sharded_elements(layout: ModelLayout) -> tuple[float, float]:
 
 def rounded_elements(settled: Settled) -> float:
     """Returns the elements on a device of weights that a pipeline rounds once for all ticks, in a byte each."""
-    placed, low = settled.placed, low_precision(settled.placed)
-    if low is None or placed.shape.stage == 1:
+    low = low_precision(settled)
+    if low is None or settled.layout.shape.stage == 1:
         return 0.0
     return sum(
-        p.size / placed.shape.over(axes_of(where.at_rest))
-        for _, p, where in placed.leaves
+        p.size / settled.layout.shape.over(axes_of(where.at_rest))
+        for _, p, where in settled.layout.leaves
         if "L" in p.dims and where.at_rest == where.in_use
         if settled.in_low_precision(p) and (low.gathered or "E" in p.dims)
     )
@@ -506,11 +507,11 @@ def _first_reduced_elements(layout: ModelLayout) -> float:
 
 def _carried_elements(settled: Settled) -> float:
     """Elements that a scan which gathers ahead carries between layers, weights and gradients, of the largest stack."""
-    inside, carried = REMAT_POLICIES[settled.placed.run.training.remat].begins_inside, [0.0]
+    inside, carried = REMAT_POLICIES[settled.run.training.remat].begins_inside, [0.0]
     for stack, (first, half) in settled.gathered_ahead.items():
         weights = {
             path.split(".")[1]: n
-            for path, _, _, n in _weights(settled.placed.layout)
+            for path, _, _, n in _weights(settled.layout)
             if path.startswith(f"{stack}.")
         }
         carried.append(
@@ -570,11 +571,11 @@ def _checkpoint_arrays(
 def _elements_per_token(placed: PlacedRun, work: Work) -> dict[str, float]:
     """Elements per token that a layer produces under each checkpoint name, on a device."""
     return {
-        LAYER_INPUT: work.width / placed.shape.tensor,
+        LAYER_INPUT: work.width / placed.layout.shape.tensor,
         QKV: work.widths.saved,
         # An exchange of heads makes another array of the kernel's output, with the same name.
         ATTN_OUT: work.widths.value * (2 if placed.sequence.group > 1 else 1),
-        ATTN_RESIDUAL: work.width / placed.shape.tensor,
+        ATTN_RESIDUAL: work.width / placed.layout.shape.tensor,
         FFN_HIDDEN: work.ffn_hidden,
     }
 
@@ -604,8 +605,8 @@ def _unnamed_elements(placed: PlacedRun, work: Work, inputs: SavedInputs) -> flo
     They follow from the layers' kinds. tests/test_saved_activations.py compares them with every family's step.
     """
     compute = jnp.dtype(placed.run.training.compute_dtype).itemsize
-    layers = placed.spec.layers
-    tensor = placed.shape.tensor
+    layers = placed.layout.spec.layers
+    tensor = placed.layout.shape.tensor
     kept = _saved_input_elements(placed, work, inputs)
     if inputs.in_one_byte:
         kept /= compute
@@ -624,8 +625,8 @@ def _unnamed_elements(placed: PlacedRun, work: Work, inputs: SavedInputs) -> flo
 
 def _saved_input_elements(placed: PlacedRun, work: Work, inputs: SavedInputs) -> float:
     """Elements per token of the inputs of a layer's matmuls."""
-    layers = placed.spec.layers
-    tensor = placed.shape.tensor
+    layers = placed.layout.spec.layers
+    tensor = placed.layout.shape.tensor
     frozen = placed.run.finetune.method == "lora"
     # Both halves read the residual stream after its norm.
     halves = 2 / tensor

@@ -240,13 +240,16 @@ class ErrorRange:
 
 def kinds_of(placed: PlacedRun, target: Target) -> list[str]:
     """Returns the kinds of a plan: chip, precision, and what it splits besides the batch."""
-    degrees, precise = placed.shape.degrees(), placed.run.training.matmul_precision == "compute"
+    degrees, precise = (
+        placed.layout.shape.degrees(),
+        placed.run.training.matmul_precision == "compute",
+    )
     family = CHIPS[target.name].family if target.name in CHIPS else ""
     kinds = [EVERY, family or UNSEEN, "bfloat16" if precise else "below bfloat16"]
     kinds += [f"{axis} axis" for axis in ("stage", "context", "tensor") if degrees[axis] > 1]
     return (
         [*kinds, "experts"]
-        if any(layer.experts is not None for layer in placed.spec.layers)
+        if any(layer.experts is not None for layer in placed.layout.spec.layers)
         else kinds
     )
 

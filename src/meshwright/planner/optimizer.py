@@ -121,7 +121,10 @@ def _matrices_of(placed: PlacedRun) -> MuonPlan | None:
     if row is None or not row.matrices:
         return None
     return plan_muon(
-        placed.params, placed.placements, placed.shape, placed.run.optimizer.muon_heads
+        placed.layout.params,
+        placed.layout.placements,
+        placed.layout.shape,
+        placed.run.optimizer.muon_heads,
     )
 
 

@@ -88,7 +88,7 @@ class Plan(Shown):
     @property
     def mesh(self) -> MeshShape:
         """Degrees of the mesh axes."""
-        return self.placed.shape
+        return self.placed.layout.shape
 
     @property
     def target(self) -> Target:
@@ -105,7 +105,7 @@ class Plan(Shown):
         if training.microbatches > 1:
             features.append(f"{training.microbatches} microbatches")
         if self.mesh.stage > 1:
-            virtual_stages = self.placed.virtual_stages
+            virtual_stages = self.placed.layout.stages.virtual_stages
             features.append(
                 training.pipeline_schedule + (f" x{virtual_stages}" if virtual_stages > 1 else "")
             )
@@ -371,7 +371,7 @@ def remat_policies(target: Target) -> tuple[Remat, ...]:
 
 def with_saved_layers(plan: Plan) -> Plan:
     """Returns a plan that fits with as many layers saved as fit, where that is faster."""
-    layers, target = len(plan.placed.spec.layers), plan.target
+    layers, target = len(plan.placed.layout.spec.layers), plan.target
     if plan.mesh.stage > 1 or (target.chip.on_torus and not target.chip.saves_some_layers):
         return plan
     saving = price_placed(with_remat(plan.placed, "projections"), plan.target).estimate
@@ -503,7 +503,7 @@ def least_seconds(run: Run, target: Target, best: Plan) -> float:
             # Another schedule may divide the layers more evenly.
             even = 1 / (
                 shape.stage
-                * max(placed.stages.cost_fraction(stage) for stage in range(shape.stage))
+                * max(placed.layout.stages.cost_fraction(stage) for stage in range(shape.stage))
             )
             if even * (shortest.seconds - shortest.parts["bubble"]) >= bound:
                 left_out.add((shape, microbatches))
@@ -569,7 +569,7 @@ class _MeshSearch:
         limit: seconds above which the policies after the first, which is the fastest on most runs, are left out.
         """
         plans, named = list[Plan](), self.run.training.stage_saves
-        staged = placed.shape.stage > 1
+        staged = placed.layout.shape.stage > 1
         for saves in (
             (None,) if not staged else stage_saves_of(placed) if named == "auto" else (named,)
         ):

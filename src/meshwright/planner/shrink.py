@@ -23,8 +23,8 @@ def shrink(run: Run, shape: MeshShape, steps: int) -> Run:
     """
     placed = place_run(run, run.mesh or MeshShape())
     training = placed.run.training
-    parts = shape.stage * (placed.virtual_stages if shape.stage > 1 else 1)
-    layers = len(placed.spec.layers)
+    parts = shape.stage * (placed.layout.stages.virtual_stages if shape.stage > 1 else 1)
+    layers = len(placed.layout.spec.layers)
     layers = parts + layers % parts if parts > 1 else min(2, layers)
     # The tokenizer is bytes; what the real vocabulary lacks to be divided is kept.
     over = shape.over(VOCAB_AXES)

@@ -79,19 +79,14 @@ class Traffic:
     physics: Physics = PHYSICS
 
     @functools.cached_property
-    def placed(self) -> PlacedRun:
-        """The run on its mesh."""
-        return self.settled.placed
-
-    @functools.cached_property
     def compute_bytes(self) -> int:
         """Bytes of an element in the compute dtype."""
-        return jnp.dtype(self.placed.run.training.compute_dtype).itemsize
+        return jnp.dtype(self.settled.run.training.compute_dtype).itemsize
 
     @functools.cached_property
     def microbatches(self) -> float:
         """Microbatches of a step."""
-        return float(self.placed.run.training.microbatches)
+        return float(self.settled.run.training.microbatches)
 
     @functools.cached_property
     def layers(self) -> float:
@@ -128,14 +123,14 @@ class Traffic:
     @functools.cached_property
     def gradients_during(self) -> str:
         """Pass in which replicas sum their gradients: layer by layer, or once after the last backward pass."""
-        return "step" if self.placed.sums_gradients_last else "backward"
+        return "step" if self.settled.sums_gradients_last else "backward"
 
     # Movements.
 
     def movements(self) -> list[Movement]:
         """Returns all collectives."""
         result = [*self.tensor(), *self.context(), *self.experts()]
-        if self.placed.shape.stage > 1 and not keeps_stages(self.placed):
+        if self.settled.layout.shape.stage > 1 and not keeps_stages(self.settled):
             # A backward task repeats the forward pass of its stage.
             result += [m._replace(during="recomputation") for m in result if m.during == "forward"]
         result += self.weights()
@@ -146,7 +141,7 @@ class Traffic:
         result += self.optimizer()
         result += self.stages()
         result += self.loss()
-        if self.placed.run.finetune.objective == "preferences":
+        if self.settled.run.finetune.objective == "preferences":
             # The reference model is one more forward pass.
             forward = [m for m in result if m.during == "forward"]
             result += [m._replace(purpose=f"{m.purpose}, reference") for m in forward]
@@ -155,7 +150,7 @@ class Traffic:
     def tensor(self) -> list[Movement]:
         """Returns the activations that `tensor` gathers and scatters, or of a wrapped loss the sums of its products."""
         work = self.work
-        if self.placed.shape.tensor == 1:
+        if self.settled.layout.shape.tensor == 1:
             return []
         if not work.layers:
             axes = ("tensor",)
@@ -177,18 +172,21 @@ class Traffic:
 
     def context(self) -> list[Movement]:
         """Returns keys and values, or heads, that context parallelism moves."""
-        if self.placed.shape.context == 1:
+        if self.settled.layout.shape.context == 1:
             return []
-        return _context(self.placed, self.work, self.layers, self.compute_bytes, self.recomputed)
+        return _context(self.settled, self.work, self.layers, self.compute_bytes, self.recomputed)
 
     def experts(self) -> list[Movement]:
         """Returns the rows sent to experts and back."""
         degrees = {
-            axis: self.placed.shape.degrees()[axis] for axis in self.placed.layout.expert_axes
+            axis: self.settled.layout.shape.degrees()[axis]
+            for axis in self.settled.layout.expert_axes
         }
         if not degrees or not self.work.experts:
             return []
-        spec = next(layer.experts for layer in self.placed.spec.layers if layer.experts is not None)
+        spec = next(
+            layer.experts for layer in self.settled.layout.spec.layers if layer.experts is not None
+        )
         itemsize = self.compute_bytes
         if self.low_precision_experts and spec.weighted == "hidden":
             itemsize = 1
@@ -203,26 +201,26 @@ class Traffic:
 
     def weights(self) -> list[Movement]:
         """Returns the gathers of weights and the scatters of their gradients."""
-        again = bool(self.recomputed - {"scores"}) or computes_weights_again(self.placed)
-        return _weights(self.placed, self.microbatches, again, self.low_precision_experts)
+        again = bool(self.recomputed - {"scores"}) or computes_weights_again(self.settled)
+        return _weights(self.settled, self.microbatches, again, self.low_precision_experts)
 
     def gradients(self) -> list[Movement]:
         """Returns the sums of gradients over replicas; ZeRO-1's scatter and gather."""
-        return _gradients(self.placed, self.gradients_during)
+        return _gradients(self.settled, self.gradients_during)
 
     def optimizer(self) -> list[Movement]:
         """Returns the exchanges of optimizers that update whole matrices."""
         purpose = "matrices of the optimizer"
         return [
             Movement(e.kind, e.axes, payload, e.count, "step", True, purpose)
-            for e, payload in update_exchanges(self.placed)
+            for e, payload in update_exchanges(self.settled)
         ]
 
     def stages(self) -> list[Movement]:
         """Returns what pipeline stages send; all of them share embedding and loss."""
         if self.tasks is None:
             return []
-        payload = self.residual / self.placed.shape.tensor
+        payload = self.residual / self.settled.layout.shape.tensor
         # The first stage's embeddings are summed over all stages, the last stage's hidden states go to all, and back.
         shared = Movement(
             "all-reduce",
@@ -237,7 +235,7 @@ class Traffic:
 
     def loss(self) -> list[Movement]:
         """Returns the sums of the loss over the devices that split the vocabulary."""
-        degrees = self.placed.shape.degrees()
+        degrees = self.settled.layout.shape.degrees()
         axes = tuple(axis for axis in VOCAB_AXES if degrees[axis] > 1)
         if not axes or not self.work.unembedding.n:
             return []
@@ -256,7 +254,7 @@ class Traffic:
         """
         if m.during != "backward" or "reduce" not in m.kind or m.blocking:
             return m
-        if self.placed.shape.slices > 1 and self.placed.shape.dcn_axis in m.axes:
+        if self.settled.layout.shape.slices > 1 and self.settled.layout.shape.dcn_axis in m.axes:
             return m
         spans_torus = bool(dict(self.settled.machine.torus).keys() & {*m.axes})
         return m._replace(blocking=True, kind="all-reduce" if spans_torus else m.kind)
@@ -269,7 +267,7 @@ def _weights(
     reduce = jnp.dtype(training.reduce_dtype).itemsize
     result: list[Movement] = []
     # A backward task that repeats its forward pass gathers for it too.
-    repeats = int(placed.shape.stage > 1 and not keeps_stages(placed)) + int(gathered_again)
+    repeats = int(placed.layout.shape.stage > 1 and not keeps_stages(placed)) + int(gathered_again)
     low = low_precision(placed)
     elements_of = _gathered_elements(placed.layout, low is not None and low.gathered, low_experts)
     gathered: dict[tuple[tuple[str, ...], bool], tuple[float, float]] = {}
@@ -281,7 +279,7 @@ def _weights(
         # The weights of a model whose layers are not known are gathered before its loss, all of them.
         in_layers = stacked or not placed.run.model.states_layers
         what = "weights" if in_layers else "embedding and unembedding"
-        layers = float(len(placed.spec.layers)) if stacked else 1.0
+        layers = float(len(placed.layout.spec.layers)) if stacked else 1.0
         per, sent = count / layers, payload / layers
         result.append(
             Movement("all-gather", axes, sent, layers * microbatches, "forward", False, what)
@@ -433,11 +431,15 @@ def _context(
     placed: PlacedRun, work: Work, layers: float, compute: int, again: frozenset[str]
 ) -> list[Movement]:
     """Keys and values (ring, all_gather) or heads (ulysses, usp) moved by context parallelism."""
-    strategy, axes, n = placed.run.training.context_strategy, ("context",), placed.shape.context
+    strategy, axes, n = (
+        placed.run.training.context_strategy,
+        ("context",),
+        placed.layout.shape.context,
+    )
     # Keys and values of latent attention are sent as arrays of one shape, but for Ulysses (families/deepseek.py).
     kv_width = (
         work.widths.query
-        if placed.spec.has_latents and placed.sequence.groups > 1
+        if placed.layout.spec.has_latents and placed.sequence.groups > 1
         else work.widths.kv
     )
     block = 2 * work.tokens * kv_width * compute

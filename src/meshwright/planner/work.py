@@ -109,7 +109,11 @@ class Work:
 def tokens_per_device(placed: PlacedRun) -> float:
     """Returns the tokens of one microbatch on a device, whole over `tensor`."""
     training = placed.run.training
-    return training.batch * training.seq / (placed.shape.over(TOKEN_AXES) * training.microbatches)
+    return (
+        training.batch
+        * training.seq
+        / (placed.layout.shape.over(TOKEN_AXES) * training.microbatches)
+    )
 
 
 def work_of(placed: PlacedRun) -> Work:

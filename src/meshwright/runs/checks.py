@@ -1,18 +1,14 @@
 """Checks of a run before anything is traced: sizes that divide, features that go together."""
 
 import dataclasses
-import fnmatch
-import operator
-import tomllib
-from pathlib import Path
-from typing import Any, Literal
 
 from meshwright.config import MeshShape
 from meshwright.data.batch import ramp_of
 from meshwright.errors import ConfigError, divisors, refuse
 from meshwright.fine_tuning import FineTune
 from meshwright.models.remat import REMAT_POLICIES
-from meshwright.ranges import check_ranges, option_of
+from meshwright.ranges import check_ranges
+from meshwright.runs.fields import check_fields
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES, find_layout
 
@@ -117,7 +113,7 @@ def check_saved(run: Run, shape: MeshShape) -> None:
             saved > 0 and stages,
             f"{saved} saved layers on mesh {shape}",
             "a pipeline stage runs the same program as every other, so all layers have one remat policy",
-            "training.saved_layers 0 and --training.remat projections, or stage=1",
+            "--training.saved-layers 0 and --training.remat projections, or stage=1",
         ),
         (
             bool(stages and training.stage_saves == "layers" and offloads),
@@ -156,55 +152,6 @@ def check_fine_tuning(run: Run, shape: MeshShape) -> None:
             "--model.mtp-depth 0",
         ),
     )
-
-
-TABLE = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding="utf-8"))
-"""Fields of a run by path: those that a path refuses, and those that have no effect there."""
-
-
-def fields_of_runs() -> dict[str, Any]:
-    """Returns the defaults of all fields of a run by dotted name, without those of its model."""
-    parts = {f.name: f.default for f in dataclasses.fields(Run) if f.name != "model"} | {
-        "mesh": MeshShape()
-    }
-    named = {name: value for name, value in parts.items() if not dataclasses.is_dataclass(value)}
-    return named | {
-        f"{part}.{f.name}": f.default
-        for part, value in parts.items()
-        if dataclasses.is_dataclass(value)
-        for f in dataclasses.fields(value)
-    }
-
-
-def named(patterns: str, field: str) -> bool:
-    """Returns whether one of the patterns of the table, or of its groups, is that of a field."""
-    return any(
-        fnmatch.fnmatchcase(field, pattern)
-        for pattern in patterns.format(**TABLE["groups"]).split()
-    )
-
-
-def status_of(path: str, field: str) -> Literal["honoured", "refused", "no effect"]:
-    """Returns what becomes of a field of a run on a path of the table."""
-    if any(path in row["paths"] and named(row["fields"], field) for row in TABLE["refused"]):
-        return "refused"
-    return "no effect" if named(TABLE["no_effect"].get(path, ""), field) else "honoured"
-
-
-def check_fields(path: str, run: Run, shape: MeshShape) -> None:
-    """Raises ConfigError for a field that the path refuses and that is not at its default."""
-    run = dataclasses.replace(run, mesh=shape)
-    for field, default in fields_of_runs().items():
-        value = operator.attrgetter(field)(run)
-        for row in (
-            TABLE["refused"] if value != default and status_of(path, field) == "refused" else ()
-        ):
-            if path in row["paths"] and named(row["fields"], field):
-                part, _, name = field.rpartition(".")
-                owner = type(getattr(run, part) if part else run)
-                asked = f"mesh {shape}" if part == "mesh" else f"{option_of(owner, name)} {value}"
-                fix = row["instead"].format(stage=shape.stage, fsdp=shape.stage * shape.fsdp)
-                raise ConfigError(f"{asked} with {TABLE['paths'][path]}", row["because"], fix)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -89,7 +89,7 @@ class ModelLayout:
 
 @dataclasses.dataclass(frozen=True)
 class PlacedRun:
-    """A run that fits its mesh, with everything that follows from the two."""
+    """A run that knows its mesh: parameters, placements, pipeline stages and the split sequence."""
 
     run: Run
     """The run, its mesh filled in and its vocabulary padded so that `stage` and `tensor` divide it."""
@@ -97,44 +97,9 @@ class PlacedRun:
     """Its parameters on the mesh."""
 
     @property
-    def params(self) -> Tree:
-        """Descriptions of the parameters (`Param`), the rows of stacks in the order of the stages."""
-        return self.layout.params
-
-    @property
-    def placements(self) -> Tree:
-        """Placements of the parameters."""
-        return self.layout.placements
-
-    @property
-    def stages(self) -> StageAssignment:
-        """Layers of each pipeline stage."""
-        return self.layout.stages
-
-    @property
-    def leaves(self) -> Leaves:
-        """Path, description and placements of every parameter."""
-        return self.layout.leaves
-
-    @property
-    def shape(self) -> MeshShape:
-        """Degrees of the mesh axes."""
-        return self.layout.shape
-
-    @property
-    def spec(self) -> ModelSpec:
-        """Facts of the model."""
-        return self.layout.spec
-
-    @property
     def dcn(self) -> DcnAxis:
         """Axis that crosses slices."""
-        return DcnAxis(self.shape.slices, self.shape.dcn_axis)
-
-    @property
-    def virtual_stages(self) -> int:
-        """Chunks of layers on each pipeline stage."""
-        return self.stages.virtual_stages
+        return DcnAxis(self.layout.shape.slices, self.layout.shape.dcn_axis)
 
     @property
     def sums_gradients_last(self) -> bool:
@@ -143,7 +108,7 @@ class PlacedRun:
         So do several microbatches, pipeline stages and low precision, and models whose layers are not known.
         """
         training = self.run.training
-        several = training.microbatches > 1 or self.shape.stage > 1
+        several = training.microbatches > 1 or self.layout.shape.stage > 1
         return several or training.matmul_precision != "compute" or not self.run.model.states_layers
 
     @property
@@ -154,10 +119,10 @@ class PlacedRun:
     @functools.cached_property
     def sequence(self) -> SequenceSplit:
         """Positions of the sequence on each device of `context`."""
-        training, heads = self.run.training, self.spec.kv_heads
-        local_heads = 1 if heads is None else max(1, heads // self.shape.tensor)
+        training, heads = self.run.training, self.layout.spec.kv_heads
+        local_heads = 1 if heads is None else max(1, heads // self.layout.shape.tensor)
         return split_sequence(
-            training.context_strategy, training.seq, self.shape.context, local_heads
+            training.context_strategy, training.seq, self.layout.shape.context, local_heads
         )
 
     @functools.cached_property
@@ -165,7 +130,10 @@ class PlacedRun:
         """Tasks of each pipeline stage in each tick of a training step."""
         training = self.run.training
         table = _schedules().build_table(
-            training.pipeline_schedule, self.shape.stage, training.microbatches, self.virtual_stages
+            training.pipeline_schedule,
+            self.layout.shape.stage,
+            training.microbatches,
+            self.layout.stages.virtual_stages,
         )
         if training.stage_saves == "layers" and table.splits_backward:
             # Simulated devices crash in such a program (docs/log.md); no accelerator has run it.
@@ -180,7 +148,7 @@ class PlacedRun:
         """Returns the tasks of a forward pass only: evaluation and sampling."""
         name = self.run.training.pipeline_schedule
         return _schedules().build_forward_table(
-            name, self.shape.stage, microbatches, self.virtual_stages
+            name, self.layout.shape.stage, microbatches, self.layout.stages.virtual_stages
         )
 
 

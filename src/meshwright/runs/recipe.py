@@ -3,11 +3,14 @@
 import dataclasses
 import functools
 import inspect
+import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import msgspec
 
 from meshwright.config import Data, MeshShape, Optimizer, Training
 from meshwright.errors import ConfigError, foreign_code, nearest
@@ -15,7 +18,7 @@ from meshwright.plugins import load, load_file
 from meshwright.runs.catalogue import catalogue, recipe_name
 from meshwright.runs.run import Run
 from meshwright.storage.paths import path_of
-from meshwright.trust import OwnName, accept, derive, foreign, is_reference, own
+from meshwright.trust import OwnName, accept, derive, foreign, is_reference, own, plain_text
 
 _PARTS = ("training", "optimizer", "data", "finetune", "model", "faults", "local_checkpoints")
 """Parts of a Run whose fields can be changed by name, in this order."""
@@ -98,9 +101,11 @@ def recipe(name: str, *, mesh: str | MeshShape | None = None, **changes: Any) ->
 
 
 def change_fields(run: Run, mesh: str | MeshShape | None, changes: Mapping[str, Any]) -> Run:
-    """Returns `run` on another mesh and with some fields changed, as `recipe` takes them."""
+    """Returns `run` on another mesh and with some fields changed, as `recipe` takes them; they are `chosen`."""
     base = run
+    chosen = list[str]()
     if mesh is not None:
+        chosen.append("mesh")
         run = dataclasses.replace(
             run, mesh=MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
         )
@@ -119,6 +124,10 @@ def change_fields(run: Run, mesh: str | MeshShape | None, changes: Mapping[str, 
                 f"a meshwright.{type(part).__name__}, or its fields by name"
                 + (f": paths=({value!r},)" if field == "data" else ""),
             )
+        if holder == "run" and field in _PARTS:
+            chosen += _differing_fields(getattr(run, field), value, field)
+        else:
+            chosen.append(field if holder == "run" else f"{holder}.{field}")
         change = {field: value}
         run = dataclasses.replace(
             run,
@@ -128,7 +137,31 @@ def change_fields(run: Run, mesh: str | MeshShape | None, changes: Mapping[str, 
                 else {holder: dataclasses.replace(getattr(run, holder), **change)}
             ),
         )
-    return with_prompt_for_data(run, base)
+    return with_prompt_for_data(with_chosen(run, chosen), base)
+
+
+def _differing_fields(before: Any, now: Any, part: str) -> list[str]:
+    """Returns the dotted names of the fields in which a part of a Run differs from what was there before."""
+    names = []
+    for field in dataclasses.fields(now):
+        missing = object()
+        if getattr(before, field.name, missing) != getattr(now, field.name):
+            names.append(f"{part}.{field.name}")
+    return names
+
+
+def with_chosen(run: Run, fields: Iterable[str]) -> Run:
+    """Returns the run with the present values of some fields recorded as those that the user gave.
+
+    fields: dotted names, such as `mesh` or `training.steps`. Earlier choices of other fields stay.
+    """
+    chosen = dict(run.chosen)
+    for field in fields:
+        value = operator.attrgetter(field)(run)
+        if isinstance(value, MeshShape):
+            value = str(value)
+        chosen[field] = msgspec.to_builtins(value, enc_hook=plain_text)
+    return dataclasses.replace(run, chosen=chosen)
 
 
 def with_prompt_for_data(run: Run, base: Run) -> Run:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,22 @@ def run_to_dict(run: Run) -> dict[str, Any]:
     document = msgspec.to_builtins(run, enc_hook=plain_text)
     document["model"] = {"family": str(family_name(run.model)), **document["model"]}
     return dict(document)
+
+
+def fields_to_compare(run: Run) -> dict[str, Any]:
+    """Returns the fields of a run as JSON values, without who chose them: two runs with these are the same."""
+    fields, _ = split_chosen(run_to_dict(run))
+    return fields
+
+
+def split_chosen(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Returns the fields of a run as JSON values, and the choices among them by dotted field.
+
+    The second is None for a document from before choices were recorded, or a damaged one.
+    """
+    fields = dict(document)
+    chosen = fields.pop("chosen", None)
+    return fields, chosen if isinstance(chosen, dict) else None
 
 
 def with_absolute_paths(run: Run) -> Run:

@@ -1,8 +1,9 @@
 """Every decision that a run leaves to its machine, made once.
 
 `settle` takes a run that is placed on a mesh (runs/placed_run.py) and the machine of that mesh. The step is built from
-the result, the planner prices it, and `show` draws it: nothing else asks for a platform, a chip or a torus. What only
-prices can decide, the remat policy and the pipeline schedule, is chosen before (planner/search.py).
+the result (`execution_of`), the planner prices it, and `show` draws it: nothing else asks for a platform, a chip
+or a torus. What only prices can decide, the remat policy and the pipeline schedule, is chosen before
+(planner/search.py).
 """
 
 import dataclasses
@@ -10,11 +11,14 @@ import functools
 import math
 from typing import Any, Literal
 
-from meshwright.comm.hierarchical import DcnAxis
+import jax.numpy as jnp
+
+from meshwright.comm.hierarchical import Axes, DcnAxis
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import Nodes
 from meshwright.hardware.machine import AUTO, Machine, compiler_options_of
 from meshwright.models.blocks.layers import SumRows, scatter_rows, sorted_rows
+from meshwright.models.execution import Execution
 from meshwright.models.kernels.attention import Kernels
 from meshwright.models.kernels.choose import GroupedMatmul, choose_grouped_matmul, kernels_of
 from meshwright.models.remat import (
@@ -26,8 +30,15 @@ from meshwright.models.remat import (
 )
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES
-from meshwright.sharding.params import Param, is_low_precision, is_low_precision_expert
-from meshwright.sharding.placement import axes_of
+from meshwright.sharding.params import (
+    Param,
+    Tree,
+    is_low_precision,
+    is_low_precision_expert,
+    plan_gathers,
+    tree_map,
+)
+from meshwright.sharding.placement import Placements, axes_of
 
 _RING = 4
 """Least chips along a dimension of a TPU slice that has wraparound links."""
@@ -41,32 +52,35 @@ _SCHEDULER_OPTIONS = (
 """Options that a profile of predicted times would overrule."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Settled:
-    """A placed run on a machine, with what follows from the two."""
+def settle(placed: PlacedRun, machine: Machine) -> "Settled":
+    """Returns a placed run on a machine."""
+    return Settled(placed.run, placed.layout, machine)
 
-    placed: PlacedRun
+
+@dataclasses.dataclass(frozen=True)
+class Settled(PlacedRun):
+    """A placed run that knows its machine: every decision that depends on chips, links and compiler."""
+
     machine: Machine
 
     @functools.cached_property
     def kernels(self) -> Kernels:
         """Attention kernel. Raises ConfigError where the one that the run names does not support it."""
-        return kernels_of(
-            self.placed.run.training, self.placed.spec, self.placed.sequence, self.machine
-        )
+        return kernels_of(self.run.training, self.layout.spec, self.sequence, self.machine)
 
     @functools.cached_property
     def grouped_matmul(self) -> GroupedMatmul | None:
         """Grouped matmul of experts; None for a model without. Raises ConfigError where the named one cannot run."""
-        if not any(layer.experts for layer in self.placed.spec.layers):
+        if not any(layer.experts for layer in self.layout.spec.layers):
             return None
-        training = self.placed.run.training
+        training = self.run.training
         return choose_grouped_matmul(
             training.grouped_matmul, self.machine.platform, training.compute_dtype
         )
 
     @property
-    def _quantisation(self) -> Any:
+    def quantisation(self) -> Any:
+        """The module of matmuls in low precision."""
         from meshwright.models import quantisation  # loaded only by runs in low precision
 
         return quantisation
@@ -74,14 +88,14 @@ class Settled:
     @functools.cached_property
     def low_precision_experts(self) -> bool:
         """Whether the grouped matmuls of experts are in the run's matmul precision, and not in its compute dtype."""
-        run = self.placed.run
+        run = self.run
         name, capacity = (
             run.training.matmul_precision,
             getattr(run.model, "dispatch", None) == "capacity",
         )
         if name == "compute":
             return False
-        return self._quantisation.quantises_experts(
+        return self.quantisation.quantises_experts(
             name, self.grouped_matmul, self.machine, capacity
         )
 
@@ -92,9 +106,7 @@ class Settled:
     @property
     def fixes_bits(self) -> bool:
         """Whether the run asks its machine for options without which two runs may differ."""
-        return self.placed.run.training.deterministic and bool(
-            self.machine.determinism.compiler_options
-        )
+        return self.run.training.deterministic and bool(self.machine.determinism.compiler_options)
 
     @property
     def sum_rows(self) -> SumRows:
@@ -104,17 +116,16 @@ class Settled:
     @property
     def save_hidden(self) -> SaveHidden:
         """How outputs of gate and up are kept where the remat policy saves them."""
-        chip, saved = self.machine.listed, REMAT_POLICIES[self.placed.run.training.remat].saved
-        return (
-            save_tokens_last
-            if chip and chip.tokens_last and FFN_HIDDEN in (saved or ())
-            else save_as_it_is
-        )
+        chip = self.machine.listed
+        saved = REMAT_POLICIES[self.run.training.remat].saved or ()
+        if chip and chip.tokens_last and FFN_HIDDEN in saved:
+            return save_tokens_last
+        return save_as_it_is
 
     @functools.cached_property
     def links(self) -> DcnAxis:
         """Levels of links under the mesh axes: slices, and dimensions of the torus where a gather takes levels."""
-        dcn, chip = self.placed.dcn, self.machine.listed
+        dcn, chip = self.dcn, self.machine.listed
         if not (self.machine.torus and chip and chip.gathers_in_levels):
             return dcn
         levels = ((axis, gather_levels(degrees)) for axis, degrees in self.machine.torus)
@@ -130,9 +141,9 @@ class Settled:
         network, and their own are copied inside. With few experts per token that saves less than the copies cost, and
         each device is a group.
         """
-        shape, chip, model = self.placed.shape, self.machine.chip, self.placed.run.model
-        spec = next((layer.experts for layer in self.placed.spec.layers if layer.experts), None)
-        axes = self.placed.layout.expert_axes
+        shape, chip, model = self.layout.shape, self.machine.chip, self.run.model
+        spec = next((layer.experts for layer in self.layout.spec.layers if layer.experts), None)
+        axes = self.layout.expert_axes
         nodes, devices = shape.slices if shape.dcn_axis in axes[:1] else 1, shape.over(axes)
         # The innermost axes of a mesh fill a node.
         if (
@@ -161,7 +172,7 @@ class Settled:
         half (`RematPolicy.begins_inside`). Experts are too large to have those of two layers.
         """
         training, names = (
-            self.placed.run.training,
+            self.run.training,
             dict[str, tuple[tuple[str, ...], tuple[str, ...]]](),
         )
         # With offloading it is the setting that was compiled: Llama 3 8B on v6e (docs/log.md).
@@ -170,9 +181,9 @@ class Settled:
             training.gather_ahead
         ]
         for stack, count in (
-            self.placed.spec.stacks.items() if self._gathered_within_reason is None else ()
+            self.layout.spec.stacks.items() if self._gathered_within_reason is None else ()
         ):
-            params, where = self.placed.params[stack], self.placed.placements[stack]
+            params, where = self.layout.params[stack], self.layout.placements[stack]
             hidden = tuple(
                 n for n, p in params.items() if getattr(p, "role", None) in ("ffn_in", "ffn_out")
             )
@@ -189,11 +200,11 @@ class Settled:
     def _gathered_within_reason(self) -> str | None:
         """Why weights are gathered within their own layer, None where they can be gathered ahead."""
         training, stages, period = (
-            self.placed.run.training,
-            self.placed.shape.stage,
-            self.placed.spec.period,
+            self.run.training,
+            self.layout.shape.stage,
+            self.layout.spec.period,
         )
-        if self.placed.run.finetune.method == "lora":
+        if self.run.finetune.method == "lora":
             return "its backward pass computes the gradients of all weights, and under adapters they are frozen"
         if period > 1:
             return f"it gathers for the next layer of one kind, and the model's layers repeat with a period of {period}"
@@ -208,15 +219,15 @@ class Settled:
     @property
     def tensor_strategy(self) -> Literal["gather", "ring"]:
         """Whether chunks of the sequence go around a ring over `tensor`; alone a device gathers nothing."""
-        strategy = self.placed.run.training.tensor_strategy
+        strategy = self.run.training.tensor_strategy
         chosen = ("ring" if self.machine.on_tpu else "gather") if strategy == "auto" else strategy
-        return chosen if self.placed.shape.tensor > 1 else "gather"
+        return chosen if self.layout.shape.tensor > 1 else "gather"
 
     @property
     def attention_pieces(self) -> int:
         """Most pieces of the batch whose attention overlaps with another's sums over `tensor`; 1 without a ring."""
-        low, chip = self.placed.run.training.matmul_precision != "compute", self.machine.listed
-        whole = self.tensor_strategy == "gather" or self.placed.shape.context > 1 or low
+        low, chip = self.run.training.matmul_precision != "compute", self.machine.listed
+        whole = self.tensor_strategy == "gather" or self.layout.shape.context > 1 or low
         return (
             1
             if whole or (self.machine.on_tpu and not (chip and chip.sparse_cores))
@@ -229,10 +240,10 @@ class Settled:
 
         Not where the run names its own profile or scheduler.
         """
-        machine, words = self.machine, self.placed.run.training.compiler_options
+        machine, words = self.machine, self.run.training.compiler_options
         asked = AUTO in words and not any(word.startswith(_SCHEDULER_OPTIONS) for word in words)
         on_gpu = machine.chip is not None and not (machine.on_tpu or machine.simulated)
-        return asked and on_gpu and any(layer.experts for layer in self.placed.spec.layers)
+        return asked and on_gpu and any(layer.experts for layer in self.layout.spec.layers)
 
     @property
     def exchange_pieces(self) -> int:
@@ -246,18 +257,16 @@ class Settled:
     @property
     def _sequences(self) -> int:
         """Sequences of a microbatch on a device."""
-        training = self.placed.run.training
-        return training.batch // training.microbatches // self.placed.shape.over(BATCH_AXES)
+        training = self.run.training
+        return training.batch // training.microbatches // self.layout.shape.over(BATCH_AXES)
 
     @functools.cached_property
     def exchanged_at_once_reason(self) -> str | None:
         """Why the rows of the whole batch travel to experts at once, None where they travel in pieces."""
-        placed, training, nodes, chip = (
-            self.placed,
-            self.placed.run.training,
-            self.expert_nodes,
-            self.machine.chip,
-        )
+        layout = self.layout
+        training = self.run.training
+        nodes = self.expert_nodes
+        chip = self.machine.chip
         if nodes == 1 or self.machine.on_tpu or chip is None:
             return "no rows travel to experts between GPU nodes"
         if not self.scheduled_by_price:
@@ -266,22 +275,20 @@ class Settled:
             return (
                 f"{self._sequences} sequences of a microbatch on a device are no multiple of 2 or 3"
             )
-        specs = [layer.experts for layer in placed.spec.layers if layer.experts]
-        tokens = (
-            self._sequences * training.seq // (placed.shape.context * placed.layout.routed_parts)
-        )
+        specs = [layer.experts for layer in layout.spec.layers if layer.experts]
+        tokens = self._sequences * training.seq // (layout.shape.context * layout.routed_parts)
         sent = (
             2.0
             * tokens
-            * placed.spec.width
+            * layout.spec.width
             * specs[0].mean_nodes(nodes)
             * (1 - 1 / nodes)
             / chip.network_bandwidth
         )
         # Each piece has gradients of the experts' weights: of a sum two arrays are read and one is written.
         own = [
-            p.size / placed.shape.over(axes_of(where.in_use))
-            for _, p, where in placed.leaves
+            p.size / layout.shape.over(axes_of(where.in_use))
+            for _, p, where in layout.leaves
             if "E" in p.dims
         ]
         summed = 3 * 2.0 * (self._pieces - 1) * sum(own) / len(specs) / chip.hbm_bandwidth
@@ -296,15 +303,30 @@ class Settled:
     def compiler_options(self) -> dict[str, str]:
         """XLA options of run and chip; none on simulated devices. Raises ConfigError for a word that is no option."""
         options = dict(self.machine.determinism.compiler_options) if self.fixes_bits else {}
-        options |= compiler_options_of(
-            self.machine.listed, self.placed.run.training.compiler_options
-        )
+        options |= compiler_options_of(self.machine.listed, self.run.training.compiler_options)
         return {} if self.machine.simulated else options
+
+    @functools.cached_property
+    def summed_in_backward(self) -> Tree:
+        """Tree of the batch axes over which the backward pass sums a gradient, layer by layer.
+
+        For the matmuls of layers that replicas share (`data`), whose sums then overlap with the rest of the backward
+        pass. With several microbatches, or stages, or in low precision, they are summed once, at the end.
+        """
+        degrees = self.layout.shape.degrees()
+
+        def axes(p: Param, placements: Placements) -> Axes:
+            if self.sums_gradients_last or p.role is None or "L" not in p.dims or p.frozen:
+                return ()
+            sharded = axes_of(placements.optimizer)
+            return tuple(a for a in BATCH_AXES if degrees[a] > 1 and a not in sharded)
+
+        return tree_map(axes, self.layout.params, self.layout.placements)
 
     def check(self) -> None:
         """Raises ConfigError for what the run asks for and this machine cannot do."""
-        training, machine = self.placed.run.training, self.machine
-        every, keeps = self.placed.run.faults.check_every, machine.determinism
+        training, machine = self.run.training, self.machine
+        every, keeps = self.run.faults.check_every, machine.determinism
         if keeps.keeps != "bitwise" and not self.fixes_bits and (every or training.deterministic):
             asked = (
                 "--training.deterministic"
@@ -319,8 +341,8 @@ class Settled:
             truth = f"a step that is computed twice would differ without a fault. {keeps.sentence}"
             raise ConfigError(f"{asked} on {machine.kind or machine.platform}", truth, fix)
         if training.matmul_precision != "compute":
-            self._quantisation.check_precision(training.matmul_precision, machine)
-        if not self.placed.run.model.states_layers:  # then nothing else is chosen
+            self.quantisation.check_precision(training.matmul_precision, machine)
+        if not self.run.model.states_layers:  # then nothing else is chosen
             return
         if REMAT_POLICIES[training.remat].offloaded and not (machine.on_tpu or machine.simulated):
             raise ConfigError(
@@ -333,6 +355,70 @@ class Settled:
         if training.gather_ahead == "layer" and reason is not None:
             raise ConfigError("training.gather_ahead layer", reason, "training.gather_ahead auto")
         _ = self.kernels, self.grouped_matmul
+
+
+def execution_of(settled: Settled) -> Execution:
+    """Returns the decisions that every forward and backward pass of a run follows."""
+    finetune = settled.run.finetune
+    learned = None
+    if finetune.objective == "preferences":
+        from meshwright.models.preferences import Preferences
+
+        learned = Preferences(finetune.beta)
+    return Execution(
+        gather_params=_gather_params(settled),
+        links=settled.links,
+        summed_in_backward=settled.summed_in_backward,
+        sequence=settled.sequence,
+        kernels=settled.kernels,
+        grouped_matmul=_multiply_groups(settled),
+        sum_rows=settled.sum_rows,
+        save_hidden=settled.save_hidden,
+        expert_axes=settled.layout.expert_axes,
+        expert_nodes=settled.expert_nodes,
+        gathered_ahead=settled.gathered_ahead,
+        tensor_strategy=settled.tensor_strategy,
+        attention_pieces=settled.attention_pieces,
+        exchange_pieces=settled.exchange_pieces,
+        saves_weights=finetune.method != "lora",
+        preferences=learned,
+    )
+
+
+def _gather_params(settled: Settled) -> Any:
+    """Gathers of weights: in the compute dtype, in low precision, or together with their adapters."""
+    training = settled.run.training
+    layout = settled.layout
+    gather: Any = plan_gathers(
+        layout.params,
+        layout.placements,
+        compute_dtype=jnp.dtype(training.compute_dtype),
+        reduce_dtype=jnp.dtype(training.reduce_dtype),
+        dcn=settled.links,
+        summed=settled.summed_in_backward,
+    )
+    if training.matmul_precision != "compute":
+        gather = settled.quantisation.low_precision_gather(
+            gather,
+            layout.params,
+            layout.placements,
+            training.matmul_precision,
+            settled.in_low_precision,
+        )
+    if settled.run.finetune.method == "lora":
+        from meshwright.models.adapters import adapter_gather
+
+        gather = adapter_gather(gather, settled.run.finetune.scale)
+    return gather
+
+
+def _multiply_groups(settled: Settled) -> Any:
+    """Function of the grouped matmul of experts; None for a model without."""
+    if settled.grouped_matmul is None:
+        return None
+    if settled.low_precision_experts:
+        return settled.quantisation.with_low_precision(settled.grouped_matmul)
+    return settled.grouped_matmul.multiply
 
 
 def gather_levels(degrees: tuple[int, ...]) -> tuple[int, ...]:

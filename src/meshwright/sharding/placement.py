@@ -163,7 +163,7 @@ def _shard_largest(
         f"{name} {list(shape)} sharded over {product}={degree}",
         f"no dimension divides by {degree}: local sizes are "
         + ", ".join(f"{letter}={size}" for letter, size in zip(dims, local, strict=True)),
-        f"a degree of {product} that divides one of them, or fsdp_min_size above {_elements_per_layer(shape, dims)} "
+        f"a degree of {product} that divides one of them, or --fsdp-min-size above {_elements_per_layer(shape, dims)} "
         "to leave it whole",
     )
 

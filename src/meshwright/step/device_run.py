@@ -8,9 +8,9 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.comm.hierarchical import Axes
 from meshwright.config import MeshShape
 from meshwright.data.batch import Batch
 from meshwright.errors import ConfigError
@@ -19,21 +19,20 @@ from meshwright.models.forward import LocalModel
 from meshwright.models.model import Model
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run
-from meshwright.runs.settle import Settled
+from meshwright.runs.settle import Settled, execution_of, settle
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.params import (
-    Param,
     Tree,
     init_params,
-    plan_gathers,
     shardings,
     trained_only,
     tree_map,
     with_reference,
 )
-from meshwright.sharding.placement import Placements, axes_of, to_spec
+from meshwright.sharding.placement import Placements, to_spec
 from meshwright.step.optimizers import (
     UpdateRule,
+    build_lr_schedule,
     build_update_rule,
     place_optimizer_state,
 )
@@ -62,133 +61,31 @@ class State:
 
 
 @dataclasses.dataclass(frozen=True)
-class DeviceRun:
-    """A placed run on a mesh of devices, real, simulated, or described for compilation alone."""
+class DeviceRun(Settled):
+    """A settled run that knows its devices: mesh, state and optimizer.
 
-    settled: Settled
+    The devices are real, simulated, or described for compilation only.
+    """
+
     mesh: Mesh
     optimizer: UpdateRule
     abstract: State
     """`ShapeDtypeStruct`s with their shardings."""
+    update_shardings: Tree
+    """Shardings of trained parameters, and of their gradients, in the update; those of the optimizer state."""
+    learning_rate: optax.Schedule
+    """Learning rate as a function of the updates so far (step/optimizers.py)."""
+    local_model: LocalModel
+    """Forward pass of one device; None for a wrapped model, whose loss has its own."""
     profile_of: "Callable[[DeviceRun, Any], Mapping[str, Any]]" = lambda device_run, lowered: {}
     """Returns the compiler option with the times of a lowered step, which XLA schedules it by; by default none."""
 
-    @property
-    def placed(self) -> PlacedRun:
-        """The run on its mesh."""
-        return self.settled.placed
-
-    @property
-    def run(self) -> Run:
-        """Run, its mesh filled in and its vocabulary padded."""
-        return self.placed.run
-
-    @property
-    def shape(self) -> MeshShape:
-        """Degrees of the mesh axes."""
-        return self.placed.shape
-
-    @property
-    def params(self) -> Tree:
-        """Descriptions of the parameters."""
-        return self.placed.params
-
-    @property
-    def placements(self) -> Tree:
-        """Placements of the parameters."""
-        return self.placed.placements
-
     def with_batch(self, sequences: int) -> "DeviceRun":
         """Returns the run with as many sequences per step; no placement depends on them."""
-        run = dataclasses.replace(
-            self.run, training=dataclasses.replace(self.run.training, batch=sequences)
-        )
-        settled = dataclasses.replace(
-            self.settled, placed=dataclasses.replace(self.placed, run=run)
-        )
-        return dataclasses.replace(self, settled=settled)
-
-    @functools.cached_property
-    def local_model(self) -> LocalModel:
-        """Forward pass of one device."""
-        training = self.run.training
-        gather = plan_gathers(
-            self.params,
-            self.placements,
-            compute_dtype=jnp.dtype(training.compute_dtype),
-            reduce_dtype=jnp.dtype(training.reduce_dtype),
-            dcn=self.settled.links,
-            summed=self.summed_in_backward,
-        )
-        settled, grouped = self.settled, self.settled.grouped_matmul
-        multiply: Any = grouped and grouped.multiply
-        if training.matmul_precision != "compute":
-            from meshwright.models.quantisation import low_precision_gather, with_low_precision
-
-            gather = low_precision_gather(
-                gather,
-                self.params,
-                self.placements,
-                training.matmul_precision,
-                settled.in_low_precision,
-            )
-            multiply = (
-                with_low_precision(grouped)
-                if grouped and settled.low_precision_experts
-                else multiply
-            )
-        finetune, learned = self.run.finetune, None
-        if finetune.method == "lora" or finetune.objective == "preferences":
-            from meshwright.models import adapters, preferences
-
-            gather = (
-                adapters.adapter_gather(gather, finetune.scale)
-                if finetune.method == "lora"
-                else gather
-            )
-            learned = (
-                preferences.Preferences(finetune.beta)
-                if finetune.objective == "preferences"
-                else None
-            )
-        return LocalModel(
-            self.run.model,
-            training,
-            gather,
-            self.placed.sequence,
-            self.placed.stages,
-            settled.kernels,
-            multiply,
-            settled.sum_rows,
-            settled.save_hidden,
-            self.placed.layout.expert_axes,
-            settled.expert_nodes,
-            settled.gathered_ahead,
-            settled.tensor_strategy,
-            settled.attention_pieces,
-            settled.exchange_pieces,
-            finetune.method != "lora",
-            learned,
-        )
-
-    @functools.cached_property
-    def summed_in_backward(self) -> Tree:
-        """Tree of the batch axes over which the backward pass sums a gradient, layer by layer.
-
-        For the matmuls of layers that replicas share (`data`), whose sums then overlap with the rest of the backward
-        pass. With several microbatches, or stages, or in low precision, they are summed once, at the end.
-        """
-
-        def axes(p: Param, where: Placements) -> Axes:
-            if self.placed.sums_gradients_last or p.role is None or "L" not in p.dims or p.frozen:
-                return ()
-            return tuple(
-                a
-                for a in BATCH_AXES
-                if self.shape.degrees()[a] > 1 and a not in axes_of(where.optimizer)
-            )
-
-        return tree_map(axes, self.params, self.placements)
+        training = dataclasses.replace(self.run.training, batch=sequences)
+        run = dataclasses.replace(self.run, training=training)
+        settled = settle(PlacedRun(run, self.layout), self.machine)
+        return dataclasses.replace(self, run=run, local_model=local_model_of(settled))
 
     @property
     def state_shardings(self) -> State:
@@ -212,39 +109,32 @@ class DeviceRun:
 
     def state_of(self, params: Tree) -> State:
         """Returns the state before the first step with given parameters, in their shardings."""
-        where = self.state_shardings
         if self.run.finetune.objective == "preferences" and self.run.finetune.method == "full":
-            params = with_reference(params, where.params, self.params)
-        sharded = shardings(self.mesh, self.placements, "optimizer")
-        trained, sharded = (trained_only(self.params, tree) for tree in (params, sharded))
-        optimizer = jax.jit(self.optimizer.init, out_shardings=where.optimizer)(
-            jax.device_put(trained, sharded)
-        )
+            params = with_reference(params, self.state_shardings.params, self.layout.params)
+        trained = jax.device_put(trained_only(self.layout.params, params), self.update_shardings)
+        where = self.state_shardings
+        optimizer = jax.jit(self.optimizer.init, out_shardings=where.optimizer)(trained)
         step, healthy = jax.device_put(
             (np.zeros((), np.int32), np.ones((), np.bool_)), (where.step, where.healthy)
         )
         return State(step, healthy, params, optimizer)
 
-    def compiler_options(self) -> dict[str, str]:
+    def accepted_compiler_options(self) -> dict[str, str]:
         """Returns the XLA options of run and chip that the installed compiler knows; none on simulated devices.
 
         Raises ConfigError for a word of the run that is no option.
         """
         refused = self.refused_compiler_options
-        return {
-            name: value
-            for name, value in self.settled.compiler_options.items()
-            if name not in refused
-        }
+        return {name: value for name, value in self.compiler_options.items() if name not in refused}
 
     @functools.cached_property
     def refused_compiler_options(self) -> tuple[str, ...]:
         """Options of the chip that the installed compiler does not know. Raises ConfigError for those of the run."""
-        wanted, words = self.settled.compiler_options, self.run.training.compiler_options
+        wanted, words = self.compiler_options, self.run.training.compiler_options
         if not wanted:
             return ()
         refused = refused_options(self.mesh.devices.flat[0], tuple(wanted.items()))
-        fixed = self.settled.machine.determinism.compiler_options if self.settled.fixes_bits else {}
+        fixed = self.machine.determinism.compiler_options if self.fixes_bits else {}
         own = [
             name
             for name in refused
@@ -267,7 +157,9 @@ def initial_arrays(device_run: "DeviceRun") -> tuple[Tree, tuple[Tree, ...]]:
 
 def _draw_params(model: Model, device_run: "DeviceRun") -> tuple[Tree, tuple[Tree, ...]]:
     training, where = device_run.run.training, device_run.state_shardings.params
-    return init_params(device_run.params, where, seed=training.seed, dtype=training.param_dtype), ()
+    return init_params(
+        device_run.layout.params, where, seed=training.seed, dtype=training.param_dtype
+    ), ()
 
 
 def abstract_batch_of(device_run: "DeviceRun") -> Any:
@@ -293,6 +185,22 @@ def param_specs(placements: Tree, which: str) -> Tree:
     )
 
 
+def specs_of(placed: Tree) -> Tree:
+    """Returns the `PartitionSpec` of every `NamedSharding` of a tree."""
+    return jax.tree.map(lambda sharding: sharding.spec, placed)
+
+
+def local_model_of(settled: Settled) -> LocalModel:
+    """Returns the forward pass of one device, with every decision made."""
+    found: LocalModel = settled.run.model.local_model(settled, _local_model_by_layers)
+    return found
+
+
+def _local_model_by_layers(model: Model, settled: Settled) -> LocalModel:
+    execution = execution_of(settled)
+    return LocalModel(model, settled.run.training, settled.layout.stages, execution)
+
+
 def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     """Places `run` on the devices of `mesh`.
 
@@ -301,33 +209,34 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     # A JAX mesh does not say which axis crosses slices; the run's own mesh does.
     same = run.mesh is not None and run.mesh.degrees() == dict(mesh.shape)
     placed = place_run(run, run.mesh if same else MeshShape(**mesh.shape))
-    settled = Settled(placed, machine_of_mesh(mesh))
+    settled = settle(placed, machine_of_mesh(mesh))
     settled.check()
     if settled.fixes_bits:
         fix_communication()
-    training = placed.run.training
+    layout = settled.layout
+    training = settled.run.training
     dtype = jnp.dtype(training.param_dtype)
-    sharded = shardings(mesh, placed.placements, "at_rest")
+    sharded = shardings(mesh, layout.placements, "at_rest")
     params = tree_map(
         lambda p, where: jax.ShapeDtypeStruct(
             p.shape, jnp.dtype(p.stored or dtype), sharding=where
         ),
-        placed.params,
+        layout.params,
         sharded,
     )
     described, placements = (
-        trained_only(placed.params, tree) for tree in (placed.params, placed.placements)
+        trained_only(layout.params, tree) for tree in (layout.params, layout.placements)
     )
     layer_map = None
     if takes_layers(run.optimizer.name) and run.model.states_layers:
         from meshwright.step.matrices import LayerMap
 
         layer_map = LayerMap(
-            mesh, placed.shape, described, placements, jnp.dtype(training.compute_dtype)
+            mesh, layout.shape, described, placements, jnp.dtype(training.compute_dtype)
         )
     optimizer = build_update_rule(run.optimizer, training, described, layer_map)
     state, where = place_optimizer_state(
-        optimizer, trained_only(placed.params, params), placements, placed.shape
+        optimizer, trained_only(layout.params, params), placements, layout.shape
     )
     leaves = [
         jax.ShapeDtypeStruct(
@@ -347,4 +256,14 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     abstract = State(
         cast(Any, step), cast(Any, healthy), params, state, (changed,) if changed else ()
     )
-    return DeviceRun(settled, mesh, optimizer, abstract)
+    return DeviceRun(
+        settled.run,
+        layout,
+        settled.machine,
+        mesh,
+        optimizer,
+        abstract,
+        trained_only(layout.params, shardings(mesh, layout.placements, "optimizer")),
+        build_lr_schedule(run.optimizer, training.steps),
+        local_model_of(settled),
+    )

@@ -130,7 +130,7 @@ class PipelineModel:
                 if a is total:  # frozen, or nothing is trained
                     return None
                 # Where nothing is gathered, a gradient leaves its layer in the weight's type.
-                weight = how.dtype or self.model.gather_params.compute_dtype
+                weight = how.dtype or self.model.execution.gather_params.compute_dtype
                 of = row(total).astype(a.dtype if how.gathers else weight)
                 return lax.select(part.counts, of, jnp.zeros_like(of))
 
@@ -138,7 +138,10 @@ class PipelineModel:
                 return row(a) if of is None else with_gradient_of(of, row(a))
 
             of = jax.tree.map(
-                row_of_sums, params[stack], sums[stack], self.model.gather_params.gathers[stack]
+                row_of_sums,
+                params[stack],
+                sums[stack],
+                self.model.execution.gather_params.gathers[stack],
             )
 
             def rows() -> Tree:
@@ -165,7 +168,7 @@ class PipelineModel:
     @property
     def together(self) -> bool:
         """Whether the layers send values around a ring of devices, in which all stages have to take part."""
-        return self.model.permutes
+        return self.model.execution.permutes
 
     def stacked(self, params: Tree) -> Layers:
         """Returns the subtrees of stacked layers."""
@@ -188,7 +191,10 @@ class PipelineModel:
 
     def _rounded(self, params: Tree) -> Any:
         stacks = self._all(self.stacked(params))
-        return {path: self.model.gather_params.rounded(tree, path) for path, tree in stacks.items()}
+        return {
+            path: self.model.execution.gather_params.rounded(tree, path)
+            for path, tree in stacks.items()
+        }
 
 
 _EVENTS = {

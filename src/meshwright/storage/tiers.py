@@ -3,8 +3,7 @@
 import dataclasses
 from typing import Annotated
 
-import tyro
-
+from meshwright.declarations import RECIPE_ONLY, changes
 from meshwright.errors import ConfigError
 from meshwright.ranges import NonNegativeInt, PositiveInt, Ranged
 
@@ -18,11 +17,11 @@ class LocalCheckpoints(Ranged, part="local-checkpoints"):
         2
     """
 
-    path: str | None = None
+    path: Annotated[str | None, changes("loop")] = None
     """Folder on each host's own disk or in its memory, such as /dev/shm; None keeps no such checkpoints."""
-    every: NonNegativeInt = 0
+    every: Annotated[NonNegativeInt, changes("loop")] = 0
     """Steps between two of them; 0 keeps none. Between two, `--training.save-every` writes to the output folder."""
-    max_to_keep: Annotated[PositiveInt, tyro.conf.Fixed] = 2
+    max_to_keep: Annotated[PositiveInt, RECIPE_ONLY, changes("loop")] = 2
     """Checkpoints to keep there; another has room beside them while it is written. With two, hosts that stopped at
     different steps have one in common."""
 

@@ -40,7 +40,7 @@ from meshwright.hardware.agreement import (
 )
 from meshwright.hardware.hosts import installed_versions, store
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import run_to_dict
+from meshwright.runs.run_file import fields_to_compare
 from meshwright.signs import EVERYBODY, NOBODY, PREPARING, Phases
 from meshwright.statuses import statuses_of
 from meshwright.storage.removing import remove_file
@@ -110,7 +110,7 @@ def _fields_of(run: Run) -> dict[str, str]:
     ]
     settings = {f"jax.config.{name}": str(jax.config.values[name]) for name in names}
     return (
-        flatten(run_to_dict(run))
+        flatten(fields_to_compare(run))
         | {f"version of {name}": version for name, version in found.items()}
         | settings
     )

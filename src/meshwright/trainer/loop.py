@@ -185,7 +185,7 @@ def train(
             sinks.append(lines)
             events.start(
                 position.step,
-                mesh=str(device_run.shape),
+                mesh=str(device_run.layout.shape),
                 devices=device_run.mesh.size,
                 processes=jax.process_count(),
                 kind=device_run.mesh.devices.flat[0].device_kind,

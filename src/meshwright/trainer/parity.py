@@ -176,6 +176,7 @@ def _in_float32(run: Run, other: MeshShape, steps: int) -> Run:
         steps=max(run.training.steps, steps),
         compute_dtype="float32",
         param_dtype="float32",
+        param_rounding="master",
         reduce_dtype="float32",
         matmul_precision="compute",
         batch_ramp=(),
@@ -200,7 +201,7 @@ class _Side:
         self._device_run = place_on_devices(run, mesh)
         self._prepared = dataclasses.replace(prepared, device_run=self._device_run)
         self.feed, self.run = self._prepared.feed(Position(0, 0)), self._device_run.run
-        options = self._device_run.compiler_options() or None
+        options = self._device_run.accepted_compiler_options() or None
         self._gradients = jax.jit(build_gradients(self._device_run), compiler_options=options)
         self._step: Any = None
         self._state = self._device_run.initial_state()
@@ -224,7 +225,7 @@ class _Side:
         return float(metrics["loss"][0] / metrics["loss"][1])
 
     def _to_host(self, tree: Tree) -> Tensors:
-        descriptions, arrays = named_leaves(self._device_run.params), named_leaves(tree)
+        descriptions, arrays = named_leaves(self._device_run.layout.params), named_leaves(tree)
         whole = {k: x if x.is_fully_addressable else _gathered(x) for k, x in arrays.items()}
         return {
             name: rows_to_layers(descriptions[name], np.asarray(x)) for name, x in whole.items()
@@ -237,7 +238,7 @@ class _Side:
 
         where, described = (
             self._device_run.state_shardings.params,
-            named_leaves(self._device_run.params).items(),
+            named_leaves(self._device_run.layout.params).items(),
         )
         arrays = [
             on_devices(name, p, s)

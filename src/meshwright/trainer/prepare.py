@@ -87,7 +87,7 @@ class Trainable(abc.ABC):
 
     def meter(self, reporters: list[Reporter]) -> Meter:
         """Returns a meter of its steps, in the model's unit."""
-        run, units = self.device_run.run, self.device_run.placed.units
+        run, units = self.device_run.run, self.device_run.units
         flops = training_flops_per_token(run.model, units, run.finetune.method)
         return Meter(reporters, run, self.device_run.mesh, per_sample=units, flops=flops)
 
@@ -184,7 +184,7 @@ class PreparedRun(Trainable):
         """Samples text where the run asks for it or the model is small."""
         data, count = self.device_run.run.data, self.device_run.run.data.sample
         if count is None and (
-            data.sample_every or count_params(self.device_run.params) <= _SMALL_MODEL
+            data.sample_every or count_params(self.device_run.layout.params) <= _SMALL_MODEL
         ):
             count = _SAMPLE
         if not count:
@@ -251,7 +251,7 @@ def check_sample(device_run: DeviceRun) -> None:
 
 def _cannot_decode(device_run: DeviceRun) -> str:
     """The first stack of layers that state nothing to decode with; "" where all do."""
-    layers = device_run.placed.spec.layers
+    layers = device_run.layout.spec.layers
     return next((layer.stack for layer in layers if not layer.decodes), "")
 
 

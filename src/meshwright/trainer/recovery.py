@@ -16,7 +16,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -30,9 +30,9 @@ from meshwright.documents import read_json
 from meshwright.errors import CheckpointError, ConfigError, TrainingError, by_class
 from meshwright.hardware.agreement import answer_of_the_first, flatten
 from meshwright.reporters.files import last_start, last_step
-from meshwright.runs.checks import TABLE
+from meshwright.runs.fields import may_change
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import run_to_dict
+from meshwright.runs.run_file import fields_to_compare
 from meshwright.sharding.params import named_leaves
 from meshwright.signs import waiting
 from meshwright.step.device_run import DeviceRun, State
@@ -43,20 +43,14 @@ from meshwright.trainer.prepare import Position, PreparedRun, Trainable
 from meshwright.trainer.relations import SKIPPED, check_accepted, parts_of
 from meshwright.trainer.tiers import Tiers, say
 
-Kind = Literal["function", "data", "training", "placement", "content", "output"]
-KINDS: dict[str, Kind] = {
-    name: kind for kind, names in TABLE["kinds"].items() for name in names.split()
-}
-"""Kind of a change of each field of a Run (runs/fields.toml)."""
-_REFUSED: tuple[Kind, ...] = ("function", "data")
-
 
 class Change(NamedTuple):
     """One difference between a checkpoint and the run that resumes from it."""
 
     name: str
-    kind: Kind
     text: str
+    refused: bool
+    """Whether the model would compute something else or read other data, so that it has to be meant."""
 
 
 class Resumed(NamedTuple):
@@ -114,7 +108,7 @@ def resume(
 
     def check(manifest: Manifest) -> None:
         changes[:], unknown[:] = compare(manifest, run, fingerprint, str(identity), records)
-        refused = [c for c in changes if c.kind in _REFUSED and not {*parts_of(c.name)} & {*accept}]
+        refused = [c for c in changes if c.refused and not {*parts_of(c.name)} & {*accept}]
         if refused:
             raise ConfigError(
                 f"resuming from step {manifest.step} of {out}",
@@ -185,18 +179,18 @@ def compare(
     data: fingerprint of what the run reads.  identity: of the run whose metrics the folder has; "" if unknown.
     skipped: samples that the folder leaves out, each with its run.
     """
-    before, now = flatten(run_to_dict(manifest.run)), flatten(run_to_dict(run))
+    before, now = flatten(fields_to_compare(manifest.run)), flatten(fields_to_compare(run))
     changes, unknown = [], []
     for name in dict.fromkeys((*before, *now)):
         was, given = before.get(name, "absent"), now.get(name, "absent")
         if was != given:
-            kind = KINDS.get(name) or KINDS.get(name.partition(".")[0], "function")
-            changes.append(Change(name, kind, f"{name} was {was} and is {given}"))
+            text = f"{name} was {was} and is {given}"
+            changes.append(Change(name, text, refused=not may_change(run, name)))
     if (jump := describe_rate_jump(manifest.run, run, manifest.step)) is not None:
-        changes.append(Change("learning rate", "training", jump))
+        changes.append(Change("learning rate", jump, refused=False))
 
     def differs(name: str, text: str) -> None:
-        changes.append(Change(name, "data" if name != "loss" else "function", text))
+        changes.append(Change(name, text, refused=True))
 
     if not manifest.identity or not identity:
         who = "the checkpoint" if not manifest.identity else "the folder's events.jsonl"

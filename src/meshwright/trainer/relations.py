@@ -15,7 +15,7 @@ from meshwright.hardware.agreement import answer_of_the_first, flatten
 from meshwright.reporters import find_reporters
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import run_to_dict
+from meshwright.runs.run_file import fields_to_compare
 from meshwright.sharding.params import trained_only
 from meshwright.storage.paths import in_bucket
 
@@ -69,7 +69,7 @@ def check_run(run: Run, mesh: MeshShape | None = None, output: Output | None = N
     if any(getattr(run.optimizer, name) != getattr(Optimizer(), name) for name in checked):
         from meshwright.step.optimizers import build_optimizer  # plans load no optax
 
-        trained = trained_only(placed.params, placed.params)
+        trained = trained_only(placed.layout.params, placed.layout.params)
         build_optimizer(run.optimizer, run.training.steps, trained)
     if run.data.other_tokenizer and run.init_from is None:
         raise ConfigError(
@@ -130,7 +130,7 @@ def check_new(folder: Path) -> None:
 def check_accepted(run: Run, accept: Sequence[str]) -> None:
     """Raises ConfigError for a name of a difference that a resume compares nothing of."""
     known = set(_OTHER_DIFFERENCES)
-    for field in flatten(run_to_dict(run)):
+    for field in flatten(fields_to_compare(run)):
         known |= set(parts_of(field))
     for word in accept:
         if word not in known:

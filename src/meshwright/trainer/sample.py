@@ -59,7 +59,10 @@ def sample_tokens(
     without stages, since a token would pass the stages one after another. Experts of limited capacity drop nothing
     here.
     """
-    if device_run.shape.stage > 1 or getattr(device_run.run.model, "dispatch", None) == "capacity":
+    if (
+        device_run.layout.shape.stage > 1
+        or getattr(device_run.run.model, "dispatch", None) == "capacity"
+    ):
         device_run, params = _without_stages(device_run, params)
     seq = device_run.run.training.seq
     prompt = prompt[-max(1, seq // 2) :]
@@ -76,7 +79,7 @@ def sample_tokens(
 
 def _without_stages(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tree]:
     """Returns the run and its parameters on the same devices, with `data` in the place of `stage`."""
-    run, shape = device_run.run, device_run.shape
+    run, shape = device_run.run, device_run.layout.shape
     model = run.model
     if getattr(model, "dispatch", None) == "capacity":
         model = dataclasses.replace(model, dispatch="dropless")  # type: ignore[call-arg]
@@ -97,7 +100,7 @@ def _without_stages(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tre
         dataclasses.replace(run, model=model, mesh=folded, training=training), mesh
     )
     by_layer = named_leaves({"params": params})
-    by_layer |= dict(permuted_in_layer_order(by_layer, device_run.params))
+    by_layer |= dict(permuted_in_layer_order(by_layer, device_run.layout.params))
     treedef = jax.tree.structure(other.abstract.params)
     where = jax.tree.leaves(other.state_shardings.params)
     moved = jax.jit(lambda *leaves: leaves, out_shardings=tuple(where))(*by_layer.values())

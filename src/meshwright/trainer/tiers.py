@@ -60,7 +60,7 @@ class Tiers(Checkpoints):
     ):
         super().__init__(out / "checkpoints", max_to_keep=max_to_keep, saves=saves, root=out)
         self._layout = layout_of(
-            abstract_in_layer_order(named_tensors(device_run.abstract), device_run.params)
+            abstract_in_layer_order(named_tensors(device_run.abstract), device_run.layout.params)
         )
         self._local: Checkpoints | None = None
         self._own_patience, self._answered = patience, time.monotonic()

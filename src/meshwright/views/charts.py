@@ -80,7 +80,8 @@ class Drawing(Block):
     """Picture that a script of the page draws from its data.
 
     Timeline: lanes of boxes over time. Machine: a mesh over nodes or planes of a torus. Placement: blocks of any tensor
-    and the devices that hold them. Pipeline: tasks of a schedule. `timeline.js` and `drawings.js` document the data.
+    and the devices that hold them. Pipeline: shapes of `draw.PipelineTimeline`. `timeline.js` and `drawings.js` document
+    the data.
     """
 
     kind: Literal["Timeline", "Machine", "Placement", "Pipeline"]

@@ -56,7 +56,6 @@ def css_variables() -> str:
     """Returns the colours as CSS variables: light, dark by preference, and either by the page's own switch."""
     colours = PALETTE | _PAPER
     colours |= {kind: colours[name] for kind, (name, _) in WORK.items()}
-    colours |= {kind.replace(" ", "-"): colours[name] for kind, name in TASKS.items()}
     light, dark = (
         ";".join(f"--{name}:{pair[i]}" for name, pair in colours.items()) for i in (0, 1)
     )

@@ -36,6 +36,10 @@ _WIDTH = 100
 """Characters in a row of a terminal."""
 _CHARACTER = 0.62
 """Width of a monospaced character over its size."""
+_SVG_WIDTH = 860
+"""Pixels of an SVG beyond which a panel begins a new row."""
+_LABEL_CHARACTER = 7.5
+"""Pixels of a box for each character of its label."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,44 +91,32 @@ class Picture:
         """Returns the picture as SVG."""
         canvas = _Canvas(self.title, self.lines)
         left = 24.0 if any(panel.down for panel in self.panels) else 8.0
-        x, y, tallest = left, canvas.height + 24.0, 0.0
+        x = left
+        y = canvas.height + 24.0
+        tallest = 0.0
         for panel in self.panels:
-            if x + panel.width > 860 and x > left:
-                x, y, tallest = left, y + tallest + 36, 0.0
-            across = f"{panel.across} →" if panel.across else ""
-            if caption := "   ".join(text for text in (across, panel.caption) if text):
-                canvas.text(x, y - 4, caption, 11)
-            if panel.down:
-                canvas.shapes.append(
-                    f'<text x="{x - 8:.1f}" y="{y:.1f}" font-size="11" style="fill:currentColor" text-anchor="end" '
-                    f'transform="rotate(-90 {x - 8:.1f} {y:.1f})">{escape("← " + panel.down)}</text>'
-                )
-            w, h = panel.width / panel.columns, panel.height / panel.rows
-            for box in panel.cells:
-                place = (x + box.column * w, y + box.row * h, w - panel.gap, h - panel.gap)
-                canvas.box(
-                    *place, block_colour(box.number), box.label(max(1, int(w / 7.5))), box.tip
-                )
-            x, tallest = x + panel.width + 24, max(tallest, panel.height)
+            if x + panel.width > _SVG_WIDTH and x > left:
+                x = left
+                y += tallest + 36
+                tallest = 0.0
+            _draw_panel(canvas, panel, x, y)
+            x += panel.width + 24
+            tallest = max(tallest, panel.height)
         return canvas.render()
 
     def text(self) -> Text:
-        """Returns the picture for a terminal: boxes, coloured where the terminal has colours."""
+        """Returns the picture for a terminal: boxes, colored where the terminal has colors."""
         text = Text(f"{self.title}\n", style="bold")
         for line in self.lines:
             text.append(f"{line}\n", style="not bold")
-        first = next(iter(self.panels), None)
-        if first is not None and first.across and (first.down or len(self.panels) > 1):
-            rows = f"rows {first.down}, " if first.down else ""
-            text.append(f"{rows}columns {first.across}\n", style="dim not bold")
+        text.append(_names_of_rows_and_columns(self.panels), style="dim not bold")
         for panel in self.panels[:_MAX_PANELS]:
             if panel.caption:
                 text.append(f"{panel.caption}\n", style="dim not bold")
             text.append_text(_grid(panel))
-        if len(self.panels) > _MAX_PANELS:
-            text.append(
-                f"... and {len(self.panels) - _MAX_PANELS} more panels\n", style="dim not bold"
-            )
+        more = len(self.panels) - _MAX_PANELS
+        if more > 0:
+            text.append(f"... and {more} more panels\n", style="dim not bold")
         return text
 
     def _repr_html_(self) -> str:
@@ -160,7 +152,9 @@ def format_devices(devices: tuple[int, ...], width: int) -> str:
     step = devices[1] - devices[0] if len(devices) > 1 else 1
     even = all(b - a == step for a, b in itertools.pairwise(devices))
     if len(devices) > 2 and even:
-        text = f"{devices[0]}-{devices[-1]}" + (f" by {step}" if step > 1 else "")
+        text = f"{devices[0]}-{devices[-1]}"
+        if step > 1:
+            text += f" by {step}"
     else:
         text = ",".join(map(str, devices))
     if len(text) <= width:
@@ -169,80 +163,199 @@ def format_devices(devices: tuple[int, ...], width: int) -> str:
     return short if len(short) <= width else f"x{len(devices)}"
 
 
+def _names_of_rows_and_columns(panels: Sequence[Panel]) -> str:
+    """Names the rows and columns of panels in a line; one row of one panel names itself in the title."""
+    if not panels or not panels[0].across:
+        return ""
+    first = panels[0]
+    if first.down:
+        return f"rows {first.down}, columns {first.across}\n"
+    return f"columns {first.across}\n" if len(panels) > 1 else ""
+
+
 def _grid(panel: Panel) -> Text:
-    rows, columns = min(panel.rows, _MAX_ROWS), min(panel.columns, _MAX_COLUMNS)
-    cells = {
-        (box.row, box.column): box for box in panel.cells if box.row < rows and box.column < columns
-    }
-    labels = {
-        place: box.label(max(4, min(24, _WIDTH // columns - 1))) for place, box in cells.items()
-    }
+    """Returns the boxes of a panel for a terminal, as many as it shows.
+
+    ┌─────┬─────┐
+    │ 0,1 │ 2,3 │
+    └─────┴─────┘
+    """
+    rows = min(panel.rows, _MAX_ROWS)
+    columns = min(panel.columns, _MAX_COLUMNS)
+    room = max(4, min(24, _WIDTH // columns - 1))
+    boxes = {}
+    labels = {}
+    for box in panel.cells:
+        if box.row < rows and box.column < columns:
+            boxes[box.row, box.column] = box
+            labels[box.row, box.column] = box.label(room)
     width = max(map(len, labels.values())) + 2
 
-    def line(left: str, middle: str, right: str) -> str:
-        return left + middle.join("─" * width for _ in range(columns)) + right + "\n"
-
-    text = Text(line("┌", "┬", "┐"))
+    text = Text(_rule("┌┬┐", columns, width))
     for row in range(rows):
         for column in range(columns):
             text.append("│")
-            box = cells.get((row, column))
-            style = "" if box is None else _filled(block_colour(box.number))
+            filled = boxes.get((row, column))
+            style = "" if filled is None else _filled(block_colour(filled.number))
             text.append(labels.get((row, column), "").center(width), style=style)
         text.append("│ ...\n" if panel.columns > columns else "│\n")
-        text.append(line("├", "┼", "┤") if row < rows - 1 else line("└", "┴", "┘"))
+        text.append(_rule("├┼┤" if row < rows - 1 else "└┴┘", columns, width))
     if panel.rows > rows:
         text.append(f"... and {panel.rows - rows} more rows\n", style="dim")
     return text
 
 
+def _rule(corners: str, columns: int, width: int) -> str:
+    """Returns a line of a grid. corners: its left, middle and right characters."""
+    line = corners[1].join(["─" * width] * columns)
+    return f"{corners[0]}{line}{corners[2]}\n"
+
+
+# Shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Label:
+    """Text at a point of a drawing."""
+
+    x: float
+    y: float
+    text: str
+    size: float
+    style: str = "fill:currentColor"
+    anchor: str = "start"
+
+    def svg(self) -> str:
+        return (
+            f'<text x="{self.x:.1f}" y="{self.y:.1f}" font-size="{self.size:.1f}" '
+            f'style="{self.style}" text-anchor="{self.anchor}">{escape(self.text)}</text>'
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _RotatedLabel:
+    """Text that reads upwards and ends at a point."""
+
+    x: float
+    y: float
+    text: str
+
+    def svg(self) -> str:
+        return (
+            f'<text x="{self.x:.1f}" y="{self.y:.1f}" font-size="11" '
+            'style="fill:currentColor" text-anchor="end" '
+            f'transform="rotate(-90 {self.x:.1f} {self.y:.1f})">{escape(self.text)}</text>'
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _DrawnBox:
+    """Filled rectangle with a label, where one fits."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str
+    label: str
+    tip: str
+    group: int = -1
+    """Number of what a page shows together, such as a microbatch; -1 for none."""
+
+    def svg(self) -> str:
+        stroke = 0.8 if min(self.width, self.height) > 8 else 0.2
+        rectangle = (
+            f'<rect x="{self.x:.1f}" y="{self.y:.1f}" '
+            f'width="{self.width:.1f}" height="{self.height:.1f}" fill="{self.fill}" '
+            f'stroke="#555" stroke-width="{stroke}"><title>{escape(self.tip)}</title></rect>'
+        )
+        characters = max(len(self.label), 1)
+        size = min(12.0, self.height * 0.6, self.width / (characters * _CHARACTER + 0.6))
+        if not self.label or size < 5:
+            return rectangle
+        x = self.x + self.width / 2
+        y = self.y + self.height / 2 + size * 0.35
+        ink = f"fill:{ink_on(self.fill)};pointer-events:none"
+        return rectangle + _Label(x, y, self.label, size, ink, "middle").svg()
+
+
+@dataclasses.dataclass(frozen=True)
+class _DrawnBar:
+    """Translucent bar in the color of the text."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    tip: str
+
+    def svg(self) -> str:
+        return (
+            f'<rect x="{self.x:.1f}" y="{self.y:.1f}" '
+            f'width="{self.width:.1f}" height="{self.height:.1f}" '
+            f'fill="currentColor" opacity="0.18"><title>{escape(self.tip)}</title></rect>'
+        )
+
+
 class _Canvas:
-    """SVG of shapes at absolute positions, self-contained and readable in dark mode; it grows with them."""
+    """Shapes at absolute positions; it grows with them.
+
+    As SVG they are self-contained and readable in dark mode.
+    """
 
     def __init__(self, title: str, lines: Sequence[str]):
-        self.shapes: list[str] = []
-        self.width = self.height = 0.0
+        self.shapes: list[_Label | _RotatedLabel | _DrawnBox | _DrawnBar] = []
+        self.width = 0.0
+        self.height = 0.0
         self._title = title
         self.text(4, 14, title, 13)
         for number, line in enumerate(lines):
             self.text(4, 32 + 15 * number, line, 11)
 
-    def text(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        size: float,
-        style: str = "fill:currentColor",
-        anchor: str = "start",
-    ) -> None:
-        self.shapes.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:.1f}" style="{style}" text-anchor="{anchor}">'
-            f"{escape(text)}</text>"
-        )
-        if anchor == "start":
-            self.width = max(self.width, x + len(text) * size * _CHARACTER + 8)
+    def text(self, x: float, y: float, text: str, size: float) -> None:
+        self.shapes.append(_Label(x, y, text, size))
+        self.width = max(self.width, x + len(text) * size * _CHARACTER + 8)
         self.height = max(self.height, y + 6)
 
-    def box(self, x: float, y: float, w: float, h: float, fill: str, label: str, tip: str) -> None:
-        """Draws a box with a label that fits, or none."""
-        self.shapes.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" fill="{fill}" stroke="#555" '
-            f'stroke-width="{0.8 if min(w, h) > 8 else 0.2}"><title>{escape(tip)}</title></rect>'
-        )
-        size = min(12.0, h * 0.6, w / (max(len(label), 1) * _CHARACTER + 0.6))
-        if label and size >= 5:
-            ink = f"fill:{ink_on(fill)};pointer-events:none"
-            self.text(x + w / 2, y + h / 2 + size * 0.35, label, size, ink, "middle")
-        self.width, self.height = max(self.width, x + w + 4), max(self.height, y + h + 4)
+    def box(self, box: _DrawnBox) -> None:
+        self.shapes.append(box)
+        self.width = max(self.width, box.x + box.width + 4)
+        self.height = max(self.height, box.y + box.height + 4)
 
     def render(self) -> str:
-        w, h = round(self.width + 4), round(self.height + 4)
+        width = round(self.width + 4)
+        height = round(self.height + 4)
+        shapes = "".join(shape.svg() for shape in self.shapes)
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {w} {h}" width="{w}" height="{h}" '
-            'style="max-width:100%;height:auto;font-family:ui-monospace,Menlo,Consolas,monospace" role="img">'
-            f"<title>{escape(self._title)}</title>{''.join(self.shapes)}</svg>"
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}" style="max-width:100%;height:auto;'
+            'font-family:ui-monospace,Menlo,Consolas,monospace" role="img">'
+            f"<title>{escape(self._title)}</title>{shapes}</svg>"
         )
+
+
+def _draw_panel(canvas: _Canvas, panel: Panel, x: float, y: float) -> None:
+    """Draws a panel with its corner at (x, y), and the names of its rows and columns outside."""
+    across = f"{panel.across} →" if panel.across else ""
+    caption = "   ".join(text for text in (across, panel.caption) if text)
+    if caption:
+        canvas.text(x, y - 4, caption, 11)
+    if panel.down:
+        canvas.shapes.append(_RotatedLabel(x - 8, y, f"← {panel.down}"))
+    width = panel.width / panel.columns
+    height = panel.height / panel.rows
+    characters = max(1, int(width / _LABEL_CHARACTER))
+    for box in panel.cells:
+        drawn = _DrawnBox(
+            x + box.column * width,
+            y + box.row * height,
+            width - panel.gap,
+            height - panel.gap,
+            block_colour(box.number),
+            box.label(characters),
+            box.tip,
+        )
+        canvas.box(drawn)
 
 
 def standalone(svg: str) -> str:
@@ -294,9 +407,8 @@ class ArrayPicture(Picture):
     @property
     def title(self) -> str:  # type: ignore[override]
         """Layout and shape: `w[D/fsdp, F/tensor]  4096 x 14336`."""
-        return (
-            f"{self.name}[{', '.join(self.dims)}]  {' x '.join(map(str, self.shape)) or 'scalar'}"
-        )
+        shape = " x ".join(map(str, self.shape)) or "scalar"
+        return f"{self.name}[{', '.join(self.dims)}]  {shape}"
 
     @property
     def lines(self) -> Sequence[str]:  # type: ignore[override]
@@ -304,44 +416,90 @@ class ArrayPicture(Picture):
         return (f"each block on {self.copies} devices",) if self.copies > 1 else ()
 
     @property
+    def _blocks(self) -> list[int]:
+        """Number of blocks along each dimension."""
+        return [len(cuts) - 1 for cuts in self.cuts]
+
+    @property
     def panels(self) -> tuple[Panel, ...]:  # type: ignore[override]
-        """Blocks in rows and columns, the two dimensions with most blocks; a panel for each index of the others."""
-        blocks = [len(cuts) - 1 for cuts in self.cuts]
-        shown = sorted(sorted(range(len(blocks)), key=lambda d: (-blocks[d], -d))[:2])
-        across = shown[-1] if shown else None
-        down = shown[0] if len(shown) > 1 else None
-        rows, columns = 1 if down is None else blocks[down], 1 if across is None else blocks[across]
-        tall, wide = (0.0 if dim is None else float(self.shape[dim]) for dim in (down, across))
-        # The proportions of the array in pixels, within what is readable.
-        ratio = min(2.5, max(0.4, wide / tall)) if tall and wide else 6.0
-        width = min(560.0, max(150.0 * min(ratio, 2.0), columns * 26.0))
-        height = min(420.0, max(width / ratio, rows * 22.0)) if down is not None else 34.0
-        width, height = (
-            max(width, columns * 9.0 * (columns > 24)),
-            max(height, rows * 7.0 * (rows > 24)),
-        )
-        names = ["" if dim is None else self.dims[dim] for dim in (down, across)]
-        others = [d for d in range(len(blocks)) if d not in shown]
-        numbers = {key: i for i, key in enumerate(sorted(self.holders))}
-        panels: list[Panel] = []
-        for index in itertools.product(*(range(blocks[d]) for d in others)):
+        """Blocks in rows and columns, the two dimensions with most blocks.
+
+        There is a panel for each index of the other dimensions.
+        """
+        blocks = self._blocks
+        down, across = self._rows_and_columns()
+        rows = 1 if down is None else blocks[down]
+        columns = 1 if across is None else blocks[across]
+        width, height = self._panel_size(down, across)
+        others = [dim for dim in range(len(blocks)) if dim not in (down, across)]
+        numbers = {key: number for number, key in enumerate(sorted(self.holders))}
+        panels = []
+        for index in itertools.product(*[range(blocks[dim]) for dim in others]):
             fixed = dict(zip(others, index, strict=True))
-            caption = ", ".join(
-                f"{self.dims[d].partition('/')[0]} {self.cuts[d][i]}:{self.cuts[d][i + 1]}"
-                for d, i in fixed.items()
-                if blocks[d] > 1
-            )
-            cells = []
+            boxes = []
             for row, column in itertools.product(range(rows), range(columns)):
-                key = tuple(
-                    row if d == down else column if d == across else fixed[d]
-                    for d in range(len(blocks))
-                )
+                position = dict(fixed)
+                if down is not None:
+                    position[down] = row
+                if across is not None:
+                    position[across] = column
+                key = tuple(position[dim] for dim in range(len(blocks)))
                 devices = self.holders.get(key, ())
                 tip = f"block {row}, {column}: devices {', '.join(map(str, devices))}"
-                cells.append(Box(row, column, devices, numbers.get(key, 0), tip))
-            panels.append(Panel(caption, rows, columns, tuple(cells), width, height, 0.0, *names))
+                boxes.append(Box(row, column, devices, numbers.get(key, 0), tip))
+            panel = Panel(
+                self._caption(fixed),
+                rows,
+                columns,
+                tuple(boxes),
+                width,
+                height,
+                down="" if down is None else self.dims[down],
+                across="" if across is None else self.dims[across],
+            )
+            panels.append(panel)
         return tuple(panels)
+
+    def _rows_and_columns(self) -> tuple[int | None, int | None]:
+        """Returns the dimensions of the rows and of the columns: the two with most blocks, in their order.
+
+        Of dimensions with equally many blocks the last are taken. One dimension is in columns.
+        """
+        blocks = self._blocks
+        by_blocks = sorted(range(len(blocks)), key=lambda dim: (-blocks[dim], -dim))
+        shown = sorted(by_blocks[:2])
+        if not shown:
+            return None, None
+        return (shown[0] if len(shown) > 1 else None), shown[-1]
+
+    def _panel_size(self, down: int | None, across: int | None) -> tuple[float, float]:
+        """Returns the pixels of a panel: the proportions of the array, within what is readable."""
+        if across is None:
+            return 300.0, 34.0
+        columns = self._blocks[across]
+        wide = float(self.shape[across])
+        if down is None:
+            return max(min(560.0, max(300.0, columns * 26.0)), _least_side(columns, 9.0)), 34.0
+        rows = self._blocks[down]
+        tall = float(self.shape[down])
+        ratio = min(2.5, max(0.4, wide / tall)) if tall and wide else 6.0
+        width = min(560.0, max(150.0 * min(ratio, 2.0), columns * 26.0))
+        height = min(420.0, max(width / ratio, rows * 22.0))
+        return max(width, _least_side(columns, 9.0)), max(height, _least_side(rows, 7.0))
+
+    def _caption(self, fixed: Mapping[int, int]) -> str:
+        """Names the part of the array in a panel: `L 0:4, N 8:16`. fixed: dimension -> index of the block."""
+        parts = []
+        for dim, index in fixed.items():
+            if self._blocks[dim] > 1:
+                letter = self.dims[dim].partition("/")[0]
+                parts.append(f"{letter} {self.cuts[dim][index]}:{self.cuts[dim][index + 1]}")
+        return ", ".join(parts)
+
+
+def _least_side(boxes: int, pixels: float) -> float:
+    """Returns the pixels that many boxes need; few boxes are large enough anyway."""
+    return boxes * pixels if boxes > 24 else 0.0
 
 
 def picture_of(
@@ -353,24 +511,35 @@ def picture_of(
     is smaller or empty.
     """
     degrees = [math.prod(mesh[axis] for axis in axes) for axes in placement]
-    split = [axis for axes in placement for axis in axes]
-    order = [*split, *(axis for axis in mesh if axis not in split)]
+    cuts = [_cuts(size, degree) for size, degree in zip(shape, degrees, strict=True)]
+    labels = []
+    for letter, size, axes in zip(dims or "?" * len(shape), shape, placement, strict=True):
+        label = str(size) if letter == "?" else letter
+        labels.append("/".join([label, "+".join(axes)]) if axes else label)
+    holders = _holders(degrees, placement, mesh)
+    return ArrayPicture(name, tuple(shape), tuple(labels), tuple(cuts), holders)
+
+
+def _cuts(size: int, degree: int) -> tuple[int, ...]:
+    """Returns the boundaries of `degree` blocks of equal size, of which the last may be cut short."""
+    block = -(-size // degree)
+    return (*[min(i * block, size) for i in range(degree)], size)
+
+
+def _holders(
+    degrees: Sequence[int], placement: Placement, mesh: Mapping[str, int]
+) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Returns the devices that hold each block.
+
+    The mesh's array of devices is transposed so that the axes of each dimension come first, in the order of the
+    dimensions; the axes that are left are those of the copies.
+    """
+    splitting = [axis for axes in placement for axis in axes]
+    copying = [axis for axis in mesh if axis not in splitting]
+    order = [list(mesh).index(axis) for axis in (*splitting, *copying)]
     devices = np.arange(math.prod(mesh.values())).reshape([*mesh.values()])
-    blocks = devices.transpose([list(mesh).index(axis) for axis in order]).reshape(*degrees, -1)
-    holders = {key: tuple(blocks[key].tolist()) for key in np.ndindex(*degrees)}
-    cuts = tuple(
-        (*(min(i * -(-size // degree), size) for i in range(degree)), size)
-        for size, degree in zip(shape, degrees, strict=True)
-    )
-    names = [
-        str(size) if letter == "?" else letter
-        for letter, size in zip(dims or "?" * len(shape), shape, strict=True)
-    ]
-    labels = tuple(
-        "/".join([n, "+".join(axes)]) if axes else n
-        for n, axes in zip(names, placement, strict=True)
-    )
-    return ArrayPicture(name, tuple(shape), labels, cuts, holders)
+    by_block = devices.transpose(order).reshape(*degrees, -1)
+    return {key: tuple(by_block[key].tolist()) for key in np.ndindex(*degrees)}
 
 
 def draw(
@@ -404,23 +573,38 @@ def draw(
         )
     shape = tuple(array.shape)
     if isinstance(layout, NamedSharding):
-        spec = [*layout.spec, *[None] * (len(shape) - len(layout.spec))]
-        placement = tuple(() if p is None else p if isinstance(p, tuple) else (p,) for p in spec)
+        unspecified = [None] * (len(shape) - len(layout.spec))
+        placement = tuple(_axes_of(part) for part in (*layout.spec, *unspecified))
         return picture_of(name, shape, dims, placement, dict(layout.mesh.shape))
-    # Without a PartitionSpec: on a single device, or chosen by the compiler.
-    devices: list[Any] = sorted(layout.device_set, key=lambda d: d.id)
-    blocks: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for device, index in layout.devices_indices_map(shape).items():
-        bounds = tuple(
-            (s.start or 0, size if s.stop is None else s.stop)
-            for s, size in zip(index, shape, strict=True)
-        )
-        blocks.setdefault(bounds, []).append(devices.index(device))
-    starts = [sorted({bounds[d][0] for bounds in blocks}) for d in range(len(shape))]
-    holders = {
-        tuple(starts[d].index(bounds[d][0]) for d in range(len(shape))): tuple(sorted(members))
-        for bounds, members in blocks.items()
-    }
+    return _picture_of_indices(name, shape, dims, layout)
+
+
+def _axes_of(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns the mesh axes in one entry of a PartitionSpec."""
+    if part is None:
+        return ()
+    return part if isinstance(part, tuple) else (part,)
+
+
+def _picture_of_indices(
+    name: str, shape: tuple[int, ...], dims: str, sharding: Sharding
+) -> ArrayPicture:
+    """Draws a sharding without a PartitionSpec: on a single device, or chosen by the compiler."""
+    devices: list[Any] = sorted(sharding.device_set, key=lambda device: device.id)
+    holders_of: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        bounds = []
+        for part, size in zip(index, shape, strict=True):
+            bounds.append((part.start or 0, size if part.stop is None else part.stop))
+        holders_of.setdefault(tuple(bounds), []).append(devices.index(device))
+
+    starts = []
+    for dim in range(len(shape)):
+        starts.append(sorted({block[dim][0] for block in holders_of}))
+    holders = {}
+    for block, members in holders_of.items():
+        key = tuple(starts[dim].index(start) for dim, (start, _) in enumerate(block))
+        holders[key] = tuple(sorted(members))
     cuts = tuple((*dimension, size) for dimension, size in zip(starts, shape, strict=True))
     return ArrayPicture(name, shape, tuple(dims or map(str, shape)), cuts, holders)
 
@@ -456,24 +640,43 @@ def local_view(x: jax.Array, name: str = "") -> PanelPicture:
     # Without check_vma no value has varying axes, not even an axis index.
     known = bool(varying) or bool(_varying_axes(jax.lax.axis_index(manual[0])))
     varies = tuple(axis for axis in manual if not known or axis in varying)
-    shape = " x ".join(map(str, x.shape)) or "scalar"
-    verb = "differs" if known else "may differ"
-    over = f"{verb} over {', '.join(varies)}" if varies else "is the same on every device"
     degrees = {axis: n for axis, n in context.shape.items() if n > 1}
-    axes, columns = list(degrees), list(degrees.values())[-1] if degrees else 1
-    cells = []
-    for device, coordinates in enumerate(itertools.product(*map(range, degrees.values()))):
+    axes = list(degrees)
+    lines: tuple[str, ...] = ()
+    if axes:
+        lines = (f"rows {' '.join(axes[:-1]) or '-'}, columns {axes[-1]}",)
+    shape = " x ".join(map(str, x.shape)) or "scalar"
+    title = f"{name or 'value'} {shape} on each device; {_differs_over(varies, known)}"
+    return PanelPicture(title, lines, (_panel_of_values(name or "x", degrees, varies),))
+
+
+def _differs_over(varies: Sequence[str], known: bool) -> str:
+    """Names the axes over which a value differs. known: whether JAX has a record of them."""
+    if not varies:
+        return "is the same on every device"
+    verb = "differs" if known else "may differ"
+    return f"{verb} over {', '.join(varies)}"
+
+
+def _panel_of_values(name: str, degrees: Mapping[str, int], varies: Sequence[str]) -> Panel:
+    """Returns a box for each device, with the number of its value.
+
+    The number counts the device's position along the axes that the value varies over, the last fastest.
+    """
+    columns = list(degrees.values())[-1] if degrees else 1
+    boxes = []
+    positions = itertools.product(*map(range, degrees.values()))
+    for device, position in enumerate(positions):
         value = 0
-        for (axis, degree), index in zip(degrees.items(), coordinates, strict=True):
-            value = value * degree + index if axis in varies else value
-        text, tip = f"{device}: {name or 'x'}{value}", f"device {device} holds value {value}"
-        cells.append(Box(device // columns, device % columns, (device,), value, tip, text))
-    rows, side = len(cells) // columns, min(96.0, max(30.0, 640.0 / columns))
-    return PanelPicture(
-        f"{name or 'value'} {shape} on each device; {over}",
-        (f"rows {' '.join(axes[:-1]) or '-'}, columns {axes[-1]}",) if axes else (),
-        (Panel("", rows, columns, tuple(cells), columns * side, rows * 26.0, 3.0),),
-    )
+        for (axis, degree), index in zip(degrees.items(), position, strict=True):
+            if axis in varies:
+                value = value * degree + index
+        tip = f"device {device} holds value {value}"
+        text = f"{device}: {name}{value}"
+        boxes.append(Box(device // columns, device % columns, (device,), value, tip, text))
+    rows = len(boxes) // columns
+    side = min(96.0, max(30.0, 640.0 / columns))
+    return Panel("", rows, columns, tuple(boxes), columns * side, rows * 26.0, gap=3.0)
 
 
 def _varying_axes(x: jax.Array) -> frozenset[str]:
@@ -523,23 +726,34 @@ def machine_of(devices: Sequence[Any]) -> MachineGrid:
     """Returns the machine of JAX devices, from the coordinates and processes that they report."""
     kind = devices[0].device_kind
     if devices[0].platform == "tpu":
-        coordinates = tuple((*d.coords, getattr(d, "core_on_chip", 0)) for d in devices)
-        one_core = len({c[-1] for c in coordinates}) == 1
-        coordinates = tuple(c[:-1] for c in coordinates) if one_core else coordinates
-        shape = tuple(max(c[i] for c in coordinates) + 1 for i in range(len(coordinates[0])))
-        return MachineGrid("torus", kind, shape, coordinates)
-    hosts = sorted({d.process_index for d in devices})
-    if len(hosts) == 1:
-        return _host(
-            len(devices), "simulated devices of this CPU" if devices[0].platform == "cpu" else kind
-        )
-    members: list[tuple[int, int]] = []
-    for d in devices:
-        host = hosts.index(d.process_index)
-        members.append((host, sum(other == host for other, _ in members)))
-    return MachineGrid(
-        "nodes", kind, (len(hosts), 1 + max(index for _, index in members)), tuple(members)
-    )
+        return _torus_of(devices, kind)
+    hosts = sorted({device.process_index for device in devices})
+    if len(hosts) > 1:
+        return _nodes_of(devices, hosts, kind)
+    simulated = devices[0].platform == "cpu"
+    return _host(len(devices), "simulated devices of this CPU" if simulated else kind)
+
+
+def _torus_of(devices: Sequence[Any], kind: str) -> MachineGrid:
+    """Returns the torus of TPUs; the core of a chip is a last coordinate where a chip has several."""
+    coordinates = [(*device.coords, getattr(device, "core_on_chip", 0)) for device in devices]
+    cores = {coordinate[-1] for coordinate in coordinates}
+    if len(cores) == 1:
+        coordinates = [coordinate[:-1] for coordinate in coordinates]
+    shape = tuple(max(along) + 1 for along in zip(*coordinates, strict=True))
+    return MachineGrid("torus", kind, shape, tuple(coordinates))
+
+
+def _nodes_of(devices: Sequence[Any], hosts: Sequence[int], kind: str) -> MachineGrid:
+    """Returns the nodes of devices of several processes. Coordinates are (node, device of the node)."""
+    coordinates = []
+    placed = dict.fromkeys(hosts, 0)
+    for device in devices:
+        host = device.process_index
+        coordinates.append((hosts.index(host), placed[host]))
+        placed[host] += 1
+    shape = (len(hosts), max(placed.values()))
+    return MachineGrid("nodes", kind, shape, tuple(coordinates))
 
 
 def draw_machine(
@@ -547,103 +761,147 @@ def draw_machine(
 ) -> PanelPicture:
     """Draws a mesh over a machine, by default the one that the mesh's devices report, or one host.
 
-    Devices of one colour communicate along the innermost axis. The lines are the links along each mesh axis.
+    Devices of one color communicate along the innermost axis. The lines are the links along each mesh axis. Raises
+    ConfigError where the machine has another number of devices than the mesh.
     """
     if isinstance(mesh, jax.sharding.Mesh):
         machine = machine or machine_of(list(mesh.devices.flat))
         mesh = {str(axis): n for axis, n in mesh.shape.items()}
     size = math.prod(mesh.values())
     machine = machine or _host(size)
+    if len(machine.coordinates) != size:
+        raise ConfigError(
+            f"a mesh of {size} devices over {machine.name}",
+            f"the machine has {len(machine.coordinates)} devices",
+            f"a mesh of {len(machine.coordinates)} devices, or the machine of {size}",
+        )
     nontrivial = {axis: n for axis, n in mesh.items() if n > 1}
-    ids = np.arange(size).reshape([*nontrivial.values()] or [1])
-    mesh_text = ",".join(f"{axis}={n}" for axis, n in nontrivial.items()) or "one device"
-    lines = tuple(
-        f"{axis}={n}: {_neighbour_links(ids, i, machine)}"
-        for i, (axis, n) in enumerate(nontrivial.items())
-    )
-    return PanelPicture(
-        f"mesh {mesh_text} over {machine.name} ({size} devices)",
-        lines,
-        _panels(machine, nontrivial),
-    )
+    devices = np.arange(size).reshape([*nontrivial.values()] or [1])
+    degrees = [f"{axis}={n}" for axis, n in nontrivial.items()]
+    lines = []
+    for number, degree in enumerate(degrees):
+        lines.append(f"{degree}: {_neighbor_links(devices, number, machine)}")
+    mesh_text = ",".join(degrees) or "one device"
+    title = f"mesh {mesh_text} over {machine.name} ({size} devices)"
+    return PanelPicture(title, tuple(lines), _machine_panels(machine, nontrivial))
 
 
-def _neighbour_links(ids: np.ndarray, axis: int, machine: MachineGrid) -> str:
-    """Describes the links between neighbours along a mesh axis. ids: device indices in the shape of the mesh."""
-    before, after = (
-        np.take(ids, range(ids.shape[axis] - 1), axis),
-        np.take(ids, range(1, ids.shape[axis]), axis),
-    )
-    pairs = [
-        (machine.coordinates[int(a)], machine.coordinates[int(b)])
-        for a, b in zip(before.flat, after.flat, strict=True)
-    ]
+_Neighbors = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+"""Coordinates of pairs of devices in a machine."""
+
+
+def _neighbor_links(devices: np.ndarray, axis: int, machine: MachineGrid) -> str:
+    """Describes the links between neighbors along a mesh axis. devices: indices in the shape of the mesh."""
     if machine.kind == "host":
         return "within the host"
+    degree = devices.shape[axis]
+    before = np.take(devices, range(degree - 1), axis)
+    after = np.take(devices, range(1, degree), axis)
+    neighbors = []
+    for first, second in zip(before.flat, after.flat, strict=True):
+        neighbors.append((machine.coordinates[int(first)], machine.coordinates[int(second)]))
     if machine.kind == "nodes":
-        same = sum(a[0] == b[0] for a, b in pairs)
-        if same == len(pairs):
-            return "within a node"
-        return (
-            f"within a node for {same} of {len(pairs)} neighbours, else between nodes"
-            if same
-            else "between nodes"
-        )
-    hops = [
-        sum(min(abs(x - y), n - abs(x - y)) for x, y, n in zip(a, b, machine.shape, strict=True))
-        for a, b in pairs
-    ]
-    dims = sorted(
-        {"xyzc"[i] for a, b in pairs for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y}
+        return _links_of_nodes(neighbors)
+    return _links_of_torus(neighbors, machine.shape)
+
+
+def _links_of_nodes(neighbors: _Neighbors) -> str:
+    same = sum(first[0] == second[0] for first, second in neighbors)
+    if same == len(neighbors):
+        return "within a node"
+    if same == 0:
+        return "between nodes"
+    return f"within a node for {same} of {len(neighbors)} neighbours, else between nodes"
+
+
+def _links_of_torus(neighbors: _Neighbors, shape: Sequence[int]) -> str:
+    """Describes the dimensions of the torus on the way to a neighbor, and the hops.
+
+    Along a dimension of n chips the way from x to y is min(|x - y|, n - |x - y|) hops: it wraps around.
+    """
+    distances = set()
+    dimensions = set()
+    for first, second in neighbors:
+        hops = 0
+        for letter, x, y, n in zip("xyzc"[: len(shape)], first, second, shape, strict=True):
+            hops += min(abs(x - y), n - abs(x - y))
+            if x != y:
+                dimensions.add(letter)
+        distances.add(hops)
+    most = max(distances)
+    plural = "s" if most > 1 else ""
+    text = (
+        f"along {', '.join(sorted(dimensions))} of the torus, {most} ICI hop{plural} to a neighbour"
     )
-    most = max(hops)
-    text = f"along {', '.join(dims)} of the torus, {most} ICI hop{'s' if most > 1 else ''} to a neighbour"
-    return text + (" at most" if len(set(hops)) > 1 else "")
+    return f"{text} at most" if len(distances) > 1 else text
 
 
-def _panels(machine: MachineGrid, mesh: Mapping[str, int]) -> tuple[Panel, ...]:
-    cells: dict[tuple[int, ...], list[Box]] = {}
+def _machine_panels(machine: MachineGrid, mesh: Mapping[str, int]) -> tuple[Panel, ...]:
+    """Returns a panel for each node or plane of a torus, with a box for each device."""
     innermost = list(mesh.values())[-1] if mesh else 1
-    along = list(np.ndindex(*mesh.values()))
-    for device, position in enumerate(machine.coordinates):
-        key: tuple[int, ...] = ()
-        if machine.kind == "host":
-            row, column = device // 8, device % 8
-        elif machine.kind == "nodes":
-            key, row, column = position[:1], position[1] // 4, position[1] % 4
-        else:
-            padded = (*position, 0) if len(position) == 1 else position
-            key, row, column = padded[2:], padded[0], padded[1]
-        coordinates = ", ".join(f"{axis}={i}" for axis, i in zip(mesh, along[device], strict=True))
-        box = Box(row, column, (device,), device // innermost, f"device {device}: {coordinates}")
-        cells.setdefault(key, []).append(box)
+    boxes: dict[tuple[int, ...], list[Box]] = {}
+    indices = np.ndindex(*mesh.values())
+    for device, index in enumerate(indices):
+        panel, row, column = _position_in_panels(machine, device)
+        along = ", ".join(f"{axis}={i}" for axis, i in zip(mesh, index, strict=True))
+        tip = f"device {device}: {along}"
+        box = Box(row, column, (device,), device // innermost, tip)
+        boxes.setdefault(panel, []).append(box)
     caption = {"host": "", "nodes": "node {}", "torus": "z = {}"}[machine.kind]
-    side = (
-        34.0
-        if len(machine.coordinates) <= 64
-        else 24.0
-        if len(machine.coordinates) <= 256
-        else 15.0
-    )
+    side = _side_of_devices(len(machine.coordinates))
     panels = []
-    for key, boxes in sorted(cells.items()):
-        rows, columns = 1 + max(box.row for box in boxes), 1 + max(box.column for box in boxes)
-        text = caption.format(*key) if key else ""
-        panels.append(Panel(text, rows, columns, tuple(boxes), columns * side, rows * side, 2.0))
+    for panel, members in sorted(boxes.items()):
+        rows = 1 + max(box.row for box in members)
+        columns = 1 + max(box.column for box in members)
+        text = caption.format(*panel) if panel else ""
+        width = columns * side
+        panels.append(Panel(text, rows, columns, tuple(members), width, rows * side, gap=2.0))
     return tuple(panels)
+
+
+def _position_in_panels(machine: MachineGrid, device: int) -> tuple[tuple[int, ...], int, int]:
+    """Returns the panel of a device, and its row and column there.
+
+    A host has rows of eight devices, a node rows of four, and a torus a panel for each of its (x, y) planes.
+    """
+    coordinate = machine.coordinates[device]
+    if machine.kind == "host":
+        return (), device // 8, device % 8
+    if machine.kind == "nodes":
+        return coordinate[:1], coordinate[1] // 4, coordinate[1] % 4
+    if len(coordinate) == 1:
+        return (), coordinate[0], 0
+    return coordinate[2:], coordinate[0], coordinate[1]
+
+
+def _side_of_devices(devices: int) -> float:
+    """Returns the pixels of a device's box: many devices have smaller ones."""
+    if devices <= 64:
+        return 34.0
+    return 24.0 if devices <= 256 else 15.0
 
 
 # Pipeline schedules
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _MARKS = {FORWARD: "", BACKWARD: "'", BACKWARD_INPUT: "'", BACKWARD_WEIGHT: "w"}
-_TASK_HEIGHT, _LIVE_HEIGHT, _STAGE_LEFT, _STAGE_TOP = 24.0, 22.0, 66.0, 62.0
-"""Pixels of a schedule's rows: tasks, live inputs below them, and the margins of the first."""
+_TASK_HEIGHT = 24.0
+"""Pixels of a row of tasks."""
+_LIVE_HEIGHT = 22.0
+"""Pixels below the tasks of a stage for its live inputs."""
+_STAGE_LEFT = 66.0
+"""Pixels left of the first tick, for the names of the stages."""
+_STAGE_TOP = 62.0
+"""Pixels above the first stage, for the title."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineTimeline(Picture):
     """Picture of a schedule table: rows for each stage, a column for each tick.
+
+        stage 0   0 1 2 3 . .         forward passes of microbatches 0 to 3
+                  . . . . 0' 1'       backward passes
+        live      1 2 3 4 4 3         inputs that the stage holds
 
     A tick has a row for each of the forward pass, the backward pass and the gradient of the weights, where that is a
     task of its own. A cell shows the microbatch as a number and the virtual stage as a letter; `'` marks a backward
@@ -662,7 +920,8 @@ class PipelineTimeline(Picture):
         return [kind for kind, count in self.table.task_counts.items() if count]
 
     @property
-    def _places(self) -> list[int]:
+    def _rows(self) -> list[int]:
+        """Rows of a stage that have tasks, by their number in `PLACE`."""
         return sorted({PLACE[kind] for kind in self._kinds})
 
     def _label(self, task: Task) -> str:
@@ -671,67 +930,91 @@ class PipelineTimeline(Picture):
 
     def svg(self) -> str:
         """Returns the picture as SVG; the grey bars below the tasks of a stage are its live inputs."""
-        table, canvas, places = self.table, _Canvas(self.title, (self.table.summary,)), self._places
-        tick_width = 26.0 if table.ticks <= 48 else max(7.0, 1240.0 / table.ticks)
-        tasks_height = _TASK_HEIGHT * len(places)
-        right = _STAGE_LEFT + table.ticks * tick_width + 6
-        y = _STAGE_TOP
-        for s in range(table.stages):
-            canvas.text(4, y + 16, f"stage {s}", 12)
-            for t in range(table.ticks):
-                x, live = _STAGE_LEFT + t * tick_width, int(table.live_inputs[t, s])
-                for task in table.tasks(t, s):
-                    part = (
-                        f", virtual stage {task.virtual_stage}" if table.virtual_stages > 1 else ""
-                    )
-                    name, top = (
-                        TASK_NAMES[task.kind],
-                        y + _TASK_HEIGHT * places.index(PLACE[task.kind]),
-                    )
-                    tip = f"tick {t}: {name} of microbatch {task.microbatch}{part}; {live} live inputs"
-                    colour = task_colour(name, task.virtual_stage)
-                    canvas.box(x, top, tick_width, _TASK_HEIGHT, colour, self._label(task), tip)
-                if live:
-                    height = _LIVE_HEIGHT * live / max(1, int(table.live_inputs.max()))
-                    top = y + tasks_height + _LIVE_HEIGHT - height
-                    canvas.shapes.append(
-                        f'<rect x="{x:.1f}" y="{top:.1f}" width="{tick_width:.1f}" height="{height:.1f}" '
-                        f'fill="currentColor" opacity="0.18"><title>{live} live inputs</title></rect>'
-                    )
-            idle = table.ticks * len(places) - int((table.kind[:, s] != IDLE).sum())
-            canvas.text(right, y + 16, f"{idle} idle", 11)
-            live = int(table.live_inputs[:, s].max())
-            canvas.text(right, y + tasks_height + _LIVE_HEIGHT - 4, f"{live} live", 11)
-            y += tasks_height + _LIVE_HEIGHT + 6
-        x, y = _STAGE_LEFT, y + 12
-        for name in (TASK_NAMES[kind] for kind in self._kinds):
-            canvas.box(x, y - 11, 14, 14, task_colour(name, 0), "", name)
+        return self._drawn().render()
+
+    def page_data(self) -> dict[str, Any]:
+        """Returns the shapes of the picture for the script of a page; `drawings.js` documents them."""
+        canvas = self._drawn()
+        boxes = [shape for shape in canvas.shapes if isinstance(shape, _DrawnBox)]
+        bars = [shape for shape in canvas.shapes if isinstance(shape, _DrawnBar)]
+        labels = [shape for shape in canvas.shapes if isinstance(shape, _Label)]
+        below_title = [label for label in labels if label.y > _STAGE_TOP]
+        box_fields = ("x", "y", "width", "height", "fill", "label", "tip", "group")
+        return {
+            "width": canvas.width,
+            "height": canvas.height,
+            "boxes": _columns_of(boxes, box_fields),
+            "bars": _columns_of(bars, ("x", "y", "width", "height")),
+            "labels": _columns_of(below_title, ("x", "y", "text", "size")),
+            "microbatches": self.table.microbatches,
+        }
+
+    def _drawn(self) -> _Canvas:
+        canvas = _Canvas(self.title, (self.table.summary,))
+        stage_height = _TASK_HEIGHT * len(self._rows) + _LIVE_HEIGHT + 6
+        for stage in range(self.table.stages):
+            self._draw_stage(canvas, stage, _STAGE_TOP + stage * stage_height)
+        self._draw_legend(canvas, _STAGE_TOP + self.table.stages * stage_height + 12)
+        return canvas
+
+    @property
+    def _tick_width(self) -> float:
+        return 26.0 if self.table.ticks <= 48 else max(7.0, 1240.0 / self.table.ticks)
+
+    def _draw_stage(self, canvas: _Canvas, stage: int, top: float) -> None:
+        """Draws the tasks of a stage, its live inputs below, and what it sums to at the right."""
+        table = self.table
+        bottom = top + _TASK_HEIGHT * len(self._rows) + _LIVE_HEIGHT
+        canvas.text(4, top + 16, f"stage {stage}", 12)
+        for tick in range(table.ticks):
+            for task in table.tasks(tick, stage):
+                canvas.box(self._drawn_task(task, tick, stage, top))
+            live = int(table.live_inputs[tick, stage])
+            if live:
+                height = _LIVE_HEIGHT * live / max(1, int(table.live_inputs.max()))
+                x = _STAGE_LEFT + tick * self._tick_width
+                tip = f"{live} live inputs"
+                bar = _DrawnBar(x, bottom - height, self._tick_width, height, tip)
+                canvas.shapes.append(bar)
+        right = _STAGE_LEFT + table.ticks * self._tick_width + 6
+        tasks = int((table.kind[:, stage] != IDLE).sum())
+        canvas.text(right, top + 16, f"{table.ticks * len(self._rows) - tasks} idle", 11)
+        most_live = int(table.live_inputs[:, stage].max())
+        canvas.text(right, bottom - 4, f"{most_live} live", 11)
+
+    def _drawn_task(self, task: Task, tick: int, stage: int, top: float) -> _DrawnBox:
+        name = TASK_NAMES[task.kind]
+        part = f", virtual stage {task.virtual_stage}" if self.table.virtual_stages > 1 else ""
+        live = int(self.table.live_inputs[tick, stage])
+        return _DrawnBox(
+            x=_STAGE_LEFT + tick * self._tick_width,
+            y=top + _TASK_HEIGHT * self._rows.index(PLACE[task.kind]),
+            width=self._tick_width,
+            height=_TASK_HEIGHT,
+            fill=task_colour(name, task.virtual_stage),
+            label=self._label(task),
+            tip=f"tick {tick}: {name} of microbatch {task.microbatch}{part}; {live} live inputs",
+            group=int(task.microbatch),
+        )
+
+    def _draw_legend(self, canvas: _Canvas, y: float) -> None:
+        x = _STAGE_LEFT
+        for kind in self._kinds:
+            name = TASK_NAMES[kind]
+            canvas.box(_DrawnBox(x, y - 11, 14, 14, task_colour(name, 0), "", name))
             canvas.text(x + 20, y, name, 11)
             x += 34 + len(name) * 7
         canvas.text(x, y, "grey: live inputs", 11)
-        return canvas.render()
 
     def text(self) -> Text:
         """Returns lines for each stage with a column for each tick, and below them the number of live inputs."""
         table = self.table
-        cells = {(t, s): table.tasks(t, s) for t in range(table.ticks) for s in range(table.stages)}
-        width = max(len(self._label(task)) for tasks in cells.values() for task in tasks) + 1
+        width = self._label_width() + 1
         shown = min(table.ticks, max(8, (_WIDTH - 12) // width))
         text = Text(f"{self.title}\n", style="bold")
         text.append(f"{table.summary}\n")
-        for s in range(min(table.stages, _MAX_ROWS)):
-            for row, place in enumerate(self._places):
-                text.append(f"stage {s:<3} " if row == 0 else " " * 10)
-                for t in range(shown):
-                    task = next((task for task in cells[t, s] if PLACE[task.kind] == place), None)
-                    if task is None:
-                        text.append("·".rjust(width), style="dim")
-                    else:
-                        style = _filled(task_colour(TASK_NAMES[task.kind], task.virtual_stage))
-                        text.append(self._label(task).rjust(width), style=style)
-                text.append("\n" if shown == table.ticks else " ...\n")
-            live = "".join((str(n) if n else "").rjust(width) for n in table.live_inputs[:shown, s])
-            text.append(f"{'live':>9} {live}\n", style="dim")
+        for stage in range(min(table.stages, _MAX_ROWS)):
+            text.append_text(self._stage_text(stage, shown, width))
         if table.stages > _MAX_ROWS:
             text.append(f"... and {table.stages - _MAX_ROWS} more stages\n", style="dim")
         if shown < table.ticks:
@@ -739,3 +1022,35 @@ class PipelineTimeline(Picture):
         legend = ", ".join(f"0{_MARKS[kind]} {TASK_NAMES[kind]}" for kind in self._kinds)
         text.append(f"{legend}; live: inputs that a stage holds\n", style="dim")
         return text
+
+    def _label_width(self) -> int:
+        """Returns the characters of the longest label."""
+        widths = []
+        for tick in range(self.table.ticks):
+            for stage in range(self.table.stages):
+                widths += [len(self._label(task)) for task in self.table.tasks(tick, stage)]
+        return max(widths)
+
+    def _stage_text(self, stage: int, shown: int, width: int) -> Text:
+        """Returns the lines of a stage: one for each row of tasks, and one for the live inputs."""
+        text = Text(style="bold")
+        for number, row in enumerate(self._rows):
+            text.append(f"stage {stage:<3} " if number == 0 else " " * 10)
+            for tick in range(shown):
+                text.append_text(self._cell_text(tick, stage, row, width))
+            text.append("\n" if shown == self.table.ticks else " ...\n")
+        counts = [str(n) if n else "" for n in self.table.live_inputs[:shown, stage]]
+        live = "".join(count.rjust(width) for count in counts)
+        return text.append(f"{'live':>9} {live}\n", style="dim")
+
+    def _cell_text(self, tick: int, stage: int, row: int, width: int) -> Text:
+        for task in self.table.tasks(tick, stage):
+            if PLACE[task.kind] == row:
+                colour = task_colour(TASK_NAMES[task.kind], task.virtual_stage)
+                return Text(self._label(task).rjust(width), style=_filled(colour))
+        return Text("·".rjust(width), style="dim")
+
+
+def _columns_of(items: Sequence[Any], fields: Sequence[str]) -> dict[str, list[Any]]:
+    """Returns the values of each field of many items, as lists."""
+    return {field: [getattr(item, field) for item in items] for field in fields}

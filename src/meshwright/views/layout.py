@@ -64,9 +64,9 @@ def param_rows(placed: PlacedRun, quantises: Quantises = is_low_precision) -> tu
     training, rows = placed.run.training, []
     low = _low_precision(training)
     gathers_quantised = low is not None and low.scaling in ("tensor", "row")
-    for path, p, where in placed.leaves:
+    for path, p, where in placed.layout.leaves:
         at_rest, in_use = (
-            local_shape(p.shape, placement, placed.shape)
+            local_shape(p.shape, placement, placed.layout.shape)
             for placement in (where.at_rest, where.in_use)
         )
         layers = in_use[0] if p.dims.startswith("L") else 1
@@ -101,7 +101,7 @@ def params_table(rows: tuple[ParamRow, ...], note: str = "") -> Table:
 
 def stage_rows(placed: PlacedRun) -> tuple[StageRow, ...]:
     """Returns the pipeline stages of a placed run; none without a pipeline."""
-    stages, found = placed.stages, []
+    stages, found = placed.layout.stages, []
     for stage in range(stages.stages if stages.stages > 1 else 0):
         parts = [layers for layers in stages.layers_of(stage) if layers]
         texts = [
@@ -131,7 +131,7 @@ def precision_blocks(
 
     quantises: whether a weight is in low precision.  grouped: format of the grouped matmuls, in words.
     """
-    training, leaves = placed.run.training, named_leaves(placed.params).values()
+    training, leaves = placed.run.training, named_leaves(placed.layout.params).values()
     precision = _low_precision(training)
     if precision is None:
         return []

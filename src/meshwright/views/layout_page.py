@@ -13,10 +13,16 @@ from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES, find_layout
 from meshwright.sharding.params import count_params, named_leaves
 from meshwright.sharding.placement import Placement, notation
-from meshwright.sharding.schedule_table import IDLE, PLACE, ScheduleTable
+from meshwright.sharding.schedule_table import ScheduleTable
 from meshwright.views.blocks import Column, Figure, Figures, Table
 from meshwright.views.charts import Drawing
-from meshwright.views.draw import ArrayPicture, MachineGrid, draw_machine, picture_of
+from meshwright.views.draw import (
+    ArrayPicture,
+    MachineGrid,
+    PipelineTimeline,
+    draw_machine,
+    picture_of,
+)
 from meshwright.views.layout import (
     ParamRow,
     StageRow,
@@ -52,9 +58,9 @@ def layout_report(placed: PlacedRun) -> LayoutReport:
     """Returns the layout of every parameter of a placed run, and bytes per device."""
     rows = param_rows(placed)
     return LayoutReport(
-        mesh=placed.shape,
+        mesh=placed.layout.shape,
         rows=rows,
-        parameters=count_params(placed.params),
+        parameters=count_params(placed.layout.params),
         bytes_parameters=sum(row.bytes_sharded for row in rows),
         bytes_optimizer=state_bytes(placed),
         stages=stage_rows(placed),
@@ -64,14 +70,17 @@ def layout_report(placed: PlacedRun) -> LayoutReport:
 def layout_page(placed: PlacedRun, machine: MachineGrid | None) -> Report:
     """Returns the report of a layout. machine: None draws one host."""
     run, report = placed.run, layout_report(placed)
-    stages = f"{placed.shape.stage} stages of {placed.shape.size // placed.shape.stage} devices"
-    dtypes = ", ".join(sorted({p.stored or run.training.param_dtype for _, p, _ in placed.leaves}))
+    shape = placed.layout.shape
+    stages = f"{shape.stage} stages of {shape.size // shape.stage} devices"
+    dtypes = ", ".join(
+        sorted({p.stored or run.training.param_dtype for _, p, _ in placed.layout.leaves})
+    )
     figures = [
         Figure("parameters", format_count(report.parameters), "without padding"),
         Figure(
             "devices",
-            f"{placed.shape.size:,}",
-            stages if placed.shape.stage > 1 else f"layout {run.layout}",
+            f"{placed.layout.shape.size:,}",
+            stages if placed.layout.shape.stage > 1 else f"layout {run.layout}",
         ),
         Figure("parameters of a device", format_bytes(report.bytes_parameters), dtypes),
         Figure(
@@ -120,7 +129,10 @@ def layout_sections(placed: PlacedRun, machine: MachineGrid | None) -> list[Sect
 
 def mesh_data(placed: PlacedRun, machine: MachineGrid | None) -> dict[str, object]:
     """Returns the axes of a mesh of more than one device, and the links along each of them."""
-    return {"axes": _axes(placed), "summaries": draw_machine(placed.shape.degrees(), machine).lines}
+    return {
+        "axes": _axes(placed),
+        "summaries": draw_machine(placed.layout.shape.degrees(), machine).lines,
+    }
 
 
 def machine_drawing(
@@ -133,7 +145,7 @@ def machine_drawing(
 
     link, others: a selection, and by its keys the runs whose mesh is shown in place of this one.
     """
-    picture = draw_machine(placed.shape.degrees(), machine)
+    picture = draw_machine(placed.layout.shape.degrees(), machine)
     panels = [
         {
             "caption": panel.caption,
@@ -149,7 +161,7 @@ def machine_drawing(
 
 
 def _axes(placed: PlacedRun) -> list[tuple[str, int]]:
-    return [(axis, n) for axis, n in placed.shape.degrees().items() if n > 1]
+    return [(axis, n) for axis, n in placed.layout.shape.degrees().items() if n > 1]
 
 
 def _placement_drawing(placed: PlacedRun, rows: tuple[ParamRow, ...]) -> Drawing:
@@ -172,12 +184,12 @@ def _placement_drawing(placed: PlacedRun, rows: tuple[ParamRow, ...]) -> Drawing
             "bytes_gathered": row.bytes_gathered,
             "stacked": p.dims.startswith("L"),
         }
-        for row, (_, p, where) in zip(rows, placed.leaves, strict=True)
+        for row, (_, p, where) in zip(rows, placed.layout.leaves, strict=True)
     ]
     names = [row.path for row in rows]
     shape = (placed.run.training.batch, placed.run.training.seq)
-    split = (BATCH_AXES, ("context",)) if placed.shape.context > 1 else (BATCH_AXES, ())
-    degrees = placed.shape.degrees()
+    split = (BATCH_AXES, ("context",)) if placed.layout.shape.context > 1 else (BATCH_AXES, ())
+    degrees = placed.layout.shape.degrees()
     size = (
         4
         * math.prod(shape)
@@ -193,7 +205,7 @@ def _placement_drawing(placed: PlacedRun, rows: tuple[ParamRow, ...]) -> Drawing
     first = next((name for name in _FIRST if name in names), names[0])
     data = {
         "axes": axes,
-        "devices": placed.shape.size,
+        "devices": placed.layout.shape.size,
         "tensors": [*tensors, batch],
         "first": first,
     }
@@ -201,28 +213,8 @@ def _placement_drawing(placed: PlacedRun, rows: tuple[ParamRow, ...]) -> Drawing
 
 
 def _pipeline_drawing(table: ScheduleTable) -> Drawing:
-    used = sorted({PLACE[kind] for kind, count in table.task_counts.items() if count})
-    tasks = [
-        (
-            tick,
-            stage,
-            used.index(PLACE[task.kind]),
-            int(task.kind),
-            int(task.virtual_stage),
-            int(task.microbatch),
-        )
-        for tick in range(table.ticks)
-        for stage in range(table.stages)
-        for task in table.tasks(tick, stage)
-        if task.kind != IDLE
-    ]
-    fields = ("tick", "stage", "place", "kind", "part", "microbatch")
-    data = {
-        name: getattr(table, name) for name in ("stages", "ticks", "virtual_stages", "microbatches")
-    }
-    data |= {"places": len(used), "live": table.live_inputs.T}
-    data["tasks"] = dict(zip(fields, zip(*tasks, strict=True), strict=True))
-    return Drawing("Pipeline", data, title=table.title)
+    picture = PipelineTimeline(table)
+    return Drawing("Pipeline", picture.page_data(), title=picture.title)
 
 
 def tensor_pictures(placed: PlacedRun, paths: tuple[str, ...] = ()) -> list[ArrayPicture]:
@@ -230,8 +222,8 @@ def tensor_pictures(placed: PlacedRun, paths: tuple[str, ...] = ()) -> list[Arra
 
     paths: of the parameters; all if empty. Raises ConfigError for a path that the model does not have.
     """
-    params, placements = named_leaves(placed.params), named_leaves(placed.placements)
-    mesh, pictures = placed.shape.degrees(), []
+    params, placements = named_leaves(placed.layout.params), named_leaves(placed.layout.placements)
+    mesh, pictures = placed.layout.shape.degrees(), []
     for path in paths or params:
         if path not in params:
             raise ConfigError(

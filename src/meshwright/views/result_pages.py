@@ -10,7 +10,7 @@ from meshwright.planner.search import Plan
 from meshwright.runs.catalogue import list_recipes
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import run_to_dict
+from meshwright.runs.run_file import run_to_dict, split_chosen
 from meshwright.trainer.evaluation import BatchEvaluation, Evaluation
 from meshwright.trainer.loop import Summary
 from meshwright.trainer.parity import Parity
@@ -19,7 +19,7 @@ from meshwright.views.census_page import census_page
 from meshwright.views.plan_page import single_plan_page
 from meshwright.views.report import Report, Section
 from meshwright.views.run_folder import flat_fields, open_folders
-from meshwright.views.run_page import fields_table, recipe_differences, run_page
+from meshwright.views.run_page import chosen_and_resolved, fields_table, run_page
 
 _TEXTS = 32
 """Generated texts on a page."""
@@ -34,9 +34,11 @@ def page_of(result: Any) -> Report:
 
 
 def _configuration_page(run: Run) -> Report:
-    fields, blocks = flat_fields(run_to_dict(run)), []
+    document, recipe = run_to_dict(run), None
     if run.name in list_recipes():
-        blocks = recipe_differences(fields, run_to_dict(find_recipe(run.name)), "Differences")
+        recipe = run_to_dict(find_recipe(run.name))
+    blocks = chosen_and_resolved(document, recipe)
+    fields = flat_fields(split_chosen(document)[0])
     where = f"on mesh {run.mesh}" if run.mesh else "on all devices that are found"
     lead = f"{run.training.steps:,} steps of {run.training.batch} x {run.training.seq} {where}"
     sections = [Section("Configuration", [*blocks, fields_table(fields, "Every field")])]

@@ -14,7 +14,7 @@ from meshwright.formatting import format_step, format_time
 from meshwright.reporters import BETWEEN
 from meshwright.runs.catalogue import list_recipes
 from meshwright.runs.recipe import find_recipe
-from meshwright.runs.run_file import run_to_dict
+from meshwright.runs.run_file import run_to_dict, split_chosen
 from meshwright.views.blocks import (
     Bar,
     Bars,
@@ -482,7 +482,8 @@ def _clock(value: Any) -> str:
 def _configuration(
     folders: Sequence[RunFolder], recipes: Mapping[str, Mapping[str, Any]]
 ) -> list[Block]:
-    fields = {folder.name: flat_fields(folder.document("run.json")) for folder in folders}
+    documents = {folder.name: folder.document("run.json") for folder in folders}
+    fields = {name: flat_fields(split_chosen(each)[0]) for name, each in documents.items()}
     blocks: list[Block] = []
     if len(folders) > 1:
         names = sorted({name for each in fields.values() for name in each})
@@ -490,48 +491,68 @@ def _configuration(
         columns = [Column("field"), *(Column(name, wide=True) for name in fields)]
         different = [row for row in rows if len(set(row[1:])) > 1]
         blocks.append(Table(columns, different, title="What differs between the runs"))
-    for folder, each in fields.items():
-        if each.get("name", "") in recipes:
-            blocks += recipe_differences(each, recipes[each["name"]], f"{folder}: differences")
+    for folder, document in documents.items():
+        recipe = recipes.get(fields[folder].get("name", ""))
+        blocks += chosen_and_resolved(document, recipe, f"{folder}: ")
     return blocks + [
         fields_table(each, f"{folder}: run.json") for folder, each in fields.items() if each
     ]
 
 
-def recipe_differences(
-    fields: Mapping[str, str], recipe: Mapping[str, Any], title: str
+def chosen_and_resolved(
+    document: Mapping[str, Any], recipe: Mapping[str, Any] | None, prefix: str = ""
 ) -> list[Block]:
-    """Returns the fields of a run that its recipe has otherwise: those that were chosen, apart from those resolved.
+    """Returns what the user chose, what else differs from the recipe, and what was resolved: a table of each.
 
-    A field that the recipe leaves open (`auto`, or none) is resolved on the machine and the data, unless it was given;
-    the run's file does not tell the two apart. Nothing is returned for a run as its recipe is.
-    fields: of `flat_fields`.  recipe: as JSON values.
+    A field that the recipe leaves open (`auto`, or none) is resolved on the machine and the data. A document that does
+    not record what was chosen has the two last tables, and chosen values are among them.
+    document, recipe: Runs as JSON values; the recipe is None where the run has none.  prefix: of the titles.
     """
-    own, name = flat_fields(recipe), fields.get("name", "")
-    chosen, resolved = list[list[str]](), list[list[str]]()
+    own, chosen = split_chosen(document)
+    fields = flat_fields(own)
+    given = flat_fields(chosen or {})
+    original = dict[str, str]()
+    if recipe is not None:
+        original = flat_fields(split_chosen(recipe)[0])
+    choices = list[list[str]]()
+    for field, value in given.items():
+        resolved = fields.get(field, value)
+        shown = value if value == resolved else f"{value}, resolved to {resolved}"
+        choices.append([field, original.get(field, ""), shown])
+    others, left_open = list[list[str]](), list[list[str]]()
     for field, value in fields.items():
-        before = own.get(field, "")
-        if before == value:
+        before = original.get(field, "")
+        if recipe is None or field in given or before == value:
             continue
-        rows = resolved if _is_open(field, before) else chosen
+        rows = left_open if _is_open(field, before) else others
         rows.append([field, before, value])
-    columns = [Column("field"), Column(f"recipe {name}", wide=True), Column("this run", wide=True)]
+    name = fields.get("name", "") if recipe is not None else ""
+    columns = [
+        Column("field"),
+        Column(f"recipe {name}".rstrip(), wide=True),
+        Column("this run", wide=True),
+    ]
+    by_whom = "Set by the verb, a plan or Python code."
+    resolved_note = "The recipe has auto or nothing there: resolved on the machine and the data."
+    if chosen is None:
+        by_whom = ""
+        resolved_note = f"{resolved_note[:-1]}, or given."
     found: list[Block] = []
-    if chosen:
-        found.append(Table(columns, chosen, title=f"{title} from the recipe {name}"))
-    if resolved:
-        left_open = title.replace("differences", "what the recipe leaves open").replace(
-            "Differences", "What the recipe leaves open"
-        )
-        note = (
-            "The recipe has auto or nothing there: chosen for the machine and the data, or given."
-        )
-        found.append(Table(columns, resolved, title=left_open, note=note, shown=10))
+    if choices:
+        found.append(Table(columns, choices, title=f"{prefix}chosen"))
+    if others:
+        title = f"{prefix}differences from the recipe {name}"
+        found.append(Table(columns, others, title=title, note=by_whom))
+    if left_open:
+        title = f"{prefix}resolved where the recipe {name} leaves it open"
+        found.append(Table(columns, left_open, title=title, note=resolved_note, shown=10))
     return found
 
 
 def _is_open(field: str, value: str) -> bool:
     """Whether a recipe's value stands for one that is chosen for the machine and the data."""
+    if field == "training.microbatches":
+        return value == "0"
     return value in ("", "auto", "none", "[]") and field != "name"
 
 

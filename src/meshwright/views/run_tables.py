@@ -42,11 +42,11 @@ _PLACEMENT = [
 def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
     """Prints the run on its mesh: parameters, placement of a few of them, pipeline stages, text."""
     device_run = prepared.device_run
-    placed, mesh, settled = device_run.placed, device_run.mesh, device_run.settled
-    run, first = placed.run, mesh.devices.flat[0]
+    mesh = device_run.mesh
+    run, first = device_run.run, mesh.devices.flat[0]
     kind = "simulated on this CPU" if first.platform == "cpu" else first.device_kind
     title = (
-        f"{run.name}: {format_count(count_params(placed.params))} parameters, mesh {run.mesh} ({mesh.size} "
+        f"{run.name}: {format_count(count_params(device_run.layout.params))} parameters, mesh {run.mesh} ({mesh.size} "
         f"device{'s' if mesh.size > 1 else ''}, {kind})"
     )
     counts = [len(file.tokens) for file in prepared.corpus.files]
@@ -60,23 +60,27 @@ def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
     )
     facts = [
         ("layout", f"{run.layout}: {find_layout(run.layout).summary}"),
-        ("attention", settled.kernels.summary),
+        ("attention", device_run.kernels.summary),
     ]
-    if settled.grouped_matmul is not None:
-        facts.append(("grouped matmul", settled.grouped_matmul.name))
+    if device_run.grouped_matmul is not None:
+        facts.append(("grouped matmul", device_run.grouped_matmul.name))
     facts += [*choices_facts(device_run), ("text", text)]
     grouped = (
         "e4m3, one scale per row and per expert"
-        if settled.low_precision_experts
+        if device_run.low_precision_experts
         else run.training.compute_dtype
     )
-    low = settled.in_low_precision
+    low = device_run.in_low_precision
     shown = [
-        row for row in param_rows(placed, low) if row.path.removeprefix("blocks.") in _EXAMPLES
+        row for row in param_rows(device_run, low) if row.path.removeprefix("blocks.") in _EXAMPLES
     ]
-    blocks = [Facts(facts), Table.of(shown, _PLACEMENT), *precision_blocks(placed, low, grouped)]
-    if stages := stage_rows(placed):
-        table = placed.schedule_table
+    blocks = [
+        Facts(facts),
+        Table.of(shown, _PLACEMENT),
+        *precision_blocks(device_run, low, grouped),
+    ]
+    if stages := stage_rows(device_run):
+        table = device_run.schedule_table
         blocks.append(
             dataclasses.replace(stages_table(stages), title=table.title, note=table.summary)
         )
@@ -85,13 +89,14 @@ def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
 
 def print_prepared_model(console: Console, device_run: DeviceRun) -> None:
     """Prints the placement of the parameters of a wrapped model."""
-    placed, run = device_run.placed, device_run.run
+    run = device_run.run
     kind = cast(Any, run.model).parts.adapter.parts.framework
+    layout = device_run.layout
     title = (
-        f"{run.name}: {kind}, {format_count(count_params(placed.params))} parameters, mesh {placed.shape}; "
+        f"{run.name}: {kind}, {format_count(count_params(layout.params))} parameters, mesh {layout.shape}; "
         f"{run.training.steps} steps of {run.training.batch} examples"
     )
-    print_blocks(console, title, "", [Table.of(param_rows(placed), _PLACEMENT)])
+    print_blocks(console, title, "", [Table.of(param_rows(device_run), _PLACEMENT)])
 
 
 def choices_facts(device_run: DeviceRun) -> list[tuple[str, str]]:
@@ -108,7 +113,7 @@ def choices_facts(device_run: DeviceRun) -> list[tuple[str, str]]:
     ]
     facts, refused = [("step", ", ".join(filter(None, step)))], chosen["refused_compiler_options"]
     if (nodes := chosen["expert_nodes"]) > 1:
-        spec = next(layer.experts for layer in device_run.placed.spec.layers if layer.experts)
+        spec = next(layer.experts for layer in device_run.layout.spec.layers if layer.experts)
         rows = f"{spec.mean_nodes(nodes):.3g} rows of a token for its {spec.experts_per_token} experts at an even load"
         facts.append(("exchange", f"one row for each of {nodes} groups of devices: {rows}"))
         at_once, pieces = chosen["exchanged_at_once_reason"], chosen["exchange_pieces"]
@@ -131,25 +136,26 @@ def choices_facts(device_run: DeviceRun) -> list[tuple[str, str]]:
 
 def choices_to_json(device_run: DeviceRun) -> dict[str, Any]:
     """Returns what was chosen for this machine as JSON values."""
-    model, training = device_run.local_model, device_run.run.training
+    execution = device_run.local_model.execution
+    training = device_run.run.training
     return {
         "layout": device_run.run.layout,
         "remat": training.remat,
         "saved_layers": training.saved_layers,
-        "attention_kernel": model.kernels.name,
-        "grouped_matmul": device_run.settled.grouped_matmul
-        and device_run.settled.grouped_matmul.name,
-        "expert_nodes": device_run.settled.expert_nodes,
-        "exchange_pieces": model.exchange_pieces,
-        "exchanged_at_once_reason": device_run.settled.exchanged_at_once_reason,
+        "attention_kernel": execution.kernels.name,
+        "grouped_matmul": device_run.grouped_matmul and device_run.grouped_matmul.name,
+        "expert_nodes": device_run.expert_nodes,
+        "exchange_pieces": execution.exchange_pieces,
+        "exchanged_at_once_reason": device_run.exchanged_at_once_reason,
         "gathered_ahead": {
-            stack: sorted({*first, *half}) for stack, (first, half) in model.ahead.items()
+            stack: sorted({*first, *half})
+            for stack, (first, half) in execution.gathered_ahead.items()
         },
-        "tensor_strategy": model.tensor_strategy,
-        "compiler_options": device_run.compiler_options(),
-        "scheduled_by_price": device_run.settled.scheduled_by_price,
+        "tensor_strategy": execution.tensor_strategy,
+        "compiler_options": device_run.accepted_compiler_options(),
+        "scheduled_by_price": device_run.scheduled_by_price,
         "refused_compiler_options": list(device_run.refused_compiler_options),
-        "bits": device_run.settled.machine.determinism.sentence,
+        "bits": device_run.machine.determinism.sentence,
     }
 
 

@@ -4,12 +4,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 
 import jax
 
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import MeshShape, Training
+from meshwright.declarations import changes
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.hardware.mesh import build_mesh
 from meshwright.models.model import ByLayers, Model
@@ -54,7 +55,7 @@ class Wrapped(Model):
     states_layers: ClassVar[bool] = False
     vocab: NonNegativeInt | None = 0
     """No vocabulary: batches are arrays."""
-    name: str = ""
+    name: Annotated[str, changes()] = ""
     """`FILE.py:attribute` of the object, by which another process finds it; empty where it has no such name."""
 
     @functools.cached_property
@@ -133,6 +134,9 @@ class Wrapped(Model):
     def forward_flops(self, seq: int, by_layers: ByLayers) -> dict[str, float]:
         """Returns the FLOPs of the loss's matmuls, read from its jaxpr."""
         return forward_flops_of_loss(self, seq)
+
+    def local_model(self, settled: Any, by_layers: ByLayers) -> None:
+        """A wrapped model has its forward pass in the loss (wrapped/step.py)."""
 
     def abstract_batch(self, device_run: DeviceRun, by_layers: ByLayers) -> Any:
         """Returns a batch of the model's own data as abstract arrays."""

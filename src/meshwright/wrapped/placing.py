@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, nearest
 from meshwright.models.model import ModelSpec
-from meshwright.runs.checks import check_fields
+from meshwright.runs.fields import check_fields
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES, find_layout

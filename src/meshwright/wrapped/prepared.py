@@ -73,9 +73,9 @@ def prepare_wrapped(model: Any, run: Run, devices: list[jax.Device]) -> Prepared
         place_on_devices(dataclasses.replace(run, mesh=mesh), build_mesh(mesh, devices))
     )
     parts, device_run = prepared.parts, prepared.device_run
-    count = device_run.shape.over(BATCH_AXES) * device_run.run.training.microbatches
+    count = device_run.layout.shape.over(BATCH_AXES) * device_run.run.training.microbatches
     if count > 1:
-        pieces = device_run.shape.over(BATCH_AXES) * step.evaluation_parts(device_run)
+        pieces = device_run.layout.shape.over(BATCH_AXES) * step.evaluation_parts(device_run)
         held_out = parts.held_out.batch_size // pieces if parts.held_out is not None else 0
         check_rows(parts, parts.source.batch_size // count, held_out)
     return prepared

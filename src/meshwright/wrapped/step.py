@@ -73,7 +73,7 @@ def draw_arrays(model: Any, device_run: DeviceRun) -> tuple[Arrays, tuple[Arrays
 
 
 def _specs(device_run: DeviceRun, which: str) -> Any:
-    placed = {name: getattr(p, which) for name, p in device_run.placements.items()}
+    placed = {name: getattr(p, which) for name, p in device_run.layout.placements.items()}
     return {
         name: to_spec(tuple(tuple(a for a in axes if a != "tensor") for axes in p))
         for name, p in placed.items()
@@ -84,7 +84,7 @@ def _over_mesh(
     device_run: DeviceRun, function: Callable[..., Any], in_specs: Any, out_specs: Any
 ) -> Any:
     """`shard_map` over all axes; `tensor` stays with the compiler where it has several devices."""
-    manual = set(AXES) - ({"tensor"} if device_run.shape.tensor > 1 else set())
+    manual = set(AXES) - ({"tensor"} if device_run.layout.shape.tensor > 1 else set())
     mesh = device_run.mesh
     return jax.shard_map(
         function,
@@ -100,11 +100,11 @@ def _gather(device_run: DeviceRun, params: Arrays) -> Arrays:
     """Gathers every parameter over `fsdp`, in the type in which the loss gets it."""
     training = device_run.run.training
     plan = plan_gathers(
-        device_run.params,
-        device_run.placements,
+        device_run.layout.params,
+        device_run.layout.placements,
         compute_dtype=jnp.dtype(training.compute_dtype),
         reduce_dtype=jnp.dtype(training.reduce_dtype),
-        dcn=device_run.settled.links,
+        dcn=device_run.links,
     )
 
     def gather_one(name: str, w: jax.Array) -> jax.Array:
@@ -124,7 +124,7 @@ def _by_tensor(
     The compiler does not split the operand of a collective over an axis of its own: it would gather it first.
     """
     specs = {}
-    for name, where in device_run.placements.items():
+    for name, where in device_run.layout.placements.items():
         if "tensor" in axes_of(where.in_use):
             specs[name] = to_spec(
                 tuple(tuple(a for a in axes if a == "tensor") for axes in where.in_use)
@@ -208,7 +208,7 @@ def _accumulate(
     """This device's variables, and its gradients and metrics (sum, weight), over its microbatches."""
     training, parts = device_run.run.training, parts_of(device_run)
     count = training.microbatches
-    total = device_run.shape.over(BATCH_AXES) * count
+    total = device_run.layout.shape.over(BATCH_AXES) * count
 
     def one(variables: Arrays, number: Any, batch: Any) -> Any:
         part = axis_index(BATCH_AXES) * count + number
@@ -243,12 +243,13 @@ def _weighted(result: Result) -> Metrics:
 
 def _reduce(device_run: DeviceRun, grads: Arrays) -> Arrays:
     """Sums gradients over the batch axes into the optimizer's placement."""
-    where = {name: device_run.placements[name] for name in grads}
+    where = {name: device_run.layout.placements[name] for name in grads}
     lacking = {
         name: tuple(a for a in BATCH_AXES if a not in axes_of(p.optimizer))
         for name, p in where.items()
     }
-    return sum_over_devices(device_run, grads, where, lacking)
+    dtype = jnp.dtype(device_run.run.training.reduce_dtype)
+    return sum_over_devices(grads, where, lacking, device_run.links, dtype)
 
 
 def _averaged(variables: Arrays) -> Arrays:
@@ -267,7 +268,7 @@ def evaluation_parts(device_run: DeviceRun) -> int:
     parts, microbatches = parts_of(device_run), device_run.run.training.microbatches
     if parts.held_out is None or microbatches == 1:
         return 1
-    degree = device_run.shape.over(BATCH_AXES)
+    degree = device_run.layout.shape.over(BATCH_AXES)
     rows, most = (
         parts.held_out.batch_size // degree,
         parts.source.batch_size // (degree * microbatches),
@@ -279,7 +280,7 @@ def build_evaluation(device_run: DeviceRun) -> Any:
     """Returns `(params, batch, *variables) -> metrics`, jitted, each metric (sum, weight) over the whole batch."""
     training, parts = device_run.run.training, parts_of(device_run)
     count = evaluation_parts(device_run)
-    total = device_run.shape.over(BATCH_AXES) * count
+    total = device_run.layout.shape.over(BATCH_AXES) * count
 
     def local(params: Arrays, batch: Any, variables: Arrays) -> Metrics:
         def one(_: Any, number: Any, batch: Any) -> Any:
@@ -307,7 +308,7 @@ def check_mean(device_run: DeviceRun, batch: Any) -> None:
     that depends on which examples are together (batch statistics, pairs), unless its author has said so. A loss that
     communicates over the batch axes itself is that of the whole batch, and is not compared.
     """
-    count = device_run.shape.over(BATCH_AXES) * device_run.run.training.microbatches
+    count = device_run.layout.shape.over(BATCH_AXES) * device_run.run.training.microbatches
     if count == 1:
         return
     parts, microbatches = parts_of(device_run), device_run.run.training.microbatches

@@ -31,7 +31,7 @@ def work_of_loss(model: Any, placed: PlacedRun) -> Work:
     A matmul whose parameter is split over `tensor` is divided by its degree; all others count in full.
     Raises ConfigError for a loss that does not take as many examples.
     """
-    parts, shape, training = model.parts, placed.shape, placed.run.training
+    parts, shape, training = model.parts, placed.layout.shape, placed.run.training
     rows = training.batch // (shape.over(BATCH_AXES) * training.microbatches)
     if rows < parts.source.batch_size:
         check_rows(parts, rows, rows if parts.held_out is not None else 0)
@@ -84,7 +84,7 @@ def _split_dims(origin: Origin | None, placed: PlacedRun) -> list[int]:
     """Dimensions of a parameter, as it is used, that are split over `tensor`."""
     if origin is None:
         return []
-    in_use = placed.placements[origin[0]].in_use
+    in_use = placed.layout.placements[origin[0]].in_use
     return [i for i, dim in enumerate(origin[1]) if "tensor" in in_use[dim]]
 
 

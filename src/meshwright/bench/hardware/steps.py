@@ -196,7 +196,7 @@ class _StartedRun:
         lowered = build_train_step(self.device_run).lower(
             self.device_run.abstract, self.runner.batch
         )
-        options: dict[str, Any] = self.device_run.compiler_options()
+        options: dict[str, Any] = self.device_run.accepted_compiler_options()
         if sized.target is not None:
             options |= profile_for(sized.target)(self.device_run, lowered)
         self.compiled: Any = lowered.compile(compiler_options=options)
@@ -218,7 +218,7 @@ class _StartedRun:
 
     def simulated(self) -> dict[str, Any]:
         """Simulates the program; no figures where nothing is known of the chip, or stages run different branches."""
-        if self.sized.target is None or self.device_run.shape.stage > 1:
+        if self.sized.target is None or self.device_run.layout.shape.stage > 1:
             return {"simulated_seconds": None}
         try:
             schedule = simulate_run(self.module, self.device_run, self.sized.target)
@@ -244,14 +244,14 @@ def _describe_run(sized: SizedRun, device_run: DeviceRun) -> dict[str, Any]:
     return {
         "run": sized.run.name,
         "note": sized.note,
-        "mesh": str(device_run.shape),
+        "mesh": str(device_run.layout.shape),
         **{
             name: getattr(training, name)
             for name in ("batch", "seq", "microbatches", "remat", "compute_dtype")
         },
-        "attention_kernel": device_run.settled.kernels.name,
-        "parameters": count_params(device_run.placed.params),
-        "compiler_options": device_run.compiler_options(),
+        "attention_kernel": device_run.kernels.name,
+        "parameters": count_params(device_run.layout.params),
+        "compiler_options": device_run.accepted_compiler_options(),
     }
 
 

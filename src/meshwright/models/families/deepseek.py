@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import msgspec
 
 from meshwright.config import MeshShape
+from meshwright.declarations import changes
 from meshwright.models.blocks.latent import LatentAttention
 from meshwright.models.blocks.layers import Norm, linear
 from meshwright.models.blocks.rotary import LatentYarn, Rotary, RotaryBase
@@ -53,7 +54,7 @@ class Deepseek(DenseLayersFirst):
     """Constant added to the mean square in RMSNorm."""
     mtp_depth: Literal[0, 1] = 0
     """Further tokens that training predicts: 1 is the token after the next (MTP, section 2.2)."""
-    mtp_weight: NonNegativeFloat = 0.3
+    mtp_weight: Annotated[NonNegativeFloat, changes("program")] = 0.3
     """Weight of the loss of the further token."""
     aux_loss_weight: float = 0.01
     router_z_loss_weight: float = 0.001

@@ -1,11 +1,12 @@
 """Fields that families with experts have in common, and the layers that are made of them."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from meshwright.declarations import changes
 from meshwright.errors import refuse
 from meshwright.models.blocks.experts import ExchangeType, Experts, Routing
 from meshwright.models.blocks.feed_forward import FeedForward
@@ -27,13 +28,13 @@ class RoutedExperts(DecoderModel):
     """Experts that a token is routed to, k."""
     expert_mlp: PositiveInt = 384
     """Feed-forward width F of an expert."""
-    expert_buffer_factor: NonNegativeFloat = 0.0
+    expert_buffer_factor: Annotated[NonNegativeFloat, changes("program", "evaluation")] = 0.0
     """Rows that each of n devices that experts are split over has room for, as a multiple of an even share; for
     `dropless`. Rows beyond are dropped and counted as `choices dropped`. 0 has room for the most that can arrive, up to
     n times the share, and gives the numbers of one device."""
-    aux_loss_weight: NonNegativeFloat = 0.001
+    aux_loss_weight: Annotated[NonNegativeFloat, changes("program")] = 0.001
     """Weight of the load-balancing loss, summed over layers (DeepSeek-V3, equations 17 to 20)."""
-    router_z_loss_weight: NonNegativeFloat = 0.0
+    router_z_loss_weight: Annotated[NonNegativeFloat, changes("program")] = 0.0
     """Weight of the router's z-loss, summed over layers (ST-MoE, arXiv:2202.08906, equation 5)."""
 
     def routed(self, **changes: Any) -> Experts:
@@ -106,11 +107,11 @@ class ChoiceOfExperts(RoutedExperts):
     an expert has capacity for (capacity)."""
     capacity_factor: PositiveFloat = 1.25
     """Capacity of an expert as a multiple of an even share of a sequence's tokens; for `capacity`."""
-    expert_exchange: ExchangeType = "compute"
+    expert_exchange: Annotated[ExchangeType, changes("program", "evaluation", "plan")] = "compute"
     """Type of the rows that go to experts, for `dropless`: the compute dtype, or fp8 with a scale for each row, as in
     DeepSeek-V3; what comes back, and gradients, stay in the compute dtype. Rows are rounded on every mesh. Those of
     experts in low precision always are, but in Llama 4, whose routing weights multiply them where they arrive."""
-    bias_update_rate: NonNegativeFloat = 0.0
+    bias_update_rate: Annotated[NonNegativeFloat, changes("program")] = 0.0
     """Step of the router bias that balances load without an auxiliary loss (DeepSeek-V3, section 2.1.2); 0 disables
     it."""
 

@@ -1,10 +1,9 @@
 // Drawings of devices: a mesh over a machine, the blocks of tensors, and the ticks of a pipeline.
 
-import { colourOf, colourValue, element, hideTip, inkOn, onTheme, onWidth, placeIn, plotOf, showTip } from "./dom.js";
+import { colourValue, element, hideTip, inkOn, onTheme, onWidth, placeIn, plotOf, showTip } from "./dom.js";
 import { format } from "./scale.js";
 
 const PALETTE_SIZE = 8;
-const PHASE = { 1: "forward", 2: "backward", 3: "input gradient", 4: "weight gradient" };
 
 function mixed(colour, paper, part) {
   const [a, b] = [colour, paper].map((text) => [1, 3, 5].map((i) => parseInt(text.slice(i, i + 2), 16)));
@@ -18,10 +17,6 @@ function turnColours() {
   const paper = colourValue("card");
   const mixtures = turns.flatMap((turn) => colours.map((colour) => mixed(colour, paper, turn)));
   return (number) => mixtures[number % mixtures.length];
-}
-
-function taskColour(kind) {
-  return PHASE[kind].replace(" ", "-");
 }
 
 /** Position of a device along each axis; devices are numbered with the last axis fastest. */
@@ -465,22 +460,18 @@ function longList(devices) {
 }
 
 /**
- * Ticks of a pipeline: a row for each stage; hovering a task shows its microbatch on all stages.
- * data.tasks: a list for each field: tick, stage, place (row in the stage), kind (1 forward, 2 backward, 3 input
- * gradient, 4 weight gradient), part (virtual stage), microbatch. data.live: inputs of each stage in each tick.
+ * Ticks of a pipeline, as `views.draw.PipelineTimeline` places and colors them; hovering a task shows its microbatch on
+ * all stages.
+ * data.boxes: a list for each field of the tasks: x, y, width, height, fill, label, tip, group (its microbatch, or -1).
+ * data.bars: x, y, width, height of the live inputs. data.labels: x, y, text, size. data.width, data.height: pixels.
  */
 export class Pipeline {
-  constructor(host, data, store) {
+  constructor(host, data) {
     this.data = data;
-    this.store = store;
     this.over = -1;
     this.slide = element("input", { type: "range", min: -1, max: data.microbatches - 1, step: 1, value: -1, "aria-label": "microbatch", oninput: (event) => this.#mark(Number(event.target.value)) });
     this.state = element("span", { class: "found", role: "status", text: "all" });
-    const kinds = [...new Set(data.tasks.kind)].sort();
-    host.append(element("div", { class: "chart-tools" },
-      element("div", { class: "legend" }, ...kinds.map((kind) => element("span", { class: "legend-item" }, element("i", { class: "swatch", style: { background: colourOf(taskColour(kind)) } }), PHASE[kind])),
-        element("span", { class: "legend-item" }, element("i", { class: "swatch", style: { background: "color-mix(in srgb, var(--c6) 45%, var(--card))" } }), `microbatches in flight, at most ${Math.max(...data.live.flat())}`)),
-      element("label", { class: "smooth" }, "microbatch", this.slide), this.state));
+    host.append(element("div", { class: "chart-tools" }, element("label", { class: "smooth" }, "microbatch", this.slide), this.state));
     this.cells = new CellCanvas(host, `${data.title}: tasks by stage and tick; arrow keys move between tasks`, {
       onHover: (cell, x, y) => this.#hover(cell, x, y),
       onLeave: () => this.#mark(Number(this.slide.value)),
@@ -496,59 +487,29 @@ export class Pipeline {
   }
 
   #hover(cell, x, y) {
-    this.#mark(cell.microbatch);
-    const { data } = this;
-    const lines = [`${PHASE[cell.kind]} of microbatch ${cell.microbatch}`, ["stage", String(cell.stage)], ["tick", String(cell.tick)]];
-    if (data.virtual_stages > 1) lines.push(["virtual stage", String(cell.part)]);
-    lines.push(["microbatches in flight here", String(data.live[cell.stage][cell.tick])]);
-    return showTip(lines, x, y);
+    this.#mark(cell.group);
+    return showTip(cell.tip.split(/: |; /), x, y);
   }
 
   draw() {
-    const { width } = this.cells;
-    if (!width) return;
-    const { data } = this;
-    const { tasks } = data;
-    const left = 62;
-    const places = data.places;
-    const high = data.stages > 16 ? 10 : data.stages > 8 ? 14 : 22;
-    const memory = data.stages > 8 ? 12 : 24;
-    const each = places * high + memory + 8;
-    const tick = (width - left - 4) / data.ticks;
-    const pen = this.cells.begin(width, data.stages * each + 26);
-    const bases = Object.fromEntries(Object.keys(PHASE).map((kind) => [kind, colourValue(taskColour(kind))]));
-    const paper = colourValue("card");
-    const most = Math.max(1, ...data.live.flat());
-    pen.font = "12px system-ui, sans-serif";
-    for (let s = 0; s < data.stages; s += 1) {
-      const top = s * each;
-      pen.fillStyle = colourValue("ink");
-      pen.textAlign = "left";
-      pen.fillText(`stage ${s}`, 0, top + 13);
-      pen.fillStyle = colourValue("surface");
-      pen.fillRect(left, top, data.ticks * tick, places * high);
-      pen.fillStyle = mixed(colourValue("c6"), paper, 0.45);
-      data.live[s].forEach((n, t) => {
-        const h = ((memory - 2) * n) / most;
-        pen.fillRect(left + t * tick, top + places * high + memory - h, Math.max(0.6, tick - (tick > 4 ? 1 : 0)), h);
-      });
-    }
-    for (let i = 0; i < tasks.tick.length; i += 1) {
-      const kind = tasks.kind[i];
-      const shade = 0.9 - 0.5 * ((tasks.part[i] % 4) / 4);
+    if (!this.cells.width) return;
+    const { boxes, bars, labels, width, height } = this.data;
+    const above = Math.min(...labels.y) - 16; // the page has the title
+    const pen = this.cells.begin(width, height - above);
+    pen.fillStyle = mixed(colourValue("ink"), colourValue("card"), 0.18);
+    bars.x.forEach((x, i) => pen.fillRect(x, bars.y[i] - above, bars.width[i], bars.height[i]));
+    pen.fillStyle = colourValue("ink");
+    labels.x.forEach((x, i) => {
+      pen.font = `${labels.size[i]}px system-ui, sans-serif`;
+      pen.fillText(labels.text[i], x, labels.y[i] - above);
+    });
+    boxes.x.forEach((x, i) => {
+      const group = boxes.group[i];
       this.cells.cell(pen, {
-        x: left + tasks.tick[i] * tick, y: tasks.stage[i] * each + tasks.place[i] * high, w: tick, h: high,
-        fill: mixed(bases[kind], paper, shade), text: String(tasks.microbatch[i]), tick: tasks.tick[i], stage: tasks.stage[i], kind, part: tasks.part[i],
-        microbatch: tasks.microbatch[i], dim: this.over >= 0 && this.over !== tasks.microbatch[i],
+        x, y: boxes.y[i] - above, w: boxes.width[i], h: boxes.height[i], fill: boxes.fill[i], text: boxes.label[i],
+        tip: boxes.tip[i], group, dim: group >= 0 && this.over >= 0 && this.over !== group,
       });
-    }
-    pen.fillStyle = colourValue("muted");
-    pen.font = "12px system-ui, sans-serif";
-    for (let n = 0; n <= 4; n += 1) {
-      const t = Math.round(((data.ticks - 1) * n) / 4);
-      pen.textAlign = n === 0 ? "left" : n === 4 ? "right" : "center";
-      pen.fillText(`${n === 0 ? "tick " : ""}${t}`, left + t * tick + (n === 4 ? tick : 0), data.stages * each + 16);
-    }
+    });
     this.cells.across = 1;
   }
 }
