@@ -86,7 +86,7 @@ def _mesh_title(device_run: DeviceRun) -> str:
 
 
 def _text_summary(prepared: loop.PreparedRun) -> str:
-    """Returns the tokens of the text, the part that is held out, and what the steps take of it."""
+    """Returns the tokens of the text, the part for evaluation, and what the steps take of it."""
     run = prepared.device_run.run
     tokens = 0
     held_out = 0
