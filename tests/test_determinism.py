@@ -18,8 +18,8 @@ from meshwright.hardware.machine import DETERMINISM, Machine, determinism_of, fi
 from meshwright.launching.host_checks import check_bits
 from meshwright.models.blocks.layers import SumRows, few_rows, scatter_rows, sorted_rows, take_rows
 from meshwright.models.families.gpt_oss import GptOss
-from meshwright.runs.settle import Settled
-from meshwright.step.device_run import DeviceRun
+from meshwright.runs.settle import settle
+from meshwright.step.device_run import DeviceRun, local_model_of
 from meshwright.step.train_step import build_train_step
 from meshwright.views.run_tables import choices_facts
 from xlacensus.hlo.ledger import read_ledger
@@ -31,11 +31,17 @@ ROOT = Path(__file__).parents[1]
 H100 = Machine("cuda", "h100", True, "NVIDIA H100", chip=CHIPS["h100"])
 
 
-def on(machine: Machine, **changes: Any) -> Settled:
+def settled_for(device_run: DeviceRun, machine: Machine) -> DeviceRun:
+    """The same devices, taken for another machine."""
+    settled = settle(device_run, machine)
+    return dataclasses.replace(device_run, machine=machine, local_model=local_model_of(settled))
+
+
+def on(machine: Machine, **changes: Any) -> DeviceRun:
     device_run = device_run_of(
         tiny_run(changes.pop("model", MODELS["llama"]), changes.pop("mesh", "data=1"), **changes)
     )
-    return dataclasses.replace(device_run, machine=machine)
+    return settled_for(device_run, machine)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +113,7 @@ def test_no_two_updates_of_a_deterministic_step_meet(name: str) -> None:
     model, mesh, changes = CASES[name]
     asked: dict[str, Any] = {"grouped_matmul": "ragged_dot", **changes}
     device_run = device_run_of(tiny_run(model, mesh, **asked, deterministic=True))
-    assert scatters_that_may_meet(dataclasses.replace(device_run, machine=H100)) == []
+    assert scatters_that_may_meet(settled_for(device_run, H100)) == []
     if name == "llama":
         assert (
             len(scatters_that_may_meet(device_run)) == 1

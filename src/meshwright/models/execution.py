@@ -1,6 +1,6 @@
-"""How a run's forward pass is computed on its machine: kernels, gathers, splits and pieces.
+"""How a run's forward and backward pass are computed on its machine: kernels, gathers, sums, splits and pieces.
 
-`runs.settle` makes these decisions once, and they are passed on as they are: to the model on one device
+`runs.settle.execution_of` makes these decisions once, and they are passed on as they are: to the model on one device
 (`models.forward.LocalModel`), and to every layer as a part of its `ForwardContext`.
 """
 
@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from meshwright.comm.hierarchical import DcnAxis
 from meshwright.models.blocks.layers import SumRows, scatter_rows
 from meshwright.models.kernels.attention import Kernels
 from meshwright.models.remat import SaveHidden, save_as_it_is
@@ -19,10 +20,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution:
-    """Decisions that every forward pass of a run follows; they hold for every batch."""
+    """Decisions that every forward and backward pass of a run follows; they hold for every batch."""
 
     gather_params: Any
     """`(params, path) -> weights`: gathers a subtree over `fsdp` in the compute dtype."""
+    links: DcnAxis
+    """Levels of links under the mesh axes, over which gradients are summed."""
+    summed_in_backward: Any
+    """Tree of the batch axes over which the backward pass sums each parameter's gradient (runs/settle.py)."""
     sequence: SequenceSplit
     """Positions of the sequence on each device of `context`."""
     kernels: Kernels

@@ -635,6 +635,10 @@ class Model(Ranged, part="model"):
         """Returns the FLOPs of one unit's forward pass by item (models/flops.py)."""
         return by_layers(self, seq)
 
+    def local_model(self, settled: Any, by_layers: ByLayers) -> Any:
+        """Returns the forward pass on one device, a `LocalModel` (models/forward.py); None where there is no such."""
+        return by_layers(self, settled)
+
     def abstract_batch(self, device_run: Any, by_layers: ByLayers) -> Any:
         """Returns a batch of a placed run as abstract arrays (step/device_run.py)."""
         return by_layers(self, device_run)

@@ -1,7 +1,7 @@
 """Every decision that a run leaves to its machine, made once.
 
 `settle` takes a run that is placed on a mesh (runs/placed_run.py) and the machine of that mesh. The step is built from
-the result (`Settled.execution`), the planner prices it, and `show` draws it: nothing else asks for a platform, a chip
+the result (`execution_of`), the planner prices it, and `show` draws it: nothing else asks for a platform, a chip
 or a torus. What only prices can decide, the remat policy and the pipeline schedule, is chosen before
 (planner/search.py).
 """
@@ -79,7 +79,8 @@ class Settled(PlacedRun):
         )
 
     @property
-    def _quantisation(self) -> Any:
+    def quantisation(self) -> Any:
+        """The module of matmuls in low precision."""
         from meshwright.models import quantisation  # loaded only by runs in low precision
 
         return quantisation
@@ -94,7 +95,7 @@ class Settled(PlacedRun):
         )
         if name == "compute":
             return False
-        return self._quantisation.quantises_experts(
+        return self.quantisation.quantises_experts(
             name, self.grouped_matmul, self.machine, capacity
         )
 
@@ -115,12 +116,11 @@ class Settled(PlacedRun):
     @property
     def save_hidden(self) -> SaveHidden:
         """How outputs of gate and up are kept where the remat policy saves them."""
-        chip, saved = self.machine.listed, REMAT_POLICIES[self.run.training.remat].saved
-        return (
-            save_tokens_last
-            if chip and chip.tokens_last and FFN_HIDDEN in (saved or ())
-            else save_as_it_is
-        )
+        chip = self.machine.listed
+        saved = REMAT_POLICIES[self.run.training.remat].saved or ()
+        if chip and chip.tokens_last and FFN_HIDDEN in saved:
+            return save_tokens_last
+        return save_as_it_is
 
     @functools.cached_property
     def links(self) -> DcnAxis:
@@ -323,67 +323,6 @@ class Settled(PlacedRun):
 
         return tree_map(axes, self.layout.params, self.layout.placements)
 
-    @functools.cached_property
-    def execution(self) -> Execution:
-        """Decisions that every forward pass of the run follows."""
-        finetune = self.run.finetune
-        learned = None
-        if finetune.objective == "preferences":
-            from meshwright.models.preferences import Preferences
-
-            learned = Preferences(finetune.beta)
-        return Execution(
-            gather_params=self._gather_params,
-            sequence=self.sequence,
-            kernels=self.kernels,
-            grouped_matmul=self._multiply_groups,
-            sum_rows=self.sum_rows,
-            save_hidden=self.save_hidden,
-            expert_axes=self.layout.expert_axes,
-            expert_nodes=self.expert_nodes,
-            gathered_ahead=self.gathered_ahead,
-            tensor_strategy=self.tensor_strategy,
-            attention_pieces=self.attention_pieces,
-            exchange_pieces=self.exchange_pieces,
-            saves_weights=finetune.method != "lora",
-            preferences=learned,
-        )
-
-    @property
-    def _gather_params(self) -> Any:
-        """Gathers of weights: in the compute dtype, in low precision, or together with their adapters."""
-        training = self.run.training
-        gather: Any = plan_gathers(
-            self.layout.params,
-            self.layout.placements,
-            compute_dtype=jnp.dtype(training.compute_dtype),
-            reduce_dtype=jnp.dtype(training.reduce_dtype),
-            dcn=self.links,
-            summed=self.summed_in_backward,
-        )
-        if training.matmul_precision != "compute":
-            gather = self._quantisation.low_precision_gather(
-                gather,
-                self.layout.params,
-                self.layout.placements,
-                training.matmul_precision,
-                self.in_low_precision,
-            )
-        if self.run.finetune.method == "lora":
-            from meshwright.models.adapters import adapter_gather
-
-            gather = adapter_gather(gather, self.run.finetune.scale)
-        return gather
-
-    @property
-    def _multiply_groups(self) -> Any:
-        """Function of the grouped matmul of experts; None for a model without."""
-        if self.grouped_matmul is None:
-            return None
-        if self.low_precision_experts:
-            return self._quantisation.with_low_precision(self.grouped_matmul)
-        return self.grouped_matmul.multiply
-
     def check(self) -> None:
         """Raises ConfigError for what the run asks for and this machine cannot do."""
         training, machine = self.run.training, self.machine
@@ -402,7 +341,7 @@ class Settled(PlacedRun):
             truth = f"a step that is computed twice would differ without a fault. {keeps.sentence}"
             raise ConfigError(f"{asked} on {machine.kind or machine.platform}", truth, fix)
         if training.matmul_precision != "compute":
-            self._quantisation.check_precision(training.matmul_precision, machine)
+            self.quantisation.check_precision(training.matmul_precision, machine)
         if not self.run.model.states_layers:  # then nothing else is chosen
             return
         if REMAT_POLICIES[training.remat].offloaded and not (machine.on_tpu or machine.simulated):
@@ -416,6 +355,70 @@ class Settled(PlacedRun):
         if training.gather_ahead == "layer" and reason is not None:
             raise ConfigError("training.gather_ahead layer", reason, "training.gather_ahead auto")
         _ = self.kernels, self.grouped_matmul
+
+
+def execution_of(settled: Settled) -> Execution:
+    """Returns the decisions that every forward and backward pass of a run follows."""
+    finetune = settled.run.finetune
+    learned = None
+    if finetune.objective == "preferences":
+        from meshwright.models.preferences import Preferences
+
+        learned = Preferences(finetune.beta)
+    return Execution(
+        gather_params=_gather_params(settled),
+        links=settled.links,
+        summed_in_backward=settled.summed_in_backward,
+        sequence=settled.sequence,
+        kernels=settled.kernels,
+        grouped_matmul=_multiply_groups(settled),
+        sum_rows=settled.sum_rows,
+        save_hidden=settled.save_hidden,
+        expert_axes=settled.layout.expert_axes,
+        expert_nodes=settled.expert_nodes,
+        gathered_ahead=settled.gathered_ahead,
+        tensor_strategy=settled.tensor_strategy,
+        attention_pieces=settled.attention_pieces,
+        exchange_pieces=settled.exchange_pieces,
+        saves_weights=finetune.method != "lora",
+        preferences=learned,
+    )
+
+
+def _gather_params(settled: Settled) -> Any:
+    """Gathers of weights: in the compute dtype, in low precision, or together with their adapters."""
+    training = settled.run.training
+    layout = settled.layout
+    gather: Any = plan_gathers(
+        layout.params,
+        layout.placements,
+        compute_dtype=jnp.dtype(training.compute_dtype),
+        reduce_dtype=jnp.dtype(training.reduce_dtype),
+        dcn=settled.links,
+        summed=settled.summed_in_backward,
+    )
+    if training.matmul_precision != "compute":
+        gather = settled.quantisation.low_precision_gather(
+            gather,
+            layout.params,
+            layout.placements,
+            training.matmul_precision,
+            settled.in_low_precision,
+        )
+    if settled.run.finetune.method == "lora":
+        from meshwright.models.adapters import adapter_gather
+
+        gather = adapter_gather(gather, settled.run.finetune.scale)
+    return gather
+
+
+def _multiply_groups(settled: Settled) -> Any:
+    """Function of the grouped matmul of experts; None for a model without."""
+    if settled.grouped_matmul is None:
+        return None
+    if settled.low_precision_experts:
+        return settled.quantisation.with_low_precision(settled.grouped_matmul)
+    return settled.grouped_matmul.multiply
 
 
 def gather_levels(degrees: tuple[int, ...]) -> tuple[int, ...]:

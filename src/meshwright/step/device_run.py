@@ -8,6 +8,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.config import MeshShape
@@ -16,9 +17,9 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.machine import fix_communication, machine_of_mesh, refused_options
 from meshwright.models.forward import LocalModel
 from meshwright.models.model import Model
-from meshwright.runs.placed_run import place_run
+from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run
-from meshwright.runs.settle import Settled, settle
+from meshwright.runs.settle import Settled, execution_of, settle
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.params import (
     Tree,
@@ -31,6 +32,7 @@ from meshwright.sharding.params import (
 from meshwright.sharding.placement import Placements, to_spec
 from meshwright.step.optimizers import (
     UpdateRule,
+    build_lr_schedule,
     build_update_rule,
     place_optimizer_state,
 )
@@ -69,18 +71,21 @@ class DeviceRun(Settled):
     optimizer: UpdateRule
     abstract: State
     """`ShapeDtypeStruct`s with their shardings."""
+    update_shardings: Tree
+    """Shardings of trained parameters, and of their gradients, in the update; those of the optimizer state."""
+    learning_rate: optax.Schedule
+    """Learning rate as a function of the updates so far (step/optimizers.py)."""
+    local_model: LocalModel
+    """Forward pass of one device; None for a wrapped model, whose loss has its own."""
     profile_of: "Callable[[DeviceRun, Any], Mapping[str, Any]]" = lambda device_run, lowered: {}
     """Returns the compiler option with the times of a lowered step, which XLA schedules it by; by default none."""
 
     def with_batch(self, sequences: int) -> "DeviceRun":
         """Returns the run with as many sequences per step; no placement depends on them."""
         training = dataclasses.replace(self.run.training, batch=sequences)
-        return dataclasses.replace(self, run=dataclasses.replace(self.run, training=training))
-
-    @functools.cached_property
-    def local_model(self) -> LocalModel:
-        """Forward pass of one device."""
-        return LocalModel(self.run.model, self.run.training, self.layout.stages, self.execution)
+        run = dataclasses.replace(self.run, training=training)
+        settled = settle(PlacedRun(run, self.layout), self.machine)
+        return dataclasses.replace(self, run=run, local_model=local_model_of(settled))
 
     @property
     def state_shardings(self) -> State:
@@ -104,14 +109,11 @@ class DeviceRun(Settled):
 
     def state_of(self, params: Tree) -> State:
         """Returns the state before the first step with given parameters, in their shardings."""
-        where = self.state_shardings
         if self.run.finetune.objective == "preferences" and self.run.finetune.method == "full":
-            params = with_reference(params, where.params, self.layout.params)
-        sharded = shardings(self.mesh, self.layout.placements, "optimizer")
-        trained, sharded = (trained_only(self.layout.params, tree) for tree in (params, sharded))
-        optimizer = jax.jit(self.optimizer.init, out_shardings=where.optimizer)(
-            jax.device_put(trained, sharded)
-        )
+            params = with_reference(params, self.state_shardings.params, self.layout.params)
+        trained = jax.device_put(trained_only(self.layout.params, params), self.update_shardings)
+        where = self.state_shardings
+        optimizer = jax.jit(self.optimizer.init, out_shardings=where.optimizer)(trained)
         step, healthy = jax.device_put(
             (np.zeros((), np.int32), np.ones((), np.bool_)), (where.step, where.healthy)
         )
@@ -183,6 +185,22 @@ def param_specs(placements: Tree, which: str) -> Tree:
     )
 
 
+def specs_of(placed: Tree) -> Tree:
+    """Returns the `PartitionSpec` of every `NamedSharding` of a tree."""
+    return jax.tree.map(lambda sharding: sharding.spec, placed)
+
+
+def local_model_of(settled: Settled) -> LocalModel:
+    """Returns the forward pass of one device, with every decision made."""
+    found: LocalModel = settled.run.model.local_model(settled, _local_model_by_layers)
+    return found
+
+
+def _local_model_by_layers(model: Model, settled: Settled) -> LocalModel:
+    execution = execution_of(settled)
+    return LocalModel(model, settled.run.training, settled.layout.stages, execution)
+
+
 def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     """Places `run` on the devices of `mesh`.
 
@@ -238,4 +256,14 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     abstract = State(
         cast(Any, step), cast(Any, healthy), params, state, (changed,) if changed else ()
     )
-    return DeviceRun(settled.run, layout, settled.machine, mesh, optimizer, abstract)
+    return DeviceRun(
+        settled.run,
+        layout,
+        settled.machine,
+        mesh,
+        optimizer,
+        abstract,
+        trained_only(layout.params, shardings(mesh, layout.placements, "optimizer")),
+        build_lr_schedule(run.optimizer, training.steps),
+        local_model_of(settled),
+    )

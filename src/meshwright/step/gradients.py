@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshwright.comm.collectives import all_gather, all_reduce, axis_index, sum_gradients
-from meshwright.comm.hierarchical import hierarchical_reduce_scatter
+from meshwright.comm.hierarchical import DcnAxis, hierarchical_reduce_scatter
 from meshwright.data.batch import Batch
 from meshwright.models.blocks.layers import Dropout, dropout_key
 from meshwright.models.layer_scan import with_gradient_of
@@ -20,7 +20,7 @@ from meshwright.models.model import Aux, Metrics, Model
 from meshwright.sharding.layouts import BATCH_AXES, TOKEN_AXES
 from meshwright.sharding.params import Tree, is_param, rows_to_layers, trained_only, with_frozen
 from meshwright.sharding.placement import Placements, axes_of
-from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs
+from meshwright.step.device_run import BATCH_SPEC, DeviceRun, specs_of
 from meshwright.words import AXES
 
 Sums = tuple[Metrics, dict[str, Aux]]
@@ -67,17 +67,11 @@ def _gradients_by_layers(
         gradients,
         mesh=device_run.mesh,
         in_specs=(
-            param_specs(device_run.layout.placements, "at_rest"),
+            specs_of(device_run.state_shardings.params),
             PartitionSpec(),
             BATCH_SPEC,
         ),
-        out_specs=(
-            trained_only(
-                device_run.layout.params, param_specs(device_run.layout.placements, "optimizer")
-            ),
-            PartitionSpec(),
-            PartitionSpec(),
-        ),
+        out_specs=(specs_of(device_run.update_shardings), PartitionSpec(), PartitionSpec()),
         check_vma=False,
     )
 
@@ -89,11 +83,12 @@ def _accumulate(
     model = device_run.local_model
     local = batch.inputs.shape[0]
     sequences_B = (axis_index(BATCH_AXES) * local + jnp.arange(local)).astype(jnp.uint32)
+    positions_T = model.execution.sequence.local_positions()
     key = dropout_key(training.seed, step)
     total = jnp.maximum(all_reduce(model.weight(batch), BATCH_AXES), 1e-9)
 
     def dropout(sequences_B: jax.Array) -> Dropout:
-        return Dropout(training.dropout, key, sequences_B, device_run.sequence.local_positions())
+        return Dropout(training.dropout, key, sequences_B, positions_T)
 
     def loss_fn(trained: Tree, sequences_B: jax.Array, batch: Batch) -> Any:
         return model.loss_fn(
@@ -154,7 +149,7 @@ def _reduce(device_run: DeviceRun, grads: Tree) -> tuple[Tree, jax.Array]:
     shape = device_run.layout.shape
     placements, summed = (
         trained_only(device_run.layout.params, t)
-        for t in (device_run.layout.placements, device_run.summed_in_backward)
+        for t in (device_run.layout.placements, device_run.local_model.execution.summed_in_backward)
     )
     # A parameter's gradient is partial over every axis that does not split it: over the batch axes because each device
     # has its own sequences, over `tensor` because it has its own part of the sequence or of the heads. Over some the
@@ -166,7 +161,9 @@ def _reduce(device_run: DeviceRun, grads: Tree) -> tuple[Tree, jax.Array]:
         placements,
         summed,
     )
-    grads = sum_over_devices(device_run, grads, placements, lacking)
+    links = device_run.local_model.execution.links
+    dtype = jnp.dtype(device_run.run.training.reduce_dtype)
+    grads = sum_over_devices(grads, placements, lacking, links, dtype)
     treedef: Any = jax.tree.structure(grads)
     # An element that several devices have counts once: each adds its square divided by the number of holders.
     squares = sum(
@@ -177,20 +174,21 @@ def _reduce(device_run: DeviceRun, grads: Tree) -> tuple[Tree, jax.Array]:
     return grads, jnp.sqrt(all_reduce(jnp.asarray(squares), tuple(AXES)))
 
 
-def sum_over_devices(device_run: DeviceRun, grads: Tree, placements: Tree, lacking: Tree) -> Tree:
-    """Sums gradients over the axes that each is `lacking`, into the optimizer's placement.
+def sum_over_devices(
+    grads: Tree, placements: Tree, lacking: Tree, links: DcnAxis, dtype: Any
+) -> Tree:
+    """Sums gradients in `dtype` over the axes that each is `lacking`, into the optimizer's placement.
 
     ZeRO-1: the optimizer's placement may split what the parameter's leaves whole.
     """
-    dcn, dtype = device_run.links, jnp.dtype(device_run.run.training.reduce_dtype)
 
     def scatter(grad: jax.Array, where: Placements) -> jax.Array:
         grad = grad.astype(dtype)
         for dim, (sharded, end) in enumerate(zip(where.at_rest, where.optimizer, strict=True)):
-            grad = hierarchical_reduce_scatter(grad, end[len(sharded) :], dim, dcn)
+            grad = hierarchical_reduce_scatter(grad, end[len(sharded) :], dim, links)
         return grad
 
-    return sum_gradients(jax.tree.map(scatter, grads, placements), lacking, dcn)
+    return sum_gradients(jax.tree.map(scatter, grads, placements), lacking, links)
 
 
 def clip(grads: Tree, norm: jax.Array, limit: float) -> Tree:

@@ -21,11 +21,10 @@ from meshwright.hardware.agreement import agree_on_program
 from meshwright.models.blocks.layers import no_dropout
 from meshwright.models.model import Metrics
 from meshwright.sharding.layouts import TOKEN_AXES
-from meshwright.sharding.params import Tree, shardings, trained_only, with_frozen
+from meshwright.sharding.params import Tree, trained_only, with_frozen
 from meshwright.step.device_memory import check_memory
-from meshwright.step.device_run import BATCH_SPEC, DeviceRun, State, param_specs
+from meshwright.step.device_run import BATCH_SPEC, DeviceRun, State, specs_of
 from meshwright.step.gradients import build_gradients
-from meshwright.step.optimizers import build_lr_schedule
 
 
 def matmuls_of(compute_dtype: str) -> Any:
@@ -45,18 +44,16 @@ def build_train_step(device_run: DeviceRun) -> Any:
 
     A step whose mean loss or gradient is not finite leaves the state unchanged, except for `healthy`.
     """
-    model, where = device_run.run.model, device_run.state_shardings
+    model = device_run.run.model
     gradients = build_gradients(device_run)
     described = device_run.layout.params
-    for_update = trained_only(
-        described, shardings(device_run.mesh, device_run.layout.placements, "optimizer")
-    )
-    learning_rate = build_lr_schedule(device_run.run.optimizer, device_run.run.training.steps)
 
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
         with matmuls_of(device_run.run.training.compute_dtype):
             grads, metrics, aux = gradients(state.params, state.step, batch, *state.variables)
-        params = jax.lax.with_sharding_constraint(trained_only(described, state.params), for_update)
+        params = jax.lax.with_sharding_constraint(
+            trained_only(described, state.params), device_run.update_shardings
+        )
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         with matmuls_of(device_run.run.training.compute_dtype):
             updated, optimizer = device_run.optimizer.update(
@@ -82,10 +79,12 @@ def build_train_step(device_run: DeviceRun) -> Any:
             new,
             dataclasses.replace(state, healthy=finite),
         )
-        rate = jnp.asarray(learning_rate(_updates(state)), jnp.float32)
+        rate = jnp.asarray(device_run.learning_rate(_updates(state)), jnp.float32)
         return new, {**metrics, "learning rate": (rate, jnp.ones(()))}
 
-    return jax.jit(train_step, donate_argnums=(0,), out_shardings=(where, None))
+    return jax.jit(
+        train_step, donate_argnums=(0,), out_shardings=(device_run.state_shardings, None)
+    )
 
 
 def _updates(state: State) -> jax.Array:
@@ -190,7 +189,7 @@ def build_eval_step(device_run: DeviceRun) -> Any:
         jax.shard_map(
             evaluate,
             mesh=device_run.mesh,
-            in_specs=(param_specs(device_run.layout.placements, "at_rest"), BATCH_SPEC),
+            in_specs=(specs_of(device_run.state_shardings.params), BATCH_SPEC),
             out_specs=PartitionSpec(),
             check_vma=False,
         )

@@ -136,7 +136,8 @@ def choices_facts(device_run: DeviceRun) -> list[tuple[str, str]]:
 
 def choices_to_json(device_run: DeviceRun) -> dict[str, Any]:
     """Returns what was chosen for this machine as JSON values."""
-    execution, training = device_run.execution, device_run.run.training
+    execution = device_run.local_model.execution
+    training = device_run.run.training
     return {
         "layout": device_run.run.layout,
         "remat": training.remat,

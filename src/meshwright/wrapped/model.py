@@ -135,6 +135,9 @@ class Wrapped(Model):
         """Returns the FLOPs of the loss's matmuls, read from its jaxpr."""
         return forward_flops_of_loss(self, seq)
 
+    def local_model(self, settled: Any, by_layers: ByLayers) -> None:
+        """A wrapped model has its forward pass in the loss (wrapped/step.py)."""
+
     def abstract_batch(self, device_run: DeviceRun, by_layers: ByLayers) -> Any:
         """Returns a batch of the model's own data as abstract arrays."""
         return self.parts.source.abstract(sharding=device_run.batch_sharding)

@@ -248,7 +248,8 @@ def _reduce(device_run: DeviceRun, grads: Arrays) -> Arrays:
         name: tuple(a for a in BATCH_AXES if a not in axes_of(p.optimizer))
         for name, p in where.items()
     }
-    return sum_over_devices(device_run, grads, where, lacking)
+    dtype = jnp.dtype(device_run.run.training.reduce_dtype)
+    return sum_over_devices(grads, where, lacking, device_run.links, dtype)
 
 
 def _averaged(variables: Arrays) -> Arrays:
