@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from meshwright.comm.collectives import axis_index, broadcast
 from meshwright.config import Training
@@ -20,10 +19,11 @@ from meshwright.data.batch import PADDING, Batch
 from meshwright.models.blocks.context import build_attend, with_own_kv_head
 from meshwright.models.blocks.layers import Dropout
 from meshwright.models.execution import Execution
-from meshwright.models.layer_scan import ReadRow, join, scan_layers, sections
+from meshwright.models.further_loss import further_loss
+from meshwright.models.gather_ahead import run_layers_ahead
+from meshwright.models.layer_scan import join, scan_layers, sections
 from meshwright.models.loss import chunk_tokens, token_losses
 from meshwright.models.model import (
-    MTP,
     Attend,
     Aux,
     ForwardContext,
@@ -33,52 +33,10 @@ from meshwright.models.model import (
     Tokens,
     vocab_size,
 )
-from meshwright.models.remat import REMAT_POLICIES
+from meshwright.models.padding_rows import read_inside, with_padding
+from meshwright.models.period_scan import ReadRow
 from meshwright.sharding.params import Tree
 from meshwright.sharding.stages import NO_LAYER, StageAssignment
-
-
-def row_scope(stack: str) -> str:
-    """Returns the named scope of a row with a layer, by which the census knows how many rows of a stack are padding."""
-    return f"layer of {stack}."
-
-
-def skip_padding(layer: Layer, stack: str) -> Layer:
-    """Returns `layer` for a stack with padding rows: these are the identity and return zero aux."""
-    layer = jax.named_scope(row_scope(stack))(layer)
-
-    def maybe(x_BTD: jax.Array, params: Any, index: jax.Array) -> tuple[jax.Array, Aux]:
-        shapes = jax.eval_shape(lambda x, index: layer(x, params, index)[1], x_BTD, index)
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-        return jax.lax.cond(
-            index == NO_LAYER, lambda: (x_BTD, zeros), lambda: layer(x_BTD, params, index)
-        )
-
-    return maybe
-
-
-def read_inside(layer: Layer) -> Layer:
-    """Returns `layer` for parameters that a function reads.
-
-    Read inside a branch they are converted where they lie; before it, XLA would copy them in float32.
-    """
-    return lambda x_BTD, read, index: layer(x_BTD, read(), index)
-
-
-def drop_padding(layer: Layer) -> Layer:
-    """Returns `layer` as `skip_padding` does, computed in padding rows too and dropped there.
-
-    For layers that send values around a ring, in which the devices of all stages have to take part.
-    """
-
-    def dropped(x_BTD: jax.Array, params: Any, index: jax.Array) -> tuple[jax.Array, Aux]:
-        y_BTD, aux = layer(x_BTD, params, index)
-        padding = index == NO_LAYER
-        return jnp.where(padding, x_BTD, y_BTD), jax.tree.map(
-            lambda a: jnp.where(padding, jnp.zeros_like(a), a), aux
-        )
-
-    return dropped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,10 +124,11 @@ class LocalModel:
             }
 
         def wrap(stack: str, layer: Layer) -> Layer:
-            own = read_inside(layer) if callable(params) else layer
-            if not (rows[stack] == NO_LAYER).any():
-                return own
-            return drop_padding(own) if self.execution.permutes else skip_padding(own, stack)
+            if callable(params):
+                layer = read_inside(layer)
+            if (rows[stack] == NO_LAYER).any():
+                layer = with_padding(layer, stack, self.execution.permutes)
+            return layer
 
         for section in sections(spec, functions, wrap):
             saved = min(max(self.training.saved_layers - section.first, 0), section.layers)
@@ -186,7 +145,7 @@ class LocalModel:
                         jax.tree.map(operator.itemgetter(own[stack]), tree[stack])
                         for tree in (params, index)
                     )
-                    x_BTD, aux = self._layers_ahead(stack, x_BTD, ctx, p, i, remat)
+                    x_BTD, aux = run_layers_ahead(self, stack, x_BTD, ctx, p, i, remat)
                 else:
                     # A part may start in the middle of a period.
                     at, unroll = part.start % len(section.period), self.training.unroll
@@ -203,34 +162,6 @@ class LocalModel:
                     )
                 outputs.append(aux)
         return x_BTD, join(outputs)
-
-    def _layers_ahead(
-        self,
-        stack: str,
-        x_BTD: jax.Array,
-        ctx: ForwardContext,
-        params: Tree,
-        index: Tree,
-        remat: str,
-    ) -> tuple[jax.Array, dict[str, Aux]]:
-        """Runs a stack whose first weights are gathered one layer ahead."""
-
-        def gather_some(some: Tree) -> Tree:
-            return self.execution.gather_params.only(stack, some)(some, path=stack)
-
-        def gather(given: Tree, path: str) -> Tree:
-            return given if path == stack else self.execution.gather_params(given, path)
-
-        layer: Any = self.model.layer_functions(dataclasses.replace(ctx, gather_params=gather))[
-            stack
-        ]
-        from meshwright.models.gather_ahead import GatheredAhead, scan_layers_ahead
-
-        at_start, inside = self.execution.gathered_ahead[stack]
-        needed_first = inside if REMAT_POLICIES[remat].begins_inside else at_start
-        ahead = GatheredAhead(forward=at_start, backward=needed_first)
-        x_BTD, aux = scan_layers_ahead(layer, gather_some, x_BTD, params, ahead, index, remat=remat)
-        return x_BTD, {stack: aux}
 
     def loss(
         self, params: Tree, x_BTD: jax.Array, batch: Batch, total: jax.Array
@@ -293,56 +224,13 @@ class LocalModel:
         else:
             loss, metrics = self.loss(params, x_BTD, batch, total)
             if self.model.spec().further:
-                more, more_metrics, more_aux = self._further_loss(
-                    params, x_BTD, batch, dropout, total
+                more, more_metrics, more_aux = further_loss(
+                    self, params, x_BTD, batch, dropout, total
                 )
                 loss, metrics, aux = loss + more, metrics | more_metrics, aux | more_aux
         return loss + self.aux_loss(aux), (metrics, aux)
-
-    def _further_loss(
-        self, params: Tree, x_BTD: jax.Array, batch: Batch, dropout: Dropout, total: jax.Array
-    ) -> tuple[jax.Array, Metrics, dict[str, Aux]]:
-        """Returns the weighted loss of the token after the next, its metrics and aux (multi-token prediction).
-
-        The further layer (DeepSeek-V3, arXiv:2412.19437, section 2.2) reads the last hidden state of a position and the
-        embedding of the token that follows it, and shares embedding and unembedding with the model. Decoding omits it.
-        total: weights of the next tokens, so that a token has one weight in both losses.
-        """
-        shifted, model = shift(batch), self.model
-        further: Any = model
-        h_BTD, layer = further.further_layer(params, x_BTD, self.context(shifted, dropout))
-        index = {MTP: np.array([len(model.spec().layers)], np.int32)}
-        with jax.named_scope("further tokens"):
-            h_BTD, aux = scan_layers(
-                [(MTP, layer)],
-                h_BTD,
-                params,
-                index,
-                remat=self.training.remat,
-                saves_weights=self.execution.saves_weights,
-            )
-        own = {**params, "final_norm": params[MTP]["final_norm"][0]}
-        loss, metrics = self.loss(own, h_BTD, shifted, total)
-        return further.mtp_weight * loss, {"further token loss": metrics["loss"]}, aux
 
     def aux_loss(self, aux: dict[str, Aux]) -> jax.Array | float:
         """Returns the auxiliary losses of all layers, averaged over the sequences of the global batch."""
         total = sum((a["aux_loss"].sum() for a in aux.values() if "aux_loss" in a), start=0.0)
         return (1.0 / self.training.batch) * total
-
-
-def shift(batch: Batch) -> Batch:
-    """Returns sequences moved by one token: the input is the next token, the target the one after it.
-
-    A target has the weight that it has for the position before it; 0 in another document.
-    """
-    same = batch.segments[:, 1:] == batch.segments[:, :-1]
-    weights = jnp.where(same, batch.weights[:, 1:], 0)
-    last = ((0, 0), (0, 1))
-    return Batch(
-        batch.targets,
-        jnp.pad(batch.targets[:, 1:], last),
-        batch.segments,
-        batch.positions,
-        jnp.pad(weights, last),
-    )
