@@ -60,12 +60,13 @@ from drawn import split_fused as split_fused
 ROWS = (
     "llama", "llama-3.1", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe", "gpt2", "olmo-2", "gpt-oss", "llama-4",
     "llama-4-scout", "gemma-2", "olmo-3", "gemma-3", "deepseek-v3", "deepseek-v2-lite", "qwen3-next",
-    "phi-4", "smollm3", "glm-4.5",
+    "phi-4", "smollm3", "glm-4.5", "qwen3.5", "qwen3.5-moe",
 )  # fmt: skip
 """Architectures, each with a golden file."""
 
 LARGER = (
     "gemma-3-larger", "llama-4-larger", "mistral-3-larger", "kimi-k2.5-larger", "qwen3-vl-larger",
+    "qwen3.5-larger", "qwen3.5-moe-larger", "qwen3-vl-moe-larger",
 )  # fmt: skip
 """Larger models, whose text model is computed, each with a golden file."""
 
@@ -79,6 +80,7 @@ MESHES = {
     "gpt-oss": "expert=2,context=2,tensor=2", "llama-4": "stage=2,expert=2,tensor=2",
     "llama-4-scout": "expert=2,context=2,tensor=2", "olmo-2": "tensor=4,fsdp=2", "olmo-3": "stage=2,fsdp=2,tensor=2",
     "qwen2": "tensor=4,data=2", "qwen3-next": "stage=2,expert=2,tensor=2",
+    "qwen3.5": "stage=2,fsdp=2,tensor=2", "qwen3.5-moe": "fsdp=2,expert=2,tensor=2",
 }  # fmt: skip
 """Mesh of a row's gradients, where it is not EIGHT_DEVICES."""
 

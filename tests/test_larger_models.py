@@ -13,6 +13,7 @@ from test_weights import assert_same_tensors, tensors_of
 
 import meshwright as mw
 from meshwright.hugging_face.folder import open_folder, read_model
+from meshwright.hugging_face.names import read_block, unpadded_shape
 
 TOLERANCE = 1e-5
 """Of a gradient's largest element."""
@@ -62,6 +63,59 @@ def test_both_forms_of_the_names_are_read(form: str, tmp_path: Path) -> None:
     mw.convert(tmp_path, tmp_path / "run")
     mw.convert(tmp_path / "run", tmp_path / "back")
     assert_same_tensors(tmp_path, tmp_path / "back")
+
+
+EXPERTS = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
+
+
+def _packed(tensors: dict[str, np.ndarray], transposed: bool) -> dict[str, np.ndarray]:
+    """Returns the tensors with the experts of each layer in two: gates, then projections up; and those down."""
+    found = {name: values for name, values in tensors.items() if not EXPERTS.search(name)}
+    experts = sorted({EXPERTS.sub("", name) for name in tensors if EXPERTS.search(name)})
+    for layer in experts:
+        numbers = range(sum(f"{layer}mlp.experts.{i}.up_proj.weight" in tensors for i in range(99)))
+        whole = {
+            part: np.stack([tensors[f"{layer}mlp.experts.{i}.{part}_proj.weight"] for i in numbers])
+            for part in ("gate", "up", "down")
+        }
+        gate_up = np.concatenate([whole["gate"], whole["up"]], 1)
+        order = (0, 2, 1) if transposed else (0, 1, 2)
+        found[f"{layer}mlp.experts.gate_up_proj"] = gate_up.transpose(order)
+        found[f"{layer}mlp.experts.down_proj"] = whole["down"].transpose(order)
+    return {name: np.ascontiguousarray(values) for name, values in found.items()}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("row", ["qwen3.5-moe", "qwen3.5-moe-larger"])
+def test_both_forms_of_packed_experts_are_read_by_their_shape(
+    row: str, transposed: bool, tmp_path: Path
+) -> None:
+    hf_models.write_folder(row, tmp_path / "apart")
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    (packed / "config.json").write_bytes((tmp_path / "apart" / "config.json").read_bytes())
+    hf_models.write_tensors(packed, _packed(tensors_of(tmp_path / "apart"), transposed))
+    one, other = (open_folder(f"hf:{folder}") for folder in (packed, tmp_path / "apart"))
+    with one.reader() as read_one, other.reader() as read_other:
+        for path, p in one.params.items():
+            everything = tuple(slice(0, size) for size in unpadded_shape(p))
+            np.testing.assert_array_equal(
+                read_block(p, one.stored[path], everything, read_one, np.float32),
+                read_block(p, other.stored[path], everything, read_other, np.float32),
+            )
+    mw.convert(packed, tmp_path / "run")
+    mw.convert(tmp_path / "run", tmp_path / "back")
+    assert_same_tensors(packed, tmp_path / "back")
+
+
+def test_packed_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
+    hf_models.write_folder("qwen3.5-moe", tmp_path)
+    tensors = _packed(tensors_of(tmp_path), transposed=False)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    tensors[name] = tensors[name][:, :-2]
+    hf_models.write_tensors(tmp_path, tensors)
+    with pytest.raises(mw.WeightsError, match=re.escape("[4, 46, 64]")):
+        open_folder(f"hf:{tmp_path}")
 
 
 def _config(row: str, **changes: Any) -> dict[str, Any]:

@@ -45,6 +45,8 @@ FAMILIES = {
     "gpt-oss": "gpt-oss-20b",
     "llama4": "llama4-scout",
     "qwen3-next": "qwen3-next-80b-a3b",
+    "qwen3.5": "qwen35-9b",
+    "qwen3.5-moe": "qwen35-35b-a3b",
 }
 """A recipe of every family."""
 

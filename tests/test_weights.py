@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.hardware.mesh import build_mesh
 from meshwright.hugging_face.architectures import architecture_of
 from meshwright.hugging_face.folder import check_tied, load_params, open_folder, read_model
-from meshwright.hugging_face.names import StoredTensor, read_block, write_block
+from meshwright.hugging_face.names import StoredTensor, read_block, unpadded_shape, write_block
 from meshwright.hugging_face.safetensors_files import NewSafetensorsFile, SafetensorsFile
 from meshwright.runs.recipe import find_recipe
 from meshwright.sharding.params import Param, named_leaves
@@ -271,6 +272,11 @@ def _check_missing_fields(row: str, architectures: list[str], fields: Any, folde
         assert name != "rope_scaling" or found != given or row == "gpt2"
 
 
+FIELDS_OF_40_LAYERS = (
+    read("fields-of-40-layers")[0]["fields"] | read("newer-fields-of-40-layers")[0]["fields"]
+)
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_a_missing_field_is_that_of_transformers(row: str, tmp_path: Path) -> None:
     about, _ = read(row)
@@ -280,7 +286,7 @@ def test_a_missing_field_is_that_of_transformers(row: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("row", ROWS)
 def test_a_missing_field_of_a_deep_model_is_that_of_transformers(row: str, tmp_path: Path) -> None:
     """With 40 layers, where defaults such as Qwen's `max_window_layers` 28 have an effect."""
-    fields = read("fields-of-40-layers")[0]["fields"][row]
+    fields = FIELDS_OF_40_LAYERS[row]
     _check_missing_fields(row, [fields["architecture"]], fields, tmp_path)
 
 
@@ -296,7 +302,7 @@ WINDOWS: dict[str, tuple[str, dict[str, Any], int | None]] = {
 @pytest.mark.parametrize("row", WINDOWS)
 def test_windows_of_qwen_are_those_of_transformers(row: str, tmp_path: Path) -> None:
     name, changes, window = WINDOWS[row]
-    fields = read("fields-of-40-layers")[0]["fields"][name]
+    fields = FIELDS_OF_40_LAYERS[name]
     drop = ("layer_types", "max_window_layers")
     config = {n: v for n, v in fields["config"].items() if n not in drop}
     config |= {"use_sliding_window": True, "sliding_window": 5}
@@ -630,7 +636,7 @@ def test_nothing_is_read_by_guess(row: str, folders: Any, tmp_path: Path) -> Non
     assert fix in refused.value.fix
 
 
-EFFECTS = read("changed-fields")[0]["rows"]
+EFFECTS = read("changed-fields")[0]["rows"] | read("newer-changed-fields")[0]["rows"]
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -651,6 +657,17 @@ def test_a_field_is_computed_or_refused_or_changes_no_number(row: str, tmp_path:
         found = model_of({**config, name: change["value"]})
         if found == given:
             assert change["effect"] is not True, f"{name}: the logits of transformers change"
+
+
+SIZES = read("published-sizes")[0]["sizes"]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_published_size_has_its_number_of_parameters(name: str, tmp_path: Path) -> None:
+    """To the digit, as `transformers` counts them."""
+    (tmp_path / "config.json").write_text(json.dumps(SIZES[name]["config"]))
+    params = named_leaves(read_model(f"hf:{tmp_path}").model.params())
+    assert sum(math.prod(unpadded_shape(p)) for p in params.values()) == SIZES[name]["parameters"]
 
 
 def test_notes_of_a_folder(folders: Any, tmp_path: Path) -> None:

@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     from meshwright.models.families.llama4 import Llama4 as Llama4
     from meshwright.models.families.mixtral import Mixtral as Mixtral
     from meshwright.models.families.olmo3 import Olmo3 as Olmo3
+    from meshwright.models.families.qwen3_5 import Qwen35 as Qwen35
+    from meshwright.models.families.qwen3_5 import Qwen35Moe as Qwen35Moe
     from meshwright.models.families.qwen3_next import Qwen3Next as Qwen3Next
     from meshwright.models.families.smollm3 import SmolLM3 as SmolLM3
     from meshwright.models.model import Model as Model

@@ -26,6 +26,7 @@ from meshwright.hugging_face.folder import (
     check_tied,
     keep_files,
     open_folder,
+    read_form,
     read_model,
     read_other_parts,
 )
@@ -283,7 +284,7 @@ def export_weights(
     # `transformers` 4 calls it torch_dtype, 5 calls it dtype and reads both.
     config = {**config, "dtype" if "dtype" in config else "torch_dtype": dtype}
     params = named_leaves(run.model.params())
-    stored = architecture.tensors(run.model)
+    stored = architecture.tensors(run.model, read_form(source / KEPT, architecture))
     others = read_other_parts(source / KEPT)
     notes = tuple[str, ...]()
     if others is not None:

@@ -49,6 +49,7 @@ from meshwright.models.families.llama import Llama
 from meshwright.models.families.llama4 import Llama4
 from meshwright.models.families.mixtral import Mixtral
 from meshwright.models.families.olmo3 import Olmo3
+from meshwright.models.families.qwen3_5 import Qwen35, Qwen35Moe
 from meshwright.models.families.qwen3_next import Qwen3Next
 from meshwright.models.families.smollm3 import SmolLM3
 from meshwright.models.model import Model
@@ -85,6 +86,8 @@ class Architecture:
     """Further types that files of this architecture name."""
     left_out: tuple[str, ...] = ()
     """Patterns of learned tensors that no logit depends on: they are left out, and a note counts them."""
+    forms: Mapping[str, Names] = dataclasses.field(default_factory=dict)
+    """Other forms that published files have: name of the form -> the tensors that differ in it."""
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -99,9 +102,10 @@ class Architecture:
         """Returns the configuration of a model, or None where the architecture cannot express it."""
         return write_table(self.table, model) if type(model) is self.family else None
 
-    def tensors(self, model: Model) -> Mapping[str, StoredTensor]:
-        """Returns where each parameter of a model is stored, by dotted path."""
-        return locate_tensors(model, self.names, self.layer)
+    def tensors(self, model: Model, form: str = "") -> Mapping[str, StoredTensor]:
+        """Returns where each parameter of a model is stored, by dotted path. form: one of `forms`."""
+        other = self.forms[form] if form else {}
+        return locate_tensors(model, {**self.names, **other}, self.layer)
 
 
 # Entries that several architectures share.
@@ -140,6 +144,23 @@ def _shared_expert(name: str) -> Names:
         f"shared_{part}": (f"{name}.{part}_proj.weight", LLAMA[part][1])
         for part in ("gate", "up", "down")
     }
+
+
+def _packed_experts(up_axes: tuple[str, ...], down_axes: tuple[str, ...]) -> Names:
+    """Returns the experts of a layer in two tensors, the gates before the projections up."""
+    gate_up = "mlp.experts.gate_up_proj"
+    return {
+        "expert_gate": (gate_up, up_axes),
+        "expert_up": (gate_up, up_axes),
+        "expert_down": ("mlp.experts.down_proj", down_axes),
+    }
+
+
+_PACKED_FORMS = {
+    "packed experts": _packed_experts(("E", "F+", "D"), ("E", "D", "F")),
+    "packed and transposed experts": _packed_experts(("E", "D", "F+"), ("E", "F", "D")),
+}
+"""Forms of experts under one name. `transformers` takes the first where both have the same shape."""
 
 
 # Llama and its relatives: Mistral, Phi-3 and 4, Qwen2, Qwen3, OLMo 2 and 3, SmolLM3, Mixtral, Qwen3-MoE.
@@ -304,6 +325,18 @@ _QWEN3_MOE = (
     same("num_experts_per_tok", "experts_per_token"),
     same("moe_intermediate_size", "expert_mlp"),
     same("norm_topk_prob", "normalize_top_k", False),
+    fixed("decoder_sparse_step", 1),
+    Entry(_read_dense_layers, lambda c: {"mlp_only_layers": list(range(c.dense_layers))}),
+    _AUX_LOSS,
+)
+_QWEN3_VL_MOE = (
+    *(*_SIZES, scaled_rope(500000.0), _EPSILON, _MLP, _PLAIN_ROUTING, _BIASES),
+    must(qk_norm="rms", norm_place="before", shared_experts=0, sliding_window=None),
+    same("num_experts", "experts", 60, other="num_local_experts"),
+    same("num_experts_per_tok", "experts_per_token", 4),
+    same("moe_intermediate_size", "expert_mlp", 1408),
+    fixed("norm_topk_prob", True, written=False),
+    must(normalize_top_k=True),
     fixed("decoder_sparse_step", 1),
     Entry(_read_dense_layers, lambda c: {"mlp_only_layers": list(range(c.dense_layers))}),
     _AUX_LOSS,
@@ -767,28 +800,57 @@ def _write_qwen3_next_layers(c: Any) -> dict[str, Any]:
     }
 
 
+def _linear_and_full(kv_heads: int) -> tuple[Entry, ...]:
+    """Returns the entries of linear and full attention by turns. kv_heads: where the configuration has none."""
+    return (
+        *_CORE,
+        same("num_key_value_heads", "kv_heads", kv_heads),
+        *(head_size(256), _SILU, _TIED),
+        fixed("attention_bias", False),
+        Entry(_read_qwen3_next_layers, _write_qwen3_next_layers),
+        *(scaled_rope(fraction=0.25), _EPSILON),
+        same("linear_num_key_heads", "linear_heads", 16),
+        same("linear_num_value_heads", "linear_value_heads", 32),
+        same("linear_key_head_dim", "linear_key_size", 128),
+        same("linear_value_head_dim", "linear_value_size", 128),
+        same("linear_conv_kernel_dim", "convolution_taps", 4),
+    )
+
+
+def _experts_and_shared(experts: int, experts_per_token: int) -> tuple[Entry, ...]:
+    """Returns the entries of experts in all layers, and a shared one. The numbers stand for missing fields."""
+    return (
+        without_effect("intermediate_size"),  # of layers without experts
+        _PLAIN_ROUTING,
+        same("num_experts", "experts", experts),
+        same("num_experts_per_tok", "experts_per_token", experts_per_token),
+        same("moe_intermediate_size", "expert_mlp", 512),
+        same("shared_expert_intermediate_size", "shared_mlp", 512),
+        _AUX_LOSS,
+    )
+
+
 _QWEN3_NEXT = (
-    *_CORE,
-    same("num_key_value_heads", "kv_heads", 2),
-    *(head_size(256), _SILU, _TIED),
-    fixed("attention_bias", False),
+    *_linear_and_full(kv_heads=2),
+    *_experts_and_shared(experts=512, experts_per_token=10),
     fixed("decoder_sparse_step", 1),
     fixed("mlp_only_layers", []),
-    without_effect("intermediate_size"),  # of layers without experts
-    Entry(_read_qwen3_next_layers, _write_qwen3_next_layers),
-    *(scaled_rope(fraction=0.25), _EPSILON),
-    same("linear_num_key_heads", "linear_heads", 16),
-    same("linear_num_value_heads", "linear_value_heads", 32),
-    same("linear_key_head_dim", "linear_key_size", 128),
-    same("linear_value_head_dim", "linear_value_size", 128),
-    same("linear_conv_kernel_dim", "convolution_taps", 4),
-    _PLAIN_ROUTING,
-    same("num_experts", "experts", 512),
-    same("num_experts_per_tok", "experts_per_token", 10),
-    same("moe_intermediate_size", "expert_mlp", 512),
-    same("shared_expert_intermediate_size", "shared_mlp", 512),
     same("norm_topk_prob", "normalize_top_k", True),
-    _AUX_LOSS,
+)
+# Fields of the published files that `transformers` does not read: what they say is what it computes.
+_QWEN3_5_CONSTANTS = (
+    fixed("attn_output_gate", True, written=False),
+    fixed("output_gate_type", "swish", "silu", written=False),
+    fixed("mamba_ssm_dtype", "float32", written=False),
+    without_effect("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+)
+_QWEN3_5 = (*_linear_and_full(kv_heads=4), _MLP, *_QWEN3_5_CONSTANTS)
+_QWEN3_5_MOE = (
+    *_linear_and_full(kv_heads=2),
+    *_experts_and_shared(experts=256, experts_per_token=8),
+    fixed("norm_topk_prob", True, written=False),
+    must(normalize_top_k=True),
+    *_QWEN3_5_CONSTANTS,
 )
 _FUSED = {
     "self_attn.q_proj.weight": {"blocks.query": "NH/", "blocks.query_gate": "NH/"},
@@ -821,6 +883,20 @@ _QWEN3_NEXT_NAMES = {
         for tensor, parts in _FUSED.items()
         for name, axes in parts.items()
     },
+}
+# Qwen3.5: the projections of linear attention in four tensors, each head after head.
+_IN_PROJ = {
+    name: f"linear_attn.in_proj_{tensor}.weight"
+    for name, tensor in (("mixed", "qkv"), ("gate", "z"), ("rate", "b"), ("step", "a"))
+}
+_QWEN3_5_NAMES = {
+    **_QWEN3_NEXT_NAMES,
+    "query": (_IN_PROJ["mixed"], ("NH+", "D")),
+    "key": (_IN_PROJ["mixed"], ("NH+", "D")),
+    "value": (_IN_PROJ["mixed"], ("NGH+", "D")),
+    "value_gate": (_IN_PROJ["gate"], ("NGH", "D")),
+    "rate": (_IN_PROJ["rate"], ("NG", "D")),
+    "step": (_IN_PROJ["step"], ("NG", "D")),
 }
 
 _NO_QK_NORM = must(qk_norm="none")
@@ -918,6 +994,15 @@ _ALL = (
     Architecture("SmolLM3ForCausalLM", "smollm3", SmolLM3, _SMOLLM3),
     Architecture("MixtralForCausalLM", "mixtral", Mixtral, _MIXTRAL, _MIXTRAL_NAMES),
     Architecture("Qwen3MoeForCausalLM", "qwen3_moe", Mixtral, _QWEN3_MOE),
+    # The text model of Qwen3-VL, which has no class of its own with an unembedding.
+    Architecture(
+        "Qwen3VLMoeTextModel",
+        "qwen3_vl_moe_text",
+        Mixtral,
+        _QWEN3_VL_MOE,
+        {**LLAMA, **_PACKED_FORMS["packed experts"]},
+        forms=_PACKED_FORMS,
+    ),
     Architecture("Llama4ForCausalLM", "llama4_text", Llama4, _LLAMA4, _LLAMA4_NAMES),
     Architecture(
         "Qwen3NextForCausalLM",
@@ -926,6 +1011,23 @@ _ALL = (
         _QWEN3_NEXT,
         _QWEN3_NEXT_NAMES,
         left_out=(r"mtp\..*",),
+    ),
+    Architecture(
+        "Qwen3_5ForCausalLM",
+        "qwen3_5_text",
+        Qwen35,
+        _QWEN3_5,
+        _QWEN3_5_NAMES,
+        left_out=(r"mtp\..*",),
+    ),
+    Architecture(
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe_text",
+        Qwen35Moe,
+        _QWEN3_5_MOE,
+        _QWEN3_5_NAMES,
+        left_out=(r"mtp\..*",),
+        forms=_PACKED_FORMS,
     ),
 )
 ARCHITECTURES = {architecture.name: architecture for architecture in _ALL}

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from jax.sharding import Sharding
 
 from meshwright.config import Precision
 from meshwright.data.vocabularies import tokenizer_file
-from meshwright.documents import check_inside
+from meshwright.documents import check_inside, read_json
 from meshwright.errors import MeshwrightError, WeightsError
 from meshwright.formatting import format_bytes
 from meshwright.hugging_face import quantised
@@ -45,6 +46,7 @@ from meshwright.models.model import Model
 from meshwright.sharding.params import Param, Tree, is_param, named_leaves
 from meshwright.sharding.stages import NO_LAYER
 from meshwright.storage.transfer import copy_file
+from meshwright.storage.writing import write_text
 
 KEPT = "huggingface"
 """Folder inside an output folder with the files that come back out: tokenizer, chat template, configuration."""
@@ -56,6 +58,8 @@ TOKENIZER_FILES = (
 )
 OTHER_PARTS = "other_parts.safetensors"
 """File with the tensors of a larger model's other parts, in the folder `KEPT`."""
+FORM = "form.json"
+"""File with the form of the tensors, where an architecture has several, in the folder `KEPT`."""
 _KEPT_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 
@@ -153,6 +157,8 @@ class WeightsFolder:
     """Tensors of a larger model's other parts, by their own names."""
     prefix: TextPrefix | None = None
     """Form of the text model's names inside a larger model."""
+    form: str = ""
+    """Form of the tensors, where the architecture has several (`Architecture.forms`)."""
 
     @contextlib.contextmanager
     def reader(self) -> Iterator["TensorReader"]:
@@ -214,7 +220,8 @@ def open_folder(name: str) -> WeightsFolder:
     unpacked = quantised.unpacked_entries(entries) if packed else {}
     entries |= unpacked
     params = named_leaves(folder.model.params())
-    stored = dict(folder.architecture.tensors(folder.model))
+    form = _form_of(folder, params, entries)
+    stored = dict(folder.architecture.tensors(folder.model, form))
     expected, parts = set[str](), set[str]()
     for path, p in params.items():
         shape = stored[path].stored_shape(p)
@@ -255,7 +262,31 @@ def open_folder(name: str) -> WeightsFolder:
         frozenset(unpacked),
         tensors.others,
         tensors.prefix,
+        form,
     )
+
+
+def _form_of(folder: ModelFolder, params: dict[str, Param], entries: dict[str, TensorEntry]) -> str:
+    """Returns the form of a folder's tensors, by their names and shapes.
+
+    Where names are of another form and shapes of none, it is the first form with these names, so that the error names
+    the tensor and both shapes.
+    """
+    architecture = folder.architecture
+    named = list[str]()
+    for form in architecture.forms:
+        stored = architecture.tensors(folder.model, form)
+        shapes = {
+            tensor: stored[path].stored_shape(p)
+            for path, p in params.items()
+            for tensor in stored[path].names(p)
+        }
+        if not shapes.keys() <= entries.keys():
+            continue
+        named.append(form)
+        if all(entries[tensor].shape == shape for tensor, shape in shapes.items()):
+            return form
+    return named[0] if named else ""
 
 
 def _note_of_others(others: dict[str, TensorEntry]) -> str:
@@ -521,8 +552,14 @@ def keep_files(folder: Path, out: Path) -> None:
     for name in _KEPT_FILES:
         if (folder / name).is_file():
             copy_file(folder / name, target / name)
-    if find_text_model(read_fields(folder)).larger is not None:
-        _keep_other_parts(open_folder(str(folder.absolute())), target)
+    text = find_text_model(read_fields(folder))
+    if text.larger is None and not text.architecture.forms:
+        return
+    weights = open_folder(str(folder.absolute()))
+    if text.larger is not None:
+        _keep_other_parts(weights, target)
+    if weights.form:
+        write_text(target / FORM, json.dumps({"form": weights.form}) + "\n")
 
 
 def _keep_other_parts(weights: WeightsFolder, target: Path) -> None:
@@ -549,6 +586,20 @@ class OtherParts:
     file: SafetensorsFile
     prefix: TextPrefix
     """Form of the text model's names inside the larger model."""
+
+
+def read_form(kept: Path, architecture: Architecture) -> str:
+    """Returns the form that a run's weights came in, "" for the usual one. kept: the folder OUT/huggingface."""
+    path = kept / FORM
+    if not path.is_file():
+        return ""
+    try:
+        form = read_json(path)["form"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise WeightsError(
+            f"reading {path}", f"it names no form of tensors: {error}", "the file as it was written"
+        ) from error
+    return form if form in architecture.forms else ""
 
 
 def read_other_parts(kept: Path) -> OtherParts | None:

@@ -102,6 +102,24 @@ _ALL_LARGER = (
     LargerModel(
         "Qwen3VLForConditionalGeneration", "qwen3_vl", {"qwen3_vl_text": "Qwen3ForCausalLM"}
     ),
+    LargerModel(
+        "Qwen3VLMoeForConditionalGeneration",
+        "qwen3_vl_moe",
+        {"qwen3_vl_moe_text": "Qwen3VLMoeTextModel"},
+        default_text_type="qwen3_vl_moe_text",
+    ),
+    LargerModel(
+        "Qwen3_5ForConditionalGeneration",
+        "qwen3_5",
+        {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+        default_text_type="qwen3_5_text",
+    ),
+    LargerModel(
+        "Qwen3_5MoeForConditionalGeneration",
+        "qwen3_5_moe",
+        {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+        default_text_type="qwen3_5_moe_text",
+    ),
 )
 LARGER_MODELS = {larger.name: larger for larger in _ALL_LARGER}
 """Architectures whose text model is computed, by name; another is added from outside the package."""

@@ -22,18 +22,13 @@ from meshwright.models.blocks.layers import Norm
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.expert_fields import ChoiceOfExperts
 from meshwright.models.families.fields import PartialRotary, TiedOrNot
+from meshwright.models.model import Kind
 from meshwright.ranges import PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen3Next(ChoiceOfExperts, PartialRotary, TiedOrNot):
-    """Configuration of a hybrid of linear and full attention, with experts in all layers.
-
-    Example:
-        >>> model = mw.Qwen3Next(vocab=32000, width=512, layers=4, heads=8, kv_heads=2, experts=16)
-        >>> [layer.stack for layer in model.spec().layers]
-        ['linear_blocks', 'linear_blocks', 'linear_blocks', 'blocks']
-    """
+class LinearAndFull(PartialRotary, TiedOrNot):
+    """Linear and full attention by turns."""
 
     full_attention_interval: PositiveInt = 4
     """Layers of which the last has full attention, and the others linear attention."""
@@ -47,8 +42,6 @@ class Qwen3Next(ChoiceOfExperts, PartialRotary, TiedOrNot):
     """Size of a value of linear attention."""
     convolution_taps: Annotated[int, msgspec.Meta(ge=2, le=2**20)] = 4
     """Tokens that the convolution before linear attention reads, the token itself included."""
-    shared_mlp: PositiveInt = 384
-    """Feed-forward width F of the shared expert."""
     norm_epsilon: float = 1e-6
 
     @property
@@ -56,8 +49,8 @@ class Qwen3Next(ChoiceOfExperts, PartialRotary, TiedOrNot):
         """Norm before all halves of layers, of queries and keys, and after the last layer."""
         return Norm("rms_plus_one", self.norm_epsilon)
 
-    def build(self) -> Decoder:
-        """Returns the layers by turns."""
+    def by_turns(self, feed_forward: Kind) -> Decoder:
+        """Returns the layers, each with the same second half."""
         heads, value_heads, interval = (
             self.linear_heads,
             self.linear_value_heads,
@@ -77,7 +70,6 @@ class Qwen3Next(ChoiceOfExperts, PartialRotary, TiedOrNot):
                 f"--model.linear-value-heads {2 * heads}",
             ),
         )
-        experts = self.routed(shared=self.shared_mlp, shared_gate=True)
         sizes = (self.linear_key_size, self.linear_value_size, self.convolution_taps)
         linear = DeltaNet(
             self.width,
@@ -86,6 +78,24 @@ class Qwen3Next(ChoiceOfExperts, PartialRotary, TiedOrNot):
             self.out_std,
         )
         full = self.attention(qk_norm=self.norm, gated=True)
-        linear_block = Block("linear_blocks", linear, experts, self.norm)
-        full_block = Block("blocks", full, experts, self.norm)
+        linear_block = Block("linear_blocks", linear, feed_forward, self.norm)
+        full_block = Block("blocks", full, feed_forward, self.norm)
         return self.repeat(*[linear_block] * (interval - 1), full_block)
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3Next(ChoiceOfExperts, LinearAndFull):
+    """Configuration of a hybrid of linear and full attention, with experts in all layers.
+
+    Example:
+        >>> model = mw.Qwen3Next(vocab=32000, width=512, layers=4, heads=8, kv_heads=2, experts=16)
+        >>> [layer.stack for layer in model.spec().layers]
+        ['linear_blocks', 'linear_blocks', 'linear_blocks', 'blocks']
+    """
+
+    shared_mlp: PositiveInt = 384
+    """Feed-forward width F of the shared expert."""
+
+    def build(self) -> Decoder:
+        """Returns the layers by turns."""
+        return self.by_turns(self.routed(shared=self.shared_mlp, shared_gate=True))

@@ -1,0 +1,88 @@
+"""Writes the golden files of further architectures, each as its own script writes those of `theirs.py`."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import architectures
+import changed
+import drawn
+import fields
+import larger
+import theirs
+
+HERE = Path(__file__).resolve()
+_SIZES = theirs._SIZES
+_LINEAR_AND_FULL = {
+    **_SIZES, "num_hidden_layers": 4, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}  # fmt: skip
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5": ("Qwen3_5", _LINEAR_AND_FULL),
+    "qwen3.5-moe": ("Qwen3_5Moe", {**_LINEAR_AND_FULL, **_EXPERTS, "shared_expert_intermediate_size": 48}),
+}  # fmt: skip
+"""Row -> class of `transformers`, and its configuration."""
+
+_VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}  # fmt: skip
+LARGER: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5-larger": ("Qwen3_5ForConditionalGeneration", {
+        "text_config": ROWS["qwen3.5"][1], "vision_config": _VISION,
+    }),
+    "qwen3.5-moe-larger": ("Qwen3_5MoeForConditionalGeneration", {
+        "text_config": ROWS["qwen3.5-moe"][1], "vision_config": _VISION,
+    }),
+    "qwen3-vl-moe-larger": ("Qwen3VLMoeForConditionalGeneration", {
+        "text_config": {
+            **_SIZES, **_EXPERTS, "head_dim": 24, "mlp_only_layers": [0], "tie_word_embeddings": False,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 3, 3], "mrope_interleaved": True,
+            },
+        },
+        "vision_config": {**_VISION, "deepstack_visual_indexes": [0]},
+    }),
+}  # fmt: skip
+"""Row of a larger model -> class of `transformers`, and its configuration."""
+
+WRITTEN_AS: dict[str, str] = {}
+"""Row -> architecture that Meshwright writes from its model, where it is another that computes the same."""
+LAYERS: dict[str, dict[str, Any]] = {}
+"""Row -> changes that make it deep, besides `num_hidden_layers`."""
+
+
+def _write(folder: Path, name: str, scripts: list[Path], *contents: Any) -> None:
+    """Writes a golden file that belongs to this script too."""
+    drawn.write(folder, name, [*scripts, HERE], *contents)
+
+
+def main(out: Path, rows: list[str]) -> None:
+    """Writes the files of `rows`, or all; the fields of all rows."""
+    chosen = {row: ROWS[row] for row in rows if row in ROWS} if rows else ROWS
+    theirs.LARGER = {row: LARGER[row] for row in rows if row in LARGER} if rows else LARGER
+    theirs.ROWS = chosen
+    theirs.WRITTEN_AS = WRITTEN_AS
+    architectures.write = _write
+    larger.write = _write
+    architectures.main(out)
+    larger.main(out)
+    theirs.ROWS = ROWS
+    changed.write = lambda folder, name, *rest: _write(folder, f"newer-{name}", *rest)
+    changed.main(out)
+    fields.write = lambda folder, name, *rest: _write(folder, f"newer-{name}", *rest)
+    fields.CHANGES = {
+        row: {"num_hidden_layers": fields.LAYERS, **LAYERS.get(row, {})} for row in ROWS
+    }
+    fields.main(out)
+
+
+if __name__ == "__main__":
+    with theirs.quiet():
+        main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,77 @@
+"""Writes configurations of published sizes, and the parameters that `transformers` counts in each, without weights."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import theirs
+import torch
+import transformers
+from drawn import write
+
+HERE = Path(__file__).resolve()
+_ROPE_OF_QWEN = {
+    "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
+    "mrope_interleaved": True,
+}  # fmt: skip
+_QWEN_MOE = {"num_key_value_heads": 2, "rope_parameters": _ROPE_OF_QWEN}
+_QWEN_LARGE_MOE = {
+    **_QWEN_MOE, "num_attention_heads": 32, "linear_num_value_heads": 64, "moe_intermediate_size": 1024,
+    "shared_expert_intermediate_size": 1024,
+}  # fmt: skip
+
+SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3.5-0.8B": ("Qwen3_5ForCausalLM", {
+        "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "linear_num_value_heads": 16, "tie_word_embeddings": True,
+        "rope_parameters": _ROPE_OF_QWEN,
+    }),
+    "Qwen3.5-4B": ("Qwen3_5ForCausalLM", {
+        "hidden_size": 2560, "intermediate_size": 9216, "tie_word_embeddings": True, "rope_parameters": _ROPE_OF_QWEN,
+    }),
+    "Qwen3.5-9B": ("Qwen3_5ForCausalLM", {"rope_parameters": _ROPE_OF_QWEN}),
+    "Qwen3.5-27B": ("Qwen3_5ForCausalLM", {
+        "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
+        "linear_num_value_heads": 48, "rope_parameters": _ROPE_OF_QWEN,
+    }),
+    "Qwen3.5-35B-A3B": ("Qwen3_5MoeForCausalLM", _QWEN_MOE),
+    "Qwen3.5-122B-A10B": ("Qwen3_5MoeForCausalLM", {
+        **_QWEN_LARGE_MOE, "hidden_size": 3072, "num_hidden_layers": 48,
+    }),
+    "Qwen3.5-397B-A17B": ("Qwen3_5MoeForCausalLM", {
+        **_QWEN_LARGE_MOE, "hidden_size": 4096, "num_hidden_layers": 60, "num_experts": 512, "num_experts_per_tok": 10,
+    }),
+}  # fmt: skip
+"""Published model -> class of `transformers`, and the fields that are not the defaults of its configuration."""
+
+
+def main(out: Path) -> None:
+    found = {}
+    for name, (class_name, fields) in SIZES.items():
+        model_class = getattr(transformers, class_name)
+        config = model_class.config_class(**fields)
+        with torch.device("meta"):
+            model = model_class(config)
+        parameters = sum(p.numel() for p in model.parameters())
+        written = json.loads(config.to_json_string(use_diff=False))
+        found[name] = {
+            "config": {**written, "architectures": [class_name]},
+            "parameters": parameters,
+        }
+        print(name, f"{parameters:,}", flush=True)
+    counts = np.array([row["parameters"] for row in found.values()])
+    write(
+        out,
+        "published-sizes",
+        [HERE, HERE.parent / "theirs.py"],
+        theirs.versions(),
+        {"sizes": found},
+        {"counts": counts},
+    )
+
+
+if __name__ == "__main__":
+    with theirs.quiet():
+        main(Path(sys.argv[1]))
