@@ -28,14 +28,15 @@ def _skip_padding(layer: Layer, stack: str) -> Layer:
     """Returns `layer` for a stack with padding rows: these are the identity and return zero aux."""
     layer = jax.named_scope(row_scope(stack))(layer)
 
-    def maybe(x_BTD: jax.Array, params: Any, index: jax.Array) -> tuple[jax.Array, Aux]:
-        shapes = jax.eval_shape(lambda x, index: layer(x, params, index)[1], x_BTD, index)
+    def skipped(x_BTD: jax.Array, params: Any, index: jax.Array) -> tuple[jax.Array, Aux]:
+        # `params` may be a function, which `eval_shape` takes in a closure only.
+        _, shapes = jax.eval_shape(lambda x, index: layer(x, params, index), x_BTD, index)
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
         return jax.lax.cond(
             index == NO_LAYER, lambda: (x_BTD, zeros), lambda: layer(x_BTD, params, index)
         )
 
-    return maybe
+    return skipped
 
 
 def read_inside(layer: Layer) -> Layer:
@@ -54,9 +55,8 @@ def _drop_padding(layer: Layer) -> Layer:
 
     def dropped(x_BTD: jax.Array, params: Any, index: jax.Array) -> tuple[jax.Array, Aux]:
         y_BTD, aux = layer(x_BTD, params, index)
-        padding = index == NO_LAYER
-        return jnp.where(padding, x_BTD, y_BTD), jax.tree.map(
-            lambda a: jnp.where(padding, jnp.zeros_like(a), a), aux
-        )
+        is_padding = index == NO_LAYER
+        x_BTD = jnp.where(is_padding, x_BTD, y_BTD)
+        return x_BTD, jax.tree.map(lambda a: jnp.where(is_padding, jnp.zeros_like(a), a), aux)
 
     return dropped
