@@ -185,7 +185,7 @@ def options_of(
 
 @dataclasses.dataclass(frozen=True)
 class _Hint:
-    """Type of a field, and what its annotation says to the command line."""
+    """Type of a field, and its metadata for the command line."""
 
     kind: Any
     """The type without its annotation."""
