@@ -137,25 +137,38 @@ def reference_attention(
     )
     scores = scores or Scores()
     scores_BKGTS = cap(scores_BKGTS, scores.softcap)
-    distance_TS = queries.positions_T[:, None] - keys.positions_T[None, :]
-    causal_TS = distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
-    visible_BTS = causal_TS[None] & (
-        queries.segments_BT[:, :, None] == keys.segments_BT[:, None, :]
-    )
+    visible_BTS = _visible(queries, keys, window)
     scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, -1e30)
-    sinks = None if scores.sinks_N is None else scores.sinks_N.reshape(K, N // K, 1, 1)
-    top = jax.lax.stop_gradient(scores_BKGTS.max(-1, keepdims=True))
-    if sinks is None:
-        weights_BKGTS = jnp.exp(scores_BKGTS - top)
-        weights_BKGTS = weights_BKGTS / weights_BKGTS.sum(-1, keepdims=True)
-    else:
-        top = jnp.maximum(top, jax.lax.stop_gradient(sinks))
-        weights_BKGTS = jnp.exp(scores_BKGTS - top)
-        weights_BKGTS = weights_BKGTS / (
-            weights_BKGTS.sum(-1, keepdims=True) + jnp.exp(sinks - top)
-        )
+    weights_BKGTS = _softmax(scores_BKGTS, scores.sinks_N)
     out_BTKGH = jnp.einsum("bkgts,bskh->btkgh", weights_BKGTS.astype(q_BTNH.dtype), v_BSKH)
     return out_BTKGH.reshape(B, T, N, v_BSKH.shape[3])
+
+
+def _visible(queries: Positions, keys: Positions, window: int | None) -> jax.Array:
+    """Returns which keys each query sees, [B, T, S]: of its document, and at distance 0 <= d < window."""
+    distance_TS = queries.positions_T[:, None] - keys.positions_T[None, :]
+    visible_TS = distance_TS >= 0
+    if window is not None:
+        visible_TS = visible_TS & (distance_TS < window)
+    query_documents = queries.segments_BT[:, :, None]
+    key_documents = keys.segments_BT[:, None, :]
+    return visible_TS[None] & (query_documents == key_documents)
+
+
+# exp(s - m) / sum exp(s - m), to which a sink adds exp(sink - m): a key whose value is zero.
+def _softmax(scores_BKGTS: jax.Array, sinks_N: jax.Array | None) -> jax.Array:
+    """Returns the softmax over keys, of scores and the sinks of the query heads if there are any."""
+    if sinks_N is not None:
+        _, K, G, _, _ = scores_BKGTS.shape
+        sinks = sinks_N.reshape(K, G, 1, 1)
+    top = jax.lax.stop_gradient(scores_BKGTS.max(-1, keepdims=True))
+    if sinks_N is not None:
+        top = jnp.maximum(top, jax.lax.stop_gradient(sinks))
+    weights_BKGTS = jnp.exp(scores_BKGTS - top)
+    total = weights_BKGTS.sum(-1, keepdims=True)
+    if sinks_N is not None:
+        total = total + jnp.exp(sinks - top)
+    return weights_BKGTS / total
 
 
 def as_self_attention(attend: CrossAttention) -> SelfAttention:
@@ -181,7 +194,11 @@ def reference_kernels(block: int) -> Kernels:
             )
         return None
 
-    attend, features = as_self_attention(reference_attention), frozenset(FEATURES)
     return Kernels(
-        "reference", attend, reference_attention, unsupported, features=features, fused=False
+        "reference",
+        as_self_attention(reference_attention),
+        reference_attention,
+        unsupported,
+        features=frozenset(FEATURES),
+        fused=False,
     )

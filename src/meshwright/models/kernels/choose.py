@@ -72,60 +72,23 @@ def choose_kernels(
     The result's `name` is the attention that runs: "ring of splash" where keys go around a ring. Raises ConfigError
     where the named kernel does not support the run, or would not be used.
     """
-    chunk = sequence.seq // (2 * sequence.groups) if sequence.groups > 1 else sequence.seq
     shapes = AttentionShapes(
-        machine.platform, head_sizes, sequence.seq, chunk, dtype, remat, machine.chip_name
+        machine.platform,
+        head_sizes,
+        sequence.seq,
+        _chunk_of(sequence),
+        dtype,
+        remat,
+        machine.chip_name,
     )
-
-    def refusal(kernels: Kernels) -> str | None:
-        lacking = [
-            words for feature, words in FEATURES.items() if feature in needs - kernels.features
-        ]
-        return (
-            kernels.unsupported(shapes)
-            or (
-                f"{kernels.name} attention has no {lacking[0]}, which the model's layers have"
-                if lacking
-                else None
-            )
-            or (None if machine.installed else kernels.missing())
-            or unused(kernels)
-        )
-
-    def unused(kernels: Kernels) -> str | None:
-        option = f"--training.context-strategy {sequence.strategy}"
-        if kernels.chunk_attention is not None or sequence.groups == 1:
-            return None
-        if sequence.is_ring:
-            needed = f"over {sequence.shards} devices needs attention between chunks in a ring"
-            return f"{option} {needed}, which {kernels.name} lacks"
-        lacks = kernels.cross_attention is None
-        return (
-            f"{option} needs attention to gathered keys, which {kernels.name} lacks"
-            if lacks
-            else None
-        )
-
-    def in_strategy(kernels: Kernels) -> Kernels:
-        return (
-            dataclasses.replace(kernels, name=f"ring of {kernels.name}")
-            if sequence.is_ring
-            else kernels
-        )
-
+    refusal = functools.partial(
+        _refusal, shapes=shapes, needs=needs, sequence=sequence, installed=machine.installed
+    )
     if name == "auto":
-        reasons: list[str] = []
-        names = (
-            *AUTO_BY_CHIP.get(machine.chip_name or "", AUTO.get(machine.platform, ())),
-            "blocked",
-        )
-        for kernels in (_built_in(candidate, block) for candidate in names):
-            reason = refusal(kernels)
-            if reason is None:
-                return in_strategy(
-                    dataclasses.replace(kernels, note="; ".join(reasons)) if reasons else kernels
-                )
-            reasons.append(reason)
+        kernels = _first_supported(_auto_names(machine), block, refusal)
+        if kernels is not None:
+            return _named_by_strategy(kernels, sequence)
+
     kernels = resolve("attention kernel", name)
     if name in PARTS["attention kernel"]:
         kernels = kernels(block)
@@ -137,7 +100,79 @@ def choose_kernels(
             reason,
             "--training.attention-kernel auto, or change what it lacks",
         )
-    return in_strategy(kernels)
+    return _named_by_strategy(kernels, sequence)
+
+
+def _chunk_of(sequence: SequenceSplit) -> int:
+    """Returns the tokens of a chunk: a device has two where the sequence is split into groups."""
+    if sequence.groups > 1:
+        return sequence.seq // (2 * sequence.groups)
+    return sequence.seq
+
+
+def _auto_names(machine: Machine) -> tuple[str, ...]:
+    """Returns the attention kernels that "auto" tries, best first."""
+    of_platform = AUTO.get(machine.platform, ())
+    return (*AUTO_BY_CHIP.get(machine.chip_name or "", of_platform), "blocked")
+
+
+def _first_supported(
+    names: tuple[str, ...], block: int, refusal: Callable[[Kernels], str | None]
+) -> Kernels | None:
+    """Returns the first kernel that is not refused, with a note why those before it were; None if all were."""
+    reasons: list[str] = []
+    for name in names:
+        kernels = _built_in(name, block)
+        reason = refusal(kernels)
+        if reason is not None:
+            reasons.append(reason)
+        elif reasons:
+            return dataclasses.replace(kernels, note="; ".join(reasons))
+        else:
+            return kernels
+    return None
+
+
+def _refusal(
+    kernels: Kernels,
+    *,
+    shapes: AttentionShapes,
+    needs: frozenset[str],
+    sequence: SequenceSplit,
+    installed: bool,
+) -> str | None:
+    """Returns why a kernel cannot run, or would not be used; None if it runs."""
+    unsupported = kernels.unsupported(shapes)
+    if unsupported:
+        return unsupported
+    for feature, words in FEATURES.items():
+        if feature in needs - kernels.features:
+            return f"{kernels.name} attention has no {words}, which the model's layers have"
+    if not installed:
+        missing = kernels.missing()
+        if missing:
+            return missing
+    return _unused(kernels, sequence)
+
+
+def _unused(kernels: Kernels, sequence: SequenceSplit) -> str | None:
+    """Returns why the context strategy would not use a kernel; None if it does."""
+    if kernels.chunk_attention is not None or sequence.groups == 1:
+        return None
+    option = f"--training.context-strategy {sequence.strategy}"
+    if sequence.is_ring:
+        needed = f"over {sequence.shards} devices needs attention between chunks in a ring"
+        return f"{option} {needed}, which {kernels.name} lacks"
+    if kernels.cross_attention is None:
+        return f"{option} needs attention to gathered keys, which {kernels.name} lacks"
+    return None
+
+
+def _named_by_strategy(kernels: Kernels, sequence: SequenceSplit) -> Kernels:
+    """Returns a kernel with the name of the attention that runs."""
+    if not sequence.is_ring:
+        return kernels
+    return dataclasses.replace(kernels, name=f"ring of {kernels.name}")
 
 
 @functools.cache
@@ -187,30 +222,41 @@ def ragged_dot() -> GroupedMatmul:
     kernel of this package runs there (kernels/grouped_triton.py).
     """
 
-    def multiply(
-        x: jax.Array, weights: tuple[jax.Array, ...], rows_E: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        return tuple(jax.lax.ragged_dot(x, w, rows_E) for w in weights)
+    float8 = GroupedProducts(("cpu",), _ragged_rows, _ragged_groups)
+    return GroupedMatmul("ragged_dot", _ragged_multiply, float8=float8)
 
-    def in_float32(
-        x: jax.Array, w: jax.Array, rows_E: jax.Array, dtype: Any, scales: Any, added: Any
-    ) -> jax.Array:
-        wide = w.swapaxes(1, 2).astype(jnp.float32)
-        product = jax.lax.ragged_dot(x.astype(jnp.float32), wide, rows_E) * scales
-        return (product if added is None else product + added.astype(jnp.float32)).astype(dtype)
 
-    def groups(
-        x: jax.Array, g: jax.Array, rows_E: jax.Array, dtype: Any, scales: jax.Array
-    ) -> jax.Array:
-        contract_rows = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-        wide = g.astype(jnp.float32)
-        return (
-            jax.lax.ragged_dot_general(x.astype(jnp.float32), wide, rows_E, contract_rows) * scales
-        ).astype(dtype)
+def _ragged_multiply(
+    x_RK: jax.Array, weights: tuple[jax.Array, ...], rows_E: jax.Array
+) -> tuple[jax.Array, ...]:
+    return tuple(jax.lax.ragged_dot(x_RK, w, rows_E) for w in weights)
 
-    return GroupedMatmul(
-        "ragged_dot", multiply, float8=GroupedProducts(("cpu",), in_float32, groups)
-    )
+
+def _ragged_rows(
+    x_RK: jax.Array,
+    w_ENK: jax.Array,
+    rows_E: jax.Array,
+    dtype: Any,
+    scales: jax.Array,
+    added: jax.Array | None,
+) -> jax.Array:
+    """Computes `GroupedProducts.rows` in float32."""
+    w_EKN = w_ENK.swapaxes(1, 2).astype(jnp.float32)
+    product = jax.lax.ragged_dot(x_RK.astype(jnp.float32), w_EKN, rows_E) * scales
+    if added is not None:
+        product = product + added.astype(jnp.float32)
+    return product.astype(dtype)
+
+
+def _ragged_groups(
+    x_RK: jax.Array, g_RN: jax.Array, rows_E: jax.Array, dtype: Any, scales: jax.Array
+) -> jax.Array:
+    """Computes `GroupedProducts.groups` in float32."""
+    contract_rows = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    g_RN = g_RN.astype(jnp.float32)
+    x_RK = x_RK.astype(jnp.float32)
+    product = jax.lax.ragged_dot_general(x_RK, g_RN, rows_E, contract_rows)
+    return (product * scales).astype(dtype)
 
 
 def triton() -> GroupedMatmul:
@@ -227,7 +273,8 @@ def triton() -> GroupedMatmul:
         multiply_transposed,
     )
 
-    platforms, dtypes = ("gpu", "cuda"), ("bfloat16", "float16", "float32")
+    platforms = ("gpu", "cuda")
+    dtypes = ("bfloat16", "float16", "float32")
     float8 = GroupedProducts(platforms, multiply, multiply_transposed, slower_on=("h100",))
     return GroupedMatmul("triton", grouped_matmul, platforms, dtypes, float8)
 

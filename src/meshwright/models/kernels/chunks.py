@@ -42,12 +42,11 @@ class ChunkMask:
         if self.distance is None:
             return 1.0
         last = self.distance + np.arange(queries)
-        first = (
-            np.zeros_like(last) if self.window is None else np.maximum(last - self.window + 1, 0)
-        )
-        return float(
-            np.clip(np.minimum(last, keys - 1) - first + 1, 0, None).sum() / (queries * keys)
-        )
+        first = np.zeros_like(last)
+        if self.window is not None:
+            first = np.maximum(last - self.window + 1, 0)
+        visible = np.clip(np.minimum(last, keys - 1) - first + 1, 0, None)
+        return float(visible.sum() / (queries * keys))
 
     def visible(
         self, queries_BT: jax.Array, keys_BS: jax.Array, i: Any = 0, j: Any = 0
@@ -65,11 +64,9 @@ class ChunkMask:
 
     def between(self, i: int, j: int, size: int) -> "ChunkMask | None":
         """Returns the mask between piece i of the queries and piece j of the keys; None if no key is visible."""
-        return (
-            self
-            if self.distance is None
-            else pair_mask(self.distance + (i - j) * size, size, size, self.window)
-        )
+        if self.distance is None:
+            return self
+        return pair_mask(self.distance + (i - j) * size, size, size, self.window)
 
 
 FULL = ChunkMask()
@@ -78,16 +75,24 @@ FULL = ChunkMask()
 
 def pair_mask(distance: int, queries: int, keys: int, window: int | None) -> ChunkMask | None:
     """Returns the mask between two chunks whose first positions are `distance` apart; None if no key is visible."""
-    longest, shortest = distance + queries - 1, distance - keys + 1
-    if longest < 0 or (window is not None and shortest >= window):
+    longest = distance + queries - 1
+    shortest = distance - keys + 1
+    if longest < 0:
         return None
-    cut = window is not None and longest >= window
-    return ChunkMask(distance, window if cut else None) if cut or shortest < 0 else FULL
+    if window is not None and shortest >= window:
+        return None
+    if window is not None and longest >= window:
+        return ChunkMask(distance, window)
+    if shortest < 0:
+        return ChunkMask(distance)
+    return FULL
 
 
 def causal_mask(tokens: int, window: int | None) -> ChunkMask:
     """Returns the mask of a complete sequence, or of neighbouring chunks of it, to itself."""
-    return ChunkMask(0, window if window is not None and window < tokens else None)
+    if window is not None and window < tokens:
+        return ChunkMask(0, window)
+    return ChunkMask(0)
 
 
 class Queries(NamedTuple):
@@ -134,12 +139,19 @@ class ChunkAttention:
 
     def of(self, scores: Scores | None) -> "tuple[ChunkAttention, jax.Array | None]":
         """Returns the kernel with the soft cap of a layer's scores, and the sinks."""
-        if scores is None or scores.softcap is None:
-            return self, None if scores is None else scores.sinks_N
+        if scores is None:
+            return self, None
+        if scores.softcap is None:
+            return self, scores.sinks_N
         assert self.with_softcap is not None, (
             "choose_kernels gives no such kernel to layers with a soft cap"
         )
         return self.with_softcap(scores.softcap), scores.sinks_N
+
+
+def gradient_dot_output(g_BTNH: jax.Array, result: Result) -> jax.Array:
+    """Returns D = rowsum(dO * O), which the softmax's derivative needs (FlashAttention-2), float32 [B, N, T]."""
+    return jnp.einsum("btnh,btnh->bnt", g_BTNH, result.out_BTNH, preferred_element_type=jnp.float32)
 
 
 def cut(x: Any, size: int) -> Any:
@@ -148,25 +160,31 @@ def cut(x: Any, size: int) -> Any:
     x: a tree; the tokens of a `Result`'s lse are its last dimension.
     """
 
-    def pieces(x: Any, axis: int = 1) -> Any:
-        if isinstance(x, Result):
-            return Result(pieces(x.out_BTNH), pieces(x.lse_BNT, 2))
-        x = x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
-        return jnp.moveaxis(x, axis, 0)
-
-    return jax.tree.map(pieces, x, is_leaf=lambda x: isinstance(x, Result))
+    return jax.tree.map(functools.partial(_cut_leaf, size), x, is_leaf=_is_result)
 
 
 def uncut(x: Any) -> Any:
     """Inverts `cut`."""
+    return jax.tree.map(_uncut_leaf, x, is_leaf=_is_result)
 
-    def joined(x: Any, axis: int = 1) -> Any:
-        if isinstance(x, Result):
-            return Result(joined(x.out_BTNH), joined(x.lse_BNT, 2))
-        x = jnp.moveaxis(x, 0, axis)
-        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
-    return jax.tree.map(joined, x, is_leaf=lambda x: isinstance(x, Result))
+def _is_result(x: Any) -> bool:
+    return isinstance(x, Result)
+
+
+def _cut_leaf(size: int, x: Any, axis: int = 1) -> Any:
+    if isinstance(x, Result):
+        return Result(_cut_leaf(size, x.out_BTNH), _cut_leaf(size, x.lse_BNT, 2))
+    pieces = x.shape[axis] // size
+    x = x.reshape(*x.shape[:axis], pieces, size, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)
+
+
+def _uncut_leaf(x: Any, axis: int = 1) -> Any:
+    if isinstance(x, Result):
+        return Result(_uncut_leaf(x.out_BTNH), _uncut_leaf(x.lse_BNT, 2))
+    x = jnp.moveaxis(x, 0, axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
 def select(x: Any, i: jax.Array | int) -> Any:
@@ -189,81 +207,104 @@ Step = tuple[Any, Any, Any]
 class Pass:
     """Forward or backward pass over pairs of chunks.
 
-    `rows` are what a pass reads of chunks of queries: `(queries,)`, or `(queries, result over all keys, gradient of the
-    output)`. `sums` are what it computes for chunks of queries and for chunks of keys: `(result, ())`, or gradients
-    `(g_q, (g_k, g_v))`, float32. All have a leading dimension of chunks.
+    `query_inputs` are what a pass reads of chunks of queries: `(queries,)`, or `(queries, result over all keys,
+    gradient of the output)`. `sums` are what it computes for chunks of queries and for chunks of keys: `(result, ())`,
+    or gradients `(g_q, (g_k, g_v))`, float32. All have a leading dimension of chunks.
     """
 
     start: Callable[[Any, Keys], Any]
-    """`(rows, keys) -> sums` before the first pair, also of a single chunk."""
+    """`(query_inputs, keys) -> sums` before the first pair, also of a single chunk."""
     pair: Callable[[ChunkMask, Any, Keys], Any]
-    """Computes a pair of chunks."""
+    """`(mask, query_inputs, keys) -> sums` of one pair of chunks."""
     add: Callable[[Any, Any], Any]
     """Adds a pair to the sums of its two chunks."""
 
-    def compute(self, mask: ChunkMask, rows: Any, keys: Keys) -> Any:
+    def compute(self, mask: ChunkMask, query_inputs: Any, keys: Keys) -> Any:
         """Computes a pair; the scope tells the census (hlo/flops.py) how much of it is visible."""
-        fraction = mask.visible_fraction(rows[0].q_BTNH.shape[1], keys.k_BSKH.shape[1])
+        queries = query_inputs[0].q_BTNH.shape[1]
+        fraction = mask.visible_fraction(queries, keys.k_BSKH.shape[1])
         with jax.named_scope(f"visible_{fraction:.6f}"):
-            return self.pair(mask, rows, keys)
+            return self.pair(mask, query_inputs, keys)
 
-    def visit(self, masks: Masks, step: Step, rows: Any, keys: Keys, sums: Any) -> Any:
+    def visit(self, masks: Masks, step: Step, query_inputs: Any, keys: Keys, sums: Any) -> Any:
         """Returns `sums` with the pair of one step."""
-        i, j, kind = step
-        row, column = select(rows, i), select(keys, j)
+        i, j, mask_index = step
+        query_chunk = select(query_inputs, i)
+        key_chunk = select(keys, j)
 
-        def branch(mask: ChunkMask | None, sums: Any) -> Any:
-            return sums if mask is None else self.add(sums, self.compute(mask, row, column))
+        def add_pair(mask: ChunkMask | None, sums: Any) -> Any:
+            if mask is None:
+                return sums
+            return self.add(sums, self.compute(mask, query_chunk, key_chunk))
 
-        branches, here = (
-            [functools.partial(branch, mask) for mask in masks],
-            (select(sums[0], i), select(sums[1], j)),
-        )
-        by_query, by_key = (
-            branches[0](here) if len(branches) == 1 else lax.switch(kind, branches, here)
-        )
+        branches = [functools.partial(add_pair, mask) for mask in masks]
+        chunk_sums = (select(sums[0], i), select(sums[1], j))
+        if len(branches) == 1:
+            by_query, by_key = branches[0](chunk_sums)
+        else:
+            by_query, by_key = lax.switch(mask_index, branches, chunk_sums)
         return update(sums[0], i, by_query), update(sums[1], j, by_key)
 
-    def visit_all(self, masks: Masks, steps: Any, rows: Any, keys: Keys, sums: Any) -> Any:
+    def visit_all(self, masks: Masks, steps: Any, query_inputs: Any, keys: Keys, sums: Any) -> Any:
         """Returns `sums` with the pairs of all steps, three arrays of indices, one after another."""
-        return lax.scan(
-            lambda sums, step: (self.visit(masks, step, rows, keys, sums), None), sums, steps
-        )[0]
+
+        def body(sums: Any, step: Step) -> tuple[Any, None]:
+            return self.visit(masks, step, query_inputs, keys, sums), None
+
+        return lax.scan(body, sums, steps)[0]
 
 
 def forward_pass(kernel: ChunkAttention) -> Pass:
     """Returns the pass that combines the results of a kernel by their lse."""
 
-    def start(rows: Any, keys: Keys) -> Any:
-        *lead, T, N, _ = rows[0].q_BTNH.shape
-        out_BTNH = jnp.zeros((*lead, T, N, keys.v_BSKH.shape[-1]), jnp.float32)
-        return Result(out_BTNH, jnp.full((*lead, N, T), -1e30, jnp.float32)), ()
+    def pair(mask: ChunkMask, query_inputs: Any, keys: Keys) -> Any:
+        return kernel.forward(query_inputs[0], keys, mask), ()
 
-    def add(sums: Any, found: Any) -> Any:
-        pair = (sums[0], found[0])
-        lse_BNT = jnp.logaddexp(*(result.lse_BNT for result in pair))
-        weights = [jnp.exp(result.lse_BNT - lse_BNT).swapaxes(1, 2)[..., None] for result in pair]
-        out_BTNH = sum(
-            result.out_BTNH.astype(jnp.float32) * w for result, w in zip(pair, weights, strict=True)
-        )
-        return Result(jnp.asarray(out_BTNH), lse_BNT), ()
+    return Pass(_start_results, pair, _add_results)
 
-    return Pass(start, lambda mask, rows, keys: (kernel.forward(rows[0], keys, mask), ()), add)
+
+def _start_results(query_inputs: Any, keys: Keys) -> Any:
+    """Returns the result over no keys: an output of zeros without weight."""
+    *lead, T, N, _ = query_inputs[0].q_BTNH.shape
+    out_BTNH = jnp.zeros((*lead, T, N, keys.v_BSKH.shape[-1]), jnp.float32)
+    lse_BNT = jnp.full((*lead, N, T), -1e30, jnp.float32)
+    return Result(out_BTNH, lse_BNT), ()
+
+
+# With results (o1, lse1) and (o2, lse2) over disjoint keys (ring attention, arXiv:2310.01889):
+#
+#   lse = log(exp(lse1) + exp(lse2)),  o = exp(lse1 - lse) o1 + exp(lse2 - lse) o2
+def _add_results(sums: Any, pair: Any) -> Any:
+    """Returns the result over the keys of both."""
+    results = (sums[0], pair[0])
+    lse_BNT = jnp.logaddexp(sums[0].lse_BNT, pair[0].lse_BNT)
+    weights = [jnp.exp(result.lse_BNT - lse_BNT).swapaxes(1, 2)[..., None] for result in results]
+    out_BTNH = sum(
+        result.out_BTNH.astype(jnp.float32) * weight
+        for result, weight in zip(results, weights, strict=True)
+    )
+    return Result(jnp.asarray(out_BTNH), lse_BNT), ()
 
 
 def backward_pass(kernel: ChunkAttention) -> Pass:
     """Returns the pass that sums the gradients of a kernel."""
 
-    def pair(mask: ChunkMask, rows: Any, keys: Keys) -> Any:
-        queries, result, g_BTNH = rows
+    def pair(mask: ChunkMask, query_inputs: Any, keys: Keys) -> Any:
+        queries, result, g_BTNH = query_inputs
         g_q, g_k, g_v = kernel.backward(queries, keys, result, g_BTNH, mask)
         return g_q, (g_k, g_v)
 
-    def add(sums: Any, found: Any) -> Any:
-        return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, found)
+    return Pass(_start_gradients, pair, _add_gradients)
 
-    zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, jnp.float32))
-    return Pass(lambda rows, keys: zeros((rows[0].q_BTNH, keys[:2])), pair, add)
+
+def _start_gradients(query_inputs: Any, keys: Keys) -> Any:
+    """Returns float32 zeros for the gradients of queries, and of keys and values."""
+    differentiated = (query_inputs[0].q_BTNH, (keys.k_BSKH, keys.v_BSKH))
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), differentiated)
+
+
+def _add_gradients(sums: Any, pair: Any) -> Any:
+    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, pair)
 
 
 Rest = tuple[jax.Array, jax.Array | None]
@@ -298,16 +339,19 @@ def _attend(
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, rest: Rest, kernel: ChunkAttention, mask: ChunkMask
 ) -> tuple[jax.Array, Any]:
-    result, _ = forward_pass(kernel).compute(mask, (Queries(q, rest[0]),), Keys(k, v, rest[0]))
+    segments, _ = rest
+    query_inputs = (Queries(q, segments),)
+    result, _ = forward_pass(kernel).compute(mask, query_inputs, Keys(k, v, segments))
     return save(result, (q, k, v, rest))
 
 
-def _backward(kernel: ChunkAttention, mask: ChunkMask, saved: Any, g: jax.Array) -> tuple[Any, ...]:
-    q, k, v, rest, result = saved
-    gradients = backward_pass(kernel).compute(
-        mask, (Queries(q, rest[0]), result, g), Keys(k, v, rest[0])
-    )
-    return as_gradients(gradients, saved, g)
+def _backward(
+    kernel: ChunkAttention, mask: ChunkMask, residuals: Any, g: jax.Array
+) -> tuple[Any, ...]:
+    q, k, v, (segments, _), result = residuals
+    query_inputs = (Queries(q, segments), result, g)
+    gradients = backward_pass(kernel).compute(mask, query_inputs, Keys(k, v, segments))
+    return as_gradients(gradients, residuals, g)
 
 
 _attend.defvjp(_forward, _backward)
@@ -320,32 +364,39 @@ def save(
 
     Output and lse are named: the remat policies save them together (models/remat.py).
     """
-    out_BTNH, lse_BNT = result
-    (q_BTNH, _, _, (_, sinks_N)), dtype = inputs, out_BTNH.dtype
+    q_BTNH, _, _, (_, sinks_N) = inputs
     if sinks_N is not None:
-        whole_BNT = jnp.logaddexp(lse_BNT, sinks_N.astype(jnp.float32)[None, :, None])
-        weight_BTN = jnp.exp(lse_BNT - whole_BNT).swapaxes(1, 2)
-        out_BTNH, lse_BNT = (
-            (out_BTNH.astype(jnp.float32) * weight_BTN[..., None]).astype(dtype),
-            whole_BNT,
-        )
-    out_BTNH = checkpoint_name(out_BTNH.astype(q_BTNH.dtype), ATTN_OUT)
-    return out_BTNH, (*inputs, Result(out_BTNH, checkpoint_name(lse_BNT, ATTN_LSE)))
+        result = _with_sinks(result, sinks_N)
+    out_BTNH = checkpoint_name(result.out_BTNH.astype(q_BTNH.dtype), ATTN_OUT)
+    lse_BNT = checkpoint_name(result.lse_BNT, ATTN_LSE)
+    return out_BTNH, (*inputs, Result(out_BTNH, lse_BNT))
 
 
-def as_gradients(gradients: Any, saved: Any, g_BTNH: jax.Array) -> tuple[Any, ...]:
-    """Returns the gradients of the inputs of `save`. gradients: of queries, and of keys and values.  saved: residuals.
+def _with_sinks(result: Result, sinks_N: jax.Array) -> Result:
+    """Returns the result with one more key per head, whose score is the sink and whose value is zero."""
+    lse_BNT = jnp.logaddexp(result.lse_BNT, sinks_N.astype(jnp.float32)[None, :, None])
+    weight_BTN = jnp.exp(result.lse_BNT - lse_BNT).swapaxes(1, 2)
+    out_BTNH = result.out_BTNH.astype(jnp.float32) * weight_BTN[..., None]
+    return Result(out_BTNH.astype(result.out_BTNH.dtype), lse_BNT)
 
-    With weights p of the keys and p' of the sink, output = sum p v, and the derivative by the sink is -p' output.
-    """
-    *qkv, (segments, sinks_N), result = saved
-    g_q, (g_k, g_v) = gradients
-    g_qkv = (x.astype(like.dtype) for x, like in zip((g_q, g_k, g_v), qkv, strict=True))
+
+def as_gradients(gradients: Any, residuals: Any, g_BTNH: jax.Array) -> tuple[Any, ...]:
+    """Returns the gradients of the inputs of `save`. gradients: of queries, and of keys and values."""
+    q_BTNH, k_BSKH, v_BSKH, (segments, sinks_N), result = residuals
     g_sinks = None
     if sinks_N is not None:
-        inner_BNT = jnp.einsum(
-            "btnh,btnh->bnt", g_BTNH, result.out_BTNH, preferred_element_type=jnp.float32
-        )
-        weight_BNT = jnp.exp(sinks_N.astype(jnp.float32)[None, :, None] - result.lse_BNT)
-        g_sinks = -(weight_BNT * inner_BNT).sum((0, 2)).astype(sinks_N.dtype)
-    return *g_qkv, (np.zeros(segments.shape, jax.dtypes.float0), g_sinks)
+        g_sinks = _sink_gradients(result, g_BTNH, sinks_N)
+    g_q, (g_k, g_v) = gradients
+    g_q = g_q.astype(q_BTNH.dtype)
+    g_k = g_k.astype(k_BSKH.dtype)
+    g_v = g_v.astype(v_BSKH.dtype)
+    # Documents are integers, whose gradient is of type float0.
+    g_segments = np.zeros(segments.shape, jax.dtypes.float0)
+    return g_q, g_k, g_v, (g_segments, g_sinks)
+
+
+# With weights p of the keys and p' of the sink, output = sum p v, and its derivative by the sink is -p' output.
+def _sink_gradients(result: Result, g_BTNH: jax.Array, sinks_N: jax.Array) -> jax.Array:
+    inner_BNT = gradient_dot_output(g_BTNH, result)
+    weight_BNT = jnp.exp(sinks_N.astype(jnp.float32)[None, :, None] - result.lse_BNT)
+    return -(weight_BNT * inner_BNT).sum((0, 2)).astype(sinks_N.dtype)

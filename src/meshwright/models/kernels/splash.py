@@ -3,6 +3,7 @@
 It must be called inside a `shard_map` that is manual over every axis, with `check_vma=False`, as the step is.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -26,6 +27,16 @@ HEAD_MULTIPLE = 64
 """Heads are multiples of it; those of 64 take the registers and HBM of heads of 128."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """Options of splash attention (see `splash_chunks`)."""
+
+    block: int
+    backward_kernels: int
+    interpret: Any
+    softcap: float | None
+
+
 @functools.lru_cache(maxsize=32)
 def splash_chunks(
     block: int, backward_kernels: int, interpret: Any, softcap: float | None = None
@@ -37,116 +48,168 @@ def splash_chunks(
     scores: seven matrix products. 1 computes all from the same scores with five, and writes the queries' gradient once
     per block of keys.  interpret: runs the Pallas kernel in interpret mode on a CPU.
     """
-
-    def kernel_and_operands(queries: Queries, keys: Keys, mask: ChunkMask) -> tuple[Any, list[Any]]:
-        """Returns the kernel, and scaled queries, keys and values, [B, heads, tokens, H]."""
-        (_, tokens, heads, H), S = queries.q_BTNH.shape, keys.k_BSKH.shape[1]
-        scaled = (queries.q_BTNH * H**-0.5, keys.k_BSKH, keys.v_BSKH)
-        kernel = _kernel((tokens, heads, S), block, backward_kernels, interpret, softcap, mask)
-        return kernel, [x.swapaxes(1, 2) for x in scaled]
-
-    def forward(queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
-        from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import (
-            SegmentIds,
-        )
-
-        kernel, operands = kernel_and_operands(queries, keys, mask)
-
-        def attend(qkv: list[jax.Array], queries: jax.Array, keys: jax.Array) -> Any:
-            return kernel(*qkv, segment_ids=SegmentIds(queries, keys))
-
-        out_BNTH, (lse_BNT,) = jax.vmap(attend)(operands, queries.segments_BT, keys.segments_BS)
-        if mask.window is not None:
-            # Where a window hides a complete row of blocks, the kernel divides by a sum over no keys.
-            out_BNTH = jnp.where(jnp.isfinite(lse_BNT)[..., None], out_BNTH, 0)
-        return Result(out_BNTH.swapaxes(1, 2), lse_BNT)
-
-    def backward(
-        queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask
-    ) -> Gradients:
-        from jax.experimental.pallas.ops.tpu.splash_attention import (
-            splash_attention_kernel as splash,
-        )
-
-        kernel, operands = kernel_and_operands(queries, keys, mask)
-        options = {name: value for name, value in kernel.kwargs.items() if name != "save_residuals"}
-
-        def attend(qkv: list[Any], segments: tuple[Any, Any], out: Any, lse: Any, g: Any) -> Any:
-            ids, tables = splash.SegmentIds(*segments), (kernel.dq_mask_info, kernel.dkv_mask_info)
-            saved = (*qkv, ids, None, out, lse, *tables)
-            return splash._splash_attention_bwd(save_residuals=False, **options, res=saved, do=g)[
-                3:6
-            ]
-
-        out_BNTH, g_BNTH = result.out_BTNH.swapaxes(1, 2), g_BTNH.swapaxes(1, 2)
-        segments = (queries.segments_BT, keys.segments_BS)
-        gradients = jax.vmap(attend)(operands, segments, out_BNTH, result.lse_BNT, g_BNTH)
-        g_q, g_k, g_v = (x.swapaxes(1, 2) for x in gradients)
-        return g_q * queries.q_BTNH.shape[3] ** -0.5, g_k, g_v
-
+    options = _Options(block, backward_kernels, interpret, softcap)
     return ChunkAttention(
-        forward, backward, functools.partial(splash_chunks, block, backward_kernels, interpret)
+        functools.partial(_forward, options),
+        functools.partial(_backward, options),
+        functools.partial(splash_chunks, block, backward_kernels, interpret),
     )
+
+
+# The grid of the forward kernel is (heads, blocks of queries, visible blocks of keys): for each block of queries a
+# table made from the static mask names the blocks of keys to load, so that hidden blocks are neither loaded nor
+# computed. A block is full (no mask), or partial (the mask is applied); documents are compared in both.
+#
+#   causal, 4 x 4 blocks     blocks of keys of each block of queries
+#   P . . .                  0
+#   F P . .                  0 1
+#   F F P .                  0 1 2
+#   F F F P                  0 1 2 3
+#
+# The backward kernels walk the same tables, dK and dV by blocks of keys, and dQ by blocks of queries.
+def _forward(options: _Options, queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
+    kernel = _kernel(options, queries, keys, mask)
+    out_BNTH, (lse_BNT,) = jax.vmap(functools.partial(_attend, kernel))(
+        _by_head(queries, keys), queries.segments_BT, keys.segments_BS
+    )
+    if mask.window is not None:
+        # Where a window hides a complete row of blocks, the kernel divides by a sum over no keys.
+        sees_keys = jnp.isfinite(lse_BNT)[..., None]
+        out_BNTH = jnp.where(sees_keys, out_BNTH, 0)
+    return Result(out_BNTH.swapaxes(1, 2), lse_BNT)
+
+
+def _by_head(queries: Queries, keys: Keys) -> list[jax.Array]:
+    """Returns scaled queries, keys and values, [B, heads, tokens, H]."""
+    scale = queries.q_BTNH.shape[3] ** -0.5
+    operands = (queries.q_BTNH * scale, keys.k_BSKH, keys.v_BSKH)
+    return [x.swapaxes(1, 2) for x in operands]
+
+
+def _attend(
+    kernel: Any, qkv: list[jax.Array], query_segments: jax.Array, key_segments: jax.Array
+) -> Any:
+    """Runs the forward kernel on one sequence."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    return kernel(*qkv, segment_ids=splash.SegmentIds(query_segments, key_segments))
+
+
+def _backward(
+    options: _Options,
+    queries: Queries,
+    keys: Keys,
+    result: Result,
+    g_BTNH: jax.Array,
+    mask: ChunkMask,
+) -> Gradients:
+    kernel = _kernel(options, queries, keys, mask)
+    operands = _by_head(queries, keys)
+    out_BNTH = result.out_BTNH.swapaxes(1, 2)
+    g_BNTH = g_BTNH.swapaxes(1, 2)
+    segments = (queries.segments_BT, keys.segments_BS)
+    gradients = jax.vmap(functools.partial(_differentiate, kernel))(
+        operands, segments, out_BNTH, result.lse_BNT, g_BNTH
+    )
+    g_q, g_k, g_v = (x.swapaxes(1, 2) for x in gradients)
+    return g_q * queries.q_BTNH.shape[3] ** -0.5, g_k, g_v
+
+
+def _differentiate(
+    kernel: Any,
+    qkv: list[jax.Array],
+    segments: tuple[jax.Array, jax.Array],
+    out: jax.Array,
+    lse: jax.Array,
+    g: jax.Array,
+) -> Any:
+    """Runs the backward kernels on one sequence: gradients of queries, keys and values.
+
+    JAX's own derivative of the kernel takes output and log-sum-exp of the same pair of chunks; chunks need those over
+    all keys, so its backward function is called with them as residuals.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    options = dict(kernel.kwargs)
+    del options["save_residuals"]
+    segment_ids = splash.SegmentIds(*segments)
+    sinks = None
+    residuals = (
+        *qkv,
+        segment_ids,
+        sinks,
+        out,
+        lse,
+        kernel.dq_mask_info,
+        kernel.dkv_mask_info,
+    )
+    gradients = splash._splash_attention_bwd(save_residuals=False, **options, res=residuals, do=g)
+    return gradients[3:6]
 
 
 def block_size(seq: int, largest: int) -> int:
     """Returns the queries and keys of a block: the largest multiple of LANES that divides `seq`, at most `largest`."""
-    return max(b for b in range(LANES, max(LANES, min(seq, largest)) + 1, LANES) if seq % b == 0)
+    most = max(LANES, min(seq, largest))
+    return max(size for size in range(LANES, most + 1, LANES) if seq % size == 0)
+
+
+def _kernel(options: _Options, queries: Queries, keys: Keys, mask: ChunkMask) -> Any:
+    """Returns JAX's kernel of a pair of chunks."""
+    _, T, N, _ = queries.q_BTNH.shape
+    return _make_kernel(options, T, N, keys.k_BSKH.shape[1], mask)
 
 
 @functools.lru_cache(maxsize=32)
-def _kernel(
-    sizes: tuple[int, int, int],
-    block: int,
-    backward_kernels: int,
-    interpret: Any,
-    softcap: Any,
-    mask: ChunkMask,
-) -> Any:
-    """Returns the kernel of JAX. sizes: queries, heads and keys of a pair of chunks."""
+def _make_kernel(options: _Options, T: int, N: int, S: int, mask: ChunkMask) -> Any:
+    """Returns JAX's kernel of T queries, N query heads and S keys."""
     # Importing Pallas takes 0.4 s, which only a TPU's step is worth.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    tokens, heads, keys = sizes
     visible: masks.Mask
     if mask.distance is None:
-        visible = masks.FullMask((tokens, keys))
+        visible = masks.FullMask((T, S))
     elif mask.window is None:
-        visible = masks.CausalMask((tokens, keys), mask.distance)
+        visible = masks.CausalMask((T, S), mask.distance)
     else:
-        visible = masks.LocalMask((tokens, keys), (mask.window - 1, 0), mask.distance)
-    q, kv = block_size(tokens, block), block_size(keys, block)
-    apart = (
-        {"block_q_dq": q, "block_kv_dq": kv}
-        if backward_kernels == 2
-        else {"use_fused_bwd_kernel": True}
-    )
+        visible = masks.LocalMask((T, S), (mask.window - 1, 0), mask.distance)
+
+    q = block_size(T, options.block)
+    kv = block_size(S, options.block)
+    backward: dict[str, Any] = {"use_fused_bwd_kernel": True}
+    if options.backward_kernels == 2:
+        backward = {"block_q_dq": q, "block_kv_dq": kv}
+    blocks = splash.BlockSizes(block_q=q, block_kv=kv, block_q_dkv=q, block_kv_dkv=kv, **backward)
+
     # The kernel's block tables are constants of the program, even while a caller is being traced.
     with jax.ensure_compile_time_eval():
         return splash.make_splash_mha(
-            mask=masks.MultiHeadMask([visible] * heads),
+            mask=masks.MultiHeadMask([visible] * N),
             head_shards=1,
             q_seq_shards=1,
-            block_sizes=splash.BlockSizes(
-                block_q=q, block_kv=kv, block_q_dkv=q, block_kv_dkv=kv, **apart
-            ),
+            block_sizes=blocks,
             save_residuals=True,
-            attn_logits_soft_cap=softcap,
-            interpret=interpret,
+            attn_logits_soft_cap=options.softcap,
+            interpret=options.interpret,
         )
 
 
 def splash_kernels(block: int, backward_kernels: int = 2, interpret: Any = False) -> Kernels:
     """Returns splash attention with blocks of at most `block` queries and keys. Options: see `splash_chunks`."""
     chunks = splash_chunks(block, backward_kernels, interpret)
+    name = "splash_fused"
+    # Matrix products over the two of the forward pass.
+    backward = 5 / 2
+    if backward_kernels == 2:
+        name = "splash"
+        backward = 7 / 2
     return Kernels(
-        "splash" if backward_kernels == 2 else "splash_fused",
+        name,
         self_attention_of(chunks),
         unsupported=_unsupported,
         chunk_attention=chunks,
         features=frozenset({"softcap", "sinks"}),
-        backward=3.5 if backward_kernels == 2 else 2.5,
+        backward=backward,
     )
 
 
@@ -160,10 +223,13 @@ def _unsupported(shapes: AttentionShapes) -> str | None:
             f"splash attention is a TPU kernel, and the devices are of platform {shapes.platform!r}"
         )
     tokens = "sequence" if shapes.chunk == shapes.seq else "chunk of the sequence"
-    for what, n, unit in (
-        (tokens, shapes.chunk, LANES),
-        *(("head size", n, HEAD_MULTIPLE) for n in shapes.head_sizes),
-    ):
-        if n % unit:
-            return f"splash attention takes a {what} divisible by {unit}: {n} = {n // unit} * {unit} + {n % unit}"
+    sizes = [(tokens, shapes.chunk, LANES)]
+    sizes += [("head size", size, HEAD_MULTIPLE) for size in shapes.head_sizes]
+    for dimension, size, multiple in sizes:
+        quotient, remainder = divmod(size, multiple)
+        if remainder:
+            return (
+                f"splash attention takes a {dimension} divisible by {multiple}: "
+                f"{size} = {quotient} * {multiple} + {remainder}"
+            )
     return None
