@@ -147,9 +147,9 @@ class _Journal:
 
     def _read(self) -> dict[str, Any]:
         try:
-            found = read_json(self._file, LARGE)
-            if found["source"] == self._source:
-                return dict(found["done"])
+            journal = read_json(self._file, LARGE)
+            if journal["source"] == self._source:
+                return dict(journal["done"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             if may_pass(error):  # what is converted is not begun again for that
                 raise
@@ -196,9 +196,9 @@ def check_sums(folder: Path, say: Say) -> None:
                 f"{SUMS} names {name!r}, and there is no such file",
                 "copy it",
             )
-        found = sha256_of(folder / name)
-        if found != expected:
-            truth = f"its SHA-256 is {found[:16]}..., and {SUMS} has {expected[:16]}..."
+        digest = sha256_of(folder / name)
+        if digest != expected:
+            truth = f"its SHA-256 is {digest[:16]}..., and {SUMS} has {expected[:16]}..."
             raise WeightsError(f"reading {folder / name}", truth, "copy the file again")
     say(f"checksums of {len(lines)} file{'s' if len(lines) > 1 else ''} agree")
 

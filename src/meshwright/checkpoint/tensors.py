@@ -177,7 +177,12 @@ def _part_of_shard(shard: jax.Shard, bounds: Bounds) -> jax.Array:
 
 
 def _on_host(slices: dict[Bounds, jax.Array]) -> list[tuple[Index, np.ndarray]]:
-    return [(tuple(slice(*part) for part in bounds), _copied(x)) for bounds, x in slices.items()]
+    """Returns index and values of each slice."""
+    shards = []
+    for bounds, x in slices.items():
+        index = tuple(slice(start, stop) for start, stop in bounds)
+        shards.append((index, _copied(x)))
+    return shards
 
 
 def _copied(x: jax.Array) -> np.ndarray:

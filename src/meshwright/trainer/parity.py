@@ -97,7 +97,9 @@ def check_processes(shape: MeshShape | None, other: MeshShape) -> None:
 
     The first mesh (None: all devices) is computed by all of them, the other by all or by process 0 alone.
     """
-    processes, total, local = jax.process_count(), jax.device_count(), jax.local_device_count()
+    processes = jax.process_count()
+    total = jax.device_count()
+    local = jax.local_device_count()
     if processes == 1:
         return
     if shape is not None and shape.size != total:

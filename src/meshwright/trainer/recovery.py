@@ -42,6 +42,7 @@ from meshwright.trainer.prepare import Position, PreparedRun, Trainable
 from meshwright.trainer.relations import SKIPPED, check_accepted, parts_of
 from meshwright.trainer.tiers import Tiers, say
 
+
 class Change(NamedTuple):
     """One difference between a checkpoint and the run that resumes from it."""
 
@@ -73,11 +74,13 @@ def run_identity(out: Path) -> str:
 
     A folder without events and checkpoints has no run, whatever is on the hosts' own disks.
     """
-    known = str(last_start(out).get("identity", ""))
-    for step in [] if known else reversed(committed_steps(out / "checkpoints")):
+    identity = str(last_start(out).get("identity", ""))
+    if identity:
+        return identity
+    for step in reversed(committed_steps(out / "checkpoints")):
         with contextlib.suppress(CheckpointError):
             return manifest_of(out / "checkpoints", step).identity
-    return known
+    return ""
 
 
 def resume(
@@ -214,7 +217,9 @@ def _skipped_records(out: Path) -> list[dict[str, Any]]:
     """
     file = out / SKIPPED
     try:
-        records = [dict(record) for record in (read_json(file) if file.is_file() else [])]
+        if not file.is_file():
+            return []
+        records = [dict(record) for record in read_json(file)]
         for record in records:
             record["first"] = int(record["first"])
             record["number"] = int(record["number"])
