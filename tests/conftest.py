@@ -1,5 +1,6 @@
 """Eight simulated devices in every test, warnings as errors, programs compiled once for the whole session."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -48,6 +49,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return (
         True if "not exhaustive" in config.option.markexpr and where.startswith(_NOT_FAST) else None
     )
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what was imported out of every later search for garbage: a seventh of the time that tracing takes."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

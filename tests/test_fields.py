@@ -31,6 +31,7 @@ from meshwright.runs import fields
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
 from meshwright.runs.settle import settle
+from meshwright.sharding.params import trained_only
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.step.train_step import build_eval_step, build_train_step
 from meshwright.storage.tiers import LocalCheckpoints
@@ -210,20 +211,33 @@ def on_tpu(run: Run) -> tuple[Any, str]:
     return settled.compiler_options, text_of(jax.make_jaxpr(attend)(x, x, x, segments))
 
 
-def train_program(run: Run) -> Any:
-    """Train step, its state, and what a TPU gets."""
+def step_arguments(run: Run) -> str:
+    """Arguments of the train step: shapes, types and shardings of its state and its batch."""
     device_run = device_run_of(run)
-    step = jax.make_jaxpr(build_train_step(device_run))(
-        device_run.abstract, device_run.abstract_batch
-    )
-    return text_of(step), str(device_run.abstract), on_tpu(run)
+    return f"{device_run.abstract} {device_run.abstract_batch}"
 
 
-def eval_program(run: Run) -> Any:
+def update_rule(run: Run) -> str:
+    """The part of the train step that follows the gradients."""
+    device_run = device_run_of(run)
+    state = device_run.abstract
+    params = trained_only(device_run.layout.params, state.params)
+    gradients = jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), params)
+    update = jax.make_jaxpr(device_run.optimizer.update)
+    return text_of(update(gradients, state.optimizer, params, state.step))
+
+
+def train_step(run: Run) -> str:
+    device_run = device_run_of(run)
+    step = jax.make_jaxpr(build_train_step(device_run))
+    return text_of(step(device_run.abstract, device_run.abstract_batch))
+
+
+def eval_step(run: Run) -> str:
     device_run = device_run_of(run)
     step = build_eval_step(device_run)
     lowered = step.lower(device_run.abstract.params, device_run.abstract_batch)
-    return text_of(lowered.as_text()), on_tpu(run)
+    return text_of(lowered.as_text())
 
 
 def plans(run: Run) -> list[str]:
@@ -260,17 +274,15 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(file) for name, file in files.items()}
 
 
-def on_text(field: str, base: dict[str, Any], texts: dict[str, str]) -> Run:
-    """A run of the row on one of the files."""
+def on_text(field: str, run: Run, texts: dict[str, str]) -> Run:
+    """The run on the file that a row reads."""
     name = "text"
     if field == "faults.bad_records":
         name = "broken"
-    if base.get("finetune", FineTune()).objective == "answers":
+    if run.finetune.objective == "answers":
         name = {"finetune.too_long": "long", "finetune.template": "messages"}.get(field, "chat")
-    data = dataclasses.replace(
-        base.get("data", Data(sample=0)), paths=(texts[name],), tokenizer="bytes", held_out=0.3
-    )
-    run = base_run({"eval_samples": 4, **base, "data": data})
+    data = dataclasses.replace(run.data, paths=(texts[name],), tokenizer="bytes", held_out=0.3)
+    run = changed(dataclasses.replace(run, data=data), "training.eval_samples", 4)
     return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=None))
 
 
@@ -292,16 +304,18 @@ def data_evaluated(run: Run, cache: Path) -> Any:
     return [(name, x.tolist()) for part, i in order for name, x in part[i].items()]
 
 
-MEASURES: dict[Result, Callable[[Run], Any]] = {
-    "program": train_program,
-    "evaluation": eval_program,
-    "plan": plans,
+PROGRAM = (step_arguments, on_tpu, update_rule, train_step)
+"""The train step. Its parts come first: where one of them differs, the step need not be traced."""
+MEASURES: dict[Result, tuple[Callable[[Run], Any], ...]] = {
+    "program": PROGRAM,
+    "evaluation": (on_tpu, eval_step),
+    "plan": (plans,),
 }
 TEXTS: dict[Result, Callable[..., Any]] = {"data": data_read, "evaluation": data_evaluated}
 NAMED = {"data.paths": "other"}
 """Fields whose other value is one of the files."""
 known: dict[tuple[str, str], Any] = {}
-"""Results of the runs from which rows change one field."""
+"""Results by the name of their measure and the run."""
 
 
 def result_of(measure: Callable[..., Any], run: Run, *given: Any) -> Any:
@@ -315,30 +329,54 @@ def result_of(measure: Callable[..., Any], run: Run, *given: Any) -> Any:
 def differs(measure: Callable[..., Any], run: Run, others: list[Run], *given: Any) -> bool:
     """Whether any of the runs has another result than the first."""
     before = result_of(measure, run, *given)
-    return any(outcome(measure, other, *given) != before for other in others)
+    return any(result_of(measure, other, *given) != before for other in others)
 
 
 FIELDS = [*fields.fields_of_runs(), *(field for field in ROWS if field.startswith("model."))]
 
 
+@functools.cache
+def conditions(field: str) -> dict[str, Any]:
+    """Fields whose values a row needs, besides those of its model."""
+    run, plain = base_run(row_of(field)[1]), base_run({})
+    return {
+        other: value_in(run, other)
+        for other in fields.fields_of_runs()
+        if value_in(run, other) != value_in(plain, other)
+    }
+
+
+def runs_of(together: list[str], texts: dict[str, str] | None = None) -> tuple[Run, Run, Run]:
+    """A run that has what rows need, and the same with another value of their fields, and with their defaults.
+
+    texts: the runs read one of these files. Raises ConfigError for fields that do not go together.
+    """
+    run = base_run(row_of(together[0])[1])
+    for field in together[1:]:
+        for needed, value in conditions(field).items():
+            run = changed(run, needed, value)
+    if texts is not None:
+        run = on_text(together[0], run, texts)
+    other = at_default = run
+    for field in together:
+        value = row_of(field)[0]
+        if texts is not None and field in NAMED:
+            value = texts[NAMED[field]]
+        other = changed(other, field, value)
+        at_default = with_default(at_default, field)
+    return run, other, at_default
+
+
 def do_change(result: Result, together: list[str], texts: dict[str, str], cache: Path) -> bool:
-    """Whether a result is another when the fields, of rows with one base, all have another value."""
-    base = row_of(together[0])[1]
-    if result != "data":
-        run = base_run(base)
-        other = at_default = run
-        for field in together:
-            other = changed(other, field, row_of(field)[0])
-            at_default = with_default(at_default, field)
-        if differs(MEASURES[result], run, [other, at_default]):
+    """Whether a result is another when all the fields have another value."""
+    for measure in MEASURES.get(result, ()):
+        run, other, at_default = runs_of(together)
+        if differs(measure, run, [other, at_default]):
             return True
-    if result in TEXTS:
-        run = other = on_text(together[0], base, texts)
-        for field in together:
-            value = texts.get(NAMED.get(field, ""), row_of(field)[0])
-            other = changed(other, field, value)
-        return differs(TEXTS[result], run, [other], cache)
-    return False
+    if result not in TEXTS:
+        return False
+    run, other, _ = runs_of(together, texts)
+    return differs(TEXTS[result], run, [other], cache)
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -348,12 +386,27 @@ def test_a_field_changes_what_it_declares(field: str, texts: dict[str, str], cac
         assert do_change(result, [field], texts, cache), f"{field} does not change {result!r}"
 
 
-def check_silence(result: Result, quiet: list[str], texts: dict[str, str], cache: Path) -> None:
-    """Fails with the names of those fields that change a result. Those with one base are changed together."""
-    by_base: dict[str, list[str]] = {}
+def groups_of(result: Result, quiet: list[str]) -> list[list[str]]:
+    """Fields that are changed together: their rows need the same of all that may change the result."""
+    groups: dict[str, list[list[str]]] = {}
     for field in quiet:
-        by_base.setdefault(repr(row_of(field)[1]), []).append(field)
-    for together in by_base.values():
+        run = base_run(row_of(field)[1])
+        needs = conditions(field).items()
+        audible = [need for need in needs if result in declared(run, need[0]).results]
+        same = groups.setdefault(f"{run.model} {audible}", [])
+        for group in same:
+            with contextlib.suppress(ConfigError):
+                runs_of([*group, field])
+                group.append(field)
+                break
+        else:
+            same.append([field])
+    return [group for same in groups.values() for group in same]
+
+
+def check_silence(result: Result, quiet: list[str], texts: dict[str, str], cache: Path) -> None:
+    """Fails with the names of those fields that change a result."""
+    for together in groups_of(result, quiet):
         if do_change(result, together, texts, cache):
             found = [field for field in together if do_change(result, [field], texts, cache)]
             # Fields that do not go together are refused together, and change nothing alone.
@@ -449,7 +502,8 @@ def in_program(path: str) -> list[str]:
 def test_the_step_of_another_kind_of_run_changes_with_its_fields(path: str, field: str) -> None:
     value, base = row_of(field)
     run = KINDS_OF_RUNS[path](base)
-    assert differs(train_program, run, [changed(run, field, value)])
+    other = changed(run, field, value)
+    assert any(differs(measure, run, [other]) for measure in PROGRAM)
 
 
 def test_every_row_and_every_path_is_one_that_there_is() -> None:
@@ -567,7 +621,7 @@ def test_what_goes_around_the_step_changes_with_its_fields(
 ) -> None:
     """Initial weights, evaluations, samples, checkpoints, faults, metrics."""
     value, base = row_of(field)
-    small = {"mesh": "data=1", "steps": STEPS, "batch": 2}
-    run = on_text(field, {**small, **base}, texts)
+    small = {"mesh": "data=1", "steps": STEPS, "batch": 2, "data": Data(sample=0)}
+    run = on_text(field, base_run({**small, **base}), texts)
     bad = base.get("bad", 0)
     assert around(run, bad) != around(changed(run, field, value), bad)

@@ -7,6 +7,9 @@ shard. The pair `sequence_all_gather` and `sequence_reduce_scatter` is Megatron'
 conjugate f is the identity forward and an all-reduce backward (Shoeybi et al. 2019, arXiv:1909.08053, section 3). An
 axis of degree 1 sends nothing.
 
+All are linear, so the derivative of each is its transpose. A docstring states it as a formula: `grad_y` is the
+cotangent of the result, and `grad_x` that of the argument.
+
 Costs are bytes sent per device on a ring of n devices, for an unsharded array of V bytes. The pictures show four
 devices, one per column, before and after (docs/collectives.md).
 """
@@ -57,24 +60,37 @@ def local_shard(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
 
 def with_transpose[F: Callable[..., Any]](transpose: Callable[..., Any]) -> Callable[[F], F]:
     """Gives a linear function `(x, *static)` the derivative `transpose(cotangent, *static)`."""
-
-    def decorate(collective: F) -> Any:
-        static = range(1, len(inspect.signature(collective).parameters))
-        differentiable: Any = jax.custom_vjp(collective, nondiff_argnums=tuple(static))
-        differentiable.defvjp(
-            lambda x, *static: (collective(x, *static), None),
-            lambda *saved: (transpose(saved[-1], *saved[:-2]),),
-        )
-        return differentiable
-
-    return decorate
+    return functools.partial(_differentiable, transpose=transpose)
 
 
 def transposes_itself[F: Callable[..., Any]](swap: Callable[..., Any]) -> Callable[[F], F]:
     """Gives a linear function `(x, *static)` its own derivative: itself, with `swap(*static)`."""
-    return lambda collective: with_transpose(lambda g, *static: collective(g, *swap(*static)))(
-        collective
-    )
+    return functools.partial(_self_transposed, swap=swap)
+
+
+def _differentiable(linear: Callable[..., Any], transpose: Callable[..., Any]) -> Any:
+    """Returns `linear` with the derivative `transpose`, both `(x, *static)`."""
+
+    def forward(x: Any, *static: Any) -> tuple[Any, None]:
+        return linear(x, *static), None
+
+    def backward(*arguments: Any) -> tuple[Any]:
+        *static, _, cotangent = arguments
+        return (transpose(cotangent, *static),)
+
+    count = len(inspect.signature(linear).parameters)
+    differentiable: Any = jax.custom_vjp(linear, nondiff_argnums=tuple(range(1, count)))
+    differentiable.defvjp(forward, backward)
+    return differentiable
+
+
+def _self_transposed(linear: Callable[..., Any], swap: Callable[..., Any]) -> Any:
+    """Returns `linear` with the derivative `linear(cotangent, *swap(*static))`."""
+
+    def transpose(cotangent: Any, *static: Any) -> Any:
+        return linear(cotangent, *swap(*static))
+
+    return _differentiable(linear, transpose)
 
 
 _gather = functools.partial(hierarchical_all_gather, dcn=ONE_SLICE)
@@ -87,8 +103,10 @@ def all_gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
 
         a | b | c | d   ->   abcd | abcd | abcd | abcd
 
-    Each device uses the result in its own way, so the backward pass sums their cotangents and scatters the sum
-    (`reduce_scatter`). Forward sends V(n-1)/n, backward V(n-1)/n.
+        grad_x = reduce_scatter(grad_y, axes, dim)
+
+    Each device uses the result in its own way, so the backward pass sums their cotangents. Forward sends V(n-1)/n,
+    backward V(n-1)/n.
     """
     return _gather(x, axes, dim)
 
@@ -99,7 +117,9 @@ def reduce_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
 
         abcd | efgh | ijkl | mnop   ->   a+e+i+m | b+f+j+n | c+g+k+o | d+h+l+p
 
-    The backward pass is an all-gather. Forward sends V(n-1)/n, backward V(n-1)/n.
+        grad_x = all_gather(grad_y, axes, dim)
+
+    Forward sends V(n-1)/n, backward V(n-1)/n.
     """
     return _scatter(x, axes, dim)
 
@@ -109,6 +129,8 @@ def all_reduce[T](tree: T, axes: Axes) -> T:
     """Sums every leaf over `axes`, in one collective.
 
         a | b | c | d   ->   a+b+c+d | a+b+c+d | a+b+c+d | a+b+c+d
+
+        grad_x = grad_y
 
     The sum and its cotangent are replicated, and each addend gets that cotangent: the backward pass sends nothing.
     Forward sends 2V(n-1)/n.
@@ -124,19 +146,22 @@ def all_reduce_max(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def _send_from(x: jax.Array, axes: Axes, source: int) -> jax.Array:
-    if not nontrivial_axes(axes):
+    """Returns x of the device with index `source`, as a sum with zeros of the others."""
+    axes_used = nontrivial_axes(axes)
+    if not axes_used:
         return x
-    return lax.psum(
-        jnp.where(axis_index(axes) == source, x, jnp.zeros_like(x)), nontrivial_axes(axes)
-    )
+    addend = jnp.where(axis_index(axes) == source, x, jnp.zeros_like(x))
+    return lax.psum(addend, axes_used)
 
 
-def _sum_at(g: jax.Array, axes: Axes, target: int) -> jax.Array:
-    if not nontrivial_axes(axes):
-        return g
-    return jnp.where(
-        axis_index(axes) == target, lax.psum(g, nontrivial_axes(axes)), jnp.zeros_like(g)
-    )
+def _sum_at(x: jax.Array, axes: Axes, target: int) -> jax.Array:
+    """Returns the sum of x at the device with index `target`, and zeros at the others."""
+    axes_used = nontrivial_axes(axes)
+    if not axes_used:
+        return x
+    is_target = axis_index(axes) == target
+    total = lax.psum(x, axes_used)
+    return jnp.where(is_target, total, jnp.zeros_like(x))
 
 
 @with_transpose(_sum_at)
@@ -145,8 +170,9 @@ def broadcast(x: jax.Array, axes: Axes, source: int) -> jax.Array:
 
         a | b | c | d   ->   b | b | b | b        (source 1)
 
-    The backward pass sums the cotangents at the source (`reduce`). Sends 2V(n-1)/n each way: it is an all-reduce to
-    which the other devices add zeros, since XLA:CPU has no broadcast.
+        grad_x = reduce(grad_y, axes, source)
+
+    Sends 2V(n-1)/n each way: it is an all-reduce to which the other devices add zeros, since XLA:CPU has no broadcast.
     """
     return _send_from(x, axes, source)
 
@@ -157,7 +183,9 @@ def reduce(x: jax.Array, axes: Axes, target: int) -> jax.Array:
 
         a | b | c | d   ->   0 | a+b+c+d | 0 | 0        (target 1)
 
-    `reduce` and `broadcast` are each other's backward pass. Sends 2V(n-1)/n each way.
+        grad_x = broadcast(grad_y, axes, target)
+
+    Sends 2V(n-1)/n each way.
     """
     return _sum_at(x, axes, target)
 
@@ -168,10 +196,14 @@ def all_to_all(x: jax.Array, axes: Axes, split: int, join: int) -> jax.Array:
 
         abcd | efgh | ijkl | mnop   ->   aeim | bfjn | cgko | dhlp
 
-    The backward pass exchanges `split` and `join`. Sends v(n-1)/n forward and backward, for v bytes on each device.
+        grad_x = all_to_all(grad_y, axes, join, split)
+
+    Sends v(n-1)/n forward and backward, for v bytes on each device.
     """
     axes = nontrivial_axes(axes)
-    return lax.all_to_all(x, axes, split_axis=split, concat_axis=join, tiled=True) if axes else x
+    if not axes:
+        return x
+    return lax.all_to_all(x, axes, split_axis=split, concat_axis=join, tiled=True)
 
 
 @transposes_itself(lambda axis, group, split, join: (axis, group, join, split))
@@ -180,13 +212,14 @@ def grouped_all_to_all(x: jax.Array, axis: str, group: int, split: int, join: in
 
         abcd | efgh | ijkl | mnop   ->   abef | cdgh | ijmn | klop        (group 2)
 
-    The backward pass exchanges `split` and `join`. Sends v(g-1)/g forward and backward, for v bytes on each device and
-    groups of g.
+        grad_x = grouped_all_to_all(grad_y, axis, group, join, split)
+
+    Sends v(g-1)/g forward and backward, for v bytes on each device and groups of g.
     """
-    n = lax.axis_size(axis)
-    groups = [list(range(first, first + group)) for first in range(0, n, group)]
     if group == 1:
         return x
+    n = lax.axis_size(axis)
+    groups = [list(range(first, first + group)) for first in range(0, n, group)]
     return lax.all_to_all(
         x, axis, split_axis=split, concat_axis=join, axis_index_groups=groups, tiled=True
     )
@@ -198,10 +231,15 @@ def ring_shift(x: jax.Array, axis: str, by: int) -> jax.Array:
 
         a | b | c | d   ->   d | a | b | c        (by 1)
 
-    The backward pass shifts by -by. Sends v forward and backward, for v bytes on each device.
+        grad_x = ring_shift(grad_y, axis, -by)
+
+    Sends v forward and backward, for v bytes on each device.
     """
     n = lax.axis_size(axis)
-    return lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)]) if by % n else x
+    if by % n == 0:
+        return x
+    source_and_target = [(i, (i + by) % n) for i in range(n)]
+    return lax.ppermute(x, axis, source_and_target)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
@@ -210,14 +248,25 @@ def gather_param(
 ) -> jax.Array:
     """Gathers a sharded parameter in the compute dtype (FSDP, ZeRO-3).
 
+    With gathers G_1 to G_m, and S_i the reduce-scatter that is the transpose of G_i:
+
+        y = G_m ... G_1 cast(w, compute_dtype)
+        grad_w = cast(S_1 ... S_m cast(grad_y, reduce_dtype), dtype of w)
+
     gathers: a dimension of None gathers nothing and only sums the gradient. The cast comes first, so the all-gathers
-    move `compute_dtype`. The backward pass casts the gradient to `reduce_dtype` and reduce-scatters it in the reverse
-    order, inside a slice before it crosses DCN. Forward sends V(n-1)/n, backward V(n-1)/n.
+    move `compute_dtype`. The reduce-scatters go inside a slice before they cross DCN. Forward sends V(n-1)/n, backward
+    V(n-1)/n.
     """
     w = row_major(w.astype(compute_dtype))
     for axes, dim in gathers:
-        w = w if dim is None else hierarchical_all_gather(w, axes, dim, dcn)
+        if dim is not None:
+            w = hierarchical_all_gather(w, axes, dim, dcn)
     return w
+
+
+def _gather_param_fwd(w: jax.Array, *static: Any) -> tuple[jax.Array, jax.Array]:
+    # Residuals are arrays, so an empty array carries the parameter's dtype to the backward pass.
+    return gather_param(w, *static), jnp.zeros((0,), w.dtype)
 
 
 def _gather_param_bwd(
@@ -225,7 +274,7 @@ def _gather_param_bwd(
     compute_dtype: Any,
     reduce_dtype: Any,
     dcn: DcnAxis,
-    like: jax.Array,
+    dtype_carrier: jax.Array,
     g: jax.Array,
 ) -> tuple[jax.Array]:
     g = g.astype(reduce_dtype)
@@ -234,7 +283,10 @@ def _gather_param_bwd(
             (g,) = hierarchical_all_reduce([g], axes, dcn)
         else:
             g = hierarchical_reduce_scatter(g, axes, dim, dcn)
-    return (row_major(g.astype(like.dtype)),)
+    return (row_major(g.astype(dtype_carrier.dtype)),)
+
+
+gather_param.defvjp(_gather_param_fwd, _gather_param_bwd)
 
 
 def row_major(x: jax.Array) -> jax.Array:
@@ -246,16 +298,12 @@ def row_major(x: jax.Array) -> jax.Array:
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-# Residuals are arrays, so an empty array carries the parameter's dtype to the backward pass.
-gather_param.defvjp(
-    lambda w, *how: (gather_param(w, *how), jnp.zeros((0,), w.dtype)), _gather_param_bwd
-)
-
-
 def sequence_all_gather(x_BTD: jax.Array, dim: int) -> jax.Array:
     """Gathers the sequence (dimension `dim`) over `tensor` before a column-parallel matmul: sequence parallelism's g.
 
-    Backward is a reduce-scatter. It opens a Megatron pair that `sequence_reduce_scatter` closes.
+        grad_x = sequence_reduce_scatter(grad_y, dim)
+
+    It opens a Megatron pair that `sequence_reduce_scatter` closes.
     """
     return all_gather(x_BTD, ("tensor",), dim)
 
@@ -263,7 +311,9 @@ def sequence_all_gather(x_BTD: jax.Array, dim: int) -> jax.Array:
 def sequence_reduce_scatter(y_BTD: jax.Array, dim: int) -> jax.Array:
     """Sums `{U/tensor}` after a row-parallel matmul and scatters the sequence (dimension `dim`): g-bar.
 
-    Backward is an all-gather. It closes a Megatron pair that `sequence_all_gather` opens.
+        grad_x = sequence_all_gather(grad_y, dim)
+
+    It closes a Megatron pair that `sequence_all_gather` opens.
     """
     return reduce_scatter(y_BTD, ("tensor",), dim)
 
@@ -281,8 +331,9 @@ def sum_gradients(grads: Any, axes: Any, dcn: DcnAxis = ONE_SLICE) -> Any:
     for i, leaf_axes in enumerate(treedef.flatten_up_to(axes)):
         by_axes.setdefault(nontrivial_axes(leaf_axes), []).append(i)
     for reduced_axes, members in by_axes.items():
-        if reduced_axes:
-            sums = hierarchical_all_reduce([leaves[i] for i in members], reduced_axes, dcn)
-            for i, leaf in zip(members, sums, strict=True):
-                leaves[i] = leaf
+        if not reduced_axes:
+            continue
+        sums = hierarchical_all_reduce([leaves[i] for i in members], reduced_axes, dcn)
+        for i, leaf in zip(members, sums, strict=True):
+            leaves[i] = leaf
     return treedef.unflatten(leaves)

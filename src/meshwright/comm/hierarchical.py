@@ -54,69 +54,100 @@ class Level:
     """Distance along the axes between neighbours of a group."""
 
     def index(self) -> jax.Array:
-        """Returns the place of this device in its group."""
+        """Returns the index of this device in its group, int32 scalar."""
         return lax.axis_index(self.axes) // self.stride % self.size
 
 
 def levels_of(axes: Axes, dcn: DcnAxis) -> list[Level]:
     """Returns the levels of the nontrivial axes, outermost first: slices, dimensions of the torus, or one of all."""
-    axes, levels = nontrivial_axes(axes), list[Level]()
-    if not (dcn.slices > 1 and dcn.axis in axes) and not any(axis in axes for axis, _ in dcn.torus):
-        return split_axes(axes, (1, lax.axis_size(axes))) if axes else levels
+    axes = nontrivial_axes(axes)
+    if not axes:
+        return []
+    torus = dict(dcn.torus)
+    crosses_dcn = dcn.slices > 1 and dcn.axis in axes
+    if not crosses_dcn and torus.keys().isdisjoint(axes):
+        return split_axes(axes, (1, lax.axis_size(axes)))
+    levels: list[Level] = []
     for axis in axes:
-        n = lax.axis_size(axis)
         slices = dcn.slices if axis == dcn.axis else 1
-        levels += split_axes((axis,), (slices, *dict(dcn.torus).get(axis, (n // slices,))))
+        in_slice = torus.get(axis, (lax.axis_size(axis) // slices,))
+        levels += split_axes((axis,), (slices, *in_slice))
     return levels
 
 
 def split_axes(axes: Axes, degrees: tuple[int, ...]) -> list[Level]:
     """Returns the levels of axes taken together, outermost first. degrees: of each level, slices or nodes first."""
-    n, strides = math.prod(degrees), [math.prod(degrees[i + 1 :]) for i in range(len(degrees))]
-    levels = [
-        Level(axes, degree, None if degree == n else _groups(degrees, i), i == 0, strides[i])
-        for i, degree in enumerate(degrees)
-    ]
-    return [level for level in levels if level.size > 1]
+    levels: list[Level] = []
+    for i, degree in enumerate(degrees):
+        if degree == 1:
+            continue
+        groups = None if degree == math.prod(degrees) else _groups(degrees, i)
+        stride = math.prod(degrees[i + 1 :])
+        levels.append(Level(axes, degree, groups, crosses_dcn=i == 0, stride=stride))
+    return levels
 
 
 def _groups(degrees: tuple[int, ...], level: int) -> list[list[int]]:
-    """Returns the groups of an axis along one of its levels. degrees: of every level, outermost first."""
-    inner = math.prod(degrees[level + 1 :])
-    starts = [i for i in range(math.prod(degrees)) if i // inner % degrees[level] == 0]
-    return [[start + i * inner for i in range(degrees[level])] for start in starts]
+    """Returns the groups of devices along one level of an axis. degrees: of every level, outermost first.
+
+    For degrees (2, 3), level 0 has the groups 03 | 14 | 25, and level 1 the groups 012 | 345.
+    """
+    degree = degrees[level]
+    stride = math.prod(degrees[level + 1 :])
+    groups: list[list[int]] = []
+    for first in range(math.prod(degrees)):
+        if first // stride % degree == 0:
+            groups.append([first + i * stride for i in range(degree)])
+    return groups
 
 
 def hierarchical_all_gather(x: jax.Array, axes: Axes, dim: int, dcn: DcnAxis) -> jax.Array:
-    """Gathers the blocks of `dim` along `axes`, in order, over DCN first. Sends V(n-1)/n for a result of V bytes."""
-    levels, gathered = levels_of(axes, dcn), list[int]()
-    if not any(level.crosses_dcn for level in levels):
-        # Blocks of the innermost level are neighbours, so each gather leaves the blocks in order.
+    """Gathers the blocks of `dim` along `axes`, in order, over DCN first. Sends V(n-1)/n for a result of V bytes.
+
+    Two slices of two devices: the gather over DCN sends the small blocks, that inside a slice the larger ones:
+
+        a | b   c | d   ->   ac | bd   ac | bd   ->   abcd | abcd   abcd | abcd
+    """
+    levels = levels_of(axes, dcn)
+    between = [i for i, level in enumerate(levels) if level.crosses_dcn]
+    inside = [i for i, level in enumerate(levels) if not level.crosses_dcn]
+    if not between:
+        # Blocks of the innermost level are neighbors, so each gather leaves the blocks in order.
         for level in reversed(levels):
             x = lax.all_gather(x, level.axes, axis=dim, axis_index_groups=level.groups, tiled=True)
         return x
-    for i in sorted(range(len(levels)), key=lambda i: (not levels[i].crosses_dcn, -i)):
-        new_dim = dim + sum(j < i for j in gathered)
+    # Each gather adds a dimension; those of the levels stand in order before `dim`, which they are merged into.
+    gathered: list[int] = []
+    for i in between + inside[::-1]:
+        new_dim = dim + sum(outer < i for outer in gathered)
         x = lax.all_gather(x, levels[i].axes, axis=new_dim, axis_index_groups=levels[i].groups)
         gathered.append(i)
     return x.reshape(*x.shape[:dim], -1, *x.shape[dim + len(levels) + 1 :])
 
 
 def hierarchical_reduce_scatter(x: jax.Array, axes: Axes, dim: int, dcn: DcnAxis) -> jax.Array:
-    """Sums over `axes` and scatters `dim`, inside a slice first. Sends V(n-1)/n for an input of V bytes."""
+    """Sums over `axes` and scatters `dim`, inside a slice first. Sends V(n-1)/n for an input of V bytes.
+
+    It is the transpose of `hierarchical_all_gather`: the same steps in reverse order, each a reduce-scatter.
+    """
     levels = levels_of(axes, dcn)
-    if not any(level.crosses_dcn for level in levels):
+    between = [i for i, level in enumerate(levels) if level.crosses_dcn]
+    inside = [i for i, level in enumerate(levels) if not level.crosses_dcn]
+    if not between:
         for level in levels:
             x = lax.psum_scatter(
                 x, level.axes, scatter_dimension=dim, axis_index_groups=level.groups, tiled=True
             )
         return x
-    x = x.reshape(*x.shape[:dim], *(level.size for level in levels), -1, *x.shape[dim + 1 :])
+    sizes = [level.size for level in levels]
+    x = x.reshape(*x.shape[:dim], *sizes, -1, *x.shape[dim + 1 :])
     remaining = list(range(len(levels)))
-    for i in sorted(range(len(levels)), key=lambda i: levels[i].crosses_dcn):
-        scatter_dim = dim + remaining.index(i)
+    for i in inside + between:
         x = lax.psum_scatter(
-            x, levels[i].axes, scatter_dimension=scatter_dim, axis_index_groups=levels[i].groups
+            x,
+            levels[i].axes,
+            scatter_dimension=dim + remaining.index(i),
+            axis_index_groups=levels[i].groups,
         )
         remaining.remove(i)
     return x
@@ -128,24 +159,35 @@ def hierarchical_all_reduce(leaves: list[jax.Array], axes: Axes, dcn: DcnAxis) -
     Sends 2V(n-1)/n, of which only 1/m crosses DCN where a slice has m devices.
     """
     levels = levels_of(axes, dcn)
+    if not levels:
+        return leaves
     inside = [level for level in levels if not level.crosses_dcn]
-    between = next((level for level in levels if level.crosses_dcn), None)
-    if between is None:
-        return list(lax.psum(leaves, nontrivial_axes(axes))) if levels else leaves
+    between = [level for level in levels if level.crosses_dcn]
+    if not between:
+        return list(lax.psum(leaves, nontrivial_axes(axes)))
+    (slices,) = between
     if not inside:
-        return list(lax.psum(leaves, between.axes, axis_index_groups=between.groups))
+        return list(lax.psum(leaves, slices.axes, axis_index_groups=slices.groups))
+
     flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
-    devices = math.prod(level.size for level in inside)
-    blocks = jnp.pad(flat, (0, -flat.size % devices)).reshape(*(level.size for level in inside), -1)
+    sizes = [level.size for level in inside]
+    padding = -flat.size % math.prod(sizes)
+    blocks = jnp.pad(flat, (0, padding)).reshape(*sizes, -1)
     for level in inside:
         blocks = lax.psum_scatter(
             blocks, level.axes, scatter_dimension=0, axis_index_groups=level.groups
         )
-    blocks = lax.psum(blocks, between.axes, axis_index_groups=between.groups)
+    blocks = lax.psum(blocks, slices.axes, axis_index_groups=slices.groups)
     for level in reversed(inside):
         blocks = lax.all_gather(blocks, level.axes, axis=0, axis_index_groups=level.groups)
-    flat, sums, start = blocks.reshape(-1), [], 0
+    return _split_like(blocks.reshape(-1), leaves)
+
+
+def _split_like(flat: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
+    """Splits a flat array into arrays of the shapes of `leaves`."""
+    arrays = []
+    start = 0
     for leaf in leaves:
-        sums.append(flat[start : start + leaf.size].reshape(leaf.shape))
+        arrays.append(flat[start : start + leaf.size].reshape(leaf.shape))
         start += leaf.size
-    return sums
+    return arrays

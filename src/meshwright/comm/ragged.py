@@ -4,11 +4,15 @@ Accelerators use `lax.ragged_all_to_all`, which sends only the rows that exist. 
 blocks of full size are sent, mostly padding. The rows that arrive are the same.
 
 A device sends another one update for each group of rows there (for each expert): they arrive sorted by group, and
-nothing has to sort them.
+nothing has to sort them. Two devices with two groups each; `b0` is a row that device 0 sends to group b:
+
+                 device 0 (groups a, b)     device 1 (groups c, d)
+    x            a0 a0 b0 c0                a1 b1 b1 d1 d1
+    arrives      a0 a0 a1 b0 b1 b1          c0 d1 d1
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,91 +32,139 @@ each of 16 peers, a step on GB200 spent 0.78 s where one for each took 13.8 (git
 class Exchange(NamedTuple):
     """Updates, which are blocks of rows, that the n devices of a group send each other.
 
-    Each field is int32 [n, updates], by the other device and by the group that the rows belong to.
+    Each field is int32 [n, updates], by the other device and by the group that the rows belong to. The first four are
+    the sizes and offsets that `lax.ragged_all_to_all` takes.
     """
 
     sizes: jax.Array
-    """Rows of each update to another device."""
+    """Rows of each update that this device sends."""
     starts: jax.Array
-    """First row of it here."""
+    """First row of each update sent, in the input of this device."""
     remote_starts: jax.Array
-    """First row of it there."""
+    """First row of each update sent, in the output of the other device."""
     arriving_sizes: jax.Array
-    """Rows of each update from another device."""
+    """Rows of each update that this device receives."""
     arriving_starts: jax.Array
-    """First row of it here."""
+    """First row of each update received, in the output of this device."""
     arriving_from: jax.Array
-    """First row of it there."""
+    """First row of each update received, in the input of the other device."""
 
     def reversed(self) -> "Exchange":
         """Returns the exchange that sends every row back to where it came from."""
-        return Exchange(*self[3:5], self.arriving_from, *self[:2], self.remote_starts)
+        return Exchange(
+            sizes=self.arriving_sizes,
+            starts=self.arriving_starts,
+            remote_starts=self.arriving_from,
+            arriving_sizes=self.sizes,
+            arriving_starts=self.starts,
+            arriving_from=self.remote_starts,
+        )
 
     def split(self, pieces: int) -> "Exchange":
         """Returns the exchange with every update in `pieces` consecutive ones; the last of them may be empty."""
-
-        def divide(sizes: jax.Array, *starts: jax.Array) -> list[jax.Array]:
-            offsets = jnp.minimum(
-                jnp.arange(pieces) * -(-sizes // pieces)[..., None], sizes[..., None]
-            )
-            divided = (
-                jnp.diff(offsets, append=sizes[..., None]),
-                *(start[..., None] + offsets for start in starts),
-            )
-            return [x.reshape(len(sizes), -1).astype(jnp.int32) for x in divided]
-
-        return Exchange(*divide(*self[:3]), *divide(*self[3:]))
+        sent = _piece_offsets(self.sizes, pieces)
+        arriving = _piece_offsets(self.arriving_sizes, pieces)
+        return Exchange(
+            sizes=_piece_sizes(self.sizes, sent),
+            starts=_piece_starts(self.starts, sent),
+            remote_starts=_piece_starts(self.remote_starts, sent),
+            arriving_sizes=_piece_sizes(self.arriving_sizes, arriving),
+            arriving_starts=_piece_starts(self.arriving_starts, arriving),
+            arriving_from=_piece_starts(self.arriving_from, arriving),
+        )
 
 
-def plan_exchange(sent: jax.Array, level: Level, capacity: int) -> Exchange:
+def _piece_offsets(sizes: jax.Array, pieces: int) -> jax.Array:
+    """Returns the first row of each piece of an update, from that of the update: [n, updates, pieces]."""
+    piece_size = -(-sizes // pieces)
+    return jnp.minimum(jnp.arange(pieces) * piece_size[..., None], sizes[..., None])
+
+
+def _piece_sizes(sizes: jax.Array, offsets: jax.Array) -> jax.Array:
+    """Returns the rows of each piece, int32 [n, updates * pieces]."""
+    piece_sizes = jnp.diff(offsets, append=sizes[..., None])
+    return piece_sizes.reshape(len(sizes), -1).astype(jnp.int32)
+
+
+def _piece_starts(starts: jax.Array, offsets: jax.Array) -> jax.Array:
+    """Returns the first row of each piece in a buffer, int32 [n, updates * pieces]."""
+    piece_starts = starts[..., None] + offsets
+    return piece_starts.reshape(len(starts), -1).astype(jnp.int32)
+
+
+def plan_exchange(sent: jax.Array, level: Level, capacity: int | jax.Array) -> Exchange:
     """Fits the rows that devices send each other into buffers of `capacity` rows; gathers the numbers of all rows.
 
-    sent: rows for each group on each device, [n, groups]; they lie in this order. They will lie by group, those of a
-    group by device. A device takes its own rows first, then those of the devices after it around the axis. What finds
-    no room is not sent: the last rows of a device.
+    sent: rows for each group on each device, [n, groups]; they lie in this order. They arrive sorted by group, and
+    within a group by device. A device takes its own rows first, then those of the devices after it around the axis.
+    Rows that find no room are not sent: the last rows of a device.
     """
-    # Arrays are by the device that sends, the one it sends to, and the group. No gather: XLA would combine two pieces'.
+    # Arrays are by sender, receiver and group. Not an all-gather: XLA would combine those of two batch pieces.
     copies = jnp.broadcast_to(sent, (level.size, *sent.shape))
-    sent_all = lax.all_to_all(copies, level.axes, 0, 0, axis_index_groups=level.groups, tiled=True)
-    first = (
-        jnp.cumsum(sent_all.reshape(level.size, -1), 1).reshape(sent_all.shape) - sent_all
-    ).astype(jnp.int32)
-    around = (np.arange(level.size)[:, None] + np.arange(level.size)) % level.size
-    wanted = jnp.take_along_axis(sent_all.sum(2).T, around, 1)
-    room = jnp.clip(capacity - jnp.cumsum(wanted, 1) + wanted, 0, wanted)
-    room_of_sender = jnp.take_along_axis(room, np.argsort(around, 1), 1).T[..., None]
-    ends = jnp.cumsum(sent_all, 2)
-    sizes = (
-        jnp.minimum(ends, room_of_sender) - jnp.minimum(ends - sent_all, room_of_sender)
-    ).astype(jnp.int32)
-    by_group = sizes.transpose(1, 2, 0)
-    ends_there = jnp.cumsum(by_group.reshape(level.size, -1), 1).reshape(by_group.shape)
-    there = (ends_there - by_group).transpose(2, 0, 1).astype(jnp.int32)
-    here = level.index()
-    by_receiver = (sizes[:, here], there[:, here], first[:, here])
-    return Exchange(sizes[here], first[here], there[here], *by_receiver)
+    wanted = lax.all_to_all(copies, level.axes, 0, 0, axis_index_groups=level.groups, tiled=True)
+    starts = _exclusive_sums(wanted)
+    sizes = _sizes_with_room(wanted, _room(wanted, capacity))
+    # A receiver's buffer is sorted by group, then by sender.
+    by_receiver = _exclusive_sums(sizes.transpose(1, 2, 0))
+    remote_starts = by_receiver.transpose(2, 0, 1)
+    index = level.index()
+    return Exchange(
+        sizes=sizes[index],
+        starts=starts[index],
+        remote_starts=remote_starts[index],
+        arriving_sizes=sizes[:, index],
+        arriving_starts=remote_starts[:, index],
+        arriving_from=starts[:, index],
+    )
+
+
+def _exclusive_sums(sizes: jax.Array) -> jax.Array:
+    """Returns the rows before each block of [n, ..]: sums over the earlier ones of its first index, in order; int32."""
+    ends = jnp.cumsum(sizes.reshape(len(sizes), -1), 1).reshape(sizes.shape)
+    return (ends - sizes).astype(jnp.int32)
+
+
+def _room(wanted: jax.Array, capacity: int | jax.Array) -> jax.Array:
+    """Returns the rows of each sender that each receiver has room for, [sender, receiver].
+
+    wanted: rows to be sent, by sender, receiver and group.
+
+    A receiver r takes the senders in the order r, r + 1, ... around the axis. With w[s], the rows that s has for r:
+
+        room[s, r] = clip(capacity - sum of w over the senders before s, 0, w[s])
+    """
+    n = len(wanted)
+    # Sender that each receiver takes at each step, [receiver, step].
+    senders = (np.arange(n)[:, None] + np.arange(n)) % n
+    in_order = jnp.take_along_axis(wanted.sum(2).T, senders, 1)
+    room_in_order = jnp.clip(capacity - jnp.cumsum(in_order, 1) + in_order, 0, in_order)
+    return jnp.take_along_axis(room_in_order, np.argsort(senders, 1), 1).T
+
+
+def _sizes_with_room(wanted: jax.Array, room: jax.Array) -> jax.Array:
+    """Returns the rows of each update that are sent: of a sender's rows, sorted by group, the first `room`; int32."""
+    limit = room[..., None]
+    ends = jnp.cumsum(wanted, 2)
+    starts = ends - wanted
+    sizes = jnp.minimum(ends, limit) - jnp.minimum(starts, limit)
+    return sizes.astype(jnp.int32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def ragged_all_to_all(
-    x: jax.Array, exchange: Exchange, level: Level, rows: int, largest: int
+    x: jax.Array, exchange: Exchange, level: Level, capacity: int, largest: int
 ) -> jax.Array:
-    """Sends blocks of rows of x [.., D] to other devices; returns [rows, D], zero where no row arrived.
+    """Sends blocks of rows of x [.., D] to other devices; returns [capacity, D], zero where no row arrived.
 
-    largest: a bound on the rows that one device sends another. Its derivative is the reversed exchange. Sends the rows
-    that belong to other devices.
+        grad_x = ragged_all_to_all(grad_y, exchange.reversed(), level, rows of x, largest)
+
+    largest: a bound on the rows that one device sends another. Sends the rows that belong to other devices.
     """
-    forms = {
-        "cpu": functools.partial(_padded, level=level, rows=rows, largest=largest),
-        "cuda": functools.partial(
-            _ragged,
-            level=level,
-            rows=rows,
-            pieces=pieces_of(exchange.sizes.size, level, x.shape[0]),
-        ),
-    }
+    pieces = pieces_of(exchange.sizes.size, level, x.shape[0])
+    padded = functools.partial(_padded, level=level, capacity=capacity, largest=largest)
+    ragged = functools.partial(_ragged, level=level, capacity=capacity)
     return lax.platform_dependent(
-        x, exchange, **forms, default=functools.partial(_ragged, level=level, rows=rows)
+        x, exchange, cpu=padded, cuda=functools.partial(ragged, pieces=pieces), default=ragged
     )
 
 
@@ -120,62 +172,78 @@ def pieces_of(updates: int, level: Level, rows: int) -> int:
     """Returns the pieces that a GPU sends each update in, a power of two: XLA balances such numbers of them."""
     if level.crosses_dcn:
         return 1
-    wanted, most = -(-THREAD_BLOCKS // updates), max(1, rows // (LEAST_ROWS * updates))
+    wanted = -(-THREAD_BLOCKS // updates)
+    most = max(1, rows // (LEAST_ROWS * updates))
     return 1 << min((wanted - 1).bit_length(), most.bit_length() - 1)
 
 
 def _padded(
-    x: jax.Array, exchange: Exchange, *, level: Level, rows: int, largest: int
+    x: jax.Array, exchange: Exchange, *, level: Level, capacity: int, largest: int
 ) -> jax.Array:
-    def inside(sizes: jax.Array) -> jax.Array:
-        """First row of each update in the block of its device."""
-        return jnp.cumsum(sizes, 1) - sizes
+    """Computes `ragged_all_to_all` as an all-to-all of one padded block [largest, D] to each device.
 
-    def rows_of(
-        place: jax.Array, sizes: jax.Array, starts: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Row that each place is in, and whether there is one: place [.., updates] counts from each update's first."""
-        there = (place >= 0) & (place < sizes)
-        return jnp.where(there, place + starts, 0).sum(-1), there.any(-1)
-
-    i = jnp.arange(largest)[None, :, None] - inside(exchange.sizes)[:, None]
-    row, sent = rows_of(i, exchange.sizes[:, None], exchange.starts[:, None])
-    blocks = jnp.where(sent[..., None], x[row], 0)
+    In a block the updates follow each other without gaps, and zeros fill the rest.
+    """
+    starts_in_block = _starts_in_block(exchange.sizes)
+    i = jnp.arange(largest)[None, :, None] - starts_in_block[:, None]
+    row, is_sent = _row_at(i, exchange.sizes[:, None], exchange.starts[:, None])
+    blocks = jnp.where(is_sent[..., None], x[row], 0)
     blocks = lax.all_to_all(blocks, level.axes, 0, 0, axis_index_groups=level.groups, tiled=True)
-    place = jnp.arange(rows)[:, None] - exchange.arriving_starts.reshape(-1)
-    block = largest * jnp.arange(level.size)[:, None] + inside(exchange.arriving_sizes)
-    row, arrived = rows_of(place, exchange.arriving_sizes.reshape(-1), block.reshape(-1))
-    return jnp.where(arrived[:, None], blocks.reshape(-1, x.shape[1])[row], 0)
+
+    i = jnp.arange(capacity)[:, None] - exchange.arriving_starts.reshape(-1)
+    first_of_block = largest * jnp.arange(level.size)[:, None]
+    starts = first_of_block + _starts_in_block(exchange.arriving_sizes)
+    row, has_arrived = _row_at(i, exchange.arriving_sizes.reshape(-1), starts.reshape(-1))
+    return jnp.where(has_arrived[:, None], blocks.reshape(-1, x.shape[1])[row], 0)
+
+
+def _starts_in_block(sizes: jax.Array) -> jax.Array:
+    """Returns the first row of each update in the block of its device. sizes: [n, updates]."""
+    return jnp.cumsum(sizes, 1) - sizes
+
+
+def _row_at(i: jax.Array, sizes: jax.Array, starts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the source row of each target row, and whether an update has it.
+
+    i: target row counted from the first row of each update, [.., updates]; at most one of them has it.
+    """
+    in_update = (i >= 0) & (i < sizes)
+    return jnp.where(in_update, i + starts, 0).sum(-1), in_update.any(-1)
 
 
 def _ragged(
-    x: jax.Array, exchange: Exchange, *, level: Level, rows: int, pieces: int = 1
+    x: jax.Array, exchange: Exchange, *, level: Level, capacity: int, pieces: int = 1
 ) -> jax.Array:
-    sizes, starts, remote_starts, arriving_sizes, *_ = (
-        field.reshape(-1) for field in exchange.split(pieces)
-    )
+    split = exchange.split(pieces)
+    sizes = split.sizes.reshape(-1)
     # Zeros that the compiler does not know: constant ones would be shared by exchanges, and copied for each.
     zero = jnp.minimum(sizes[0], 0).astype(x.dtype)
     return lax.ragged_all_to_all(
         x,
-        jnp.broadcast_to(zero, (rows, x.shape[1])),
-        starts,
+        jnp.broadcast_to(zero, (capacity, x.shape[1])),
+        split.starts.reshape(-1),
         sizes,
-        remote_starts,
-        arriving_sizes,
+        split.remote_starts.reshape(-1),
+        split.arriving_sizes.reshape(-1),
         axis_name=level.axes,
         axis_index_groups=level.groups,
     )
 
 
-# The number of rows is not an array, so an array of shape [rows, 0] carries it to the backward pass.
-ragged_all_to_all.defvjp(
-    lambda x, exchange, *sizes: (
-        ragged_all_to_all(x, exchange, *sizes),
-        (exchange, jnp.zeros((x.shape[0], 0))),
-    ),
-    lambda level, rows, largest, saved, g: (
-        ragged_all_to_all(g, saved[0].reversed(), level, saved[1].shape[0], largest),
-        None,
-    ),
-)
+def _forward(
+    x: jax.Array, exchange: Exchange, *static: Any
+) -> tuple[jax.Array, tuple[Exchange, jax.Array]]:
+    # The number of rows is not an array, so an array of shape [rows, 0] carries it to the backward pass.
+    carrier = jnp.zeros((x.shape[0], 0))
+    return ragged_all_to_all(x, exchange, *static), (exchange, carrier)
+
+
+def _backward(
+    level: Level, capacity: int, largest: int, saved: tuple[Exchange, jax.Array], g: jax.Array
+) -> tuple[jax.Array, None]:
+    exchange, carrier = saved
+    rows = carrier.shape[0]
+    return ragged_all_to_all(g, exchange.reversed(), level, rows, largest), None
+
+
+ragged_all_to_all.defvjp(_forward, _backward)

@@ -10,6 +10,7 @@ they make (families/). One layer, with norms before its halves:
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -40,6 +41,13 @@ from meshwright.ranges import PositiveInt
 from meshwright.sharding.params import GatherParams, Param, Tree
 from meshwright.words import AXES
 
+Opening = Callable[[jax.Array, Tree], tuple[jax.Array, Tree]]
+"""What comes before a layer: `(x [B, T/tensor, D], weights) -> x, weights`."""
+
+
+def _unchanged(x_BTD: jax.Array, weights: Tree) -> tuple[jax.Array, Tree]:
+    return x_BTD, weights
+
 
 @dataclasses.dataclass(frozen=True)
 class Block:
@@ -57,8 +65,9 @@ class Block:
     def params(self, layers: int) -> dict[str, Param]:
         """Returns the parameters of a stack of `layers` layers."""
         params = dict[str, Param]()
+        norms = ("norm", "out_norm") if self.norm_place == "both" else ("norm",)
         for name, half in (("attention", self.attention), ("mlp", self.feed_forward)):
-            for norm in ("norm", "out_norm") if self.norm_place == "both" else ("norm",):
+            for norm in norms:
                 params |= self.norm.params(f"{name}_{norm}", (layers, half.width), "LD")
             params |= half.params(layers)
         return params
@@ -73,54 +82,65 @@ class Block:
             normalises_outputs=self.norm_place != "before",
         )
 
-    def layer(
-        self,
-        ctx: ForwardContext,
-        opening: Callable[[jax.Array, Tree], tuple[jax.Array, Tree]] = lambda *given: given,
-    ) -> Layer:
-        """Returns the layer function. opening: what comes before it, `(x [B, T/tensor, D], weights) -> x, weights`."""
-
-        def norm(place: str, name: str, x_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
-            if self.norm_place not in (place, "both"):
-                return x_BTD
-            name = (
-                f"{name}_out_norm"
-                if self.norm_place == "both" and place == "after"
-                else f"{name}_norm"
-            )
-            return self.norm(x_BTD, w[name], w.get(f"{name}_bias"))
-
-        def halves(ctx: ForwardContext) -> Callable[..., tuple[jax.Array, Aux]]:
-            mix, feed = ctx.half(self.attention), ctx.half(self.feed_forward)
-
-            def run(x_BTD: jax.Array, w: dict[str, Any], index: jax.Array) -> tuple[jax.Array, Aux]:
-                with jax.named_scope(self.attention.scope):
-                    y_BTD = mix(norm("before", "attention", x_BTD, w), w)
-                    y_BTD = ctx.dropout(norm("after", "attention", y_BTD, w), 2 * index + 1)
-                    x_BTD = checkpoint_name(x_BTD + y_BTD, ATTN_RESIDUAL)
-                with jax.named_scope(self.feed_forward.scope):
-                    y_BTD, aux = feed(norm("before", "mlp", x_BTD, w), w)
-                    return x_BTD + ctx.dropout(norm("after", "mlp", y_BTD, w), 2 * index + 2), aux
-
-            return run
-
+    def layer(self, ctx: ForwardContext, opening: Opening = _unchanged) -> Layer:
+        """Returns the layer function. opening: what comes before the layer."""
         pieces = ctx.batch_pieces if self.spec().experts else ()
-        runs = [halves(piece) for piece in pieces or (ctx,)]
+        runs = [self._halves(piece) for piece in pieces or (ctx,)]
 
         def layer(x_BTD: jax.Array, params: Tree, index: jax.Array) -> tuple[jax.Array, Aux]:
             x_BTD, w = opening(x_BTD, ctx.gather_params(params, self.stack))
             if not pieces:
                 return runs[0](x_BTD, w, index)
             # No piece needs another, so the compiler's scheduler sends the rows of one while another computes.
-            each = zip(runs, jnp.split(x_BTD, len(pieces)), strict=True)
-            done, aux = zip(*(run(x_BTD, w, index) for run, x_BTD in each), strict=True)
-            return jnp.concatenate(done), jax.tree.map(lambda *sums: sum(sums[1:], sums[0]), *aux)
+            results = [
+                run(piece_BTD, w, index)
+                for run, piece_BTD in zip(runs, jnp.split(x_BTD, len(pieces)), strict=True)
+            ]
+            outputs = [out_BTD for out_BTD, _ in results]
+            aux = [piece_aux for _, piece_aux in results]
+            return jnp.concatenate(outputs), functools.reduce(_add_trees, aux)
 
         return layer
 
+    def _halves(self, ctx: ForwardContext) -> Layer:
+        """Returns the two halves of a layer as a function of gathered weights."""
+        mix = ctx.half(self.attention)
+        feed = ctx.half(self.feed_forward)
+
+        def run(x_BTD: jax.Array, w: Tree, index: jax.Array) -> tuple[jax.Array, Aux]:
+            with jax.named_scope(self.attention.scope):
+                y_BTD = mix(self._norm_before("attention", x_BTD, w), w)
+                y_BTD = self._norm_after("attention", y_BTD, w)
+                x_BTD += ctx.dropout(y_BTD, 2 * index + 1)
+                x_BTD = checkpoint_name(x_BTD, ATTN_RESIDUAL)
+            with jax.named_scope(self.feed_forward.scope):
+                y_BTD, aux = feed(self._norm_before("mlp", x_BTD, w), w)
+                y_BTD = self._norm_after("mlp", y_BTD, w)
+                return x_BTD + ctx.dropout(y_BTD, 2 * index + 2), aux
+
+        return run
+
+    def _norm_before(self, half: str, x_BTD: jax.Array, w: Tree) -> jax.Array:
+        """Returns the input of a half, normalised where the block does."""
+        if self.norm_place == "after":
+            return x_BTD
+        return self.norm(x_BTD, w[f"{half}_norm"], w.get(f"{half}_norm_bias"))
+
+    def _norm_after(self, half: str, y_BTD: jax.Array, w: Tree) -> jax.Array:
+        """Returns the output of a half, normalised where the block does."""
+        if self.norm_place == "before":
+            return y_BTD
+        name = f"{half}_out_norm" if self.norm_place == "both" else f"{half}_norm"
+        return self.norm(y_BTD, w[name], w.get(f"{name}_bias"))
+
+
+def _add_trees(a: Tree, b: Tree) -> Tree:
+    """Adds trees of arrays leaf by leaf."""
+    return jax.tree.map(operator.add, a, b)
+
 
 @jax.custom_vjp
-def _own_gradients_first(x_BTD: jax.Array, weights: Tree) -> tuple[jax.Array, Tree]:
+def _weight_gradients_first(x_BTD: jax.Array, weights: Tree) -> tuple[jax.Array, Tree]:
     """Returns its arguments; the backward pass leaves a layer when it has the gradients of the layer's weights.
 
     XLA:GPU would compute those of all layers of a loop's body at its end, and keep what they multiply (docs/log.md).
@@ -131,25 +151,23 @@ def _own_gradients_first(x_BTD: jax.Array, weights: Tree) -> tuple[jax.Array, Tr
 def _leave(_: None, g: tuple[jax.Array, Tree]) -> tuple[jax.Array, Tree]:
     if jax.lax.axis_size("stage") > 1:  # a pipeline may compute the two apart
         return g
-    own = [
-        gradient
-        for gradient in jax.tree.leaves(g[1])
-        if jnp.issubdtype(gradient.dtype, jnp.inexact)
-    ]
-    return jax.lax.optimization_barrier((g[0], own))[0], g[1]
+    g_x, g_weights = g
+    gradients = [x for x in jax.tree.leaves(g_weights) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    g_x, _ = jax.lax.optimization_barrier((g_x, gradients))
+    return g_x, g_weights
 
 
-_own_gradients_first.defvjp(lambda *given: (given, None), _leave)
+_weight_gradients_first.defvjp(lambda x_BTD, weights: ((x_BTD, weights), None), _leave)
 
 
-def _own_adapters_first(x_BTD: jax.Array, weights: Tree) -> tuple[jax.Array, Tree]:
-    """Returns its arguments as `_own_gradients_first` does, for weights of which only the adapters are trained.
+def _adapter_gradients_first(x_BTD: jax.Array, weights: Tree) -> tuple[jax.Array, Tree]:
+    """Returns its arguments as `_weight_gradients_first` does, for weights of which only the adapters are trained.
 
     Passed through that function, frozen weights would have gradients: a product each, as large as the one that the
     backward pass needs, behind a barrier that keeps it.
     """
     adapters = adapters_of(weights)
-    x_BTD, adapters = _own_gradients_first(x_BTD, adapters)
+    x_BTD, adapters = _weight_gradients_first(x_BTD, adapters)
     return x_BTD, with_adapters(weights, adapters)
 
 
@@ -222,11 +240,11 @@ class DecoderModel(Model):
         """Returns the parameter descriptions; layers are stacked."""
         d = self.decoder
         scale, *bias = d.norm.params("scale", (d.width,), "D").values()
-        final = (
-            {"scale": scale, **({"bias": bias[0]} if bias else {})}
-            if d.norm.kind == "layer"
-            else scale
-        )
+        final: Any = scale
+        if d.norm.kind == "layer":
+            final = {"scale": scale}
+        if d.norm.kind == "layer" and bias:
+            final["bias"] = bias[0]
         table = Param((padded_vocab(self), d.width), "VD", rows=vocab_size(self))
         tables = {name: table for name in ("embed", d.table)}
         if d.positions is not None:
@@ -242,30 +260,29 @@ class DecoderModel(Model):
         """Returns the embedded tokens [B, T/tensor, D], on the first stage."""
         d = self.decoder
         table_VD = ctx.gather_params(params["embed"], "embed")
-        positions_TD = (
-            None if d.positions is None else ctx.gather_params(params["positions"], "positions")
-        )
+        positions_TD: Any = None
+        if d.positions is not None:
+            positions_TD = ctx.gather_params(params["positions"], "positions")
         with jax.named_scope("embedding"):
             x_BTD = embed(ctx.tokens.ids, table_VD, ctx.sum_rows, ctx.tokens.padding)
             if d.embedding_factor is not None:
                 x_BTD *= jnp.asarray(d.embedding_factor, x_BTD.dtype)
             if positions_TD is not None:
-                x_BTD += take_rows(
-                    positions_TD, local_shard(ctx.tokens.positions, ("tensor",), 1), ctx.sum_rows
-                )
+                local_positions_BT = local_shard(ctx.tokens.positions, ("tensor",), 1)
+                x_BTD += take_rows(positions_TD, local_positions_BT, ctx.sum_rows)
             return ctx.dropout(x_BTD, 0)
 
     def layer_functions(self, ctx: ForwardContext) -> dict[str, Pattern]:
-        """Returns the layer function of each stack, or one per turn in a period."""
+        """Returns the layer function of each stack, or those of the stack's layers in a period, in order."""
         if self.decoder.period == 1:
             return {stack: blocks[0].layer(ctx) for stack, blocks in self.decoder.stacks.items()}
         frozen = isinstance(ctx.gather_params, AdapterGather)
-        opening = _own_adapters_first if frozen else _own_gradients_first
+        opening = _adapter_gradients_first if frozen else _weight_gradients_first
         layer = functools.cache(lambda block: block.layer(ctx, opening))
-        turns: dict[str, tuple[Layer, ...]] = {}
+        pattern: dict[str, tuple[Layer, ...]] = {}
         for block in self.decoder.layers[: self.decoder.period]:
-            turns[block.stack] = (*turns.get(block.stack, ()), layer(block))
-        return dict(turns)
+            pattern[block.stack] = (*pattern.get(block.stack, ()), layer(block))
+        return dict(pattern)
 
     def unembed(
         self, params: Tree, x_BTD: jax.Array, gather_params: GatherParams
@@ -276,11 +293,13 @@ class DecoderModel(Model):
         table = params["embed"] if d.tied else params["unembed"]
         # Two gradients of a tied table are added before they are scattered, and a frozen table has none.
         if not d.tied and not isinstance(gather_params, AdapterGather):
-            x_BTD, table = _own_gradients_first(x_BTD, table)
+            x_BTD, table = _weight_gradients_first(x_BTD, table)
         table_VD = gather_params(table, d.table)
-        scale, bias = (
-            (final["scale"], final.get("bias")) if d.norm.kind == "layer" else (final, None)
-        )
+        scale = final
+        bias = None
+        if d.norm.kind == "layer":
+            scale = final["scale"]
+            bias = final.get("bias")
         with jax.named_scope("unembedding"):
             return sequence_all_gather(d.norm(x_BTD, scale, bias), 1), table_VD
 
@@ -335,9 +354,11 @@ def _spec_of(model: DecoderModel) -> ModelSpec:
 
 def head_size_of(c: Any) -> int:
     """Returns `c.head_size`, or width / heads. Raises ConfigError where that is not an integer."""
-    size, (width, heads) = getattr(c, "head_size", None), (c.width, c.heads)
+    size = getattr(c, "head_size", None)
     if size is not None:
         return int(size)
+    width = c.width
+    heads = c.heads
     if width % heads:
         even = 2 * heads  # features of a head rotate in pairs
         raise ConfigError(

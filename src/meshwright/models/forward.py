@@ -20,7 +20,7 @@ from meshwright.data.batch import PADDING, Batch
 from meshwright.models.blocks.context import build_attend, with_own_kv_head
 from meshwright.models.blocks.layers import Dropout
 from meshwright.models.execution import Execution
-from meshwright.models.layer_scan import ReadRow, join, scan_layers, sections
+from meshwright.models.layer_scan import ReadRow, Section, join, scan_layers, sections
 from meshwright.models.loss import chunk_tokens, token_losses
 from meshwright.models.model import (
     MTP,
@@ -47,14 +47,15 @@ def skip_padding(layer: Layer, stack: str) -> Layer:
     """Returns `layer` for a stack with padding rows: these are the identity and return zero aux."""
     layer = jax.named_scope(row_scope(stack))(layer)
 
-    def maybe(x_BTD: jax.Array, params: Any, index: jax.Array) -> tuple[jax.Array, Aux]:
-        shapes = jax.eval_shape(lambda x, index: layer(x, params, index)[1], x_BTD, index)
+    def skipped(x_BTD: jax.Array, params: Any, index: jax.Array) -> tuple[jax.Array, Aux]:
+        # `params` may be a function, which `eval_shape` takes in a closure only.
+        _, shapes = jax.eval_shape(lambda x, index: layer(x, params, index), x_BTD, index)
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
         return jax.lax.cond(
             index == NO_LAYER, lambda: (x_BTD, zeros), lambda: layer(x_BTD, params, index)
         )
 
-    return maybe
+    return skipped
 
 
 def read_inside(layer: Layer) -> Layer:
@@ -73,10 +74,9 @@ def drop_padding(layer: Layer) -> Layer:
 
     def dropped(x_BTD: jax.Array, params: Any, index: jax.Array) -> tuple[jax.Array, Aux]:
         y_BTD, aux = layer(x_BTD, params, index)
-        padding = index == NO_LAYER
-        return jnp.where(padding, x_BTD, y_BTD), jax.tree.map(
-            lambda a: jnp.where(padding, jnp.zeros_like(a), a), aux
-        )
+        is_padding = index == NO_LAYER
+        x_BTD = jnp.where(is_padding, x_BTD, y_BTD)
+        return x_BTD, jax.tree.map(lambda a: jnp.where(is_padding, jnp.zeros_like(a), a), aux)
 
     return dropped
 
@@ -114,24 +114,27 @@ class LocalModel:
 
     def _context(self, batch: Batch, dropout: Dropout) -> ForwardContext:
         """Returns the inputs of all sequences of `batch` together."""
-
-        def attend(segments_BT: jax.Array) -> Attend:
-            built = build_attend(self.execution.sequence, segments_BT, self.execution.kernels)
-            fewer = (self.model.spec().kv_heads or math.inf) < jax.lax.axis_size("tensor")
-            return with_own_kv_head(built) if fewer else built
-
         local = self.local_positions(batch)
         count = math.gcd(self.execution.attention_pieces, batch.segments.shape[0])
         pieces: tuple[Attend, ...] = ()
         if count > 1:
-            pieces = tuple(map(attend, jnp.split(batch.segments, count)))
+            pieces = tuple(map(self._attend, jnp.split(batch.segments, count)))
         return ForwardContext.of(
             self.execution,
             tokens=Tokens(local.inputs, local.positions, local.segments == PADDING),
             dropout=dropout,
-            attend=attend(batch.segments),
+            attend=self._attend(batch.segments),
             attend_pieces=pieces,
         )
+
+    def _attend(self, segments_BT: jax.Array) -> Attend:
+        """Returns attention to earlier positions of the same document. segments_BT: of complete sequences."""
+        attend = build_attend(self.execution.sequence, segments_BT, self.execution.kernels)
+        kv_heads = self.model.spec().kv_heads
+        # With fewer key/value heads than devices of `tensor`, each device has a copy of the one that it needs.
+        if kv_heads and kv_heads < jax.lax.axis_size("tensor"):
+            return with_own_kv_head(attend)
+        return attend
 
     def local_positions(self, batch: Batch) -> Batch:
         """This device's positions of every sequence."""
@@ -151,58 +154,59 @@ class LocalModel:
 
         params: of that virtual stage, by stack, or what reads their rows.
         """
-        spec, functions, outputs = (
-            self.model.spec(),
-            self.model.layer_functions(ctx),
-            list[dict[str, Aux]](),
-        )
+        spec = self.model.spec()
         # Layer in each row: [stages, virtual stages, rows].
         rows = {stack: self.stages.rows(spec.layers_of(stack)) for stack in spec.stacks}
-        index: dict[str, Any] = {stack: layers[0, 0] for stack, layers in rows.items()}
-        if self.stages.stages * self.stages.virtual_stages > 1:
-            index = {
-                s: jnp.asarray(layers)[axis_index(("stage",)), virtual_stage]
-                for s, layers in rows.items()
-            }
+        index = {stack: self._local_rows(layers, virtual_stage) for stack, layers in rows.items()}
 
-        def wrap(stack: str, layer: Layer) -> Layer:
-            own = read_inside(layer) if callable(params) else layer
+        def without_padding(stack: str, layer: Layer) -> Layer:
+            if callable(params):
+                layer = read_inside(layer)
             if not (rows[stack] == NO_LAYER).any():
-                return own
-            return drop_padding(own) if self.execution.permutes else skip_padding(own, stack)
+                return layer
+            return drop_padding(layer) if self.execution.permutes else skip_padding(layer, stack)
 
-        for section in sections(spec, functions, wrap):
-            saved = min(max(self.training.saved_layers - section.first, 0), section.layers)
-            parts = [
-                (slice(0, saved), "projections"),
-                (slice(saved, section.layers), self.training.remat),
-            ]
-            for part, remat in parts:
-                if part.start == part.stop:
-                    continue
-                stack, own = section.stacks[0], section.rows(spec, part)
+        outputs: list[dict[str, Aux]] = []
+        for section in sections(spec, self.model.layer_functions(ctx), without_padding):
+            for layers, remat in self._remat_parts(section):
+                part_rows = section.rows(spec, layers)
+                stack = section.stacks[0]
                 if stack in self.execution.gathered_ahead and not callable(params):
-                    p, i = (
-                        jax.tree.map(operator.itemgetter(own[stack]), tree[stack])
-                        for tree in (params, index)
+                    take = functools.partial(jax.tree.map, operator.itemgetter(part_rows[stack]))
+                    x_BTD, aux = self._layers_ahead(
+                        stack, x_BTD, ctx, take(params[stack]), take(index[stack]), remat
                     )
-                    x_BTD, aux = self._layers_ahead(stack, x_BTD, ctx, p, i, remat)
                 else:
                     # A part may start in the middle of a period.
-                    at, unroll = part.start % len(section.period), self.training.unroll
-                    period = section.period[at:] + section.period[:at]
+                    first = layers.start % len(section.period)
                     x_BTD, aux = scan_layers(
-                        period,
+                        section.period[first:] + section.period[:first],
                         x_BTD,
                         params,
                         index,
-                        rows=own,
+                        rows=part_rows,
                         remat=remat,
-                        unroll=unroll,
+                        unroll=self.training.unroll,
                         saves_weights=self.execution.saves_weights,
                     )
                 outputs.append(aux)
         return x_BTD, join(outputs)
+
+    def _local_rows(self, layers: np.ndarray, virtual_stage: Any) -> Any:
+        """Returns the layer in each row of this device's stage. layers: [stages, virtual stages, rows]."""
+        if self.stages.stages * self.stages.virtual_stages == 1:
+            return layers[0, 0]
+        return jnp.asarray(layers)[axis_index(("stage",)), virtual_stage]
+
+    def _remat_parts(self, section: Section) -> list[tuple[slice, str]]:
+        """Returns the parts of a section that have layers, each with its remat policy: the first layers save more."""
+        saved = min(max(self.training.saved_layers - section.first, 0), section.layers)
+        parts: list[tuple[slice, str]] = []
+        if saved > 0:
+            parts.append((slice(0, saved), "projections"))
+        if saved < section.layers:
+            parts.append((slice(saved, section.layers), self.training.remat))
+        return parts
 
     def _layers_ahead(
         self,
@@ -218,12 +222,11 @@ class LocalModel:
         def gather_some(some: Tree) -> Tree:
             return self.execution.gather_params.only(stack, some)(some, path=stack)
 
-        def gather(given: Tree, path: str) -> Tree:
-            return given if path == stack else self.execution.gather_params(given, path)
+        def gather_others(params: Tree, path: str) -> Tree:
+            return params if path == stack else self.execution.gather_params(params, path)
 
-        layer: Any = self.model.layer_functions(dataclasses.replace(ctx, gather_params=gather))[
-            stack
-        ]
+        gathered_ctx = dataclasses.replace(ctx, gather_params=gather_others)
+        layer: Any = self.model.layer_functions(gathered_ctx)[stack]
         from meshwright.models.gather_ahead import GatheredAhead, scan_layers_ahead
 
         at_start, inside = self.execution.gathered_ahead[stack]
@@ -239,11 +242,14 @@ class LocalModel:
 
         The sum over the token axes is the mean over `total` weights.
         """
-        batch, z_loss = self.local_positions(batch), self.training.z_loss
+        batch = self.local_positions(batch)
+        z_loss = self.training.z_loss
         nll_T, lse_T = self.score_targets(params, x_BTD, batch)
         weights_T = batch.weights.reshape(-1)
-        nll, weight = (nll_T * weights_T).sum(), weights_T.sum()
-        loss, metrics = nll / total, {"loss": (nll, weight)}
+        nll = (nll_T * weights_T).sum()
+        weight = weights_T.sum()
+        loss = nll / total
+        metrics = {"loss": (nll, weight)}
         if z_loss:
             squared = (lse_T * lse_T * weights_T).sum()
             loss += z_loss * squared / total
@@ -263,8 +269,14 @@ class LocalModel:
         x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
         chunk = chunk_tokens(x_TD.shape[0], table_VD.shape[0], self.training.logits_mib)
         with jax.named_scope("unembedding"):
-            vocab, softcap = vocab_size(self.model), self.model.spec().logit_softcap
-            return token_losses(x_TD, table_VD, batch.targets.reshape(-1), vocab, chunk, softcap)
+            return token_losses(
+                x_TD,
+                table_VD,
+                batch.targets.reshape(-1),
+                vocab_size(self.model),
+                chunk,
+                self.model.spec().logit_softcap,
+            )
 
     def weight(self, batch: Batch) -> jax.Array:
         """Returns the weight of this device's sequences in the mean loss: their tokens, or their preferences."""
@@ -279,9 +291,8 @@ class LocalModel:
     ) -> tuple[jax.Array, dict[str, Aux]]:
         """Returns the hidden states after the last layer and each stack's aux, for a model on one pipeline stage."""
         ctx = self.context(batch, dropout)
-        return self.layers(
-            {stack: params[stack] for stack in self.stacks}, self.model.embed(params, ctx), ctx
-        )
+        stacks = {stack: params[stack] for stack in self.stacks}
+        return self.layers(stacks, self.model.embed(params, ctx), ctx)
 
     def loss_fn(
         self, params: Tree, batch: Batch, dropout: Dropout, total: jax.Array
@@ -296,7 +307,9 @@ class LocalModel:
                 more, more_metrics, more_aux = self._further_loss(
                     params, x_BTD, batch, dropout, total
                 )
-                loss, metrics, aux = loss + more, metrics | more_metrics, aux | more_aux
+                loss += more
+                metrics |= more_metrics
+                aux |= more_aux
         return loss + self.aux_loss(aux), (metrics, aux)
 
     def _further_loss(
@@ -308,10 +321,10 @@ class LocalModel:
         embedding of the token that follows it, and shares embedding and unembedding with the model. Decoding omits it.
         total: weights of the next tokens, so that a token has one weight in both losses.
         """
-        shifted, model = shift(batch), self.model
-        further: Any = model
+        shifted = shift(batch)
+        further: Any = self.model
         h_BTD, layer = further.further_layer(params, x_BTD, self.context(shifted, dropout))
-        index = {MTP: np.array([len(model.spec().layers)], np.int32)}
+        index = {MTP: np.array([len(self.model.spec().layers)], np.int32)}
         with jax.named_scope("further tokens"):
             h_BTD, aux = scan_layers(
                 [(MTP, layer)],
@@ -321,8 +334,8 @@ class LocalModel:
                 remat=self.training.remat,
                 saves_weights=self.execution.saves_weights,
             )
-        own = {**params, "final_norm": params[MTP]["final_norm"][0]}
-        loss, metrics = self.loss(own, h_BTD, shifted, total)
+        further_params = {**params, "final_norm": params[MTP]["final_norm"][0]}
+        loss, metrics = self.loss(further_params, h_BTD, shifted, total)
         return further.mtp_weight * loss, {"further token loss": metrics["loss"]}, aux
 
     def aux_loss(self, aux: dict[str, Aux]) -> jax.Array | float:

@@ -157,14 +157,12 @@ class _AheadScan:
         late, early = _split(params, self.ahead.forward)
         # Not before this pass: the weights would be there while the layers after these have theirs.
         g_x, last = lax.optimization_barrier((g_x, _row_of(first, self.length - 1)))
-        like, scatter_late = jax.vjp(self.gather, _row_of(late, 0))
+        late_weights, scatter_late = jax.vjp(self.gather, _row_of(late, 0))
 
         def reduce_late(gradients: list[jax.Array]) -> Tree:
             # A gather is linear, so that of any layer reduces the gradients of all.
-            return scatter_late(_with_integers(like, gradients))[0]
-
-        def reduce_early(gradients: Tree, row: jax.Array) -> Tree:
-            return jax.vjp(self.gather, _row_of(early, row))[1](gradients)[0]
+            (reduced,) = scatter_late(_with_integers(late_weights, gradients))
+            return reduced
 
         def step(carry: Any, inputs: Any) -> Any:
             g_x, weights, g_above = carry
@@ -174,11 +172,12 @@ class _AheadScan:
             vjp = residuals.vjp({**weights, **self.gather(rest)})
             g_x, g = vjp((g_x, g_aux))
             g_late, g_early = _split(g, self.ahead.forward)
-            reduced_early = reduce_early(g_early, row)
+            _, scatter_early = jax.vjp(self.gather, _row_of(early, row))
+            (reduced_early,) = scatter_early(g_early)
             return (g_x, next_weights, _without_integers(g_late)), (reduced_above, reduced_early)
 
         inputs = (jnp.arange(self.length), rest, residuals, g_aux)
-        nothing_above = _without_integers(jax.tree.map(jnp.zeros_like, like))
+        nothing_above = _without_integers(jax.tree.map(jnp.zeros_like, late_weights))
         carry = (g_x, self.gather(last), nothing_above)
         (g_x, _, g_lowest), (g_late, g_early) = lax.scan(step, carry, inputs, reverse=True)
         # Row l of the scan has reduced the late gradients of row l + 1; those of row 0 are still to be reduced.

@@ -205,14 +205,19 @@ class _PeriodScan:
                 outputs[stack].append(aux)
             return x, {stack: _stack_trees(aux) for stack, aux in outputs.items()}
 
-        inputs = {stack: self._inputs(stack) for stack in per_iteration}
-        grouped = {}
-        for stack, n in per_iteration.items():
-            start = self.rows[stack].start + first * self.per_period[stack]
-            group = functools.partial(_group_rows, start=start, count=count, per_iteration=n)
-            grouped[stack] = jax.tree.map(group, inputs[stack])
+        grouped = {
+            stack: self._iterations(stack, n, first, count) for stack, n in per_iteration.items()
+        }
         x, aux = jax.lax.scan(step, x, grouped, unroll=max(1, self.unroll // len(layers)))
         return x, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
+
+    def _iterations(self, stack: str, per_iteration: int, first: int, count: int) -> Any:
+        """Returns the inputs of `count` iterations after `first` periods, [count, per_iteration, ...]."""
+        start = self.rows[stack].start + first * self.per_period[stack]
+        group = functools.partial(
+            _group_rows, start=start, count=count, per_iteration=per_iteration
+        )
+        return jax.tree.map(group, self._inputs(stack))
 
     def _inputs(self, stack: str) -> tuple[Any, Any, jax.Array]:
         """Returns a stack's parameters, the index of each row's layer, and the number of each row."""

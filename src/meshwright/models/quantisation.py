@@ -37,7 +37,7 @@ from meshwright.hardware.machine import Machine
 from meshwright.models.blocks.layers import SelfMultiplying
 from meshwright.models.kernels.choose import GroupedMatmul, GroupedProducts
 from meshwright.sharding.layouts import TOKEN_AXES
-from meshwright.sharding.params import GatherParams, Param, Tree, named_leaves
+from meshwright.sharding.params import GatherParams, Param, RoundedParam, Tree, named_leaves
 from meshwright.sharding.placement import Placements
 
 SCOPE = "low precision"
@@ -208,36 +208,39 @@ class LowPrecisionGather(GatherParams):
     def __call__(self, params: Tree, path: str) -> Tree:
         """Returns the weights of the subtree `path`, of one layer of it where it is stacked."""
 
-        def name(keys: Any) -> str:
-            return ".".join((path, *(key.key for key in keys)))
+        originals = jax.tree.map(_original, params, is_leaf=_is_rounded)
+        weights = super().__call__(originals, path)
+        quantised = self._early(params, path)
 
-        def is_rounded(x: Any) -> bool:
-            return isinstance(x, tuple)
-
-        treedef: Any
-        own = jax.tree.map(lambda x: x[0] if is_rounded(x) else x, params, is_leaf=is_rounded)
-        weights = super().__call__(own, path)
-        rows, treedef = jax.tree_util.tree_flatten_with_path(params, is_rounded)
-        hows = treedef.flatten_up_to(self.gathers[path])
-        early = {
-            name(k): (w, how.gathers)
-            for (k, w), how in zip(rows, hows, strict=True)
-            if self._is_early(name(k))
-        }
-        quantised = {n: (w[1], w[2]) for n, (w, _) in early.items() if is_rounded(w)}
-        quantised |= self._quantise(
-            {n: (row_major(w), how) for n, (w, how) in early.items() if n not in quantised}
-        )
-
-        def replace(keys: Any, weight: jax.Array) -> Any:
-            plan = self.plans.get(name(keys))
+        def in_low_precision(keys: Any, weight: jax.Array) -> Any:
+            name = _name_of(path, keys)
+            plan = self.plans.get(name)
             if plan is None:
                 return weight
-            if name(keys) not in quantised:
+            if name not in quantised:
                 return LowPrecisionWeight(weight, None, None, plan)
-            return LowPrecisionWeight(*quantised[name(keys)], weight, plan)
+            values, scale = quantised[name]
+            return LowPrecisionWeight(values, scale, weight, plan)
 
-        return jax.tree_util.tree_map_with_path(replace, weights)
+        return jax.tree_util.tree_map_with_path(in_low_precision, weights)
+
+    def _early(self, params: Tree, path: str) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """Returns gathered values and scales of the weights of a subtree that are rounded before they are gathered."""
+        treedef: Any
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(params, _is_rounded)
+        rounded: dict[str, tuple[jax.Array, jax.Array]] = {}
+        shards: dict[str, tuple[jax.Array, Any]] = {}
+        for (keys, param), plan in zip(
+            leaves, treedef.flatten_up_to(self.gathers[path]), strict=True
+        ):
+            name = _name_of(path, keys)
+            if not self._is_early(name):
+                continue
+            if isinstance(param, RoundedParam):
+                rounded[name] = (param.values, param.scale)
+            else:
+                shards[name] = (row_major(param), plan.gathers)
+        return rounded | self._quantise(shards)
 
     def _is_early(self, name: str) -> bool:
         """Whether a weight is rounded before it is gathered: elsewhere its products round it."""
@@ -246,15 +249,25 @@ class LowPrecisionGather(GatherParams):
 
     def rounded(self, params: Tree, path: str) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Rounds all rows of the weights of a stack that are rounded early and not gathered."""
-        names = {n: f"{path}.{n}" for n, how in self.gathers[path].items() if not how.gathers}
-        names = {n: full for n, full in names.items() if self._is_early(full)}
-        rows = {full: row_major(lax.stop_gradient(params[n])) for n, full in names.items()}
-        found = (
-            jax.vmap(lambda rows: self._quantise({n: (w, ()) for n, w in rows.items()}))(rows)
-            if rows
-            else {}
-        )
-        return {n: found[full] for n, full in names.items()}
+        full_names: dict[str, str] = {}
+        for name, plan in self.gathers[path].items():
+            full_name = f"{path}.{name}"
+            if not plan.gathers and self._is_early(full_name):
+                full_names[name] = full_name
+        if not full_names:
+            return {}
+        stacks = {
+            full_name: row_major(lax.stop_gradient(params[name]))
+            for name, full_name in full_names.items()
+        }
+        found = jax.vmap(self._quantise_local)(stacks)
+        return {name: found[full_name] for name, full_name in full_names.items()}
+
+    def _quantise_local(
+        self, weights: dict[str, jax.Array]
+    ) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """Quantises weights that are not gathered."""
+        return self._quantise({name: (weight, ()) for name, weight in weights.items()})
 
     def _quantise(
         self, shards: dict[str, tuple[jax.Array, Any]]
@@ -281,6 +294,20 @@ class LowPrecisionGather(GatherParams):
                         scale = hierarchical_all_gather(scale, axes, dim, self.dcn)
             result[name] = (values, scale)
         return result
+
+
+def _is_rounded(param: Any) -> bool:
+    return isinstance(param, RoundedParam)
+
+
+def _original(param: Any) -> Any:
+    """Returns the parameter that takes the gradient."""
+    return param.param if isinstance(param, RoundedParam) else param
+
+
+def _name_of(path: str, keys: Any) -> str:
+    """Returns the path of a parameter: that of its subtree and its keys there."""
+    return ".".join((path, *(key.key for key in keys)))
 
 
 def low_precision_gather(

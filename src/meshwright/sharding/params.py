@@ -8,7 +8,7 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -314,6 +314,15 @@ def shardings(mesh: Mesh, placed: Tree, which: Literal["at_rest", "optimizer"]) 
     )
 
 
+class RoundedParam(NamedTuple):
+    """Parameter of one layer in low precision, rounded before the loop over layers."""
+
+    param: jax.Array
+    """The parameter, which takes the gradient."""
+    values: jax.Array
+    scale: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class GatherParams:
     """Gathers sharded parameters into weights in the compute dtype, inside the step."""
@@ -341,8 +350,9 @@ class GatherParams:
         return jax.tree_util.tree_map_with_path(gather, params, self.gathers[path])
 
     def rounded(self, params: Tree, path: str) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """Returns low-precision values and scales of a stack, by name, for layers that have (parameter, values, scale)
-        in the place of a parameter; none of those that are gathered.
+        """Returns low-precision values and scales of a stack, by name, which layers get in a `RoundedParam`.
+
+        Parameters that are gathered have none.
         """
         return {}
 

@@ -35,7 +35,7 @@ from meshwright.models.blocks.layers import Dropout
 from meshwright.models.forward import LocalModel
 from meshwright.models.layer_scan import with_gradient_of
 from meshwright.models.model import Aux, ForwardContext, Metrics
-from meshwright.sharding.params import Tree, with_frozen
+from meshwright.sharding.params import RoundedParam, Tree, with_frozen
 from meshwright.sharding.schedule_table import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -146,9 +146,11 @@ class PipelineModel:
 
             def rows() -> Tree:
                 weights = jax.tree.map(read_row, params[stack], of)
-                return weights | {
-                    n: (weights[n], *map(row, pair)) for n, pair in part.rounded[stack].items()
+                rounded = {
+                    name: RoundedParam(weights[name], row(values), row(scale))
+                    for name, (values, scale) in part.rounded[stack].items()
                 }
+                return weights | rounded
 
             return rows
 

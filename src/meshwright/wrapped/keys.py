@@ -28,7 +28,7 @@ _DRAWING = {"random_bits": "bits", "random_split": "split"}
 _TAG = "mwp"
 _WORDS = 3
 """Words of a key: two of Threefry's, and the part of the batch."""
-_SPLIT = 0x9E3779B9
+_SPLIT_SALT = 0x9E3779B9
 """Added to the key where keys are drawn instead of numbers."""
 
 
@@ -98,67 +98,66 @@ class Draws:
 @functools.lru_cache(maxsize=64)
 def _implementation(parts: int, draws: Draws) -> Any:
     """Returns the kind of keys for one of `parts` parts of a batch."""
-
-    def hashed(
-        key: jax.Array, shape: Shape, batched: bool, salt: int
-    ) -> tuple[jax.Array, jax.Array]:
-        rows, columns = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-        row = jax.lax.broadcasted_iota(jnp.uint32, (rows, columns), 0)
-        column = jax.lax.broadcasted_iota(jnp.uint32, (rows, columns), 1)
-        row = row + key[2] * jnp.uint32(rows) if batched else row
-        first, second = (
-            jnp.broadcast_to(word, row.shape) for word in (key[0] + jnp.uint32(salt), key[1])
-        )
-        high, low = threefry2x32_p.bind(first, second, row, column)
-        return high.reshape(shape), low.reshape(shape)
-
-    def bits(key: jax.Array, width: int, shape: Shape) -> jax.Array:
-        high, low = hashed(key, shape, draws.has_batch("bits", shape, parts), 0)
-        if width == 64:
-            return high.astype(jnp.uint64) << 32 | low.astype(jnp.uint64)
-        return (high ^ low).astype({8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[width])
-
-    def split(key: jax.Array, shape: Shape) -> jax.Array:
-        batched = draws.has_batch("split", shape, parts)
-        high, low = hashed(key, shape, batched, _SPLIT)
-        # The key of an example is no longer one of a part.
-        part = jnp.zeros_like(high) if batched else jnp.broadcast_to(key[2], high.shape)
-        return jnp.stack([high, low, part], -1)
-
-    def fold_in(key: jax.Array, data: Any) -> jax.Array:
-        zero = jnp.zeros((), jnp.uint32)
-        high, low = threefry2x32_p.bind(
-            key[0], key[1] ^ jnp.uint32(_SPLIT), zero, jnp.asarray(data, jnp.uint32)
-        )
-        return jnp.stack([high, low, key[2]])
-
-    def seeded(seed: jax.Array) -> jax.Array:
-        return jnp.stack(
-            [
-                jnp.zeros((), jnp.uint32),
-                jnp.asarray(seed).astype(jnp.uint32),
-                jnp.zeros((), jnp.uint32),
-            ]
-        )
-
     return define_prng_impl(
         key_shape=(_WORDS,),
-        seed=seeded,
-        split=split,
-        random_bits=bits,
-        fold_in=fold_in,
+        seed=_seeded,
+        split=functools.partial(_split, parts, draws),
+        random_bits=functools.partial(_bits, parts, draws),
+        fold_in=_fold_in,
         name=f"meshwright_part_of_{parts}",
         tag=_TAG,
     )
 
 
+def _hashed(
+    key: jax.Array, shape: Shape, has_batch: bool, salt: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns two words for each element: Threefry-2x32 of its row in the complete batch and its column."""
+    rows = shape[0] if shape else 1
+    columns = math.prod(shape[1:])
+    row = jax.lax.broadcasted_iota(jnp.uint32, (rows, columns), 0)
+    column = jax.lax.broadcasted_iota(jnp.uint32, (rows, columns), 1)
+    if has_batch:
+        row = row + key[2] * jnp.uint32(rows)
+    first = jnp.broadcast_to(key[0] + jnp.uint32(salt), row.shape)
+    second = jnp.broadcast_to(key[1], row.shape)
+    high, low = threefry2x32_p.bind(first, second, row, column)
+    return high.reshape(shape), low.reshape(shape)
+
+
+def _bits(parts: int, draws: Draws, key: jax.Array, width: int, shape: Shape) -> jax.Array:
+    """Returns random integers of `width` bits."""
+    high, low = _hashed(key, shape, draws.has_batch("bits", shape, parts), 0)
+    if width == 64:
+        return high.astype(jnp.uint64) << 32 | low.astype(jnp.uint64)
+    return (high ^ low).astype({8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[width])
+
+
+def _split(parts: int, draws: Draws, key: jax.Array, shape: Shape) -> jax.Array:
+    """Returns keys: those of the examples of the part, or the same on every device, each still of its part."""
+    has_batch = draws.has_batch("split", shape, parts)
+    high, low = _hashed(key, shape, has_batch, _SPLIT_SALT)
+    # The key of an example is no longer one of a part.
+    part = jnp.zeros_like(high) if has_batch else jnp.broadcast_to(key[2], high.shape)
+    return jnp.stack([high, low, part], -1)
+
+
+def _fold_in(key: jax.Array, data: Any) -> jax.Array:
+    zero = jnp.zeros((), jnp.uint32)
+    second = key[1] ^ jnp.uint32(_SPLIT_SALT)
+    high, low = threefry2x32_p.bind(key[0], second, zero, jnp.asarray(data, jnp.uint32))
+    return jnp.stack([high, low, key[2]])
+
+
+def _seeded(seed: jax.Array) -> jax.Array:
+    zero = jnp.zeros((), jnp.uint32)
+    return jnp.stack([zero, jnp.asarray(seed).astype(jnp.uint32), zero])
+
+
 def step_key(seed: int, step: Any, part: Any, parts: int, draws: Draws) -> jax.Array:
     """Returns the key of one part of the batch at a step. part: index of the part, outermost axis first."""
-    return key_of(
-        jnp.stack([jnp.asarray(word).astype(jnp.uint32) for word in (step, seed, part)]),
-        parts,
-        draws,
-    )
+    words = [jnp.asarray(word).astype(jnp.uint32) for word in (step, seed, part)]
+    return key_of(jnp.stack(words), parts, draws)
 
 
 def key_of(words: Any, parts: int, draws: Draws) -> jax.Array:

@@ -348,28 +348,29 @@ class NnxParts:
             )
             if names is not None:
                 annotations[".".join(map(str, path))] = tuple(names)
-        params, variables = (
-            {path_name(path): leaf for path, leaf in leaves} for leaves, _ in (flat[0], flat[2])
-        )
+        params = {path_name(path): leaf for path, leaf in flat[0][0]}
+        variables = {path_name(path): leaf for path, leaf in flat[2][0]}
         return params, variables, annotations
 
     def merge(self, params: Arrays, variables: Arrays, key: jax.Array, train: bool) -> tuple[Any]:
         """Returns the module with keys of this step, in training or evaluation mode."""
         from flax import nnx
 
-        rngs = [
-            _key_for(jax.random.fold_in(key, zlib.crc32(name.encode())), shape)
-            if dtype is None
-            else jnp.zeros(shape, dtype)
-            for name, (shape, dtype) in zip(self._names[1], self._rngs, strict=True)
-        ]
+        rngs = []
+        for name, (shape, dtype) in zip(self._names[1], self._rngs, strict=True):
+            if dtype is None:
+                folded = jax.random.fold_in(key, zlib.crc32(name.encode()))
+                rngs.append(_key_for(folded, shape))
+            else:
+                rngs.append(jnp.zeros(shape, dtype))
         leaves = (
             [params[name] for name in self._names[0]],
             rngs,
             [variables[name] for name in self._names[2]],
         )
         states = [
-            jax.tree.unflatten(tree, own) for tree, own in zip(self._trees, leaves, strict=True)
+            jax.tree.unflatten(tree, values)
+            for tree, values in zip(self._trees, leaves, strict=True)
         ]
         module = nnx.merge(self._graphdef, *states)
         module.train() if train else module.eval()

@@ -197,7 +197,9 @@ def _untrained(parts: WrappedParts) -> frozenset[str]:
         name for name, read in zip(sorted(parts.params), used, strict=False) if not read
     )
     if parts.params and len(untrained) == len(parts.params):
-        listed = ", ".join(sorted(untrained)[:3]) + (", ..." if len(untrained) > 3 else "")
+        listed = ", ".join(sorted(untrained)[:3])
+        if len(untrained) > 3:
+            listed += ", ..."
         raise ConfigError(
             "the loss of a wrapped model",
             f"it has no gradient of any parameter ({listed}): it does not use them, or integers or stop_gradient "
@@ -212,7 +214,8 @@ def _constants(jaxpr: Any) -> Iterator[Any]:
     yield from getattr(jaxpr, "consts", ())
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         for value in equation.params.values():
-            for part in value if isinstance(value, tuple | list) else (value,):
+            values = value if isinstance(value, tuple | list) else (value,)
+            for part in values:
                 if hasattr(getattr(part, "jaxpr", part), "eqns"):
                     yield from _constants(part)
 
@@ -222,17 +225,16 @@ def check_rows(parts: WrappedParts, rows: int, held_out: int) -> None:
 
     rows: examples of a device in a microbatch of training.  held_out: the same of a held-out batch, 0 for none.
     """
-    for train, own in ((True, rows), (False, held_out)):
-        if not own:
+    for train, examples in ((True, rows), (False, held_out)):
+        if not examples:
             continue
-        function, arguments = parts.traced(train, own)
-        size = jax.tree.leaves(parts.traced(train)[1][2])[0].shape[0]
-        asked, truth = (
-            f"{own} of the {size} examples of a batch on a device",
-            "the loss {}, and takes all of them",
-        )
+        function, arguments = parts.traced(train, examples)
+        _, complete_arguments = parts.traced(train)
+        size = jax.tree.leaves(complete_arguments[2])[0].shape[0]
         with foreign_code(
-            asked, "the number of examples from the batch, x.shape[0], instead of a constant", truth
+            f"{examples} of the {size} examples of a batch on a device",
+            "the number of examples from the batch, x.shape[0], instead of a constant",
+            "the loss {}, and takes all of them",
         ):
             jax.eval_shape(function, *arguments)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -32,30 +32,26 @@ def describe_params(parts: WrappedParts) -> dict[str, Param]:
 
     Weight decay applies to what the loss uses as a matrix and has a gradient of: others would shrink untrained.
     """
-    return {
-        name: Param(
+    params = {}
+    for name, x in parts.params.items():
+        is_decayed = parts.ranks.get(name, 0) > 1 and name not in parts.untrained
+        # `Param.init` tells which parameters decay; the module draws their values.
+        init: Literal["normal", "zeros"] = "normal" if is_decayed else "zeros"
+        precision = "compute" if x.dtype == jnp.float32 else x.dtype.name
+        params[name] = Param(
             x.shape,
             "0123456789abcdefghijklmnopqrstuvwxyz"[: x.ndim],
-            init="normal"
-            if parts.ranks.get(name, 0) > 1 and name not in parts.untrained
-            else "zeros",
-            precision=cast(Any, "compute" if x.dtype == jnp.float32 else x.dtype.name),
+            init=init,
+            precision=cast(Any, precision),
         )
-        for name, x in parts.params.items()
-    }
+    return params
 
 
 def read_rules(rules: Mapping[str, Any]) -> dict[str, PartitionSpec]:
     """Returns the rules with their specs. Raises ConfigError for an axis that cannot split a parameter."""
     read = {}
     for pattern, spec in rules.items():
-        names = (
-            ()
-            if spec is None
-            else tuple(spec)
-            if isinstance(spec, (PartitionSpec, tuple, list))
-            else (spec,)
-        )
+        names = _names_of(spec)
         for name in _flat(names):
             _check_axis(f"rule {pattern!r}", name)
         try:
@@ -70,13 +66,24 @@ def read_rules(rules: Mapping[str, Any]) -> dict[str, PartitionSpec]:
     return read
 
 
+def _names_of(spec: Any) -> tuple[Any, ...]:
+    """Returns the entry of each dimension of a rule: None, an axis, or a tuple of axes."""
+    if spec is None:
+        return ()
+    if isinstance(spec, PartitionSpec | tuple | list):
+        return tuple(spec)
+    return (spec,)
+
+
 def _flat(names: Any) -> list[str]:
-    return [
-        n
-        for name in names
-        if name is not None
-        for n in ((name,) if isinstance(name, str) else name)
-    ]
+    """Returns the axes of all dimensions in order."""
+    flat: list[str] = []
+    for name in names:
+        if isinstance(name, str):
+            flat.append(name)
+        elif name is not None:
+            flat.extend(name)
+    return flat
 
 
 def _check_axis(asked: str, name: str) -> None:
@@ -163,20 +170,9 @@ def place_wrapped(model: Any, run: Run, shape: MeshShape) -> PlacedRun:
     _check_batch(run, shape, parts)
     params = describe_params(parts)
     placements = {name: _place(name, p, parts, run, shape) for name, p in params.items()}
-    if shape.tensor > 1 and not any(
-        "tensor" in axes_of(where.at_rest) for where in placements.values()
-    ):
-        # The first matrix: a rule has an axis for each dimension, and a bias has one dimension alone.
-        matrices = [name for name, p in params.items() if len(p.shape) > 1]
-        named = next(iter(matrices or params), "path")
-        rank = len(params[named].shape) if params else 1
-        axes = tuple([None] * (rank - 1) + ["tensor"])
-        raise ConfigError(
-            f"mesh {shape} for a wrapped model",
-            f"no rule or annotation splits a parameter over tensor: its {shape.tensor} devices would compute the same",
-            f"rules={{{named!r}: {axes}}}, axes={{logical axis: 'tensor'}}, or the "
-            "devices as data or fsdp",
-        )
+    used_axes = {axis for placed in placements.values() for axis in axes_of(placed.at_rest)}
+    if shape.tensor > 1 and "tensor" not in used_axes:
+        raise _unused_tensor(shape, params)
     model = model.named()  # another process may have to find it
     layout = ModelLayout(
         model, shape, params, placements, assign_layers((1.0,), 1, 1), ModelSpec(0, ())
@@ -184,7 +180,23 @@ def place_wrapped(model: Any, run: Run, shape: MeshShape) -> PlacedRun:
     return PlacedRun(dataclasses.replace(run, mesh=shape, model=model), layout)
 
 
+def _unused_tensor(shape: MeshShape, params: Mapping[str, Param]) -> ConfigError:
+    """Returns the error of a mesh whose axis `tensor` splits no parameter."""
+    # The first matrix: a rule has an axis for each dimension, and a bias has only one dimension.
+    matrices = [name for name, p in params.items() if len(p.shape) > 1]
+    example = next(iter(matrices or params), "path")
+    rank = len(params[example].shape) if params else 1
+    axes = tuple([None] * (rank - 1) + ["tensor"])
+    return ConfigError(
+        f"mesh {shape} for a wrapped model",
+        f"no rule or annotation splits a parameter over tensor: its {shape.tensor} devices would compute the same",
+        f"rules={{{example!r}: {axes}}}, axes={{logical axis: 'tensor'}}, or the "
+        "devices as data or fsdp",
+    )
+
+
 def _place(name: str, p: Param, parts: WrappedParts, run: Run, shape: MeshShape) -> Placements:
+    """Returns the placements of a parameter: by rule, or by annotation and size."""
     stated, by_rule = _stated(parts, name)
     by_dim = dict(zip(p.dims, stated, strict=False))
     for digit, axes in by_dim.items():
@@ -197,10 +209,19 @@ def _place(name: str, p: Param, parts: WrappedParts, run: Run, shape: MeshShape)
     table = {digit: axes for digit, axes in by_dim.items() if "fsdp" not in axes}
     at_rest = {digit: axes for digit, axes in by_dim.items() if "fsdp" in axes}
     layout = find_layout(run.layout)
-    over = ((), ()) if by_rule else (layout.params_over, layout.optimizer_over)
-    own = Layout(table, *over, layout.summary, at_rest)
+    params_over = layout.params_over
+    optimizer_over = layout.optimizer_over
+    if by_rule:
+        params_over = optimizer_over = ()
+    param_layout = Layout(
+        table,
+        params_over,
+        optimizer_over,
+        layout.summary,
+        at_rest,
+    )
     min_size = 0 if by_rule or at_rest else run.fsdp_min_size
-    return place_param(name, p.shape, p.dims, layout=own, mesh=shape, min_size=min_size)
+    return place_param(name, p.shape, p.dims, layout=param_layout, mesh=shape, min_size=min_size)
 
 
 def _check_values(run: Run) -> None:
@@ -221,16 +242,14 @@ def _check_values(run: Run) -> None:
 
 
 def _check_batch(run: Run, shape: MeshShape, parts: WrappedParts) -> None:
-    batch, microbatches, given = (
-        run.training.batch,
-        run.training.microbatches,
-        parts.source.batch_size,
-    )
-    if batch != given:
+    batch = run.training.batch
+    microbatches = run.training.microbatches
+    data_batch = parts.source.batch_size
+    if batch != data_batch:
         raise ConfigError(
             f"a batch of {batch} examples",
-            f"the first batch of the data has {given}",
-            f"training.batch={given}, or data with batches of {batch}",
+            f"the first batch of the data has {data_batch}",
+            f"training.batch={data_batch}, or data with batches of {batch}",
         )
     divisor = shape.over(BATCH_AXES) * microbatches
     sizes = [("batch", batch, divisor)]
@@ -238,7 +257,8 @@ def _check_batch(run: Run, shape: MeshShape, parts: WrappedParts) -> None:
         sizes.append(("held-out batch", parts.held_out.batch_size, shape.over(BATCH_AXES)))
     for what, size, degree in sizes:
         if microbatches < 1 or size % degree:
-            below, above = size // degree * degree, (size // degree + 1) * degree
+            below = size // degree * degree
+            above = below + degree
             raise ConfigError(
                 f"a {what} of {size} examples on mesh {shape} in {microbatches} microbatch(es)",
                 f"data * fsdp * microbatches = {degree}, and {size} = {size // degree} * {degree} + {size % degree}",

@@ -1,5 +1,6 @@
 """A run of a wrapped model as the trainer's loop takes it, and its evaluation."""
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable
@@ -72,18 +73,22 @@ def prepare_wrapped(model: Any, run: Run, devices: list[jax.Device]) -> Prepared
     prepared = PreparedModel(
         place_on_devices(dataclasses.replace(run, mesh=mesh), build_mesh(mesh, devices))
     )
-    parts, device_run = prepared.parts, prepared.device_run
+    parts = prepared.parts
+    device_run = prepared.device_run
     count = device_run.layout.shape.over(BATCH_AXES) * device_run.run.training.microbatches
     if count > 1:
         pieces = device_run.layout.shape.over(BATCH_AXES) * step.evaluation_parts(device_run)
-        held_out = parts.held_out.batch_size // pieces if parts.held_out is not None else 0
+        held_out = 0
+        if parts.held_out is not None:
+            held_out = parts.held_out.batch_size // pieces
         check_rows(parts, parts.source.batch_size // count, held_out)
     return prepared
 
 
 def held_out_metrics(device_run: DeviceRun) -> Callable[[Any, Any], dict[str, float]]:
     """Compiles `(params, variables) -> mean of each metric over all held-out batches`, beside the optimizer state."""
-    source, state = step.parts_of(device_run).held_out, device_run.abstract
+    source = step.parts_of(device_run).held_out
+    state = device_run.abstract
     if source is None:
         raise ConfigError(
             "evaluating a wrapped model",
@@ -97,15 +102,16 @@ def held_out_metrics(device_run: DeviceRun) -> Callable[[Any, Any], dict[str, fl
     )
 
     def evaluate(params: Any, variables: Any) -> dict[str, float]:
-        totals: dict[str, list[float]] = {}
+        totals: dict[str, float] = collections.defaultdict(float)
+        weights: dict[str, float] = collections.defaultdict(float)
         for batch in read_epoch(source, device_run.batch_sharding):
-            for name, (total, weight) in jax.device_get(
-                evaluation(params, batch, *variables)
-            ).items():
-                kept = totals.setdefault(name, [0.0, 0.0])
-                kept[0], kept[1] = kept[0] + float(total), kept[1] + float(weight)
+            metrics = jax.device_get(evaluation(params, batch, *variables))
+            for name, (total, weight) in metrics.items():
+                totals[name] += float(total)
+                weights[name] += float(weight)
         return {
-            name: total / weight if weight else math.nan for name, (total, weight) in totals.items()
+            name: total / weights[name] if weights[name] else math.nan
+            for name, total in totals.items()
         }
 
     return evaluate

@@ -31,34 +31,29 @@ def work_of_loss(model: Any, placed: PlacedRun) -> Work:
     A matmul whose parameter is split over `tensor` is divided by its degree; all others count in full.
     Raises ConfigError for a loss that does not take as many examples.
     """
-    parts, shape, training = model.parts, placed.layout.shape, placed.run.training
-    rows = training.batch // (shape.over(BATCH_AXES) * training.microbatches)
-    if rows < parts.source.batch_size:
-        check_rows(parts, rows, rows if parts.held_out is not None else 0)
-    function, arguments = parts.traced(True, rows)
+    parts = model.parts
+    training = placed.run.training
+    examples = training.batch // (placed.layout.shape.over(BATCH_AXES) * training.microbatches)
+    if examples < parts.source.batch_size:
+        held_out = examples if parts.held_out is not None else 0
+        check_rows(parts, examples, held_out)
+    function, arguments = parts.traced(True, examples)
 
-    def kept(params: Any, *others: Any) -> list[Any]:
-        backward = jax.vjp(lambda params: function(params, *others)[0], params)[1]
-        own = {id(x) for x in jax.tree.leaves((params, others))}
-        return [x for x in jax.tree.leaves(backward) if id(x) not in own]
+    def residuals(params: Any, *others: Any) -> list[Any]:
+        _, backward = jax.vjp(lambda params: function(params, *others)[0], params)
+        inputs = {id(x) for x in jax.tree.leaves((params, others))}
+        return [x for x in jax.tree.leaves(backward) if id(x) not in inputs]
 
     jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
-    matmuls, over_tensor = list[Matmul](), 0.0
-    for equation, given, times in uses(jaxpr, parts.origins(jaxpr)):
-        m = matmul_of(equation, times)
-        if m is None:
-            continue
-        split = [(side, _split_dims(origin, placed)) for side, origin in enumerate(given[:2])]
-        for side, dims in split if equation.primitive.name == "dot_general" else ():
-            if dims:
-                # Rows of a pair of matrices need a sum of the result forward, columns one of the input backward.
-                by_rows = dims[0] in equation.params["dimension_numbers"][0][side]
-                moved = (equation.outvars[0] if by_rows else equation.invars[1 - side]).aval
-                over_tensor += times * moved.size * moved.dtype.itemsize
-                m = matmul_of(equation, times / shape.tensor)
-        matmuls += [m] if m else []
+    matmuls: list[Matmul] = []
+    over_tensor = 0.0
+    for equation, origins, times in uses(jaxpr, parts.origins(jaxpr)):
+        matmul, sent_bytes = _local_matmul(equation, origins, times, placed)
+        over_tensor += sent_bytes
+        if matmul is not None:
+            matmuls.append(matmul)
     return Work(
-        tokens=rows,
+        tokens=examples,
         layers=0,
         width=0,
         matmuls=tuple(matmuls),
@@ -70,10 +65,34 @@ def work_of_loss(model: Any, placed: PlacedRun) -> Work:
         experts=0,
         expert_rows=0,
         expert_layers=0,
-        kept_bytes=_bytes(jax.eval_shape(kept, *arguments)),
+        kept_bytes=_bytes(jax.eval_shape(residuals, *arguments)),
         input_bytes=_bytes(arguments[2]) * training.microbatches + _bytes(parts.variables),
         over_tensor=over_tensor,
     )
+
+
+def _local_matmul(
+    equation: Any, origins: Any, times: float, placed: PlacedRun
+) -> tuple[Matmul | None, float]:
+    """Returns the matmul of an equation on one device, and the bytes that `tensor` sums for it in a step.
+
+    origins: parameters that the equation reads, or None for each input that is not one.
+    """
+    matmul = matmul_of(equation, times)
+    sent_bytes = 0.0
+    if matmul is None or equation.primitive.name != "dot_general":
+        return matmul, sent_bytes
+    contracted_dims = equation.params["dimension_numbers"][0]
+    for side, origin in enumerate(origins[:2]):
+        split_dims = _split_dims(origin, placed)
+        if not split_dims:
+            continue
+        matmul = matmul_of(equation, times / placed.layout.shape.tensor)
+        # Rows of a pair of matrices need a sum of the result forward, columns one of the input backward.
+        is_split_by_rows = split_dims[0] in contracted_dims[side]
+        summed = equation.outvars[0] if is_split_by_rows else equation.invars[1 - side]
+        sent_bytes += times * summed.aval.size * summed.aval.dtype.itemsize
+    return matmul, sent_bytes
 
 
 def _bytes(tree: Any) -> float:
@@ -90,7 +109,8 @@ def _split_dims(origin: Origin | None, placed: PlacedRun) -> list[int]:
 
 def matmul_of(equation: Any, times: float) -> Matmul | None:
     """Returns a product or convolution as the matmul that takes as long; None for other operations."""
-    name, params = equation.primitive.name, equation.params
+    name = equation.primitive.name
+    params = equation.params
     if name == "dot_general":
         (contracted, _), (batched, _) = params["dimension_numbers"]
         left, right = (v.aval for v in equation.invars)
@@ -99,8 +119,11 @@ def matmul_of(equation: Any, times: float) -> Matmul | None:
         n = max(1, round(right.size / k / groups))
         return Matmul("projection", left.size / k, k, n, times, groups if groups > 1 else 0)
     if name == "conv_general_dilated":
-        kernel, spec = equation.invars[1].aval.shape, params["dimension_numbers"].rhs_spec
-        n, depth = kernel[spec[0]], math.prod(kernel[d] for d in spec[1:])
-        out, groups = equation.outvars[0].aval.size, params.get("batch_group_count", 1)
-        return Matmul("projection", out / n, depth, n, times / groups)
+        kernel = equation.invars[1].aval.shape
+        out_dim, *summed_dims = params["dimension_numbers"].rhs_spec
+        n = kernel[out_dim]
+        k = math.prod(kernel[dim] for dim in summed_dims)
+        m = equation.outvars[0].aval.size / n
+        groups = params.get("batch_group_count", 1)
+        return Matmul("projection", m, k, n, times / groups)
     return None

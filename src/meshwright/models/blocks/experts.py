@@ -55,7 +55,8 @@ from meshwright.models.remat import FFN_HIDDEN, recomputed
 from meshwright.sharding.params import Param, Stored
 from meshwright.sharding.sequence import SequenceSplit
 
-EXPERT, TENSOR = ("expert",), ("tensor",)
+EXPERT = ("expert",)
+TENSOR = ("tensor",)
 ExchangeType = Literal["compute", "fp8"]
 """Type of the rows that go to experts on other devices: the compute dtype, or float8 with a scale for each row."""
 
@@ -149,26 +150,36 @@ def route(
         log_scores_BTR = jax.nn.log_sigmoid(logits_BTR)
         scores_BTR = jax.nn.sigmoid(logits_BTR)
         probs_BTR = jax.nn.softmax(log_scores_BTR, -1)
-    biased_BTR = lax.stop_gradient(scores_BTR if bias_R is None else scores_BTR + bias_R)
+    biased_BTR = scores_BTR
+    if bias_R is not None:
+        biased_BTR += bias_R
+    biased_BTR = lax.stop_gradient(biased_BTR)
     if r.topk_groups < r.expert_groups:
-        # A group is scored by its two best experts.
-        grouped = biased_BTR.reshape(*biased_BTR.shape[:2], r.expert_groups, -1)
-        group_scores = lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
-        best = lax.top_k(group_scores, r.topk_groups)[1]
-        allowed = (best[..., None] == jnp.arange(r.expert_groups)).any(-2)
-        biased_BTR = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(biased_BTR.shape)
+        biased_BTR = _within_best_groups(r, biased_BTR)
     experts_BTX = lax.top_k(biased_BTR, r.experts_per_token)[1].astype(jnp.int32)
-
-    def chosen(scores_R: jax.Array, experts_X: jax.Array) -> jax.Array:
-        return scores_R.at[experts_X].get(unique_indices=True)  # no two gradients meet in one score
-
     if r.normalize_top_k:
-        weights_BTX = jax.nn.softmax(jax.vmap(jax.vmap(chosen))(log_scores_BTR, experts_BTX), -1)
+        weights_BTX = jax.nn.softmax(_scores_of(log_scores_BTR, experts_BTX), -1)
     else:
-        weights_BTX = jax.vmap(jax.vmap(chosen))(scores_BTR, experts_BTX)
+        weights_BTX = _scores_of(scores_BTR, experts_BTX)
     if padding_BT is not None:
         experts_BTX = jnp.where(padding_BT[..., None], r.experts, experts_BTX)
     return Routes(experts_BTX, weights_BTX * r.routed_scaling, probs_BTR, lse_BT, padding_BT)
+
+
+def _within_best_groups(r: Routing, scores_BTR: jax.Array) -> jax.Array:
+    """Returns the scores with minus infinity outside of a token's best groups, scored by their two best experts."""
+    grouped = scores_BTR.reshape(*scores_BTR.shape[:2], r.expert_groups, -1)
+    best_scores = lax.top_k(grouped, min(2, grouped.shape[-1]))[0]
+    best_groups = lax.top_k(best_scores.sum(-1), r.topk_groups)[1]
+    allowed = (best_groups[..., None] == jnp.arange(r.expert_groups)).any(-2)
+    return jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(scores_BTR.shape)
+
+
+@jax.vmap
+@jax.vmap
+def _scores_of(scores_R: jax.Array, experts_X: jax.Array) -> jax.Array:
+    """Returns the scores of the chosen experts of every token, [B, T, k]."""
+    return scores_R.at[experts_X].get(unique_indices=True)  # no two gradients meet in one score
 
 
 def router_losses(r: Routing, routes: Routes) -> dict[str, jax.Array]:
@@ -301,75 +312,109 @@ class Experts(Kind):
         factor = self.expert_buffer_factor if self.dispatch == "dropless" else self.capacity_factor
         sent_bytes = 1 if self.expert_exchange == "fp8" else None
         r = self.routing
-        own = (r.expert_groups, r.topk_groups, self.weighted)
         spec = ExpertSpec(
-            r.experts,
-            r.experts_per_token,
-            factor,
-            sent_bytes,
-            *own,
+            experts=r.experts,
+            experts_per_token=r.experts_per_token,
+            buffer_factor=factor,
+            sent_bytes=sent_bytes,
+            groups=r.expert_groups,
+            topk_groups=r.topk_groups,
+            weighted=self.weighted,
             gates_shared=bool(self.shared and self.shared_gate),
         )
         return {"experts": spec}
 
     def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the experts of a step's tokens, routed and shared."""
-        folded, padding_BT, text = "tensor" in ctx.expert_axes, ctx.tokens.padding, None
+        padding_BT = ctx.tokens.padding
+        text: jax.Array | None = None
         if padding_BT is not None:
-            dispatched_BT = local_shard(padding_BT, TENSOR, 1) if folded else padding_BT
+            local_padding_BT = local_shard(padding_BT, TENSOR, 1)
+            dispatched_BT = local_padding_BT if "tensor" in ctx.expert_axes else padding_BT
             # Here, outside of the loop over layers, it is sent once.
             text = self.mean_text(~dispatched_BT, ctx.expert_axes, ctx.expert_nodes)
-            padding_BT = local_shard(padding_BT, TENSOR, 1)
+            padding_BT = local_padding_BT
 
         def feed(h_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, Aux]:
-            biases = {self.router_bias: w.get("router_bias")}
             with jax.named_scope("router"):
-                routes = route(
-                    self.routing,
-                    h_BTD,
-                    w["router"],
-                    biases.get("choice"),
-                    biases.get("logits"),
-                    padding_BT,
-                )
+                routes = self._route(h_BTD, w, padding_BT)
                 aux = router_losses(self.routing, routes)
-            # Outputs of experts that `tensor` splits are those of this device's tokens.
-            own_BTD = h_BTD
-            if self.shared or not folded:
-                h_BTD = sequence_all_gather(h_BTD, 1)
-            if not folded:
-                own_BTD, routes = h_BTD, _gathered(routes)
+            y_BTD, dropped = self._outputs(ctx, h_BTD, routes, w, text)
             aux["aux_loss"] = (
                 self.aux_loss_weight * aux["balance"] + self.router_z_loss_weight * aux["router z"]
             )
-            own = {
-                name.removeprefix("expert_"): weight
-                for name, weight in w.items()
-                if name.startswith("expert_")
-            }
-            if self.dispatch == "capacity":
-                y_BTD, dropped = capacity_moe(self, own_BTD, routes, own, ctx.sequence)
-            else:
-                y_BTD, dropped = dropless_moe(
-                    self,
-                    own_BTD,
-                    routes,
-                    own,
-                    ctx.grouped_matmul,
-                    ctx.expert_axes,
-                    ctx.expert_nodes,
-                    text,
-                )
             if dropped is not None:
-                aux["dropped"] = all_reduce(dropped, TENSOR) if folded else dropped
-            if self.shared:
-                shared_BTD = swiglu(h_BTD, w["shared_gate"], w["shared_up"], w["shared_down"])
-                if self.shared_gate:
-                    shared_BTD = jax.nn.sigmoid(linear(h_BTD, w["shared_scale"])) * shared_BTD
-                y_BTD += sequence_reduce_scatter(shared_BTD, 1) if folded else shared_BTD
-            return y_BTD if folded else sequence_reduce_scatter(y_BTD, 1), aux
+                aux["dropped"] = dropped
+            return y_BTD, aux
 
         return feed
+
+    def _route(self, h_BTD: jax.Array, w: dict[str, Any], padding_BT: jax.Array | None) -> Routes:
+        """Returns the routes of this device's positions."""
+        bias = w.get("router_bias")
+        choice_bias = bias if self.router_bias == "choice" else None
+        logit_bias = bias if self.router_bias == "logits" else None
+        return route(self.routing, h_BTD, w["router"], choice_bias, logit_bias, padding_BT)
+
+    def _outputs(
+        self,
+        ctx: ForwardContext,
+        h_BTD: jax.Array,
+        routes: Routes,
+        w: dict[str, Any],
+        text: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the outputs of routed and shared experts, [B, T/tensor, D], and the pairs that were dropped."""
+        # Where `tensor` splits the experts, the routed ones get and return the tokens of this device.
+        folded = "tensor" in ctx.expert_axes
+        gathered_BTD = h_BTD
+        if self.shared or not folded:
+            gathered_BTD = sequence_all_gather(h_BTD, 1)
+        if folded:
+            y_BTD, dropped = self._routed_outputs(ctx, h_BTD, routes, w, text)
+            if dropped is not None:
+                dropped = all_reduce(dropped, TENSOR)
+            if self.shared:
+                y_BTD += sequence_reduce_scatter(self._shared_output(gathered_BTD, w), 1)
+            return y_BTD, dropped
+        y_BTD, dropped = self._routed_outputs(ctx, gathered_BTD, _gathered(routes), w, text)
+        if self.shared:
+            y_BTD += self._shared_output(gathered_BTD, w)
+        return sequence_reduce_scatter(y_BTD, 1), dropped
+
+    def _routed_outputs(
+        self,
+        ctx: ForwardContext,
+        h_BTD: jax.Array,
+        routes: Routes,
+        w: dict[str, Any],
+        text: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns what `capacity_moe` or `dropless_moe` returns."""
+        expert_weights = {
+            name.removeprefix("expert_"): weight
+            for name, weight in w.items()
+            if name.startswith("expert_")
+        }
+        if self.dispatch == "capacity":
+            return capacity_moe(self, h_BTD, routes, expert_weights, ctx.sequence)
+        return dropless_moe(
+            self,
+            h_BTD,
+            routes,
+            expert_weights,
+            ctx.grouped_matmul,
+            ctx.expert_axes,
+            ctx.expert_nodes,
+            text,
+        )
+
+    def _shared_output(self, h_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
+        """Returns the output of the experts that every token uses, a partial sum over `tensor`."""
+        y_BTD = swiglu(h_BTD, w["shared_gate"], w["shared_up"], w["shared_down"])
+        if self.shared_gate:
+            y_BTD = jax.nn.sigmoid(linear(h_BTD, w["shared_scale"])) * y_BTD
+        return y_BTD
 
     def mean_text(self, text_BT: jax.Array, axes: Axes, nodes: int) -> jax.Array | None:
         """Returns the tokens of text on a device, on average over `axes` and rounded up.
@@ -397,30 +442,33 @@ class Experts(Kind):
         the experts' width, over which the result is a partial sum.
         """
         if self.weighted == "input":
-            rows, weights = (
-                Rows(rows.values * weights.astype(rows.values.dtype)),
-                jnp.ones_like(weights),
-            )
-        given = rows if isinstance(w["gate"], SelfMultiplying) else rows.values
-
-        def bias_of_rows(name: str, like: jax.Array) -> jax.Array:
-            """Returns the bias of each row's expert; any for the empty rows of a buffer."""
-            expert = (jnp.arange(like.shape[0])[:, None] >= jnp.cumsum(rows_E)).sum(1)
-            return take_rows(w[f"{name}_bias"], expert, few_rows).astype(like.dtype)
-
-        def hidden(name: str, y: jax.Array) -> jax.Array:
-            return checkpoint_name(y + bias_of_rows(name, y) if self.bias else y, FFN_HIDDEN)
-
-        gate, up = multiply(given, (w["gate"], w["up"]), rows_E)
-        activated = hidden_layer(self.clamp)(hidden("gate", gate), hidden("up", up), weights)
-        (out,) = multiply(activated, (w["down"],), rows_E)
+            rows = Rows(rows.values * weights.astype(rows.values.dtype))
+            weights = jnp.ones_like(weights)
+        inputs = rows if isinstance(w["gate"], SelfMultiplying) else rows.values
+        gate, up = multiply(inputs, (w["gate"], w["up"]), rows_E)
         if self.bias:
-            # One of the devices whose outputs are summed adds the bias; the gradient of the weights reads it again.
-            first = weights * (axis_index(partial) == 0)
-            out += recomputed(lambda scale: (scale * bias_of_rows("down", out)).astype(out.dtype))(
-                first
-            )
-        return out
+            gate += _bias_of_rows(w["gate_bias"], rows_E, gate)
+        gate = checkpoint_name(gate, FFN_HIDDEN)
+        if self.bias:
+            up += _bias_of_rows(w["up_bias"], rows_E, up)
+        up = checkpoint_name(up, FFN_HIDDEN)
+        activated = hidden_layer(self.clamp)(gate, up, weights)
+        (out,) = multiply(activated, (w["down"],), rows_E)
+        if not self.bias:
+            return out
+
+        @recomputed
+        def scaled_bias(scales: jax.Array) -> jax.Array:
+            return (scales * _bias_of_rows(w["down_bias"], rows_E, out)).astype(out.dtype)
+
+        # One of the devices whose outputs are summed adds the bias; the gradient of the weights reads it again.
+        return out + scaled_bias(weights * (axis_index(partial) == 0))
+
+
+def _bias_of_rows(bias: jax.Array, rows_E: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns the bias of each row's expert in the shape and type of `like`; any for the empty rows of a buffer."""
+    expert = (jnp.arange(like.shape[0])[:, None] >= jnp.cumsum(rows_E)).sum(1)
+    return take_rows(bias, expert, few_rows).astype(like.dtype)
 
 
 def _gathered(routes: Routes) -> Routes:
@@ -453,60 +501,113 @@ def round_rows(x: jax.Array) -> Rows:
     return Rows(_with_values(x, low, scales), (low, scales))
 
 
-def beside(
+def send_with_columns(
     rows: jax.Array, columns: jax.Array, send: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Sends rows [R, D] and float32 columns [R, C] of each as one array of their bits; returns what arrives of both."""
-    D, C, words = rows.shape[1], columns.shape[1], 4 // rows.dtype.itemsize
-    bits = jnp.dtype(f"uint{32 // words}")
-    own = lax.bitcast_convert_type(columns, bits).reshape(len(rows), C * words)
+    """Sends rows [R, D] and float32 columns of each [R, C] as one array of their bits; returns what arrives of both.
+
+    | D elements of a row | C float32 columns | zeros up to a multiple of 16 bytes |
+    """
+    D = rows.shape[1]
+    C = columns.shape[1]
+    # Elements of a row that have the bits of one float32 number.
+    per_float = 4 // rows.dtype.itemsize
+    bits = jnp.dtype(f"uint{32 // per_float}")
+    column_bits = lax.bitcast_convert_type(columns, bits).reshape(len(rows), C * per_float)
     # GPUs copy 16 bytes at a time where rows begin at multiples of them.
-    aligned = jnp.zeros((len(rows), -(D + C * words) % (4 * words)), bits)
-    arrived = send(jnp.concatenate([lax.bitcast_convert_type(rows, bits), own, aligned], 1))
-    there = lax.bitcast_convert_type(
-        arrived[:, D : D + C * words].reshape(len(arrived), C, words), jnp.float32
-    )
-    return lax.bitcast_convert_type(arrived[:, :D], rows.dtype), there.reshape(len(arrived), C)
+    padding = jnp.zeros((len(rows), -(D + C * per_float) % (4 * per_float)), bits)
+    row_bits = lax.bitcast_convert_type(rows, bits)
+    arrived = send(jnp.concatenate([row_bits, column_bits, padding], 1))
+    arrived_bits = arrived[:, D : D + C * per_float].reshape(len(arrived), C, per_float)
+    arrived_columns = lax.bitcast_convert_type(arrived_bits, jnp.float32)
+    arrived_rows = lax.bitcast_convert_type(arrived[:, :D], rows.dtype)
+    return arrived_rows, arrived_columns.reshape(len(arrived), C)
+
+
+class Arrived(NamedTuple):
+    """Rows that `send_rows` has sent, and float32 columns of each."""
+
+    values: jax.Array
+    """[room, D] in the compute dtype; zeros where float8 rows are sent."""
+    low: jax.Array | None
+    """Float8 rows [room, D], where rows are rounded."""
+    columns: jax.Array
+    """[room, C]; the last are the scales of rounded rows."""
+
+    def rows(self) -> Rows:
+        """Returns the rows, with their float8 values and scales where they are rounded."""
+        if self.low is None:
+            return Rows(self.values)
+        scales = lax.stop_gradient(self.columns[:, -1:])
+        return Rows(_with_values(self.values, self.low, scales), (self.low, scales))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def send_rows(
     rows: Rows, columns: jax.Array, exchange: Exchange, level: Level, room: int, largest: int
-) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+) -> Arrived:
     """Sends rows and float32 columns of each [R, C]; gradients come back in the types of both.
 
-    Returns what arrives, `room` rows: values, float8 rows and columns. Of rounded rows the float8 ones are sent, and
-    the values that arrive are zeros.
+    room: rows that arrive at most. Of rounded rows the float8 ones are sent.
     """
     send = functools.partial(
-        ragged_all_to_all, exchange=exchange, level=level, rows=room, largest=largest
+        ragged_all_to_all, exchange=exchange, level=level, capacity=room, largest=largest
     )
     if rows.rounded is None:
-        values, columns = beside(rows.values, columns, send)
-        return values, None, columns
-    low, columns = beside(rows.rounded[0], columns, send)
-    return jnp.zeros((room, low.shape[1]), rows.values.dtype), low, columns
+        values, columns = send_with_columns(rows.values, columns, send)
+        return Arrived(values, None, columns)
+    low, columns = send_with_columns(rows.rounded[0], columns, send)
+    return Arrived(jnp.zeros((room, low.shape[1]), rows.values.dtype), low, columns)
 
 
-def _send_back(level: Level, _: int, largest: int, saved: Any, g: Any) -> tuple[Any, ...]:
-    exchange, rows = saved[0].reversed(), saved[1].shape[0]
-    values, columns = beside(
-        g[0], g[2], lambda bits: ragged_all_to_all(bits, exchange, level, rows, largest)
+def _send_rows_forward(
+    rows: Rows, columns: jax.Array, exchange: Exchange, *static: Any
+) -> tuple[Arrived, tuple[Exchange, jax.Array]]:
+    # The number of rows is not an array, so an array of shape [rows, 0] carries it to the backward pass.
+    carrier = jnp.zeros((rows.values.shape[0], 0))
+    return send_rows(rows, columns, exchange, *static), (exchange, carrier)
+
+
+def _send_rows_backward(
+    level: Level, _: int, largest: int, saved: tuple[Exchange, jax.Array], g: Arrived
+) -> tuple[Rows, jax.Array, None]:
+    exchange, carrier = saved
+    send = functools.partial(
+        ragged_all_to_all,
+        exchange=exchange.reversed(),
+        level=level,
+        capacity=carrier.shape[0],
+        largest=largest,
     )
+    values, columns = send_with_columns(g.values, g.columns, send)
     return Rows(values), columns, None
 
 
-# The number of rows is not an array, so an array of shape [rows, 0] carries it to the backward pass.
-send_rows.defvjp(
-    lambda rows, *more: (send_rows(rows, *more), (more[1], jnp.zeros((rows.values.shape[0], 0)))),
-    _send_back,
-)
+send_rows.defvjp(_send_rows_forward, _send_rows_backward)
 
 
-def arrived_rows(values: jax.Array, low: jax.Array | None, columns: jax.Array) -> Rows:
-    """Returns the rows that `send_rows` has sent. columns: of which the last are the scales of rounded rows."""
-    scales = lax.stop_gradient(columns[:, -1:])
-    return Rows(values) if low is None else Rows(_with_values(values, low, scales), (low, scales))
+Apply = Callable[[Rows, jax.Array, jax.Array], jax.Array]
+"""`(rows, routing weights, rows of each expert here) -> outputs`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertParallelism:
+    """Devices that the experts of a layer are split over, and what each of them has: buffers and experts."""
+
+    between: Level | None
+    """Nodes between which a token is sent once; None where it is sent once for each of its experts."""
+    inside: Level | None
+    """Devices that split the experts of a node, or of the mesh without nodes; None for one device."""
+    node_experts: int
+    """Experts of the devices of `inside` together."""
+    local_experts: int
+    """Experts of one device."""
+    most_nodes: int
+    """Most nodes that the experts of one token are on."""
+    buffers: ExpertBuffers
+    limits: ExpertBuffers
+    """Rows of each buffer that this batch may use, which may be arrays."""
+    apply: Apply
 
 
 def dropless_moe(
@@ -521,43 +622,67 @@ def dropless_moe(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes the weighted sum of each token's experts, in groups of unequal size (MegaBlocks, arXiv:2211.15841).
 
+        out[t] = sum over the experts x of token t that have room: weight[t, x] expert_x(h[t])
+
+    Tokens are dispatched, copied and sorted by expert, to the devices of their experts; each device multiplies groups
+    of rows by the weights of its experts; and the outputs return and are combined, summed by token.
+
     axes: those that split the experts.  nodes: groups of their devices between which a token has one row for all of its
     experts in a group; with 1 it has one for each expert.  text: as `Experts.mean_text` returns it, or None to count it.
     Returns the outputs [B, T, D], zeros at padding, and a number that sums over `axes` to the (token, expert) pairs
     that found no room; None where there is always room.
     """
-    B, T, D = h_BTD.shape
     k = e.routing.experts_per_token
-    flat = h_BTD.reshape(B * T, D)
-    # Products in low precision would round these rows alike where they arrive.
-    rounds = e.expert_exchange == "fp8" or (
-        isinstance(w["gate"], SelfMultiplying) and e.weighted == "hidden"
-    )
-    chosen, weights = (x.reshape(B * T, k) for x in (routes.experts_BTX, routes.weights_BTX))
-    spec, devices = e.facts()["experts"], math.prod(map(lax.axis_size, axes))
-    levels = split_axes(axes, (nodes, devices // nodes))
+    h_TD = h_BTD.reshape(-1, h_BTD.shape[-1])
+    chosen_TX = routes.experts_BTX.reshape(-1, k)
+    weights_TX = routes.weights_BTX.reshape(-1, k)
     text_BT = routes.text(e.routing)
     if text is None:
         text = e.mean_text(text_BT, axes, nodes)
-    buffers = limits = spec.buffers(B * T, devices, nodes)
-    if text is not None:
-        # A device has the room of its even share of the text; its buffers are as large as batches without padding need.
-        rooms = spec.rooms(np.arange(B * T + 1), devices, nodes)
-        limits = ExpertBuffers(
-            *(
-                jnp.minimum(most, look_up(room, text))
-                for most, room in zip(buffers, rooms, strict=True)
-            )
-        )
-    own, partial = e.routing.experts // devices, () if "tensor" in axes else TENSOR
+    partial = () if "tensor" in axes else TENSOR
     apply = functools.partial(e.apply, w=w, multiply=multiply, partial=partial)
-    send = _to_nodes if nodes > 1 else _to_experts
-    rows = round_rows(flat) if rounds else Rows(flat)
-    out, served = send(e, rows, chosen, weights, apply, levels, own, (buffers, limits))
+    parallelism = _split_experts(e, len(h_TD), axes, nodes, text, apply)
+    # Products in low precision would round these rows alike where they arrive.
+    rounded_by_products = isinstance(w["gate"], SelfMultiplying) and e.weighted == "hidden"
+    is_rounded = e.expert_exchange == "fp8" or rounded_by_products
+    rows = round_rows(h_TD) if is_rounded else Rows(h_TD)
+    dispatch = _to_experts if nodes == 1 else _to_nodes
+    out_TD, served = dispatch(rows, chosen_TX, weights_TX, parallelism)
     dropped = None
     if text is not None:
         dropped = (text_BT.sum(dtype=jnp.int32) * k - served).astype(jnp.float32)
-    return out.reshape(B, T, D), dropped
+    return out_TD.reshape(h_BTD.shape), dropped
+
+
+def _split_experts(
+    e: Experts, tokens: int, axes: Axes, nodes: int, text: jax.Array | None, apply: Apply
+) -> ExpertParallelism:
+    """Returns how `axes` split the experts. tokens: of a device.  text: tokens of text, as in `dropless_moe`."""
+    spec: ExpertSpec = e.facts()["experts"]
+    devices = math.prod(map(lax.axis_size, axes))
+    levels = split_axes(axes, (nodes, devices // nodes))
+    between = levels.pop(0) if nodes > 1 else None
+    inside = levels.pop(0) if levels else None
+    buffers = spec.buffers(tokens, devices, nodes)
+    limits = buffers
+    if text is not None:
+        # A device has the room of its even share of the text; its buffers are as large as batches without padding need.
+        rooms = spec.rooms(np.arange(tokens + 1), devices, nodes)
+        limits = ExpertBuffers(
+            nodes=jnp.minimum(buffers.nodes, look_up(rooms.nodes, text)),
+            copies=jnp.minimum(buffers.copies, look_up(rooms.copies, text)),
+            experts=jnp.minimum(buffers.experts, look_up(rooms.experts, text)),
+        )
+    return ExpertParallelism(
+        between,
+        inside,
+        node_experts=spec.experts // nodes,
+        local_experts=spec.experts // devices,
+        most_nodes=spec.most_nodes(nodes),
+        buffers=buffers,
+        limits=limits,
+        apply=apply,
+    )
 
 
 def look_up(table: np.ndarray, index: jax.Array) -> jax.Array:
@@ -566,9 +691,10 @@ def look_up(table: np.ndarray, index: jax.Array) -> jax.Array:
     The program has one constant for each step of the table, and not one for each of its elements.
     """
     rises = np.diff(table)
-    at = np.flatnonzero(rises)
-    reached = index[..., None] > at
-    return (int(table[0]) + jnp.where(reached, rises[at], 0).sum(-1)).astype(jnp.int32)
+    steps = np.flatnonzero(rises)
+    is_past_step = index[..., None] > steps
+    value = int(table[0]) + jnp.where(is_past_step, rises[steps], 0).sum(-1)
+    return value.astype(jnp.int32)
 
 
 class Copies(NamedTuple):
@@ -590,19 +716,21 @@ def sort_copies(
     group_RX: `groups` and above is no copy.  limit: copies that are made, at most and by default `room`.
     """
     limit = room if limit is None else limit
-    flat = group_RX.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    ends = jnp.minimum(jnp.cumsum((flat[:, None] == jnp.arange(groups)).sum(0)), limit).astype(
-        jnp.int32
-    )
-    places = jnp.argsort(order)
-    places = jnp.where((flat < groups) & (places < limit), places, room).reshape(group_RX.shape)
+    group = group_RX.reshape(-1)
+    order = jnp.argsort(group, stable=True)
+    counts = (group[:, None] == jnp.arange(groups)).sum(0)
+    ends = jnp.minimum(jnp.cumsum(counts), limit).astype(jnp.int32)
+    place = jnp.argsort(order)
+    is_copied = (group < groups) & (place < limit)
+    places = jnp.where(is_copied, place, room).reshape(group_RX.shape)
     return Copies(order[:room], places, jnp.diff(ends, prepend=0))
 
 
 @jax.custom_vjp
 def copy_rows(x: jax.Array, source: jax.Array, places: jax.Array) -> jax.Array:
     """Returns rows `source` of x, [copies, D]. places: of the copies of each row, [rows, k], out of bounds for none.
+
+        grad_x = sum_copies(grad_y, source, places)
 
     With the places the gradient is a gather too; that of an index is a scatter.
     """
@@ -611,11 +739,14 @@ def copy_rows(x: jax.Array, source: jax.Array, places: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def sum_copies(x: jax.Array, source: jax.Array, places: jax.Array) -> jax.Array:
-    """Returns the sum of the copies of each row, [rows, D], in float32: the transpose of `copy_rows`."""
+    """Returns the sum of the copies of each row, [rows, D], in float32: the transpose of `copy_rows`.
+
+    grad_x = copy_rows(grad_y, source, places)
+    """
     copies = x.at[places].get(mode="fill", fill_value=0)
-    return (
-        copies[:, 0] if places.shape[1] == 1 else copies.sum(1, dtype=jnp.float32).astype(x.dtype)
-    )
+    if places.shape[1] == 1:
+        return copies[:, 0]
+    return copies.sum(1, dtype=jnp.float32).astype(x.dtype)
 
 
 copy_rows.defvjp(
@@ -631,7 +762,7 @@ sum_copies.defvjp(
 def copies_of(
     rows: Rows, columns: jax.Array, source: jax.Array, places: jax.Array
 ) -> tuple[Rows, jax.Array]:
-    """Copies rows as `copy_rows` does, and float32 columns of each beside the scales of rounded rows."""
+    """Copies rows as `copy_rows` does; returns them and their columns, with the scales of rounded rows as the last."""
     values = copy_rows(rows.values, source, places)
     if rows.rounded is None:
         return Rows(values), columns
@@ -639,89 +770,113 @@ def copies_of(
     return Rows(values, (low, scales)), jnp.concatenate([columns, scales], 1)
 
 
-Apply = Callable[[Rows, jax.Array, jax.Array], jax.Array]
-"""`(rows, routing weights, rows of each expert here) -> outputs`."""
-Rooms = tuple[ExpertBuffers, ExpertBuffers]
-"""Rows of each buffer, and how many of them this batch may use, which may be arrays."""
-
-
 def _to_experts(
-    e: Experts,
-    rows: Rows,
-    chosen_RX: jax.Array,
-    weights_RX: jax.Array,
-    apply: Apply,
-    levels: list[Level],
-    own: int,
-    rooms: Rooms,
+    rows: Rows, chosen_TX: jax.Array, weights_TX: jax.Array, parallelism: ExpertParallelism
 ) -> tuple[jax.Array, jax.Array]:
-    """Sends each row to the devices of its experts, a copy for each, and returns the sums of their outputs.
+    """Dispatches a copy of each row to every one of its experts, and combines their outputs.
 
-    chosen_RX: experts, counted from the first of these devices; any number above theirs for none.  levels: of these
-    devices, none where the experts are here.  own: experts of each. Copies without room give zeros; returns the number
-    of the others too.
+        rows [T, D] -> copies sorted by expert [copies, D] -> devices of the experts -> outputs [copies, D] -> [T, D]
+
+    chosen_TX: experts, counted from the first of the devices `parallelism.inside`; any number above theirs for none.
+    Copies without room give zeros. Returns the outputs and the number of copies that found room.
     """
-    k, (level, *_) = chosen_RX.shape[1], levels or [Level((), 1, None)]
-    buffers, limits = rooms
-    slots, places, sizes = sort_copies(chosen_RX, level.size * own, buffers.copies, limits.copies)
-    source = slots // k
-    weights = copy_rows(weights_RX.reshape(-1, 1), slots, places.reshape(-1, 1))
-    copies, columns = copies_of(rows, weights, source, places)
-    if level.size == 1:
-        return sum_copies(apply(copies, weights, sizes), source, places), sizes.sum()
-    # A row has at most one copy for each expert, which bounds those that one device sends another.
-    largest = min(buffers.experts, chosen_RX.shape[0] * min(k, own))
-    sent = sizes.reshape(level.size, -1)
-    exchange = plan_exchange(sent, level, limits.experts)
-    # Kernels read these rows as they arrive; beside them columns would cost a copy.
-    to = (exchange, level, buffers.experts, largest)
-    (values, low, _), columns = (
-        send_rows(copies, columns[:, :0], *to),
-        ragged_all_to_all(columns, *to),
+    k = chosen_TX.shape[1]
+    copies = sort_copies(
+        chosen_TX,
+        parallelism.node_experts,
+        parallelism.buffers.copies,
+        parallelism.limits.copies,
     )
-    out = apply(arrived_rows(values, low, columns), columns[:, :1], exchange.arriving_sizes.sum(0))
+    source = copies.slots // k
+    weights = copy_rows(weights_TX.reshape(-1, 1), copies.slots, copies.places.reshape(-1, 1))
+    sent, columns = copies_of(rows, weights, source, copies.places)
+    if parallelism.inside is None:
+        out = parallelism.apply(sent, weights, copies.sizes)
+        served = copies.sizes.sum()
+    else:
+        # A row has at most one copy for each expert, which bounds those that one device sends another.
+        most_copies = len(chosen_TX) * min(k, parallelism.local_experts)
+        out, served = _apply_elsewhere(sent, columns, copies.sizes, most_copies, parallelism)
+    return sum_copies(out, source, copies.places), served
+
+
+def _apply_elsewhere(
+    rows: Rows,
+    columns: jax.Array,
+    sizes: jax.Array,
+    most_copies: int,
+    parallelism: ExpertParallelism,
+) -> tuple[jax.Array, jax.Array]:
+    """Sends rows to the devices of their experts and returns the outputs in the same order, and how many found room.
+
+    columns: routing weight of each row, then its scale where rows are rounded.  sizes: rows for each expert of the
+    devices.  most_copies: bound on the rows that one device sends another.
+    """
+    level = parallelism.inside
+    assert level is not None
+    buffers = parallelism.buffers
+    largest = min(buffers.experts, most_copies)
+    exchange = plan_exchange(sizes.reshape(level.size, -1), level, parallelism.limits.experts)
+    plan = (exchange, level, buffers.experts, largest)
+    # Kernels read these rows as they arrive; with columns in the same array they would be copied.
+    arrived = send_rows(rows, columns[:, :0], *plan)
+    arrived = arrived._replace(columns=ragged_all_to_all(columns, *plan))
+    rows_E = exchange.arriving_sizes.sum(0)
+    out = parallelism.apply(arrived.rows(), arrived.columns[:, :1], rows_E)
     out = ragged_all_to_all(out, exchange.reversed(), level, buffers.copies, largest)
-    return sum_copies(out, source, places), exchange.sizes.sum()
+    return out, exchange.sizes.sum()
 
 
 def _to_nodes(
-    e: Experts,
-    rows: Rows,
-    chosen_RX: jax.Array,
-    weights_RX: jax.Array,
-    apply: Apply,
-    levels: list[Level],
-    own: int,
-    rooms: Rooms,
+    rows: Rows, chosen_TX: jax.Array, weights_TX: jax.Array, parallelism: ExpertParallelism
 ) -> tuple[jax.Array, jax.Array]:
-    """Sends each row once to every node with experts of it, and there to these; returns as `_to_experts` does.
+    """Dispatches each row once to every node of its experts, and inside the node to these (DeepSeek-V3, section 3.2.2).
 
-    A node's device that a row arrives at is the counterpart of the one that sent it, and sums the outputs of the row's
-    experts there, so that one row returns from each node.
+        network          node                          network
+        row, once   ->   a copy for each expert   ->   sum of the node's outputs, once
+
+    The device of a node that a row arrives at is the counterpart of the one that sent it, and sums the outputs of the
+    row's experts there. Returns as `_to_experts` does.
     """
-    k, (level, *inside) = chosen_RX.shape[1], levels
-    of_node, limit = e.routing.experts // level.size, e.facts()["experts"].most_nodes(level.size)
-    node_RX = chosen_RX // of_node
-    first_RX = (node_RX[:, :, None] == node_RX[:, None]).argmax(-1) == jnp.arange(k)
-    tokens, (buffers, limits) = chosen_RX.shape[0], rooms
-    room, largest = limit * tokens, min(buffers.nodes, tokens)
-    slots, places, sizes = sort_copies(jnp.where(first_RX, node_RX, level.size), level.size, room)
-    source, places, sent = slots // k, jnp.sort(places, 1)[:, :limit], sizes[:, None]
+    level = parallelism.between
+    assert level is not None
+    k = chosen_TX.shape[1]
+    tokens = len(chosen_TX)
+    room = parallelism.most_nodes * tokens
+    buffers = parallelism.buffers
+    largest = min(buffers.nodes, tokens)
+    copies = _sort_by_node(chosen_TX, level.size, parallelism.node_experts, room)
+    source = copies.slots // k
+    # Sorted, the places of a row's copies come first.
+    places = jnp.sort(copies.places, 1)[:, : parallelism.most_nodes]
     # An update for each expert would cost a message between nodes.
-    exchange = plan_exchange(sent, level, limits.nodes)
+    exchange = plan_exchange(copies.sizes[:, None], level, parallelism.limits.nodes)
     # Rows that do not arrive are zeros, so experts are counted from one.
-    columns = copy_rows(jnp.concatenate([weights_RX, 1.0 + chosen_RX], 1), source, places)
-    arrived = send_rows(
-        *copies_of(rows, columns, source, places), exchange, level, buffers.nodes, largest
+    columns = copy_rows(jnp.concatenate([weights_TX, 1.0 + chosen_TX], 1), source, places)
+    sent, columns = copies_of(rows, columns, source, places)
+    arrived = send_rows(sent, columns, exchange, level, buffers.nodes, largest)
+    node_chosen_TX = _chosen_in_node(
+        arrived.columns[:, k : 2 * k], level.index(), parallelism.node_experts
     )
-    columns = arrived[2]
-    here_RX = columns[:, k : 2 * k].astype(jnp.int32) - 1 - level.index() * of_node
-    here_RX = jnp.where((here_RX >= 0) & (here_RX < of_node), here_RX, of_node)
-    out, served = _to_experts(
-        e, arrived_rows(*arrived), here_RX, columns[:, :k], apply, inside, own, rooms
-    )
+    node_rows = arrived.rows()
+    out, served = _to_experts(node_rows, node_chosen_TX, arrived.columns[:, :k], parallelism)
     out = ragged_all_to_all(out, exchange.reversed(), level, room, largest)
     return sum_copies(out, source, places), served
+
+
+def _sort_by_node(chosen_TX: jax.Array, nodes: int, node_experts: int, room: int) -> Copies:
+    """Sorts the slots of tokens by the node of their expert, the first slot of each token and node."""
+    node_TX = chosen_TX // node_experts
+    is_same_node_TXX = node_TX[:, :, None] == node_TX[:, None]
+    is_first_TX = is_same_node_TXX.argmax(-1) == jnp.arange(chosen_TX.shape[1])
+    return sort_copies(jnp.where(is_first_TX, node_TX, nodes), nodes, room)
+
+
+def _chosen_in_node(chosen_from_one_TX: jax.Array, node: jax.Array, node_experts: int) -> jax.Array:
+    """Returns experts counted from the first of a node, or their number `node_experts` for those of other nodes."""
+    chosen_TX = chosen_from_one_TX.astype(jnp.int32) - 1 - node * node_experts
+    is_in_node = (chosen_TX >= 0) & (chosen_TX < node_experts)
+    return jnp.where(is_in_node, chosen_TX, node_experts)
 
 
 def expert_capacity(r: Routing, tokens: Any, factor: float) -> Any:
@@ -739,45 +894,76 @@ def capacity_moe(
     """Computes the weighted sum of each token's experts within their capacity, first choices first.
 
     Every expert has capacity for a number of tokens of each sequence (GShard: Lepikhin et al. 2020, arXiv:2006.16668,
-    section 2.2), which follows from the sequence's tokens of text. Returns the outputs [B, T, D], zeros at padding, and
-    the number of this device's (token, expert) pairs that were dropped.
+    section 2.2), which follows from the sequence's tokens of text. Tokens are dispatched to slots of their experts:
+
+        tokens [B, T, D] -> slots [E, B, C, D] -> all-to-all [E/expert, B*expert, C, D] -> experts -> and back
+
+    Returns the outputs [B, T, D], zeros at padding, and the number of this device's (token, expert) pairs that were
+    dropped.
     """
-    B, T, _ = h_BTD.shape
     r = e.routing
+    B = h_BTD.shape[0]
     capacities = expert_capacity(r, np.arange(sequence.seq + 1), e.capacity_factor)
-    # Pairs are counted over the complete sequence, all first choices before any second choice.
-    whole_BTX = all_gather(routes.experts_BTX, CONTEXT, 1)
-    if sequence.shards > 1:
-        whole_BTX = whole_BTX[:, np.argsort(sequence.position_order())]
-    pairs = whole_BTX.transpose(0, 2, 1).reshape(B, -1)
-    slot = jnp.cumsum(pairs[..., None] == jnp.arange(r.experts), 1) - 1
-    slot = jnp.take_along_axis(slot, pairs[..., None], -1, mode="clip")[..., 0]
-    text_B = (whole_BTX[..., 0] < r.experts).sum(1)
-    kept = (pairs < r.experts) & (slot < look_up(capacities, text_B)[:, None])
-    kept_BTX = kept.reshape(B, r.experts_per_token, -1).transpose(0, 2, 1)
-    if sequence.shards > 1:
-        kept_BTX = kept_BTX[:, sequence.local_positions()]
-    local_capacity = min(int(capacities[-1]), T)
-    # Slot of each pair among the kept pairs of its expert on this device; dropped pairs get a slot out of bounds.
-    one_hot_BTXE = (routes.experts_BTX[..., None] == jnp.arange(r.experts)) & kept_BTX[..., None]
-    slot_BTE = jnp.cumsum(one_hot_BTXE.any(2), 1) - 1
-    slot_BTX = jnp.take_along_axis(slot_BTE, routes.experts_BTX, -1, mode="clip")
-    slot_BTX = jnp.where(kept_BTX, slot_BTX, local_capacity)
+    kept_BTX = _pairs_within_capacity(r, routes.experts_BTX, capacities, sequence)
+    local_capacity = min(int(capacities[-1]), h_BTD.shape[1])
+    slot_BTX = _slots_of_pairs(r, routes.experts_BTX, kept_BTX, local_capacity)
     index = (routes.experts_BTX, jnp.arange(B)[:, None, None], slot_BTX)
+    slots = (r.experts, B, local_capacity)
+    x_EBCD = _dispatch_to_slots(h_BTD[:, :, None], index, slots)
+    weights_EBC = _dispatch_to_slots(routes.weights_BTX, index, slots)
 
-    def in_slots(x: jax.Array) -> jax.Array:
-        zeros = jnp.zeros((r.experts, B, local_capacity, *x.shape[3:]), x.dtype)
-        return all_to_all(zeros.at[index].set(x, mode="drop", unique_indices=True), EXPERT, 0, 1)
-
-    x_EBCD, weights_EBC = in_slots(h_BTD[:, :, None]), in_slots(routes.weights_BTX)
-    gate_EBCF, up_EBCF = (
-        checkpoint_name(jnp.einsum("ebcd,edf->ebcf", x_EBCD, w[n]), FFN_HIDDEN)
-        for n in ("gate", "up")
-    )
+    gate_EBCF = jnp.einsum("ebcd,edf->ebcf", x_EBCD, w["gate"])
+    gate_EBCF = checkpoint_name(gate_EBCF, FFN_HIDDEN)
+    up_EBCF = jnp.einsum("ebcd,edf->ebcf", x_EBCD, w["up"])
+    up_EBCF = checkpoint_name(up_EBCF, FFN_HIDDEN)
     hidden_EBCF = hidden_layer(None)(gate_EBCF, up_EBCF, weights_EBC[..., None])
     out_EBCD = jnp.einsum("ebcf,efd->ebcd", hidden_EBCF, w["down"])
+
     out_EBCD = all_to_all(out_EBCD, EXPERT, 1, 0)
     out_BTXD = out_EBCD.at[index].get(mode="fill", fill_value=0, unique_indices=True)
     dropped_BTX = routes.text(r)[..., None] & ~kept_BTX
     out_BTD = out_BTXD.sum(2, dtype=jnp.float32).astype(h_BTD.dtype)
     return out_BTD, dropped_BTX.sum().astype(jnp.float32)
+
+
+def _pairs_within_capacity(
+    r: Routing, experts_BTX: jax.Array, capacities: np.ndarray, sequence: SequenceSplit
+) -> jax.Array:
+    """Returns which (token, expert) pairs are within the capacity of their expert, bool [B, T, k].
+
+        kept[p] = (pairs of the expert before p in the sequence) < capacity of an expert
+
+    Pairs are counted over the complete sequence, all first choices before any second choice.  capacities: by the
+    number of tokens of text in a sequence.
+    """
+    complete_BTX = all_gather(experts_BTX, CONTEXT, 1)
+    if sequence.shards > 1:
+        complete_BTX = complete_BTX[:, np.argsort(sequence.position_order())]
+    pairs = complete_BTX.transpose(0, 2, 1).reshape(len(complete_BTX), -1)
+    before = jnp.cumsum(pairs[..., None] == jnp.arange(r.experts), 1) - 1
+    before = jnp.take_along_axis(before, pairs[..., None], -1, mode="clip")[..., 0]
+    text_B = (complete_BTX[..., 0] < r.experts).sum(1)
+    kept = (pairs < r.experts) & (before < look_up(capacities, text_B)[:, None])
+    kept_BTX = kept.reshape(len(kept), r.experts_per_token, -1).transpose(0, 2, 1)
+    if sequence.shards > 1:
+        kept_BTX = kept_BTX[:, sequence.local_positions()]
+    return kept_BTX
+
+
+def _slots_of_pairs(
+    r: Routing, experts_BTX: jax.Array, kept_BTX: jax.Array, capacity: int
+) -> jax.Array:
+    """Returns the index of each pair among the kept pairs of its expert on this device; `capacity` if dropped."""
+    one_hot_BTXE = (experts_BTX[..., None] == jnp.arange(r.experts)) & kept_BTX[..., None]
+    slot_BTE = jnp.cumsum(one_hot_BTXE.any(2), 1) - 1
+    slot_BTX = jnp.take_along_axis(slot_BTE, experts_BTX, -1, mode="clip")
+    return jnp.where(kept_BTX, slot_BTX, capacity)
+
+
+def _dispatch_to_slots(
+    x: jax.Array, index: tuple[jax.Array, ...], slots: tuple[int, int, int]
+) -> jax.Array:
+    """Writes x [B, T, k or 1, ...] to slots [E, B, C] of its experts and sends them there: [E/expert, B*expert, C, ...]."""
+    zeros = jnp.zeros((*slots, *x.shape[3:]), x.dtype)
+    filled = zeros.at[index].set(x, mode="drop", unique_indices=True)
+    return all_to_all(filled, EXPERT, 0, 1)
