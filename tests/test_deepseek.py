@@ -31,7 +31,7 @@ from meshwright.models.adapters import AdaptedWeight
 from meshwright.models.blocks.latent import absorb_keys, absorb_values
 from meshwright.models.families.deepseek import Deepseek
 from meshwright.models.flops import layer_flops, training_flops_per_token
-from meshwright.models.forward import shift
+from meshwright.models.further_loss import shift
 from meshwright.planner.search import price_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.sharding.params import count_params, named_leaves

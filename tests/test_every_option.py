@@ -16,8 +16,8 @@ from meshwright.api import finetuning
 from meshwright.cli import verbs
 from meshwright.cli.main import VERBS, run
 from meshwright.cli.parse import Option, options_of
-from meshwright.errors import MeshwrightError
-from meshwright.ranges import number_in
+from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.ranges import check_words, number_in
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run_file import write_run
 
@@ -131,6 +131,20 @@ def test_a_number_is_accepted_or_refused_with_its_option_and_its_range(
             value,
             shown[:2000],
         )
+
+
+def test_a_number_above_its_range_is_answered_with_the_largest_of_it() -> None:
+    bounded = 0
+    for _, option in NUMERIC.values():
+        number = number_in(option.numbers)
+        largest = None if number is None else number.__metadata__[0].le
+        if largest is None or largest >= 2**40:
+            continue
+        bounded += 1
+        with pytest.raises(ConfigError) as refused:
+            check_words(option.names[0], [str(largest + 1)], option.numbers, option.default)
+        assert float(refused.value.fix.split()[1]) == largest, option.names
+    assert bounded > 3
 
 
 def is_in_range(word: str, option: Option) -> bool:

@@ -485,3 +485,9 @@ def test_a_recipe_whose_text_is_here_is_launched_where_hosts_share_it(
     assert run(["launch", "--on", "slurm", "llama3-8b", "--out", "/s/x"]) == 0
     with pytest.raises(ConfigError, match="no such file in a container"):
         run(["launch", "--on", "jobset", "--image", "i", "llama3-8b", "--out", "/s/x"])
+
+
+def test_one_host_is_not_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--on", "slurm", "--write", str(tmp_path / "job"), "tiny", "--out", "/x"]
+    assert run(["launch", *words]) == 0
+    assert f"{tmp_path}/job: 1 host. Start it with" in capsys.readouterr().out

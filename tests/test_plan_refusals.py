@@ -97,3 +97,15 @@ def test_a_larger_machine_that_is_slower_says_so() -> None:
 def test_the_next_smaller_machine_is_one_of_the_same_chips(on: str, smaller: str | None) -> None:
     found = smaller_target(parse_target(on))
     assert (None if found is None else str(found)) == smaller
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_batch_that_is_advised_is_the_nearest_with_a_plan(batch: int) -> None:
+    run = run_with("tiny", batch=batch)
+    fix = refusal(run, "h100:16").fix
+    advised = int(fix.removeprefix("--batch "))
+    nearer = range(batch - abs(advised - batch) + 1, batch + abs(advised - batch))
+    for size in nearer:
+        if size > 0:
+            assert not search(run_with("tiny", batch=size), parse_target("h100:16")).plans, size
+    assert search(run_with("tiny", batch=advised), parse_target("h100:16")).plans

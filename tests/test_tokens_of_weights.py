@@ -10,8 +10,10 @@ import pytest
 import tokenizers
 
 import meshwright as mw
+from meshwright.api import proofs
 from meshwright.api.finetuning import source_run
 from meshwright.checkpoint.manifest import Manifest
+from meshwright.cli.main import run
 from meshwright.config import MeshShape
 from meshwright.data.subwords import END, train_bpe
 from meshwright.data.tokenizers import Bytes, Chars, Tokenizer, tokenizer_from_json
@@ -217,6 +219,38 @@ def test_tokens_that_were_written_before_are_compared_by_every_verb(
     with pytest.raises(DataError, match=f"evaluating the weights of {weights}") as refused:
         mw.evaluate(weights, data=[str(folder)], cache=tmp_path / "cache")
     assert fix in refused.value.fix and "--data.other-tokenizer" not in refused.value.fix
+
+
+VERBS = {
+    "plan": ["plan", "--run", "RUN", "--on", "h100:2"],
+    "show": ["show", "--run", "RUN"],
+    "prove": ["prove", "--run", "RUN"],
+    "prove without a compiler": ["prove", "--run", "RUN", "--on", "h100:2"],
+    "launch": ["launch", "--on", "slurm", "train", "--run", "RUN", "--out", "/shared/x"],
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_verbs_that_train_nothing_refuse_other_tokens_too(
+    verb: str, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.json"
+    monkeypatch.setattr(proofs, "require_compiler", lambda target: pytest.fail("before the run"))
+    words = [str(file) if word == "RUN" else word for word in VERBS[verb]]
+    write_run(run_on(weights, "text", str(tmp_path / "other.json")), file)
+    with pytest.raises(DataError, match="by the first, and") as refused:
+        run(words)
+    assert f"--data.tokenizer {weights}/tokenizer.json" in refused.value.fix
+    if verb.startswith("prove"):
+        return
+    # What these verbs accept: the weights' own tokens, a word of the user's, and files of other hosts.
+    for accepted in (
+        run_on(weights, "text", f"{weights}/tokenizer.json"),
+        run_on(weights, "text", str(tmp_path / "other.json"), other_tokenizer=True),
+        dataclasses.replace(run_on(weights, "text", "bytes"), init_from="/elsewhere/base"),
+    ):
+        write_run(accepted, file)
+        assert run(words) == 0
 
 
 def test_the_word_for_another_tokenizer_needs_weights_and_does_not_pass_to_another_run(

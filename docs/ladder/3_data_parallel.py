@@ -34,7 +34,8 @@ from meshwright.config import MeshShape
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.mesh import build_mesh
 from meshwright.models.blocks.layers import Dropout, dropout_key
-from meshwright.sharding.params import Param, init_params, named_leaves, tree_map
+from meshwright.sharding.initial_values import init_params
+from meshwright.sharding.params import Param, named_leaves, tree_map
 from meshwright.sharding.placement import Layout, axes_of, notation, place_param, to_spec
 from meshwright.views.draw import picture_of, side_by_side
 

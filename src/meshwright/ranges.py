@@ -132,12 +132,17 @@ def describe_range(kind: Any, value: Any = None) -> str:
 
 
 def _example(kind: Any, default: Any, value: Any) -> str:
-    """Returns what a type takes: the number that a word like `1e3` means, the default, or a number like `value`."""
+    """Returns what a type takes: the number that a word like `1e3` means, the largest where it is above that, the
+    default, or a number like `value`."""
     number = number_in(kind)
     meta, meant, like = number.__metadata__[0], None, None
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         meant, like = (round(float(value)), None) if isinstance(value, str) else (None, abs(value))
-    for candidate in (meant, default, like, 1, 0.5, meta.multiple_of, meta.ge, meta.le):
+    asked = like if meant is None else meant
+    largest = None
+    if asked is not None and meta.le not in (None, _MOST_INT, _MOST_FLOAT) and asked > meta.le:
+        largest = meta.le
+    for candidate in (meant, largest, default, like, 1, 0.5, meta.multiple_of, meta.ge, meta.le):
         for wanted in (kind, number):
             with contextlib.suppress(msgspec.ValidationError):
                 taken = msgspec.convert(candidate, wanted)

@@ -27,9 +27,9 @@ from meshwright.comm import collectives, hierarchical, ragged
 from meshwright.hardware.chips import Torus
 from meshwright.hardware.targets import Target
 from meshwright.models.flops import forward_flops, multiplies_weights
-from meshwright.models.forward import row_scope
 from meshwright.models.kernels.cudnn import ONE_DOCUMENT, SEVERAL_DOCUMENTS
 from meshwright.models.model import Model, ModelSpec, padded_vocab, vocab_size
+from meshwright.models.padding_rows import row_scope
 from meshwright.models.quantisation import SCOPE
 from meshwright.planner.traffic import sent_rows
 from meshwright.runs.settle import Settled

@@ -18,8 +18,8 @@ from meshwright.checkpoint.checkpoints import named_tensors
 from meshwright.checkpoint.fingerprints import fingerprints
 from meshwright.checkpoint.layer_order import abstract_in_layer_order, permuted_params, reordering
 from meshwright.planner.memory_model import PHASES
+from meshwright.sharding.initial_values import init_program
 from meshwright.sharding.params import (
-    init_program,
     layers_to_rows,
     rows_to_layers,
     shardings,

@@ -156,7 +156,7 @@ def parity(
     if jax.distributed.is_initialized() and jax.process_count() > 1:
         agree_on(run)
     check_processes(run.mesh, other)
-    check_run(run, other)
+    check_run(run, other, starts=False)
     prepared = loop.prepare_run(
         run, cache=path_of(cache or default_cache_folder()), devices=devices, weights=""
     )

@@ -63,6 +63,7 @@ from meshwright.planner.search import (
 from meshwright.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Ranged, TimeLimit
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
+from meshwright.trainer.relations import check_run
 from meshwright.trust import own
 from meshwright.views.blocks import Column, Table, Text
 from meshwright.views.plan_page import offer_page, offers_table, plan_page, plans_table
@@ -190,6 +191,7 @@ class PlanOptions(OfferOptions, RunOptions):
     def _plan_target(self, console: Console) -> tuple[Plan, dict[str, Any]]:
         """Prints the plans of one target; returns the best, and all figures as JSON."""
         if self.prove or self.tune:
+            check_run(self.run, MeshShape())  # a run that no compiler would take needs none
             require_compiler(find_target(self.on))  # before the search
         explained = MeshShape.parse(self.why) if self.why else None
         began = time.perf_counter()

@@ -55,6 +55,7 @@ from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.storage.paths import default_cache_folder, path_of
+from meshwright.trainer.relations import check_run
 from meshwright.trust import trust_options
 from meshwright.views.blocks import Facts
 from meshwright.views.census_page import (
@@ -127,6 +128,8 @@ class ProveOptions(RunOptions):
         elif is_compiling_process(target):
             devices = target_devices(target)
         else:
+            # A run that no compiler would take is refused without one.
+            check_run(self.run, self.run.mesh or MeshShape(fsdp=target.devices))
             code, errors = compile_in_subprocess(
                 target, self.limit, [*call.words, *trust_options()], sys.stdout
             )

@@ -24,7 +24,8 @@ from meshwright.hugging_face.hub import find_folder, is_hugging_face
 from meshwright.models.adapters import ADAPTERS, merged, quantise
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
-from meshwright.sharding.params import Tree, init_params, is_param, named_leaves, trained_only
+from meshwright.sharding.initial_values import init_params
+from meshwright.sharding.params import Tree, is_param, named_leaves, trained_only
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.storage.paths import path_of
 from meshwright.storage.transfer import copy_file, files_of

@@ -95,7 +95,8 @@ class LaunchOptions(Ranged):
             ) from error
         except OSError as error:
             raise unwritable(self.write, error) from error
-        return Outcome(f"{self.write}: {job.hosts} hosts. Start it with: {start} {self.write}\n")
+        hosts = "1 host" if job.hosts == 1 else f"{job.hosts:,} hosts"
+        return Outcome(f"{self.write}: {hosts}. Start it with: {start} {self.write}\n")
 
 
 def _opened(file: Path, overwrite: bool, private: bool) -> IO[str]:

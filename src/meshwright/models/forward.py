@@ -20,10 +20,11 @@ from meshwright.data.batch import PADDING, Batch
 from meshwright.models.blocks.context import build_attend, with_own_kv_head
 from meshwright.models.blocks.layers import Dropout
 from meshwright.models.execution import Execution
-from meshwright.models.layer_scan import ReadRow, Section, join, scan_layers, sections
+from meshwright.models.further_loss import further_loss
+from meshwright.models.gather_ahead import run_layers_ahead
+from meshwright.models.layer_scan import Section, join, scan_layers, sections
 from meshwright.models.loss import chunk_tokens, token_losses
 from meshwright.models.model import (
-    MTP,
     Attend,
     Aux,
     ForwardContext,
@@ -33,52 +34,10 @@ from meshwright.models.model import (
     Tokens,
     vocab_size,
 )
-from meshwright.models.remat import REMAT_POLICIES
+from meshwright.models.padding_rows import read_inside, with_padding
+from meshwright.models.period_scan import ReadRow
 from meshwright.sharding.params import Tree
 from meshwright.sharding.stages import NO_LAYER, StageAssignment
-
-
-def row_scope(stack: str) -> str:
-    """Returns the named scope of a row with a layer, by which the census knows how many rows of a stack are padding."""
-    return f"layer of {stack}."
-
-
-def skip_padding(layer: Layer, stack: str) -> Layer:
-    """Returns `layer` for a stack with padding rows: these are the identity and return zero aux."""
-    layer = jax.named_scope(row_scope(stack))(layer)
-
-    def skipped(x_BTD: jax.Array, params: Any, index: jax.Array) -> tuple[jax.Array, Aux]:
-        # `params` may be a function, which `eval_shape` takes in a closure only.
-        _, shapes = jax.eval_shape(lambda x, index: layer(x, params, index), x_BTD, index)
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-        return jax.lax.cond(
-            index == NO_LAYER, lambda: (x_BTD, zeros), lambda: layer(x_BTD, params, index)
-        )
-
-    return skipped
-
-
-def read_inside(layer: Layer) -> Layer:
-    """Returns `layer` for parameters that a function reads.
-
-    Read inside a branch they are converted where they lie; before it, XLA would copy them in float32.
-    """
-    return lambda x_BTD, read, index: layer(x_BTD, read(), index)
-
-
-def drop_padding(layer: Layer) -> Layer:
-    """Returns `layer` as `skip_padding` does, computed in padding rows too and dropped there.
-
-    For layers that send values around a ring, in which the devices of all stages have to take part.
-    """
-
-    def dropped(x_BTD: jax.Array, params: Any, index: jax.Array) -> tuple[jax.Array, Aux]:
-        y_BTD, aux = layer(x_BTD, params, index)
-        is_padding = index == NO_LAYER
-        x_BTD = jnp.where(is_padding, x_BTD, y_BTD)
-        return x_BTD, jax.tree.map(lambda a: jnp.where(is_padding, jnp.zeros_like(a), a), aux)
-
-    return dropped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,9 +121,9 @@ class LocalModel:
         def without_padding(stack: str, layer: Layer) -> Layer:
             if callable(params):
                 layer = read_inside(layer)
-            if not (rows[stack] == NO_LAYER).any():
-                return layer
-            return drop_padding(layer) if self.execution.permutes else skip_padding(layer, stack)
+            if (rows[stack] == NO_LAYER).any():
+                layer = with_padding(layer, stack, self.execution.permutes)
+            return layer
 
         outputs: list[dict[str, Aux]] = []
         for section in sections(spec, self.model.layer_functions(ctx), without_padding):
@@ -173,8 +132,8 @@ class LocalModel:
                 stack = section.stacks[0]
                 if stack in self.execution.gathered_ahead and not callable(params):
                     take = functools.partial(jax.tree.map, operator.itemgetter(part_rows[stack]))
-                    x_BTD, aux = self._layers_ahead(
-                        stack, x_BTD, ctx, take(params[stack]), take(index[stack]), remat
+                    x_BTD, aux = run_layers_ahead(
+                        self, stack, x_BTD, ctx, take(params[stack]), take(index[stack]), remat
                     )
                 else:
                     # A part may start in the middle of a period.
@@ -207,33 +166,6 @@ class LocalModel:
         if saved < section.layers:
             parts.append((slice(saved, section.layers), self.training.remat))
         return parts
-
-    def _layers_ahead(
-        self,
-        stack: str,
-        x_BTD: jax.Array,
-        ctx: ForwardContext,
-        params: Tree,
-        index: Tree,
-        remat: str,
-    ) -> tuple[jax.Array, dict[str, Aux]]:
-        """Runs a stack whose first weights are gathered one layer ahead."""
-
-        def gather_some(some: Tree) -> Tree:
-            return self.execution.gather_params.only(stack, some)(some, path=stack)
-
-        def gather_others(params: Tree, path: str) -> Tree:
-            return params if path == stack else self.execution.gather_params(params, path)
-
-        gathered_ctx = dataclasses.replace(ctx, gather_params=gather_others)
-        layer: Any = self.model.layer_functions(gathered_ctx)[stack]
-        from meshwright.models.gather_ahead import GatheredAhead, scan_layers_ahead
-
-        at_start, inside = self.execution.gathered_ahead[stack]
-        needed_first = inside if REMAT_POLICIES[remat].begins_inside else at_start
-        ahead = GatheredAhead(forward=at_start, backward=needed_first)
-        x_BTD, aux = scan_layers_ahead(layer, gather_some, x_BTD, params, ahead, index, remat=remat)
-        return x_BTD, {stack: aux}
 
     def loss(
         self, params: Tree, x_BTD: jax.Array, batch: Batch, total: jax.Array
@@ -304,58 +236,15 @@ class LocalModel:
         else:
             loss, metrics = self.loss(params, x_BTD, batch, total)
             if self.model.spec().further:
-                more, more_metrics, more_aux = self._further_loss(
-                    params, x_BTD, batch, dropout, total
+                more, more_metrics, more_aux = further_loss(
+                    self, params, x_BTD, batch, dropout, total
                 )
                 loss += more
                 metrics |= more_metrics
                 aux |= more_aux
         return loss + self.aux_loss(aux), (metrics, aux)
 
-    def _further_loss(
-        self, params: Tree, x_BTD: jax.Array, batch: Batch, dropout: Dropout, total: jax.Array
-    ) -> tuple[jax.Array, Metrics, dict[str, Aux]]:
-        """Returns the weighted loss of the token after the next, its metrics and aux (multi-token prediction).
-
-        The further layer (DeepSeek-V3, arXiv:2412.19437, section 2.2) reads the last hidden state of a position and the
-        embedding of the token that follows it, and shares embedding and unembedding with the model. Decoding omits it.
-        total: weights of the next tokens, so that a token has one weight in both losses.
-        """
-        shifted = shift(batch)
-        further: Any = self.model
-        h_BTD, layer = further.further_layer(params, x_BTD, self.context(shifted, dropout))
-        index = {MTP: np.array([len(self.model.spec().layers)], np.int32)}
-        with jax.named_scope("further tokens"):
-            h_BTD, aux = scan_layers(
-                [(MTP, layer)],
-                h_BTD,
-                params,
-                index,
-                remat=self.training.remat,
-                saves_weights=self.execution.saves_weights,
-            )
-        further_params = {**params, "final_norm": params[MTP]["final_norm"][0]}
-        loss, metrics = self.loss(further_params, h_BTD, shifted, total)
-        return further.mtp_weight * loss, {"further token loss": metrics["loss"]}, aux
-
     def aux_loss(self, aux: dict[str, Aux]) -> jax.Array | float:
         """Returns the auxiliary losses of all layers, averaged over the sequences of the global batch."""
         total = sum((a["aux_loss"].sum() for a in aux.values() if "aux_loss" in a), start=0.0)
         return (1.0 / self.training.batch) * total
-
-
-def shift(batch: Batch) -> Batch:
-    """Returns sequences moved by one token: the input is the next token, the target the one after it.
-
-    A target has the weight that it has for the position before it; 0 in another document.
-    """
-    same = batch.segments[:, 1:] == batch.segments[:, :-1]
-    weights = jnp.where(same, batch.weights[:, 1:], 0)
-    last = ((0, 0), (0, 1))
-    return Batch(
-        batch.targets,
-        jnp.pad(batch.targets[:, 1:], last),
-        batch.segments,
-        batch.positions,
-        jnp.pad(weights, last),
-    )

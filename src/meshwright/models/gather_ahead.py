@@ -19,15 +19,19 @@ again and saves what the remat policy names. Its price is memory for weights and
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshwright.models.remat import checkpoint_layer
+from meshwright.models.model import Aux, ForwardContext
+from meshwright.models.remat import REMAT_POLICIES, checkpoint_layer
 from meshwright.sharding.params import Tree
+
+if TYPE_CHECKING:
+    from meshwright.models.forward import LocalModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +82,36 @@ class Residuals:
         for position in self.weight_of:
             leaves.append(next(activations) if position is None else gathered[position])
         return jax.tree.unflatten(self.treedef, leaves)
+
+
+def run_layers_ahead(
+    model: "LocalModel",
+    stack: str,
+    x_BTD: jax.Array,
+    ctx: ForwardContext,
+    params: Tree,
+    index: Tree,
+    remat: str,
+) -> tuple[jax.Array, dict[str, Aux]]:
+    """Runs a stack whose first weights are gathered one layer ahead; returns x and the aux of the stack.
+
+    params, index: the rows of the stack that are run.
+    """
+    execution = model.execution
+
+    def gather_some(some: Tree) -> Tree:
+        return execution.gather_params.only(stack, some)(some, path=stack)
+
+    def gather(params: Tree, path: str) -> Tree:
+        return params if path == stack else execution.gather_params(params, path)
+
+    functions = model.model.layer_functions(dataclasses.replace(ctx, gather_params=gather))
+    layer: Any = functions[stack]
+    at_start, inside = execution.gathered_ahead[stack]
+    needed_first = inside if REMAT_POLICIES[remat].begins_inside else at_start
+    ahead = GatheredAhead(forward=at_start, backward=needed_first)
+    x_BTD, aux = scan_layers_ahead(layer, gather_some, x_BTD, params, ahead, index, remat=remat)
+    return x_BTD, {stack: aux}
 
 
 def scan_layers_ahead(

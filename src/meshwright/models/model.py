@@ -6,13 +6,11 @@ A family (a subclass of `Model`) states its facts in a `ModelSpec` and computes 
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from meshwright.comm.collectives import TokenFunction, sequence_all_gather, sequence_reduce_scatter
 from meshwright.config import MeshShape
@@ -22,10 +20,19 @@ from meshwright.hardware.mesh import default_mesh_shape
 from meshwright.models.blocks.layers import Dropout
 from meshwright.models.execution import Execution
 from meshwright.models.kernels.attention import Scores
+
+# The contract of a family is imported from here, its facts included.
+from meshwright.models.layer_facts import AttentionSpec as AttentionSpec
+from meshwright.models.layer_facts import ExpertBuffers as ExpertBuffers
+from meshwright.models.layer_facts import ExpertSpec as ExpertSpec
+from meshwright.models.layer_facts import LatentSpec as LatentSpec
+from meshwright.models.layer_facts import LayerSpec as LayerSpec
+from meshwright.models.layer_facts import MatmulSizes as MatmulSizes
+from meshwright.models.layer_facts import Recurrence as Recurrence
+from meshwright.models.layer_facts import Widths as Widths
 from meshwright.plugins import resolve
 from meshwright.ranges import PositiveInt, Ranged
 from meshwright.sharding.params import GatherParams, Param, Tree
-from meshwright.sharding.placement import replicates_kv_heads
 
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
 """Metrics of a step as (sum, count); the value is sum / count."""
@@ -191,302 +198,6 @@ class Kind:
         A second half returns `(output, aux)`.
         """
         raise NotImplementedError
-
-
-class Widths(NamedTuple):
-    """Elements per token of the first half of a layer, on a device of `tensor`."""
-
-    heads: float
-    query: float
-    kv: float
-    """Of keys or values, the mean of both."""
-    value: float
-    """Of the output before its projection."""
-    saved: float
-    """Of what remat policies save as queries, keys and values."""
-    gathered: float
-    """Of what is gathered over `tensor`."""
-    kept: float = 0.0
-    """Of what the backward pass reads besides, where everything is saved: queries and keys before their norm, those of
-    latent attention as the kernel reads them, what a convolution or an output gate reads and returns."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LatentSpec:
-    """Sizes of latent attention besides those of queries and keys."""
-
-    query_rank: int | None
-    """Width of the latent that queries are projections of; None projects them from the layer's input."""
-    kv_rank: int
-    """Width of the latent of keys and values."""
-    rope_size: int
-    """Size of the rotary key that all heads share, and of the rotated part of a query."""
-    value_size: int
-
-    @property
-    def cached(self) -> int:
-        """Elements per token that a cache holds: the latent and the rotary key."""
-        return self.kv_rank + self.rope_size
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionSpec:
-    """Attention of one layer."""
-
-    heads: int
-    """Query heads N."""
-    kv_heads: int
-    """Key/value heads K; fewer than `heads` is grouped-query attention (GQA)."""
-    head_size: int
-    window: int | None = None
-    """Sliding window: positions a token attends to, itself included; None is all before it."""
-    normalises_qk: bool = False
-    """Whether queries and keys are normalised: what saves everything saves them before and after."""
-    gates_output: bool = False
-    """Whether a projection as wide as the queries multiplies the output: it is saved where they are."""
-    latent: LatentSpec | None = None
-    """Latents that keys and values are projections of (multi-head latent attention, MLA)."""
-    chunk: int | None = None
-    """Tokens of a chunk, within which a token attends (Llama 4)."""
-    features: frozenset[str] = frozenset()
-    """Rows of `kernels.attention.FEATURES` that the kernel must have: a soft cap of the scores, sinks."""
-
-    @property
-    def value_size(self) -> int:
-        """Size of a value; only latent attention has values of another size than keys."""
-        return self.head_size if self.latent is None else self.latent.value_size
-
-    @property
-    def cached_heads(self) -> tuple[int, int]:
-        """Heads that a cache holds, and the size of a key: latents and rotary keys are one head."""
-        return (self.kv_heads, self.head_size) if self.latent is None else (1, self.latent.cached)
-
-    def widths(self, width: int, tensor: int) -> Widths:
-        """Returns the widths on one of `tensor` devices. width: of the model."""
-        kv_heads = (
-            self.kv_heads
-            if replicates_kv_heads(self.kv_heads, tensor)
-            else max(1, self.kv_heads // tensor)
-        )
-        heads = self.heads // tensor
-        query, value = heads * self.head_size, heads * self.value_size
-        kv = kv_heads * (self.head_size + self.value_size) / 2
-        kept = (query + kv) * self.normalises_qk + 2 * value * self.gates_output
-        if self.latent is None:
-            saved = query * (1 + self.gates_output) + 2 * kv
-            return Widths(heads, query, kv, value, saved, width, kept)
-        # Each device of `tensor` saves the latents of its own positions; queries without one are those of its heads.
-        rank, cached = self.latent.query_rank, self.latent.cached
-        queries = query if rank is None else rank / tensor
-        kept += query + 2 * kv
-        saved = queries + cached / tensor
-        return Widths(heads, query, kv, value, saved, (rank or width) + cached, kept)
-
-    def flops(self, seq: int) -> float:
-        """Returns the FLOPs of one token's scores and weighted values, averaged over a sequence of `seq` tokens."""
-        return 2.0 * self.causal_positions(seq) * self.heads * (self.head_size + self.value_size)
-
-    def causal_positions(self, seq: int) -> float:
-        """Returns the positions a token attends to, averaged over a sequence of `seq` tokens."""
-        if self.chunk is not None and self.chunk < seq:
-            whole, rest = divmod(seq, self.chunk)
-            return (whole * self.chunk * (self.chunk + 1) + rest * (rest + 1)) / (2 * seq)
-        window = min(self.window or seq, seq)
-        return (window * (window + 1) / 2 + (seq - window) * window) / seq
-
-
-MatmulSizes = tuple[int, int, int, int]
-"""Matmul [m, k] by [k, n], and how many of them there are."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Recurrence:
-    """Facts of a first half of a layer that carries a state from token to token, of one size after any number of them.
-
-    Linear attention, a state space or a short convolution. The kind states it in its `facts`, as `recurrence`, and
-    computes by `ForwardContext.recur`. FLOPs, the planner's work and memory, the cache of decoding and the refusal of a
-    sequence split over `context` follow from it (docs: Adding things, A layer kind).
-    """
-
-    item: ClassVar[str]
-    """Item of `models.flops.forward_flops` for what the kind computes without weights."""
-    formula: ClassVar[str]
-    """FLOPs of that item in words, and their source."""
-
-    def widths(self, width: int, tensor: int) -> "Widths":
-        """Returns the widths on one of `tensor` devices. width: of the model."""
-        raise NotImplementedError
-
-    def carried(self, batch: int) -> Any:
-        """Returns the state after a token, a tree of jax.ShapeDtypeStruct of [features, batch, ...].
-
-        `tensor` splits the first dimension, as it splits the heads or channels of the parameters.
-        """
-        raise NotImplementedError
-
-    def chunk(self, seq: int) -> int:
-        """Returns the tokens of a sequence of `seq` that are computed at once; 1 for one after another."""
-        return 1
-
-    def matmuls(self, seq: int) -> list[MatmulSizes]:
-        """Returns the matmuls without weights of one chunk of a sequence, of all devices of `tensor` together."""
-        return []
-
-    def flops(self, seq: int) -> float:
-        """Returns the FLOPs of one token's forward pass in a sequence of `seq` tokens, without those of weights."""
-        return sum(2.0 * m * k * n * count for m, k, n, count in self.matmuls(seq)) / self.chunk(
-            seq
-        )
-
-    def inner_bytes(self, seq: int) -> float:
-        """Returns the bytes per token that the backward pass makes and drops, of all devices of `tensor` together."""
-        return 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpertSpec:
-    """Mixture of experts of one layer."""
-
-    experts: int
-    experts_per_token: int
-    buffer_factor: float = 0.0
-    """Rows that one of the devices that split experts has room for, as a multiple of an even share; 0: for all."""
-    sent_bytes: int | None = None
-    """Bytes of an element of the rows sent to experts; None for the compute dtype."""
-    groups: int = 1
-    """Groups of neighbouring experts."""
-    topk_groups: int = 1
-    """Groups that the experts of a token are in."""
-    weighted: Literal["hidden", "input"] = "hidden"
-    """What the routing weight multiplies: only where it is the hidden layer products read rows as they were sent."""
-    gates_shared: bool = False
-    """Whether a projection of the token multiplies the output of the experts that every token uses."""
-
-    def buffers(self, tokens: int, shards: int, nodes: int = 1) -> "ExpertBuffers":
-        """Returns the rows of each buffer of a device, one of `shards` that split the experts, in `nodes` nodes.
-
-        tokens: of a device. Every buffer has room for the most that can arrive, or for `buffer_factor` times an even
-        share where that is less.
-        """
-        copies, arriving = self._copies(nodes), self._arriving(shards, nodes)
-        most = ExpertBuffers(*(tokens * rows for rows in arriving))
-        if not self.buffer_factor:
-            return most
-        shares = (int(_whole_tiles(self.buffer_factor * tokens * rows)) for rows in copies)
-        limited = ExpertBuffers(*map(min, most, shares))
-        return limited if nodes > 1 else limited._replace(copies=most.copies)
-
-    def rooms(self, tokens: np.ndarray, shards: int, nodes: int = 1) -> "ExpertBuffers":
-        """Returns the rows of each buffer that text may use: `buffer_factor` times an even share of it, in whole tiles.
-
-        tokens: tokens of text on a device, on average over the `shards`, as an array of all that are asked for.
-        """
-        shares = ExpertBuffers(
-            *(_whole_tiles(self.buffer_factor * tokens * rows) for rows in self._copies(nodes))
-        )
-        return shares if nodes > 1 else shares._replace(copies=tokens * self.experts_per_token)
-
-    def drops(self, shards: int, nodes: int = 1) -> bool:
-        """Returns whether some buffer may have less room than could arrive, whatever the number of tokens."""
-        pairs = zip(self._copies(nodes), self._arriving(shards, nodes), strict=True)
-        return bool(self.buffer_factor) and any(
-            self.buffer_factor * copies < most for copies, most in pairs
-        )
-
-    def _copies(self, nodes: int) -> "ExpertBuffers":
-        """Rows that a token has in each buffer on average over the devices, where all loads are even."""
-        k = self.experts_per_token
-        return ExpertBuffers(self.most_nodes(nodes), k, k)
-
-    def _arriving(self, shards: int, nodes: int) -> "ExpertBuffers":
-        """Most rows of each buffer, for each token of a device."""
-        k = self.experts_per_token
-        inside, here = (n * min(k, self.experts // n) for n in (nodes, shards))
-        return ExpertBuffers(nodes, inside if nodes > 1 else k, here)
-
-    def most_nodes(self, nodes: int) -> int:
-        """Returns the most of `nodes` nodes that the experts of one token are on."""
-        in_group, in_node = self.experts // self.groups, self.experts // nodes
-        aligned = in_group % in_node == 0 or in_node % in_group == 0
-        return min(
-            self.experts_per_token,
-            nodes,
-            self.topk_groups * (-(-in_group // in_node) + (not aligned)),
-        )
-
-    def mean_nodes(self, nodes: int) -> float:
-        """Returns the nodes that the experts of one token are on, on average over even choices.
-
-        Groups and nodes that do not divide each other count as if a node had experts of one group.
-        """
-        k, in_group, own = (
-            self.experts_per_token,
-            self.experts // self.groups,
-            max(1, self.groups // nodes),
-        )
-        # Experts of a node in each of its groups, and those that a token chooses from.
-        here, pool = min(self.experts // nodes // own, in_group), self.topk_groups * in_group
-        missed = sum(
-            math.comb(own, j)
-            * math.comb(self.groups - own, self.topk_groups - j)
-            * math.comb(pool - j * here, k)
-            for j in range(min(own, self.topk_groups) + 1)
-        )
-        return max(
-            1.0,
-            nodes * (1 - missed / (math.comb(self.groups, self.topk_groups) * math.comb(pool, k))),
-        )
-
-
-class ExpertBuffers(NamedTuple):
-    """Rows of a device's buffers for experts, each of the model's width: integers, or arrays of them."""
-
-    nodes: Any
-    """Rows that arrive from the devices of all nodes, one for each token."""
-    copies: Any
-    """Copies of rows that are sent to experts inside a node."""
-    experts: Any
-    """Rows that arrive at the device's experts."""
-
-
-def _whole_tiles(rows: Any) -> Any:
-    """Rounds rows up to whole tiles of 128, on which kernels work; a number or an array."""
-    return -(-np.ceil(rows).astype(int) // 128) * 128
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerSpec:
-    """One layer: the stack that holds its parameters, and its halves."""
-
-    stack: str
-    attention: AttentionSpec | None = None
-    experts: ExpertSpec | None = None
-    recurrence: Recurrence | None = None
-    """State that passes from token to token; a layer has this or `attention`."""
-    normalises_inputs: bool = True
-    """Whether each half reads a norm of the residual stream: the backward pass reads the norm's output too."""
-    normalises_outputs: bool = False
-    """Whether the output of each half is normalised before it is added: the backward pass reads it."""
-    hidden_products: float = 0.5
-    """Width of what the feed-forward's last matmul reads, over that of its first outputs: half of a gate and what it
-    multiplies, all of the input of a GELU."""
-
-    @property
-    def scales_rows(self) -> bool:
-        """Whether routing weights multiply the rows of experts: the backward pass reads them before and after."""
-        return self.experts is not None and self.experts.weighted == "input"
-
-    def widths(self, width: int, tensor: int) -> Widths:
-        """Returns the widths on one of `tensor` devices; a layer without attention gathers the model's width."""
-        first_half = self.attention or self.recurrence
-        if first_half is None:
-            return Widths(0, 0, 0, 0, 0, width)
-        return first_half.widths(width, tensor)
-
-    @property
-    def decodes(self) -> bool:
-        """Whether it is known what the layer keeps of earlier tokens, so that it can generate."""
-        return self.attention is not None or self.recurrence is not None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 from meshwright.config import MeshShape
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, divisors
 from meshwright.formatting import format_bytes, format_step
 from meshwright.hardware.chips import Torus
 from meshwright.hardware.targets import Target, slices_by_chips
@@ -199,16 +199,19 @@ def _first_reason(result: SearchResult) -> str:
 
 
 def _batch_that_is_planned(run: Run, target: Target) -> str | None:
-    """Returns the option with the nearest batches that have a plan; None where no batch near has one."""
-    devices, batch = target.devices, run.training.batch
-    around = (batch // devices * devices, -(-batch // devices) * devices)
-    sizes = sorted({*nearest_batches(run, target), *around} - {0, batch})
-    planned = []
-    for size in sizes:
+    """Returns the option with the nearest batch that has a plan; None where no batch near has one.
+
+    Near are the batches that a part of the devices divides, one below and one above for each such part.
+    """
+    batch = run.training.batch
+    near = set[int]()
+    for part in divisors(target.devices):
+        near |= {batch // part * part, (batch // part + 1) * part}
+    for size in sorted(near - {0, batch}, key=lambda size: (abs(size - batch), size)):
         changed = dataclasses.replace(run.training, batch=size)
         if search(dataclasses.replace(run, training=changed), target).plans:
-            planned.append(f"--batch {size}")
-    return " or ".join(planned) or None
+            return f"--batch {size}"
+    return None
 
 
 def _odd_part(n: int) -> int:

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import optax
 from optax import GradientTransformation as Rule
 
-from meshwright.sharding.params import Tree, is_param, random_bits
+from meshwright.sharding.initial_values import random_bits
+from meshwright.sharding.params import Tree, is_param
 from meshwright.step.optimizers import UpdateRule
 
 

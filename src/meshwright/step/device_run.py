@@ -20,10 +20,10 @@ from meshwright.models.model import Model
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run
 from meshwright.runs.settle import Settled, execution_of, settle
+from meshwright.sharding.initial_values import init_params
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.params import (
     Tree,
-    init_params,
     shardings,
     trained_only,
     tree_map,

@@ -15,8 +15,8 @@ from meshwright.comm.collectives import all_gather, all_reduce, axis_index, sum_
 from meshwright.comm.hierarchical import DcnAxis, hierarchical_reduce_scatter
 from meshwright.data.batch import Batch
 from meshwright.models.blocks.layers import Dropout, dropout_key
-from meshwright.models.layer_scan import with_gradient_of
 from meshwright.models.model import Aux, Metrics, Model
+from meshwright.models.period_scan import with_gradient_of
 from meshwright.sharding.layouts import BATCH_AXES, TOKEN_AXES
 from meshwright.sharding.params import Tree, is_param, rows_to_layers, trained_only, with_frozen
 from meshwright.sharding.placement import Placements, axes_of
@@ -83,11 +83,12 @@ def _accumulate(
     model = device_run.local_model
     local = batch.inputs.shape[0]
     sequences_B = (axis_index(BATCH_AXES) * local + jnp.arange(local)).astype(jnp.uint32)
-    positions_T = model.execution.sequence.local_positions()
     key = dropout_key(training.seed, step)
     total = jnp.maximum(all_reduce(model.weight(batch), BATCH_AXES), 1e-9)
 
     def dropout(sequences_B: jax.Array) -> Dropout:
+        # Made inside: before the pipeline's loop, it would be a constant that the loop carries.
+        positions_T = model.execution.sequence.local_positions()
         return Dropout(training.dropout, key, sequences_B, positions_T)
 
     def loss_fn(trained: Tree, sequences_B: jax.Array, batch: Batch) -> Any:

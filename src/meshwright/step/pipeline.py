@@ -33,8 +33,8 @@ from meshwright.comm.collectives import ring_shift
 from meshwright.data.batch import Batch
 from meshwright.models.blocks.layers import Dropout
 from meshwright.models.forward import LocalModel
-from meshwright.models.layer_scan import with_gradient_of
 from meshwright.models.model import Aux, ForwardContext, Metrics
+from meshwright.models.period_scan import with_gradient_of
 from meshwright.sharding.params import RoundedParam, Tree, with_frozen
 from meshwright.sharding.schedule_table import (
     BACKWARD,

@@ -282,7 +282,7 @@ def prepare_run(
     shape = run.mesh
     if shape is None:
         shape = run.model.default_mesh(len(available))
-    check_run(run, shape, output)
+    check_run(run, shape, output, starts=weights is None)
     enable_compilation_cache(cache / "compiled")
     prepare_text = functools.partial(
         _prepare_text,

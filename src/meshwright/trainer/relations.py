@@ -57,12 +57,19 @@ class Output:
         return self.folder / "tokenizer.json" if self.resumes or self.may_resume else None
 
 
-def check_run(run: Run, mesh: MeshShape | None = None, output: Output | None = None) -> PlacedRun:
+def check_run(
+    run: Run,
+    mesh: MeshShape | None = None,
+    output: Output | None = None,
+    *,
+    starts: bool = True,
+) -> PlacedRun:
     """Checks every relation of a run that is known without its text and its devices; returns it on its mesh.
 
     mesh: None takes the run's own, or one device where it leaves the mesh open.  output: of a training.
-    Raises ConfigError where fields do not go together or nothing has a name that the run gives, and CheckpointError
-    where the folder cannot be written or has no such checkpoint.
+    starts: whether the run begins with the weights that it names, and not with some that are evaluated.
+    Raises ConfigError where fields do not go together or nothing has a name that the run gives, DataError where its text
+    is in other tokens than its weights, and CheckpointError where the folder cannot be written or has no such checkpoint.
     """
     placed = place_run(with_stand_in_vocab(run), mesh)
     checked = ("name", "lr_schedule", "moment_dtype", "lr_groups")
@@ -77,6 +84,11 @@ def check_run(run: Run, mesh: MeshShape | None = None, output: Output | None = N
             "the run starts from no weights, whose tokenizer could be another",
             "--init-from hf:PATH, or no --data.other-tokenizer",
         )
+    continues = output is not None and output.tokenizer is not None and output.tokenizer.is_file()
+    if run.init_from is not None and starts and not continues:
+        from meshwright.trainer.tokens_of_weights import check_tokens_here  # reads other files
+
+        answer_of_the_first(lambda: check_tokens_here(run))
     if output is not None:
         check_accepted(run, output.accept)
         find_reporters(output.folder, run)

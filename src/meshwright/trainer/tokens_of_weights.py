@@ -7,14 +7,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.corpus import local_text
+from meshwright.config import Data
+from meshwright.data.corpus import local_text, parse_source
 from meshwright.data.tokenizers import Tokenizer, build_tokenizer
 from meshwright.data.tokens import is_token_file
 from meshwright.data.vocabularies import tokenizer_file
 from meshwright.errors import DataError
-from meshwright.hugging_face.hub import find_folder, is_hugging_face
+from meshwright.hugging_face.hub import PREFIX, find_folder, is_hugging_face
 from meshwright.hugging_face.tokenizer_files import published_text
-from meshwright.storage.paths import path_of
+from meshwright.runs.run import Run
+from meshwright.storage.attempts import is_file
+from meshwright.storage.paths import default_cache_folder, in_bucket, path_of
 
 _EXAMPLES = ("The weights know these tokens.", "def f(x): return 2 * x", "Größe 12,5 €")
 """Texts of which the first with other tokens is shown."""
@@ -48,12 +51,12 @@ class TokensOfWeights:
         """
         if self.own is not None and self.own.is_file():
             return
-        note = self._compare(tokenizer, name)
+        note = self.compare(tokenizer, name)
         if note:
             print(note, file=sys.stderr, flush=True)
 
-    def _compare(self, tokenizer: Tokenizer, name: str) -> str:
-        """Returns a note about the tokenizer; "" where it is that of the weights."""
+    def compare(self, tokenizer: Tokenizer, name: str) -> str:
+        """Returns a note about the tokenizer; "" where it is that of the weights. Raises DataError as a call does."""
         file = tokenizer_of_weights(self.weights)
         if not file.is_file():
             return (
@@ -88,6 +91,41 @@ class TokensOfWeights:
         if self.trains:
             fix += "; or --data.other-tokenizer, to train the embeddings anew"
         return f"{verb} the weights of {self.weights} on the tokens of {name}", truth, fix
+
+
+def check_tokens_here(run: Run) -> None:
+    """Checks the tokenizers of a run's text against that of its weights, as far as their files are on this host.
+
+    A tokenizer that is learned from the text, and files of other hosts, are compared where the run starts.
+    Raises DataError as `TokensOfWeights` does.
+    """
+    source = run.init_from
+    if source is None or run.data.other_tokenizer or not run.model.reads_text:
+        return
+    if in_bucket(source) or not path_of(source.removeprefix(PREFIX)).is_dir():
+        return
+    theirs = tokenizer_of_weights(source)
+    if not theirs.is_file():
+        return
+    check = TokensOfWeights(source, default_cache_folder())
+    for name, spec in _tokenizers_of(run.data).items():
+        is_other_file = is_file(spec) and not theirs.samefile(path_of(spec))
+        if spec == "bytes" or is_other_file:
+            check.compare(build_tokenizer(spec), name)
+
+
+def _tokenizers_of(data: Data) -> dict[str, str]:
+    """Returns the tokenizers of the texts of a run that are not in buckets: what has each, and its file or kind."""
+    found = {}
+    for path in data.paths:
+        text = parse_source(path).path
+        if in_bucket(text):
+            continue
+        if is_token_file(text):
+            found[text] = str(path_of(text) / "tokenizer.json")
+        else:
+            found[data.tokenizer] = data.tokenizer
+    return found
 
 
 def tokenizer_of_weights(weights: str) -> Path:
