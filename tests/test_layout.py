@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from outside.extensions.fsdp_2d import fsdp_2d
 from tiny_runs import MODELS, assert_same_steps, device_run_of, tiny_run, train, train_on_one_device
 
+from meshwright.api.layout import show
 from meshwright.comm.hierarchical import ONE_SLICE
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
@@ -30,7 +31,7 @@ from meshwright.sharding.placement import (
     place_param,
 )
 from meshwright.trust import own
-from meshwright.views.layout_page import layout_report
+from meshwright.views.layout_page import layout_report, layout_sections, tensor_pictures
 
 degree = st.sampled_from([1, 2, 4, 8])
 ALL_LAYOUTS = {**LAYOUTS, "two_dimensional": fsdp_2d}
@@ -202,3 +203,12 @@ def test_bytes_add_up_over_the_mesh() -> None:
     )
     assert report.bytes_optimizer == pytest.approx(2 * report.bytes_parameters, rel=1e-4)
     assert set(named_leaves({"a": {"b": 1}})) == {"a.b"}
+
+
+@pytest.mark.parametrize("mesh", ["context=2,fsdp=2", "data=2,fsdp=2"])
+def test_a_batch_is_drawn_alike_on_a_terminal_and_on_a_page(mesh: str) -> None:
+    placed = show("tiny", mesh=mesh).placed
+    tensors = layout_sections(placed, None)[0].blocks[0].data["tensors"]  # type: ignore[attr-defined]
+    picture = tensor_pictures(placed, ("embed",))[-1]
+    assert f"tokens[{', '.join(picture.dims)}]" == tensors[-1]["sharded_text"]
+    assert ("T/context" in picture.dims) == ("context" in mesh)

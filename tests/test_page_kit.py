@@ -217,7 +217,7 @@ def _generated() -> Generated:
 
 
 RESULTS: dict[str, tuple[Callable[[], Any], str]] = {
-    "run": (lambda: mw.recipe("tiny", mesh="fsdp=2", steps=7), "Differences from the recipe tiny"),
+    "run": (lambda: mw.recipe("tiny", mesh="fsdp=2", steps=7), "differences from the recipe tiny"),
     "parity": (
         lambda: Parity(("fsdp=2", "data=1"), (), (StepParity(1, (2.0, 2.0), 1e-7, "embed"),)),
         "gradients differ",

@@ -122,48 +122,57 @@ def _column(text: str) -> Column:
     heading, _, rest = text.strip().rpartition(" = ")
     key, _, unit = rest.rpartition(" ")
     if unit in _RATES:
-        scale = _RATES[unit]
-        return Column(
-            heading or key,
-            cell=lambda row: f"{row[key] / scale:.3g} {unit}" if row.get(key) else "",
-        )
+        return _rate_column(heading or key, key, unit)
     if unit in _UNITS:
         return Column(heading or key, _UNITS[unit], key, bar=unit == "%")
     return Column(heading or rest, cell=lambda row: row.get(rest))
 
 
+def _rate_column(heading: str, key: str, unit: str) -> Column:
+    scale = _RATES[unit]
+    return Column(
+        heading, cell=lambda row: f"{row[key] / scale:.3g} {unit}" if row.get(key) else ""
+    )
+
+
 def _derived(row: Row) -> dict[str, Any]:
     """Returns the figures of a measurement with those that follow from them, as text."""
-    found = dict(row) | {label: f"{error[0]:.1e}" for label, error in row.get("errors", {}).items()}
-    found["outcome"] = (
-        row.get("failed") or row.get("unsupported") or "; ".join(row.get("problems", ()))
-    )
+    found = dict(row)
+    for label, error in row.get("errors", {}).items():
+        found[label] = f"{error[0]:.1e}"
+    problems = "; ".join(row.get("problems", ()))
+    found["outcome"] = row.get("failed") or row.get("unsupported") or problems
     found["m x k x n"] = " x ".join(str(row.get(name)) for name in "mkn")
-    found["compiler options"] = ", ".join(
-        f"{k}={v}" for k, v in row.get("compiler_options", {}).items()
-    )
+    options = row.get("compiler_options", {})
+    found["compiler options"] = ", ".join(f"{name}={value}" for name, value in options.items())
+    measured = row.get("loop_seconds")
     for over, key in (("planned", "predicted_seconds"), ("simulated", "simulated_seconds")):
-        if row.get(key) and row.get("loop_seconds"):
-            found[f"{over} / measured"] = f"{row[key] / row['loop_seconds']:.2f}"
+        if row.get(key) and measured:
+            found[f"{over} / measured"] = f"{row[key] / measured:.2f}"
     if "gradient_difference" in row:
-        found["gradients differ by"] = f"{row['gradient_difference']:.1e}"
-        found["initial values"] = "bitwise equal" if row["initial_values_equal"] else "differ"
-        for name, losses in zip(
-            ("losses", "on one device"), zip(*row["losses"], strict=True), strict=True
-        ):
-            found[name] = ", ".join(f"{loss:.6f}" for loss in losses)
+        found |= _compared_meshes(row)
     return found
 
 
+def _compared_meshes(row: Row) -> dict[str, str]:
+    """Returns how far a mesh is from one device. Its losses are pairs: of the mesh, and of the device."""
+    of_mesh = [f"{losses[0]:.6f}" for losses in row["losses"]]
+    of_device = [f"{losses[1]:.6f}" for losses in row["losses"]]
+    return {
+        "gradients differ by": f"{row['gradient_difference']:.1e}",
+        "initial values": "bitwise equal" if row["initial_values_equal"] else "differ",
+        "losses": ", ".join(of_mesh),
+        "on one device": ", ".join(of_device),
+    }
+
+
 def _headline(name: str, result: Mapping[str, Any]) -> str:
-    rows = [row for row in result["rows"] if "failed" not in row]
     if name == "machine":
         facts = result["facts"]
-        return (
-            f"{facts.get('devices')} x {facts.get('device_kind')}, jax {facts.get('jax')}"
-            if facts
-            else ""
-        )
+        if not facts:
+            return ""
+        return f"{facts.get('devices')} x {facts.get('device_kind')}, jax {facts.get('jax')}"
+    rows = [row for row in result["rows"] if "failed" not in row]
     if name in _HEADLINES and rows:
         return _HEADLINES[name](rows)
     return "; ".join(result["notes"]) or f"{len(rows)} measurements"
@@ -172,13 +181,12 @@ def _headline(name: str, result: Mapping[str, Any]) -> str:
 def _kernels(rows: Sequence[Row]) -> str:
     compared = [row for row in rows if "errors" in row]
     right = sum(not row["problems"] for row in compared)
-    timed = max((r for r in rows if r.get("fraction")), key=lambda r: r["fraction"], default=None)
-    best = (
-        f"; best {timed['kernel']}, {timed['case']}: {timed['fraction']:.0%} of the peak"
-        if timed
-        else ""
-    )
-    return f"{right} of {len(compared)} comparisons with float64 agree{best}"
+    text = f"{right} of {len(compared)} comparisons with float64 agree"
+    timed = [row for row in rows if row.get("fraction")]
+    if timed:
+        best = max(timed, key=lambda row: row["fraction"])
+        text += f"; best {best['kernel']}, {best['case']}: {best['fraction']:.0%} of the peak"
+    return text
 
 
 def _meshes(rows: Sequence[Row]) -> str:
@@ -191,21 +199,27 @@ def _meshes(rows: Sequence[Row]) -> str:
 def _matmuls(rows: Sequence[Row]) -> str:
     parts = []
     products = [row for row in rows if row.get("dtype") == "bfloat16"]
-    if best := max(products, key=lambda row: row["flops_per_second"], default=None):
-        fraction = f" ({best['fraction']:.0%} of the peak)" if best.get("fraction") else ""
-        parts.append(f"bfloat16 up to {best['flops_per_second'] / 1e12:.3g} TFLOP/s{fraction}")
+    if products:
+        best = max(products, key=lambda row: row["flops_per_second"])
+        rate = f"bfloat16 up to {best['flops_per_second'] / 1e12:.3g} TFLOP/s"
+        if best.get("fraction"):
+            rate += f" ({best['fraction']:.0%} of the peak)"
+        parts.append(rate)
     memory = [row["bytes_per_second"] for row in rows if "bytes_per_second" in row]
-    return ", ".join([*parts, *(f"memory {rate / 1e9:.3g} GB/s" for rate in memory[:1])])
+    if memory:
+        parts.append(f"memory {memory[0] / 1e9:.3g} GB/s")
+    return ", ".join(parts)
 
 
 def _collectives(rows: Sequence[Row]) -> str:
     best: dict[str, float] = {}
     for row in rows:
         best[row["kind"]] = max(best.get(row["kind"], 0.0), row["bus_bandwidth"])
-    kinds = ("all-gather", "reduce-scatter", "all-to-all")
-    return "bus " + ", ".join(
-        f"{kind} {best[kind] / 1e9:.3g} GB/s" for kind in kinds if kind in best
-    )
+    texts = []
+    for kind in ("all-gather", "reduce-scatter", "all-to-all"):
+        if kind in best:
+            texts.append(f"{kind} {best[kind] / 1e9:.3g} GB/s")
+    return "bus " + ", ".join(texts)
 
 
 def _experts(rows: Sequence[Row]) -> str:
@@ -216,19 +230,20 @@ def _experts(rows: Sequence[Row]) -> str:
 def _steps(rows: Sequence[Row]) -> str:
     texts = []
     for row in map(_derived, rows):
-        if "loop_seconds" in row:
-            utilisation = f", MFU {row['mfu']:.1%}" if row.get("mfu") else ""
-            ratio = (
-                f", planned / measured {row['planned / measured']}"
-                if "planned / measured" in row
-                else ""
-            )
-            texts.append(f"{row['item']} {format_step(row['loop_seconds'])}{utilisation}{ratio}")
+        if "loop_seconds" not in row:
+            continue
+        text = f"{row['item']} {format_step(row['loop_seconds'])}"
+        if row.get("mfu"):
+            text += f", MFU {row['mfu']:.1%}"
+        if "planned / measured" in row:
+            text += f", planned / measured {row['planned / measured']}"
+        texts.append(text)
     return "; ".join(texts)
 
 
 def _checkpoint(rows: Sequence[Row]) -> str:
-    save, restore = (rows[0][name] / 1e9 for name in ("save_bandwidth", "restore_bandwidth"))
+    save = rows[0]["save_bandwidth"] / 1e9
+    restore = rows[0]["restore_bandwidth"] / 1e9
     return f"{format_bytes(rows[0]['bytes'])}: save {save:.3g} GB/s, restore {restore:.3g} GB/s"
 
 
@@ -245,16 +260,19 @@ _HEADLINES: dict[str, Callable[[Sequence[Row]], str]] = {
 
 def problems_of(results: Results) -> list[str]:
     """Returns every result that is wrong."""
-    return [
-        f"{name}: {problem}" for name, result in results.items() for problem in result["problems"]
-    ]
+    problems = []
+    for name, result in results.items():
+        problems += [f"{name}: {problem}" for problem in result["problems"]]
+    return problems
 
 
 def unfinished_of(results: Results) -> list[str]:
     """Returns every section that failed or ran out of time, with its message."""
-    return [
-        f"{name}: {r['state']}: {r['message']}" for name, r in results.items() if r["state"] != DONE
-    ]
+    unfinished = []
+    for name, result in results.items():
+        if result["state"] != DONE:
+            unfinished.append(f"{name}: {result['state']}: {result['message']}")
+    return unfinished
 
 
 def report_json(results: Results) -> dict[str, Any]:
@@ -277,71 +295,94 @@ def print_section(console: Console, name: str, result: Mapping[str, Any]) -> Non
 def report_page(results: Results) -> Report:
     """Returns the report; a terminal shows the overview."""
     facts = results["machine"]["facts"] if "machine" in results else {}
-    title = f"Hardware: {facts.get('devices', '?')} x {facts.get('device_kind', 'unknown')}"
-    wrong, unfinished = problems_of(results), unfinished_of(results)
-    lead = f"{len(wrong)} wrong results, {len(unfinished)} sections not finished; jax {facts.get('jax', '?')}"
-    found = [Finding("wrong", line, "", tone="bad") for line in wrong]
-    found += [Finding("not finished", line, "") for line in unfinished]
+    wrong = problems_of(results)
+    unfinished = unfinished_of(results)
+    sections = [Section("Overview", _overview(results, wrong, unfinished))]
+    for name, result in results.items():
+        sections.append(Section(name.capitalize(), _blocks(name, result), where="page"))
+    return Report(
+        f"Hardware: {facts.get('devices', '?')} x {facts.get('device_kind', 'unknown')}",
+        sections,
+        topic="hardware",
+        lead=(
+            f"{len(wrong)} wrong results, {len(unfinished)} sections not finished; "
+            f"jax {facts.get('jax', '?')}"
+        ),
+        footer="Measured on this machine. This file loads nothing.",
+    )
+
+
+def _overview(results: Results, wrong: Sequence[str], unfinished: Sequence[str]) -> list[Block]:
+    blocks: list[Block] = []
+    findings = [Finding("wrong", line, "", tone="bad") for line in wrong]
+    findings += [Finding("not finished", line, "") for line in unfinished]
+    if findings:
+        blocks.append(Findings(findings, printed=len(findings)))
     columns = [
         Column("section", cell=lambda item: item[0]),
         Column("state", cell=lambda item: item[1]["state"]),
         Column("time", cell=lambda item: format_time(item[1]["seconds_used"])),
         Column("result", cell=lambda item: _headline(*item), wide=True),
     ]
-    notes = [f"{name}: {note}" for name, result in results.items() for note in result["notes"]]
-    overview = [
-        *([Findings(found, printed=len(found))] if found else []),
-        Table.of(results.items(), columns, title="Sections", printed=None),
-        *([Text(notes, where="terminal")] if notes else []),
-    ]
-    sections = [Section("Overview", overview)]
-    sections += [
-        Section(name.capitalize(), _blocks(name, result), where="page")
-        for name, result in results.items()
-    ]
-    footer = "Measured on this machine. This file loads nothing."
-    return Report(title, sections, topic="hardware", lead=lead, footer=footer)
+    blocks.append(Table.of(results.items(), columns, title="Sections", printed=None))
+    notes = []
+    for name, result in results.items():
+        notes += [f"{name}: {note}" for note in result["notes"]]
+    if notes:
+        blocks.append(Text(notes, where="terminal"))
+    return blocks
 
 
 def _blocks(name: str, result: Mapping[str, Any]) -> list[Block]:
+    """Returns the notes of a section, its tables, and what was not run."""
     blocks: list[Block] = [Text(list(result["notes"]))] if result["notes"] else []
     if name == "machine":
-        facts = result["facts"]
-        known = [
-            (field.replace("_", " "), str(facts[field])) for field in _MACHINE if facts.get(field)
-        ]
-        blocks.append(Facts(known))
-        for field in _PREFORMATTED:
-            value = facts.get(field)
-            text = (
-                "\n".join(f"{k}={v}" for k, v in value.items())
-                if isinstance(value, Mapping)
-                else value
-            )
-            blocks += [Code(str(text), title=field)] if text else []
-        return blocks
+        return blocks + _machine_blocks(result["facts"])
     for title, (key, spec) in TABLES.get(name, {}).items():
         rows = [_derived(row) for row in result["rows"] if row.get(key) is not None]
-        blocks += (
-            [Table.of(rows, [_column(text) for text in spec.split("|")], title=title)]
-            if rows
-            else []
-        )
-    not_run = [
-        (row["item"], row.get("failed") or row.get("unsupported", "")) for row in result["rows"]
-    ]
-    if any(reason for _, reason in not_run):
-        columns = [Column("item"), Column("because", wide=True)]
-        blocks.append(Table(columns, [pair for pair in not_run if pair[1]], title="Not run"))
+        columns = [_column(text) for text in spec.split("|")]
+        if rows:
+            blocks.append(Table.of(rows, columns, title=title))
+    blocks += _not_run(result["rows"])
     if name not in TABLES:  # a section from outside the package
-        figures = [
-            (
-                row["item"],
-                ", ".join(f"{k} {v}" for k, v in row.items() if k not in ("item", "problems")),
-            )
-            for row in result["rows"]
-        ]
-        blocks.append(
-            Table([Column("measurement"), Column("figures", wide=True)], figures, title=name)
-        )
+        blocks.append(_plain_table(name, result["rows"]))
     return blocks
+
+
+def _machine_blocks(facts: Mapping[str, Any]) -> list[Block]:
+    known = []
+    for field in _MACHINE:
+        if facts.get(field):
+            known.append((field.replace("_", " "), str(facts[field])))
+    blocks: list[Block] = [Facts(known)]
+    for field in _PREFORMATTED:
+        value = facts.get(field)
+        if isinstance(value, Mapping):
+            value = "\n".join(f"{name}={setting}" for name, setting in value.items())
+        if value:
+            blocks.append(Code(str(value), title=field))
+    return blocks
+
+
+def _not_run(rows: Sequence[Row]) -> list[Block]:
+    """Returns the measurements that failed, and those that this machine does not support."""
+    reasons = []
+    for row in rows:
+        reason = row.get("failed") or row.get("unsupported", "")
+        if reason:
+            reasons.append((row["item"], reason))
+    columns = [Column("item"), Column("because", wide=True)]
+    return [Table(columns, reasons, title="Not run")] if reasons else []
+
+
+def _plain_table(name: str, rows: Sequence[Row]) -> Table:
+    figures = []
+    for row in rows:
+        texts = [f"{key} {value}" for key, value in row.items() if key not in _NOT_FIGURES]
+        figures.append((row["item"], ", ".join(texts)))
+    columns = [Column("measurement"), Column("figures", wide=True)]
+    return Table(columns, figures, title=name)
+
+
+_NOT_FIGURES = ("item", "problems")
+"""Keys of a measurement besides its figures."""

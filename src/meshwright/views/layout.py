@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -61,25 +61,26 @@ def _low_precision(training: Training) -> "MatmulPrecision | None":
 
 def param_rows(placed: PlacedRun, quantises: Quantises = is_low_precision) -> tuple[ParamRow, ...]:
     """Returns the layout of every parameter of a placed run. quantises: whether a weight is in low precision."""
-    training, rows = placed.run.training, []
+    training = placed.run.training
     low = _low_precision(training)
     gathers_quantised = low is not None and low.scaling in ("tensor", "row")
+    rows = []
     for path, p, where in placed.layout.leaves:
-        at_rest, in_use = (
-            local_shape(p.shape, placement, placed.layout.shape)
-            for placement in (where.at_rest, where.in_use)
-        )
+        at_rest = local_shape(p.shape, where.at_rest, placed.layout.shape)
+        in_use = local_shape(p.shape, where.in_use, placed.layout.shape)
+        stored = jnp.dtype(p.stored or training.param_dtype)
+        bytes_of_element = jnp.dtype(training.compute_dtype).itemsize
+        if low is not None and quantises(p) and (gathers_quantised or "E" in p.dims):
+            bytes_of_element = 1
         layers = in_use[0] if p.dims.startswith("L") else 1
-        quantised = quantises(p) and (gathers_quantised or "E" in p.dims)
-        each = 1 if low is not None and quantised else jnp.dtype(training.compute_dtype).itemsize
         row = ParamRow(
             path,
             p.shape,
             sharded=notation("w", p.dims, where.at_rest),
             gathered=notation("w", p.dims, where.in_use),
             parameters=p.size,
-            bytes_sharded=math.prod(at_rest) * jnp.dtype(p.stored or training.param_dtype).itemsize,
-            bytes_gathered=math.prod(in_use) * each // layers,
+            bytes_sharded=math.prod(at_rest) * stored.itemsize,
+            bytes_gathered=math.prod(in_use) * bytes_of_element // layers,
         )
         rows.append(row)
     return tuple(rows)
@@ -101,25 +102,27 @@ def params_table(rows: tuple[ParamRow, ...], note: str = "") -> Table:
 
 def stage_rows(placed: PlacedRun) -> tuple[StageRow, ...]:
     """Returns the pipeline stages of a placed run; none without a pipeline."""
-    stages, found = placed.layout.stages, []
-    for stage in range(stages.stages if stages.stages > 1 else 0):
-        parts = [layers for layers in stages.layers_of(stage) if layers]
-        texts = [
-            f"{layers[0]} to {layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
-            for layers in parts
-        ]
-        found.append(StageRow(" and ".join(texts), stages.cost_fraction(stage)))
-    return tuple(found)
+    stages = placed.layout.stages
+    if stages.stages == 1:
+        return ()
+    rows = []
+    for stage in range(stages.stages):
+        texts = [_range_text(layers) for layers in stages.layers_of(stage) if layers]
+        rows.append(StageRow(" and ".join(texts), stages.cost_fraction(stage)))
+    return tuple(rows)
+
+
+def _range_text(layers: Sequence[int]) -> str:
+    return f"{layers[0]} to {layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
 
 
 def stages_table(stages: tuple[StageRow, ...]) -> Table:
     """Returns the table of the layers of each pipeline stage."""
+    fraction = "of the FLOPs of all layers"
     columns = [
-        Column("stage", cell=lambda row: f"stage {row[0]}"),
-        Column("layers", cell=lambda row: row[1].layers, wide=True),
-        Column(
-            "of the FLOPs of all layers", "fraction", lambda row: row[1].flops_fraction, bar=True
-        ),
+        Column("stage", cell=lambda numbered: f"stage {numbered[0]}"),
+        Column("layers", cell=lambda numbered: numbered[1].layers, wide=True),
+        Column(fraction, "fraction", lambda numbered: numbered[1].flops_fraction, bar=True),
     ]
     return Table.of(enumerate(stages), columns, title="Layers of each stage", printed=8)
 

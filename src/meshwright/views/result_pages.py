@@ -34,60 +34,66 @@ def page_of(result: Any) -> Report:
 
 
 def _configuration_page(run: Run) -> Report:
-    document, recipe = run_to_dict(run), None
+    document = run_to_dict(run)
+    recipe = None
     if run.name in list_recipes():
         recipe = run_to_dict(find_recipe(run.name))
     blocks = chosen_and_resolved(document, recipe)
     fields = flat_fields(split_chosen(document)[0])
-    where = f"on mesh {run.mesh}" if run.mesh else "on all devices that are found"
-    lead = f"{run.training.steps:,} steps of {run.training.batch} x {run.training.seq} {where}"
+    place = f"on mesh {run.mesh}" if run.mesh else "on all devices that are found"
+    lead = f"{run.training.steps:,} steps of {run.training.batch} x {run.training.seq} {place}"
     sections = [Section("Configuration", [*blocks, fields_table(fields, "Every field")])]
     return Report(run.name, sections, topic="run", lead=lead, height=560)
 
 
 def parity_page(result: Parity) -> Report:
     """Returns the report of a comparison of two meshes, step by step."""
-    divergence = result.first_divergence
-    initial = f"{len(result.unequal_initial)} differ" if result.unequal_initial else "bitwise equal"
-    figures = [
-        Figure(
-            "meshes",
-            "differ" if divergence else "agree",
-            "in float32",
-            "bad" if divergence else "good",
-        ),
-        Figure("initial values", initial, ", ".join(result.unequal_initial)),
-        Figure("steps", f"{len(result.steps)}"),
-    ]
-    agreement = "equal within 1e-05: losses, and gradients on each tensor's own scale"
     first, second = result.meshes
     columns = [
         Column("step", "integer", "step"),
-        Column(f"loss, {first}", cell=lambda row: f"{row.losses[0]:.7f}"),
-        Column(f"loss, {second}", cell=lambda row: f"{row.losses[1]:.7f}"),
-        Column("gradients differ by", cell=lambda row: f"{row.gradient_difference:.1e}"),
+        Column(f"loss, {first}", cell=lambda step: f"{step.losses[0]:.7f}"),
+        Column(f"loss, {second}", cell=lambda step: f"{step.losses[1]:.7f}"),
+        Column("gradients differ by", cell=lambda step: f"{step.gradient_difference:.1e}"),
         Column("most in", cell="worst_tensor"),
     ]
-    note = f"first divergence: {divergence}" if divergence else agreement
-    blocks = [
-        Figures(figures),
-        Table.of(result.steps, columns, title="Every step", note=note, printed=None),
-    ]
-    return Report(
-        " against ".join(result.meshes), [Section("Parity", blocks)], topic="parity", height=360
+    note = "equal within 1e-05: losses, and gradients on each tensor's own scale"
+    if result.first_divergence:
+        note = f"first divergence: {result.first_divergence}"
+    table = Table.of(result.steps, columns, title="Every step", note=note, printed=None)
+    section = Section("Parity", [_parity_figures(result), table])
+    return Report(f"{first} against {second}", [section], topic="parity", height=360)
+
+
+def _parity_figures(result: Parity) -> Figures:
+    meshes = Figure("meshes", "agree", "in float32", "good")
+    if result.first_divergence:
+        meshes = Figure("meshes", "differ", "in float32", "bad")
+    initial = "bitwise equal"
+    if result.unequal_initial:
+        initial = f"{len(result.unequal_initial)} differ"
+    return Figures(
+        [
+            meshes,
+            Figure("initial values", initial, ", ".join(result.unequal_initial)),
+            Figure("steps", f"{len(result.steps)}"),
+        ]
     )
 
 
 def _evaluation_page(result: Evaluation) -> Report:
+    tokens = f"{format_count(result.tokens)} tokens"
     return _metrics_page(
         result.step,
         Figure("loss", f"{result.loss:.4f}", "nats per token"),
         Figure("perplexity", f"{result.perplexity:.4g}"),
         Figure("bits per byte", f"{result.bits_per_byte:.4f}", "comparable between tokenizers"),
-        Figure(
-            "predicted", f"{format_count(result.tokens)} tokens", f"of {result.samples:,} sequences"
-        ),
+        Figure("predicted", tokens, f"of {result.samples:,} sequences"),
     )
+
+
+def _batch_evaluation_page(result: BatchEvaluation) -> Report:
+    figures = [Figure(name, f"{value:.5g}") for name, value in result.metrics.items()]
+    return _metrics_page(result.step, *figures)
 
 
 def _metrics_page(step: int, *figures: Figure) -> Report:
@@ -96,27 +102,27 @@ def _metrics_page(step: int, *figures: Figure) -> Report:
 
 
 def _generated_page(result: Generated) -> Report:
-    report, texts = result.report, []
+    report = result.report
+    texts = []
+    for number in range(min(_TEXTS, len(result.texts))):
+        logprobs = result.logprobs[number]
+        mean = f"{sum(logprobs) / len(logprobs):.3f}" if logprobs else "unknown"
+        title = (
+            f"Text {number + 1}: {len(result.tokens[number])} tokens, mean log-probability {mean}"
+        )
+        texts.append(Code(result.texts[number], title=title))
+    more = len(result.texts) - len(texts)
+
+    decoded = f"{report.decode_tokens_per_second:,.4g} tokens/s"
+    first_token = format_step(report.first_token_seconds)
+    weights = f"of a device, {report.weights}"
     figures = [
         Figure("new tokens", f"{report.new_tokens:,}", f"of {report.prompts} prompts"),
-        Figure("decode", f"{report.decode_tokens_per_second:,.4g} tokens/s", "all texts together"),
-        Figure(
-            "first token",
-            format_step(report.first_token_seconds),
-            f"{report.prompt_tokens:,} prompt tokens",
-        ),
-        Figure("weights", format_bytes(report.weight_bytes), f"of a device, {report.weights}"),
+        Figure("decode", decoded, "all texts together"),
+        Figure("first token", first_token, f"{report.prompt_tokens:,} prompt tokens"),
+        Figure("weights", format_bytes(report.weight_bytes), weights),
         Figure("cache", format_bytes(report.cache_bytes), "of a device"),
     ]
-    shown = zip(
-        result.texts[:_TEXTS], result.tokens[:_TEXTS], result.logprobs[:_TEXTS], strict=True
-    )
-    for number, (text, tokens, logprobs) in enumerate(shown, 1):
-        mean = f"{sum(logprobs) / len(logprobs):.3f}" if logprobs else "unknown"
-        texts.append(
-            Code(text, title=f"Text {number}: {len(tokens)} tokens, mean log-probability {mean}")
-        )
-    more = len(result.texts) - len(texts)
     sections = [
         Section("Texts", texts, f"{more} more are in `texts`." if more else ""),
         Section("Speed", [Figures(figures)]),
@@ -124,16 +130,18 @@ def _generated_page(result: Generated) -> Report:
     return Report("Generated text", sections, topic="generation", height=480)
 
 
+def _summary_page(result: Summary) -> Report:
+    return run_page(open_folders([result.out]))
+
+
 _PAGES: dict[type, Callable[[Any], Report]] = {
     Run: _configuration_page,
-    Summary: lambda summary: run_page(open_folders([summary.out])),
+    Summary: _summary_page,
     Plan: single_plan_page,
     Census: census_page,
     Parity: parity_page,
     Evaluation: _evaluation_page,
-    BatchEvaluation: lambda e: _metrics_page(
-        e.step, *(Figure(k, f"{v:.5g}") for k, v in e.metrics.items())
-    ),
+    BatchEvaluation: _batch_evaluation_page,
     Generated: _generated_page,
 }
 """Type of a result -> its report."""

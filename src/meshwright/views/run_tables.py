@@ -1,7 +1,7 @@
 """Tables that `train` prints: parameters on the mesh, choices for the machine, summary, predicted against measured."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
@@ -42,49 +42,62 @@ _PLACEMENT = [
 def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
     """Prints the run on its mesh: parameters, placement of a few of them, pipeline stages, text."""
     device_run = prepared.device_run
-    mesh = device_run.mesh
-    run, first = device_run.run, mesh.devices.flat[0]
-    kind = "simulated on this CPU" if first.platform == "cpu" else first.device_kind
-    title = (
-        f"{run.name}: {format_count(count_params(device_run.layout.params))} parameters, mesh {run.mesh} ({mesh.size} "
-        f"device{'s' if mesh.size > 1 else ''}, {kind})"
-    )
-    counts = [len(file.tokens) for file in prepared.corpus.files]
-    tokens, evaluated = (
-        sum(counts),
-        sum(count - held_out_border(count, run.data.held_out) for count in counts),
-    )
-    text = (
-        f"{format_count(tokens)} tokens of a vocabulary of {prepared.corpus.vocab}, {100 * evaluated / tokens:.2g}% "
-        f"held-out; {run.training.steps} steps of {run.training.batch} x {run.training.seq} tokens"
-    )
+    run = device_run.run
     facts = [
         ("layout", f"{run.layout}: {find_layout(run.layout).summary}"),
         ("attention", device_run.kernels.summary),
     ]
     if device_run.grouped_matmul is not None:
         facts.append(("grouped matmul", device_run.grouped_matmul.name))
-    facts += [*choices_facts(device_run), ("text", text)]
-    grouped = (
-        "e4m3, one scale per row and per expert"
-        if device_run.low_precision_experts
-        else run.training.compute_dtype
-    )
+    facts += [*choices_facts(device_run), ("text", _text_summary(prepared))]
+
     low = device_run.in_low_precision
-    shown = [
-        row for row in param_rows(device_run, low) if row.path.removeprefix("blocks.") in _EXAMPLES
-    ]
+    examples = []
+    for row in param_rows(device_run, low):
+        if row.path.removeprefix("blocks.") in _EXAMPLES:
+            examples.append(row)
+    grouped: str = run.training.compute_dtype
+    if device_run.low_precision_experts:
+        grouped = "e4m3, one scale per row and per expert"
     blocks = [
         Facts(facts),
-        Table.of(shown, _PLACEMENT),
+        Table.of(examples, _PLACEMENT),
         *precision_blocks(device_run, low, grouped),
     ]
-    if stages := stage_rows(device_run):
+    stages = stage_rows(device_run)
+    if stages:
         table = device_run.schedule_table
-        blocks.append(
-            dataclasses.replace(stages_table(stages), title=table.title, note=table.summary)
-        )
-    print_blocks(console, title, "", blocks)
+        block = stages_table(stages)
+        blocks.append(dataclasses.replace(block, title=table.title, note=table.summary))
+    print_blocks(console, _mesh_title(device_run), "", blocks)
+
+
+def _mesh_title(device_run: DeviceRun) -> str:
+    """Names a run, its size and its devices: `tiny: 3 M parameters, mesh fsdp=4 (4 devices, H100)`."""
+    mesh = device_run.mesh
+    first = mesh.devices.flat[0]
+    kind = "simulated on this CPU" if first.platform == "cpu" else first.device_kind
+    plural = "s" if mesh.size > 1 else ""
+    parameters = format_count(count_params(device_run.layout.params))
+    return (
+        f"{device_run.run.name}: {parameters} parameters, "
+        f"mesh {device_run.run.mesh} ({mesh.size} device{plural}, {kind})"
+    )
+
+
+def _text_summary(prepared: loop.PreparedRun) -> str:
+    """Returns the tokens of the text, the part for evaluation, and what the steps take of it."""
+    run = prepared.device_run.run
+    tokens = 0
+    held_out = 0
+    for file in prepared.corpus.files:
+        tokens += len(file.tokens)
+        held_out += len(file.tokens) - held_out_border(len(file.tokens), run.data.held_out)
+    return (
+        f"{format_count(tokens)} tokens of a vocabulary of {prepared.corpus.vocab}, "
+        f"{100 * held_out / tokens:.2g}% held-out; "
+        f"{run.training.steps} steps of {run.training.batch} x {run.training.seq} tokens"
+    )
 
 
 def print_prepared_model(console: Console, device_run: DeviceRun) -> None:
@@ -102,36 +115,50 @@ def print_prepared_model(console: Console, device_run: DeviceRun) -> None:
 def choices_facts(device_run: DeviceRun) -> list[tuple[str, str]]:
     """Returns what was chosen for this machine: remat policy, overlap, compiler options."""
     chosen = choices_to_json(device_run)
-    step = [
-        f"remat {chosen['remat']}",
-        chosen["saved_layers"] and f"projections of {chosen['saved_layers']} layers saved",
-        chosen["gathered_ahead"] and "weights gathered one layer ahead",
-        chosen["tensor_strategy"] == "ring" and "collective matmul over tensor",
-        chosen["compiler_options"]
-        and f"{len(chosen['compiler_options'])} compiler options of the chip",
-        chosen["scheduled_by_price"] and "scheduled by predicted times",
-    ]
-    facts, refused = [("step", ", ".join(filter(None, step)))], chosen["refused_compiler_options"]
-    if (nodes := chosen["expert_nodes"]) > 1:
-        spec = next(layer.experts for layer in device_run.layout.spec.layers if layer.experts)
-        rows = f"{spec.mean_nodes(nodes):.3g} rows of a token for its {spec.experts_per_token} experts at an even load"
-        facts.append(("exchange", f"one row for each of {nodes} groups of devices: {rows}"))
-        at_once, pieces = chosen["exchanged_at_once_reason"], chosen["exchange_pieces"]
-        overlap = (
+    facts = [("step", ", ".join(_step_choices(chosen)))]
+    if chosen["expert_nodes"] > 1:
+        facts += _exchange_facts(device_run, chosen)
+    facts.append(("bits", chosen["bits"]))
+    refused = chosen["refused_compiler_options"]
+    if refused:
+        facts.append(("left out", f"{', '.join(refused)}: unknown to the installed compiler"))
+    return facts
+
+
+def _step_choices(chosen: Mapping[str, Any]) -> list[str]:
+    words = [f"remat {chosen['remat']}"]
+    if chosen["saved_layers"]:
+        words.append(f"projections of {chosen['saved_layers']} layers saved")
+    if chosen["gathered_ahead"]:
+        words.append("weights gathered one layer ahead")
+    if chosen["tensor_strategy"] == "ring":
+        words.append("collective matmul over tensor")
+    if chosen["compiler_options"]:
+        words.append(f"{len(chosen['compiler_options'])} compiler options of the chip")
+    if chosen["scheduled_by_price"]:
+        words.append("scheduled by predicted times")
+    return words
+
+
+def _exchange_facts(device_run: DeviceRun, chosen: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns how rows of tokens reach experts on other groups of devices."""
+    nodes = chosen["expert_nodes"]
+    spec = next(layer.experts for layer in device_run.layout.spec.layers if layer.experts)
+    rows = (
+        f"{spec.mean_nodes(nodes):.3g} rows of a token for its {spec.experts_per_token} experts "
+        "at an even load"
+    )
+    at_once = chosen["exchanged_at_once_reason"]
+    travel = f"those of the whole batch at once: {at_once}"
+    if at_once is None:
+        pieces = chosen["exchange_pieces"]
+        travel = (
             f"those of {pieces} pieces of the batch one after another, while the other computes"
         )
-        facts.append(
-            (
-                "rows travel",
-                overlap if at_once is None else f"those of the whole batch at once: {at_once}",
-            )
-        )
-    facts.append(("bits", chosen["bits"]))
-    return (
-        [*facts, ("left out", f"{', '.join(refused)}: unknown to the installed compiler")]
-        if refused
-        else facts
-    )
+    return [
+        ("exchange", f"one row for each of {nodes} groups of devices: {rows}"),
+        ("rows travel", travel),
+    ]
 
 
 def choices_to_json(device_run: DeviceRun) -> dict[str, Any]:
@@ -161,60 +188,69 @@ def choices_to_json(device_run: DeviceRun) -> dict[str, Any]:
 
 def print_summary(console: Console, summary: loop.Summary, unit: str = "tokens") -> None:
     """Prints the losses, the time and the output files of a training run."""
-    blocks: list[Block] = (
-        [Code(summary.sample, title="sample from the model:")] if summary.sample else []
-    )
+    blocks: list[Block] = []
+    if summary.sample:
+        blocks.append(Code(summary.sample, title="sample from the model:"))
     if not summary.steps_taken and not summary.interrupted_by:
-        finished = (
-            f"the run in {summary.out} is finished: it has taken all of its {summary.steps} steps; a larger --steps "
-            "continues it"
-        )
         print_blocks(console, "", "", blocks)
+        finished = (
+            f"the run in {summary.out} is finished: it has taken all of its {summary.steps} steps; "
+            "a larger --steps continues it"
+        )
         console.print(f"\n{finished}", markup=False)
         return
-    facts = [("loss", f"{summary.loss:.4f} over the last steps")]
+    blocks.append(Facts(_summary_facts(summary, unit)))
+    print_blocks(console, "", "", blocks)
+
+
+_FILES = {
+    "checkpoints": "parameters, optimizer state, position in the data",
+    "metrics.jsonl": "metrics of every step",
+    "run.json": "the Run: meshwright train --run FILE repeats it",
+    "sample.txt": "the sample above",
+}
+"""Files of an output folder, and what is in them."""
+
+
+def _summary_facts(summary: loop.Summary, unit: str) -> list[tuple[str, str]]:
+    facts = []
     if summary.interrupted_by:
-        signal = f"by signal {summary.interrupted_by} after step {summary.steps}; --resume continues from there"
-        if not summary.steps:
-            signal = f"by signal {summary.interrupted_by} before its first step"
-        facts.insert(0, ("stopped", signal))
+        signal = f"by signal {summary.interrupted_by} before its first step"
+        if summary.steps:
+            signal = (
+                f"by signal {summary.interrupted_by} after step {summary.steps}; "
+                "--resume continues from there"
+            )
+        facts.append(("stopped", signal))
+    facts.append(("loss", f"{summary.loss:.4f} over the last steps"))
     if summary.held_out_loss is not None:
         facts.append(("held-out loss", f"{summary.held_out_loss:.4f}"))
-    compiling = (
-        f", compiling the step {format_time(summary.compile_seconds)}"
-        if summary.compile_seconds
-        else ""
-    )
+
+    amount = f"{format_count(summary.tokens)} {unit}"
+    started = f"{format_time(summary.start_seconds)} to the end of the first step"
+    if summary.compile_seconds:
+        started += f", compiling the step {format_time(summary.compile_seconds)}"
     waited = format_time(summary.data_wait_seconds)
     if jax.process_count() > 1:
         waited += f" on process {summary.data_wait_host}, which waited longest"
     facts += [
-        (
-            "time",
-            f"{format_time(summary.seconds)} for {format_count(summary.tokens)} {unit}, compilation included",
-        ),
-        ("start", f"{format_time(summary.start_seconds)} to the end of the first step{compiling}"),
+        ("time", f"{format_time(summary.seconds)} for {amount}, compilation included"),
+        ("start", started),
         ("waiting for data", waited),
     ]
-    files = {
-        "checkpoints": "parameters, optimizer state, position in the data",
-        "metrics.jsonl": "metrics of every step",
-        "run.json": "the Run: meshwright train --run FILE repeats it",
-        "sample.txt": "the sample above",
-    }
-    facts += [
-        (str(summary.out / name), text)
-        for name, text in files.items()
-        if (summary.out / name).exists()
-    ]
-    print_blocks(console, "", "", [*blocks, Facts(facts)])
+    for name, content in _FILES.items():
+        file = summary.out / name
+        if file.exists():
+            facts.append((str(file), content))
+    return facts
 
 
 def print_forecast_gaps(console: Console, gaps: Sequence["ForecastGap"]) -> None:
     """Prints the predicted and measured seconds of a step, by part."""
     columns = [
         Column("part", cell="part"),
-        *(Column(name, "seconds", name) for name in ("predicted", "measured")),
+        Column("predicted", "seconds", "predicted"),
+        Column("measured", "seconds", "measured"),
         Column("difference", "seconds", "seconds"),
     ]
     note = f"largest difference: {gaps[0].part}"
