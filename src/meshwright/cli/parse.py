@@ -163,47 +163,107 @@ def options_of(
     for field in dataclasses.fields(owner):
         if not field.init:
             continue
-        annotation, metadata = hints[field.name], getattr(hints[field.name], "__metadata__", ())
-        if tyro.conf.Suppress in metadata:
+        hint = _Hint.of(hints[field.name])
+        if hint.is_suppressed:
             continue
-        kind = (
-            typing.get_args(annotation)[0]
-            if typing.get_origin(annotation) is Annotated
-            else annotation
-        )
         value = _default_of(field) if default is None else getattr(default, field.name)
-        arg = next((m for m in metadata if hasattr(m, "aliases")), None)
-        name = field.name if arg is None or arg.name is None else arg.name
-        primitive = next(
-            (m for m in metadata if isinstance(m, tyro.constructors.PrimitiveConstructorSpec)), None
-        )
-        where, inside = (*path, field.name), prefix if name == "" else f"{prefix}{name}."
-        part = _part_of(kind) if primitive is None else None
-        if part is not None:
-            if value is not None or parts:
-                part = type(value) if dataclasses.is_dataclass(value) else part
-                title, kind_name = inside.rstrip("."), part.__name__.removesuffix("Options")
-                heading = (
-                    kind_name.lower()
-                    if title in ("", kind_name.lower())
-                    else f"{title} ({kind_name})"
-                )
-                default_part = None if value is tyro.MISSING else value
-                yield from options_of(part, default_part, where, inside, heading, parts=parts)
+        name = hint.name_of(field.name)
+        inner_path = (*path, field.name)
+        part = None if hint.primitive is not None else _part_of(hint.kind)
+        if part is None:
+            yield _option_of(owner, field.name, hint, value, inner_path, prefix, group)
             continue
-        metavar, choices = _values_of(kind) if primitive is None else (str(primitive.metavar), ())
-        if arg is not None and arg.metavar is not None:
-            metavar = arg.metavar
-        spelling = f"--{prefix}{'no_' if kind is bool and value is True else ''}{name}".replace(
-            "_", "-"
+        if value is None and not parts:
+            continue
+        if dataclasses.is_dataclass(value):
+            part = type(value)
+        inner_prefix = prefix if name == "" else f"{prefix}{name}."
+        part_default = None if value is tyro.MISSING else value
+        heading = _heading(inner_prefix, part)
+        yield from options_of(part, part_default, inner_path, inner_prefix, heading, parts=parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hint:
+    """Type of a field, and its metadata for the command line."""
+
+    kind: Any
+    """The type without its annotation."""
+    arg: Any
+    """`tyro.conf.arg`: another name, other spellings, another metavar; None without."""
+    primitive: Any
+    """How one word makes a value, for types that tyro does not know; None without."""
+    is_positional: bool
+    is_suppressed: bool
+    """Whether the command line leaves it out: a verb sets it."""
+
+    @classmethod
+    def of(cls, annotation: Any) -> "_Hint":
+        kind = annotation
+        if typing.get_origin(annotation) is Annotated:
+            kind = typing.get_args(annotation)[0]
+        metadata = getattr(annotation, "__metadata__", ())
+        arg = next((entry for entry in metadata if hasattr(entry, "aliases")), None)
+        spec = tyro.constructors.PrimitiveConstructorSpec
+        primitive = next((entry for entry in metadata if isinstance(entry, spec)), None)
+        return cls(
+            kind,
+            arg,
+            primitive,
+            is_positional=tyro.conf.Positional in metadata,
+            is_suppressed=tyro.conf.Suppress in metadata,
         )
-        names = (name.upper(),) if tyro.conf.Positional in metadata else (spelling,)
-        names = tuple(sorted((*(() if arg is None else arg.aliases or ()), *names), key=len))
-        doc = _docs(owner).get(field.name, "")
-        fixed = not declarations_of(owner)[field.name].is_option
-        numbers = ranges_of(owner).get(field.name)
-        several = primitive is None and _takes_several(kind)
-        yield Option(names, where, metavar, choices, value, doc, group, fixed, numbers, several)
+
+    def name_of(self, field: str) -> str:
+        """Returns the name of a field in its option; empty for a part whose options have no prefix."""
+        if self.arg is None or self.arg.name is None:
+            return field
+        return str(self.arg.name)
+
+
+def _option_of(
+    owner: type,
+    field: str,
+    hint: _Hint,
+    value: Any,
+    path: tuple[str, ...],
+    prefix: str,
+    group: str,
+) -> Option:
+    """Returns the option of a field that holds no part. value: its default.  path, prefix, group: as in `options_of`."""
+    name = hint.name_of(field)
+    spelling = name.upper()
+    if not hint.is_positional:
+        negation = "no_" if hint.kind is bool and value is True else ""
+        spelling = f"--{prefix}{negation}{name}".replace("_", "-")
+    aliases = () if hint.arg is None else hint.arg.aliases or ()
+    if hint.primitive is None:
+        metavar, choices = _values_of(hint.kind)
+    else:
+        metavar, choices = str(hint.primitive.metavar), ()
+    if hint.arg is not None and hint.arg.metavar is not None:
+        metavar = hint.arg.metavar
+    return Option(
+        names=tuple(sorted((*aliases, spelling), key=len)),
+        path=path,
+        metavar=metavar,
+        choices=choices,
+        default=value,
+        doc=_docs(owner).get(field, ""),
+        group=group,
+        fixed=not declarations_of(owner)[field].is_option,
+        numbers=ranges_of(owner).get(field),
+        several=hint.primitive is None and _takes_several(hint.kind),
+    )
+
+
+def _heading(prefix: str, part: type) -> str:
+    """Returns the heading of a part's options: `training`, or `model (Llama)` where the two names differ."""
+    title = prefix.rstrip(".")
+    kind_name = part.__name__.removesuffix("Options")
+    if title in ("", kind_name.lower()):
+        return kind_name.lower()
+    return f"{title} ({kind_name})"
 
 
 def _takes_several(kind: Any) -> bool:
