@@ -80,6 +80,7 @@ FAMILIES = {
     "llama4": ("meshwright.models.families.llama4", "Llama4"),
     "mixtral": ("meshwright.models.families.mixtral", "Mixtral"),
     "olmo3": ("meshwright.models.families.olmo3", "Olmo3"),
+    "qwen2_moe": ("meshwright.models.families.qwen2_moe", "Qwen2Moe"),
     "qwen3_5": ("meshwright.models.families.qwen3_5", "Qwen35"),
     "qwen3_5_moe": ("meshwright.models.families.qwen3_5", "Qwen35Moe"),
     "qwen3_next": ("meshwright.models.families.qwen3_next", "Qwen3Next"),

@@ -61,6 +61,7 @@ ROWS = (
     "llama", "llama-3.1", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe", "gpt2", "olmo-2", "gpt-oss", "llama-4",
     "llama-4-scout", "gemma-2", "olmo-3", "gemma-3", "deepseek-v3", "deepseek-v2-lite", "qwen3-next",
     "phi-4", "smollm3", "glm-4.5", "qwen3.5", "qwen3.5-moe",
+    "qwen2-moe", "olmoe", "glm-4.7-flash", "seed-oss", "minimax-m2", "dots1",
 )  # fmt: skip
 """Architectures, each with a golden file."""
 

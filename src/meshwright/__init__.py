@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from meshwright.models.families.llama4 import Llama4 as Llama4
     from meshwright.models.families.mixtral import Mixtral as Mixtral
     from meshwright.models.families.olmo3 import Olmo3 as Olmo3
+    from meshwright.models.families.qwen2_moe import Qwen2Moe as Qwen2Moe
     from meshwright.models.families.qwen3_5 import Qwen35 as Qwen35
     from meshwright.models.families.qwen3_5 import Qwen35Moe as Qwen35Moe
     from meshwright.models.families.qwen3_next import Qwen3Next as Qwen3Next

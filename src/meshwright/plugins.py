@@ -31,6 +31,7 @@ PARTS: dict[str, dict[str, str]] = {
         "llama4": "models.families.llama4:Llama4",
         "mixtral": "models.families.mixtral:Mixtral",
         "olmo3": "models.families.olmo3:Olmo3",
+        "qwen2_moe": "models.families.qwen2_moe:Qwen2Moe",
         "qwen3_5": "models.families.qwen3_5:Qwen35",
         "qwen3_5_moe": "models.families.qwen3_5:Qwen35Moe",
         "qwen3_next": "models.families.qwen3_next:Qwen3Next",

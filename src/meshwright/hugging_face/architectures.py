@@ -25,6 +25,7 @@ from meshwright.hugging_face.config_fields import (
     plain_rope,
     read_local_layers,
     read_no_rope,
+    read_scaling,
     read_table,
     read_yarn,
     rope_fields,
@@ -49,6 +50,7 @@ from meshwright.models.families.llama import Llama
 from meshwright.models.families.llama4 import Llama4
 from meshwright.models.families.mixtral import Mixtral
 from meshwright.models.families.olmo3 import Olmo3
+from meshwright.models.families.qwen2_moe import Qwen2Moe
 from meshwright.models.families.qwen3_5 import Qwen35, Qwen35Moe
 from meshwright.models.families.qwen3_next import Qwen3Next
 from meshwright.models.families.smollm3 import SmolLM3
@@ -128,6 +130,7 @@ _EPSILON, _EPSILON_5 = (same("rms_norm_eps", "norm_epsilon", default) for defaul
 _AUX_LOSS = same("router_aux_loss_coef", "aux_loss_weight", 0.001)
 _WINDOW = same("sliding_window", "sliding_window", None)
 _BEFORE = must(norm_place="before")
+_NO_QK_NORM = must(qk_norm="none")
 _NO_BIASES = must(qkv_bias="none", out_bias="none", mlp_bias="none")
 _PLAIN_ROUTING = must(
     router_score="softmax",
@@ -206,6 +209,23 @@ def _read_window_of_all(fields: Fields) -> dict[str, Any]:
         )
         raise fields.error(found, "max_window_layers 0, or use_sliding_window false")
     return {"sliding_window": window}
+
+
+def _read_qwen2_moe_window(fields: Fields) -> dict[str, Any]:
+    """Returns the sliding window of Qwen2-MoE, which writes a size of 0 where there is none."""
+    if fields.flag("use_sliding_window"):
+        return _read_window(fields)
+    fields.without_effect("sliding_window", "max_window_layers")
+    _check_full_attention(fields, [])
+    return {"sliding_window": None}
+
+
+def _check_full_attention(fields: Fields, default: list[str]) -> None:
+    """Raises WeightsError where some layers have a sliding window. default: kinds of layers, where no field has them."""
+    kinds = set(fields.get("layer_types", default))
+    if kinds - {"full_attention"}:
+        found = f"layer_types has {', '.join(sorted(kinds))}"
+        raise fields.error(found, "a model whose layers all have full attention")
 
 
 def _write_window(c: Any) -> dict[str, Any]:
@@ -341,6 +361,40 @@ _QWEN3_VL_MOE = (
     Entry(_read_dense_layers, lambda c: {"mlp_only_layers": list(range(c.dense_layers))}),
     _AUX_LOSS,
 )
+_OLMOE = (
+    *(*_USUAL_SIZES, scaled_rope(), _EPSILON_5, _PLAIN_ROUTING, _BIASES),
+    must(qk_norm="rms_heads", norm_place="before", shared_experts=0, dense_layers=0),
+    must(sliding_window=None),
+    fixed("clip_qkv", None, written=False),
+    same("intermediate_size", "mlp"),
+    same("intermediate_size", "expert_mlp"),
+    same("num_experts", "experts", 64),
+    same("num_experts_per_tok", "experts_per_token", 8),
+    same("norm_topk_prob", "normalize_top_k", False),
+    same("router_aux_loss_coef", "aux_loss_weight", 0.01),
+    only_if(lambda c: head_size_of(c) * c.heads == c.width),
+)
+_QWEN2_MOE = (
+    *(*_LLAMA, _PLAIN_ROUTING, Entry(_read_qwen2_moe_window, _write_window)),
+    choice("qkv_bias", "qkv_bias", {False: "none", True: "learned"}, default=True),
+    must(qk_norm="none", norm_place="before", out_bias="none", shared_experts=0),
+    same("num_experts", "experts", 60),
+    same("num_experts_per_tok", "experts_per_token", 4),
+    same("moe_intermediate_size", "expert_mlp", 1408),
+    same("shared_expert_intermediate_size", "shared_mlp", 5632),
+    same("norm_topk_prob", "normalize_top_k", False),
+    fixed("decoder_sparse_step", 1),
+    Entry(_read_dense_layers, lambda c: {"mlp_only_layers": list(range(c.dense_layers))}),
+    _AUX_LOSS,
+)
+_SEED_OSS = (
+    *(*_USUAL_SIZES, head_size(128), scaled_rope(), _EPSILON, _MLP, _BEFORE, _NO_QK_NORM),
+    must(sliding_window=None),
+    choice("attention_bias", "qkv_bias", {False: "none", True: "learned"}, default=True),
+    flag("attention_out_bias", "out_bias"),
+    flag("mlp_bias", "mlp_bias"),
+    without_effect("residual_dropout"),
+)
 _OLMO_NAMES = {
     **LLAMA,
     "attention_norm": ("post_attention_layernorm.weight", ("D",)),
@@ -355,6 +409,11 @@ _PHI3_NAMES = {
     "value": ("self_attn.qkv_proj.weight", ("KH+", "D")),
     "gate": ("mlp.gate_up_proj.weight", ("F+", "D")),
     "up": ("mlp.gate_up_proj.weight", ("F+", "D")),
+}
+_OLMOE_NAMES = {
+    **LLAMA,
+    "query_norm": _OLMO_NAMES["query_norm"],
+    "key_norm": _OLMO_NAMES["key_norm"],
 }
 _MIXTRAL_NAMES = {
     **LLAMA,
@@ -422,12 +481,13 @@ def _read_mtp_depth(fields: Fields) -> dict[str, Any]:
     return {"mtp_depth": 1}
 
 
+_DENSE_FIRST = same("first_k_dense_replace", "dense_layers")
 _DEEPSEEK_EXPERTS = (
     same("n_routed_experts", "experts"),
     same("num_experts_per_tok", "experts_per_token"),
     same("moe_intermediate_size", "expert_mlp"),
     same("n_shared_experts", "shared_experts"),
-    same("first_k_dense_replace", "dense_layers"),
+    _DENSE_FIRST,
     same("routed_scaling_factor", "routed_scaling", kind=float),
     given(router_z_loss_weight=0.0),
     must(dispatch="dropless"),
@@ -493,6 +553,34 @@ _DEEPSEEK_V2 = (
         )
     ),
 )
+
+
+def _read_dense_of_glm4_moe_lite(fields: Fields) -> dict[str, Any]:
+    """Returns the leading dense layers: one, where the configuration does not name the kind of each layer."""
+    layers = fields.get("num_hidden_layers")
+    kinds = fields.get("mlp_layer_types", ["dense"] + ["sparse"] * (layers - 1))
+    dense = kinds.count("dense")
+    stated = fields.get("first_k_dense_replace", dense)
+    if kinds != ["dense"] * dense + ["sparse"] * (layers - dense) or stated != dense:
+        found = f"mlp_layer_types is {kinds}, and first_k_dense_replace {stated}"
+        raise fields.error(found, "a model whose dense layers come first, as many in both fields")
+    return {"dense_layers": dense}
+
+
+_GLM4_MOE_LITE = (
+    *(entry for entry in _DEEPSEEK if entry not in (_EPSILON, _DENSE_FIRST)),
+    _EPSILON_5,
+    Entry(_read_dense_of_glm4_moe_lite),
+    fixed("rope_interleave", True),
+    fixed("scoring_func", "sigmoid", written=False),
+    fixed("topk_method", "noaux_tc", written=False),
+    must(router_score="sigmoid"),
+    same("norm_topk_prob", "normalize_top_k", True),
+    same("n_group", "expert_groups", 1),
+    same("topk_group", "topk_groups", 1),
+    given(bias_update_rate=_BIAS_UPDATE_RATE, aux_loss_weight=_V3_BALANCE_WEIGHT),
+    Entry(_read_mtp_depth),
+)
 _DEEPSEEK_NAMES = {
     **LLAMA,
     "query_down": ("self_attn.q_a_proj.weight", ("Z", "D")),
@@ -521,6 +609,65 @@ _GLM4_MOE = (
     must(router_score="sigmoid"),
     given(bias_update_rate=_BIAS_UPDATE_RATE, aux_loss_weight=_V3_BALANCE_WEIGHT),
     without_effect("num_nextn_predict_layers", "num_mtp_layers"),
+)
+
+
+def _read_minimax_m2_rope(fields: Fields) -> dict[str, Any]:
+    """Returns the rotation of MiniMax-M2, whose published files state the features that rotate (`rotary_dim`)."""
+    size = fields.get("head_dim", 128)
+    part = fields.get("rotary_dim", size) / size
+    rope = rope_fields(fields, 5e6, fraction=part, partial=True)
+    return {"rope_theta": rope.theta, **read_scaling(rope), "rotary_fraction": rope.fraction}
+
+
+# What the fields of the published files that `transformers` does not read say, it computes; and it leaves out the layers
+# for further tokens.
+_MINIMAX_M2 = (
+    *(*_USUAL_SIZES, own_head_size(128), _EPSILON),
+    Entry(_read_minimax_m2_rope, scaled_rope(fraction=0.5).write),
+    same("intermediate_size", "mlp"),
+    same("intermediate_size", "expert_mlp"),
+    same("num_local_experts", "experts", 256, other="num_experts"),
+    same("num_experts_per_tok", "experts_per_token", 8),
+    must(qkv_bias="none", qk_norm="rms_heads", shared_experts=0, dense_layers=0),
+    must(router_score="sigmoid", normalize_top_k=True, routed_scaling=1.0, expert_groups=1),
+    must(dispatch="dropless"),
+    given(bias_update_rate=_BIAS_UPDATE_RATE, router_z_loss_weight=0.0),
+    _AUX_LOSS,
+    fixed("scoring_func", "sigmoid", written=False),
+    fixed("use_routing_bias", True, written=False),
+    fixed("use_qk_norm", True, written=False),
+    fixed("qk_norm_type", "per_layer", written=False),
+    fixed("shared_intermediate_size", 0, written=False),
+    without_effect("router_jitter_noise", "num_mtp_modules", "mtp_transformer_layers", "use_mtp"),
+)
+_MINIMAX_M2_NAMES = {
+    **_MIXTRAL_NAMES,
+    "query_norm": _OLMO_NAMES["query_norm"],
+    "key_norm": _OLMO_NAMES["key_norm"],
+    "router_bias": ("block_sparse_moe.e_score_correction_bias", ("R",)),
+}
+
+
+def _read_dots1_layers(fields: Fields) -> None:
+    layers = fields.get("num_hidden_layers")
+    first = fields.get("max_window_layers", 62)
+    windowed = layers > first and fields.config.get("sliding_window", 4096) is not None
+    fields.without_effect("sliding_window")
+    _check_full_attention(fields, ["sliding_attention"] if windowed else [])
+
+
+_DOTS1 = (
+    *(*_SIZES, _MLP, _EPSILON, scaled_rope(), Entry(_read_dots1_layers)),
+    fixed("attention_bias", False),
+    must(qkv_bias="none", qk_norm="rms", rotary_fraction=1.0),
+    *_DEEPSEEK_EXPERTS,
+    same("norm_topk_prob", "normalize_top_k", False),
+    same("n_group", "expert_groups", 1),
+    same("topk_group", "topk_groups", 1),
+    fixed("scoring_func", "sigmoid", "noaux_tc", written=False),
+    must(router_score="sigmoid"),
+    given(bias_update_rate=_BIAS_UPDATE_RATE, aux_loss_weight=_V3_BALANCE_WEIGHT),
 )
 _GLM4_MOE_NAMES = {**_DEEPSEEK_NAMES, "query_norm": LLAMA["query_norm"]}
 
@@ -899,7 +1046,6 @@ _QWEN3_5_NAMES = {
     "step": (_IN_PROJ["step"], ("NG", "D")),
 }
 
-_NO_QK_NORM = must(qk_norm="none")
 _ALL = (
     Architecture("DeepseekV2ForCausalLM", "deepseek_v2", Deepseek, _DEEPSEEK_V2, _DEEPSEEK_NAMES),
     Architecture(
@@ -994,6 +1140,37 @@ _ALL = (
     Architecture("SmolLM3ForCausalLM", "smollm3", SmolLM3, _SMOLLM3),
     Architecture("MixtralForCausalLM", "mixtral", Mixtral, _MIXTRAL, _MIXTRAL_NAMES),
     Architecture("Qwen3MoeForCausalLM", "qwen3_moe", Mixtral, _QWEN3_MOE),
+    Architecture("OlmoeForCausalLM", "olmoe", Mixtral, _OLMOE, _OLMOE_NAMES),
+    Architecture(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        Qwen2Moe,
+        _QWEN2_MOE,
+        {
+            **LLAMA,
+            **_shared_expert("mlp.shared_expert"),
+            "shared_scale": ("mlp.shared_expert_gate.weight", ("Q", "D")),
+        },
+    ),
+    Architecture("SeedOssForCausalLM", "seed_oss", Llama, _SEED_OSS),
+    Architecture("Dots1ForCausalLM", "dots1", Glm4Moe, _DOTS1, _GLM4_MOE_NAMES),
+    Architecture(
+        "MiniMaxM2ForCausalLM",
+        "minimax_m2",
+        Glm4Moe,
+        _MINIMAX_M2,
+        _MINIMAX_M2_NAMES,
+        packed=FP8,
+        left_out=(r"mtp\..*",),
+    ),
+    Architecture(
+        "Glm4MoeLiteForCausalLM",
+        "glm4_moe_lite",
+        Deepseek,
+        _GLM4_MOE_LITE,
+        _DEEPSEEK_NAMES,
+        computed=(*_COMPUTED, _MTP_COPIES),
+    ),
     # The text model of Qwen3-VL, which has no class of its own with an unembedding.
     Architecture(
         "Qwen3VLMoeTextModel",

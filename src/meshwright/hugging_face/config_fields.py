@@ -380,7 +380,7 @@ def choice(name: str, field: str, values: Mapping[Any, Any], default: Any = Fals
     names = {value: key for key, value in values.items()}
     return Entry(
         lambda fields: {field: values[bool(fields.get(name, default))]},
-        lambda c: {name: names[getattr(c, field)]},
+        lambda c: {name: names[getattr(c, field)]} if getattr(c, field) in names else None,
     )
 
 
@@ -543,13 +543,15 @@ def rope_fields(
     layers: str | None = None,
     theta_field: str = "rope_theta",
     fraction: float = 1.0,
+    partial: bool = False,
 ) -> RopeFields:
     """Returns the rotary fields of a configuration, of which those of `transformers` 4 come before those of 5.
 
     A rope_scaling is what users write into a configuration for longer contexts, and `transformers` prefers it as well.
     theta: base of the architecture, where no field has one.  layers: kind of layers, where rope_parameters has fields
     for each; a rope_scaling is that of "full_attention".  theta_field: the kind's field of `transformers` 4.
-    fraction: part of a head that rotates, where no field has one; an architecture with 1 rotates only whole heads.
+    fraction: part of a head that rotates, where no field has one; an architecture with 1 rotates only whole heads,
+    unless it is `partial`.
     """
     parameters, scaling = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
     if layers is None:
@@ -571,7 +573,7 @@ def rope_fields(
         {n: v for n, v in found.items() if n not in (*_OWN, *_OF_IMAGES)},
         float(part),
     )
-    if fraction == 1.0 and part != 1.0:
+    if fraction == 1.0 and part != 1.0 and not partial:
         raise rope.refused(f"a rotation of {part} of each head", "a model that rotates whole heads")
     return rope
 
@@ -649,7 +651,8 @@ _BY_LENGTH = {
 """Scaling -> how its frequencies depend on the length of the text that is computed."""
 
 
-def _read_scaling(rope: RopeFields) -> dict[str, Any]:
+def read_scaling(rope: RopeFields) -> dict[str, Any]:
+    """Returns the fields of a model with a choice of scalings. Raises WeightsError for another scaling."""
     if rope.kind == "default":
         return {}
     if rope.kind == "linear":
@@ -685,7 +688,7 @@ def scaled_rope(theta: float = 10000.0, fraction: float = 1.0) -> Entry:
     def read(fields: Fields) -> dict[str, Any]:
         rope = rope_fields(fields, theta, fraction=fraction)
         part = {} if fraction == 1.0 else {"rotary_fraction": rope.fraction}
-        return {"rope_theta": rope.theta, **_read_scaling(rope), **part}
+        return {"rope_theta": rope.theta, **read_scaling(rope), **part}
 
     def write(c: Any) -> dict[str, Any]:
         scaling, longest = None, {}

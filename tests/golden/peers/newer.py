@@ -22,10 +22,28 @@ _LINEAR_AND_FULL = {
     },
 }  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_ROUTED = {
+    "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+    "moe_intermediate_size": 24, "routed_scaling_factor": 1.8,
+}  # fmt: skip
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", _LINEAR_AND_FULL),
     "qwen3.5-moe": ("Qwen3_5Moe", {**_LINEAR_AND_FULL, **_EXPERTS, "shared_expert_intermediate_size": 48}),
+    "qwen2-moe": ("Qwen2Moe", {**_SIZES, **_EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]}),
+    "olmoe": ("Olmoe", {
+        **_SIZES, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "attention_bias": True,
+    }),
+    "glm-4.7-flash": ("Glm4MoeLite", {
+        **_SIZES, **theirs._LATENT, **_ROUTED, "num_key_value_heads": 4, "q_lora_rank": 24,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }),
+    "seed-oss": ("SeedOss", {**_SIZES, "head_dim": 24}),
+    "minimax-m2": ("MiniMaxM2", {
+        **_SIZES, "head_dim": 16, "intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    }),
+    "dots1": ("Dots1", {**_SIZES, **_ROUTED, "first_k_dense_replace": 1, "norm_topk_prob": True}),
 }  # fmt: skip
 """Row -> class of `transformers`, and its configuration."""
 
@@ -52,7 +70,11 @@ LARGER: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Row of a larger model -> class of `transformers`, and its configuration."""
 
-WRITTEN_AS: dict[str, str] = {}
+WRITTEN_AS = {
+    "glm-4.7-flash": "DeepseekV3ForCausalLM",
+    "seed-oss": "Qwen2ForCausalLM",
+    "dots1": "Glm4MoeForCausalLM",
+}
 """Row -> architecture that Meshwright writes from its model, where it is another that computes the same."""
 LAYERS: dict[str, dict[str, Any]] = {}
 """Row -> changes that make it deep, besides `num_hidden_layers`."""

@@ -43,6 +43,25 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3.5-397B-A17B": ("Qwen3_5MoeForCausalLM", {
         **_QWEN_LARGE_MOE, "hidden_size": 4096, "num_hidden_layers": 60, "num_experts": 512, "num_experts_per_tok": 10,
     }),
+    "Qwen1.5-MoE-A2.7B": ("Qwen2MoeForCausalLM", {}),
+    "Qwen2-57B-A14B": ("Qwen2MoeForCausalLM", {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480,
+        "num_experts": 64, "num_experts_per_tok": 8,
+    }),
+    "OLMoE-1B-7B": ("OlmoeForCausalLM", {"intermediate_size": 1024}),
+    "GLM-4.7-Flash": ("Glm4MoeLiteForCausalLM", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "Seed-OSS-36B": ("SeedOssForCausalLM", {
+        "hidden_size": 5120, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7},
+    }),
+    "MiniMax-M2": ("MiniMaxM2ForCausalLM", {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    }),
+    "dots.llm1": ("Dots1ForCausalLM", {
+        "hidden_size": 4096, "n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7},
+    }),
 }  # fmt: skip
 """Published model -> class of `transformers`, and the fields that are not the defaults of its configuration."""
 
@@ -54,7 +73,10 @@ def main(out: Path) -> None:
         config = model_class.config_class(**fields)
         with torch.device("meta"):
             model = model_class(config)
-        parameters = sum(p.numel() for p in model.parameters())
+        # The bias of a router is a buffer, which files have as they have parameters.
+        stored = model.state_dict().keys()
+        buffers = [b for name, b in model.named_buffers() if name in stored]
+        parameters = sum(tensor.numel() for tensor in (*model.parameters(), *buffers))
         written = json.loads(config.to_json_string(use_diff=False))
         found[name] = {
             "config": {**written, "architectures": [class_name]},

@@ -152,6 +152,10 @@ class DenseLayersFirst(ChoiceOfExperts, TiedOrNot):
     dense_layers: NonNegativeInt = 0
     """Leading layers without experts (DeepSeek)."""
 
+    def routed_and_shared(self) -> Experts:
+        """Returns the second half of the layers with experts."""
+        return self.routed(shared=self.shared_experts * self.expert_mlp)
+
     def dense_then_experts(self, attention: Kind, norm: Norm, **place: Any) -> Decoder:
         """Returns the dense layers, then the layers with experts. place: that of the norm, as in `Block`."""
         refuse(
@@ -172,7 +176,7 @@ class DenseLayersFirst(ChoiceOfExperts, TiedOrNot):
         experts = Block(
             "blocks",
             attention,
-            self.routed(shared=self.shared_experts * self.expert_mlp),
+            self.routed_and_shared(),
             norm,
             **place,
         )
