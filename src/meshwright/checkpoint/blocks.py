@@ -23,11 +23,11 @@ Fingerprint = tuple[int, int]
 
 def blocks_of(shape: tuple[int, ...], block: tuple[int, ...]) -> Iterator[Index]:
     """Yields the blocks of a tensor, in order."""
-    steps = [range(0, size, step) for size, step in zip(shape, block, strict=True)]
-    for first in itertools.product(*steps):
+    starts_by_dim = [range(0, size, step) for size, step in zip(shape, block, strict=True)]
+    for starts in itertools.product(*starts_by_dim):
         yield tuple(
-            slice(at, min(at + step, size))
-            for at, step, size in zip(first, block, shape, strict=True)
+            slice(start, min(start + step, size))
+            for start, step, size in zip(starts, block, shape, strict=True)
         )
 
 
@@ -42,7 +42,8 @@ def write_tensor(
 
     read: returns a block of it. Raises CheckpointError where the disk is full or cannot be written.
     """
-    block, total = block_shape(shape, dtype.itemsize), (0, 0)
+    block = block_shape(shape, dtype.itemsize)
+    total = (0, 0)
     try:
         # The conversion is synchronised once, before it is moved to its name, and not file by file.
         array = new_array(
@@ -78,21 +79,19 @@ class StoredTensors:
         """
         if name not in self.manifest.tensors:
             raise self._damaged(f"it has no tensor {name!r}", "another checkpoint of the run")
-        record, total = self.manifest.tensors[name], (0, 0)
+        record = self.manifest.tensors[name]
         state = self.step_folder / "state"
+        total = (0, 0)
         try:
             array, chunk = self.open(name)
-            # No chunk is read twice.
             block = block_shape(record.shape, array.dtype.numpy_dtype.itemsize)
-            block = tuple(-(-size // step) * step for size, step in zip(block, chunk, strict=True))
-            for index in blocks_of(record.shape, block):
+            for index in blocks_of(record.shape, _round_up(block, chunk)):
                 part = array[index]
                 values = np.asarray(result_of(state, part.read))
                 total = add_fingerprints(total, block_fingerprint(values, index, record.shape))
-                limits = zip(index, shape or record.shape, strict=True)
-                inside = tuple(slice(part.start, min(part.stop, size)) for part, size in limits)
-                if all(p.start < p.stop for p in inside):
-                    yield inside, values[tuple(slice(0, p.stop - p.start) for p in inside)]
+                index, values = _within(shape or record.shape, index, values)
+                if values.size:
+                    yield index, values
         except (OSError, ValueError) as error:
             truth = str(error).splitlines()[0][:200]
             refusal = self._damaged(f"tensor {name!r} cannot be read: {truth}")
@@ -111,11 +110,12 @@ class StoredTensors:
 
     def read(self, name: str) -> np.ndarray:
         """Returns all of a tensor. Raises CheckpointError."""
+        blocks = self.blocks(name)
+        tensor = np.empty(())
         record = self.manifest.tensors.get(name)
-        tensor = np.empty(
-            record.shape if record else (), np.dtype(record.dtype) if record else None
-        )
-        for index, block in self.blocks(name):
+        if record is not None:
+            tensor = np.empty(record.shape, np.dtype(record.dtype))
+        for index, block in blocks:
             tensor[index] = block
         return tensor
 
@@ -123,6 +123,20 @@ class StoredTensors:
         self, damage: str, fix: str = "another checkpoint of the run: --at STEP"
     ) -> CheckpointError:
         return CheckpointError(f"the checkpoint in {self.step_folder}", damage, fix)
+
+
+def _round_up(block: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns a block of complete chunks, so that no chunk is read twice."""
+    return tuple(-(-size // step) * step for size, step in zip(block, chunk, strict=True))
+
+
+def _within(shape: tuple[int, ...], index: Index, values: np.ndarray) -> tuple[Index, np.ndarray]:
+    """Returns the part of a block that is inside of `shape`, and its index; it may be empty."""
+    stops = [min(part.stop, size) for part, size in zip(index, shape, strict=True)]
+    inside = tuple(
+        slice(part.start, max(part.start, stop)) for part, stop in zip(index, stops, strict=True)
+    )
+    return inside, values[tuple(slice(0, part.stop - part.start) for part in inside)]
 
 
 def stored_tensors(folder: Path, at: int | None) -> StoredTensors:

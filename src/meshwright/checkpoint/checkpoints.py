@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,8 +133,11 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         patience: float | None = None,
         root: Path | None = None,
     ) -> None:
-        self.folder, self._max_to_keep, self._reach = path_of(folder).absolute(), max_to_keep, reach
-        self._saves, self._patience = saves, patience
+        self.folder = path_of(folder).absolute()
+        self._max_to_keep = max_to_keep
+        self._reach = reach
+        self._saves = saves
+        self._patience = patience
         self.abandoned = False
         """Whether nothing is written any more, because a thread that writes does not return."""
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
@@ -150,13 +153,17 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 root.mkdir(parents=True, exist_ok=True)
             if in_bucket(root) or root.is_dir():
                 self._root = FolderIdentity(root)
-            if (
-                self._commits
-            ):  # what a writer left that died: this process holds the lock of the folder
-                for step in partial_steps(self.folder) if in_bucket(self.folder) else ():
-                    remove_checkpoint(self.folder, step)
-                for left in () if in_bucket(self.folder) else self.folder.glob("*.tmp"):
-                    remove_tree(left, below=self.folder.parent, ignore_errors=True)
+            if self._commits:
+                self._remove_partial()
+
+    def _remove_partial(self) -> None:
+        """Removes what a writer left that died: this process holds the lock of the folder."""
+        if in_bucket(self.folder):
+            for step in partial_steps(self.folder):
+                remove_checkpoint(self.folder, step)
+        else:
+            for partial in self.folder.glob("*.tmp"):
+                remove_tree(partial, below=self.folder.parent, ignore_errors=True)
 
     @property
     def _commits(self) -> bool:
@@ -183,7 +190,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         """
         self.wait()  # the host's memory has the shards of one checkpoint at a time
         self._check_root(f"saving step {place['step']}")
-        tensors, owned = named_tensors(state), self._reach == "shared"
+        tensors = named_tensors(state)
+        owned = self._reach == "shared"
         permuted = permuted_params(tensors, device_run.layout.params)
         in_order = {name: x for name, x in tensors.items() if name not in permuted}
         with waiting("the devices"):
@@ -196,10 +204,10 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             shards |= host_shards({name: x}, owned=owned)
             del x  # before the next one is made
         abstract = abstract_in_layer_order(tensors, device_run.layout.params)
-        records = {
-            name: TensorRecord(x.shape, str(x.dtype), (int(hashes[name][0]), int(hashes[name][1])))
-            for name, x in abstract.items()
-        }
+        records: dict[str, TensorRecord] = {}
+        for name, x in abstract.items():
+            first, second = hashes[name]
+            records[name] = TensorRecord(x.shape, str(x.dtype), (int(first), int(second)))
         manifest = Manifest(run=device_run.run, tensors=records, **place)
         if self.abandoned:
             return
@@ -218,7 +226,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     def _write_parts(
         self, abstract: dict[str, Any], shards: Shards, manifest: Manifest, number: int
     ) -> None:
-        step, bucket = str(manifest.step), in_bucket(self.folder)
+        step = str(manifest.step)
+        bucket = in_bucket(self.folder)
         folder = self.folder / (step if bucket else f"{step}.tmp")
         self._check_root(f"saving step {step}")
         if self._commits:
@@ -333,20 +342,20 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         A checkpoint of another type is converted after it is verified.
         """
         manifest = self.manifest(step)
-        wanted = {
-            name: x
-            for name, x in named_tensors(device_run.abstract).items()
-            if name.startswith("params.")
-        }
-        types = {
-            name: np.dtype(t.dtype) for name, t in manifest.tensors.items() if t.dtype in _FLOATING
-        }
-        expected = {name: x.update(dtype=types.get(name, x.dtype)) for name, x in wanted.items()}
+        expected: dict[str, Any] = {}
+        dtypes: dict[str, Any] = {}
+        for name, x in named_tensors(device_run.abstract).items():
+            if not name.startswith("params."):
+                continue
+            dtypes[name] = x.dtype
+            record = manifest.tensors.get(name)
+            if record is not None and record.dtype in _FLOATING:
+                x = x.update(dtype=np.dtype(record.dtype))
+            expected[name] = x
         tensors = self._read(manifest, expected, device_run, None, True)
-        converted = [x.astype(wanted[name].dtype) for name, x in tensors.items()]
-        return jax.tree.unflatten(
-            jax.tree.structure(device_run.abstract.params), converted
-        ), manifest
+        converted = [x.astype(dtypes[name]) for name, x in tensors.items()]
+        structure = jax.tree.structure(device_run.abstract.params)
+        return jax.tree.unflatten(structure, converted), manifest
 
     def _read(
         self,
@@ -374,14 +383,17 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                     for name, x in tensors.items()
                 }
             hashes = jax.device_get(fingerprints(tensors))
-        changed = [
-            n
-            for n in abstract
-            if tuple(int(v) for v in hashes[n]) != manifest.tensors[n].fingerprint
-        ]
+        changed: list[str] = []
+        for name in abstract:
+            first, second = hashes[name]
+            if (int(first), int(second)) != manifest.tensors[name].fingerprint:
+                changed.append(name)
         # Each process has compared its own replica.
-        damage = f"tensor {(*changed, '')[0]!r} is not what was saved ({len(changed)} of {len(abstract)} differ)"
-        self._fail_together(manifest, ("damage", damage) if changed else None)
+        failure: tuple[str, str] | None = None
+        if changed:
+            count = f"{len(changed)} of {len(abstract)} differ"
+            failure = ("damage", f"tensor {changed[0]!r} is not what was saved ({count})")
+        self._fail_together(manifest, failure)
         return to_row_order(tensors, expected, device_run.layout.params)
 
     def _read_shards(
@@ -391,7 +403,9 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
         owned: as of `read_shards`.  All processes take what they have read, or none does.
         """
-        state, failure, failed = self.folder / str(manifest.step) / "state", None, None
+        state = self.folder / str(manifest.step) / "state"
+        failure: tuple[str, str] | None = None
+        cause: Exception | None = None
         tensors: dict[str, jax.Array] = {}
         reading: str | None = None
         try:
@@ -407,25 +421,21 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 reading = name
                 tensors[name] = future.result()
         except Exception as error:  # TensorStore raises several types, with pages of text
-            failed, text = error, " ".join(str(error).split())[:200]
+            cause = error
+            failure = (_kind_of(error), _unreadable(reading, error))
             tensors = {}
-            tensor = "a tensor" if reading is None else f"tensor {reading!r}"
-            what = f"{tensor} cannot be read"
-            limit = limit_of(error)
-            why = f"{type(error).__name__}: {text}" if limit is None else reason_of(error)
-            failure = (_kind_of(error), f"{what} ({why})")
-        self._fail_together(manifest, failure, failed)
+        self._fail_together(manifest, failure, cause)
         return tensors
 
     def _wait_for_tensors(self, futures: list[concurrent.futures.Future[Any]]) -> None:
         """Waits until all tensors are read. Raises TimeoutError where the store has answered none for `patience`."""
-        left = set(futures)
-        while left:
-            came, left = concurrent.futures.wait(
-                left, self._patience, concurrent.futures.FIRST_COMPLETED
+        remaining = set(futures)
+        while remaining:
+            done, remaining = concurrent.futures.wait(
+                remaining, self._patience, concurrent.futures.FIRST_COMPLETED
             )
-            if not came:
-                for future in left:
+            if not done:
+                for future in remaining:
                     future.cancel()
                 self.abandon()
                 raise TimeoutError(
@@ -439,49 +449,52 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
         The first of `_KINDS` counts, of whichever process.
         """
-        found = choose_together(
-            f"checkpoint of step {manifest.step}",
-            failure,
-            lambda all_: [[i, *f] for i, f in enumerate(all_) if f],
+        failures = choose_together(
+            f"checkpoint of step {manifest.step}", failure, _failures_by_process
         )
-        if found:
-            process, kind, truth = min(found, key=lambda each: _KINDS.index(each[1]))
-            truth = f"process {process}: {truth}" if jax.process_count() > 1 else truth
-            asked = f"the checkpoint of step {manifest.step} in {self.folder}"
-            if kind == "damage":
-                raise damaged(self.folder, manifest.step, truth, None) from cause
-            if kind == "request":
-                fix = "make its files readable for that process"
-                raise UnreadableError(asked, truth, fix) from cause
-            if kind == "for now":
-                fix = "a look at that host and its mounts; the same command when they answer"
-                raise UnavailableError(asked, truth, fix) from cause
-            raise (
-                cause
-                if isinstance(cause, StorageError)
-                else StorageError(asked, truth, "the same command later")
-            )
+        if not failures:
+            return
+        process, kind, truth = min(failures, key=lambda each: _KINDS.index(each[1]))
+        if jax.process_count() > 1:
+            truth = f"process {process}: {truth}"
+        asked = f"the checkpoint of step {manifest.step} in {self.folder}"
+        if kind == "damage":
+            raise damaged(self.folder, manifest.step, truth, None) from cause
+        if kind == "request":
+            fix = "make its files readable for that process"
+            raise UnreadableError(asked, truth, fix) from cause
+        if kind == "for now":
+            fix = "a look at that host and its mounts; the same command when they answer"
+            raise UnavailableError(asked, truth, fix) from cause
+        if isinstance(cause, StorageError):
+            raise cause
+        raise StorageError(asked, truth, "the same command later")
 
     def set_aside(self, after: int) -> None:
         """Moves checkpoints newer than `after`, complete or not, into the folder `set-aside` beside this one."""
-        aside = self.folder.parent / "set-aside"
-        for step in sorted(all_steps(self.folder)) if jax.process_index() == 0 else ():
-            if step > after:
-                target, number = aside / str(step), 1
-                while target.exists():
-                    target, number = aside / f"{step}.{number}", number + 1
-                if in_bucket(self.folder):
-                    move_tree(self.folder / str(step), target, last=(MANIFEST,))
-                else:
-                    make_folder(aside.parent, aside.name)
-                    replace_durably(self.folder / str(step), target, below=aside.parent)
-                if in_bucket(self.folder):
-                    remove_file(
-                        self.folder / STARTED / str(step), below=aside.parent, missing_ok=True
-                    )
+        if jax.process_index() == 0:
+            for step in sorted(all_steps(self.folder)):
+                if step > after:
+                    self._set_aside(step)
         if jax.process_count() > 1:
             with waiting("the other hosts, which have set checkpoints aside"):
                 multihost_utils.sync_global_devices("checkpoints set aside")
+
+    def _set_aside(self, step: int) -> None:
+        """Moves one checkpoint, under a name that is free."""
+        aside = self.folder.parent / "set-aside"
+        target = aside / str(step)
+        number = 1
+        while target.exists():
+            target = aside / f"{step}.{number}"
+            number += 1
+        source = self.folder / str(step)
+        if in_bucket(self.folder):
+            move_tree(source, target, last=(MANIFEST,))
+            remove_file(self.folder / STARTED / str(step), below=aside.parent, missing_ok=True)
+        else:
+            make_folder(aside.parent, aside.name)
+            replace_durably(source, target, below=aside.parent)
 
     @contextlib.contextmanager
     def _explained(self, action: str) -> Iterator[None]:
@@ -493,6 +506,20 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         except Exception as error:
             self._check_root(action)  # a folder that went away meanwhile is no full disk
             raise write_error(action, self.folder, error) from error
+
+
+def _failures_by_process(failures: Sequence[Any]) -> list[list[Any]]:
+    """Returns process, kind and text of each failure. failures: of each process, None where it has none."""
+    return [[process, *failure] for process, failure in enumerate(failures) if failure]
+
+
+def _unreadable(tensor: str | None, error: Exception) -> str:
+    """Says that a tensor cannot be read, and why. tensor: its name; None where it is not known."""
+    name = "a tensor" if tensor is None else f"tensor {tensor!r}"
+    if limit_of(error) is not None:
+        return f"{name} cannot be read ({reason_of(error)})"
+    text = " ".join(str(error).split())[:200]
+    return f"{name} cannot be read ({type(error).__name__}: {text})"
 
 
 def _kind_of(error: Exception) -> str:
@@ -522,14 +549,20 @@ def _check_tensors(manifest: Manifest, expected: dict[str, Any], params: Tree) -
                 manifest, f"the model has a tensor {name!r}, and the checkpoint does not"
             )
         rows = next((rows for param, rows in padded.items() if name.endswith(f".{param}")), None)
-        other_padding = (
-            rows is not None
-            and record.shape[1:] == x.shape[1:]
-            and min(record.shape[0], x.shape[0]) >= rows
-        )
-        if record.dtype != str(x.dtype) or (record.shape != x.shape and not other_padding):
-            found = f"{record.dtype}{list(record.shape)} in the checkpoint and {x.dtype}{list(x.shape)} in the model"
-            raise _mismatch(manifest, f"{name!r} is {found}")
+        same_shape = record.shape == x.shape or _differs_in_padding(record.shape, x.shape, rows)
+        if record.dtype != str(x.dtype) or not same_shape:
+            stored = f"{record.dtype}{list(record.shape)} in the checkpoint"
+            expects = f"{x.dtype}{list(x.shape)} in the model"
+            raise _mismatch(manifest, f"{name!r} is {stored} and {expects}")
+
+
+def _differs_in_padding(
+    stored: tuple[int, ...], expected: tuple[int, ...], rows: int | None
+) -> bool:
+    """Returns whether two shapes of a table differ only in padding after `rows` rows; None is of another tensor."""
+    if rows is None or stored[1:] != expected[1:]:
+        return False
+    return min(stored[0], expected[0]) >= rows
 
 
 def _mismatch(manifest: Manifest, truth: str) -> CheckpointError:
@@ -551,23 +584,27 @@ def write_error(action: str, folder: Path, error: Exception) -> MeshwrightError:
             "the folder is gone: it was removed, or its disk unmounted, while the run wrote into it"
         )
         return CheckpointError(asked, truth, "another --out, or the same with its folder there")
-    intact = committed_steps(folder)
-    last = (
-        f"the checkpoint of step {intact[-1]} is intact"
-        if intact
-        else "no checkpoint was committed"
-    )
-    if intact and full:
-        with contextlib.suppress(MeshwrightError):
-            size = sum(record.bytes for record in manifest_of(folder, intact[-1]).tensors.values())
-            last += f" and takes {size / 2**20:.1f} MiB"
-    truth = f"{reason_of(error)}; {last}"
+    truth = f"{reason_of(error)}; {_last_intact(folder, with_size=full)}"
     if full and not in_bucket(folder):
         free = shutil.disk_usage(folder).free / 2**20
         return RoomError(
             asked, truth, f"free some space ({free:.1f} MiB are free), or another --out"
         )
     return CheckpointError(asked, truth, "another --out")
+
+
+def _last_intact(folder: Path, *, with_size: bool) -> str:
+    """Says which checkpoint is intact after a failure, and how large it is."""
+    intact = committed_steps(folder)
+    if not intact:
+        return "no checkpoint was committed"
+    text = f"the checkpoint of step {intact[-1]} is intact"
+    if with_size:
+        with contextlib.suppress(MeshwrightError):
+            records = manifest_of(folder, intact[-1]).tensors.values()
+            size = sum(record.bytes for record in records)
+            text += f" and takes {size / 2**20:.1f} MiB"
+    return text
 
 
 def check_writable(folder: Path) -> None:
@@ -598,15 +635,16 @@ def check_room(folder: Path, device_run: DeviceRun, max_to_keep: int, replaced: 
         free = attempt(lambda: shutil.disk_usage(folder).free)
     except OSError as error:
         raise unwritable(folder, error) from error
-    size = sum(
-        math.prod(x.shape) * x.dtype.itemsize for x in named_tensors(device_run.abstract).values()
-    )
+    tensors = named_tensors(device_run.abstract).values()
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in tensors)
     more = max(1, max_to_keep + 1 - replaced)
-    if free < size * more:
-        there = f" ({replaced} of them are there, so {more} more need room)" if replaced else ""
-        raise RoomError(
-            f"output folder {folder}",
-            f"a checkpoint takes up to {size / 2**20:.1f} MiB, {max_to_keep} are kept while another is written{there}, "
-            f"and {free / 2**20:.1f} MiB are free",
-            "a folder with more space, or a smaller --training.max-to-keep",
-        )
+    if free >= size * more:
+        return
+    kept = f"{max_to_keep} are kept while another is written"
+    if replaced:
+        kept += f" ({replaced} of them are there, so {more} more need room)"
+    raise RoomError(
+        f"output folder {folder}",
+        f"a checkpoint takes up to {size / 2**20:.1f} MiB, {kept}, and {free / 2**20:.1f} MiB are free",
+        "a folder with more space, or a smaller --training.max-to-keep",
+    )

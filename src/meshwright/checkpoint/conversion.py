@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import functools
 import json
 import os
 import tempfile
@@ -22,7 +23,10 @@ from meshwright.formatting import Brief, first_of, format_count, shortened
 from meshwright.hugging_face.architectures import Architecture, architecture_of
 from meshwright.hugging_face.folder import (
     KEPT,
+    ModelFolder,
     OtherParts,
+    TensorReader,
+    WeightsFolder,
     check_tied,
     keep_files,
     open_folder,
@@ -113,9 +117,12 @@ class _Journal:
             raise ConfigError(
                 f"converting into {out}", "it exists already", "a folder that does not exist yet"
             )
-        self.out, self.folder = out, out.with_name(f"{out.name}.partial")
+        self.out = out
+        self.folder = out.with_name(f"{out.name}.partial")
         self._file = self.folder / _JOURNAL
-        self._source, self._total, self._say = json.loads(json.dumps(source)), total, say
+        self._source = json.loads(json.dumps(source))
+        self._total = total
+        self._say = say
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = self._held()
         self.done: dict[str, Any] = self._read()
@@ -140,9 +147,9 @@ class _Journal:
 
     def _read(self) -> dict[str, Any]:
         try:
-            found = read_json(self._file, LARGE)
-            if found["source"] == self._source:
-                return dict(found["done"])
+            journal = read_json(self._file, LARGE)
+            if journal["source"] == self._source:
+                return dict(journal["done"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             if may_pass(error):  # what is converted is not begun again for that
                 raise
@@ -189,9 +196,9 @@ def check_sums(folder: Path, say: Say) -> None:
                 f"{SUMS} names {name!r}, and there is no such file",
                 "copy it",
             )
-        found = sha256_of(folder / name)
-        if found != expected:
-            truth = f"its SHA-256 is {found[:16]}..., and {SUMS} has {expected[:16]}..."
+        digest = sha256_of(folder / name)
+        if digest != expected:
+            truth = f"its SHA-256 is {digest[:16]}..., and {SUMS} has {expected[:16]}..."
             raise WeightsError(f"reading {folder / name}", truth, "copy the file again")
     say(f"checksums of {len(lines)} file{'s' if len(lines) > 1 else ''} agree")
 
@@ -204,58 +211,92 @@ def import_weights(source: str, out: Path, say: Say = lambda line: None) -> Conv
     damaged, ConfigError where `out` exists.
     """
     weights = open_folder(source)
-    folder = weights.folder
     dtypes = {path: DTYPES[_CODES[p.stored or weights.dtype]] for path, p in weights.params.items()}
-    files = sorted(
-        {entry.file.resolve() for entry in weights.entries.values()} | {folder.path / "config.json"}
-    )
-    identity = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-    journal = _Journal(
-        out, ["from hugging face", weights.dtype, identity], len(weights.params), say
-    )
-    check_sums(folder.path, say)
+    source_id = ["from hugging face", weights.dtype, _identity_of_files(weights)]
+    journal = _Journal(out, source_id, len(weights.params), say)
+    check_sums(weights.folder.path, say)
     check_tied(weights)
+
     run = run_of_hugging_face(source)
     training = dataclasses.replace(run.training, param_dtype=weights.dtype)
     run = dataclasses.replace(run, init_from=None, training=training)
     step = journal.folder / "checkpoints" / "0"
     make_folder(journal.folder, *step.relative_to(journal.folder).parts, "state")
     with weights.reader() as reader:
+        importer = _Importer(weights, reader, dtypes, step / "state")
+        journal.convert(weights.params, importer.convert)
 
-        def convert_one(path: str, p: Param) -> tuple[int, int]:
-            def read(index: Index) -> np.ndarray:
-                block = read_block(p, weights.stored[path], index, reader, dtypes[path])
-                reader.release()
-                return block
-
-            return write_tensor(
-                step / "state", f"params.{path}", unpadded_shape(p), dtypes[path], read
-            )
-
-        journal.convert(weights.params, convert_one)
-    records = {
-        f"params.{path}": TensorRecord(
-            unpadded_shape(p), dtypes[path].name, tuple(journal.done[path])
-        )
-        for path, p in weights.params.items()
-    }
+    records: dict[str, TensorRecord] = {}
+    stored_names: set[str] = set()
+    for path, p in weights.params.items():
+        fingerprint = tuple(journal.done[path])
+        record = TensorRecord(unpadded_shape(p), dtypes[path].name, fingerprint)
+        records[f"params.{path}"] = record
+        stored_names.update(weights.stored[path].names(p))
     Manifest(0, 0, run, records).write(step)
-    write_run(run, journal.folder / "run.json")
-    if folder.tokenizer.is_file():
-        copy_file(folder.tokenizer, journal.folder / "tokenizer.json")
-    keep_files(folder.path, journal.folder)
+    _write_run_folder(weights.folder, run, journal.folder)
     journal.commit()
-    tensors = len(
-        {name for path, p in weights.params.items() for name in weights.stored[path].names(p)}
+    return Conversion(
+        out,
+        weights.folder.architecture.name,
+        _count(weights.params),
+        len(stored_names),
+        weights.dtype,
+        journal.resumed,
+        weights.notes,
     )
-    name, count = folder.architecture.name, _count(weights.params)
-    return Conversion(out, name, count, tensors, weights.dtype, journal.resumed, weights.notes)
+
+
+def _identity_of_files(weights: WeightsFolder) -> list[list[Any]]:
+    """Returns path, size and time of each file that a conversion reads, by which it knows its source again."""
+    files = {entry.file.resolve() for entry in weights.entries.values()}
+    files.add(weights.folder.path / "config.json")
+    return [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(files)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Importer:
+    """Converter of the parameters of a Hugging Face folder into the tensors of a checkpoint."""
+
+    weights: WeightsFolder
+    reader: TensorReader
+    dtypes: dict[str, np.dtype[Any]]
+    """Type of each parameter in the checkpoint."""
+    state: Path
+    """Folder of the checkpoint's tensors."""
+
+    def convert(self, path: str, p: Param) -> tuple[int, int]:
+        """Converts one parameter; returns the fingerprint of its tensor."""
+        read = functools.partial(self._read, path, p)
+        name = f"params.{path}"
+        return write_tensor(self.state, name, unpadded_shape(p), self.dtypes[path], read)
+
+    def _read(self, path: str, p: Param, index: Index) -> np.ndarray:
+        stored = self.weights.stored[path]
+        block = read_block(p, stored, index, self.reader, self.dtypes[path])
+        self.reader.release()
+        return block
+
+
+def _write_run_folder(source: ModelFolder, run: Run, out: Path) -> None:
+    """Writes run file, tokenizer and the files that a later export gives back."""
+    write_run(run, out / "run.json")
+    if source.tokenizer.is_file():
+        copy_file(source.tokenizer, out / "tokenizer.json")
+    keep_files(source.path, out)
 
 
 def _count(params: dict[str, Param]) -> int:
+    """Returns the elements of all parameters, without padding."""
     return sum(int(np.prod(unpadded_shape(p))) for p in params.values())
 
 
+# Parameter by parameter, and block by block of each; a parameter that is done is recorded in the journal:
+#
+#   checkpoint                        Hugging Face files (under OUT.partial, moved to OUT at the end)
+#   params.blocks.query [L, D, N H]   model.layers.0.self_attn.q_proj.weight [N H, D] of layer 0,
+#     block [0:1]  --- transposed -->   then of layer 1, ...: views of memory-mapped files of at most
+#     block [1:2]  --- transposed -->   `largest_file` bytes, which are written in place
 def export_weights(
     source: Path,
     out: Path,
@@ -275,66 +316,114 @@ def export_weights(
     """
     tensors = stored_tensors(source / "checkpoints", at)
     run = tensors.manifest.run
-    if dtype is None and run.finetune.method == "lora":
-        dtype = "float32" if run.finetune.base == "float32" else run.training.compute_dtype
-    elif dtype is None:
-        dtype = run.training.param_dtype
-    weights = MergedTensors(tensors) if run.finetune.method == "lora" else tensors
+    if dtype is None:
+        dtype = _dtype_at_rest(run)
     architecture, config = _configuration(run, source)
     # `transformers` 4 calls it torch_dtype, 5 calls it dtype and reads both.
-    config = {**config, "dtype" if "dtype" in config else "torch_dtype": dtype}
+    dtype_field = "dtype" if "dtype" in config else "torch_dtype"
+    config = {**config, dtype_field: dtype}
     params = named_leaves(run.model.params())
     stored = architecture.tensors(run.model, read_form(source / KEPT, architecture))
-    others = read_other_parts(source / KEPT)
-    notes = tuple[str, ...]()
-    if others is not None:
-        count = len(others.file.entries)
-        notes = (f"other parts of the model: {count} tensors, given back as they came",)
-        if "text_config" not in config:
-            notes = (
-                f"other parts of the model: {count} tensors are left out, since the text model has other fields than "
-                "the one that came with them",
-            )
-            others = None
+    others, notes = _other_parts(source, config)
+
     plan = _plan_files(params, stored, others, dtype, largest_file)
-    identity = [
-        str(tensors.step_folder.resolve()),
-        tensors.manifest.to_dict()["tensors"],
-        {name: code for name, (code, _) in plan.tensors.items()},
-        plan.groups,
-    ]
-    journal = _Journal(out, identity, len(params), say)
+    journal = _Journal(out, _identity_of_export(tensors, plan), len(params), say)
     files = plan.open(journal.folder)
-
-    def export_one(path: str, p: Param) -> bool:
-        """Writes one parameter into the tensors that it is stored in."""
-        touched: set[NewSafetensorsFile] = set()
-
-        def tensor(name: str) -> np.ndarray:
-            written = name if others is None else others.prefix.name_in_larger_model(name)
-            touched.add(files[written])
-            return files[written].tensor(written)
-
-        for index, block in weights.blocks(f"params.{path}", unpadded_shape(p)):
-            write_block(p, stored[path], index, block, tensor)
-            for file in touched:
-                file.release()
-            touched.clear()
-        return True
-
-    journal.convert(params, export_one)
-    if others is not None:
-        for name, entry in others.file.entries.items():
-            files[name].copy(name, others.file, entry)
+    exporter = _Exporter(_merged(tensors), stored, others, files)
+    journal.convert(params, exporter.convert)
+    exporter.copy_other_parts()
     if len(plan.groups) > 1:
-        sizes = {"total_size": sum(plan.bytes_of(name) for name in plan.tensors)}
-        index = {"metadata": sizes, "weight_map": plan.file_of()}
-        _write_json(journal.folder / INDEX, index)
+        _write_json(journal.folder / INDEX, plan.index())
     _write_description(source, journal.folder, config)
     journal.commit()
     return Conversion(
         out, architecture.name, _count(params), len(plan.tensors), dtype, journal.resumed, notes
     )
+
+
+def _dtype_at_rest(run: Run) -> str:
+    """Returns the type in which a run's weights are exported, where no other is asked for."""
+    if run.finetune.method != "lora":
+        return run.training.param_dtype
+    if run.finetune.base == "float32":
+        return "float32"
+    return run.training.compute_dtype
+
+
+def _merged(tensors: StoredTensors) -> "StoredTensors | MergedTensors":
+    """Returns the reader of a checkpoint's weights, with adapters merged into them."""
+    if tensors.manifest.run.finetune.method == "lora":
+        return MergedTensors(tensors)
+    return tensors
+
+
+def _other_parts(source: Path, config: dict[str, Any]) -> tuple[OtherParts | None, tuple[str, ...]]:
+    """Returns the other parts of a larger model that an export gives back, and what to say of them."""
+    others = read_other_parts(source / KEPT)
+    if others is None:
+        return None, ()
+    count = len(others.file.entries)
+    if "text_config" in config:
+        return others, (f"other parts of the model: {count} tensors, given back as they came",)
+    note = (
+        f"other parts of the model: {count} tensors are left out, since the text model has other fields than "
+        "the one that came with them"
+    )
+    return None, (note,)
+
+
+def _identity_of_export(tensors: StoredTensors, plan: "_FilePlan") -> list[Any]:
+    """Returns what identifies an export, by which an interrupted one knows its source again."""
+    return [
+        str(tensors.step_folder.resolve()),
+        tensors.manifest.to_dict()["tensors"],
+        {name: code for name, (code, _) in plan.tensors.items()},
+        plan.groups,
+    ]
+
+
+def _name_in_files(name: str, others: OtherParts | None) -> str:
+    """Returns the name under which a tensor of the text model is written: that of the larger model, if it has one."""
+    if others is None:
+        return name
+    return others.prefix.name_in_larger_model(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Exporter:
+    """Converter of the weights of a checkpoint into the tensors of safetensors files."""
+
+    weights: "StoredTensors | MergedTensors"
+    stored: Mapping[str, StoredTensor]
+    """Tensors in which each parameter is stored."""
+    others: OtherParts | None
+    files: dict[str, NewSafetensorsFile]
+    """File of each tensor."""
+
+    def convert(self, path: str, p: Param) -> bool:
+        """Writes one parameter into the tensors that it is stored in."""
+        touched: set[NewSafetensorsFile] = set()
+        tensor = functools.partial(self._tensor, touched)
+        for index, block in self.weights.blocks(f"params.{path}", unpadded_shape(p)):
+            write_block(p, self.stored[path], index, block, tensor)
+            for file in touched:
+                file.release()
+            touched.clear()
+        return True
+
+    def _tensor(self, touched: set[NewSafetensorsFile], name: str) -> np.ndarray:
+        """Returns the writable tensor of a name, and adds its file to those that were touched."""
+        name = _name_in_files(name, self.others)
+        file = self.files[name]
+        touched.add(file)
+        return file.tensor(name)
+
+    def copy_other_parts(self) -> None:
+        """Copies the tensors of the other parts of a larger model."""
+        if self.others is None:
+            return
+        for name, entry in self.others.file.entries.items():
+            self.files[name].copy(name, self.others.file, entry)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,27 +435,26 @@ class _FilePlan:
     groups: list[list[str]]
     """Names of the tensors of each file."""
 
-    def file_of(self) -> dict[str, str]:
-        """Returns the name of the file of each tensor."""
-        names = file_names(len(self.groups))
-        found: dict[str, str] = {}
-        for name, group in zip(names, self.groups, strict=True):
-            found |= dict.fromkeys(group, name)
-        return found
+    def index(self) -> dict[str, Any]:
+        """Returns the index of several files: size of all tensors, and the file of each."""
+        weight_map: dict[str, str] = {}
+        for file_name, tensors in self._files():
+            weight_map |= dict.fromkeys(tensors, file_name)
+        total = sum(tensor_bytes(code, shape) for code, shape in self.tensors.values())
+        return {"metadata": {"total_size": total}, "weight_map": weight_map}
 
     def open(self, folder: Path) -> dict[str, NewSafetensorsFile]:
         """Opens or creates the files; returns the file of each tensor."""
-        found: dict[str, NewSafetensorsFile] = {}
-        for name, group in zip(file_names(len(self.groups)), self.groups, strict=True):
-            file = NewSafetensorsFile(
-                folder / name, {tensor: self.tensors[tensor] for tensor in group}
-            )
-            found |= dict.fromkeys(group, file)
-        return found
+        files: dict[str, NewSafetensorsFile] = {}
+        for file_name, names in self._files():
+            tensors = {name: self.tensors[name] for name in names}
+            file = NewSafetensorsFile(folder / file_name, tensors)
+            files |= dict.fromkeys(names, file)
+        return files
 
-    def bytes_of(self, name: str) -> int:
-        """Returns the size of a tensor."""
-        return tensor_bytes(*self.tensors[name])
+    def _files(self) -> Iterator[tuple[str, list[str]]]:
+        """Yields the name of each file and the names of its tensors."""
+        return zip(file_names(len(self.groups)), self.groups, strict=True)
 
 
 def _plan_files(
@@ -381,9 +469,9 @@ def _plan_files(
     for path, p in params.items():
         # What is float32 at rest is so in the folder: `transformers` keeps the bias of DeepSeek's router so too.
         code = _CODES[p.stored or dtype]
+        shape = stored[path].stored_shape(p)
         for name in stored[path].names(p):
-            written = name if others is None else others.prefix.name_in_larger_model(name)
-            tensors[written] = (code, stored[path].stored_shape(p))
+            tensors[_name_in_files(name, others)] = (code, shape)
     if others is not None:
         for name, entry in others.file.entries.items():
             tensors[name] = (entry.dtype, entry.shape)
@@ -395,10 +483,12 @@ def _write_description(source: Path, folder: Path, config: dict[str, Any]) -> No
     """Writes checksums, tokenizer and configuration of an export."""
     lines = [f"{sha256_of(file)}  {file.name}\n" for file in sorted(folder.glob("*.safetensors"))]
     write_text(folder / SUMS, "".join(lines))
-    end = write_tokenizer(source / "tokenizer.json", source / KEPT, folder)
-    ends = {} if "eos_token_id" in config or end is None else {"eos_token_id": end}
-    _write_json(folder / "config.json", config | ends)
-    if (generation := source / KEPT / "generation_config.json").is_file():
+    end_of_text = write_tokenizer(source / "tokenizer.json", source / KEPT, folder)
+    if "eos_token_id" not in config and end_of_text is not None:
+        config = config | {"eos_token_id": end_of_text}
+    _write_json(folder / "config.json", config)
+    generation = source / KEPT / "generation_config.json"
+    if generation.is_file():
         copy_file(generation, folder / generation.name)
 
 
@@ -408,26 +498,34 @@ def _write_json(file: Path, document: Any) -> None:
 
 def _configuration(run: Run, source: Path) -> tuple[Architecture, dict[str, Any]]:
     """Returns architecture and config.json of a run's model: those it came with, where the model is still the same."""
-    kept, trained = source / KEPT, 0 if run.model.spec().max_seq else run.training.seq
+    # The longest sequence is a field of a model with learned positions, and else the longest that was trained on.
+    longest = 0 if run.model.spec().max_seq else run.training.seq
     ids: dict[str, Any] = {}
+    kept = source / KEPT
     if (kept / "config.json").is_file():
         folder = read_model(str(kept.absolute()))
         config = read_json(kept / "config.json")
         config.pop("quantization_config", None)  # weights go out as numbers
-        same = type(folder.model) is type(run.model)
-        if same and folder.architecture.write(folder.model) == folder.architecture.write(run.model):
+        if _is_same_model(folder, run):
             return folder.architecture, config
         fields = config | config.get("text_config", {})
-        ids = {
-            name: fields[name]
-            for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-            if name in fields
-        }
-        trained = max(folder.max_seq or 0, trained) if trained else 0
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if name in fields:
+                ids[name] = fields[name]
+        if longest:
+            longest = max(folder.max_seq or 0, longest)
     architecture, config = architecture_of(run.model)
-    if trained:  # the configuration's own longest sequence is longer where YaRN extended it
-        ids["max_position_embeddings"] = max(trained, config.get("max_position_embeddings", 0))
+    if longest:  # the configuration's own longest sequence is longer where YaRN extended it
+        ids["max_position_embeddings"] = max(longest, config.get("max_position_embeddings", 0))
     return architecture, {**config, **ids}
+
+
+def _is_same_model(folder: ModelFolder, run: Run) -> bool:
+    """Returns whether a folder's configuration describes the model of a run."""
+    if type(folder.model) is not type(run.model):
+        return False
+    write = folder.architecture.write
+    return write(folder.model) == write(run.model)
 
 
 def export_adapter(source: Path, out: Path, *, at: int | None = None) -> Conversion:
@@ -448,15 +546,7 @@ def export_adapter(source: Path, out: Path, *, at: int | None = None) -> Convers
             f"writing adapters to {out}", "it exists already", "a folder that does not exist yet"
         )
     pairs = MergedTensors(stored_tensors(source / "checkpoints", at)).pairs()
-    start = run.init_from or ""
-    base, notes = start.removeprefix(PREFIX), tuple[str, ...]()
-    if start.startswith(PREFIX):
-        folder = find_folder(start, weights=False)
-        base = str(folder.resolve()) if Path(base).expanduser().is_dir() else base
-    else:
-        notes = (
-            f"the base that adapter_config.json names, {base}, is a run: convert it too and change the name",
-        )
+    base, notes = _base_of_adapter(run)
     make_folder(out.parent)
     # A folder of this process: another may write adapters under the same name.
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as name:
@@ -466,9 +556,21 @@ def export_adapter(source: Path, out: Path, *, at: int | None = None) -> Convers
         count = write_adapter(scratch, run.model, run.finetune, pairs, base, prefix)
         write_tokenizer(source / "tokenizer.json", source / KEPT, scratch)
         rename(scratch, out, below=out.parent)
-    return Conversion(
-        out, "LoRA", sum(a.size + b.size for a, b in pairs.values()), count, "float32", 0, notes
-    )
+    parameters = sum(a.size + b.size for a, b in pairs.values())
+    return Conversion(out, "LoRA", parameters, count, "float32", 0, notes)
+
+
+def _base_of_adapter(run: Run) -> tuple[str, tuple[str, ...]]:
+    """Returns the base that adapter_config.json names, and what to say of it."""
+    start = run.init_from or ""
+    base = start.removeprefix(PREFIX)
+    if not start.startswith(PREFIX):
+        note = f"the base that adapter_config.json names, {base}, is a run: convert it too and change the name"
+        return base, (note,)
+    folder = find_folder(start, weights=False)
+    if Path(base).expanduser().is_dir():
+        base = str(folder.resolve())
+    return base, ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -483,30 +585,32 @@ class MergedTensors:
         All codes of a quantised weight are read, and dequantised layer by layer. Raises CheckpointError where a tensor
         cannot be read, or is not what was saved.
         """
-        stored = name in self.tensors.manifest.tensors
-        pair, scale = self.pair(name), self.tensors.manifest.run.finetune.scale
-        for index, block in (
-            self.tensors.blocks(name, shape) if stored else self._dequantised(name, shape)
-        ):
-            yield (
-                index,
-                block
-                if pair is None
-                else block.astype(np.float32) + scale * _product(*pair, index),
-            )
+        manifest = self.tensors.manifest
+        blocks = self._dequantised(name, shape)
+        if name in manifest.tensors:
+            blocks = self.tensors.blocks(name, shape)
+        pair = self.pair(name)
+        for index, block in blocks:
+            if pair is not None:
+                a, b = pair
+                block = block.astype(np.float32) + manifest.run.finetune.scale * _product(
+                    a, b, index
+                )
+            yield index, block
 
     def _dequantised(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[Index, np.ndarray]]:
-        parts = (
-            ("codes", "scales")
-            if f"{name}.codes" in self.tensors.manifest.tensors
-            else ("values", "scales")
-        )
-        arrays = {part: self.tensors.read(f"{name}.{part}") for part in parts}
+        """Yields the layers of a quantised weight in float32."""
+        numbers = "values"
+        if f"{name}.codes" in self.tensors.manifest.tensors:
+            numbers = "codes"
+        stacks = {part: self.tensors.read(f"{name}.{part}") for part in (numbers, "scales")}
+        rest = tuple(slice(0, size) for size in shape[1:])
+        cpu = jax.local_devices(backend="cpu")[0]
         for layer in range(shape[0]):
-            row = {part: array[layer : layer + 1] for part, array in arrays.items()}
-            with jax.default_device(jax.local_devices(backend="cpu")[0]):
-                block = np.asarray(dequantise(row, np.float32))
-            yield (slice(layer, layer + 1), *(slice(0, size) for size in shape[1:])), block
+            quantised = {part: stack[layer : layer + 1] for part, stack in stacks.items()}
+            with jax.default_device(cpu):
+                block = np.asarray(dequantise(quantised, np.float32))
+            yield (slice(layer, layer + 1), *rest), block
 
     def pair(self, name: str) -> Pair | None:
         """Returns A and B of a weight; None where it has no adapter."""
@@ -520,15 +624,25 @@ class MergedTensors:
     def pairs(self) -> dict[str, Pair]:
         """Returns A and B of every adapted weight, by path."""
         run = self.tensors.manifest.run
-        targets = targets_of(run.model.params(), run.finetune)
-        paths = (f"{stack}.{name}" for stack, names in targets.items() for name in names)
-        return {path: pair for path in paths if (pair := self.pair(f"params.{path}")) is not None}
+        pairs: dict[str, Pair] = {}
+        for stack, names in targets_of(run.model.params(), run.finetune).items():
+            for name in names:
+                path = f"{stack}.{name}"
+                pair = self.pair(f"params.{path}")
+                if pair is not None:
+                    pairs[path] = pair
+        return pairs
 
 
 def _product(a: np.ndarray, b: np.ndarray, index: Index) -> np.ndarray:
     """Returns a block of A B. a: [L, in..., r].  b: [L, r, out...].  index: of the block of [L, in..., out...]."""
-    contracted = a.ndim - 2
-    rows = a[index[: 1 + contracted]]
-    columns = b[(index[0], slice(None), *index[1 + contracted :])]
-    flat = rows.reshape(rows.shape[0], -1, rows.shape[-1]) @ columns.reshape(*columns.shape[:2], -1)
-    return flat.reshape(*rows.shape[:-1], *columns.shape[2:])
+    layers = index[0]
+    input_dims = a.ndim - 2
+    inputs = index[1 : 1 + input_dims]
+    outputs = index[1 + input_dims :]
+    a = a[(layers, *inputs)]
+    b = b[(layers, slice(None), *outputs)]
+    flat_a = a.reshape(a.shape[0], -1, a.shape[-1])
+    flat_b = b.reshape(*b.shape[:2], -1)
+    product = flat_a @ flat_b
+    return product.reshape(*a.shape[:-1], *b.shape[2:])

@@ -14,7 +14,8 @@ def fingerprints(tensors: dict[str, jax.Array]) -> dict[str, jax.Array]:
     changes the sum. Elements whose bits are all zero add nothing, so padding rows of zeros do not change it. Each
     device hashes its own shard; 8 bytes per tensor are reduced over the mesh.
     """
-    hashes, last = dict[str, jax.Array](), jnp.uint32(0)
+    hashes: dict[str, jax.Array] = {}
+    last = jnp.uint32(0)
     for name, x in tensors.items():
         # One tensor after another: a compiler that does not fuse the hash into its sum has those of one in memory.
         x, _ = jax.lax.optimization_barrier((x, last))
@@ -32,10 +33,10 @@ def _hash_sum(x: jax.Array, salt: int) -> jax.Array:
 
 def sum_of_hashes(x: jax.Array, index: jax.Array, salt: int) -> jax.Array:
     """Returns one hash of (bits, index) summed over the elements of `x`. index: of each in the whole tensor, uint32."""
-    x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
-    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(
-        jnp.uint32
-    )
+    if x.dtype == jnp.bool_:
+        x = x.astype(jnp.uint8)
+    unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
     h = bits ^ (index * jnp.uint32(0xC2B2AE3D) + jnp.uint32(salt))
     h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)

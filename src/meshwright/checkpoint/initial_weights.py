@@ -25,7 +25,7 @@ from meshwright.models.adapters import ADAPTERS, merged, quantise
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.initial_values import init_params
-from meshwright.sharding.params import Tree, is_param, named_leaves, trained_only
+from meshwright.sharding.params import Param, Tree, is_param, named_leaves, trained_only
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.storage.paths import path_of
 from meshwright.storage.transfer import copy_file, files_of
@@ -51,8 +51,8 @@ def load_initial_weights(device_run: DeviceRun, out: Path | None = None) -> Tree
         kept = path_of(run.init_from) / KEPT
         if is_hugging_face(run.init_from):
             keep_files(find_folder(run.init_from, weights=True), out)
-        else:
-            for name in files_of(kept) if kept.is_dir() else ():
+        elif kept.is_dir():
+            for name in files_of(kept):
                 copy_file(kept / name, out / KEPT / name)
         if run.finetune.template is not None:
             _keep_template(run.finetune.template, out / KEPT / "chat_template.jinja")
@@ -172,29 +172,38 @@ def add_adapters(device_run: DeviceRun, load: Callable[[DeviceRun, Then], Tree])
     load: `(run without adapters, then) -> weights`, which gives each weight to `then` before it loads the next, so
     that only one at a time is unquantised. The adapters are drawn from the run's seed.
     """
-    tuning, where = device_run.run.finetune, device_run.state_shardings.params
     base = without_adapters(device_run)
-    before = named_leaves(base.layout.params)
+    unquantised = named_leaves(base.layout.params)
+    params = dict(load(base, functools.partial(_keep_weight, device_run, unquantised)))
 
-    def keep(path: str, w: jax.Array) -> Any:
-        described: Any = device_run.layout.params
-        target: Any = where
-        for name in path.split("."):
-            described, target = described[name], target[name]
-        if is_param(described) or tuning.base not in ("int8", "nf4"):
-            return w.astype(described.stored)
-        convert = functools.partial(quantise, path, before[path], base=tuning.base)
-        quantised = jax.block_until_ready(jax.jit(convert, out_shardings=target)(w))
-        w.delete()
-        return quantised
+    descriptions = device_run.layout.params
+    shardings = trained_only(descriptions, device_run.state_shardings.params)
+    training = device_run.run.training
+    adapters = init_params(
+        trained_only(descriptions, descriptions),
+        shardings,
+        seed=training.seed,
+        dtype=training.param_dtype,
+    )
+    for name, tree in params.items():
+        if isinstance(tree, dict) and ADAPTERS in adapters[name]:
+            params[name] = {**tree, ADAPTERS: adapters[name][ADAPTERS]}
+    return params
 
-    params = load(base, keep)
-    described = trained_only(device_run.layout.params, device_run.layout.params)
-    training, placed = device_run.run.training, trained_only(device_run.layout.params, where)
-    fresh = init_params(described, placed, seed=training.seed, dtype=training.param_dtype)
-    return {
-        path: {**tree, ADAPTERS: fresh[path][ADAPTERS]}
-        if isinstance(tree, dict) and ADAPTERS in fresh[path]
-        else tree
-        for path, tree in params.items()
-    }
+
+def _keep_weight(
+    device_run: DeviceRun, unquantised: dict[str, Param], path: str, w: jax.Array
+) -> Any:
+    """Returns a weight of the base as the run keeps it; one that is quantised is deleted."""
+    description: Any = device_run.layout.params
+    sharding: Any = device_run.state_shardings.params
+    for name in path.split("."):
+        description = description[name]
+        sharding = sharding[name]
+    base = device_run.run.finetune.base
+    if is_param(description) or base not in ("int8", "nf4"):
+        return w.astype(description.stored)
+    convert = functools.partial(quantise, path, unquantised[path], base=base)
+    quantised = jax.block_until_ready(jax.jit(convert, out_shardings=sharding)(w))
+    w.delete()
+    return quantised

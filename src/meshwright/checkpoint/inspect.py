@@ -79,7 +79,8 @@ def verify_checkpoint(
 
     say: called with a line about each tensor.
     """
-    records, damaged = tensors.manifest.tensors, []
+    records = tensors.manifest.tensors
+    damaged: list[str] = []
     for number, (name, record) in enumerate(records.items(), 1):
         verdict = "as saved"
         try:

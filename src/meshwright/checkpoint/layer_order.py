@@ -5,6 +5,7 @@ each stage's layers are contiguous (`Param.order`). A checkpoint has one row per
 restored on a mesh with other stages.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -24,24 +25,27 @@ def abstract_in_layer_order(tensors: dict[str, Any], params: Tree) -> dict[str, 
     The layers stay sharded over `stage` where their number divides; otherwise another dimension that divides is.
     tensors: arrays or ShapeDtypeStructs by dotted name, params: descriptions of the parameters.
     """
+    abstract = dict(tensors)
+    for name, p in permuted_params(tensors, params).items():
+        x = tensors[name]
+        layers, *_ = p.logical_shape
+        sharding = x.sharding
+        if layers % _degree(sharding, 0):
+            sharding = _without_sharded_rows(x.shape, sharding)
+        shape = (layers, *x.shape[1:])
+        abstract[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+    return abstract
 
-    def abstract(x: Any, p: Param) -> Any:
-        shape, sharding = (*p.logical_shape[:1], *x.shape[1:]), x.sharding
-        if shape[0] % _degree(sharding, 0):
-            spec, dim = (
-                [_axes(sharding, d) for d in range(x.ndim)],
-                _other_dimension(x.shape, sharding),
-            )
-            if dim is not None:
-                spec[dim] += spec[0]
-            spec[0] = ()
-            sharding = NamedSharding(sharding.mesh, PartitionSpec(*(axes or None for axes in spec)))
-        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
-    permuted = permuted_params(tensors, params)
-    return {
-        name: abstract(x, permuted[name]) if name in permuted else x for name, x in tensors.items()
-    }
+def _without_sharded_rows(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
+    """Returns a sharding whose axes of the rows are moved to another dimension that they divide, if there is one."""
+    axes_by_dim = [_axes(sharding, dim) for dim in range(len(shape))]
+    dim = _other_dimension(shape, sharding)
+    if dim is not None:
+        axes_by_dim[dim] += axes_by_dim[0]
+    axes_by_dim[0] = ()
+    spec = PartitionSpec(*(axes or None for axes in axes_by_dim))
+    return NamedSharding(sharding.mesh, spec)
 
 
 def permuted_in_layer_order(
@@ -93,42 +97,73 @@ def reordering(
     without a dimension that divides, such as a bias of few elements, is gathered.
     row_shape, row_sharding: of the tensor as its parameter's rows are.  layer_sharding: in the order of the layers.
     """
-    source, target = (
-        (row_sharding, layer_sharding)
-        if convert is rows_to_layers
-        else (layer_sharding, row_sharding)
-    )
-    axes, dim = _axes(row_sharding, 0), _other_dimension(row_shape, row_sharding)
+    source = layer_sharding
+    target = row_sharding
+    if convert is rows_to_layers:
+        source, target = target, source
+    axes = _axes(row_sharding, 0)
+    dim = _other_dimension(row_shape, row_sharding)
     if dim is None or not axes:
         return jax.jit(functools.partial(convert, p), out_shardings=target)
 
-    def permute(x: jax.Array) -> jax.Array:
-        x = convert(p, lax.all_to_all(x, axes, dim, 0, tiled=True) if _axes(source, 0) else x)
-        return lax.all_to_all(x, axes, 0, dim, tiled=True) if _axes(target, 0) else x
-
-    def run(x: jax.Array) -> jax.Array:
-        along = max(
-            (d for d in range(1, x.ndim) if d != dim),
-            key=lambda d: _pieces(x.shape[d]),
-            default=dim,
-        )
-        pieces = _pieces(x.shape[along]) if along != dim else 1
-        if pieces == 1:
-            return permute(x)
-        size = x.shape[along] // pieces
-
-        def convert_piece(i: jax.Array, out: jax.Array) -> jax.Array:
-            piece = permute(lax.dynamic_slice_in_dim(x, i * size, size, along))
-            return lax.dynamic_update_slice_in_dim(out, piece, i * size, along)
-
-        after = jax.eval_shape(permute, x)
-        return lax.fori_loop(0, pieces, convert_piece, jnp.zeros(after.shape, after.dtype))
-
-    mesh = row_sharding.mesh
+    permutation = _Permutation(
+        functools.partial(convert, p), axes, dim, bool(_axes(source, 0)), bool(_axes(target, 0))
+    )
     mapped = jax.shard_map(
-        run, mesh=mesh, in_specs=source.spec, out_specs=target.spec, check_vma=False
+        permutation.by_pieces,
+        mesh=row_sharding.mesh,
+        in_specs=source.spec,
+        out_specs=target.spec,
+        check_vma=False,
     )
     return jax.jit(mapped, out_shardings=target)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Permutation:
+    """Conversion of the local shard of a tensor, whose rows are sharded over `axes`.
+
+    On two stages, with rows 0 2 | 1 3 that become 0 1 | 2 3, and halves a and b of dimension `dim`:
+
+        stage 0: 0a 0b 2a 2b   all-to-all   0a 2a 1a 3a   convert   0a 1a 2a 3a   all-to-all   0a 0b 1a 1b
+        stage 1: 1a 1b 3a 3b                0b 2b 1b 3b             0b 1b 2b 3b                2a 2b 3a 3b
+    """
+
+    convert: Callable[[Any], Any]
+    axes: tuple[str, ...]
+    dim: int
+    """Dimension over which `axes` lie while rows are converted."""
+    source_is_sharded: bool
+    """Whether the rows are sharded before."""
+    target_is_sharded: bool
+    """Whether the rows are sharded afterwards."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Converts all of the shard at once."""
+        if self.source_is_sharded:
+            x = lax.all_to_all(x, self.axes, self.dim, 0, tiled=True)
+        x = self.convert(x)
+        if self.target_is_sharded:
+            x = lax.all_to_all(x, self.axes, 0, self.dim, tiled=True)
+        return x
+
+    def by_pieces(self, x: jax.Array) -> jax.Array:
+        """Converts a piece of the shard at a time, along a third dimension that can be cut."""
+        others = [dim for dim in range(1, x.ndim) if dim != self.dim]
+        if not others:
+            return self(x)
+        cut_dim = max(others, key=lambda dim: _pieces(x.shape[dim]))
+        pieces = _pieces(x.shape[cut_dim])
+        if pieces == 1:
+            return self(x)
+        size = x.shape[cut_dim] // pieces
+
+        def convert_piece(i: jax.Array, out: jax.Array) -> jax.Array:
+            piece = self(lax.dynamic_slice_in_dim(x, i * size, size, cut_dim))
+            return lax.dynamic_update_slice_in_dim(out, piece, i * size, cut_dim)
+
+        after = jax.eval_shape(self, x)
+        return lax.fori_loop(0, pieces, convert_piece, jnp.zeros(after.shape, after.dtype))
 
 
 def _pieces(size: int) -> int:
@@ -138,21 +173,27 @@ def _pieces(size: int) -> int:
 
 def permuted_params(tensors: dict[str, Any], params: Tree) -> dict[str, Param]:
     """Returns the names of the tensors whose rows are permuted, with the parameter that they belong to."""
-    permuted = {path: p for path, p in named_leaves(params).items() if p.order is not None}
-    return {
-        name: p
-        for name, x in tensors.items()
-        for path, p in permuted.items()
-        if name.endswith(f".{path}") and x.shape and x.shape[0] == p.shape[0]
-    }
+    by_path = {path: p for path, p in named_leaves(params).items() if p.order is not None}
+    permuted: dict[str, Param] = {}
+    for name, x in tensors.items():
+        for path, p in by_path.items():
+            if name.endswith(f".{path}") and x.shape and x.shape[0] == p.shape[0]:
+                permuted[name] = p
+    return permuted
 
 
 def _axes(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
-    axes = sharding.spec[dim] if dim < len(sharding.spec) else None
-    return axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+    """Returns the mesh axes over which a dimension is sharded."""
+    axes = None
+    if dim < len(sharding.spec):
+        axes = sharding.spec[dim]
+    if axes is None:
+        return ()
+    return axes if isinstance(axes, tuple) else (axes,)
 
 
 def _degree(sharding: NamedSharding, dim: int) -> int:
+    """Returns the devices over which a dimension is sharded."""
     return math.prod(sharding.mesh.shape[axis] for axis in _axes(sharding, dim))
 
 

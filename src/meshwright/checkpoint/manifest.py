@@ -151,7 +151,8 @@ def steps_to_take(folder: Path, step: int | None) -> list[int]:
 
     One that is newer and not complete is left out with a line on standard error. Raises CheckpointError.
     """
-    steps, partial = committed_steps(folder), partial_steps(folder)
+    steps = committed_steps(folder)
+    partial = partial_steps(folder)
     if step in partial:
         raise damaged(folder, step, "it is not whole: its writing or copying was cut off", None)
     if not steps:
@@ -182,15 +183,9 @@ def _damage_explained(folder: Path, step: int) -> Iterator[None]:
 def damaged(folder: Path, step: int, damage: str, error: Exception | None) -> DamagedError:
     """Returns the error for a checkpoint that cannot be read, with the one before it."""
     earlier = [s for s in committed_steps(folder) if s < step]
-    detail = (
-        f" ({type(error).__name__}: {str(error).splitlines()[0][:160]})"
-        if error and str(error)
-        else ""
-    )
-    return DamagedError(
-        f"the checkpoint of step {step} in {folder}",
-        damage + detail,
-        f"the one before it: --at {earlier[-1]}"
-        if earlier
-        else "no earlier checkpoint exists: start a new run",
-    )
+    if error is not None and str(error):
+        damage += f" ({type(error).__name__}: {str(error).splitlines()[0][:160]})"
+    fix = "no earlier checkpoint exists: start a new run"
+    if earlier:
+        fix = f"the one before it: --at {earlier[-1]}"
+    return DamagedError(f"the checkpoint of step {step} in {folder}", damage, fix)

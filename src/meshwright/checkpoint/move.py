@@ -45,7 +45,8 @@ def plan_move(source: Path, target: Path, at: int | None) -> list[Moved]:
         raise CheckpointError(
             f"moving {source} to {target}", "they are in one another", "another folder"
         )
-    folder, existing = source / "checkpoints", committed_steps(target / "checkpoints")
+    folder = source / "checkpoints"
+    existing = committed_steps(target / "checkpoints")
     listed = [row for row in list_checkpoints(folder) if at in (None, row.step)]
     if not listed:
         there = ", ".join(map(str, committed_steps(folder))) or "none"
@@ -53,25 +54,28 @@ def plan_move(source: Path, target: Path, at: int | None) -> list[Moved]:
         raise CheckpointError(
             f"{asked} in {source}", f"its steps are: {there}", "a step that is there"
         )
-    planned = []
+    planned: list[Moved] = []
     for row in listed:
         name = str(row.step)
-        action: Literal["copy", "there", "left out"] = (
-            "copy" if row.state == "whole" else "left out"
-        )
-        if row.step in existing and action == "copy":
-            if sha256_of(folder / name / MANIFEST) != sha256_of(
-                target / "checkpoints" / name / MANIFEST
-            ):
-                truth = "it holds another checkpoint of that step"
-                raise CheckpointError(
-                    f"moving step {row.step} to {target}", truth, "another folder"
-                )
+        action: Literal["copy", "there", "left out"] = "copy"
+        if row.state != "whole":
+            action = "left out"
+        elif row.step in existing:
+            _check_same(folder / name, target / "checkpoints" / name, target)
             action = "there"
         planned.append(Moved(f"step {name}", len(files_of(folder / name)), row.bytes or 0, action))
     others = _other_files(source)
-    size = 0 if in_bucket(source) else sum((source / name).stat().st_size for name in others)
+    size = 0
+    if not in_bucket(source):
+        size = sum((source / name).stat().st_size for name in others)
     return [*planned, Moved(_REST, len(others), size, "copy")]
+
+
+def _check_same(checkpoint: Path, existing: Path, target: Path) -> None:
+    """Raises CheckpointError where a target has another checkpoint of a step."""
+    if sha256_of(checkpoint / MANIFEST) != sha256_of(existing / MANIFEST):
+        truth = "it holds another checkpoint of that step"
+        raise CheckpointError(f"moving step {existing.name} to {target}", truth, "another folder")
 
 
 def _other_files(source: Path) -> list[str]:

@@ -48,11 +48,16 @@ def _is_complete(manifest: Path) -> bool:
 def all_steps(folder: Path) -> list[int]:
     """Returns the steps that have a folder, complete or not, in no order."""
     folder = path_of(folder)
-    # In a bucket a folder that other programs copied has no such files.
-    for place in (folder / STARTED, folder) if in_bucket(folder) else (folder,):
-        if found := [int(name) for name in _names_in(place) if name.isdigit()]:
-            return found
-    return []
+    if in_bucket(folder):
+        started = _numbers_in(folder / STARTED)
+        if started:  # a folder that other programs copied has no such files
+            return started
+    return _numbers_in(folder)
+
+
+def _numbers_in(folder: Path) -> list[int]:
+    """Returns the names in a folder that are numbers."""
+    return [int(name) for name in _names_in(folder) if name.isdigit()]
 
 
 def _names_in(folder: Path) -> list[str]:
@@ -80,7 +85,8 @@ def remove_checkpoint(folder: Path, step: int) -> None:
 
     A bucket cannot rename, so there the manifest goes first. On a disk the folder gets another name first.
     """
-    checkpoint, below = folder / str(step), folder.parent
+    checkpoint = folder / str(step)
+    below = folder.parent
     if in_bucket(folder):
         remove_file(checkpoint / MANIFEST, below=below, missing_ok=True)
         remove_tree(checkpoint, below=below)

@@ -72,9 +72,13 @@ def new_array(
         "recheck_cached_data": False,
     }
     # A first attempt may have written the description before it failed.
-    again = how | ({"open": True} if how.get("create") and not how.get("delete_existing") else {})
+    repeated = dict(how)
+    if how.get("create") and not how.get("delete_existing"):
+        repeated["open"] = True
     attempts = iter([how])
-    return result_of(state, lambda: tensorstore.open(spec | next(attempts, again), context=context))
+    return result_of(
+        state, lambda: tensorstore.open(spec | next(attempts, repeated), context=context)
+    )
 
 
 def write_shards(
@@ -93,16 +97,16 @@ def write_shards(
     how = {"create": True} if creates else {"open": True, "assume_metadata": True}
     writing = []
     for name, x in abstract.items():
-        if creates or shards[name]:
-            chunk = _chunk_shape(
-                _division(x.shape, x.dtype.itemsize, x.sharding)[0], x.dtype.itemsize
-            )
-            array = new_array(state, name, x.shape, chunk, x.dtype, **how)
-            for index, values in shards[name]:
-                part = array[index]
-                future = part.write(values)
-                future.add_done_callback(lambda _: wrote())
-                writing.append((part, values, future))
+        if not creates and not shards[name]:
+            continue
+        shard, _, _ = _division(x.shape, x.dtype.itemsize, x.sharding)
+        chunk = _chunk_shape(shard, x.dtype.itemsize)
+        array = new_array(state, name, x.shape, chunk, x.dtype, **how)
+        for index, values in shards[name]:
+            part = array[index]
+            future = part.write(values)
+            future.add_done_callback(lambda _: wrote())
+            writing.append((part, values, future))
     for part, values, future in writing:
         _finish(state, part, values, future)
 
@@ -118,17 +122,11 @@ def layout_of(tensors: dict[str, Any]) -> str:
 
     tensors: arrays or ShapeDtypeStructs with shardings, by name.
     """
-    slices = {
-        name: sorted(
-            {
-                _bounds(i, x.shape)
-                for i in x.sharding.addressable_devices_indices_map(x.shape).values()
-            }
-        )
-        for name, x in sorted(tensors.items())
-    }
-    place = [jax.process_index(), jax.process_count()] if jax.process_count() > 1 else []
-    return hashlib.sha256(json.dumps([place, slices if place else ""]).encode()).hexdigest()
+    layout: list[Any] = [[], ""]
+    if jax.process_count() > 1:
+        slices = {name: sorted(_slices_held(x)) for name, x in sorted(tensors.items())}
+        layout = [[jax.process_index(), jax.process_count()], slices]
+    return hashlib.sha256(json.dumps(layout).encode()).hexdigest()
 
 
 def host_shards(tensors: dict[str, jax.Array], *, owned: bool) -> Shards:
@@ -136,36 +134,55 @@ def host_shards(tensors: dict[str, jax.Array], *, owned: bool) -> Shards:
 
     owned: only what this process writes. Of a slice that several processes have, each writes a part (`_owned_part`).
     """
-    taken: dict[str, dict[Bounds, jax.Array]] = {}
+    copying: dict[str, dict[Bounds, jax.Array]] = {}
     shards: Shards = {name: [] for name in tensors}
     for name, x in tensors.items():
-        slices = taken[name] = {}
-        for shard in x.addressable_shards:
-            part = (
-                _owned_part(x, shard.index, shard.replica_id)
-                if owned
-                else _bounds(shard.index, x.shape)
-            )
-            if part is None or part in slices:
-                continue
-            slices[part] = shard.data
-            shape = tuple(stop - start for start, stop in part)
-            if shape != shard.data.shape:
-                first = [
-                    a - (where.start or 0) for (a, _), where in zip(part, shard.index, strict=True)
-                ]
-                slices[part] = jax.lax.dynamic_slice(shard.data, first, shape)
+        slices = _slices_on_devices(x, owned=owned)
         for data in slices.values():
             data.copy_to_host_async()
-        if (
-            owned and _division(x.shape, x.dtype.itemsize, x.sharding)[1] > 1
-        ):  # copied on the devices: one at a time
-            shards[name] = _on_host(taken.pop(name))
-    return shards | {name: _on_host(slices) for name, slices in taken.items()}
+        _, parts, _ = _division(x.shape, x.dtype.itemsize, x.sharding)
+        if owned and parts > 1:
+            # Its parts are copies on the devices: of one tensor at a time.
+            shards[name] = _on_host(slices)
+        else:
+            copying[name] = slices
+        del slices  # before those of the next tensor are made
+    for name, slices in copying.items():
+        shards[name] = _on_host(slices)
+    return shards
+
+
+def _slices_on_devices(x: jax.Array, *, owned: bool) -> dict[Bounds, jax.Array]:
+    """Returns the slices of a tensor on this process's devices, each once. owned: as of `host_shards`."""
+    slices: dict[Bounds, jax.Array] = {}
+    for shard in x.addressable_shards:
+        bounds: Bounds | None = _bounds(shard.index, x.shape)
+        if owned:
+            bounds = _owned_part(x, shard.index, shard.replica_id)
+        if bounds is None or bounds in slices:
+            continue
+        slices[bounds] = _part_of_shard(shard, bounds)
+    return slices
+
+
+def _part_of_shard(shard: jax.Shard, bounds: Bounds) -> jax.Array:
+    """Returns a part of a shard, whose bounds in the tensor are given."""
+    shape = tuple(stop - start for start, stop in bounds)
+    if shape == shard.data.shape:
+        return shard.data
+    offsets = [
+        start - (index.start or 0) for (start, _), index in zip(bounds, shard.index, strict=True)
+    ]
+    return jax.lax.dynamic_slice(shard.data, offsets, shape)
 
 
 def _on_host(slices: dict[Bounds, jax.Array]) -> list[tuple[Index, np.ndarray]]:
-    return [(tuple(slice(*part) for part in bounds), _copied(x)) for bounds, x in slices.items()]
+    """Returns index and values of each slice."""
+    shards = []
+    for bounds, x in slices.items():
+        index = tuple(slice(start, stop) for start, stop in bounds)
+        shards.append((index, _copied(x)))
+    return shards
 
 
 def _copied(x: jax.Array) -> np.ndarray:
@@ -180,15 +197,16 @@ def _division(
     shape: tuple[int, ...], itemsize: int, sharding: Any
 ) -> tuple[tuple[int, ...], int, int]:
     """Shape of the parts in which the replicas of a slice divide it, their number, and that of replicas."""
-    local, devices = sharding.shard_shape(shape), sharding.device_set
+    local = sharding.shard_shape(shape)
+    devices = sharding.device_set
+    processes = {device.process_index for device in devices}
     replicas = len(devices) * math.prod(local) // max(1, math.prod(shape))
-    several = len({d.process_index for d in devices}) > 1
-    dim, count = replica_parts(local, itemsize, replicas if several else 1)
-    return (
-        tuple(size // count if i == dim else size for i, size in enumerate(local)),
-        count,
-        replicas,
-    )
+    writers = replicas if len(processes) > 1 else 1
+    divided_dim, count = replica_parts(local, itemsize, writers)
+    part = list(local)
+    if count > 1:
+        part[divided_dim] //= count
+    return tuple(part), count, replicas
 
 
 def _owned_part(x: Any, index: Index, replica: int) -> Bounds | None:
@@ -200,12 +218,12 @@ def _owned_part(x: Any, index: Index, replica: int) -> Bounds | None:
     part = next((i for i in range(count) if i * replicas // count == replica), None)
     if part is None:
         return None
-    # Only the dimension that is divided has a second part.
-    starts = [
-        low + part * size * (size < high - low)
-        for size, (low, high) in zip(shape, _bounds(index, x.shape), strict=True)
-    ]
-    return tuple((start, start + size) for start, size in zip(starts, shape, strict=True))
+    bounds = []
+    for size, (start, stop) in zip(shape, _bounds(index, x.shape), strict=True):
+        if size < stop - start:  # the dimension that is divided
+            start += part * size
+        bounds.append((start, start + size))
+    return tuple(bounds)
 
 
 def _bounds(index: Index, shape: tuple[int, ...]) -> Bounds:
@@ -215,10 +233,11 @@ def _bounds(index: Index, shape: tuple[int, ...]) -> Bounds:
 def _chunk_shape(shard: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """Returns the shape of the chunks of a shard, which divides it: no two processes write into one chunk."""
     largest = block_shape(shard, itemsize, _CHUNK)
-    return tuple(
-        max((n for n in range(1, most + 1) if size % n == 0), default=1)
-        for size, most in zip(shard, largest, strict=True)
-    )
+    return tuple(_largest_divisor(size, most) for size, most in zip(shard, largest, strict=True))
+
+
+def _largest_divisor(size: int, most: int) -> int:
+    return max((n for n in range(1, most + 1) if size % n == 0), default=1)
 
 
 def read_shards(state: Path, name: str, x: Any, record: TensorRecord, *, owned: bool) -> jax.Array:
@@ -228,36 +247,70 @@ def read_shards(state: Path, name: str, x: Any, record: TensorRecord, *, owned: 
     has too are read by the first of them, and are zero in the others (`from_first_replica`).  Raises ValueError where
     the array is not that of `record`.
     """
-    places = x.sharding.addressable_devices_indices_map(x.shape)
-    if owned and (axes := _replica_axes(x.sharding)):
-        owners = {d.id for d in _replicas(x.sharding.mesh, axes)[0]}
-        places_read = [index for device, index in places.items() if device.id in owners]
-    else:
-        places_read = list(places.values())
-    reading = {}
-    if places_read:
-        array = result_of(state, lambda: open_array(state, name))
-        check_array(name, array, record)
-        for bounds in dict.fromkeys(_bounds(index or (), x.shape) for index in places_read):
-            inside = tuple(
-                slice(a, min(b, size)) for (a, b), size in zip(bounds, array.shape, strict=True)
-            )
-            if all(part.start < part.stop for part in inside):
-                reading[bounds] = (array[inside], array[inside].read())
+    reading = _start_reading(state, name, record, _slices_read(x, owned=owned))
     slices: dict[Bounds, np.ndarray] = {}
-    for bounds in dict.fromkeys(_bounds(index or (), x.shape) for index in places.values()):
-        shape, values = tuple(b - a for a, b in bounds), None
+    for bounds in _slices_held(x):
+        shape = tuple(stop - start for start, stop in bounds)
+        values = None
         if bounds in reading:
             values = _read_part(state, *reading[bounds])
-        if values is None or values.shape != shape:
-            padded = np.zeros(shape, x.dtype)
-            if values is not None:
-                padded[tuple(slice(0, size) for size in values.shape)] = values
-            values = padded
-        slices[bounds] = values
+        slices[bounds] = _padded_with_zeros(values, shape, x.dtype)
     return jax.make_array_from_callback(
         x.shape, x.sharding, lambda index: slices[_bounds(index or (), x.shape)]
     )
+
+
+def _slices_held(x: Any) -> list[Bounds]:
+    """Returns the slices of a tensor that the devices of this process need, each once."""
+    indices = x.sharding.addressable_devices_indices_map(x.shape).values()
+    return list(dict.fromkeys(_bounds(index or (), x.shape) for index in indices))
+
+
+def _slices_read(x: Any, *, owned: bool) -> list[Bounds]:
+    """Returns those of the slices that this process reads. owned: as of `read_shards`."""
+    axes: tuple[str, ...] = ()
+    if owned:
+        axes = _replica_axes(x.sharding)
+    if not axes:
+        return _slices_held(x)
+    first_replica = {device.id for device in _replicas(x.sharding.mesh, axes)[0]}
+    slices: dict[Bounds, None] = {}
+    for device, index in x.sharding.addressable_devices_indices_map(x.shape).items():
+        if device.id in first_replica:
+            slices[_bounds(index or (), x.shape)] = None
+    return list(slices)
+
+
+def _start_reading(
+    state: Path, name: str, record: TensorRecord, slices: list[Bounds]
+) -> dict[Bounds, tuple[Any, Any]]:
+    """Starts to read slices of a stored array; returns the part of the array and the future of each.
+
+    A slice that is beyond the stored array is not read.
+    """
+    if not slices:
+        return {}
+    array = result_of(state, lambda: open_array(state, name))
+    check_array(name, array, record)
+    reading: dict[Bounds, tuple[Any, Any]] = {}
+    for bounds in slices:
+        inside = tuple(
+            slice(start, min(stop, size))
+            for (start, stop), size in zip(bounds, array.shape, strict=True)
+        )
+        if all(part.start < part.stop for part in inside):
+            reading[bounds] = (array[inside], array[inside].read())
+    return reading
+
+
+def _padded_with_zeros(values: np.ndarray | None, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Returns values in a larger shape, zero where there are none."""
+    if values is not None and values.shape == shape:
+        return values
+    padded = np.zeros(shape, dtype)
+    if values is not None:
+        padded[tuple(slice(0, size) for size in values.shape)] = values
+    return padded
 
 
 def _read_part(state: Path, part: Any, started: Any) -> np.ndarray:
@@ -297,25 +350,26 @@ def _replica_axes(sharding: Any) -> tuple[str, ...]:
     """Returns the mesh axes over which a tensor is repeated, where that is in several processes; else none."""
     if jax.process_count() == 1 or not isinstance(sharding, NamedSharding):
         return ()
-    split = {
-        axis
-        for part in sharding.spec
-        if part
-        for axis in ((part,) if isinstance(part, str) else part)
-    }
-    axes = tuple(
-        axis for axis, size in sharding.mesh.shape.items() if size > 1 and axis not in split
-    )
-    of_one_slice = _replicas(sharding.mesh, axes)[:, 0]
-    return axes if len({device.process_index for device in of_one_slice}) > 1 else ()
+    split_axes: set[str] = set()
+    for axes_of_dim in sharding.spec:
+        if isinstance(axes_of_dim, str):
+            split_axes.add(axes_of_dim)
+        else:
+            split_axes.update(axes_of_dim or ())
+    repeated = [
+        axis for axis, size in sharding.mesh.shape.items() if size > 1 and axis not in split_axes
+    ]
+    axes = tuple(repeated)
+    replicas_of_one_slice = _replicas(sharding.mesh, axes)[:, 0]
+    processes = {device.process_index for device in replicas_of_one_slice}
+    return axes if len(processes) > 1 else ()
 
 
 def _replicas(mesh: Any, axes: tuple[str, ...]) -> np.ndarray:
     """Returns the devices of a mesh, [replica, slice], of a tensor that is repeated over some of its axes."""
-    moved = np.moveaxis(
-        mesh.devices, [mesh.axis_names.index(axis) for axis in axes], range(len(axes))
-    )
-    return moved.reshape(math.prod(mesh.shape[axis] for axis in axes), -1)
+    dims = [mesh.axis_names.index(axis) for axis in axes]
+    replicas = math.prod(mesh.shape[axis] for axis in axes)
+    return np.moveaxis(mesh.devices, dims, range(len(dims))).reshape(replicas, -1)
 
 
 def open_array(state: Path, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import io
@@ -12,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
-from meshwright.errors import StorageError, by_class, reason_of
+from meshwright.errors import MeshwrightError, StorageError, by_class, reason_of
 from meshwright.formatting import format_bytes
 from meshwright.storage.attempts import RegularFile, attempt
 from meshwright.storage.paths import bucket_path, in_bucket
@@ -112,20 +113,25 @@ def copy_files(names: Sequence[str], source: Path, target: Path) -> None:
     Raises StorageError where a copy differs from its source.
     """
     _check_names(names, source)
-    there = set(files_of(target))
+    existing = set(files_of(target))
 
     def copy(name: str) -> None:
-        first, second = source / name, target / name
-        if name in there and sha256_of(first) == sha256_of(second):
+        if name in existing and sha256_of(source / name) == sha256_of(target / name):
             return
-        expected = copy_file(first, second)
-        if (found := sha256_of(second)) != expected:
-            truth = f"the copy has SHA-256 {found[:16]}..., the source {expected[:16]}...; the source is as it was"
-            raise StorageError(
-                f"copying {first} to {second}", truth, f"delete {second} and copy again"
-            )
+        _copy_verified(source / name, target / name)
 
     _of_each(copy, names)
+
+
+def _copy_verified(source: Path, target: Path) -> None:
+    """Copies a file and reads the copy back. Raises StorageError where it differs."""
+    expected = copy_file(source, target)
+    digest = sha256_of(target)
+    if digest != expected:
+        truth = f"the copy has SHA-256 {digest[:16]}..., the source {expected[:16]}...; the source is as it was"
+        raise StorageError(
+            f"copying {source} to {target}", truth, f"delete {target} and copy again"
+        )
 
 
 def join_segments(names: Sequence[str], folder: Path) -> None:
@@ -154,11 +160,8 @@ def copy_tree(source: Path, target: Path, last: Sequence[str] = ()) -> None:
     names = files_of(source)
     if not names:
         raise StorageError(f"copying {source}", "there is nothing in it", "a folder that exists")
-    for group in (
-        [name for name in names if name not in last],
-        [name for name in names if name in last],
-    ):
-        copy_files(group, source, target)
+    copy_files([name for name in names if name not in last], source, target)
+    copy_files([name for name in names if name in last], source, target)
 
 
 def move_tree(source: Path, target: Path, last: Sequence[str] = ()) -> None:
@@ -178,54 +181,86 @@ def local_copy(location: Path, cache: Path) -> Path:
     """
     if not in_bucket(location):
         return location
-    found = bucket_path(location)
-    single = found.is_file()
-    names = [found.name] if single else found.object_names()
-    if not names:
-        raise StorageError(
-            f"reading {location}",
-            "there is no such object and no such folder",
-            "a name that exists",
-        )
-    _check_names(names, location)
-    origin = found.parent if single else found
-
-    def versions() -> dict[str, str]:
-        read = _of_each(lambda name: bucket_path(origin / name).generation().hex(), names)
-        return dict(zip(names, read, strict=True))
-
-    before = versions()
+    source = _BucketSource.find(location)
+    versions = source.versions()
     copies = cache / COPIES / _hash(str(location))
-    entry = copies / _hash(json.dumps(before))
-    target = entry / location.name
+    entry = copies / _hash(json.dumps(versions))
+    copy = entry / location.name
     if _keep(entry):
-        return target
+        return copy
     scratch = copies / f".{entry.name}"
-    folder = scratch if single else scratch / location.name
+    folder = scratch if source.is_file else scratch / location.name
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with held_folder(scratch):
             if _keep(entry):  # another process made it meanwhile
-                return target
-            _link_known(copies, before, folder, single)
-            absent = [name for name in names if not (folder / name).is_file()]
-            _of_each(lambda name: copy_file(origin / name, folder / name), absent)
-            if versions() != before:
+                return copy
+            _link_known(copies, versions, folder, source.is_file)
+            source.copy_missing(folder)
+            if source.versions() != versions:
                 raise StorageError(
                     f"copying {location}", "its objects changed meanwhile", "the same command again"
                 )
-            (scratch / COPY_RECORD).write_text(json.dumps(before), encoding="utf-8")
+            (scratch / COPY_RECORD).write_text(json.dumps(versions), encoding="utf-8")
             rename(scratch, entry, below=copies)
             _keep(entry)
     except OSError as error:
         if _keep(entry):  # another process was first, on a file system without locks
-            return target
-        truth = reason_of(error)
-        if cache.is_dir():
-            truth += f"; {format_bytes(shutil.disk_usage(cache).free)} are free"
-        refusal = StorageError(f"copying {location} to {folder}", truth, "a cache with more space")
-        raise by_class(error, refusal) from error
-    return target
+            return copy
+        raise _copy_error(error, location, folder, cache) from error
+    return copy
+
+
+def _copy_error(error: OSError, location: Path, folder: Path, cache: Path) -> MeshwrightError:
+    """Returns the error of a copy that the disk refused, by its class."""
+    truth = reason_of(error)
+    if cache.is_dir():
+        truth += f"; {format_bytes(shutil.disk_usage(cache).free)} are free"
+    refusal = StorageError(f"copying {location} to {folder}", truth, "a cache with more space")
+    return by_class(error, refusal)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BucketSource:
+    """File or folder in a bucket, with the names of its objects."""
+
+    folder: Path
+    """Folder below which the objects are named."""
+    names: list[str]
+    is_file: bool
+
+    @classmethod
+    def find(cls, location: Path) -> "_BucketSource":
+        """Lists the objects of a location. Raises StorageError where there are none, or a name leads out of it."""
+        path = bucket_path(location)
+        is_file = path.is_file()
+        if is_file:
+            folder = path.parent
+            names = [path.name]
+        else:
+            folder = path
+            names = path.object_names()
+        if not names:
+            raise StorageError(
+                f"reading {location}",
+                "there is no such object and no such folder",
+                "a name that exists",
+            )
+        _check_names(names, location)
+        return cls(folder, names, is_file)
+
+    def versions(self) -> dict[str, str]:
+        """Asks for the present version of each object."""
+        versions = _of_each(self._version, self.names)
+        return dict(zip(self.names, versions, strict=True))
+
+    def _version(self, name: str) -> str:
+        return bucket_path(self.folder / name).generation().hex()
+
+    def copy_missing(self, target: Path) -> None:
+        """Copies the objects that a local folder does not have."""
+        missing = [name for name in self.names if not (target / name).is_file()]
+        _of_each(lambda name: copy_file(self.folder / name, target / name), missing)
 
 
 def _keep(copy: Path) -> bool:
@@ -268,10 +303,10 @@ def _link_known(copies: Path, versions: dict[str, str], folder: Path, single: bo
             known = dict(json.loads(record.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, RecursionError):
             continue  # its objects are copied again
-        there = record.parent if single else record.parent / folder.name
+        copy = record.parent if single else record.parent / folder.name
         for name, version in versions.items():
             file = folder / name
             if known.get(name) == version and not file.exists():
                 file.parent.mkdir(parents=True, exist_ok=True)
                 with contextlib.suppress(OSError):  # no links here: it is copied
-                    os.link(there / name, file)
+                    os.link(copy / name, file)

@@ -7,6 +7,7 @@ with its own updates, agree along the way.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
@@ -23,7 +24,7 @@ from meshwright.hardware.agreement import answer_of_the_first
 from meshwright.hardware.mesh import build_mesh
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import VOCAB_AXES
-from meshwright.sharding.params import Param, Tree, layers_to_rows, named_leaves, rows_to_layers
+from meshwright.sharding.params import Tree, layers_to_rows, named_leaves, rows_to_layers
 from meshwright.signs import waiting
 from meshwright.step.device_run import place_on_devices
 from meshwright.step.gradients import build_gradients
@@ -96,7 +97,9 @@ def check_processes(shape: MeshShape | None, other: MeshShape) -> None:
 
     The first mesh (None: all devices) is computed by all of them, the other by all or by process 0 alone.
     """
-    processes, total, local = jax.process_count(), jax.device_count(), jax.local_device_count()
+    processes = jax.process_count()
+    total = jax.device_count()
+    local = jax.local_device_count()
     if processes == 1:
         return
     if shape is not None and shape.size != total:
@@ -118,6 +121,12 @@ def other_devices(shape: MeshShape, devices: list[jax.Device]) -> list[jax.Devic
     return devices if shape.size == len(devices) else [d for d in devices if d.process_index == 0]
 
 
+# Each step, on both meshes, with the gradients g(params, batch) of a mesh:
+#
+#   first mesh                     second mesh (where several processes run: in process 0 only, if it is smaller)
+#   params, batch  ------------->  params, batch
+#   g(params)      -- compare -->  g(params), and g(params (1 +- 2^-23)), which measures its rounding error
+#   update: loss   -- compare -->  update of its own state: loss
 def compare_meshes(prepared: Trainable, other: MeshShape, *, steps: int) -> Parity:
     """Compares `steps` steps of a run with the same steps on the mesh `other`, in float32.
 
@@ -125,44 +134,17 @@ def compare_meshes(prepared: Trainable, other: MeshShape, *, steps: int) -> Pari
     the first mesh's parameters for each mesh, and one more gradient on `other` that measures its rounding error.
     """
     run = _in_float32(prepared.device_run.run, other, steps)
-    first, mesh = (
-        _Side(prepared, run, prepared.device_run.mesh),
-        build_mesh(other, other_devices(other, jax.devices())),
-    )
-    # A mesh of several processes is built and computed by all of them, another by process 0 only.
-    everywhere = len({device.process_index for device in mesh.devices.flat}) > 1
-    sides: list[_Side] = []
-
-    def found(compute: Callable[[], Any]) -> Any:
-        """Computes where the second mesh is; returns the result, as JSON has it, in all processes."""
-        return compute() if everywhere else answer_of_the_first(compute)
-
-    found(lambda: sides.append(_Side(prepared, dataclasses.replace(first.run, mesh=other), mesh)))
-    initial = first.params()
-    unequal = found(
-        lambda: [n for n, x in sides[0].params().items() if not np.array_equal(x, initial[n])]
-    )
-    compared = []
+    first = _Side(prepared, run, prepared.device_run.mesh)
+    mesh = build_mesh(other, other_devices(other, jax.devices()))
+    second = _SecondSide(prepared, dataclasses.replace(first.run, mesh=other), mesh)
+    unequal = second.unequal_params(first.params())
+    compared: list[StepParity] = []
     for step in range(1, steps + 1):
-        batch, params = next(first.feed), first.params()
+        batch = next(first.feed)
+        params = first.params()
         gradients = first.gradients(params, batch)
         loss = first.update(batch)
-
-        def compare(
-            step: int = step, params: Tensors = params, given: Tensors = gradients
-        ) -> list[Any]:
-            """Compares gradients at the first side's parameters, and the loss after this side's own updates."""
-            second = sides[0]
-            batch = next(second.feed)
-            expected = second.gradients(params, batch)
-            differences = gradient_differences(
-                given, expected, second.gradients(_perturbed(params, step), batch)
-            )
-            worst = max(differences, key=lambda name: np.nan_to_num(differences[name], nan=np.inf))
-            return [second.update(batch), differences[worst], worst]
-
-        other_loss, difference, worst = found(compare)
-        compared.append(StepParity(step, (loss, other_loss), difference, worst))
+        compared.append(second.compare(step, loss, params, gradients))
     return Parity((str(first.run.mesh), str(other)), tuple(unequal), tuple(compared))
 
 
@@ -200,7 +182,8 @@ class _Side:
     def __init__(self, prepared: Trainable, run: Run, mesh: Mesh):
         self._device_run = place_on_devices(run, mesh)
         self._prepared = dataclasses.replace(prepared, device_run=self._device_run)
-        self.feed, self.run = self._prepared.feed(Position(0, 0)), self._device_run.run
+        self.feed = self._prepared.feed(Position(0, 0))
+        self.run = self._device_run.run
         options = self._device_run.accepted_compiler_options() or None
         self._gradients = jax.jit(build_gradients(self._device_run), compiler_options=options)
         self._step: Any = None
@@ -213,9 +196,9 @@ class _Side:
     def gradients(self, params: Tensors, batch: Any) -> Tensors:
         """Returns the gradients at `params` and this side's step count."""
         state = self._state
-        return self._to_host(
-            self._gradients(self._to_devices(params), state.step, batch, *state.variables)[0]
-        )
+        arrays = self._to_devices(params)
+        gradients, *_ = self._gradients(arrays, state.step, batch, *state.variables)
+        return self._to_host(gradients)
 
     def update(self, batch: Any) -> float:
         """Takes a train step on this side's own state and returns its loss."""
@@ -225,36 +208,87 @@ class _Side:
         return float(metrics["loss"][0] / metrics["loss"][1])
 
     def _to_host(self, tree: Tree) -> Tensors:
-        descriptions, arrays = named_leaves(self._device_run.layout.params), named_leaves(tree)
-        whole = {k: x if x.is_fully_addressable else _gathered(x) for k, x in arrays.items()}
-        return {
-            name: rows_to_layers(descriptions[name], np.asarray(x)) for name, x in whole.items()
-        }
+        descriptions = named_leaves(self._device_run.layout.params)
+        tensors: Tensors = {}
+        for name, x in named_leaves(tree).items():
+            if not x.is_fully_addressable:
+                x = _gathered(x)
+            tensors[name] = rows_to_layers(descriptions[name], np.asarray(x))
+        return tensors
 
     def _to_devices(self, params: Tensors) -> Tree:
-        def on_devices(name: str, p: Param, sharding: NamedSharding) -> jax.Array:
+        shardings, structure = jax.tree.flatten(self._device_run.state_shardings.params)
+        descriptions = named_leaves(self._device_run.layout.params)
+        arrays: list[jax.Array] = []
+        for (name, p), sharding in zip(descriptions.items(), shardings, strict=True):
             x = layers_to_rows(p, params[name])
-            return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+            arrays.append(jax.make_array_from_callback(x.shape, sharding, x.__getitem__))
+        return jax.tree.unflatten(structure, arrays)
 
-        where, described = (
-            self._device_run.state_shardings.params,
-            named_leaves(self._device_run.layout.params).items(),
+
+class _SecondSide:
+    """The mesh that a run is compared with.
+
+    A mesh of several processes is built and computed by all of them, another by process 0 only, whose answers the
+    others receive; all processes call each method in the same order.
+    """
+
+    def __init__(self, prepared: Trainable, run: Run, mesh: Mesh):
+        processes = {device.process_index for device in mesh.devices.flat}
+        self._is_everywhere = len(processes) > 1
+        self._side: _Side | None = None
+        self._answer(functools.partial(self._build, prepared, run, mesh))
+
+    def unequal_params(self, params: Tensors) -> list[str]:
+        """Returns the names of the parameters that are not bitwise those of this side."""
+        return self._answer(functools.partial(self._unequal_params, params))
+
+    def compare(self, step: int, loss: float, params: Tensors, gradients: Tensors) -> StepParity:
+        """Compares a step of the first side with one of this side.
+
+        loss: of the first side.  params, gradients: parameters and gradients of the first side before its update.
+        """
+        other_loss, difference, worst = self._answer(
+            functools.partial(self._compare, step, params, gradients)
         )
-        arrays = [
-            on_devices(name, p, s)
-            for (name, p), s in zip(described, jax.tree.leaves(where), strict=True)
+        return StepParity(step, (loss, other_loss), difference, worst)
+
+    def _answer(self, compute: Callable[[], Any]) -> Any:
+        """Computes where this side is; returns the result, as JSON has it, in all processes."""
+        if self._is_everywhere:
+            return compute()
+        return answer_of_the_first(compute)
+
+    def _build(self, prepared: Trainable, run: Run, mesh: Mesh) -> None:
+        self._side = _Side(prepared, run, mesh)
+
+    def _unequal_params(self, params: Tensors) -> list[str]:
+        assert self._side is not None
+        return [
+            name for name, x in self._side.params().items() if not np.array_equal(x, params[name])
         ]
-        return jax.tree.unflatten(jax.tree.structure(where), arrays)
+
+    def _compare(self, step: int, params: Tensors, gradients: Tensors) -> list[Any]:
+        """Compares gradients at the first side's parameters, and the loss after this side's own updates."""
+        side = self._side
+        assert side is not None
+        batch = next(side.feed)
+        expected = side.gradients(params, batch)
+        perturbed = side.gradients(_perturbed(params, step), batch)
+        differences = gradient_differences(gradients, expected, perturbed)
+        # A difference that is NaN is the worst.
+        worst = max(differences, key=lambda name: np.nan_to_num(differences[name], nan=np.inf))
+        return [side.update(batch), differences[worst], worst]
 
 
 def _perturbed(params: Tensors, seed: int) -> Tensors:
     """Multiplies each element by 1 + 2^-23 or 1 - 2^-23 at random; zeros stay zero."""
     rng = np.random.default_rng(seed)
-    signs = {
-        name: rng.integers(0, 2, x.shape, np.int8).astype(np.float32) * 2 - 1
-        for name, x in params.items()
-    }
-    return {name: (x * (1 + _ULP * signs[name])).astype(np.float32) for name, x in params.items()}
+    perturbed: Tensors = {}
+    for name, x in params.items():
+        signs = rng.integers(0, 2, x.shape, np.int8).astype(np.float32) * 2 - 1
+        perturbed[name] = (x * (1 + _ULP * signs)).astype(np.float32)
+    return perturbed
 
 
 def gradient_differences(
@@ -274,5 +308,8 @@ def gradient_differences(
         difference = float(np.abs(gradients[name] - expected).max())
         rounding = float(np.abs(perturbed[name] - expected).max())
         scale = max(float(np.abs(expected).max()), _ROUNDING_FACTOR / TOLERANCE * rounding)
-        differences[name] = difference / scale if scale else (math.inf if difference else 0.0)
+        if scale:
+            differences[name] = difference / scale
+        else:
+            differences[name] = math.inf if difference else 0.0
     return differences

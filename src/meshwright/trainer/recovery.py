@@ -9,12 +9,11 @@ it would train now.
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,11 +74,13 @@ def run_identity(out: Path) -> str:
 
     A folder without events and checkpoints has no run, whatever is on the hosts' own disks.
     """
-    known = str(last_start(out).get("identity", ""))
-    for step in [] if known else reversed(committed_steps(out / "checkpoints")):
+    identity = str(last_start(out).get("identity", ""))
+    if identity:
+        return identity
+    for step in reversed(committed_steps(out / "checkpoints")):
         with contextlib.suppress(CheckpointError):
             return manifest_of(out / "checkpoints", step).identity
-    return known
+    return ""
 
 
 def resume(
@@ -95,50 +96,113 @@ def resume(
     its data is refused without; every other change is printed.  record: takes the step that is restored, and how many
     steps are taken again. Raises CheckpointError, ConfigError.
     """
-    run, out, fingerprint = (
-        prepared.device_run.run,
-        checkpoints.folder.parent,
-        prepared.fingerprint(),
-    )
+    run = prepared.device_run.run
+    out = checkpoints.folder.parent
+    fingerprint = prepared.fingerprint()
     check_accepted(run, accept)
-    identity, records, reached = answer_of_the_first(
-        lambda: [last_start(out).get("identity", ""), _left_out(out), last_step(out)]
-    )
-    changes, unknown = list[Change](), list[str]()
+    folder = _FolderRecords.read(out)
+    comparison = _Comparison(out, run, fingerprint, folder, accept)
+    state, manifest = checkpoints.restore(prepared.device_run, at, comparison.check)
 
-    def check(manifest: Manifest) -> None:
-        changes[:], unknown[:] = compare(manifest, run, fingerprint, str(identity), records)
-        refused = [c for c in changes if c.refused and not {*parts_of(c.name)} & {*accept}]
-        if refused:
-            raise ConfigError(
-                f"resuming from step {manifest.step} of {out}",
-                "; ".join(change.text for change in refused),
-                "what it was before, in the recipe, the run file, the options and the data; or --accept "
-                + " ".join(dict.fromkeys(change.name for change in refused))
-                + ", if the change is meant",
-            )
-
-    state, manifest = checkpoints.restore(prepared.device_run, at, check)
-    last = max(int(reached), *checkpoints.newer, manifest.step)
+    last = max(folder.last_step, *checkpoints.newer, manifest.step)
     taken_again = last - manifest.step
-    again = f"; steps {manifest.step + 1} to {last} are taken again" if taken_again else ""
-    say(f"going on from step {manifest.step}{again}")
-    for what, texts in (
-        ("with changes", [change.text for change in changes]),
-        ("without comparing", unknown),
-    ):
-        if texts:
-            say(f"resuming from step {manifest.step} {what}: {'; '.join(texts)}")
+    _say_resumed(manifest.step, last, comparison)
     checkpoints.set_aside(after=manifest.step)
-    skipped = tuple(sorted({*manifest.skipped, *((first, number) for first, number, _ in records)}))
-    identity = manifest.identity or str(identity) or answer_of_the_first(lambda: uuid.uuid4().hex)
-    position = Position(
-        manifest.step, manifest.cursor, skipped, manifest.data, manifest.norms, identity
-    )
     if record is not None:
         record |= {"restored": manifest.step, "taken again": taken_again}
-    every = max(run.training.log_every, manifest.run.training.log_every)
-    return Resumed(state, position, {change.name: change.text for change in changes}, every)
+    log_every = max(run.training.log_every, manifest.run.training.log_every)
+    changes = {change.name: change.text for change in comparison.changes}
+    return Resumed(state, _position_after(manifest, folder), changes, log_every)
+
+
+class _FolderRecords(NamedTuple):
+    """Records of a run in its output folder, besides its checkpoints; equal in all processes."""
+
+    identity: str
+    """Identity in the events; "" if there is none."""
+    skipped: list[tuple[int, int, str]]
+    """Samples that are left out: first, number and run."""
+    last_step: int
+    """Last step with metrics."""
+
+    @classmethod
+    def read(cls, out: Path) -> "_FolderRecords":
+        """Reads the records in process 0. Raises CheckpointError."""
+        identity, skipped, step = answer_of_the_first(
+            lambda: [last_start(out).get("identity", ""), _left_out(out), last_step(out)]
+        )
+        return cls(str(identity), skipped, int(step))
+
+
+class _Comparison:
+    """Comparison of the checkpoints that a resume tries with the run: it keeps that of the last one."""
+
+    def __init__(
+        self,
+        out: Path,
+        run: Run,
+        fingerprint: Mapping[str, Any] | None,
+        folder: _FolderRecords,
+        accept: Sequence[str],
+    ):
+        self._out = out
+        self._run = run
+        self._fingerprint = fingerprint
+        self._folder = folder
+        self._accept = set(accept)
+        self.changes: list[Change] = []
+        self.unknown: list[str] = []
+        """What could not be compared."""
+
+    def check(self, manifest: Manifest) -> None:
+        """Compares a checkpoint. Raises ConfigError where it has changes that are refused."""
+        folder = self._folder
+        self.changes, self.unknown = compare(
+            manifest, self._run, self._fingerprint, folder.identity, folder.skipped
+        )
+        refused = [change for change in self.changes if self._is_refused(change)]
+        if not refused:
+            return
+        names = dict.fromkeys(change.name for change in refused)
+        raise ConfigError(
+            f"resuming from step {manifest.step} of {self._out}",
+            "; ".join(change.text for change in refused),
+            "what it was before, in the recipe, the run file, the options and the data; or --accept "
+            + " ".join(names)
+            + ", if the change is meant",
+        )
+
+    def _is_refused(self, change: Change) -> bool:
+        """Returns whether a change that has to be meant was not accepted."""
+        return change.refused and self._accept.isdisjoint(parts_of(change.name))
+
+
+def _say_resumed(step: int, last: int, comparison: _Comparison) -> None:
+    """Prints from which step a run goes on, and what has changed since."""
+    repeated = f"; steps {step + 1} to {last} are taken again" if last > step else ""
+    say(f"going on from step {step}{repeated}")
+    if comparison.changes:
+        texts = "; ".join(change.text for change in comparison.changes)
+        say(f"resuming from step {step} with changes: {texts}")
+    if comparison.unknown:
+        say(f"resuming from step {step} without comparing: {'; '.join(comparison.unknown)}")
+
+
+def _position_after(manifest: Manifest, folder: _FolderRecords) -> Position:
+    """Returns the position of a checkpoint; it leaves out the samples of the folder's `skipped.json` as well."""
+    skipped = {*manifest.skipped}
+    skipped.update((first, number) for first, number, _ in folder.skipped)
+    identity = manifest.identity or folder.identity
+    if not identity:
+        identity = answer_of_the_first(lambda: uuid.uuid4().hex)
+    return Position(
+        manifest.step,
+        manifest.cursor,
+        tuple(sorted(skipped)),
+        manifest.data,
+        manifest.norms,
+        identity,
+    )
 
 
 def _left_out(out: Path) -> list[tuple[int, int, str]]:
@@ -153,7 +217,9 @@ def _skipped_records(out: Path) -> list[dict[str, Any]]:
     """
     file = out / SKIPPED
     try:
-        records = [dict(record) for record in (read_json(file) if file.is_file() else [])]
+        if not file.is_file():
+            return []
+        records = [dict(record) for record in read_json(file)]
         for record in records:
             record["first"] = int(record["first"])
             record["number"] = int(record["number"])
@@ -179,61 +245,125 @@ def compare(
     data: fingerprint of what the run reads.  identity: of the run whose metrics the folder has; "" if unknown.
     skipped: samples that the folder leaves out, each with its run.
     """
-    before, now = flatten(fields_to_compare(manifest.run)), flatten(fields_to_compare(run))
-    changes, unknown = [], []
-    for name in dict.fromkeys((*before, *now)):
-        was, given = before.get(name, "absent"), now.get(name, "absent")
-        if was != given:
-            text = f"{name} was {was} and is {given}"
-            changes.append(Change(name, text, refused=not may_change(run, name)))
-    if (jump := describe_rate_jump(manifest.run, run, manifest.step)) is not None:
-        changes.append(Change("learning rate", jump, refused=False))
+    comparison = _Differences(_changed_fields(manifest.run, run), [])
+    jump = describe_rate_jump(manifest.run, run, manifest.step)
+    if jump is not None:
+        comparison.changes.append(Change("learning rate", jump, refused=False))
+    _compare_identity(manifest, identity, comparison)
+    _compare_cursor(manifest, comparison)
+    _compare_skipped(manifest, skipped, comparison)
+    _compare_data(manifest.corpus or {}, data or {}, run, comparison)
+    return comparison.changes, comparison.unknown
 
-    def differs(name: str, text: str) -> None:
-        changes.append(Change(name, text, refused=True))
 
+class _Differences(NamedTuple):
+    """Differences between a checkpoint and a run that were found so far."""
+
+    changes: list[Change]
+    unknown: list[str]
+    """What cannot be compared."""
+
+    def add(self, name: str, text: str) -> None:
+        """Adds a change that has to be meant."""
+        self.changes.append(Change(name, text, refused=True))
+
+
+def _changed_fields(before: Run, now: Run) -> list[Change]:
+    """Returns the fields that differ between two Runs."""
+    fields_before = flatten(fields_to_compare(before))
+    fields_now = flatten(fields_to_compare(now))
+    changes: list[Change] = []
+    for name in dict.fromkeys((*fields_before, *fields_now)):
+        old = fields_before.get(name, "absent")
+        new = fields_now.get(name, "absent")
+        if old != new:
+            text = f"{name} was {old} and is {new}"
+            changes.append(Change(name, text, refused=not may_change(now, name)))
+    return changes
+
+
+def _compare_identity(manifest: Manifest, identity: str, comparison: _Differences) -> None:
+    """Compares the run that wrote a checkpoint with that of the folder's events."""
     if not manifest.identity or not identity:
-        who = "the checkpoint" if not manifest.identity else "the folder's events.jsonl"
-        unknown.append(f"whether it is of this run, as {who} has no identity of one")
+        unnamed = "the folder's events.jsonl" if manifest.identity else "the checkpoint"
+        comparison.unknown.append(f"whether it is of this run, as {unnamed} has no identity of one")
     elif manifest.identity != identity:
-        differs(
+        comparison.add(
             "identity",
             f"it is of the run {manifest.identity[:8]}, and metrics and events are of {identity[:8]}",
         )
-    if manifest.began is not None:
-        (step, cursor), ramp = manifest.began, ramp_of(manifest.run.training)
-        read = ramp.read_before(manifest.step) - ramp.read_before(step)
-        if manifest.cursor != cursor + read:
-            found = f"its cursor is {manifest.cursor}, and steps {step + 1} to {manifest.step} read {read} samples"
-            differs("cursor", f"{found} from {cursor} on")
+
+
+def _compare_cursor(manifest: Manifest, comparison: _Differences) -> None:
+    """Compares the cursor of a checkpoint with the samples that its steps read."""
+    if manifest.began is None:
+        return
+    step, cursor = manifest.began
+    ramp = ramp_of(manifest.run.training)
+    read = ramp.read_before(manifest.step) - ramp.read_before(step)
+    if manifest.cursor != cursor + read:
+        comparison.add(
+            "cursor",
+            f"its cursor is {manifest.cursor}, and steps {step + 1} to {manifest.step} read {read} samples "
+            f"from {cursor} on",
+        )
+
+
+def _compare_skipped(
+    manifest: Manifest, skipped: Sequence[tuple[int, int, str]], comparison: _Differences
+) -> None:
+    """Adds the samples that a folder leaves out for another run."""
+    if not manifest.identity:
+        return
     for first, number, owner in skipped:
-        if (
-            manifest.identity
-            and owner != manifest.identity
-            and (first, number) not in manifest.skipped
-        ):
-            whose = f"of the run {owner[:8]}" if owner else "of no run that is known"
-            differs(
-                SKIPPED, f"{SKIPPED} leaves out samples {first} to {first + number - 1}, {whose}"
-            )
-    saved = manifest.corpus or {}
-    for name, value in (data or {}).items():
-        if name not in saved:
-            unknown.append(f"its {name}, of which it has no fingerprint")
-        elif name == "sources":
-            _compare_sources(saved[name], value, run, differs)
-        elif name == "loss" and saved[name][0] != value[0]:
-            unknown.append(f"its loss, which was traced by JAX {saved[name][0]}")
-        elif None in (saved[name], value) and name == "batches":
-            unknown.append("its batches, which are others each time they are read")
-        elif saved[name] != value:
-            texts = {
-                "tokenizer": "the tokenizer is another: the same tokens would stand for other text",
-                "loss": "the loss, as it is traced, is another",
-                "batches": "the first batch of the data is another",
-            }
-            differs(name, texts.get(name, f"data.{name} was {saved[name]} and is {value}"))
-    return changes, unknown
+        if owner == manifest.identity or (first, number) in manifest.skipped:
+            continue
+        run = f"of the run {owner[:8]}" if owner else "of no run that is known"
+        comparison.add(
+            SKIPPED, f"{SKIPPED} leaves out samples {first} to {first + number - 1}, {run}"
+        )
+
+
+_DATA_TEXTS = {
+    "tokenizer": "the tokenizer is another: the same tokens would stand for other text",
+    "loss": "the loss, as it is traced, is another",
+    "batches": "the first batch of the data is another",
+}
+"""What is said of fingerprints that differ."""
+
+
+def _compare_data(
+    before: Mapping[str, Any], now: Mapping[str, Any], run: Run, comparison: _Differences
+) -> None:
+    """Compares the fingerprints of what a checkpoint's run read with those of what this run reads."""
+    for name, new in now.items():
+        if name not in before:
+            comparison.unknown.append(f"its {name}, of which it has no fingerprint")
+            continue
+        old = before[name]
+        if name == "sources":
+            _compare_sources(old, new, run, comparison)
+        elif name == "loss" and old[0] != new[0]:
+            comparison.unknown.append(f"its loss, which was traced by JAX {old[0]}")
+        elif name == "batches" and (old is None or new is None):
+            comparison.unknown.append("its batches, which are others each time they are read")
+        elif old != new:
+            text = _DATA_TEXTS.get(name, f"data.{name} was {old} and is {new}")
+            comparison.add(name, text)
+
+
+def _compare_sources(before: list[Any], now: list[Any], run: Run, comparison: _Differences) -> None:
+    """Compares text and weight of each source: `[fingerprint, weight]`."""
+    if len(before) != len(now):
+        comparison.add("text", f"there were {len(before)} sources and there are {len(now)}")
+        return
+    for path, (old_text, old_weight), (text, weight) in zip(
+        run.data.paths, before, now, strict=True
+    ):
+        if old_text != text:
+            comparison.add("text", f"the text or the tokens of {path} have changed")
+        if old_weight != weight:
+            comparison.add("weights", f"the weight of {path} was {old_weight:g} and is {weight:g}")
 
 
 def describe_rate_jump(before: Run, now: Run, step: int) -> str | None:
@@ -263,19 +393,6 @@ def _fraction_of_peak(run: Run, step: int) -> float:
     return float(rate(step)) / run.optimizer.learning_rate
 
 
-def _compare_sources(
-    before: list[Any], now: list[Any], run: Run, differs: Callable[[str, str], None]
-) -> None:
-    if len(before) != len(now):
-        differs("text", f"there were {len(before)} sources and there are {len(now)}")
-        return
-    for path, was, given in zip(run.data.paths, before, now, strict=True):
-        if was[0] != given[0]:
-            differs("text", f"the text or the tokens of {path} have changed")
-        if was[1] != given[1]:
-            differs("weights", f"the weight of {path} was {was[1]:g} and is {given[1]:g}")
-
-
 def handle_bad_step(
     out: Path,
     prepared: Trainable,
@@ -292,45 +409,62 @@ def handle_bad_step(
     """
     device_run = prepared.device_run
     faults = device_run.run.faults
-    before = state if not bad.finite and (count == 1 or faults.bad_step == "stop") else None
+    before = None
+    if not bad.finite and (count == 1 or faults.bad_step == "stop"):
+        before = state
     folder = _keep_evidence(out, device_run, bad, before, position.cursor, batch)
-    stops = faults.bad_step == "stop" or count > faults.most_skipped
-    if stops or batch is None:
-        kept = "the state before it and its batch are" if before is not None else "its batch is"
-        more = (
-            f"; {count} steps were bad, and --faults.most-skipped is {faults.most_skipped}"
-            if count > 1
-            else ""
-        )
-        raise TrainingError(
-            f"step {bad.step}",
-            f"{bad.reason}: its loss is {bad.values['loss']} and its gradient norm {bad.values['gradient norm']}; "
-            f"{kept} saved in {folder}{more}",
-            f"a lower --lr, more --optimizer.warmup-steps, a look at that batch, or {_way_on(prepared, bad)}",
-        )
+    if faults.bad_step == "stop" or count > faults.most_skipped or batch is None:
+        raise _stopped(prepared, bad, count, before is not None, folder)
     if faults.bad_step == "skip":
         say(f"step {bad.step}: {bad.reason}; its update is left out, and {folder} has its batch")
         return healed(state, bad.step)
-    first, number = position.cursor, jax.tree.leaves(batch)[0].shape[0]
-    for start, length in position.skipped:  # `first` becomes an index in the stream
-        first += length if first >= start else 0
+
+    first = _index_in_stream(position)
+    number = jax.tree.leaves(batch)[0].shape[0]
     if jax.process_index() == 0:
-        file = out / SKIPPED
         record = {
             "first": first,
             "number": number,
             "step": bad.step,
             "reason": bad.reason,
             "evidence": folder.name,
+            "identity": position.identity,
         }
-        others = [r for r in _skipped_records(out) if r["identity"] == position.identity]
-        records = [*others, {**record, "identity": position.identity}]
-        write_atomically(file, json.dumps(records, indent=1) + "\n")
+        records = [r for r in _skipped_records(out) if r["identity"] == position.identity]
+        records.append(record)
+        write_atomically(out / SKIPPED, json.dumps(records, indent=1) + "\n")
     say(
         f"step {bad.step}: {bad.reason}; the run returns to its last checkpoint and leaves out samples {first} to "
         f"{first + number - 1}; {folder} has them"
     )
-    return position._replace(skipped=tuple(sorted({*position.skipped, (first, number)})))
+    skipped = {*position.skipped, (first, number)}
+    return position._replace(skipped=tuple(sorted(skipped)))
+
+
+def _stopped(
+    prepared: Trainable, bad: BadStep, count: int, state_is_kept: bool, folder: Path
+) -> TrainingError:
+    """Returns the error with which a run stops at a bad step."""
+    kept = "the state before it and its batch are" if state_is_kept else "its batch is"
+    limit = ""
+    if count > 1:
+        most = prepared.device_run.run.faults.most_skipped
+        limit = f"; {count} steps were bad, and --faults.most-skipped is {most}"
+    return TrainingError(
+        f"step {bad.step}",
+        f"{bad.reason}: its loss is {bad.values['loss']} and its gradient norm {bad.values['gradient norm']}; "
+        f"{kept} saved in {folder}{limit}",
+        f"a lower --lr, more --optimizer.warmup-steps, a look at that batch, or {_way_on(prepared, bad)}",
+    )
+
+
+def _index_in_stream(position: Position) -> int:
+    """Returns the index in the stream of the next sample: the cursor does not count samples that are left out."""
+    index = position.cursor
+    for first, number in position.skipped:
+        if index >= first:
+            index += number
+    return index
 
 
 def _way_on(prepared: Trainable, bad: BadStep) -> str:
@@ -348,8 +482,8 @@ def _way_on(prepared: Trainable, bad: BadStep) -> str:
 
 def healed(state: State, step: int) -> State:
     """Returns a state that an unhealthy step left, as if that step had been taken without its update."""
-    where = state.step.sharding, state.healthy.sharding
-    steps, healthy = jax.device_put((np.int32(step), np.ones((), np.bool_)), where)
+    shardings = (state.step.sharding, state.healthy.sharding)
+    steps, healthy = jax.device_put((np.int32(step), np.ones((), np.bool_)), shardings)
     return dataclasses.replace(state, step=steps, healthy=healthy)
 
 
@@ -358,34 +492,44 @@ def _keep_evidence(
 ) -> Path:
     """Writes batch and metrics of a bad step into a new folder, and the state before it where there is one."""
 
-    def numbered(number: int) -> Path:
-        return out / (f"evidence-step-{bad.step}" + (f".{number}" if number else ""))
-
-    number = next(n for n in itertools.count() if not os.path.lexists(numbered(n)))
-    if jax.process_count() > 1:
-        with waiting("the devices"):
-            number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
-    folder = numbered(number)
+    folder = out / f"evidence-step-{bad.step}{_free_suffix(out, bad.step)}"
     if state is not None:
         with Checkpoints(folder / "checkpoints", max_to_keep=1) as checkpoints:
             checkpoints.save(state, device_run, step=bad.step - 1, cursor=cursor)
     make_folder_below(out, folder.name)
     if batch is not None:
-        rows: dict[str, Any] = {  # those of this process
-            name or "batch": np.concatenate(
-                [np.asarray(s.data) for s in x.addressable_shards if s.replica_id == 0]
-            )
-            for name, x in named_leaves(batch).items()
-        }
-        rows_file = folder / f"batch-process-{jax.process_index()}.npz"
-        with open_file(rows_file, "wb") as file:
-            np.savez(file, **rows)
+        arrays = _shards_of_this_process(batch)
+        with open_file(folder / f"batch-process-{jax.process_index()}.npz", "wb") as file:
+            np.savez(file, **arrays)
     if jax.process_index() == 0:
-        values = {
-            name: value if math.isfinite(value) else str(value)
-            for name, value in bad.values.items()
-        }
-        record = {"step": bad.step, "reason": bad.reason, **values}
+        record: dict[str, Any] = {"step": bad.step, "reason": bad.reason}
+        for name, value in bad.values.items():
+            # JSON has no number that is not finite.
+            record[name] = value if math.isfinite(value) else str(value)
         text = json.dumps(record, indent=1, allow_nan=False)
         write_text(folder / "metrics.json", text)
     return folder
+
+
+def _free_suffix(out: Path, step: int) -> str:
+    """Returns what distinguishes a new folder of evidence from earlier ones of a step, the same in all processes."""
+    number = 0
+    while os.path.lexists(out / f"evidence-step-{step}{_suffix(number)}"):
+        number += 1
+    if jax.process_count() > 1:
+        with waiting("the devices"):
+            number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+    return _suffix(number)
+
+
+def _suffix(number: int) -> str:
+    return f".{number}" if number else ""
+
+
+def _shards_of_this_process(batch: Any) -> dict[str, Any]:
+    """Returns the rows of a batch that this process has, each once, by name."""
+    arrays: dict[str, Any] = {}
+    for name, x in named_leaves(batch).items():
+        shards = [np.asarray(s.data) for s in x.addressable_shards if s.replica_id == 0]
+        arrays[name or "batch"] = np.concatenate(shards)
+    return arrays

@@ -54,7 +54,8 @@ class ChunkMask:
         """Returns the mask [B, T, S], bool, between piece i of the queries and piece j of the keys, given documents."""
         visible_BTS = queries_BT[:, :, None] == keys_BS[:, None, :]
         if self.distance is not None:
-            T, S = queries_BT.shape[1], keys_BS.shape[1]
+            T = queries_BT.shape[1]
+            S = keys_BS.shape[1]
             tokens = jnp.arange(max(T, S))
             distance_TS = self.distance + (i - j) * T + tokens[:T][:, None] - tokens[:S][None, :]
             visible_BTS &= distance_TS >= 0
