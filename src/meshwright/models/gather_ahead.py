@@ -204,10 +204,9 @@ class _AheadScan:
             next_weights = self.gather(_row_of(first, (row - 1) % self.length))
             reduced_above = reduce_late(g_above)
             vjp = residuals.vjp({**weights, **self.gather(rest)})
-            g_x, g = vjp((g_x, g_aux))
-            g_late, g_early = _split(g, self.ahead.forward)
-            _, scatter_early = jax.vjp(self.gather, _row_of(early, row))
-            (reduced_early,) = scatter_early(g_early)
+            g_x, g_weights = vjp((g_x, g_aux))
+            g_late, g_early = _split(g_weights, self.ahead.forward)
+            reduced_early = self._reduce(_row_of(early, row), g_early)
             return (g_x, next_weights, _without_integers(g_late)), (reduced_above, reduced_early)
 
         inputs = (jnp.arange(self.length), rest, residuals, g_aux)
@@ -217,6 +216,12 @@ class _AheadScan:
         # Row l of the scan has reduced the late gradients of row l + 1; those of row 0 are still to be reduced.
         g_late = jax.tree.map(_shift_rows, reduce_late(g_lowest), g_late)
         return g_x, {**g_late, **g_early}
+
+    def _reduce(self, params: Tree, gradients: Tree) -> Tree:
+        """Returns the gradients of sharded parameters from those of gathered weights."""
+        _, scatter = jax.vjp(self.gather, params)
+        (reduced,) = scatter(gradients)
+        return reduced
 
 
 def _row_of(stacked: Tree, row: Any) -> Tree:
