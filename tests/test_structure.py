@@ -429,6 +429,57 @@ def questions_about_models() -> list[str]:
     return found
 
 
+def forwarding_properties() -> list[str]:
+    """Properties of what runs a step that only return a field of the same name of the run that they hold.
+
+    Whoever reads such a field asks for it where it is. Reports of the planner are read by users, and may forward.
+    """
+    found = []
+    for module, (path, _, tree) in sources().items():
+        if room_of(module) not in {"generation", "models", "runs", "step", "trainer", "wrapped"}:
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            holders = "(run|placed|settled|layout|stages|device_run|local_model|execution)"
+            decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
+            if not decorators & {"property", "functools.cached_property"}:
+                continue
+            last = node.body[-1]
+            returned = ""
+            if isinstance(last, ast.Return) and last.value is not None:
+                returned = ast.unparse(last.value)
+            if re.fullmatch(rf"self\.{holders}(\.\w+)*\.{node.name}", returned):
+                found.append(f"{place(path, node.lineno)} {node.name} returns {returned}")
+    return found
+
+
+def fields_of(node: ast.ClassDef) -> dict[str, str]:
+    """Fields that a class declares, with their types."""
+    declared = [item for item in node.body if isinstance(item, ast.AnnAssign)]
+    return {ast.unparse(item.target): ast.unparse(item.annotation) for item in declared}
+
+
+def execution_declared_again() -> list[str]:
+    """Classes that declare several fields of `Execution` again, with the same types.
+
+    What a run's passes follow is one value, passed on as it is; a class that needs it holds or extends it.
+    """
+    _, _, tree = sources()["meshwright.models.execution"]
+    (execution,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    fields = fields_of(execution)
+    assert "kernels" in fields
+    found = []
+    for path, _, tree in sources().values():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ClassDef) or node.name == execution.name:
+                continue
+            again = sorted(dict(fields.items() & fields_of(node).items()))
+            if len(again) > 1:
+                found.append(f"{place(path, node.lineno)} {node.name}: {', '.join(again)}")
+    return found
+
+
 RULES: dict[str, Callable[[], list[str]]] = {
     "circles of imports": circular_imports,
     "imports from a higher layer": imports_upward,
@@ -441,6 +492,8 @@ RULES: dict[str, Callable[[], list[str]]] = {
     "layer kinds by name": kinds_by_name,
     "questions about models": questions_about_models,
     "optimizers by name": optimizers_by_name,
+    "properties that forward": forwarding_properties,
+    "fields of Execution": execution_declared_again,
     "private words": private_words,
     "words of the field": missing_field_words,
 }
