@@ -26,7 +26,7 @@ from meshwright.reporters.files import JsonLines, last_start
 from meshwright.runs.fields import declaration_of
 from meshwright.runs.recipe import change_fields
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import run_to_dict, write_run
+from meshwright.runs.run_file import fields_to_compare, write_run
 from meshwright.step.optimizers import LR_SCHEDULES, build_lr_schedule
 from meshwright.storage.tiers import LocalCheckpoints
 from meshwright.trainer import loop, recovery
@@ -195,7 +195,7 @@ def test_every_field_of_a_run_says_what_it_changes() -> None:
     )
     unsaid = [
         name
-        for name in flatten(run_to_dict(run))
+        for name in flatten(fields_to_compare(run))
         if not name.startswith(("model.", "mesh")) and declaration_of(name).changes is None
     ]
     assert unsaid == []

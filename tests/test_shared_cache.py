@@ -27,6 +27,7 @@ CALLS = {
     "bad_records": "load_corpus([text], 'bytes', cache, bad_records=0.0)",
     "text_field": "load_corpus([text], 'bytes', cache, bad_records=0.5, text_field='other')",
     "progress": "load_corpus([text], 'bytes', cache, bad_records=0.5, progress=None)",
+    "check": "load_corpus([text], 'bytes', cache, bad_records=0.5, check=refuse)",
     # Those of `load_conversations`.
     "data": "load_conversations(Data(paths=(talk,), held_out=0.5), 128, answers, cache)",
     "seq": "load_conversations(Data(paths=(talk,)), 8, answers, cache)",
@@ -46,6 +47,10 @@ from meshwright.fine_tuning import FineTune
 text, talk, own, cache = sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])
 answers = FineTune(objective="answers", template=None)
 dropping = FineTune(objective="answers", too_long="drop")
+
+def refuse(tokenizer, name):
+    raise DataError("the tokenizer", "is refused here", "another")
+
 for call in json.loads(sys.argv[5]):
     try:
         eval(call)
@@ -107,6 +112,7 @@ def test_an_option_that_is_not_in_the_key_of_the_cache_leaves_what_another_proce
     assert bytes(reader.tokens[:].tolist()[:3]) == b"one"
     assert said["bad_records"].startswith("refused") and "a.jsonl, line 2" in said["bad_records"]
     assert "bad_records=0.34" in said["bad_records"]
+    assert said["check"].startswith("refused the tokenizer")
     assert said["seq"].startswith("refused") and said["own"] == said["progress"] == "used"
 
 
