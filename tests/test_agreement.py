@@ -38,7 +38,7 @@ LOCAL = {
 
 AGREED = {
     "answer_of_the_first", "choose_together", "broadcast_one_to_all", "process_allgather", "stops",
-    "manifest_of", "share",
+    "manifest_of", "share", "spans_processes",
 }  # fmt: skip
 """Functions whose result is the same in all processes, whatever their arguments are."""
 

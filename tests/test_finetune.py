@@ -286,7 +286,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "trained weights need gradients",
     ),
     "preferences in stages": ({"objective": "preferences"}, "stage=2", "second forward pass"),
-    "preferences with z_loss": ({"objective": "preferences"}, "data=1", "training.z_loss 0"),
+    "preferences with z_loss": ({"objective": "preferences"}, "data=1", "--training.z-loss 0"),
     "preferences of further tokens": (
         {"objective": "preferences"},
         "data=1",

@@ -43,7 +43,8 @@ from meshwright.documents import seal
 from meshwright.errors import MeshwrightError
 from meshwright.hardware.machine import compiler_options_of
 from meshwright.hardware.targets import parse_target
-from meshwright.hugging_face.folder import read_model
+from meshwright.hugging_face.architectures import ARCHITECTURES
+from meshwright.hugging_face.folder import read_form, read_model
 from meshwright.hugging_face.safetensors_files import SafetensorsFile, find_files, tensor_names
 from meshwright.launching.job_starts import JobStarts
 from meshwright.launching.supervise import _read
@@ -404,6 +405,10 @@ READERS: dict[str, tuple[str, Any, Callable[[Path], None]]] = {
         "tokenizer_config.json", {"chat_template": "{{ messages }}", "eos_token": {"content": "</s>"}},
         lambda file: read_chat_template(file.parent) and None,
     ),
+    "form of packed experts": (
+        "form.json", {"form": "packed"},
+        lambda file: read_form(file.parent, ARCHITECTURES["Qwen3_5MoeForCausalLM"]) and None,
+    ),
     "chip": ("mine.toml", CHIP, use_chip),
     "chip with a torus": ("mine.toml", TORUS, use_chip),
     "prices": ("prices.csv", PRICES, use_prices),
@@ -499,6 +504,7 @@ READ_BY = {
     "data/vocabularies.py:_optional": "tokenizer configuration",
     "hardware/chips.py:read_chip": "chip",
     "hugging_face/config_fields.py:read_fields": "GPT-2 config",
+    "hugging_face/folder.py:read_form": "form of packed experts",
     "hugging_face/safetensors_files.py:read_header": "safetensors",
     "hugging_face/safetensors_files.py:_named_in_config": "GPT-2 config",
     "hugging_face/safetensors_files.py:_read_index": "index",
@@ -542,7 +548,10 @@ NOT_FROM_ELSEWHERE = {
     "launching/supervise.py:_watch": "what a child process sent",
     "planner/offers.py:read_bands": "a file of the package",
     "reporters/trackers.py:_configuration": "the run.json that this process wrote",
-    "runs/checks.py:": "a file of the package",
+    "hugging_face/safetensors_files.py:read_metadata": "a header that read_header has checked",
+    "planner/records.py:read_records": "a file of the package",
+    "runs/run.py:": "words of the command line, of an option that nobody types",
+    "trainer/tokens_of_weights.py:_description": "a tokenizer that has been read already",
     "trainer/hosts.py:_read": "what another process of the run sent",
     "trust.py:_checkout_of": "what pip wrote when it installed a package",
 }

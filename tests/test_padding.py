@@ -23,6 +23,7 @@ from meshwright.data.batch import PADDING, Batch
 from meshwright.models import families
 from meshwright.models.blocks.experts import Routing, expert_capacity, look_up
 from meshwright.models.decoder import DecoderModel
+from meshwright.models.families.qwen2_moe import Qwen2Moe
 from meshwright.models.model import ExpertSpec, Model
 from meshwright.runs.recipe import find_recipe
 from meshwright.step.gradients import build_gradients
@@ -47,8 +48,11 @@ FAMILIES = {
     "qwen3-next": "qwen3-next-80b-a3b",
     "qwen3.5": "qwen35-9b",
     "qwen3.5-moe": "qwen35-35b-a3b",
+    "qwen2-moe": Qwen2Moe(
+        VOCAB, experts=8, width=64, heads=4, kv_heads=4, expert_mlp=32, shared_mlp=48
+    ),
 }
-"""A recipe of every family."""
+"""A recipe of every family, or a model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +161,8 @@ def assert_padding_changes_nothing(
 
 
 def small(family: str) -> Model:
-    model = find_recipe(FAMILIES[family]).model
+    named = FAMILIES[family]
+    model = find_recipe(named).model if isinstance(named, str) else named
     model = model.shrunk(MeshShape(), 2 if hasattr(model, "full_attention_interval") else 1)
     return dataclasses.replace(model, vocab=VOCAB, vocab_multiple=16)
 

@@ -38,6 +38,7 @@ from meshwright.runs.placed_run import place_run
 from meshwright.sharding.layouts import TOKEN_AXES
 from meshwright.sharding.params import named_leaves
 from meshwright.step.train_step import build_train_step
+from meshwright.trust import own
 from meshwright.views.layout import precision_blocks
 from xlacensus.hlo.parser import parse_module
 
@@ -362,7 +363,7 @@ def test_chips_that_gain_nothing_refuse() -> None:
         check_precision(name, planned(chip))
     check_precision("mxfp8", simulated)
     with pytest.raises(ConfigError, match="XLA has no product"):
-        check_precision(f"{__name__}:NVFP4", Machine("cuda", "b200", chip=CHIPS["b200"]))
+        check_precision(own(f"{__name__}:NVFP4"), Machine("cuda", "b200", chip=CHIPS["b200"]))
     with pytest.raises(ConfigError, match="fp8"):
         check_precision("fb8", simulated)
     with pytest.raises(ConfigError, match="row"):

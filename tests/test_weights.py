@@ -599,7 +599,7 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str, str]] = {
     "a model with a near name": (
         {"architectures": ["Qwen9ForCausalLM"], "model_type": "qwen9"},
         "its architecture is Qwen9ForCausalLM, which Meshwright does not compute",
-        "of the same maker these are computed: Qwen2ForCausalLM, Qwen3ForCausalLM",
+        "of the same maker these are computed: Qwen2ForCausalLM, Qwen2MoeForCausalLM, Qwen3ForCausalLM",
     ),
     "a name of transformers that differs by a letter": (
         {"architectures": ["Gemma3nForCausalLM"], "model_type": "gemma3n_text"},

@@ -594,7 +594,7 @@ def read_form(kept: Path, architecture: Architecture) -> str:
     if not path.is_file():
         return ""
     try:
-        form = read_json(path)["form"]
+        form = str(read_json(path)["form"])
     except (ValueError, LookupError, TypeError) as error:
         raise WeightsError(
             f"reading {path}", f"it names no form of tensors: {error}", "the file as it was written"

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
-from meshwright.errors import MeshwrightError, StorageError, by_class, reason_of
+from meshwright.errors import StorageError, by_class, reason_of
 from meshwright.formatting import format_bytes
 from meshwright.storage.attempts import RegularFile, attempt
 from meshwright.storage.paths import bucket_path, in_bucket
@@ -207,17 +207,16 @@ def local_copy(location: Path, cache: Path) -> Path:
     except OSError as error:
         if _keep(entry):  # another process was first, on a file system without locks
             return copy
-        raise _copy_error(error, location, folder, cache) from error
+        raise by_class(error, _copy_refusal(error, location, folder, cache)) from error
     return copy
 
 
-def _copy_error(error: OSError, location: Path, folder: Path, cache: Path) -> MeshwrightError:
-    """Returns the error of a copy that the disk refused, by its class."""
+def _copy_refusal(error: OSError, location: Path, folder: Path, cache: Path) -> StorageError:
+    """Returns the error of a copy that the disk refused."""
     truth = reason_of(error)
     if cache.is_dir():
         truth += f"; {format_bytes(shutil.disk_usage(cache).free)} are free"
-    refusal = StorageError(f"copying {location} to {folder}", truth, "a cache with more space")
-    return by_class(error, refusal)
+    return StorageError(f"copying {location} to {folder}", truth, "a cache with more space")
 
 
 @dataclasses.dataclass(frozen=True)

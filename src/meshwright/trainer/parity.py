@@ -226,6 +226,12 @@ class _Side:
         return jax.tree.unflatten(structure, arrays)
 
 
+def spans_processes(mesh: Mesh) -> bool:
+    """Whether several processes have devices of a mesh: all processes see all of its devices."""
+    processes = {device.process_index for device in mesh.devices.flat}
+    return len(processes) > 1
+
+
 class _SecondSide:
     """The mesh that a run is compared with.
 
@@ -234,8 +240,7 @@ class _SecondSide:
     """
 
     def __init__(self, prepared: Trainable, run: Run, mesh: Mesh):
-        processes = {device.process_index for device in mesh.devices.flat}
-        self._is_everywhere = len(processes) > 1
+        self._is_everywhere = spans_processes(mesh)
         self._side: _Side | None = None
         self._answer(functools.partial(self._build, prepared, run, mesh))
 

@@ -84,16 +84,22 @@ def check_run(
             "the run starts from no weights, whose tokenizer could be another",
             "--init-from hf:PATH, or no --data.other-tokenizer",
         )
-    continues = output is not None and output.tokenizer is not None and output.tokenizer.is_file()
-    if run.init_from is not None and starts and not continues:
-        from meshwright.trainer.tokens_of_weights import check_tokens_here  # reads other files
-
-        answer_of_the_first(lambda: check_tokens_here(run))
+    if run.init_from is not None and starts:
+        answer_of_the_first(lambda: _check_tokens(run, output))
     if output is not None:
         check_accepted(run, output.accept)
         find_reporters(output.folder, run)
         answer_of_the_first(lambda: check_output(run, output))
     return placed
+
+
+def _check_tokens(run: Run, output: Output | None) -> None:
+    """Raises DataError where a run's text is in other tokens than its weights; a run that continues keeps its own."""
+    if output is not None and output.tokenizer is not None and output.tokenizer.is_file():
+        return
+    from meshwright.trainer.tokens_of_weights import check_tokens_here  # reads other files
+
+    check_tokens_here(run)
 
 
 def with_stand_in_vocab(run: Run) -> Run:
