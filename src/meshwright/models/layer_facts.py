@@ -114,8 +114,15 @@ class AttentionSpec:
         return (window * (window + 1) / 2 + (seq - window) * window) / seq
 
 
-MatmulSizes = tuple[int, int, int, int]
-"""Matmul [m, k] by [k, n], and how many of them there are."""
+class MatmulSizes(NamedTuple):
+    """Equal matmuls without a weight, [m, k] by [k, n]."""
+
+    m: int
+    k: int
+    n: int
+    number: int
+    scanned: bool = False
+    """Whether chunks follow each other, so that a GPU launches them for each chunk, and not for a sequence at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,9 +160,8 @@ class Recurrence:
 
     def flops(self, seq: int) -> float:
         """Returns the FLOPs of one token's forward pass in a sequence of `seq` tokens, without those of weights."""
-        return sum(2.0 * m * k * n * count for m, k, n, count in self.matmuls(seq)) / self.chunk(
-            seq
-        )
+        sizes = [MatmulSizes(*row) for row in self.matmuls(seq)]
+        return sum(2.0 * row.m * row.k * row.n * row.number for row in sizes) / self.chunk(seq)
 
     def inner_bytes(self, seq: int) -> float:
         """Returns the bytes per token that the backward pass makes and drops, of all devices of `tensor` together."""

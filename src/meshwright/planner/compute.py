@@ -43,7 +43,10 @@ def matmul_seconds(m: Matmul, target: Target) -> MatmulSeconds:
     efficiency = target.efficiency
     peak: float = getattr(chip, f"flops_{m.rate}")
     rate = peak * efficiency.matmul
-    rate *= shape_efficiency(m.m, m.k, m.n, efficiency, chip.multiprocessors, m.groups)
+    # Rows of a batch of products are those of as many groups, each with an operand of its own.
+    together = m.groups or (m.batch if m.batch > 1 else 0)
+    rows = m.m if m.groups else m.m * m.batch
+    rate *= shape_efficiency(rows, m.k, m.n, efficiency, chip.multiprocessors, together)
     # The groups of a wrapped model's product are a batch dimension, of equal rows.
     if m.groups and m.role != "projection":
         rate *= efficiency.grouped_matmul
@@ -51,7 +54,12 @@ def matmul_seconds(m: Matmul, target: Target) -> MatmulSeconds:
 
 
 def shape_efficiency(
-    m: float, k: float, n: float, efficiency: Efficiency, multiprocessors: int = 0, groups: int = 0
+    m: float,
+    k: float,
+    n: float,
+    efficiency: Efficiency,
+    multiprocessors: int = 0,
+    groups: float = 0,
 ) -> float:
     """Returns the fraction of a large matmul's rate that [m, k] x [k, n] reaches.
 
@@ -76,7 +84,7 @@ def _filled_tiles(rows: float, k: float, n: float, tile: int) -> float:
     return _filled(k, tile) * _filled(n, tile) * started
 
 
-def _filled_waves(rows: float, n: float, multiprocessors: int, groups: int) -> float:
+def _filled_waves(rows: float, n: float, multiprocessors: int, groups: float) -> float:
     """Returns the fraction of a GPU's rate with the fastest size of tiles.
 
     Each multiprocessor computes a tile of the result at a time, all of them in waves, of which the last is half full on
@@ -300,7 +308,7 @@ class Computation:
             # Recurrences are computed again from their inputs, whatever the policy keeps.
             if name == "recomputation" and role not in {*self.recomputed, RECURRENCE}:
                 continue
-            launches = product.matmul.count * self.launch
+            launches = product.matmul.count / product.matmul.batch * self.launch
             priced = product.gradients if name == "backward" else (product.forward,)
             for seconds in priced:
                 total += max(seconds.compute, seconds.memory, launches)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from meshwright.config import MeshShape
-from meshwright.models.model import ExpertSpec, Model, Widths, padded_vocab
+from meshwright.models.model import ExpertSpec, MatmulSizes, Model, Widths, padded_vocab
 from meshwright.models.quantisation import find_precision
 from meshwright.models.remat import ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, QKV, REMAT_POLICIES
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
@@ -36,6 +36,8 @@ class Matmul:
     """Whether its weight has no gradient: the backward pass is one matmul, for its input."""
     rate: str = "bf16"
     """Peak of the chip that it runs at: bf16, or that of a low precision (fp8, mxfp8, int8)."""
+    batch: float = 1.0
+    """Of `count`, those that one kernel computes: they fill a GPU's multiprocessors together."""
 
     @property
     def flops(self) -> float:
@@ -145,7 +147,7 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
     scores = sum(a.heads * a.causal_positions(seq) for a in attention)
     vocab = padded_vocab(layout.model) // shape.over(VOCAB_AXES)
     inner = max((r.inner_bytes(seq) for r in spec.recurrences), default=0.0)
-    recurrences = _matmuls_of_recurrences(layout, seq, tokens * fraction)
+    recurrences = _matmuls_of_recurrences(layout, seq, tokens, fraction)
     return Work(
         tokens=tokens,
         layers=len(layers) * fraction,
@@ -323,16 +325,25 @@ RECURRENCE = "recurrence"
 """Role of the matmuls of recurrences, which have no weights; computed again from their inputs by every policy."""
 
 
-def _matmuls_of_recurrences(layout: ModelLayout, seq: int, tokens: float) -> list[Matmul]:
+def _matmuls_of_recurrences(
+    layout: ModelLayout, seq: int, tokens: float, fraction: float
+) -> list[Matmul]:
     """Returns the matmuls without weights of all layers with a recurrence.
 
-    tokens: of a device, times its fraction of the layers.
+    A kernel computes those of all chunks and heads of a layer, or of one chunk of all sequences where chunks follow each
+    other. tokens: of a device.  fraction: of the layers, that the device has.
     """
     matmuls = list[Matmul]()
-    for recurrence, layers in collections.Counter(layout.spec.recurrences).items():
-        chunks = layers * tokens / recurrence.chunk(seq) / layout.shape.tensor
-        for m, k, n, count in recurrence.matmuls(seq):
-            matmuls.append(Matmul(RECURRENCE, m, k, n, count * chunks))
+    for recurrence, all_layers in collections.Counter(layout.spec.recurrences).items():
+        layers = all_layers * fraction
+        chunk = recurrence.chunk(seq)
+        chunks = layers * tokens / chunk / layout.shape.tensor
+        for row in recurrence.matmuls(seq):
+            sizes = MatmulSizes(*row)
+            count = sizes.number * chunks
+            launches = layers * seq / chunk if sizes.scanned else layers
+            batch = max(1.0, count / launches)
+            matmuls.append(Matmul(RECURRENCE, sizes.m, sizes.k, sizes.n, count, batch=batch))
     return matmuls
 
 

@@ -82,16 +82,17 @@ class DeltaSpec(Recurrence):
         """Returns the matmuls of a chunk of a sequence: [m, k] by [k, n], and how many there are, of all heads."""
         C, H, F, N = chunk_of(seq), self.key_size, self.value_size, self.heads
         levels = [1 << level for level in range(C.bit_length() - 1)]
-        each_value_head = [
-            *((size, size, size, C // size) for size in levels),
-            (C, C, F, 2),
-            (C, C, H, 1),
-            (C, H, F, 2),
-            (H, C, F, 1),
-        ]
+        heads = self.groups * N
+        inverse = [MatmulSizes(size, size, size, C // size * heads) for size in levels]
         return [
-            (C, H, C, 2 * N),
-            *((m, k, n, count * self.groups * N) for m, k, n, count in each_value_head),
+            MatmulSizes(C, H, C, 2 * N),
+            *inverse,
+            MatmulSizes(C, C, F, heads),
+            MatmulSizes(C, C, H, heads),
+            # Those of `_pass_chunk`, one chunk after another.
+            MatmulSizes(C, C, F, heads, scanned=True),
+            MatmulSizes(C, H, F, 2 * heads, scanned=True),
+            MatmulSizes(H, C, F, heads, scanned=True),
         ]
 
     def inner_bytes(self, seq: int) -> float:
