@@ -71,6 +71,9 @@ def parse_mesh(text: str) -> dict[str, int] | None:
 def census_of_name(name: str, mesh: dict[str, int] | None) -> Census:
     """Imports `module:function`, calls it, and takes the census of what it returns. Raises CensusError."""
     module_name, _, attribute = name.partition(":")
+    if module_name.endswith(".py"):
+        fix = f"the name of the module: {Path(module_name).stem}:{attribute}"
+        raise CensusError(name, f"{module_name} is a file", fix)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -83,7 +86,15 @@ def census_of_name(name: str, mesh: dict[str, int] | None) -> Census:
         fix = "a function without arguments that returns (f, x, ...), or jax.jit(f).lower(x, ...)"
         raise CensusError(name, f"called without arguments it raises {error}", fix) from error
     parts = made if isinstance(made, tuple) else (made,)
-    return census(*parts, mesh=mesh)
+    try:
+        return census(*parts, mesh=mesh)
+    except TypeError as error:
+        given = ", ".join(type(part).__name__ for part in parts)
+        raise CensusError(
+            name,
+            f"it returned ({given}), and calling the first with the others raises {error}",
+            "each argument by itself: (f, x, y), not (f, (x, y))",
+        ) from error
 
 
 def _described(found: Census, as_json: bool) -> str:

@@ -155,6 +155,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         "import jax, jax.numpy as jnp\n"
         "def pair(): return jnp.dot, jnp.ones((8, 8)), jnp.ones((8, 8))\n"
         "def lowered(): return jax.jit(jnp.dot).lower(jnp.ones((8, 8)), jnp.ones((8, 8)))\n"
+        "def together(): return (lambda x, y: x), (1, 2)\n"
         "def needs(x): return x\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -178,6 +179,8 @@ def test_the_command_line_reads_a_function(
         ["absent_module:f"],
         ["made_here:absent"],
         ["made_here:needs"],
+        ["made_here:together"],
+        ["made_here.py:needs"],
         ["made_here.py"],
         ["made_here.py", "--json"],
         ["made_here.py", "--mesh", "data"],
