@@ -88,8 +88,8 @@ def test_planted_errors_are_found(text: str, cache: Path, monkeypatch: pytest.Mo
     build, initial_state = parity_module.build_gradients, DeviceRun.initial_state
     largest: dict[str, float] = {}
 
-    def planted_gradients(model: Any, device_run: DeviceRun) -> Any:
-        gradients = build(model, device_run)
+    def planted_gradients(device_run: DeviceRun) -> Any:
+        gradients = build(device_run)
         if device_run.layout.shape != MeshShape.parse(MESH):
             return gradients
 

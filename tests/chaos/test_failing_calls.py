@@ -104,4 +104,5 @@ def test_a_supervised_run_goes_on_after_a_server_that_was_away(shim: Path, tmp_p
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert "exit code 75; starting again" in done.stderr and "Traceback" not in done.stderr
-    assert "cannot be read: Input/output error" in done.stderr and (tmp_path / "mark").exists()
+    assert "cannot be read: Input/output error" in done.stderr, done.stderr
+    assert (tmp_path / "mark").exists()

@@ -11,7 +11,7 @@ import numpy as np
 from meshwright.data.subwords import Subwords, train_bpe
 from meshwright.data.vocabularies import MERGES, VOCAB, check_known, read_pair
 from meshwright.documents import LARGE, fix_of, parse_document, read_text
-from meshwright.errors import DataError, by_class
+from meshwright.errors import DataError, by_class, reason_of
 from meshwright.storage.attempts import is_file
 from meshwright.storage.paths import in_bucket, path_of
 
@@ -178,7 +178,7 @@ def build_tokenizer(spec: str, documents: Iterable[str] = ()) -> Tokenizer:
         return tokenizer_from_json(read_text(file, LARGE))
     except (OSError, ValueError) as error:
         fix = fix_of(error, "a tokenizer.json")
-        refusal = DataError(asked, f"it cannot be read: {error}", fix)
+        refusal = DataError(asked, f"it cannot be read: {reason_of(error)}", fix)
         raise by_class(error, refusal) from error
     except DataError as error:
         raise DataError(asked, f"{error.asked}: {error.truth}", error.fix) from error
