@@ -232,7 +232,7 @@ def _is_tied(fields: Fields, inner: Mapping[str, Any]) -> bool | None:
     """Returns whether embedding and unembedding are one tensor; None where only the architecture tells.
 
     `transformers` takes the field of the larger model. Where that is missing it takes the class's own value, and ties
-    nothing if the files have two tensors with different values: then the files decide.
+    nothing if the files have two tensors with different values. Here the files decide then, whatever the values are.
     """
     fields.without_effect("tie_word_embeddings")
     stated = fields.config.get("tie_word_embeddings")
