@@ -106,7 +106,7 @@ JUDGED: dict[tuple[str, str], str] = {
     ("src/xlacensus/peak_memory.py", "min(1.0, compiled.temporary / peak.live_bytes)"): (
         "estimates are scaled down only; what they lack is printed as packing, with its sign"
     ),
-    ("src/xlacensus/schedule.py", "max(0.0, lockstep - own)"): WAIT,
+    ("src/xlacensus/schedule.py", "max(0.0, lockstep - taken)"): WAIT,
     ("src/xlacensus/schedule.py", "max(0.0, span.start + span.seconds - self.now)"): WAIT,
     ("src/meshwright/api/proofs.py", "max(0, current - 2)"): INDEX,
     ("src/meshwright/bench/hardware/run.py", "max(0.0, ends - time.monotonic())"): WAIT,
