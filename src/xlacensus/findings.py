@@ -1,4 +1,4 @@
-"""What a check reports: one thing to change in a program."""
+"""One thing to change in a program, as the checks report it."""
 
 import dataclasses
 
