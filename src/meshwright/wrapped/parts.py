@@ -77,12 +77,12 @@ class WrappedParts:
 
     @functools.cached_property
     def draws(self) -> Draws:
-        """What the loss draws for a whole batch."""
+        """Draws of the loss for a whole batch."""
         return self.draws_of_batch(train=True)
 
     @functools.cached_property
     def eval_draws(self) -> Draws:
-        """What the loss draws for a whole batch of the held-out data."""
+        """Draws of the loss for a whole batch of the held-out data."""
         return self.draws_of_batch(train=False)
 
     def draws_of_batch(self, train: bool, rows: int | None = None) -> Draws:
