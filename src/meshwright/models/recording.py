@@ -210,7 +210,7 @@ class Tap:
 
 @dataclasses.dataclass(frozen=True)
 class _Site:
-    """What is known of a tap before the program runs."""
+    """Static part of a tap: recorder, name, and how the tensor is split."""
 
     recorder: Recorder
     name: str
