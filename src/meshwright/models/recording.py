@@ -98,7 +98,7 @@ def _rank(names: Sequence[str], name: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What one device sent of a tensor."""
+    """Part of a tensor that one device has sent."""
 
     sequences_B: np.ndarray
     """Index of each sequence in the global batch."""
