@@ -371,7 +371,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[MeshwrightError], str]] = {
     ),
     "four parts": (lambda folder: parse_split("1,2,3,4"), ConfigError, "up to three weights"),
     "nothing to train on": (lambda folder: parse_split("0,1,0"), ConfigError, "the first above 0"),
-    "a split without the order": (lambda folder: check_run(megatron_run(order="shuffled")), ConfigError, "--data.order is shuffled"),
+    "a split without the order": (
+        lambda folder: check_run(megatron_run(order="shuffled")), ConfigError, "--data.order is shuffled",
+    ),
     "samples without the order": (
         lambda folder: check_run(megatron_run(order="shuffled", split="969,30,1", order_samples=9)), ConfigError,
         "--data.order is shuffled",

@@ -64,7 +64,9 @@ ENDS = "ends of documents"
 """Case of which positions, weights and attention are written: its documents end with token 0."""
 
 
-def _case(data: str, weights: list[float] | None, samples: list[int | None], **rest: Any) -> dict[str, Any]:
+def _case(
+    data: str, weights: list[float] | None, samples: list[int | None], **rest: Any
+) -> dict[str, Any]:
     """One case. samples: of train, valid and test."""
     return {
         "data": data.split(), "weights": weights, "samples": samples, "seed": 1234, "seq": 16, "split": "969,30,1", **rest,

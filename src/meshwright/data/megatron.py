@@ -300,7 +300,7 @@ class MegatronTokens(TokenArray):
         try:
             yield
         except (OSError, ValueError) as error:
-            raise _unreadable(self.prefix, error) from error
+            raise by_class(error, _refusal(self.prefix, error)) from error
 
 
 def _read_header(index: _File, digest: Any) -> tuple[np.dtype[Any], _Column, _Column, _Column]:
@@ -380,13 +380,13 @@ def open_megatron(path: Path, tokenizer: Tokenizer) -> TokenFile:
     try:
         tokens = MegatronTokens(place, tokenizer.vocab)
     except (OSError, ValueError) as error:
-        raise _unreadable(place, error) from error
+        raise by_class(error, _refusal(place, error)) from error
     tokens.read(0, min(_FIRST, len(tokens)))
     return TokenFile(tokens, tokenizer.vocab, tokenizer, place, tokens.documents, tokens.digest)
 
 
-def _unreadable(prefix: Path, error: OSError | ValueError) -> Exception:
+def _refusal(prefix: Path, error: OSError | ValueError) -> DataError:
     """Returns the error of a dataset that cannot be read."""
     truth = reason_of(error) if isinstance(error, OSError) else str(error)
     fix = f"a copy of {prefix.name}{INDEX} and {prefix.name}{TOKENS} as Megatron's preprocess_data.py wrote them"
-    return by_class(error, DataError(f"Megatron dataset {prefix}", truth, fix))
+    return DataError(f"Megatron dataset {prefix}", truth, fix)

@@ -89,7 +89,9 @@ def main(out: Path) -> None:
                 about["files"][f"{prefix}.{end}"] = hashlib.sha256(content).hexdigest()
         for key, case in CASES.items():
             rows = []
-            for split, dataset, asked in zip(SPLITS, datasets_of(folder, case), case["samples"], strict=True):
+            for split, dataset, asked in zip(
+                SPLITS, datasets_of(folder, case), case["samples"], strict=True
+            ):
                 if dataset is None or asked == 0:
                     rows.append(None)
                     continue
