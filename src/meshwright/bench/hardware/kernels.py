@@ -149,6 +149,7 @@ def choose_for(name: str, case: Case, dtype: str) -> Kernels | str:
 
 
 def attention_inputs(case: Case, dtype: str) -> tuple[jax.Array, ...]:
+    """Returns random q, k and v, the documents of each position, and the gradient of the output."""
     rng = np.random.default_rng(0)
     B, T, N, K, H = case.batch, case.seq, case.heads, case.kv_heads, case.head_size
     q, k, v, g = (
@@ -166,7 +167,7 @@ def _on_one_device(function: Any) -> Any:
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
 
 
-def with_gradients(function: Any, inputs: tuple[Any, ...], g: Any) -> tuple[Any, ...]:
+def _with_gradients(function: Any, inputs: tuple[Any, ...], g: Any) -> tuple[Any, ...]:
     """Returns the output of a function and the gradients of its inputs. g: gradient of the output."""
     out, pullback = jax.vjp(function, *inputs)
     return out, *pullback(g)
@@ -177,8 +178,9 @@ def _attention(kernels: Kernels, case: Case, segments: jax.Array) -> Any:
 
 
 def forward_and_backward(kernels: Kernels, case: Case) -> Any:
+    """Compiles attention with the gradients of its inputs."""
     return _on_one_device(
-        lambda q, k, v, s, g: with_gradients(_attention(kernels, case, s), (q, k, v), g)
+        lambda q, k, v, s, g: _with_gradients(_attention(kernels, case, s), (q, k, v), g)
     )
 
 
@@ -235,19 +237,22 @@ def grouped_inputs(experts: int, rows: int, k: int, n: int, dtype: str) -> tuple
 
 
 def grouped_matmul_here(dtype: str) -> GroupedMatmul:
+    """Returns the grouped matmul that a training chooses on these devices."""
     return choose_grouped_matmul("auto", jax.devices()[0].platform, dtype)
 
 
 def grouped_products(
     x: jax.Array, weights: tuple[jax.Array, ...], sizes: jax.Array
 ) -> tuple[jax.Array, ...]:
+    """Returns the products of rows with the weights of their experts, one for each of `weights`."""
     return grouped_matmul_here(x.dtype.name).multiply(x, weights, sizes)
 
 
 def with_all_gradients(
     x: Any, weights: Any, sizes: Any, g: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-    results, dx, dw = with_gradients(
+    """Returns grouped products and the gradients of the rows and of the weights. g: gradients of the products."""
+    results, dx, dw = _with_gradients(
         lambda x, weights: grouped_products(x, weights, sizes), (x, weights), g
     )
     return (*results, dx, *dw)
