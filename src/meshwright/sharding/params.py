@@ -187,6 +187,8 @@ class GatherParams:
 
 @dataclasses.dataclass(frozen=True)
 class ParamGathers:
+    """All-gathers that lead from a parameter at rest to its weight."""
+
     gathers: tuple[tuple[Axes, int | None], ...]
     """Axes and dimension of each all-gather, in order; dimensions are counted without the layers. A dimension of None
     stands for the axes over which the backward pass sums the gradient."""
