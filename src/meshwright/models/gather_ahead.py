@@ -193,9 +193,9 @@ class _AheadScan:
         g_x, last = lax.optimization_barrier((g_x, _row_of(first, self.length - 1)))
         late_gradients = _LateGradients(*jax.vjp(self.gather, _row_of(late, 0)))
         layers = _BackwardLayers(self.gather, self.ahead, self.length, first, early, late_gradients)
+        inputs = _LayerInputs(jnp.arange(self.length), rest, residuals, g_aux)
         nothing_above = late_gradients.zeros()
         start = _BackwardCarry(g_x, self.gather(last), nothing_above)
-        inputs = _LayerInputs(jnp.arange(self.length), rest, residuals, g_aux)
         end, (g_late, g_early) = lax.scan(layers.step, start, inputs, reverse=True)
         # Row l of the scan has reduced the late gradients of row l + 1; those of row 0 are still to be reduced.
         lowest = late_gradients.reduce(end.g_above)

@@ -379,9 +379,9 @@ def _compare_sources(before: list[Any], now: list[Any], run: Run, comparison: _D
 def describe_rate_jump(before: Run, now: Run, step: int) -> str | None:
     """Describes how the learning rate jumps where `now` goes on from `before` after `step` steps.
 
-    The result is None where the next step has the fraction of the peak that it would have had; after the last
-    step of `before` that is the fraction of its last. Another peak or schedule is a field of the
-    Run, and said as such.
+    The result is None where the next step has the fraction of the peak that it would have had;
+    after the last step of `before` that is the fraction of its last. Another peak or schedule is a
+    field of the Run, and said as such.
     """
     if before.optimizer.lr_schedule != now.optimizer.lr_schedule:
         return None
