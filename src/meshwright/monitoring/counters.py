@@ -31,7 +31,7 @@ class Source(Protocol):
 
 
 class NotThere(Exception):
-    """A machine has no such interface; its text says which package or permission is missing, if one is.
+    """A machine has no such interface; its text names the package or permission that is missing, if one is.
 
     It is empty on a machine without such hardware.
     """

@@ -87,14 +87,14 @@ class History:
             ]
             found = _judge(rule, name, points)
             if found is not None:
-                value, says = found
-                yield Warning(part, name, value, f"{part}: {says}: {rule.advice}")
+                value, summary = found
+                yield Warning(part, name, value, f"{part}: {summary}: {rule.advice}")
 
 
 def _judge(
     rule: Rule, name: str, points: Sequence[tuple[float, float]]
 ) -> tuple[float, str] | None:
-    """Returns the value of a warning and what it says; None where there is none."""
+    """Returns the value of a warning and its summary; None where there is none."""
     if rule.kind == "count":
         increase = _increase(points)
         seconds = points[-1][0] - points[0][0]
@@ -110,7 +110,7 @@ def _judge(
 
 
 def level_warning(counter: Counter) -> str:
-    """Returns what a level says that is beyond its limit in one reading; empty for any other counter."""
+    """Returns the summary of a level that is beyond its limit in one reading; empty for any other counter."""
     rule = rule_of(counter.name)
     is_high = rule.kind == "level" and counter.value >= rule.limit
     is_low = rule.kind == "low level" and counter.value <= rule.limit
@@ -133,8 +133,10 @@ def _judge_rate(
     if rate * HOUR >= rule.limit and rate >= _FASTER * usual:
         increase = _increase(recent)
         seconds = recent[-1][0] - recent[0][0]
-        says = f"{increase:g} {name} in {format_time(seconds)}, {usual * HOUR:.3g} an hour before"
-        return increase, says
+        summary = (
+            f"{increase:g} {name} in {format_time(seconds)}, {usual * HOUR:.3g} an hour before"
+        )
+        return increase, summary
     return None
 
 

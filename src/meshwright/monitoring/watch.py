@@ -16,14 +16,15 @@ from typing import Any
 import jax
 
 from meshwright import last_words
-from meshwright.errors import StorageError
+from meshwright.errors import CheckpointError, StorageError
 from meshwright.monitoring.counters import Counter, NotThere, Source
 from meshwright.monitoring.history import History, Warning
 from meshwright.monitoring.host import open_host
 from meshwright.monitoring.nvidia import open_nvidia
 from meshwright.monitoring.tpu import open_tpu
+from meshwright.storage.folder_identity import FolderIdentity
 from meshwright.storage.paths import in_bucket
-from meshwright.storage.writing import make_folder_below, write_text
+from meshwright.storage.writing import write_text
 
 PERIOD = 60.0
 """Seconds between two readings."""
@@ -63,7 +64,7 @@ class MachineWatch:
     """Watch of one host: its readings, and what it tells."""
 
     def __init__(self, out: Path, sources: Sequence[Source], tell: Callable[[Warning], None]):
-        self._out = out
+        self._folder = FolderIdentity(out)
         self._sources = sources
         self._tell = tell
         self._history = History()
@@ -85,6 +86,7 @@ class MachineWatch:
         finally:
             _watches.remove(self)
             self._stopped.set()
+            self._folder.close()
 
     def _run(self, period: float) -> None:
         while True:
@@ -105,11 +107,12 @@ class MachineWatch:
             for at, values in self._history.recent()
         ]
         record = {"host": socket.gethostname(), "readings": readings}
-        with contextlib.suppress(OSError, StorageError):
-            make_folder_below(self._out, "watchdog")
-            file = self._out / "watchdog" / name
-            write_text(file, json.dumps(record) + "\n")
-            return file
+        folder = self._folder.folder / "watchdog"
+        with contextlib.suppress(OSError, StorageError, CheckpointError):
+            self._folder.check("keeping the last readings")
+            self._folder.make(folder)
+            write_text(folder / name, json.dumps(record) + "\n")
+            return folder / name
         return None
 
 
