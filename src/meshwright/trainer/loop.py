@@ -40,6 +40,7 @@ from meshwright.trainer.opening import (
     open_reporters,
     to_the_end,
     watch_hosts,
+    watch_machine,
 )
 from meshwright.trainer.preemption import Preemption
 from meshwright.trainer.prepare import Batches, Position, PreparedRun, Trainable, prepare_run
@@ -92,6 +93,7 @@ def train(
             preemption = stack.enter_context(Preemption().listening())
         lock_folder(stack, out)
         events = open_events(stack, out)
+        watch_machine(stack, out, events)
         checkpoints = open_checkpoints(stack, device_run, out, phases, watchdog)
         if start == "resume if exists":
             start = "resume" if checkpoints.steps() else "fresh"

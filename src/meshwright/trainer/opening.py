@@ -5,6 +5,7 @@ training ends.
 """
 
 import contextlib
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,9 @@ import jax
 from meshwright.activity import activity, watched_by
 from meshwright.checkpoint.checkpoints import check_room
 from meshwright.checkpoint.steps import committed_steps, explained_writing
-from meshwright.hardware.agreement import agree, answer_of_the_first
+from meshwright.hardware.agreement import agree, answer_of_the_first, choose_together
+from meshwright.hardware.hosts import store
+from meshwright.monitoring.watch import watching_machines
 from meshwright.reporters import Reporter, build_reporters
 from meshwright.reporters.files import EventLog, JsonLines, last_start
 from meshwright.runs.run_file import write_run
@@ -115,6 +118,21 @@ def open_events(stack: contextlib.ExitStack, out: Path) -> EventLog | None:
     stack.callback(events.release)
     stack.enter_context(watched_by(events))
     return events
+
+
+def watch_machine(stack: contextlib.ExitStack, out: Path, events: EventLog | None) -> None:
+    """Watches the counters of this host's devices, links and disks: one process of each host reads them.
+
+    events: as of `open_events`.
+    """
+    names = choose_together("host name", socket.gethostname(), list)
+    watched = watching_machines(
+        out,
+        None if events is None else events.add,
+        store() if jax.process_count() > 1 else None,
+        is_first_on_host=names.index(socket.gethostname()) == jax.process_index(),
+    )
+    stack.enter_context(watched)
 
 
 def open_checkpoints(
