@@ -204,7 +204,7 @@ class _AheadScan:
 
 
 class _BackwardCarry(NamedTuple):
-    """What the backward pass of a layer gets from that of the layer above."""
+    """Values that the backward pass hands from a layer to the layer below."""
 
     g_x: jax.Array
     """Gradient of the layer's output."""
@@ -215,7 +215,7 @@ class _BackwardCarry(NamedTuple):
 
 
 class _LayerInputs(NamedTuple):
-    """What the backward pass of a layer reads, a row of what the scan goes over."""
+    """Arrays of one layer that its backward pass reads: a row of what is scanned."""
 
     row: jax.Array
     rest: Tree
