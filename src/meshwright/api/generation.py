@@ -13,7 +13,7 @@ from rich.console import Console
 from meshwright.api.verb import Call, CheckpointOptions, Outcome, start_devices
 from meshwright.config import MeshShape
 from meshwright.data.chat import TEMPLATES, ChatTemplate, Message, check_jinja, template_text
-from meshwright.errors import ConfigError, DataError, by_class
+from meshwright.errors import ConfigError, DataError, by_class, reason_of
 from meshwright.formatting import format_bytes, format_count, format_step, format_time
 from meshwright.generation.generator import Decoding, Generated, GenerationReport, Generator, OnText
 from meshwright.generation.sampling import Sampling
@@ -119,7 +119,7 @@ class GenerateOptions(CheckpointOptions):
             text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise by_class(
-                error, DataError(asked, f"{error}", "a file of prompts in UTF-8, or -")
+                error, DataError(asked, reason_of(error), "a file of prompts in UTF-8, or -")
             ) from error
         # Other ends of lines, such as U+2028, may stand within a prompt.
         lines = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
@@ -133,7 +133,7 @@ class GenerateOptions(CheckpointOptions):
                     prompt = json.loads(line)["prompt"]
                 except (ValueError, KeyError, TypeError, RecursionError) as error:
                     raise DataError(
-                        where, f'it is not {{"prompt": "..."}}: {error!r}', "such lines"
+                        where, f'it is not {{"prompt": "..."}}: {reason_of(error)}', "such lines"
                     ) from error
                 if not isinstance(prompt, str):
                     raise DataError(
@@ -153,7 +153,7 @@ class GenerateOptions(CheckpointOptions):
                 template = ChatTemplate(template_text(self.chat_template))
             except (OSError, ValueError) as error:
                 fix = f"a file with a Jinja template, or {' or '.join(TEMPLATES)}"
-                refusal = DataError(f"--chat-template {self.chat_template}", f"{error}", fix)
+                refusal = DataError(f"--chat-template {self.chat_template}", reason_of(error), fix)
                 raise by_class(error, refusal) from error
         if template is None:
             truth = "its tokenizer has no chat template"

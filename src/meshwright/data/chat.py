@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.documents import SMALL, check_inside, fix_of, parse_document, read_json, read_text
-from meshwright.errors import DataError, WeightsError, by_class
+from meshwright.errors import DataError, WeightsError, by_class, reason_of
 from meshwright.storage.paths import path_of
 
 TEMPLATES = {
@@ -209,7 +209,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
             error,
             DataError(
                 f"the chat template of {folder}",
-                f"it cannot be read: {error}",
+                f"it cannot be read: {reason_of(error)}",
                 fix_of(error, "its own files"),
             ),
         ) from error
@@ -250,7 +250,7 @@ def read_end_tokens(folder: Path) -> tuple[int, ...]:
             except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
                 refusal = WeightsError(
                     f"reading {folder / file}",
-                    f"it is not a configuration: {error}",
+                    f"it is not a configuration: {reason_of(error)}",
                     fix_of(error, "download it again"),
                 )
                 raise by_class(error, refusal) from error

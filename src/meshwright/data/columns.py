@@ -11,7 +11,7 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from meshwright.data.sources import Place, Records
-from meshwright.errors import DataError, by_class
+from meshwright.errors import DataError, by_class, reason_of
 from meshwright.formatting import format_bytes
 
 _ROWS = 1024
@@ -153,7 +153,7 @@ def read_rows(file: Path, raw: IO[bytes]) -> Iterator[tuple[Place, dict[str, Any
                 yield Place(file, "row", number), _without_nulls(row)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         refusal = DataError(
-            f"reading {file}", f"{type(error).__name__}: {error}", "repair or remove it"
+            f"reading {file}", f"{type(error).__name__}: {reason_of(error)}", "repair or remove it"
         )
         raise by_class(error, refusal) from error
 

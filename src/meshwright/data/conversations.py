@@ -43,7 +43,7 @@ from meshwright.data.token_writer import TokenWriter, write_description
 from meshwright.data.tokenizers import Bytes, Chars, Tokenizer, build_tokenizer, with_begin
 from meshwright.data.tokens import TokenFile, is_token_file, open_tokens
 from meshwright.documents import LARGE, parse_json, read_json
-from meshwright.errors import DataError, by_class
+from meshwright.errors import DataError, by_class, reason_of
 from meshwright.fine_tuning import FineTune, Objective, TooLong
 from meshwright.storage.removing import remove_tree, rename
 from meshwright.storage.transfer import held_folder, sha256_of
@@ -262,7 +262,7 @@ def template_of(tokenizer: str, file: str | None) -> ChatTemplate | None:
         text = template_text(file)
     except (OSError, ValueError) as error:
         fix = f"a file with a Jinja template, or {' or '.join(TEMPLATES)}"
-        refusal = DataError(f"--finetune.template {file}", str(error), fix)
+        refusal = DataError(f"--finetune.template {file}", reason_of(error), fix)
         raise by_class(error, refusal) from error
     return ChatTemplate(text, beside.special_tokens if beside else ())
 

@@ -31,7 +31,7 @@ from meshwright.documents import (
     parse_json,
     unique_object,
 )
-from meshwright.errors import DataError, by_class, describe_failure
+from meshwright.errors import DataError, by_class, describe_failure, reason_of
 from meshwright.hardware.agreement import note_progress
 
 LARGEST = 2**30
@@ -96,7 +96,9 @@ def _read_files(source: FileDocuments, records: Records) -> Iterator[str]:
             raise by_class(
                 error,
                 DataError(
-                    f"reading {file}", f"{type(error).__name__}: {error}", "repair or remove it"
+                    f"reading {file}",
+                    f"{type(error).__name__}: {reason_of(error)}",
+                    "repair or remove it",
                 ),
             ) from error
         records.file, records.number = records.file + 1, 0

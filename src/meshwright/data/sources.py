@@ -324,7 +324,7 @@ def download_dataset(path: str) -> Found:
             error,
             DataError(
                 asked,
-                f"the hub does not give it: {str(error).strip().splitlines()[0]}",
+                f"the hub does not give it: {reason_of(error)}",
                 "the name as the hub writes it; HF_TOKEN for one that is not public; or a download beforehand",
             ),
         ) from error

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from meshwright.errors import DataError, by_class
+from meshwright.errors import DataError, by_class, reason_of
 
 END = "<|end|>"
 """Token that ends a document in a learned vocabulary."""
@@ -159,7 +159,9 @@ def called(
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise by_class(error, DataError(asked, f"the tokenizers library: {error}", fix)) from error
+        raise by_class(
+            error, DataError(asked, f"the tokenizers library: {reason_of(error)}", fix)
+        ) from error
 
 
 def check_unicode(text: str) -> None:

@@ -344,7 +344,9 @@ class _Tokenisation:
                 self.records.resume(note["records"])
         except (KeyError, TypeError, ValueError) as error:
             fix = f"rm -r {self.out} and begin again"
-            raise DataError(f"going on in {self.out}", f"it is damaged: {error}", fix) from error
+            raise DataError(
+                f"going on in {self.out}", f"it is damaged: {reason_of(error)}", fix
+            ) from error
         if self.progress is not None and writer.shards:
             kept = f"{writer.shards:,} whole shards with {writer.shards * writer.shard_tokens:,} tokens"
             self.progress.write(f"{self.out}: goes on after {kept}")

@@ -338,8 +338,8 @@ def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
         AttributeError,
         OverflowError,
     ) as error:
-        truth = reason_of(error) if isinstance(error, OSError) else error
-        refusal = DataError(f"token file {folder}", f"it cannot be read: {truth}", "tokenise again")
+        truth = f"it cannot be read: {reason_of(error)}"
+        refusal = DataError(f"token file {folder}", truth, "tokenise again")
         raise by_class(error, refusal) from error
     hashes = {name: value for name, value in record["sha256"].items() if name != "shards.bin"}
     digest = checksum([record["dtype"], count, checksums[-CHECKSUM:].hex(), hashes])

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from meshwright.data.subwords import called
 from meshwright.documents import LARGE, check_inside, fix_of, read_json, read_text
-from meshwright.errors import DataError, by_class
+from meshwright.errors import DataError, by_class, reason_of
 
 VOCAB, MERGES = "vocab.json", "merges.txt"
 _QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -77,7 +77,7 @@ def read_pair(vocab: Path) -> str:
         described = _optional(folder / "config.json")
         added = _optional(folder / "added_tokens.json")
     except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
-        truth = f"{VOCAB} and {MERGES} cannot be read: {error}"
+        truth = f"{VOCAB} and {MERGES} cannot be read: {reason_of(error)}"
         raise by_class(error, DataError(asked, truth, fix_of(error, _MAKE))) from error
     kind = _CLASSES.get(str(config.get("tokenizer_class")).removesuffix("Fast"))
     if kind is None and "tokenizer_class" not in config:

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import CompilerError, ConfigError, by_class
+from meshwright.errors import CompilerError, ConfigError, by_class, reason_of
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.targets import Target, format_size
 
@@ -97,7 +97,7 @@ def topology_devices(target: Target) -> list[Any]:
             error,
             ConfigError(
                 f"target {target}",
-                f"the compiler does not know this topology: {str(error).splitlines()[0][:200]}",
+                f"the compiler does not know this topology: {reason_of(error)}",
                 f"use another size, such as {target.name}:"
                 + "x".join(["4"] * len(target.topology)),
             ),

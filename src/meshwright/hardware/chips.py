@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.documents import read_text
-from meshwright.errors import ConfigError, by_class, nearest
+from meshwright.errors import ConfigError, by_class, nearest, reason_of
 from xlacensus import chips
 from xlacensus.chips import Nodes as Nodes
 
@@ -260,7 +260,7 @@ def read_chip(file: Path) -> Chip:
     try:
         fields: dict[str, Any] = tomllib.loads(read_text(file))
     except (OSError, ValueError, RecursionError) as error:
-        truth = f"it cannot be read: {error or 'it is nested too deeply'}"
+        truth = f"it cannot be read: {reason_of(error)}"
         raise by_class(error, ConfigError(asked, truth, "give a readable TOML file")) from error
     required = (*_NUMBERS, "torus" if "torus" in fields else "nodes")
     for key in required:
@@ -274,7 +274,7 @@ def read_chip(file: Path) -> Chip:
         interconnect = _interconnect(fields)
     except (KeyError, TypeError) as error:
         fix = "give [nodes] link_bandwidth, devices_per_node; or [torus] link_bandwidth, wraparound_multiple, largest"
-        raise ConfigError(f"interconnect in {asked}", str(error), fix) from error
+        raise ConfigError(f"interconnect in {asked}", reason_of(error), fix) from error
     try:
         efficiency = (
             Efficiency(**fields["efficiency"]) if "efficiency" in fields else GPU_EFFICIENCY

@@ -130,7 +130,7 @@ def _unreadable(error: Exception) -> str:
         return f"{error.args[0]} is not set"
     if isinstance(error, _NotANumberError):
         return f"{error.name} is {error.value!r}, which is not a number"
-    return f"one of them cannot be read: {error}"
+    return f"one of them cannot be read: {reason_of(error)}"
 
 
 class _NotANumberError(ValueError):
@@ -253,7 +253,7 @@ def _give_up(hosts: Hosts, seconds: int) -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=3).close()
             why = "process 0 answers, and another one has left since it came"
         except (OSError, UnicodeError) as refusal:
-            why = _unresolved(hosts.coordinator) or f"nothing answers there: {refusal}"
+            why = _unresolved(hosts.coordinator) or f"nothing answers there: {reason_of(refusal)}"
     error = HostError(_joining(hosts), f"after {seconds} s: {why}", _JOIN_FIX)
     last_words.leave(error.exit_code, f"error: {error}\n")
 

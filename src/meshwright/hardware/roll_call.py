@@ -11,6 +11,8 @@ import socket
 import time
 from collections.abc import Callable
 
+from meshwright.errors import reason_of
+
 _GO = "go"
 _ABSENT = "absent"
 _NEWS = 1.0
@@ -107,7 +109,7 @@ def answer_roll(
                         refusal = "process 0 has closed the connection"
                         break
         except (OSError, UnicodeError) as error:
-            refusal = f"nothing answers there: {error}"
+            refusal = f"nothing answers there: {reason_of(error)}"
         time.sleep(min(_AGAIN, max(0.0, until - time.monotonic())))
     raise AbsentError(absent or refusal)
 

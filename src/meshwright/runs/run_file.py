@@ -18,7 +18,7 @@ from meshwright.documents import (
     read_text,
     unique_object,
 )
-from meshwright.errors import CheckpointError, ConfigError, by_class, nearest
+from meshwright.errors import CheckpointError, ConfigError, by_class, nearest, reason_of
 from meshwright.models.families import family_name, find_family
 from meshwright.runs.run import Run
 from meshwright.statuses import with_place
@@ -165,7 +165,7 @@ def read_run(file: Path) -> Run:
             error,
             ConfigError(
                 f"run file {file}",
-                f"it cannot be read: {error}",
+                f"it cannot be read: {reason_of(error)}",
                 "the run.json of an output folder",
             ),
         ) from error
