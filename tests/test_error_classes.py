@@ -585,14 +585,14 @@ def learn_vocabulary(folder: Path) -> None:
 
 def tokenise_conversations(folder: Path) -> None:
     (folder / "talk.jsonl").write_text((json.dumps(ANSWER) + "\n") * RECORDS)
-    conversations._tokenise(str(folder / "talk.jsonl"), "bytes", None, "answers", folder / "cache")
+    tokenisation = conversations._Tokenisation("bytes", None, "answers", folder / "cache")
+    tokenisation.tokenise(str(folder / "talk.jsonl"))
 
 
 def tokenise_preferences(folder: Path) -> None:
     (folder / "pairs.jsonl").write_text((json.dumps(PAIR) + "\n") * RECORDS)
-    conversations._tokenise(
-        str(folder / "pairs.jsonl"), "bytes", None, "preferences", folder / "cache"
-    )
+    tokenisation = conversations._Tokenisation("bytes", None, "preferences", folder / "cache")
+    tokenisation.tokenise(str(folder / "pairs.jsonl"))
 
 
 @pytest.mark.parametrize(

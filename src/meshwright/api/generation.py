@@ -12,7 +12,7 @@ from rich.console import Console
 
 from meshwright.api.verb import Call, CheckpointOptions, Outcome, start_devices
 from meshwright.config import MeshShape
-from meshwright.data.chat import TEMPLATES, ChatTemplate, Message, check_jinja, template_text
+from meshwright.data.chat import TEMPLATES, ChatTemplate, Message, check_jinja, read_template
 from meshwright.errors import ConfigError, DataError, by_class, reason_of
 from meshwright.formatting import format_bytes, format_count, format_step, format_time
 from meshwright.generation.generator import Decoding, Generated, GenerationReport, Generator, OnText
@@ -149,12 +149,8 @@ class GenerateOptions(CheckpointOptions):
     ) -> GenerationReport | None:
         """Answers messages one after another; each answer knows all before it. Returns the report of the last."""
         if self.chat_template is not None:
-            try:
-                template = ChatTemplate(template_text(self.chat_template))
-            except (OSError, ValueError) as error:
-                fix = f"a file with a Jinja template, or {' or '.join(TEMPLATES)}"
-                refusal = DataError(f"--chat-template {self.chat_template}", reason_of(error), fix)
-                raise by_class(error, refusal) from error
+            asked = f"--chat-template {self.chat_template}"
+            template = ChatTemplate(read_template(asked, self.chat_template))
         if template is None:
             truth = "its tokenizer has no chat template"
             fix = f"--chat-template FILE.jinja, or {' or '.join(TEMPLATES)} if it was tuned on that"

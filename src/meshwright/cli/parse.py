@@ -18,7 +18,6 @@ import tyro
 
 from meshwright.api.verb import RunOptions, empty_error
 from meshwright.cli.output import write
-from meshwright.declarations import declarations_of
 from meshwright.errors import ConfigError
 from meshwright.ranges import check_words, ranges_of
 from meshwright.runs.recipe import with_chosen
@@ -50,8 +49,8 @@ class Option:
     """Description: the string literal below the field."""
     group: str
     """Heading in the help: `training`, `model (Llama)`, `run`, or empty for the verb's own."""
-    fixed: bool = False
-    """Whether only a recipe, a run file or Python sets it."""
+    of_another_verb: bool = False
+    """Whether this verb refuses it: `train` has none of the options of `finetune`."""
     numbers: Any = None
     """Type of its numbers, with their range; None where it takes none."""
     several: bool = False
@@ -88,7 +87,7 @@ def parse[Options](
         default = _with_optional_parts(default, args)
     without: Sequence[str] = getattr(kind, "without", ())
     options = [
-        dataclasses.replace(option, fixed=True)
+        dataclasses.replace(option, of_another_verb=True)
         if option.path[1:2] and option.path[1] in without
         else option
         for option in options_of(kind, default)
@@ -251,7 +250,6 @@ def _option_of(
         default=value,
         doc=_docs(owner).get(field, ""),
         group=group,
-        fixed=not declarations_of(owner)[field].is_option,
         numbers=ranges_of(owner).get(field),
         several=hint.primitive is None and _takes_several(hint.kind),
     )
@@ -360,7 +358,7 @@ def _gather(
             values.append(word)
             continue
         option = by_name.get(name.replace("_", "-"))
-        if option is None or option.fixed:
+        if option is None or option.of_another_verb:
             following = (
                 [value]
                 if equals

@@ -232,9 +232,18 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
     return ChatTemplate(source, tuple(special), with_tools)
 
 
-def template_text(name: str) -> str:
-    """Returns the template of a name in `TEMPLATES`, or the text of a file. Raises OSError or ValueError."""
-    return TEMPLATES[name] if name in TEMPLATES else read_text(path_of(name))
+def read_template(asked: str, name: str) -> str:
+    """Returns the Jinja template of a name in `TEMPLATES`, or the text of a file. asked: for errors.
+
+    Raises DataError where the file cannot be read.
+    """
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    try:
+        return read_text(path_of(name))
+    except (OSError, ValueError) as error:
+        fix = f"a file with a Jinja template, or {' or '.join(TEMPLATES)}"
+        raise by_class(error, DataError(asked, reason_of(error), fix)) from error
 
 
 def read_end_tokens(folder: Path) -> tuple[int, ...]:
