@@ -39,8 +39,10 @@ from meshwright.views.terminal import print_table
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchOptions(Ranged):
-    """Time WHAT on the devices at hand: `collectives` over every axis of a mesh, or `hardware`, which measures a new
-    machine in 30 minutes. Writes the figures, and the calibration that `plan` and `train` use for their predictions."""
+    """Time WHAT on the devices at hand: `collectives` over every axis of a mesh, or `hardware`,
+    which measures a new machine in 30 minutes. Writes the figures, and the calibration that `plan`
+    and `train` use for their predictions.
+    """
 
     what: Annotated[Literal["collectives", "hardware"], tyro.conf.Positional]
     """`collectives` or `hardware`."""
@@ -57,17 +59,19 @@ class BenchOptions(Ranged):
     minutes: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 30.0
     """With `hardware`: time of all sections together."""
     only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SECTION ...")] = ()
-    """With `hardware`: sections to run, by default all: kernels, meshes, matmuls, collectives, experts, steps,
-    checkpoint, or module:attribute of a section of your own."""
+    """With `hardware`: sections to run, by default all: kernels, meshes, matmuls, collectives,
+    experts, steps, checkpoint, or module:attribute of a section of your own."""
     kernels: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KERNEL ...")] = ()
-    """With `hardware`: attention kernels from outside the package to check, each as module:attribute."""
+    """With `hardware`: attention kernels from outside the package to check, each as
+    module:attribute."""
     hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
     json: bool = False
     """Print JSON."""
 
     def act(self, call: Call) -> Outcome:
-        """Runs `meshwright bench`; with `hardware` the exit code is 6 after a wrong result, 5 for unfinished sections.
+        """Runs `meshwright bench`.
 
+        With `hardware` the exit code is 6 after a wrong result, 5 for unfinished sections.
         Raises CensusError where a collective gives a wrong result.
         """
         try:
@@ -82,7 +86,8 @@ class BenchOptions(Ranged):
             return self._finish(self._time_collectives(hosts))
         if hosts.processes > 1:
             raise ConfigError(
-                f"meshwright bench hardware as process {hosts.process} of {hosts.processes} ({hosts.source})",
+                f"meshwright bench hardware as process {hosts.process} of {hosts.processes} "
+                f"({hosts.source})",
                 "it measures the devices of one host",
                 "--processes 1, on one of the hosts: meshwright bench hardware --processes 1",
             )

@@ -66,7 +66,9 @@ class ListOptions(_FolderOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InspectOptions(_FolderOptions):
-    """Show what a checkpoint of the output folder OUT holds: its place, its data, its Run, every tensor."""
+    """Show what a checkpoint of the output folder OUT holds: its place, its data, its Run, every
+    tensor.
+    """
 
     at: NonNegativeInt | None = None
     """Step of the checkpoint; by default the last."""
@@ -104,7 +106,9 @@ class InspectOptions(_FolderOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifyOptions(_FolderOptions):
-    """Read every tensor of the checkpoints in OUT and compare its fingerprint; exit code 4 where one is damaged."""
+    """Read every tensor of the checkpoints in OUT and compare its fingerprint; exit code 4 where
+    one is damaged.
+    """
 
     at: NonNegativeInt | None = None
     """Step of the checkpoint; by default all of them."""
@@ -133,8 +137,10 @@ class VerifyOptions(_FolderOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoveOptions(_FolderOptions):
-    """Move the checkpoints and files of the run in OUT to TARGET: a folder, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER.
-    Every copy is read back and compared before the source is deleted; an interrupted move continues."""
+    """Move the checkpoints and files of the run in OUT to TARGET: a folder, gs://BUCKET/FOLDER or
+    s3://BUCKET/FOLDER. Every copy is read back and compared before the source is deleted; an
+    interrupted move continues.
+    """
 
     target: Annotated[Path, tyro.conf.Positional]
     """Folder to move to."""

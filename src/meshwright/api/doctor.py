@@ -25,11 +25,13 @@ _VOCAB = 2**15
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DoctorOptions(Ranged):
-    """Check this host before a run: versions, devices, limits, shared memory, variables and room. Start it as the run
-    is started, on every host."""
+    """Check this host before a run: versions, devices, limits, shared memory, variables and room.
+    Start it as the run is started, on every host.
+    """
 
     recipe: Annotated[str | None, tyro.conf.Positional] = None
-    """Recipe, plan or run file whose checkpoints need room; without one, room is shown and not judged."""
+    """Recipe, plan or run file whose checkpoints need room; without one, room is shown and not
+    judged."""
     out: Path = Path("runs")
     """Output folder of the run."""
     deadline: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 120.0
@@ -71,7 +73,7 @@ class DoctorOptions(Ranged):
 
 
 def _checkpoint_bytes(run: str) -> int:
-    """Returns the bytes of the checkpoints that a run keeps, and of the one that it writes meanwhile."""
+    """Returns the bytes of the checkpoints that a run keeps, and of the one that it is writing."""
     given = base_run([run]).run
     training = given.training
     legal = dataclasses.replace(training, batch=max(1, training.microbatches))

@@ -29,8 +29,9 @@ _Generate = Callable[[Sequence[str], OnText | None], Generated]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateOptions(CheckpointOptions):
-    """Continue prompts with the model of a run, on any mesh, and show the text as it is decoded. Prompts come from
-    PROMPT, from --prompt, from a file, or from standard input."""
+    """Continue prompts with the model of a run, on any mesh, and show the text as it is decoded.
+    Prompts come from PROMPT, from --prompt, from a file, or from standard input.
+    """
 
     source: Annotated[str, tyro.conf.Positional]
     """Output folder of a run, or hf:PATH of a Hugging Face model."""
@@ -39,15 +40,16 @@ class GenerateOptions(CheckpointOptions):
     prompt: tuple[str, ...] = ()
     """Further prompts, continued together with the first."""
     prompts: Path | None = None
-    """File of prompts: one on each line, or {"prompt": "..."} on each line of a .jsonl file; `-` is standard input."""
+    """File of prompts: one on each line, or {"prompt": "..."} on each line of a .jsonl file; `-` is
+    standard input."""
     max_tokens: PositiveInt = 128
     """Most tokens that are generated for each prompt."""
     stop: tuple[str, ...] = ()
     """Texts that end a text, beside the end of a document; they are not shown."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling()
     chat: bool = False
-    """Hold a conversation: prompts are messages in the tokenizer's chat template. Without a prompt it reads them line
-    by line, and ends at the end of the input."""
+    """Hold a conversation: prompts are messages in the tokenizer's chat template. Without a prompt
+    it reads them line by line, and ends at the end of the input."""
     system: str | None = None
     """System message of the conversation."""
     chat_template: str | None = None
@@ -58,7 +60,10 @@ class GenerateOptions(CheckpointOptions):
 
     @failing_together()
     def act(self, call: Call) -> Outcome:
-        """Runs `meshwright generate`. Raises CheckpointError without a run, ConfigError for contradictory options."""
+        """Runs `meshwright generate`.
+
+        Raises CheckpointError without a run, ConfigError for contradictory options.
+        """
         if self.chat:
             check_jinja()
         prompts, shape = self._prompts(), self.shape()
@@ -78,7 +83,8 @@ class GenerateOptions(CheckpointOptions):
         notes.quiet = call.console.quiet
         _stream(
             notes,
-            f"{generator.origin} on {generator.device_run.layout.shape}: weights {generator.layout}\n",
+            f"{generator.origin} on {generator.device_run.layout.shape}: weights "
+            f"{generator.layout}\n",
         )
 
         def generate(texts: Sequence[str], show: OnText | None) -> Generated:
@@ -147,7 +153,10 @@ class GenerateOptions(CheckpointOptions):
     def _converse(
         self, call: Call, template: ChatTemplate | None, generate: _Generate, prompts: Iterable[str]
     ) -> GenerationReport | None:
-        """Answers messages one after another; each answer knows all before it. Returns the report of the last."""
+        """Answers messages one after another; each answer knows all before it.
+
+        Returns the report of the last.
+        """
         if self.chat_template is not None:
             asked = f"--chat-template {self.chat_template}"
             template = ChatTemplate(read_template(asked, self.chat_template))
@@ -208,8 +217,10 @@ def format_report(report: GenerationReport) -> str:
         f"({format_count(round(report.prefill_tokens_per_second))} tokens/s); compiling took "
         f"{format_time(report.compile_seconds)}\n"
         f"decode:  {report.new_tokens} tokens in {took} ({format_count(round(decode))} tokens/s)\n"
-        f"memory:  weights {format_bytes(report.weight_bytes)} ({report.weights}), cache {cache} (planned "
-        f"{format_bytes(report.planned_cache_bytes)}), temporaries {format_bytes(report.temporary_bytes)} per device\n"
+        f"memory:  weights {format_bytes(report.weight_bytes)} ({report.weights}), cache {cache} "
+        f"(planned "
+        f"{format_bytes(report.planned_cache_bytes)}), temporaries "
+        f"{format_bytes(report.temporary_bytes)} per device\n"
     )
 
 
@@ -226,10 +237,13 @@ def open_generator(
     decoding: Decoding | None = None,
     cache: Path | None = None,
 ) -> Generator:
-    """Loads a run's weights onto a mesh and returns a generator, which keeps its compiled programs between calls.
+    """Loads a run's weights onto a mesh and returns a generator.
 
-    source: output folder of a run.  mesh: None takes the run's own.  at: step of the checkpoint; None takes the last.
-    devices: use the first so many; None uses all.  cache: folder of compiled programs; None takes the user's cache.
+    It keeps its compiled programs between calls.
+    source: output folder of a run.  mesh: None takes the run's own.  at: step of the checkpoint;
+    None takes the last.
+    devices: use the first so many; None uses all.  cache: folder of compiled programs; None takes
+    the user's cache.
     Raises CheckpointError where there is no run, ConfigError for a mesh with pipeline stages.
 
     Example:
@@ -261,11 +275,14 @@ def generate(
 ) -> Generated:
     """Continues each prompt by up to `max_tokens` tokens; for several calls use `open_generator`.
 
-    source: output folder of a run, whose last checkpoint is loaded.  sampling: None takes the most probable tokens.
+    source: output folder of a run, whose last checkpoint is loaded.  sampling: None takes the most
+    probable tokens.
     stop: texts that end a text, the end of a document apart.  mesh: None takes the run's own.
-    on_text: called with the index of a prompt and the text that was added to it, while it is decoded.
-    Raises CheckpointError where there is no run, ConfigError where a text would be longer than the model's table of
-    positions; with rotary positions a note on standard error tells that it is longer than those it was trained on.
+    on_text: called with the index of a prompt and the text that was added to it, while it is
+    decoded.
+    Raises CheckpointError where there is no run, ConfigError where a text would be longer than the
+    model's table of positions; with rotary positions a note on standard error tells that it is
+    longer than those it was trained on.
 
     Example:
         >>> run = mw.recipe("tiny", mesh="data=1", layers=1, steps=1, sample=0, eval_samples=16)

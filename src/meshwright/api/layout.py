@@ -29,7 +29,10 @@ class LayoutView(Brief):
 
     def brief(self) -> str:
         """Returns the run, the mesh, and the number of parameters."""
-        return f"of {self.placed.run.name} on {self.placed.layout.shape}: {format_count(self.report.parameters)} parameters"
+        return (
+            f"of {self.placed.run.name} on {self.placed.layout.shape}: "
+            f"{format_count(self.report.parameters)} parameters"
+        )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with console.capture() as capture:
@@ -44,10 +47,12 @@ class LayoutView(Brief):
 
 
 def show(run: Run | str, mesh: str | MeshShape | None = None) -> LayoutView:
-    """Returns where every parameter of a run lies on a mesh, and its bytes per device, from shapes alone.
+    """Returns where every parameter of a run is on a mesh, and its bytes per device.
 
-    run: a Run, or a recipe's name.  mesh: as `fsdp=64,tensor=8`; None takes the run's own. Its devices need not divide
-    the batch, which changes no parameter. Raises ConfigError where a parameter does not divide.
+    Only shapes are used.
+    run: a Run, or a recipe's name.  mesh: as `fsdp=64,tensor=8`; None takes the run's own. Its
+    devices need not divide the batch, which changes no parameter. Raises ConfigError where a
+    parameter does not divide.
 
     Example:
         >>> view = mw.show("llama3-8b", mesh="fsdp=64")
@@ -69,20 +74,26 @@ def show(run: Run | str, mesh: str | MeshShape | None = None) -> LayoutView:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShowOptions(RunOptions):
-    """Show how the parameters of RECIPE (by default `tiny`) lie on a mesh: sharding, gathered weights, bytes per
-    device, pipeline stages. It computes with abstract shapes and needs no device."""
+    """Show how the parameters of RECIPE (by default `tiny`) lie on a mesh: sharding, gathered
+    weights, bytes per device, pipeline stages. It computes with abstract shapes and needs no
+    device.
+    """
 
     draw: tuple[str, ...] = ()
     """Also draw which device holds which block of these parameters; `all` draws every one."""
     machine: str | None = None
     """Draw the mesh over a machine: v5p:4x4x8 (a torus), or h100:8x8 (nodes x GPUs per node)."""
     html: Path | None = None
-    """Write one offline page: any tensor on the devices, the pipeline, the mesh over the machine."""
+    """Write one offline page: any tensor on the devices, the pipeline, the mesh over the machine.
+    """
     json: bool = False
     """Print JSON."""
 
     def act(self, call: Call) -> Outcome:
-        """Runs `meshwright show`. Raises ConfigError where the run does not fit the mesh, or a file is not written."""
+        """Runs `meshwright show`.
+
+        Raises ConfigError where the run does not fit the mesh, or a file is not written.
+        """
         shown = show(self.run)
         placed, shape = shown.placed, shown.placed.layout.shape
         machine = _machine(self.machine, shape) if self.machine else None
@@ -110,7 +121,10 @@ class ShowOptions(RunOptions):
 
 
 def _machine(text: str, shape: MeshShape) -> MachineGrid:
-    """Parses --machine. Raises ConfigError where it is not a target, or has another number of devices than the mesh."""
+    """Parses --machine.
+
+    Raises ConfigError where it is not a target, or has another number of devices than the mesh.
+    """
     target = parse_target(text)
     if target.devices != shape.size:
         raise ConfigError(

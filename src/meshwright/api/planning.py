@@ -1,4 +1,4 @@
-"""The verb `plan`: layouts for hardware that need not be here, and offers of it, ranked by arithmetic."""
+"""The verb `plan`: layouts and offers of hardware that need not be here, ranked by arithmetic."""
 
 import dataclasses
 import math
@@ -95,13 +95,15 @@ class OfferOptions(Ranged):
     terms: PriceTerms = "on-demand"
     """Terms of the prices."""
     prices: Path | None = None
-    """Prices in place of the package's: CSV of chip, provider, region, terms, usd_per_chip_hour, source, read_on."""
+    """Prices in place of the package's: CSV of chip, provider, region, terms, usd_per_chip_hour,
+    source, read_on."""
     failure_chip_hours: PositiveFloat = CHIP_HOURS_PER_FAILURE
     """Chip-hours between two failures; by default those of Llama 3 405B on H100."""
     restart_minutes: PositiveFloat = RESTART_MINUTES
     """Minutes from a failure to the first step after it."""
     save_seconds: PositiveFloat | None = None
-    """Seconds that a checkpoint stops the steps; by default the copy of a device's state to its host."""
+    """Seconds that a checkpoint stops the steps; by default the copy of a device's state to its
+    host."""
 
     def market(self) -> Market:
         """Reads the table of prices."""
@@ -115,14 +117,18 @@ _NOT_OF_WRAPPED = ("tune", *_OF_OFFERS, "tokens", "tokens_per_step")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions(OfferOptions, RunOptions):
-    """Find the fastest way to lay RECIPE (by default `tiny`) out on hardware that is not here, and explain why the
-    others lose. All figures are predicted by arithmetic; nothing is compiled unless --prove or --tune asks for it."""
+    """Find the fastest way to lay RECIPE (by default `tiny`) out on hardware that is not here, and
+    explain why the others lose. All figures are predicted by arithmetic; nothing is compiled unless
+    --prove or --tune asks for it.
+    """
 
     on: Annotated[str, tyro.conf.arg(metavar="CHIP:SIZE,...")]
     """Hardware: v5p:8x8x16, 2*v6e:16x16, h100:64, gb200:144, or your own chip as FILE.toml:SIZE or
-    module:attribute:SIZE. Several are ranked: v5p:4x4x8,h100:64,128, or numbers of chips in a range: v5p:64..1024."""
+    module:attribute:SIZE. Several are ranked: v5p:4x4x8,h100:64,128, or numbers of chips in a
+    range: v5p:64..1024."""
     tokens_per_step: Annotated[str | None, tyro.conf.arg(metavar="COUNT,...")] = None
-    """Tokens per step, as 4M or 2097152; by default the recipe's batch. Several are ranked: 1M,2M or 1M..8M."""
+    """Tokens per step, as 4M or 2097152; by default the recipe's batch. Several are ranked: 1M,2M
+    or 1M..8M."""
     tokens: Annotated[str, tyro.conf.arg(metavar="COUNT")] = "1T"
     """Tokens of the whole training, for the days and the cost."""
     why: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
@@ -134,12 +140,13 @@ class PlanOptions(OfferOptions, RunOptions):
     prove: NonNegativeInt = 0
     """Compile this many of the best plans for the hardware, and rank them by the compiled step."""
     tune: bool = False
-    """Compile variants of the best plan (remat, dtypes, block sizes, compiler options) and keep what is faster."""
+    """Compile variants of the best plan (remat, dtypes, block sizes, compiler options) and keep
+    what is faster."""
     limit: TimeLimit = 3600
     """Most seconds of processor time for one compilation."""
     html: Path | None = None
-    """Write one offline page: every plan by step time and memory, why each loses, the best on the hardware; with
-    --compare the two side by side, and of several targets days against cost."""
+    """Write one offline page: every plan by step time and memory, why each loses, the best on the
+    hardware; with --compare the two side by side, and of several targets days against cost."""
     out: Path | None = None
     """Write the best plan as JSON, which train, prove and rehearse take."""
     shown: PositiveInt = 8
@@ -153,7 +160,10 @@ class PlanOptions(OfferOptions, RunOptions):
         return cls(run=base.run, on=base.target or tyro.MISSING)
 
     def act(self, call: Call) -> Outcome:
-        """Runs `meshwright plan`: searches, compiles where asked, writes, prints. Raises ConfigError."""
+        """Runs `meshwright plan`: searches, compiles where asked, writes, prints.
+
+        Raises ConfigError.
+        """
         names = [word.partition("=")[0].replace("_", "-") for word in call.words]
         for name in _CHOSEN if self.run.model.states_layers else ():
             if name in names:
@@ -251,7 +261,10 @@ class PlanOptions(OfferOptions, RunOptions):
         return found
 
     def _plan_offers(self, console: Console) -> tuple[Plan, dict[str, Any]]:
-        """Prints offers of several targets or batches, or within limits; returns the best plan, and all as JSON."""
+        """Prints offers of several targets or batches, or within limits.
+
+        Returns the best plan, and all as JSON.
+        """
         limited = self.days is not None or self.budget is not None
         if limited and self.rank_by != "time":
             raise ConfigError(
@@ -304,7 +317,10 @@ class PlanOptions(OfferOptions, RunOptions):
     def _compile(
         self, found: SearchResult, console: Console
     ) -> tuple[Plan, list[Section], dict[str, Any]]:
-        """Compiles the best plans, and variants of the best; returns the best, sections, and figures as JSON."""
+        """Compiles the best plans, and variants of the best.
+
+        Returns the best, sections, and figures as JSON.
+        """
 
         def say(line: str) -> None:
             console.print(f"[dim]{escape(line)}[/]")
@@ -422,7 +438,9 @@ _IN_NOTEBOOK = 20
 
 
 class Plans(list[Plan]):
-    """Plans, the fastest predicted step first. They print as a table; in a notebook they show their page.
+    """Plans, the fastest predicted step first.
+
+    They print as a table; in a notebook they show their page.
 
     Example:
         >>> plans = mw.plan("llama32-1b", on="v6e:2x2", tokens_per_step="128k", at_most=2)
@@ -441,7 +459,10 @@ class Plans(list[Plan]):
         return text_of(plans_table(self))
 
     def page(self) -> Report | None:
-        """Returns the page of the best plan and of the search that it comes from; None where there is none."""
+        """Returns the page of the best plan and of its search.
+
+        None without a plan.
+        """
         return self._page(_MOST)
 
     def _page(self, most: int) -> Report | None:
@@ -497,8 +518,9 @@ def plan(
     at_most: int = 20,
     include: Sequence[MeshShape] = (),
 ) -> Plans:
-    """Returns the best plans of a run on hardware that need not be here, the fastest predicted step first.
+    """Returns the best plans of a run, the fastest predicted step first.
 
+    The hardware need not be here.
     run: a Run, or a recipe's name.  on: a machine such as `v5p:8x8x16` or `h100:64`, or several.
     tokens_per_step: global batch in tokens, such as `4M`; None keeps the run's batch.
     include: meshes that are priced in any case, to be explained.
@@ -550,14 +572,18 @@ def offers(
     rank_by: Aim = "time",
     market: Market | None = None,
 ) -> Offers:
-    """Returns the best plan of each target and batch with the days and dollars of a training, the best first.
+    """Returns the best plan of each target and batch, the best first.
 
-    run: a Run, or a recipe's name.  on: targets, numbers of chips or ranges: `v5p:4x4x8,h100:64`, `h100:64..1024`.
-    tokens: of the whole training.  tokens_per_step: global batch, several (`1M,2M`) or a range (`1M..4M`).
-    days, budget: latest end and most dollars: what keeps both is returned, the cheapest first under a deadline, else
-    the fastest.  rank_by: without them, what comes first: `time` or `cost`.
+    Each has the days and dollars of a training.
+    run: a Run, or a recipe's name.  on: targets, numbers of chips or ranges: `v5p:4x4x8,h100:64`,
+    `h100:64..1024`.
+    tokens: of the whole training.  tokens_per_step: global batch, several (`1M,2M`) or a range
+    (`1M..4M`).
+    days, budget: latest end and most dollars: what keeps both is returned, the cheapest first under
+    a deadline, else the fastest.  rank_by: without them, what comes first: `time` or `cost`.
     market: prices and reliability (`meshwright.api.planning.read_market`).
-    Raises ConfigError where nothing fits, or where nothing keeps the limits, with the nearest that is possible.
+    Raises ConfigError where nothing fits, or where nothing keeps the limits, with the nearest that
+    is possible.
 
     Example:
         >>> found = mw.offers("llama32-1b", on="h100:8,v5p:2x2x2", tokens="100B", rank_by="cost")

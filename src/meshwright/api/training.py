@@ -60,9 +60,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainOptions(RunOptions):
-    """Train RECIPE: a name that `meshwright recipes` lists, FILE.py:FUNCTION, a plan (FILE.json), or hf:PATH of a
-    Hugging Face model, which starts from its weights. Without one it trains `tiny`, a small Llama on Python's own
-    source. Without an accelerator it simulates eight devices."""
+    """Train RECIPE: a name that `meshwright recipes` lists, FILE.py:FUNCTION, a plan (FILE.json),
+    or hf:PATH of a Hugging Face model, which starts from its weights. Without one it trains `tiny`,
+    a small Llama on Python's own source. Without an accelerator it simulates eight devices.
+    """
 
     without: ClassVar[Sequence[str]] = ("finetune",)
     out: Path | None = None
@@ -72,27 +73,34 @@ class TrainOptions(RunOptions):
     resume: bool = False
     """Continue from the last checkpoint in --out, with the Run that is kept there."""
     resume_if_exists: bool = False
-    """Resume where --out has a checkpoint, and start where it has none: the same command for every start of a job."""
+    """Resume where --out has a checkpoint, and start where it has none: the same command for every
+    start of a job."""
     at: NonNegativeInt | None = None
     """Continue from the checkpoint of this step; newer ones are set aside."""
     accept: tuple[str, ...] = ()
-    """Differences from the checkpoint with which to resume although they change the function of the model or its data:
-    names as the refusal lists them, such as `model.rope_theta` or `text`."""
+    """Differences from the checkpoint with which to resume although they change the function of the
+    model or its data: names as the refusal lists them, such as `model.rope_theta` or `text`."""
     profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
-    """Trace these steps into OUT/profile (xprof, Perfetto), and set the measured beside the simulated schedule."""
+    """Trace these steps into OUT/profile (xprof, Perfetto), and set the measured beside the
+    simulated schedule."""
     log_every: str = "30s,10"
-    """Time between lasting lines of progress: seconds (30s, 5min), steps (10), or both, of which the later counts."""
+    """Time between lasting lines of progress: seconds (30s, 5min), steps (10), or both, of which
+    the later counts."""
     hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
     watchdog: Watchdog = Watchdog()
     supervise: bool = False
-    """Train in a child process, and start it again from its last good checkpoint when it dies or a host is gone."""
+    """Train in a child process, and start it again from its last good checkpoint when it dies or a
+    host is gone."""
     restarts: Restarts = Restarts()
     json: bool = False
     """Print the summary as JSON on standard output, and everything else on standard error."""
 
     @classmethod
     def base(cls, args: Sequence[str]) -> Base:
-        """Returns the Run to start from: of a resumed run the one in its folder, unless a recipe is given."""
+        """Returns the Run to start from.
+
+        A resumed run is the one in its folder, unless a recipe is given.
+        """
         unnamed = bool(args) and args[0].startswith("-") and value_of(args, "--run") is None
         folder = resumed_folder(args)
         if folder is not None and unnamed:
@@ -175,9 +183,11 @@ _RESUMING = ("--resume", "--at", _IF_EXISTS)
 
 
 def resumed_folder(args: Sequence[str]) -> Path | None:
-    """Returns the output folder whose Run a start continues with; None where it begins with another.
+    """Returns the output folder whose Run a start continues.
 
-    With --resume-if-exists it is that of an earlier start; all hosts decide together later whether it has checkpoints.
+    None if it begins with another Run.
+    With --resume-if-exists it is that of an earlier start; all hosts decide together later whether
+    it has checkpoints.
     """
     asked = [name for name in _RESUMING if name in args or value_of(args, name) is not None]
     if not asked:
@@ -205,15 +215,16 @@ def train(
 ) -> loop.Summary:
     """Trains `run` and returns a summary.
 
-    out: output folder for checkpoints, metrics, the Run and a text sample; None makes a new one under `runs`.
+    out: output folder for checkpoints, metrics, the Run and a text sample; None makes a new one
+    under `runs`.
     start: `resume` continues from the last checkpoint in `out`, a number from that of this step.
-    accept: names of differences from the checkpoint with which it resumes although they change the function of the
-    model or its data, as the error lists them (`("model.rope_theta", "text")`).
+    accept: names of differences from the checkpoint with which it resumes although they change the
+    function of the model or its data, as the error lists them (`("model.rope_theta", "text")`).
     devices: use the first so many devices; None uses all.
-    progress: time between lasting lines on standard output: seconds (`30s`), steps (`10`), or both, of which the later
-    counts; `none` shows nothing.
-    profile: first and last step to trace into `out`/profile, as `10:13`, and to set beside the simulated schedule, in
-    `out`/profile.json and, unless `progress` is `none`, on standard output.
+    progress: time between lasting lines on standard output: seconds (`30s`), steps (`10`), or both,
+    of which the later counts; `none` shows nothing.
+    profile: first and last step to trace into `out`/profile, as `10:13`, and to set beside the
+    simulated schedule, in `out`/profile.json and, unless `progress` is `none`, on standard output.
     cache: folder of token files and compiled programs; None takes the user's cache.
     Raises ConfigError before anything is traced, DataError, CheckpointError, TrainingError.
 
@@ -274,8 +285,9 @@ def train_reported(
     watchdog: Watchdog | None = None,
     on_prepared: "Callable[[loop.Trainable, StepForecast | None], None] | None" = None,
 ) -> Trained:
-    """Trains `run` as `train` does, on hosts that have joined, and keeps its forecast in OUT/foresight.json.
+    """Trains `run` as `train` does, on hosts that have joined.
 
+    Its forecast is kept in OUT/foresight.json.
     progress: display of the steps; None shows none.  console: where a profile is printed; None
     prints none.  on_prepared: called with the run on its devices, and the predicted step where the
     devices are known.
@@ -353,7 +365,10 @@ def _hosts() -> ModuleType | None:
 
 @contextlib.contextmanager
 def _watched(run: Run, out: Path, watchdog: Watchdog | None) -> Iterator[None]:
-    """Gives signs of the preparation of a run; several hosts watch each other, and agree on the run."""
+    """Gives signs of the preparation of a run.
+
+    Several hosts watch each other, and agree on the run.
+    """
     phases = Phases(PREPARING)
     hosts = _hosts()
     if hosts is None:
@@ -389,7 +404,10 @@ def _profiled(
 
 
 def _local_planner(devices: Sequence[Any]) -> "LocalPlanner | None":
-    """Returns the planner of devices; None of simulated devices that `meshwright bench` has not measured."""
+    """Returns the planner of devices.
+
+    None for simulated devices that `meshwright bench` has not measured.
+    """
     calibration = calibration_here(default_cache_folder())
     if calibration is None and devices[0].platform == "cpu":
         return None
@@ -404,7 +422,7 @@ def _planning() -> ModuleType:
 
 
 def _choose_for_devices(run: Run, devices: Sequence[Any]) -> Run:
-    """Returns the run with the remat policy and the pipeline schedule that are fastest on `devices`."""
+    """Returns the run with the remat policy and pipeline schedule that are fastest on `devices`."""
     planner = _local_planner(devices)
     return run if planner is None else planner.choose(run)
 
@@ -413,7 +431,10 @@ def _choose_for_devices(run: Run, devices: Sequence[Any]) -> Run:
 def _memory_explained(
     run: Run, prepared: loop.Trainable | None = None, planner: "LocalPlanner | None" = None
 ) -> Iterator[None]:
-    """Raises OutOfDeviceMemory with remedies in place of one without, and of XLA's RESOURCE_EXHAUSTED."""
+    """Raises OutOfDeviceMemory with remedies.
+
+    It replaces one without, and XLA's RESOURCE_EXHAUSTED.
+    """
     try:
         yield
     except (OutOfDeviceMemory, jax.errors.JaxRuntimeError) as error:

@@ -41,13 +41,17 @@ MESH_OPTIONS = AXIS_NAMES | AXIS_OPTIONS
 _COLUMN = 30
 """Column of the help at which descriptions begin."""
 _CLOSE = 0.75
-"""Similarity of names from which one is taken for a slip of the other; below, unrelated words meet by chance."""
+"""Similarity of names from which one is taken for a slip of the other; below, unrelated words meet
+by chance."""
 _RECIPE_OPTIONS = ("model", "recipe", "preset", "model_name", "model_name_or_path")
 """Options of other trainers for what is the first argument here."""
 
 
 def format_help(usage: str, kind: type, options: Sequence["Option"]) -> str:
-    """Formats the help of a verb: its common options first, the verb's own, the Run's, then those of its parts."""
+    """Formats the help of a verb.
+
+    Common options come first, then the verb's own, the Run's and those of its parts.
+    """
     options = [option for option in options if not option.of_another_verb]
     width = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
     common = [option for name in COMMON for option in options if name in option.names]
@@ -162,7 +166,7 @@ def stray_error(
 def unknown_error(
     command: str, name: str, values: Sequence[str], by_name: dict[str, "Option"]
 ) -> ConfigError:
-    """Builds the error for an option that does not exist, with the option that was probably meant."""
+    """Builds the error for an unknown option, with the one that was probably meant."""
     asked, because = " ".join([command, name, *values]), f"there is no option {name}"
     word = name.lstrip("-").replace("-", "_").lower()
     last = word.rpartition(".")[2]

@@ -34,16 +34,17 @@ _RESTARTS = 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchOptions(Ranged):
-    """Run RUN on several hosts: a recipe, a run file or a plan, followed by the options of `train`; or another verb
-    with its own arguments. Prints the job file of a scheduler. Options that launch and the other verb both have are those of
-    launch before RUN, and of the verb after it."""
+    """Run RUN on several hosts: a recipe, a run file or a plan, followed by the options of `train`;
+    or another verb with its own arguments. Prints the job file of a scheduler. Options that launch
+    and the other verb both have are those of launch before RUN, and of the verb after it.
+    """
 
     usage: ClassVar[str] = "[launch options] RUN"
     on: Literal["slurm", "jobset", "skypilot"]
     """Scheduler: Slurm, a Kubernetes JobSet, or SkyPilot."""
     target: Annotated[str | None, tyro.conf.arg(metavar="CHIP:SIZE")] = None
-    """Hardware, as `plan --on` names it: v5p:8x8x16, 2*v6e:16x16, h100:64. Gives the hosts and what each of them has.
-    By default that of a plan."""
+    """Hardware, as `plan --on` names it: v5p:8x8x16, 2*v6e:16x16, h100:64. Gives the hosts and what
+    each of them has. By default that of a plan."""
     hosts: PositiveInt | None = None
     """Number of hosts; by default those of --target, else one."""
     processes: PositiveInt | None = None
@@ -51,20 +52,23 @@ class LaunchOptions(Ranged):
     name: str | None = None
     """Name of the job; by default that of RUN."""
     image: str | None = None
-    """Container image; docker/Dockerfile makes one. With Slurm a FILE.sif is run by Apptainer, others by Pyxis."""
+    """Container image; docker/Dockerfile makes one. With Slurm a FILE.sif is run by Apptainer,
+    others by Pyxis."""
     env: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE")] = ()
-    """Environment variable of every process; may be repeated. With one, only you may read the file --write."""
+    """Environment variable of every process; may be repeated. With one, only you may read the file
+    --write."""
     mount: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE:PATH")] = ()
-    """What is found at a path in the container: a folder (Slurm), a persistent volume claim (JobSet), a bucket
-    (SkyPilot); may be repeated."""
+    """What is found at a path in the container: a folder (Slurm), a persistent volume claim
+    (JobSet), a bucket (SkyPilot); may be repeated."""
     cache: str | None = None
-    """Folder of token files and compiled programs, which all hosts reach; by default each user's own."""
+    """Folder of token files and compiled programs, which all hosts reach; by default each user's
+    own."""
     restarts: NonNegativeInt | None = None
-    """Most starts in a row without progress (a checkpoint of a later step), after the first; by default 10 for
-    training, else none."""
+    """Most starts in a row without progress (a checkpoint of a later step), after the first; by
+    default 10 for training, else none."""
     set: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE")] = ()
-    """Further field of the scheduler: a directive of sbatch, a node label, a resource of SkyPilot; may
-    be repeated."""
+    """Further field of the scheduler: a directive of sbatch, a node label, a resource of SkyPilot;
+    may be repeated."""
     write: Path | None = None
     """File to write; by default the job is printed."""
     overwrite: bool = False
@@ -76,7 +80,10 @@ class LaunchOptions(Ranged):
         return _split(args)[0]
 
     def act(self, call: Call) -> Outcome:
-        """Runs `meshwright launch`. Raises ConfigError for a job that a scheduler cannot run, or a file that exists."""
+        """Runs `meshwright launch`.
+
+        Raises ConfigError for a job that a scheduler cannot run, or a file that exists.
+        """
         own, rest = _split(call.words[1:])
         if not rest:
             fix = "meshwright launch --on slurm tiny --out /shared/runs/tiny"
@@ -102,7 +109,10 @@ class LaunchOptions(Ranged):
 
 
 def _opened(file: Path, overwrite: bool, private: bool) -> IO[str]:
-    """Opens a job file. private: only its owner may read it, as variables of the environment may be passwords."""
+    """Opens a job file.
+
+    private: only its owner may read it, because environment variables may be passwords.
+    """
 
     def opener(path: str, flags: int) -> int:
         opened = os.open(path, flags, 0o600 if private else 0o666)
@@ -239,7 +249,10 @@ def _parse_command(verb: str, arguments: list[str]) -> tuple[Any, str | None]:
 
 
 def _check_relations(options: Any, hardware: str | None) -> None:
-    """Raises ConfigError for a run that its hosts would refuse. hardware: None where it is not known."""
+    """Raises ConfigError for a run that its hosts would refuse.
+
+    hardware: None if it is not known.
+    """
     if not isinstance(options, RunOptions):
         return
     if isinstance(options, FinetuneOptions):
@@ -258,15 +271,19 @@ def _check_relations(options: Any, hardware: str | None) -> None:
 def _check_data(scheduler: str, options: Any, words: Sequence[str]) -> None:
     """Raises ConfigError for a training on text that was not chosen, or that its hosts cannot have.
 
-    A recipe of a real model names files that stand for the user's, `data/*.parquet`, and hf:PATH names no text at all:
-    it would train on Python's standard library. What --data names is the user's word, and so are absolute paths.
+    A recipe of a real model names files that stand for the user's, `data/*.parquet`, and hf:PATH
+    names no text at all: it would train on Python's standard library. What --data names is the
+    user's word, and so are absolute paths.
     """
     if not isinstance(options, TrainOptions | FinetuneOptions):
         return
     run = options.run
     if not run.model.reads_text or _names(words) & {"--data", "--data.paths"}:
         return
-    fix = "--data PATH of your text, or of a folder that `meshwright tokenize` wrote, which every host reaches"
+    fix = (
+        "--data PATH of your text, or of a folder that `meshwright tokenize` wrote, which every "
+        "host reaches"
+    )
     for path in run.data.paths:
         source = path.rpartition("=")[0] or path
         if source == "stdlib":

@@ -30,7 +30,8 @@ _UNREAD = {
     "functions": "`tools`",
     "documents": "their text in a message",
 }
-"""Fields of other formats that a model would need and that are not read, and what to write instead."""
+"""Fields of other formats that a model would need and that are not read, and what to write instead.
+"""
 
 
 class Rendered(NamedTuple):
@@ -48,7 +49,8 @@ class RecordRenderer:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     stops: tuple[int, ...] = ()
-    """Tokens at which the model stops; one of them closes a last answer that a template leaves open."""
+    """Tokens at which the model stops; one of them closes a last answer that a template leaves
+    open."""
 
     def render(self, record: dict[str, Any], objective: Objective) -> list[Rendered]:
         """Returns the documents of a record: one, or the chosen and the rejected one.
@@ -84,7 +86,7 @@ class RecordRenderer:
         raise self._error(f"it has {fields}", _FIELDS[objective])
 
     def _without_messages(self, record: dict[str, Any]) -> Conversation:
-        """Returns a conversation without messages: the tools and the template's further variables."""
+        """Returns a conversation without messages: its tools and further template variables."""
         tools = record.get("tools")
         if isinstance(tools, str) and tools.strip():  # as in tables, where tools differ in type
             try:
@@ -164,7 +166,10 @@ class RecordRenderer:
         return {**present, "content": content}
 
     def _joined(self, described: str, parts: list[Any]) -> str:
-        """Returns the text of a content in parts. Raises DataError for a part that is not a text."""
+        """Returns the text of a content in parts.
+
+        Raises DataError for a part that is not a text.
+        """
         texts = []
         for number, part in enumerate(parts):
             text = part
@@ -215,7 +220,10 @@ class RecordRenderer:
         return Rendered(tokens, is_answer)
 
     def _closing_token(self, found: Answers, texts: dict[int, str]) -> int:
-        """Returns the token that closes the last answer: the template's own, or else one of `stops`."""
+        """Returns the token that closes the last answer.
+
+        It is the template's own, or else one of `stops`.
+        """
         for stop in reversed(self.stops):
             if texts[stop] and texts[stop] == found.unclosed:
                 return stop

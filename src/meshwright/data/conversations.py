@@ -1,7 +1,7 @@
 """Chat data as packed sequences: tokenised once into the cache, then packed for a run.
 
-A token file of chat data has two more arrays: `answers.bin`, 1 for each token that is an answer, and
-`places.bin`, where each record is from. `data.chat_records` makes documents of records, and
+A token file of chat data has two more arrays: `answers.bin`, 1 for each token that is an answer,
+and `places.bin`, where each record is from. `data.chat_records` makes documents of records, and
 `data.packing` makes sequences of documents; attention and positions are confined to a document.
 """
 
@@ -44,7 +44,8 @@ from meshwright.storage.transfer import held_folder, sha256_of
 
 _FORMAT = 5
 _PLACE = np.dtype([("file", "<u4"), ("number", "<u8")])
-"""Place of a record in `places.bin`: the number of its file in `files.json`, and its line or row."""
+"""Place of a record in `places.bin`: the number of its file in `files.json`, and its line or row.
+"""
 _GROUP_SIZES: dict[Objective, int] = {"answers": 1, "preferences": 2}
 """Documents of a record, which stay in one sequence."""
 
@@ -56,12 +57,13 @@ def load_conversations(
     cache: Path,
     check: Check = lambda tokenizer, name: None,
 ) -> tuple[Corpus, list[tuple[Packed, Packed]]]:
-    """Loads chat data: its token files, and for each the sequences to train on and the held-out ones.
+    """Loads chat data: its token files, and the sequences of each to train and to evaluate on.
 
     Tokens are kept in `cache`. Records that are longer than a sequence are refused, cut or dropped
     (`FineTune.too_long`), and how many is printed.
     check: as of `load_corpus`.
-    Raises DataError with file and line for a record that is malformed, has no answer, or is refused.
+    Raises DataError with file and line for a record that is malformed, has no answer, or is
+    refused.
     """
     spec = local_text(data.tokenizer, cache)
     if not Path(spec).is_file() and spec != "bytes":
@@ -126,7 +128,10 @@ def _read_place(folder: Path, record: int) -> str:
 
 
 def template_of(tokenizer: str, name: str | None) -> ChatTemplate | None:
-    """Returns the chat template of a run: the one it names (`TEMPLATES`, or a file), or its tokenizer's."""
+    """Returns the chat template of a run, or that of its tokenizer if it names none.
+
+    A name is one of `TEMPLATES`, or a file.
+    """
     own = read_chat_template(Path(tokenizer).parent) if Path(tokenizer).is_file() else None
     if name is None:
         return own
@@ -153,13 +158,16 @@ class _Tokenisation:
     cache: Path
 
     def make(self, paths: Sequence[str], name: str, check: Check) -> dict[str, Path]:
-        """Returns the folders with the tokens of sources. name: the tokenizer as the run names it."""
+        """Returns the folders with the tokens of sources.
+
+        name: the tokenizer as the run names it.
+        """
         check(build_tokenizer(self.spec), name)
         texts = {path: local_text(path, self.cache) for path in paths}
         return {path: self.tokenise(text) for path, text in texts.items()}
 
     def tokenise(self, path: str) -> Path:
-        """Returns the folder with the tokens of one source; makes it where it does not exist yet."""
+        """Returns the folder with the tokens of one source, which is made if it does not exist."""
         tokenizer = build_tokenizer(self.spec)
         stops = stops_of(tokenizer, self.spec)
         found = find_chat_files(path)

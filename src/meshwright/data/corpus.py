@@ -1,6 +1,8 @@
-"""Corpora: token files of one vocabulary, mixed by weight; text is tokenised once into the cache, by one process.
+"""Corpora: token files of one vocabulary, mixed by weight.
 
-The other processes find the token files in the same cache, or the run is refused. Token files in a bucket need neither.
+One process tokenizes text, once, into the cache.
+The other processes find the token files in the same cache, or the run is refused. Token files in a
+bucket need neither.
 """
 
 import dataclasses
@@ -43,7 +45,10 @@ class Source:
 
 
 def parse_source(text: str) -> Source:
-    """Parses `PATH` or `PATH=WEIGHT`. Raises DataError where the weight is not a positive number."""
+    """Parses `PATH` or `PATH=WEIGHT`.
+
+    Raises DataError where the weight is not a positive number.
+    """
     path, equals, weight = text.rpartition("=")
     if not equals or os.path.exists(text):
         return Source(text)
@@ -75,7 +80,10 @@ class Corpus:
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """SHA-256 of the tokenizer, and of what training reads of each source, with its weight; as JSON values."""
+        """SHA-256 of the tokenizer, and of what training reads of each source, with its weight.
+
+        They are JSON values.
+        """
         tokenizer = hashlib.sha256(self.tokenizer.to_json().encode()).hexdigest()
         sources = [
             [file.digest, weight] for file, weight in zip(self.files, self.weights, strict=True)
@@ -94,11 +102,13 @@ def load_corpus(
     progress: Progress | None = None,
     check: Check = lambda tokenizer, name: None,
 ) -> Corpus:
-    """Loads the token files of `paths` (each PATH or PATH=WEIGHT), with one vocabulary over all of them.
+    """Loads the token files of `paths`, with one vocabulary over all of them.
 
-    own: tokenizer.json of a run that goes on; text that would now lead to another is tokenised with it.
-    bad_records: largest share of records that may be skipped.  text_field: field or column with the text.  Where
-    several processes compute together, process 0 tokenises and the others wait for it.
+    Each path is PATH or PATH=WEIGHT.
+    own: tokenizer.json of a run that goes on; text that would now lead to another is tokenised with
+    it.
+    bad_records: largest share of records that may be skipped.  text_field: field or column with the
+    text.  Where several processes compute together, process 0 tokenises and the others wait for it.
     check: called in process 0 with each tokenizer and its name, before a text is tokenised.
     Raises DataError where two token files were made with different tokenizers.
     """
@@ -137,9 +147,11 @@ def share(
     progress: Progress | None,
     make: Callable[[], dict[str, Path]],
 ) -> dict[str, Path]:
-    """Returns the token folder of each of `paths`, in every process: the path itself, or what process 0 made of it.
+    """Returns the token folder of each of `paths`, the same in every process.
 
-    make: returns the token folders, in the cache, that process 0 makes of texts. What it raises is raised in all.
+    It is the path itself, or what process 0 made of it.
+    make: returns the token folders, in the cache, that process 0 makes of texts. What it raises is
+    raised in all.
     Raises DataError in all where a process does not see a folder.
     """
     # Asking for the number of processes first would start the devices.
@@ -168,10 +180,13 @@ def share(
         if len(without):
             raise DataError(
                 f"--data {path} on {jax.process_count()} hosts",
-                f"process 0 reads its tokens in {folders[path]}, which {len(without)} hosts do not see, the "
+                f"process 0 reads its tokens in {folders[path]}, which {len(without)} hosts do "
+                f"not see, the "
                 f"first is host {without[0]}",
-                f"`meshwright tokenize {path} --out s3://BUCKET/FOLDER` and --data s3://BUCKET/FOLDER, which every "
-                "host reads; or MESHWRIGHT_CACHE in a folder that all hosts share; or that folder on every host",
+                f"`meshwright tokenize {path} --out s3://BUCKET/FOLDER` and --data "
+                f"s3://BUCKET/FOLDER, which every "
+                "host reads; or MESHWRIGHT_CACHE in a folder that all hosts share; or that folder "
+                "on every host",
             )
     return folders
 
@@ -183,7 +198,10 @@ def vocab_of_corpus(
     bad_records: float = 0.0,
     text_field: str = "text",
 ) -> int:
-    """Returns the vocabulary size of `load_corpus`; reads text only where the tokenizer is learned from it."""
+    """Returns the vocabulary size of `load_corpus`.
+
+    Text is read only if the tokenizer is learned from it.
+    """
     spec = local_text(spec, cache)
     if not any(is_token_file(parse_source(path).path) for path in paths):
         if spec == "bytes":
@@ -194,7 +212,10 @@ def vocab_of_corpus(
 
 
 def local_text(location: str, cache: Path) -> str:
-    """Returns a text or a tokenizer as it is on this host: copied from a bucket into `cache`. Raises StorageError."""
+    """Returns a text or a tokenizer as it is on this host: copied from a bucket into `cache`.
+
+    Raises StorageError.
+    """
     return str(local_copy(path_of(location), cache)) if in_bucket(location) else place_of(location)
 
 
@@ -210,7 +231,7 @@ class _Reading:
     check: Check
 
     def tokenise(self, paths: Sequence[str], own: Path | None) -> dict[str, TokenFile]:
-        """Returns the token files of sources of text by path: from the cache, or tokenised into it."""
+        """Returns the token files of sources of text by path, from the cache or made into it."""
         spec = self.spec
         if own is not None and own.is_file():
             kept = build_tokenizer(str(own)).to_json()
@@ -223,7 +244,10 @@ class _Reading:
                     "leave --data.tokenizer out",
                 )
             if os.path.isfile(spec) and build_tokenizer(spec).to_json() != kept:
-                truth = f"{spec} is not the tokenizer that the run was trained with; it goes on with {own}"
+                truth = (
+                    f"{spec} is not the tokenizer that the run was trained with; it goes on "
+                    f"with {own}"
+                )
                 print(truth, file=sys.stderr)
             spec = str(own)
         elif is_learned(spec):
@@ -236,7 +260,8 @@ class _Reading:
         if is_token_file(folder):
             if note := open_source(path, self.text_field).note:
                 print(f"{path}: {note}", file=sys.stderr, flush=True)
-            # Other runs may read these tokens: an entry of the cache is used or refused, never changed or deleted.
+            # Other runs may read these tokens: an entry of the cache is used or refused, never
+            # changed or deleted.
             found = open_tokens(folder)
             check_skipped(path, found.skipped, self.bad_records)
             return found
@@ -260,8 +285,12 @@ class _Reading:
         return file
 
     def _folder_of(self, path: str, spec: str) -> Path:
-        """Returns the folder of the tokens of `path`: its name changes when the documents or the tokenizer do."""
-        # Of a tokenizer's file its content, not its name or spaces: a run's copy of it finds the same tokens.
+        """Returns the folder of the tokens of `path`.
+
+        Its name changes when the documents or the tokenizer do.
+        """
+        # Of a tokenizer's file its content, not its name or spaces: a run's copy of it finds the
+        # same tokens.
         lines = [_VERSION, spec_identity(spec), *open_source(path, self.text_field).fingerprint()]
         name = hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()[:24]
         return self.cache / "tokens" / name

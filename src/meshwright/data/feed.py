@@ -1,7 +1,8 @@
 """Samples by global index, and batches on the devices that need them.
 
-A sample is a window of T + 1 tokens. Its global index alone determines which window it is, so the data order does not
-depend on the number of hosts or on the mesh. Grain shuffles, repeats and mixes by index, and prefetches in threads.
+A sample is a window of T + 1 tokens. Its global index alone determines which window it is, so the
+data order does not depend on the number of hosts or on the mesh. Grain shuffles, repeats and mixes
+by index, and prefetches in threads.
 """
 
 import dataclasses
@@ -104,14 +105,20 @@ class Windows:
 
 
 def held_out_border(total: int, held_out: float | None) -> int:
-    """Returns how many of `total` tokens or records are trained on; None holds out a tenth, at most `MOST_HELD_OUT`."""
+    """Returns how many of `total` tokens or records are trained on.
+
+    None holds out a tenth, at most `MOST_HELD_OUT`.
+    """
     if held_out is None:
         return max(held_out_border(total, HELD_OUT), total - MOST_HELD_OUT)
     return round(total * (1 - held_out))
 
 
 def held_out_fraction(counts: Sequence[int], held_out: float | None) -> float | None:
-    """Returns what determines the borders of sources; as earlier versions had it where `MOST_HELD_OUT` changes none."""
+    """Returns the held-out fraction that a checkpoint records.
+
+    It is the one that earlier versions recorded unless `MOST_HELD_OUT` changes a border.
+    """
     tenth = held_out is None and all(
         n - held_out_border(n, HELD_OUT) <= MOST_HELD_OUT for n in counts
     )
@@ -119,7 +126,10 @@ def held_out_fraction(counts: Sequence[int], held_out: float | None) -> float | 
 
 
 def split(file: TokenFile, seq: int, held_out: float | None) -> tuple[Windows, Windows]:
-    """Splits a token file into a training part and the held-out tail. Raises DataError where either has no window."""
+    """Splits a token file into a training part and the held-out tail.
+
+    Raises DataError where either has no window.
+    """
     total = len(file.tokens)
     border = held_out_border(total, held_out)
     train, rest = Windows(file, seq, 0, border), Windows(file, seq, border, total)
@@ -134,7 +144,10 @@ def split(file: TokenFile, seq: int, held_out: float | None) -> tuple[Windows, W
 
 
 def build_stream(windows: Sequence[Samples], weights: list[float], seed: int) -> grain.MapDataset:
-    """Builds an endless dataset of samples by global index: each source reshuffled every epoch, mixed by weight."""
+    """Builds an endless dataset of samples by global index.
+
+    Each source is reshuffled every epoch, and all are mixed by weight.
+    """
     shuffled = [
         grain.MapDataset.source(part).seed(seed + number).shuffle().repeat()
         for number, part in enumerate(windows)
@@ -143,11 +156,12 @@ def build_stream(windows: Sequence[Samples], weights: list[float], seed: int) ->
 
 
 class Feed:
-    """Iterator over the batches of the next `steps` steps on the devices, from the global sample `cursor` on.
+    """Iterator over the batches of the next `steps` steps, on the devices.
 
-    taken: steps before them, by which the ramp gives the size of each batch.  skipped: samples of the stream that are
-    left out: first index and number, ascending; `cursor` does not count them. `wait_seconds` is the time spent waiting
-    for data so far, in seconds.
+    They begin at the global sample `cursor`.
+    taken: steps before them, by which the ramp gives the size of each batch.  skipped: samples of
+    the stream that are left out: first index and number, ascending; `cursor` does not count them.
+    `wait_seconds` is the time spent waiting for data so far, in seconds.
     """
 
     def __init__(
@@ -208,7 +222,10 @@ def _local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[int, .
 def _put_rows(
     local: _Sample, own: tuple[int, ...], shape: tuple[int, int], sharding: NamedSharding
 ) -> Batch:
-    """Builds the global batch from this process's rows. local: each field [rows of this process, T]."""
+    """Builds the global batch from this process's rows.
+
+    local: each field, [rows of this process, T].
+    """
     if sharding.is_fully_addressable:
         return Batch(**jax.device_put(local, sharding))
     index_of = {row: i for i, row in enumerate(own)}
@@ -224,7 +241,10 @@ def _put_rows(
 
 
 def held_out_order(parts: Sequence[Samples], samples: int) -> Iterator[tuple[Samples, int]]:
-    """Yields the first `samples` windows (0: all) as source and index in it, taken from the sources in turn."""
+    """Yields the first `samples` windows (0: all) as source and index in it.
+
+    The sources take turns.
+    """
     rounds = ([(part, i) for part in parts if i < len(part)] for i in itertools.count())
     in_turn = itertools.chain.from_iterable(itertools.takewhile(bool, rounds))
     return itertools.islice(in_turn, samples or None)
@@ -233,9 +253,11 @@ def held_out_order(parts: Sequence[Samples], samples: int) -> Iterator[tuple[Sam
 def held_out_batches(
     parts: Sequence[Samples], *, samples: int, batch: int, sharding: NamedSharding
 ) -> Iterator[Batch]:
-    """Yields batches of the first `samples` held-out windows (0: all), taken from the sources in turn.
+    """Yields batches of the first `samples` held-out windows (0: all).
 
-    The last batch is filled up with rows of padding: their weights are 0, and they take no room from the text.
+    The sources take turns.
+    The last batch is filled up with rows of padding: their weights are 0, and they take no room
+    from the text.
     """
     shape = (batch, parts[0].seq)
     rows = _local_rows(sharding, shape)

@@ -58,7 +58,10 @@ class Packed:
         return len(self.sequences)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Returns the fields of a `Batch` for one sequence, each [T]; its end is padding of weight 0."""
+        """Returns the fields of a `Batch` for one sequence, each [T].
+
+        Its end is padding of weight 0.
+        """
         fields = {
             "inputs": np.full(self.seq, self.file.tokenizer.end, np.int32),
             "targets": np.full(self.seq, self.file.tokenizer.end, np.int32),
@@ -87,7 +90,10 @@ class Packed:
         return start, start + int(self.used.positions[document]) + 1
 
     def whole(self) -> "Packed":
-        """Returns the sequences of all groups that are used, those for evaluation too, in drawn order."""
+        """Returns the sequences of all groups that are used, those for evaluation too.
+
+        Their order is drawn.
+        """
         groups = self.used.groups
         packed = pack(self.file, self.answers, self.seq, groups, self.group_size, self.used)
         return packed.shuffled()
@@ -135,7 +141,10 @@ class _Sequences:
         self._with_free.setdefault(remaining, []).append(sequence)
 
     def _best_for(self, length: int) -> tuple[int, int]:
-        """Takes out the best sequence for a length, or a new one; returns its number and free positions."""
+        """Removes the best sequence for a length, or makes a new one.
+
+        Returns its number and its free positions.
+        """
         at = bisect.bisect_left(self._free, length)
         if at == len(self._free):
             self.documents.append([])
@@ -218,7 +227,10 @@ def _truncated(
     positions: np.ndarray,
     long: np.ndarray,
 ) -> tuple[np.ndarray, list[int]]:
-    """Returns the positions of all documents with those of `long` groups cut, and groups without an answer."""
+    """Cuts the documents of `long` groups.
+
+    Returns the positions of all documents, and the groups that have no answer left.
+    """
     positions = positions.copy()
     empty = list[int]()
     for group in long:

@@ -1,6 +1,8 @@
-"""Tokenizers of a model's folder that are not a tokenizer.json: what is there, and what makes a tokenizer.json of it.
+"""Vocabularies that are not a tokenizer.json.
 
-`vocab.json` with `merges.txt` is byte-level BPE, and is read. How a text is divided before the merges is not in the two
+Says which a folder has, and what makes a tokenizer.json of it.
+`vocab.json` with `merges.txt` is byte-level BPE, and is read. How a text is divided before the
+merges is not in the two
 files: the class in tokenizer_config.json, or the model type in config.json, names it.
 """
 
@@ -25,10 +27,14 @@ _TYPES = {
     "qwen2_moe": "qwen2",
     "qwen3_moe": "qwen2",
 }
-_MAKE = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of `transformers`, which writes tokenizer.json"
+_MAKE = (
+    "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of `transformers`, which "
+    "writes tokenizer.json"
+)
 _FOREIGN = {
     "tokenizer.model": (
-        f"a vocabulary of SentencePiece; {_MAKE} (it needs `sentencepiece` and `protobuf`, and the tokenizer_config.json of "
+        f"a vocabulary of SentencePiece; {_MAKE} (it needs `sentencepiece` and `protobuf`, and "
+        f"the tokenizer_config.json of "
         "the model: without its tokenizer_class a text is divided otherwise)"
     ),
     "tekken.json": (
@@ -40,7 +46,10 @@ _FOREIGN = {
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """Returns the file of a folder's tokenizer: tokenizer.json, or vocab.json where there is only that with merges.txt."""
+    """Returns the file of a folder's tokenizer.
+
+    It is tokenizer.json, or vocab.json if there is only that, with merges.txt.
+    """
     whole = folder / "tokenizer.json"
     if not whole.is_file() and (folder / VOCAB).is_file() and (folder / MERGES).is_file():
         return folder / VOCAB
@@ -48,7 +57,10 @@ def tokenizer_file(folder: Path) -> Path:
 
 
 def check_known(asked: str, file: Path) -> None:
-    """Raises DataError that names the vocabulary that is there: `file` itself, or in the folder that it should be in."""
+    """Raises DataError for a vocabulary of a kind that is not read.
+
+    It is `file` itself, or in the folder where `file` should be.
+    """
     if file.name in _FOREIGN and file.is_file():
         what, fix = _FOREIGN[file.name].split("; ", 1)
         raise DataError(asked, f"{file.name} is {what}, not a tokenizer.json", fix)
@@ -63,7 +75,8 @@ def check_known(asked: str, file: Path) -> None:
 def read_pair(vocab: Path) -> str:
     """Returns the tokenizer.json of a vocab.json and the merges.txt beside it.
 
-    Raises DataError where one is missing or damaged, or neither configuration names how texts are divided.
+    Raises DataError where one is missing or damaged, or neither configuration names how texts are
+    divided.
     """
     folder = vocab.parent
     asked = f"the tokenizer of {folder}"
@@ -84,7 +97,10 @@ def read_pair(vocab: Path) -> str:
         kind = _TYPES.get(str(described.get("model_type")))
     if kind is None:
         named = config.get("tokenizer_class") or described.get("model_type")
-        truth = f"{VOCAB} and {MERGES} do not say how a text is divided, and that of {named!r} is not known"
+        truth = (
+            f"{VOCAB} and {MERGES} do not say how a text is divided, and that of {named!r} is "
+            f"not known"
+        )
         raise DataError(asked, truth, _MAKE)
     merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
     odd = next((merge for merge in merges if len(merge) != 2), None)

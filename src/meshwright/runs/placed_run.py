@@ -1,7 +1,7 @@
 """A run placed on a mesh, computed once: parameters, placements, stages, schedule, sequence.
 
-Everything here is arithmetic on shapes: no device and no array is needed. A run that does not fit its mesh is refused
-here, before anything is traced.
+Everything here is arithmetic on shapes: no device and no array is needed. A run that does not fit
+its mesh is refused here, before anything is traced.
 """
 
 import dataclasses
@@ -57,7 +57,8 @@ Leaves = tuple[tuple[str, Param, Placements], ...]
 class ModelLayout:
     """Parameters of a model on a mesh, whatever the options of training.
 
-    `place_run` gives equal layouts as one object, so a function of a layout can be cached: `functools.lru_cache`.
+    `place_run` gives equal layouts as one object, so a function of a layout can be cached:
+    `functools.lru_cache`.
     """
 
     model: Model
@@ -77,7 +78,10 @@ class ModelLayout:
 
     @property
     def routed_parts(self) -> int:
-        """Parts of a sequence that devices of `tensor` send to experts, each its own; 1 where each sends all."""
+        """Parts of a sequence, one for each device of `tensor`, that are sent to experts.
+
+        1: each sends all of it.
+        """
         return self.shape.tensor if "tensor" in self.expert_axes else 1
 
     @functools.cached_property
@@ -92,7 +96,8 @@ class PlacedRun:
     """A run that knows its mesh: parameters, placements, pipeline stages and the split sequence."""
 
     run: Run
-    """The run, its mesh filled in and its vocabulary padded so that `stage` and `tensor` divide it."""
+    """The run, its mesh filled in and its vocabulary padded so that `stage` and `tensor` divide it.
+    """
     layout: ModelLayout
     """Its parameters on the mesh."""
 
@@ -103,9 +108,11 @@ class PlacedRun:
 
     @property
     def sums_gradients_last(self) -> bool:
-        """Whether replicas sum all gradients once, after the backward pass, and not layer by layer within it.
+        """Whether replicas sum all gradients once, after the backward pass.
 
-        So do several microbatches, pipeline stages and low precision, and models whose layers are not known.
+        Otherwise they do so layer by layer.
+        So do several microbatches, pipeline stages and low precision, and models whose layers are
+        not known.
         """
         training = self.run.training
         several = training.microbatches > 1 or self.layout.shape.stage > 1
@@ -138,9 +145,12 @@ class PlacedRun:
         if training.stage_saves == "layers" and table.splits_backward:
             # Simulated devices crash in such a program (docs/log.md); no accelerator has run it.
             raise ConfigError(
-                f"--training.stage-saves layers with the pipeline schedule {training.pipeline_schedule}",
-                "its backward passes are split in two, and the second would read what the first has kept",
-                "--training.stage-saves input, or a schedule with undivided backward passes: 1f1b, interleaved, zbv",
+                f"--training.stage-saves layers with the pipeline schedule "
+                f"{training.pipeline_schedule}",
+                "its backward passes are split in two, and the second would read what the first "
+                "has kept",
+                "--training.stage-saves input, or a schedule with undivided backward passes: "
+                "1f1b, interleaved, zbv",
             )
         return table
 
@@ -155,8 +165,8 @@ class PlacedRun:
 def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
     """Places `run` on the mesh `shape` (its own mesh, or one device, where none is given).
 
-    Raises ConfigError where the batch, the sequence or a parameter does not divide, naming it and the nearest legal
-    sizes, and where two features of the run do not go together.
+    Raises ConfigError where the batch, the sequence or a parameter does not divide, naming it and
+    the nearest legal sizes, and where two features of the run do not go together.
     """
     check_sizes(run)
     shape = shape or run.mesh or MeshShape()
@@ -203,12 +213,14 @@ _SAFE: dict[str, Any] = {
     "pipeline_schedule": "1f1b",
     "context_strategy": "ring",
 }
-"""Values of options still open here: where the chip is known, the planner has chosen before (`with_choices`)."""
+"""Values of options still open here: where the chip is known, the planner has chosen before
+(`with_choices`)."""
 
 
 def with_safe_choices(run: Run) -> Run:
-    """Returns the run with choices that hold on any chip, where it leaves them open (`auto`, no microbatches).
+    """Returns the run with choices that hold on any chip.
 
+    They replace `auto` and open microbatches.
     Where layers are not known, the remat policy stays: there `auto` is a policy of its own.
     """
     names = _SAFE if run.model.states_layers else ("microbatches",)

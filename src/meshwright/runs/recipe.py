@@ -1,4 +1,7 @@
-"""Runs by name: recipes (Python functions outside the package), Hugging Face models, and other runs' outputs."""
+"""Runs by name: recipes, Hugging Face models, and the outputs of other runs.
+
+A recipe is a Python function outside the package.
+"""
 
 import dataclasses
 import functools
@@ -25,8 +28,9 @@ _PARTS = ("training", "optimizer", "data", "finetune", "model", "faults", "local
 
 
 def find_recipe(name: str) -> Run:
-    """Builds the Run of a recipe: a name, FILE.py, FILE.py:FUNCTION, module:function, or hf:PATH of a model's folder.
+    """Builds the Run of a recipe.
 
+    NAME, FILE.py, FILE.py:FUNCTION, module:function, or hf:PATH of a model's folder.
     Raises ConfigError with the nearest name, or with the failure of a recipe's own code.
     """
     with foreign_code(f"recipe {name}", "correct the recipe"):
@@ -89,8 +93,9 @@ def recipe(name: str, *, mesh: str | MeshShape | None = None, **changes: Any) ->
     """Returns the Run of a recipe with some fields changed.
 
     name: a row of `meshwright recipes`, or FILE.py:FUNCTION.  mesh: as `fsdp=8,tensor=2`.
-    changes: fields of `Run`, or of its training, optimizer, data, finetune, model, faults, local_checkpoints, by name;
-    a field that several have is that of the first in this order. Raises ConfigError for an unknown recipe or field.
+    changes: fields of `Run`, or of its training, optimizer, data, finetune, model, faults,
+    local_checkpoints, by name; a field that several have is that of the first in this order. Raises
+    ConfigError for an unknown recipe or field.
 
     Example:
         >>> run = mw.recipe("tiny", mesh="fsdp=8", steps=100, learning_rate=1e-3)
@@ -101,7 +106,10 @@ def recipe(name: str, *, mesh: str | MeshShape | None = None, **changes: Any) ->
 
 
 def change_fields(run: Run, mesh: str | MeshShape | None, changes: Mapping[str, Any]) -> Run:
-    """Returns `run` on another mesh and with some fields changed, as `recipe` takes them; they are `chosen`."""
+    """Returns `run` on another mesh and with some fields changed, as in `recipe`.
+
+    Those are `chosen`.
+    """
     base = run
     chosen = list[str]()
     if mesh is not None:
@@ -141,7 +149,7 @@ def change_fields(run: Run, mesh: str | MeshShape | None, changes: Mapping[str, 
 
 
 def _differing_fields(before: Any, now: Any, part: str) -> list[str]:
-    """Returns the dotted names of the fields in which a part of a Run differs from what was there before."""
+    """Returns the dotted names of the fields in which a part of a Run has changed."""
     names = []
     for field in dataclasses.fields(now):
         missing = object()
@@ -165,8 +173,9 @@ def with_chosen(run: Run, fields: Iterable[str]) -> Run:
 
 
 def with_prompt_for_data(run: Run, base: Run) -> Run:
-    """Returns a changed run with the default prompt where it has other data, and still the prompt of `base`.
+    """Returns a changed run, with the default prompt if it has other data.
 
+    A prompt that differs from that of `base` stays.
     The prompt of a recipe belongs to its text: samples of German prose do not begin with `def `.
     """
     same_data = run.data.paths == base.data.paths
@@ -188,8 +197,8 @@ _LONGEST = 4096
 def run_of_hugging_face(name: str) -> Run:
     """Returns the Run that trains the model `hf:NAME` from its weights, with its tokenizer.
 
-    Batch, length and learning rate are those of a short continued training. Raises WeightsError where Meshwright does
-    not have the model; weights are not read.
+    Batch, length and learning rate are those of a short continued training. Raises WeightsError
+    where Meshwright does not have the model; weights are not read.
     """
     # Only runs of such models load their reader.
     from meshwright.hugging_face import folder

@@ -39,7 +39,10 @@ def run_to_dict(run: Run) -> dict[str, Any]:
 
 
 def fields_to_compare(run: Run) -> dict[str, Any]:
-    """Returns the fields of a run as JSON values, without who chose them: two runs with these are the same."""
+    """Returns the fields of a run as JSON values, without who chose them.
+
+    Equal values are equal runs.
+    """
     fields, _ = split_chosen(run_to_dict(run))
     return fields
 
@@ -55,7 +58,7 @@ def split_chosen(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def with_absolute_paths(run: Run) -> Run:
-    """Returns the run with absolute paths in place of relative ones, so that its folder can be used from anywhere."""
+    """Returns the run with absolute paths, so that its folder can be used from anywhere."""
 
     def absolute(name: str | None) -> str | None:
         return None if name is None else place_of(name)
@@ -87,7 +90,8 @@ def write_run(run: Run, file: Path) -> None:
 def run_from_dict(document: dict[str, Any], origin: str) -> Run:
     """Returns the run of `run_to_dict`, read from the file `origin`.
 
-    Raises ConfigError naming an unknown or ill-typed field, and a name of code that a file may not choose (`trust`).
+    Raises ConfigError naming an unknown or ill-typed field, and a name of code that a file may not
+    choose (`trust`).
     """
     _check_values(document, origin)
     rest = foreign(document, origin)
@@ -125,7 +129,10 @@ def _converted(value: Any, kind: Any, name: str, origin: str) -> Any:
 
 
 def _check_values(document: Any, origin: str) -> None:
-    """Raises ConfigError for a document of the wrong form, and for a value with effects that a file may not have."""
+    """Raises ConfigError for a document of the wrong form.
+
+    A value with effects that a file may not have is refused too.
+    """
     asked, wrote = f"the run in {origin}", "what training wrote"
     if not isinstance(document, dict):
         raise ConfigError(asked, "it is not an object", wrote)
@@ -145,14 +152,20 @@ def _check_values(document: Any, origin: str) -> None:
         raise ConfigError(asked, truth, '"compiler_options": ["auto"]')
     for option in options:
         if _WRITES.search(str(option).partition("=")[0]):
-            fix = f"--training.compiler-options {option} on the command line, and no such option in the file"
+            fix = (
+                f"--training.compiler-options {option} on the command line, and no such option "
+                f"in the file"
+            )
             raise ConfigError(
                 f"the compiler option {option!r} of {origin}", "it makes XLA write files", fix
             )
 
 
 def read_unique_json(file: Path, largest: int = SMALL) -> Any:
-    """Returns the JSON value in a file. Raises OSError, and ValueError also where an object has a name twice."""
+    """Returns the JSON value in a file.
+
+    Raises OSError, and ValueError also where an object has a name twice.
+    """
     return parse_document(read_text(file, largest), unique_object)
 
 

@@ -1,9 +1,9 @@
 """Every decision that a run leaves to its machine, made once.
 
-`settle` takes a run that is placed on a mesh (runs/placed_run.py) and the machine of that mesh. The step is built from
-the result (`execution_of`), the planner prices it, and `show` draws it: nothing else asks for a platform, a chip
-or a torus. What only prices can decide, the remat policy and the pipeline schedule, is chosen before
-(planner/search.py).
+`settle` takes a run that is placed on a mesh (runs/placed_run.py) and the machine of that mesh. The
+step is built from the result (`execution_of`), the planner prices it, and `show` draws it: nothing
+else asks for a platform, a chip or a torus. What only prices can decide, the remat policy and the
+pipeline schedule, is chosen before (planner/search.py).
 """
 
 import dataclasses
@@ -59,18 +59,27 @@ def settle(placed: PlacedRun, machine: Machine) -> "Settled":
 
 @dataclasses.dataclass(frozen=True)
 class Settled(PlacedRun):
-    """A placed run that knows its machine: every decision that depends on chips, links and compiler."""
+    """A placed run that knows its machine.
+
+    It has every decision that depends on chips, links and compiler.
+    """
 
     machine: Machine
 
     @functools.cached_property
     def kernels(self) -> Kernels:
-        """Attention kernel. Raises ConfigError where the one that the run names does not support it."""
+        """Attention kernel.
+
+        Raises ConfigError where the one that the run names does not support it.
+        """
         return kernels_of(self.run.training, self.layout.spec, self.sequence, self.machine)
 
     @functools.cached_property
     def grouped_matmul(self) -> GroupedMatmul | None:
-        """Grouped matmul of experts; None for a model without. Raises ConfigError where the named one cannot run."""
+        """Grouped matmul of experts; None for a model without.
+
+        Raises ConfigError where the named one cannot run.
+        """
         if not any(layer.experts for layer in self.layout.spec.layers):
             return None
         training = self.run.training
@@ -87,7 +96,10 @@ class Settled(PlacedRun):
 
     @functools.cached_property
     def low_precision_experts(self) -> bool:
-        """Whether the grouped matmuls of experts are in the run's matmul precision, and not in its compute dtype."""
+        """Whether the grouped matmuls of experts are in the run's matmul precision.
+
+        Otherwise they are in its compute dtype.
+        """
         run = self.run
         name, capacity = (
             run.training.matmul_precision,
@@ -100,7 +112,7 @@ class Settled(PlacedRun):
         )
 
     def in_low_precision(self, p: Param) -> bool:
-        """Whether the matmuls of a weight are in the run's matmul precision, where that is a low one."""
+        """Whether the matmuls of a weight are in the run's matmul precision, a low one."""
         return is_low_precision(p) or (self.low_precision_experts and is_low_precision_expert(p))
 
     @property
@@ -124,7 +136,10 @@ class Settled(PlacedRun):
 
     @functools.cached_property
     def links(self) -> DcnAxis:
-        """Levels of links under the mesh axes: slices, and dimensions of the torus where a gather takes levels."""
+        """Levels of links under the mesh axes.
+
+        They are slices, and dimensions of the torus where a gather takes levels.
+        """
         dcn, chip = self.dcn, self.machine.listed
         if not (self.machine.torus and chip and chip.gathers_in_levels):
             return dcn
@@ -135,11 +150,12 @@ class Settled(PlacedRun):
 
     @functools.cached_property
     def expert_nodes(self) -> int:
-        """Groups of the devices that split experts between which a token has one row (models/blocks/experts.py).
+        """Groups of the devices that split experts, with one row per token and group.
 
-        1 where they are in one node or slice. Over several these are the groups: a token's experts share a row on the
-        network, and their own are copied inside. With few experts per token that saves less than the copies cost, and
-        each device is a group.
+        See models/blocks/experts.py.
+        1 where they are in one node or slice. Over several these are the groups: a token's experts
+        share a row on the network, and their own are copied inside. With few experts per token that
+        saves less than the copies cost, and each device is a group.
         """
         shape, chip, model = self.layout.shape, self.machine.chip, self.run.model
         spec = next((layer.experts for layer in self.layout.spec.layers if layer.experts), None)
@@ -168,8 +184,9 @@ class Settled(PlacedRun):
     def gathered_ahead(self) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
         """Parameters that are gathered one layer ahead, by stack (models/gather_ahead.py).
 
-        The first are for passes that begin at a layer's start, the second for those that begin with its feed-forward
-        half (`RematPolicy.begins_inside`). Experts are too large to have those of two layers.
+        The first are for passes that begin at a layer's start, the second for those that begin with
+        its feed-forward half (`RematPolicy.begins_inside`). Experts are too large to have those of
+        two layers.
         """
         training, names = (
             self.run.training,
@@ -198,34 +215,52 @@ class Settled(PlacedRun):
 
     @property
     def _gathered_within_reason(self) -> str | None:
-        """Why weights are gathered within their own layer, None where they can be gathered ahead."""
+        """Why weights are gathered within their own layer; None if they can be gathered ahead."""
         training, stages, period = (
             self.run.training,
             self.layout.shape.stage,
             self.layout.spec.period,
         )
         if self.run.finetune.method == "lora":
-            return "its backward pass computes the gradients of all weights, and under adapters they are frozen"
+            return (
+                "its backward pass computes the gradients of all weights, and under adapters "
+                "they are frozen"
+            )
         if period > 1:
-            return f"it gathers for the next layer of one kind, and the model's layers repeat with a period of {period}"
+            return (
+                f"it gathers for the next layer of one kind, and the model's layers repeat "
+                f"with a period of {period}"
+            )
         if REMAT_POLICIES[training.remat].saved is None:
-            return f"it gathers weights again in the backward pass, and remat {training.remat} recomputes no layer"
+            return (
+                f"it gathers weights again in the backward pass, and remat {training.remat} "
+                f"recomputes no layer"
+            )
         if stages > 1:
-            return f"each of {stages} pipeline stages runs its layers tick by tick, with gathers of their own"
+            return (
+                f"each of {stages} pipeline stages runs its layers tick by tick, with gathers "
+                f"of their own"
+            )
         if training.unroll > 1:
             return f"its loop has one layer per iteration, and unroll is {training.unroll}"
         return None
 
     @property
     def tensor_strategy(self) -> Literal["gather", "ring"]:
-        """Whether chunks of the sequence go around a ring over `tensor`; alone a device gathers nothing."""
+        """Whether chunks of the sequence go around a ring over `tensor`.
+
+        A single device gathers nothing.
+        """
         strategy = self.run.training.tensor_strategy
         chosen = ("ring" if self.machine.on_tpu else "gather") if strategy == "auto" else strategy
         return chosen if self.layout.shape.tensor > 1 else "gather"
 
     @property
     def attention_pieces(self) -> int:
-        """Most pieces of the batch whose attention overlaps with another's sums over `tensor`; 1 without a ring."""
+        """Most pieces of the batch whose attention overlaps another's sums over `tensor`.
+
+        1 without a ring.
+        """
         low, chip = self.run.training.matmul_precision != "compute", self.machine.listed
         whole = self.tensor_strategy == "gather" or self.layout.shape.context > 1 or low
         return (
@@ -236,8 +271,9 @@ class Settled(PlacedRun):
 
     @property
     def scheduled_by_price(self) -> bool:
-        """Whether XLA's scheduler for GPUs has the times that are predicted here; it knows none of experts' kernels.
+        """Whether XLA's scheduler for GPUs gets the predicted times.
 
+        Times of experts' kernels are not known to it.
         Not where the run names its own profile or scheduler.
         """
         machine, words = self.machine, self.run.training.compiler_options
@@ -247,7 +283,10 @@ class Settled(PlacedRun):
 
     @property
     def exchange_pieces(self) -> int:
-        """Pieces of the batch of which the rows of one travel to experts while another computes; 1 is all at once."""
+        """Pieces of the batch: one travels to experts while another computes.
+
+        1 sends all at once.
+        """
         return self._pieces if self.exchanged_at_once_reason is None else 1
 
     @property
@@ -262,7 +301,10 @@ class Settled(PlacedRun):
 
     @functools.cached_property
     def exchanged_at_once_reason(self) -> str | None:
-        """Why the rows of the whole batch travel to experts at once, None where they travel in pieces."""
+        """Why the whole batch travels to experts at once.
+
+        None: it travels in pieces.
+        """
         layout = self.layout
         training = self.run.training
         nodes = self.expert_nodes
@@ -285,7 +327,8 @@ class Settled(PlacedRun):
             * (1 - 1 / nodes)
             / chip.network_bandwidth
         )
-        # Each piece has gradients of the experts' weights: of a sum two arrays are read and one is written.
+        # Each piece has gradients of the experts' weights: of a sum two arrays are read and one is
+        # written.
         own = [
             p.size / layout.shape.over(axes_of(where.in_use))
             for _, p, where in layout.leaves
@@ -301,7 +344,10 @@ class Settled(PlacedRun):
 
     @functools.cached_property
     def compiler_options(self) -> dict[str, str]:
-        """XLA options of run and chip; none on simulated devices. Raises ConfigError for a word that is no option."""
+        """XLA options of run and chip; none on simulated devices.
+
+        Raises ConfigError for a word that is no option.
+        """
         options = dict(self.machine.determinism.compiler_options) if self.fixes_bits else {}
         options |= compiler_options_of(self.machine.listed, self.run.training.compiler_options)
         return {} if self.machine.simulated else options
@@ -310,8 +356,9 @@ class Settled(PlacedRun):
     def summed_in_backward(self) -> Tree:
         """Tree of the batch axes over which the backward pass sums a gradient, layer by layer.
 
-        For the matmuls of layers that replicas share (`data`), whose sums then overlap with the rest of the backward
-        pass. With several microbatches, or stages, or in low precision, they are summed once, at the end.
+        For the matmuls of layers that replicas share (`data`), whose sums then overlap with the
+        rest of the backward pass. With several microbatches, or stages, or in low precision, they
+        are summed once, at the end.
         """
         degrees = self.layout.shape.degrees()
 
@@ -347,7 +394,8 @@ class Settled(PlacedRun):
         if REMAT_POLICIES[training.remat].offloaded and not (machine.on_tpu or machine.simulated):
             raise ConfigError(
                 f"--training.remat {training.remat} on {machine.kind}",
-                "it offloads activations to host memory, which XLA does on TPUs; on GPUs it keeps them on the device "
+                "it offloads activations to host memory, which XLA does on TPUs; on GPUs it keeps "
+                "them on the device "
                 "without an error",
                 f"--training.remat {'full' if training.remat == 'offload' else 'projections'}",
             )
@@ -386,7 +434,7 @@ def execution_of(settled: Settled) -> Execution:
 
 
 def _gather_params(settled: Settled) -> Any:
-    """Gathers of weights: in the compute dtype, in low precision, or together with their adapters."""
+    """Gathers of weights in the compute dtype, in low precision, or with their adapters."""
     training = settled.run.training
     layout = settled.layout
     gather: Any = plan_gathers(
@@ -422,10 +470,12 @@ def _multiply_groups(settled: Settled) -> Any:
 
 
 def gather_levels(degrees: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the levels of gathers over an axis. degrees: along each dimension of the torus, outermost first.
+    """Returns the levels of gathers over an axis.
 
-    XLA compiles a gather over a closed torus of three dimensions to an all-reduce of the whole array; where a dimension
-    is open it does not. The outer level moves nearly all bytes, so it gets two dimensions.
+    degrees: along each torus dimension, outermost first.
+    XLA compiles a gather over a closed torus of three dimensions to an all-reduce of the whole
+    array; where a dimension is open it does not. The outer level moves nearly all bytes, so it gets
+    two dimensions.
     """
     closed = sum(degree >= _RING for degree in degrees) == 3
     return (math.prod(degrees[:2]), math.prod(degrees[2:])) if closed else (math.prod(degrees),)

@@ -1,9 +1,11 @@
-"""Pipeline stages: where each part of the model is, which layers it has, and the row order of stacked parameters.
+"""Pipeline stages: where each part of the model is, and which layers it has.
 
-A model of `stages * virtual_stages` parts of consecutive layers is spread over the pipeline stages by a placement: a
-loop (part p on stage p mod P) or a V (down the stages and back up). A stacked parameter keeps its rows in the order of
-the stages, so that splitting its first dimension over `stage` gives every device its own layers. Parts of unequal
-numbers of layers are padded with rows of zeros that are never read.
+Stacked parameters have their rows in this order.
+A model of `stages * virtual_stages` parts of consecutive layers is spread over the pipeline stages
+by a placement: a loop (part p on stage p mod P) or a V (down the stages and back up). A stacked
+parameter keeps its rows in the order of the stages, so that splitting its first dimension over
+`stage` gives every device its own layers. Parts of unequal numbers of layers are padded with rows
+of zeros that are never read.
 """
 
 import dataclasses
@@ -23,12 +25,15 @@ PartPlacement = Callable[[int, int], int]
 
 
 def loop_placement(part: int, stages: int) -> int:
-    """Places part p on stage p mod P: interleaved stages (Narayanan et al. 2021, arXiv:2104.04473, section 2.2)."""
+    """Places part p on stage p mod P: interleaved stages.
+
+    Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
+    """
     return part % stages
 
 
 def v_placement(part: int, stages: int) -> int:
-    """Places parts p and 2P-1-p on stage p: a V (ZB-V: Qi et al. 2024, arXiv:2405.15362; DualPipeV)."""
+    """Places parts p and 2P-1-p on stage p: a V (ZB-V, arXiv:2405.15362; DualPipeV)."""
     lap, place = divmod(part, stages)
     return place if lap % 2 == 0 else stages - 1 - place
 
@@ -68,7 +73,10 @@ class PartMap:
         return self.parts[self.stage_of[part]].index(part)
 
     def hop(self, part: int) -> int:
-        """Returns the stages that the output of a part moves to reach the next part: 1, -1, or 0 for the same stage."""
+        """Returns the stages that the output of a part moves to reach the next part.
+
+        1, -1, or 0 for the same stage.
+        """
         distance = (self.stage_of[part + 1] - self.stage_of[part]) % self.stages
         return distance if distance <= 1 else -1
 
@@ -79,8 +87,9 @@ def map_parts(
 ) -> PartMap:
     """Maps every part of the model to a stage.
 
-    Raises ConfigError for a placement that the pipeline cannot run: the first part must be on stage 0, every stage
-    must have `virtual_stages` parts, and consecutive parts must be on the same or neighbouring stages of the ring.
+    Raises ConfigError for a placement that the pipeline cannot run: the first part must be on stage
+    0, every stage must have `virtual_stages` parts, and consecutive parts must be on the same or
+    neighbouring stages of the ring.
     """
     parts = PartMap(
         stages, virtual_stages, tuple(placement(p, stages) for p in range(stages * virtual_stages))
@@ -103,7 +112,8 @@ def map_parts(
         if (there - here) % stages not in (0, 1, stages - 1):
             raise ConfigError(
                 on_stages,
-                f"activations pass between neighbouring stages; parts {part} and {part + 1} are on {here} and {there}",
+                f"activations pass between neighbouring stages; parts {part} and {part + 1} are "
+                f"on {here} and {there}",
                 "a placement in which consecutive parts are on the same or on neighbouring stages",
             )
     return parts
@@ -141,8 +151,9 @@ class StageAssignment(PartMap):
         )
 
     def rows(self, layers: Sequence[int]) -> np.ndarray:
-        """Returns the layer in each row of a stack, int32 [stages, virtual_stages, rows]; NO_LAYER is padding.
+        """Returns the layer in each row of a stack, int32 [stages, virtual_stages, rows].
 
+        NO_LAYER is padding.
         layers: those that the stack holds, counted from the first layer of the model.
         """
         wanted = frozenset(layers)
@@ -168,13 +179,16 @@ def assign_layers(
     placement: PartPlacement = loop_placement,
     period: int = 1,
 ) -> StageAssignment:
-    """Cuts the layers into consecutive parts so that the costliest part costs least; earlier parts are the larger.
+    """Cuts the layers into consecutive parts so that the costliest part costs least.
 
-    Where stages have several virtual stages, less than one part of each stage may be empty: Llama 3 405B runs 126
-    layers as 128 parts (arXiv:2407.21783, section 3.3.2). Layers whose kinds repeat with a period (local and global
-    attention in turn) are cut where a period begins, so that a row is of one kind on all stages; no part is empty then.
+    Earlier parts are the larger.
+    Where stages have several virtual stages, less than one part of each stage may be empty: Llama 3
+    405B runs 126 layers as 128 parts (arXiv:2407.21783, section 3.3.2). Layers whose kinds repeat
+    with a period (local and global attention in turn) are cut where a period begins, so that a row
+    is of one kind on all stages; no part is empty then.
 
-    costs: cost of each layer. Raises ConfigError where there are fewer layers, or periods, than that takes.
+    costs: cost of each layer. Raises ConfigError where there are fewer layers, or periods, than
+    that takes.
     """
     parts, layers = stages * virtual_stages, len(costs)
     mesh = f"stage={stages}" + (
@@ -218,8 +232,9 @@ def assign_layers(
 def _best_cut(
     sums: np.ndarray, parts: int, join: Callable[[np.ndarray, np.ndarray], np.ndarray]
 ) -> tuple[float, tuple[int, ...]]:
-    """Finds the cut of least price by dynamic programming: `join(price of the parts before, cost of a part)`.
+    """Finds the cut of least price by dynamic programming.
 
+    join: `(price of the parts before, cost of a part)` -> price.
     sums: cumulative cost of the layers, from 0. Returns the price and the first layer of each part.
     """
     layers = len(sums) - 1

@@ -1,4 +1,7 @@
-"""Report of training runs: curves of one or several, marks of what happened, times, samples, and what was run."""
+"""Report of training runs.
+
+Curves of one or several, marks of events, times, samples, and what was run.
+"""
 
 import dataclasses
 import math
@@ -62,13 +65,18 @@ _CURVES = {
     "largest expert load": ("Largest expert load", Axis("times the mean", zero=True), ""),
     "batch": ("Batch", Axis("sequences", "integer", zero=True), ""),
 }
-"""Metrics in the order of their charts, with title, axis and note; other metrics of a run follow by name."""
+"""Metrics in the order of their charts, with title, axis and note; other metrics of a run follow by
+name."""
 _PARTS = ("input wait", *BETWEEN)
-"""Parts of the time from one step to the next in which the loop does something else; a step has the first of them."""
+"""Parts of the time from one step to the next in which the loop does something else; a step has the
+first of them."""
 
 
 def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
-    """Returns the report of one run, or of several over each other, each compared with the recipe of its name."""
+    """Returns the report of one run, or of several over each other.
+
+    Each is compared with the recipe of its name.
+    """
     names = {folder.document("run.json").get("name") for folder in folders}
     recipes: dict[str, Any] = {
         name: run_to_dict(find_recipe(name)) for name in list_recipes() if name in names
@@ -102,7 +110,10 @@ def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
             if "mesh" in start
             else ""
         )
-        lead = f"{run.get('name', folders[0].name)}, {_at(run, 'model', 'family') or 'a model'}{where}."
+        lead = (
+            f"{run.get('name', folders[0].name)}, "
+            f"{_at(run, 'model', 'family') or 'a model'}{where}."
+        )
     return Report(
         " and ".join(folder.name for folder in folders),
         [section for section in sections if section.blocks],
@@ -213,7 +224,7 @@ def _figures(folder: RunFolder) -> list[Figure]:
 
 
 def _predicted(folder: RunFolder) -> dict[str, float]:
-    """Returns the predicted seconds of a step, from foresight.json, and the MFU of a step that takes them."""
+    """Returns the predicted seconds of a step, from foresight.json, and the MFU of such a step."""
     seconds = sum(
         real(row.get("predicted")) or 0.0
         for row in objects(folder.document("foresight.json"), "gaps")
@@ -230,7 +241,10 @@ def _predicted(folder: RunFolder) -> dict[str, float]:
 
 
 def loss_unit(folder: RunFolder) -> str:
-    """Returns what a run's loss is counted in: nats per token of a text, nats per pair, or its author's own mean."""
+    """Returns the unit of a run's loss.
+
+    Nats per token of a text, nats per pair, or its author's own mean.
+    """
     run = folder.document("run.json")
     family = _at(run, "model", "family")
     if family is None:
@@ -418,7 +432,10 @@ def _table(
 
 
 def profile_blocks(document: Mapping[str, Any], title: str) -> list[Block]:
-    """Returns the table of a profile, `bench.step_profile.Profile` as JSON: measured against simulated seconds."""
+    """Returns the table of a profile: measured against simulated seconds.
+
+    profile: `bench.step_profile.Profile` as JSON.
+    """
     columns = [
         Column("kind", cell="kind", choices=True),
         Column("what", cell="name", wide=True),
@@ -430,7 +447,10 @@ def profile_blocks(document: Mapping[str, Any], title: str) -> list[Block]:
 
 
 def print_profile(console: Console, document: Mapping[str, Any]) -> None:
-    """Prints a profile: the step, its parts, its collectives and the scopes of its program, the longest first."""
+    """Prints a profile: the step, its parts, its collectives and the scopes of its program.
+
+    The longest come first.
+    """
     title = f"profile of steps {document['first']} to {document['last']}, of one device in one step"
     print_blocks(console, title, "", profile_blocks(document, ""))
 
@@ -461,7 +481,10 @@ def _event_table(folders: Sequence[RunFolder]) -> Block:
 
 
 def _detail(event: Mapping[str, Any]) -> str:
-    """Formats what an event holds besides its time: `mesh fsdp=4, devices 4, processes 1, kind cpu, fresh`."""
+    """Formats what an event has besides its time.
+
+    For example `mesh fsdp=4, devices 4, processes 1, kind cpu, fresh`.
+    """
     known = ("run", "time", "step", "event", "seconds", "text")
     found = {name: value for name, value in event.items() if name not in known}
     return ", ".join(
@@ -502,11 +525,14 @@ def _configuration(
 def chosen_and_resolved(
     document: Mapping[str, Any], recipe: Mapping[str, Any] | None, prefix: str = ""
 ) -> list[Block]:
-    """Returns what the user chose, what else differs from the recipe, and what was resolved: a table of each.
+    """Returns what the user chose, what else differs from the recipe, and what was resolved.
 
-    A field that the recipe leaves open (`auto`, or none) is resolved on the machine and the data. A document that does
-    not record what was chosen has the two last tables, and chosen values are among them.
-    document, recipe: Runs as JSON values; the recipe is None where the run has none.  prefix: of the titles.
+    Each is a table.
+    A field that the recipe leaves open (`auto`, or none) is resolved on the machine and the data. A
+    document that does not record what was chosen has the two last tables, and chosen values are
+    among them.
+    document, recipe: Runs as JSON values; the recipe is None where the run has none.  prefix: of
+    the titles.
     """
     own, chosen = split_chosen(document)
     fields = flat_fields(own)
