@@ -304,51 +304,60 @@ def compile_step(
     compile again what is in the cache of proofs.
     Raises OutOfMemory where the compiler refuses it.
     """
-    run, devices = resolved_run(run, len(devices), target), list(devices)
+    run = resolved_run(run, len(devices), target)
     assert run.mesh is not None
-    device_run = place_on_devices(run, build_mesh(run.mesh, devices))
-    if target is None and devices[0].platform == "cpu":
-        _check_arrays(run, device_run)
-    elif (
-        target is None
-        and (here := local_target(devices, calibration_here(default_cache_folder()))) is not None
-    ):
-        device_run = dataclasses.replace(device_run, profile_of=profile_for(here[0]))
+    device_run = place_on_devices(run, build_mesh(run.mesh, list(devices)))
+    if target is None:
+        device_run = _prepared_for(devices, device_run)
     # Choices are made, and states saved as weights, of a model whose layers are known.
     known = device_run if run.model.states_layers else None
     if target is None or step != "train":
         census_of = census_of_train_step if step == "train" else census_of_eval_step
         with activity("compile", f"compiling the {step} step", f"compiled the {step} step"):
             return CompiledStep(device_run, census_of(device_run), known, None)
-    folder, undetermined = default_cache_folder() / "proofs", None
-
-    def compiled(device_run: DeviceRun) -> Census:
-        began = time.process_time()
-        try:
-            return census_of_train_step(device_run, target)
-        finally:
-            with (
-                contextlib.suppress(OSError),
-                timings_file(target).open("a", encoding="utf-8") as taken,
-            ):
-                taken.write(f"{time.process_time() - began:.0f}\n")
-
-    def proved(device_run: DeviceRun, what: str) -> tuple[Path, Census]:
-        file = folder / f"{cache_key(device_run, target)}.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with activity("compile", f"compiling {what}", f"compiled {what}"):
-            return file, cached(file, Census, lambda: compiled(device_run), fresh)
-
-    file, census = proved(device_run, "the train step")
+    file, census = _proved(device_run, target, "the train step", fresh)
+    undetermined = None
     if device_run.fixes_bits:
-        plain = dataclasses.replace(
-            run, training=dataclasses.replace(run.training, deterministic=False)
-        )
-        same = place_on_devices(plain, device_run.mesh)
-        schedule = proved(same, "the train step without deterministic sums")[1].schedule
+        training = dataclasses.replace(run.training, deterministic=False)
+        plain = place_on_devices(dataclasses.replace(run, training=training), device_run.mesh)
+        what = "the train step without deterministic sums"
+        schedule = _proved(plain, target, what, fresh)[1].schedule
         undetermined = None if schedule is None else schedule.step_seconds
     planned = estimate(place_run(run), target)
     return CompiledStep(device_run, census, known, planned, undetermined, (file, fresh))
+
+
+def _prepared_for(devices: Sequence[Any], device_run: DeviceRun) -> DeviceRun:
+    """Returns a run for devices that are here, with the profile by which XLA schedules it."""
+    if devices[0].platform == "cpu":
+        _check_arrays(device_run.run, device_run)
+        return device_run
+    here = local_target(list(devices), calibration_here(default_cache_folder()))
+    if here is None:
+        return device_run
+    return dataclasses.replace(device_run, profile_of=profile_for(here[0]))
+
+
+def _proved(device_run: DeviceRun, target: Target, what: str, fresh: bool) -> tuple[Path, Census]:
+    """Returns the census of a train step, from the cache of proofs or compiled, and its file there."""
+    file = default_cache_folder() / "proofs" / f"{cache_key(device_run, target)}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with activity("compile", f"compiling {what}", f"compiled {what}"):
+        compiled = functools.partial(_timed_census, device_run, target)
+        return file, cached(file, Census, compiled, fresh)
+
+
+def _timed_census(device_run: DeviceRun, target: Target) -> Census:
+    """Compiles a train step for a target, and notes the processor seconds that it took."""
+    began = time.process_time()
+    try:
+        return census_of_train_step(device_run, target)
+    finally:
+        with (
+            contextlib.suppress(OSError),
+            timings_file(target).open("a", encoding="utf-8") as taken,
+        ):
+            taken.write(f"{time.process_time() - began:.0f}\n")
 
 
 def compile_choices(

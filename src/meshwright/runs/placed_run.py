@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.hierarchical import Axes, DcnAxis
 from meshwright.config import MeshShape
@@ -248,35 +248,61 @@ def _place_params(
     tuning: FineTune | None,
     dtype: Any,
 ) -> ModelLayout:
-    chunks, placement = 1, cast(PartPlacement, loop_placement)
-    if shape.stage > 1 or schedule[0] != _SAFE["pipeline_schedule"]:
-        pipeline = _schedules().find_schedule(schedule[0])  # refuses an unknown name on any mesh
-        if shape.stage > 1:
-            chunks, placement = pipeline.virtual_stages_for(schedule[1]), pipeline.placement
+    """Returns the layout of a model on a mesh.
+
+    schedule: name of the pipeline schedule and `training.virtual_stages`.  tuning: None trains all
+    parameters.  dtype: compute dtype of a fine-tuning run, "" for others.
+    """
     described = model.params()
-    for path, param in named_leaves(described).items():
-        if (
-            min(param.shape, default=1) < 1
-        ):  # sizes of a family from outside the package have any name
-            truth = (
-                f"its parameter {path} has the shape {list(param.shape)}: a dimension is at least 1"
-            )
-            raise ConfigError(f"the model {model}", truth, "sizes of the model above 0")
+    _check_sizes(model, described)
     spec = model.spec()
-    stages = assign_layers(layer_flops(model, seq), shape.stage, chunks, placement, spec.period)
-    orders = {}
-    for stack in spec.stacks:
-        layers = spec.layers_of(stack)
-        place = {layer: row for row, layer in enumerate(layers)} | {NO_LAYER: NO_LAYER}
-        orders[stack] = tuple(place[int(layer)] for layer in stages.rows(layers).flat)
+    stages = _assign_stages(model, spec, shape.stage, schedule, seq)
     if tuning is not None and tuning.method == "lora":
         from meshwright.models.adapters import adapted_params
 
         described = adapted_params(described, tuning, dtype)
     elif tuning is not None:
         described = {**described, REFERENCE: frozen_params(described, dtype)}
-    params = reorder_stacks(described, orders)
+    params = reorder_stacks(described, _orders_of_stacks(spec, stages))
     table = find_layout(layout)
     placements = place_params(params, layout=table, mesh=shape, min_size=min_size)
-    axes = tuple(axis for axis in table.table.get("E", ()) if shape.degrees()[axis] > 1)
-    return ModelLayout(model, shape, params, placements, stages, spec, axes)
+    expert_axes = tuple(axis for axis in table.table.get("E", ()) if shape.degrees()[axis] > 1)
+    return ModelLayout(model, shape, params, placements, stages, spec, expert_axes)
+
+
+def _check_sizes(model: Model, described: Tree) -> None:
+    """Raises ConfigError for a parameter with a dimension below 1.
+
+    The sizes of a family from outside the package have any name, and no range.
+    """
+    for path, param in named_leaves(described).items():
+        if min(param.shape, default=1) < 1:
+            shape = list(param.shape)
+            truth = f"its parameter {path} has the shape {shape}: a dimension is at least 1"
+            raise ConfigError(f"the model {model}", truth, "sizes of the model above 0")
+
+
+def _assign_stages(
+    model: Model, spec: ModelSpec, stages: int, schedule: tuple[str, int], seq: int
+) -> StageAssignment:
+    """Returns the layers of each pipeline stage, cut so that stages cost about the same FLOPs."""
+    name, asked = schedule
+    virtual_stages = 1
+    placement: PartPlacement = loop_placement
+    if stages > 1 or name != _SAFE["pipeline_schedule"]:
+        pipeline = _schedules().find_schedule(name)  # refuses an unknown name on any mesh
+        if stages > 1:
+            virtual_stages = pipeline.virtual_stages_for(asked)
+            placement = pipeline.placement
+    return assign_layers(layer_flops(model, seq), stages, virtual_stages, placement, spec.period)
+
+
+def _orders_of_stacks(spec: ModelSpec, stages: StageAssignment) -> dict[str, tuple[int, ...]]:
+    """Returns, for each stack of parameters, the layer in each row; NO_LAYER is padding."""
+    orders = {}
+    for stack in spec.stacks:
+        layers = spec.layers_of(stack)
+        row_of = {layer: row for row, layer in enumerate(layers)}
+        row_of[NO_LAYER] = NO_LAYER
+        orders[stack] = tuple(row_of[int(layer)] for layer in stages.rows(layers).flat)
+    return orders
