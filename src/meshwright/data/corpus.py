@@ -115,21 +115,9 @@ def load_corpus(
     sources = [parse_source(path) for path in paths]
     if not sources:
         raise DataError("training without text", "--data is empty", "--data PATH")
-    texts = [source.path for source in sources if not is_token_file(source.path)]
-
-    def make() -> dict[str, Path]:
-        for source in sources:
-            if is_token_file(source.path):
-                file = path_of(source.path) / "tokenizer.json"
-                check(build_tokenizer(str(file)), source.path)
-        if not texts:
-            return {}
-        reading = _Reading(local_text(spec, cache), cache, text_field, bad_records, progress, check)
-        copies = {path: local_text(path, cache) for path in texts}
-        made = reading.tokenise(list(copies.values()), own)
-        return {path: made[copy].folder for path, copy in copies.items()}
-
-    folders = share([source.path for source in sources], cache, progress, make)
+    paths = [source.path for source in sources]
+    reading = _Reading(spec, cache, text_field, bad_records, progress, check)
+    folders = share(paths, cache, progress, functools.partial(reading.make, paths, own))
     files = tuple(open_tokens(folders[source.path], cache) for source in sources)
     for file in files[1:]:
         if file.tokenizer.to_json() != files[0].tokenizer.to_json():
@@ -164,13 +152,10 @@ def share(
     ):
         progress.write("waiting for process 0, which tokenises")
 
-    def named() -> dict[str, str]:
-        return {path: folder.name for path, folder in make().items()}
-
-    names = answer_of_the_first(named) if several else named()
-    folders = {
-        path: cache / "tokens" / names[path] if path in names else path_of(path) for path in paths
-    }
+    name_folders = functools.partial(_names_of, make)
+    names = answer_of_the_first(name_folders) if several else name_folders()
+    folders = {path: path_of(path) for path in paths}
+    folders |= {path: cache / "tokens" / name for path, name in names.items()}
     if not several:
         return folders
     mine = np.array([not is_token_file(folder) for folder in folders.values()])
@@ -189,6 +174,11 @@ def share(
                 "on every host",
             )
     return folders
+
+
+def _names_of(make: Callable[[], dict[str, Path]]) -> dict[str, str]:
+    """Returns the names of the folders that `make` makes."""
+    return {path: folder.name for path, folder in make().items()}
 
 
 def vocab_of_corpus(
@@ -230,30 +220,49 @@ class _Reading:
     progress: Progress | None
     check: Check
 
+    def make(self, paths: Sequence[str], own: Path | None) -> dict[str, Path]:
+        """Returns the token folders of those sources that are text, and checks all tokenizers."""
+        copies = {}
+        for path in paths:
+            if is_token_file(path):
+                file = path_of(path) / "tokenizer.json"
+                self.check(build_tokenizer(str(file)), path)
+            else:
+                copies[path] = local_text(path, self.cache)
+        if not copies:
+            return {}
+        reading = dataclasses.replace(self, spec=local_text(self.spec, self.cache))
+        files = reading.tokenise(list(copies.values()), own)
+        return {path: files[copy].folder for path, copy in copies.items()}
+
     def tokenise(self, paths: Sequence[str], own: Path | None) -> dict[str, TokenFile]:
         """Returns the token files of sources of text by path, from the cache or made into it."""
         spec = self.spec
         if own is not None and own.is_file():
-            kept = build_tokenizer(str(own)).to_json()
-            asked, kind = spec.partition(":")[0], parse_json(kept).get("kind", "bpe")
-            # A file may have changed or gone since the run began: the run keeps its own.
-            if asked in ("bytes", "chars", "bpe") and asked != kind:
-                raise DataError(
-                    f"going on with --data.tokenizer {spec}",
-                    f"the run was trained with {kind}, and keeps its tokenizer",
-                    "leave --data.tokenizer out",
-                )
-            if os.path.isfile(spec) and build_tokenizer(spec).to_json() != kept:
-                truth = (
-                    f"{spec} is not the tokenizer that the run was trained with; it goes on "
-                    f"with {own}"
-                )
-                print(truth, file=sys.stderr)
+            self._check_kept(own)
             spec = str(own)
         elif is_learned(spec):
             spec = str(self._learned(paths))
         self.check(build_tokenizer(spec), self.spec)
         return {path: self._load(path, spec) for path in paths}
+
+    def _check_kept(self, own: Path) -> None:
+        """Raises DataError if a run that goes on asks for another kind of tokenizer than its own.
+
+        A file may have changed or gone since the run began: the run keeps its own, and says so.
+        """
+        kept = build_tokenizer(str(own)).to_json()
+        kind = parse_json(kept).get("kind", "bpe")
+        asked = self.spec.partition(":")[0]
+        if asked in ("bytes", "chars", "bpe") and asked != kind:
+            raise DataError(
+                f"going on with --data.tokenizer {self.spec}",
+                f"the run was trained with {kind}, and keeps its tokenizer",
+                "leave --data.tokenizer out",
+            )
+        if os.path.isfile(self.spec) and build_tokenizer(self.spec).to_json() != kept:
+            truth = f"{self.spec} is not the tokenizer that the run was trained with"
+            print(f"{truth}; it goes on with {own}", file=sys.stderr)
 
     def _load(self, path: str, spec: str) -> TokenFile:
         folder = self._folder_of(path, spec)

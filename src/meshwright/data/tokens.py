@@ -132,12 +132,10 @@ class TokenArray:
         An end is one past a document's last token.
         """
         first = start // BLOCK
-        blocks, here = (
-            self._read(first, -(-stop // BLOCK)),
-            slice(start - first * BLOCK, stop - first * BLOCK),
-        )
-        ends = np.unpackbits(blocks["ends"], axis=1, bitorder="little").reshape(-1)[here]
-        return blocks["tokens"].reshape(-1)[here], start + 1 + np.flatnonzero(ends)
+        blocks = self._read(first, -(-stop // BLOCK))
+        part = slice(start - first * BLOCK, stop - first * BLOCK)
+        is_last = np.unpackbits(blocks["ends"], axis=1, bitorder="little").reshape(-1)[part]
+        return blocks["tokens"].reshape(-1)[part], start + 1 + np.flatnonzero(is_last)
 
     def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, _ = part.indices(self._count)
@@ -179,8 +177,11 @@ class _Shards:
     def __init__(
         self, folder: Path, count: int, dtype: np.dtype[Any], shard: int, checksums: bytes
     ):
-        self.folder, self.type, self.checksums = folder, block_type(dtype), checksums
-        self.blocks, self.per_shard = -(-count // BLOCK), shard // BLOCK
+        self.folder = folder
+        self.type = block_type(dtype)
+        self.checksums = checksums
+        self.blocks = -(-count // BLOCK)
+        self.per_shard = shard // BLOCK
         self.checked = np.zeros(len(checksums) // CHECKSUM, np.bool_)
         self.lock: _OpenFile | None = None
         """What holds the lock on the folder."""
@@ -200,7 +201,9 @@ class _Shards:
     def piece(self, first: int, count: int) -> np.ndarray:
         """Returns blocks of one shard."""
         number, inside = divmod(first, self.per_shard)
-        name, size, at = shard_name(number), count * self.type.itemsize, inside * self.type.itemsize
+        name = shard_name(number)
+        size = count * self.type.itemsize
+        at = inside * self.type.itemsize
         try:
             if not self.checked[number]:
                 self.check(name, number)
@@ -265,7 +268,8 @@ class _BucketShards(_Shards):
         weakref.finalize(self, os.close, self.cache)
 
     def piece(self, first: int, count: int) -> np.ndarray:
-        size, at = count * self.type.itemsize, first % self.slots * self.type.itemsize
+        size = count * self.type.itemsize
+        at = first % self.slots * self.type.itemsize
         kept = os.pread(self.cache, size, at)
         if len(kept) == size:
             blocks = np.frombuffer(kept, self.type)
@@ -326,36 +330,26 @@ def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
     try:
         lock = None if in_bucket(folder) else _hold(folder)
         record = _read_description(folder)
-        dtype, count, vocab = _DTYPES[record["dtype"]], int(record["tokens"]), int(record["vocab"])
-        shards, size, documents = (
-            int(record[name]) for name in ("shards", "shard_tokens", "documents")
-        )
-        if count < 1 or size < 1 or size % BLOCK or shards != -(-count // size):
-            raise ValueError(f"{count} tokens are not {shards} shards of {size} tokens")
+        dtype = _DTYPES[record["dtype"]]
+        tokens = int(record["tokens"])
+        documents = int(record["documents"])
+        shards = int(record["shards"])
+        shard_tokens = int(record["shard_tokens"])
+        has_blocks = shard_tokens >= 1 and shard_tokens % BLOCK == 0
+        if tokens < 1 or not has_blocks or shards != -(-tokens // shard_tokens):
+            raise ValueError(f"{tokens} tokens are not {shards} shards of {shard_tokens} tokens")
         for name, expected in record["sha256"].items():
             if sha256_of(folder / name) != expected:
                 raise ValueError(f"{name} is not what was written: its SHA-256 differs")
-        checksums = attempt((folder / "shards.bin").read_bytes)
-        if len(checksums) != shards * CHECKSUM:
-            raise ValueError(
-                f"shards.bin has {len(checksums)} bytes, and {shards} shards take {CHECKSUM} each"
-            )
-        tokenizer = tokenizer_from_json(read_text(folder / "tokenizer.json", LARGE))
-        if tokenizer.vocab != vocab:
-            raise ValueError(
-                f"its vocabulary is {vocab}, and its tokenizer has {tokenizer.vocab} tokens"
-            )
+        checksums = _read_checksums(folder, shards)
+        tokenizer = _read_tokenizer(folder, int(record["vocab"]))
         read: _Shards
         if in_bucket(folder):
             assert cache is not None
-            read = _BucketShards(folder, count, dtype, size, checksums, cache=cache)
+            read = _BucketShards(folder, tokens, dtype, shard_tokens, checksums, cache=cache)
         else:
-            there = set(attempt(lambda: os.listdir(folder)))
-            if absent := [name for name in map(shard_name, range(shards)) if name not in there]:
-                raise ValueError(
-                    f"{len(absent)} of {shards} shards are not there, the first is {absent[0]}"
-                )
-            read = _Shards(folder, count, dtype, size, checksums)
+            _check_complete(folder, shards)
+            read = _Shards(folder, tokens, dtype, shard_tokens, checksums)
             read.lock = lock
         read.piece((shards - 1) * read.per_shard, 1)
     except (
@@ -371,10 +365,37 @@ def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
         refusal = DataError(f"token file {folder}", truth, "tokenise again")
         raise by_class(error, refusal) from error
     hashes = {name: value for name, value in record["sha256"].items() if name != "shards.bin"}
-    digest = checksum([record["dtype"], count, checksums[-CHECKSUM:].hex(), hashes])
-    return TokenFile(
-        TokenArray(count, read), vocab, tokenizer, folder, documents, digest, record["skipped"]
-    )
+    digest = checksum([record["dtype"], tokens, checksums[-CHECKSUM:].hex(), hashes])
+    skipped = record["skipped"]
+    contents = TokenArray(tokens, read)
+    return TokenFile(contents, tokenizer.vocab, tokenizer, folder, documents, digest, skipped)
+
+
+def _read_checksums(folder: Path, shards: int) -> bytes:
+    """Reads the checksums of all shards, one after another. Raises ValueError for another number."""
+    checksums = attempt((folder / "shards.bin").read_bytes)
+    if len(checksums) != shards * CHECKSUM:
+        truth = f"shards.bin has {len(checksums)} bytes, and {shards} shards take {CHECKSUM} each"
+        raise ValueError(truth)
+    return checksums
+
+
+def _read_tokenizer(folder: Path, vocab: int) -> Tokenizer:
+    """Reads the tokenizer. Raises ValueError for one of another vocabulary."""
+    tokenizer = tokenizer_from_json(read_text(folder / "tokenizer.json", LARGE))
+    if tokenizer.vocab != vocab:
+        truth = f"its vocabulary is {vocab}, and its tokenizer has {tokenizer.vocab} tokens"
+        raise ValueError(truth)
+    return tokenizer
+
+
+def _check_complete(folder: Path, shards: int) -> None:
+    """Raises ValueError where a shard is missing."""
+    present = set(attempt(functools.partial(os.listdir, folder)))
+    absent = [name for name in map(shard_name, range(shards)) if name not in present]
+    if absent:
+        truth = f"{len(absent)} of {shards} shards are not there, the first is {absent[0]}"
+        raise ValueError(truth)
 
 
 def _hold(folder: Path) -> _OpenFile:

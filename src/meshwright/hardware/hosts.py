@@ -1,4 +1,4 @@
-"""Processes of a run on several hosts: what the environment says about them, and how they join.
+"""Processes of a run on several hosts: what the environment has about them, and how they join.
 
 The rules read the variables that each scheduler documents. `jax.distributed.initialize` finds
 clusters by itself, but does not say beforehand whether there is one, gives a Slurm task that has a

@@ -35,7 +35,7 @@ class _TensorBoard:
     def rewind(self, step: int) -> None:
         """Drops the events of steps after `step` from the files.
 
-        A TensorBoard that has read them is told.
+        A TensorBoard that has read them gets a mark.
         """
         self._writer.close()
         for file in self._folder.glob("events.out.tfevents.*"):
