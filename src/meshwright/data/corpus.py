@@ -249,7 +249,7 @@ class _Reading:
     def _check_kept(self, own: Path) -> None:
         """Raises DataError if a run that goes on asks for another kind of tokenizer than its own.
 
-        A file may have changed or gone since the run began: the run keeps its own, and says so.
+        A file may have changed or gone since the run began: the run keeps its own, and prints that.
         """
         kept = build_tokenizer(str(own)).to_json()
         kind = parse_json(kept).get("kind", "bpe")

@@ -92,23 +92,9 @@ def read_pair(vocab: Path) -> str:
     except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
         truth = f"{VOCAB} and {MERGES} cannot be read: {reason_of(error)}"
         raise by_class(error, DataError(asked, truth, fix_of(error, _MAKE))) from error
-    kind = _CLASSES.get(str(config.get("tokenizer_class")).removesuffix("Fast"))
-    if kind is None and "tokenizer_class" not in config:
-        kind = _TYPES.get(str(described.get("model_type")))
-    if kind is None:
-        named = config.get("tokenizer_class") or described.get("model_type")
-        truth = (
-            f"{VOCAB} and {MERGES} do not say how a text is divided, and that of {named!r} is "
-            f"not known"
-        )
-        raise DataError(asked, truth, _MAKE)
-    merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
-    odd = next((merge for merge in merges if len(merge) != 2), None)
-    if odd is not None:
-        truth = f"{MERGES} has the line {' '.join(odd)!r:.80}, which is not a pair"
-        raise DataError(asked, truth, _MAKE)
-    pairs = [(first, second) for first, second in merges]
-    model: Any = called(asked, models.BPE, vocab=tokens, merges=pairs, fix=_MAKE)
+    kind = _division(asked, config, described)
+    merges = _pairs(asked, lines)
+    model: Any = called(asked, models.BPE, vocab=tokens, merges=merges, fix=_MAKE)
     tokenizer = tokenizers.Tokenizer(model)
     called(asked, _add_tokens, tokenizer, config, added, fix=_MAKE)
     byte_level = pre_tokenizers.ByteLevel(
@@ -121,6 +107,38 @@ def read_pair(vocab: Path) -> str:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([divide, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     return str(tokenizer.to_str())
+
+
+def _division(asked: str, config: dict[str, Any], described: dict[str, Any]) -> str:
+    """Returns how a text is divided before the merges, `gpt2` or `qwen2`.
+
+    config: tokenizer_config.json.  described: config.json.  Raises DataError for another tokenizer.
+    """
+    kind = _CLASSES.get(str(config.get("tokenizer_class")).removesuffix("Fast"))
+    if kind is None and "tokenizer_class" not in config:
+        kind = _TYPES.get(str(described.get("model_type")))
+    if kind is None:
+        named = config.get("tokenizer_class") or described.get("model_type")
+        truth = (
+            f"{VOCAB} and {MERGES} do not say how a text is divided, and that of {named!r} is not "
+            "known"
+        )
+        raise DataError(asked, truth, _MAKE)
+    return kind
+
+
+def _pairs(asked: str, lines: list[str]) -> list[tuple[str, str]]:
+    """Returns the merges in the lines of merges.txt. Raises DataError for a line that is not a pair."""
+    pairs = []
+    for line in lines:
+        if not line or line.startswith("#version"):
+            continue
+        parts = line.split(" ")
+        if len(parts) != 2:
+            truth = f"{MERGES} has the line {line!r:.80}, which is not a pair"
+            raise DataError(asked, truth, _MAKE)
+        pairs.append((parts[0], parts[1]))
+    return pairs
 
 
 def _optional(file: Path) -> dict[str, Any]:

@@ -401,7 +401,9 @@ class Settled(PlacedRun):
             )
         reason = self._gathered_within_reason
         if training.gather_ahead == "layer" and reason is not None:
-            raise ConfigError("training.gather_ahead layer", reason, "training.gather_ahead auto")
+            raise ConfigError(
+                "--training.gather-ahead layer", reason, "--training.gather-ahead auto"
+            )
         _ = self.kernels, self.grouped_matmul
 
 

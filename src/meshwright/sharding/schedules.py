@@ -140,25 +140,24 @@ def _forward_then_back(stages: int, microbatches: int, virtual_stages: int) -> l
 def _zero_bubble(stages: int, microbatches: int, virtual_stages: int) -> list[list[Task]]:
     """Returns ZB-H1: 1F1B whose weight gradients run in the same tick on all stages.
 
-    They begin when stage 0 can run them.
+    They begin when stage 0 can run them: a tick with a weight gradient on any stage takes as long
+    as one with a weight gradient on all.
     """
+    return [_zero_bubble_order(stages, microbatches, stage) for stage in range(stages)]
 
-    def order(stage: int) -> list[Task]:
-        # A tick with a weight gradient on any stage takes as long as one with a weight gradient on
-        # all.
-        starts = {
-            FORWARD: stage,
-            BACKWARD_INPUT: 2 * stages - 1 - stage,
-            BACKWARD_WEIGHT: 2 * stages - 1,
-        }
-        ticks = {
-            Task(kind, 0, m): (m + start, PLACE[kind])
-            for kind, start in starts.items()
-            for m in range(microbatches)
-        }
-        return sorted(ticks, key=ticks.__getitem__)
 
-    return [order(stage) for stage in range(stages)]
+def _zero_bubble_order(stages: int, microbatches: int, stage: int) -> list[Task]:
+    """Returns the tasks of one stage, sorted by their tick and their place in it."""
+    starts = {
+        FORWARD: stage,
+        BACKWARD_INPUT: 2 * stages - 1 - stage,
+        BACKWARD_WEIGHT: 2 * stages - 1,
+    }
+    ticks = {}
+    for kind, start in starts.items():
+        for m in range(microbatches):
+            ticks[Task(kind, 0, m)] = (m + start, PLACE[kind])
+    return sorted(ticks, key=ticks.__getitem__)
 
 
 def _zbv(stages: int, microbatches: int, virtual_stages: int) -> list[list[Task]]:
@@ -168,15 +167,22 @@ def _zbv(stages: int, microbatches: int, virtual_stages: int) -> list[list[Task]
     last ones climb to stage 0 during backward passes of other stages. A stage that ran both would
     make that tick longer: running only the forward pass saves P - 1 forward passes of a part.
     """
+    return _Greedy(map_parts(stages, 2, v_placement), microbatches).orders(
+        2, functools.partial(_zbv_choices, stages, microbatches)
+    )
 
-    def choices(stage: int, counts: Sequence[_Run]) -> list[list[tuple[int, int]]]:
-        live = sum(counts[stage][FORWARD, v] - counts[stage][BACKWARD, v] for v in (0, 1))
-        forward = [(FORWARD, 1)] + ([(FORWARD, 0)] if live <= 2 * stages else [])
-        backward = [(BACKWARD, 1), (BACKWARD, 0)]
-        climbing = counts[-1][FORWARD, 1] == microbatches
-        return [forward + backward] if climbing else [forward, backward]
 
-    return _greedy(map_parts(stages, 2, v_placement), microbatches, 2, choices)
+def _zbv_choices(
+    stages: int, microbatches: int, stage: int, counts: Sequence[_Run]
+) -> list[list[tuple[int, int]]]:
+    """Returns what a stage of the V may run in a tick: one task of each list, the first that is ready."""
+    live = sum(counts[stage][FORWARD, v] - counts[stage][BACKWARD, v] for v in (0, 1))
+    forward = [(FORWARD, 1)]
+    if live <= 2 * stages:
+        forward.append((FORWARD, 0))
+    backward = [(BACKWARD, 1), (BACKWARD, 0)]
+    is_climbing = counts[-1][FORWARD, 1] == microbatches
+    return [forward + backward] if is_climbing else [forward, backward]
 
 
 def _forward_only(parts: PartMap, microbatches: int) -> list[list[Task]]:
@@ -185,51 +191,74 @@ def _forward_only(parts: PartMap, microbatches: int) -> list[list[Task]]:
     In each tick a stage runs its last virtual stage that has an input.
     """
     choice = [(FORWARD, v) for v in reversed(range(parts.virtual_stages))]
-    return _greedy(parts, microbatches, 1, lambda stage, counts: [choice])
+    return _Greedy(parts, microbatches).orders(1, lambda stage, counts: [choice])
 
 
-def _greedy(
-    parts: PartMap,
-    microbatches: int,
-    passes: int,
-    choices: Callable[[int, Sequence[_Run]], Sequence[Sequence[tuple[int, int]]]],
-) -> list[list[Task]]:
-    """Returns orders by greedy choice.
+class _Greedy:
+    """Greedy choice of tasks: a stage runs the first that is ready of each list of choices.
 
-    In each tick a stage runs the first task that is ready of each list of choices.
-    passes: tasks of a part and microbatch.  choices: `(stage, counts of all stages) -> lists of
-    (kind, virtual stage)`.
+    A task is ready in a tick if the task that it depends on ran in an earlier tick.
     """
-    done, tick = dict[tuple[int, Task], int](), 0
-    orders: list[list[Task]] = [[] for _ in range(parts.stages)]
-    counts = [_Run() for _ in range(parts.stages)]
 
-    # By the first microbatch; the others wait for the same tasks of their own.
-    needs = functools.cache(lambda stage, kind, v: dependency(parts, stage, Task(kind, v, 0)))
+    def __init__(self, parts: PartMap, microbatches: int):
+        self.parts = parts
+        self.microbatches = microbatches
+        self.counts = [_Run() for _ in range(parts.stages)]
+        """Tasks that each stage has run, by kind and virtual stage."""
+        self._tick = 0
+        self._tick_of = dict[tuple[int, Task], int]()
+        self._needs = dict[tuple[int, int, int], tuple[int, Task] | None]()
 
-    def ready(stage: int, task: Task) -> bool:
-        if task.microbatch >= microbatches:
+    def orders(
+        self,
+        passes: int,
+        choices: Callable[[int, Sequence[_Run]], Sequence[Sequence[tuple[int, int]]]],
+    ) -> list[list[Task]]:
+        """Returns the tasks of each stage in order, with a mark after each tick.
+
+        passes: tasks of a part and microbatch.
+        choices: `(stage, counts of all stages) -> lists of (kind, virtual stage)`.
+        """
+        orders: list[list[Task]] = [[] for _ in range(self.parts.stages)]
+        tasks_of_stage = passes * self.microbatches * self.parts.virtual_stages
+        while min(sum(count.values()) for count in self.counts) < tasks_of_stage:
+            chosen: list[tuple[int, Task]] = []
+            for stage in range(self.parts.stages):
+                for wanted in choices(stage, self.counts):
+                    task = self._first_ready(stage, wanted)
+                    if task is not None:
+                        chosen.append((stage, task))
+            for stage, task in chosen:
+                self._tick_of[stage, task] = self._tick
+                self.counts[stage][task.kind, task.virtual_stage] += 1
+                orders[stage].append(task)
+            for order in orders:
+                order.append(NEXT_TICK)
+            self._tick += 1
+        return orders
+
+    def _first_ready(self, stage: int, wanted: Sequence[tuple[int, int]]) -> Task | None:
+        """Returns the first of these kinds of tasks that the stage can run in this tick."""
+        for kind, v in wanted:
+            task = Task(kind, v, self.counts[stage][kind, v])
+            if self._is_ready(stage, task):
+                return task
+        return None
+
+    def _is_ready(self, stage: int, task: Task) -> bool:
+        if task.microbatch >= self.microbatches:
             return False
-        needed = needs(stage, task.kind, task.virtual_stage)
+        # Dependencies of the first microbatch; the others wait for the same tasks of their own.
+        key = (stage, task.kind, task.virtual_stage)
+        if key not in self._needs:
+            first = Task(task.kind, task.virtual_stage, 0)
+            self._needs[key] = dependency(self.parts, stage, first)
+        needed = self._needs[key]
         if needed is None:
             return True
-        at, (kind, v, _) = needed
-        return done.get((at, Task(kind, v, task.microbatch)), tick) < tick
-
-    while min(sum(own.values()) for own in counts) < passes * microbatches * parts.virtual_stages:
-        chosen: list[tuple[int, Task]] = []
-        for stage, own in enumerate(counts):
-            for wanted in choices(stage, counts):
-                tasks = (Task(kind, v, own[kind, v]) for kind, v in wanted)
-                chosen += [(stage, task) for task in tasks if ready(stage, task)][:1]
-        for stage, task in chosen:
-            done[stage, task] = tick
-            orders[stage].append(task)
-            counts[stage][task.kind, task.virtual_stage] += 1
-        for order in orders:
-            order.append(NEXT_TICK)
-        tick += 1
-    return orders
+        other, (kind, v, _) = needed
+        done = self._tick_of.get((other, Task(kind, v, task.microbatch)))
+        return done is not None and done < self._tick
 
 
 # Bubbles where all stages meet in every tick: (P - 1)/M for GPipe and 1F1B, (P - 1)/(v M) with v
