@@ -1,6 +1,7 @@
 """The verb `bench`: collectives over a mesh, or everything about the devices at hand."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -101,21 +102,22 @@ class BenchOptions(Ranged):
         if wrong:
             truth = f"{len(wrong)} results are wrong, first {wrong[0]}"
             raise CensusError("collectives here", truth, "a report to JAX")
+        record = {"rows": [dataclasses.asdict(row) for row in rows], "out": self.out}
+        return Outcome(functools.partial(self._print, rows), record)
 
-        def show(console: Console) -> None:
-            print_timings(console, rows)
-            text = f"\nwritten to {self.out}, and kept as the calibration of plans"
-            console.print(text, markup=False, soft_wrap=True)
-
-        return Outcome(show, {"rows": [dataclasses.asdict(row) for row in rows], "out": self.out})
+    def _print(self, rows: list[CollectiveTiming], console: Console) -> None:
+        print_timings(console, rows)
+        text = f"\nwritten to {self.out}, and kept as the calibration of plans"
+        console.print(text, markup=False, soft_wrap=True)
 
     def _time_collectives(self, hosts: Hosts) -> list[CollectiveTiming]:
         shape = MeshShape.parse(self.mesh) if self.mesh else None
         start_devices(self.devices, shape, hosts)
         shape = shape or mesh.default_mesh_shape(jax.device_count())
         rows = list(time_collectives(mesh.build_mesh(shape), self.kinds, self.sizes))
-        files = (self.out / "calibration.json", calibration_path(default_cache_folder()))
-        for file in files if hosts.process == 0 else ():
+        if hosts.process != 0:
+            return rows
+        for file in (self.out / "calibration.json", calibration_path(default_cache_folder())):
             try:
                 write_calibration(file, collectives=rows, mesh=str(shape))
             except OSError as error:

@@ -103,11 +103,9 @@ def convert(
         >>> done.architecture, done.tensors, sorted(file.name for file in done.out.iterdir())[:3]
         ('LlamaForCausalLM', 12, ['SHA256SUMS', 'config.json', 'model.safetensors'])
     """
-    text, folder, out = (
-        place_of(str(source)),
-        path_of(str(source).removeprefix("hf:")),
-        path_of(out),
-    )
+    text = place_of(str(source))
+    folder = path_of(str(source).removeprefix("hf:"))
+    out = path_of(out)
     if in_bucket(text) or in_bucket(out):
         raise ConfigError(
             f"converting {source} into {out}",

@@ -1,7 +1,9 @@
 """The verb `doctor`: finds what is wrong with a host before a run does."""
 
 import dataclasses
+import functools
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +14,7 @@ from rich.markup import escape
 
 from meshwright.api.verb import Call, Outcome, base_run
 from meshwright.config import MeshShape
-from meshwright.launching.host_checks import check_host
+from meshwright.launching.host_checks import Finding, check_host
 from meshwright.planner.memory_model import checkpoint_bytes
 from meshwright.ranges import Ranged
 from meshwright.runs.placed_run import place_run
@@ -42,34 +44,35 @@ class DoctorOptions(Ranged):
     def act(self, call: Call) -> Outcome:
         """Runs `meshwright doctor`; the exit code is 1 where a host has a fault."""
         needed = 0 if self.recipe is None else _checkpoint_bytes(self.recipe)
-        findings, host = check_host(self.out, needed, self.deadline), socket.gethostname()
-        faults = sum(finding.verdict == "fault" for finding in findings)
-        cells, tones = dict[str, str](), list[Tone]()
-        for check in dict.fromkeys(finding.check for finding in findings):
-            verdicts = {
-                finding.verdict: finding.found for finding in findings if finding.check == check
-            }
-            worst = next((verdict for verdict in ("fault", "warning") if verdict in verdicts), None)
-            cells[check] = worst or verdicts["ok"]
-            tones.append("bad" if worst else "")
-
-        def show(console: Console) -> None:
-            print_table(
-                console,
-                Table([Column("check"), Column(host, wide=True)], list(cells.items()), tones=tones),
-            )
-            for finding in findings:
-                if finding.verdict != "ok":
-                    where = f"{escape(host)}, {escape(finding.check)}: {escape(finding.found)}"
-                    console.print(
-                        f"\n[bold]{finding.verdict}[/] {where}\n  fix: {escape(finding.fix)}",
-                        soft_wrap=True,
-                    )
-            console.print(f"\n{faults or 'no'} fault{'' if faults == 1 else 's'} on {escape(host)}")
-
+        findings = list(check_host(self.out, needed, self.deadline))
+        host = socket.gethostname()
         found = [dataclasses.asdict(finding) for finding in findings]
-        record = {"verdict": "fault" if faults else "ok", "host": host, "findings": found}
-        return Outcome(show, record, 1 if faults else 0)
+        has_fault = any(finding.verdict == "fault" for finding in findings)
+        record = {"verdict": "fault" if has_fault else "ok", "host": host, "findings": found}
+        show = functools.partial(_print_findings, host, findings)
+        return Outcome(show, record, int(has_fault))
+
+
+def _print_findings(host: str, findings: Sequence[Finding], console: Console) -> None:
+    """Prints the worst verdict of each check, then every warning and fault with its fix."""
+    cells: dict[str, str] = {}
+    tones: list[Tone] = []
+    for check in dict.fromkeys(finding.check for finding in findings):
+        verdicts = {
+            finding.verdict: finding.found for finding in findings if finding.check == check
+        }
+        worst = next((verdict for verdict in ("fault", "warning") if verdict in verdicts), None)
+        cells[check] = worst or verdicts["ok"]
+        tones.append("bad" if worst else "")
+    columns = [Column("check"), Column(host, wide=True)]
+    print_table(console, Table(columns, list(cells.items()), tones=tones))
+    for finding in findings:
+        if finding.verdict != "ok":
+            text = f"{escape(host)}, {escape(finding.check)}: {escape(finding.found)}"
+            fix = escape(finding.fix)
+            console.print(f"\n[bold]{finding.verdict}[/] {text}\n  fix: {fix}", soft_wrap=True)
+    faults = sum(finding.verdict == "fault" for finding in findings)
+    console.print(f"\n{faults or 'no'} fault{'' if faults == 1 else 's'} on {escape(host)}")
 
 
 def _checkpoint_bytes(run: str) -> int:

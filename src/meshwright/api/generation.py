@@ -1,6 +1,7 @@
 """The verb `generate`: text from a run's checkpoint, streamed as it is decoded."""
 
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -66,19 +67,17 @@ class GenerateOptions(CheckpointOptions):
         """
         if self.chat:
             check_jinja()
-        prompts, shape = self._prompts(), self.shape()
-        run, hosts = run_of_source(self.source), self.hosts.hosts()
+        prompts = self._prompts()
+        shape = self.shape()
+        run = run_of_source(self.source)
+        hosts = self.hosts.hosts()
         if self.chat and hosts.processes > 1:
             truth = "only one of them has your terminal"
             raise ConfigError(f"--chat with {hosts.processes} processes", truth, "--prompts FILE")
         start_devices(self.devices, shape or run.mesh, hosts)
-        where: dict[str, Any] = {
-            "mesh": shape,
-            "at": self.at,
-            "devices": self.devices,
-            "decoding": self.decoding,
-        }
-        generator = open_generator(self.source, **where)
+        generator = open_generator(
+            self.source, mesh=shape, at=self.at, devices=self.devices, decoding=self.decoding
+        )
         notes = open_console(sys.stderr)
         notes.quiet = call.console.quiet
         _stream(
@@ -86,15 +85,10 @@ class GenerateOptions(CheckpointOptions):
             f"{generator.origin} on {generator.device_run.layout.shape}: weights "
             f"{generator.layout}\n",
         )
-
-        def generate(texts: Sequence[str], show: OnText | None) -> Generated:
-            limits: dict[str, Any] = {"max_tokens": self.max_tokens, "stop": self.stop}
-            return generator.generate(texts, sampling=self.sampling, on_text=show, **limits)
-
+        generate = functools.partial(self._generate, generator)
         if self.chat:
-            report = self._converse(
-                call, generator.chat, generate, _lines(call.console) if prompts is None else prompts
-            )
+            messages = _lines(call.console) if prompts is None else prompts
+            report = self._converse(call, generator.chat, generate, messages)
             if report is not None:
                 _stream(notes, format_report(report))
             return Outcome()
@@ -110,6 +104,17 @@ class GenerateOptions(CheckpointOptions):
                 _stream(call.console, "".join(f"--- {text}\n{new}\n" for text, new in pairs))
         _stream(notes, format_report(generated.report))
         return Outcome(record=_record(texts, generated))
+
+    def _generate(
+        self, generator: Generator, texts: Sequence[str], show: OnText | None
+    ) -> Generated:
+        return generator.generate(
+            texts,
+            sampling=self.sampling,
+            on_text=show,
+            max_tokens=self.max_tokens,
+            stop=self.stop,
+        )
 
     def _prompts(self) -> list[str] | None:
         """Returns the prompts of the options, None where standard input has them."""

@@ -1,6 +1,8 @@
 """The verb `show`: how a run's parameters lie on a mesh, from abstract shapes."""
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.columns import Columns
@@ -18,6 +20,7 @@ from meshwright.runs.run import Run
 from meshwright.trust import own
 from meshwright.views.draw import MachineGrid, PipelineTimeline, draw_machine, machine_of_target
 from meshwright.views.layout_page import LayoutReport, layout_page, layout_report, tensor_pictures
+from meshwright.views.report import Report
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -95,29 +98,30 @@ class ShowOptions(RunOptions):
         Raises ConfigError where the run does not fit the mesh, or a file is not written.
         """
         shown = show(self.run)
-        placed, shape = shown.placed, shown.placed.layout.shape
+        placed = shown.placed
+        shape = placed.layout.shape
         machine = _machine(self.machine, shape) if self.machine else None
         page = layout_page(placed, machine)
-        wanted = () if self.draw == ("all",) else self.draw
-        pictures = tensor_pictures(placed, wanted) if self.draw else []
-        timeline = PipelineTimeline(placed.schedule_table) if shape.stage > 1 else None
+        drawings: list[RenderableType] = []
+        if shape.stage > 1:
+            drawings.append(PipelineTimeline(placed.schedule_table))
+        if machine is not None:
+            drawings.append(draw_machine(shape.degrees(), machine))
+        if self.draw:
+            names = () if self.draw == ("all",) else self.draw
+            pictures = [picture.__rich__() for picture in tensor_pictures(placed, names)]
+            drawings.append(Columns(pictures, padding=(0, 3)))
         if self.html:
             page.write(self.html)
+        record = {**dataclasses.asdict(shown.report), "mesh": str(shape)}
+        return Outcome(functools.partial(_print_with, page, drawings), record)
 
-        def show_all(console: Console) -> None:
-            page.print(console)
-            drawn: list[RenderableType] = [timeline] if timeline else []
-            drawn += [draw_machine(shape.degrees(), machine)] if machine else []
-            drawn += (
-                [Columns([picture.__rich__() for picture in pictures], padding=(0, 3))]
-                if self.draw
-                else []
-            )
-            for drawing in drawn:
-                console.print()
-                console.print(drawing)
 
-        return Outcome(show_all, {**dataclasses.asdict(shown.report), "mesh": str(shape)})
+def _print_with(page: Report, drawings: Sequence[RenderableType], console: Console) -> None:
+    page.print(console)
+    for drawing in drawings:
+        console.print()
+        console.print(drawing)
 
 
 def _machine(text: str, shape: MeshShape) -> MachineGrid:

@@ -154,12 +154,18 @@ def out_of_memory(
         )
         return OutOfDeviceMemory(error.asked, error.needed, error.available, fix)
     run = run if device_run is None else device_run.run
-    shape, remedies = run.mesh or MeshShape(), []
-    asked, needed, available = f"training {run.name} on mesh {shape}", None, None
+    shape = run.mesh or MeshShape()
+    remedies = []
+    asked = f"training {run.name} on mesh {shape}"
+    needed = available = None
+    refused = compiler_error(error)
     if isinstance(error, OutOfDeviceMemory):
-        asked, needed, available = error.asked, error.needed, error.available
-    elif isinstance(refused := compiler_error(error), OutOfMemory):
-        needed, available = int(refused.required), Room(int(refused.available), "a device")
+        asked = error.asked
+        needed = error.needed
+        available = error.available
+    elif isinstance(refused, OutOfMemory):
+        needed = int(refused.required)
+        available = Room(int(refused.available), "a device")
     if planner is not None and planner.target is not None:
         over = 0 if needed is None or available is None else needed - available.bytes
         with contextlib.suppress(ConfigError):
@@ -169,6 +175,5 @@ def out_of_memory(
         f"s per step"
         for r in remedies
     ]
-    return OutOfDeviceMemory(
-        asked, needed, available, "\n".join(["one of", *lines]) if lines else _GENERAL_REMEDY
-    )
+    fix = "\n".join(["one of", *lines]) if lines else _GENERAL_REMEDY
+    return OutOfDeviceMemory(asked, needed, available, fix)

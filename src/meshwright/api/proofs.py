@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -363,10 +364,7 @@ def trials(run: Run, target: Target) -> Iterator[tuple[str, Run]]:
     gradient sums, block sizes of attention and loss, and compiler options.
     """
     training = run.training
-
-    def changed(**fields: Any) -> Run:
-        return dataclasses.replace(run, training=dataclasses.replace(training, **fields))
-
+    changed = functools.partial(_with_training, run)
     policies = remat_policies(target)
     current = policies.index(training.remat)
     for remat in policies[max(0, current - 2) : current + 2]:
@@ -391,6 +389,10 @@ def trials(run: Run, target: Target) -> Iterator[tuple[str, Run]]:
     ):
         others = tuple(word for word in training.compiler_options if word != AUTO)
         yield "the compiler's own options", changed(compiler_options=others)
+
+
+def _with_training(run: Run, **fields: Any) -> Run:
+    return dataclasses.replace(run, training=dataclasses.replace(run.training, **fields))
 
 
 def tune(proof: Proof, target: Target, limit: int, say: Say) -> Tuned:

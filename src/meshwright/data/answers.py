@@ -109,7 +109,9 @@ class AnswerFinder:
             and self.template.source not in TEMPLATES.values()
         ):
             closed = True  # by what the template has for it
-        return Answers(text, spans, None if closed else self._closing(last, marked_messages))
+        if closed:
+            return Answers(text, spans, None)
+        return Answers(text, spans, self._closing(last, marked_messages))
 
     def _render(self, messages: Sequence[Message], answer: bool = False) -> str:
         given = self.conversation

@@ -50,7 +50,9 @@ def read_columns(file: Path, raw: IO[bytes], records: Records, field: str) -> It
     table = pyarrow.parquet.ParquetFile(
         raw, metadata=metadata, read_dictionary=[name], pre_buffer=False, buffer_size=_BUFFER
     )
-    size, rows, first = os.fstat(raw.fileno()).st_size, max(1, metadata.num_rows), 0
+    size = os.fstat(raw.fileno()).st_size
+    rows = max(1, metadata.num_rows)
+    first = 0
     records.bytes_here = lambda: size * records.number / rows
     for group in range(table.num_row_groups):
         at, first = first, first + table.metadata.row_group(group).num_rows
@@ -63,10 +65,10 @@ def read_columns(file: Path, raw: IO[bytes], records: Records, field: str) -> It
             for number, value in enumerate(_values(column.slice(skip)), at + skip + 1):
                 records.number = number
                 place = Place(file, "row", number)
-                if not isinstance(value, str):
-                    records.skip(
-                        place, f"no text: its {field!r} is null" if value is None else "not UTF-8"
-                    )
+                if value is None:
+                    records.skip(place, f"no text: its {field!r} is null")
+                elif not isinstance(value, str):
+                    records.skip(place, "not UTF-8")
                 elif text := records.text(value, place):
                     yield text
             at += batch.num_rows

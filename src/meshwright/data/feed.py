@@ -6,6 +6,7 @@ by index, and prefetches in threads.
 """
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -176,24 +177,34 @@ class Feed:
         sharding: NamedSharding,
         skipped: tuple[tuple[int, int], ...] = (),
     ):
-        self.wait_seconds, self.position, self._step = 0.0, None, taken
-        self._ramp, self._seq, self._sharding = ramp, seq, sharding
+        self.wait_seconds = 0.0
+        self.position = None
+        self._step = taken
+        self._ramp = ramp
+        self._seq = seq
+        self._sharding = sharding
         self._rows = {size: _local_rows(sharding, (size, seq)) for size in ramp.sizes}
-
-        def local_batch(step: int) -> _Sample:
-            at = taken + int(step)
-            first = cursor + ramp.read_before(at) - ramp.read_before(taken)
-            return _stack([stream[index(first + row)] for row in self._rows[ramp.batch(at)]])
-
-        def index(sample: int) -> int:
-            """Index in the stream of the sample that `sample` others precede in training."""
-            for first, count in skipped:
-                sample += count if sample >= first else 0
-            return sample
-
+        self._stream = stream
+        self._skipped = skipped
+        self._taken = taken
+        self._cursor = cursor
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
-        batches = grain.MapDataset.range(steps).map(local_batch)
+        batches = grain.MapDataset.range(steps).map(self._local_batch)
         self._batches: Iterator[_Sample] = iter(batches.to_iter_dataset(options))
+
+    def _local_batch(self, number: int) -> _Sample:
+        """Returns this process's rows of a batch. number: batches of this feed before it."""
+        step = self._taken + int(number)
+        read = self._ramp.read_before(step) - self._ramp.read_before(self._taken)
+        rows = self._rows[self._ramp.batch(step)]
+        return _stack([self._stream[self._index(self._cursor + read + row)] for row in rows])
+
+    def _index(self, sample: int) -> int:
+        """Returns the index in the stream of the sample that `sample` others precede in training."""
+        for first, count in self._skipped:
+            if sample >= first:
+                sample += count
+        return sample
 
     def __iter__(self) -> "Feed":
         return self
@@ -208,7 +219,10 @@ class Feed:
 
 
 def _stack(samples: Sequence[_Sample]) -> _Sample:
-    return {name: np.stack([sample[name] for sample in samples]) for name in _FIELDS}
+    fields = {}
+    for name in _FIELDS:
+        fields[name] = np.stack([sample[name] for sample in samples])
+    return fields
 
 
 def _local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[int, ...]:
@@ -228,16 +242,17 @@ def _put_rows(
     """
     if sharding.is_fully_addressable:
         return Batch(**jax.device_put(local, sharding))
-    index_of = {row: i for i, row in enumerate(own)}
+    fields = {}
+    for name, field in local.items():
+        block = functools.partial(_block, field, own, shape[0])
+        fields[name] = jax.make_array_from_callback(shape, sharding, block)
+    return Batch(**fields)
 
-    def place(field: np.ndarray) -> jax.Array:
-        def block(index: Any) -> np.ndarray:
-            rows = range(*index[0].indices(shape[0]))
-            return field[index_of[rows[0]] : index_of[rows[-1]] + 1]
 
-        return jax.make_array_from_callback(shape, sharding, block)
-
-    return Batch(**{name: place(field) for name, field in local.items()})
+def _block(field: np.ndarray, own: tuple[int, ...], batch: int, index: Any) -> np.ndarray:
+    """Returns the rows of a field that a device has. index: its slices of the global array."""
+    rows = range(*index[0].indices(batch))
+    return field[own.index(rows[0]) : own.index(rows[-1]) + 1]
 
 
 def held_out_order(parts: Sequence[Samples], samples: int) -> Iterator[tuple[Samples, int]]:
@@ -245,9 +260,15 @@ def held_out_order(parts: Sequence[Samples], samples: int) -> Iterator[tuple[Sam
 
     The sources take turns.
     """
-    rounds = ([(part, i) for part in parts if i < len(part)] for i in itertools.count())
-    in_turn = itertools.chain.from_iterable(itertools.takewhile(bool, rounds))
-    return itertools.islice(in_turn, samples or None)
+    return itertools.islice(_in_turn(parts), samples or None)
+
+
+def _in_turn(parts: Sequence[Samples]) -> Iterator[tuple[Samples, int]]:
+    """Yields sample 0 of each source, then sample 1 of each that has one, and so on."""
+    for index in range(max(map(len, parts), default=0)):
+        for part in parts:
+            if index < len(part):
+                yield part, index
 
 
 def held_out_batches(

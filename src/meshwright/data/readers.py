@@ -64,11 +64,12 @@ def read_documents(source: Documents, records: Records) -> Iterator[str]:
 
     Raises DataError where it cannot be read, or too many records are bad.
     """
-    for text in (
+    texts = (
         _read_files(source, records)
         if isinstance(source, FileDocuments)
         else _call(source, records)
-    ):
+    )
+    for text in texts:
         note_progress()
         yield text
     records.check()
@@ -108,7 +109,9 @@ def _read_files(source: FileDocuments, records: Records) -> Iterator[str]:
 
 
 def _call(source: FunctionDocuments, records: Records) -> Iterator[str]:
-    number, skip, asked = 0, records.number, f"--data {source.name}"
+    number = 0
+    skip = records.number
+    asked = f"--data {source.name}"
     try:
         for number, text in enumerate(source.function(), 1):
             if number <= skip:

@@ -92,7 +92,9 @@ class Records(_Counts):
 
     def __init__(self, source: str, share: float = 0.0, skippable: bool = True):
         super().__init__()
-        self.source, self.share, self.skippable = source, share, skippable
+        self.source = source
+        self.share = share
+        self.skippable = skippable
         self.place = Place("")
         """Place of the last document."""
         self.log: IO[bytes] | None = None
@@ -400,18 +402,20 @@ def _without_duplicates(found: Sequence[str]) -> list[Path]:
     return files
 
 
+def _refuse_folder(error: OSError) -> None:
+    """Raises DataError for a folder that cannot be listed."""
+    asked = f"reading {error.filename}"
+    refusal = DataError(asked, reason_of(error), "make it readable, or move it out")
+    raise by_class(error, refusal) from error
+
+
 def _walk(path: str) -> Iterator[str]:
     """Yields all files in a folder; linked folders are read too, each folder once.
 
     Raises DataError where a folder inside cannot be listed.
     """
-
-    def refuse(error: OSError) -> None:
-        asked, fix = f"reading {error.filename}", "make it readable, or move it out"
-        raise by_class(error, DataError(asked, reason_of(error), fix)) from error
-
     seen = {os.path.realpath(path)}
-    for folder, folders, names in os.walk(path, onerror=refuse, followlinks=True):
+    for folder, folders, names in os.walk(path, onerror=_refuse_folder, followlinks=True):
         inside = sorted((os.path.islink(os.path.join(folder, name)), name) for name in folders)
         folders.clear()
         for _, name in inside:

@@ -48,15 +48,19 @@ class TokenWriter:
         shard_tokens: int = SHARD_TOKENS,
         note: dict[str, Any] | None = None,
     ):
-        self.folder, self.dtype, self.shard_tokens = folder, np.dtype(dtype), shard_tokens
-        self.shards, self.tokens, self.documents = (
-            note[n] if note else 0 for n in ("shards", "tokens", "documents")
-        )
+        note = note or {"shards": 0, "tokens": 0, "documents": 0}
+        self.folder = folder
+        self.dtype = np.dtype(dtype)
+        self.shard_tokens = shard_tokens
+        self.shards = note["shards"]
+        self.tokens = note["tokens"]
+        self.documents = note["documents"]
         size = shard_tokens // BLOCK * block_type(self.dtype).itemsize
         self._checksums = [self._checksum(number, size) for number in range(self.shards)]
         # The first document that is read again begins before the shard's border; those tokens are
         # not written again.
-        self._drop, self._filled = self.shards * shard_tokens - self.tokens, 0
+        self._drop = self.shards * shard_tokens - self.tokens
+        self._filled = 0
         self._chain = self._checksums[-1] if self._checksums else b""
         self._waiting: list[tuple[np.ndarray, np.ndarray]] = []
         self._shard: IO[bytes] | None = None
@@ -117,7 +121,9 @@ class TokenWriter:
             os.fsync(self._shard.fileno())
             self._shard.close()
             self._checksums.append(self._chain)
-            self._shard, self._filled, self.shards = None, 0, self.shards + 1
+            self._shard = None
+            self._filled = 0
+            self.shards += 1
 
     def save_progress(self, key: str, note: Mapping[str, Any]) -> None:
         """Notes that the shards so far are complete.

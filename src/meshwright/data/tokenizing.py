@@ -225,11 +225,7 @@ def _locked(out: Path, progress: Progress | None) -> Iterator[bool]:
                 break  # a file system without locks
             if progress is not None and not seen:
                 progress.write(f"waiting for another process that tokenises into {out}")
-            changed = max(
-                [1.0, *(entry.stat().st_mtime for entry in os.scandir(out))]
-                if out.is_dir()
-                else [1.0]
-            )
+            changed = _last_change(out)
             if changed != seen:
                 until, seen = time.monotonic() + _PATIENCE, changed
             if time.monotonic() > until:
@@ -239,6 +235,13 @@ def _locked(out: Path, progress: Progress | None) -> Iterator[bool]:
                 )
             time.sleep(0.2)
         yield os.fstat(file.fileno()).st_nlink > 0
+
+
+def _last_change(folder: Path) -> float:
+    """Returns when a file of a folder was last written, in seconds since 1970; 1 without a file."""
+    if not folder.is_dir():
+        return 1.0
+    return max((entry.stat().st_mtime for entry in os.scandir(folder)), default=1.0)
 
 
 @dataclasses.dataclass
@@ -318,21 +321,21 @@ class _Tokenisation:
         """Returns the tokenizer of an unfinished folder, or a new one, which is written there."""
         if note is not None:
             return tokenizer_from_json(read_text(self.out / "tokenizer.json", LARGE))
-        records = Records(self.records.source, self.records.share)
-        display = self._display(records, "learning the vocabulary")
-
-        def documents() -> Iterator[str]:
-            size = 0
-            for text in read_documents(self.source, records):
-                size += len(text)
-                if size > BATCH:
-                    display(0)
-                    size = 0
-                yield text
-
-        tokenizer = build_tokenizer(self.spec, documents())
+        tokenizer = build_tokenizer(self.spec, self._texts_to_learn_from())
         write_atomically(self.out / "tokenizer.json", tokenizer.to_json())
         return tokenizer
+
+    def _texts_to_learn_from(self) -> Iterator[str]:
+        """Yields all documents, and shows how far it is."""
+        records = Records(self.records.source, self.records.share)
+        display = self._display(records, "learning the vocabulary")
+        size = 0
+        for text in read_documents(self.source, records):
+            size += len(text)
+            if size > BATCH:
+                display(0)
+                size = 0
+            yield text
 
     def _display(self, records: Records, label: str) -> Callable[[int], None]:
         """Returns a function that shows a number of tokens and the place in the source."""
@@ -403,13 +406,15 @@ class _Tokenisation:
     def _batches(self) -> Iterator[TextBatch]:
         """Yields documents in batches, each with the position before it."""
         records = self.records
-        texts, places, size, before = list[str](), list[Place](), 0, records.state()
+        batch = TextBatch([], [], records.state())
+        size = 0
         for text in read_documents(self.source, records):
-            texts.append(text)
-            places.append(records.place)
+            batch.texts.append(text)
+            batch.places.append(records.place)
             size += len(text)
-            if size >= BATCH or len(texts) == _DOCUMENTS:
-                yield TextBatch(texts, places, before)
-                texts, places, size, before = [], [], 0, records.state()
-        if texts:
-            yield TextBatch(texts, places, before)
+            if size >= BATCH or len(batch.texts) == _DOCUMENTS:
+                yield batch
+                batch = TextBatch([], [], records.state())
+                size = 0
+        if batch.texts:
+            yield batch

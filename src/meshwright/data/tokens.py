@@ -241,16 +241,14 @@ class _Shards:
 
     def fetch(self, name: str, at: int, size: int) -> bytes:
         """Returns bytes of a shard. A handle with which a read fails for now is not used again."""
-        file = self.folder / name
+        return attempt(functools.partial(self._read, self.folder / name, at, size))
 
-        def read() -> bytes:
-            try:
-                return os.pread(_open_file(self, file).number, size, at)
-            except OSError:
-                _open_file.cache_clear()
-                raise
-
-        return attempt(read)
+    def _read(self, file: Path, at: int, size: int) -> bytes:
+        try:
+            return os.pread(_open_file(self, file).number, size, at)
+        except OSError:
+            _open_file.cache_clear()
+            raise
 
 
 class _BucketShards(_Shards):

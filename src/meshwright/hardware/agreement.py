@@ -8,6 +8,7 @@ messages.
 
 import collections
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -67,17 +68,21 @@ def agree(subject: str, fields: Mapping[str, str], seconds: float = DEADLINE) ->
     Raises ConfigError in every process where a field differs, and HostError where a process does
     not answer within `seconds`.
     """
-
-    def compare(answers: list[dict[str, str]]) -> None:
-        if found := differences(dict(enumerate(answers))):
-            more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            raise ConfigError(
-                f"training on {len(answers)} hosts that differ in their {subject}",
-                "; ".join(found[:_SHOWN]) + more,
-                "the same command, versions and files on every host",
-            )
-
+    compare = functools.partial(_refuse_differences, subject)
     choose_together(subject, dict(fields), compare, seconds)
+
+
+def _refuse_differences(subject: str, answers: list[dict[str, str]]) -> None:
+    """Raises ConfigError where the fields of processes differ."""
+    found = differences(dict(enumerate(answers)))
+    if not found:
+        return
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    raise ConfigError(
+        f"training on {len(answers)} hosts that differ in their {subject}",
+        "; ".join(found[:_SHOWN]) + more,
+        "the same command, versions and files on every host",
+    )
 
 
 def choose_together(
@@ -91,31 +96,34 @@ def choose_together(
     answers nor gets further (`note_progress`) within `seconds`: one may read many times longer than
     another.
     """
-    client, processes, process = store(), jax.process_count(), jax.process_index()
+    client = store()
     folder = f"meshwright/agreement/{subject}/{_rounds[subject]}"
     _rounds[subject] += 1
+    if client is None or jax.process_count() == 1:
+        return answer_of_the_first(functools.partial(choose, [mine]))
+    client.key_value_set(f"{folder}/{jax.process_index()}", json.dumps(mine))
+    collect = functools.partial(_answers_of_all, client, folder, subject, seconds)
+    return answer_of_the_first(lambda: choose(collect()))
 
-    def compute() -> Any:
-        if client is None or processes == 1:
-            return choose([mine])
-        answers = []
-        patience = _Patience(client, seconds)
-        for other in range(processes):
-            with waiting(f"process {other}, to agree on the {subject}", other):
-                text = patience.wait_for(f"{folder}/{other}", other)
-            if text is None:
-                raise HostError(
-                    f"comparing the {subject} of {processes} hosts",
-                    f"{_hosts([i for i in range(processes) if not _there(client, f'{folder}/{i}')])} did not answer "
-                    f"within {seconds:.0f} s, nor get further meanwhile",
-                    "look at the output of those hosts; all must start the same command",
-                )
-            answers.append(json.loads(text))
-        return choose(answers)
 
-    if client is not None and processes > 1:
-        client.key_value_set(f"{folder}/{process}", json.dumps(mine))
-    return answer_of_the_first(compute)
+def _answers_of_all(client: Any, folder: str, subject: str, seconds: float) -> list[Any]:
+    """Returns what each process has published, in order. Raises HostError without an answer."""
+    processes = jax.process_count()
+    answers = []
+    patience = _Patience(client, seconds)
+    for other in range(processes):
+        with waiting(f"process {other}, to agree on the {subject}", other):
+            text = patience.wait_for(f"{folder}/{other}", other)
+        if text is None:
+            silent = [i for i in range(processes) if not _there(client, f"{folder}/{i}")]
+            raise HostError(
+                f"comparing the {subject} of {processes} hosts",
+                f"{_hosts(silent)} did not answer within {seconds:.0f} s, nor get further "
+                "meanwhile",
+                "look at the output of those hosts; all must start the same command",
+            )
+        answers.append(json.loads(text))
+    return answers
 
 
 class _Patience:

@@ -45,10 +45,9 @@ class AxisMapping:
         spans = [known[axis] for axis in axes if axis in known]
         if not spans:
             return None
-        chips = tuple(math.prod(s.chips[d] for s in spans) for d in range(len(spans[0].chips)))
-        return GroupSpan(
-            math.prod(s.domains for s in spans), chips, math.prod(s.cores for s in spans)
-        )
+        domains = math.prod(span.domains for span in spans)
+        chips = tuple(math.prod(along) for along in zip(*(s.chips for s in spans), strict=True))
+        return GroupSpan(domains, chips, math.prod(span.cores for span in spans))
 
     @functools.cached_property
     def _levels(self) -> dict[str, GroupSpan]:
@@ -102,9 +101,12 @@ def map_axes(shape: MeshShape, target: Target) -> AxisMapping:
     free, cores = list(target.topology), target.chip.devices_per_chip
     spans: dict[str, GroupSpan] = {}
     for axis in reversed([axis for axis in AXES if axis in degrees]):
-        degree, axis_cores = degrees[axis] // slices[axis], 1
+        degree = degrees[axis] // slices[axis]
+        axis_cores = 1
         if cores > 1 and degree % cores == 0:
-            degree, axis_cores, cores = degree // cores, cores, 1
+            axis_cores = cores
+            degree //= cores
+            cores = 1
         chips = _take_dimensions(degree, free)
         free = [n // taken for n, taken in zip(free, chips, strict=True)]
         spans[axis] = GroupSpan(slices[axis], chips, axis_cores)

@@ -138,15 +138,14 @@ def degrees_on_torus(devices: np.ndarray, axis: int) -> tuple[int, ...]:
     inside = [d for d in line if getattr(d, "slice_index", 0) == getattr(line[0], "slice_index", 0)]
     if any(getattr(d, "coords", None) is None for d in inside):
         return ()
-    columns = [
-        list(c)
-        for c in zip(*((*d.coords, getattr(d, "core_on_chip", 0)) for d in inside), strict=True)
-    ]
+    coordinates = [(*d.coords, getattr(d, "core_on_chip", 0)) for d in inside]
     # Places along each dimension, numbered as they appear; the outer a dimension is, the fewer
     # times it changes.
-    places = [
-        [list(dict.fromkeys(c)).index(place) for place in c] for c in columns if len(set(c)) > 1
-    ]
+    places = []
+    for along in zip(*coordinates, strict=True):
+        number_of = {place: number for number, place in enumerate(dict.fromkeys(along))}
+        if len(number_of) > 1:
+            places.append([number_of[place] for place in along])
     places.sort(key=lambda c: np.count_nonzero(np.diff(c)))
     degrees = tuple(max(c) + 1 for c in places)
     return degrees if [*zip(*places, strict=True)] == [*np.ndindex(*degrees)] else ()

@@ -22,6 +22,11 @@ from meshwright.hardware.chips import find_chip
 from meshwright.hardware.machine import degrees_on_torus, ring_order
 from meshwright.words import AXES
 
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
+"""Parameters of glibc's `mallopt`."""
+
 
 def prepare_host(devices: int | None) -> None:
     """Simulates `devices` CPU devices if there is no accelerator.
@@ -87,10 +92,9 @@ def _keep_heap() -> None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mmap_threshold, trim_threshold, arena_max = -3, -1, -8
-        mallopt(mmap_threshold, 2**31 - 1)
-        mallopt(trim_threshold, 2**31 - 1)
-        mallopt(arena_max, 1)
+        mallopt(_M_MMAP_THRESHOLD, 2**31 - 1)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_M_ARENA_MAX, 1)
 
 
 def default_mesh_shape(devices: int) -> MeshShape:
@@ -191,9 +195,9 @@ def order_rings(devices: np.ndarray) -> np.ndarray:
         if degrees:
             order = list(ring_order(degrees))
             folds = chip is not None and chip.folds_rings and len(degrees) == 1
-            devices = devices.take(
-                [*order[::2], *reversed(order[1::2])] if folds else order, axis=number
-            )
+            if folds:
+                order = [*order[::2], *reversed(order[1::2])]
+            devices = devices.take(order, axis=number)
     return devices
 
 

@@ -141,11 +141,9 @@ def _from_accelerator_type(text: str) -> str:
 
 def _check_slice(text: str, name: str, torus: Torus, size: SliceShape) -> None:
     """Raises ConfigError where no TPU slice has this shape, with the nearest that exist."""
-    largest, chips, most_chips = (
-        format_size(torus.largest),
-        math.prod(size),
-        math.prod(torus.largest),
-    )
+    largest = format_size(torus.largest)
+    chips = math.prod(size)
+    most_chips = math.prod(torus.largest)
     if len(size) != torus.dims:
         truth = f"a slice of {name} has {torus.dims} dimensions"
     elif any(n > most for n, most in zip(sorted(size), sorted(torus.largest), strict=True)):
@@ -182,9 +180,13 @@ def slices_by_chips(torus: Torus) -> dict[int, SliceShape]:
 def _neighbours(name: str, torus: Torus, size: tuple[int, ...]) -> str:
     if not torus.slices:
         return f"{name}:{format_size(torus.largest)}"
-    by_chips, chips, ascending = slices_by_chips(torus), math.prod(size), tuple(sorted(size))
-    if ascending in torus.slices or chips in by_chips:
-        return f"{name}:{format_size(ascending if ascending in torus.slices else by_chips[chips])}"
+    by_chips = slices_by_chips(torus)
+    chips = math.prod(size)
+    ascending = tuple(sorted(size))
+    if ascending in torus.slices:
+        return f"{name}:{format_size(ascending)}"
+    if chips in by_chips:
+        return f"{name}:{format_size(by_chips[chips])}"
     counts = [
         *sorted(n for n in by_chips if n < chips)[-1:],
         *sorted(n for n in by_chips if n > chips)[:1],
@@ -251,9 +253,10 @@ def expand_targets(text: str) -> list[str]:
             )
         chip, _, size = part.rpartition(":") if ":" in part else (chip, "", part)
         match = _COUNTED.fullmatch(f"{chip}:{size}")
-        targets |= dict.fromkeys(
-            _counted(derive(text, chip), match[2]) if match else [f"{chip}:{size}"]
-        )
+        names = [f"{chip}:{size}"]
+        if match:
+            names = _counted(derive(text, chip), match[2])
+        targets |= dict.fromkeys(names)
     if not targets:
         raise ConfigError(
             f"--on {text!r}", "it names no target", "write v5p:4x4x8, or h100:64,h100:128"

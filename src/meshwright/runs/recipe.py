@@ -114,38 +114,38 @@ def change_fields(run: Run, mesh: str | MeshShape | None, changes: Mapping[str, 
     chosen = list[str]()
     if mesh is not None:
         chosen.append("mesh")
-        run = dataclasses.replace(
-            run, mesh=MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
-        )
+        shape = MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
+        run = dataclasses.replace(run, mesh=shape)
     for field, value in changes.items():
         holder = next((part for part in ("run", *_PARTS) if field in _fields_of(run, part)), None)
         if holder is None:
             known = {name for part in ("run", *_PARTS) for name in _fields_of(run, part)}
             truth = "no part of a Run has that field"
             raise ConfigError(f"{field}={value!r} in a Run", truth, nearest(field, known))
-        if holder == "run" and field in _PARTS and not dataclasses.is_dataclass(value):
-            part = getattr(run, field)
-            inside = sorted(f"{field}.{name}" for name in _fields_of(run, field))
-            raise ConfigError(
-                f"{field}={value!r} in a Run",
-                f"{field} is a {type(part).__name__} with fields of its own: {', '.join(inside)}",
-                f"a meshwright.{type(part).__name__}, or its fields by name"
-                + (f": paths=({value!r},)" if field == "data" else ""),
-            )
-        if holder == "run" and field in _PARTS:
+        change = {field: value}
+        if holder != "run":
+            chosen.append(f"{holder}.{field}")
+            change = {holder: dataclasses.replace(getattr(run, holder), **change)}
+        elif field in _PARTS:
+            _check_part(run, field, value)
             chosen += _differing_fields(getattr(run, field), value, field)
         else:
-            chosen.append(field if holder == "run" else f"{holder}.{field}")
-        change = {field: value}
-        run = dataclasses.replace(
-            run,
-            **(
-                change
-                if holder == "run"
-                else {holder: dataclasses.replace(getattr(run, holder), **change)}
-            ),
-        )
+            chosen.append(field)
+        run = dataclasses.replace(run, **change)
     return with_prompt_for_data(with_chosen(run, chosen), base)
+
+
+def _check_part(run: Run, part: str, value: Any) -> None:
+    """Raises ConfigError for a value that is not a part of a Run, such as a path as `data`."""
+    if dataclasses.is_dataclass(value):
+        return
+    kind = type(getattr(run, part)).__name__
+    inside = ", ".join(sorted(f"{part}.{name}" for name in _fields_of(run, part)))
+    fix = f"a meshwright.{kind}, or its fields by name"
+    if part == "data":
+        fix += f": paths=({value!r},)"
+    truth = f"{part} is a {kind} with fields of its own: {inside}"
+    raise ConfigError(f"{part}={value!r} in a Run", truth, fix)
 
 
 def _differing_fields(before: Any, now: Any, part: str) -> list[str]:
@@ -185,9 +185,8 @@ def with_prompt_for_data(run: Run, base: Run) -> Run:
 
 
 def _fields_of(run: Run, part: str) -> list[str]:
-    return [
-        field.name for field in dataclasses.fields(run if part == "run" else getattr(run, part))
-    ]
+    owner = run if part == "run" else getattr(run, part)
+    return [field.name for field in dataclasses.fields(owner)]
 
 
 _LONGEST = 4096

@@ -59,27 +59,29 @@ def split_chosen(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 def with_absolute_paths(run: Run) -> Run:
     """Returns the run with absolute paths, so that its folder can be used from anywhere."""
-
-    def absolute(name: str | None) -> str | None:
-        return None if name is None else place_of(name)
-
-    def source(text: str) -> str:
-        path, weight, number = text.rpartition("=")
-        if not weight or place_of(text) != text:
-            return place_of(text)
-        return derive(text, f"{place_of(derive(text, path))}={number}")
-
     template = run.finetune.template
-    if template not in TEMPLATES:
-        template = absolute(template)
-    paths, tuning, local = tuple(map(source, run.data.paths)), run.finetune, run.local_checkpoints
+    if template is not None and template not in TEMPLATES:
+        template = place_of(template)
+    paths = tuple(_absolute_source(text) for text in run.data.paths)
+    data = dataclasses.replace(run.data, paths=paths, tokenizer=place_of(run.data.tokenizer))
+    local = run.local_checkpoints
+    if local.path:
+        local = dataclasses.replace(local, path=str(path_of(local.path)))
     return dataclasses.replace(
         run,
-        data=dataclasses.replace(run.data, paths=paths, tokenizer=place_of(run.data.tokenizer)),
-        finetune=dataclasses.replace(tuning, template=template),
-        local_checkpoints=dataclasses.replace(local, path=local.path and str(path_of(local.path))),
-        init_from=absolute(run.init_from),
+        data=data,
+        finetune=dataclasses.replace(run.finetune, template=template),
+        local_checkpoints=local,
+        init_from=None if run.init_from is None else place_of(run.init_from),
     )
+
+
+def _absolute_source(text: str) -> str:
+    """Returns PATH or PATH=WEIGHT with an absolute path."""
+    path, weight, number = text.rpartition("=")
+    if not weight or place_of(text) != text:
+        return place_of(text)
+    return derive(text, f"{place_of(derive(text, path))}={number}")
 
 
 def write_run(run: Run, file: Path) -> None:

@@ -157,28 +157,33 @@ class Settled(PlacedRun):
         share a row on the network, and their own are copied inside. With few experts per token that
         saves less than the copies cost, and each device is a group.
         """
-        shape, chip, model = self.layout.shape, self.machine.chip, self.run.model
+        chip = self.machine.chip
         spec = next((layer.experts for layer in self.layout.spec.layers if layer.experts), None)
-        axes = self.layout.expert_axes
-        nodes, devices = shape.slices if shape.dcn_axis in axes[:1] else 1, shape.over(axes)
-        # The innermost axes of a mesh fill a node.
-        if (
-            chip
-            and isinstance(chip.interconnect, Nodes)
-            and shape.size > chip.interconnect.devices_per_node
-        ):
-            others = math.prod(
-                shape.degrees()[axis] for axis in ("context", "tensor") if axis not in axes
-            )
-            nodes = devices // math.gcd(
-                devices, max(1, chip.interconnect.devices_per_node // others)
-            )
-        if spec is None or nodes == 1 or getattr(model, "dispatch", None) == "capacity":
+        devices = self.layout.shape.over(self.layout.expert_axes)
+        nodes = self._nodes_of_experts
+        if spec is None or nodes == 1 or getattr(self.run.model, "dispatch", None) == "capacity":
             return 1
         saved = (spec.mean_nodes(devices) - spec.mean_nodes(nodes)) * (1 - 1 / nodes)
         copied = spec.experts_per_token * (1 - nodes / devices)
         slower = chip.interconnect.link_bandwidth / chip.network_bandwidth if chip else math.inf
         return nodes if saved > copied / slower else devices
+
+    @property
+    def _nodes_of_experts(self) -> int:
+        """Nodes or slices over which the devices that split experts are spread."""
+        shape = self.layout.shape
+        axes = self.layout.expert_axes
+        chip = self.machine.chip
+        if chip is None or not isinstance(chip.interconnect, Nodes):
+            return shape.slices if shape.dcn_axis in axes[:1] else 1
+        if shape.size <= chip.interconnect.devices_per_node:
+            return shape.slices if shape.dcn_axis in axes[:1] else 1
+        # The innermost axes of a mesh fill a node.
+        degrees = shape.degrees()
+        others = math.prod(degrees[axis] for axis in ("context", "tensor") if axis not in axes)
+        room = max(1, chip.interconnect.devices_per_node // others)
+        devices = shape.over(axes)
+        return devices // math.gcd(devices, room)
 
     @functools.cached_property
     def gathered_ahead(self) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -188,39 +193,35 @@ class Settled(PlacedRun):
         its feed-forward half (`RematPolicy.begins_inside`). Experts are too large to have those of
         two layers.
         """
-        training, names = (
-            self.run.training,
-            dict[str, tuple[tuple[str, ...], tuple[str, ...]]](),
-        )
+        if self._gathered_within_reason is not None:
+            return {}
+        training = self.run.training
+        found: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
         # With offloading it is the setting that was compiled: Llama 3 8B on v6e (docs/log.md).
         offloads = bool(REMAT_POLICIES[training.remat].offloaded) and self.machine.on_tpu
         wanted = {"layer": True, "none": False, "auto": bool(self.links.torus) or offloads}[
             training.gather_ahead
         ]
-        for stack, count in (
-            self.layout.spec.stacks.items() if self._gathered_within_reason is None else ()
-        ):
-            params, where = self.layout.params[stack], self.layout.placements[stack]
-            hidden = tuple(
+        for stack, count in self.layout.spec.stacks.items():
+            params = self.layout.params[stack]
+            placements = self.layout.placements[stack]
+            feed_forward = tuple(
                 n for n, p in params.items() if getattr(p, "role", None) in ("ffn_in", "ffn_out")
             )
-            first = tuple(n for n in params if n not in hidden)
+            first = tuple(n for n in params if n not in feed_forward)
+            is_gathered = any(placements[n].at_rest != placements[n].in_use for n in first)
             # The gathers of the half that is not first overlap with the other.
-            if wanted and count > 1 and any(where[n].at_rest != where[n].in_use for n in first):
-                names[stack] = (
-                    first,
-                    first if any("E" in params[n].dims for n in hidden) else hidden,
-                )
-        return names
+            if wanted and count > 1 and is_gathered:
+                has_experts = any("E" in params[n].dims for n in feed_forward)
+                found[stack] = (first, first if has_experts else feed_forward)
+        return found
 
     @property
     def _gathered_within_reason(self) -> str | None:
         """Why weights are gathered within their own layer; None if they can be gathered ahead."""
-        training, stages, period = (
-            self.run.training,
-            self.layout.shape.stage,
-            self.layout.spec.period,
-        )
+        training = self.run.training
+        stages = self.layout.shape.stage
+        period = self.layout.spec.period
         if self.run.finetune.method == "lora":
             return (
                 "its backward pass computes the gradients of all weights, and under adapters "
@@ -251,9 +252,12 @@ class Settled(PlacedRun):
 
         A single device gathers nothing.
         """
+        if self.layout.shape.tensor == 1:
+            return "gather"
         strategy = self.run.training.tensor_strategy
-        chosen = ("ring" if self.machine.on_tpu else "gather") if strategy == "auto" else strategy
-        return chosen if self.layout.shape.tensor > 1 else "gather"
+        if strategy == "auto":
+            return "ring" if self.machine.on_tpu else "gather"
+        return strategy
 
     @property
     def attention_pieces(self) -> int:
@@ -360,15 +364,15 @@ class Settled(PlacedRun):
         rest of the backward pass. With several microbatches, or stages, or in low precision, they
         are summed once, at the end.
         """
+        return tree_map(self._summed_axes, self.layout.params, self.layout.placements)
+
+    def _summed_axes(self, p: Param, placements: Placements) -> Axes:
+        """Returns the batch axes over which the backward pass sums the gradient of a parameter."""
+        if self.sums_gradients_last or p.role is None or "L" not in p.dims or p.frozen:
+            return ()
         degrees = self.layout.shape.degrees()
-
-        def axes(p: Param, placements: Placements) -> Axes:
-            if self.sums_gradients_last or p.role is None or "L" not in p.dims or p.frozen:
-                return ()
-            sharded = axes_of(placements.optimizer)
-            return tuple(a for a in BATCH_AXES if degrees[a] > 1 and a not in sharded)
-
-        return tree_map(axes, self.layout.params, self.layout.placements)
+        sharded = axes_of(placements.optimizer)
+        return tuple(a for a in BATCH_AXES if degrees[a] > 1 and a not in sharded)
 
     def check(self) -> None:
         """Raises ConfigError for what the run asks for and this machine cannot do."""

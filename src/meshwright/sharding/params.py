@@ -5,6 +5,7 @@ manifest are maps over one tree of `Param`s.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
@@ -164,16 +165,19 @@ def count_params(params: Tree) -> int:
 
 def reorder_stacks(params: Tree, orders: dict[str, tuple[int, ...]]) -> Tree:
     """Returns `params` with the rows of each stack in the order given for its subtree."""
+    reordered = {}
+    for path, tree in params.items():
+        if path in orders:
+            tree = tree_map(functools.partial(_reorder, orders[path]), tree)
+        reordered[path] = tree
+    return reordered
 
-    def reorder(p: Param, order: tuple[int, ...]) -> Param:
-        if order == tuple(range(p.shape[0])):
-            return p
-        return dataclasses.replace(p, shape=(len(order), *p.shape[1:]), order=order)
 
-    def subtree(path: str, tree: Tree) -> Tree:
-        return tree_map(lambda p: reorder(p, orders[path]), tree) if path in orders else tree
-
-    return {path: subtree(path, tree) for path, tree in params.items()}
+def _reorder(order: tuple[int, ...], p: Param) -> Param:
+    """Returns a stacked parameter with its rows in this order."""
+    if order == tuple(range(p.shape[0])):
+        return p
+    return dataclasses.replace(p, shape=(len(order), *p.shape[1:]), order=order)
 
 
 def place_params(params: Tree, *, layout: Layout, mesh: MeshShape, min_size: int) -> Tree:
@@ -183,19 +187,17 @@ def place_params(params: Tree, *, layout: Layout, mesh: MeshShape, min_size: int
     """
     treedef: Any
     flat, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_param)
-
-    def place(path: str, p: Param) -> Placements:
+    placements = []
+    for keys, p in flat:
+        path = jax.tree_util.keystr(keys, simple=True, separator=".")
+        place = functools.partial(place_param, path, p.shape, p.dims, layout=layout, mesh=mesh)
         try:
-            return place_param(path, p.shape, p.dims, layout=layout, mesh=mesh, min_size=min_size)
+            placements.append(place(min_size=min_size))
         except ConfigError:
             # Adapters and scales are small: if no dimension divides, they are replicated.
             if p.role != "adapter" and not path.endswith(".scales"):
                 raise
-            return place_param(path, p.shape, p.dims, layout=layout, mesh=mesh, min_size=p.size + 1)
-
-    placements = [
-        place(jax.tree_util.keystr(path, simple=True, separator="."), p) for path, p in flat
-    ]
+            placements.append(place(min_size=p.size + 1))
     return treedef.unflatten(placements)
 
 
@@ -333,14 +335,10 @@ def plan_gathers(
         # First forwards, last backwards: of the scattered gradient the sum moves least.
         gathers = [(sum_over, None), *gathers] if sum_over else gathers
         # Quantised weights travel as they are.
-        kept = (
-            p.stored
-            if p.stored in ("int8", "uint8")
-            else None
-            if p.precision == "compute"
-            else p.precision
-        )
-        return _Gathers(tuple(gathers), kept)
+        dtype: Any = None if p.precision == "compute" else p.precision
+        if p.stored in ("int8", "uint8"):
+            dtype = p.stored
+        return _Gathers(tuple(gathers), dtype)
 
     trees = (placed,) if summed is None else (placed, summed)
     gathers = jax.tree_util.tree_map_with_path(plan, params, *trees, is_leaf=is_param)

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -180,9 +181,13 @@ def _shard_largest(
 
 def to_spec(placement: Placement) -> PartitionSpec:
     """Converts a placement to a `PartitionSpec`."""
-    return PartitionSpec(
-        *(axes if len(axes) > 1 else axes[0] if axes else None for axes in placement)
-    )
+    dimensions: list[Any] = []
+    for axes in placement:
+        if len(axes) > 1:
+            dimensions.append(axes)
+        else:
+            dimensions.append(axes[0] if axes else None)
+    return PartitionSpec(*dimensions)
 
 
 @functools.cache
@@ -208,13 +213,21 @@ def replica_parts(shape: tuple[int, ...], itemsize: int, replicas: int) -> tuple
     of the slice.
     """
     most = max(1, min(replicas, math.prod(shape) * itemsize // _LEAST_PART))
-    counts = [max(n for n in range(1, most + 1) if size % n == 0) for size in shape] or [1]
+    counts = [_largest_divisor(size, most) for size in shape] or [1]
     return counts.index(max(counts)), max(counts)
+
+
+def _largest_divisor(size: int, most: int) -> int:
+    """Returns the largest divisor of a size that is at most `most`."""
+    return max(n for n in range(1, most + 1) if size % n == 0)
 
 
 def notation(name: str, dims: str, placement: Placement) -> str:
     """Formats a placement in the scaling book's notation: `w[D/fsdp, N/tensor, H]`."""
-    return f"{name}[{', '.join('/'.join([d, '+'.join(a)]) if a else d for d, a in zip(dims, placement, strict=True))}]"
+    dimensions = []
+    for letter, axes in zip(dims, placement, strict=True):
+        dimensions.append(f"{letter}/{'+'.join(axes)}" if axes else letter)
+    return f"{name}[{', '.join(dimensions)}]"
 
 
 def like_param(

@@ -60,10 +60,11 @@ def lockstep_seconds(concurrent: ConcurrentTasks, seconds: Mapping[int, float]) 
 
     Each lasts as long as the tasks of its busiest stage. seconds: of each kind.
     """
-    return sum(
-        count * max((sum(seconds[kind] for kind in kinds) for kinds in stages), default=0.0)
-        for stages, count in concurrent.items()
-    )
+    total = 0.0
+    for stages, count in concurrent.items():
+        of_stages = [sum(seconds[kind] for kind in kinds) for kinds in stages]
+        total += count * max(of_stages, default=0.0)
+    return total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,11 +225,9 @@ class ScheduleTable(TaskCounts):
         NOTHING without one.
         kinds: of one place of a tick.
         """
-        stage, virtual_stage, place = (
-            self.parts.stage_of[part],
-            self.parts.virtual_stage_of(part),
-            PLACE[kinds[0]],
-        )
+        stage = self.parts.stage_of[part]
+        virtual_stage = self.parts.virtual_stage_of(part)
+        place = PLACE[kinds[0]]
         running = np.isin(self.kind[:, stage, place], kinds) & (
             self.virtual_stage[:, stage, place] == virtual_stage
         )
@@ -490,7 +489,8 @@ class _Timeline:
             if needed_tick is None:
                 return False
             sent = needed_tick
-        tick = max(tick, sent if task.kind == BACKWARD_WEIGHT else sent + 1)
+        arrival = sent if task.kind == BACKWARD_WEIGHT else sent + 1
+        tick = max(tick, arrival)
         self.ticks[stage][task] = tick
         self.sent[stage][task] = sent
         self.last_tick[stage] = tick
@@ -563,10 +563,8 @@ def _counts(
         for task, tick in own.items():
             running[tick][stage] |= 1 << task.kind
     concurrent = Counter[frozenset[frozenset[int]]]()
-    for bits, count in Counter(frozenset(tick) - {0} for tick in running).items():
-        concurrent[
-            frozenset(frozenset(kind for kind in TASK_NAMES if each >> kind & 1) for each in bits)
-        ] += count
+    for stages, count in Counter(frozenset(tick) - {0} for tick in running).items():
+        concurrent[frozenset(map(_kinds_of, stages))] += count
     first = Counter(task.kind for task in ticks[0])
     return TaskCounts(
         name,
@@ -577,6 +575,11 @@ def _counts(
         task_counts={kind: first[kind] for kind in TASK_NAMES},
         most_live_inputs=int(_live_inputs(ticks, sent).max()),
     )
+
+
+def _kinds_of(bits: int) -> frozenset[int]:
+    """Returns the kinds of tasks that bits stand for."""
+    return frozenset(kind for kind in TASK_NAMES if bits >> kind & 1)
 
 
 def _values(

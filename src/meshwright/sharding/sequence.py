@@ -54,11 +54,9 @@ class SequenceSplit:
 
     def shard_positions(self, shard: Any) -> jax.Array:
         """Returns the positions that a device holds, int32 [T/shards], in its order."""
-        group, size, chunk = (
-            jnp.asarray(shard // self.group),
-            self.seq // self.shards,
-            self.seq // (2 * self.groups),
-        )
+        group = jnp.asarray(shard // self.group)
+        size = self.seq // self.shards
+        chunk = self.seq // (2 * self.groups)
         starts = jnp.stack([group, 2 * self.groups - 1 - group]) * chunk
         of_group = (starts[:, None] + jnp.arange(chunk)).reshape(-1).astype(jnp.int32)
         return lax.dynamic_slice_in_dim(of_group, shard % self.group * size, size)

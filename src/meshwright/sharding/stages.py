@@ -60,9 +60,10 @@ class PartMap:
     @functools.cached_property
     def parts(self) -> tuple[tuple[int, ...], ...]:
         """Parts of each stage in the order of its virtual stages."""
-        return tuple(
-            tuple(p for p, at in enumerate(self.stage_of) if at == s) for s in range(self.stages)
-        )
+        parts: list[list[int]] = [[] for _ in range(self.stages)]
+        for part, stage in enumerate(self.stage_of):
+            parts[stage].append(part)
+        return tuple(map(tuple, parts))
 
     def part(self, stage: int, virtual_stage: int) -> int:
         """Returns the part that is a virtual stage of a stage."""
@@ -157,18 +158,14 @@ class StageAssignment(PartMap):
         layers: those that the stack holds, counted from the first layer of the model.
         """
         wanted = frozenset(layers)
-        layers_of_parts = [
-            [[i for i in self.layers_in(v, s) if i in wanted] for v in range(self.virtual_stages)]
-            for s in range(self.stages)
-        ]
-        longest = max(len(part) for parts in layers_of_parts for part in parts)
-        return np.array(
-            [
-                [part + [NO_LAYER] * (longest - len(part)) for part in parts]
-                for parts in layers_of_parts
-            ],
-            np.int32,
-        ).reshape(self.stages, self.virtual_stages, longest)
+        parts = []
+        for stage in range(self.stages):
+            for v in range(self.virtual_stages):
+                parts.append([i for i in self.layers_in(v, stage) if i in wanted])
+        longest = max(map(len, parts))
+        padded = [part + [NO_LAYER] * (longest - len(part)) for part in parts]
+        rows = np.array(padded, np.int32)
+        return rows.reshape(self.stages, self.virtual_stages, longest)
 
 
 @functools.cache
