@@ -51,7 +51,7 @@ def draw_arrays(model: Any, device_run: DeviceRun) -> tuple[Arrays, tuple[Arrays
     """Returns parameters and variables before the first step: drawn in their shardings, or copies of those given."""
     adapter = model.parts.adapter
     training = device_run.run.training
-    shardings = device_run.state_shardings
+    shardings = device_run.abstract.shardings
     dtype = jnp.dtype(training.param_dtype)
 
     def build(key: jax.Array) -> Any:
