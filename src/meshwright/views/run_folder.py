@@ -335,19 +335,27 @@ def flat_fields(record: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for name, value in record.items():
-        if name == "mesh" and isinstance(value, Mapping):  # over one slice, no axis crosses slices
-            crossed = value.get("slices", 1) != 1
-            degrees = [
-                f"{a}={n}"
-                for a, n in value.items()
-                if n not in (1, None) and (crossed or a != "dcn_axis")
-            ]
-            found[f"{prefix}{name}"] = ",".join(degrees) or "data=1"
+        if name == "mesh" and isinstance(value, Mapping):
+            found[f"{prefix}{name}"] = _mesh_text(value)
         elif isinstance(value, Mapping):
             found |= flat_fields(value, f"{prefix}{name}.")
         else:
-            text = (
-                value if isinstance(value, str) else "none" if value is None else json.dumps(value)
-            )
-            found[f"{prefix}{name}"] = text
+            found[f"{prefix}{name}"] = _value_text(value)
     return found
+
+
+def _value_text(value: Any) -> str:
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _mesh_text(mesh: Mapping[str, Any]) -> str:
+    """Formats the degrees of a mesh other than 1: `fsdp=4,tensor=2`."""
+    crosses_slices = mesh.get("slices", 1) != 1
+    degrees = []
+    for axis, degree in mesh.items():
+        if degree in (1, None) or (axis == "dcn_axis" and not crosses_slices):
+            continue
+        degrees.append(f"{axis}={degree}")
+    return ",".join(degrees) or "data=1"
