@@ -169,13 +169,13 @@ def _shard_largest(
         if dims[i] != "L" and local[i] % degree == 0:
             return (*placement[:i], placement[i] + axes, *placement[i + 1 :])
     product = "*".join(axes)
+    sizes = ", ".join(f"{letter}={size}" for letter, size in zip(dims, local, strict=True))
+    larger = _elements_per_layer(shape, dims) + 1
     raise ConfigError(
         f"{name} {list(shape)} sharded over {product}={degree}",
-        f"no dimension divides by {degree}: local sizes are "
-        + ", ".join(f"{letter}={size}" for letter, size in zip(dims, local, strict=True)),
-        f"a degree of {product} that divides one of them, or --fsdp-min-size above "
-        f"{_elements_per_layer(shape, dims)} "
-        "to leave it whole",
+        f"no dimension divides by {degree}: local sizes are {sizes}",
+        f"a degree of {product} that divides one of them, or --fsdp-min-size {larger}, which "
+        "leaves it whole",
     )
 
 

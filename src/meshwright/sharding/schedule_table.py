@@ -60,11 +60,11 @@ def lockstep_seconds(concurrent: ConcurrentTasks, seconds: Mapping[int, float]) 
 
     Each lasts as long as the tasks of its busiest stage. seconds: of each kind.
     """
-    total = 0.0
+    ticks = []
     for stages, count in concurrent.items():
         of_stages = [sum(seconds[kind] for kind in kinds) for kinds in stages]
-        total += count * max(of_stages, default=0.0)
-    return total
+        ticks.append(count * max(of_stages, default=0.0))
+    return sum(ticks)
 
 
 @dataclasses.dataclass(frozen=True)
