@@ -538,7 +538,7 @@ NOT_FROM_ELSEWHERE = {
     "documents.py:parse_json": "the reader that the others call",
     "documents.py:parse_document": "the reader that the others call",
     "documents.py:read_json": "the reader that the others call",
-    "hardware/agreement.py:compute": "what another process of the run sent",
+    "hardware/agreement.py:_answers_of_all": "what another process of the run sent",
     "hardware/agreement.py:answer_of_the_first": "what another process of the run sent",
     "hardware/chips.py:": "a file of the package",
     "hardware/machine.py:": "a file of the package",
