@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from meshwright.data.megatron import check_pair, is_megatron, open_megatron
 from meshwright.data.sources import check_skipped, open_source
 from meshwright.data.tokenizers import Bytes, Tokenizer, build_tokenizer, is_learned, spec_identity
 from meshwright.data.tokenizing import learn_tokenizer, tokenize
@@ -42,6 +43,8 @@ class Source:
 
     path: str
     weight: float = 1.0
+    is_weighted: bool = False
+    """Whether the entry has a weight."""
 
 
 def parse_source(text: str) -> Source:
@@ -58,7 +61,7 @@ def parse_source(text: str) -> Source:
         return Source(text)
     if not 0 < value < float("inf"):
         raise DataError(f"--data {text}", f"the weight {weight} is not positive", f"{path}=1")
-    return Source(derive(text, path), value)
+    return Source(derive(text, path), value, is_weighted=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +119,9 @@ def load_corpus(
     if not sources:
         raise DataError("training without text", "--data is empty", "--data PATH")
     paths = [source.path for source in sources]
-    reading = _Reading(spec, cache, text_field, bad_records, progress, check)
-    folders = share(paths, cache, progress, functools.partial(reading.make, paths, own))
-    files = tuple(open_tokens(folders[source.path], cache) for source in sources)
+    reading = _Reading(local_text(spec, cache), cache, text_field, bad_records, progress, check)
+    folders = share(paths, cache, progress, functools.partial(reading.make, spec, paths, own))
+    files = tuple(reading.open(folders[path], own) for path in paths)
     for file in files[1:]:
         if file.tokenizer.to_json() != files[0].tokenizer.to_json():
             raise DataError(
@@ -148,7 +151,7 @@ def share(
         several
         and progress is not None
         and jax.process_index()
-        and not all(map(is_token_file, paths))
+        and not all(map(is_tokenised, paths))
     ):
         progress.write("waiting for process 0, which tokenises")
 
@@ -158,7 +161,7 @@ def share(
     folders |= {path: cache / "tokens" / name for path, name in names.items()}
     if not several:
         return folders
-    mine = np.array([not is_token_file(folder) for folder in folders.values()])
+    mine = np.array([not is_tokenised(folder) for folder in folders.values()])
     with waiting("the devices"):
         absent = multihost_utils.process_allgather(mine)
     for path, without in zip(folders, map(np.flatnonzero, absent.T), strict=True):
@@ -193,12 +196,17 @@ def vocab_of_corpus(
     Text is read only if the tokenizer is learned from it.
     """
     spec = local_text(spec, cache)
-    if not any(is_token_file(parse_source(path).path) for path in paths):
+    if not any(is_tokenised(parse_source(path).path) for path in paths):
         if spec == "bytes":
             return Bytes().vocab
         if os.path.isfile(spec):
             return build_tokenizer(spec).vocab
     return load_corpus(paths, spec, cache, bad_records=bad_records, text_field=text_field).vocab
+
+
+def is_tokenised(path: str | Path) -> bool:
+    """Whether `path` has tokens and not text."""
+    return is_token_file(path) or is_megatron(path)
 
 
 def local_text(location: str, cache: Path) -> str:
@@ -207,6 +215,11 @@ def local_text(location: str, cache: Path) -> str:
     Raises StorageError.
     """
     return str(local_copy(path_of(location), cache)) if in_bucket(location) else place_of(location)
+
+
+def _is_kept(own: Path | None) -> bool:
+    """Whether an earlier start of the run kept its tokenizer."""
+    return own is not None and own.is_file()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,37 +233,62 @@ class _Reading:
     progress: Progress | None
     check: Check
 
-    def make(self, paths: Sequence[str], own: Path | None) -> dict[str, Path]:
-        """Returns the token folders of those sources that are text, and checks all tokenizers."""
+    def make(self, name: str, paths: Sequence[str], own: Path | None) -> dict[str, Path]:
+        """Returns the token folders of those sources that are text, and checks all tokenizers.
+
+        name: the tokenizer as the run names it.
+        """
         copies = {}
         for path in paths:
+            check_pair(path)
             if is_token_file(path):
                 file = path_of(path) / "tokenizer.json"
                 self.check(build_tokenizer(str(file)), path)
+            elif is_megatron(path):
+                self.check(self.tokenizer_of_tokens(path, own), name)
             else:
                 copies[path] = local_text(path, self.cache)
         if not copies:
             return {}
-        reading = dataclasses.replace(self, spec=local_text(self.spec, self.cache))
-        files = reading.tokenise(list(copies.values()), own)
+        files = self.tokenise(list(copies.values()), own)
         return {path: files[copy].folder for path, copy in copies.items()}
 
     def tokenise(self, paths: Sequence[str], own: Path | None) -> dict[str, TokenFile]:
         """Returns the token files of sources of text by path, from the cache or made into it."""
-        spec = self.spec
-        if own is not None and own.is_file():
-            self._check_kept(own)
-            spec = str(own)
-        elif is_learned(spec):
+        spec = self._kept(own)
+        if not _is_kept(own) and is_learned(spec):
             spec = str(self._learned(paths))
         self.check(build_tokenizer(spec), self.spec)
         return {path: self._load(path, spec) for path in paths}
 
-    def _check_kept(self, own: Path) -> None:
-        """Raises DataError if a run that goes on asks for another kind of tokenizer than its own.
+    def open(self, folder: Path, own: Path | None) -> TokenFile:
+        """Opens tokens: a token file, or a Megatron dataset with the tokenizer of the run."""
+        if is_token_file(folder):
+            return open_tokens(folder, self.cache)
+        return open_megatron(folder, self.tokenizer_of_tokens(folder, own))
+
+    def tokenizer_of_tokens(self, path: str | Path, own: Path | None) -> Tokenizer:
+        """Returns the tokenizer of tokens that have none with them.
+
+        Raises DataError where the run learns its tokenizer from text.
+        """
+        spec = self._kept(own)
+        if is_learned(spec):
+            raise DataError(
+                f"--data {path} with --data.tokenizer {spec}",
+                "a Megatron dataset has tokens and no text, of which no tokenizer can be learned",
+                "--data.tokenizer TOKENIZER.json, the one that the dataset was made with",
+            )
+        return build_tokenizer(spec)
+
+    def _kept(self, own: Path | None) -> str:
+        """Returns the tokenizer of the run, or the file that an earlier start of it kept.
 
         A file may have changed or gone since the run began: the run keeps its own, and prints that.
+        Raises DataError for another kind of tokenizer than the run's own.
         """
+        if own is None or not _is_kept(own):
+            return self.spec
         kept = build_tokenizer(str(own)).to_json()
         kind = parse_json(kept).get("kind", "bpe")
         asked = self.spec.partition(":")[0]
@@ -263,6 +301,7 @@ class _Reading:
         if os.path.isfile(self.spec) and build_tokenizer(self.spec).to_json() != kept:
             truth = f"{self.spec} is not the tokenizer that the run was trained with"
             print(f"{truth}; it goes on with {own}", file=sys.stderr)
+        return str(own)
 
     def _load(self, path: str, spec: str) -> TokenFile:
         folder = self._folder_of(path, spec)

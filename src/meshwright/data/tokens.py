@@ -370,7 +370,10 @@ def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
 
 
 def _read_checksums(folder: Path, shards: int) -> bytes:
-    """Reads the checksums of all shards, one after another. Raises ValueError for another number."""
+    """Reads the checksums of all shards, one after another.
+
+    Raises ValueError for another number.
+    """
     checksums = attempt((folder / "shards.bin").read_bytes)
     if len(checksums) != shards * CHECKSUM:
         truth = f"shards.bin has {len(checksums)} bytes, and {shards} shards take {CHECKSUM} each"

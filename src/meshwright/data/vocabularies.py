@@ -128,7 +128,10 @@ def _division(asked: str, config: dict[str, Any], described: dict[str, Any]) -> 
 
 
 def _pairs(asked: str, lines: list[str]) -> list[tuple[str, str]]:
-    """Returns the merges in the lines of merges.txt. Raises DataError for a line that is not a pair."""
+    """Returns the merges in the lines of merges.txt.
+
+    Raises DataError for a line that is not a pair.
+    """
     pairs = []
     for line in lines:
         if not line or line.startswith("#version"):

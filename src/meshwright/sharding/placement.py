@@ -14,8 +14,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, divisors
+from meshwright.mesh_shape import MeshShape
 
 _LANES = 128
 """Lanes of a TPU's vector unit."""

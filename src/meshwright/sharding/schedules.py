@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from meshwright import plugins
 from meshwright.errors import ConfigError
+from meshwright.sharding.layer_cuts import loop_placement, map_parts, v_placement
 from meshwright.sharding.schedule_table import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -46,13 +47,7 @@ from meshwright.sharding.schedule_table import (
     dependency,
     tabulate,
 )
-from meshwright.sharding.stages import (
-    PartMap,
-    PartPlacement,
-    loop_placement,
-    map_parts,
-    v_placement,
-)
+from meshwright.sharding.stages import PartMap, PartPlacement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +170,7 @@ def _zbv(stages: int, microbatches: int, virtual_stages: int) -> list[list[Task]
 def _zbv_choices(
     stages: int, microbatches: int, stage: int, counts: Sequence[_Run]
 ) -> list[list[tuple[int, int]]]:
-    """Returns what a stage of the V may run in a tick: one task of each list, the first that is ready."""
+    """Returns what a stage of the V may run in a tick: the first task of each list that is ready."""
     live = sum(counts[stage][FORWARD, v] - counts[stage][BACKWARD, v] for v in (0, 1))
     forward = [(FORWARD, 1)]
     if live <= 2 * stages:

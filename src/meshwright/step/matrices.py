@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from meshwright.comm.collectives import all_gather, all_to_all, local_shard
 from meshwright.comm.hierarchical import Axes
-from meshwright.config import MeshShape
+from meshwright.mesh_shape import MeshShape
 from meshwright.sharding.params import Param, Tree, is_param
 from meshwright.sharding.placement import Placement, axes_of, like_param, to_spec
 
