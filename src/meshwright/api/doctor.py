@@ -14,7 +14,9 @@ from rich.markup import escape
 
 from meshwright.api.verb import Call, Outcome, base_run
 from meshwright.config import MeshShape
-from meshwright.launching.host_checks import Finding, check_host
+from meshwright.launching.host_checks import Finding, check_counters, check_host
+from meshwright.monitoring.counters import Counter, rule_of
+from meshwright.monitoring.watch import open_sources, read_all
 from meshwright.planner.memory_model import checkpoint_bytes
 from meshwright.ranges import Ranged
 from meshwright.runs.placed_run import place_run
@@ -44,17 +46,25 @@ class DoctorOptions(Ranged):
     def act(self, call: Call) -> Outcome:
         """Runs `meshwright doctor`; the exit code is 1 where a host has a fault."""
         needed = 0 if self.recipe is None else _checkpoint_bytes(self.recipe)
-        findings = list(check_host(self.out, needed, self.deadline))
         host = socket.gethostname()
+        counters = _read_machine(self.out)
+        findings = [*check_host(self.out, needed, self.deadline), *check_counters(counters)]
         found = [dataclasses.asdict(finding) for finding in findings]
         has_fault = any(finding.verdict == "fault" for finding in findings)
-        record = {"verdict": "fault" if has_fault else "ok", "host": host, "findings": found}
-        show = functools.partial(_print_findings, host, findings)
+        record = {
+            "verdict": "fault" if has_fault else "ok",
+            "host": host,
+            "findings": found,
+            "counters": [counter._asdict() for counter in counters],
+        }
+        show = functools.partial(_print_findings, host, findings, counters)
         return Outcome(show, record, int(has_fault))
 
 
-def _print_findings(host: str, findings: Sequence[Finding], console: Console) -> None:
-    """Prints the worst verdict of each check, then every warning and fault with its fix."""
+def _print_findings(
+    host: str, findings: Sequence[Finding], counters: Sequence[Counter], console: Console
+) -> None:
+    """Prints the worst verdict of each check, every warning and fault with its fix, and counters."""
     cells: dict[str, str] = {}
     tones: list[Tone] = []
     for check in dict.fromkeys(finding.check for finding in findings):
@@ -71,8 +81,26 @@ def _print_findings(host: str, findings: Sequence[Finding], console: Console) ->
             text = f"{escape(host)}, {escape(finding.check)}: {escape(finding.found)}"
             fix = escape(finding.fix)
             console.print(f"\n[bold]{finding.verdict}[/] {text}\n  fix: {fix}", soft_wrap=True)
+    console.print("\n[bold]counters[/] that are not 0 (a run watches them once a minute)")
+    print_table(console, _counter_table(counters))
     faults = sum(finding.verdict == "fault" for finding in findings)
     console.print(f"\n{faults or 'no'} fault{'' if faults == 1 else 's'} on {escape(host)}")
+
+
+def _read_machine(out: Path) -> list[Counter]:
+    """Reads the counters of this host's devices, links and disks once."""
+    sources, _ = open_sources(out)
+    return read_all(sources)
+
+
+def _counter_table(counters: Sequence[Counter]) -> Table:
+    """Makes a table of the counters that are not 0, by part."""
+    rows = [
+        (counter.part, counter.name, f"{counter.value:.6g} {rule_of(counter.name).unit}".rstrip())
+        for counter in counters
+        if counter.value
+    ]
+    return Table([Column("part", wide=True), Column("counter"), Column("now")], rows)
 
 
 def _checkpoint_bytes(run: str) -> int:
