@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import theirs
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
@@ -71,7 +70,7 @@ def save(rank: int, folder: str, dtype: str) -> None:
     torch.distributed.checkpoint.filesystem._generate_uuid = lambda: "0"
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29517",
+        "MASTER_PORT": "29633",
         "RANK": str(rank),
         "WORLD_SIZE": str(PROCESSES),
     }
@@ -99,6 +98,8 @@ def save(rank: int, folder: str, dtype: str) -> None:
 
 
 def main(out: Path) -> None:
+    import theirs  # the other processes, which begin with this module, need no `transformers`
+
     arrays: dict[str, np.ndarray] = {}
     for dtype in ("float32", "bfloat16"):
         with tempfile.TemporaryDirectory() as name:
@@ -111,5 +112,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    with theirs.quiet():
-        main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]))
