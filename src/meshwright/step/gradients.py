@@ -15,12 +15,20 @@ from meshwright.comm.collectives import all_gather, all_reduce, axis_index, sum_
 from meshwright.comm.hierarchical import DcnAxis, hierarchical_reduce_scatter
 from meshwright.data.batch import Batch
 from meshwright.models.blocks.layers import Dropout, dropout_key
+from meshwright.models.layer_health import HEALTH, add_aux, split_health
 from meshwright.models.model import Aux, Metrics, Model
 from meshwright.models.period_scan import with_gradient_of
 from meshwright.sharding.layouts import BATCH_AXES, TOKEN_AXES
 from meshwright.sharding.params import Tree, is_param, rows_to_layers, trained_only, with_frozen
 from meshwright.sharding.placement import Placements, axes_of
 from meshwright.step.device_run import BATCH_SPEC, DeviceRun, specs_of
+from meshwright.step.health import (
+    GRADIENT,
+    gradient_sums,
+    layer_figures,
+    layer_sums,
+    over_devices,
+)
 from meshwright.words import AXES
 
 Sums = tuple[Metrics, dict[str, Aux]]
@@ -51,8 +59,9 @@ def _gradients_by_layers(
         params: Tree, step: jax.Array, batch: Batch
     ) -> tuple[Tree, Metrics, dict[str, Aux]]:
         grads, (metrics, aux) = _accumulate(device_run, params, step, batch)
+        aux, health = split_health(aux)
         with jax.named_scope("gradients"):
-            grads, norm = _reduce(device_run, grads)
+            grads, norm, sums = _reduce(device_run, grads, health)
             metrics = all_reduce(metrics, TOKEN_AXES)
             grads = clip(grads, norm, run.optimizer.grad_clip_norm)
             aux = jax.tree.map(lambda a: all_gather(all_reduce(a, TOKEN_AXES), ("stage",), 0), aux)
@@ -61,7 +70,13 @@ def _gradients_by_layers(
             path: jax.tree.map(lambda a, p=p: rows_to_layers(p, a), aux[path])
             for path, p in stacked.items()
         }
-        return grads, {**metrics, **model.layer_metrics(by_layer, run.training.batch)}, aux
+        metrics |= model.layer_metrics(by_layer, run.training.batch)
+        if run.training.health:
+            metrics[HEALTH] = {
+                GRADIENT: sums[GRADIENT],
+                **layer_figures(sums[HEALTH], by_layer, run.training.batch),
+            }
+        return grads, metrics, aux
 
     return jax.shard_map(
         gradients,
@@ -135,7 +150,7 @@ def _add_microbatches(
             lambda of: loss_fn(jax.tree.map(read, of, params), *part), given, has_aux=True
         )
         vjp.with_refs(references)(jnp.ones_like(value))
-        return jax.tree.map(jnp.add, more, sums), None
+        return add_aux(more, sums), None
 
     more = jax.eval_shape(
         lambda part: loss_fn(params, *part)[1], jax.tree.map(lambda x: x[0], parts)
@@ -145,8 +160,13 @@ def _add_microbatches(
     return jax.tree.map(jax.freeze, references), sums
 
 
-def _reduce(device_run: DeviceRun, grads: Tree) -> tuple[Tree, jax.Array]:
-    """Sums gradients over devices into the optimizer's placement; returns them and their global norm."""
+def _reduce(
+    device_run: DeviceRun, grads: Tree, health: dict[str, Aux]
+) -> tuple[Tree, jax.Array, dict[str, Any]]:
+    """Sums gradients over devices into the optimizer's placement.
+
+    Returns them, their global norm, and the sums of health over all devices. health: of the layers of this device.
+    """
     shape = device_run.layout.shape
     placements, summed = (
         trained_only(device_run.layout.params, t)
@@ -172,7 +192,12 @@ def _reduce(device_run: DeviceRun, grads: Tree) -> tuple[Tree, jax.Array]:
         * (shape.over(axes_of(where.optimizer)) / shape.size)
         for g, where in zip(jax.tree.leaves(grads), treedef.flatten_up_to(placements), strict=True)
     )
-    return grads, jnp.sqrt(all_reduce(jnp.asarray(squares), tuple(AXES)))
+    sums: dict[str, Any] = {"squares": jnp.asarray(squares)}
+    if device_run.run.training.health:
+        sums[GRADIENT] = gradient_sums(device_run, grads)
+        sums[HEALTH] = layer_sums(device_run, health)
+    sums = over_devices(sums)
+    return grads, jnp.sqrt(sums["squares"]), sums
 
 
 def sum_over_devices(

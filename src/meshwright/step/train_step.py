@@ -19,12 +19,14 @@ from meshwright.data.batch import Batch
 from meshwright.errors import TrainingError
 from meshwright.hardware.agreement import agree_on_program
 from meshwright.models.blocks.layers import no_dropout
+from meshwright.models.layer_health import HEALTH
 from meshwright.models.model import Metrics
 from meshwright.sharding.layouts import TOKEN_AXES
 from meshwright.sharding.params import Tree, trained_only, with_frozen
 from meshwright.step.device_memory import check_memory
 from meshwright.step.device_run import BATCH_SPEC, DeviceRun, State, specs_of
 from meshwright.step.gradients import build_gradients
+from meshwright.step.health import GRADIENT, tensor_figures
 
 
 def matmuls_of(compute_dtype: str) -> Any:
@@ -61,6 +63,11 @@ def build_train_step(device_run: DeviceRun) -> Any:
             )
         updated = model.post_update(with_frozen(described, updated, state.params), aux)
         updated = with_frozen(described, updated, state.params)
+        if device_run.run.training.health:
+            after = trained_only(described, updated)
+            health = metrics[HEALTH]
+            figures = tensor_figures(device_run, health[GRADIENT], params, after)
+            metrics = {**metrics, HEALTH: {**health, **figures}}
         finite = (
             jnp.isfinite(jnp.divide(*metrics["loss"]))
             & jnp.isfinite(metrics["gradient norm"][0])

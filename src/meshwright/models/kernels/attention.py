@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -169,6 +169,15 @@ def _softmax(scores_BKGTS: jax.Array, sinks_N: jax.Array | None) -> jax.Array:
     if sinks_N is not None:
         total = total + jnp.exp(sinks - top)
     return weights_BKGTS / total
+
+
+@runtime_checkable
+class StatesLse(Protocol):
+    """Self-attention that has the log-sum-exp of its scores, for the health of its layer (models/layer_health.py)."""
+
+    def with_lse(self, *args: Any, **kind: Any) -> tuple[jax.Array, jax.Array]:
+        """Takes what `SelfAttention` takes; returns its output, and the lse of every query, which has no derivative."""
+        ...
 
 
 def as_self_attention(attend: CrossAttention) -> SelfAttention:
