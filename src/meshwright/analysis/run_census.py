@@ -46,10 +46,10 @@ from meshwright.storage.writing import write_atomically
 from meshwright.trust import plain_text
 from meshwright.update_rules import UPDATE_RULES
 from xlacensus.determinism import sums_in_order
+from xlacensus.findings import Finding
 from xlacensus.hlo.flops import Skipped
 from xlacensus.hlo.parser import Module
 from xlacensus.hlo.scopes import BranchScope
-from xlacensus.lints import Finding
 from xlacensus.program_census import FlopsBand, ProgramFacts
 from xlacensus.schedule import SimulatedSchedule, TargetDevices
 
