@@ -376,7 +376,7 @@ class Training(Ranged, part="training"):
     health: Annotated[bool, changes("program", "loop")] = True
     """Measure every tensor in every step: norms of gradients, parameters and updates, the residual stream, attention
     and routers of each layer (docs/health.md)."""
-    health_every: Annotated[PositiveInt, changes("loop", needs="training.health")] = 10
+    health_every: Annotated[PositiveInt, changes("loop")] = 10
     """Steps between two records of health.jsonl."""
     eval_every: Annotated[NonNegativeInt, changes("loop")] = 0
     """Steps between evaluations on held-out text; 0 evaluates only at the end."""

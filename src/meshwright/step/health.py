@@ -9,8 +9,8 @@ is an input of anything else.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 from meshwright.comm.collectives import all_reduce, all_reduce_max, axis_index
 from meshwright.models.layer_health import LSE, SQUARES, TOKENS, is_maximum
 from meshwright.models.model import Aux
+from meshwright.reporters.health import HealthRecord, Series
 from meshwright.sharding.params import Param, Tree, named_leaves, rows_to_layers, trained_only
 from meshwright.sharding.placement import Placements, axes_of
 from meshwright.step.device_run import DeviceRun, specs_of
@@ -79,21 +80,6 @@ FIGURES: dict[str, Figure] = {
     ),
 }
 """All figures, in the order of a record."""
-
-
-class Series(NamedTuple):
-    """Numbers of one figure that follow each other in a record."""
-
-    figure: str
-    tensor: str
-    """Path of a parameter, or name of a stack of layers."""
-    layers: tuple[int, ...]
-    """Layer of each number; () for one number without a layer."""
-
-    @property
-    def size(self) -> int:
-        """Numbers of the series."""
-        return max(len(self.layers), 1)
 
 
 def _described(device_run: DeviceRun) -> list[tuple[str, Param]]:
@@ -281,29 +267,6 @@ def _unchanged(device_run: DeviceRun, p: Param, x: jax.Array, y: jax.Array) -> j
         return None
     elements = p.size // p.shape[0] if _is_stacked(p) else p.size
     return (x == y).astype(jnp.float32) / elements
-
-
-@dataclasses.dataclass(frozen=True)
-class HealthRecord:
-    """Health of a step on the host."""
-
-    series: tuple[Series, ...]
-    values: np.ndarray
-    """Numbers of all series, one after another, float32."""
-
-    def items(self) -> Iterator[tuple[Series, np.ndarray]]:
-        """Yields each series with its numbers."""
-        start = 0
-        for series in self.series:
-            yield series, self.values[start : start + series.size]
-            start += series.size
-
-    def of(self, figure: str, tensor: str) -> np.ndarray:
-        """Returns the numbers of a figure of a tensor or stack. Raises KeyError where it has none."""
-        for series, values in self.items():
-            if (series.figure, series.tensor) == (figure, tensor):
-                return values
-        raise KeyError(f"{figure} of {tensor}")
 
 
 class HealthReader:

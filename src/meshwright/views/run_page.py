@@ -30,6 +30,7 @@ from meshwright.views.blocks import (
 )
 from meshwright.views.charts import Axis, Chart, Mark, Series
 from meshwright.views.colours import series_colour
+from meshwright.views.health_blocks import health_blocks
 from meshwright.views.report import Live, Report, Section
 from meshwright.views.run_folder import Curve, RunFolder, flat_fields, objects, real
 from meshwright.views.run_status import RunStatus, median_of, restarts_of, run_status
@@ -87,6 +88,7 @@ def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
         Section(
             "Curves", [Grid(charts) if charts else Text(["No step is over yet."], tone="faded")]
         ),
+        *_health_sections(folders),
         Section("Time", _times(folders), "Where the seconds between one step and the next go."),
         Section("What happened", [_event_table(folders)]),
         Section("Samples", samples, "Text sampled from the model, the last first."),
@@ -112,6 +114,16 @@ def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
         + ("" if live else " This file loads nothing."),
         live=live,
     )
+
+
+def _health_sections(folders: Sequence[RunFolder]) -> list[Section]:
+    """Returns a section with the health of each run that has some."""
+    lead = "Every tensor by layer and step, over its own history."
+    sections = []
+    for folder in folders:
+        name = "Health" if len(folders) == 1 else f"Health, {folder.name}"
+        sections.append(Section(name, health_blocks(folder.health), lead))
+    return sections
 
 
 def _at(record: Any, *names: str) -> Any:
