@@ -31,8 +31,9 @@ from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import named_leaves, rows_to_layers, tree_map
-from meshwright.step.device_run import BATCH_SPEC, DeviceRun, State, param_specs, place_on_devices
+from meshwright.step.device_run import DeviceRun, param_specs, place_on_devices
 from meshwright.step.pipeline import PipelineModel
+from meshwright.step.state import BATCH_SPEC, State
 from meshwright.step.train_step import CompiledTrainStep
 
 PEERS = Path(__file__).parent / "golden" / "peers"
@@ -153,7 +154,7 @@ def load(folder: Path, mesh: str, run: Run | None = None) -> tuple[DeviceRun, An
     params = load_params(
         open_folder(f"hf:{folder}"),
         device_run.layout.params,
-        device_run.state_shardings.params,
+        device_run.abstract.shardings.params,
         "float32",
     )
     return device_run, params
@@ -236,7 +237,7 @@ def steps_of(
     )
     assert (o.beta1, o.beta2) == BETAS
     device_run, params = load(folder, mesh, dataclasses.replace(run, optimizer=o))
-    where = device_run.state_shardings
+    where = device_run.abstract.shardings
     moments = jax.jit(device_run.optimizer.init, out_shardings=where.optimizer)(params)
     number, healthy = jax.device_put(
         (np.zeros((), np.int32), np.ones((), np.bool_)), (where.step, where.healthy)

@@ -32,7 +32,8 @@ from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
 from meshwright.runs.settle import settle
 from meshwright.sharding.params import trained_only
-from meshwright.step.device_run import DeviceRun, State
+from meshwright.step.device_run import DeviceRun
+from meshwright.step.state import State
 from meshwright.step.train_step import build_eval_step, build_train_step
 from meshwright.storage.tiers import LocalCheckpoints
 from meshwright.trainer import loop, parity, prepare

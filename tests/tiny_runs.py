@@ -29,7 +29,8 @@ from meshwright.models.families.qwen3_next import Qwen3Next
 from meshwright.models.model import Model
 from meshwright.runs.run import Run
 from meshwright.sharding.params import Param, rows_to_layers, tree_map
-from meshwright.step.device_run import DeviceRun, State, place_on_devices
+from meshwright.step.device_run import DeviceRun, place_on_devices
+from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep, build_eval_step
 
 VOCAB = 50
@@ -147,13 +148,13 @@ def place_params(device_run: DeviceRun, params: Any) -> Any:
         return np.stack([x[layer] if layer >= 0 else np.zeros_like(x[0]) for layer in p.order])
 
     return jax.device_put(
-        tree_map(rows, device_run.layout.params, params), device_run.state_shardings.params
+        tree_map(rows, device_run.layout.params, params), device_run.abstract.shardings.params
     )
 
 
 def state_of(device_run: DeviceRun, params: Any) -> State:
     """The state before the first step with the given parameters (one row per layer): no initialiser is compiled."""
-    where = device_run.state_shardings
+    where = device_run.abstract.shardings
     on_devices = place_params(device_run, params)
     optimizer = jax.jit(device_run.optimizer.init, out_shardings=where.optimizer)(on_devices)
     step, healthy = jax.device_put(

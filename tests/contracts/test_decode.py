@@ -35,7 +35,8 @@ from meshwright.models.families.llama4 import Llama4
 from meshwright.models.families.olmo3 import Olmo3
 from meshwright.models.kernels.attention import cap
 from meshwright.models.model import Model
-from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs
+from meshwright.step.device_run import DeviceRun, param_specs
+from meshwright.step.state import BATCH_SPEC
 
 FAMILIES: dict[str, Model] = {
     **MODELS,

@@ -69,7 +69,7 @@ def _start(device_run: DeviceRun) -> int:
     described, params, where = (
         device_run.layout.params,
         device_run.abstract.params,
-        device_run.state_shardings,
+        device_run.abstract.shardings,
     )
     training, drawn = device_run.run.training, shard_bytes(params)
     if all(

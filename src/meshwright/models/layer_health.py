@@ -36,7 +36,7 @@ def with_health(layer: Layer, ctx: ForwardContext) -> Layer:
         for observed in lists:
             observed.clear()
         y_BTD, aux = layer(x_BTD, params, index)
-        health = _residual(x_BTD)
+        health: Any = _residual(x_BTD)
         found = [jnp.max(lse) for observed in lists for lse in observed]
         if found:
             health[LSE] = jax.lax.stop_gradient(jnp.stack([*found, jnp.zeros(())]).max())
@@ -73,8 +73,8 @@ def is_maximum(path: Any) -> bool:
 
 def split_health(aux: dict[str, Aux]) -> tuple[dict[str, Aux], dict[str, dict[str, jax.Array]]]:
     """Returns the aux of each stack without its health, and the health of each stack that has some."""
-    rest = {}
-    health = {}
+    rest: dict[str, Aux] = {}
+    health: Any = {}
     for stack, values in aux.items():
         rest[stack] = {name: value for name, value in values.items() if name != HEALTH}
         if HEALTH in values:

@@ -20,7 +20,7 @@ from optax import GradientTransformation as Rule
 
 from meshwright.sharding.initial_values import random_bits
 from meshwright.sharding.params import Tree, is_param
-from meshwright.step.optimizers import UpdateRule
+from meshwright.step.state import UpdateRule
 
 
 class MasterState(NamedTuple):

@@ -19,12 +19,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshwright.comm.collectives import all_reduce, all_reduce_max, axis_index
-from meshwright.models.layer_health import LSE, SQUARES, TOKENS, is_maximum
-from meshwright.models.model import Aux
+from meshwright.models.layer_health import HEALTH, LSE, SQUARES, TOKENS, is_maximum
+from meshwright.models.model import Aux, Metrics
 from meshwright.reporters.health import HealthRecord, Series
 from meshwright.sharding.params import Param, Tree, named_leaves, rows_to_layers, trained_only
 from meshwright.sharding.placement import Placements, axes_of
-from meshwright.step.device_run import DeviceRun, specs_of
+from meshwright.step.device_run import DeviceRun
+from meshwright.step.state import specs_of
 from meshwright.words import AXES
 
 GRADIENT = "gradient norm"
@@ -158,10 +159,11 @@ def gradient_squares(device_run: DeviceRun, grads: Tree) -> jax.Array:
     def local(grads: Tree) -> jax.Array:
         return all_reduce(gradient_sums(device_run, grads), tuple(AXES))
 
-    return _over_mesh(device_run, local, grads)
+    squares: jax.Array = _over_mesh(device_run, local, grads)
+    return squares
 
 
-def _over_mesh(device_run: DeviceRun, local: Callable[..., jax.Array], *trees: Tree) -> jax.Array:
+def _over_mesh(device_run: DeviceRun, local: Callable[..., Any], *trees: Tree) -> Any:
     specs = specs_of(device_run.update_shardings)
     return jax.shard_map(
         local,
@@ -207,6 +209,21 @@ def over_devices(tree: Any) -> Any:
     return jax.tree.unflatten(treedef, [found[i] for i in range(len(leaves))])
 
 
+def gradient_figures(
+    device_run: DeviceRun, grads: Tree, health: dict[str, Aux], aux: dict[str, Aux]
+) -> dict[str, Any]:
+    """Returns what a step's gradients and forward pass say of its health, inside of the step's `shard_map`.
+
+    Squared norms of gradients, by tensor, and the figures of layers. grads: summed over devices and not clipped.
+    health: of the layers of this device.  aux: of all layers in order.
+    """
+    sums = over_devices(
+        {GRADIENT: gradient_sums(device_run, grads), HEALTH: layer_sums(device_run, health)}
+    )
+    sequences = device_run.run.training.batch
+    return {GRADIENT: sums[GRADIENT], **layer_figures(sums[HEALTH], aux, sequences)}
+
+
 def layer_figures(health: dict[str, Aux], aux: dict[str, Aux], sequences: int) -> dict[str, Aux]:
     """Returns the figures of layers, by figure and stack, from sums over the batch.
 
@@ -226,6 +243,16 @@ def layer_figures(health: dict[str, Aux], aux: dict[str, Aux], sequences: int) -
             figures.setdefault(SMALLEST_LOAD, {})[stack] = load_LE.min(-1) / mean_L
             figures.setdefault(ENTROPY, {})[stack] = values["entropy"] / sequences
     return {figure: stacks for figure, stacks in figures.items() if stacks}
+
+
+def with_tensor_figures(
+    device_run: DeviceRun, metrics: Metrics, before: Tree, after: Tree
+) -> Metrics:
+    """Returns the metrics of a step with the figures of its parameters. before, after: as of `tensor_figures`."""
+    health: Any = metrics[HEALTH]
+    figures = tensor_figures(device_run, health[GRADIENT], before, after)
+    measured: Any = {HEALTH: {**health, **figures}}
+    return {**metrics, **measured}
 
 
 def tensor_figures(
@@ -280,7 +307,7 @@ class HealthReader:
         """Returns the record of a step. health: its entry `HEALTH` on the host."""
         if not self._series:
             self._series = series_of(self._device_run, health)
-        parts = []
+        parts: list[np.ndarray] = []
         for figure in _figures_of(health):
             values = health[figure]
             parts += values.values() if isinstance(values, dict) else [values]

@@ -111,7 +111,7 @@ class PipelineModel:
 
     def embed(self, params: Tree, m: jax.Array) -> jax.Array:
         """Returns x [B, T, D] of a microbatch, on the first stage."""
-        return self.model.model.embed(self._all(params), self._context(m))
+        return self.model.embed(self._all(params), self._context(m))
 
     def layers(self, part: Part, x: jax.Array) -> tuple[jax.Array, Any]:
         """Returns x after the layers of a part, and their aux: a tree of [rows, ...]."""
@@ -155,11 +155,16 @@ class PipelineModel:
 
             return rows
 
-        return self.model.layers(read, x, self._context(part.microbatch), part.virtual_stage)
+        ctx = self._context(part.microbatch)
+        if ctx.tap is not None:
+            ctx = dataclasses.replace(ctx, tap=ctx.tap.where(part.counts))
+        return self.model.layers(read, x, ctx, part.virtual_stage)
 
     def loss(self, params: Tree, x: jax.Array, m: jax.Array) -> tuple[jax.Array, Any]:
         """Returns the loss of the local shard and its sums from x of the last part."""
-        return self.model.loss(self._all(params), x, self._take(m)[1], self.total)
+        sequences_B, batch = self._take(m)
+        model = self.model.recorded(self.dropout(sequences_B))
+        return model.loss(self._all(params), x, batch, self.total)
 
     @property
     def keeps(self) -> bool:

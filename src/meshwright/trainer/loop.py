@@ -24,7 +24,7 @@ from meshwright.hardware.agreement import choose_together
 from meshwright.models.model import Metrics
 from meshwright.reporters import BETWEEN, Reporter
 from meshwright.signs import NOBODY, Phases, end_with, in_phases, waiting
-from meshwright.step.device_run import State
+from meshwright.step.state import State
 from meshwright.storage.paths import path_of
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.opening import (

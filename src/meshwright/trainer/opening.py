@@ -21,7 +21,8 @@ from meshwright.reporters.health import NAME as HEALTH_FILE
 from meshwright.reporters.health import HealthLog
 from meshwright.runs.run_file import write_run
 from meshwright.signs import PREPARING, Phases, in_phases
-from meshwright.step.device_run import DeviceRun, State
+from meshwright.step.device_run import DeviceRun
+from meshwright.step.state import State
 from meshwright.trainer.heartbeat import beating
 from meshwright.trainer.lock import locked
 from meshwright.trainer.prepare import Trainable

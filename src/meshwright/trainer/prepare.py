@@ -37,8 +37,9 @@ from meshwright.runs.run import Run
 from meshwright.sharding.params import count_params
 from meshwright.signs import waiting
 from meshwright.step.device_memory import check_state, shard_bytes
-from meshwright.step.device_run import DeviceRun, State, place_on_devices
+from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.health import HealthReader
+from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep, compile_eval_step
 from meshwright.storage.paths import in_bucket, path_of
 from meshwright.storage.transfer import local_copy

@@ -21,7 +21,8 @@ class Outlier(NamedTuple):
 
     step: int
     series: Series
-    index: int
+    number: int
+    """Index of the number in the series."""
     value: float
     factor: float
     """The number over its median before."""
@@ -29,7 +30,7 @@ class Outlier(NamedTuple):
     def __str__(self) -> str:
         where = self.series.tensor
         if self.series.layers:
-            where += f" of layer {self.series.layers[self.index]}"
+            where += f" of layer {self.series.layers[self.number]}"
         how = f"{self.factor:.3g} times its median" if math.isfinite(self.value) else "not finite"
         return f"step {self.step:,}: {self.series.figure} of {where} is {self.value:.3g}, {how}"
 
@@ -117,7 +118,7 @@ def _picture(
     if first is not None and first.series.figure == figure:
         row = first.series.tensor
         if first.series.layers:
-            row = f"layer {first.series.layers[first.index]}"
+            row = f"layer {first.series.layers[first.number]}"
         column = next(i for i, part in enumerate(parts) if history.steps[part[-1]] >= first.step)
         data["first"] = {"row": list(rows).index(row), "column": column, "text": str(first)}
     declared = FIGURES[figure]

@@ -24,7 +24,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.comm.collectives import axis_index, grouped_all_to_all
-from meshwright.models.kernels.attention import Kernels, Scores, StatesLse
+from meshwright.models.kernels.attention import Kernels, Scores
 from meshwright.models.model import Attend
 from meshwright.models.remat import ATTN_OUT
 from meshwright.sharding.placement import replicates_kv_heads
@@ -68,17 +68,17 @@ def build_attend(
         if parts > 1:
             q, k, v = (grouped_all_to_all(x, "context", parts, 2, 1) for x in (q, k, v))
         lse: jax.Array | None = None
-        kernel = kernels.self_attention
+        with_lse = getattr(kernels.self_attention, "with_lse", None)
         if sequence.groups > 1:
             from meshwright.models.blocks.ring import attend_over_devices
 
             out, lse = attend_over_devices(
                 sequence, kernels, (q, k, v), segments, window, rest.get("scores")
             )
-        elif isinstance(kernel, StatesLse):
-            out, lse = kernel.with_lse(q, k, v, segments, window=window, **rest)
+        elif with_lse is not None:
+            out, lse = with_lse(q, k, v, segments, window=window, **rest)
         else:
-            out = kernel(q, k, v, segments, window=window, **rest)
+            out = kernels.self_attention(q, k, v, segments, window=window, **rest)
         if observed is not None and lse is not None:
             observed.append(lse)
         if parts == 1:

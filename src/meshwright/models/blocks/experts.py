@@ -344,6 +344,12 @@ class Experts(Kind):
         def feed(h_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, Aux]:
             with jax.named_scope("router"):
                 routes = self._route(h_BTD, w, padding_BT)
+                if ctx.tap is not None:
+                    routes = dataclasses.replace(
+                        routes,
+                        router_probs_BTR=ctx.tap("router probabilities", routes.router_probs_BTR),
+                        weights_BTX=ctx.tap("router weights", routes.weights_BTX),
+                    )
                 aux = router_losses(self.routing, routes)
             y_BTD, dropped = self._outputs(ctx, h_BTD, routes, w, text)
             aux["aux_loss"] = (

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ SelfAttention = Callable[..., jax.Array]
 """`(q [B, T, N, H], k [B, T, K, H], v, segments [B, T], *, window, scores=None) -> [B, T, N, H]`.
 
 Attention of complete sequences to themselves. Residuals that it saves for its backward pass are named ATTN_OUT, or
-matched by the remat policies through their primitive. `scores` is given where a layer has a soft cap or sinks.
+matched by the remat policies through their primitive. One with a method `with_lse`, which returns the log-sum-exp of
+every query too, states the health of its layer (models/layer_health.py). `scores` is given where a layer has a soft cap or sinks.
 """
 CrossAttention = Callable[..., jax.Array]
 """`(q, k, v, queries: Positions, keys: Positions, *, window, scores=None) -> [B, T, N, H]`, of any positions."""
@@ -169,15 +170,6 @@ def _softmax(scores_BKGTS: jax.Array, sinks_N: jax.Array | None) -> jax.Array:
     if sinks_N is not None:
         total = total + jnp.exp(sinks - top)
     return weights_BKGTS / total
-
-
-@runtime_checkable
-class StatesLse(Protocol):
-    """Self-attention that has the log-sum-exp of its scores, for the health of its layer (models/layer_health.py)."""
-
-    def with_lse(self, *args: Any, **kind: Any) -> tuple[jax.Array, jax.Array]:
-        """Takes what `SelfAttention` takes; returns its output, and the lse of every query, which has no derivative."""
-        ...
 
 
 def as_self_attention(attend: CrossAttention) -> SelfAttention:
