@@ -119,6 +119,10 @@ def test_health_is_that_of_one_device(family: str, mesh: str, changes: dict[str,
     assert ({ENTROPY, LARGEST_LOAD} <= figures) == (family == "mixtral")
     assert (UNCHANGED in figures) == ("param_dtype" in changes)
     for (series, values), (_, others) in zip(sides[0].items(), sides[1].items(), strict=True):
+        # A bfloat16 parameter moves by whole units or not at all: near a half that is chance.
+        if "param_dtype" in changes and series.figure in (UPDATE, UNCHANGED):
+            assert (values >= 0).all() and (others >= 0).all()
+            continue
         np.testing.assert_allclose(values, others, rtol=2e-3, atol=1e-6, err_msg=str(series))
         assert (values > 0).all() or series.figure in (UNCHANGED, ATTENTION), series
 

@@ -58,6 +58,8 @@ class HealthRecord:
     series: tuple[Series, ...]
     values: np.ndarray
     """Numbers of all series, one after another, float32."""
+    after: np.ndarray | None = None
+    """Parameter norms after the step, which are not kept."""
 
     def items(self) -> Iterator[tuple[Series, np.ndarray]]:
         """Yields each series with its numbers."""

@@ -3,13 +3,12 @@
 For each number x of a step, with the same number in the last `WINDOW` steps:
 
     m = median of ln x,   s = 1.4826 * median of |ln x - m|      (a normal deviation, of which half may be outliers)
-    x is an outlier where |ln x - m| > max(SPREADS * s, ln FACTOR)
+    x is an outlier where |ln x - m| > max(SPREADS * s, ln factor)
 
-Logarithms make a fall of a norm as visible as its growth. The median and the spread of `FEWEST` steps at least are
-needed. A number that is not finite is always an outlier, and one that is zero where it was not before.
+The factor is `FACTOR`, or less for numbers that change little from step to step. Logarithms make a fall of a norm as
+visible as its growth. The median and the spread of `FEWEST` steps at least are needed. A number that is not finite is
+always an outlier, and one that is zero where it was not before.
 """
-
-import math
 
 import numpy as np
 
@@ -26,7 +25,9 @@ _LOG_OF_ZERO = -200.0
 class Baseline:
     """History of the numbers of steps, in logarithms."""
 
-    def __init__(self) -> None:
+    def __init__(self, factors: np.ndarray | float = FACTOR) -> None:
+        """factors: of each number, or of all."""
+        self._least = np.log(factors)
         self._rows = np.zeros((0, 0))
         self._count = 0
         self._median = np.zeros(0)
@@ -41,7 +42,7 @@ class Baseline:
         found = np.zeros(values.shape)
         if self._count >= FEWEST and values.size == self._median.size:
             logs = _logs(values)
-            limit = np.maximum(SPREADS * self._spread, math.log(FACTOR))
+            limit = np.maximum(SPREADS * self._spread, self._least)
             found = (logs - self._median) / limit
             # What was zero before has no history.
             found[self._median == _LOG_OF_ZERO] = 0.0

@@ -37,6 +37,8 @@ ATTENTION = LSE
 LARGEST_LOAD = "largest expert load"
 SMALLEST_LOAD = "smallest expert load"
 ENTROPY = "router entropy"
+AFTER = "parameter norm after the step"
+"""Not kept: the parameter norm of the next step, unless something else has changed the parameter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,6 +269,7 @@ def tensor_figures(
         sums = {
             PARAMETER: row_sums(device_run, _square, before),
             UPDATE: row_sums(device_run, _squared_difference, before, after),
+            AFTER: row_sums(device_run, _square, after),
         }
         if any(_is_rounded(device_run, p) for _, p in _described(device_run)):
             same = functools.partial(_unchanged, device_run)
@@ -275,7 +278,7 @@ def tensor_figures(
 
     before, after = lax.optimization_barrier((before, after))
     figures = _over_mesh(device_run, local, before, after)
-    for figure in (PARAMETER, UPDATE):
+    for figure in (PARAMETER, UPDATE, AFTER):
         figures[figure] = jnp.sqrt(figures[figure])
     return {GRADIENT: jnp.sqrt(gradients), **figures}
 
@@ -311,7 +314,8 @@ class HealthReader:
         for figure in _figures_of(health):
             values = health[figure]
             parts += values.values() if isinstance(values, dict) else [values]
-        return HealthRecord(self._series, np.concatenate(parts))
+        after = np.asarray(health[AFTER])
+        return HealthRecord(self._series, np.concatenate(parts), after)
 
 
 def _figures_of(health: dict[str, Any]) -> list[str]:
