@@ -60,6 +60,11 @@ class HealthRecord:
     """Numbers of all series, one after another, float32."""
     after: np.ndarray | None = None
     """Parameter norms after the step, which are not kept."""
+    batch: np.ndarray | None = None
+    """Hashes of each part of the batch, which are not kept."""
+    moments: tuple[np.ndarray, np.ndarray] | None = None
+    """Norms of the arrays of the optimizer's state before and after the step, which are not kept."""
+    moment_names: tuple[str, ...] = ()
 
     def items(self) -> Iterator[tuple[Series, np.ndarray]]:
         """Yields each series with its numbers."""
@@ -160,7 +165,7 @@ class _EverySecond:
         if '"values"' not in line:
             return True
         self._number += 1
-        return self._number > self._older or self._number % 2 == 0
+        return self._number > self._older or self._number % 2 == 1
 
 
 def _step_of(line: str) -> float:

@@ -63,7 +63,7 @@ def _gradients_by_layers(
         by_layer = _by_layer(device_run, aux)
         metrics |= model.layer_metrics(by_layer, run.training.batch)
         if run.training.health:
-            figures: Any = gradient_figures(device_run, unclipped, health, by_layer)
+            figures: Any = gradient_figures(device_run, unclipped, batch.inputs, health, by_layer)
             metrics[HEALTH] = figures
         return grads, metrics, aux
 

@@ -22,6 +22,7 @@ from meshwright.comm.collectives import all_reduce, all_reduce_max, axis_index
 from meshwright.models.layer_health import HEALTH, LSE, SQUARES, TOKENS, is_maximum
 from meshwright.models.model import Aux, Metrics
 from meshwright.reporters.health import HealthRecord, Series
+from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.params import Param, Tree, named_leaves, rows_to_layers, trained_only
 from meshwright.sharding.placement import Placements, axes_of
 from meshwright.step.device_run import DeviceRun
@@ -37,6 +38,11 @@ ATTENTION = LSE
 LARGEST_LOAD = "largest expert load"
 SMALLEST_LOAD = "smallest expert load"
 ENTROPY = "router entropy"
+BATCH = "batch checksum"
+"""Not kept: two hashes of the tokens of each part of the batch, so that data that repeat themselves are seen."""
+MOMENTS = "moment norm"
+MOMENTS_AFTER = "moment norm after the step"
+"""Not kept: norms of the arrays of the optimizer's state around the update, for the same comparison."""
 AFTER = "parameter norm after the step"
 """Not kept: the parameter norm of the next step, unless something else has changed the parameter."""
 
@@ -176,6 +182,24 @@ def _over_mesh(device_run: DeviceRun, local: Callable[..., Any], *trees: Tree) -
     )(*trees)
 
 
+# h = (sum over tokens i of (id + 1) (i m | 1) mod 2^32) / 2^8, an integer below 2^24: exact in float32.
+def batch_checksums(device_run: DeviceRun, ids_BT: jax.Array) -> jax.Array:
+    """Returns this device's addends of the hashes of each part of the batch, [2, parts]. ids_BT: complete sequences."""
+    parts = device_run.layout.shape.over(BATCH_AXES)
+    others = tuple(axis for axis in AXES if axis not in BATCH_AXES)
+    counts = axis_index(others) == 0
+    ids = ids_BT.reshape(-1).astype(jnp.uint32) + 1
+    positions = lax.iota(jnp.uint32, ids.shape[0])
+    hashes = []
+    for multiplier in (2654435761, 40503):
+        mixed = ids * (positions * jnp.uint32(multiplier) | jnp.uint32(1))
+        hashes.append((mixed.sum(dtype=jnp.uint32) >> 8).astype(jnp.float32))
+    own = jnp.where(counts, jnp.stack(hashes), 0.0)
+    return lax.dynamic_update_slice_in_dim(
+        jnp.zeros((2, parts)), own[:, None], axis_index(BATCH_AXES), 1
+    )
+
+
 def layer_sums(device_run: DeviceRun, health: dict[str, Aux]) -> dict[str, Aux]:
     """Returns this device's addends of the figures of layers: [layers] of each stack.
 
@@ -212,18 +236,28 @@ def over_devices(tree: Any) -> Any:
 
 
 def gradient_figures(
-    device_run: DeviceRun, grads: Tree, health: dict[str, Aux], aux: dict[str, Aux]
+    device_run: DeviceRun,
+    grads: Tree,
+    ids_BT: jax.Array,
+    health: dict[str, Aux],
+    aux: dict[str, Aux],
 ) -> dict[str, Any]:
     """Returns what a step's gradients and forward pass say of its health, inside of the step's `shard_map`.
 
-    Squared norms of gradients, by tensor, and the figures of layers. grads: summed over devices and not clipped.
+    Squared norms of gradients, by tensor, hashes of the batch, and the figures of layers. grads: summed over devices
+    and not clipped.  ids_BT: of this device's sequences.
     health: of the layers of this device.  aux: of all layers in order.
     """
     sums = over_devices(
-        {GRADIENT: gradient_sums(device_run, grads), HEALTH: layer_sums(device_run, health)}
+        {
+            GRADIENT: gradient_sums(device_run, grads),
+            BATCH: batch_checksums(device_run, ids_BT),
+            HEALTH: layer_sums(device_run, health),
+        }
     )
     sequences = device_run.run.training.batch
-    return {GRADIENT: sums[GRADIENT], **layer_figures(sums[HEALTH], aux, sequences)}
+    known = {GRADIENT: sums[GRADIENT], BATCH: sums[BATCH]}
+    return {**known, **layer_figures(sums[HEALTH], aux, sequences)}
 
 
 def layer_figures(health: dict[str, Aux], aux: dict[str, Aux], sequences: int) -> dict[str, Aux]:
@@ -248,11 +282,15 @@ def layer_figures(health: dict[str, Aux], aux: dict[str, Aux], sequences: int) -
 
 
 def with_tensor_figures(
-    device_run: DeviceRun, metrics: Metrics, before: Tree, after: Tree
+    device_run: DeviceRun, metrics: Metrics, before: Tree, after: Tree, states: tuple[Any, Any]
 ) -> Metrics:
-    """Returns the metrics of a step with the figures of its parameters. before, after: as of `tensor_figures`."""
+    """Returns the metrics of a step with the figures of its parameters. before, after: as of `tensor_figures`.
+
+    states: of the optimizer around the update.
+    """
     health: Any = metrics[HEALTH]
     figures = tensor_figures(device_run, health[GRADIENT], before, after)
+    figures[MOMENTS], figures[MOMENTS_AFTER] = (moment_norms(device_run, s) for s in states)
     measured: Any = {HEALTH: {**health, **figures}}
     return {**metrics, **measured}
 
@@ -287,6 +325,51 @@ def _square(p: Param, x: jax.Array) -> jax.Array:
     return jnp.square(x.astype(jnp.float32))
 
 
+def moment_norms(device_run: DeviceRun, state: Any) -> jax.Array:
+    """Returns the norm of each floating-point array of an optimizer's state, [arrays]."""
+    leaves, _ = _moments(state)
+    specs = [specs_of(sharding) for sharding in _moments(device_run.abstract.optimizer)[1]]
+    shape = device_run.layout.shape
+
+    def local(*leaves: jax.Array) -> jax.Array:
+        sums = []
+        for x, spec in zip(leaves, specs, strict=True):
+            axes = tuple(name for names in spec if names for name in _as_tuple(names))
+            holders = shape.over(axes) / shape.size
+            sums.append(jnp.square(x.astype(jnp.float32)).sum() * holders)
+        return all_reduce(jnp.stack(sums), tuple(AXES))
+
+    if not leaves:
+        return jnp.zeros(0)
+    measured: jax.Array = jax.shard_map(
+        local,
+        mesh=device_run.mesh,
+        in_specs=tuple(specs),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )(*lax.optimization_barrier(tuple(leaves)))
+    return jnp.sqrt(measured)
+
+
+def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
+def _moments(state: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the floating-point arrays of an optimizer's state, and the shardings of abstract ones."""
+    leaves = [x for x in jax.tree.leaves(state) if x.ndim and jnp.issubdtype(x.dtype, jnp.floating)]
+    return leaves, [getattr(x, "sharding", None) for x in leaves]
+
+
+def moment_names(state: Any) -> list[str]:
+    """Returns the names of the arrays of `moment_norms`."""
+    return [
+        name
+        for name, x in named_leaves(state).items()
+        if x.ndim and jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+
+
 def _squared_difference(p: Param, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.square(y.astype(jnp.float32) - x.astype(jnp.float32))
 
@@ -305,6 +388,7 @@ class HealthReader:
     def __init__(self, device_run: DeviceRun):
         self._device_run = device_run
         self._series: tuple[Series, ...] = ()
+        self._moment_names = tuple(moment_names(device_run.abstract.optimizer))
 
     def read(self, health: dict[str, Any]) -> HealthRecord:
         """Returns the record of a step. health: its entry `HEALTH` on the host."""
@@ -315,7 +399,11 @@ class HealthReader:
             values = health[figure]
             parts += values.values() if isinstance(values, dict) else [values]
         after = np.asarray(health[AFTER])
-        return HealthRecord(self._series, np.concatenate(parts), after)
+        batch = np.asarray(health.get(BATCH, np.zeros((2, 0))))
+        moments = (np.asarray(health[MOMENTS]), np.asarray(health[MOMENTS_AFTER]))
+        return HealthRecord(
+            self._series, np.concatenate(parts), after, batch, moments, self._moment_names
+        )
 
 
 def _figures_of(health: dict[str, Any]) -> list[str]:

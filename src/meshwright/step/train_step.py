@@ -65,7 +65,8 @@ def build_train_step(device_run: DeviceRun) -> Any:
         updated = with_frozen(described, updated, state.params)
         if device_run.run.training.health:
             after = trained_only(described, updated)
-            metrics = with_tensor_figures(device_run, metrics, params, after)
+            states = (state.optimizer, optimizer)
+            metrics = with_tensor_figures(device_run, metrics, params, after, states)
         finite = _is_finite(metrics) & state.healthy
         variables = aux if state.variables else ()
         new = State(state.step + 1, jnp.ones_like(finite), updated, optimizer, variables)

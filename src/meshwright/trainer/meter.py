@@ -20,6 +20,7 @@ from meshwright.reporters.health import HealthRecord
 from meshwright.runs.run import Run
 from meshwright.signs import waiting
 from meshwright.step.health import HealthReader
+from meshwright.trainer.first_tensor import Alarm, Watch
 
 
 class BadStep(NamedTuple):
@@ -57,6 +58,9 @@ class Meter:
         health: reads the health of steps; without it that is not reported.
         """
         self._health = health
+        self._watch = Watch()
+        self.alarm: Alarm | None = None
+        """What is bad of the step that was read last; None where it is as the steps before."""
         self._reporters, self._run, self.per_sample, self._flops = reporters, run, per_sample, flops
         device, self._ramp = mesh.devices.flat[0], ramp_of(run.training)
         chip = None if device.platform == "cpu" else find_chip(device.device_kind)
@@ -98,6 +102,7 @@ class Meter:
     def rewind(self, step: int, norms: Sequence[float]) -> None:
         """Forgets the pending step, because the run returned to the state after `step`. norms: those before it."""
         self._pending = self._read_at = None
+        self._watch.rewind()
         self.norms.clear()
         self.norms.extend(norms)
         for reporter in self._reporters:
@@ -111,6 +116,7 @@ class Meter:
         rate and MFU, is without what the loop did between the steps. Rate and MFU count every position of the batch,
         padding included, as those of torchtitan (`labels.numel()`) and MaxText (batch times sequence length) do.
         """
+        self.alarm = None
         if self._pending is None:
             return None
         step, metrics = self._pending
@@ -149,7 +155,11 @@ class Meter:
         if not finite or step % self._run.training.log_every == 0:
             self.report(step, values)
         if health is not None and self._health is not None:
-            self._report_health(step, self._health.read(health), finite)
+            record = self._health.read(health)
+            self._report_health(step, record, finite)
+            self.alarm = self._watch.look(
+                step, values["loss"], values["gradient norm"], record, finite
+            )
         reason = "" if finite else "its loss or gradient is not finite"
         if not sums["loss"][1]:
             reason = "the total weight of its batch is 0, and a mean over nothing is no loss"

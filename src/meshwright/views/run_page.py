@@ -88,6 +88,7 @@ def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
         Section(
             "Curves", [Grid(charts) if charts else Text(["No step is over yet."], tone="faded")]
         ),
+        Section("First bad tensor", _first_tensors(folders), "Who was first, step by step."),
         *_health_sections(folders),
         Section("Time", _times(folders), "Where the seconds between one step and the next go."),
         Section("What happened", [_event_table(folders)]),
@@ -114,6 +115,19 @@ def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
         + ("" if live else " This file loads nothing."),
         live=live,
     )
+
+
+def _first_tensors(folders: Sequence[RunFolder]) -> list[Block]:
+    """Returns the lines that runs have said of their bad steps."""
+    blocks: list[Block] = []
+    for folder in folders:
+        prefix = f"{folder.name}, " if len(folders) > 1 else ""
+        for event in folder.events_of("first tensor"):
+            lines = event.get("lines")
+            if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
+                title = f"{prefix}step {int(real(event.get('bad')) or 0):,}"
+                blocks.append(Text(lines, tone="bad", title=title))
+    return blocks
 
 
 def _health_sections(folders: Sequence[RunFolder]) -> list[Section]:
