@@ -276,7 +276,15 @@ def test_wrong_patterns_are_refused(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt-oss-20b", "gemma2-2b", "olmo3-7b", "llama4-maverick", "qwen3-next-80b-a3b"]
+    "name",
+    [
+        "gpt-oss-20b",
+        "gemma2-2b",
+        "gemma4-26b-a4b",
+        "olmo3-7b",
+        "llama4-maverick",
+        "qwen3-next-80b-a3b",
+    ],
 )
 def test_patterns_shrink(name: str) -> None:
     shape = mw.MeshShape(stage=2, tensor=2)

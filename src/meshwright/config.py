@@ -5,7 +5,7 @@ Values and the checks that need nothing but themselves; `runs.placed_run` checks
 
 import dataclasses
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 import tyro
@@ -394,6 +394,15 @@ class Training(Ranged, part="training"):
         )
 
 
+Order = Literal["shuffled", "megatron"]
+CONVERSATIONS_HAVE_AN_ORDER: Final = refused(
+    "answers",
+    "preferences",
+    because="conversations are packed and ordered by themselves",
+    instead="leave it out",
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Data(Ranged, part="data"):
     """Text sources and their tokenisation.
@@ -409,7 +418,7 @@ class Data(Ranged, part="data"):
         changes("evaluation", "data"),
         TEXT_ONLY,
     ] = ("stdlib",)
-    """Files, folders, globs, folders that `meshwright tokenize` wrote, or module:attribute of a
+    """Files, folders, globs, folders that `meshwright tokenize` wrote, PREFIX.bin of Megatron, or module:attribute of a
     function that yields documents; `stdlib` is Python's standard library. PATH=WEIGHT mixes several by weight."""
     tokenizer: Annotated[str, changes("data"), TEXT_ONLY] = "bytes"
     """Tokenizer: `bytes`, `chars`, `bpe:SIZE` (trained on the text), or a tokenizer.json file."""
@@ -431,6 +440,37 @@ class Data(Ranged, part="data"):
     held_out: Annotated[Fraction | None, changes("evaluation", "data"), TEXT_ONLY] = None
     """Held-out fraction: tokens at the end of each source that are evaluated and never trained on; None: a tenth, at
     most 10M tokens."""
+    order: Annotated[
+        Order,
+        changes("evaluation", "data", resumes=False),
+        CONVERSATIONS_HAVE_AN_ORDER,
+        TEXT_ONLY,
+    ] = "shuffled"
+    """Order of training samples: windows of each source, shuffled anew in every epoch and mixed by weight; or that of
+    Megatron, for Megatron datasets, with training.seed as its --seed."""
+    split: Annotated[
+        str,
+        changes("evaluation", "data", resumes=False, needs="data.order"),
+        CONVERSATIONS_HAVE_AN_ORDER,
+        TEXT_ONLY,
+    ] = "969,30,1"
+    """Weights of training, validation and test in each dataset, in Megatron's order: its --split. The second part is
+    evaluated, the third is not read."""
+    order_samples: Annotated[
+        PositiveInt | None,
+        changes("data", needs="data.order"),
+        CONVERSATIONS_HAVE_AN_ORDER,
+        TEXT_ONLY,
+    ] = None
+    """Samples that Megatron's order is made for: its --train-samples, or --train-iters times --global-batch-size.
+    None: first-sample and those of all steps."""
+    first_sample: Annotated[
+        NonNegativeInt,
+        changes("data", resumes=False),
+        CONVERSATIONS_HAVE_AN_ORDER,
+        TEXT_ONLY,
+    ] = 0
+    """Samples at the beginning of the order that are not read: those that another program has trained on."""
     prompt: Annotated[str, changes("loop"), TEXT_ONLY] = "\n"
     """Prompt of the text sampled at the end of a run."""
     sample: Annotated[NonNegativeInt | None, changes("loop"), TEXT_ONLY] = None

@@ -234,6 +234,10 @@ class Norm:
             else {name: scale}
         )
 
+    def without_scale(self, x: jax.Array) -> jax.Array:
+        """Normalises x along its last dimension, without a learned scale."""
+        return self(x, jnp.ones(x.shape[-1:], x.dtype))
+
     def __call__(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         """Normalises x along its last dimension, or over its heads."""
         if self.kind == "layer":

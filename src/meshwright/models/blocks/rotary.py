@@ -184,6 +184,8 @@ class Rotary:
     """Factor by which all frequencies are divided (linear position interpolation, arXiv:2306.15595)."""
     pairs: Literal["halves", "neighbours"] = "halves"
     """Features that make a pair: one of each half, or neighbours."""
+    turning: float = 1.0
+    """Fraction of the pairs that turn, those of the highest frequencies; the others have the frequency 0 (Gemma 4)."""
     field: str = dataclasses.field(default="head_size", compare=False)
     """Field of the family that gives `size`, which errors name."""
 
@@ -205,6 +207,7 @@ class Rotary:
         frequencies_H = rope_frequencies(self.size, self.theta, self.scaling) / np.float32(
             self.factor
         )
+        frequencies_H[int(self.turning * self.size // 2) :] = 0.0
         return rope_angles(positions_BT, frequencies_H)
 
     def rotate(self, x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
