@@ -1,4 +1,4 @@
-"""What is beyond its own history: the rule by which a run knows a bad step, and a page marks the first outlier.
+"""Rule of outliers: by it a run knows a step beyond its own history, and a page marks the first outlier.
 
 For each number x of a step, with the same number in the last `WINDOW` steps:
 

@@ -1,4 +1,4 @@
-"""What a run says of a bad step: five lines on the console, in events.jsonl and on its page.
+"""Report of a bad step: five lines on the console, in events.jsonl and on the page of the run.
 
 step 120: its loss is nan
 first tensor: gradient of layer 3, attention output: not finite in 12 values
@@ -42,7 +42,7 @@ def explain_step(
     first_sample: int,
     records: bool,
 ) -> list[str]:
-    """Says who was first in a bad step; returns the lines. All processes call it together.
+    """Prints the first bad tensor of a step; returns the lines. All processes call it together.
 
     state: before the step where it is not finite, else after it.  batch: of the step, None where it is not known.
     reference: another batch.  first_sample: index of the batch's first sample.  records: whether the step is taken

@@ -1,4 +1,4 @@
-"""Who was first: the first tensor of a bad step that is not finite, or beyond its history.
+"""First tensor of a bad step: the first in the order of computation that is not finite, or beyond its history.
 
 `Watch` looks at the loss and the health of every step. Four rules tell a bad one:
 
@@ -98,7 +98,7 @@ class Alarm:
 
 
 class Watch:
-    """Knows the history of a run's loss and health, and says which step is bad."""
+    """History of a run's loss and health, by which it tells a bad step."""
 
     def __init__(self) -> None:
         self._baseline: Baseline | None = None
