@@ -512,7 +512,7 @@ def try_fault(runner: Runner, fault: Fault) -> Named:
 def _named(
     runner: Runner, fault: Fault, alarm: Alarm, state: Any, batch: Batch, number: int, began: float
 ) -> Named:
-    suspects = [f"{suspect} {suspect.what}" for suspect in alarm.suspects[:1]]
+    suspects = [f"{suspect} is {suspect.what}" for suspect in alarm.suspects[:1]]
     first: First | None = None
     if not alarm.finite:
         first = name_first(runner.device_run, state, batch, alarm, None)

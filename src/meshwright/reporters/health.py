@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.documents import parse_json, step_of
+from meshwright.reporters.files import step_of_line
 from meshwright.reporters.lines import Lines, open_lines
 
 NAME = "health.jsonl"
@@ -50,6 +50,14 @@ class Series(NamedTuple):
         """Numbers of the series."""
         return len(self.layers) if self.layers else 1
 
+    def place(self, number: int) -> str:
+        """Returns tensor and layer of one of its numbers: `layer 3, query`."""
+        if not self.layers:
+            return self.tensor
+        inside = self.tensor.partition(".")[2]
+        layer = f"layer {self.layers[number]}"
+        return f"{layer}, {inside}" if inside else layer
+
 
 @dataclasses.dataclass(frozen=True)
 class HealthRecord:
@@ -58,13 +66,12 @@ class HealthRecord:
     series: tuple[Series, ...]
     values: np.ndarray
     """Numbers of all series, one after another, float32."""
-    after: np.ndarray | None = None
-    """Parameter norms after the step, which are not kept."""
+    bits: np.ndarray | None = None
+    """Sums of the bits of parameters and optimizer state before and after the step, [2, arrays]; not kept."""
+    names: tuple[str, ...] = ()
+    """Of what each is."""
     batch: np.ndarray | None = None
     """Hashes of each part of the batch, which are not kept."""
-    moments: tuple[np.ndarray, np.ndarray] | None = None
-    """Norms of the arrays of the optimizer's state before and after the step, which are not kept."""
-    moment_names: tuple[str, ...] = ()
 
     def items(self) -> Iterator[tuple[Series, np.ndarray]]:
         """Yields each series with its numbers."""
@@ -115,7 +122,7 @@ class HealthLog:
     def __init__(self, file: Path, *, upto: int):
         """Opens the file, and drops the records of steps after `upto`, which a resumed run writes again."""
         self._lines: Lines = open_lines(file)
-        self._lines.cut(lambda line: _step_of(line) <= upto)
+        self._lines.cut(lambda line: step_of_line(line) <= upto)
         self._step = upto
         self._series: tuple[Series, ...] = ()
         self._bytes = self._lines.size
@@ -145,7 +152,7 @@ class HealthLog:
 
     def rewind(self, step: int) -> None:
         """Drops the records of steps after `step`, which are taken again."""
-        self._lines.cut(lambda line: _step_of(line) <= step)
+        self._lines.cut(lambda line: step_of_line(line) <= step)
         self._series = ()
         self._step = step
 
@@ -166,14 +173,6 @@ class _EverySecond:
             return True
         self._number += 1
         return self._number > self._older or self._number % 2 == 1
-
-
-def _step_of(line: str) -> float:
-    step = None
-    with contextlib.suppress(ValueError):
-        record = parse_json(line)
-        step = step_of(record) if isinstance(record, dict) else None
-    return float("inf") if step is None else step  # a line cut off by a crash, or damaged
 
 
 class History:

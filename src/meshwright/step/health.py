@@ -40,11 +40,9 @@ SMALLEST_LOAD = "smallest expert load"
 ENTROPY = "router entropy"
 BATCH = "batch checksum"
 """Not kept: two hashes of the tokens of each part of the batch, so that data that repeat themselves are seen."""
-MOMENTS = "moment norm"
-MOMENTS_AFTER = "moment norm after the step"
-"""Not kept: norms of the arrays of the optimizer's state around the update, for the same comparison."""
-AFTER = "parameter norm after the step"
-"""Not kept: the parameter norm of the next step, unless something else has changed the parameter."""
+BITS = "bits"
+"""Not kept: sums of the bits of every parameter and of every array of the optimizer's state, before and after the step.
+What the step leaves is what the next one finds, unless something else has changed it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,7 +288,11 @@ def with_tensor_figures(
     """
     health: Any = metrics[HEALTH]
     figures = tensor_figures(device_run, health[GRADIENT], before, after)
-    figures[MOMENTS], figures[MOMENTS_AFTER] = (moment_norms(device_run, s) for s in states)
+    sums = [
+        sums_of_bits(device_run, params, state)
+        for params, state in zip((before, after), states, strict=True)
+    ]
+    figures[BITS] = jnp.stack(sums)
     measured: Any = {HEALTH: {**health, **figures}}
     return {**metrics, **measured}
 
@@ -307,7 +309,6 @@ def tensor_figures(
         sums = {
             PARAMETER: row_sums(device_run, _square, before),
             UPDATE: row_sums(device_run, _squared_difference, before, after),
-            AFTER: row_sums(device_run, _square, after),
         }
         if any(_is_rounded(device_run, p) for _, p in _described(device_run)):
             same = functools.partial(_unchanged, device_run)
@@ -316,7 +317,7 @@ def tensor_figures(
 
     before, after = lax.optimization_barrier((before, after))
     figures = _over_mesh(device_run, local, before, after)
-    for figure in (PARAMETER, UPDATE, AFTER):
+    for figure in (PARAMETER, UPDATE):
         figures[figure] = jnp.sqrt(figures[figure])
     return {GRADIENT: jnp.sqrt(gradients), **figures}
 
@@ -325,49 +326,58 @@ def _square(p: Param, x: jax.Array) -> jax.Array:
     return jnp.square(x.astype(jnp.float32))
 
 
-def moment_norms(device_run: DeviceRun, state: Any) -> jax.Array:
-    """Returns the norm of each floating-point array of an optimizer's state, [arrays]."""
-    leaves, _ = _moments(state)
-    specs = [specs_of(sharding) for sharding in _moments(device_run.abstract.optimizer)[1]]
-    shape = device_run.layout.shape
+# The sum of the bits of all elements as whole numbers, modulo 2^32, over every device that has them: exact, the same in any
+# order, and another one if any bit of any copy is another.
+def sums_of_bits(device_run: DeviceRun, params: Tree, state: Any) -> jax.Array:
+    """Returns a sum for each row of each trained parameter, and for each array of the optimizer's state, uint32."""
+    arrays = _arrays_of(state)
+    specs = [x.sharding.spec for x in _arrays_of(device_run.abstract.optimizer)]
 
-    def local(*leaves: jax.Array) -> jax.Array:
+    def local(params: Tree, arrays: list[jax.Array]) -> jax.Array:
+        placed = named_leaves(trained_only(device_run.layout.params, device_run.layout.placements))
+        leaves = named_leaves(params)
         sums = []
-        for x, spec in zip(leaves, specs, strict=True):
-            axes = tuple(name for names in spec if names for name in _as_tuple(names))
-            holders = shape.over(axes) / shape.size
-            sums.append(jnp.square(x.astype(jnp.float32)).sum() * holders)
-        return all_reduce(jnp.stack(sums), tuple(AXES))
+        for name, p in _described(device_run):
+            bits = _bits(leaves[name])
+            if not _is_stacked(p):
+                sums.append(bits.sum(dtype=jnp.uint32)[None])
+                continue
+            rows = bits.reshape(bits.shape[0], -1).sum(1, dtype=jnp.uint32)
+            rows = _in_all_rows(rows, placed[name].optimizer[0], p.shape[0])
+            sums.append(rows_to_layers(p, rows))
+        sums += [_bits(x).sum(dtype=jnp.uint32)[None] for x in arrays]
+        return all_reduce(jnp.concatenate(sums), tuple(AXES))
 
-    if not leaves:
-        return jnp.zeros(0)
     measured: jax.Array = jax.shard_map(
         local,
         mesh=device_run.mesh,
-        in_specs=tuple(specs),
+        in_specs=(specs_of(device_run.update_shardings), specs),
         out_specs=PartitionSpec(),
         check_vma=False,
-    )(*lax.optimization_barrier(tuple(leaves)))
-    return jnp.sqrt(measured)
+    )(*lax.optimization_barrier((params, arrays)))
+    return measured
 
 
-def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else names
+def _bits(x: jax.Array) -> jax.Array:
+    """Returns the bits of each element as a whole number."""
+    size = x.dtype.itemsize
+    whole = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[size]
+    return lax.bitcast_convert_type(x, whole).astype(jnp.uint32)
 
 
-def _moments(state: Any) -> tuple[list[Any], list[Any]]:
-    """Returns the floating-point arrays of an optimizer's state, and the shardings of abstract ones."""
-    leaves = [x for x in jax.tree.leaves(state) if x.ndim and jnp.issubdtype(x.dtype, jnp.floating)]
-    return leaves, [getattr(x, "sharding", None) for x in leaves]
+def _arrays_of(state: Any) -> list[Any]:
+    """Returns the arrays of an optimizer's state that have dimensions."""
+    return [x for x in jax.tree.leaves(state) if x.ndim]
 
 
-def moment_names(state: Any) -> list[str]:
-    """Returns the names of the arrays of `moment_norms`."""
-    return [
-        name
-        for name, x in named_leaves(state).items()
-        if x.ndim and jnp.issubdtype(x.dtype, jnp.floating)
-    ]
+def names_of_bits(device_run: DeviceRun) -> list[str]:
+    """Returns what each sum of `sums_of_bits` is of."""
+    names = []
+    for name, p in _described(device_run):
+        series = Series(PARAMETER, name, _layers_of(device_run, name, p))
+        names += [series.place(number) for number in range(series.size)]
+    names += [name for name, x in named_leaves(device_run.abstract.optimizer).items() if x.ndim]
+    return names
 
 
 def _squared_difference(p: Param, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -388,7 +398,7 @@ class HealthReader:
     def __init__(self, device_run: DeviceRun):
         self._device_run = device_run
         self._series: tuple[Series, ...] = ()
-        self._moment_names = tuple(moment_names(device_run.abstract.optimizer))
+        self._names = tuple(names_of_bits(device_run))
 
     def read(self, health: dict[str, Any]) -> HealthRecord:
         """Returns the record of a step. health: its entry `HEALTH` on the host."""
@@ -398,12 +408,9 @@ class HealthReader:
         for figure in _figures_of(health):
             values = health[figure]
             parts += values.values() if isinstance(values, dict) else [values]
-        after = np.asarray(health[AFTER])
         batch = np.asarray(health.get(BATCH, np.zeros((2, 0))))
-        moments = (np.asarray(health[MOMENTS]), np.asarray(health[MOMENTS_AFTER]))
-        return HealthRecord(
-            self._series, np.concatenate(parts), after, batch, moments, self._moment_names
-        )
+        bits = np.asarray(health[BITS])
+        return HealthRecord(self._series, np.concatenate(parts), bits, self._names, batch)
 
 
 def _figures_of(health: dict[str, Any]) -> list[str]:

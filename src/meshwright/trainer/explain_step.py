@@ -18,7 +18,7 @@ from meshwright.activity import activity
 from meshwright.data.batch import Batch
 from meshwright.hardware.agreement import choose_together
 from meshwright.step.health import PARAMETER
-from meshwright.trainer.first_tensor import Alarm, First, name_first
+from meshwright.trainer.first_tensor import VALUES, Alarm, First, name_first
 from meshwright.trainer.prepare import PreparedRun, Trainable
 from meshwright.trainer.silent import odd_replicas, shard_sums
 from meshwright.trainer.tiers import say
@@ -75,7 +75,7 @@ def explain_step(
 def _tensor_line(alarm: Alarm, first: First | None) -> str:
     """Names the first tensor: a parameter that is wrong comes before what is computed from it."""
     suspect = alarm.suspects[0] if alarm.suspects else None
-    if suspect is not None and (first is None or suspect.series.figure == PARAMETER):
+    if suspect is not None and (first is None or suspect.series.figure in (PARAMETER, VALUES)):
         return f"{suspect} is {suspect.what}"
     if first is not None:
         return f"{first.tensor}: {first.what}"

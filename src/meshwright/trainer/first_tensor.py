@@ -5,7 +5,7 @@
     not finite          the loss, a norm, or anything that is measured
     beyond its history  the rule of `reporters.outliers`, for loss, norms and figures of layers
     seen before         a part of the batch has the tokens of one of the last steps
-    changed in between  a parameter's norm is not the one that the step before has left: memory, or another program
+    changed in between  the bits of a parameter or of a moment are not those that the step before has left
 
 The figures of a step already say which layer and parameter is first, in the order of computation: parameters, then the
 forward pass up the layers, then gradients down the layers, then updates. `name_first` takes the step again with the
@@ -33,7 +33,6 @@ from meshwright.step.health import (
     ENTROPY,
     GRADIENT,
     LARGEST_LOAD,
-    MOMENTS,
     PARAMETER,
     RESIDUAL,
     SMALLEST_LOAD,
@@ -44,8 +43,8 @@ from meshwright.step.recorded_step import Recording, build_recorder
 
 _LOSS_FACTOR = 1.25
 """Least factor of a loss over its median that is beyond its history."""
-_CHANGED = 3e-5
-"""Relative difference of a norm and itself that the order of its sum explains."""
+VALUES = "values"
+"""Figure of a suspect that has been changed between two steps."""
 _LARGEST_LSE = 100.0
 """Attention logits above which runs have become unstable (Kimi K2, arXiv:2507.20534, section 2.1)."""
 _UNJUDGED = (SMALLEST_LOAD, UNCHANGED)
@@ -74,16 +73,7 @@ class Suspect(NamedTuple):
     what: str
 
     def __str__(self) -> str:
-        return f"{self.series.figure} of {self.where}"
-
-    @property
-    def where(self) -> str:
-        """Tensor and layer."""
-        if not self.series.layers:
-            return self.series.tensor
-        layer = self.series.layers[self.number]
-        inside = self.series.tensor.partition(".")[2]
-        return f"layer {layer}, {inside}" if inside else f"layer {layer}"
+        return f"{self.series.figure} of {self.series.place(self.number)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,21 +110,16 @@ class Watch:
         values = np.concatenate([[self._jump(loss), norm], record.values])
         if self._baseline is None:
             self._baseline = Baseline(_factors(record))
-        changed = self._changed(record)
         before, self._before = self._before, record if finite else None
         if not finite or not np.isfinite(values).all():
             wrong = ~np.isfinite(record.values)
             return Alarm(step, "not finite", finite, tuple(_suspects(record, wrong, None)))
-        moments = self._changed_moments(before, record)
-        if moments:
+        changed = _changed(before, record)
+        if changed:
             self._baseline.add(values)
             return Alarm(
-                step, "the optimizer's state is not what the step before has left", finite, moments
+                step, "it did not begin with what the step before has left", finite, changed
             )
-        if changed.any():
-            reason = "a parameter is not what the step before has left"
-            self._baseline.add(values)
-            return Alarm(step, reason, finite, tuple(_suspects(record, changed, None)))
         repeated = self._repeated(step, record)
         if repeated and step >= self._quiet_until:
             self._quiet_until = step + _QUIET
@@ -151,24 +136,6 @@ class Watch:
         if np.isfinite(loss):
             self._losses.append(loss)
         return loss / recent if recent else 1.0
-
-    def _changed_moments(
-        self, before: HealthRecord | None, record: HealthRecord
-    ) -> tuple[Suspect, ...]:
-        """Returns the arrays of the optimizer's state that something else than the step before has changed."""
-        if before is None or before.moments is None or record.moments is None:
-            return ()
-        left, found = before.moments[1], record.moments[0]
-        with np.errstate(invalid="ignore"):
-            wrong = ~(np.abs(found - left) <= _CHANGED * np.maximum(left, 1e-30))
-        return tuple(
-            Suspect(
-                Series(MOMENTS, record.moment_names[i], ()),
-                0,
-                f"{found[i]:.4g} and was {left[i]:.4g}",
-            )
-            for i in np.flatnonzero(wrong)
-        )
 
     def _beyond(
         self,
@@ -219,21 +186,14 @@ class Watch:
         shown = ", ".join(map(str, found))
         return f"part {shown} of {parts} of its batch is that of step {earlier}: its data are stuck"
 
-    def _changed(self, record: HealthRecord) -> np.ndarray:
-        """Returns which numbers are norms of parameters that something else than the step before has changed."""
-        changed = np.zeros(record.values.size, bool)
-        if self._before is None or self._before.after is None:
-            return changed
-        start = 0
-        position = 0
-        for series, values in record.items():
-            if series.figure == PARAMETER:
-                after = self._before.after[position : position + series.size]
-                difference = np.abs(values - after) > _CHANGED * np.maximum(after, 1e-30)
-                changed[start : start + series.size] = difference
-                position += series.size
-            start += series.size
-        return changed
+
+def _changed(before: HealthRecord | None, record: HealthRecord) -> tuple[Suspect, ...]:
+    """Returns the parameters and moments that something else than the step before has changed."""
+    if before is None or before.bits is None or record.bits is None:
+        return ()
+    wrong = np.flatnonzero(before.bits[1] != record.bits[0])
+    what = "not what the step before has left"
+    return tuple(Suspect(Series(VALUES, record.names[i], ()), 0, what) for i in wrong)
 
 
 def _factors(record: HealthRecord) -> np.ndarray:
