@@ -47,7 +47,7 @@ class Story:
         if batch is not None:
             parts[:, 0] = batch
         bits = np.stack([self.bits, self.bits + 3])
-        self.bits = bits[1]
+        self.bits = bits[1].copy()
         record = HealthRecord(SERIES, values, bits, ("layer 1, query", "mu.embed"), parts)
         return self.watch.look(self.step, 2.0, 1.0, record, bool(np.isfinite(values).all()))
 
