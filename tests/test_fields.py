@@ -34,9 +34,10 @@ from meshwright.runs.run import Run
 from meshwright.runs.settle import settle
 from meshwright.sharding.params import named_leaves, trained_only
 from meshwright.step.device_run import DeviceRun
+from meshwright.step.eval_step import build_eval_step
 from meshwright.step.health import BITS, GRADIENT
 from meshwright.step.state import State
-from meshwright.step.train_step import build_eval_step, build_train_step
+from meshwright.step.train_step import build_train_step
 from meshwright.storage.tiers import LocalCheckpoints
 from meshwright.trainer import loop, parity, prepare
 
