@@ -243,13 +243,14 @@ def _global_norm(device_run: DeviceRun, grads: Tree) -> jax.Array:
 
     norm² = sum over devices and elements g of  g² / (number of devices that have g)
     """
-    shape = device_run.layout.shape
     placements = trained_only(device_run.layout.params, device_run.layout.placements)
+    devices = jax.lax.axis_size(tuple(AXES))
     treedef: Any
     leaves, treedef = jax.tree.flatten(grads)
     squares: Any = 0
     for g, placement in zip(leaves, treedef.flatten_up_to(placements), strict=True):
-        fraction = shape.over(axes_of(placement.optimizer)) / shape.size
+        shards = jax.lax.axis_size(axes_of(placement.optimizer))
+        fraction = shards / devices
         squares = squares + jnp.sum(jnp.square(g.astype(jnp.float32))) * fraction
     return jnp.sqrt(all_reduce(jnp.asarray(squares), tuple(AXES)))
 
