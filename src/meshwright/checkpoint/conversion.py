@@ -370,8 +370,8 @@ def import_torch_checkpoint(
             f"its config.json is of {folder.architecture.name}, and names of {LLAMA_NAME} are known alone",
             "a Hugging Face folder, written by the program that saved it",
         )
-    heads, kv_heads = folder.model.heads, folder.model.kv_heads
-    tensors, notes = named_tensors(source, read_metadata(source), heads, kv_heads)
+    llama: Any = folder.model
+    tensors, notes = named_tensors(source, read_metadata(source), llama.heads, llama.kv_heads)
     described = {name: (found.tensor.code, found.tensor.shape) for name, found in tensors.items()}
     sizes = {name: tensor_bytes(code, shape) for name, (code, shape) in described.items()}
     plan = _FilePlan(described, split_into_files(sizes, largest_file))

@@ -14,7 +14,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -274,7 +274,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
     return value
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**60
 
 
@@ -432,7 +432,7 @@ def named_tensors(
             truth = f"{own_name!r} and {found[theirs].own_name!r} are the same tensor"
             raise WeightsError(f"converting {folder}", truth, "one of the two")
         found[theirs] = NamedTensor(own_name, tensor, count)
-    notes = ()
+    notes: tuple[str, ...] = ()
     if states:
         notes = (
             f"{len(states)} tensors of the training, such as {min(states)}, are not read: optimizer, counters, buffers",
