@@ -7,7 +7,7 @@ tokens. With adapters the reference is the frozen base, computed without them; o
 parameters in the compute dtype, the subtree `reference`. It is a second forward pass, without dropout or gradient.
 
 A sequence holds complete pairs, the chosen answer with its prompt in an even segment and the rejected one in the odd
-segment after it (data/conversations.py), so a pair is never on two devices of the batch. With `context` the sums over
+segment after it (data/packing.py), so a pair is never on two devices of the batch. With `context` the sums over
 positions are one all-reduce of a number per pair.
 """
 
@@ -22,9 +22,11 @@ import numpy as np
 from meshwright.comm.collectives import all_reduce
 from meshwright.data.batch import Batch
 from meshwright.models.adapters import AdapterGather
-from meshwright.models.blocks.layers import no_dropout, sorted_rows
+from meshwright.models.blocks.layers import no_dropout
+from meshwright.models.blocks.row_sums import sorted_rows
 from meshwright.models.model import Metrics
-from meshwright.sharding.params import REFERENCE, Tree
+from meshwright.sharding.params import Tree
+from meshwright.sharding.placed_params import REFERENCE
 
 if TYPE_CHECKING:
     from meshwright.models.forward import LocalModel

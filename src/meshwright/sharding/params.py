@@ -1,7 +1,7 @@
 """Parameters described before they exist: shape, dimension letters, initial values, role.
 
-Abstract arrays, shardings, initial values (sharding/initial_values.py), counts and the checkpoint's manifest are maps
-over one tree of `Param`s.
+Abstract arrays, shardings, initial values (sharding/initial_values.py), counts and the checkpoint's
+manifest are maps over one tree of `Param`s.
 """
 
 import dataclasses
@@ -12,13 +12,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
 from meshwright.comm.collectives import gather_param
 from meshwright.comm.hierarchical import Axes, DcnAxis
-from meshwright.config import MeshShape
-from meshwright.errors import ConfigError
-from meshwright.sharding.placement import Layout, Placements, notation, place_param, to_spec
+from meshwright.sharding.placement import Placements
 
 Tree = Any
 """Nested dictionary of Params, of arrays, or of Placements; all have the same keys."""
@@ -31,16 +28,18 @@ LOW_PRECISION_ROLES: tuple[Role, ...] = ("qkv", "attention_out", "ffn_in", "ffn_
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-    """One parameter: its shape, a dimension letter for each dimension (words.py), and its initial values."""
+    """One parameter: its shape, its dimension letters (words.py), and its initial values."""
 
     shape: tuple[int, ...]
     dims: str
     init: Literal["normal", "zeros", "ones", "log_uniform"] = "normal"
-    """`log_uniform` is the logarithm of a number between 0.01 and 16 (decay rates of linear attention)."""
+    """`log_uniform` is the logarithm of a number between 0.01 and 16 (decay rates of linear
+    attention)."""
     std: float = 0.02
     """Standard deviation of `normal`."""
     rows: int | None = None
-    """Rows of the first dimension without padding; padding rows are zero and stay zero. None has no padding."""
+    """Rows of the first dimension without padding; padding rows are zero and stay zero. None has no
+    padding."""
     precision: Literal["compute", "float32", "bfloat16", "float16"] = "compute"
     """Dtype of the gathered weight: the run's compute dtype, or always this one."""
     role: Role | None = None
@@ -54,7 +53,8 @@ class Param:
     packed: int | None = None
     """Dimension of which an element at rest holds two (4 bits each); None where each holds one."""
     order: tuple[int, ...] | None = None
-    """Layer in each row of a stack, where rows follow the pipeline stages; NO_LAYER is a padding row of zeros."""
+    """Layer in each row of a stack, where rows follow the pipeline stages; NO_LAYER is a padding
+    row of zeros."""
 
     @property
     def logical_shape(self) -> tuple[int, ...]:
@@ -78,7 +78,10 @@ def is_low_precision(p: Param) -> bool:
 
 
 def is_low_precision_expert(p: Param) -> bool:
-    """Whether the grouped matmuls of a weight are in low precision, where the machine has a kernel for them."""
+    """Whether the grouped matmuls of a weight are in low precision.
+
+    The machine needs a kernel for them.
+    """
     return p.role in LOW_PRECISION_ROLES and "E" in p.dims
 
 
@@ -87,41 +90,21 @@ def tree_map(f: Callable[..., Any], params: Tree, *rest: Tree) -> Tree:
     return jax.tree.map(f, params, *rest, is_leaf=is_param)
 
 
-def frozen_params(params: Tree, dtype: Stored) -> Tree:
-    """Returns the descriptions of a copy that training leaves as it is, kept in `dtype`, or float32 where it has to."""
-    return tree_map(
-        lambda p: dataclasses.replace(
-            p, frozen=True, stored="float32" if p.precision == "float32" else dtype
-        ),
-        params,
-    )
-
-
-REFERENCE = "reference"
-"""Subtree of the parameters with a frozen copy of all others, of models that learn preferences."""
-
-
-def with_reference(params: Tree, shardings: Tree, described: Tree) -> Tree:
-    """Returns parameters with the copy that is their reference. shardings, described: of all of them."""
-    own = {path: tree for path, tree in params.items() if path != REFERENCE}
-    types = tree_map(lambda p: p.stored, described[REFERENCE])
-    copy = jax.jit(
-        lambda own: jax.tree.map(lambda w, dtype: w.astype(dtype), own, types),
-        out_shardings=shardings[REFERENCE],
-    )
-    return {**own, REFERENCE: copy(own)}
-
-
 def trained_only(params: Tree, tree: Tree) -> Tree:
-    """Returns `tree` with None at frozen parameters. params: descriptions.
+    """Returns `tree` with None at frozen parameters.
 
-    JAX takes None for a tree without leaves: gradients and optimizer state of the result have only the other leaves.
+    params: descriptions.
+    JAX takes None for a tree without leaves: gradients and optimizer state of the result have only
+    the other leaves.
     """
     return tree_map(lambda p, x: None if p.frozen else x, params, tree)
 
 
 def with_frozen(params: Tree, trained: Tree, all_params: Tree) -> Tree:
-    """Returns `trained` with the frozen leaves of `all_params` where it has None. params: descriptions."""
+    """Returns `trained` with the frozen leaves of `all_params` where it has None.
+
+    params: descriptions.
+    """
     return tree_map(lambda p, new, old: old if p.frozen else new, params, trained, all_params)
 
 
@@ -134,7 +117,10 @@ def named_leaves(params: Tree) -> dict[str, Any]:
 
 
 def count_params(params: Tree) -> int:
-    """Counts parameters, without the padding of vocabulary and stacks, and without scales of quantised ones."""
+    """Counts parameters, without padding of vocabulary and stacks.
+
+    Scales of quantized parameters do not count.
+    """
     return sum(
         p.size // p.shape[0] * (p.logical_shape[0] if p.rows is None else p.rows)
         for path, p in named_leaves(params).items()
@@ -142,42 +128,11 @@ def count_params(params: Tree) -> int:
     )
 
 
-def reorder_stacks(params: Tree, orders: dict[str, tuple[int, ...]]) -> Tree:
-    """Returns `params` with the rows of each stack in the order given for its subtree."""
-
-    def reorder(p: Param, order: tuple[int, ...]) -> Param:
-        if order == tuple(range(p.shape[0])):
-            return p
-        return dataclasses.replace(p, shape=(len(order), *p.shape[1:]), order=order)
-
-    def subtree(path: str, tree: Tree) -> Tree:
-        return tree_map(lambda p: reorder(p, orders[path]), tree) if path in orders else tree
-
-    return {path: subtree(path, tree) for path, tree in params.items()}
-
-
-def place_params(params: Tree, *, layout: Layout, mesh: MeshShape, min_size: int) -> Tree:
-    """Returns the same tree of Placements. Raises ConfigError with the first tensor that does not divide."""
-    treedef: Any
-    flat, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_param)
-
-    def place(path: str, p: Param) -> Placements:
-        try:
-            return place_param(path, p.shape, p.dims, layout=layout, mesh=mesh, min_size=min_size)
-        except ConfigError:
-            # Adapters and scales are small: if no dimension divides, they are replicated.
-            if p.role != "adapter" and not path.endswith(".scales"):
-                raise
-            return place_param(path, p.shape, p.dims, layout=layout, mesh=mesh, min_size=p.size + 1)
-
-    placements = [
-        place(jax.tree_util.keystr(path, simple=True, separator="."), p) for path, p in flat
-    ]
-    return treedef.unflatten(placements)
-
-
 def rows_to_layers(p: Param, x: Any) -> Any:
-    """Returns `x`, whose rows are those of `p`, with one row per layer in order. x: a NumPy or JAX array."""
+    """Returns `x`, whose rows are those of `p`, with one row per layer in order.
+
+    x: NumPy or JAX array.
+    """
     if p.order is None:
         return x
     return x[np.array([p.order.index(layer) for layer in range(max(p.order) + 1)])]
@@ -192,19 +147,13 @@ def layers_to_rows(p: Param, x: Any) -> Any:
 
 
 def row_mask(p: Param) -> jax.Array:
-    """Returns whether a row of a parameter is no padding, of a shape that its array is multiplied by."""
+    """Returns a mask of the rows of a parameter that are not padding.
+
+    Its shape is one to multiply the array by.
+    """
     rows = np.arange(p.shape[0]) if p.order is None else np.array(p.order)
     mask = (rows >= 0) & (rows < (p.shape[0] if p.rows is None else p.rows))
     return jnp.asarray(mask).reshape(-1, *(1,) * (len(p.shape) - 1))
-
-
-def shardings(mesh: Mesh, placed: Tree, which: Literal["at_rest", "optimizer"]) -> Tree:
-    """Returns the same tree of NamedShardings. placed: tree of Placements; which: its field."""
-    return jax.tree.map(
-        lambda p: NamedSharding(mesh, to_spec(getattr(p, which))),
-        placed,
-        is_leaf=lambda x: isinstance(x, Placements),
-    )
 
 
 class RoundedParam(NamedTuple):
@@ -233,8 +182,9 @@ class GatherParams:
         params: the sharded parameters of that subtree.
         """
 
-        def gather(names: Any, w: jax.Array, how: _Gathers) -> jax.Array:
-            # The scope is the parameter's name in the compiled program, by which the census finds it.
+        def gather(names: Any, w: jax.Array, how: ParamGathers) -> jax.Array:
+            # The scope is the parameter's name in the compiled program, by which the census finds
+            # it.
             with jax.named_scope(".".join((path, *(key.key for key in names)))):
                 return gather_param(
                     w, how.gathers, how.dtype or self.compute_dtype, self.reduce_dtype, self.dcn
@@ -243,8 +193,9 @@ class GatherParams:
         return jax.tree_util.tree_map_with_path(gather, params, self.gathers[path])
 
     def rounded(self, params: Tree, path: str) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """Returns low-precision values and scales of a stack, by name, which layers get in a `RoundedParam`.
+        """Returns low-precision values and scales of a stack, by name.
 
+        Layers get them in a `RoundedParam`.
         Parameters that are gathered have none.
         """
         return {}
@@ -257,58 +208,11 @@ class GatherParams:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Gathers:
+class ParamGathers:
+    """All-gathers that lead from a parameter at rest to its weight."""
+
     gathers: tuple[tuple[Axes, int | None], ...]
-    """Axes and dimension of each all-gather, in order; dimensions are counted without the layers. A dimension of None
-    stands for the axes over which the backward pass sums the gradient."""
+    """Axes and dimension of each all-gather, in order; dimensions are counted without the layers. A
+    dimension of None stands for the axes over which the backward pass sums the gradient."""
     dtype: Any
     """Dtype of the weight; None is the compute dtype."""
-
-
-def plan_gathers(
-    params: Tree,
-    placed: Tree,
-    *,
-    compute_dtype: Any,
-    reduce_dtype: Any,
-    dcn: DcnAxis,
-    summed: Tree | None = None,
-) -> GatherParams:
-    """Plans the all-gathers that lead from `at_rest` to `in_use`, one for each dimension that is sharded further.
-
-    placed: tree of Placements.  summed: tree of the axes over which the backward pass sums a gradient; None sums over
-    none. Raises ConfigError for placements that no all-gather connects.
-    """
-
-    def plan(path: Any, p: Param, placements: Placements, sum_over: Axes = ()) -> _Gathers:
-        gathers: list[tuple[Axes, int | None]] = []
-        for i, (sharded, used) in enumerate(
-            zip(placements.at_rest, placements.in_use, strict=True)
-        ):
-            if sharded[: len(used)] != used or (sharded != used and p.dims[i] == "L"):
-                name = jax.tree_util.keystr(path, simple=True, separator=".")
-                raise ConfigError(
-                    f"{name} as {notation('w', p.dims, placements.at_rest)} at rest and "
-                    f"{notation('w', p.dims, placements.in_use)} in use",
-                    f"an all-gather removes the last axes of a dimension, and not those of layers: {p.dims[i]}",
-                    "a layout whose placement at rest adds axes to the one in use",
-                )
-            if sharded != used:
-                gathers.append((sharded[len(used) :], i - p.dims.count("L")))
-        # Over DCN first, while the array is small.
-        gathers.sort(key=lambda gather: dcn.axis not in gather[0])
-        # First forwards, last backwards: of the scattered gradient the sum moves least.
-        gathers = [(sum_over, None), *gathers] if sum_over else gathers
-        # Quantised weights travel as they are.
-        kept = (
-            p.stored
-            if p.stored in ("int8", "uint8")
-            else None
-            if p.precision == "compute"
-            else p.precision
-        )
-        return _Gathers(tuple(gathers), kept)
-
-    trees = (placed,) if summed is None else (placed, summed)
-    gathers = jax.tree_util.tree_map_with_path(plan, params, *trees, is_leaf=is_param)
-    return GatherParams(gathers, compute_dtype, reduce_dtype, dcn)
