@@ -136,7 +136,7 @@ def read_metadata(folder: Path) -> dict[str, TorchTensor]:
         for name, tensor in tensors.items():
             _check_tensor(name, tensor)
     except (OSError, ValueError) as error:
-        truth = reason_of(error) if isinstance(error, OSError) else str(error)
+        truth = reason_of(error)
         raise by_class(error, WeightsError(f"reading {file}", truth, _FIX)) from error
     return tensors
 
@@ -328,7 +328,7 @@ def read_chunk(name: str, code: str, chunk: Chunk) -> np.ndarray:
         NotImplementedError,
         zipfile.BadZipFile,
     ) as error:
-        truth = reason_of(error) if isinstance(error, OSError) else str(error)
+        truth = reason_of(error)
         asked = f"reading {name} in {chunk.file}, from byte {chunk.start:,} on"
         raise by_class(error, WeightsError(asked, truth, _FIX)) from error
 
