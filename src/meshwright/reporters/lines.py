@@ -1,6 +1,7 @@
 """Files of lines that grow: added to, cut at their end, and read from there.
 
-What is asked of the newest lines does not cost the whole file. In a bucket they are `bucket.Segments`.
+What is asked of the newest lines does not cost the whole file. In a bucket they are
+`bucket.Segments`.
 """
 
 import os
@@ -68,7 +69,10 @@ class LocalLines:
         return self._file.write(data)
 
     def cut(self, keep: Callable[[str], bool]) -> None:
-        """Drops lines at the end until `keep` holds for the last one: only those are read, and nothing is rewritten."""
+        """Drops lines at the end until `keep` holds for the last one.
+
+        Only those are read, and nothing is rewritten.
+        """
         end = 0
         for start, line in _reversed(self._read, self.position):
             if keep(line.decode("utf-8", "replace")):
@@ -96,7 +100,10 @@ class LocalLines:
 
 
 def reversed_lines(file: Path) -> Iterator[str]:
-    """Yields the lines of a file from the last to the first. Raises OSError, and ValueError for a pipe or a device."""
+    """Yields the lines of a file from the last to the first.
+
+    Raises OSError, and ValueError for a pipe or a device.
+    """
     if in_bucket(file):
         yield from bucket_path(file).reversed_lines()
         return
@@ -111,7 +118,7 @@ def reversed_lines(file: Path) -> Iterator[str]:
 
 
 def _reversed(read: Callable[[int, int], bytes], size: int) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines that are not empty from the last to the first, each with the byte at which it begins.
+    """Yields the lines that are not empty, last to first, each with the byte at which it begins.
 
     read: returns the bytes at a place, so many.  size: of the file in bytes.
     """

@@ -23,7 +23,7 @@ from typing import Any
 import tensorstore
 
 from meshwright.activity import Activity, watched_by
-from meshwright.errors import StorageError
+from meshwright.errors import StorageError, reason_of
 from meshwright.statuses import BucketFailure, bucket_failure, statuses_of
 
 RETRIES = 12
@@ -421,8 +421,7 @@ def storage_error(asked: str, error: Exception) -> StorageError:
     """Returns the error of a request that a bucket refused: what is missing, and where it is given."""
     failure = bucket_failure(error)
     if failure is None:
-        truth = (str(error).splitlines() or [type(error).__name__])[0][:300]
-        return StorageError(asked, truth, "see `Buckets` in the docs")
+        return StorageError(asked, reason_of(error), "see `Buckets` in the docs")
     truth, fix = _REASONS[failure]
     return StorageError(asked, truth, fix)
 

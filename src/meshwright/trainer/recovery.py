@@ -26,7 +26,7 @@ from meshwright.checkpoint.manifest import Manifest, manifest_of
 from meshwright.checkpoint.steps import committed_steps
 from meshwright.data.batch import ramp_of
 from meshwright.documents import read_json
-from meshwright.errors import CheckpointError, ConfigError, TrainingError, by_class
+from meshwright.errors import CheckpointError, ConfigError, TrainingError, by_class, reason_of
 from meshwright.hardware.agreement import answer_of_the_first, flatten
 from meshwright.reporters.files import last_start, last_step
 from meshwright.runs.fields import may_change
@@ -233,7 +233,7 @@ def _skipped_records(out: Path) -> list[dict[str, Any]]:
             record["number"] = int(record["number"])
             record["identity"] = str(record.get("identity", ""))
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        truth = f"{SKIPPED} cannot be read: {error}"
+        truth = f"{SKIPPED} cannot be read: {reason_of(error)}"
         raise by_class(
             error,
             CheckpointError(f"the samples that {out} leaves out", truth, "repair or remove it"),

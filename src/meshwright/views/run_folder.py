@@ -37,10 +37,12 @@ _Point = tuple[int, float, float]
 
 
 class Curve:
-    """Values of one metric by step, in the order of the file, in memory that does not grow with the run.
+    """Values of one metric by step, in the order of the file.
 
-    Up to `2 * _STRETCHES` points all are kept. Of more, each stretch of equally many points keeps its first, its least
-    and its greatest, and the last point of all is kept; when there are too many stretches, neighbors become one.
+    Its memory does not grow with the run.
+    Up to `2 * _STRETCHES` points all are kept. Of more, each stretch of equally many points keeps
+    its first, its least and its greatest, and the last point of all is kept; when there are too
+    many stretches, neighbors become one.
     """
 
     def __init__(self) -> None:
@@ -182,7 +184,8 @@ class RunFolder:
     def _add_metrics(self, record: dict[str, Any]) -> None:
         step = int(record.pop("step"))
         for name, value in record.items():
-            # The writer has null for what is not finite; a number that is neither comes from elsewhere.
+            # The writer has null for what is not finite; a number that is neither comes from
+            # elsewhere.
             number = math.nan if value is None else real(value)
             if number is None:
                 continue
@@ -218,11 +221,17 @@ class RunFolder:
         self.recent_events.append(record)
 
     def events_of(self, kind: str) -> list[dict[str, Any]]:
-        """Returns the events of a kind, in their order; of very many those spread over the run, and the last."""
+        """Returns the events of a kind, in order.
+
+        Of very many, those spread over the run, and the last.
+        """
         return self._of_a_kind[kind].events() if kind in self._of_a_kind else []
 
     def last_written(self, name: str) -> float | None:
-        """Returns the time at which a file of the folder was written; None where there is none, or no such time."""
+        """Returns the time at which a file of the folder was written.
+
+        None without the file or its time.
+        """
         if in_bucket(self.folder):
             return None
         try:
@@ -327,22 +336,33 @@ def open_folders(paths: Iterable[Path]) -> list[RunFolder]:
 
 
 def flat_fields(record: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Returns the fields of nested JSON values under dotted names, each as text; a mesh is one field."""
+    """Returns nested JSON values by dotted name, each as text.
+
+    A mesh is one field.
+    """
     found: dict[str, str] = {}
     for name, value in record.items():
-        if name == "mesh" and isinstance(value, Mapping):  # over one slice, no axis crosses slices
-            crossed = value.get("slices", 1) != 1
-            degrees = [
-                f"{a}={n}"
-                for a, n in value.items()
-                if n not in (1, None) and (crossed or a != "dcn_axis")
-            ]
-            found[f"{prefix}{name}"] = ",".join(degrees) or "data=1"
+        if name == "mesh" and isinstance(value, Mapping):
+            found[f"{prefix}{name}"] = _mesh_text(value)
         elif isinstance(value, Mapping):
             found |= flat_fields(value, f"{prefix}{name}.")
         else:
-            text = (
-                value if isinstance(value, str) else "none" if value is None else json.dumps(value)
-            )
-            found[f"{prefix}{name}"] = text
+            found[f"{prefix}{name}"] = _value_text(value)
     return found
+
+
+def _value_text(value: Any) -> str:
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _mesh_text(mesh: Mapping[str, Any]) -> str:
+    """Formats the degrees of a mesh other than 1: `fsdp=4,tensor=2`."""
+    crosses_slices = mesh.get("slices", 1) != 1
+    degrees = []
+    for axis, degree in mesh.items():
+        if degree in (1, None) or (axis == "dcn_axis" and not crosses_slices):
+            continue
+        degrees.append(f"{axis}={degree}")
+    return ",".join(degrees) or "data=1"
