@@ -513,7 +513,7 @@ READ_BY = {
     "launching/supervise.py:_read": "start",
     "planner/offers.py:read_prices": "prices",
     "planner/plan_file.py:is_plan": "plan",
-    "reporters/files.py:_step_of": "metrics",
+    "reporters/files.py:step_of_line": "metrics",
     "reporters/files.py:last_start": "events",
     "runs/run_file.py:read_unique_json": "run",
     "storage/transfer.py:_link_known": "copy of a bucket",

@@ -244,6 +244,11 @@ class Training(Ranged, part="training"):
     """Largest size of the logits on a device, in MiB; the loss is computed over chunks of tokens."""
     log_every: Annotated[PositiveInt, changes("loop")] = 1
     """Steps between lines of the metrics file."""
+    health: Annotated[bool, changes("program", "loop")] = True
+    """Measure every tensor in every step: norms of gradients, parameters and updates, the residual stream, attention
+    and routers of each layer (docs/health.md)."""
+    health_every: Annotated[PositiveInt, changes("loop")] = 10
+    """Steps between two records of health.jsonl."""
     eval_every: Annotated[NonNegativeInt, changes("loop")] = 0
     """Steps between evaluations on held-out text; 0 evaluates only at the end."""
     eval_samples: Annotated[NonNegativeInt, changes("evaluation", "loop"), TEXT_ONLY] = 256

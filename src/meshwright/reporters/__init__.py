@@ -24,7 +24,8 @@ class Reporter(Protocol):
 
     Anything with these two methods is one.
     Further methods are called where a reporter has them: `sample(step, text)` with text from the
-    model, and `rewind(step)` where the run goes on after an earlier step, at the start of a resumed
+    model, `health(step, record)` with the health of every tensor (`reporters.health.HealthRecord`),
+    and `rewind(step)` where the run goes on after an earlier step, at the start of a resumed
     run and when a run returns to a checkpoint. What was written of later steps is then void, and
     those steps are written again. A destination that can delete has one value for each step and
     metric; one that cannot marks the return, and the last value is the one that counts.
@@ -91,6 +92,9 @@ class _Checked:
 
     def sample(self, step: int, text: str) -> None:
         self._call("sample", f"the sample of step {step}", step, text)
+
+    def health(self, step: int, record: Any) -> None:
+        self._call("health", f"the health of step {step}", step, record)
 
     def close(self) -> None:
         self._call("close", "closing")

@@ -65,7 +65,7 @@ class JsonLines:
             print(f"{self._path}: {reason_of(error)}; moved to {aside.name}", file=sys.stderr)
             rename(self._path, aside, below=self._path.parent)
             lines = open_lines(self._path)
-        lines.cut(lambda line: _step_of(line) <= upto)
+        lines.cut(lambda line: step_of_line(line) <= upto)
         return lines
 
     def _find_hole(self, upto: int, every: int, since: Any) -> str:
@@ -76,7 +76,7 @@ class JsonLines:
             if 0 <= known <= self._file.position and reached <= upto:
                 position, before = known, float(reached)
         gaps = list[tuple[float, float]]()
-        steps = (_step_of(line) for line in self._file.lines(position) if '"loss"' in line)
+        steps = (step_of_line(line) for line in self._file.lines(position) if '"loss"' in line)
         for step in itertools.chain(steps, [upto + 1]):
             if before + every < step <= upto + 1:
                 gaps.append((before, step))
@@ -93,7 +93,7 @@ class JsonLines:
     def rewind(self, step: int) -> None:
         """Drops the lines of steps after `step`, which are taken again."""
         self._drain()
-        self._file.cut(lambda line: _step_of(line) <= step)
+        self._file.cut(lambda line: step_of_line(line) <= step)
 
     def write(self, step: int, values: Values) -> None:
         """Appends the line of a step."""
@@ -115,7 +115,8 @@ class JsonLines:
         self._file.close()
 
 
-def _step_of(line: str) -> float:
+def step_of_line(line: str) -> float:
+    """Returns the step of a line; infinity for one without."""
     step = None
     with contextlib.suppress(ValueError):
         record = parse_json(line)
@@ -150,7 +151,7 @@ def last_step(out: Path) -> int:
     """
     try:
         for line in reversed_lines(out / "metrics.jsonl"):
-            step = _step_of(line)
+            step = step_of_line(line)
             if math.isfinite(step):
                 return int(step)
     except (OSError, ValueError) as error:

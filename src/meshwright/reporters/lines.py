@@ -12,7 +12,7 @@ from typing import Protocol, cast
 from meshwright.documents import open_bytes
 from meshwright.storage.attempts import attempt
 from meshwright.storage.paths import bucket_path, in_bucket
-from meshwright.storage.writing import open_file
+from meshwright.storage.writing import open_file, write_atomically
 
 _PART = 2**16
 """Bytes that are read at a time."""
@@ -28,8 +28,17 @@ class Lines(Protocol):
         """Where the next line goes, for `lines`."""
         ...
 
+    @property
+    def size(self) -> int:
+        """Bytes, of an object in a bucket those since it was opened."""
+        ...
+
     def write(self, data: bytes) -> int:
         """Adds bytes; returns how many were taken. Raises OSError."""
+        ...
+
+    def thin(self, keep: Callable[[str], bool]) -> int:
+        """Drops the lines for which `keep` does not hold, asked in order; returns the bytes that are left."""
         ...
 
     def cut(self, keep: Callable[[str], bool]) -> None:
@@ -63,6 +72,21 @@ class LocalLines:
     def position(self) -> int:
         """Size of the file in bytes."""
         return os.fstat(self._file.fileno()).st_size
+
+    @property
+    def size(self) -> int:
+        """Size of the file in bytes."""
+        return self.position
+
+    def thin(self, keep: Callable[[str], bool]) -> int:
+        """Replaces the file by one with the lines for which `keep` holds; returns its bytes. Raises OSError."""
+        kept = [line for line in self.lines(0) if keep(line)]
+        data = "".join(f"{line}\n" for line in kept).encode()
+        file = Path(self.name)
+        write_atomically(file, data)
+        self._file.close()
+        self._file = open_file(file, "ab+", buffering=0)
+        return len(data)
 
     def write(self, data: bytes) -> int:
         """Adds bytes at the end; returns how many were taken. Raises OSError."""

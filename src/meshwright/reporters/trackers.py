@@ -15,6 +15,7 @@ from typing import Any
 from meshwright.documents import read_json
 from meshwright.errors import ConfigError
 from meshwright.reporters import Values
+from meshwright.reporters.health import HealthRecord
 from meshwright.storage.writing import write_atomically
 
 PROJECT = "meshwright"
@@ -49,6 +50,9 @@ class _TensorBoard:
     def write(self, step: int, values: Values) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+
+    def health(self, step: int, record: HealthRecord) -> None:
+        self.write(step, record.curves())
 
     def sample(self, step: int, text: str) -> None:
         self._writer.add_text("sample", _indented(text), step)
@@ -98,6 +102,9 @@ class _WeightsAndBiases:
 
     def write(self, step: int, values: Values) -> None:
         self._run.log({"step": step, **values})
+
+    def health(self, step: int, record: HealthRecord) -> None:
+        self.write(step, record.curves())
 
     def sample(self, step: int, text: str) -> None:
         self._run.log(

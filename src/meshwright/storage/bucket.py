@@ -316,6 +316,8 @@ class Segments(io.RawIOBase):
                 self._numbers.insert(0, 0)
             path.unlink(missing_ok=True)
         self._waiting, self._put_at = b"", time.monotonic()
+        self.size = 0
+        """Bytes that were written since it was opened, or that `thin` left."""
         self._watching = contextlib.ExitStack()
         self._watching.enter_context(watched_by(self))
 
@@ -340,6 +342,7 @@ class Segments(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Adds bytes to what waits, and puts that where it has waited long enough."""
         content = bytes(data)
+        self.size += len(content)
         self._waiting += content
         if time.monotonic() - self._put_at >= INTERVAL:
             with contextlib.suppress(StorageError):
@@ -375,6 +378,24 @@ class Segments(io.RawIOBase):
             if rest != content:
                 segment.write_bytes(rest)
             return
+
+    def thin(self, keep: Callable[[str], bool]) -> int:
+        """Drops the lines for which `keep` does not hold, segment by segment; returns the bytes that are left."""
+        self.put()
+        size = 0
+        for number in list(self._numbers):
+            segment = self._folder / f"{number:010d}"
+            content = segment.read_bytes()
+            lines = content.decode("utf-8", "replace").splitlines()
+            rest = "".join(f"{line}\n" for line in lines if keep(line)).encode()
+            size += len(rest)
+            if rest and rest != content:
+                segment.write_bytes(rest)
+            elif not rest:
+                segment.unlink(missing_ok=True)
+                self._numbers.remove(number)
+        self.size = size
+        return size
 
     def lines(self, position: int) -> Iterator[str]:
         """Yields the lines from segment `position` on."""

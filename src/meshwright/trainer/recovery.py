@@ -434,7 +434,7 @@ def handle_bad_step(
         say(f"step {bad.step}: {bad.reason}; its update is left out, and {folder} has its batch")
         return healed(state, bad.step)
 
-    first = _index_in_stream(position)
+    first = index_in_stream(position)
     number = jax.tree.leaves(batch)[0].shape[0]
     if jax.process_index() == 0:
         record = {
@@ -476,7 +476,7 @@ def _stopped(
     )
 
 
-def _index_in_stream(position: Position) -> int:
+def index_in_stream(position: Position) -> int:
     """Returns the index of the next sample: the cursor does not count those that are left out."""
     index = position.cursor
     for first, number in position.skipped:

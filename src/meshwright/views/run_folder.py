@@ -14,6 +14,8 @@ from typing import Any
 from meshwright.documents import check_inside, parse_json, read_json, step_of
 from meshwright.errors import ConfigError
 from meshwright.reporters.followed import follow_lines
+from meshwright.reporters.health import NAME as HEALTH_FILE
+from meshwright.reporters.health import History
 from meshwright.storage.paths import bucket_path, in_bucket
 
 _DOCUMENTS = ("run.json", "foresight.json", "profile.json")
@@ -124,6 +126,9 @@ class RunFolder:
         """What could not be read, by what it is, with its number."""
         self._metrics = follow_lines(folder / _METRICS)
         self._log = follow_lines(folder / _EVENTS)
+        self._health_lines = follow_lines(folder / HEALTH_FILE)
+        self.health = History()
+        """Health of the tensors by step."""
         self._forget_events()
 
     def _forget_events(self) -> None:
@@ -159,6 +164,11 @@ class RunFolder:
             self._forget_left_out(_EVENTS)
         for record in self._records(lines, _EVENTS):
             self._add_event(record)
+        anew, lines = self._health_lines.read()
+        if anew:
+            self.health = History()
+            self._forget_left_out(HEALTH_FILE)
+        self.left_out += self.health.read(self._records(lines, HEALTH_FILE))
 
     def _forget_left_out(self, file: str) -> None:
         for what in [what for what in self.left_out if file in what]:
@@ -242,7 +252,11 @@ class RunFolder:
     @property
     def version(self) -> tuple[Any, ...]:
         """Numbers that change when what is shown does."""
-        found: list[Any] = [self._metrics.version, self._log.version]
+        found: list[Any] = [
+            self._metrics.version,
+            self._log.version,
+            self._health_lines.version,
+        ]
         for name in _DOCUMENTS:
             file = self.folder / name
             try:

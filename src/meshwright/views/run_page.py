@@ -33,6 +33,7 @@ from meshwright.views.blocks import (
 )
 from meshwright.views.charts import Axis, Chart, Mark, Series
 from meshwright.views.colours import series_colour
+from meshwright.views.health_blocks import health_blocks
 from meshwright.views.report import Live, Report, Section
 from meshwright.views.run_folder import Curve, RunFolder, flat_fields, objects, real
 from meshwright.views.run_goodput import goodput_of
@@ -89,6 +90,8 @@ def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
     sections = [
         Section("Overview", [_overview(folders), *_left_out(folders)]),
         Section("Curves", [charts]),
+        Section("First bad tensor", _first_tensors(folders), "Who was first, step by step."),
+        *_health_sections(folders),
         Section("Time", _times(folders), "Where the seconds between one step and the next go."),
         Section(
             "Goodput",
@@ -126,6 +129,29 @@ def _tab(folders: Sequence[RunFolder]) -> str:
     if not loss.count:
         return ""
     return f"step {loss.last_step:,}, loss {loss.recent[-1]:.4f}, {folders[0].name}"
+
+
+def _first_tensors(folders: Sequence[RunFolder]) -> list[Block]:
+    """Returns the lines that runs have said of their bad steps."""
+    blocks: list[Block] = []
+    for folder in folders:
+        prefix = f"{folder.name}, " if len(folders) > 1 else ""
+        for event in folder.events_of("first tensor"):
+            lines = event.get("lines")
+            if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
+                title = f"{prefix}step {int(real(event.get('bad')) or 0):,}"
+                blocks.append(Text(lines, tone="bad", title=title))
+    return blocks
+
+
+def _health_sections(folders: Sequence[RunFolder]) -> list[Section]:
+    """Returns a section with the health of each run that has some."""
+    lead = "Every tensor by layer and step, over its own history."
+    sections = []
+    for folder in folders:
+        name = "Health" if len(folders) == 1 else f"Health, {folder.name}"
+        sections.append(Section(name, health_blocks(folder.health), lead))
+    return sections
 
 
 def _lead(folders: Sequence[RunFolder]) -> str:
