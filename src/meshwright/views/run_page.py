@@ -122,7 +122,7 @@ def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
 
 
 def _tab(folders: Sequence[RunFolder]) -> str:
-    """Returns step and loss for the tab of somebody who watches: `step 1,200, loss 2.3145, mine`."""
+    """Returns the title of the tab, which has step and loss: `step 1,200, loss 2.3145, mine`."""
     if len(folders) > 1:
         return ""
     loss = folders[0].curves.get("loss", Curve())
