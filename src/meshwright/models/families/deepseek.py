@@ -16,7 +16,7 @@ from meshwright.config import MeshShape
 from meshwright.declarations import changes
 from meshwright.models.blocks.latent import LatentAttention
 from meshwright.models.blocks.layers import Norm, linear
-from meshwright.models.blocks.rotary import LatentYarn, Rotary, RotaryBase
+from meshwright.models.blocks.rotary import LatentYarn, Rotary, RotaryBase, Temperature
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.expert_fields import DenseLayersFirst
 from meshwright.models.model import MTP, ForwardContext, LatentSpec, Layer, ModelSpec
@@ -64,6 +64,11 @@ class Deepseek(DenseLayersFirst):
         """Bias of the router: with sigmoid scores, as the released weights of DeepSeek-V3 have it."""
         return "choice" if self.router_score == "sigmoid" else super().router_bias
 
+    @property
+    def temperature(self) -> Temperature | None:
+        """Growth of queries with their position; None for none."""
+        return None
+
     def build(self) -> Decoder:
         """Returns the dense layers, then the layers with experts."""
         latent = LatentSpec(
@@ -72,7 +77,13 @@ class Deepseek(DenseLayersFirst):
         size, field = self.qk_rope_head_dim, "qk_rope_head_dim"
         rotary = Rotary(size, self.rope_theta, self.yarn, pairs="neighbours", field=field)
         attention = LatentAttention(
-            self.width, self.heads, self.qk_nope_head_dim, latent, rotary, self.out_std
+            self.width,
+            self.heads,
+            self.qk_nope_head_dim,
+            latent,
+            rotary,
+            self.out_std,
+            self.temperature,
         )
         return self.dense_then_experts(attention, Norm("rms", self.norm_epsilon))
 
