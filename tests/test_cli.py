@@ -30,7 +30,7 @@ from meshwright.cli.output import write_json
 from meshwright.cli.parse import options_of
 from meshwright.cli.verbs import parse_verb
 from meshwright.errors import ConfigError, MeshwrightError, TrainingError
-from meshwright.models.blocks.rotary import Yarn
+from meshwright.models.blocks.yarn import Yarn
 from meshwright.runs.catalogue import parameters_of
 from meshwright.runs.recipe import change_fields, find_recipe
 from meshwright.words import AXES

@@ -21,7 +21,8 @@ from meshwright.runs.catalogue import list_recipes, parameters_of
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.sharding.layouts import LAYOUTS, MEGATRON, find_layout
-from meshwright.sharding.params import Param, count_params, named_leaves, plan_gathers
+from meshwright.sharding.params import Param, count_params, named_leaves
+from meshwright.sharding.placed_params import plan_gathers
 from meshwright.sharding.placement import (
     Layout,
     Placements,

@@ -18,11 +18,12 @@ from tiny_runs import (
 )
 
 import meshwright as mw
-from meshwright.models.blocks.rotary import RopeScaling, Yarn
+from meshwright.models.blocks.rotary import RopeScaling
+from meshwright.models.blocks.yarn import Yarn
 from meshwright.models.flops import layer_flops
 from meshwright.models.layer_scan import join, scan_layers, sections
 from meshwright.runs.placed_run import place_run
-from meshwright.sharding.stages import assign_layers, loop_placement
+from meshwright.sharding.layer_cuts import assign_layers, loop_placement
 from meshwright.step.train_step import build_train_step
 from xlacensus.jaxprs import all_jaxprs
 

@@ -39,7 +39,7 @@ from meshwright.hugging_face.config_fields import (
 from meshwright.hugging_face.names import LLAMA, Names, StoredTensor, locate_tensors
 from meshwright.hugging_face.quantised import FP8, MXFP4
 from meshwright.hugging_face.safetensors_files import tensor_names
-from meshwright.models.blocks.rotary import LatentYarn
+from meshwright.models.blocks.yarn import LatentYarn
 from meshwright.models.decoder import head_size_of
 from meshwright.models.families.arcee import Arcee
 from meshwright.models.families.deepseek import Deepseek

@@ -13,7 +13,8 @@ from typing import Any
 
 from meshwright.documents import check_inside, fix_of, read_json
 from meshwright.errors import WeightsError, by_class, reason_of
-from meshwright.models.blocks.rotary import LatentYarn, RopeScaling, Yarn
+from meshwright.models.blocks.rotary import RopeScaling
+from meshwright.models.blocks.yarn import LatentYarn, Yarn
 from meshwright.models.decoder import head_size_of
 
 REQUIRED: Any = object()

@@ -28,25 +28,29 @@ class OutOfDeviceMemory(TrainingError):
         truth = (
             "a device ran out of memory"
             if needed is None or available is None
-            else f"it needs {format_bytes(needed)}, and {available.where} has {format_bytes(available.bytes)}: "
+            else f"it needs {format_bytes(needed)}, and {available.where} has "
+            f"{format_bytes(available.bytes)}: "
             f"{format_bytes(needed - available.bytes)} too much"
         )
         super().__init__(asked, truth, fix)
 
 
 def shard_bytes(tree: Any) -> int:
-    """Returns the bytes of a tree's arrays on one device. tree: arrays or `ShapeDtypeStruct`s with shardings."""
+    """Returns the bytes of a tree's arrays on one device.
+
+    tree: arrays or `ShapeDtypeStruct`s with shardings.
+    """
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
     )
 
 
 def check_memory(compiled: Any, devices: Sequence[Any], asked: str, resident: int = 0) -> None:
-    """Raises OutOfDeviceMemory where a compiled step, its arguments included, exceeds the memory of its devices.
+    """Raises OutOfDeviceMemory where a step and its arguments exceed the devices' memory.
 
-    compiled: `jax.stages.Compiled`.  devices: those that it runs on.  asked: the request, for the error.  resident:
-    bytes of a device that are in memory besides its arguments.
-    TPU compilers refuse such a program themselves. Nothing is checked where the memory of a device is not known.
+    compiled: `jax.stages.Compiled`.  devices: those that it runs on.  asked: the request, for the
+    error.  resident: bytes of a device that are in memory besides its arguments. TPU compilers
+    refuse such a program themselves. Nothing is checked where the memory of a device is not known.
     """
     stats = compiled.memory_analysis()
     if stats is not None:
@@ -58,7 +62,7 @@ def check_memory(compiled: Any, devices: Sequence[Any], asked: str, resident: in
 
 
 def check_state(state: Any, devices: Sequence[Any], asked: str, fix: str) -> None:
-    """Raises OutOfDeviceMemory where parameters and optimizer state exceed the memory of the devices, without a step.
+    """Raises OutOfDeviceMemory where parameters and optimizer state exceed the devices' memory.
 
     state: arrays or `ShapeDtypeStruct`s with shardings.
     """
@@ -66,7 +70,10 @@ def check_state(state: Any, devices: Sequence[Any], asked: str, fix: str) -> Non
 
 
 def _check(new: int, arguments: int, devices: Sequence[Any], asked: str, fix: str) -> None:
-    """Raises OutOfDeviceMemory where a device lacks memory for `new` bytes. arguments: bytes that are allocated."""
+    """Raises OutOfDeviceMemory where a device lacks memory for `new` bytes.
+
+    arguments: bytes that are allocated.
+    """
     local = [d for d in devices if d.process_index == d.client.process_index()]
     if not local:
         return

@@ -85,8 +85,9 @@ def record_step(
 ) -> Recording:
     """Computes the gradients of one step as the train step does, and records its tensors.
 
-    params, step, batch: as the train step takes them; nothing is donated or updated.  recorder: what is sent of each
-    tensor; by default all of it. Of a wrapped model only the gradients of its parameters are recorded.
+    params, step, batch: as the train step takes them; nothing is donated or updated.  recorder:
+    what is sent of each tensor; by default all of it. Of a wrapped model only the gradients of its
+    parameters are recorded.
     """
     recorder = recorder or Recorder()
     return build_recorder(device_run, recorder)(params, step, batch, *variables)

@@ -1,12 +1,13 @@
 """The training loop: prepare and restore, then feed, step, report, evaluate, sample, save.
 
-The device never waits for the host. While it computes a step, the host reads the metrics of the step before, hands them
-to the reporters, and fetches the next batch:
+The device never waits for the host. While it computes a step, the host reads the metrics of the
+step before, hands them to the reporters, and fetches the next batch:
 
     device   | step 1              | step 2              | step 3              |
     host     | read 0 | batch 2 |   | read 1 | batch 3 |   | read 2 | batch 4 |
 
-What happens between two steps (evaluation, a sample, a checkpoint) begins when the step before has been read.
+What happens between two steps (evaluation, a sample, a checkpoint) begins when the step before has
+been read.
 """
 
 import contextlib
@@ -39,6 +40,7 @@ from meshwright.trainer.opening import (
     open_reporters,
     to_the_end,
     watch_hosts,
+    watch_machine,
 )
 from meshwright.trainer.preemption import Preemption
 from meshwright.trainer.prepare import Batches, Position, PreparedRun, Trainable, prepare_run
@@ -72,10 +74,10 @@ def train(
 ) -> Summary:
     """Trains a prepared run, writing checkpoints, metrics, the Run and a text sample into `out`.
 
-    start: `resume` continues from the newest checkpoint that all hosts can read, or from that of step `at`.
-    accept: names of differences from the checkpoint with which it resumes although they change the model or its data.
-    reporters: called with the number of steps already taken, returns further reporters.
-    preemption: signals for which this process listens already.
+    start: `resume` continues from the newest checkpoint that all hosts can read, or from that of
+    step `at`. accept: names of differences from the checkpoint with which it resumes although they
+    change the model or its data. reporters: called with the number of steps already taken, returns
+    further reporters. preemption: signals for which this process listens already.
     Raises CheckpointError, TrainingError, DataError, ConfigError, HostError.
     """
     began = time.perf_counter()
@@ -91,6 +93,7 @@ def train(
             preemption = stack.enter_context(Preemption().listening())
         lock_folder(stack, out)
         events = open_events(stack, out)
+        watch_machine(stack, out, events)
         checkpoints = open_checkpoints(stack, device_run, out, phases, watchdog)
         if start == "resume if exists":
             start = "resume" if checkpoints.steps() else "fresh"
@@ -105,7 +108,10 @@ def train(
 
 
 class _RollBack(Exception):
-    """A step has to be undone; its argument is the place before it, with the samples that are left out."""
+    """A step has to be undone.
+
+    Its argument is the place before it, with the samples that are left out.
+    """
 
 
 class _Loop:
@@ -135,7 +141,8 @@ class _Loop:
         self.started = started
         """Place at which this start of the run begins."""
         self.origin = started
-        """Place from which the feed counts: where this start began, or the checkpoint that the run returned to."""
+        """Place from which the feed counts: where this start began, or the checkpoint that the run
+        returned to."""
         self.feed: Batches
         self.compiled: dict[int, Any] = {}
         """Train step for each number of sequences in a batch."""
@@ -146,7 +153,10 @@ class _Loop:
         self.bad_steps = 0
 
     def train(self, state: State, began: float) -> Summary:
-        """Trains to the end of the run or a signal. began: time at which the opening of the run began."""
+        """Trains to the end of the run or a signal.
+
+        began: time at which the opening of the run began.
+        """
         loop_began = time.perf_counter()
         if self.started.step < self.run.training.steps and not self.preemption.stops():
             self._compile()
@@ -183,7 +193,10 @@ class _Loop:
         )
 
     def _take_steps(self, state: State) -> tuple[State, int, int]:
-        """Trains to the end or a signal. Returns the state, the steps taken, and the step of the last checkpoint."""
+        """Trains to the end or a signal.
+
+        Returns the state, the steps taken, and the step of the last checkpoint.
+        """
         training = self.run.training
         self.feed = self.prepared.feed(self.origin)
         step = self.origin.step
@@ -226,7 +239,7 @@ class _Loop:
     def _take_step(
         self, step: int, state: State, batch: Any, previous: Any
     ) -> tuple[State, Metrics]:
-        """Dispatches a step, and reads the metrics of the step before, whose batch is `previous`, while it runs."""
+        """Dispatches a step, and while it runs reads the one before, whose batch is `previous`."""
         train_step = self._compiled_for(batch)
         self.phases.waited = self._seconds_waited()
         self.phases.enter("step", step)
@@ -273,7 +286,10 @@ class _Loop:
         return state
 
     def _end(self, step: int) -> dict[str, Any]:
-        """Waits for the last save, and gives up what the run holds. Returns the longest of the hosts' waits for data."""
+        """Waits for the last save, and gives up what the run holds.
+
+        Returns the longest of the hosts' waits for data.
+        """
         self.phases.enter("save", step)
         self.checkpoints.wait()
         self.checkpoints.check_folder("ending the run")
@@ -286,7 +302,7 @@ class _Loop:
         return waits
 
     def _compile(self) -> None:
-        """Compiles every program of the training: what does not fit is refused before the first step."""
+        """Compiles every program of the training, so that what does not fit is refused at once."""
         for batch in self.prepared.abstract_batches(self.started.step):
             self._compiled_for(batch)
         with self._spending(
@@ -295,7 +311,7 @@ class _Loop:
             self.evaluator = self.prepared.evaluator()
 
     def _compiled_for(self, batch: Any) -> Any:
-        """Returns the train step for batches of this size, compiled when the first of them comes."""
+        """Returns the train step for batches of this size, compiled for the first of them."""
         size = jax.tree.leaves(batch)[0].shape[0]
         if size not in self.compiled:
             with self._spending(
@@ -371,7 +387,10 @@ class _Loop:
 
 
 def _is_due(every: int, step: int) -> bool:
-    """Returns whether something happens after a step that happens after `every` steps; 0 is never."""
+    """Returns whether something happens after a step that happens after `every` steps.
+
+    0 is never.
+    """
     return bool(every) and step % every == 0
 
 

@@ -42,13 +42,14 @@ class Meter:
     def __init__(
         self, reporters: list[Reporter], run: Run, mesh: Mesh, *, per_sample: int, flops: float
     ):
-        """Counts `per_sample` units (tokens, examples) in each sample of a batch, of `flops` model FLOPs each."""
+        """Counts `per_sample` units (tokens, examples) in a sample, of `flops` model FLOPs each."""
         self._reporters, self._run, self.per_sample, self._flops = reporters, run, per_sample, flops
         device, self._ramp = mesh.devices.flat[0], ramp_of(run.training)
         chip = None if device.platform == "cpu" else find_chip(device.device_kind)
         self._peak = None if chip is None else chip.flops_bf16 * mesh.size
         self.norms: collections.deque[float] = collections.deque(maxlen=100)
-        """Gradient norms of the last steps that were no spikes; empty where the run does not look for these."""
+        """Gradient norms of the last steps that were no spikes; empty where the run does not look
+        for these."""
         self._pending: tuple[int, Metrics] | None = None
         self._losses: list[float] = []
         self._intervals: collections.deque[float] = collections.deque(maxlen=self._TIMED)
@@ -82,7 +83,10 @@ class Meter:
             getattr(reporter, "sample", lambda step, text: None)(step, text)
 
     def rewind(self, step: int, norms: Sequence[float]) -> None:
-        """Forgets the pending step, because the run returned to the state after `step`. norms: those before it."""
+        """Forgets the pending step, because the run returned to the state after `step`.
+
+        norms: those before it.
+        """
         self._pending = self._read_at = None
         self.norms.clear()
         self.norms.extend(norms)
@@ -92,10 +96,11 @@ class Meter:
     def read(self, spent: Mapping[str, float] | None = None) -> BadStep | None:
         """Waits for the pending step and reports it; returns it where it is bad.
 
-        spent: seconds since the start of the run that the loop spent outside the steps, by name (`input wait` and those
-        of `BETWEEN`); the increase since the step before is among its metrics. The step's own time, and with it its
-        rate and MFU, is without what the loop did between the steps. Rate and MFU count every position of the batch,
-        padding included, as those of torchtitan (`labels.numel()`) and MaxText (batch times sequence length) do.
+        spent: seconds since the start of the run that the loop spent outside the steps, by name
+        (`input wait` and those of `BETWEEN`); the increase since the step before is among its
+        metrics. The step's own time, and with it its rate and MFU, is without what the loop did
+        between the steps. Rate and MFU count every position of the batch, padding included, as
+        those of torchtitan (`labels.numel()`) and MaxText (batch times sequence length) do.
         """
         if self._pending is None:
             return None
@@ -144,6 +149,9 @@ class Meter:
         """Describes a gradient norm far above those before it, or adds it to them."""
         median = float(np.median(self.norms)) if len(self.norms) >= self._FEWEST else math.inf
         if norm > self._run.faults.spike * median:
-            return f"its gradient norm is {norm:.4g}, {norm / median:.3g} times the median of the steps before it"
+            return (
+                f"its gradient norm is {norm:.4g}, {norm / median:.3g} times the median of the "
+                "steps before it"
+            )
         self.norms.append(norm)
         return ""

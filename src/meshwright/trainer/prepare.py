@@ -14,14 +14,22 @@ import numpy as np
 
 from meshwright.activity import activity
 from meshwright.data.batch import Batch, ramp_of
-from meshwright.data.corpus import Check, Corpus, load_corpus
+from meshwright.data.corpus import Check, Corpus, load_corpus, parse_source
 from meshwright.data.feed import (
     Feed,
     Samples,
     build_stream,
     held_out_batches,
     held_out_fraction,
+    leave_out_first,
     split,
+)
+from meshwright.data.megatron_order import (
+    MegatronOrder,
+    megatron_order,
+    parse_split,
+    samples_of,
+    weights_of,
 )
 from meshwright.data.tokens import Progress
 from meshwright.errors import ConfigError, DataError
@@ -38,8 +46,9 @@ from meshwright.sharding.params import count_params
 from meshwright.signs import waiting
 from meshwright.step.device_memory import check_state, shard_bytes
 from meshwright.step.device_run import DeviceRun, place_on_devices
+from meshwright.step.eval_step import compile_eval_step
 from meshwright.step.state import State
-from meshwright.step.train_step import CompiledTrainStep, compile_eval_step
+from meshwright.step.train_step import CompiledTrainStep
 from meshwright.storage.paths import in_bucket, path_of
 from meshwright.storage.transfer import local_copy
 from meshwright.storage.writing import write_atomically
@@ -71,7 +80,7 @@ class Position(NamedTuple):
 
 
 class Batches(Protocol):
-    """Batches on the devices, seconds waited for them, and their position: JSON, or None where steps tell it."""
+    """Batches on the devices, seconds waited, and a position: JSON, or None where steps tell it."""
 
     wait_seconds: float
     position: Any
@@ -81,7 +90,7 @@ class Batches(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Trainable(abc.ABC):
-    """A run as the training loop takes it: one of text (`PreparedRun`), or of a wrapped model (`wrapped.prepared`)."""
+    """A run as the loop takes it: of text (`PreparedRun`), or of a wrapped model."""
 
     device_run: DeviceRun
     """The run on its devices."""
@@ -105,11 +114,11 @@ class Trainable(abc.ABC):
         return None
 
     def fingerprint(self) -> dict[str, Any] | None:
-        """Returns what the Run names but does not hold, as JSON values: kept with checkpoints, compared by a resume."""
+        """Returns what the Run names but does not hold, as JSON, which a resume compares."""
         return None
 
     def abstract_batches(self, step: int) -> Sequence[Any]:
-        """Returns a batch of each size that steps after `step` take, as far as they are known before the data."""
+        """Returns a batch of each size that steps after `step` take, as far as sizes are known."""
         return ()
 
     def evaluator(self) -> Callable[[State], float] | None:
@@ -128,12 +137,23 @@ class PreparedRun(Trainable):
     corpus: Corpus
     train: tuple[Samples, ...]
     held_out: tuple[Samples, ...]
+    order: MegatronOrder | None = None
+    """Megatron's order of the samples, where the run asks for it."""
+
+    def stream(self) -> Any:
+        """Returns the training samples by their global index: `stream[i]`."""
+        run = self.device_run.run
+        if self.order is not None:
+            stream: Any = self.order.stream
+        else:
+            stream = build_stream(list(self.train), list(self.corpus.weights), run.training.seed)
+        return leave_out_first(stream, run.data.first_sample)
 
     def feed(self, start: Position) -> Feed:
         """Returns the batches from a global sample on."""
         training = self.device_run.run.training
         return Feed(
-            build_stream(list(self.train), list(self.corpus.weights), training.seed),
+            self.stream(),
             ramp_of(training),
             seq=training.seq,
             taken=start.step,
@@ -155,6 +175,8 @@ class PreparedRun(Trainable):
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns the fingerprint of the text, and its held-out fraction."""
+        if self.order is not None:
+            return {**self.corpus.fingerprint, "order": self.order.fingerprint()}
         counts = [len(file.tokens) for file in self.corpus.files]
         held_out = held_out_fraction(counts, self.device_run.run.data.held_out)
         return {**self.corpus.fingerprint, "held_out": held_out}
@@ -230,7 +252,10 @@ def sum_metrics(
 
 
 def check_sample(device_run: DeviceRun) -> None:
-    """Raises ConfigError where the run asks for a sample that its model cannot give; before it trains, not after."""
+    """Raises ConfigError where the run asks for a sample that its model cannot give.
+
+    Before it trains, not after.
+    """
     data, without = device_run.run.data, _cannot_decode(device_run)
     if data.sample == 0 and data.sample_every:
         truth = "--data.sample 0 is no text at all"
@@ -257,7 +282,8 @@ def _cannot_decode(device_run: DeviceRun) -> str:
 
 
 Choose = Callable[[Run, Sequence[Any]], Run]
-"""`(run, devices) -> run` with the choices filled in that it leaves to the machine (remat policy)."""
+"""`(run, devices) -> run` with the choices filled in that it leaves to the machine (remat
+policy)."""
 
 
 def prepare_run(
@@ -270,13 +296,13 @@ def prepare_run(
     weights: str | None = None,
     progress: Progress | None = None,
 ) -> Trainable:
-    """Tokenises the text, chooses the mesh where the run leaves it open, and places the run on devices.
+    """Tokenises the text, chooses the mesh if it is open, and places the run on devices.
 
-    cache: folder of token files and compiled programs.  devices: use the first so many; None uses all.  choose: makes
-    the choices that need the planner; without it a run that leaves the remat policy open recomputes whole layers.
-    output: folder of a training; a run that is resumed there keeps its vocabulary where its text has changed.
-    weights: source of weights that are evaluated, in the place of those the run starts from; "" for none.
-    progress: shows the tokenisation.
+    cache: folder of token files and compiled programs.  devices: use the first so many; None uses
+    all.  choose: makes the choices that need the planner; without it a run that leaves the remat
+    policy open recomputes whole layers. output: folder of a training; a run that is resumed there
+    keeps its vocabulary where its text has changed. weights: source of weights that are evaluated,
+    in the place of those the run starts from; "" for none. progress: shows the tokenisation.
     Raises ConfigError or DataError before anything is traced.
     """
     available = first_devices(devices)
@@ -309,7 +335,10 @@ def _prepare_text(
     weights: str | None,
     progress: Progress | None,
 ) -> PreparedRun:
-    """Prepares a run that trains on text. run: with its mesh. The other arguments are those of `prepare_run`."""
+    """Prepares a run that trains on text. run: with its mesh.
+
+    The other arguments are those of `prepare_run`.
+    """
     assert run.mesh is not None
     mesh = build_mesh(run.mesh, devices)
     own = None if output is None else output.tokenizer
@@ -321,7 +350,8 @@ def _prepare_text(
     if run.data.sample or run.data.sample_every:
         check_sample(first)
     check = _check_of_tokens(run, weights, cache, own)
-    parts: Sequence[tuple[Samples, Samples]]
+    parts: Sequence[tuple[Samples, Samples]] = ()
+    order: MegatronOrder | None = None
     if run.finetune.objective == "text":
         corpus = load_corpus(
             run.data.paths,
@@ -333,7 +363,10 @@ def _prepare_text(
             progress=progress,
             check=check,
         )
-        parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
+        if run.data.order == "megatron":
+            order = _megatron_order(run, corpus)
+        else:
+            parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
     else:
         from meshwright.data.conversations import load_conversations
 
@@ -346,20 +379,68 @@ def _prepare_text(
             fix = f"the tokenizer of the weights: --data.tokenizer {folder}/tokenizer.json"
         raise DataError(
             f"training a model of {vocab} tokens on {corpus.files[0].folder}",
-            f"its tokenizer has {corpus.vocab} tokens, so tokens {vocab} to {corpus.vocab - 1} have no embedding",
+            f"its tokenizer has {corpus.vocab} tokens, so tokens {vocab} to {corpus.vocab - 1} "
+            "have no embedding",
             fix,
         )
     run = dataclasses.replace(
         run, model=dataclasses.replace(run.model, vocab=vocab or corpus.vocab)
     )
     device_run = first if known else _place(run, mesh, choose)
+    if order is not None:
+        return PreparedRun(device_run, corpus, order.parts, _held_out_of_split(run, corpus), order)
     return PreparedRun(
         device_run, corpus, tuple(p[0] for p in parts), tuple(p[1] for p in parts if len(p[1]))
     )
 
 
+def _megatron_order(run: Run, corpus: Corpus) -> MegatronOrder:
+    """Returns Megatron's order of a run's samples.
+
+    Raises DataError where it has fewer than the run reads.
+    """
+    data, training = run.data, run.training
+    read = ramp_of(training).read_before(training.steps)
+    last = data.first_sample + read
+    train_split, _, _ = parse_split(data.split)
+    order = megatron_order(
+        corpus.files,
+        weights_of([parse_source(path) for path in data.paths]),
+        train_split,
+        seq=training.seq,
+        seed=training.seed,
+        samples=data.order_samples or last,
+    )
+    if len(order.stream) < last:
+        raise DataError(
+            f"--data.order-samples {data.order_samples}",
+            f"the order has {len(order.stream):,} samples, and {training.steps:,} steps read "
+            f"{read:,} "
+            f"from sample {data.first_sample:,} on, up to {last:,}",
+            f"--data.order-samples {last}",
+        )
+    return order
+
+
+def _held_out_of_split(run: Run, corpus: Corpus) -> tuple[Samples, ...]:
+    """Returns an epoch of each dataset's validation split, in Megatron's order.
+
+    Nothing without such a split.
+    """
+    _, valid_split, _ = parse_split(run.data.split)
+    if valid_split is None:
+        return ()
+    seq, seed = run.training.seq, run.training.seed
+    return tuple(
+        samples_of(file, valid_split, seq=seq, seed=seed, samples=None) for file in corpus.files
+    )
+
+
 def _check_of_tokens(run: Run, weights: str | None, cache: Path, own: Path | None) -> Check:
-    """Returns the check of tokenizers against that of the weights. weights, own: as of `prepare_run`."""
+    """Returns the check of tokenizers against that of the weights.
+
+    weights, own: as of `prepare_run`.
+    """
     source = run.init_from if weights is None else weights
     if not source:
         return lambda tokenizer, name: None

@@ -1,4 +1,4 @@
-"""Silent corruption: a step computed twice, and replicas that must be equal, compared bit by bit."""
+"""Silent corruption: steps computed twice and replicas, which must be equal bit by bit."""
 
 import collections
 import operator
@@ -34,8 +34,9 @@ def checked(step: Step, every: int, phases: Phases) -> Step:
 def checked_step(step: Step, state: Any, batch: Any, number: int) -> tuple[Any, Any]:
     """Takes a step twice from the same state, and returns the second result.
 
-    The step is deterministic: another result, or replicas that differ, come from a device that computes wrongly or from
-    memory that lost a bit. Takes as much more memory as the state, once. Raises HostError naming the devices.
+    The step is deterministic: another result, or replicas that differ, come from a device that
+    computes wrongly or from memory that lost a bit. Takes as much more memory as the state, once.
+    Raises HostError naming the devices.
     """
     spare = jax.tree.map(jnp.copy, state)
     first = shard_sums(step(spare, batch)[0])
@@ -48,10 +49,10 @@ def checked_step(step: Step, state: Any, batch: Any, number: int) -> tuple[Any, 
 
 
 def shard_sums(tree: Any) -> dict[str, dict[Any, int]]:
-    """Returns an exact integer sum over the bits of each device's shard of each tensor: name -> device -> sum.
+    """Returns a sum over the bits of each device's shard of each tensor: name -> device -> sum.
 
-    Each device sums its own shard; 4 bytes per tensor and device are gathered. Tensors kept in the host's memory are
-    left out.
+    Each device sums its own shard; 4 bytes per tensor and device are gathered. Tensors kept in the
+    host's memory are left out.
     """
     kinds = (None, "device", "unpinned_host")
     leaves = named_leaves(tree).items()

@@ -48,7 +48,8 @@ from meshwright.comm.ragged import Exchange, plan_exchange, ragged_all_to_all
 from meshwright.errors import refuse
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.blocks.feed_forward import swiglu
-from meshwright.models.blocks.layers import SelfMultiplying, few_rows, linear, take_rows
+from meshwright.models.blocks.layers import SelfMultiplying, linear, take_rows
+from meshwright.models.blocks.row_sums import few_rows
 from meshwright.models.model import Aux, ExpertBuffers, ExpertSpec, ForwardContext, Kind
 from meshwright.models.quantisation import GROUPED_FORMAT, Rows, largest_along, quantise
 from meshwright.models.remat import FFN_HIDDEN, recomputed
