@@ -115,7 +115,7 @@ LARGER: dict[str, tuple[str, dict[str, Any]]] = {
         "audio_config": {"audio_embed_dim": 16},
     }),
     "ministral-3-larger": ("Mistral3ForConditionalGeneration", {
-        "text_config": {"model_type": "ministral3", **ROWS["ministral-3"][1]},
+        "text_config": {"model_type": "ministral3", **ROWS["ministral-3"][1], "num_hidden_layers": 1},
         "vision_config": theirs.LARGER["mistral-3-larger"][1]["vision_config"], "tie_word_embeddings": False,
     }),
     "qwen3-vl-moe-larger": ("Qwen3VLMoeForConditionalGeneration", {
