@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from meshwright.models.layer_health import with_health
 from meshwright.models.model import Aux, ForwardContext
 from meshwright.models.remat import REMAT_POLICIES, checkpoint_layer
 from meshwright.sharding.params import Tree
@@ -107,6 +108,8 @@ def run_layers_ahead(
 
     functions = model.model.layer_functions(dataclasses.replace(ctx, gather_params=gather))
     layer: Any = functions[stack]
+    if model.training.health:
+        layer = with_health(layer, ctx)
     at_start, inside = execution.gathered_ahead[stack]
     needed_first = inside if REMAT_POLICIES[remat].begins_inside else at_start
     ahead = GatheredAhead(forward=at_start, backward=needed_first)

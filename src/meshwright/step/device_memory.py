@@ -24,14 +24,14 @@ class OutOfDeviceMemory(TrainingError):
     """Step that needs more memory than there is."""
 
     def __init__(self, asked: str, needed: int | None, available: Room | None, fix: str):
-        self.needed, self.available = needed, available
-        truth = (
-            "a device ran out of memory"
-            if needed is None or available is None
-            else f"it needs {format_bytes(needed)}, and {available.where} has "
-            f"{format_bytes(available.bytes)}: "
-            f"{format_bytes(needed - available.bytes)} too much"
-        )
+        self.needed = needed
+        self.available = available
+        truth = "a device ran out of memory"
+        if needed is not None and available is not None:
+            truth = (
+                f"it needs {format_bytes(needed)}, and {available.where} has "
+                f"{format_bytes(available.bytes)}: {format_bytes(needed - available.bytes)} too much"
+            )
         super().__init__(asked, truth, fix)
 
 
@@ -54,9 +54,8 @@ def check_memory(compiled: Any, devices: Sequence[Any], asked: str, resident: in
     """
     stats = compiled.memory_analysis()
     if stats is not None:
-        inside = stats.temp_size_in_bytes + max(
-            0, stats.output_size_in_bytes - stats.alias_size_in_bytes
-        )
+        new_outputs = max(0, stats.output_size_in_bytes - stats.alias_size_in_bytes)
+        inside = stats.temp_size_in_bytes + new_outputs
         arguments = stats.argument_size_in_bytes + resident
         _check(inside, arguments, devices, asked, "less at a time: see meshwright prove")
 
@@ -77,18 +76,21 @@ def _check(new: int, arguments: int, devices: Sequence[Any], asked: str, fix: st
     local = [d for d in devices if d.process_index == d.client.process_index()]
     if not local:
         return
-    if (
-        local[0].platform == "cpu"
-    ):  # all its devices share the host's memory, in which the arguments are already
-        needed, available = new * len(local), _host_memory()
+    if local[0].platform == "cpu":
+        # All its devices share the host's memory, in which the arguments are already.
+        needed = new * len(local)
+        available = _host_memory()
     else:
-        limit = (local[0].memory_stats() or {}).get("bytes_limit")
-        needed, available = (
-            new + arguments,
-            Room(limit, f"each {local[0].device_kind}") if limit else None,
-        )
+        needed = new + arguments
+        available = _device_memory(local[0])
     if available is not None and needed > available.bytes:
         raise OutOfDeviceMemory(asked, needed, available, fix)
+
+
+def _device_memory(device: Any) -> Room | None:
+    """Returns the memory of an accelerator; None if it is not known."""
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return Room(limit, f"each {device.device_kind}") if limit else None
 
 
 def _host_memory() -> Room | None:
@@ -98,8 +100,6 @@ def _host_memory() -> Room | None:
     except (OSError, ValueError):
         return None
     available = fields.get("MemAvailable", "").split()
-    return (
-        Room(int(available[0]) * 1024, "this host, which simulates the devices,")
-        if available
-        else None
-    )
+    if not available:
+        return None
+    return Room(int(available[0]) * 1024, "this host, which simulates the devices,")

@@ -18,12 +18,14 @@ from meshwright.comm.collectives import all_gather, all_reduce, axis_index, sum_
 from meshwright.comm.hierarchical import DcnAxis, hierarchical_reduce_scatter
 from meshwright.data.batch import Batch
 from meshwright.models.blocks.layers import Dropout, dropout_key
+from meshwright.models.layer_health import HEALTH, add_aux, split_health
 from meshwright.models.model import Aux, Metrics, Model
 from meshwright.models.period_scan import with_gradient_of
 from meshwright.sharding.layouts import BATCH_AXES, TOKEN_AXES
 from meshwright.sharding.params import Tree, is_param, rows_to_layers, trained_only, with_frozen
 from meshwright.sharding.placement import Placements, axes_of
 from meshwright.step.device_run import DeviceRun
+from meshwright.step.health import gradient_figures
 from meshwright.step.state import BATCH_SPEC, specs_of
 from meshwright.words import AXES
 
@@ -50,14 +52,20 @@ def _gradients_by_layers(
         params: Tree, step: jax.Array, batch: Batch
     ) -> tuple[Tree, Metrics, dict[str, Aux]]:
         grads, (metrics, aux) = _accumulate(device_run, params, step, batch)
+        aux, health = split_health(aux)
         with jax.named_scope("gradients"):
             grads = _reduce(device_run, grads)
             norm = _global_norm(device_run, grads)
+            unclipped = grads
             metrics = all_reduce(metrics, TOKEN_AXES)
             grads = clip(grads, norm, run.optimizer.grad_clip_norm)
             aux = jax.tree.map(_sum_aux, aux)
         metrics = {**metrics, "gradient norm": (norm, jnp.ones(()))}
-        metrics |= model.layer_metrics(_by_layer(device_run, aux), run.training.batch)
+        by_layer = _by_layer(device_run, aux)
+        metrics |= model.layer_metrics(by_layer, run.training.batch)
+        if run.training.health:
+            figures: Any = gradient_figures(device_run, unclipped, batch.inputs, health, by_layer)
+            metrics[HEALTH] = figures
         return grads, metrics, aux
 
     return jax.shard_map(
@@ -170,7 +178,7 @@ def _add_microbatches(
         vjp: Any
         loss, vjp, more = jax.vjp(loss_of, primals, has_aux=True)
         vjp.with_refs(sums)(jnp.ones_like(loss))
-        return jax.tree.map(jnp.add, totals, more), None
+        return add_aux(totals, more), None
 
     first = jax.tree.map(operator.itemgetter(0), microbatches)
     _, shapes = jax.eval_shape(loss_fn, params, *first)
@@ -235,13 +243,14 @@ def _global_norm(device_run: DeviceRun, grads: Tree) -> jax.Array:
 
     norm² = sum over devices and elements g of  g² / (number of devices that have g)
     """
-    shape = device_run.layout.shape
     placements = trained_only(device_run.layout.params, device_run.layout.placements)
+    devices = jax.lax.axis_size(tuple(AXES))
     treedef: Any
     leaves, treedef = jax.tree.flatten(grads)
     squares: Any = 0
     for g, placement in zip(leaves, treedef.flatten_up_to(placements), strict=True):
-        fraction = shape.over(axes_of(placement.optimizer)) / shape.size
+        shards = jax.lax.axis_size(axes_of(placement.optimizer))
+        fraction = shards / devices
         squares = squares + jnp.sum(jnp.square(g.astype(jnp.float32))) * fraction
     return jnp.sqrt(all_reduce(jnp.asarray(squares), tuple(AXES)))
 

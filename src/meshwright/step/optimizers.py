@@ -4,6 +4,7 @@ Clipping is part of the gradients (step/gradients.py), where the norm over all d
 collective.
 """
 
+import dataclasses
 import fnmatch
 import functools
 import math
@@ -187,50 +188,68 @@ def lr_factors(groups: tuple[str, ...], params: Tree) -> Tree:
     groups: PATTERN=FACTOR each (`Optimizer.lr_groups`).  params: descriptions. Raises ConfigError
     for a group that is not PATTERN=FACTOR, and for a pattern that no parameter is left for.
     """
-    leaves, parsed = named_leaves(params), [_parse(group) for group in groups]
-    chosen: dict[str, int] = {}
-    for i, (pattern, _) in enumerate(parsed):
-        asked = f"--optimizer.lr-groups {groups[i]}"
-        matched = [path for path, p in leaves.items() if _matches(pattern, path, p)]
-        left = [path for path in matched if path not in chosen]
-        chosen |= dict.fromkeys(left, i)
-        if left:
-            continue
-        if matched:
-            earlier = groups[chosen[matched[0]]]
-            taken = (
-                f"the first pattern that matches counts, and {', '.join(matched[:3])} went to "
-                f"{earlier}"
-            )
-            raise ConfigError(asked, taken, f"{groups[i]} before {earlier}")
-        if pattern.startswith("role:"):
-            roles = sorted({str(p.role) for p in leaves.values() if p.role is not None})
-            unknown = f"no parameter of this model has that role; the roles are {', '.join(roles)}"
-            raise ConfigError(asked, unknown, nearest(pattern[5:], roles))
-        unknown = f"no parameter has such a path; the paths are {', '.join(leaves)}"
-        raise ConfigError(asked, unknown, nearest(pattern, list(leaves)))
-    factors = [parsed[chosen[path]][1] if path in chosen else 1.0 for path in leaves]
+    leaves = named_leaves(params)
+    chosen: dict[str, _LrGroup] = {}
+    for group in [_LrGroup.parse(text) for text in groups]:
+        matched = [path for path, p in leaves.items() if group.matches(path, p)]
+        remaining = [path for path in matched if path not in chosen]
+        if not remaining:
+            raise _without_effect(group, matched, leaves, chosen)
+        chosen |= dict.fromkeys(remaining, group)
+    factors = [chosen[path].factor if path in chosen else 1.0 for path in leaves]
     return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_param), factors)
 
 
-def _matches(pattern: str, path: str, p: Param) -> bool:
-    kind, _, role = pattern.partition(":")
-    return p.role == role if kind == "role" else fnmatch.fnmatchcase(path, pattern)
+@dataclasses.dataclass(frozen=True)
+class _LrGroup:
+    """Parameters with a factor on their learning rate: PATTERN=FACTOR."""
+
+    text: str
+    pattern: str
+    """Path, with `*` for any part of it, or `role:` and a role."""
+    factor: float
+
+    @classmethod
+    def parse(cls, text: str) -> "_LrGroup":
+        """Parses a group. Raises ConfigError."""
+        pattern, _, number = text.rpartition("=")
+        try:
+            factor = float(number)
+        except ValueError:
+            factor = -1.0
+        if not pattern or not 0 <= factor < math.inf:
+            raise ConfigError(
+                f"--optimizer.lr-groups {text}",
+                "a group is PATTERN=FACTOR: parameters, and a factor on the learning rate of 0 or "
+                "more",
+                "for example embed=0.1, 'blocks.*norm*=2' or role:router=0.5",
+            )
+        return cls(text, pattern, factor)
+
+    def matches(self, path: str, p: Param) -> bool:
+        """Returns whether a parameter has the path or the role of the pattern."""
+        kind, _, role = self.pattern.partition(":")
+        if kind == "role":
+            return p.role == role
+        return fnmatch.fnmatchcase(path, self.pattern)
 
 
-def _parse(group: str) -> tuple[str, float]:
-    pattern, equals, text = group.rpartition("=")
-    try:
-        factor = float(text)
-    except ValueError:
-        factor = -1.0
-    if not equals or not pattern or not 0 <= factor < float("inf"):
-        raise ConfigError(
-            f"--optimizer.lr-groups {group}",
-            "a group is PATTERN=FACTOR: parameters, and a factor on the learning rate of 0 or more",
-            "for example embed=0.1, 'blocks.*norm*=2' or role:router=0.5",
-        )
-    return pattern, factor
+def _without_effect(
+    group: _LrGroup, matched: list[str], leaves: dict[str, Param], chosen: dict[str, _LrGroup]
+) -> ConfigError:
+    """Returns the error of a group for which no parameter is left. chosen: by the groups before."""
+    asked = f"--optimizer.lr-groups {group.text}"
+    if matched:
+        earlier = chosen[matched[0]].text
+        names = ", ".join(matched[:3])
+        taken = f"the first pattern that matches counts, and {names} went to {earlier}"
+        return ConfigError(asked, taken, f"{group.text} before {earlier}")
+    if group.pattern.startswith("role:"):
+        roles = sorted({str(p.role) for p in leaves.values() if p.role is not None})
+        unknown = f"no parameter of this model has that role; the roles are {', '.join(roles)}"
+        return ConfigError(asked, unknown, nearest(group.pattern.removeprefix("role:"), roles))
+    unknown = f"no parameter has such a path; the paths are {', '.join(leaves)}"
+    return ConfigError(asked, unknown, nearest(group.pattern, list(leaves)))
 
 
 def build_update_rule(
@@ -262,7 +281,8 @@ def place_optimizer_state(
     """Returns the abstract optimizer state and the placement of each of its arrays.
 
     An array that belongs to a parameter is placed like it (`like_param`); anything else is
-    replicated. abstract_params: tree of ShapeDtypeStruct.  placements: the same tree of Placements.
+    replicated.
+    abstract_params: tree of ShapeDtypeStruct.  placements: the same tree of Placements.
     """
     state = jax.eval_shape(optimizer.init, abstract_params)
     flat = jax.tree_util.tree_flatten_with_path(abstract_params)[0]

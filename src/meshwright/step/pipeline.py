@@ -38,6 +38,7 @@ from meshwright.comm.collectives import ring_shift
 from meshwright.data.batch import Batch
 from meshwright.models.blocks.layers import Dropout
 from meshwright.models.forward import LocalModel
+from meshwright.models.layer_health import add_aux
 from meshwright.models.model import Aux, ForwardContext, Metrics
 from meshwright.models.period_scan import with_gradient_of
 from meshwright.sharding.params import RoundedParam, Tree, with_frozen
@@ -638,13 +639,15 @@ class _Engine:
     def _add(self, tree: Any, values: Any, task: _Task) -> Any:
         """Returns `tree` with the values of a task added to the rows of its part."""
 
-        def add(x: jax.Array, y: jax.Array) -> jax.Array:
+        def rows(x: jax.Array, y: jax.Array) -> jax.Array:
             start, n = task.virtual_stage * y.shape[0], y.shape[0]
-            return lax.dynamic_update_slice_in_dim(
-                x, lax.dynamic_slice_in_dim(x, start, n) + y, start, 0
-            )
+            return lax.dynamic_slice_in_dim(x, start, n)
 
-        return jax.tree.map(add, tree, _masked(values, task.runs))
+        def put(x: jax.Array, y: jax.Array) -> jax.Array:
+            return lax.dynamic_update_slice_in_dim(x, y, task.virtual_stage * y.shape[0], 0)
+
+        values = _masked(values, task.runs)
+        return jax.tree.map(put, tree, add_aux(jax.tree.map(rows, tree, values), values))
 
     def _embed(self, microbatch: jax.Array, now: Tick, carry: _Carry) -> _Carry:
         slot = jnp.where(lax.axis_index("stage") == 0, now["input_slot"][_RUN], NOTHING)

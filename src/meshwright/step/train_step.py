@@ -21,6 +21,7 @@ from meshwright.sharding.params import trained_only, with_frozen
 from meshwright.step.device_memory import check_memory
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.gradients import build_gradients
+from meshwright.step.health import with_tensor_figures
 from meshwright.step.state import State
 
 
@@ -58,6 +59,10 @@ def build_train_step(device_run: DeviceRun) -> Any:
             )
         updated = model.post_update(with_frozen(described, updated, state.params), aux)
         updated = with_frozen(described, updated, state.params)
+        if device_run.run.training.health:
+            after = trained_only(described, updated)
+            states = (state.optimizer, optimizer)
+            metrics = with_tensor_figures(device_run, metrics, params, after, states)
         finite = _is_finite(metrics) & state.healthy
         variables = aux if state.variables else ()
         new = State(state.step + 1, jnp.ones_like(finite), updated, optimizer, variables)

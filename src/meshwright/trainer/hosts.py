@@ -31,7 +31,7 @@ import jax
 
 from meshwright import last_words, signs
 from meshwright.checkpoint.steps import committed_steps
-from meshwright.errors import ConfigError, HostError, StorageError
+from meshwright.errors import ConfigError, HostError, StorageError, reason_of
 from meshwright.hardware.agreement import (
     agree,
     answer_of_the_first,
@@ -393,7 +393,7 @@ class _Watch:
         """
         failed = _collective(error)
         if failed is None:
-            self.left = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self.left = f"{type(error).__name__}: {reason_of(error)}"
             return
         # Nothing is wrong here: a neighbour closed its connections. The threads find out which.
         until = time.monotonic() + self.limits.silence + 3 * self.period + _GRACE

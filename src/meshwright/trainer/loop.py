@@ -27,6 +27,8 @@ from meshwright.reporters import BETWEEN, Reporter
 from meshwright.signs import NOBODY, Phases, end_with, in_phases, waiting
 from meshwright.step.state import State
 from meshwright.storage.paths import path_of
+from meshwright.trainer.explain_step import MOST_RECORDED, explain_step
+from meshwright.trainer.first_tensor import Alarm
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.opening import (
     Start,
@@ -44,7 +46,7 @@ from meshwright.trainer.opening import (
 )
 from meshwright.trainer.preemption import Preemption
 from meshwright.trainer.prepare import Batches, Position, PreparedRun, Trainable, prepare_run
-from meshwright.trainer.recovery import handle_bad_step
+from meshwright.trainer.recovery import handle_bad_step, index_in_stream
 from meshwright.trainer.summary import Summary
 from meshwright.trainer.tiers import Tiers
 from meshwright.trainer.watchdog import Watchdog
@@ -75,9 +77,11 @@ def train(
     """Trains a prepared run, writing checkpoints, metrics, the Run and a text sample into `out`.
 
     start: `resume` continues from the newest checkpoint that all hosts can read, or from that of
-    step `at`. accept: names of differences from the checkpoint with which it resumes although they
-    change the model or its data. reporters: called with the number of steps already taken, returns
-    further reporters. preemption: signals for which this process listens already.
+    step `at`.
+    accept: names of differences from the checkpoint with which it resumes although they change the
+    model or its data.
+    reporters: called with the number of steps already taken, returns further reporters.
+    preemption: signals for which this process listens already.
     Raises CheckpointError, TrainingError, DataError, ConfigError, HostError.
     """
     began = time.perf_counter()
@@ -151,6 +155,10 @@ class _Loop:
         self.spent = dict.fromkeys(("input wait", *BETWEEN), 0.0)
         """Seconds that the loop spent outside the steps, by what on."""
         self.bad_steps = 0
+        self.batch: Any = None
+        """Last batch that was read."""
+        self.explained = 0
+        """Bad steps whose first tensor was looked for."""
 
     def train(self, state: State, began: float) -> Summary:
         """Trains to the end of the run or a signal.
@@ -234,7 +242,8 @@ class _Loop:
         """Waits for the next batch."""
         self.phases.enter("data", step)
         with waiting("its data", NOBODY):
-            return next(self.feed)
+            self.batch = next(self.feed)
+        return self.batch
 
     def _take_step(
         self, step: int, state: State, batch: Any, previous: Any
@@ -257,6 +266,8 @@ class _Loop:
         A step that has to be undone stops the run, unless its policy is to skip it or to roll back.
         """
         bad = self.meter.read({**self.spent, "input wait": self._seconds_waited()})
+        if self.meter.alarm is not None:
+            self._explain(self.meter.alarm, state, batch)
         if bad is None:
             return state
         self.bad_steps += 1
@@ -267,6 +278,24 @@ class _Loop:
         if isinstance(reached, Position):
             raise _RollBack(reached)
         return reached
+
+    def _explain(self, alarm: Alarm, state: State, batch: Any) -> None:
+        """Says which tensor was first in a bad step, whose batch is `batch`."""
+        self.explained += 1
+        before = alarm.step - 1
+        place = self.origin._replace(step=before, cursor=self._samples_read(before))
+        reference = None if self.batch is batch else self.batch
+        self.phases.enter("compile", alarm.step)
+        explain_step(
+            self.prepared,
+            self.out,
+            alarm,
+            state,
+            batch,
+            reference,
+            index_in_stream(place),
+            records=self.explained <= MOST_RECORDED,
+        )
 
     def _roll_back(self, place: Position) -> State:
         """Returns the state of the last checkpoint, or the first state, from which the run goes on.

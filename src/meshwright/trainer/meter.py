@@ -13,10 +13,14 @@ from jax.sharding import Mesh
 from meshwright.data.batch import ramp_of
 from meshwright.hardware.chips import find_chip
 from meshwright.models.flops import mfu
+from meshwright.models.layer_health import HEALTH
 from meshwright.models.model import Metrics
 from meshwright.reporters import BETWEEN, Reporter, Values
+from meshwright.reporters.health import HealthRecord
 from meshwright.runs.run import Run
 from meshwright.signs import waiting
+from meshwright.step.health import HealthReader
+from meshwright.trainer.first_tensor import Alarm, Watch
 
 
 class BadStep(NamedTuple):
@@ -40,9 +44,23 @@ class Meter:
     """Gradient norms of which a median is taken."""
 
     def __init__(
-        self, reporters: list[Reporter], run: Run, mesh: Mesh, *, per_sample: int, flops: float
+        self,
+        reporters: list[Reporter],
+        run: Run,
+        mesh: Mesh,
+        *,
+        per_sample: int,
+        flops: float,
+        health: HealthReader | None = None,
     ):
-        """Counts `per_sample` units (tokens, examples) in a sample, of `flops` model FLOPs each."""
+        """Counts `per_sample` units (tokens, examples) in a sample, of `flops` model FLOPs each.
+
+        health: reads the health of steps; without it that is not reported.
+        """
+        self._health = health
+        self._watch = Watch()
+        self.alarm: Alarm | None = None
+        """What is bad of the step that was read last; None where it is as the steps before."""
         self._reporters, self._run, self.per_sample, self._flops = reporters, run, per_sample, flops
         device, self._ramp = mesh.devices.flat[0], ramp_of(run.training)
         chip = None if device.platform == "cpu" else find_chip(device.device_kind)
@@ -88,6 +106,7 @@ class Meter:
         norms: those before it.
         """
         self._pending = self._read_at = None
+        self._watch.rewind()
         self.norms.clear()
         self.norms.extend(norms)
         for reporter in self._reporters:
@@ -102,12 +121,14 @@ class Meter:
         between the steps. Rate and MFU count every position of the batch, padding included, as
         those of torchtitan (`labels.numel()`) and MaxText (batch times sequence length) do.
         """
+        self.alarm = None
         if self._pending is None:
             return None
         step, metrics = self._pending
         self._pending = None
         with waiting("the devices"):
             on_host = jax.device_get(metrics)
+        health = on_host.pop(HEALTH, None)
         sums = {name: (float(total), float(count)) for name, (total, count) in on_host.items()}
         values = {
             name: total / count if count else math.nan for name, (total, count) in sums.items()
@@ -138,12 +159,25 @@ class Meter:
             self._losses = [*self._losses[-self._RECENT :], values["loss"]]
         if not finite or step % self._run.training.log_every == 0:
             self.report(step, values)
+        if health is not None and self._health is not None:
+            record = self._health.read(health)
+            self._report_health(step, record, finite)
+            self.alarm = self._watch.look(
+                step, values["loss"], values["gradient norm"], record, finite
+            )
         reason = "" if finite else "its loss or gradient is not finite"
         if not sums["loss"][1]:
             reason = "the total weight of its batch is 0, and a mean over nothing is no loss"
         if finite and self._run.faults.spike:
             reason = self._spike_of(values["gradient norm"])
         return BadStep(step, values, finite, reason) if reason else None
+
+    def _report_health(self, step: int, record: HealthRecord, finite: bool) -> None:
+        """Passes the health of a step that is due, or not finite, to every reporter that takes it."""
+        if finite and step % self._run.training.health_every:
+            return
+        for reporter in self._reporters:
+            getattr(reporter, "health", lambda step, record: None)(step, record)
 
     def _spike_of(self, norm: float) -> str:
         """Describes a gradient norm far above those before it, or adds it to them."""

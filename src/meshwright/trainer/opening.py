@@ -21,6 +21,8 @@ from meshwright.hardware.hosts import store
 from meshwright.monitoring.watch import watching_machines
 from meshwright.reporters import Reporter, build_reporters
 from meshwright.reporters.files import EventLog, JsonLines, last_start
+from meshwright.reporters.health import NAME as HEALTH_FILE
+from meshwright.reporters.health import HealthLog
 from meshwright.runs.run_file import write_run
 from meshwright.signs import PREPARING, Phases, in_phases
 from meshwright.step.device_run import DeviceRun
@@ -253,4 +255,8 @@ def _open_files(
         checked=lines.checked,
         **optional,
     )
-    return [*trackers, events, lines]
+    files: list[Reporter] = [*trackers, events, lines]
+    if device_run.run.training.health:
+        with explained_writing(out):
+            files.append(HealthLog(out / HEALTH_FILE, upto=position.step))
+    return files

@@ -47,6 +47,7 @@ from meshwright.signs import waiting
 from meshwright.step.device_memory import check_state, shard_bytes
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.eval_step import compile_eval_step
+from meshwright.step.health import HealthReader
 from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep
 from meshwright.storage.paths import in_bucket, path_of
@@ -99,7 +100,10 @@ class Trainable(abc.ABC):
         """Returns a meter of its steps, in the model's unit."""
         run, units = self.device_run.run, self.device_run.units
         flops = training_flops_per_token(run.model, units, run.finetune.method)
-        return Meter(reporters, run, self.device_run.mesh, per_sample=units, flops=flops)
+        health = HealthReader(self.device_run)
+        return Meter(
+            reporters, run, self.device_run.mesh, per_sample=units, flops=flops, health=health
+        )
 
     @abc.abstractmethod
     def feed(self, start: Position) -> Batches:
@@ -300,9 +304,12 @@ def prepare_run(
 
     cache: folder of token files and compiled programs.  devices: use the first so many; None uses
     all.  choose: makes the choices that need the planner; without it a run that leaves the remat
-    policy open recomputes whole layers. output: folder of a training; a run that is resumed there
-    keeps its vocabulary where its text has changed. weights: source of weights that are evaluated,
-    in the place of those the run starts from; "" for none. progress: shows the tokenisation.
+    policy open recomputes whole layers.
+    output: folder of a training; a run that is resumed there keeps its vocabulary where its text
+    has changed.
+    weights: source of weights that are evaluated, in the place of those the run starts from; "" for
+    none.
+    progress: shows the tokenisation.
     Raises ConfigError or DataError before anything is traced.
     """
     available = first_devices(devices)

@@ -26,7 +26,7 @@ from meshwright.checkpoint.manifest import Manifest, manifest_of
 from meshwright.checkpoint.steps import committed_steps
 from meshwright.data.batch import ramp_of
 from meshwright.documents import read_json
-from meshwright.errors import CheckpointError, ConfigError, TrainingError, by_class
+from meshwright.errors import CheckpointError, ConfigError, TrainingError, by_class, reason_of
 from meshwright.hardware.agreement import answer_of_the_first, flatten
 from meshwright.reporters.files import last_start, last_step
 from meshwright.runs.fields import may_change
@@ -233,7 +233,7 @@ def _skipped_records(out: Path) -> list[dict[str, Any]]:
             record["number"] = int(record["number"])
             record["identity"] = str(record.get("identity", ""))
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        truth = f"{SKIPPED} cannot be read: {error}"
+        truth = f"{SKIPPED} cannot be read: {reason_of(error)}"
         raise by_class(
             error,
             CheckpointError(f"the samples that {out} leaves out", truth, "repair or remove it"),
@@ -251,7 +251,8 @@ def compare(
     """Returns what differs between a checkpoint and a run, and what cannot be compared.
 
     data: fingerprint of what the run reads.  identity: of the run whose metrics the folder has; ""
-    if unknown. skipped: samples that the folder leaves out, each with its run.
+    if unknown.
+    skipped: samples that the folder leaves out, each with its run.
     """
     comparison = _Differences(_changed_fields(manifest.run, run), [])
     jump = describe_rate_jump(manifest.run, run, manifest.step)
@@ -434,7 +435,7 @@ def handle_bad_step(
         say(f"step {bad.step}: {bad.reason}; its update is left out, and {folder} has its batch")
         return healed(state, bad.step)
 
-    first = _index_in_stream(position)
+    first = index_in_stream(position)
     number = jax.tree.leaves(batch)[0].shape[0]
     if jax.process_index() == 0:
         record = {
@@ -476,7 +477,7 @@ def _stopped(
     )
 
 
-def _index_in_stream(position: Position) -> int:
+def index_in_stream(position: Position) -> int:
     """Returns the index of the next sample: the cursor does not count those that are left out."""
     index = position.cursor
     for first, number in position.skipped:

@@ -96,6 +96,15 @@ def check_equal(
 def check_replicas(tree: Any, sums: dict[str, dict[Any, int]], step: int) -> None:
     """Raises HostError where devices that have the same shard of a tensor have other bits in it.
 
+    sums: of `shard_sums(tree)`.
+    """
+    names, odd = odd_replicas(tree, sums)
+    _refuse(step, "its replicas differ", names, set(odd))
+
+
+def odd_replicas(tree: Any, sums: dict[str, dict[Any, int]]) -> tuple[list[str], list[jax.Device]]:
+    """Returns the tensors of which devices have other bits in the same shard, and those devices.
+
     sums: of `shard_sums(tree)`. With three replicas or more, those that differ from most are named.
     """
     names, odd, leaves = [], set(), named_leaves(tree)
@@ -109,7 +118,8 @@ def check_replicas(tree: Any, sums: dict[str, dict[Any, int]], step: int) -> Non
                 (most, number), (_, next_number) = counts.most_common(2)
                 names.append(name)
                 odd |= {d for d in group if number == next_number or of_device[d] != most}
-    _refuse(step, "its replicas differ", list(dict.fromkeys(names)), odd)
+    devices = sorted(odd, key=operator.attrgetter("id"))
+    return list(dict.fromkeys(names)), devices
 
 
 def _refuse(step: int, what: str, names: list[str], odd: set[Any]) -> None:
