@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_runs import MODELS, tiny_run
 
-from meshwright.api.evaluation import parity
+from meshwright.api.parity import parity
 from meshwright.config import Data, MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware import mesh as mesh_module
