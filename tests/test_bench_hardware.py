@@ -27,8 +27,13 @@ from meshwright.bench.device_trace import (
     innermost,
     read_trace,
 )
-from meshwright.bench.hardware import kernels, run
-from meshwright.bench.hardware.kernels import attention_with_gradients
+from meshwright.bench.hardware import run
+from meshwright.bench.hardware.kernels import (
+    Case,
+    _time_grouped,
+    attention_inputs,
+    calibrated_rates,
+)
 from meshwright.bench.hardware.section import (
     DONE,
     FAILED,
@@ -53,7 +58,7 @@ from xlacensus.hlo.buffers import union
 
 BENCH = Path(__file__).parents[1] / "bench"
 sys.path.append(str(BENCH))
-from hardware import experts, steps  # noqa: E402
+from hardware import experts, kernels, steps  # noqa: E402
 from hardware.steps import RECIPES, fit_recipe  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -167,7 +172,7 @@ def test_unknown_sections_and_illegal_numbers_are_refused(tmp_path: Path) -> Non
     words = ["bench", "hardware", "--out", str(tmp_path / "out")]
     for wrong, message in (
         (["--only", "kernel"], "did you mean 'kernels'"),
-        (["--minutes", "0"], "--minutes 12"),
+        (["--minutes", "0"], "--minutes 10"),
     ):
         with pytest.raises(ConfigError, match=message):
             command([*words, *wrong])
@@ -178,27 +183,27 @@ def test_a_broken_kernel_is_found(planted: Path) -> None:
     case = dataclasses.replace(kernels.correctness_cases("cpu")[-1], seq=32, window=11)
     for name, wrong in ((own(f"{planted}:broken"), True), ("reference", False)):
         for dtype in ("float32", "bfloat16"):
-            row = kernels._compare(name, case, dtype)
+            row = kernels.compare(name, case, dtype)
             assert bool(row["problems"]) == wrong, row
-    assert "TPU kernel" in kernels._compare("splash", case, "float32")["unsupported"]
+    assert "TPU kernel" in kernels.compare("splash", case, "float32")["unsupported"]
 
 
 def test_the_float64_truth_agrees_with_automatic_differentiation() -> None:
-    case = kernels.Case("", 24, 4, 2, 8, window=7, documents=3, batch=2)
-    q, k, v, s, g = kernels._inputs(case, "float32")
+    case = Case("", 24, 4, 2, 8, window=7, documents=3, batch=2)
+    q, k, v, s, g = attention_inputs(case, "float32")
     positions = sequence_positions(s)
     out, pullback = jax.vjp(
         lambda *qkv: reference_attention(*qkv, positions, positions, window=7), q, k, v
     )
     found = (out, *pullback(g))
-    truth = attention_with_gradients(*(np.asarray(x) for x in (q, k, v, s, g)), 7)
+    truth = kernels.attention_with_gradients(*(np.asarray(x) for x in (q, k, v, s, g)), 7)
     for result, expected in zip(found, truth, strict=True):
         np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_grouped_matmul_is_compared_and_timed() -> None:
-    assert not kernels._compare_grouped("bfloat16")["problems"]
-    row = kernels._time_grouped(4, 64, 32, 16)
+    assert not kernels.compare_grouped("bfloat16")["problems"]
+    row = _time_grouped(4, 64, 32, 16)
     assert row["seconds"] > 0 and row["flops_per_second"] == pytest.approx(
         3 * 2 * 64 * 32 * 16 / row["seconds"]
     )
@@ -211,7 +216,7 @@ def test_kernels_calibrate_plans() -> None:
         {"kernel": "reference", "flops_per_second": 9e14},
         {"kernel": "grouped matmul", "flops_per_second": 3e14, "of_dense": 0.25},
     ]
-    rates = kernels.calibrated_rates(rows, ("splash",))
+    rates = calibrated_rates(rows, ("splash",))
     target = parse_target("v5p:2x2x2")
     calibration = {"device": "TPU v5p", "date": "2026-11-22", **rates}
     efficiency = calibrate_target(target, calibration).efficiency
@@ -295,6 +300,7 @@ def test_nothing_fits_a_small_device() -> None:
 
 
 SCRIPTS = {
+    "kernels": f"{BENCH}/hardware/kernels.py:compare_kernels",
     "experts": f"{BENCH}/hardware/experts.py:measure_experts",
     "steps": f"{BENCH}/hardware/steps.py:measure_steps",
     "checkpoint": f"{BENCH}/hardware/steps.py:measure_checkpoint",
@@ -317,7 +323,7 @@ def test_the_whole_verb_on_eight_devices(planted: Path, tmp_path: Path) -> None:
     sections = report["sections"]
     assert list(sections) == [*run.SECTIONS, *SCRIPTS.values()]
     assert report["problems"] and all("broken" in problem for problem in report["problems"])
-    right = [row for row in sections["kernels"]["rows"] if "broken" not in row["kernel"]]
+    right = [row for row in sections[SCRIPTS["kernels"]]["rows"] if "broken" not in row["kernel"]]
     assert not any(row.get("problems") for row in right)
     repeated, *compared = sections[SCRIPTS["meshes"]]["rows"]
     assert repeated["bits"] == "equal in two runs"

@@ -20,7 +20,7 @@ import meshwright
 from meshwright.config import Data, MeshShape, Optimizer, Training
 from meshwright.data.batch import Batch
 from meshwright.hardware.mesh import build_mesh
-from meshwright.models.blocks.rotary import LatentYarn
+from meshwright.models.blocks.yarn import LatentYarn
 from meshwright.models.families.deepseek import Deepseek
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.llama import Llama
@@ -30,8 +30,9 @@ from meshwright.models.model import Model
 from meshwright.runs.run import Run
 from meshwright.sharding.params import Param, rows_to_layers, tree_map
 from meshwright.step.device_run import DeviceRun, place_on_devices
+from meshwright.step.eval_step import build_eval_step
 from meshwright.step.state import State
-from meshwright.step.train_step import CompiledTrainStep, build_eval_step
+from meshwright.step.train_step import CompiledTrainStep
 
 VOCAB = 50
 

@@ -26,7 +26,7 @@ from meshwright.data.batch import Batch
 from meshwright.generation.decoder import Bucket, Decoder
 from meshwright.generation.weights import WeightsLayout, lay_out
 from meshwright.models.blocks.layers import no_dropout
-from meshwright.models.blocks.rotary import Yarn
+from meshwright.models.blocks.yarn import Yarn
 from meshwright.models.families.gemma import Gemma2, Gemma3
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.gpt_oss import GptOss

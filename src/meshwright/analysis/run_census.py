@@ -39,9 +39,10 @@ from meshwright.sharding.params import named_leaves
 from meshwright.sharding.schedule_table import FORWARD, ScheduleTable
 from meshwright.sharding.stages import NO_LAYER
 from meshwright.step.device_run import DeviceRun
+from meshwright.step.eval_step import build_eval_step
 from meshwright.step.muon import plan_muon
 from meshwright.step.pipeline import branch_ticks, repeats_forward, tick_scopes
-from meshwright.step.train_step import build_eval_step, build_train_step
+from meshwright.step.train_step import build_train_step
 from meshwright.storage.writing import write_atomically
 from meshwright.trust import plain_text
 from meshwright.update_rules import UPDATE_RULES

@@ -196,6 +196,8 @@ class Kind:
 
     scope: ClassVar[str]
     """Name of the half in profiles and in compiled programs."""
+    reads_residual: ClassVar[bool] = False
+    """Whether the function of a second half takes the residual stream as a third argument, besides its norm."""
 
     def params(self, layers: int) -> dict[str, Param]:
         """Returns the parameters of a stack of `layers` layers."""

@@ -11,24 +11,18 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.config import MeshShape
 from meshwright.data.batch import Batch
 from meshwright.errors import ConfigError
 from meshwright.hardware.machine import fix_communication, machine_of_mesh, refused_options
+from meshwright.mesh_shape import MeshShape
 from meshwright.models.forward import LocalModel
 from meshwright.models.model import Model
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run
 from meshwright.runs.settle import Settled, execution_of, settle
 from meshwright.sharding.initial_values import init_params
-from meshwright.sharding.params import (
-    Param,
-    Tree,
-    shardings,
-    trained_only,
-    tree_map,
-    with_reference,
-)
+from meshwright.sharding.params import Param, Tree, trained_only, tree_map
+from meshwright.sharding.placed_params import shardings, with_reference
 from meshwright.sharding.placement import Placements, to_spec
 from meshwright.step.optimizers import (
     build_lr_schedule,

@@ -23,7 +23,7 @@ from meshwright.comm.collectives import all_reduce, axis_index
 from meshwright.errors import ConfigError, divisors
 from meshwright.models.model import Metrics
 from meshwright.sharding.layouts import BATCH_AXES
-from meshwright.sharding.params import plan_gathers
+from meshwright.sharding.placed_params import plan_gathers
 from meshwright.sharding.placement import axes_of, to_spec
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.gradients import clip, sum_over_devices

@@ -31,7 +31,7 @@ from meshwright.trust import is_reference, options_of_child
 _PLACE = "meshwright.bench.hardware"
 SECTIONS: dict[str, tuple[str, int]] = {
     "machine": (f"{_PLACE}.machine:measure_machine", 1),
-    "kernels": (f"{_PLACE}.kernels:measure_kernels", 6),
+    "kernels": (f"{_PLACE}.kernels:measure_kernels", 4),
     "matmuls": (f"{_PLACE}.machine:measure_matmuls", 2),
     "collectives": (f"{_PLACE}.machine:measure_collectives", 3),
 }
