@@ -4,6 +4,7 @@ The environment needs Meshwright and its dependencies besides. Only small tensor
 and gradients of norms and biases.
 """
 
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -16,7 +17,7 @@ from meshwright.trainer.transformers_source import TransformersSource
 
 HERE = Path(__file__).resolve()
 SCRIPTS = [HERE, HERE.parent / "theirs.py"]
-ROWS = ("llama", "qwen3-moe")
+ROWS = ("qwen3-moe",)
 LENGTH = 4
 """Tokens of a document; there are two."""
 LARGEST = 2 * LENGTH * 96
@@ -35,7 +36,8 @@ def main(out: Path) -> None:
                 for found, array in source
                 if array.size <= LARGEST
             }
-            about = {"row": row, "tensors": table}
+            config = json.loads((folder / "config.json").read_text())
+            about = {"config": config, "tensors": table}
             write(out, f"tensors-{row}", SCRIPTS, theirs.versions(), about, arrays)
 
 
