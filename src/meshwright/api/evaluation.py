@@ -23,8 +23,9 @@ from meshwright.trust import own
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(CheckpointOptions):
-    """Compute loss, perplexity and bits per byte of a run's last checkpoint, or of hf:PATH, on its held-out text or on
-    --data."""
+    """Compute loss, perplexity and bits per byte of a run's last checkpoint, or of hf:PATH, on its
+    held-out text or on --data.
+    """
 
     folder: Annotated[str, tyro.conf.Positional]
     """Output folder of a run, or hf:PATH of a Hugging Face model."""
@@ -35,7 +36,10 @@ class EvaluateOptions(CheckpointOptions):
 
     @failing_together()
     def act(self, call: Call) -> Outcome:
-        """Runs `meshwright evaluate`. Raises CheckpointError where there is no run, ConfigError without a text."""
+        """Runs `meshwright evaluate`.
+
+        Raises CheckpointError where there is no run, ConfigError without a text.
+        """
         shape = self.shape()
         run = evaluation.run_to_evaluate(self.folder, self.data, shape)
         start_devices(self.devices, run.mesh, self.hosts.hosts())
@@ -48,7 +52,8 @@ class EvaluateOptions(CheckpointOptions):
         text = (
             f"step {found.step}: loss {found.loss:.4f} per token over {found.samples} samples "
             f"({found.tokens:,} tokens, {found.text_bytes:,} bytes)\n"
-            f"perplexity {found.perplexity:.5g} per token, {found.bits_per_byte:.4f} bits per byte\n"
+            f"perplexity {found.perplexity:.5g} per token, {found.bits_per_byte:.4f} bits per "
+            f"byte\n"
         )
         more = {"perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
         return Outcome(text, {**dataclasses.asdict(found), **more})
@@ -66,9 +71,12 @@ def evaluate(
 ) -> evaluation.Evaluation | evaluation.BatchEvaluation:
     """Evaluates a run's checkpoint on its held-out text or batches, or on the text `data`.
 
-    out: output folder of the run, or hf:PATH of a Hugging Face model.  data: other text, all of which is evaluated.
-    at: step of the checkpoint; None takes the last.  mesh: mesh to evaluate on; None takes the run's own.
-    devices: use the first so many; None uses all.  model: wrapped model of the run, where run.json cannot name it.
+    out: output folder of the run, or hf:PATH of a Hugging Face model.  data: other text, all of
+    which is evaluated.
+    at: step of the checkpoint; None takes the last.  mesh: mesh to evaluate on; None takes the
+    run's own.
+    devices: use the first so many; None uses all.  model: wrapped model of the run, where run.json
+    cannot name it.
     Raises CheckpointError, ConfigError, DataError.
 
     Example:

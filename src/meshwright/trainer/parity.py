@@ -1,12 +1,14 @@
 """Parity: one run on two meshes, compared tensor by tensor in float32.
 
-Initial values are equal bit for bit. At every step, both meshes compute gradients at equal parameters, and each
-tensor's gradients agree on that tensor's own scale: AdamW divides by the root of the second moment, so after one update
-a rounding error of a small gradient has grown to a difference of parameters. The losses of two training runs, each
-with its own updates, agree along the way.
+Initial values are equal bit for bit. At every step, both meshes compute gradients at equal
+parameters, and each tensor's gradients agree on that tensor's own scale: AdamW divides by the root
+of the second moment, so after one update a rounding error of a small gradient has grown to a
+difference of parameters. The losses of two training runs, each with its own updates, agree along
+the way.
 
-Where they diverge, the step is taken again on both meshes with its tensors recorded, and the first tensor in the order
-of computation is named whose difference is more than rounding explains (trainer/divergence.py).
+Where they diverge, the step is taken again on both meshes with its tensors recorded, and the first
+tensor in the order of computation is named whose difference is more than rounding explains
+(trainer/divergence.py).
 """
 
 import dataclasses
@@ -45,7 +47,8 @@ from meshwright.trainer.divergence import (
 from meshwright.trainer.prepare import Position, Trainable
 
 TOLERANCE = 1e-5
-"""Largest accepted difference of losses, relative to the loss, and of gradients, relative to their tensor's scale."""
+"""Largest accepted difference of losses, relative to the loss, and of gradients, relative to their
+tensor's scale."""
 Tensors = dict[str, np.ndarray]
 """Tensors on the host by dotted name, with one row per layer."""
 Named = list[tuple[TensorName, np.ndarray]]
@@ -106,7 +109,10 @@ class Parity(Shown):
         for s in self.steps:
             # `not <=` rather than `>`: a difference that is NaN diverges.
             if not s.gradient_difference <= TOLERANCE:
-                return f"step {s.step}, gradient of {s.worst_tensor}: {s.gradient_difference:.1e} of its scale"
+                return (
+                    f"step {s.step}, gradient of {s.worst_tensor}: {s.gradient_difference:.1e} "
+                    "of its scale"
+                )
             if not abs(s.losses[0] - s.losses[1]) <= TOLERANCE * abs(s.losses[1]):
                 return f"step {s.step}, loss {s.losses[0]:.7f} against {s.losses[1]:.7f}"
         return None if self.first_tensor is None else str(self.first_tensor)
@@ -123,7 +129,8 @@ class Parity(Shown):
 def check_processes(shape: MeshShape | None, other: MeshShape) -> None:
     """Raises ConfigError where the processes of a run cannot compare two meshes.
 
-    The first mesh (None: all devices) is computed by all of them, the other by all or by process 0 alone.
+    The first mesh (None: all devices) is computed by all of them, the other by all or by process 0
+    alone.
     """
     processes = jax.process_count()
     total = jax.device_count()
@@ -133,7 +140,8 @@ def check_processes(shape: MeshShape | None, other: MeshShape) -> None:
     if shape is not None and shape.size != total:
         raise ConfigError(
             f"parity of mesh {shape} on {processes} processes",
-            f"it takes {shape.size} of their {total} devices, and every process computes a part of it",
+            f"it takes {shape.size} of their {total} devices, and every process computes a part "
+            "of it",
             f"a mesh of {total} devices, and {shape} in --against where it is the smaller one",
         )
     if other.size != total and other.size > local:
@@ -145,15 +153,15 @@ def check_processes(shape: MeshShape | None, other: MeshShape) -> None:
 
 
 def other_devices(shape: MeshShape, devices: list[jax.Device]) -> list[jax.Device]:
-    """Returns the devices of process 0 where the mesh takes fewer than all: several slices are then not its concern."""
+    """Returns the devices of process 0 where the mesh takes fewer than all."""
     return devices if shape.size == len(devices) else [d for d in devices if d.process_index == 0]
 
 
 # Each step, on both meshes, with the gradients g(params, batch) of a mesh:
 #
-#   first mesh                     second mesh (where several processes run: in process 0 only, if it is smaller)
+#   first mesh                     second mesh (of several processes: in process 0, if smaller)
 #   params, batch  ------------->  params, batch
-#   g(params)      -- compare -->  g(params), and g(params (1 +- 2^-23)), which measures its rounding error
+#   g(params)      -- compare -->  g(params), and g(params (1 +- 2^-23)): its rounding error
 #   update: loss   -- compare -->  update of its own state: loss
 def compare_meshes(
     prepared: Trainable, other: MeshShape, *, steps: int, tensors: bool = False
@@ -162,8 +170,9 @@ def compare_meshes(
 
     tensors: whether the tensors of the first step are compared even if the meshes agree.
 
-    Gradients of both meshes are copied to the host and compared there. A step costs two gradients and an update on
-    the first mesh's parameters for each mesh, and one more gradient on `other` that measures its rounding error.
+    Gradients of both meshes are copied to the host and compared there. A step costs two gradients
+    and an update on the first mesh's parameters for each mesh, and one more gradient on `other`
+    that measures its rounding error.
     """
     run = in_float32(prepared.device_run.run, other, steps)
     first = Side(prepared, run, prepared.device_run.mesh)
@@ -188,7 +197,7 @@ def compare_meshes(
 
 
 def in_float32(run: Run, other: MeshShape, steps: int) -> Run:
-    """Returns the run in float32, its matmuls too, with a padding of the vocabulary that suits both meshes.
+    """Returns the run in float32, its vocabulary padded for both meshes.
 
     Every step has the full batch.
     """
@@ -224,14 +233,14 @@ def _joined(mesh: Mesh, x: np.ndarray) -> np.ndarray:
 
 
 def unclipped(device_run: DeviceRun) -> DeviceRun:
-    """Returns a run whose gradients are not clipped: a factor of all of them, which depends on each."""
+    """Returns a run whose gradients are not clipped, since the factor depends on all of them."""
     optimizer = dataclasses.replace(device_run.run.optimizer, grad_clip_norm=0.0)
     run = dataclasses.replace(device_run.run, optimizer=optimizer)
     return dataclasses.replace(device_run, run=run)
 
 
 class Side:
-    """Training run on one mesh, with its batches, and its gradients as the train step takes them."""
+    """Run on one mesh, with its batches, and its gradients as the train step takes them."""
 
     def __init__(self, prepared: Trainable, run: Run, mesh: Mesh):
         self._mesh = mesh
@@ -303,8 +312,8 @@ def spans_processes(mesh: Mesh) -> bool:
 class _SecondSide:
     """The mesh that a run is compared with.
 
-    A mesh of several processes is built and computed by all of them, another by process 0 only, whose answers the
-    others receive; all processes call each method in the same order.
+    A mesh of several processes is built and computed by all of them, another by process 0 only,
+    whose answers the others receive; all processes call each method in the same order.
     """
 
     def __init__(self, prepared: Trainable, run: Run, mesh: Mesh):
@@ -321,7 +330,8 @@ class _SecondSide:
     def compare(self, step: int, loss: float, params: Tensors, gradients: Tensors) -> StepParity:
         """Compares a step of the first side with one of this side.
 
-        loss: of the first side.  params, gradients: parameters and gradients of the first side before its update.
+        loss: of the first side.  params, gradients: parameters and gradients of the first side
+        before its update.
         """
         other_loss, difference, worst = self._answer(
             functools.partial(self._compare, step, params, gradients)
@@ -356,7 +366,7 @@ class _SecondSide:
         ]
 
     def _compare(self, step: int, params: Tensors, gradients: Tensors) -> list[Any]:
-        """Compares gradients at the first side's parameters, and the loss after this side's own updates."""
+        """Compares gradients at the first side's parameters, and losses after the updates."""
         side = self._side
         assert side is not None
         self._step = step
@@ -378,13 +388,14 @@ def perturbed_params(params: Tensors, seed: int) -> Tensors:
 def gradient_differences(
     gradients: Tensors, reference: Tensors, perturbed: Tensors
 ) -> dict[str, float]:
-    """Returns each tensor's largest difference between `gradients` and `reference`, relative to its scale.
+    """Returns each tensor's largest difference from the reference, relative to its scale.
 
-    The scale is the largest element of the tensor's reference gradient, but a gradient is a sum over tokens, which
-    rounds relative to its terms, and these may cancel: the gradient of a key bias is only rounding error, because
-    softmax ignores a constant that is added to all scores of a query. So the rounding error is measured: `perturbed`
-    are the reference's gradients at parameters changed by one unit in the last place (Parker 1997, "Monte Carlo
-    Arithmetic"). The scale is at least that change times `ROUNDING_FACTOR / TOLERANCE`, which accepts differences of
+    The scale is the largest element of the tensor's reference gradient, but a gradient is a sum
+    over tokens, which rounds relative to its terms, and these may cancel: the gradient of a key
+    bias is only rounding error, because softmax ignores a constant that is added to all scores of a
+    query. So the rounding error is measured: `perturbed` are the reference's gradients at
+    parameters changed by one unit in the last place (Parker 1997, "Monte Carlo Arithmetic"). The
+    scale is at least that change times `ROUNDING_FACTOR / TOLERANCE`, which accepts differences of
     up to `ROUNDING_FACTOR` times the change.
     """
     differences = {}
