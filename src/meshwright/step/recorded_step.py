@@ -151,3 +151,12 @@ def gradients_by_layer(device_run: DeviceRun, grads: Tree) -> dict[TensorName, n
         for layer, row in zip(layers, rows, strict=True):
             found[TensorName("parameters", name_in_layer, layer)] = row
     return found
+
+
+def by_key(recording: Recording) -> dict[str, np.ndarray]:
+    """Returns the tensors of a recording by the keys of a file: pass, layer and name."""
+    found: dict[str, np.ndarray] = {}
+    for name in recording.names:
+        layer = "" if name.layer is None else str(name.layer)
+        found[f"{name.of}|{layer}|{name.name}"] = recording.tensor(name)
+    return found

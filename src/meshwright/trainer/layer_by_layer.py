@@ -61,7 +61,7 @@ class LayerByLayer:
     """
 
     run: Run
-    """The folder's model; its training says the length of the sequence."""
+    """Run of the folder's model, whose sequence has the length of all documents together."""
     weights: WeightsFolder
     documents: np.ndarray
     """Tokens of the documents of one sequence, [documents, T + 1]."""

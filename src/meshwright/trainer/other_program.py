@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +105,7 @@ def _unclipped(run: Run) -> Run:
 
 
 def tensors_of(arrays: dict[str, np.ndarray]) -> list[tuple[TensorName, np.ndarray]]:
-    """Inverts `tensors_in_file`: returns the tensors of a file in the order of computation."""
+    """Inverts `recorded_step.by_key`: returns the tensors of a file in the order of computation."""
     found: list[tuple[TensorName, np.ndarray]] = []
     for key, array in arrays.items():
         of, _, rest = key.partition("|")
@@ -240,10 +239,3 @@ def compare_transformers(run: Run, tokens: int, text: str | None = None) -> Pari
     )
     note = f"one sequence of {DOCUMENTS} documents of {length} {origin}, in float32"
     return Parity(names, (), (), divergence, note=note)
-
-
-def tensors_in_file(recording: Recording) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the tensors of a recording by the keys of a file."""
-    for name in recording.names:
-        layer = "" if name.layer is None else str(name.layer)
-        yield f"{name.of}|{layer}|{name.name}", recording.tensor(name)

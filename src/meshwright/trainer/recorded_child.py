@@ -42,7 +42,7 @@ def _tensors(device_run: Any, state: Any, batch: Any) -> dict[str, Any]:
     import numpy as np
 
     try:
-        from meshwright.trainer.other_program import tensors_in_file
+        from meshwright.step.recorded_step import by_key, record_step
     except ImportError:
         from meshwright.sharding.params import named_leaves, rows_to_layers
         from meshwright.step.gradients import build_gradients
@@ -61,10 +61,8 @@ def _tensors(device_run: Any, state: Any, batch: Any) -> dict[str, Any]:
             for layer, row in zip(spec.layers_of(stack), rows, strict=True):
                 found[f"parameters|{layer}|{name}"] = row
         return found
-    from meshwright.step.recorded_step import record_step
-
     recording = record_step(device_run, state.params, state.step, batch, *state.variables)
-    return dict(tensors_in_file(recording))
+    return by_key(recording)
 
 
 if __name__ == "__main__":
