@@ -28,7 +28,8 @@ from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import Tree
-from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs
+from meshwright.step.device_run import DeviceRun, param_specs
+from meshwright.step.state import BATCH_SPEC
 
 SEQ = 512
 _REPEATS = 5

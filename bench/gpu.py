@@ -70,8 +70,8 @@ class OurStep:
 
     def __init__(self, job: Job):
         import jax
+        from loop_cost import StepRunner
 
-        from meshwright.bench.loop_cost import StepRunner
         from meshwright.config import MeshShape, Training
         from meshwright.hardware.mesh import build_mesh
         from meshwright.models.families.llama import Llama

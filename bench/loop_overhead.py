@@ -11,7 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from meshwright.bench.loop_cost import StepRunner, measure_loop
+from loop_cost import StepRunner, measure_loop
+
 from meshwright.config import MeshShape, Training
 from meshwright.hardware.mesh import build_mesh, prepare_host
 from meshwright.models.families.llama import Llama

@@ -99,7 +99,8 @@ def measured(layout: str) -> dict[str, Any]:
     from meshwright.checkpoint.checkpoints import Checkpoints
     from meshwright.step.device_memory import shard_bytes
     from meshwright.step.device_run import place_on_devices
-    from meshwright.step.train_step import CompiledTrainStep, compile_eval_step
+    from meshwright.step.eval_step import compile_eval_step
+    from meshwright.step.train_step import CompiledTrainStep
 
     run = run_of(layout)
     assert run.mesh is not None

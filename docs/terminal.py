@@ -73,6 +73,7 @@ FAMILIES = {
     "deepseek": ("meshwright.models.families.deepseek", "Deepseek"),
     "gemma2": ("meshwright.models.families.gemma", "Gemma2"),
     "gemma3": ("meshwright.models.families.gemma", "Gemma3"),
+    "gemma4": ("meshwright.models.families.gemma4", "Gemma4"),
     "glm4_moe": ("meshwright.models.families.glm4_moe", "Glm4Moe"),
     "gpt2": ("meshwright.models.families.gpt2", "Gpt2"),
     "gpt_oss": ("meshwright.models.families.gpt_oss", "GptOss"),

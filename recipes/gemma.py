@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv:2408.00118) and Gemma 3 (arXiv:2503.19786) by name; dimensions from their published
+"""Gemma 2 (arXiv:2408.00118), Gemma 3 (arXiv:2503.19786) and Gemma 4 by name; dimensions from their published
 configurations, the text models alone.
 
 The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`.
@@ -6,10 +6,11 @@ The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`.
 
 from meshwright.config import Data, Optimizer, Training
 from meshwright.models.families.gemma import Gemma, Gemma2, Gemma3
+from meshwright.models.families.gemma4 import Gemma4
 from meshwright.runs.run import Run
 
 
-def _gemma(name: str, model: Gemma, batch: int = 512) -> Run:
+def _gemma(name: str, model: Gemma | Gemma4, batch: int = 512) -> Run:
     return Run(
         name=name,
         model=model,
@@ -95,3 +96,33 @@ def gemma3_27b() -> Run:
         query_scale=168,
     )
     return _gemma("gemma3-27b", model)
+
+
+def gemma4_12b() -> Run:
+    """Gemma 4 12B: 11.9 B parameters in the text model."""
+    model = Gemma4(262144, 3840, 48, 16, 8, 256, mlp=15360, global_kv_heads=1)
+    return _gemma("gemma4-12b", model)
+
+
+def gemma4_26b_a4b() -> Run:
+    """Gemma 4 26B-A4B: 25.2 B parameters in the text model, of which a token uses 3.8 B."""
+    model = Gemma4(
+        262144,
+        2816,
+        30,
+        16,
+        8,
+        256,
+        mlp=2112,
+        global_kv_heads=2,
+        experts=128,
+        experts_per_token=8,
+        expert_mlp=704,
+    )
+    return _gemma("gemma4-26b-a4b", model)
+
+
+def gemma4_31b() -> Run:
+    """Gemma 4 31B: 30.7 B parameters in the text model."""
+    model = Gemma4(262144, 5376, 60, 32, 16, 256, mlp=21504, global_kv_heads=4)
+    return _gemma("gemma4-31b", model)

@@ -31,8 +31,9 @@ from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import named_leaves, rows_to_layers, tree_map
-from meshwright.step.device_run import BATCH_SPEC, DeviceRun, State, param_specs, place_on_devices
+from meshwright.step.device_run import DeviceRun, param_specs, place_on_devices
 from meshwright.step.pipeline import PipelineModel
+from meshwright.step.state import BATCH_SPEC, State
 from meshwright.step.train_step import CompiledTrainStep
 
 PEERS = Path(__file__).parent / "golden" / "peers"
@@ -61,13 +62,13 @@ ROWS = (
     "llama", "llama-3.1", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe", "gpt2", "olmo-2", "gpt-oss", "llama-4",
     "llama-4-scout", "gemma-2", "olmo-3", "gemma-3", "deepseek-v3", "deepseek-v2-lite", "qwen3-next",
     "phi-4", "smollm3", "glm-4.5", "qwen3.5", "qwen3.5-moe",
-    "qwen2-moe", "olmoe", "glm-4.7-flash", "seed-oss", "minimax-m2", "dots1",
+    "gemma-4", "gemma-4-dense", "qwen2-moe", "olmoe", "glm-4.7-flash", "seed-oss", "minimax-m2", "dots1",
 )  # fmt: skip
 """Architectures, each with a golden file."""
 
 LARGER = (
     "gemma-3-larger", "llama-4-larger", "mistral-3-larger", "kimi-k2.5-larger", "qwen3-vl-larger",
-    "qwen3.5-larger", "qwen3.5-moe-larger", "qwen3-vl-moe-larger",
+    "gemma-4-larger", "gemma-4-unified-larger", "qwen3.5-larger", "qwen3.5-moe-larger", "qwen3-vl-moe-larger",
 )  # fmt: skip
 """Larger models, whose text model is computed, each with a golden file."""
 
@@ -78,6 +79,7 @@ EIGHT_DEVICES = "fsdp=2,tensor=2,data=2"
 # Stages of Gemma 3 are of unequal length and begin with a period; four devices of `tensor` have two key/value heads.
 MESHES = {
     "gemma-2": "fsdp=2,context=2,tensor=2", "gemma-3": "stage=2,fsdp=2,tensor=2",
+    "gemma-4": "stage=2,expert=2,tensor=2", "gemma-4-dense": "fsdp=2,context=2,tensor=2",
     "gpt-oss": "expert=2,context=2,tensor=2", "llama-4": "stage=2,expert=2,tensor=2",
     "llama-4-scout": "expert=2,context=2,tensor=2", "olmo-2": "tensor=4,fsdp=2", "olmo-3": "stage=2,fsdp=2,tensor=2",
     "qwen2": "tensor=4,data=2", "qwen3-next": "stage=2,expert=2,tensor=2",
@@ -153,7 +155,7 @@ def load(folder: Path, mesh: str, run: Run | None = None) -> tuple[DeviceRun, An
     params = load_params(
         open_folder(f"hf:{folder}"),
         device_run.layout.params,
-        device_run.state_shardings.params,
+        device_run.abstract.shardings.params,
         "float32",
     )
     return device_run, params
@@ -236,7 +238,7 @@ def steps_of(
     )
     assert (o.beta1, o.beta2) == BETAS
     device_run, params = load(folder, mesh, dataclasses.replace(run, optimizer=o))
-    where = device_run.state_shardings
+    where = device_run.abstract.shardings
     moments = jax.jit(device_run.optimizer.init, out_shardings=where.optimizer)(params)
     number, healthy = jax.device_put(
         (np.zeros((), np.int32), np.ones((), np.bool_)), (where.step, where.healthy)

@@ -27,8 +27,13 @@ from meshwright.bench.device_trace import (
     innermost,
     read_trace,
 )
-from meshwright.bench.hardware import experts, kernels, run
-from meshwright.bench.hardware.kernels import attention_with_gradients
+from meshwright.bench.hardware import run
+from meshwright.bench.hardware.kernels import (
+    Case,
+    _time_grouped,
+    attention_inputs,
+    calibrated_rates,
+)
 from meshwright.bench.hardware.section import (
     DONE,
     FAILED,
@@ -38,7 +43,6 @@ from meshwright.bench.hardware.section import (
     read_section,
     section_file,
 )
-from meshwright.bench.hardware.steps import RECIPES, fit_recipe
 from meshwright.cli.main import run as command
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
@@ -46,11 +50,16 @@ from meshwright.hardware.mesh import build_mesh
 from meshwright.hardware.targets import parse_target
 from meshwright.models.kernels.attention import reference_attention, sequence_positions
 from meshwright.planner.forecast import calibrate_target, local_target
-from meshwright.plugins import PARTS
+from meshwright.plugins import PARTS, load_file
 from meshwright.trust import own
 from meshwright.views.hardware_report import report_page
 from xlacensus.compilation import compile_function
 from xlacensus.hlo.buffers import union
+
+BENCH = Path(__file__).parents[1] / "bench"
+sys.path.append(str(BENCH))
+from hardware import experts, kernels, steps  # noqa: E402
+from hardware.steps import RECIPES, fit_recipe  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -163,38 +172,38 @@ def test_unknown_sections_and_illegal_numbers_are_refused(tmp_path: Path) -> Non
     words = ["bench", "hardware", "--out", str(tmp_path / "out")]
     for wrong, message in (
         (["--only", "kernel"], "did you mean 'kernels'"),
-        (["--minutes", "0"], "--minutes 30"),
+        (["--minutes", "0"], "--minutes 10"),
     ):
         with pytest.raises(ConfigError, match=message):
             command([*words, *wrong])
-    assert run.check_sections(("steps", "kernels")) == ("machine", "kernels", "steps")
+    assert run.check_sections(("matmuls", "kernels")) == ("machine", "kernels", "matmuls")
 
 
 def test_a_broken_kernel_is_found(planted: Path) -> None:
     case = dataclasses.replace(kernels.correctness_cases("cpu")[-1], seq=32, window=11)
     for name, wrong in ((own(f"{planted}:broken"), True), ("reference", False)):
         for dtype in ("float32", "bfloat16"):
-            row = kernels._compare(name, case, dtype)
+            row = kernels.compare(name, case, dtype)
             assert bool(row["problems"]) == wrong, row
-    assert "TPU kernel" in kernels._compare("splash", case, "float32")["unsupported"]
+    assert "TPU kernel" in kernels.compare("splash", case, "float32")["unsupported"]
 
 
 def test_the_float64_truth_agrees_with_automatic_differentiation() -> None:
-    case = kernels.Case("", 24, 4, 2, 8, window=7, documents=3, batch=2)
-    q, k, v, s, g = kernels._inputs(case, "float32")
+    case = Case("", 24, 4, 2, 8, window=7, documents=3, batch=2)
+    q, k, v, s, g = attention_inputs(case, "float32")
     positions = sequence_positions(s)
     out, pullback = jax.vjp(
         lambda *qkv: reference_attention(*qkv, positions, positions, window=7), q, k, v
     )
     found = (out, *pullback(g))
-    truth = attention_with_gradients(*(np.asarray(x) for x in (q, k, v, s, g)), 7)
+    truth = kernels.attention_with_gradients(*(np.asarray(x) for x in (q, k, v, s, g)), 7)
     for result, expected in zip(found, truth, strict=True):
         np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_grouped_matmul_is_compared_and_timed() -> None:
-    assert not kernels._compare_grouped("bfloat16")["problems"]
-    row = kernels._time_grouped(4, 64, 32, 16)
+    assert not kernels.compare_grouped("bfloat16")["problems"]
+    row = _time_grouped(4, 64, 32, 16)
     assert row["seconds"] > 0 and row["flops_per_second"] == pytest.approx(
         3 * 2 * 64 * 32 * 16 / row["seconds"]
     )
@@ -207,7 +216,7 @@ def test_kernels_calibrate_plans() -> None:
         {"kernel": "reference", "flops_per_second": 9e14},
         {"kernel": "grouped matmul", "flops_per_second": 3e14, "of_dense": 0.25},
     ]
-    rates = kernels.calibrated_rates(rows, ("splash",))
+    rates = calibrated_rates(rows, ("splash",))
     target = parse_target("v5p:2x2x2")
     calibration = {"device": "TPU v5p", "date": "2026-11-22", **rates}
     efficiency = calibrate_target(target, calibration).efficiency
@@ -290,66 +299,72 @@ def test_nothing_fits_a_small_device() -> None:
         fit_recipe("experts", parse_target("v5e:1x1"), 60.0)
 
 
+SCRIPTS = {
+    "kernels": f"{BENCH}/hardware/kernels.py:compare_kernels",
+    "experts": f"{BENCH}/hardware/experts.py:measure_experts",
+    "steps": f"{BENCH}/hardware/steps.py:measure_steps",
+    "checkpoint": f"{BENCH}/hardware/steps.py:measure_checkpoint",
+    "meshes": f"{BENCH}/hardware/meshes.py:measure_meshes",
+}
+"""Sections of the repository, which are named as a user names one."""
+
+
 @pytest.mark.exhaustive
 def test_the_whole_verb_on_eight_devices(planted: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = [
-        "bench",
-        "hardware",
-        "--out",
-        str(out),
-        "--minutes",
-        "8",
-        "--kernels",
-        f"{planted}:broken",
-    ]
+    words = ["bench", "hardware", "--out", str(out), "--minutes", "8"]
+    words += ["--only", *list(run.SECTIONS)[1:], *SCRIPTS.values()]
+    words += ["--kernels", f"{planted}:broken"]
     done = subprocess.run(
         [sys.executable, "-m", "meshwright", *words], capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 6, done.stdout + done.stderr
     report = json.loads((out / "report.json").read_text())
     sections = report["sections"]
-    assert list(sections) == list(run.SECTIONS)
+    assert list(sections) == [*run.SECTIONS, *SCRIPTS.values()]
     assert report["problems"] and all("broken" in problem for problem in report["problems"])
-    assert not any(
-        row.get("problems") for row in sections["kernels"]["rows"] if "broken" not in row["kernel"]
-    )
-    repeated, *compared = sections["meshes"]["rows"]
-    assert repeated["bits"] == "equal in two runs" and all(
-        row.get("first_divergence") is None for row in compared
-    )
+    right = [row for row in sections[SCRIPTS["kernels"]]["rows"] if "broken" not in row["kernel"]]
+    assert not any(row.get("problems") for row in right)
+    repeated, *compared = sections[SCRIPTS["meshes"]]["rows"]
+    assert repeated["bits"] == "equal in two runs"
+    assert all(row.get("first_divergence") is None for row in compared)
     kinds = {row["kind"] for row in sections["collectives"]["rows"]}
     assert {"all-gather", "reduce-scatter", "all-to-all"} <= kinds
-    assert all(
-        row["seconds"] > 0 and row["expected_seconds"] > 0 for row in sections["experts"]["rows"]
-    )
-    dense = next(row for row in sections["steps"]["rows"] if row["item"] == "dense")
+    for row in sections[SCRIPTS["experts"]]["rows"]:
+        assert row["seconds"] > 0 and row["expected_seconds"] > 0
+    dense = next(row for row in sections[SCRIPTS["steps"]]["rows"] if row["item"] == "dense")
     for figure in ("compile_seconds", "init_seconds", "first_step_seconds", "bare_seconds", "loop_seconds",
                    "dispatch_seconds", "tokens_per_second", "predicted_seconds", "simulated_seconds"):  # fmt: skip
         assert dense[figure] > 0, figure
     assert dense["data_wait_seconds"] >= 0
-    saved = sections["checkpoint"]["rows"][0]
-    assert (
-        saved["save_bandwidth"] > 0
-        and saved["restore_bandwidth"] > 0
-        and not (out / "checkpoint-bench").exists()
-    )
+    saved = sections[SCRIPTS["checkpoint"]]["rows"][0]
+    assert saved["save_bandwidth"] > 0 and saved["restore_bandwidth"] > 0
+    assert not list(out.glob("checkpoint-bench*"))
     page = (out / "report.html").read_text()
-    for heading in (
-        "Overview",
-        "Machine",
-        "Kernels",
-        "Meshes",
-        "Predicted over measured",
-        "Host, per step",
-    ):
+    for heading in ("Overview", "Machine", "Kernels", "Bandwidth", "planned / measured"):
         assert heading in page
     # The report is made again from the files alone.
-    results = {name: json.loads(section_file(out, name).read_text()) for name in run.SECTIONS}
+    results = {name: json.loads(section_file(out, name).read_text()) for name in sections}
     assert report_page(results).html() == page
     console = Console(record=True, width=200)
     report_page(results).print(console)
     assert "wrong results" in console.export_text()
+
+
+def test_every_section_of_the_repository_is_named_where_it_can_be_read() -> None:
+    """Each script says its own command, the page of the verb names it, and the command's function is there."""
+    page = (BENCH.parent / "docs/verbs/bench.md").read_text()
+    for name, place in SCRIPTS.items():
+        file, function = place.split(":")
+        command = f"bench/hardware/{Path(file).name}:{function}"
+        assert command in Path(file).read_text() and command in page, name
+        assert callable(getattr(load_file(own(file)), function))
+
+
+def test_the_lines_of_a_step_say_what_was_predicted() -> None:
+    row = {"item": "dense", "loop_seconds": 0.2, "mfu": 0.4, "predicted_seconds": 0.1}
+    text = steps._summary({**row, "simulated_seconds": None})
+    assert text == "dense 200 ms, MFU 40.0%, planned / measured 0.50"
 
 
 def test_a_section_ends_with_its_parent() -> None:

@@ -34,7 +34,8 @@ from meshwright.step.bfloat16_params import (
     with_masters,
     with_random_rounding,
 )
-from meshwright.step.optimizers import UpdateRule, build_optimizer
+from meshwright.step.optimizers import build_optimizer
+from meshwright.step.state import UpdateRule
 from meshwright.step.train_step import build_train_step
 
 BFLOAT16 = {"param_dtype": "bfloat16"}

@@ -27,7 +27,8 @@ from meshwright.documents import seal
 from meshwright.errors import CheckpointError, ConfigError, RoomError, TrainingError
 from meshwright.runs.run import Run
 from meshwright.sharding.params import layers_to_rows, named_leaves, rows_to_layers
-from meshwright.step.device_run import DeviceRun, State
+from meshwright.step.device_run import DeviceRun
+from meshwright.step.state import State
 from meshwright.trainer import loop, prepare
 
 MESH = "data=2,fsdp=2,tensor=2"

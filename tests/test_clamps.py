@@ -96,17 +96,17 @@ JUDGED: dict[tuple[str, str], str] = {
         "docs/ladder/problems/solutions/12_cross_entropy_in_pieces.py",
         "jnp.clip(own, 0, logits.shape[1] - 1)",
     ): INDEX,
-    ("src/xlacensus/lints.py", "max(0.0, self.dense - self.needed)"): (
+    ("src/xlacensus/source_lints.py", "max(0.0, self.dense - self.needed)"): (
         "products of other groups' rows; a product that skips padding has none"
     ),
     (
-        "src/xlacensus/lints.py",
+        "src/xlacensus/layout_lints.py",
         "max(sizes[path] // shards - declared_bytes, 0)",
     ): "bytes that a layout wastes; of one that wastes none both layouts are printed",
     ("src/xlacensus/peak_memory.py", "min(1.0, compiled.temporary / peak.live_bytes)"): (
         "estimates are scaled down only; what they lack is printed as packing, with its sign"
     ),
-    ("src/xlacensus/schedule.py", "max(0.0, lockstep - own)"): WAIT,
+    ("src/xlacensus/schedule.py", "max(0.0, lockstep - taken)"): WAIT,
     ("src/xlacensus/schedule.py", "max(0.0, span.start + span.seconds - self.now)"): WAIT,
     ("src/meshwright/api/proofs.py", "max(0, current - 2)"): INDEX,
     ("src/meshwright/bench/hardware/run.py", "max(0.0, ends - time.monotonic())"): WAIT,

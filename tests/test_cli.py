@@ -30,7 +30,7 @@ from meshwright.cli.output import write_json
 from meshwright.cli.parse import options_of
 from meshwright.cli.verbs import parse_verb
 from meshwright.errors import ConfigError, MeshwrightError, TrainingError
-from meshwright.models.blocks.rotary import Yarn
+from meshwright.models.blocks.yarn import Yarn
 from meshwright.runs.catalogue import parameters_of
 from meshwright.runs.recipe import change_fields, find_recipe
 from meshwright.words import AXES
@@ -458,7 +458,7 @@ def test_an_option_makes_the_optional_part_that_a_recipe_leaves_out() -> None:
         ),
         (["train", "--processes", "2"], "--coordinator and --process are not given"),
         (["recipes", "--jsn"], "one option, --json"),
-        (["recipes", "qwn"], "none of the 66 recipes has all of these words"),
+        (["recipes", "qwn"], "none of the 69 recipes has all of these words"),
         (["checkpoint"], "it takes one of list, inspect, verify, move, then OUT"),
         (
             ["plan", "llama3-8b", "--on", "h100:8", "--tokens-per-step", "1000"],

@@ -15,7 +15,8 @@ from meshwright.config import Training
 from meshwright.data.batch import ramp_of
 from meshwright.step import device_memory, train_step
 from meshwright.step.device_memory import OutOfDeviceMemory, Room
-from meshwright.step.train_step import build_eval_step, build_train_step
+from meshwright.step.eval_step import build_eval_step
+from meshwright.step.train_step import build_train_step
 from meshwright.trainer import prepare
 
 

@@ -16,7 +16,8 @@ from meshwright.fine_tuning import FineTune
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.machine import DETERMINISM, Machine, determinism_of, fix_communication
 from meshwright.launching.host_checks import check_bits
-from meshwright.models.blocks.layers import SumRows, few_rows, scatter_rows, sorted_rows, take_rows
+from meshwright.models.blocks.layers import SumRows, scatter_rows, take_rows
+from meshwright.models.blocks.row_sums import few_rows, sorted_rows
 from meshwright.models.families.gpt_oss import GptOss
 from meshwright.runs.settle import settle
 from meshwright.step.device_run import DeviceRun, local_model_of

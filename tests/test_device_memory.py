@@ -114,7 +114,7 @@ def test_what_a_device_raises_while_it_runs_is_the_same_error(
         )
 
     monkeypatch.setattr(device_memory, "_host_memory", lambda: None)
-    monkeypatch.setattr("meshwright.trainer.loop._first_state", exhausted)
+    monkeypatch.setattr("meshwright.trainer.opening.first_state", exhausted)
     run = mw.recipe("tiny", mesh="fsdp=2", layers=1, steps=2, sample=0, eval_samples=16)
     with pytest.raises(OutOfDeviceMemory, match="a device ran out of memory"):
         mw.train(run, out=tmp_path / "run", progress="none")

@@ -34,8 +34,8 @@ from meshwright.data.feed import Feed, Windows, build_stream
 from meshwright.errors import CheckpointError, ConfigError, TrainingError
 from meshwright.reporters.files import JsonLines
 from meshwright.runs.run import Run
-from meshwright.step.device_run import State
 from meshwright.step.optimizers import build_lr_schedule
+from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep
 from meshwright.trainer import heartbeat, lock, loop
 from meshwright.trainer.lock import locked
@@ -415,4 +415,4 @@ def test_every_device_gets_the_state_of_a_skipped_step(run: Run, cache: Path) ->
     )
     state = healed(prepared.device_run.initial_state(), 5)
     assert int(state.step) == 5 and bool(state.healthy) and len(state.step.sharding.device_set) == 2
-    assert jax.tree.map(lambda x: x.sharding, state) == prepared.device_run.state_shardings
+    assert jax.tree.map(lambda x: x.sharding, state) == prepared.device_run.abstract.shardings

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden.megatron_inputs import write_dataset
 from tiny_runs import DEEPSEEK, MODELS, device_run_of, tiny_run
 
 import meshwright as mw
 from meshwright.config import Data, Faults, MeshShape, Optimizer
-from meshwright.data.feed import build_stream, held_out_order
+from meshwright.data.feed import held_out_order
 from meshwright.declarations import RESULTS, Changes, Result, declarations_of
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.fine_tuning import FineTune
@@ -32,8 +33,10 @@ from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
 from meshwright.runs.settle import settle
 from meshwright.sharding.params import trained_only
-from meshwright.step.device_run import DeviceRun, State
-from meshwright.step.train_step import build_eval_step, build_train_step
+from meshwright.step.device_run import DeviceRun
+from meshwright.step.eval_step import build_eval_step
+from meshwright.step.state import State
+from meshwright.step.train_step import build_train_step
 from meshwright.storage.tiers import LocalCheckpoints
 from meshwright.trainer import loop, parity, prepare
 
@@ -48,6 +51,7 @@ GROUPED = GroupedMatmul(
 STAGES: dict[str, Any] = {"mesh": "stage=2,data=2,tensor=2", "microbatches": 4, "layers": 4}
 WIDE: dict[str, Any] = {"vocab": 4096, "batch": 64, "seq": 64}
 LOCAL: dict[str, Any] = {"local_checkpoints": LocalCheckpoints(path="local", every=5)}
+MEGATRON: dict[str, Any] = {"data": Data(order="megatron")}
 EXPERTS: dict[str, Any] = {"family": "deepseek-like", "mesh": "fsdp=2,expert=2,tensor=2"}
 
 # Fields whose other value is not the next choice of their type, or that mean something only with others: the value, and
@@ -89,6 +93,10 @@ ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.other_tokenizer": (True, {"init_from": "runs/other"}),
     "data.text_field": ("body", {}),
     "data.held_out": (0.5, {}),
+    "data.order": ("megatron", {}),
+    "data.split": ("60,40,0", MEGATRON),
+    "data.order_samples": (4000, MEGATRON),
+    "data.first_sample": (2, {}),
     "data.prompt": ("A", {"data": Data(sample=3)}),
     "data.sample_every": (5, {"data": Data(sample=3)}),
     "faults.bad_records": (0.1, {}),
@@ -248,7 +256,7 @@ def plans(run: Run) -> list[str]:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Files by name: text, one with a damaged line, answers, one with an answer that is too long, and messages."""
+    """Files by name: text, one with a damaged line, answers, one with an answer that is too long, messages, a dataset."""
     folder = tmp_path_factory.mktemp("texts")
     lines = [
         {"text": f"{i} a line of text. " * 9, "body": f"{i} the other body. " * 9}
@@ -271,6 +279,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, rows in records.items():
         files[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
     files["broken"].write_text(files["text"].read_text() + "{\n")
+    documents = [[np.frombuffer(row["text"].encode(), np.uint8)] for row in lines]
+    files["megatron"] = write_dataset(folder / "megatron", documents, "uint8")
     return {name: str(file) for name, file in files.items()}
 
 
@@ -281,7 +291,10 @@ def on_text(field: str, run: Run, texts: dict[str, str]) -> Run:
         name = "broken"
     if run.finetune.objective == "answers":
         name = {"finetune.too_long": "long", "finetune.template": "messages"}.get(field, "chat")
-    data = dataclasses.replace(run.data, paths=(texts[name],), tokenizer="bytes", held_out=0.3)
+    held_out: float | None = 0.3
+    if field == "data.order" or run.data.order == "megatron":
+        name, held_out = "megatron", None
+    data = dataclasses.replace(run.data, paths=(texts[name],), tokenizer="bytes", held_out=held_out)
     run = changed(dataclasses.replace(run, data=data), "training.eval_samples", 4)
     return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=None))
 
@@ -290,8 +303,7 @@ def data_read(run: Run, cache: Path) -> Any:
     """The first samples of training in their order."""
     prepared = prepare.prepare_run(run, cache=cache)
     assert isinstance(prepared, prepare.PreparedRun)
-    weights = list(prepared.corpus.weights)
-    stream = build_stream(list(prepared.train), weights, run.training.seed)
+    stream = prepared.stream()
     return [(name, array.tolist()) for i in range(4) for name, array in stream[i].items()]
 
 

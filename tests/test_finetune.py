@@ -59,7 +59,7 @@ from meshwright.runs.settle import settle
 from meshwright.sharding.params import Tree, named_leaves
 from meshwright.sharding.placement import axes_of
 from meshwright.step.device_run import DeviceRun
-from meshwright.step.train_step import build_eval_step
+from meshwright.step.eval_step import build_eval_step
 from meshwright.trainer.evaluation import BatchEvaluation
 from meshwright.trainer.prepare import prepare_run, sum_metrics
 

@@ -66,7 +66,7 @@ def initial(name: str) -> Any:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(about["config"]))
             write_tensors(Path(folder), draw_tensors(about["tensors"]))
-            where = device_run.state_shardings.params
+            where = device_run.abstract.shardings.params
             params = load_params(
                 open_folder(f"hf:{folder}"), device_run.layout.params, where, "float32"
             )

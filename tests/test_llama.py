@@ -5,7 +5,7 @@ import numpy as np
 from tiny_runs import MODELS, device_run_of, random_batch, tiny_run
 
 from meshwright.models.blocks.rotary import RopeScaling, rope_frequencies
-from meshwright.step.train_step import build_eval_step
+from meshwright.step.eval_step import build_eval_step
 
 
 def rms(x: np.ndarray, scale: np.ndarray) -> np.ndarray:

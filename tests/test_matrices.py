@@ -20,7 +20,8 @@ from meshwright.config import MeshShape, MuonHeads, Optimizer
 from meshwright.models.model import Model
 from meshwright.planner.optimizer import update_exchanges, update_matmuls, update_temporaries
 from meshwright.sharding.layouts import find_layout
-from meshwright.sharding.params import Param, named_leaves, place_params, shardings, tree_map
+from meshwright.sharding.params import Param, named_leaves, tree_map
+from meshwright.sharding.placed_params import place_params, shardings
 from meshwright.sharding.placement import to_spec
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.matrices import LayerMap

@@ -533,7 +533,7 @@ NOT_FROM_ELSEWHERE = {
     "data/chat.py:ask": "what a child process sent",
     "data/chat_renderer.py:main": "what the parent process sent",
     "data/conversations.py:place": "an entry of the cache, which is the user's own",
-    "data/corpus.py:tokenise": "a tokenizer that has been read already",
+    "data/corpus.py:_kept": "a tokenizer that has been read already",
     "data/subwords.py:is_separable": "a tokenizer that has been read already",
     "documents.py:parse_json": "the reader that the others call",
     "documents.py:parse_document": "the reader that the others call",
@@ -553,6 +553,7 @@ NOT_FROM_ELSEWHERE = {
     "runs/run.py:": "words of the command line, of an option that nobody types",
     "trainer/tokens_of_weights.py:_description": "a tokenizer that has been read already",
     "trainer/hosts.py:_read": "what another process of the run sent",
+    "monitoring/watch.py:gather": "what another process of the run sent",
     "trust.py:_checkout_of": "what pip wrote when it installed a package",
 }
 """Function that reads a text which no stranger wrote, and whose it is."""

@@ -37,6 +37,8 @@ FAMILIES = {
     "llama": "llama3-8b",
     "gemma2": "gemma2-2b",
     "gemma3": "gemma3-4b",
+    "gemma4": "gemma4-31b",
+    "gemma4-experts": "gemma4-26b-a4b",
     "olmo3": "olmo3-7b",
     "smollm3": "smollm3-3b",
     "mixtral": "mixtral-8x7b",

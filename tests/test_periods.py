@@ -18,11 +18,12 @@ from tiny_runs import (
 )
 
 import meshwright as mw
-from meshwright.models.blocks.rotary import RopeScaling, Yarn
+from meshwright.models.blocks.rotary import RopeScaling
+from meshwright.models.blocks.yarn import Yarn
 from meshwright.models.flops import layer_flops
 from meshwright.models.layer_scan import join, scan_layers, sections
 from meshwright.runs.placed_run import place_run
-from meshwright.sharding.stages import assign_layers, loop_placement
+from meshwright.sharding.layer_cuts import assign_layers, loop_placement
 from meshwright.step.train_step import build_train_step
 from xlacensus.jaxprs import all_jaxprs
 
@@ -276,7 +277,15 @@ def test_wrong_patterns_are_refused(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt-oss-20b", "gemma2-2b", "olmo3-7b", "llama4-maverick", "qwen3-next-80b-a3b"]
+    "name",
+    [
+        "gpt-oss-20b",
+        "gemma2-2b",
+        "gemma4-26b-a4b",
+        "olmo3-7b",
+        "llama4-maverick",
+        "qwen3-next-80b-a3b",
+    ],
 )
 def test_patterns_shrink(name: str) -> None:
     shape = mw.MeshShape(stage=2, tensor=2)

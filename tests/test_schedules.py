@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import ConfigError
+from meshwright.sharding.layer_cuts import assign_layers, map_parts, v_placement
 from meshwright.sharding.schedule_table import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -33,7 +34,7 @@ from meshwright.sharding.schedules import (
     build_table,
     find_schedule,
 )
-from meshwright.sharding.stages import NO_LAYER, assign_layers, map_parts, v_placement
+from meshwright.sharding.stages import NO_LAYER
 from meshwright.trust import own
 from meshwright.views.draw import PipelineTimeline
 

@@ -506,7 +506,7 @@ def test_converted_weights_restore_on_a_mesh_and_cannot_be_resumed(
         find_recipe(f"hf:{folders('llama')}"), mesh=mw.MeshShape(fsdp=2, stage=2), fsdp_min_size=1
     )
     device_run = place_on_devices(run, build_mesh(run.mesh))
-    where = device_run.state_shardings.params
+    where = device_run.abstract.shardings.params
     direct = load_params(
         open_folder(f"hf:{folders('llama')}"), device_run.layout.params, where, "float32"
     )

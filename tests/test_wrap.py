@@ -720,6 +720,47 @@ def test_random_numbers_that_could_be_either_are_refused(tmp_path: Path, cache: 
     np.testing.assert_allclose(outs[1], outs[0], rtol=1e-6)
 
 
+def transposed_noise(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """Draws [64, examples], and by chance also the shape that this would have were 64 the batch."""
+    examples = batch["x"].shape[0]
+    noise = jax.random.normal(key, (64, examples)).T
+    shared = jax.random.normal(key, (128, examples // 2)).sum()
+    return squares(params, {**batch, "x": batch["x"] + noise + shared})
+
+
+def noise_of_a_loop(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """Draws a number for each example in a Python loop."""
+    noise = []
+    for _ in range(batch["x"].shape[0]):
+        key, now = jax.random.split(key)
+        noise.append(jax.random.normal(now))
+    return squares(params, {**batch, "x": batch["x"] + jnp.stack(noise)[:, None]})
+
+
+def noise_of_an_index(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """Draws a number for each example with a key that its index makes."""
+    indices = jnp.arange(batch["x"].shape[0])
+    noise = jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(key, i)))(indices)
+    return squares(params, {**batch, "x": batch["x"] + noise[:, None]})
+
+
+@pytest.mark.parametrize(
+    ("loss", "truth"),
+    [
+        (transposed_noise, "not the first dimension"),
+        (noise_of_a_loop, "for one of twice the size"),
+        (noise_of_an_index, "counts its examples from zero"),
+    ],
+)
+def test_random_numbers_that_would_depend_on_the_mesh_are_refused(
+    tmp_path: Path, cache: Path, loss: Any, truth: str
+) -> None:
+    model = mw.wrap(W, loss, rows)
+    with pytest.raises(ConfigError, match=truth):
+        train(model.run(mesh="data=2", steps=1), tmp_path / "out", cache)
+    train(model.run(mesh="data=1", steps=1), tmp_path / "one", cache)
+
+
 def test_a_run_file_of_a_model_without_a_name_asks_for_the_model(
     tmp_path: Path, cache: Path
 ) -> None:

@@ -20,7 +20,7 @@ import meshwright
 from meshwright.config import Data, MeshShape, Optimizer, Training
 from meshwright.data.batch import Batch
 from meshwright.hardware.mesh import build_mesh
-from meshwright.models.blocks.rotary import LatentYarn
+from meshwright.models.blocks.yarn import LatentYarn
 from meshwright.models.families.deepseek import Deepseek
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.llama import Llama
@@ -29,8 +29,10 @@ from meshwright.models.families.qwen3_next import Qwen3Next
 from meshwright.models.model import Model
 from meshwright.runs.run import Run
 from meshwright.sharding.params import Param, rows_to_layers, tree_map
-from meshwright.step.device_run import DeviceRun, State, place_on_devices
-from meshwright.step.train_step import CompiledTrainStep, build_eval_step
+from meshwright.step.device_run import DeviceRun, place_on_devices
+from meshwright.step.eval_step import build_eval_step
+from meshwright.step.state import State
+from meshwright.step.train_step import CompiledTrainStep
 
 VOCAB = 50
 
@@ -147,13 +149,13 @@ def place_params(device_run: DeviceRun, params: Any) -> Any:
         return np.stack([x[layer] if layer >= 0 else np.zeros_like(x[0]) for layer in p.order])
 
     return jax.device_put(
-        tree_map(rows, device_run.layout.params, params), device_run.state_shardings.params
+        tree_map(rows, device_run.layout.params, params), device_run.abstract.shardings.params
     )
 
 
 def state_of(device_run: DeviceRun, params: Any) -> State:
     """The state before the first step with the given parameters (one row per layer): no initialiser is compiled."""
-    where = device_run.state_shardings
+    where = device_run.abstract.shardings
     on_devices = place_params(device_run, params)
     optimizer = jax.jit(device_run.optimizer.init, out_shardings=where.optimizer)(on_devices)
     step, healthy = jax.device_put(

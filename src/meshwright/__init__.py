@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from meshwright.models.families.deepseek import Deepseek as Deepseek
     from meshwright.models.families.gemma import Gemma2 as Gemma2
     from meshwright.models.families.gemma import Gemma3 as Gemma3
+    from meshwright.models.families.gemma4 import Gemma4 as Gemma4
     from meshwright.models.families.glm4_moe import Glm4Moe as Glm4Moe
     from meshwright.models.families.gpt2 import Gpt2 as Gpt2
     from meshwright.models.families.gpt_oss import GptOss as GptOss

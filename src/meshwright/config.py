@@ -4,8 +4,7 @@ Values and the checks that need nothing but themselves; `runs.placed_run` checks
 """
 
 import dataclasses
-import math
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 import tyro
@@ -17,7 +16,8 @@ from meshwright.declarations import (
     changes,
     refused,
 )
-from meshwright.errors import ConfigError, nearest
+from meshwright.errors import ConfigError
+from meshwright.mesh_shape import MeshShape as MeshShape
 from meshwright.plugins import keep_names, name_of
 from meshwright.ranges import (
     Fraction,
@@ -29,131 +29,6 @@ from meshwright.ranges import (
     Seed,
     Share,
 )
-from meshwright.words import AXES, AXIS_ALIASES
-
-_STATED_BY_FAMILIES = refused(
-    "wrap",
-    because="it splits parts of a transformer that only a model family states",
-    instead="axes among data, fsdp, tensor",
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshShape:
-    """Degrees of the mesh axes. An axis of degree 1 costs nothing.
-
-    Example:
-        >>> shape = mw.MeshShape.parse("data=2,fsdp=4,tensor=8")
-        >>> shape.size, shape == mw.MeshShape(data=2, fsdp=4, tensor=8)
-        (64, True)
-    """
-
-    stage: Annotated[
-        int,
-        changes("program", "evaluation", "plan"),
-        refused(
-            "preferences",
-            because="the reference is a second forward pass of each microbatch, which a schedule of stages does not have",
-            instead="fsdp={fsdp} instead of stage={stage}",
-        ),
-        _STATED_BY_FAMILIES,
-    ] = 1
-    data: Annotated[int, changes("program", "evaluation", "plan")] = 1
-    fsdp: Annotated[int, changes("program", "evaluation", "plan")] = 1
-    expert: Annotated[int, changes("program", "evaluation", "plan"), _STATED_BY_FAMILIES] = 1
-    context: Annotated[int, changes("program", "evaluation", "plan"), _STATED_BY_FAMILIES] = 1
-    tensor: Annotated[int, changes("program", "evaluation", "plan")] = 1
-    slices: Annotated[int, changes("program", "plan")] = 1
-    """Parts of the machine joined by the data-centre network: slices of TPUs, nodes of GPUs."""
-    dcn_axis: Annotated[str, changes("program", "evaluation", "plan")] = "data"
-    """DCN axis: the one axis that crosses slices; all others lie inside a slice."""
-
-    def __post_init__(self) -> None:
-        if self.dcn_axis not in AXES or self.slices < 1:
-            raise ConfigError(
-                f"{self.slices} slices with DCN axis {self.dcn_axis!r}",
-                "a mesh has at least one slice, and one of its axes crosses them",
-                f"one of {', '.join(AXES)}",
-            )
-        degree = self.degrees()[self.dcn_axis]
-        if degree % self.slices:
-            raise ConfigError(
-                f"mesh axis {self.dcn_axis}={degree} across {self.slices} slices",
-                f"{degree} = {degree // self.slices} * {self.slices} + {degree % self.slices}",
-                f"{self.dcn_axis}={self.slices}*{max(1, round(degree / self.slices))}",
-            )
-        for axis, count in self.degrees().items():
-            if count < 1:
-                raise ConfigError(
-                    f"mesh axis {axis}={count}",
-                    "a degree is a number of devices, so at least 1",
-                    f"{axis}=1",
-                )
-
-    def degrees(self) -> dict[str, int]:
-        """Returns the degree of every axis, outermost first."""
-        return {axis: getattr(self, axis) for axis in AXES}
-
-    @property
-    def size(self) -> int:
-        """Number of devices: the product of all degrees."""
-        return self.over(tuple(AXES))
-
-    def over(self, axes: tuple[str, ...]) -> int:
-        """Returns the product of the degrees of `axes`."""
-        return math.prod(getattr(self, axis) for axis in axes)
-
-    def __str__(self) -> str:
-        def text(axis: str, degree: int) -> str:
-            crosses = axis == self.dcn_axis and self.slices > 1
-            return (
-                f"{axis}={self.slices}*{degree // self.slices}" if crosses else f"{axis}={degree}"
-            )
-
-        return (
-            ",".join(text(axis, degree) for axis, degree in self.degrees().items() if degree > 1)
-            or "data=1"
-        )
-
-    @classmethod
-    def parse(cls, text: str) -> "MeshShape":
-        """Parses `data=2,fsdp=2,tensor=2`; `data=4*2` means 4 slices of 2. Raises ConfigError on anything else."""
-        degrees: dict[str, int] = {}
-        slices, dcn_axis = 1, "data"
-        for part in text.split(","):
-            axis, equals, degree = part.strip().partition("=")
-            if axis not in AXES:
-                known = next(
-                    (ours for ours, names in AXIS_ALIASES.items() if axis.lower() in names.split()),
-                    None,
-                )
-                fix = f"{known}={degree or 'N'}" if known else nearest(axis.lower(), AXES)
-                raise ConfigError(f"mesh {text!r}", f"{axis!r} is not a mesh axis", fix)
-            if axis in degrees:
-                raise ConfigError(
-                    f"mesh {text!r}", f"{axis!r} is given twice", "give each axis once"
-                )
-            outer, star, inner = degree.partition("*")
-            if (
-                not equals
-                or not outer.isdecimal()
-                or (star and not inner.isdecimal())
-                or len(degree) > 18
-            ):
-                raise ConfigError(
-                    f"mesh {text!r}", f"{part!r} is not axis=degree", "for example data=2,fsdp=4"
-                )
-            if star and slices > 1:
-                raise ConfigError(
-                    f"mesh {text!r}",
-                    f"{dcn_axis} and {axis} both cross slices",
-                    "one axis that does, say data=4*2",
-                )
-            if star:
-                slices, dcn_axis = int(outer), axis
-            degrees[axis] = int(outer) * int(inner or 1)
-        return cls(**degrees, slices=slices, dcn_axis=dcn_axis)
-
 
 Precision = Literal["float32", "bfloat16"]
 _BlockSize = Annotated[int, msgspec.Meta(ge=128, multiple_of=128)]
@@ -390,6 +265,15 @@ class Training(Ranged, part="training"):
         )
 
 
+Order = Literal["shuffled", "megatron"]
+CONVERSATIONS_HAVE_AN_ORDER: Final = refused(
+    "answers",
+    "preferences",
+    because="conversations are packed and ordered by themselves",
+    instead="leave it out",
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Data(Ranged, part="data"):
     """Text sources and their tokenisation.
@@ -405,7 +289,7 @@ class Data(Ranged, part="data"):
         changes("evaluation", "data"),
         TEXT_ONLY,
     ] = ("stdlib",)
-    """Files, folders, globs, folders that `meshwright tokenize` wrote, or module:attribute of a
+    """Files, folders, globs, folders that `meshwright tokenize` wrote, PREFIX.bin of Megatron, or module:attribute of a
     function that yields documents; `stdlib` is Python's standard library. PATH=WEIGHT mixes several by weight."""
     tokenizer: Annotated[str, changes("data"), TEXT_ONLY] = "bytes"
     """Tokenizer: `bytes`, `chars`, `bpe:SIZE` (trained on the text), or a tokenizer.json file."""
@@ -427,6 +311,37 @@ class Data(Ranged, part="data"):
     held_out: Annotated[Fraction | None, changes("evaluation", "data"), TEXT_ONLY] = None
     """Held-out fraction: tokens at the end of each source that are evaluated and never trained on; None: a tenth, at
     most 10M tokens."""
+    order: Annotated[
+        Order,
+        changes("evaluation", "data", resumes=False),
+        CONVERSATIONS_HAVE_AN_ORDER,
+        TEXT_ONLY,
+    ] = "shuffled"
+    """Order of training samples: windows of each source, shuffled anew in every epoch and mixed by weight; or that of
+    Megatron, for Megatron datasets, with training.seed as its --seed."""
+    split: Annotated[
+        str,
+        changes("evaluation", "data", resumes=False, needs="data.order"),
+        CONVERSATIONS_HAVE_AN_ORDER,
+        TEXT_ONLY,
+    ] = "969,30,1"
+    """Weights of training, validation and test in each dataset, in Megatron's order: its --split. The second part is
+    evaluated, the third is not read."""
+    order_samples: Annotated[
+        PositiveInt | None,
+        changes("data", needs="data.order"),
+        CONVERSATIONS_HAVE_AN_ORDER,
+        TEXT_ONLY,
+    ] = None
+    """Samples that Megatron's order is made for: its --train-samples, or --train-iters times --global-batch-size.
+    None: first-sample and those of all steps."""
+    first_sample: Annotated[
+        NonNegativeInt,
+        changes("data", resumes=False),
+        CONVERSATIONS_HAVE_AN_ORDER,
+        TEXT_ONLY,
+    ] = 0
+    """Samples at the beginning of the order that are not read: those that another program has trained on."""
     prompt: Annotated[str, changes("loop"), TEXT_ONLY] = "\n"
     """Prompt of the text sampled at the end of a run."""
     sample: Annotated[NonNegativeInt | None, changes("loop"), TEXT_ONLY] = None

@@ -24,6 +24,7 @@ PARTS: dict[str, dict[str, str]] = {
         "deepseek": "models.families.deepseek:Deepseek",
         "gemma2": "models.families.gemma:Gemma2",
         "gemma3": "models.families.gemma:Gemma3",
+        "gemma4": "models.families.gemma4:Gemma4",
         "glm4_moe": "models.families.glm4_moe:Glm4Moe",
         "gpt2": "models.families.gpt2:Gpt2",
         "gpt_oss": "models.families.gpt_oss:GptOss",

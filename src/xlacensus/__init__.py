@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from xlacensus.comparison import compare as compare
     from xlacensus.compilation import OutOfMemory as OutOfMemory
     from xlacensus.errors import CensusError as CensusError
+    from xlacensus.findings import Finding as Finding
     from xlacensus.hlo.ledger import Ledger as Ledger
     from xlacensus.hlo.ledger import LedgerEntry as LedgerEntry
     from xlacensus.hlo.scopes import BranchScope as BranchScope
-    from xlacensus.lints import Finding as Finding
     from xlacensus.peak_memory import Memory as Memory
     from xlacensus.program_census import Census as Census
     from xlacensus.program_census import ProgramFacts as ProgramFacts
@@ -43,7 +43,7 @@ _MODULES = {
     "errors": ("CensusError",),
     "hlo.ledger": ("Ledger", "LedgerEntry"),
     "hlo.scopes": ("BranchScope",),
-    "lints": ("Finding",),
+    "findings": ("Finding",),
     "peak_memory": ("Memory",),
     "program_census": ("Census", "ProgramFacts", "census", "lint", "memory", "simulate"),
     "schedule": ("SimulatedSchedule", "TargetDevices"),

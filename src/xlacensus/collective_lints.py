@@ -8,9 +8,9 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
+from xlacensus.findings import Finding
 from xlacensus.hlo.ledger import LedgerEntry
 from xlacensus.jaxprs import CONSTRAINED, JaxprCollective
-from xlacensus.lints import Finding
 from xlacensus.peak_memory import Argument
 
 MIN_SENT_BYTES = 1024

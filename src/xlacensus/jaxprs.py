@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,35 +50,52 @@ _VIEWS = (
 def uses(
     jaxpr: Any, origins: dict[Any, Origin], times: float = 1.0
 ) -> Iterator[tuple[Any, list[Origin | None], float]]:
-    """Yields what computes in an open jaxpr and those inside it: equation, origin of each operand, executions.
+    """Yields what computes in an open jaxpr and in those inside it.
 
-    origins: variables that are arrays by name.  A scan's body gets the rows of what it scans over; branches of a
-    conditional count equally; loops of unknown length count once.
+    Each is an equation, the origin of each of its operands, and its executions.
+    origins: variables that are arrays by name. A scan's body gets the rows of what it scans over;
+    branches of a conditional count equally; loops of unknown length count once.
     """
     origins = dict(origins)
     for equation in jaxpr.eqns:
-        name, params = equation.primitive.name, equation.params
-        given = [origins.get(v) if isinstance(v, core.Var) else None for v in equation.invars]
+        operands = [origins.get(v) if isinstance(v, core.Var) else None for v in equation.invars]
         inside = list(nested_jaxprs(equation))
-        if name in _VIEWS and given and given[0] is not None:
-            path, dims = given[0]
-            kept = [
-                d for d in range(len(dims)) if name != "squeeze" or d not in params["dimensions"]
-            ]
-            origins[equation.outvars[0]] = (
-                path,
-                tuple(dims[d] for d in params.get("permutation", kept)),
-            )
+        is_view = equation.primitive.name in _VIEWS
+        if is_view and operands and operands[0] is not None:
+            origins[equation.outvars[0]] = _origin_of_view(equation, operands[0])
         elif not inside:
-            yield equation, given, times
+            yield equation, operands, times
+        branches = len(inside) if equation.primitive.name == "cond" else 1
         for inner, n in inside:
-            own = given[-len(inner.invars) :] if inner.invars else []
-            known = {
-                v: (g[0], g[1][len(g[1]) - v.aval.ndim :])
-                for v, g in zip(inner.invars, own, strict=False)
-                if g
-            }
-            yield from uses(inner, known, times * n / (len(inside) if name == "cond" else 1))
+            inner_origins = _origins_inside(inner, operands)
+            yield from uses(inner, inner_origins, times * n / branches)
+
+
+def _origin_of_view(equation: Any, source: Origin) -> Origin:
+    """Returns the origin of a view: the same array, its dimensions permuted or some removed."""
+    path, dims = source
+    order: Sequence[int] = range(len(dims))
+    if "permutation" in equation.params:
+        order = equation.params["permutation"]
+    elif equation.primitive.name == "squeeze":
+        removed = equation.params["dimensions"]
+        order = [dim for dim in order if dim not in removed]
+    return path, tuple(dims[d] for d in order)
+
+
+def _origins_inside(inner: Any, operands: list[Origin | None]) -> dict[Any, Origin]:
+    """Returns the origins of a nested jaxpr's inputs, which are the last operands of its equation.
+
+    An input with fewer dimensions is a row of its operand: the leading dimensions are scanned over.
+    """
+    if not inner.invars:
+        return {}
+    origins: dict[Any, Origin] = {}
+    for variable, origin in zip(inner.invars, operands[-len(inner.invars) :], strict=False):
+        if origin is not None:
+            path, dims = origin
+            origins[variable] = (path, dims[len(dims) - variable.aval.ndim :])
+    return origins
 
 
 def user_frames(equation: Any) -> list[tuple[str, int]]:
@@ -173,67 +190,78 @@ class JaxprCollective:
 
 
 def read_jaxpr_collectives(jaxpr: Any, mesh: dict[str, int]) -> list[JaxprCollective]:
-    """Lists the collective primitives of a closed jaxpr by kind, axes and place; axes of degree 1 are left out."""
+    """Lists the collective primitives of a closed jaxpr by kind, axes and line.
+
+    Axes of degree 1 are left out.
+    """
     sums: dict[tuple[str, tuple[str, ...], frozenset[str]], Counter[str]] = {}
-    everywhere = tuple(axis for axis in mesh if mesh[axis] > 1)
-
-    def add(
-        kind: str, axes: tuple[str, ...], lines: frozenset[str], count: int, payload: int = 0
-    ) -> None:
-        sums.setdefault((kind, axes, lines), Counter()).update(count=count, payload=count * payload)
-
     for inner, count in all_jaxprs(jaxpr.jaxpr):
-        constrained = _constrained_lines(inner)
-        if constrained:
-            add(CONSTRAINED, everywhere, constrained, count)
-        for equation in inner.eqns:
-            lines = frozenset(lines_of(equation))
-            if equation.primitive.name == "reshard":
-                add("reshard", everywhere, lines, count)
-            kind = _KIND_OF_PRIMITIVE.get(equation.primitive.name)
-            names = equation.params.get("axes") or equation.params.get("axis_name") or ()
-            axes = tuple(
-                a for a in everywhere if a in (names if isinstance(names, tuple) else (names,))
-            )
-            if kind is not None and axes:
-                operands = equation.invars[:1] if kind == "ragged-all-to-all" else equation.invars
-                payload = sum(
-                    v.aval.size * v.aval.dtype.itemsize
-                    for v in operands
-                    if hasattr(v.aval, "dtype")
-                )
-                degree = math.prod(mesh[axis] for axis in axes)
-                if (groups := equation.params.get("axis_index_groups")) is not None:
-                    degree = len(groups[0])
-                    axes = (
-                        axes_of_groups(
-                            tuple(map(tuple, groups)), {axis: mesh[axis] for axis in axes}
-                        )
-                        or axes
-                    )
-                add(kind, axes, lines, count, payload * (degree if kind == "all-gather" else 1))
+        for found in _collectives_of(inner, mesh):
+            key = (found.kind, found.axes, found.lines)
+            total = sums.setdefault(key, Counter())
+            total.update(count=count, payload=count * found.payload)
     return [
-        JaxprCollective(kind, axes, c["count"], c["payload"], lines)
-        for (kind, axes, lines), c in sums.items()
+        JaxprCollective(kind, axes, total["count"], total["payload"], lines)
+        for (kind, axes, lines), total in sums.items()
     ]
+
+
+def _collectives_of(jaxpr: Any, mesh: dict[str, int]) -> Iterator[JaxprCollective]:
+    """Yields each collective of an open jaxpr, executed once, without those of the jaxprs inside."""
+    everywhere = tuple(axis for axis in mesh if mesh[axis] > 1)
+    constrained = _constrained_lines(jaxpr)
+    if constrained:
+        yield JaxprCollective(CONSTRAINED, everywhere, 1, 0, constrained)
+    for equation in jaxpr.eqns:
+        lines = frozenset(lines_of(equation))
+        if equation.primitive.name == "reshard":
+            yield JaxprCollective("reshard", everywhere, 1, 0, lines)
+        kind = _KIND_OF_PRIMITIVE.get(equation.primitive.name)
+        axes = _axes_of(equation, everywhere)
+        if kind is None or not axes:
+            continue
+        degree = math.prod(mesh[axis] for axis in axes)
+        groups = equation.params.get("axis_index_groups")
+        if groups is not None:
+            degree = len(groups[0])
+            group_mesh = {axis: mesh[axis] for axis in axes}
+            axes = axes_of_groups(tuple(map(tuple, groups)), group_mesh) or axes
+        payload = _operand_bytes(equation, kind)
+        if kind == "all-gather":
+            payload *= degree
+        yield JaxprCollective(kind, axes, 1, payload, lines)
+
+
+def _axes_of(equation: Any, everywhere: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the axes that a collective names, of those with more than one device."""
+    names = equation.params.get("axes") or equation.params.get("axis_name") or ()
+    if not isinstance(names, tuple):
+        names = (names,)
+    return tuple(axis for axis in everywhere if axis in names)
+
+
+def _operand_bytes(equation: Any, kind: str) -> int:
+    """Returns the bytes that a device passes to a collective; offsets and sizes do not count."""
+    operands = equation.invars
+    if kind == "ragged-all-to-all":
+        operands = operands[:1]
+    avals = [v.aval for v in operands if hasattr(v.aval, "dtype")]
+    return sum(aval.size * aval.dtype.itemsize for aval in avals)
 
 
 def _constrained_lines(jaxpr: Any) -> frozenset[str]:
     """Returns the lines of products and sums of an open jaxpr whose results have a sharding constraint."""
     makers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
+    constraints = [e for e in jaxpr.eqns if e.primitive.name == "sharding_constraint"]
+    pending = [(variable, 0) for equation in constraints for variable in equation.invars]
     found: set[str] = set()
-    pending = [
-        (v, 0) for e in jaxpr.eqns if e.primitive.name == "sharding_constraint" for v in e.invars
-    ]
     seen: set[Any] = set()
     while pending:
         variable, steps = pending.pop()
-        maker = (
-            None if isinstance(variable, core.Literal) or variable in seen else makers.get(variable)
-        )
-        if maker is None:
+        if isinstance(variable, core.Literal) or variable in seen or variable not in makers:
             continue
         seen.add(variable)
+        maker = makers[variable]
         if maker.primitive.name in _SUMS:
             found.update(lines_of(maker))
         elif steps < _MAX_STEPS and maker.primitive.name != "sharding_constraint":

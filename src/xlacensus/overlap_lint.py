@@ -17,11 +17,11 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+from xlacensus.findings import Finding
 from xlacensus.formatting import format_step
 from xlacensus.hlo.collectives import collective_in, done_of, overlapped_work, transfer_start
 from xlacensus.hlo.ledger import LedgerEntry
 from xlacensus.hlo.parser import Computation, Instruction, Module
-from xlacensus.lints import Finding
 from xlacensus.schedule import SimulatedSchedule, Span
 
 MIN_EXPOSED = 0.01

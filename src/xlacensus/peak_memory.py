@@ -14,7 +14,7 @@ from xlacensus.hlo.buffers import (
     op_names_written_into,
     peak_of,
 )
-from xlacensus.hlo.parser import Module
+from xlacensus.hlo.parser import Instruction, Module
 from xlacensus.hlo.scopes import phase_of, plain_path, scopes_of
 
 
@@ -194,37 +194,52 @@ _MOMENTS, _BUFFERS = 400, 40
 def _profile(
     buffers: Sequence[Buffer], peak: Peak, classifier: "_Classifier", scale: float
 ) -> MemoryProfile:
-    """Sums the live temporaries at each moment, bytes that several share once where the compiler reports offsets."""
+    """Sums the live temporaries at each moment, and lists the largest at the peak.
+
+    Bytes that several share count once where the compiler reports offsets. scale: bytes that the
+    compiler allocates over those of the live buffers.
+    """
+    sums = _live_bytes(buffers)
+    # Values that share memory are counted more than once in a sum, and no moment has more than the
+    # peak.
+    levels = tuple(int(min(n, peak.live_bytes) * scale) for n in sums.values())
+    largest = sorted(peak.parts, key=lambda part: -part[1])[:_BUFFERS]
+    rows = tuple(_peak_buffer(buffer, size, classifier, scale) for buffer, size in largest)
+    return MemoryProfile(tuple(sums), levels, peak.moment, classifier.first_backward, rows)
+
+
+def _live_bytes(buffers: Sequence[Buffer]) -> dict[int, int]:
+    """Returns the most bytes live in each of at most _MOMENTS spans, by the span's first moment."""
     changes: Counter[int] = Counter()
     for buffer in buffers:
         changes[buffer.start] += buffer.size
         changes[buffer.end + 1] -= buffer.size
     end = max(changes, default=0)
-    every = max(1, -(-end // _MOMENTS))
-    sums: dict[int, int] = {}
-    now = 0
-    for moment in range(0, end + every, every):
-        most = now
-        for each in range(moment, moment + every):
-            now += changes.get(each, 0)
-            most = max(most, now)
-        sums[moment] = most
-    rows = [
-        PeakBuffer(
-            *classifier.classify(buffer),
-            array=str(buffer.array),
-            bytes=int(size * scale),
-            instruction=buffer.instruction.name,
-            op_name=buffer.instruction.op_name,
-            line=buffer.instruction.line,
-            start=buffer.start,
-            end=buffer.end,
-        )
-        for buffer, size in sorted(peak.parts, key=lambda part: -part[1])[:_BUFFERS]
-    ]
-    # Values that share memory are counted more than once in a sum, and no moment has more than the peak.
-    levels = tuple(int(min(n, peak.live_bytes) * scale) for n in sums.values())
-    return MemoryProfile(tuple(sums), levels, peak.moment, classifier.first_backward, tuple(rows))
+    length = max(1, -(-end // _MOMENTS))
+    most_live: dict[int, int] = {}
+    live = 0
+    for first in range(0, end + length, length):
+        most = live
+        for moment in range(first, first + length):
+            live += changes.get(moment, 0)
+            most = max(most, live)
+        most_live[first] = most
+    return most_live
+
+
+def _peak_buffer(buffer: Buffer, size: int, classifier: "_Classifier", scale: float) -> PeakBuffer:
+    category, module = classifier.classify(buffer)
+    return PeakBuffer(
+        category,
+        module,
+        array=str(buffer.array),
+        bytes=int(size * scale),
+        instruction=buffer.instruction.name,
+        op_name=buffer.instruction.op_name,
+        line=buffer.instruction.line,
+        start=buffer.start,
+        end=buffer.end,
+    )
 
 
 GRADIENTS = "gradients"
@@ -232,29 +247,40 @@ GRADIENTS = "gradients"
 _REDUCTIONS = ("all-reduce", "reduce-scatter", "all-reduce-start", "reduce-scatter-start")
 
 
+def _sizes_of(parameters: Sequence[Argument]) -> set[int]:
+    """Returns the elements of each parameter and of one layer of it, global and local."""
+    sizes: set[int] = set()
+    for parameter in parameters:
+        for shape in (parameter.shape, parameter.local_shape):
+            sizes.add(math.prod(shape))
+            if len(shape) > 1:
+                sizes.add(math.prod(shape[1:]))
+    return sizes - {1}
+
+
 class _Classifier:
     """Category and module of temporaries, from the names of their operations and the shapes of the parameters."""
 
     def __init__(self, module: Module, buffers: Sequence[Buffer], arguments: Sequence[Argument]):
         self._module = module
-        starts = (
-            b.start
-            for b in buffers
-            if b.array.elements > 1 and self._needs_backward(b.instruction.op_name)
-        )
-        self.first_backward: int | None = min(starts, default=None)
-        parameters = [a for a in arguments if a.category == "parameters"]
-        sizes = {math.prod(shape) for a in parameters for shape in (a.shape, a.local_shape)}
-        # One layer of a stack, whole or local.
-        sizes |= {
-            math.prod(s[1:]) for a in parameters for s in (a.shape, a.local_shape) if len(s) > 1
-        }
-        self._parameter_sizes = sizes - {1}
+        self.first_backward = self._first_backward(buffers)
         self._argument_category = {a.path: a.category for a in arguments}
-        # The scope of a parameter is its path without the name of the argument that holds it.
-        self._module_of_scope = {
-            a.path[a.path.index(f".{a.module}") + 1 :]: a.module for a in parameters if a.module
-        }
+        parameters = [a for a in arguments if a.category == "parameters"]
+        self._parameter_sizes = _sizes_of(parameters)
+        self._module_of_scope: dict[str, str] = {}
+        for parameter in parameters:
+            if parameter.module:
+                # The scope of a parameter is its path without the name of the argument.
+                start = parameter.path.index(f".{parameter.module}") + 1
+                self._module_of_scope[parameter.path[start:]] = parameter.module
+
+    def _first_backward(self, buffers: Sequence[Buffer]) -> int | None:
+        """Returns the moment at which the backward pass begins; None if there is none."""
+        starts: list[int] = []
+        for buffer in buffers:
+            if buffer.array.elements > 1 and self._needs_backward(buffer.instruction.op_name):
+                starts.append(buffer.start)
+        return min(starts, default=None)
 
     def _needs_backward(self, op_name: str) -> bool:
         """Whether an operation can run only once the backward pass has begun; zeros of sums come earlier."""
@@ -263,37 +289,46 @@ class _Classifier:
 
     def classify(self, buffer: Buffer) -> tuple[str, str]:
         """Returns the category and module of a temporary."""
-        instruction, branches = buffer.instruction, self._module.branches
-        if instruction.opcode == "copy" and instruction.operands:
-            source = instruction.operands[0]
-            if source.opcode == "parameter" and source.computation.is_entry:
-                return (
-                    f"copies of {self._argument_category.get(plain_path(source.op_name), 'arguments')}",
-                    "",
-                )
-        scopes, phase = instruction.scopes, phase_of(instruction.op_name, branches)
-        known = self._module_of_scope
-        part = next((s for s in scopes if s not in known), "") or (
-            known[scopes[0]] if scopes else ""
-        )
-        is_weight = any(s in known for s in scopes)
+        instruction = buffer.instruction
+        copied = self._copied_argument(instruction)
+        if copied:
+            return f"copies of {copied}", ""
+        scopes = instruction.scopes
+        phase = phase_of(instruction.op_name, self._module.branches)
+        module = self._module_of(scopes)
+        is_weight = any(scope in self._module_of_scope for scope in scopes)
         if phase in ("forward", "recomputed") and is_weight and "gather" in instruction.op_name:
-            return "weights in use", part
-        is_gradient = is_weight or buffer.array.elements in self._parameter_sizes
-        spans_turn = (
+            return "weights in use", module
+        outlives_forward = (
             self.first_backward is not None and buffer.start < self.first_backward < buffer.end
         )
-        if phase == "forward" and spans_turn:
-            return "saved activations", part
-        if phase == "update" and spans_turn and not scopes:
+        if phase == "forward" and outlives_forward:
+            return "saved activations", module
+        is_gradient = is_weight or buffer.array.elements in self._parameter_sizes
+        if phase == "update" and outlives_forward and not scopes:
             return self._loop_buffer(buffer, is_gradient)
-        if is_gradient and (
-            phase == "backward" or GRADIENTS in scopes or instruction.opcode in _REDUCTIONS
-        ):
-            return "gradients", "" if part == GRADIENTS else part
+        is_reduced = GRADIENTS in scopes or instruction.opcode in _REDUCTIONS
+        if is_gradient and (phase == "backward" or is_reduced):
+            return "gradients", "" if module == GRADIENTS else module
         if phase == "recomputed":
-            return "recomputed activations", part
-        return "temporaries", "" if part == GRADIENTS else part
+            return "recomputed activations", module
+        return "temporaries", "" if module == GRADIENTS else module
+
+    def _copied_argument(self, instruction: Instruction) -> str:
+        """Returns the category of the argument that an instruction copies; empty if it does not."""
+        if instruction.opcode != "copy" or not instruction.operands:
+            return ""
+        source = instruction.operands[0]
+        if source.opcode != "parameter" or not source.computation.is_entry:
+            return ""
+        return self._argument_category.get(plain_path(source.op_name), "arguments")
+
+    def _module_of(self, scopes: Sequence[str]) -> str:
+        """Returns the first scope that is not a parameter's, or else the first parameter's module."""
+        for scope in scopes:
+            if scope and scope not in self._module_of_scope:
+                return scope
+        return self._module_of_scope[scopes[0]] if scopes else ""
 
     def _loop_buffer(self, buffer: Buffer, is_gradient: bool) -> tuple[str, str]:
         branches = self._module.branches

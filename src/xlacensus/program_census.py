@@ -22,30 +22,30 @@ from xlacensus.compilation import (
     definition_line,
     program_arguments,
 )
+from xlacensus.donation_lint import lint_donation
+from xlacensus.findings import Finding
 from xlacensus.formatting import format_bytes, format_count, format_step
 from xlacensus.hlo.flops import ALL_ROWS, CompiledMatmul, Skipped, read_matmuls, unpriced_kernels
 from xlacensus.hlo.ledger import Ledger, LedgerEntry, read_ledger, traffic, unread_collectives
 from xlacensus.hlo.parser import Module
 from xlacensus.hlo.scopes import Branches
 from xlacensus.jaxprs import read_jaxpr_collectives
-from xlacensus.lints import (
-    Finding,
-    GroupedProducts,
-    grouped_products,
-    lint_determinism,
-    lint_donation,
-    lint_duplicated_work,
-    lint_grouped_matmuls,
-    lint_host,
+from xlacensus.layout_lints import (
     lint_layouts,
     lint_rematerialisation,
-    lint_source,
     lint_tiles,
     lint_whole_state,
 )
+from xlacensus.lints import lint_determinism, lint_duplicated_work, lint_host
 from xlacensus.overlap_lint import lint_missed_overlap
 from xlacensus.peak_memory import Argument, Memory, read_memory
 from xlacensus.schedule import SimulatedSchedule, TargetDevices, Ticks, simulate_schedule
+from xlacensus.source_lints import (
+    GroupedProducts,
+    grouped_products,
+    lint_grouped_matmuls,
+    lint_source,
+)
 
 PROVENANCE: dict[str, tuple[str, ...]] = {
     "compiled": (

@@ -3,12 +3,13 @@
 import dataclasses
 from collections.abc import Mapping
 
+from xlacensus.findings import Finding
 from xlacensus.formatting import format_bytes, format_count
 from xlacensus.hlo.buffers import buffers_of, peak_of
 from xlacensus.hlo.flops import read_matmuls, unpriced_kernels
 from xlacensus.hlo.ledger import Ledger
 from xlacensus.hlo.parser import bytes_of, parse_module
-from xlacensus.lints import Finding, lint_host
+from xlacensus.lints import lint_host
 
 
 @dataclasses.dataclass(frozen=True)

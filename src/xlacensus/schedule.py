@@ -553,28 +553,36 @@ class _Simulator:
         timeline.begin(start.name, "memory", ("memory",), seconds, "", _label(start))
 
     def _bubble(self, computation: Computation) -> float:
-        """Returns the mean seconds for which a stage waits for the others, if a computation is a pipeline's tick.
+        """Returns the mean seconds for which a stage waits for the others, in a pipeline's tick.
 
-        What is not in a branch takes all stages the same time.
+        A tick lasts as long as the slowest stage's branches in it:
+        (sum over ticks of the slowest stage - time of the branches that are taken) / ticks.
+        What is not in a branch takes all stages the same time. 0 for any other computation.
         """
-        in_ticks = {scope for stages in self.ticks for scopes in stages for scope in scopes}
-        bodies = [(i, body) for i in computation if i.opcode == "conditional" for body in i.called]
-        scoped = ((scope_of_branch(conditional, body), body) for conditional, body in bodies)
-        seconds = {scope: self.run(body).now for scope, body in scoped if scope in in_ticks}
+        seconds = self._seconds_of_branches(computation)
         if not seconds:
             return 0.0
-        branches = {
-            scope: computation.module.branches[scope] for scope in seconds if scope is not None
-        }
-        own = sum(branch.taken * seconds[scope] for scope, branch in branches.items())
-        lockstep = sum(
-            count
-            * max(
-                (sum(seconds.get(scope, 0.0) for scope in scopes) for scopes in stages), default=0.0
-            )
-            for stages, count in self.ticks.items()
-        )
-        return max(0.0, lockstep - own) / max(branch.executions for branch in branches.values())
+        lockstep = 0.0
+        for stages, count in self.ticks.items():
+            busy = [sum(seconds.get(scope, 0.0) for scope in scopes) for scopes in stages]
+            lockstep += count * max(busy, default=0.0)
+        branches = computation.module.branches
+        taken = sum(branches[scope].taken * time for scope, time in seconds.items())
+        ticks = max(branches[scope].executions for scope in seconds)
+        return max(0.0, lockstep - taken) / ticks
+
+    def _seconds_of_branches(self, computation: Computation) -> dict[str, float]:
+        """Returns the seconds of each branch that the pipeline's ticks name, by its scope."""
+        scopes_of_ticks = {scope for stages in self.ticks for scopes in stages for scope in scopes}
+        seconds: dict[str, float] = {}
+        for conditional in computation:
+            if conditional.opcode != "conditional":
+                continue
+            for body in conditional.called:
+                scope = scope_of_branch(conditional, body)
+                if scope is not None and scope in scopes_of_ticks:
+                    seconds[scope] = self.run(body).now
+        return seconds
 
     def _communicate(self, timeline: _Timeline, instruction: Instruction) -> None:
         """Adds a collective: overlapped until its done if it is asynchronous, exposed otherwise."""
@@ -594,43 +602,53 @@ class _Simulator:
         run(name, "collective", links, seconds, axes, _label(instruction))
 
     def _price_transfer(self, instruction: Instruction) -> tuple[str, float, Collection[str]]:
+        """Returns the label of a collective's axes, its seconds, and the links that it occupies."""
         inner = collective_in(instruction)
         assert inner is not None
         groups, axes = group_of(inner, self.mesh)
         kind = kind_of(inner) or "all-reduce"
-        if instruction is not inner and any(
-            c.name.startswith("all-reduce-scatter") for c in instruction.called
-        ):
+        is_fused = instruction is not inner
+        names = [called.name for called in instruction.called]
+        if is_fused and any(name.startswith("all-reduce-scatter") for name in names):
             kind = "reduce-scatter"
-        path, label = self._route(groups), group_label(groups, axes)
+        path = self._route(groups)
+        label = group_label(groups, axes)
         self.routes[label] = path.medium
         payload = payload_of(inner, kind, path.devices, label, self.cost_model.skipped.sent_rows)
-        pairs, torus = inner.attributes.get("source_target_pairs"), self.target.chip.interconnect
+        pairs = inner.attributes.get("source_target_pairs")
         if pairs is None:
             return label, path.seconds(kind, payload), path.links
-        # Links are full duplex: two permutes in opposite directions of a ring do not wait for each other.
-        if not isinstance(torus, Torus) or not path.medium.startswith("ICI"):
-            return label, path.seconds(kind, payload), [f"{link} {pairs}" for link in path.links]
-        moves = [
-            (self.target.coordinates[a], self.target.coordinates[b]) for a, b in expand(pairs, 1)
-        ]
+        torus = self.target.chip.interconnect
+        if isinstance(torus, Torus) and path.medium.startswith("ICI"):
+            return self._price_permute(label, torus, payload, pairs, path.hop_latency)
+        # Links are full duplex: two permutes in opposite directions of a ring do not wait for each
+        # other.
+        return label, path.seconds(kind, payload), [f"{link} {pairs}" for link in path.links]
+
+    def _price_permute(
+        self, label: str, torus: Torus, payload: float, pairs: str, hop_latency: float
+    ) -> tuple[str, float, Collection[str]]:
+        """Returns as _price_transfer, for a permute on a torus: the most loaded link decides."""
+        coordinates = self.target.coordinates
+        moves = [(coordinates[source], coordinates[goal]) for source, goal in expand(pairs, 1)]
         messages = messages_on_links(torus, self.target.topology, moves)
-        link = torus.link_bandwidth * self.target.efficiency.links
-        return label, payload * max(messages.values()) / link + path.hop_latency, list(messages)
+        bandwidth = torus.link_bandwidth * self.target.efficiency.links
+        seconds = payload * max(messages.values()) / bandwidth + hop_latency
+        return label, seconds, list(messages)
 
     def _route(self, groups: Groups) -> Route:
-        """Returns the slowest path of any group; all groups of an axis are alike unless a slice is cut unevenly."""
-        sample = groups if len(groups) < 4 else (groups[0], groups[len(groups) // 2], groups[-1])
-        chip, target = self.target.chip, self.target
-        paths = [
-            route(
-                chip,
-                target.topology,
-                span_of_group(chip, [target.coordinates[i] for i in group]),
-                target.efficiency,
-            )
-            for group in sample
-        ]
+        """Returns the slowest path of any group.
+
+        All groups of an axis are alike unless a slice is cut unevenly: three are looked at.
+        """
+        sample = groups
+        if len(groups) > 3:
+            sample = (groups[0], groups[len(groups) // 2], groups[-1])
+        target = self.target
+        paths: list[Route] = []
+        for group in sample:
+            span = span_of_group(target.chip, [target.coordinates[i] for i in group])
+            paths.append(route(target.chip, target.topology, span, target.efficiency))
         return min(paths, key=lambda path: path.bandwidth)
 
     def _copy(self, instruction: Instruction) -> tuple[float, str]:

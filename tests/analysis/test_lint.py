@@ -18,10 +18,11 @@ from meshwright.analysis.run_census import census_of_train_step
 from meshwright.analysis.run_lints import lint_attention_kernel
 from meshwright.errors import CensusError
 from xlacensus.collective_lints import lint_unexpected_collectives
+from xlacensus.findings import Finding
 from xlacensus.hlo.ledger import LedgerEntry
 from xlacensus.hlo.parser import parse_module
 from xlacensus.jaxprs import JaxprCollective
-from xlacensus.lints import Finding, lint_tiles
+from xlacensus.layout_lints import lint_tiles
 from xlacensus.peak_memory import Argument
 from xlacensus.program_census import ProgramFacts
 

@@ -26,7 +26,7 @@ from meshwright.data.batch import Batch
 from meshwright.generation.decoder import Bucket, Decoder
 from meshwright.generation.weights import WeightsLayout, lay_out
 from meshwright.models.blocks.layers import no_dropout
-from meshwright.models.blocks.rotary import Yarn
+from meshwright.models.blocks.yarn import Yarn
 from meshwright.models.families.gemma import Gemma2, Gemma3
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.gpt_oss import GptOss
@@ -35,7 +35,8 @@ from meshwright.models.families.llama4 import Llama4
 from meshwright.models.families.olmo3 import Olmo3
 from meshwright.models.kernels.attention import cap
 from meshwright.models.model import Model
-from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs
+from meshwright.step.device_run import DeviceRun, param_specs
+from meshwright.step.state import BATCH_SPEC
 
 FAMILIES: dict[str, Model] = {
     **MODELS,

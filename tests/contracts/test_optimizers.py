@@ -114,7 +114,7 @@ def test_state_moves_between_meshes(name: str, tmp_path: Path) -> None:
         gradients, state.optimizer, state.params, state.step
     )
     state = dataclasses.replace(state, params=params, optimizer=optimizer)
-    state = jax.device_put(state, sides[0].state_shardings)
+    state = jax.device_put(state, sides[0].abstract.shardings)
     with Checkpoints(tmp_path / "checkpoints", max_to_keep=1) as checkpoints:
         checkpoints.save(state, sides[0], step=1, cursor=16)
         checkpoints.wait()

@@ -21,11 +21,11 @@ from meshwright.formatting import Shown
 from xlacensus import compilation, program_census, schedule
 from xlacensus.comparison import quantities
 from xlacensus.compilation import CompiledProgram
+from xlacensus.findings import Finding
 from xlacensus.hlo import parser
 from xlacensus.hlo.flops import ALL_ROWS, Skipped
 from xlacensus.hlo.parser import Module
 from xlacensus.hlo.scopes import Branches
-from xlacensus.lints import Finding
 from xlacensus.program_census import ProgramFacts
 from xlacensus.schedule import SimulatedSchedule, TargetDevices, Ticks
 

@@ -39,17 +39,18 @@ from meshwright.sharding.params import named_leaves
 from meshwright.sharding.schedule_table import FORWARD, ScheduleTable
 from meshwright.sharding.stages import NO_LAYER
 from meshwright.step.device_run import DeviceRun
+from meshwright.step.eval_step import build_eval_step
 from meshwright.step.muon import plan_muon
 from meshwright.step.pipeline import branch_ticks, repeats_forward, tick_scopes
-from meshwright.step.train_step import build_eval_step, build_train_step
+from meshwright.step.train_step import build_train_step
 from meshwright.storage.writing import write_atomically
 from meshwright.trust import plain_text
 from meshwright.update_rules import UPDATE_RULES
 from xlacensus.determinism import sums_in_order
+from xlacensus.findings import Finding
 from xlacensus.hlo.flops import Skipped
 from xlacensus.hlo.parser import Module
 from xlacensus.hlo.scopes import BranchScope
-from xlacensus.lints import Finding
 from xlacensus.program_census import FlopsBand, ProgramFacts
 from xlacensus.schedule import SimulatedSchedule, TargetDevices
 

@@ -4,10 +4,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from xlacensus.findings import Finding
 from xlacensus.hlo.flops import is_call, kernel_work
 from xlacensus.hlo.loops import walk
 from xlacensus.hlo.parser import Module, arrays_of
-from xlacensus.lints import Finding
 
 _LIBRARY_MATMUL = re.compile("gemm|matmul|ScaledDot")
 

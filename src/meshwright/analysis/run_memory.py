@@ -19,15 +19,11 @@ from meshwright.checkpoint.fingerprints import fingerprints
 from meshwright.checkpoint.layer_order import abstract_in_layer_order, permuted_params, reordering
 from meshwright.planner.memory_model import PHASES
 from meshwright.sharding.initial_values import init_program
-from meshwright.sharding.params import (
-    layers_to_rows,
-    rows_to_layers,
-    shardings,
-    trained_only,
-)
+from meshwright.sharding.params import layers_to_rows, rows_to_layers, trained_only
+from meshwright.sharding.placed_params import shardings
 from meshwright.step.device_memory import shard_bytes
 from meshwright.step.device_run import DeviceRun
-from meshwright.step.train_step import build_eval_step
+from meshwright.step.eval_step import build_eval_step
 from xlacensus.peak_memory import CompiledMemory
 
 
@@ -69,7 +65,7 @@ def _start(device_run: DeviceRun) -> int:
     described, params, where = (
         device_run.layout.params,
         device_run.abstract.params,
-        device_run.state_shardings,
+        device_run.abstract.shardings,
     )
     training, drawn = device_run.run.training, shard_bytes(params)
     if all(

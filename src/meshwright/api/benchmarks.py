@@ -40,7 +40,7 @@ from meshwright.views.terminal import print_table
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchOptions(Ranged):
     """Time WHAT on the devices at hand: `collectives` over every axis of a mesh, or `hardware`, which measures a new
-    machine in 30 minutes. Writes the figures, and the calibration that `plan` and `train` use for their predictions."""
+    machine in 10 minutes. Writes the figures, and the calibration that `plan` and `train` use for their predictions."""
 
     what: Annotated[Literal["collectives", "hardware"], tyro.conf.Positional]
     """`collectives` or `hardware`."""
@@ -54,13 +54,13 @@ class BenchOptions(Ranged):
     """Sizes of the whole array, in bytes."""
     out: Path = Path("bench-results")
     """Folder for the results."""
-    minutes: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 30.0
+    minutes: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 10.0
     """With `hardware`: time of all sections together."""
     only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SECTION ...")] = ()
-    """With `hardware`: sections to run, by default all: kernels, meshes, matmuls, collectives, experts, steps,
-    checkpoint, or module:attribute of a section of your own."""
+    """With `hardware`: sections to run, by default all: kernels, matmuls, collectives; or FILE.py:function of a
+    section of your own, such as those in the repository's bench/hardware."""
     kernels: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KERNEL ...")] = ()
-    """With `hardware`: attention kernels from outside the package to check, each as module:attribute."""
+    """With `hardware`: attention kernels from outside the package to time, each as module:attribute."""
     hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
     json: bool = False
     """Print JSON."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,9 @@ from rich.markup import escape
 
 from meshwright.api.verb import Call, Outcome, base_run
 from meshwright.config import MeshShape
-from meshwright.launching.host_checks import check_host
+from meshwright.launching.host_checks import check_counters, check_host
+from meshwright.monitoring.counters import Counter, rule_of
+from meshwright.monitoring.watch import open_sources, read_all
 from meshwright.planner.memory_model import checkpoint_bytes
 from meshwright.ranges import Ranged
 from meshwright.runs.placed_run import place_run
@@ -40,7 +43,9 @@ class DoctorOptions(Ranged):
     def act(self, call: Call) -> Outcome:
         """Runs `meshwright doctor`; the exit code is 1 where a host has a fault."""
         needed = 0 if self.recipe is None else _checkpoint_bytes(self.recipe)
-        findings, host = check_host(self.out, needed, self.deadline), socket.gethostname()
+        host = socket.gethostname()
+        counters = _read_machine(self.out)
+        findings = [*check_host(self.out, needed, self.deadline), *check_counters(counters)]
         faults = sum(finding.verdict == "fault" for finding in findings)
         cells, tones = dict[str, str](), list[Tone]()
         for check in dict.fromkeys(finding.check for finding in findings):
@@ -63,11 +68,34 @@ class DoctorOptions(Ranged):
                         f"\n[bold]{finding.verdict}[/] {where}\n  fix: {escape(finding.fix)}",
                         soft_wrap=True,
                     )
+            console.print("\n[bold]counters[/] that are not 0 (a run watches them once a minute)")
+            print_table(console, _counter_table(counters))
             console.print(f"\n{faults or 'no'} fault{'' if faults == 1 else 's'} on {escape(host)}")
 
         found = [dataclasses.asdict(finding) for finding in findings]
-        record = {"verdict": "fault" if faults else "ok", "host": host, "findings": found}
+        record = {
+            "verdict": "fault" if faults else "ok",
+            "host": host,
+            "findings": found,
+            "counters": [counter._asdict() for counter in counters],
+        }
         return Outcome(show, record, 1 if faults else 0)
+
+
+def _read_machine(out: Path) -> list[Counter]:
+    """Reads the counters of this host's devices, links and disks once."""
+    sources, _ = open_sources(out)
+    return read_all(sources)
+
+
+def _counter_table(counters: Sequence[Counter]) -> Table:
+    """Makes a table of the counters that are not 0, by part."""
+    rows = [
+        (counter.part, counter.name, f"{counter.value:.6g} {rule_of(counter.name).unit}".rstrip())
+        for counter in counters
+        if counter.value
+    ]
+    return Table([Column("part", wide=True), Column("counter"), Column("now")], rows)
 
 
 def _checkpoint_bytes(run: str) -> int:

@@ -19,7 +19,7 @@ from meshwright.analysis.run_census import simulate_run
 from meshwright.bench.device_trace import Trace, device_time, innermost, read_trace
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import Target
-from meshwright.step.device_run import State
+from meshwright.step.state import State
 from meshwright.trainer.loop import Trainable
 from meshwright.trainer.prepare import Batches, Position
 from xlacensus.hlo.collectives import collective_in, group_label, group_of, kind_of, start_of

@@ -70,7 +70,8 @@ from meshwright.hardware.agreement import answer_of_the_first, choose_together
 from meshwright.hardware.hosts import store
 from meshwright.sharding.params import Tree, named_leaves
 from meshwright.signs import NOBODY, waiting
-from meshwright.step.device_run import DeviceRun, State
+from meshwright.step.device_run import DeviceRun
+from meshwright.step.state import State
 from meshwright.storage.attempts import attempt
 from meshwright.storage.folder_identity import FolderIdentity
 from meshwright.storage.paths import bucket_path, in_bucket, path_of

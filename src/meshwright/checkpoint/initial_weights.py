@@ -79,7 +79,7 @@ def _load(init_from: str, device_run: DeviceRun, then: Then) -> Tree:
         weights = open_folder(init_from)
         dtype = device_run.run.training.param_dtype
         return load_params(
-            weights, device_run.layout.params, device_run.state_shardings.params, dtype, then
+            weights, device_run.layout.params, device_run.abstract.shardings.params, dtype, then
         )
     params = load_run(path_of(init_from), device_run)
     treedef: Any = jax.tree.structure(params)
@@ -163,7 +163,7 @@ def merge_adapters(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tree
     together = functools.partial(
         merged, scale=device_run.run.finetune.scale, like=base.abstract.params
     )
-    return base, jax.jit(together, out_shardings=base.state_shardings.params)(params)
+    return base, jax.jit(together, out_shardings=base.abstract.shardings.params)(params)
 
 
 def add_adapters(device_run: DeviceRun, load: Callable[[DeviceRun, Then], Tree]) -> Tree:
@@ -177,7 +177,7 @@ def add_adapters(device_run: DeviceRun, load: Callable[[DeviceRun, Then], Tree])
     params = dict(load(base, functools.partial(_keep_weight, device_run, unquantised)))
 
     descriptions = device_run.layout.params
-    shardings = trained_only(descriptions, device_run.state_shardings.params)
+    shardings = trained_only(descriptions, device_run.abstract.shardings.params)
     training = device_run.run.training
     adapters = init_params(
         trained_only(descriptions, descriptions),
@@ -196,7 +196,7 @@ def _keep_weight(
 ) -> Any:
     """Returns a weight of the base as the run keeps it; one that is quantised is deleted."""
     description: Any = device_run.layout.params
-    sharding: Any = device_run.state_shardings.params
+    sharding: Any = device_run.abstract.shardings.params
     for name in path.split("."):
         description = description[name]
         sharding = sharding[name]

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from meshwright.data.megatron import check_pair, is_megatron, open_megatron
 from meshwright.data.sources import check_skipped, open_source
 from meshwright.data.tokenizers import Bytes, Tokenizer, build_tokenizer, is_learned, spec_identity
 from meshwright.data.tokenizing import learn_tokenizer, tokenize
@@ -40,6 +41,8 @@ class Source:
 
     path: str
     weight: float = 1.0
+    is_weighted: bool = False
+    """Whether the entry has a weight."""
 
 
 def parse_source(text: str) -> Source:
@@ -53,7 +56,7 @@ def parse_source(text: str) -> Source:
         return Source(text)
     if not 0 < value < float("inf"):
         raise DataError(f"--data {text}", f"the weight {weight} is not positive", f"{path}=1")
-    return Source(derive(text, path), value)
+    return Source(derive(text, path), value, is_weighted=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,22 +108,27 @@ def load_corpus(
     sources = [parse_source(path) for path in paths]
     if not sources:
         raise DataError("training without text", "--data is empty", "--data PATH")
-    texts = [source.path for source in sources if not is_token_file(source.path)]
+    reading = _Reading(local_text(spec, cache), cache, text_field, bad_records, progress, check)
 
     def make() -> dict[str, Path]:
+        texts = []
         for source in sources:
+            check_pair(source.path)
             if is_token_file(source.path):
                 file = path_of(source.path) / "tokenizer.json"
                 check(build_tokenizer(str(file)), source.path)
+            elif is_megatron(source.path):
+                check(reading.tokenizer_of_tokens(source.path, own), spec)
+            else:
+                texts.append(source.path)
         if not texts:
             return {}
-        reading = _Reading(local_text(spec, cache), cache, text_field, bad_records, progress, check)
         copies = {path: local_text(path, cache) for path in texts}
         made = reading.tokenise(list(copies.values()), own)
         return {path: made[copy].folder for path, copy in copies.items()}
 
     folders = share([source.path for source in sources], cache, progress, make)
-    files = tuple(open_tokens(folders[source.path], cache) for source in sources)
+    files = tuple(reading.open(folders[source.path], own) for source in sources)
     for file in files[1:]:
         if file.tokenizer.to_json() != files[0].tokenizer.to_json():
             raise DataError(
@@ -148,7 +156,7 @@ def share(
         several
         and progress is not None
         and jax.process_index()
-        and not all(map(is_token_file, paths))
+        and not all(map(is_tokenised, paths))
     ):
         progress.write("waiting for process 0, which tokenises")
 
@@ -161,7 +169,7 @@ def share(
     }
     if not several:
         return folders
-    mine = np.array([not is_token_file(folder) for folder in folders.values()])
+    mine = np.array([not is_tokenised(folder) for folder in folders.values()])
     with waiting("the devices"):
         absent = multihost_utils.process_allgather(mine)
     for path, without in zip(folders, map(np.flatnonzero, absent.T), strict=True):
@@ -185,7 +193,7 @@ def vocab_of_corpus(
 ) -> int:
     """Returns the vocabulary size of `load_corpus`; reads text only where the tokenizer is learned from it."""
     spec = local_text(spec, cache)
-    if not any(is_token_file(parse_source(path).path) for path in paths):
+    if not any(is_tokenised(parse_source(path).path) for path in paths):
         if spec == "bytes":
             return Bytes().vocab
         if os.path.isfile(spec):
@@ -193,9 +201,19 @@ def vocab_of_corpus(
     return load_corpus(paths, spec, cache, bad_records=bad_records, text_field=text_field).vocab
 
 
+def is_tokenised(path: str | Path) -> bool:
+    """Whether `path` has tokens and not text."""
+    return is_token_file(path) or is_megatron(path)
+
+
 def local_text(location: str, cache: Path) -> str:
     """Returns a text or a tokenizer as it is on this host: copied from a bucket into `cache`. Raises StorageError."""
     return str(local_copy(path_of(location), cache)) if in_bucket(location) else place_of(location)
+
+
+def _is_kept(own: Path | None) -> bool:
+    """Whether an earlier start of the run kept its tokenizer."""
+    return own is not None and own.is_file()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,8 +229,36 @@ class _Reading:
 
     def tokenise(self, paths: Sequence[str], own: Path | None) -> dict[str, TokenFile]:
         """Returns the token files of sources of text by path: from the cache, or tokenised into it."""
+        spec = self._kept(own)
+        if not _is_kept(own) and is_learned(spec):
+            spec = str(self._learned(paths))
+        self.check(build_tokenizer(spec), self.spec)
+        return {path: self._load(path, spec) for path in paths}
+
+    def open(self, folder: Path, own: Path | None) -> TokenFile:
+        """Opens tokens: a token file, or a Megatron dataset with the tokenizer of the run."""
+        if is_token_file(folder):
+            return open_tokens(folder, self.cache)
+        return open_megatron(folder, self.tokenizer_of_tokens(folder, own))
+
+    def tokenizer_of_tokens(self, path: str | Path, own: Path | None) -> Tokenizer:
+        """Returns the tokenizer of tokens that have none with them.
+
+        Raises DataError where the run learns its tokenizer from text.
+        """
+        spec = self._kept(own)
+        if is_learned(spec):
+            raise DataError(
+                f"--data {path} with --data.tokenizer {spec}",
+                "a Megatron dataset has tokens and no text, of which no tokenizer can be learned",
+                "--data.tokenizer TOKENIZER.json, the one that the dataset was made with",
+            )
+        return build_tokenizer(spec)
+
+    def _kept(self, own: Path | None) -> str:
+        """Returns the tokenizer of the run, or the file that an earlier start of it kept."""
         spec = self.spec
-        if own is not None and own.is_file():
+        if own is not None and _is_kept(own):
             kept = build_tokenizer(str(own)).to_json()
             asked, kind = spec.partition(":")[0], parse_json(kept).get("kind", "bpe")
             # A file may have changed or gone since the run began: the run keeps its own.
@@ -226,10 +272,7 @@ class _Reading:
                 truth = f"{spec} is not the tokenizer that the run was trained with; it goes on with {own}"
                 print(truth, file=sys.stderr)
             spec = str(own)
-        elif is_learned(spec):
-            spec = str(self._learned(paths))
-        self.check(build_tokenizer(spec), self.spec)
-        return {path: self._load(path, spec) for path in paths}
+        return spec
 
     def _load(self, path: str, spec: str) -> TokenFile:
         folder = self._folder_of(path, spec)

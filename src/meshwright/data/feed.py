@@ -142,6 +142,23 @@ def build_stream(windows: Sequence[Samples], weights: list[float], seed: int) ->
     return shuffled[0] if len(shuffled) == 1 else grain.MapDataset.mix(shuffled, weights)
 
 
+def leave_out_first(stream: Any, count: int) -> Any:
+    """Returns a dataset of samples without its first `count`."""
+    return _Later(stream, count) if count else stream
+
+
+@dataclasses.dataclass(frozen=True)
+class _Later:
+    """Dataset of samples that begins later."""
+
+    stream: Any
+    first: int
+
+    def __getitem__(self, index: int) -> _Sample:
+        sample: _Sample = self.stream[self.first + index]
+        return sample
+
+
 class Feed:
     """Iterator over the batches of the next `steps` steps on the devices, from the global sample `cursor` on.
 

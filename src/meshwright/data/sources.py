@@ -17,6 +17,7 @@ from typing import IO, Any, ClassVar, NamedTuple
 
 import msgspec
 
+from meshwright.data.megatron import is_megatron
 from meshwright.data.selection import relative_names, select_data
 from meshwright.documents import GGUF_KIND
 from meshwright.errors import DataError, by_class, reason_of
@@ -268,6 +269,9 @@ def open_source(path: str, field: str = "text") -> Documents:
         truth = "hf: names a model; a data set of the hub has the form hf://datasets/OWNER/NAME"
         fix = f"--data hf://datasets/{owner or 'OWNER'}/{name}"
         raise DataError(f"--data {path}", truth, fix)
+    if is_megatron(path):
+        truth = "it is a Megatron dataset, which has tokens and no text"
+        raise DataError(f"--data {path}", truth, f"meshwright train RECIPE --data {path}")
     if is_reference(path) and not os.path.exists(path):
         return FunctionDocuments(path, load("data source", path))
     return _of_files(find_files(path), field)

@@ -8,10 +8,10 @@ import functools
 import itertools
 import math
 
-from meshwright.config import MeshShape
 from meshwright.hardware.chips import chip_name
 from meshwright.hardware.machine import Machine
 from meshwright.hardware.targets import Target
+from meshwright.mesh_shape import MeshShape
 from meshwright.words import AXES
 from xlacensus.interconnect import GroupSpan, Route, route
 

@@ -15,10 +15,10 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import find_chip
 from meshwright.hardware.machine import degrees_on_torus, ring_order
+from meshwright.mesh_shape import MeshShape
 from meshwright.words import AXES
 
 

@@ -39,10 +39,11 @@ from meshwright.hugging_face.config_fields import (
 from meshwright.hugging_face.names import LLAMA, Names, StoredTensor, locate_tensors
 from meshwright.hugging_face.quantised import FP8, MXFP4
 from meshwright.hugging_face.safetensors_files import tensor_names
-from meshwright.models.blocks.rotary import LatentYarn
+from meshwright.models.blocks.yarn import LatentYarn
 from meshwright.models.decoder import head_size_of
 from meshwright.models.families.deepseek import Deepseek
 from meshwright.models.families.gemma import Gemma2, Gemma3
+from meshwright.models.families.gemma4 import Gemma4
 from meshwright.models.families.glm4_moe import Glm4Moe
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.gpt_oss import GptOss
@@ -705,7 +706,7 @@ def _write_gemma3_rope(c: Any) -> dict[str, Any]:
     }
 
 
-def _softcap(name: str, field: str, default: float) -> Entry:
+def _softcap(name: str, field: str, default: float | None) -> Entry:
     """Returns the entry of a soft cap, whose null has no cap. default: where the field is missing."""
 
     def read(fields: Fields) -> dict[str, Any]:
@@ -752,6 +753,176 @@ _GEMMA_NAMES = {
     "attention_out_norm": ("post_attention_layernorm.weight", ("D",)),
     "mlp_norm": ("pre_feedforward_layernorm.weight", ("D",)),
     "mlp_out_norm": ("post_feedforward_layernorm.weight", ("D",)),
+}
+
+
+# Gemma 4: global layers with heads of their own, and experts beside the dense feed-forward.
+def _gemma4_layer_types(fields: Fields) -> list[str]:
+    """Returns the kinds of layers, of which the last is always global."""
+    kinds = fields.get("layer_types", layer_types(fields.get("num_hidden_layers"), 5))
+    return [*kinds[:-1], "full_attention"]
+
+
+def _read_gemma4_layers(fields: Fields) -> dict[str, Any]:
+    kinds = _gemma4_layer_types(fields)
+    return {"local_layers": read_local_layers(fields.with_value("layer_types", kinds), 5)}
+
+
+def _read_gemma4_heads(fields: Fields) -> dict[str, Any]:
+    """Returns the heads of global layers, which the files of `transformers` 5.24 have for each layer."""
+    shares = fields.flag("attention_k_eq_v")
+    kv_heads = fields.get("num_key_value_heads")
+    own = {"head_dim": fields.get("global_head_dim", 512)}
+    own["num_key_value_heads"] = fields.get("num_global_key_value_heads", kv_heads)
+    if not shares:
+        own["num_key_value_heads"] = kv_heads
+    by_layer = fields.mapping("per_layer_config")
+    if by_layer:
+        own = _heads_of_global_layers(fields, by_layer)
+    return {
+        "global_head_size": own.get("head_dim", fields.get("head_dim", 256)),
+        "global_kv_heads": own.get("num_key_value_heads", kv_heads),
+        "keys_are_values": shares,
+    }
+
+
+def _heads_of_global_layers(fields: Fields, by_layer: Mapping[str, Any]) -> dict[str, int]:
+    """Returns what `per_layer_config` has for every global layer. Raises WeightsError for anything else in it."""
+    kinds = _gemma4_layer_types(fields)
+    own = next(iter(by_layer.values()))
+    layers = [int(layer) for layer in by_layer if layer.isdecimal()]
+    is_global = sorted(layers) == [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    same_for_all = len(layers) == len(by_layer) and all(o == own for o in by_layer.values())
+    sizes = {"head_dim", "num_key_value_heads"}
+    is_known = isinstance(own, dict) and own.keys() <= sizes
+    if not (is_global and same_for_all and is_known):
+        found = f"per_layer_config is {by_layer}"
+        raise fields.error(found, f"the same {' and '.join(sorted(sizes))} for all global layers")
+    return dict(own)
+
+
+def _write_gemma4_heads(c: Any) -> dict[str, Any] | None:
+    if not c.keys_are_values and c.global_kv_heads != c.kv_heads:
+        return None  # `transformers` reads the number of heads only where keys are values
+    return {
+        "attention_k_eq_v": c.keys_are_values,
+        "global_head_dim": c.global_head_size,
+        "num_global_key_value_heads": c.global_kv_heads,
+    }
+
+
+def _read_gemma4_rope(fields: Fields) -> dict[str, Any]:
+    usual = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+    if not fields.mapping("rope_parameters"):
+        fields = fields.with_value("rope_parameters", {"full_attention": usual})
+    rope = rope_fields(fields, 1e6, "full_attention", partial=True)
+    local = rope_fields(fields, 1e4, "sliding_attention", partial=True)
+    if rope.kind not in ("default", "proportional") or local.kind != "default":
+        found = f"rope_type {rope.kind!r} in global layers and {local.kind!r} in local ones"
+        raise rope.refused(found, "a model with proportional in global layers, or default")
+    proportional = rope.kind == "proportional"
+    return {
+        "rope_theta": rope.theta,
+        "local_rope_theta": local.theta,
+        "rotary_fraction": rope.fraction if proportional else 1.0,
+        "rope_factor": float(rope.scaling.get("factor", 1.0)) if proportional else 1.0,
+    }
+
+
+def _write_gemma4_rope(c: Any) -> dict[str, Any]:
+    last = {
+        "rope_type": "proportional",
+        "rope_theta": c.rope_theta,
+        "partial_rotary_factor": c.rotary_fraction,
+    }
+    if c.rope_factor != 1.0:
+        last["factor"] = c.rope_factor
+    local = {"rope_type": "default", "rope_theta": c.local_rope_theta}
+    return {"rope_parameters": {"full_attention": last, "sliding_attention": local}}
+
+
+def _check_gemma4_parts(fields: Fields) -> None:
+    """Raises WeightsError for the parts of the small models. `transformers` has them where no field excludes them."""
+    width = fields.config.get("hidden_size_per_layer_input", 256)
+    fields.without_effect("hidden_size_per_layer_input", "vocab_size_per_layer_input")
+    lacked = []
+    if width:
+        lacked.append(f"embeddings of each layer (hidden_size_per_layer_input {width})")
+    shared = fields.get("num_kv_shared_layers", 0)
+    if shared:
+        lacked.append(f"{shared} layers with the keys and values of others (num_kv_shared_layers)")
+    if lacked:
+        raise fields.error(
+            f"it has {' and '.join(lacked)}, which Meshwright does not compute",
+            "a Gemma 4 without: 12B, 26B-A4B, 31B",
+        )
+
+
+def _read_gemma4_experts(fields: Fields) -> dict[str, Any]:
+    if not fields.flag("enable_moe_block"):
+        fields.without_effect("num_experts", "top_k_experts", "moe_intermediate_size")
+        return {"experts": 0}
+    return {
+        "experts": fields.get("num_experts"),
+        "experts_per_token": fields.get("top_k_experts"),
+        "expert_mlp": fields.get("moe_intermediate_size"),
+    }
+
+
+def _write_gemma4_experts(c: Any) -> dict[str, Any]:
+    if not c.experts:
+        return {"enable_moe_block": False}
+    return {
+        "enable_moe_block": True,
+        "num_experts": c.experts,
+        "top_k_experts": c.experts_per_token,
+        "moe_intermediate_size": c.expert_mlp,
+    }
+
+
+_GEMMA4_DENSE = (
+    *_CORE,
+    same("num_key_value_heads", "kv_heads"),
+    own_head_size(256),
+    _MLP,
+    fixed("hidden_activation", "gelu_pytorch_tanh"),
+    fixed("attention_bias", False, written=False),
+    # Tokens of an image may attend to each other; those of a text do not.
+    fixed("use_bidirectional_attention", None, "vision", written=False),
+    fixed("tie_word_embeddings", True),
+    Entry(_read_gemma4_layers, local_layers(5).write),
+    Entry(_read_gemma4_heads, _write_gemma4_heads),
+    Entry(_read_gemma4_rope, _write_gemma4_rope),
+    _softcap("final_logit_softcapping", "logit_softcap", None),
+    _EPSILON,
+    fixed("num_kv_shared_layers", 0),
+    without_effect("use_double_wide_mlp"),  # of layers that share keys and values
+)
+_GEMMA4 = (
+    Entry(_check_gemma4_parts, lambda c: {"hidden_size_per_layer_input": 0}),
+    *_GEMMA4_DENSE,
+    same("sliding_window", "sliding_window", 512),
+    Entry(_read_gemma4_experts, _write_gemma4_experts),
+    # No field states the weight of a balance loss, and `transformers` computes none.
+    given(aux_loss_weight=0.0),
+)
+_GEMMA4_UNIFIED = (
+    *_GEMMA4_DENSE,
+    same("sliding_window", "sliding_window", 1024),
+    must(experts=0),
+)
+_GEMMA4_NAMES = {
+    **_GEMMA_NAMES,
+    "output_scale": ("layer_scalar", ("Q",)),
+    "dense_out_norm": ("post_feedforward_layernorm_1.weight", ("D",)),
+    "experts_norm": ("pre_feedforward_layernorm_2.weight", ("D",)),
+    "experts_out_norm": ("post_feedforward_layernorm_2.weight", ("D",)),
+    "router_norm": ("router.scale", ("D",)),
+    "weight_scale": ("router.per_expert_scale", ("R",)),
+    "router": ("router.proj.weight", ("R", "D")),
+    "expert_gate": ("experts.gate_up_proj", ("E", "F+", "D")),
+    "expert_up": ("experts.gate_up_proj", ("E", "F+", "D")),
+    "expert_down": ("experts.down_proj", ("E", "D", "F")),
 }
 
 
@@ -1083,6 +1254,10 @@ _ALL = (
     ),
     Architecture("Gemma2ForCausalLM", "gemma2", Gemma2, _GEMMA2, _GEMMA_NAMES),
     Architecture("Gemma3ForCausalLM", "gemma3_text", Gemma3, _GEMMA3, _GEMMA_NAMES),
+    Architecture("Gemma4ForCausalLM", "gemma4_text", Gemma4, _GEMMA4, _GEMMA4_NAMES),
+    Architecture(
+        "Gemma4UnifiedForCausalLM", "gemma4_unified_text", Gemma4, _GEMMA4_UNIFIED, _GEMMA4_NAMES
+    ),
     Architecture(
         "LlamaForCausalLM",
         "llama",

@@ -13,7 +13,8 @@ from typing import Any
 
 from meshwright.documents import check_inside, fix_of, read_json
 from meshwright.errors import WeightsError, by_class, reason_of
-from meshwright.models.blocks.rotary import LatentYarn, RopeScaling, Yarn
+from meshwright.models.blocks.rotary import RopeScaling
+from meshwright.models.blocks.yarn import LatentYarn, Yarn
 from meshwright.models.decoder import head_size_of
 
 REQUIRED: Any = object()
@@ -163,6 +164,7 @@ _SIZES = frozenset[str]().union(
         "intermediate_size_mlp",
         "interleave_moe_layer_step",
     ),
+    ("global_head_dim", "num_global_key_value_heads", "top_k_experts"),
     ("sliding_window", "attention_chunk_size", "full_attention_interval", "no_rope_layer_interval"),
     (
         "kv_lora_rank",
@@ -194,6 +196,12 @@ class Fields:
     def part(self, name: str, config: Mapping[str, Any]) -> "Fields":
         """Returns the fields of a part of this configuration, which is its field `name`."""
         return Fields(self.file, config, name)
+
+    def with_value(self, name: str, value: Any) -> "Fields":
+        """Returns these fields with another value of one of them; what is read of them counts as read of these."""
+        changed = Fields(self.file, {**self.config, name: value}, self._inside)
+        changed._read = self._read
+        return changed
 
     def error(self, found: str, fix: str) -> WeightsError:
         """Returns the error of a configuration that is not read."""

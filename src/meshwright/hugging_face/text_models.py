@@ -87,6 +87,15 @@ _ALL_LARGER = (
         _GEMMA3_SIZES,
         "gemma3_text",
     ),
+    *(
+        LargerModel(
+            f"{name}ForConditionalGeneration",
+            kind,
+            {f"{kind}_text": f"{name}ForCausalLM"},
+            default_text_type=f"{kind}_text",
+        )
+        for name, kind in (("Gemma4", "gemma4"), ("Gemma4Unified", "gemma4_unified"))
+    ),
     LargerModel("Llama4ForConditionalGeneration", "llama4", {"llama4_text": "Llama4ForCausalLM"}),
     LargerModel("Mistral3ForConditionalGeneration", "mistral3", {"mistral": "MistralForCausalLM"}),
     # The name of the published files, and that of `transformers`.

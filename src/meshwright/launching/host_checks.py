@@ -23,6 +23,8 @@ from meshwright.formatting import format_bytes
 from meshwright.hardware.chips import find_chip
 from meshwright.hardware.hosts import CUDA_PACKAGES, has_tpu, hosts_of, installed_versions
 from meshwright.hardware.machine import determinism_of
+from meshwright.monitoring.counters import Counter, rule_of
+from meshwright.monitoring.history import level_warning
 
 _FILES = 4096
 """Open files that a process needs: checkpoints open a file for each shard, and each neighbour is a socket."""
@@ -253,6 +255,17 @@ def check_bits(devices: list[dict[str, Any]] | str) -> Wrong:
     """States what two runs on this host have in common."""
     if not isinstance(devices, str):
         yield "ok", determinism_of(devices[0]["platform"]).sentence, ""
+
+
+@_check("counters")
+def check_counters(counters: Sequence[Counter]) -> Wrong:
+    """Checks the levels of a host's counters; counts of errors tell nothing before a second reading."""
+    for counter in counters:
+        warning = level_warning(counter)
+        if warning:
+            yield "warning", f"{counter.part}: {warning}", rule_of(counter.name).advice
+    parts = {counter.part.partition(",")[0] for counter in counters}
+    yield "ok", f"of {len(parts)} parts", ""
 
 
 def check_host(folder: Path, needed: int, seconds: float) -> list[Finding]:

@@ -33,9 +33,9 @@ from meshwright.sharding.params import (
     Param,
     Stored,
     Tree,
-    frozen_params,
     is_param,
 )
+from meshwright.sharding.placed_params import frozen_params
 
 BLOCK = 64
 """Elements that share a scale in NF4."""

@@ -61,6 +61,8 @@ class Block:
     """Norm of the two halves."""
     norm_place: Literal["before", "after", "both"] = "before"
     """Whether the halves normalise what they read, what they add (OLMo 2), or both (Gemma)."""
+    output_scale: bool = False
+    """Whether a number of each layer multiplies its output; no training changes it (Gemma 4: `layer_scalar`)."""
 
     def params(self, layers: int) -> dict[str, Param]:
         """Returns the parameters of a stack of `layers` layers."""
@@ -70,6 +72,8 @@ class Block:
             for norm in norms:
                 params |= self.norm.params(f"{name}_{norm}", (layers, half.width), "LD")
             params |= half.params(layers)
+        if self.output_scale:
+            params["output_scale"] = Param((layers, 1), "LQ", "ones")
         return params
 
     def spec(self) -> LayerSpec:
@@ -104,19 +108,30 @@ class Block:
 
     def _halves(self, ctx: ForwardContext) -> Layer:
         """Returns the two halves of a layer as a function of gathered weights."""
-        mix = ctx.half(self.attention)
-        feed = ctx.half(self.feed_forward)
+        # Built outside of the loop over layers: what a half computes of the tokens is computed once.
+        ctx.half(self.attention)
+        ctx.half(self.feed_forward)
+        reads_residual = self.feed_forward.reads_residual
 
         def run(x_BTD: jax.Array, w: Tree, index: jax.Array) -> tuple[jax.Array, Aux]:
+            local = ctx.of_layer(index)
+            mix = local.half(self.attention)
+            feed = local.half(self.feed_forward)
+            x_BTD = local.record("input", x_BTD)
             with jax.named_scope(self.attention.scope):
-                y_BTD = mix(self._norm_before("attention", x_BTD, w), w)
-                y_BTD = self._norm_after("attention", y_BTD, w)
+                h_BTD = local.record("attention input", self._norm_before("attention", x_BTD, w))
+                y_BTD = self._norm_after("attention", mix(h_BTD, w), w)
+                y_BTD = local.record("attention output", y_BTD)
                 x_BTD += ctx.dropout(y_BTD, 2 * index + 1)
-                x_BTD = checkpoint_name(x_BTD, ATTN_RESIDUAL)
+                x_BTD = local.record("attention residual", checkpoint_name(x_BTD, ATTN_RESIDUAL))
             with jax.named_scope(self.feed_forward.scope):
-                y_BTD, aux = feed(self._norm_before("mlp", x_BTD, w), w)
-                y_BTD = self._norm_after("mlp", y_BTD, w)
-                return x_BTD + ctx.dropout(y_BTD, 2 * index + 2), aux
+                h_BTD = local.record("feed-forward input", self._norm_before("mlp", x_BTD, w))
+                y_BTD, aux = feed(h_BTD, w, x_BTD) if reads_residual else feed(h_BTD, w)
+                y_BTD = local.record("feed-forward output", self._norm_after("mlp", y_BTD, w))
+                x_BTD += ctx.dropout(y_BTD, 2 * index + 2)
+                if self.output_scale:
+                    x_BTD *= jax.lax.stop_gradient(w["output_scale"])
+                return local.record("output", x_BTD), aux
 
         return run
 

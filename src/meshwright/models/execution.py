@@ -16,6 +16,7 @@ from meshwright.sharding.sequence import SequenceSplit
 
 if TYPE_CHECKING:
     from meshwright.models.preferences import Preferences
+    from meshwright.models.recording import Tap
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,8 @@ class Execution:
     """Whether a remat policy that saves everything saves gathered weights; frozen ones are computed again."""
     preferences: "Preferences | None" = None
     """Loss of preferences, instead of that of tokens (models/preferences.py)."""
+    tap: "Tap | None" = None
+    """Records the step's named tensors (models/recording.py); None records none and adds nothing to the program."""
 
     @property
     def permutes(self) -> bool:

@@ -36,6 +36,8 @@ from meshwright.models.model import (
 )
 from meshwright.models.padding_rows import read_inside, with_padding
 from meshwright.models.period_scan import ReadRow
+from meshwright.models.recording import EMBEDDING, FINAL_NORM, LOG_SUM_EXP, TOKEN_LOSS, Tap
+from meshwright.sharding.layouts import VOCAB_AXES
 from meshwright.sharding.params import Tree
 from meshwright.sharding.stages import NO_LAYER, StageAssignment
 
@@ -84,7 +86,13 @@ class LocalModel:
             dropout=dropout,
             attend=self._attend(batch.segments),
             attend_pieces=pieces,
+            tap=self._tap(dropout),
         )
+
+    def _tap(self, dropout: Dropout) -> Tap | None:
+        """Returns what records the tensors of a microbatch's tokens."""
+        tap = self.execution.tap
+        return None if tap is None else tap.of_tokens(dropout)
 
     def _attend(self, segments_BT: jax.Array) -> Attend:
         """Returns attention to earlier positions of the same document. segments_BT: of complete sequences."""
@@ -167,6 +175,20 @@ class LocalModel:
             parts.append((slice(saved, section.layers), self.training.remat))
         return parts
 
+    def recorded(self, dropout: Dropout) -> "LocalModel":
+        """Returns the model whose loss records its tensors as those of a microbatch, where tensors are recorded."""
+        if self.execution.tap is None:
+            return self
+        execution = dataclasses.replace(self.execution, tap=self._tap(dropout))
+        return dataclasses.replace(self, execution=execution)
+
+    def embed(self, params: Tree, ctx: ForwardContext) -> jax.Array:
+        """Returns the embedded tokens [B, T/tensor, D], on the first stage."""
+        x_BTD = self.model.embed(params, ctx)
+        if ctx.tap is None:
+            return x_BTD
+        return ctx.tap.where(axis_index(("stage",)) == 0)(EMBEDDING, x_BTD)
+
     def loss(
         self, params: Tree, x_BTD: jax.Array, batch: Batch, total: jax.Array
     ) -> tuple[jax.Array, Metrics]:
@@ -198,10 +220,13 @@ class LocalModel:
     ) -> tuple[jax.Array, jax.Array]:
         """Returns negative log-likelihood and log-sum-exp, both [B T/context]. batch: this device's positions."""
         x_BTD, table_VD = self.unembed(params, x_BTD)
+        tap = self.execution.tap
+        if tap is not None:
+            x_BTD = tap(FINAL_NORM, x_BTD, partial=VOCAB_AXES)
         x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
         chunk = chunk_tokens(x_TD.shape[0], table_VD.shape[0], self.training.logits_mib)
         with jax.named_scope("unembedding"):
-            return token_losses(
+            nll_T, lse_T = token_losses(
                 x_TD,
                 table_VD,
                 batch.targets.reshape(-1),
@@ -209,6 +234,10 @@ class LocalModel:
                 chunk,
                 self.model.spec().logit_softcap,
             )
+        if tap is not None:
+            lse_T = tap(LOG_SUM_EXP, lse_T.reshape(batch.targets.shape)).reshape(-1)
+            nll_T = tap(TOKEN_LOSS, nll_T.reshape(batch.targets.shape)).reshape(-1)
+        return nll_T, lse_T
 
     def weight(self, batch: Batch) -> jax.Array:
         """Returns the weight of this device's sequences in the mean loss: their tokens, or their preferences."""
@@ -224,7 +253,7 @@ class LocalModel:
         """Returns the hidden states after the last layer and each stack's aux, for a model on one pipeline stage."""
         ctx = self.context(batch, dropout)
         stacks = {stack: params[stack] for stack in self.stacks}
-        return self.layers(stacks, self.model.embed(params, ctx), ctx)
+        return self.layers(stacks, self.embed(params, ctx), ctx)
 
     def loss_fn(
         self, params: Tree, batch: Batch, dropout: Dropout, total: jax.Array
@@ -234,7 +263,7 @@ class LocalModel:
         if self.execution.preferences is not None:
             loss, metrics = self.execution.preferences.loss(self, params, x_BTD, batch, total)
         else:
-            loss, metrics = self.loss(params, x_BTD, batch, total)
+            loss, metrics = self.recorded(dropout).loss(params, x_BTD, batch, total)
             if self.model.spec().further:
                 more, more_metrics, more_aux = further_loss(
                     self, params, x_BTD, batch, dropout, total

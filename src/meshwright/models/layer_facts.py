@@ -61,6 +61,8 @@ class AttentionSpec:
     """Sliding window: positions a token attends to, itself included; None is all before it."""
     normalises_qk: bool = False
     """Whether queries and keys are normalised: what saves everything saves them before and after."""
+    normalises_v: bool = False
+    """Whether values are normalised, and no norm of keys reads the same products: they are saved before and after."""
     gates_output: bool = False
     """Whether a projection as wide as the queries multiplies the output: it is saved where they are."""
     latent: LatentSpec | None = None
@@ -91,6 +93,7 @@ class AttentionSpec:
         query, value = heads * self.head_size, heads * self.value_size
         kv = kv_heads * (self.head_size + self.value_size) / 2
         kept = (query + kv) * self.normalises_qk + 2 * value * self.gates_output
+        kept += kv * self.normalises_v
         if self.latent is None:
             saved = query * (1 + self.gates_output) + 2 * kv
             return Widths(heads, query, kv, value, saved, width, kept)
@@ -292,6 +295,9 @@ class LayerSpec:
     """Whether each half reads a norm of the residual stream: the backward pass reads the norm's output too."""
     normalises_outputs: bool = False
     """Whether the output of each half is normalised before it is added: the backward pass reads it."""
+    has_two_feed_forwards: bool = False
+    """Whether a dense feed-forward and experts each have an input and an output of their own, both normalised and, over
+    `tensor`, gathered and scattered: they are added before the norm of the half's output."""
     hidden_products: float = 0.5
     """Width of what the feed-forward's last matmul reads, over that of its first outputs: half of a gate and what it
     multiplies, all of the input of a GELU."""

@@ -100,7 +100,15 @@ class ForwardContext(Execution):
         decisions = {
             field.name: getattr(execution, field.name) for field in dataclasses.fields(Execution)
         }
-        return cls(**decisions, **batch)
+        return cls(**(decisions | batch))
+
+    def record(self, name: str, x_BTD: jax.Array, split: str | None = None) -> jax.Array:
+        """Returns x; where a step's tensors are recorded, it has this name (models/recording.py)."""
+        return x_BTD if self.tap is None else self.tap(name, x_BTD, split)
+
+    def of_layer(self, layer: jax.Array) -> "ForwardContext":
+        """Returns the inputs of one layer: these, unless the step's tensors are recorded."""
+        return self if self.tap is None else dataclasses.replace(self, tap=self.tap.of_layer(layer))
 
     @functools.cached_property
     def angles(self) -> Callable[[Any], tuple[jax.Array, jax.Array]]:
@@ -156,6 +164,7 @@ class ForwardContext(Execution):
         """
         if not self.attend_pieces:
             out_BTNH = self.attend(*qkv, window=window, scores=scores)
+            out_BTNH = self.record("attention heads", out_BTNH, split="tensor")
             return self.row_parallel(
                 f, out_BTNH if factor_BTNH is None else out_BTNH * factor_BTNH, weights
             )
@@ -163,11 +172,15 @@ class ForwardContext(Execution):
         factors = [None] * count if factor_BTNH is None else jnp.split(factor_BTNH, count)
         pieces = (jnp.split(x, count) for x in qkv)
         done: list[jax.Array] = []
-        for attend, factor, q, k, v in zip(self.attend_pieces, factors, *pieces, strict=True):
+        for i, (attend, factor, q, k, v) in enumerate(
+            zip(self.attend_pieces, factors, *pieces, strict=True)
+        ):
             if len(done) > 1:
                 # XLA would attend to all pieces first and send all sums after.
                 q, done[-2] = jax.lax.optimization_barrier((q, done[-2]))
             out = attend(q, k, v, window=window, scores=scores)
+            if self.tap is not None:
+                out = self.tap.of_piece(i, count)("attention heads", out, split="tensor")
             done.append(
                 sequence_reduce_scatter(f(out if factor is None else out * factor, weights), 1)
             )
@@ -183,6 +196,8 @@ class Kind:
 
     scope: ClassVar[str]
     """Name of the half in profiles and in compiled programs."""
+    reads_residual: ClassVar[bool] = False
+    """Whether the function of a second half takes the residual stream as a third argument, besides its norm."""
 
     def params(self, layers: int) -> dict[str, Param]:
         """Returns the parameters of a stack of `layers` layers."""

@@ -22,9 +22,11 @@ import numpy as np
 from meshwright.comm.collectives import all_reduce
 from meshwright.data.batch import Batch
 from meshwright.models.adapters import AdapterGather
-from meshwright.models.blocks.layers import no_dropout, sorted_rows
+from meshwright.models.blocks.layers import no_dropout
+from meshwright.models.blocks.row_sums import sorted_rows
 from meshwright.models.model import Metrics
-from meshwright.sharding.params import REFERENCE, Tree
+from meshwright.sharding.params import Tree
+from meshwright.sharding.placed_params import REFERENCE
 
 if TYPE_CHECKING:
     from meshwright.models.forward import LocalModel

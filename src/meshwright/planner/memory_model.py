@@ -612,7 +612,8 @@ def _unnamed_elements(placed: PlacedRun, work: Work, inputs: SavedInputs) -> flo
         kept /= compute
     # Outputs of the halves before their norm; what attention reads and returns in other forms.
     normalised = sum(layer.normalises_outputs for layer in layers) / len(layers)
-    kept += 2 * normalised * work.width / tensor + work.widths.kept
+    two = sum(layer.has_two_feed_forwards for layer in layers) / len(layers)
+    kept += 2 * (normalised + two) * work.width / tensor + work.widths.kept
     experts = [layer.experts for layer in layers if layer.experts is not None]
     if experts:
         # The router reads its input, and returns its logits and their softmax, in float32.
@@ -634,6 +635,7 @@ def _saved_input_elements(placed: PlacedRun, work: Work, inputs: SavedInputs) ->
         halves = 2 - work.ungathered_layers / work.layers * (1 - 1 / tensor)
     if tensor == 1:
         halves -= 2 * sum(not layer.normalises_inputs for layer in layers) / len(layers)
+    halves += sum(layer.has_two_feed_forwards for layer in layers) / len(layers)
     elements = work.width * halves
     # Products of the hidden layer, whose inputs are named, and rows of experts, scaled too where their weights multiply
     # them. Only gradients of weights read both: those of routed experts have no adapters.

@@ -90,6 +90,8 @@ class Work:
     """Tokens of a device that it sends to experts: in a folded layout its part over `tensor`."""
     ungathered_layers: float = 0.0
     """Layers with experts whose second half gathers nothing over `tensor`: folded, and without shared experts."""
+    twice_gathered_layers: float = 0.0
+    """Layers whose second half gathers two inputs over `tensor`: those of a dense feed-forward and of experts."""
     quantised_inputs: float = 0.0
     """Activations quantised in one forward pass of all layers: the inputs of low-precision matmuls, each once."""
     recurrence_inner: float = 0.0
@@ -164,6 +166,7 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
         expert_hidden=max(_hidden_elements(expert_weights, rows, tokens).values(), default=0.0),
         expert_layers=max((weight.layers for weight in expert_weights), default=0.0),
         ungathered_layers=fraction * _ungathered_layers(layout, weights),
+        twice_gathered_layers=fraction * _twice_gathered_layers(layout),
         recurrence_inner=inner / shape.tensor,
         quantised_inputs=_quantised_inputs(weights) if low else 0.0,
         quantised_gradients=_quantised_gradients(weights, low) if low else 0.0,
@@ -282,6 +285,16 @@ def _ungathered_layers(layout: ModelLayout, weights: Iterable[_Weight]) -> int:
     }
     layers = (*layout.spec.layers, *layout.spec.further)
     return sum(layer.stack in has_ffn - gathers for layer in layers)
+
+
+def _twice_gathered_layers(layout: ModelLayout) -> int:
+    """Returns the layers of the model whose feed-forward half gathers two inputs over `tensor`.
+
+    Where `tensor` splits the experts, only the dense feed-forward gathers its input.
+    """
+    if layout.routed_parts > 1:
+        return 0
+    return sum(layer.has_two_feed_forwards for layer in layout.spec.layers)
 
 
 def _quantised_inputs(weights: Iterable[_Weight]) -> float:

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,8 @@ class EventLog:
         self._path, self._step = file, 0
         self._file: Lines | None = None
         """Stays open: where the folder is gone, no other file is made in its place."""
+        self._lock = threading.Lock()
+        """Held while a line is written: the watch of the machine adds lines from its own thread."""
 
     def start(self, step: int, **values: Any) -> None:
         """Appends that a run starts, or goes on, after `step`."""
@@ -167,7 +170,7 @@ class EventLog:
         line = json.dumps(
             {"time": round(time.time(), 3), "step": self._step, "event": event, **values}
         )
-        with contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
             if self._file is None:
                 self._file = open_lines(self._path)
             self._file.write(f"{line}\n".encode())
@@ -201,6 +204,8 @@ class EventLog:
 
     def release(self) -> None:
         """Closes the file, if it is open."""
-        file, self._file = self._file, None
+        with self._lock:
+            file = self._file
+            self._file = None
         if file is not None:
             file.close()

@@ -26,25 +26,13 @@ from meshwright.runs.checks import (
     check_ulysses,
 )
 from meshwright.runs.run import Run
+from meshwright.sharding.layer_cuts import assign_layers, loop_placement
 from meshwright.sharding.layouts import VOCAB_AXES, find_layout
-from meshwright.sharding.params import (
-    REFERENCE,
-    Param,
-    Tree,
-    frozen_params,
-    named_leaves,
-    place_params,
-    reorder_stacks,
-)
+from meshwright.sharding.params import Param, Tree, named_leaves
+from meshwright.sharding.placed_params import REFERENCE, frozen_params, place_params, reorder_stacks
 from meshwright.sharding.placement import Placements
 from meshwright.sharding.sequence import SequenceSplit, split_sequence
-from meshwright.sharding.stages import (
-    NO_LAYER,
-    PartPlacement,
-    StageAssignment,
-    assign_layers,
-    loop_placement,
-)
+from meshwright.sharding.stages import NO_LAYER, PartPlacement, StageAssignment
 
 if TYPE_CHECKING:
     from meshwright.sharding.schedule_table import ScheduleTable

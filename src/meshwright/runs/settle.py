@@ -17,7 +17,8 @@ from meshwright.comm.hierarchical import Axes, DcnAxis
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import Nodes
 from meshwright.hardware.machine import AUTO, Machine, compiler_options_of
-from meshwright.models.blocks.layers import SumRows, scatter_rows, sorted_rows
+from meshwright.models.blocks.layers import SumRows, scatter_rows
+from meshwright.models.blocks.row_sums import sorted_rows
 from meshwright.models.execution import Execution
 from meshwright.models.kernels.attention import Kernels
 from meshwright.models.kernels.choose import GroupedMatmul, choose_grouped_matmul, kernels_of
@@ -35,9 +36,9 @@ from meshwright.sharding.params import (
     Tree,
     is_low_precision,
     is_low_precision_expert,
-    plan_gathers,
     tree_map,
 )
+from meshwright.sharding.placed_params import plan_gathers
 from meshwright.sharding.placement import Placements, axes_of
 
 _RING = 4

@@ -12,13 +12,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
 from meshwright.comm.collectives import gather_param
 from meshwright.comm.hierarchical import Axes, DcnAxis
-from meshwright.config import MeshShape
-from meshwright.errors import ConfigError
-from meshwright.sharding.placement import Layout, Placements, notation, place_param, to_spec
+from meshwright.sharding.placement import Placements
 
 Tree = Any
 """Nested dictionary of Params, of arrays, or of Placements; all have the same keys."""
@@ -87,31 +84,6 @@ def tree_map(f: Callable[..., Any], params: Tree, *rest: Tree) -> Tree:
     return jax.tree.map(f, params, *rest, is_leaf=is_param)
 
 
-def frozen_params(params: Tree, dtype: Stored) -> Tree:
-    """Returns the descriptions of a copy that training leaves as it is, kept in `dtype`, or float32 where it has to."""
-    return tree_map(
-        lambda p: dataclasses.replace(
-            p, frozen=True, stored="float32" if p.precision == "float32" else dtype
-        ),
-        params,
-    )
-
-
-REFERENCE = "reference"
-"""Subtree of the parameters with a frozen copy of all others, of models that learn preferences."""
-
-
-def with_reference(params: Tree, shardings: Tree, described: Tree) -> Tree:
-    """Returns parameters with the copy that is their reference. shardings, described: of all of them."""
-    own = {path: tree for path, tree in params.items() if path != REFERENCE}
-    types = tree_map(lambda p: p.stored, described[REFERENCE])
-    copy = jax.jit(
-        lambda own: jax.tree.map(lambda w, dtype: w.astype(dtype), own, types),
-        out_shardings=shardings[REFERENCE],
-    )
-    return {**own, REFERENCE: copy(own)}
-
-
 def trained_only(params: Tree, tree: Tree) -> Tree:
     """Returns `tree` with None at frozen parameters. params: descriptions.
 
@@ -142,40 +114,6 @@ def count_params(params: Tree) -> int:
     )
 
 
-def reorder_stacks(params: Tree, orders: dict[str, tuple[int, ...]]) -> Tree:
-    """Returns `params` with the rows of each stack in the order given for its subtree."""
-
-    def reorder(p: Param, order: tuple[int, ...]) -> Param:
-        if order == tuple(range(p.shape[0])):
-            return p
-        return dataclasses.replace(p, shape=(len(order), *p.shape[1:]), order=order)
-
-    def subtree(path: str, tree: Tree) -> Tree:
-        return tree_map(lambda p: reorder(p, orders[path]), tree) if path in orders else tree
-
-    return {path: subtree(path, tree) for path, tree in params.items()}
-
-
-def place_params(params: Tree, *, layout: Layout, mesh: MeshShape, min_size: int) -> Tree:
-    """Returns the same tree of Placements. Raises ConfigError with the first tensor that does not divide."""
-    treedef: Any
-    flat, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_param)
-
-    def place(path: str, p: Param) -> Placements:
-        try:
-            return place_param(path, p.shape, p.dims, layout=layout, mesh=mesh, min_size=min_size)
-        except ConfigError:
-            # Adapters and scales are small: if no dimension divides, they are replicated.
-            if p.role != "adapter" and not path.endswith(".scales"):
-                raise
-            return place_param(path, p.shape, p.dims, layout=layout, mesh=mesh, min_size=p.size + 1)
-
-    placements = [
-        place(jax.tree_util.keystr(path, simple=True, separator="."), p) for path, p in flat
-    ]
-    return treedef.unflatten(placements)
-
-
 def rows_to_layers(p: Param, x: Any) -> Any:
     """Returns `x`, whose rows are those of `p`, with one row per layer in order. x: a NumPy or JAX array."""
     if p.order is None:
@@ -196,15 +134,6 @@ def row_mask(p: Param) -> jax.Array:
     rows = np.arange(p.shape[0]) if p.order is None else np.array(p.order)
     mask = (rows >= 0) & (rows < (p.shape[0] if p.rows is None else p.rows))
     return jnp.asarray(mask).reshape(-1, *(1,) * (len(p.shape) - 1))
-
-
-def shardings(mesh: Mesh, placed: Tree, which: Literal["at_rest", "optimizer"]) -> Tree:
-    """Returns the same tree of NamedShardings. placed: tree of Placements; which: its field."""
-    return jax.tree.map(
-        lambda p: NamedSharding(mesh, to_spec(getattr(p, which))),
-        placed,
-        is_leaf=lambda x: isinstance(x, Placements),
-    )
 
 
 class RoundedParam(NamedTuple):
@@ -233,7 +162,7 @@ class GatherParams:
         params: the sharded parameters of that subtree.
         """
 
-        def gather(names: Any, w: jax.Array, how: _Gathers) -> jax.Array:
+        def gather(names: Any, w: jax.Array, how: ParamGathers) -> jax.Array:
             # The scope is the parameter's name in the compiled program, by which the census finds it.
             with jax.named_scope(".".join((path, *(key.key for key in names)))):
                 return gather_param(
@@ -257,58 +186,11 @@ class GatherParams:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Gathers:
+class ParamGathers:
+    """All-gathers that lead from a parameter at rest to its weight."""
+
     gathers: tuple[tuple[Axes, int | None], ...]
     """Axes and dimension of each all-gather, in order; dimensions are counted without the layers. A dimension of None
     stands for the axes over which the backward pass sums the gradient."""
     dtype: Any
     """Dtype of the weight; None is the compute dtype."""
-
-
-def plan_gathers(
-    params: Tree,
-    placed: Tree,
-    *,
-    compute_dtype: Any,
-    reduce_dtype: Any,
-    dcn: DcnAxis,
-    summed: Tree | None = None,
-) -> GatherParams:
-    """Plans the all-gathers that lead from `at_rest` to `in_use`, one for each dimension that is sharded further.
-
-    placed: tree of Placements.  summed: tree of the axes over which the backward pass sums a gradient; None sums over
-    none. Raises ConfigError for placements that no all-gather connects.
-    """
-
-    def plan(path: Any, p: Param, placements: Placements, sum_over: Axes = ()) -> _Gathers:
-        gathers: list[tuple[Axes, int | None]] = []
-        for i, (sharded, used) in enumerate(
-            zip(placements.at_rest, placements.in_use, strict=True)
-        ):
-            if sharded[: len(used)] != used or (sharded != used and p.dims[i] == "L"):
-                name = jax.tree_util.keystr(path, simple=True, separator=".")
-                raise ConfigError(
-                    f"{name} as {notation('w', p.dims, placements.at_rest)} at rest and "
-                    f"{notation('w', p.dims, placements.in_use)} in use",
-                    f"an all-gather removes the last axes of a dimension, and not those of layers: {p.dims[i]}",
-                    "a layout whose placement at rest adds axes to the one in use",
-                )
-            if sharded != used:
-                gathers.append((sharded[len(used) :], i - p.dims.count("L")))
-        # Over DCN first, while the array is small.
-        gathers.sort(key=lambda gather: dcn.axis not in gather[0])
-        # First forwards, last backwards: of the scattered gradient the sum moves least.
-        gathers = [(sum_over, None), *gathers] if sum_over else gathers
-        # Quantised weights travel as they are.
-        kept = (
-            p.stored
-            if p.stored in ("int8", "uint8")
-            else None
-            if p.precision == "compute"
-            else p.precision
-        )
-        return _Gathers(tuple(gathers), kept)
-
-    trees = (placed,) if summed is None else (placed, summed)
-    gathers = jax.tree_util.tree_map_with_path(plan, params, *trees, is_leaf=is_param)
-    return GatherParams(gathers, compute_dtype, reduce_dtype, dcn)

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
-from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, divisors
+from meshwright.mesh_shape import MeshShape
 
 _LANES = 128
 """Lanes of a TPU's vector unit."""

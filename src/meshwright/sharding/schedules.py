@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from meshwright import plugins
 from meshwright.errors import ConfigError
+from meshwright.sharding.layer_cuts import loop_placement, map_parts, v_placement
 from meshwright.sharding.schedule_table import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -39,13 +40,7 @@ from meshwright.sharding.schedule_table import (
     dependency,
     tabulate,
 )
-from meshwright.sharding.stages import (
-    PartMap,
-    PartPlacement,
-    loop_placement,
-    map_parts,
-    v_placement,
-)
+from meshwright.sharding.stages import PartMap, PartPlacement
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ those weights where they are.
 Moments and updates are float32 in both.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from optax import GradientTransformation as Rule
 
 from meshwright.sharding.initial_values import random_bits
 from meshwright.sharding.params import Tree, is_param
-from meshwright.step.optimizers import UpdateRule
+from meshwright.step.state import UpdateRule
 
 
 class MasterState(NamedTuple):
@@ -38,29 +39,45 @@ def with_masters(rule: Rule, seed: int, described: Tree) -> UpdateRule:
 
     Parameters that are float32 at rest are their own masters. seed, described: as `with_random_rounding`, and not used.
     """
+    masters = _Masters(rule)
+    return UpdateRule(masters.init, masters.update)
 
-    def init(params: Tree) -> MasterState:
-        zeros = jax.tree.map(
-            lambda p: jnp.zeros(p.shape, jnp.int16) if p.dtype == jnp.bfloat16 else None, params
-        )
-        return MasterState(zeros, rule.init(jax.tree.map(join_float32, params, zeros)))
+
+@dataclasses.dataclass(frozen=True)
+class _Masters:
+    """Update of master weights: `join_float32(parameter, low bits)` is the master weight of a parameter."""
+
+    rule: Rule
+
+    def init(self, params: Tree) -> MasterState:
+        """Returns the state in which the master weights are the parameters."""
+        zeros = jax.tree.map(_no_low_bits, params)
+        masters = jax.tree.map(join_float32, params, zeros)
+        return MasterState(zeros, self.rule.init(masters))
 
     def update(
-        grads: Tree, state: MasterState, params: Tree, step: jax.Array
+        self, grads: Tree, state: MasterState, params: Tree, step: jax.Array
     ) -> tuple[Tree, MasterState]:
+        """Returns the upper bits of the updated master weights, and a state with the others."""
         masters = jax.tree.map(join_float32, params, state.low_bits)
-        updates, inner = rule.update(grads, state.inner, masters)
+        updates, inner = self.rule.update(grads, state.inner, masters)
         treedef: Any
-        new, treedef = jax.tree.flatten(optax.apply_updates(masters, updates))
-        kinds = [p.dtype for p in jax.tree.leaves(params)]
-        halves = [
-            split_float32(x) if kind == jnp.bfloat16 else (x, None)
-            for x, kind in zip(new, kinds, strict=True)
-        ]
-        upper, low_bits = (treedef.unflatten(side) for side in zip(*halves, strict=True))
-        return upper, MasterState(low_bits, inner)
+        leaves, treedef = jax.tree.flatten(optax.apply_updates(masters, updates))
+        upper: list[jax.Array] = []
+        low_bits: list[jax.Array | None] = []
+        for master, param in zip(leaves, jax.tree.leaves(params), strict=True):
+            high: jax.Array = master
+            low: jax.Array | None = None
+            if param.dtype == jnp.bfloat16:
+                high, low = split_float32(master)
+            upper.append(high)
+            low_bits.append(low)
+        return treedef.unflatten(upper), MasterState(treedef.unflatten(low_bits), inner)
 
-    return UpdateRule(init, update)
+
+def _no_low_bits(p: jax.Array) -> jax.Array | None:
+    """Returns the remainder of a bfloat16 parameter that is its master weight; None for a float32 one."""
+    return jnp.zeros(p.shape, jnp.int16) if p.dtype == jnp.bfloat16 else None
 
 
 def with_random_rounding(rule: Rule, seed: int, described: Tree) -> UpdateRule:
@@ -69,24 +86,42 @@ def with_random_rounding(rule: Rule, seed: int, described: Tree) -> UpdateRule:
     seed: of the rounding, which is the same on any mesh: its bits are drawn by layer, wherever a layer's row is.
     described: descriptions of the parameters.
     """
+    orders = [p.order for p in jax.tree.leaves(described, is_leaf=is_param)]
+    rounding = _RandomRounding(rule, seed, orders)
+    return UpdateRule(rounding.init, rounding.update)
 
-    def to_float32(tree: Tree) -> Tree:
-        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
-    def update(grads: Tree, state: Any, params: Tree, step: jax.Array) -> tuple[Tree, Any]:
-        exact = to_float32(params)
-        updates, state = rule.update(grads, state, exact)
-        leaves, treedef = jax.tree.flatten(optax.apply_updates(exact, updates))
-        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
-        keys, kinds = jax.random.split(key, len(leaves)), [p.dtype for p in jax.tree.leaves(params)]
-        orders = [p.order for p in jax.tree.leaves(described, is_leaf=is_param)]
-        rounded = [
-            round_at_random(x, key, order) if kind == jnp.bfloat16 else x
-            for x, key, kind, order in zip(leaves, keys, kinds, orders, strict=True)
-        ]
+@dataclasses.dataclass(frozen=True)
+class _RandomRounding:
+    """Update of float32 copies of the parameters, which are rounded at random to bfloat16."""
+
+    rule: Rule
+    seed: int
+    orders: list[tuple[int, ...] | None]
+    """Layer in each row of every parameter (`Param.order`)."""
+
+    def init(self, params: Tree) -> Any:
+        """Returns the state of the rule."""
+        return self.rule.init(_to_float32(params))
+
+    def update(self, grads: Tree, state: Any, params: Tree, step: jax.Array) -> tuple[Tree, Any]:
+        """Returns the rounded parameters and the state of the rule."""
+        exact = _to_float32(params)
+        updates, state = self.rule.update(grads, state, exact)
+        new = optax.apply_updates(exact, updates)
+        leaves, treedef = jax.tree.flatten(new)
+        key = jax.random.fold_in(jax.random.key(self.seed, impl="threefry2x32"), step)
+        keys = jax.random.split(key, len(leaves))
+        before = jax.tree.leaves(params)
+        rounded = []
+        for x, p, key_of_p, order in zip(leaves, before, keys, self.orders, strict=True):
+            stays = p.dtype != jnp.bfloat16
+            rounded.append(x if stays else round_at_random(x, key_of_p, order))
         return jax.tree.unflatten(treedef, rounded), state
 
-    return UpdateRule(lambda params: rule.init(to_float32(params)), update)
+
+def _to_float32(tree: Tree) -> Tree:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def split_float32(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,53 +11,26 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.config import MeshShape
 from meshwright.data.batch import Batch
 from meshwright.errors import ConfigError
 from meshwright.hardware.machine import fix_communication, machine_of_mesh, refused_options
+from meshwright.mesh_shape import MeshShape
 from meshwright.models.forward import LocalModel
 from meshwright.models.model import Model
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run
 from meshwright.runs.settle import Settled, execution_of, settle
 from meshwright.sharding.initial_values import init_params
-from meshwright.sharding.layouts import BATCH_AXES
-from meshwright.sharding.params import (
-    Tree,
-    shardings,
-    trained_only,
-    tree_map,
-    with_reference,
-)
+from meshwright.sharding.params import Param, Tree, trained_only, tree_map
+from meshwright.sharding.placed_params import shardings, with_reference
 from meshwright.sharding.placement import Placements, to_spec
 from meshwright.step.optimizers import (
-    UpdateRule,
     build_lr_schedule,
     build_update_rule,
     place_optimizer_state,
 )
+from meshwright.step.state import BATCH_SPEC, State, UpdateRule
 from meshwright.update_rules import takes_layers
-
-BATCH_SPEC = PartitionSpec(BATCH_AXES)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["step", "healthy", "params", "optimizer", "variables"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
-class State:
-    """Parameters, optimizer state and step count."""
-
-    step: jax.Array
-    """Steps taken; int32 scalar."""
-    healthy: jax.Array
-    """False after a step whose loss or gradient was not finite; nothing changes from then on. Bool scalar."""
-    params: Tree
-    optimizer: Any
-    variables: tuple[Tree, ...] = ()
-    """Arrays that the forward pass of a wrapped model changes, such as batch statistics: one tree, or none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +61,6 @@ class DeviceRun(Settled):
         return dataclasses.replace(self, run=run, local_model=local_model_of(settled))
 
     @property
-    def state_shardings(self) -> State:
-        """Sharding of every array of the state."""
-        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
-
-    @property
     def batch_sharding(self) -> NamedSharding:
         """Sharding of every array of a batch, [B, ...]."""
         return NamedSharding(self.mesh, BATCH_SPEC)
@@ -110,9 +78,9 @@ class DeviceRun(Settled):
     def state_of(self, params: Tree) -> State:
         """Returns the state before the first step with given parameters, in their shardings."""
         if self.run.finetune.objective == "preferences" and self.run.finetune.method == "full":
-            params = with_reference(params, self.state_shardings.params, self.layout.params)
+            params = with_reference(params, self.abstract.shardings.params, self.layout.params)
         trained = jax.device_put(trained_only(self.layout.params, params), self.update_shardings)
-        where = self.state_shardings
+        where = self.abstract.shardings
         optimizer = jax.jit(self.optimizer.init, out_shardings=where.optimizer)(trained)
         step, healthy = jax.device_put(
             (np.zeros((), np.int32), np.ones((), np.bool_)), (where.step, where.healthy)
@@ -156,7 +124,7 @@ def initial_arrays(device_run: "DeviceRun") -> tuple[Tree, tuple[Tree, ...]]:
 
 
 def _draw_params(model: Model, device_run: "DeviceRun") -> tuple[Tree, tuple[Tree, ...]]:
-    training, where = device_run.run.training, device_run.state_shardings.params
+    training, where = device_run.run.training, device_run.abstract.shardings.params
     return init_params(
         device_run.layout.params, where, seed=training.seed, dtype=training.param_dtype
     ), ()
@@ -185,11 +153,6 @@ def param_specs(placements: Tree, which: str) -> Tree:
     )
 
 
-def specs_of(placed: Tree) -> Tree:
-    """Returns the `PartitionSpec` of every `NamedSharding` of a tree."""
-    return jax.tree.map(lambda sharding: sharding.spec, placed)
-
-
 def local_model_of(settled: Settled) -> LocalModel:
     """Returns the forward pass of one device, with every decision made."""
     found: LocalModel = settled.run.model.local_model(settled, _local_model_by_layers)
@@ -206,64 +169,91 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
 
     Raises ConfigError where the run does not fit the mesh, or these devices cannot do what it asks for.
     """
-    # A JAX mesh does not say which axis crosses slices; the run's own mesh does.
-    same = run.mesh is not None and run.mesh.degrees() == dict(mesh.shape)
-    placed = place_run(run, run.mesh if same else MeshShape(**mesh.shape))
-    settled = settle(placed, machine_of_mesh(mesh))
-    settled.check()
-    if settled.fixes_bits:
-        fix_communication()
+    settled = _settle_on(run, mesh)
     layout = settled.layout
-    training = settled.run.training
-    dtype = jnp.dtype(training.param_dtype)
-    sharded = shardings(mesh, layout.placements, "at_rest")
-    params = tree_map(
-        lambda p, where: jax.ShapeDtypeStruct(
-            p.shape, jnp.dtype(p.stored or dtype), sharding=where
-        ),
-        layout.params,
-        sharded,
-    )
-    described, placements = (
-        trained_only(layout.params, tree) for tree in (layout.params, layout.placements)
-    )
-    layer_map = None
-    if takes_layers(run.optimizer.name) and run.model.states_layers:
-        from meshwright.step.matrices import LayerMap
-
-        layer_map = LayerMap(
-            mesh, layout.shape, described, placements, jnp.dtype(training.compute_dtype)
-        )
-    optimizer = build_update_rule(run.optimizer, training, described, layer_map)
-    state, where = place_optimizer_state(
-        optimizer, trained_only(layout.params, params), placements, layout.shape
-    )
-    leaves = [
-        jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, to_spec(placement))
-        )
-        for leaf, placement in zip(jax.tree.leaves(state), where, strict=True)
-    ]
-    state = jax.tree.unflatten(jax.tree.structure(state), leaves)
-    replicated = NamedSharding(mesh, PartitionSpec())
-    step, healthy = (
-        jax.ShapeDtypeStruct((), kind, sharding=replicated) for kind in (jnp.int32, jnp.bool_)
-    )
-    changed = {
-        n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)
-        for n, x in run.model.variables().items()
-    }
-    abstract = State(
-        cast(Any, step), cast(Any, healthy), params, state, (changed,) if changed else ()
-    )
+    optimizer = _build_update_rule(settled, mesh)
+    optimizer_shardings = shardings(mesh, layout.placements, "optimizer")
     return DeviceRun(
         settled.run,
         layout,
         settled.machine,
         mesh,
         optimizer,
-        abstract,
-        trained_only(layout.params, shardings(mesh, layout.placements, "optimizer")),
-        build_lr_schedule(run.optimizer, training.steps),
-        local_model_of(settled),
+        _abstract_state(settled, mesh, optimizer),
+        update_shardings=trained_only(layout.params, optimizer_shardings),
+        learning_rate=build_lr_schedule(run.optimizer, settled.run.training.steps),
+        local_model=local_model_of(settled),
     )
+
+
+def _settle_on(run: Run, mesh: Mesh) -> Settled:
+    """Returns the run with every decision made for the devices of `mesh`."""
+    # A JAX mesh does not say which axis crosses slices; the run's own mesh does.
+    shape = run.mesh
+    if shape is None or shape.degrees() != dict(mesh.shape):
+        shape = MeshShape(**mesh.shape)
+    settled = settle(place_run(run, shape), machine_of_mesh(mesh))
+    settled.check()
+    if settled.fixes_bits:
+        fix_communication()
+    return settled
+
+
+def _build_update_rule(settled: Settled, mesh: Mesh) -> UpdateRule:
+    """Returns the update of the trained parameters, which gets their layers whole if the optimizer takes them."""
+    run = settled.run
+    layout = settled.layout
+    described = trained_only(layout.params, layout.params)
+    layer_map = None
+    if takes_layers(run.optimizer.name) and run.model.states_layers:
+        from meshwright.step.matrices import LayerMap
+
+        placements = trained_only(layout.params, layout.placements)
+        compute_dtype = jnp.dtype(run.training.compute_dtype)
+        layer_map = LayerMap(mesh, layout.shape, described, placements, compute_dtype)
+    return build_update_rule(run.optimizer, run.training, described, layer_map)
+
+
+def _abstract_state(settled: Settled, mesh: Mesh, optimizer: UpdateRule) -> State:
+    """Returns the state of the run as `ShapeDtypeStruct`s with their shardings."""
+    replicated = NamedSharding(mesh, PartitionSpec())
+    params = _abstract_params(settled, mesh)
+    step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+    healthy: Any = jax.ShapeDtypeStruct((), jnp.bool_, sharding=replicated)
+    variables = {
+        path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)
+        for path, x in settled.run.model.variables().items()
+    }
+    state = State(
+        step, healthy, params, _abstract_optimizer_state(settled, mesh, optimizer, params)
+    )
+    if not variables:
+        return state
+    return dataclasses.replace(state, variables=(variables,))
+
+
+def _abstract_params(settled: Settled, mesh: Mesh) -> Tree:
+    """Returns the sharded parameters as `ShapeDtypeStruct`s."""
+    layout = settled.layout
+    param_dtype = settled.run.training.param_dtype
+
+    def abstract(p: Param, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.stored or param_dtype), sharding=sharding)
+
+    return tree_map(abstract, layout.params, shardings(mesh, layout.placements, "at_rest"))
+
+
+def _abstract_optimizer_state(
+    settled: Settled, mesh: Mesh, optimizer: UpdateRule, params: Tree
+) -> Any:
+    """Returns the optimizer state as `ShapeDtypeStruct`s. params: all parameters, abstract."""
+    layout = settled.layout
+    trained = trained_only(layout.params, params)
+    placements = trained_only(layout.params, layout.placements)
+    state, places = place_optimizer_state(optimizer, trained, placements, layout.shape)
+    leaves, treedef = jax.tree.flatten(state)
+    placed = []
+    for leaf, place in zip(leaves, places, strict=True):
+        sharding = NamedSharding(mesh, to_spec(place))
+        placed.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
+    return jax.tree.unflatten(treedef, placed)

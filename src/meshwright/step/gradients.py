@@ -4,6 +4,9 @@ All of it is one `shard_map`, manual over every mesh axis, so that every collect
 `comm`.
 """
 
+import dataclasses
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +23,8 @@ from meshwright.models.period_scan import with_gradient_of
 from meshwright.sharding.layouts import BATCH_AXES, TOKEN_AXES
 from meshwright.sharding.params import Tree, is_param, rows_to_layers, trained_only, with_frozen
 from meshwright.sharding.placement import Placements, axes_of
-from meshwright.step.device_run import BATCH_SPEC, DeviceRun, specs_of
+from meshwright.step.device_run import DeviceRun
+from meshwright.step.state import BATCH_SPEC, specs_of
 from meshwright.words import AXES
 
 Sums = tuple[Metrics, dict[str, Aux]]
@@ -40,34 +44,26 @@ def _gradients_by_layers(
     model: Model, device_run: DeviceRun
 ) -> Callable[..., tuple[Tree, Metrics, Any]]:
     run = device_run.run
-    stacks = device_run.local_model.stacks
-    # Any parameter of a stack knows in which rows its layers are.
-    stacked = {
-        path: jax.tree.leaves(device_run.layout.params[path], is_leaf=is_param)[0]
-        for path in stacks
-    }
 
     def gradients(
         params: Tree, step: jax.Array, batch: Batch
     ) -> tuple[Tree, Metrics, dict[str, Aux]]:
         grads, (metrics, aux) = _accumulate(device_run, params, step, batch)
         with jax.named_scope("gradients"):
-            grads, norm = _reduce(device_run, grads)
+            grads = _reduce(device_run, grads)
+            norm = _global_norm(device_run, grads)
             metrics = all_reduce(metrics, TOKEN_AXES)
             grads = clip(grads, norm, run.optimizer.grad_clip_norm)
-            aux = jax.tree.map(lambda a: all_gather(all_reduce(a, TOKEN_AXES), ("stage",), 0), aux)
+            aux = jax.tree.map(_sum_aux, aux)
         metrics = {**metrics, "gradient norm": (norm, jnp.ones(()))}
-        by_layer = {
-            path: jax.tree.map(lambda a, p=p: rows_to_layers(p, a), aux[path])
-            for path, p in stacked.items()
-        }
-        return grads, {**metrics, **model.layer_metrics(by_layer, run.training.batch)}, aux
+        metrics |= model.layer_metrics(_by_layer(device_run, aux), run.training.batch)
+        return grads, metrics, aux
 
     return jax.shard_map(
         gradients,
         mesh=device_run.mesh,
         in_specs=(
-            specs_of(device_run.state_shardings.params),
+            specs_of(device_run.abstract.shardings.params),
             PartitionSpec(),
             BATCH_SPEC,
         ),
@@ -76,109 +72,177 @@ def _gradients_by_layers(
     )
 
 
+def _sum_aux(rows: jax.Array) -> jax.Array:
+    """Sums auxiliary outputs over all tokens; returns the rows of all stages, [rows, ...], on every device."""
+    return all_gather(all_reduce(rows, TOKEN_AXES), ("stage",), 0)
+
+
+def _by_layer(device_run: DeviceRun, aux: dict[str, Aux]) -> dict[str, Aux]:
+    """Returns auxiliary outputs with one row per layer, in order, from those in the rows of the stacks."""
+    by_layer = {}
+    for stack in device_run.local_model.stacks:
+        # Any parameter of a stack knows in which rows its layers are.
+        p = jax.tree.leaves(device_run.layout.params[stack], is_leaf=is_param)[0]
+        by_layer[stack] = jax.tree.map(functools.partial(rows_to_layers, p), aux[stack])
+    return by_layer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _DeviceLoss:
+    """Loss of this device's sequences as a function of the trained parameters.
+
+    The sum over the batch axes is the mean loss over the weights of the global batch.
+    """
+
+    device_run: DeviceRun
+    params: Tree
+    """All sharded parameters, frozen ones included."""
+    dropout_key: jax.Array
+    total: jax.Array
+    """Weight of the global batch."""
+
+    def __call__(self, trained: Tree, sequences_B: jax.Array, batch: Batch) -> Any:
+        """Returns `(loss, (metrics, aux))` of some sequences, with their index in the global batch."""
+        params = with_frozen(self.device_run.layout.params, trained, self.params)
+        dropout = self.dropout(sequences_B)
+        return self.device_run.local_model.loss_fn(params, batch, dropout, self.total)
+
+    def dropout(self, sequences_B: jax.Array) -> Dropout:
+        """Returns the dropout of these sequences."""
+        # Made inside: before the pipeline's loop, it would be a constant that the loop carries.
+        positions_T = self.device_run.local_model.execution.sequence.local_positions()
+        rate = self.device_run.run.training.dropout
+        return Dropout(rate, self.dropout_key, sequences_B, positions_T)
+
+
 def _accumulate(
     device_run: DeviceRun, params: Tree, step: jax.Array, batch: Batch
 ) -> tuple[Tree, Sums]:
+    """Returns this device's gradients and sums: of the batch at once, by microbatches, or through the pipeline."""
     training = device_run.run.training
+    described = device_run.layout.params
     model = device_run.local_model
     local = batch.inputs.shape[0]
     sequences_B = (axis_index(BATCH_AXES) * local + jnp.arange(local)).astype(jnp.uint32)
     key = dropout_key(training.seed, step)
     total = jnp.maximum(all_reduce(model.weight(batch), BATCH_AXES), 1e-9)
+    loss = _DeviceLoss(device_run, params, key, total)
+    trained = trained_only(described, params)
+    stages = device_run.layout.shape.stage
+    if training.microbatches == 1 and stages == 1:
+        return jax.grad(loss, has_aux=True)(trained, sequences_B, batch)
 
-    def dropout(sequences_B: jax.Array) -> Dropout:
-        # Made inside: before the pipeline's loop, it would be a constant that the loop carries.
-        positions_T = model.execution.sequence.local_positions()
-        return Dropout(training.dropout, key, sequences_B, positions_T)
+    microbatches = split_batch((sequences_B, batch), training.microbatches)
+    if stages == 1:
+        return _add_microbatches(loss, trained, microbatches)
+    from meshwright.step.pipeline import PipelineModel
 
-    def loss_fn(trained: Tree, sequences_B: jax.Array, batch: Batch) -> Any:
-        return model.loss_fn(
-            with_frozen(device_run.layout.params, trained, params),
-            batch,
-            dropout(sequences_B),
-            total,
-        )
+    pipeline = PipelineModel(model, microbatches, loss.dropout, total, (described, params))
+    return pipeline.gradients(device_run.schedule_table, trained)
 
-    trained = trained_only(device_run.layout.params, params)
-    if training.microbatches == 1 and device_run.layout.shape.stage == 1:
-        return jax.grad(loss_fn, has_aux=True)(trained, sequences_B, batch)
-    parts: Any = jax.tree.map(
-        lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), (sequences_B, batch)
-    )
-    if device_run.layout.shape.stage > 1:
-        from meshwright.step.pipeline import PipelineModel
 
-        pipeline = PipelineModel(model, parts, dropout, total, (device_run.layout.params, params))
-        return pipeline.gradients(device_run.schedule_table, trained)
-    return _add_microbatches(loss_fn, trained, parts)
+def split_batch(batch: Any, microbatches: int) -> Any:
+    """Returns arrays [B, ...] as [M, B/M, ...]."""
+    return jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
 
 
 def _add_microbatches(
-    loss_fn: Callable[[Tree, jax.Array, Batch], Any], params: Tree, parts: Any
+    loss_fn: Callable[[Tree, jax.Array, Batch], Any], params: Tree, microbatches: Any
 ) -> tuple[Tree, Sums]:
     """Sums the gradients of the microbatches in float32, each layer's into the sum as soon as it is known.
 
-    parts: sequence indices and batch, with a leading dimension of microbatches. Without references all gradients of
-    a microbatch would exist before they are added: a second copy of the model's gradients.
+        sum of a layer's gradients   <-  sum + d loss(m) / d params of the layer,   m = 0 ... M - 1
+
+    microbatches: sequence indices and batch, with a leading dimension of microbatches. The sums are references
+    (`jax.new_ref`), to which the backward pass adds. Otherwise all gradients of a microbatch would exist before they
+    are added: a second copy of the model's gradients.
     """
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    references = jax.tree.map(jax.new_ref, zeros)
-    # The gradients of bfloat16 parameters are bfloat16, and a reference cannot change the type of what is added to it.
-    given = jax.tree.map(lambda p, zero: p if p.dtype == zero.dtype else zero, params, zeros)
+    zeros = jax.tree.map(_float32_zeros, params)
+    sums = jax.tree.map(jax.new_ref, zeros)
+    primals = jax.tree.map(_primal, params, zeros)
 
-    def read(of: jax.Array, p: jax.Array) -> jax.Array:
-        return of if of.dtype == p.dtype else with_gradient_of(of.astype(p.dtype), p)
-
-    def add(more: Any, part: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+    def add(totals: Any, microbatch: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+        loss_of = functools.partial(_loss_of_primals, loss_fn, params, microbatch)
         vjp: Any
-        value, vjp, sums = jax.vjp(
-            lambda of: loss_fn(jax.tree.map(read, of, params), *part), given, has_aux=True
-        )
-        vjp.with_refs(references)(jnp.ones_like(value))
-        return jax.tree.map(jnp.add, more, sums), None
+        loss, vjp, more = jax.vjp(loss_of, primals, has_aux=True)
+        vjp.with_refs(sums)(jnp.ones_like(loss))
+        return jax.tree.map(jnp.add, totals, more), None
 
-    more = jax.eval_shape(
-        lambda part: loss_fn(params, *part)[1], jax.tree.map(lambda x: x[0], parts)
-    )
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), more)
-    sums = jax.lax.scan(add, zeros, parts)[0]
-    return jax.tree.map(jax.freeze, references), sums
+    first = jax.tree.map(operator.itemgetter(0), microbatches)
+    _, shapes = jax.eval_shape(loss_fn, params, *first)
+    totals = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    totals, _ = jax.lax.scan(add, totals, microbatches)
+    return jax.tree.map(jax.freeze, sums), totals
 
 
-def _reduce(device_run: DeviceRun, grads: Tree) -> tuple[Tree, jax.Array]:
-    """Sums gradients over devices into the optimizer's placement; returns them and their global norm."""
-    shape = device_run.layout.shape
-    placements, summed = (
-        trained_only(device_run.layout.params, t)
-        for t in (device_run.layout.placements, device_run.local_model.execution.summed_in_backward)
-    )
-    # A parameter's gradient is partial over every axis that does not split it: over the batch axes because each device
-    # has its own sequences, over `tensor` because it has its own part of the sequence or of the heads. Over some the
-    # backward pass has summed already.
-    lacking = jax.tree.map(
-        lambda where, summed: tuple(
-            a for a in AXES if a not in axes_of(where.optimizer) and a not in summed
-        ),
-        placements,
-        summed,
-    )
-    links = device_run.local_model.execution.links
+def _float32_zeros(p: jax.Array) -> jax.Array:
+    return jnp.zeros(p.shape, jnp.float32)
+
+
+# The gradients of bfloat16 parameters are bfloat16, and a reference cannot change the type of what is added to it. The
+# loss is therefore a function of float32 numbers, of which `_weight_of` passes only the gradient on: the zeros are not
+# read.
+def _primal(p: jax.Array, zeros: jax.Array) -> jax.Array:
+    """Returns the array by which the loss is differentiated: a float32 parameter itself, or zeros for another."""
+    return p if p.dtype == zeros.dtype else zeros
+
+
+def _weight_of(primal: jax.Array, p: jax.Array) -> jax.Array:
+    """Returns the parameter, whose gradient goes to its primal."""
+    if primal.dtype == p.dtype:
+        return primal
+    return with_gradient_of(primal.astype(p.dtype), p)
+
+
+def _loss_of_primals(
+    loss_fn: Callable[..., Any], params: Tree, microbatch: tuple[jax.Array, Batch], primals: Tree
+) -> Any:
+    """Returns the loss of a microbatch as a function of the primals of its parameters."""
+    return loss_fn(jax.tree.map(_weight_of, primals, params), *microbatch)
+
+
+def _reduce(device_run: DeviceRun, grads: Tree) -> Tree:
+    """Sums gradients over devices into the optimizer's placement.
+
+    A parameter's gradient is partial over every axis that does not split it: over the batch axes because each device
+    has its own sequences, over `tensor` because it has its own part of the sequence or of the heads. Over some of them
+    the backward pass has summed already.
+    """
+    described = device_run.layout.params
+    execution = device_run.local_model.execution
+    placements = trained_only(described, device_run.layout.placements)
+    summed = trained_only(described, execution.summed_in_backward)
+    partial_over = jax.tree.map(_axes_to_sum_over, placements, summed)
     dtype = jnp.dtype(device_run.run.training.reduce_dtype)
-    grads = sum_over_devices(grads, placements, lacking, links, dtype)
-    treedef: Any = jax.tree.structure(grads)
-    # An element that several devices have counts once: each adds its square divided by the number of holders.
-    squares = sum(
-        jnp.sum(jnp.square(g.astype(jnp.float32)))
-        * (shape.over(axes_of(where.optimizer)) / shape.size)
-        for g, where in zip(jax.tree.leaves(grads), treedef.flatten_up_to(placements), strict=True)
-    )
-    return grads, jnp.sqrt(all_reduce(jnp.asarray(squares), tuple(AXES)))
+    return sum_over_devices(grads, placements, partial_over, execution.links, dtype)
+
+
+def _axes_to_sum_over(placements: Placements, summed: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the axes over which a gradient is still partial. summed: those over which it has been summed."""
+    done = (*axes_of(placements.optimizer), *summed)
+    return tuple(axis for axis in AXES if axis not in done)
+
+
+def _global_norm(device_run: DeviceRun, grads: Tree) -> jax.Array:
+    """Returns the norm of all gradients together, from reduced ones.
+
+    norm² = sum over devices and elements g of  g² / (number of devices that have g)
+    """
+    shape = device_run.layout.shape
+    placements = trained_only(device_run.layout.params, device_run.layout.placements)
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(grads)
+    squares: Any = 0
+    for g, placement in zip(leaves, treedef.flatten_up_to(placements), strict=True):
+        fraction = shape.over(axes_of(placement.optimizer)) / shape.size
+        squares = squares + jnp.sum(jnp.square(g.astype(jnp.float32))) * fraction
+    return jnp.sqrt(all_reduce(jnp.asarray(squares), tuple(AXES)))
 
 
 def sum_over_devices(
-    grads: Tree, placements: Tree, lacking: Tree, links: DcnAxis, dtype: Any
+    grads: Tree, placements: Tree, partial_over: Tree, links: DcnAxis, dtype: Any
 ) -> Tree:
-    """Sums gradients in `dtype` over the axes that each is `lacking`, into the optimizer's placement.
+    """Sums gradients in `dtype` over the axes over which each is partial, into the optimizer's placement.
 
     ZeRO-1: the optimizer's placement may split what the parameter's leaves whole.
     """
@@ -189,7 +253,7 @@ def sum_over_devices(
             grad = hierarchical_reduce_scatter(grad, end[len(sharded) :], dim, links)
         return grad
 
-    return sum_gradients(jax.tree.map(scatter, grads, placements), lacking, links)
+    return sum_gradients(jax.tree.map(scatter, grads, placements), partial_over, links)
 
 
 def clip(grads: Tree, norm: jax.Array, limit: float) -> Tree:

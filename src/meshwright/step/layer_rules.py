@@ -1,5 +1,6 @@
 """Rules of optax that take layers one by one: Adafactor, and Muon, whose matrices are in muon.py."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import optax
 from optax import GradientTransformation as Rule
 
 from meshwright.config import Optimizer
-from meshwright.sharding.params import Tree, is_param, named_leaves, tree_map
+from meshwright.sharding.params import Param, Tree, is_param, named_leaves, tree_map
 from meshwright.step.matrices import LayerMap
 from meshwright.step.muon import orthogonalise, orthogonalised
 from meshwright.step.optimizers import decays
@@ -20,55 +21,57 @@ def adafactor(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
     Row and column means, and clipping by a root mean square of 1, go over one layer of a stack, never over all of them:
     the numbers are those of `optax.adafactor` applied to the layers one by one.
     """
-    one = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
-    # One label for each stack, the same on every mesh: checkpoints know the state by it.
-    labels = jax.tree.unflatten(
-        jax.tree.structure(params, is_leaf=is_param),
-        [
-            f"{path.partition('.')[0]}-{p.logical_shape[0]}" if "L" in p.dims else "tables"
-            for path, p in named_leaves(params).items()
-        ],
-    )
-    by_layer = {
-        label: one if label == "tables" else _by_layer(one) for label in jax.tree.leaves(labels)
-    }
+    one_layer = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
+    by_layer = _ByLayer(one_layer)
+    rules: dict[str, Rule] = {}
+    labels = []
+    for path, p in named_leaves(params).items():
+        if "L" in p.dims:
+            # One label for each stack, the same on every mesh: checkpoints know the state by it.
+            label = f"{path.partition('.')[0]}-{p.logical_shape[0]}"
+            rules[label] = Rule(by_layer.init, by_layer.update)
+        else:
+            label = "tables"
+            rules[label] = one_layer
+        labels.append(label)
+    label_tree = jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_param), labels)
     return optax.chain(
-        optax.partition(by_layer, labels),
+        optax.partition(rules, label_tree),
         optax.add_decayed_weights(o.weight_decay, mask=decays(params)),
         optax.scale_by_learning_rate(rate),
     )
 
 
-def _by_layer(rule: Rule) -> Rule:
-    """Applies a rule to each layer of stacks [L, ...]. What does not depend on the layer, a count, is kept once."""
+@dataclasses.dataclass(frozen=True)
+class _ByLayer:
+    """A rule applied to each layer of stacks [L, ...]. What does not depend on the layer, a count, is kept once."""
 
-    def axes(params: Tree) -> Any:
-        state = jax.eval_shape(
-            rule.init, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
-        )
+    rule: Rule
+
+    def init(self, params: Tree) -> Any:
+        """Returns the state of all layers."""
+        return jax.vmap(self.rule.init, out_axes=self._axes(params))(params)
+
+    def update(self, grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+        """Returns the updates of all layers, and their state."""
+        axes = self._axes(params)
+        update = jax.vmap(self.rule.update, in_axes=(0, axes, 0), out_axes=(0, axes))
+        return update(grads, state, params)
+
+    def _axes(self, params: Tree) -> Any:
+        """Returns the dimension of the layers in each array of the state: 0, or None where there is none."""
+        layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
+        state = jax.eval_shape(self.rule.init, layer)
         return jax.tree.map(lambda leaf: 0 if leaf.ndim else None, state)
-
-    def init(params: Tree) -> Any:
-        return jax.vmap(rule.init, out_axes=axes(params))(params)
-
-    def update(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
-        state_axes = axes(params)
-        return jax.vmap(rule.update, in_axes=(0, state_axes, 0), out_axes=(0, state_axes))(
-            grads, state, params
-        )
-
-    return Rule(init, update)
 
 
 def muon(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
     """Returns Muon for the matrices of layers, and AdamW for all other parameters. params: descriptions."""
+    momentum = _MuonMomentum(o, params)
     matrices = optax.chain(
-        _scale_by_muon(o, params),
+        optax.GradientTransformationExtraArgs(momentum.init, momentum.update),
         optax.add_decayed_weights(o.weight_decay),
         optax.scale_by_learning_rate(rate),
-    )
-    mask = tree_map(
-        lambda p: optax.MaskedNode() if orthogonalised(p) else p.init == "normal", params
     )
     others = optax.adamw(
         rate,
@@ -77,10 +80,15 @@ def muon(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
         eps=o.epsilon,
         mu_dtype=o.moment_dtype,
         weight_decay=o.weight_decay,
-        mask=mask,
+        mask=tree_map(_decays_with_adamw, params),
     )
     labels = tree_map(lambda p: "matrices" if orthogonalised(p) else "others", params)
     return optax.partition({"matrices": matrices, "others": others}, labels)
+
+
+def _decays_with_adamw(p: Param) -> Any:
+    """Returns whether AdamW decays a parameter, for those that it updates."""
+    return optax.MaskedNode() if orthogonalised(p) else p.init == "normal"
 
 
 class MuonState(NamedTuple):
@@ -92,34 +100,53 @@ class MuonState(NamedTuple):
     """Momentum, like the parameters."""
 
 
-def _scale_by_muon(o: Optimizer, params: Tree) -> optax.GradientTransformationExtraArgs:
-    """Returns the orthogonalised Nesterov momentum, scaled to AdamW's size.
+@dataclasses.dataclass(frozen=True)
+class _MuonMomentum:
+    """The orthogonalised Nesterov momentum of matrices, scaled to AdamW's size, as a rule of optax.
 
-    params: descriptions. Its `update` takes the `layer_map` of the step.
+    In update t = 1, 2, ..., with the momentum's decay beta and both terms corrected for the bias of their first steps,
+    as in optax.contrib.muon:
+
+        m       =  beta m + (1 - beta) g
+        n       =  beta m / (1 - beta^(t+1)) + (1 - beta) g / (1 - beta^t)
+        update  =  orthogonalise(n)
     """
-    treedef: Any = jax.tree.structure(params, is_leaf=is_param)
-    matrices = [path for path, p in named_leaves(params).items() if orthogonalised(p)]
 
-    def init(arrays: Tree) -> MuonState:
-        mu = jax.tree.map(lambda x: jnp.zeros(x.shape, o.moment_dtype), arrays)
+    config: Optimizer
+    params: Tree
+    """Descriptions."""
+
+    def init(self, arrays: Tree) -> MuonState:
+        """Returns a momentum of zero."""
+        mu = jax.tree.map(lambda x: jnp.zeros(x.shape, self.config.moment_dtype), arrays)
         return MuonState(jnp.zeros((), jnp.int32), mu)
 
     def update(
-        grads: Tree, state: MuonState, arrays: Tree = None, *, layer_map: LayerMap, **_: Any
+        self, grads: Tree, state: MuonState, arrays: Tree = None, *, layer_map: LayerMap, **_: Any
     ) -> tuple[Tree, MuonState]:
-        count = state.step + 1
-        mu = jax.tree.map(
-            lambda m, g: o.beta1 * m.astype(jnp.float32) + (1 - o.beta1) * g, state.mu, grads
-        )
-        # Bias of the momentum one step ahead, which is Nesterov's, as in optax.contrib.muon.
-        ahead, now = 1 - o.beta1 ** (count + 1), 1 - o.beta1**count
-        nesterov = jax.tree.map(
-            lambda m, g: o.beta1 * m / ahead + (1 - o.beta1) * g / now, mu, grads
-        )
-        leaves = dict(zip(named_leaves(params), treedef.flatten_up_to(nesterov), strict=True))
-        found = orthogonalise({path: leaves[path] for path in matrices}, layer_map, o.muon_heads)
-        updates = treedef.unflatten([found.get(path, leaf) for path, leaf in leaves.items()])
-        mu = jax.tree.map(lambda m: m.astype(o.moment_dtype), mu)
-        return updates, MuonState(count, mu)
+        """Returns the updates and the state. layer_map: of the step."""
+        beta = self.config.beta1
+        step = state.step + 1
 
-    return optax.GradientTransformationExtraArgs(init, update)
+        def mean(m: jax.Array, g: jax.Array) -> jax.Array:
+            return beta * m.astype(jnp.float32) + (1 - beta) * g
+
+        mu = jax.tree.map(mean, state.mu, grads)
+        unbias_momentum = 1 - beta ** (step + 1)
+        unbias_gradient = 1 - beta**step
+
+        def nesterov(m: jax.Array, g: jax.Array) -> jax.Array:
+            return beta * m / unbias_momentum + (1 - beta) * g / unbias_gradient
+
+        updates = self._orthogonalise(jax.tree.map(nesterov, mu, grads), layer_map)
+        mu = jax.tree.map(lambda m: m.astype(self.config.moment_dtype), mu)
+        return updates, MuonState(step, mu)
+
+    def _orthogonalise(self, tree: Tree, layer_map: LayerMap) -> Tree:
+        """Returns the orthogonal factors of the matrices of a tree; what else is in it stays."""
+        treedef: Any = jax.tree.structure(self.params, is_leaf=is_param)
+        described = named_leaves(self.params)
+        leaves = dict(zip(described, treedef.flatten_up_to(tree), strict=True))
+        matrices = {path: leaves[path] for path, p in described.items() if orthogonalised(p)}
+        leaves |= orthogonalise(matrices, layer_map, self.config.muon_heads)
+        return treedef.unflatten(leaves.values())

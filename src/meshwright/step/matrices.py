@@ -7,8 +7,9 @@ are gathered. A round moves n layers, so that a device never has more than one l
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +18,8 @@ from jax.sharding import Mesh
 
 from meshwright.comm.collectives import all_gather, all_to_all, local_shard
 from meshwright.comm.hierarchical import Axes
-from meshwright.config import MeshShape
-from meshwright.sharding.params import Tree, is_param
+from meshwright.mesh_shape import MeshShape
+from meshwright.sharding.params import Param, Tree, is_param
 from meshwright.sharding.placement import Placement, axes_of, like_param, to_spec
 
 
@@ -40,65 +41,78 @@ class Owners:
         """Returns the degrees of `axes`."""
         return tuple(self.sizes[self.axes.index(axis)] for axis in axes)
 
-    def unsplit(self, where: Placement) -> Axes:
+    def unsplit(self, placement: Placement) -> Axes:
         """Returns the axes that do not split the layers (dimension 0) of an array by owner already."""
-        return tuple(axis for axis in self.axes if axis not in where[0])
+        return tuple(axis for axis in self.axes if axis not in placement[0])
 
-    def fetch(self, x: jax.Array, where: Placement) -> jax.Array:
+    def layers(self, block: jax.Array, placement: Placement) -> int:
+        """Returns the layers that the owners have together, from one device's block of them."""
+        split = tuple(axis for axis in placement[0] if axis in self.axes)
+        return block.shape[0] * math.prod(self.of(split))
+
+    def fetch(self, x: jax.Array, placement: Placement) -> jax.Array:
         """Returns the layers [k, ...] that this device owns, unsharded, from local blocks x of all layers [n k, ...].
 
-        where: placement of x. Layers that it splits by owner already stay where they are, and of replicas each device
+        placement: of x. Layers that it splits by owner already stay where they are, and of replicas each device
         takes its own layers. Sends v(n-1)/n for each sharded dimension, for v bytes of the result.
         """
-        lead = list(self.unsplit(where))
+        lead = list(self.unsplit(placement))
         x = x.reshape(*self.of(tuple(lead)), -1, *x.shape[1:])
-        replicated = tuple(axis for axis in lead if axis not in axes_of(where))
+        replicated = tuple(axis for axis in lead if axis not in axes_of(placement))
         if replicated:
             x, lead = _merge_in_front(x, lead, replicated)
             x = local_shard(x, replicated, 0)[0]
-        for dim, axes in _sharded(where, lead):
+        for dim, axes in _sharded(placement, lead):
             x, lead = _merge_in_front(x, lead, axes)
             x = all_to_all(x, axes, 0, 1 + len(lead) + dim)[0]
         return x
 
-    def give_back(self, x: jax.Array, where: Placement) -> jax.Array:
+    def give_back(self, x: jax.Array, placement: Placement) -> jax.Array:
         """Inverts `fetch`: returns local blocks of all layers from the full layers x [k, ...] of this device."""
-        mine, lead = self.unsplit(where), list[str]()
+        unsplit = self.unsplit(placement)
+        lead: list[str] = []
         # Shards before replicas: what is gathered is then small.
-        for dim, axes in reversed(_sharded(where, mine)):
+        for dim, axes in reversed(_sharded(placement, unsplit)):
             x = all_to_all(x[None], axes, 1 + len(lead) + dim, 0)
-            x, lead = x.reshape(*self.of(axes), *x.shape[1:]), [*axes, *lead]
-        replicated = tuple(axis for axis in mine if axis not in lead)
+            x = x.reshape(*self.of(axes), *x.shape[1:])
+            lead = [*axes, *lead]
+        replicated = tuple(axis for axis in unsplit if axis not in lead)
         if replicated:
             x = all_gather(x[None], replicated, 0)
-            x, lead = x.reshape(*self.of(replicated), *x.shape[1:]), [*replicated, *lead]
-        x = x.transpose(*(lead.index(axis) for axis in mine), *range(len(lead), x.ndim))
+            x = x.reshape(*self.of(replicated), *x.shape[1:])
+            lead = [*replicated, *lead]
+        order = [lead.index(axis) for axis in unsplit]
+        x = x.transpose(*order, *range(len(lead), x.ndim))
         return x.reshape(-1, *x.shape[len(lead) + 1 :])
 
 
-def _sharded(where: Placement, among: Any) -> list[tuple[int, Axes]]:
+def _sharded(placement: Placement, among: Sequence[str]) -> list[tuple[int, Axes]]:
     """Returns the dimensions after the layers that are sharded over some of the axes `among`, and over which."""
-    found = [
-        (dim, tuple(axis for axis in axes if axis in among))
-        for dim, axes in enumerate(where[1:], 1)
-    ]
-    return [(dim, axes) for dim, axes in found if axes]
+    found = []
+    for dim, sharded_over in enumerate(placement[1:], 1):
+        axes = tuple(axis for axis in sharded_over if axis in among)
+        if axes:
+            found.append((dim, axes))
+    return found
 
 
 def _merge_in_front(x: jax.Array, lead: list[str], axes: Axes) -> tuple[jax.Array, list[str]]:
     """Merges the leading dimensions of `axes` into the first one; returns the array, and which others follow."""
-    rest = [axis for axis in lead if axis not in axes]
-    x = x.transpose(*(lead.index(axis) for axis in (*axes, *rest)), *range(len(lead), x.ndim))
-    return x.reshape(-1, *x.shape[len(axes) :]), rest
+    others = [axis for axis in lead if axis not in axes]
+    order = [lead.index(axis) for axis in (*axes, *others)]
+    x = x.transpose(*order, *range(len(lead), x.ndim))
+    return x.reshape(-1, *x.shape[len(axes) :]), others
 
 
-def owners_of(where: Placement, split: Axes, mesh: MeshShape) -> Owners:
+def owners_of(placement: Placement, split: Axes, mesh: MeshShape) -> Owners:
     """Returns the devices that share the layers of a parameter. split: axes along which other layers lie."""
-    sharded = tuple(axis for axis in axes_of(where) if axis not in split)
-    axes = (
-        *sharded,
-        *(a for a, n in mesh.degrees().items() if n > 1 and a not in sharded and a not in split),
-    )
+    sharded = [axis for axis in axes_of(placement) if axis not in split]
+    replicated = [
+        axis
+        for axis, degree in mesh.degrees().items()
+        if degree > 1 and axis not in sharded and axis not in split
+    ]
+    axes = (*sharded, *replicated)
     return Owners(axes, tuple(mesh.degrees()[axis] for axis in axes))
 
 
@@ -108,71 +122,94 @@ LayerFunction = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Arguments and outputs of a function of layers, on this device: local blocks and their placements."""
+    """Arguments and outputs of a function of layers, for one parameter."""
 
     owners: Owners
     arguments: Any
-    """Tree of arrays [L, ...]."""
-    where: Any
+    """Tree of arrays [L, ...]; on a device, of its blocks of them."""
+    placements: Any
     """The same tree of Placements."""
-    where_out: Any
+    output_placements: Any
     """Tree of the outputs' Placements."""
 
-    def flat(self) -> list[tuple[jax.Array, Placement]]:
-        """Returns the arguments, each with its placement."""
+    def blocks(self) -> list[tuple[jax.Array, Placement]]:
+        """Returns the leaves of the arguments, each with its placement."""
         treedef: Any
         leaves, treedef = jax.tree.flatten(self.arguments)
-        return list(zip(leaves, treedef.flatten_up_to(self.where), strict=True))
+        return list(zip(leaves, treedef.flatten_up_to(self.placements), strict=True))
+
+    @property
+    def layers(self) -> int:
+        """Layers of the parameter, from the blocks of one device."""
+        return max(self.owners.layers(block, placement) for block, placement in self.blocks())
+
+    @property
+    def remaining(self) -> int:
+        """Layers that the owners do not divide."""
+        return self.layers % self.owners.count
 
     def rows(self, start: int, stop: int | None) -> "Job":
         """Returns the job of some of the layers."""
-        return dataclasses.replace(
-            self, arguments=jax.tree.map(lambda x: x[start:stop], self.arguments)
-        )
+        arguments = jax.tree.map(lambda x: x[start:stop], self.arguments)
+        return dataclasses.replace(self, arguments=arguments)
 
     def in_rounds(self, function: LayerFunction, rounds: int, each: int = 1) -> Any:
-        """Returns local blocks of the outputs for the first n * rounds * each layers, `each` of a device at a time."""
-        owners, flat = self.owners, self.flat()
-        split = [
-            x.reshape(math.prod(owners.of(owners.unsplit(w))), rounds, -1, *x.shape[1:])
-            for x, w in flat
-        ]
+        """Returns local blocks of the outputs for the first n * rounds * each layers, `each` of a device at a time.
 
-        def one(i: Any) -> Any:
-            taken = [jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False) for x in split]
-            whole = [
-                owners.fetch(x.reshape(-1, *x.shape[2:]), w)
-                for x, (_, w) in zip(taken, flat, strict=True)
-            ]
-            found = function(*jax.tree.unflatten(jax.tree.structure(self.arguments), whole))
-            treedef: Any
-            leaves, treedef = jax.tree.flatten(found)
-            back = [
-                owners.give_back(x, w)
-                for x, w in zip(leaves, treedef.flatten_up_to(self.where_out), strict=True)
-            ]
-            return treedef.unflatten([x.reshape(-1, each, *x.shape[1:]) for x in back])
+        A block of layers is split by owner, round, and layer of a round. Round i takes row i of every owner, so that
+        its results go to the same rows:
 
+            blocks [n, rounds, each, ...]  --fetch-->  full layers [each, ...]  --function-->  outputs [each, ...]
+            results [n, rounds, each, ...]  <--give_back--  outputs
+        """
+        blocks = []
+        for x, placement in self.blocks():
+            owners = math.prod(self.owners.of(self.owners.unsplit(placement)))
+            blocks.append(x.reshape(owners, rounds, -1, *x.shape[1:]))
+        one_round = functools.partial(self._round, function, blocks, each)
         if rounds == 1:
-            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), one(0))
+            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), one_round(0))
 
-        def add(i: Any, out: Any) -> Any:
-            return jax.tree.map(
-                lambda o, x: jax.lax.dynamic_update_index_in_dim(o, x, i, 1), out, one(i)
-            )
+        def add_round(i: Any, results: Any) -> Any:
+            return jax.tree.map(functools.partial(_write_round, i), results, one_round(i))
 
-        out = jax.tree.map(
-            lambda x: jnp.zeros((x.shape[0], rounds, *x.shape[1:]), x.dtype), jax.eval_shape(one, 0)
-        )
-        out = jax.lax.fori_loop(0, rounds, add, out)
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), out)
+        shapes = jax.eval_shape(one_round, 0)
+        results = jax.tree.map(functools.partial(_empty_rounds, rounds), shapes)
+        results = jax.lax.fori_loop(0, rounds, add_round, results)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), results)
+
+    def _round(self, function: LayerFunction, blocks: list[jax.Array], each: int, i: Any) -> Any:
+        """Returns local blocks of the outputs of round i, [n, each, ...]."""
+        fetch = self.owners.fetch
+        rows = [jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False) for x in blocks]
+        layers = []
+        for x, (_, placement) in zip(rows, self.blocks(), strict=True):
+            layers.append(fetch(x.reshape(-1, *x.shape[2:]), placement))
+        outputs = function(*jax.tree.unflatten(jax.tree.structure(self.arguments), layers))
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(outputs)
+        placements = treedef.flatten_up_to(self.output_placements)
+        results = []
+        for x, placement in zip(leaves, placements, strict=True):
+            results.append(self.owners.give_back(x, placement))
+        return treedef.unflatten([x.reshape(-1, each, *x.shape[1:]) for x in results])
+
+
+def _empty_rounds(rounds: int, of_one: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns zeros for the results of all rounds, [n, rounds, each, ...]."""
+    owners, *rest = of_one.shape
+    return jnp.zeros((owners, rounds, *rest), of_one.dtype)
+
+
+def _write_round(i: Any, results: jax.Array, of_one: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(results, of_one, i, 1)
 
 
 def pad_layers(x: jax.Array, rows: int) -> jax.Array:
     """Repeats the last layer of x [L, ...] up to `rows` layers: a layer of zeros may have no inverse."""
-    return (
-        jnp.concatenate([x, jnp.repeat(x[-1:], rows - x.shape[0], 0)]) if rows > x.shape[0] else x
-    )
+    if rows <= x.shape[0]:
+        return x
+    return jnp.concatenate([x, jnp.repeat(x[-1:], rows - x.shape[0], 0)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,79 +233,104 @@ class LayerMap:
         trees: one tree per argument of `function`, with the structure of the parameters; at a parameter it has an
         array, or a tuple of arrays, that begin with the layers [L, ...], and in the first tree None at those that are
         left out. The result has a tuple of arrays, or an array, at each parameter, or None. Where the devices do not
-        divide the layers, those that are left are computed with those of parameters of the same shapes.
+        divide the layers, those that remain are computed with those of parameters of the same shapes.
         """
         treedef: Any
-        leaves, treedef = jax.tree.flatten(self.params, is_leaf=is_param)
+        params, treedef = jax.tree.flatten(self.params, is_leaf=is_param)
+        placements = treedef.flatten_up_to(self.placements)
         columns = [treedef.flatten_up_to(tree) for tree in trees]
-        chosen = [i for i, x in enumerate(columns[0]) if x is not None]
-        flat_placements = treedef.flatten_up_to(self.placements)
-
-        def place(i: int, tree: Any) -> Any:
-            where = flat_placements[i].optimizer
-            return jax.tree.map(
-                lambda x: like_param(x.shape, leaves[i].shape, where, self.shape), tree
-            )
-
-        arguments = [tuple(column[i] for column in columns) for i in chosen]
-        outputs = [jax.eval_shape(function, *args) for args in arguments]
-        where_in, where_out = (
-            [place(i, tree) for i, tree in zip(chosen, trees, strict=True)]
-            for trees in (arguments, outputs)
-        )
-        owners = [
-            owners_of(flat_placements[i].optimizer, flat_placements[i].optimizer[0], self.shape)
-            for i in chosen
-        ]
+        jobs: dict[int, Job] = {}
+        for i, of_param in enumerate(zip(*columns, strict=True)):
+            if of_param[0] is not None:
+                jobs[i] = self._job(function, params[i], placements[i].optimizer, of_param)
 
         def local(arguments: list[Any]) -> list[Any]:
-            jobs = [Job(*each) for each in zip(owners, arguments, where_in, where_out, strict=True)]
-            return _layers_of_all(function, jobs)
+            of_device = zip(jobs.values(), arguments, strict=True)
+            local_jobs = [dataclasses.replace(job, arguments=blocks) for job, blocks in of_device]
+            return _layers_of_all(function, local_jobs)
 
-        specs = [
-            [
-                jax.tree.map(lambda _, w: to_spec(w), tree, where)
-                for tree, where in zip(trees_, wheres, strict=True)
-            ]
-            for trees_, wheres in ((arguments, where_in), (outputs, where_out))
+        arguments = [job.arguments for job in jobs.values()]
+        outputs = [jax.eval_shape(function, *job.arguments) for job in jobs.values()]
+        in_specs = [
+            _specs(tree, job.placements) for tree, job in zip(arguments, jobs.values(), strict=True)
+        ]
+        out_specs = [
+            _specs(tree, job.output_placements)
+            for tree, job in zip(outputs, jobs.values(), strict=True)
         ]
         mapped = jax.shard_map(
-            local, mesh=self.mesh, in_specs=(specs[0],), out_specs=specs[1], check_vma=False
+            local, mesh=self.mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False
         )
-        found = dict(zip(chosen, mapped(arguments), strict=True))
-        return treedef.unflatten([found.get(i) for i in range(len(leaves))])
+        results = dict(zip(jobs, mapped(arguments), strict=True))
+        return treedef.unflatten([results.get(i) for i in range(len(params))])
+
+    def _job(
+        self, function: LayerFunction, p: Param, placement: Placement, arguments: tuple[Any, ...]
+    ) -> Job:
+        """Returns the job of one parameter. placement: of its optimizer state."""
+
+        def place(x: Any) -> Placement:
+            return like_param(x.shape, p.shape, placement, self.shape)
+
+        outputs = jax.eval_shape(function, *arguments)
+        return Job(
+            owners_of(placement, placement[0], self.shape),
+            arguments,
+            placements=jax.tree.map(place, arguments),
+            output_placements=jax.tree.map(place, outputs),
+        )
+
+
+def _specs(tree: Any, placements: Any) -> Any:
+    """Returns the PartitionSpec of every array of a tree."""
+    return jax.tree.map(lambda _, placement: to_spec(placement), tree, placements)
 
 
 def _layers_of_all(function: LayerFunction, jobs: list[Job]) -> list[Any]:
-    """Returns the local outputs of all jobs: whole rounds of each, then what is left of those of the same shapes."""
-    done: list[list[Any]] = [[] for _ in jobs]
-    left: dict[Any, list[int]] = {}
+    """Returns the local outputs of all jobs: full rounds of each, then what remains of those of the same shapes."""
+    results: list[list[Any]] = [[] for _ in jobs]
+    groups: dict[Any, list[int]] = {}
     for i, job in enumerate(jobs):
-        flat, own = job.flat(), job.owners
-        rows = max(
-            x.shape[0] * math.prod(own.of(tuple(a for a in w[0] if a in own.axes))) for x, w in flat
-        )
-        rounds = rows // own.count
-        if rounds:
-            whole = rounds * own.count
+        count = job.owners.count
+        in_full_rounds = job.layers - job.remaining
+        if in_full_rounds:
             # Where layers are split by owner, owners divide them.
-            done[i].append(
-                (job if whole == rows else job.rows(0, whole)).in_rounds(function, rounds)
-            )
-        if rows > rounds * own.count:
-            key = (rows - rounds * own.count, own, *((x.shape[1:], x.dtype, w) for x, w in flat))
-            left.setdefault(key, []).append(i)
-    for (rows, own, *_), members in left.items():
-        parts = [jobs[i].rows(-rows, None) for i in members]
-        rounds = -(-rows * len(members) // own.count)
-        padded = jax.tree.map(
-            lambda *xs, n=rounds * own.count: pad_layers(jnp.concatenate(xs), n),
-            *(part.arguments for part in parts),
-        )
-        found = dataclasses.replace(parts[0], arguments=padded).in_rounds(function, rounds)
-        for number, i in enumerate(members):
-            done[i].append(jax.tree.map(lambda x, n=number, r=rows: x[n * r : (n + 1) * r], found))
-    return [
-        parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-        for parts in done
-    ]
+            full = job.rows(0, in_full_rounds) if job.remaining else job
+            results[i].append(full.in_rounds(function, in_full_rounds // count))
+        if job.remaining:
+            shapes = tuple((x.shape[1:], x.dtype, placement) for x, placement in job.blocks())
+            groups.setdefault((job.remaining, job.owners, shapes), []).append(i)
+    for members in groups.values():
+        outputs = _pooled(function, [jobs[i] for i in members])
+        for i, output in zip(members, outputs, strict=True):
+            results[i].append(output)
+    return [_concatenate(parts) for parts in results]
+
+
+def _pooled(function: LayerFunction, jobs: list[Job]) -> list[Any]:
+    """Returns the outputs of the layers that remain of jobs with the same shapes, which their owners share.
+
+    Of n owners and r layers that remain of each of j parameters, every owner computes ceil(j r / n).
+    """
+    count = jobs[0].owners.count
+    remaining = jobs[0].remaining
+    rests = [job.rows(-remaining, None) for job in jobs]
+    rounds = math.ceil(remaining * len(jobs) / count)
+
+    def pool(*blocks: jax.Array) -> jax.Array:
+        return pad_layers(jnp.concatenate(blocks), rounds * count)
+
+    arguments = jax.tree.map(pool, *(rest.arguments for rest in rests))
+    outputs = dataclasses.replace(rests[0], arguments=arguments).in_rounds(function, rounds)
+    return [_rows_of(outputs, i * remaining, remaining) for i in range(len(jobs))]
+
+
+def _rows_of(outputs: Any, start: int, count: int) -> Any:
+    return jax.tree.map(lambda x: x[start : start + count], outputs)
+
+
+def _concatenate(parts: list[Any]) -> Any:
+    """Joins the outputs of consecutive layers."""
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *blocks: jnp.concatenate(blocks), *parts)

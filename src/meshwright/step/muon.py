@@ -16,6 +16,7 @@ shapes, which the update follows and the planner prices.
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -59,7 +60,7 @@ class Stack:
 
     path: str
     owners: Owners
-    where: Placement
+    placement: Placement
     """Placement of [layers and experts, ...]."""
     shape: tuple[int, ...]
     """Local sizes of [layers and experts, ...]; each expert counts as a layer."""
@@ -76,20 +77,25 @@ class Stack:
         return 1 if self.head is None else self.shape[self.head]
 
     @property
-    def whole(self) -> int:
+    def elements(self) -> int:
+        """Elements of a matrix."""
+        return self.rows * self.columns
+
+    @property
+    def rows_owned(self) -> int:
         """Rows of `shape` that each device owns."""
         return self.shape[0] // self.owners.count
 
     @property
     def each(self) -> int:
         """Rows that each device owns in a round."""
-        most = max(1, _IN_A_ROUND // (self.rows * self.columns * self.heads))
-        return max(
-            (d for d in range(1, min(most, self.whole) + 1) if self.whole % d == 0), default=1
-        )
+        limit = max(1, _IN_A_ROUND // (self.elements * self.heads))
+        largest = min(limit, self.rows_owned)
+        divisors = [d for d in range(1, largest + 1) if self.rows_owned % d == 0]
+        return max(divisors, default=1)
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Rows that the devices do not divide."""
         return self.shape[0] % self.owners.count
 
@@ -98,16 +104,44 @@ class Stack:
         """Dimensions of `shape` that are a matrix's shorter side, and its longer side."""
         dims = tuple(d for d in range(1, len(self.shape)) if d != self.head)
         sizes = {dims[: self.contract]: self.rows, dims[self.contract :]: self.columns}
+
         # Of square matrices those with the same placement shall look alike: a projection and its way back.
-        short, long = sorted(
-            sizes, key=lambda side: (sizes[side], len(side), [self.where[d] for d in side])
-        )
+        def order(side: tuple[int, ...]) -> tuple[Any, ...]:
+            return sizes[side], len(side), [self.placement[d] for d in side]
+
+        short, long = sorted(sizes, key=order)
         return short, long
+
+    @property
+    def matrix_dims(self) -> tuple[int, ...]:
+        """Dimensions of a matrix: those of its shorter side, then those of its longer side."""
+        short, long = self.sides
+        return (*short, *long)
 
     @property
     def matrix_order(self) -> tuple[int, ...]:
         """Order of the dimensions of `shape` that makes matrices [rows, heads, shorter side, longer side]."""
-        return (0, *(() if self.head is None else (self.head,)), *self.sides[0], *self.sides[1])
+        heads = () if self.head is None else (self.head,)
+        return (0, *heads, *self.matrix_dims)
+
+    def exchanges(
+        self, elements: float, count: float, gathered: tuple[int, ...], dims: tuple[int, ...]
+    ) -> list["Exchange"]:
+        """Returns the collectives that bring `elements` to a device and take as many back, `count` times.
+
+        gathered: dimensions that a device gets in full, some of `dims`, the dimensions of what is moved.
+        """
+        found = []
+        for dim in gathered:
+            axes = tuple(axis for axis in self.placement[dim] if axis in self.owners.axes)
+            if axes:
+                found.append(Exchange("all-to-all", axes, elements, 2 * count))
+        sharded = {axis for dim in dims for axis in self.placement[dim]}
+        replicated = tuple(axis for axis in self.owners.axes if axis not in sharded)
+        if replicated:
+            everything = elements * math.prod(self.owners.of(replicated))
+            found.append(Exchange("all-gather", replicated, everything, count))
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +153,22 @@ class Rest:
     """Matrices of each device."""
     split: int
     """Matrices whose matmuls all devices split."""
+
+    def exchanges(self) -> list["Exchange"]:
+        """Returns the collectives of an update: of matrices to their owners and back, and of products of split ones."""
+        s = self.members[0]
+        n = s.owners.count
+        found = []
+        if self.rounds:
+            found += s.exchanges(float(s.elements), self.rounds, s.matrix_dims, s.matrix_dims)
+        if self.split:
+            short = min(s.rows, s.columns)
+            square = float((short + -short % n) ** 2)
+            products = STEPS * self.split
+            found += s.exchanges(float(self.split * s.elements) / n, 1.0, s.sides[0], s.matrix_dims)
+            found.append(Exchange("reduce-scatter", s.owners.axes, square, float(products), True))
+            found.append(Exchange("all-gather", s.owners.axes, square, float(2 * products)))
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,76 +200,37 @@ class MuonPlan:
     def exchanges(self) -> list[Exchange]:
         """Returns the collectives of an update: matrices to their owners and back, and the products of split ones."""
         found: list[Exchange] = []
-
-        def move(
-            stack: Stack,
-            mine: float,
-            count: float,
-            gathered: tuple[int, ...],
-            dims: tuple[int, ...],
-        ) -> None:
-            """Adds what brings `mine` elements to a device and takes as many back. gathered: some of `dims`."""
-            split = (
-                tuple(axis for axis in stack.where[d] if axis in stack.owners.axes)
-                for d in gathered
-            )
-            found.extend(Exchange("all-to-all", axes, mine, 2 * count) for axes in split if axes)
-            sharded = {axis for d in dims for axis in stack.where[d]}
-            replicated = tuple(axis for axis in stack.owners.axes if axis not in sharded)
-            if replicated:
-                found.append(
-                    Exchange(
-                        "all-gather",
-                        replicated,
-                        mine * math.prod(stack.owners.of(replicated)),
-                        count,
-                    )
-                )
-
         for s in self.stacks:
-            if s.whole:
+            if s.rows_owned:
                 dims = tuple(range(1, len(s.shape)))
-                move(s, float(s.rows * s.columns * s.heads * s.each), s.whole / s.each, dims, dims)
+                elements = float(s.elements * s.heads * s.each)
+                found += s.exchanges(elements, s.rows_owned / s.each, dims, dims)
         for rest in self.rests:
-            s = rest.members[0]
-            n, short, dims = s.owners.count, min(s.rows, s.columns), (*s.sides[0], *s.sides[1])
-            if rest.rounds:
-                move(s, float(s.rows * s.columns), rest.rounds, dims, dims)
-            if rest.split:
-                move(s, float(rest.split * s.rows * s.columns) / n, 1.0, s.sides[0], dims)
-                square = float((short + -short % n) ** 2)
-                found.append(
-                    Exchange(
-                        "reduce-scatter", s.owners.axes, square, float(STEPS * rest.split), True
-                    )
-                )
-                found.append(
-                    Exchange("all-gather", s.owners.axes, square, float(2 * STEPS * rest.split))
-                )
+            found += rest.exchanges()
         return found
 
     def temporaries(self) -> tuple[float, float]:
         """Returns the elements of a device's momentum that an update copies, and of the largest matrices of a round."""
         copied = sum(float(math.prod(s.shape)) for s in self.stacks)
-        rounds = [s.rows * s.columns * s.heads * s.each for s in self.stacks if s.whole]
+        rounds = [s.elements * s.heads * s.each for s in self.stacks if s.rows_owned]
         for rest in self.rests:
             s = rest.members[0]
             # Every device has the full square of a split matrix.
-            rounds.append(s.rows * s.columns if rest.rounds else min(s.rows, s.columns) ** 2)
+            rounds.append(s.elements if rest.rounds else min(s.rows, s.columns) ** 2)
         return copied, float(max(rounds, default=0))
 
     def flops(self) -> tuple[float, float]:
         """Returns the Newton-Schulz FLOPs of a device, and of an even share among all that hold its layers."""
-        done = even = 0.0
+        done = 0.0
+        even = 0.0
         for s in self.stacks:
             matrix = newton_schulz_flops(s.rows, s.columns)
-            done += s.whole * s.heads * matrix
+            done += s.rows_owned * s.heads * matrix
             even += s.shape[0] * s.heads * matrix / s.owners.count
         for rest in self.rests:
             s = rest.members[0]
-            done += (rest.rounds + rest.split / s.owners.count) * newton_schulz_flops(
-                s.rows, s.columns
-            )
+            matrices = rest.rounds + rest.split / s.owners.count
+            done += matrices * newton_schulz_flops(s.rows, s.columns)
         return done, even
 
 
@@ -228,41 +239,53 @@ def plan_muon(params: Tree, placements: Tree, mesh: MeshShape, heads: MuonHeads)
 
     params: descriptions.  placements: the same tree of Placements.  heads: whether a head is a matrix of its own.
     """
-    wheres = named_leaves(placements)
+    placements_of = named_leaves(placements)
     stacks = [
-        _stack(path, p, wheres[path].optimizer, mesh, heads)
+        _stack(path, p, placements_of[path].optimizer, mesh, heads)
         for path, p in named_leaves(params).items()
         if orthogonalised(p)
     ]
     groups: dict[object, list[Stack]] = {}
     for stack in stacks:
-        local = tuple(tuple((stack.shape[d], stack.where[d]) for d in side) for side in stack.sides)
-        groups.setdefault((stack.owners, local), []).append(stack)
-    rests = []
-    for members in groups.values():
-        count, n = sum(stack.left * stack.heads for stack in members), members[0].owners.count
-        if count:
-            total = sum(stack.shape[0] * stack.heads for stack in members)
-            padded = (-count % n) <= _PADDING * total
-            left = tuple(stack for stack in members if stack.left)
-            rests.append(
-                Rest(left, -(-count // n), 0) if padded else Rest(left, count // n, count % n)
-            )
+        sizes = tuple(stack.shape[d] for d in stack.matrix_dims)
+        axes = tuple(stack.placement[d] for d in stack.matrix_dims)
+        short, _ = stack.sides
+        groups.setdefault((stack.owners, len(short), sizes, axes), []).append(stack)
+    rests = [_rest(members) for members in groups.values() if any(s.remaining for s in members)]
     return MuonPlan(stacks, rests)
 
 
-def _stack(path: str, p: Param, where: Placement, mesh: MeshShape, heads: MuonHeads) -> Stack:
-    shape = local_shape(p.shape, where, mesh)
+def _rest(members: list[Stack]) -> Rest:
+    """Divides the matrices that remain of several parameters: each device gets as many, or all split the last ones."""
+    n = members[0].owners.count
+    count = sum(stack.remaining * stack.heads for stack in members)
+    total = sum(stack.shape[0] * stack.heads for stack in members)
+    remaining = tuple(stack for stack in members if stack.remaining)
+    if (-count % n) <= _PADDING * total:
+        return Rest(remaining, math.ceil(count / n), 0)
+    return Rest(remaining, count // n, count % n)
+
+
+def _stack(path: str, p: Param, placement: Placement, mesh: MeshShape, heads: MuonHeads) -> Stack:
+    """Returns the matrices of a parameter. placement: of its optimizer state."""
+    shape = local_shape(p.shape, placement, mesh)
     first = 2 if "E" in p.dims else 1
-    by_head = heads == "each" and p.role in ("qkv", "attention_out")
-    head = next((d for d in range(first, len(p.dims)) if by_head and p.dims[d] in "NK"), None)
-    split = {axis for d in (*range(first), *(() if head is None else (head,))) for axis in where[d]}
-    contract = p.contract - (1 if head is not None and head < first + p.contract else 0)
+    head = None
+    if heads == "each" and p.role in ("qkv", "attention_out"):
+        head = next((d for d in range(first, len(p.dims)) if p.dims[d] in "NK"), None)
+    # Dimensions that count matrices: layers, experts, heads.
+    counting = [*range(first)]
+    contract = p.contract
+    if head is not None:
+        counting.append(head)
+        if head < first + p.contract:
+            contract -= 1
+    split = {axis for d in counting for axis in placement[d]}
     sizes = [p.shape[d] for d in range(first, len(p.dims)) if d != head]
     return Stack(
         path=path,
-        owners=owners_of(where, tuple(split), mesh),
-        where=((), *where[first:]),
+        owners=owners_of(placement, tuple(split), mesh),
+        placement=((), *placement[first:]),
         shape=(math.prod(shape[:first]), *shape[first:]),
         head=None if head is None else head - first + 1,
         contract=contract,
@@ -278,40 +301,42 @@ def orthogonalise(
 
     arrays: by path, float32. They are exchanged and multiplied in the compute dtype (bfloat16 by K. Jordan's design).
     """
-    wheres = named_leaves(layer_map.placements)
+    placements = named_leaves(layer_map.placements)
     plan = plan_muon(layer_map.params, layer_map.placements, layer_map.shape, heads)
-    stacks = plan.stacks
-    specs = {s.path: to_spec(wheres[s.path].optimizer) for s in stacks}
+    specs = {s.path: to_spec(placements[s.path].optimizer) for s in plan.stacks}
 
     def local(blocks: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        rows = {
-            s.path: blocks[s.path].astype(layer_map.compute_dtype).reshape(s.shape) for s in stacks
-        }
-        parts: dict[str, list[jax.Array]] = {s.path: [] for s in stacks}
-        for s in stacks:
-            if s.whole:
-                job = Job(
-                    s.owners, (rows[s.path][: s.whole * s.owners.count],), (s.where,), s.where
-                )
-                parts[s.path].append(
-                    job.in_rounds(functools.partial(_of_rows, s), s.whole // s.each, s.each)
-                )
-        for rest in plan.rests:
-            for s, found in zip(rest.members, _orthogonalise_rest(rest, rows), strict=True):
-                parts[s.path].append(found)
-        scale = {s.path: _RMS * math.sqrt(max(s.rows, s.columns)) for s in stacks}
-        return {
-            path: (
-                scale[path] * (x[0] if len(x) == 1 else jnp.concatenate(x)).astype(jnp.float32)
-            ).reshape(blocks[path].shape)
-            for path, x in parts.items()
-        }
+        return _orthogonalise_blocks(plan, blocks, layer_map.compute_dtype)
 
     with jax.named_scope("muon"):
         mapped = jax.shard_map(
             local, mesh=layer_map.mesh, in_specs=(specs,), out_specs=specs, check_vma=False
         )
         return mapped(arrays)
+
+
+def _orthogonalise_blocks(
+    plan: MuonPlan, blocks: dict[str, jax.Array], compute_dtype: Any
+) -> dict[str, jax.Array]:
+    """Returns the scaled orthogonal factors of this device's blocks: those in full rounds, then what remains."""
+    rows = {s.path: blocks[s.path].astype(compute_dtype).reshape(s.shape) for s in plan.stacks}
+    parts: dict[str, list[jax.Array]] = {s.path: [] for s in plan.stacks}
+    for s in plan.stacks:
+        if s.rows_owned:
+            in_full_rounds = rows[s.path][: s.rows_owned * s.owners.count]
+            job = Job(s.owners, (in_full_rounds,), (s.placement,), s.placement)
+            factors = functools.partial(_factors_of_rows, s)
+            parts[s.path].append(job.in_rounds(factors, s.rows_owned // s.each, s.each))
+    for rest in plan.rests:
+        for s, found in zip(rest.members, _orthogonalise_rest(rest, rows), strict=True):
+            parts[s.path].append(found)
+    scaled = {}
+    for s in plan.stacks:
+        scale = _RMS * math.sqrt(max(s.rows, s.columns))
+        first, *others = parts[s.path]
+        factor = jnp.concatenate([first, *others]) if others else first
+        scaled[s.path] = (scale * factor.astype(jnp.float32)).reshape(blocks[s.path].shape)
+    return scaled
 
 
 def _newton_schulz(x: jax.Array) -> jax.Array:
@@ -336,12 +361,11 @@ def _split_newton_schulz(x: jax.Array, owners: Owners) -> jax.Array:
 
     Each device computes 1/n of every product. An iteration sends 3 s² (n-1)/n elements of a matrix.
     """
-    n, short = owners.count, x.shape[1]
-    x = jnp.pad(x, ((0, 0), (0, -short % n), (0, 0)))
-    squares = all_reduce(
-        jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(1, 2), keepdims=True), owners.axes
-    )
-    x, dtype = _normalised(x, squares), x.dtype
+    short = x.shape[1]
+    dtype = x.dtype
+    x = jnp.pad(x, ((0, 0), (0, -short % owners.count), (0, 0)))
+    squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(1, 2), keepdims=True)
+    x = _normalised(x, all_reduce(squares, owners.axes))
     a, b, c = _COEFFICIENTS
 
     def step(_: Any, x: jax.Array) -> jax.Array:
@@ -351,62 +375,86 @@ def _split_newton_schulz(x: jax.Array, owners: Owners) -> jax.Array:
         polynomial = all_gather(b * mine + c * mine @ square, owners.axes, 0)
         return a * x + polynomial @ x
 
-    return jax.lax.map(lambda x: jax.lax.fori_loop(0, STEPS, step, x), x)[:, :short]
+    def orthogonalise_one(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, STEPS, step, x)
+
+    return jax.lax.map(orthogonalise_one, x)[:, :short]
 
 
-def _of_rows(s: Stack, x: jax.Array) -> jax.Array:
+def _factors_of_rows(s: Stack, x: jax.Array) -> jax.Array:
+    """Returns the orthogonal factors of rows of `shape`, each of which is a matrix, or one for each head."""
     by_head = x if s.head is None else jnp.moveaxis(x, s.head, 1)
     matrices = by_head.reshape(-1, s.rows, s.columns)
-    found = _newton_schulz(matrices if s.rows <= s.columns else matrices.mT)
-    found = (found if s.rows <= s.columns else found.mT).reshape(by_head.shape)
-    return found if s.head is None else jnp.moveaxis(found, 1, s.head)
+    is_wide = s.rows <= s.columns
+    factors = _newton_schulz(matrices) if is_wide else _newton_schulz(matrices.mT).mT
+    factors = factors.reshape(by_head.shape)
+    return factors if s.head is None else jnp.moveaxis(factors, 1, s.head)
 
 
 def _orthogonalise_rest(rest: Rest, rows: dict[str, jax.Array]) -> list[jax.Array]:
+    """Returns the orthogonal factors of the rows that remain of each member. rows: all rows, by path.
+
+    pooled matrices of all members   | in rounds: one of each device at a time | split by all devices |
+    """
     first = rest.members[0]
-    owners, short = first.owners, len(first.sides[0])
-
-    def matrices(s: Stack) -> jax.Array:
-        x = rows[s.path][-s.left :].transpose(s.matrix_order)
-        return x.reshape(-1, *x.shape[1 if s.head is None else 2 :])
-
-    def of_matrices(x: jax.Array) -> jax.Array:
-        return _newton_schulz(x.reshape(x.shape[0], math.prod(x.shape[1 : 1 + short]), -1)).reshape(
-            x.shape
-        )
-
-    pooled = jnp.concatenate([matrices(s) for s in rest.members])
-    where: Placement = ((), *(first.where[d] for side in first.sides for d in side))
-    whole, parts = rest.rounds * owners.count, []
+    owners = first.owners
+    short = len(first.sides[0])
+    placement: Placement = ((), *(first.placement[d] for d in first.matrix_dims))
+    pooled = jnp.concatenate([_remaining_matrices(s, rows[s.path]) for s in rest.members])
+    in_rounds = rest.rounds * owners.count
+    parts = []
     if rest.rounds:
-        job = Job(
-            owners, (pad_layers(pooled[: min(whole, pooled.shape[0])], whole),), (where,), where
-        )
-        parts.append(job.in_rounds(of_matrices, rest.rounds)[: pooled.shape[0]])
+        padded = pad_layers(pooled[: min(in_rounds, pooled.shape[0])], in_rounds)
+        job = Job(owners, (padded,), (placement,), placement)
+        factors = functools.partial(_factors_of_matrices, short)
+        parts.append(job.in_rounds(factors, rest.rounds)[: pooled.shape[0]])
     if rest.split:
-        parts.append(_orthogonalise_split(pooled[whole:], where, short, owners))
-    found, results, start = jnp.concatenate(parts), [], 0
+        parts.append(_orthogonalise_split(pooled[in_rounds:], placement, short, owners))
+    found = jnp.concatenate(parts)
+    results = []
+    start = 0
     for s in rest.members:
-        x, order = found[start : start + s.left * s.heads], s.matrix_order
-        x = x.reshape(s.left, *(s.shape[d] for d in order[1:]))
-        results.append(x.transpose(*(order.index(d) for d in range(len(order)))))
-        start += s.left * s.heads
+        count = s.remaining * s.heads
+        results.append(_rows_of_matrices(s, found[start : start + count]))
+        start += count
     return results
 
 
-def _orthogonalise_split(x: jax.Array, where: Placement, short: int, owners: Owners) -> jax.Array:
+def _remaining_matrices(s: Stack, rows: jax.Array) -> jax.Array:
+    """Returns the matrices of the rows that remain, [matrices, dimensions of the shorter and the longer side]."""
+    x = rows[-s.remaining :].transpose(s.matrix_order)
+    counting = 1 if s.head is None else 2
+    return x.reshape(-1, *x.shape[counting:])
+
+
+def _rows_of_matrices(s: Stack, matrices: jax.Array) -> jax.Array:
+    """Inverts `_remaining_matrices`."""
+    order = s.matrix_order
+    x = matrices.reshape(s.remaining, *(s.shape[d] for d in order[1:]))
+    return x.transpose([order.index(d) for d in range(len(order))])
+
+
+def _factors_of_matrices(short: int, x: jax.Array) -> jax.Array:
+    """Returns the orthogonal factors of matrices whose shorter side has `short` dimensions, the first ones."""
+    rows = math.prod(x.shape[1 : 1 + short])
+    return _newton_schulz(x.reshape(x.shape[0], rows, -1)).reshape(x.shape)
+
+
+def _orthogonalise_split(
+    x: jax.Array, placement: Placement, short: int, owners: Owners
+) -> jax.Array:
     """Orthogonalises local blocks x [k, shorter side, longer side] of matrices, all devices sharing each of them.
 
     Rows and columns may be in any order, as long as it is the same for all devices: the result is in that order too.
     """
-    shape, used = x.shape, axes_of(where)
-    gathers = [tuple(axis for axis in axes if axis in owners.axes) for axes in where[1 : 1 + short]]
-    replicated = tuple(axis for axis in owners.axes if axis not in used)
+    shape = x.shape
+    gathers = []
+    for sharded_over in placement[1 : 1 + short]:
+        gathers.append(tuple(axis for axis in sharded_over if axis in owners.axes))
+    replicated = tuple(axis for axis in owners.axes if axis not in axes_of(placement))
     x = x.reshape(shape[0], math.prod(shape[1 : 1 + short]), -1)
-    long, parts = (
-        x.shape[2],
-        math.prod(owners.of((*replicated, *(axis for axes in gathers for axis in axes)))),
-    )
+    long = x.shape[2]
+    parts = math.prod(owners.of((*replicated, *itertools.chain(*gathers))))
     x = local_shard(jnp.pad(x, ((0, 0), (0, 0), (0, -long % parts))), replicated, 2)
     for axes in gathers:
         x = all_to_all(x, axes, 2, 1)

@@ -7,7 +7,7 @@ import fnmatch
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from meshwright.errors import ConfigError, foreign_code, nearest
 from meshwright.plugins import resolve
 from meshwright.sharding.params import Param, Tree, is_param, named_leaves, tree_map
 from meshwright.sharding.placement import Placement, like_param
+from meshwright.step.state import UpdateRule, float32_update
 from meshwright.update_rules import UPDATE_RULES, UpdateRow
 
 
@@ -219,15 +220,6 @@ def _parse(group: str) -> tuple[str, float]:
     return pattern, factor
 
 
-class UpdateRule(NamedTuple):
-    """Update of the parameters, as the step calls it."""
-
-    init: Callable[[Tree], Any]
-    """`params -> state`."""
-    update: Callable[[Tree, Any, Tree, jax.Array], tuple[Tree, Any]]
-    """`(float32 gradients, state, params, step) -> (params, state)`."""
-
-
 def build_update_rule(
     o: Optimizer, training: Training, params: Tree, layer_map: Any = None
 ) -> UpdateRule:
@@ -242,13 +234,10 @@ def build_update_rule(
             functools.partial(optax.with_extra_args_support(rule).update, layer_map=layer_map),
         )
     if training.param_dtype == "bfloat16":
-        return resolve("parameter rounding", training.param_rounding)(rule, training.seed, params)
-
-    def update(grads: Tree, state: Any, params: Tree, step: jax.Array) -> tuple[Tree, Any]:
-        updates, state = rule.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return UpdateRule(rule.init, update)
+        with_rounding = resolve("parameter rounding", training.param_rounding)
+        built: UpdateRule = with_rounding(rule, training.seed, params)
+        return built
+    return float32_update(rule)
 
 
 def place_optimizer_state(

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Var
 
 from meshwright.comm.collectives import ring_shift
 from meshwright.data.batch import Batch
@@ -110,55 +111,21 @@ class PipelineModel:
 
     def embed(self, params: Tree, m: jax.Array) -> jax.Array:
         """Returns x [B, T, D] of a microbatch, on the first stage."""
-        return self.model.model.embed(self._all(params), self._context(m))
+        return self.model.embed(self._all(params), self._context(m))
 
     def layers(self, part: Part, x: jax.Array) -> tuple[jax.Array, Any]:
         """Returns x after the layers of a part, and their aux: a tree of [rows, ...]."""
-        params, sums, parts = (
-            self._all(part.params),
-            self._all(part.sums),
-            self.model.stages.virtual_stages,
-        )
-
-        def read(stack: str, number: Any) -> Callable[[], Tree]:
-            def row(a: jax.Array) -> jax.Array:
-                return lax.dynamic_index_in_dim(
-                    a, part.virtual_stage * (a.shape[0] // parts) + number, keepdims=False
-                )
-
-            def row_of_sums(a: jax.Array, total: jax.Array, how: Any) -> jax.Array | None:
-                if a is total:  # frozen, or nothing is trained
-                    return None
-                # Where nothing is gathered, a gradient leaves its layer in the weight's type.
-                weight = how.dtype or self.model.execution.gather_params.compute_dtype
-                of = row(total).astype(a.dtype if how.gathers else weight)
-                return lax.select(part.counts, of, jnp.zeros_like(of))
-
-            def read_row(a: jax.Array, of: jax.Array | None) -> jax.Array:
-                return row(a) if of is None else with_gradient_of(of, row(a))
-
-            of = jax.tree.map(
-                row_of_sums,
-                params[stack],
-                sums[stack],
-                self.model.execution.gather_params.gathers[stack],
-            )
-
-            def rows() -> Tree:
-                weights = jax.tree.map(read_row, params[stack], of)
-                rounded = {
-                    name: RoundedParam(weights[name], row(values), row(scale))
-                    for name, (values, scale) in part.rounded[stack].items()
-                }
-                return weights | rounded
-
-            return rows
-
-        return self.model.layers(read, x, self._context(part.microbatch), part.virtual_stage)
+        rows = _PartRows(self.model, part, self._all(part.params), self._all(part.sums))
+        ctx = self._context(part.microbatch)
+        if ctx.tap is not None:
+            ctx = dataclasses.replace(ctx, tap=ctx.tap.where(part.counts))
+        return self.model.layers(rows.read, x, ctx, part.virtual_stage)
 
     def loss(self, params: Tree, x: jax.Array, m: jax.Array) -> tuple[jax.Array, Any]:
         """Returns the loss of the local shard and its sums from x of the last part."""
-        return self.model.loss(self._all(params), x, self._take(m)[1], self.total)
+        sequences_B, batch = self._take(m)
+        model = self.model.recorded(self.dropout(sequences_B))
+        return model.loss(self._all(params), x, batch, self.total)
 
     @property
     def keeps(self) -> bool:
@@ -183,7 +150,8 @@ class PipelineModel:
     ) -> tuple[Tree, tuple[Metrics, dict[str, Aux]]]:
         """Returns this device's gradients of the trained parameters, and its metrics and aux."""
         end = _Engine(table, self, trained, self._rounded(trained), trains=True).run()
-        return {path: {**end.layers, **end.rest}[path] for path in trained}, (end.sums, end.aux)
+        grads = {**end.layers, **end.rest}
+        return {path: grads[path] for path in trained}, (end.sums, end.aux)
 
     def sums(self, table: ScheduleTable, params: Tree) -> Any:
         """Runs a table of forward passes; returns the sums of `loss`, summed over `stage`."""
@@ -195,6 +163,58 @@ class PipelineModel:
             path: self.model.execution.gather_params.rounded(tree, path)
             for path, tree in stacks.items()
         }
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _PartRows:
+    """Rows of the stacks that a part of the layers reads, whose gradients go to the same rows of the sums.
+
+    Layer i of virtual stage v, of a stack with R rows in V virtual stages, is row v R/V + i.
+    """
+
+    model: LocalModel
+    part: Part
+    params: Layers
+    """Whole stacks, frozen parameters included."""
+    sums: Layers
+    """Sums of their gradients; a frozen parameter stands for its own."""
+
+    def read(self, stack: str, number: Any) -> Callable[[], Tree]:
+        """Returns what reads the weights of a layer by its number: a layer calls it in each of its passes."""
+        gathers = self.model.execution.gather_params.gathers[stack]
+        sum_of = functools.partial(self._sum_of_row, number)
+        sums = jax.tree.map(sum_of, self.params[stack], self.sums[stack], gathers)
+        return functools.partial(self._weights, stack, number, sums)
+
+    def _weights(self, stack: str, number: Any, sums: Tree) -> Tree:
+        weights = jax.tree.map(functools.partial(self._weight, number), self.params[stack], sums)
+        for name, (values, scale) in self.part.rounded[stack].items():
+            weights[name] = RoundedParam(
+                weights[name], self._row(number, values), self._row(number, scale)
+            )
+        return weights
+
+    def _weight(self, number: Any, stacked: jax.Array, row_of_sum: jax.Array | None) -> jax.Array:
+        """Returns a weight, whose gradient goes to a row of its sum."""
+        weight = self._row(number, stacked)
+        return weight if row_of_sum is None else with_gradient_of(row_of_sum, weight)
+
+    def _sum_of_row(
+        self, number: Any, stacked: jax.Array, total: jax.Array, gathers: Any
+    ) -> jax.Array | None:
+        """Returns the row that takes a weight's gradient; None for a frozen weight."""
+        if stacked is total:
+            return None
+        # Where nothing is gathered, a gradient leaves its layer in the weight's type.
+        weight_dtype = gathers.dtype or self.model.execution.gather_params.compute_dtype
+        dtype = stacked.dtype if gathers.gathers else weight_dtype
+        row = self._row(number, total).astype(dtype)
+        return lax.select(self.part.counts, row, jnp.zeros_like(row))
+
+    def _row(self, number: Any, stacked: jax.Array) -> jax.Array:
+        rows = stacked.shape[0] // self.model.stages.virtual_stages
+        index = self.part.virtual_stage * rows + number
+        return lax.dynamic_index_in_dim(stacked, index, keepdims=False)
 
 
 _EVENTS = {
@@ -221,15 +241,15 @@ def branch_ticks(table: ScheduleTable, together: bool = False) -> dict[str, tupl
     together: whether a stage without a task computes with the others (`PipelineModel.together`).
     """
     counts: dict[str, tuple[int, int]] = {}
+    events = _events(table)
     for segment, ticks in table.segments:
         running = table.kind[ticks] != IDLE
         taken = running.any(axis=1) if together else running[:, 0]
-        counts |= {
-            scope_of(segment, name): (int(taken[:, i].sum()), len(ticks))
-            for i, name in enumerate(PLACES)
-        }
-        events = {name: int((row[ticks] != NOTHING).sum()) for name, row in _events(table).items()}
-        counts |= {scope_of(segment, name): (count, len(ticks)) for name, count in events.items()}
+        for i, name in enumerate(PLACES):
+            counts[scope_of(segment, name)] = (int(taken[:, i].sum()), len(ticks))
+        for name, microbatches in events.items():
+            happening = int((microbatches[ticks] != NOTHING).sum())
+            counts[scope_of(segment, name)] = (happening, len(ticks))
     return {scope: count for scope, count in counts.items() if count[0]}
 
 
@@ -240,23 +260,31 @@ def tick_scopes(table: ScheduleTable, costs: Sequence[float], together: bool = F
     """
     counts: Ticks = {}
     for segment, ticks in table.segments:
-        for row, virtual_stages in zip(
-            table.kind[ticks] != IDLE, table.virtual_stage[ticks], strict=True
-        ):
-            stages = [row.any(axis=0)] if together else row
-            by_stage = [
-                np.mean([costs[table.parts.part(stage, v)] for v in virtual_stages[stage][runs]])
-                for stage, runs in enumerate(row)
-                if runs.any()
-            ]
-            scopes = frozenset(
-                frozenset(
-                    scope_of(segment, name) for name, runs in zip(PLACES, own, strict=True) if runs
-                )
-                for own in stages
-            )
-            counts[scopes] = counts.get(scopes, 0.0) + float(max(by_stage, default=1.0))
+        running = table.kind[ticks] != IDLE
+        for runs, virtual_stages in zip(running, table.virtual_stage[ticks], strict=True):
+            by_stage = [runs.any(axis=0)] if together else runs
+            scopes = frozenset(_scopes_of(segment, places) for places in by_stage)
+            cost = _cost_of_tick(table, costs, runs, virtual_stages)
+            counts[scopes] = counts.get(scopes, 0.0) + cost
     return counts
+
+
+def _scopes_of(segment: str, places: np.ndarray) -> frozenset[str]:
+    """Returns the scopes of the halves that a stage runs in a tick. places: whether it runs each, [places]."""
+    names = (name for name, runs in zip(PLACES, places, strict=True) if runs)
+    return frozenset(scope_of(segment, name) for name in names)
+
+
+def _cost_of_tick(
+    table: ScheduleTable, costs: Sequence[float], runs: np.ndarray, virtual_stages: np.ndarray
+) -> float:
+    """Returns the largest mean cost of the parts that a stage runs in a tick. runs, virtual_stages: [stages, places]."""
+    by_stage: list[float] = []
+    for stage, places in enumerate(runs):
+        if places.any():
+            parts = [table.parts.part(stage, v) for v in virtual_stages[stage][places]]
+            by_stage.append(float(np.mean([costs[part] for part in parts])))
+    return max(by_stage, default=1.0)
 
 
 def _events(table: ScheduleTable) -> dict[str, np.ndarray]:
@@ -325,31 +353,34 @@ class _Task(NamedTuple):
     gradient_slot: jax.Array
 
 
-_FIRST = _Task._make(
-    [True, *[np.int32(0)] * len(_COLUMNS)]
-)  # for shapes, which are those of every task
+_FIRST = _Task(True, **dict.fromkeys(_COLUMNS, np.int32(0)))  # type: ignore[arg-type]
+"""A task for shapes, which are those of every task."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """Derivative of a part as `jax.vjp` returns it, a tree of arrays: those to keep, and those that are given again."""
+    """Derivative of a part as `jax.vjp` returns it: a tree of arrays, some of which are parameters of the part.
+
+    A forward pass keeps the others; the parameters are put back where the backward pass needs them.
+    """
 
     leaves: list[Any]
+    """Shapes and types of the tree's leaves."""
     treedef: Any
-    given: dict[int, int]
+    input_of: dict[int, int]
     """Leaves of the tree that are leaves of the part, with their index among those."""
 
     def select(self, leaves: list[Any]) -> list[Any]:
         """Returns the leaves that a forward pass keeps, or their shapes and types."""
-        return [leaf for i, leaf in enumerate(leaves) if i not in self.given]
+        return [leaf for i, leaf in enumerate(leaves) if i not in self.input_of]
 
     def rebuild(self, kept: list[jax.Array], part: Part) -> Any:
         """Returns the derivative of a part, as `jax.vjp` does."""
-        values, given = iter(kept), jax.tree.leaves(part)
-        leaves = [
-            given[self.given[i]] if i in self.given else next(values)
-            for i in range(self.treedef.num_leaves)
-        ]
+        inputs = jax.tree.leaves(part)
+        remaining = iter(kept)
+        leaves = []
+        for i in range(self.treedef.num_leaves):
+            leaves.append(inputs[self.input_of[i]] if i in self.input_of else next(remaining))
         return jax.tree.unflatten(self.treedef, leaves)
 
 
@@ -376,60 +407,63 @@ class _Engine:
         return carry
 
     def _start(self) -> _Carry:
-        table, model, x, first = self.table, self.model, self.x, jnp.int32(0)
-        # The gradients of bfloat16 parameters are bfloat16; the sum of many is float32.
-        grads = (
-            jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.params)
-            if self.trains
-            else {}
-        )
-        aux = (
-            jax.eval_shape(lambda x: self._run_part(self._part(_FIRST), x)[1], x)
-            if self.trains
-            else {}
-        )
-        sums = jax.eval_shape(lambda params, x: model.loss(params, x, first)[1], self.params, x)
+        """Returns empty buffers, and sums of nothing."""
+        table = self.table
+        x = self.x
+        grads: Tree = {}
+        aux: Any = {}
+        if self.trains:
+            # The gradients of bfloat16 parameters are bfloat16; the sum of many is float32.
+            grads = jax.tree.map(_float32_zeros, self.params)
+            aux = jax.eval_shape(lambda x: self._run_part(self._part(_FIRST), x)[1], x)
+        first = functools.partial(self.model.loss, m=jnp.int32(0))
+        _, sums = jax.eval_shape(first, self.params, x)
         return _Carry(
-            inputs=jnp.zeros((table.input_slots, *x.shape), x.dtype),
-            kept=[jnp.zeros((table.input_slots, *a.shape), a.dtype) for a in self._kept()],
-            gradients=jnp.zeros((table.gradient_slots if self.trains else 0, *x.shape), x.dtype),
+            inputs=_buffer(table.input_slots, x),
+            kept=[_buffer(table.input_slots, a) for a in self._kept()],
+            gradients=_buffer(table.gradient_slots if self.trains else 0, x),
             sent=_zeros_of(x),
-            layers=model.stacked(grads) if self.trains else {},
-            rest=model.unstacked(grads),
-            aux=jax.tree.map(
-                lambda t: jnp.zeros((table.virtual_stages * t.shape[0], *t.shape[1:]), t.dtype), aux
-            ),
+            layers=self.model.stacked(grads) if self.trains else {},
+            rest=self.model.unstacked(grads),
+            aux=jax.tree.map(self._rows_of_parts, aux),
             sums=_zeros_of(sums),
         )
 
-    def _tick(self, segment: _Segment, carry: _Carry, now: Tick) -> tuple[_Carry, None]:
-        def send(value: jax.Array, hop: int) -> jax.Array:
-            return ring_shift(value, "stage", hop) if hop else value
+    def _rows_of_parts(self, rows: jax.ShapeDtypeStruct) -> jax.Array:
+        """Returns zeros for the aux of all parts of this stage, from the shape of those of one part, [rows, ...]."""
+        count, *rest = rows.shape
+        return jnp.zeros((self.table.virtual_stages * count, *rest), rows.dtype)
 
+    # What a stage does in a tick, from left to right; an activation that is sent in a tick arrives in the same tick:
+    #
+    #   gradients arrive | embed | forward | x leaves | backward | weights | x arrives | loss | embedding's gradient
+    #
+    def _tick(self, segment: _Segment, carry: _Carry, now: Tick) -> tuple[_Carry, None]:
         for arrivals, slot in zip(segment.arrivals, now["gradients"], strict=True):
             if arrivals.has_gradients:
-                received = _write_slot(carry.gradients, send(carry.sent, arrivals.hop), slot)
+                received = _write_slot(carry.gradients, _send(carry.sent, arrivals.hop), slot)
                 carry = carry._replace(gradients=received)
         carry = self._event(segment, now, "embed", self._embed, carry)
+
         otherwise = (_zeros_of(self.x), carry.aux, carry.kept)
         x, aux, kept = self._half(segment, now, _RUN, self._forward, otherwise, carry)
-        sent = [send(x, a.hop) if a.has_inputs else None for a in segment.arrivals]
+        sent = [_send(x, a.hop) if a.has_inputs else None for a in segment.arrivals]
         carry = carry._replace(aux=aux, kept=kept)
+
         backward = functools.partial(self._backward, unsplit=segment.unsplit)
-        g_x, layers = self._half(
-            segment, now, _INPUT, backward, (_zeros_of(self.x), carry.layers), carry
-        )
+        nothing = (_zeros_of(self.x), carry.layers)
+        g_x, layers = self._half(segment, now, _INPUT, backward, nothing, carry)
         carry = carry._replace(sent=g_x, layers=layers)
-        layers = self._half(
-            segment, now, _WEIGHT, lambda *given: self._gradients(*given)[1], layers, carry
-        )
+        layers = self._half(segment, now, _WEIGHT, self._weight_gradients, layers, carry)
         carry = carry._replace(layers=layers)
+
         # A slot is free for what arrives when the tick's last task has read it.
         for value, slot in zip(sent, now["inputs"], strict=True):
             if value is not None:
                 carry = carry._replace(inputs=_write_slot(carry.inputs, value, slot))
         carry = self._event(segment, now, "loss", functools.partial(self._add_loss, x), carry)
-        return self._event(segment, now, "embed gradient", self._add_embed_gradient, carry), None
+        carry = self._event(segment, now, "embed gradient", self._add_embed_gradient, carry)
+        return carry, None
 
     def _event(
         self,
@@ -460,18 +494,17 @@ class _Engine:
 
         run: `(task, carry, value) -> result`.
         """
-        running, together = segment.running[:, :, place], self.model.together
+        together = self.model.together
+        running = segment.running[:, :, place]
         if not running.any():
             return value
         runs = now["kind"][place] != IDLE
-        task = _Task(
-            runs if together else True, *(jnp.maximum(now[name][place], 0) for name in _COLUMNS)
-        )
-        scope = scope_of(segment.name, PLACES[place])
+        entries = {name: jnp.maximum(now[name][place], 0) for name in _COLUMNS}
+        task = _Task(runs=runs if together else True, **entries)
         return _run_where(
             running.any(axis=1) if together else running,
             lambda: now["any"][place] if together else runs,
-            scope,
+            scope_of(segment.name, PLACES[place]),
             lambda value: run(task, carry, value),
             value,
         )
@@ -479,70 +512,89 @@ class _Engine:
     def _forward(
         self, task: _Task, carry: _Carry, otherwise: tuple[jax.Array, Any, list[jax.Array]]
     ) -> tuple[jax.Array, Any, list[jax.Array]]:
-        x, part = _read_slot(carry.inputs, task.input_slot), self._part(task)
+        _, aux_sums, buffers = otherwise
+        x = _read_slot(carry.inputs, task.input_slot)
+        part = self._part(task)
         if not self.trains:
-            return self._run_part(part, x)[0][0], *otherwise[1:]
+            (x, _), _ = self._run_part(part, x)
+            return x, aux_sums, buffers
         if not self.model.keeps:
             (x, _), aux = self._run_part(part, x)
-            return x, self._add(otherwise[1], aux, task), otherwise[2]
+            return x, self._add(aux_sums, aux, task), buffers
         (x, _), vjp, aux = self._vjp(part, x)
         kept = self._backward_of_part.select(jax.tree.leaves(vjp))
         # A stage that runs only its own tasks writes their slots without reading them.
-        write, slot = _put, task.input_slot
+        write = _put
+        slot = task.input_slot
         if task.runs is not True:
-            write, slot = _write_slot, jnp.where(task.runs, task.input_slot, NOTHING)
-        buffers = [
-            write(buffer, value, slot) for buffer, value in zip(otherwise[2], kept, strict=True)
-        ]
-        return x, self._add(otherwise[1], aux, task), buffers
+            write = _write_slot
+            slot = jnp.where(task.runs, task.input_slot, NOTHING)
+        buffers = [write(buffer, value, slot) for buffer, value in zip(buffers, kept, strict=True)]
+        return x, self._add(aux_sums, aux, task), buffers
 
     def _backward(
         self, task: _Task, carry: _Carry, otherwise: tuple[jax.Array, Layers], unsplit: bool
     ) -> tuple[jax.Array, Layers]:
-        sums = otherwise[1]
-        return (
-            self._gradients(task, carry, sums)
-            if unsplit
-            else (self._gradients(task, carry, None)[0], sums)
-        )
+        """Returns the gradient of a part's input, and the sums, to which an unsplit backward pass adds."""
+        _, sums = otherwise
+        if unsplit:
+            return self._gradients(task, carry, sums)
+        return self._input_gradient(task, carry), sums
 
-    def _gradients(self, task: _Task, carry: _Carry, sums: Any) -> tuple[jax.Array, Any]:
-        """Returns the gradient of a part's input, and `sums` with those of its parameters; None computes none."""
-        # Gradients of the part's output, and of its auxiliary loss.
-        g = _masked((_read_slot(carry.gradients, task.gradient_slot), jnp.ones(())), task.runs)
-        part, x = self._part(task), _read_slot(carry.inputs, task.input_slot)
-        if sums is None:
-            return _masked(
-                jax.vjp(lambda x: self._run_part(part, x)[0], x)[1](g)[0], task.runs
-            ), None
+    def _weight_gradients(self, task: _Task, carry: _Carry, sums: Layers) -> Layers:
+        """Returns the sums with the gradients of a part's parameters: the second half of a split backward pass."""
+        _, sums = self._gradients(task, carry, sums)
+        return sums
+
+    def _input_gradient(self, task: _Task, carry: _Carry) -> jax.Array:
+        """Returns the gradient of a part's input only: the first half of a split backward pass."""
+        g = self._output_gradients(task, carry)
+        part = self._part(task)
+        x = _read_slot(carry.inputs, task.input_slot)
+        _, vjp = jax.vjp(lambda x: self._run_part(part, x)[0], x)
+        (g_x,) = vjp(g)
+        return _masked(g_x, task.runs)
+
+    def _gradients(self, task: _Task, carry: _Carry, sums: Layers) -> tuple[jax.Array, Layers]:
+        """Returns the gradient of a part's input, and `sums` with those of its parameters."""
+        g = self._output_gradients(task, carry)
+        part = self._part(task)
+        x = _read_slot(carry.inputs, task.input_slot)
         kept = [_read_slot(buffer, task.input_slot) for buffer in carry.kept]
-        vjp = (
-            self._backward_of_part.rebuild(kept, part)
-            if self.model.keeps
-            else self._vjp(part, x)[1]
-        )
+        if self.model.keeps:
+            vjp = self._backward_of_part.rebuild(kept, part)
+        else:
+            _, vjp, _ = self._vjp(part, x)
         references = jax.tree.map(jax.new_ref, sums)
-        g_x = vjp.with_refs(references, jax.ad.GradValue())(g)[1]  # type: ignore[attr-defined]
+        _, g_x = vjp.with_refs(references, jax.ad.GradValue())(g)  # type: ignore[attr-defined]
         return _masked(g_x, task.runs), jax.tree.map(jax.freeze, references)
 
+    def _output_gradients(self, task: _Task, carry: _Carry) -> tuple[jax.Array, jax.Array]:
+        """Returns the gradients of a part's output and of its auxiliary loss."""
+        g_x = _read_slot(carry.gradients, task.gradient_slot)
+        return _masked((g_x, jnp.ones(())), task.runs)
+
     @functools.cached_property
-    def _backward_of_part(self) -> "_Backward":
+    def _backward_of_part(self) -> _Backward:
         """How to call the derivative of a part with what a forward pass has kept."""
         part = self._part(_FIRST)
-        traced, shapes = jax.make_jaxpr(lambda *given: self._vjp(*given)[1], return_shape=True)(
-            part, self.x
-        )
-        numbers = {
-            id(var): i for i, var in enumerate(traced.jaxpr.invars[: len(jax.tree.leaves(part))])
-        }
-        given = {
-            i: numbers[id(var)] for i, var in enumerate(traced.jaxpr.outvars) if id(var) in numbers
-        }
-        return _Backward(*jax.tree.flatten(shapes), given)
+        traced, shapes = jax.make_jaxpr(self._derivative, return_shape=True)(part, self.x)
+        inputs = traced.jaxpr.invars[: len(jax.tree.leaves(part))]
+        number_of = {var: i for i, var in enumerate(inputs)}
+        input_of = {}
+        for i, var in enumerate(traced.jaxpr.outvars):
+            if isinstance(var, Var) and var in number_of:
+                input_of[i] = number_of[var]
+        return _Backward(*jax.tree.flatten(shapes), input_of)
 
     def _kept(self) -> list[Any]:
-        keeps = self.trains and self.model.keeps
-        return self._backward_of_part.select(self._backward_of_part.leaves) if keeps else []
+        if not (self.trains and self.model.keeps):
+            return []
+        return self._backward_of_part.select(self._backward_of_part.leaves)
+
+    def _derivative(self, part: Part, x: jax.Array) -> Any:
+        _, vjp, _ = self._vjp(part, x)
+        return vjp
 
     def _vjp(self, part: Part, x: jax.Array) -> Any:
         return jax.vjp(
@@ -555,11 +607,7 @@ class _Engine:
 
     def _part(self, task: _Task) -> Part:
         params = self.model.stacked(self.params)
-        sums = (
-            jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-            if self.trains
-            else params
-        )
+        sums = jax.tree.map(_float32_zeros, params) if self.trains else params
         # The other half of a split backward pass adds the gradients of the weights.
         splits = (self.table.kind == BACKWARD_INPUT).any()
         counts = task.runs & (task.kind != BACKWARD_INPUT) if splits else task.runs
@@ -584,11 +632,10 @@ class _Engine:
         return carry._replace(inputs=inputs)
 
     def _add_loss(self, x: jax.Array, microbatch: jax.Array, now: Tick, carry: _Carry) -> _Carry:
-        def loss(params: Tree, x: jax.Array) -> tuple[jax.Array, Any]:
-            return self.model.loss(params, x, microbatch)
-
+        loss = functools.partial(self.model.loss, m=microbatch)
         if not self.trains:
-            return carry._replace(sums=jax.tree.map(jnp.add, carry.sums, loss(self.params, x)[1]))
+            _, sums = loss(self.params, x)
+            return carry._replace(sums=jax.tree.map(jnp.add, carry.sums, sums))
         value, vjp, sums = jax.vjp(loss, self.model.unstacked(self.params), x, has_aux=True)
         g_rest, g_x = vjp(jnp.ones_like(value))
         return carry._replace(
@@ -601,8 +648,9 @@ class _Engine:
         """Adds the embedding's gradient for a microbatch whose last backward task ran in this tick."""
         # On all but the first stage, it is the gradient of another microbatch.
         g_x = _masked(carry.sent, lax.axis_index("stage") == 0)
-        params = self.model.unstacked(self.params)
-        (g_rest,) = jax.vjp(lambda params: self.model.embed(params, microbatch), params)[1](g_x)
+        embed = functools.partial(self.model.embed, m=microbatch)
+        _, vjp = jax.vjp(embed, self.model.unstacked(self.params))
+        (g_rest,) = vjp(g_x)
         return carry._replace(rest=jax.tree.map(jnp.add, carry.rest, g_rest))
 
 
@@ -621,9 +669,19 @@ def _run_where[T](
         with jax.named_scope(scope):
             return run(value)
 
-    return (
-        scoped(value) if happens.all() else lax.cond(needed(), scoped, lambda value: value, value)
-    )
+    if happens.all():
+        return scoped(value)
+    return lax.cond(needed(), scoped, lambda value: value, value)
+
+
+def _send(value: jax.Array, hop: int) -> jax.Array:
+    """Sends a value to the stage `hop` stages further in the ring; 0 keeps it."""
+    return ring_shift(value, "stage", hop) if hop else value
+
+
+def _buffer(slots: int, abstract: Any) -> jax.Array:
+    """Returns a buffer of empty slots for arrays of this shape and type."""
+    return jnp.zeros((slots, *abstract.shape), abstract.dtype)
 
 
 def _read_slot(buffer: jax.Array, slot: jax.Array) -> jax.Array:
@@ -642,6 +700,10 @@ def _put(buffer: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Array:
 
 def _zeros_of(abstract: Any) -> Any:
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract)
+
+
+def _float32_zeros(p: jax.Array) -> jax.Array:
+    return jnp.zeros(p.shape, jnp.float32)
 
 
 def _masked(tree: Any, runs: jax.Array | bool) -> Any:

@@ -1,4 +1,4 @@
-"""The train step and the evaluation step: the last functions before `jit`.
+"""The train step: the last function before `jit`, and its compilation.
 
 The gradients are one `shard_map`. The update that follows is optax under `jit`, elementwise for most optimizers and
 left to the compiler, between shardings given here.
@@ -6,25 +6,22 @@ left to the compiler, between shardings given here.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 
-from meshwright.comm.collectives import all_reduce
 from meshwright.data.batch import Batch
 from meshwright.errors import TrainingError
 from meshwright.hardware.agreement import agree_on_program
-from meshwright.models.blocks.layers import no_dropout
 from meshwright.models.model import Metrics
-from meshwright.sharding.layouts import TOKEN_AXES
-from meshwright.sharding.params import Tree, trained_only, with_frozen
+from meshwright.sharding.params import trained_only, with_frozen
 from meshwright.step.device_memory import check_memory
-from meshwright.step.device_run import BATCH_SPEC, DeviceRun, State, specs_of
+from meshwright.step.device_run import DeviceRun
 from meshwright.step.gradients import build_gradients
+from meshwright.step.state import State
 
 
 def matmuls_of(compute_dtype: str) -> Any:
@@ -32,11 +29,9 @@ def matmuls_of(compute_dtype: str) -> Any:
 
     By default TPUs multiply float32 in one pass of bfloat16, and NVIDIA GPUs in TF32.
     """
-    return (
-        jax.default_matmul_precision("highest")
-        if compute_dtype == "float32"
-        else contextlib.nullcontext()
-    )
+    if compute_dtype == "float32":
+        return jax.default_matmul_precision("highest")
+    return contextlib.nullcontext()
 
 
 def build_train_step(device_run: DeviceRun) -> Any:
@@ -45,46 +40,46 @@ def build_train_step(device_run: DeviceRun) -> Any:
     A step whose mean loss or gradient is not finite leaves the state unchanged, except for `healthy`.
     """
     model = device_run.run.model
-    gradients = build_gradients(device_run)
+    compute_dtype = device_run.run.training.compute_dtype
     described = device_run.layout.params
+    gradients = build_gradients(device_run)
 
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
-        with matmuls_of(device_run.run.training.compute_dtype):
+        with matmuls_of(compute_dtype):
             grads, metrics, aux = gradients(state.params, state.step, batch, *state.variables)
         params = jax.lax.with_sharding_constraint(
             trained_only(described, state.params), device_run.update_shardings
         )
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        with matmuls_of(device_run.run.training.compute_dtype):
+        with matmuls_of(compute_dtype):
             updated, optimizer = device_run.optimizer.update(
                 grads, state.optimizer, params, state.step
             )
         updated = model.post_update(with_frozen(described, updated, state.params), aux)
         updated = with_frozen(described, updated, state.params)
-        finite = (
-            jnp.isfinite(jnp.divide(*metrics["loss"]))
-            & jnp.isfinite(metrics["gradient norm"][0])
-            & state.healthy
-        )
-        new = State(
-            state.step + 1,
-            jnp.ones_like(finite),
-            updated,
-            optimizer,
-            aux if state.variables else (),
-        )
-        new = jax.tree.map(
-            # Frozen parameters are the arrays that came in.
-            lambda new, old: old if new is old else jnp.where(finite, new, old),
-            new,
-            dataclasses.replace(state, healthy=finite),
-        )
+        finite = _is_finite(metrics) & state.healthy
+        variables = aux if state.variables else ()
+        new = State(state.step + 1, jnp.ones_like(finite), updated, optimizer, variables)
+        # After a step that is not finite only `healthy` changes.
+        old = dataclasses.replace(state, healthy=finite)
+        new = jax.tree.map(functools.partial(_choose, finite), new, old)
         rate = jnp.asarray(device_run.learning_rate(_updates(state)), jnp.float32)
         return new, {**metrics, "learning rate": (rate, jnp.ones(()))}
 
     return jax.jit(
-        train_step, donate_argnums=(0,), out_shardings=(device_run.state_shardings, None)
+        train_step, donate_argnums=(0,), out_shardings=(device_run.abstract.shardings, None)
     )
+
+
+def _is_finite(metrics: Metrics) -> jax.Array:
+    """Returns whether the mean loss and the gradient norm of a step are numbers, bool scalar."""
+    norm, _ = metrics["gradient norm"]
+    return jnp.isfinite(jnp.divide(*metrics["loss"])) & jnp.isfinite(norm)
+
+
+def _choose(finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Returns the new array after a finite step, else the old one. Frozen parameters are the arrays that came in."""
+    return old if new is old else jnp.where(finite, new, old)
 
 
 def _updates(state: State) -> jax.Array:
@@ -130,75 +125,30 @@ def compile_on_devices(device_run: DeviceRun, lowered: Any, what: str, resident:
     """
     if not device_run.batch_sharding.is_fully_addressable:
         agree_on_program(lowered.as_text())
-    options, training = device_run.accepted_compiler_options(), device_run.run.training
-    compiled = lowered.compile(
-        compiler_options={**options, **device_run.profile_of(device_run, lowered)}
-    )
-    asked = f"{what} of {training.batch} sequences of {training.seq} tokens on mesh {device_run.layout.shape}"
+    options = {
+        **device_run.accepted_compiler_options(),
+        **device_run.profile_of(device_run, lowered),
+    }
+    compiled = lowered.compile(compiler_options=options)
+    training = device_run.run.training
+    size = f"{training.batch} sequences of {training.seq} tokens"
+    asked = f"{what} of {size} on mesh {device_run.layout.shape}"
     check_memory(compiled, list(device_run.mesh.devices.flat), asked, resident)
     return compiled
 
 
 def _changed_array(expected: Any, given: Any) -> str | None:
     """Describes the first array whose shape, type or sharding is not what the step was compiled for."""
-    want, got = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (expected, given))
-    if len(want) != len(got):
-        return f"{len(want)} arrays became {len(got)}"
-    for (path, before), (_, after) in zip(want, got, strict=True):
+    expected_leaves, _ = jax.tree_util.tree_flatten_with_path(expected)
+    given_leaves = jax.tree.leaves(given)
+    if len(expected_leaves) != len(given_leaves):
+        return f"{len(expected_leaves)} arrays became {len(given_leaves)}"
+    for (path, before), after in zip(expected_leaves, given_leaves, strict=True):
         name = jax.tree_util.keystr(path[1:], simple=True, separator=".")
-        if (before.shape, before.dtype) != (after.shape, after.dtype):
-            return f"{name} was {before.dtype}{list(before.shape)} and is {after.dtype}{list(after.shape)}"
+        old = f"{before.dtype}{list(before.shape)}"
+        new = f"{after.dtype}{list(after.shape)}"
+        if old != new:
+            return f"{name} was {old} and is {new}"
         if not before.sharding.is_equivalent_to(after.sharding, len(before.shape)):
             return f"{name} was sharded as {before.sharding.spec} and is {after.sharding}"
     return None
-
-
-def build_eval_step(device_run: DeviceRun) -> Any:
-    """Returns the evaluation step `(params, batch) -> metrics`, jitted: the same loss without dropout.
-
-    It takes the microbatches of training one after another, so that it needs no more memory than a train step.
-    """
-    training = device_run.run.training
-    model = device_run.local_model
-
-    def evaluate(params: Tree, batch: Batch) -> Metrics:
-        total = jnp.ones(())
-
-        def sums(batch: Batch) -> Metrics:
-            return model.loss_fn(params, batch, no_dropout(), total)[1][0]
-
-        with matmuls_of(training.compute_dtype):
-            if device_run.layout.shape.stage == training.microbatches == 1:
-                return all_reduce(sums(batch), TOKEN_AXES)
-            batch_M = jax.tree.map(
-                lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), batch
-            )
-            if device_run.layout.shape.stage == 1:
-                return all_reduce(
-                    jax.tree.map(lambda x: x.sum(0), jax.lax.map(sums, batch_M)), TOKEN_AXES
-                )
-            sequences_MB = batch_M.positions[:, :, 0]  # unused without dropout
-            from meshwright.step.pipeline import PipelineModel
-
-            pipeline = PipelineModel(model, (sequences_MB, batch_M), lambda _: no_dropout(), total)
-            return all_reduce(
-                pipeline.sums(device_run.forward_table(training.microbatches), params), TOKEN_AXES
-            )
-
-    return jax.jit(
-        jax.shard_map(
-            evaluate,
-            mesh=device_run.mesh,
-            in_specs=(specs_of(device_run.state_shardings.params), BATCH_SPEC),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )
-    )
-
-
-def compile_eval_step(device_run: DeviceRun, resident: int = 0) -> Callable[[Tree, Batch], Metrics]:
-    """Returns the evaluation step, compiled once. resident: as of `check_memory`. Raises OutOfDeviceMemory."""
-    lowered = build_eval_step(device_run).lower(
-        device_run.abstract.params, device_run.abstract_batch
-    )
-    return compile_on_devices(device_run, lowered, "an evaluation step", resident)

@@ -70,11 +70,12 @@ def _placed(name: str) -> str:
     given = name.removeprefix(kind)
     if in_bucket(given):
         return kind + str(path_of(given))
-    if _SCHEME.match(given) or not (
-        glob.has_magic(given) or os.path.exists(os.path.expanduser(given))
-    ):
+    local = os.path.expanduser(given)
+    # A Megatron dataset is named by what the names of its two files have in common.
+    exists = os.path.exists(local) or os.path.exists(f"{local}.idx")
+    if _SCHEME.match(given) or not (glob.has_magic(given) or exists):
         return name
-    if os.path.exists(os.path.expanduser(given)):
+    if exists:
         return kind + str(path_of(given))
     return os.path.join(glob.escape(os.getcwd()), os.path.expanduser(given))
 

@@ -21,7 +21,7 @@ from meshwright.models.model import Model
 from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
-from meshwright.step.train_step import compile_eval_step
+from meshwright.step.eval_step import compile_eval_step
 from meshwright.storage.paths import path_of
 from meshwright.trainer.prepare import sum_metrics
 

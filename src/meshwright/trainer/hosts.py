@@ -39,6 +39,7 @@ from meshwright.hardware.agreement import (
     flatten,
 )
 from meshwright.hardware.hosts import installed_versions, store
+from meshwright.monitoring.watch import keep_last_minutes
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import fields_to_compare
 from meshwright.signs import EVERYBODY, NOBODY, PREPARING, Phases
@@ -480,6 +481,7 @@ class _Watch:
         if tells := self.process == 0:
             sender.start()
         file = self._stacks()
+        _soon(keep_last_minutes)
         steps = _soon(lambda: committed_steps(self.out / "checkpoints"))
         kept = (
             f"the checkpoint of step {steps[-1]} is the last whole one"

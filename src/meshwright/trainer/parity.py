@@ -217,7 +217,7 @@ class _Side:
         return tensors
 
     def _to_devices(self, params: Tensors) -> Tree:
-        shardings, structure = jax.tree.flatten(self._device_run.state_shardings.params)
+        shardings, structure = jax.tree.flatten(self._device_run.abstract.shardings.params)
         descriptions = named_leaves(self._device_run.layout.params)
         arrays: list[jax.Array] = []
         for (name, p), sharding in zip(descriptions.items(), shardings, strict=True):

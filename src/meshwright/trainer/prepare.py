@@ -14,14 +14,22 @@ import numpy as np
 
 from meshwright.activity import activity
 from meshwright.data.batch import Batch, ramp_of
-from meshwright.data.corpus import Check, Corpus, load_corpus
+from meshwright.data.corpus import Check, Corpus, load_corpus, parse_source
 from meshwright.data.feed import (
     Feed,
     Samples,
     build_stream,
     held_out_batches,
     held_out_fraction,
+    leave_out_first,
     split,
+)
+from meshwright.data.megatron_order import (
+    MegatronOrder,
+    megatron_order,
+    parse_split,
+    samples_of,
+    weights_of,
 )
 from meshwright.data.tokens import Progress
 from meshwright.errors import ConfigError, DataError
@@ -37,8 +45,10 @@ from meshwright.runs.run import Run
 from meshwright.sharding.params import count_params
 from meshwright.signs import waiting
 from meshwright.step.device_memory import check_state, shard_bytes
-from meshwright.step.device_run import DeviceRun, State, place_on_devices
-from meshwright.step.train_step import CompiledTrainStep, compile_eval_step
+from meshwright.step.device_run import DeviceRun, place_on_devices
+from meshwright.step.eval_step import compile_eval_step
+from meshwright.step.state import State
+from meshwright.step.train_step import CompiledTrainStep
 from meshwright.storage.paths import in_bucket, path_of
 from meshwright.storage.transfer import local_copy
 from meshwright.storage.writing import write_atomically
@@ -127,12 +137,23 @@ class PreparedRun(Trainable):
     corpus: Corpus
     train: tuple[Samples, ...]
     held_out: tuple[Samples, ...]
+    order: MegatronOrder | None = None
+    """Megatron's order of the samples, where the run asks for it."""
+
+    def stream(self) -> Any:
+        """Returns the training samples by their global index: `stream[i]`."""
+        run = self.device_run.run
+        if self.order is not None:
+            stream: Any = self.order.stream
+        else:
+            stream = build_stream(list(self.train), list(self.corpus.weights), run.training.seed)
+        return leave_out_first(stream, run.data.first_sample)
 
     def feed(self, start: Position) -> Feed:
         """Returns the batches from a global sample on."""
         training = self.device_run.run.training
         return Feed(
-            build_stream(list(self.train), list(self.corpus.weights), training.seed),
+            self.stream(),
             ramp_of(training),
             seq=training.seq,
             taken=start.step,
@@ -154,6 +175,8 @@ class PreparedRun(Trainable):
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns the fingerprint of the text, and its held-out fraction."""
+        if self.order is not None:
+            return {**self.corpus.fingerprint, "order": self.order.fingerprint()}
         counts = [len(file.tokens) for file in self.corpus.files]
         held_out = held_out_fraction(counts, self.device_run.run.data.held_out)
         return {**self.corpus.fingerprint, "held_out": held_out}
@@ -320,7 +343,8 @@ def _prepare_text(
     if run.data.sample or run.data.sample_every:
         check_sample(first)
     check = _check_of_tokens(run, weights, cache, own)
-    parts: Sequence[tuple[Samples, Samples]]
+    parts: Sequence[tuple[Samples, Samples]] = ()
+    order: MegatronOrder | None = None
     if run.finetune.objective == "text":
         corpus = load_corpus(
             run.data.paths,
@@ -332,7 +356,10 @@ def _prepare_text(
             progress=progress,
             check=check,
         )
-        parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
+        if run.data.order == "megatron":
+            order = _megatron_order(run, corpus)
+        else:
+            parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
     else:
         from meshwright.data.conversations import load_conversations
 
@@ -352,8 +379,45 @@ def _prepare_text(
         run, model=dataclasses.replace(run.model, vocab=vocab or corpus.vocab)
     )
     device_run = first if known else _place(run, mesh, choose)
+    if order is not None:
+        return PreparedRun(device_run, corpus, order.parts, _held_out_of_split(run, corpus), order)
     return PreparedRun(
         device_run, corpus, tuple(p[0] for p in parts), tuple(p[1] for p in parts if len(p[1]))
+    )
+
+
+def _megatron_order(run: Run, corpus: Corpus) -> MegatronOrder:
+    """Returns Megatron's order of a run's samples. Raises DataError where it has fewer than the run reads."""
+    data, training = run.data, run.training
+    read = ramp_of(training).read_before(training.steps)
+    last = data.first_sample + read
+    train_split, _, _ = parse_split(data.split)
+    order = megatron_order(
+        corpus.files,
+        weights_of([parse_source(path) for path in data.paths]),
+        train_split,
+        seq=training.seq,
+        seed=training.seed,
+        samples=data.order_samples or last,
+    )
+    if len(order.stream) < last:
+        raise DataError(
+            f"--data.order-samples {data.order_samples}",
+            f"the order has {len(order.stream):,} samples, and {training.steps:,} steps read {read:,} "
+            f"from sample {data.first_sample:,} on, up to {last:,}",
+            f"--data.order-samples {last}",
+        )
+    return order
+
+
+def _held_out_of_split(run: Run, corpus: Corpus) -> tuple[Samples, ...]:
+    """Returns an epoch of each dataset's validation split, in Megatron's order; nothing without such a split."""
+    _, valid_split, _ = parse_split(run.data.split)
+    if valid_split is None:
+        return ()
+    seq, seed = run.training.seq, run.training.seed
+    return tuple(
+        samples_of(file, valid_split, seq=seq, seed=seed, samples=None) for file in corpus.files
     )
 
 

@@ -34,8 +34,9 @@ from meshwright.runs.run import Run
 from meshwright.runs.run_file import fields_to_compare
 from meshwright.sharding.params import named_leaves
 from meshwright.signs import waiting
-from meshwright.step.device_run import DeviceRun, State
+from meshwright.step.device_run import DeviceRun
 from meshwright.step.optimizers import build_lr_schedule
+from meshwright.step.state import State
 from meshwright.storage.writing import make_folder_below, open_file, write_atomically, write_text
 from meshwright.trainer.meter import BadStep
 from meshwright.trainer.prepare import Position, PreparedRun, Trainable

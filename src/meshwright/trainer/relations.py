@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.config import MeshShape, Optimizer
+from meshwright.config import Data, MeshShape, Optimizer
 from meshwright.errors import CheckpointError, ConfigError, nearest
 from meshwright.hardware.agreement import answer_of_the_first, flatten
 from meshwright.reporters import find_reporters
@@ -31,6 +31,7 @@ _OTHER_DIFFERENCES = (
     "weights",
     "tokenizer",
     "held_out",
+    "order",
     "loss",
     "batches",
 )
@@ -84,6 +85,9 @@ def check_run(
             "the run starts from no weights, whose tokenizer could be another",
             "--init-from hf:PATH, or no --data.other-tokenizer",
         )
+    _check_order(run.data)
+    if run.data.order == "megatron":
+        answer_of_the_first(lambda: _check_megatron_order(run))
     if run.init_from is not None and starts:
         answer_of_the_first(lambda: _check_tokens(run, output))
     if output is not None:
@@ -91,6 +95,34 @@ def check_run(
         find_reporters(output.folder, run)
         answer_of_the_first(lambda: check_output(run, output))
     return placed
+
+
+def _check_order(data: Data) -> None:
+    """Raises ConfigError for options of Megatron's order with another, and for one that it has no use for."""
+    if data.order == "megatron":
+        if data.held_out is not None:
+            raise ConfigError(
+                f"--data.held-out {data.held_out} with --data.order megatron",
+                "Megatron's order evaluates the second part of --data.split",
+                f"--data.split {100 * (1 - data.held_out):g},{100 * data.held_out:g},0",
+            )
+        return
+    defaults = Data()
+    for name in ("split", "order_samples"):
+        value = getattr(data, name)
+        if value != getattr(defaults, name):
+            option = f"--data.{name.replace('_', '-')} {value}"
+            truth = f"it is about Megatron's order, and --data.order is {data.order}"
+            raise ConfigError(option, truth, f"{option} --data.order megatron; or leave it out")
+
+
+def _check_megatron_order(run: Run) -> None:
+    """Raises ConfigError where a run's data have no order of Megatron, as far as they are on this host."""
+    from meshwright.data.corpus import parse_source  # plans load no data
+    from meshwright.data.megatron_order import check_sources, parse_split
+
+    parse_split(run.data.split)
+    check_sources([parse_source(path) for path in run.data.paths])
 
 
 def _check_tokens(run: Run, output: Output | None) -> None:

@@ -102,6 +102,6 @@ def _without_stages(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tre
     by_layer = named_leaves({"params": params})
     by_layer |= dict(permuted_in_layer_order(by_layer, device_run.layout.params))
     treedef = jax.tree.structure(other.abstract.params)
-    where = jax.tree.leaves(other.state_shardings.params)
+    where = jax.tree.leaves(other.abstract.shardings.params)
     moved = jax.jit(lambda *leaves: leaves, out_shardings=tuple(where))(*by_layer.values())
     return other, jax.tree.unflatten(treedef, moved)

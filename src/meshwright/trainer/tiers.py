@@ -31,7 +31,8 @@ from meshwright.errors import (
 )
 from meshwright.hardware.agreement import choose_together
 from meshwright.signs import NOBODY, waiting
-from meshwright.step.device_run import DeviceRun, State
+from meshwright.step.device_run import DeviceRun
+from meshwright.step.state import State
 from meshwright.storage.attempts import may_pass
 from meshwright.storage.removing import remove_empty_folder, remove_tree
 from meshwright.storage.tiers import LocalCheckpoints

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from meshwright.bench.hardware.section import DONE
-from meshwright.formatting import format_bytes, format_step, format_time
-from meshwright.views.blocks import Block, Code, Column, Facts, Finding, Findings, Table, Text, Unit
+from meshwright.formatting import format_time
+from meshwright.views.blocks import Block, Code, Column, Facts, Finding, Findings, Table, Text
 from meshwright.views.report import Report, Section
 
 Row = Mapping[str, Any]
@@ -26,144 +26,72 @@ _MACHINE = (
     "peak_bfloat16",
 )
 _PREFORMATTED = ("links", "versions", "environment", "coordinates")
-_UNITS: dict[str, Unit] = {
-    "s": "seconds",
-    "B": "bytes",
-    "n": "count",
-    "i": "integer",
-    "%": "fraction",
-}
-_RATES = {"TFLOP/s": 1e12, "GB/s": 1e9}
-"""Units of a column in `TABLES`."""
-_RUN = "item | model = run | mesh"
-TABLES: dict[str, dict[str, tuple[str, str]]] = {
-    "kernels": {
-        "Error of values and gradients, root mean square against float64": (
-            "errors",
-            "kernel | shape = case | type = dtype | out | dq | dk | dv | dx | dw | outcome",
-        ),
-        "Time": (
-            "seconds",
-            "kernel | shape = case | type = dtype | forward = forward_seconds s | forward and backward = seconds s"
-            " | rate = flops_per_second TFLOP/s | of the peak = fraction % | of a dense matmul = of_dense %",
-        ),
-    },
-    "meshes": {
-        "Against one device, in float32": (
-            "item",
-            "model | mesh | bits | initial values | gradients differ by | most in = worst_tensor | losses"
-            " | on one device | outcome",
-        )
-    },
-    "matmuls": {
-        "One device": (
-            "m",
-            "type = dtype | m x k x n | median = seconds s | rate = flops_per_second TFLOP/s"
-            " | of the peak = fraction %",
-        ),
-        "Memory": ("bytes_per_second", "item | read and written = bytes_per_second GB/s"),
-    },
-    "collectives": {
-        "Bandwidth": (
-            "kind",
-            "collective = kind | axis | devices i | size = bytes B | median = seconds s"
-            " | algorithm = algorithm_bandwidth GB/s | bus = bus_bandwidth GB/s | outcome",
-        )
-    },
-    "experts": {
-        "Exchange of rows": (
-            "updates",
-            "item | updates i | measured = seconds s | expected = expected_seconds s | rate = bytes_per_second GB/s"
-            " | outcome",
-        )
-    },
-    "steps": {
-        "Measured": (
-            "loop_seconds",
-            f"{_RUN} | step = loop_seconds s | tokens/s = tokens_per_second n | MFU = mfu % | memory = peak_bytes B",
-        ),
-        "Predicted over measured": (
-            "loop_seconds",
-            f"{_RUN} | measured = loop_seconds s | planned = predicted_seconds s | planned / measured"
-            " | simulated = simulated_seconds s | simulated / measured | memory, planned = predicted_bytes B"
-            " | compiled = compiled_bytes B | note = simulated_note",
-        ),
-        "Host, per step": (
-            "loop_seconds",
-            f"{_RUN} | only steps = bare_seconds s | in the loop = loop_seconds s | the loop adds = overhead_seconds s"
-            " | each awaited = blocked_seconds s | dispatch = dispatch_seconds s | processor time = host_seconds s"
-            " | waiting for data = data_wait_seconds s",
-        ),
-        "Start": (
-            "loop_seconds",
-            f"{_RUN} | placing = place_seconds s | compiling = compile_seconds s | initial values = init_seconds s"
-            " | first step = first_step_seconds s",
-        ),
-        "Settings": (
-            "loop_seconds",
-            f"{_RUN} | parameters n | batch i | sequence = seq i | microbatches i | remat"
-            " | attention = attention_kernel | cut = note | compiler options",
-        ),
-    },
-    "checkpoint": {
-        "Save and restore": (
-            "bytes",
-            "model = run | mesh | state = bytes B | save = save_seconds s | of which training waits = blocked_seconds s"
-            " | written = save_bandwidth GB/s | restore and verify = restore_seconds s"
-            " | read = restore_bandwidth GB/s",
-        )
-    },
-}
-"""Section -> title of a table -> the figure that each of its rows has, and its columns: `heading = key unit`."""
 
 
-def _column(text: str) -> Column:
-    """Parses `heading = key unit`; without a key it is the heading, without a unit the cells are text."""
-    heading, _, rest = text.strip().rpartition(" = ")
-    key, _, unit = rest.rpartition(" ")
-    if unit in _RATES:
-        return _rate_column(heading or key, key, unit)
-    if unit in _UNITS:
-        return Column(heading or key, _UNITS[unit], key, bar=unit == "%")
-    return Column(heading or rest, cell=lambda row: row.get(rest))
-
-
-def _rate_column(heading: str, key: str, unit: str) -> Column:
-    scale = _RATES[unit]
+def _rate(heading: str, key: str, unit: str, scale: float) -> Column:
+    """Returns a column of rates in `unit`, which is `scale` FLOP/s or bytes/s."""
     return Column(
         heading, cell=lambda row: f"{row[key] / scale:.3g} {unit}" if row.get(key) else ""
     )
 
 
+def _bandwidth(heading: str, key: str) -> Column:
+    return _rate(heading, key, "GB/s", 1e9)
+
+
+def _text(heading: str, key: str = "") -> Column:
+    """Returns a column of text; without a key the heading is the key."""
+    return Column(heading, cell=lambda row: row.get(key or heading))
+
+
+_KERNEL_TIMES = [
+    _text("kernel"),
+    _text("shape", "case"),
+    _text("type", "dtype"),
+    Column("forward", "seconds", "forward_seconds"),
+    Column("forward and backward", "seconds", "seconds"),
+    _rate("rate", "flops_per_second", "TFLOP/s", 1e12),
+    Column("of the peak", "fraction", "fraction", bar=True),
+    Column("of a dense matmul", "fraction", "of_dense", bar=True),
+]
+_MATMULS = [
+    _text("type", "dtype"),
+    _text("m x k x n"),
+    Column("median", "seconds", "seconds"),
+    _rate("rate", "flops_per_second", "TFLOP/s", 1e12),
+    Column("of the peak", "fraction", "fraction", bar=True),
+]
+_COLLECTIVES = [
+    _text("collective", "kind"),
+    _text("axis"),
+    Column("devices", "integer", "devices"),
+    Column("size", "bytes", "bytes"),
+    Column("median", "seconds", "seconds"),
+    _bandwidth("algorithm", "algorithm_bandwidth"),
+    _bandwidth("bus", "bus_bandwidth"),
+    _text("outcome"),
+]
+TABLES: dict[str, dict[str, tuple[str, list[Column]]]] = {
+    "kernels": {"Time": ("seconds", _KERNEL_TIMES)},
+    "matmuls": {
+        "One device": ("m", _MATMULS),
+        "Memory": (
+            "bytes_per_second",
+            [_text("item"), _bandwidth("read and written", "bytes_per_second")],
+        ),
+    },
+    "collectives": {"Bandwidth": ("kind", _COLLECTIVES)},
+}
+"""Section -> title of a table -> the figure that each of its rows has, and its columns."""
+
+
 def _derived(row: Row) -> dict[str, Any]:
     """Returns the figures of a measurement with those that follow from them, as text."""
     found = dict(row)
-    for label, error in row.get("errors", {}).items():
-        found[label] = f"{error[0]:.1e}"
     problems = "; ".join(row.get("problems", ()))
     found["outcome"] = row.get("failed") or row.get("unsupported") or problems
     found["m x k x n"] = " x ".join(str(row.get(name)) for name in "mkn")
-    options = row.get("compiler_options", {})
-    found["compiler options"] = ", ".join(f"{name}={value}" for name, value in options.items())
-    measured = row.get("loop_seconds")
-    for over, key in (("planned", "predicted_seconds"), ("simulated", "simulated_seconds")):
-        if row.get(key) and measured:
-            found[f"{over} / measured"] = f"{row[key] / measured:.2f}"
-    if "gradient_difference" in row:
-        found |= _compared_meshes(row)
     return found
-
-
-def _compared_meshes(row: Row) -> dict[str, str]:
-    """Returns how far a mesh is from one device. Its losses are pairs: of the mesh, and of the device."""
-    of_mesh = [f"{losses[0]:.6f}" for losses in row["losses"]]
-    of_device = [f"{losses[1]:.6f}" for losses in row["losses"]]
-    return {
-        "gradients differ by": f"{row['gradient_difference']:.1e}",
-        "initial values": "bitwise equal" if row["initial_values_equal"] else "differ",
-        "losses": ", ".join(of_mesh),
-        "on one device": ", ".join(of_device),
-    }
 
 
 def _headline(name: str, result: Mapping[str, Any]) -> str:
@@ -179,21 +107,11 @@ def _headline(name: str, result: Mapping[str, Any]) -> str:
 
 
 def _kernels(rows: Sequence[Row]) -> str:
-    compared = [row for row in rows if "errors" in row]
-    right = sum(not row["problems"] for row in compared)
-    text = f"{right} of {len(compared)} comparisons with float64 agree"
     timed = [row for row in rows if row.get("fraction")]
-    if timed:
-        best = max(timed, key=lambda row: row["fraction"])
-        text += f"; best {best['kernel']}, {best['case']}: {best['fraction']:.0%} of the peak"
-    return text
-
-
-def _meshes(rows: Sequence[Row]) -> str:
-    compared = [row for row in rows if "gradient_difference" in row]
-    worst = max((row["gradient_difference"] for row in compared), default=0.0)
-    equal = sum(row["first_divergence"] is None for row in compared)
-    return f"{equal} of {len(compared)} meshes agree with one device; gradients within {worst:.1e}"
+    if not timed:
+        return f"{len(rows)} measurements"
+    best = max(timed, key=lambda row: row["fraction"])
+    return f"best {best['kernel']}, {best['case']}: {best['fraction']:.0%} of the peak"
 
 
 def _matmuls(rows: Sequence[Row]) -> str:
@@ -222,39 +140,10 @@ def _collectives(rows: Sequence[Row]) -> str:
     return "bus " + ", ".join(texts)
 
 
-def _experts(rows: Sequence[Row]) -> str:
-    best = max(rows, key=lambda row: row["bytes_per_second"])
-    return f"exchange up to {best['bytes_per_second'] / 1e9:.3g} GB/s, with {best['updates']} updates per device"
-
-
-def _steps(rows: Sequence[Row]) -> str:
-    texts = []
-    for row in map(_derived, rows):
-        if "loop_seconds" not in row:
-            continue
-        text = f"{row['item']} {format_step(row['loop_seconds'])}"
-        if row.get("mfu"):
-            text += f", MFU {row['mfu']:.1%}"
-        if "planned / measured" in row:
-            text += f", planned / measured {row['planned / measured']}"
-        texts.append(text)
-    return "; ".join(texts)
-
-
-def _checkpoint(rows: Sequence[Row]) -> str:
-    save = rows[0]["save_bandwidth"] / 1e9
-    restore = rows[0]["restore_bandwidth"] / 1e9
-    return f"{format_bytes(rows[0]['bytes'])}: save {save:.3g} GB/s, restore {restore:.3g} GB/s"
-
-
 _HEADLINES: dict[str, Callable[[Sequence[Row]], str]] = {
     "kernels": _kernels,
-    "meshes": _meshes,
     "matmuls": _matmuls,
     "collectives": _collectives,
-    "experts": _experts,
-    "steps": _steps,
-    "checkpoint": _checkpoint,
 }
 
 
@@ -338,9 +227,8 @@ def _blocks(name: str, result: Mapping[str, Any]) -> list[Block]:
     blocks: list[Block] = [Text(list(result["notes"]))] if result["notes"] else []
     if name == "machine":
         return blocks + _machine_blocks(result["facts"])
-    for title, (key, spec) in TABLES.get(name, {}).items():
+    for title, (key, columns) in TABLES.get(name, {}).items():
         rows = [_derived(row) for row in result["rows"] if row.get(key) is not None]
-        columns = [_column(text) for text in spec.split("|")]
         if rows:
             blocks.append(Table.of(rows, columns, title=title))
     blocks += _not_run(result["rows"])

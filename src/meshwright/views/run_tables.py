@@ -88,11 +88,14 @@ def _mesh_title(device_run: DeviceRun) -> str:
 def _text_summary(prepared: loop.PreparedRun) -> str:
     """Returns the tokens of the text, the part for evaluation, and what the steps take of it."""
     run = prepared.device_run.run
-    tokens = 0
-    held_out = 0
-    for file in prepared.corpus.files:
-        tokens += len(file.tokens)
-        held_out += len(file.tokens) - held_out_border(len(file.tokens), run.data.held_out)
+    tokens = sum(len(file.tokens) for file in prepared.corpus.files)
+    if prepared.order is not None:
+        held_out = sum(len(part) * part.seq for part in prepared.held_out)
+    else:
+        held_out = sum(
+            len(file.tokens) - held_out_border(len(file.tokens), run.data.held_out)
+            for file in prepared.corpus.files
+        )
     return (
         f"{format_count(tokens)} tokens of a vocabulary of {prepared.corpus.vocab}, "
         f"{100 * held_out / tokens:.2g}% held-out; "

@@ -15,7 +15,7 @@ from meshwright.errors import ConfigError, foreign_code
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.words import AXES
 from meshwright.wrapped.batches import Source, hash_of
-from meshwright.wrapped.keys import KEY_WORDS, Draws, key_of
+from meshwright.wrapped.keys import KEY_WORDS, Draws, draws_of, key_of
 from meshwright.wrapped.modules import Adapter, Annotations, Arrays
 from xlacensus.jaxprs import Origin, all_jaxprs, uses
 
@@ -30,9 +30,6 @@ class WrappedParts:
     rules: dict[str, PartitionSpec]
     axes: dict[str, str | None]
     """Logical axis -> mesh axis, for annotations."""
-    draws: Draws
-    """What the loss draws for a whole batch."""
-    eval_draws: Draws
     params: Arrays
     """`ShapeDtypeStruct` of each parameter, by path."""
     variables: Arrays
@@ -78,6 +75,27 @@ class WrappedParts:
         text = re.sub(r" at 0x[0-9a-f]+|name=\S+", "", str(jaxpr))
         return hash_of([text, *_constants(jaxpr)])
 
+    @functools.cached_property
+    def draws(self) -> Draws:
+        """Draws of the loss for a whole batch."""
+        return self.draws_of_batch(train=True)
+
+    @functools.cached_property
+    def eval_draws(self) -> Draws:
+        """Draws of the loss for a whole batch of the held-out data."""
+        return self.draws_of_batch(train=False)
+
+    def draws_of_batch(self, train: bool, rows: int | None = None) -> Draws:
+        """Returns what the loss draws for a batch. rows: examples of the batch; None takes those of the data."""
+        function, arguments = self.traced(train, rows)
+        examples = jax.tree.leaves(arguments[2])[0].shape[0]
+
+        def trace_twice() -> Any:
+            function, arguments = self.traced(train, 2 * examples)
+            return jax.make_jaxpr(function)(*arguments).jaxpr
+
+        return Draws(draws_of(jax.make_jaxpr(function)(*arguments).jaxpr), trace_twice)
+
     def traced(
         self, train: bool, rows: int | None = None
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -86,12 +104,11 @@ class WrappedParts:
         It runs inside a `shard_map` of one device, where a module may average over the axes of the mesh.
         rows: examples of the batch; None takes those of the data.
         """
-        source, draws = (
-            (self.source, self.draws) if train else (self.held_out or self.source, self.eval_draws)
-        )
+        source = self.source if train else self.held_out or self.source
 
         def loss(params: Arrays, variables: Arrays, batch: Any, words: Any) -> Any:
-            result = self.adapter.call((params, variables), batch, key_of(words, 1, draws), train)
+            key = key_of(words, 1, None)
+            result = self.adapter.call((params, variables), batch, key, train)
             return result.loss, result.metrics, result.variables
 
         return on_one_device(loss), (self.params, self.variables, source.abstract(rows), KEY_WORDS)
@@ -119,9 +136,7 @@ def describe_model(adapter: Adapter, source: Source, held_out: Source | None) ->
     with foreign_code("wrapping a model", fix, "tracing it with its loss {}"):
         params, variables = jax.eval_shape(build, jax.eval_shape(jax.random.key, 0))
         _check_arrays({**variables, **params})
-        parts = WrappedParts(
-            adapter, source, held_out, {}, {}, Draws(), Draws(), params, variables, annotations
-        )
+        parts = WrappedParts(adapter, source, held_out, {}, {}, params, variables, annotations)
         jaxpr = _check_loss(parts, train=True)
         if held_out is not None:
             _check_loss(parts, train=False)
@@ -142,14 +157,11 @@ def _check_arrays(arrays: Arrays) -> None:
 
 
 def _check_loss(parts: WrappedParts, train: bool) -> Any:
-    """Reads what the loss draws, and checks its result; returns its open jaxpr."""
-    draws = parts.draws if train else parts.eval_draws
+    """Checks what the loss draws, and its result; returns its open jaxpr."""
     function, arguments = parts.traced(train)
     jaxpr, (value, _, variables) = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    draws.read(jaxpr.jaxpr)
-    if draws.foreign:
-        rows = 2 * jax.tree.leaves(arguments[2])[0].shape[0]
-        draws.check_foreign(jax.make_jaxpr(function)(*parts.traced(train, rows)[1]).jaxpr)
+    if not all(draw.of_step for draw in draws_of(jaxpr.jaxpr)):
+        parts.draws_of_batch(train).check_keys_of_the_loss()
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise ConfigError(
             "the loss of a wrapped model",

@@ -14,10 +14,10 @@ from meshwright.models.model import ModelSpec
 from meshwright.runs.fields import check_fields
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.runs.run import Run
+from meshwright.sharding.layer_cuts import assign_layers
 from meshwright.sharding.layouts import BATCH_AXES, find_layout
 from meshwright.sharding.params import Param
 from meshwright.sharding.placement import Layout, Placements, axes_of, place_param
-from meshwright.sharding.stages import assign_layers
 from meshwright.update_rules import UPDATE_RULES
 from meshwright.wrapped.parts import WrappedParts
 

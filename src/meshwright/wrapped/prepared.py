@@ -17,7 +17,8 @@ from meshwright.hardware.mesh import build_mesh
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.step.device_memory import shard_bytes
-from meshwright.step.device_run import DeviceRun, State, place_on_devices
+from meshwright.step.device_run import DeviceRun, place_on_devices
+from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep, compile_on_devices
 from meshwright.storage.paths import path_of
 from meshwright.trainer.evaluation import BatchEvaluation

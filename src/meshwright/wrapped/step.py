@@ -23,7 +23,7 @@ from meshwright.comm.collectives import all_reduce, axis_index
 from meshwright.errors import ConfigError, divisors
 from meshwright.models.model import Metrics
 from meshwright.sharding.layouts import BATCH_AXES
-from meshwright.sharding.params import plan_gathers
+from meshwright.sharding.placed_params import plan_gathers
 from meshwright.sharding.placement import axes_of, to_spec
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.gradients import clip, sum_over_devices
@@ -51,7 +51,7 @@ def draw_arrays(model: Any, device_run: DeviceRun) -> tuple[Arrays, tuple[Arrays
     """Returns parameters and variables before the first step: drawn in their shardings, or copies of those given."""
     adapter = model.parts.adapter
     training = device_run.run.training
-    shardings = device_run.state_shardings
+    shardings = device_run.abstract.shardings
     dtype = jnp.dtype(training.param_dtype)
 
     def build(key: jax.Array) -> Any:
@@ -166,6 +166,9 @@ def wrapped_gradients(
     variables are averaged over the devices; of others every device has the same.
     """
     replicated = PartitionSpec()
+    parts_of(device_run).draws.compare(
+        _total_parts(device_run, device_run.run.training.microbatches)
+    )
 
     def local(params: Arrays, step: jax.Array, batch: Any, variables: Arrays) -> Any:
         variables, (grads, sums) = _accumulate(device_run, params, step, batch, variables)
@@ -266,8 +269,13 @@ def _key_of_part(
 ) -> jax.Array:
     """Returns the key of a device's part `number` of `count`, of all parts of a batch."""
     part = axis_index(BATCH_AXES) * count + number
-    total = device_run.layout.shape.over(BATCH_AXES) * count
+    total = _total_parts(device_run, count)
     return step_key(device_run.run.training.seed, step, part, total, draws)
+
+
+def _total_parts(device_run: DeviceRun, count: int) -> int:
+    """Returns the number of parts of a batch of which each device has `count`."""
+    return device_run.layout.shape.over(BATCH_AXES) * count
 
 
 def _weighted(result: Result) -> Metrics:
@@ -317,6 +325,7 @@ def build_evaluation(device_run: DeviceRun) -> Any:
     compute_dtype = device_run.run.training.compute_dtype
     draws = parts_of(device_run).eval_draws
     count = evaluation_parts(device_run)
+    draws.compare(_total_parts(device_run, count))
 
     def local(params: Arrays, batch: Any, variables: Arrays) -> Metrics:
         def compute(_: Any, number: Any, examples: Any) -> Any:
@@ -439,9 +448,8 @@ class _Halves:
 
 def _halves_of(device_run: DeviceRun, batch: Any, examples: int) -> _Halves:
     """Returns the first examples of a batch in halves of `examples`."""
-    draws = Draws()
-    function, arguments = parts_of(device_run).traced(True, 2 * examples)
-    draws.read(jax.make_jaxpr(function)(*arguments).jaxpr)
+    draws = parts_of(device_run).draws_of_batch(train=True, rows=2 * examples)
+    draws.compare(2)
     return _Halves(device_run, batch, examples, draws)
 
 

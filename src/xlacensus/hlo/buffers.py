@@ -8,7 +8,7 @@ are its own and buffers that share memory are counted once; otherwise (TPU) size
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -128,40 +128,39 @@ class _Clock:
 def buffers_of(module: Module, assignment: BufferAssignment | None) -> list[Buffer]:
     """Lists every temporary of a scheduled program with its live range."""
     clock = _Clock(module)
-    running = {
-        i.name: i
-        for computation in dict.fromkeys(i.computation for i in clock.starts)
-        for i in computation
-    }
+    computations = dict.fromkeys(instruction.computation for instruction in clock.starts)
+    running = {i.name: i for computation in computations for i in computation}
+    if assignment is None:
+        return list(_estimated_buffers(clock, running.values()))
+    return list(_assigned_buffers(clock, running, assignment))
 
-    def buffer(
-        instruction: Instruction, index: Index, array: Array, size: int, offset: int | None
-    ) -> Buffer:
-        return Buffer(
-            instruction, index, array, size, offset, *_live_range(clock, (instruction, index))
-        )
 
-    if assignment is not None:
-        placed = (
-            (running[v.instruction], v) for v in assignment.values if v.instruction in running
-        )
-        arrays = ((i, v, dict(_leaves(i.shape)).get(v.index)) for i, v in placed)
-        return [
-            buffer(i, v.index, array, v.size, v.offset)
-            for i, v, array in arrays
-            if array is not None
-        ]
-    # Without an assignment the buffers have the sizes of their shapes.
-    return [
-        buffer(instruction, index, array, array.bytes, None)
-        for instruction in running.values()
-        if not (_NO_MEMORY.fullmatch(instruction.opcode) or _in_place(instruction))
-        if not (
-            instruction.computation.is_entry and any(user.is_root for user in instruction.users)
-        )  # results
-        for index, array in _leaves(instruction.shape)
-        if array.memory_space == 0 and array.bytes
-    ]
+def _assigned_buffers(
+    clock: _Clock, running: Mapping[str, Instruction], assignment: BufferAssignment
+) -> Iterator[Buffer]:
+    """Yields the buffers that the compiler reports."""
+    for value in assignment.values:
+        instruction = running.get(value.instruction)
+        if instruction is None:
+            continue
+        array = dict(_leaves(instruction.shape)).get(value.index)
+        if array is not None:
+            start, end = _live_range(clock, (instruction, value.index))
+            yield Buffer(instruction, value.index, array, value.size, value.offset, start, end)
+
+
+def _estimated_buffers(clock: _Clock, instructions: Iterable[Instruction]) -> Iterator[Buffer]:
+    """Yields the arrays of all results as buffers of their own sizes, where nothing is reported."""
+    for instruction in instructions:
+        if _NO_MEMORY.fullmatch(instruction.opcode) or _in_place(instruction):
+            continue
+        is_result = any(user.is_root for user in instruction.users)
+        if instruction.computation.is_entry and is_result:
+            continue
+        for index, array in _leaves(instruction.shape):
+            if array.memory_space == 0 and array.bytes:
+                start, end = _live_range(clock, (instruction, index))
+                yield Buffer(instruction, index, array, array.bytes, None, start, end)
 
 
 _NO_MEMORY = re.compile(

@@ -334,26 +334,19 @@ def _parse_instruction(computation: Computation, line: str) -> Instruction | Non
 
 
 def _parse_frames(lines: list[str]) -> dict[int, tuple[Frame, ...]]:
-    tables: dict[str, dict[int, str]] = {}
-    current: dict[int, str] = {}
-    for line in lines:
-        if line.strip() in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
-            current = tables.setdefault(line.strip(), {})
-        elif (row := re.match(r"^(\d+) (.*)$", line)) is not None:
-            current[int(row[1])] = row[2]
-    locations, calls = (
-        {
-            i: {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", row)}
-            for i, row in tables.get(name, {}).items()
-        }
-        for name in ("FileLocations", "StackFrames")
-    )
-    files, functions = (
-        {i: text.strip('"') for i, text in tables.get(name, {}).items()}
-        for name in ("FileNames", "FunctionNames")
-    )
+    """Returns the stack of each frame by its number, innermost first, from a program's tables.
+
+    FileNames and FunctionNames number texts; FileLocations and StackFrames number rows that refer
+    to them as NAME=NUMBER.
+    """
+    tables = _tables(lines)
+    files = _texts(tables["FileNames"])
+    functions = _texts(tables["FunctionNames"])
+    locations = _references(tables["FileLocations"])
+    calls = _references(tables["StackFrames"])
     frames: dict[int, tuple[Frame, ...]] = {}
-    # XLA prints the parent's number plus one: a frame without a parent has 1, and some would be their own parent.
+    # XLA prints the parent's number plus one: a frame without a parent has 1, and some would be
+    # their own parent.
     offset = int(any(row.get("parent_frame_id") == i for i, row in calls.items()))
     for i, call in sorted(calls.items()):
         location = locations.get(call.get("file_location_id", 0), {})
@@ -362,6 +355,34 @@ def _parse_frames(lines: list[str]) -> dict[int, tuple[Frame, ...]]:
         parents = frames.get(call.get("parent_frame_id", 0) - offset, ())
         frames[i] = (Frame(file, location.get("line", 0), function), *parents)
     return frames
+
+
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+
+
+def _tables(lines: list[str]) -> dict[str, dict[int, str]]:
+    """Returns the numbered rows of each of _TABLES."""
+    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+    current: dict[int, str] = {}
+    for line in lines:
+        row = re.match(r"^(\d+) (.*)$", line)
+        if line.strip() in tables:
+            current = tables[line.strip()]
+        elif row is not None:
+            current[int(row[1])] = row[2]
+    return tables
+
+
+def _texts(table: dict[int, str]) -> dict[int, str]:
+    return {number: text.strip('"') for number, text in table.items()}
+
+
+def _references(table: dict[int, str]) -> dict[int, dict[str, int]]:
+    """Reads rows such as `{file_name_id=1 function_name_id=2 line=3}`."""
+    references: dict[int, dict[str, int]] = {}
+    for number, row in table.items():
+        references[number] = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", row)}
+    return references
 
 
 def parse_module(text: str, branches: Branches | None = None) -> Module:

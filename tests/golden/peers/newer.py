@@ -9,6 +9,7 @@ import changed
 import drawn
 import fields
 import larger
+import numpy as np
 import theirs
 
 HERE = Path(__file__).resolve()
@@ -19,6 +20,15 @@ _LINEAR_AND_FULL = {
     "rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
         "mrope_interleaved": True,
+    },
+}  # fmt: skip
+_GEMMA4 = {
+    **_SIZES, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 8,
+    "global_head_dim": 16, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "sliding_window": 5,
+    "final_logit_softcapping": 2.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     },
 }  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -43,6 +53,11 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         **_SIZES, "head_dim": 16, "intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 3,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     }),
+    "gemma-4": ("Gemma4", {
+        **_GEMMA4, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 3,
+        "moe_intermediate_size": 24, "num_attention_heads": 8, "num_key_value_heads": 4, "num_global_key_value_heads": 2,
+    }),
+    "gemma-4-dense": ("Gemma4Unified", {**_GEMMA4, "final_logit_softcapping": None}),
     "dots1": ("Dots1", {**_SIZES, **_ROUTED, "first_k_dense_replace": 1, "norm_topk_prob": True}),
 }  # fmt: skip
 """Row -> class of `transformers`, and its configuration."""
@@ -51,12 +66,26 @@ _VISION = {
     "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
     "num_position_embeddings": 16,
 }  # fmt: skip
+_NO_TOKEN = int(np.setdiff1d(np.arange(theirs.VOCAB), theirs.TOKENS)[0])
+"""A token that the texts do not have: `torch` gives the embedding of padding no gradient."""
 LARGER: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-larger": ("Qwen3_5ForConditionalGeneration", {
         "text_config": ROWS["qwen3.5"][1], "vision_config": _VISION,
     }),
     "qwen3.5-moe-larger": ("Qwen3_5MoeForConditionalGeneration", {
         "text_config": ROWS["qwen3.5-moe"][1], "vision_config": _VISION,
+    }),
+    "gemma-4-larger": ("Gemma4ForConditionalGeneration", {
+        "text_config": {**ROWS["gemma-4"][1], "use_bidirectional_attention": "vision", "pad_token_id": _NO_TOKEN},
+        "vision_config": {
+            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16,
+        },
+    }),
+    "gemma-4-unified-larger": ("Gemma4UnifiedForConditionalGeneration", {
+        "text_config": {**ROWS["gemma-4-dense"][1], "pad_token_id": _NO_TOKEN},
+        "vision_config": {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 16},
+        "audio_config": {"audio_embed_dim": 16},
     }),
     "qwen3-vl-moe-larger": ("Qwen3VLMoeForConditionalGeneration", {
         "text_config": {
@@ -71,13 +100,34 @@ LARGER: dict[str, tuple[str, dict[str, Any]]] = {
 """Row of a larger model -> class of `transformers`, and its configuration."""
 
 WRITTEN_AS = {
+    "gemma-4-dense": "Gemma4ForCausalLM",
     "glm-4.7-flash": "DeepseekV3ForCausalLM",
     "seed-oss": "Qwen2ForCausalLM",
     "dots1": "Glm4MoeForCausalLM",
 }
 """Row -> architecture that Meshwright writes from its model, where it is another that computes the same."""
-LAYERS: dict[str, dict[str, Any]] = {}
+LAYERS: dict[str, dict[str, Any]] = {
+    "gemma-4": {"num_hidden_layers": 42},
+    "gemma-4-dense": {"num_hidden_layers": 42},
+}
 """Row -> changes that make it deep, besides `num_hidden_layers`."""
+
+
+_table_of = theirs.table_of
+
+
+def table_of(folder: Path) -> dict[str, Any]:
+    """How the tensors of a folder are drawn: those of Gemma 4, whose scores have no divisor, with smaller norms."""
+    table = _table_of(folder)
+    if not any(name.endswith("layer_scalar") for name in table):
+        return table
+    for name, (dtype, shape, center, spread) in table.items():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            table[name] = (dtype, shape, center / 2, spread)
+    return table
+
+
+theirs.table_of = table_of
 
 
 def _write(folder: Path, name: str, scripts: list[Path], *contents: Any) -> None:

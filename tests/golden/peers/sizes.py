@@ -16,6 +16,10 @@ _ROPE_OF_QWEN = {
     "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
     "mrope_interleaved": True,
 }  # fmt: skip
+_GEMMA4 = {
+    "attention_k_eq_v": True, "sliding_window": 1024, "final_logit_softcapping": 30.0,
+    "use_bidirectional_attention": "vision",
+}  # fmt: skip
 _QWEN_MOE = {"num_key_value_heads": 2, "rope_parameters": _ROPE_OF_QWEN}
 _QWEN_LARGE_MOE = {
     **_QWEN_MOE, "num_attention_heads": 32, "linear_num_value_heads": 64, "moe_intermediate_size": 1024,
@@ -42,6 +46,19 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "Qwen3.5-397B-A17B": ("Qwen3_5MoeForCausalLM", {
         **_QWEN_LARGE_MOE, "hidden_size": 4096, "num_hidden_layers": 60, "num_experts": 512, "num_experts_per_tok": 10,
+    }),
+    "Gemma-4-12B": ("Gemma4UnifiedForCausalLM", {
+        **_GEMMA4, "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "num_global_key_value_heads": 1,
+    }),
+    "Gemma-4-26B-A4B": ("Gemma4ForCausalLM", {
+        **_GEMMA4, "hidden_size": 2816, "intermediate_size": 2112, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8,
+        "moe_intermediate_size": 704, "hidden_size_per_layer_input": 0,
+    }),
+    "Gemma-4-31B": ("Gemma4ForCausalLM", {
+        **_GEMMA4, "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60, "num_attention_heads": 32,
+        "num_key_value_heads": 16, "num_global_key_value_heads": 4, "hidden_size_per_layer_input": 0,
     }),
     "Qwen1.5-MoE-A2.7B": ("Qwen2MoeForCausalLM", {}),
     "Qwen2-57B-A14B": ("Qwen2MoeForCausalLM", {

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from meshwright.sharding.layer_cuts import map_parts, v_placement
 from meshwright.sharding.schedule_table import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -11,7 +12,6 @@ from meshwright.sharding.schedule_table import (
     dependency,
 )
 from meshwright.sharding.schedules import PipelineSchedule
-from meshwright.sharding.stages import map_parts, v_placement
 
 
 def zbv_order(stages: int, microbatches: int, virtual_stages: int) -> list[list[Task]]:

@@ -31,13 +31,9 @@ from meshwright.trust import is_reference, options_of_child
 _PLACE = "meshwright.bench.hardware"
 SECTIONS: dict[str, tuple[str, int]] = {
     "machine": (f"{_PLACE}.machine:measure_machine", 1),
-    "kernels": (f"{_PLACE}.kernels:measure_kernels", 6),
-    "meshes": (f"{_PLACE}.meshes:measure_meshes", 5),
+    "kernels": (f"{_PLACE}.kernels:measure_kernels", 4),
     "matmuls": (f"{_PLACE}.machine:measure_matmuls", 2),
     "collectives": (f"{_PLACE}.machine:measure_collectives", 3),
-    "experts": (f"{_PLACE}.experts:measure_experts", 2),
-    "steps": (f"{_PLACE}.steps:measure_steps", 12),
-    "checkpoint": (f"{_PLACE}.steps:measure_checkpoint", 1),
 }
 """Section -> its function `(section: Section) -> None` and its time relative to the others, in the order they run."""
 _OUTSIDE = ("", 2)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.errors import divisors, refuse
-from meshwright.models.blocks.layers import Norm, attention_projection, linears, rms_norm
+from meshwright.models.blocks.layers import Norm, attention_projection, linears
 from meshwright.models.blocks.rotary import Rotary
 from meshwright.models.kernels.attention import Scores
 from meshwright.models.model import AttentionSpec, ForwardContext, Kind
@@ -36,6 +36,10 @@ class Attention(Kind):
     """Learned norm of queries and keys, before their rotation."""
     qk_l2_epsilon: float | None = None
     """Queries and keys are divided by their root mean square after rotation, with this constant (Llama 4)."""
+    keys_are_values: bool = False
+    """Whether values are the products of keys, before the norm and the rotation of keys (Gemma 4)."""
+    value_norm: Norm | None = None
+    """Norm of values without a learned scale (Gemma 4)."""
     query_factor: float | None = None
     temperature: tuple[float, int] | None = None
     """Scale s and positions p of queries that grow with their position: 1 + s ln(1 + floor((position + 1) / p))."""
@@ -72,7 +76,9 @@ class Attention(Kind):
         """Returns the parameters of a stack of `layers` layers."""
         L, D, N, H = layers, self.width, self.heads, self.head_size
         keys = (N, "N") if self.kv_heads is None else (self.kv_heads, "K")
-        heads = {"query": (N, "N"), "key": keys, "value": keys}
+        heads = {"query": (N, "N"), "key": keys}
+        if not self.keys_are_values:
+            heads["value"] = keys
         gate = {"query_gate": (N, "N")} if self.gated else {}
         params = {
             name: Param((L, D, n, H), f"LD{x}H", role="qkv")
@@ -106,8 +112,9 @@ class Attention(Kind):
             self.kv_heads or self.heads,
             self.head_size,
             self.window,
-            self.qk_norm is not None or self.qk_l2_epsilon is not None,
-            self.gated,
+            normalises_qk=self.qk_norm is not None or self.qk_l2_epsilon is not None,
+            gates_output=self.gated,
+            normalises_v=self.value_norm is not None and not self.keys_are_values,
             chunk=self.chunk,
             features=frozenset(name for name, needed in features.items() if needed),
         )
@@ -115,7 +122,11 @@ class Attention(Kind):
 
     def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the attention of a step's tokens."""
-        names = ("query", "query_gate", "key", "value") if self.gated else ("query", "key", "value")
+        names = ["query", "query_gate", "key", "value"]
+        if not self.gated:
+            names.remove("query_gate")
+        if self.keys_are_values:
+            names.remove("value")
         cos_sin = ctx.angles(self.rotary) if self.rotary is not None else None
         growth_BT11 = None
         if self.temperature is not None:
@@ -133,9 +144,14 @@ class Attention(Kind):
             )
             if self.qkv_bias:
                 products |= {
-                    name: products[name] + w[f"{name}_bias"] for name in ("query", "key", "value")
+                    name: products[name] + w[f"{name}_bias"]
+                    for name in names
+                    if name != "query_gate"
                 }
-            q_BTNH, k_BTKH, v_BTKH = (products[name] for name in ("query", "key", "value"))
+            q_BTNH, k_BTKH = products["query"], products["key"]
+            v_BTKH = k_BTKH if self.keys_are_values else products["value"]
+            if self.value_norm is not None:
+                v_BTKH = self.value_norm.without_scale(v_BTKH)
             if self.qk_norm is not None:
                 q_BTNH, k_BTKH = (
                     self.qk_norm(q_BTNH, w["query_norm"]),
@@ -166,4 +182,4 @@ class Attention(Kind):
         x_BTNH = self.rotary.rotate(x_BTNH, cos_sin)
         if self.qk_l2_epsilon is None:
             return x_BTNH
-        return rms_norm(x_BTNH, jnp.ones(x_BTNH.shape[-1:], x_BTNH.dtype), self.qk_l2_epsilon)
+        return Norm("rms", self.qk_l2_epsilon).without_scale(x_BTNH)

@@ -385,6 +385,7 @@ class DeltaNet(Kind):
                 return delta_net(x, taps_NFW, positions_BT, carried)
 
             out_BTNGH = checkpoint_name(ctx.recur(step, x), ATTN_OUT)
+            out_BTNGH = ctx.record("attention heads", out_BTNGH, split="tensor")
             out_BTNGH = rms_norm(out_BTNGH, w["value_norm"], self.epsilon)
             out_BTNGH = _gated(out_BTNGH, gate_BTNGH)
             return ctx.row_parallel(

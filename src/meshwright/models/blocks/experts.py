@@ -48,7 +48,8 @@ from meshwright.comm.ragged import Exchange, plan_exchange, ragged_all_to_all
 from meshwright.errors import refuse
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.blocks.feed_forward import swiglu
-from meshwright.models.blocks.layers import SelfMultiplying, few_rows, linear, take_rows
+from meshwright.models.blocks.layers import SelfMultiplying, linear, take_rows
+from meshwright.models.blocks.row_sums import few_rows
 from meshwright.models.model import Aux, ExpertBuffers, ExpertSpec, ForwardContext, Kind
 from meshwright.models.quantisation import GROUPED_FORMAT, Rows, largest_along, quantise
 from meshwright.models.remat import FFN_HIDDEN, recomputed
@@ -126,10 +127,11 @@ def route(
     bias_R: jax.Array | None,
     logit_bias_R: jax.Array | None = None,
     padding_BT: jax.Array | None = None,
+    scale_R: jax.Array | None = None,
 ) -> Routes:
     """Scores every expert for every token and picks the top k.
 
-    padding_BT: positions that get no expert; None where all are text.
+    padding_BT: positions that get no expert; None where all are text.  scale_R: factor on the weight of each expert.
 
     bias_R: added to the scores for the choice of experts only, not for their weights (auxiliary-loss-free load
     balancing: arXiv:2412.19437, equation 16).  logit_bias_R: learned bias of the router's logits (GPT-OSS).
@@ -161,6 +163,8 @@ def route(
         weights_BTX = jax.nn.softmax(_scores_of(log_scores_BTR, experts_BTX), -1)
     else:
         weights_BTX = _scores_of(scores_BTR, experts_BTX)
+    if scale_R is not None:
+        weights_BTX *= take_rows(scale_R[:, None], experts_BTX, few_rows)[..., 0]
     if padding_BT is not None:
         experts_BTX = jnp.where(padding_BT[..., None], r.experts, experts_BTX)
     return Routes(experts_BTX, weights_BTX * r.routed_scaling, probs_BTR, lse_BT, padding_BT)
@@ -206,20 +210,21 @@ def router_losses(r: Routing, routes: Routes) -> dict[str, jax.Array]:
 
 
 def hidden_layer(
-    clamp: tuple[float, float] | None,
+    clamp: tuple[float, float] | None, activation: Literal["silu", "gelu"] = "silu"
 ) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """Returns the hidden layer of SwiGLU times the routing weight of each row: `(gate, up, weights [..., 1])`."""
+    """Returns the hidden layer of SwiGLU or GeGLU times the routing weight of each row: `(gate, up, weights [..., 1])`."""
 
     @recomputed
-    def swiglu(gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
+    def glu(gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
         if clamp is None:
-            return (jax.nn.silu(gate).astype(jnp.float32) * up * weights).astype(up.dtype)
+            activated = jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate)
+            return (activated.astype(jnp.float32) * up * weights).astype(up.dtype)
         alpha, limit = clamp
         gate32 = jnp.minimum(gate.astype(jnp.float32), limit)
         up32 = jnp.clip(up.astype(jnp.float32), -limit, limit)
         return ((up32 + 1) * gate32 * jax.nn.sigmoid(alpha * gate32) * weights).astype(up.dtype)
 
-    return swiglu
+    return glu
 
 
 Multiply = Callable[[Any, Any, jax.Array], tuple[jax.Array, ...]]
@@ -251,6 +256,10 @@ class Experts(Kind):
     """Bias that changes the choice of experts and not their weights (DeepSeek-V3), or of the logits (GPT-OSS)."""
     bias: bool = False
     """Whether the projections of experts have biases."""
+    activation: Literal["silu", "gelu"] = "silu"
+    """Function of the gate in the hidden layer; gelu is its approximation by tanh."""
+    weight_scale: bool = False
+    """Whether a learned factor of each expert multiplies its routing weights (Gemma 4)."""
     clamp: tuple[float, float] | None = None
     """Factor of the gate inside of the sigmoid, and largest gate and factor, of clamped SwiGLU (GPT-OSS)."""
     weighted: Literal["hidden", "input"] = "hidden"
@@ -289,6 +298,8 @@ class Experts(Kind):
             params["router_bias"] = Param(
                 (L, E), "LR", "zeros", precision="float32", stored=at_rest
             )
+        if self.weight_scale:
+            params["weight_scale"] = Param((L, E), "LR", "ones", precision="float32")
         if self.bias:
             params |= {
                 f"expert_{name}_bias": Param((L, E, F), "LEF", "zeros") for name in ("gate", "up")
@@ -326,6 +337,11 @@ class Experts(Kind):
 
     def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the experts of a step's tokens, routed and shared."""
+        apply = self.build_routed(ctx)
+        return lambda h_BTD, w: apply(h_BTD, h_BTD, w)
+
+    def build_routed(self, ctx: ForwardContext) -> Callable[..., Any]:
+        """Returns the experts of a step's tokens: `(input of the router, input of the experts, weights) -> y, aux`."""
         padding_BT = ctx.tokens.padding
         text: jax.Array | None = None
         if padding_BT is not None:
@@ -335,9 +351,17 @@ class Experts(Kind):
             text = self.mean_text(~dispatched_BT, ctx.expert_axes, ctx.expert_nodes)
             padding_BT = local_padding_BT
 
-        def feed(h_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, Aux]:
+        def feed(
+            routed_BTD: jax.Array, h_BTD: jax.Array, w: dict[str, Any]
+        ) -> tuple[jax.Array, Aux]:
             with jax.named_scope("router"):
-                routes = self._route(h_BTD, w, padding_BT)
+                routes = self._route(routed_BTD, w, padding_BT)
+                if ctx.tap is not None:
+                    routes = dataclasses.replace(
+                        routes,
+                        router_probs_BTR=ctx.tap("router probabilities", routes.router_probs_BTR),
+                        weights_BTX=ctx.tap("router weights", routes.weights_BTX),
+                    )
                 aux = router_losses(self.routing, routes)
             y_BTD, dropped = self._outputs(ctx, h_BTD, routes, w, text)
             aux["aux_loss"] = (
@@ -354,7 +378,15 @@ class Experts(Kind):
         bias = w.get("router_bias")
         choice_bias = bias if self.router_bias == "choice" else None
         logit_bias = bias if self.router_bias == "logits" else None
-        return route(self.routing, h_BTD, w["router"], choice_bias, logit_bias, padding_BT)
+        return route(
+            self.routing,
+            h_BTD,
+            w["router"],
+            choice_bias,
+            logit_bias,
+            padding_BT,
+            w.get("weight_scale"),
+        )
 
     def _outputs(
         self,
@@ -452,7 +484,7 @@ class Experts(Kind):
         if self.bias:
             up += _bias_of_rows(w["up_bias"], rows_E, up)
         up = checkpoint_name(up, FFN_HIDDEN)
-        activated = hidden_layer(self.clamp)(gate, up, weights)
+        activated = hidden_layer(self.clamp, self.activation)(gate, up, weights)
         (out,) = multiply(activated, (w["down"],), rows_E)
         if not self.bias:
             return out
@@ -916,7 +948,7 @@ def capacity_moe(
     gate_EBCF = checkpoint_name(gate_EBCF, FFN_HIDDEN)
     up_EBCF = jnp.einsum("ebcd,edf->ebcf", x_EBCD, w["up"])
     up_EBCF = checkpoint_name(up_EBCF, FFN_HIDDEN)
-    hidden_EBCF = hidden_layer(None)(gate_EBCF, up_EBCF, weights_EBC[..., None])
+    hidden_EBCF = hidden_layer(None, e.activation)(gate_EBCF, up_EBCF, weights_EBC[..., None])
     out_EBCD = jnp.einsum("ebcf,efd->ebcd", hidden_EBCF, w["down"])
 
     out_EBCD = all_to_all(out_EBCD, EXPERT, 1, 0)

@@ -25,7 +25,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.models.blocks.layers import attention_projection, linear, rms_norm
-from meshwright.models.blocks.rotary import LatentYarn, Rotary
+from meshwright.models.blocks.rotary import Rotary
+from meshwright.models.blocks.yarn import LatentYarn
 from meshwright.models.model import AttentionSpec, ForwardContext, Kind, LatentSpec
 from meshwright.models.remat import QKV
 from meshwright.sharding.params import Param

@@ -83,34 +83,6 @@ def scatter_rows(x: jax.Array, index: jax.Array, rows: int) -> jax.Array:
     return jnp.zeros((rows, x.shape[-1]), jnp.float32).at[index].add(x.astype(jnp.float32))
 
 
-def sorted_rows(x: jax.Array, index: jax.Array, rows: int) -> jax.Array:
-    """Adds rows in one order on every platform: sorted by index, in blocks (docs/determinism.md has its time).
-
-    A matmul sums the rows of a block that have the same index, so no two updates of its scatter meet.
-    """
-    block, x_RD = min(512, index.size), x.reshape(-1, x.shape[-1])
-    index_R = jnp.pad(index.reshape(-1), (0, -index.size % block), constant_values=rows)
-    order_NR = jnp.argsort(index_R, stable=True).reshape(-1, block)
-
-    def add(sums_VD: jax.Array, order_R: jax.Array) -> tuple[jax.Array, None]:
-        index, x = index_R[order_R], x_RD.at[order_R].get(mode="fill", fill_value=0)
-        equal = (index[:, None] == index).astype(x.dtype)
-        total = jnp.matmul(equal, x, precision="highest", preferred_element_type=jnp.float32)
-        # The first row of each index adds the sum; the others are out of bounds.
-        target = jnp.where(jnp.diff(index, prepend=-1) > 0, index, rows + jnp.arange(block))
-        return sums_VD.at[target].add(total, mode="drop", unique_indices=True), None
-
-    return jax.lax.scan(add, jnp.zeros((rows, x_RD.shape[1]), jnp.float32), order_NR)[0]
-
-
-def few_rows(x: jax.Array, index: jax.Array, rows: int) -> jax.Array:
-    """Adds rows by one matmul, in one order; what rows with an index out of bounds hold does not matter."""
-    # Up to some 150 sums take no longer than reading x.
-    equal_VR = jax.nn.one_hot(index.reshape(-1), rows, dtype=x.dtype, axis=0)
-    x_RD = jnp.where((index < rows)[..., None], x, 0).reshape(-1, x.shape[-1])
-    return jnp.matmul(equal_VR, x_RD, precision="highest", preferred_element_type=jnp.float32)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def take_rows(table_VD: jax.Array, index: jax.Array, sum_rows: SumRows) -> jax.Array:
     """Returns rows of a table, [..., D]. sum_rows: of the gradients of rows that are taken several times."""
@@ -234,6 +206,10 @@ class Norm:
             else {name: scale}
         )
 
+    def without_scale(self, x: jax.Array) -> jax.Array:
+        """Normalises x along its last dimension, without a learned scale."""
+        return self(x, jnp.ones(x.shape[-1:], x.dtype))
+
     def __call__(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         """Normalises x along its last dimension, or over its heads."""
         if self.kind == "layer":
@@ -263,7 +239,7 @@ class Dropout:
 
     def split(self, count: int) -> "list[Dropout]":
         """Returns the dropout of each of `count` equal pieces of the batch."""
-        if self.rate == 0.0:
+        if self.sequences_B.ndim == 0:  # of an evaluation
             return [self] * count
         return [
             dataclasses.replace(self, sequences_B=piece_B)

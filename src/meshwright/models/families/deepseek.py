@@ -16,7 +16,8 @@ from meshwright.config import MeshShape
 from meshwright.declarations import changes
 from meshwright.models.blocks.latent import LatentAttention
 from meshwright.models.blocks.layers import Norm, linear
-from meshwright.models.blocks.rotary import LatentYarn, Rotary, RotaryBase
+from meshwright.models.blocks.rotary import Rotary, RotaryBase
+from meshwright.models.blocks.yarn import LatentYarn
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.expert_fields import DenseLayersFirst
 from meshwright.models.model import MTP, ForwardContext, LatentSpec, Layer, ModelSpec

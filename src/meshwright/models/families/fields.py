@@ -8,7 +8,8 @@ from meshwright.declarations import RECIPE_ONLY
 from meshwright.errors import ConfigError, refuse
 from meshwright.models.blocks.attention import Attention
 from meshwright.models.blocks.layers import Norm
-from meshwright.models.blocks.rotary import RopeScaling, Rotary, RotaryBase, Yarn
+from meshwright.models.blocks.rotary import RopeScaling, Rotary, RotaryBase
+from meshwright.models.blocks.yarn import Yarn
 from meshwright.models.decoder import Block, DecoderModel, head_size_of
 from meshwright.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, Share
 

@@ -11,7 +11,7 @@ Every layer has the rotary frequencies of YaRN. The first layer of each two atte
 
 import dataclasses
 
-from meshwright.models.blocks.rotary import Yarn
+from meshwright.models.blocks.yarn import Yarn
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.expert_fields import RoutedExperts
 from meshwright.models.families.fields import GroupedQuery, local_and_global

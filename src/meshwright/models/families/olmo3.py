@@ -8,7 +8,7 @@ import dataclasses
 from typing import Literal
 
 from meshwright.models.blocks.feed_forward import FeedForward
-from meshwright.models.blocks.rotary import Yarn
+from meshwright.models.blocks.yarn import Yarn
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.fields import LEARNED, Projections, TiedOrNot, local_and_global
 from meshwright.ranges import PositiveInt

@@ -1,9 +1,13 @@
-"""Section `meshes`: a tiny run on one device and on meshes of all devices, compared by `trainer/parity.py`; and one
-run taken twice, whose bits are compared."""
+"""A tiny run on one device and on meshes of all devices, compared by `trainer/parity.py`; and one run taken twice,
+whose bits are compared.
+
+    meshwright bench hardware --only bench/hardware/meshes.py:measure_meshes --out hardware
+"""
 
 import dataclasses
 import functools
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,6 @@ from typing import Any
 import jax
 
 from meshwright.bench.hardware.section import Measurement, Section
-from meshwright.bench.loop_cost import random_feed
 from meshwright.config import Data, MeshShape, Optimizer, Training
 from meshwright.errors import ConfigError
 from meshwright.models.families.llama import Llama
@@ -23,6 +26,9 @@ from meshwright.storage.writing import write_text
 from meshwright.trainer.loop import prepare_run
 from meshwright.trainer.parity import compare_meshes
 from meshwright.trainer.silent import shard_sums
+
+sys.path.append(str(Path(__file__).parents[1]))
+from loop_cost import random_feed
 
 _STEPS = 3
 """Steps that are compared on each mesh."""

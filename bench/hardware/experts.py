@@ -1,7 +1,12 @@
-"""Section `experts`: the exchange of rows between experts, checked and timed in several numbers of updates."""
+"""The exchange of rows between experts, checked and timed in several numbers of updates.
+
+meshwright bench hardware --only bench/hardware/experts.py:measure_experts --out hardware
+"""
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +16,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.bench.hardware.section import Section
-from meshwright.bench.hardware.steps import target_here
 from meshwright.bench.microbenchmarks import median_seconds
 from meshwright.comm.hierarchical import Level
 from meshwright.comm.ragged import pieces_of, plan_exchange, ragged_all_to_all
@@ -19,6 +23,9 @@ from meshwright.config import MeshShape
 from meshwright.hardware.interconnect import map_axes
 from meshwright.hardware.mesh import build_mesh
 from xlacensus.interconnect import Route
+
+sys.path.append(str(Path(__file__).parents[1]))
+from hardware.steps import target_here
 
 _SHAPES = {"cpu": (16, 64, 16), "": (128, 32768, 2048)}
 """Experts, rows of a device, and width of a row, by platform: Qwen3-30B-A3B with 4,096 tokens on accelerators."""

@@ -1,4 +1,7 @@
-"""Sections `steps` and `checkpoint`: runs that fit the devices at hand, measured.
+"""Runs that fit the devices at hand, measured.
+
+    meshwright bench hardware --only matmuls collectives bench/hardware/steps.py:measure_steps --out hardware
+    meshwright bench hardware --only bench/hardware/steps.py:measure_checkpoint --out hardware
 
 A run is a recipe with as many layers as the planner finds memory for, a tiny one on CPUs. Its steps are measured with
 the planner's prediction and the simulated schedule, and its state is saved and restored.
@@ -7,6 +10,7 @@ the planner's prediction and the simulated schedule, and its state is saved and 
 import contextlib
 import dataclasses
 import functools
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -19,10 +23,10 @@ from meshwright.analysis.programs import OutOfMemory, compiler_error, parse_modu
 from meshwright.analysis.run_census import profile_for, simulate_run
 from meshwright.bench.hardware.machine import calibration_of, memory_stats
 from meshwright.bench.hardware.section import Measurement, Section, describe
-from meshwright.bench.loop_cost import StepRunner, measure_loop
 from meshwright.checkpoint.checkpoints import Checkpoints, check_room
 from meshwright.config import Training
 from meshwright.errors import ConfigError
+from meshwright.formatting import format_step
 from meshwright.hardware.chips import find_chip
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape
 from meshwright.hardware.targets import Target
@@ -40,6 +44,9 @@ from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.train_step import build_train_step
 from meshwright.storage.removing import remove_tree
 from xlacensus.hlo.parser import Module
+
+sys.path.append(str(Path(__file__).parents[1]))
+from loop_cost import StepRunner, measure_loop
 
 RECIPES: dict[str, tuple[tuple[str, ...], int]] = {
     "small": (("qwen3-0-6b",), 4096),
@@ -264,6 +271,8 @@ def measure_steps(section: Section) -> None:
     }
     section.measure(items)
     for row in section.rows:
+        if "loop_seconds" in row:
+            section.notes.append(_summary(row))
         slow = max(
             row.get("dispatch_seconds", 0.0),
             row.get("overhead_seconds", 0.0),
@@ -273,6 +282,19 @@ def measure_steps(section: Section) -> None:
             section.notes.append(
                 f"{row['item']}: the host takes {slow * 1e3:.1f} ms of a step; the aim is under 1 ms"
             )
+
+
+def _summary(row: Mapping[str, Any]) -> str:
+    """Returns one line: step time, and the planned and the simulated time over it."""
+    measured = row["loop_seconds"]
+    text = f"{row['item']} {format_step(measured)}"
+    if row["mfu"]:
+        text += f", MFU {row['mfu']:.1%}"
+    for name in ("planned", "simulated"):
+        seconds = row["predicted_seconds" if name == "planned" else "simulated_seconds"]
+        if seconds:
+            text += f", {name} / measured {seconds / measured:.2f}"
+    return text
 
 
 def _measure_or_cut(section: Section, name: str, seconds: float) -> Mapping[str, Any]:

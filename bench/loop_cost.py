@@ -18,7 +18,8 @@ from meshwright.errors import TrainingError
 from meshwright.models.flops import training_flops_per_token
 from meshwright.models.model import vocab_size
 from meshwright.reporters import Reporter
-from meshwright.step.device_run import DeviceRun, State
+from meshwright.step.device_run import DeviceRun
+from meshwright.step.state import State
 from meshwright.trainer.meter import BadStep, Meter
 
 _DISPATCHES = 8
