@@ -155,16 +155,16 @@ def options_named(name: str) -> list[Any]:
     from meshwright.runs.run import Run
 
     if name == "run":
-        return [option for option in options_of(Run) if not option.fixed and not option.names[-1].startswith("--model")]
+        return [option for option in options_of(Run) if not option.names[-1].startswith("--model")]
     if name in FAMILIES:
         module, kind = FAMILIES[name]
         owner = getattr(importlib.import_module(module), kind)
-        return [o for o in options_of(owner, prefix="model.", group="model", parts=True) if not o.fixed]
+        return list(options_of(owner, prefix="model.", group="model", parts=True))
     verb, _, action = name.partition(" ")
     return [
         option
         for option in options_of(ACTIONS[action] if action else kind_of(verb))
-        if not option.fixed and option.path[0] != "run" and option.names[-1] != "--"
+        if option.path[0] != "run" and option.names[-1] != "--"
     ]
 
 

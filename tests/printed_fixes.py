@@ -45,7 +45,7 @@ def known_options() -> dict[str, Option]:
 
 
 def wrong_in(text: str) -> Iterator[str]:
-    """What a fix gets wrong: an option that there is not, or that the command line has not; a value it refuses."""
+    """What a fix gets wrong: an option that there is not; a value it refuses."""
     for found in OPTION.finditer(text):
         name, value = found[1], (found[2] or "").rstrip(".,:")
         option = known_options().get(name)
@@ -53,8 +53,6 @@ def wrong_in(text: str) -> Iterator[str]:
             continue
         if option is None:
             yield f"no verb has {name}"
-        elif option.fixed:
-            yield f"{name} is a field that the command line does not have"
         elif value and HOLE not in value and re.match(r"[\d.]+$", value):
             if option.numbers is not None:
                 try:

@@ -14,7 +14,8 @@ import tokenizers
 import meshwright as mw
 from meshwright.data.chat import TEMPLATES, ChatTemplate, read_chat_template
 from meshwright.data.chat_files import find_chat_files, read_records, unit_of
-from meshwright.data.conversations import RecordRenderer, Rendered, stops_of, template_of
+from meshwright.data.chat_records import RecordRenderer, Rendered
+from meshwright.data.conversations import stops_of, template_of
 from meshwright.data.sources import Place
 from meshwright.data.subwords import END, Subwords
 from meshwright.data.tokenizers import Bytes

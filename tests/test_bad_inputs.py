@@ -601,10 +601,10 @@ def test_a_run_file_that_is_wrong_is_refused(name: str, tmp_path: Path) -> None:
         ("learning_rate", -1.0, "--lr 0.0003"),
         ("beta1", 2.0, "--optimizer.beta1 0.9"),
         ("unroll", 0, "--training.unroll 1"),
-        ("norm_epsilon", -1.0, "model.norm_epsilon 1e-05"),
+        ("norm_epsilon", -1.0, "--model.norm-epsilon 1e-05"),
     ],
 )
-def test_a_fix_names_an_option_only_where_there_is_one(field: str, value: float, fix: str) -> None:
+def test_a_fix_names_the_option_with_a_value_that_works(field: str, value: float, fix: str) -> None:
     with pytest.raises(ConfigError) as refused:
         place_run(mw.recipe("tiny", vocab=512, **{field: value}), mw.MeshShape())
     assert refused.value.fix == fix

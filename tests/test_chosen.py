@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tiny_runs import tiny_run
 
 import meshwright as mw
@@ -13,9 +15,12 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.cli.parse import options_of
 from meshwright.cli.verbs import parse_verb
 from meshwright.hardware.targets import parse_target
+from meshwright.models.families import find_family
 from meshwright.planner.plan_file import write_plan
 from meshwright.planner.search import price_run
+from meshwright.plugins import PARTS
 from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_from_dict, run_to_dict, write_run
 from meshwright.trainer.recovery import compare
 from meshwright.views.blocks import Table
@@ -34,7 +39,7 @@ def test_every_option_of_a_run_is_recorded_also_with_the_value_that_it_has_anywa
     recipe = find_recipe("tiny")
     words, fields = list[str](), set[str]()
     for option in options_of(TrainOptions, TrainOptions(run=recipe)):
-        if option.path[0] != "run" or option.fixed or option.path[1] in TrainOptions.without:
+        if option.path[0] != "run" or option.path[1] in TrainOptions.without:
             continue
         fields.add(".".join(option.path[1:]))
         default = option.default
@@ -55,6 +60,52 @@ def test_every_option_of_a_run_is_recorded_also_with_the_value_that_it_has_anywa
         words += [option.names[-1], *values]
     assert len(fields) > 60
     assert chosen_by("train", "tiny", *words).keys() == fields
+
+
+def paths_of(owner: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yields the path of every field of a dataclass and of those nested in it."""
+    for field in dataclasses.fields(owner):
+        if not field.init or field.name == "chosen":
+            continue
+        value = getattr(owner, field.name)
+        inner = (*path, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from paths_of(value, inner)
+        else:
+            yield inner
+
+
+@pytest.mark.parametrize("family", sorted(PARTS["model family"]))
+def test_every_field_of_a_run_is_an_option(family: str) -> None:
+    """Whoever can set a field in a recipe can set it on the command line."""
+    run = Run(model=find_family(family)())
+    options = {option.path for option in options_of(Run, run, parts=True)}
+    # A part that is left out, such as `model.yarn`, has only options of its own fields.
+    known = options | {path[:-1] for path in options}
+    assert set(paths_of(run)) <= known
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--training.gather-ahead layer",
+        "--training.tensor-strategy gather",
+        "--training.grouped-matmul ragged_dot",
+        "--local-checkpoints.path x --local-checkpoints.every 5 --local-checkpoints.max-to-keep 3",
+        "--model.norm-epsilon 1e-6",
+        "--model.rope-factor 2",
+        "--model.qk-norm rms",
+        "--model.norm-place after",
+        "--model.qkv-bias learned",
+        "--model.out-bias learned",
+    ],
+)
+def test_a_field_of_a_model_table_is_taken_as_typed(words: str) -> None:
+    name, value = words.split()[-2:]
+    part, _, field = name.removeprefix("--").replace("-", "_").partition(".")
+    run = parse_verb("train", ["tiny", *words.split()]).run
+    found = getattr(getattr(run, part), field)
+    assert found == type(found)(value)
 
 
 def test_a_command_line_records_what_it_gave_and_a_later_one_adds_to_it(tmp_path: Path) -> None:

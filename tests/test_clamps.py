@@ -129,7 +129,7 @@ JUDGED: dict[tuple[str, str], str] = {
     ): "no more of a transfer is overlapped than all of it",
     (
         "src/meshwright/planner/search.py",
-        "min(1.0, spare / more)",
+        "min(1.0, free / more)",
     ): "no more layers save than there are",
     ("src/meshwright/planner/pipeline.py", "max(0.0, ticks - busy)"): WAIT,
     ("src/meshwright/trainer/heartbeat.py", "max(0.0, now - status.st_mtime)"): AGE,

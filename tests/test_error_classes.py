@@ -1,6 +1,7 @@
 """Classes of errors: what may pass is tried again and asks for another start; what does not is final, whoever reads."""
 
 import ast
+import builtins
 import contextlib
 import errno
 import importlib
@@ -39,6 +40,7 @@ from meshwright.errors import (
     by_class,
     class_of,
     limit_of,
+    reason_of,
 )
 from meshwright.hardware import agreement
 from meshwright.launching.restarts import REFUSED, restarts
@@ -399,6 +401,98 @@ def test_the_text_of_an_error_may_be_printed() -> None:
     assert decided_by_words(ast.parse(HANDLER.format(printed))) == []
 
 
+RAW = {
+    name
+    for name, kind in vars(builtins).items()
+    if isinstance(kind, type)
+    and (issubclass(kind, OSError | LookupError) or kind in (Exception, BaseException))
+}
+"""Types whose own text is not a sentence for a user: `[Errno 2] ...: 'file'`, or a bare key."""
+WRITES_ITSELF = {
+    "errors": "reason_of and describe_failure themselves",
+    "statuses": "reads the status in the text of a library's error",
+    "data.chat_renderer": "a program in a sandbox, which runs without the package",
+}
+
+
+def unexplained(tree: ast.Module) -> list[int]:
+    """Lines that put the raw text of such an exception into a text, without `reason_of`."""
+    constants = {
+        statement.targets[0].id: statement.value
+        for statement in tree.body
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
+    }
+    scopes: list[tuple[ast.AST, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler) and node.name:
+            scopes += [(node, node.name)] if caught_by(node.type, constants) & RAW else []
+        if isinstance(node, ast.FunctionDef):
+            for argument in node.args.args:
+                named = "" if argument.annotation is None else ast.unparse(argument.annotation)
+                if RAW.intersection(re.findall(r"\w+", named)):
+                    scopes.append((node, argument.arg))
+    found = set()
+    for scope, name in scopes:
+        for node in ast.walk(scope):
+            if _writes_raw(node, name):
+                found.add(node.lineno)
+    return sorted(found)
+
+
+def _writes_raw(node: ast.AST, name: str) -> bool:
+    """Whether a node makes a text of the exception of this name, or may hand it on as one."""
+    parts: list[ast.expr] = []
+    if isinstance(node, ast.FormattedValue):
+        parts = [node.value]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("str", "repr", "format"):
+        parts = node.args
+    if isinstance(node, ast.IfExp):
+        parts = [node.body, node.orelse]
+    if isinstance(node, ast.BoolOp):
+        parts = node.values
+    if isinstance(node, ast.Attribute) and node.attr == "strerror":
+        parts = [node.value]
+    return any(isinstance(part, ast.Name) and part.id == name for part in parts)
+
+
+def test_an_error_is_written_by_its_reason() -> None:
+    wrong = {
+        name: lines
+        for name, tree in modules()
+        if name not in WRITES_ITSELF and (lines := unexplained(tree))
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "raise E(f'it cannot be read: {fault}')",
+        "raise E(str(fault).splitlines()[0][:200])",
+        "truth = reason_of(fault) if isinstance(fault, OSError) else fault",
+        "raise E(f'no table: {fault!r}')",
+        "raise E(fault.strerror)",
+    ],
+)
+def test_a_raw_text_is_found(line: str) -> None:
+    assert unexplained(ast.parse(HANDLER.format(line))) == [4]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (FileNotFoundError(errno.ENOENT, "No such file", "a/b"), "No such file"),
+        (OSError("  two\nlines"), "two"),
+        (KeyError("shards"), "it has no 'shards'"),
+        (RecursionError("maximum recursion depth exceeded"), "it is nested too deeply"),
+        (EOFError(), "EOFError"),
+        (ValueError("x" * 301), "x" * 300 + " ..."),
+    ],
+)
+def test_a_reason_is_a_line_for_a_user(error: Exception, reason: str) -> None:
+    assert reason_of(error) == reason
+
+
 def test_an_error_that_is_not_explained_asks_for_another_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -491,14 +585,14 @@ def learn_vocabulary(folder: Path) -> None:
 
 def tokenise_conversations(folder: Path) -> None:
     (folder / "talk.jsonl").write_text((json.dumps(ANSWER) + "\n") * RECORDS)
-    conversations._tokenise(str(folder / "talk.jsonl"), "bytes", None, "answers", folder / "cache")
+    tokenisation = conversations._Tokenisation("bytes", None, "answers", folder / "cache")
+    tokenisation.tokenise(str(folder / "talk.jsonl"))
 
 
 def tokenise_preferences(folder: Path) -> None:
     (folder / "pairs.jsonl").write_text((json.dumps(PAIR) + "\n") * RECORDS)
-    conversations._tokenise(
-        str(folder / "pairs.jsonl"), "bytes", None, "preferences", folder / "cache"
-    )
+    tokenisation = conversations._Tokenisation("bytes", None, "preferences", folder / "cache")
+    tokenisation.tokenise(str(folder / "pairs.jsonl"))
 
 
 @pytest.mark.parametrize(

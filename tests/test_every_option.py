@@ -75,7 +75,7 @@ def numeric() -> dict[str, tuple[list[str], Option]]:
             is_number = option.numbers is not None or option.metavar.startswith(
                 ("COUNT", "DOLLARS")
             )
-            if is_number and own and not option.fixed:
+            if is_number and own:
                 found[f"{' '.join(words)} {option.names[0]}"] = (
                     [*words, *recipe, *given, "\0", *after],
                     option,

@@ -32,9 +32,10 @@ from meshwright.runs import fields
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
 from meshwright.runs.settle import settle
-from meshwright.sharding.params import trained_only
+from meshwright.sharding.params import named_leaves, trained_only
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.eval_step import build_eval_step
+from meshwright.step.health import BITS, GRADIENT
 from meshwright.step.state import State
 from meshwright.step.train_step import build_train_step
 from meshwright.storage.tiers import LocalCheckpoints
@@ -553,6 +554,12 @@ def test_refused_fields_are_refused_with_the_reason(path: str) -> None:
 STEPS = 24
 
 
+def health_of(params: Any) -> dict[str, np.ndarray]:
+    """The health of a step that computes nothing."""
+    rows = sum(x.shape[0] if "." in name else 1 for name, x in named_leaves(params).items())
+    return {GRADIENT: np.zeros(rows), BITS: np.zeros((2, 0))}
+
+
 @pytest.fixture
 def around(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory, cache: Path
@@ -587,10 +594,13 @@ def around(
             after = dataclasses.replace(
                 state, step=state.step + 1, healthy=jnp.asarray(np.isfinite(loss))
             )
-            return after, {
+            metrics: dict[str, Any] = {
                 "loss": (loss, 1.0),
                 "gradient norm": (9.0 if number == STEPS - 1 else 1.0, 1.0),
             }
+            if run.training.health:
+                metrics["health"] = health_of(state.params)
+            return after, metrics
 
         monkeypatch.setattr(prepare.PreparedRun, "compile", lambda self, batch: step)
         samples = list[str]()
@@ -615,7 +625,16 @@ def around(
             for line in metrics
         ]
         seen.update(str(file.relative_to(out)) for file in out.rglob("[0-9]*/manifest"))
-        return ended, kept, {re.sub(r"loop\d+", "", file) for file in seen}, samples, taken
+        health = out / "out" / "health.jsonl"
+        records = health.read_text().splitlines() if health.is_file() else []
+        return (
+            ended,
+            kept,
+            {re.sub(r"loop\d+", "", file) for file in seen},
+            samples,
+            taken,
+            [json.loads(line)["step"] for line in records],
+        )
 
     return run_loop
 

@@ -34,14 +34,9 @@ from meshwright.checkpoint.initial_weights import load_initial_weights, merge_ad
 from meshwright.config import Data
 from meshwright.data.batch import PADDING, Batch
 from meshwright.data.chat import ChatTemplate
-from meshwright.data.conversations import (
-    Packed,
-    RecordRenderer,
-    document_range,
-    fit,
-    load_conversations,
-    pack,
-)
+from meshwright.data.chat_records import RecordRenderer
+from meshwright.data.conversations import load_conversations
+from meshwright.data.packing import Packed, document_range, fit, pack
 from meshwright.data.tokenizers import Bytes
 from meshwright.data.tokens import TokenArray, TokenFile
 from meshwright.fine_tuning import FineTune
@@ -171,10 +166,10 @@ def test_sequences_hold_whole_documents(seq: int, tmp_path: Path) -> None:
         TokenArray.of(tokens, np.cumsum(lengths)), 257, Bytes(), tmp_path, len(lengths)
     )
     packed: Packed = pack(file, answers, seq, range(50), 1)
-    assert sorted(d for row in packed.rows for d in row) == list(range(50))
+    assert sorted(d for row in packed.sequences for d in row) == list(range(50))
     room = len(packed) * seq - int((lengths - 1).sum())
     assert room / (len(packed) * seq) < (0.35 if seq == 12 else 0.1)
-    for row, documents in enumerate(packed.rows):
+    for row, documents in enumerate(packed.sequences):
         fields = packed[row]
         for segment, document in enumerate(documents):
             start, stop = document_range(file.tokens.ends, document)
@@ -691,15 +686,15 @@ def test_only_what_is_too_long_is_cut(data: st.DataObject, seq: int, together: i
         wanted = [prompt + answer - 1 for prompt, answer in record]
         found = used.positions[unit * together : (unit + 1) * together].tolist()
         if sum(wanted) <= seq:
-            assert found == wanted and unit in used.units
+            assert found == wanted and unit in used.groups
             continue
         assert sum(found) == seq
         for want, room in zip(wanted, found, strict=True):
             assert room == want or room >= seq // together
         left = [room - (prompt - 1) for room, (prompt, _) in zip(found, record, strict=True)]
-        assert (unit in used.units) == (min(left) > 0)
-        cut += unit in used.units
-        dropped += unit not in used.units
+        assert (unit in used.groups) == (min(left) > 0)
+        cut += unit in used.groups
+        dropped += unit not in used.groups
     if cut + dropped:
         assert f"{cut} cut at their end, {dropped} dropped" in told
     else:
@@ -729,7 +724,7 @@ def test_truncating_leaves_what_fits_and_says_what_it_did(
         if segment != PADDING and segment % 2 == 0
     }
     assert weights == {13, 9, 64 - 12 - 9}
-    assert sum(len(row) for row in (*train.rows, *held_out.rows)) == 8
+    assert sum(len(row) for row in (*train.sequences, *held_out.sequences)) == 8
 
 
 @pytest.mark.parametrize("too_long", ["truncate", "drop"])
@@ -758,13 +753,13 @@ def test_the_first_held_out_sequences_are_a_sample(tmp_path: Path) -> None:
         data, 64, FineTune(objective="answers"), tmp_path / "cache"
     )
     for part in (held_out, train.whole()):
-        lengths = [np.mean([part.used.positions[d] for d in row]) for row in part.rows]
+        lengths = [np.mean([part.used.positions[d] for d in row]) for row in part.sequences]
         assert len(lengths) > 100
         assert np.mean(lengths[:50]) == pytest.approx(np.mean(lengths), rel=0.15)
     # The same sequences every time, and none of them lost.
     again = load_conversations(data, 64, FineTune(objective="answers"), tmp_path / "cache")[1][0][1]
-    assert again.rows == held_out.rows
-    documents = [d for row in (*train.rows, *held_out.rows) for d in row]
+    assert again.sequences == held_out.sequences
+    documents = [d for row in (*train.sequences, *held_out.sequences) for d in row]
     assert sorted(documents) == list(range(800))
 
 

@@ -110,7 +110,7 @@ def test_a_start_reads_what_was_added_since_the_one_before(
     from meshwright.reporters import files
 
     parsed = []
-    step_of: Callable[[str], float] = files._step_of
+    step_of: Callable[[str], float] = files.step_of_line
 
     def counting(line: str) -> float:
         parsed.append(line)
@@ -118,7 +118,7 @@ def test_a_start_reads_what_was_added_since_the_one_before(
 
     train(tmp_path, 0, 2000, 100)
     train(tmp_path, 2000, 2010, 100)
-    monkeypatch.setattr(files, "_step_of", counting)
+    monkeypatch.setattr(files, "step_of_line", counting)
     status = (tmp_path / "metrics.jsonl").stat()
     train(tmp_path, 2010, 2011, 100)
     assert len(parsed) < 50, "a start reads the lines since the one before, and the last"

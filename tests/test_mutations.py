@@ -30,7 +30,7 @@ from meshwright.cli.main import _error_line
 from meshwright.config import MeshShape, Training
 from meshwright.data.chat import read_chat_template, read_end_tokens
 from meshwright.data.chat_files import read_records
-from meshwright.data.conversations import RecordRenderer
+from meshwright.data.chat_records import RecordRenderer
 from meshwright.data.readers import read_documents
 from meshwright.data.sources import Records, open_source
 from meshwright.data.subwords import train_bpe
@@ -495,7 +495,7 @@ READ_BY = {
     "data/chat.py:read_chat_template": "chat template",
     "data/chat.py:read_end_tokens": "ends of generation",
     "data/chat_files.py:_array": "array of conversations",
-    "data/conversations.py:_given": "conversation",
+    "data/chat_records.py:_without_messages": "conversation",
     "data/readers.py:read_json_lines": "text records",
     "data/token_writer.py:read_progress": "note of tokens",
     "data/tokenizers.py:tokenizer_from_json": "bpe tokenizer",
@@ -513,7 +513,7 @@ READ_BY = {
     "launching/supervise.py:_read": "start",
     "planner/offers.py:read_prices": "prices",
     "planner/plan_file.py:is_plan": "plan",
-    "reporters/files.py:_step_of": "metrics",
+    "reporters/files.py:step_of_line": "metrics",
     "reporters/files.py:last_start": "events",
     "runs/run_file.py:read_unique_json": "run",
     "storage/transfer.py:_link_known": "copy of a bucket",
@@ -532,13 +532,13 @@ NOT_FROM_ELSEWHERE = {
     "cli/explain.py:": "a file of the package",
     "data/chat.py:ask": "what a child process sent",
     "data/chat_renderer.py:main": "what the parent process sent",
-    "data/conversations.py:place": "an entry of the cache, which is the user's own",
+    "data/conversations.py:_read_place": "an entry of the cache, which is the user's own",
     "data/corpus.py:_kept": "a tokenizer that has been read already",
     "data/subwords.py:is_separable": "a tokenizer that has been read already",
     "documents.py:parse_json": "the reader that the others call",
     "documents.py:parse_document": "the reader that the others call",
     "documents.py:read_json": "the reader that the others call",
-    "hardware/agreement.py:compute": "what another process of the run sent",
+    "hardware/agreement.py:_answers_of_all": "what another process of the run sent",
     "hardware/agreement.py:answer_of_the_first": "what another process of the run sent",
     "hardware/chips.py:": "a file of the package",
     "hardware/machine.py:": "a file of the package",

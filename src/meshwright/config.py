@@ -10,7 +10,6 @@ import msgspec
 import tyro
 
 from meshwright.declarations import (
-    RECIPE_ONLY,
     TEXT_ONLY,
     TRANSFORMERS_ONLY,
     changes,
@@ -195,23 +194,20 @@ class Training(Ranged, part="training"):
     `context` divides the key/value heads, else ring, and ring where the chip is unknown."""
     gather_ahead: Annotated[
         GatherAhead,
-        RECIPE_ONLY,
         changes("program", "evaluation", "plan"),
         TRANSFORMERS_ONLY,
     ] = "auto"
     """Weights that a layer needs first: gathered while the layer before computes, their gradients reduced while the one
     below computes (layer), or within the layer (none). `auto`: `layer` on closed 3D tori of v5p and with offload."""
     tensor_strategy: Annotated[
-        TensorStrategy, RECIPE_ONLY, changes("program", "evaluation"), TRANSFORMERS_ONLY
+        TensorStrategy, changes("program", "evaluation"), TRANSFORMERS_ONLY
     ] = "auto"
     """Tensor parallelism's gathers and scatters of the sequence: in chunks around a ring, each overlapped with the
     matmul of another chunk (ring: collective matmul), or in one collective (gather). `auto` is the ring on TPUs."""
     attention_kernel: Annotated[str, changes("program", "evaluation"), TRANSFORMERS_ONLY] = "auto"
     """Attention kernel: auto (the platform's own), reference, blocked, splash, splash_fused, cudnn, or
     module:attribute of a `Kernels`. A kernel named here is used or refused, never replaced."""
-    grouped_matmul: Annotated[
-        str, RECIPE_ONLY, changes("program", "evaluation"), TRANSFORMERS_ONLY
-    ] = "auto"
+    grouped_matmul: Annotated[str, changes("program", "evaluation"), TRANSFORMERS_ONLY] = "auto"
     """Grouped matmul of dropless experts: auto (triton on NVIDIA GPUs, else ragged_dot), ragged_dot (XLA's), triton, or
     module:attribute of a `GroupedMatmul`. One named here is used or refused, never replaced."""
     attention_block: Annotated[
@@ -249,6 +245,11 @@ class Training(Ranged, part="training"):
     """Largest size of the logits on a device, in MiB; the loss is computed over chunks of tokens."""
     log_every: Annotated[PositiveInt, changes("loop")] = 1
     """Steps between lines of the metrics file."""
+    health: Annotated[bool, changes("program", "loop")] = True
+    """Measure every tensor in every step: norms of gradients, parameters and updates, the residual stream, attention
+    and routers of each layer (docs/health.md)."""
+    health_every: Annotated[PositiveInt, changes("loop")] = 10
+    """Steps between two records of health.jsonl."""
     eval_every: Annotated[NonNegativeInt, changes("loop")] = 0
     """Steps between evaluations on held-out text; 0 evaluates only at the end."""
     eval_samples: Annotated[NonNegativeInt, changes("evaluation", "loop"), TEXT_ONLY] = 256

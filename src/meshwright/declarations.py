@@ -1,6 +1,7 @@
-"""Declarations of the fields of a run: effects, refusals and options, stated beside type and range.
+"""Declarations of the fields of a run: effects and refusals, stated beside type and range.
 
-A field states what another value of it changes, which kinds of runs refuse it, and whether the command line has it:
+A field states what another value of it changes, and which kinds of runs refuse it; every field is
+an option of the command line:
 
     dropout: Annotated[Fraction, changes("program"), TRANSFORMERS_ONLY] = 0.0
 
@@ -12,9 +13,7 @@ import dataclasses
 import functools
 import inspect
 import typing
-from typing import Final, Literal
-
-import tyro
+from typing import Literal
 
 Result = Literal["program", "evaluation", "data", "plan", "loop"]
 RESULTS: dict[Result, str] = {
@@ -64,9 +63,6 @@ def refused(*paths: str, because: str, instead: str) -> Refused:
     return Refused(paths, because, instead)
 
 
-RECIPE_ONLY: Final = tyro.conf.Fixed
-"""The command line does not have the field: a recipe, a run file or Python sets it."""
-
 TRANSFORMERS_ONLY = refused(
     "wrap",
     because="it is about transformers that this package defines",
@@ -86,20 +82,16 @@ class Declaration:
     changes: Changes | None
     """None where the field does not say."""
     refusals: tuple[Refused, ...]
-    is_option: bool
-    """Whether the command line has it."""
 
 
 @functools.cache
 def declarations_of(owner: type) -> dict[str, Declaration]:
     """Returns the declaration of every field of a dataclass, those of its bases included."""
-    hints = typing.get_type_hints(owner, include_extras=True)
     found = {}
     for field in dataclasses.fields(owner):
         stated = _stated(owner, field.name, Changes)
         refusals = _stated(owner, field.name, Refused)
-        is_option = RECIPE_ONLY not in getattr(hints[field.name], "__metadata__", ())
-        found[field.name] = Declaration(stated[0] if stated else None, refusals, is_option)
+        found[field.name] = Declaration(stated[0] if stated else None, refusals)
     return found
 
 

@@ -222,17 +222,34 @@ _NO_ROOM_REASONS = {
 }
 
 
+_LONGEST_REASON = 300
+"""Characters of an exception's text that `reason_of` quotes."""
+
+
 def reason_of(error: BaseException) -> str:
-    """Returns why the system refused, without names of files; a limit with what raises it."""
-    if limit := limit_of(error):
+    """Returns the text of an exception for a user: one line, without error numbers and file names.
+
+    It is the reason for which the system refused a call, with what raises the limit where it was a
+    limit; what a document lacks, for a KeyError; else the first line of the exception's own text.
+    """
+    limit = limit_of(error)
+    if limit is not None:
         return f"{limit[0]} ({limit[1]})"
     number = getattr(error, "errno", None)
     if number in _NO_ROOM_REASONS:
         return _NO_ROOM_REASONS[number]
-    return (
-        getattr(error, "strerror", None)
-        or (str(error).splitlines() or [type(error).__name__])[0][:300]
-    )
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, KeyError) and error.args:
+        return f"it has no {error.args[0]!r}"
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    if len(lines[0]) > _LONGEST_REASON:
+        return f"{lines[0][:_LONGEST_REASON]} ..."
+    return lines[0]
 
 
 def divisors(n: int) -> list[int]:

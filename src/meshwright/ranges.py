@@ -15,7 +15,6 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from meshwright.declarations import declarations_of
 from meshwright.errors import ConfigError
 
 _MOST_INT, _MOST_FLOAT = 2**40, sys.float_info.max
@@ -165,11 +164,9 @@ def number_in(kind: Any) -> Any:
 
 
 def option_of(owner: type, name: str) -> str:
-    """Returns how a user gives a field: its shortest option, or its path where the command line has none."""
+    """Returns how a user gives a field: its shortest option."""
     metadata = getattr(typing.get_type_hints(owner, include_extras=True)[name], "__metadata__", ())
     part = getattr(owner, "option_part", "")
-    if not declarations_of(owner)[name].is_option:
-        return f"{part.replace('-', '_')}.{name}".lstrip(".")
     arg = next((entry for entry in metadata if hasattr(entry, "aliases")), None)
     if arg is not None and arg.aliases:
         return str(min(arg.aliases, key=len))

@@ -183,7 +183,7 @@ def read_census(file: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CensusError(
             f"the census {file}",
-            f"it is not a census: {error}",
+            f"it is not a census: {reason_of(error)}",
             "what `meshwright prove --json` prints",
         ) from error
     return dict(document)

@@ -1,6 +1,7 @@
 """The verb `bench`: collectives over a mesh, or everything about the devices at hand."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,8 +40,10 @@ from meshwright.views.terminal import print_table
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchOptions(Ranged):
-    """Time WHAT on the devices at hand: `collectives` over every axis of a mesh, or `hardware`, which measures a new
-    machine in 10 minutes. Writes the figures, and the calibration that `plan` and `train` use for their predictions."""
+    """Time WHAT on the devices at hand: `collectives` over every axis of a mesh, or `hardware`,
+    which measures a new machine in 10 minutes. Writes the figures, and the calibration that `plan`
+    and `train` use for their predictions.
+    """
 
     what: Annotated[Literal["collectives", "hardware"], tyro.conf.Positional]
     """`collectives` or `hardware`."""
@@ -57,17 +60,19 @@ class BenchOptions(Ranged):
     minutes: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 10.0
     """With `hardware`: time of all sections together."""
     only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SECTION ...")] = ()
-    """With `hardware`: sections to run, by default all: kernels, matmuls, collectives; or FILE.py:function of a
-    section of your own, such as those in the repository's bench/hardware."""
+    """With `hardware`: sections to run, by default all: kernels, matmuls, collectives; or
+    FILE.py:function of a section of your own, such as those in the repository's bench/hardware."""
     kernels: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KERNEL ...")] = ()
-    """With `hardware`: attention kernels from outside the package to time, each as module:attribute."""
+    """With `hardware`: attention kernels from outside the package to time, each as
+    module:attribute."""
     hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
     json: bool = False
     """Print JSON."""
 
     def act(self, call: Call) -> Outcome:
-        """Runs `meshwright bench`; with `hardware` the exit code is 6 after a wrong result, 5 for unfinished sections.
+        """Runs `meshwright bench`.
 
+        With `hardware` the exit code is 6 after a wrong result, 5 for unfinished sections.
         Raises CensusError where a collective gives a wrong result.
         """
         try:
@@ -82,7 +87,8 @@ class BenchOptions(Ranged):
             return self._finish(self._time_collectives(hosts))
         if hosts.processes > 1:
             raise ConfigError(
-                f"meshwright bench hardware as process {hosts.process} of {hosts.processes} ({hosts.source})",
+                f"meshwright bench hardware as process {hosts.process} of {hosts.processes} "
+                f"({hosts.source})",
                 "it measures the devices of one host",
                 "--processes 1, on one of the hosts: meshwright bench hardware --processes 1",
             )
@@ -96,21 +102,22 @@ class BenchOptions(Ranged):
         if wrong:
             truth = f"{len(wrong)} results are wrong, first {wrong[0]}"
             raise CensusError("collectives here", truth, "a report to JAX")
+        record = {"rows": [dataclasses.asdict(row) for row in rows], "out": self.out}
+        return Outcome(functools.partial(self._print, rows), record)
 
-        def show(console: Console) -> None:
-            print_timings(console, rows)
-            text = f"\nwritten to {self.out}, and kept as the calibration of plans"
-            console.print(text, markup=False, soft_wrap=True)
-
-        return Outcome(show, {"rows": [dataclasses.asdict(row) for row in rows], "out": self.out})
+    def _print(self, rows: list[CollectiveTiming], console: Console) -> None:
+        print_timings(console, rows)
+        text = f"\nwritten to {self.out}, and kept as the calibration of plans"
+        console.print(text, markup=False, soft_wrap=True)
 
     def _time_collectives(self, hosts: Hosts) -> list[CollectiveTiming]:
         shape = MeshShape.parse(self.mesh) if self.mesh else None
         start_devices(self.devices, shape, hosts)
         shape = shape or mesh.default_mesh_shape(jax.device_count())
         rows = list(time_collectives(mesh.build_mesh(shape), self.kinds, self.sizes))
-        files = (self.out / "calibration.json", calibration_path(default_cache_folder()))
-        for file in files if hosts.process == 0 else ():
+        if hosts.process != 0:
+            return rows
+        for file in (self.out / "calibration.json", calibration_path(default_cache_folder())):
             try:
                 write_calibration(file, collectives=rows, mesh=str(shape))
             except OSError as error:

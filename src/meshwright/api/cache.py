@@ -17,16 +17,21 @@ from meshwright.views.terminal import print_table
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheOptions(Ranged):
-    """List the token files and the copies of buckets in the cache (MESHWRIGHT_CACHE), or delete some of them. Nothing
-    else deletes them: other runs may read them."""
+    """List the token files and the copies of buckets in the cache (MESHWRIGHT_CACHE), or delete
+    some of them. Nothing else deletes them: other runs may read them.
+    """
 
     delete: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")] = ()
-    """Entries to delete, by the names that the list has. One that a process reads or writes is refused."""
+    """Entries to delete, by the names that the list has. One that a process reads or writes is
+    refused."""
     json: bool = False
     """Print JSON."""
 
     def act(self, call: Call) -> Outcome:
-        """Lists or deletes. Raises ConfigError for a name that the cache does not have, DataError for one in use."""
+        """Lists or deletes.
+
+        Raises ConfigError for a name that the cache does not have, DataError for one in use.
+        """
         cache = default_cache_folder()
         if self.delete:
             freed = {name: delete_entry(cache, name) for name in self.delete}

@@ -2,8 +2,10 @@
 
 import abc
 import dataclasses
+import functools
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +16,7 @@ from rich.console import Console
 from meshwright.api.verb import Call, Outcome
 from meshwright.checkpoint.blocks import stored_tensors
 from meshwright.checkpoint.inspect import find_checkpoints, list_checkpoints, verify_checkpoint
-from meshwright.checkpoint.manifest import manifest_of
+from meshwright.checkpoint.manifest import Manifest, manifest_of
 from meshwright.checkpoint.move import move_checkpoints, plan_move
 from meshwright.errors import CheckpointError
 from meshwright.ranges import NonNegativeInt, Ranged
@@ -66,7 +68,9 @@ class ListOptions(_FolderOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InspectOptions(_FolderOptions):
-    """Show what a checkpoint of the output folder OUT holds: its place, its data, its Run, every tensor."""
+    """Show what a checkpoint of the output folder OUT holds: its place, its data, its Run, every
+    tensor.
+    """
 
     at: NonNegativeInt | None = None
     """Step of the checkpoint; by default the last."""
@@ -81,30 +85,31 @@ class InspectOptions(_FolderOptions):
         ]
         corpus = manifest.corpus or {"data": "no fingerprint: the weights were converted"}
         fields = {**flat_fields(corpus), **flat_fields({"run": run_to_dict(manifest.run)})}
-        columns = [
-            Column("tensor", cell=lambda item: item[0]),
-            Column("type and shape", cell=lambda item: f"{item[1].dtype}{list(item[1].shape)}"),
-            Column(
-                "fingerprint",
-                cell=lambda item: "".join(f"{word:08x}" for word in item[1].fingerprint),
-            ),
-        ]
-
-        def show(console: Console) -> None:
-            console.print("\n".join(lines), markup=False, soft_wrap=True)
-            print_table(
-                console,
-                Table([Column("field"), Column("value")], list(fields.items()), printed=None),
-            )
-            console.print()
-            print_table(console, Table.of(manifest.tensors.items(), columns, printed=None))
-
+        show = functools.partial(_print_checkpoint, lines, fields, manifest)
         return Outcome(show, manifest.to_dict())
+
+
+def _print_checkpoint(
+    lines: Sequence[str], fields: Mapping[str, str], manifest: Manifest, console: Console
+) -> None:
+    """Prints a checkpoint: its place, a table of fields, and a table of tensors."""
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
+    table = Table([Column("field"), Column("value")], list(fields.items()), printed=None)
+    print_table(console, table)
+    rows = []
+    for name, tensor in manifest.tensors.items():
+        fingerprint = "".join(f"{word:08x}" for word in tensor.fingerprint)
+        rows.append((name, f"{tensor.dtype}{list(tensor.shape)}", fingerprint))
+    columns = [Column("tensor"), Column("type and shape"), Column("fingerprint")]
+    console.print()
+    print_table(console, Table(columns, rows, printed=None))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifyOptions(_FolderOptions):
-    """Read every tensor of the checkpoints in OUT and compare its fingerprint; exit code 4 where one is damaged."""
+    """Read every tensor of the checkpoints in OUT and compare its fingerprint; exit code 4 where
+    one is damaged.
+    """
 
     at: NonNegativeInt | None = None
     """Step of the checkpoint; by default all of them."""
@@ -133,8 +138,10 @@ class VerifyOptions(_FolderOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoveOptions(_FolderOptions):
-    """Move the checkpoints and files of the run in OUT to TARGET: a folder, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER.
-    Every copy is read back and compared before the source is deleted; an interrupted move continues."""
+    """Move the checkpoints and files of the run in OUT to TARGET: a folder, gs://BUCKET/FOLDER or
+    s3://BUCKET/FOLDER. Every copy is read back and compared before the source is deleted; an
+    interrupted move continues.
+    """
 
     target: Annotated[Path, tyro.conf.Positional]
     """Folder to move to."""

@@ -27,8 +27,10 @@ from meshwright.storage.paths import in_bucket, path_of, place_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvertOptions(Ranged):
-    """Convert SOURCE into OUT: a Hugging Face folder (or hf:OWNER/MODEL) into the output folder of a run, or a run's
-    checkpoint into a Hugging Face folder. It goes tensor by tensor, and on where it was interrupted."""
+    """Convert SOURCE into OUT: a Hugging Face folder (or hf:OWNER/MODEL) into the output folder of
+    a run, or a run's checkpoint into a Hugging Face folder. It goes tensor by tensor, and on where
+    it was interrupted.
+    """
 
     source: Annotated[str, tyro.conf.Positional]
     """Folder with config.json and safetensors, hf:OWNER/MODEL, or the output folder of a run."""
@@ -39,15 +41,18 @@ class ConvertOptions(Ranged):
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the weights written from a run; by default that of its checkpoint."""
     weights: Literal["merged", "adapter"] = "merged"
-    """Weights of a run with adapters (finetune): the whole model with adapters merged, or the adapters alone in PEFT's
-    format."""
+    """Weights of a run with adapters (finetune): the whole model with adapters merged, or the
+    adapters alone in PEFT's format."""
     max_file_mib: PositiveInt = 4768
     """Largest safetensors file, in MiB; a larger tensor has a file of its own."""
     json: bool = False
     """Print JSON."""
 
     def act(self, call: Call) -> Outcome:
-        """Runs `meshwright convert`. Raises WeightsError, CheckpointError, and ConfigError where OUT exists."""
+        """Runs `meshwright convert`.
+
+        Raises WeightsError, CheckpointError, and ConfigError where OUT exists.
+        """
         # Fingerprints are all that is computed.
         jax.config.update("jax_platforms", "cpu")
         done = convert(
@@ -62,7 +67,8 @@ class ConvertOptions(Ranged):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         notes = "".join(f"note: {note}\n" for note in done.notes)
         shown = (
-            f"{notes}{done.out}: {done.architecture}, {format_count(done.parameters)} parameters in {done.tensors} "
+            f"{notes}{done.out}: {done.architecture}, {format_count(done.parameters)} parameters "
+            f"in {done.tensors} "
             f"tensors, {done.dtype}; {format_bytes(peak)} of memory at most\n"
         )
         return Outcome(shown, {**dataclasses.asdict(done), "out": self.out, "peak_bytes": peak})
@@ -78,13 +84,16 @@ def convert(
     largest_file: int = LARGEST_FILE,
     say: Say = lambda line: None,
 ) -> Conversion:
-    """Converts weights: a Hugging Face folder into a run's output folder, or a run into a Hugging Face folder.
+    """Converts weights between a Hugging Face folder and a run's output folder, either way.
 
-    source: a folder with config.json, `hf:PATH`, `hf:OWNER/MODEL` of the hub, or the output folder of a run.
-    out: folder to write; it must not exist. An interrupted conversion goes on when it is called again.
-    at, dtype, largest_file: of a run alone: step of its checkpoint (None takes the last), type of the weights (None
-    keeps that of the checkpoint), largest file in bytes.  weights: of a run with adapters: the whole model with them
-    merged, or the adapters alone in PEFT's format.  say: called with a line for each parameter.
+    source: a folder with config.json, `hf:PATH`, `hf:OWNER/MODEL` of the hub, or the output folder
+    of a run.
+    out: folder to write; it must not exist. An interrupted conversion goes on when it is called
+    again.
+    at, dtype, largest_file: of a run alone: step of its checkpoint (None takes the last), type of
+    the weights (None keeps that of the checkpoint), largest file in bytes.  weights: of a run with
+    adapters: the whole model with them merged, or the adapters alone in PEFT's format.  say: called
+    with a line for each parameter.
     Raises WeightsError, CheckpointError, ConfigError.
 
     Example:
@@ -94,16 +103,15 @@ def convert(
         >>> done.architecture, done.tensors, sorted(file.name for file in done.out.iterdir())[:3]
         ('LlamaForCausalLM', 12, ['SHA256SUMS', 'config.json', 'model.safetensors'])
     """
-    text, folder, out = (
-        place_of(str(source)),
-        path_of(str(source).removeprefix("hf:")),
-        path_of(out),
-    )
+    text = place_of(str(source))
+    folder = path_of(str(source).removeprefix("hf:"))
+    out = path_of(out)
     if in_bucket(text) or in_bucket(out):
         raise ConfigError(
             f"converting {source} into {out}",
             "a conversion maps files into memory, which those in a bucket are not",
-            "local folders: `meshwright checkpoint move OUT TARGET` and `aws s3 cp` or `gcloud storage cp` copy them",
+            "local folders: `meshwright checkpoint move OUT TARGET` and `aws s3 cp` or `gcloud "
+            "storage cp` copy them",
         )
     if not is_hugging_face(text) and (folder / "run.json").is_file():
         if weights == "adapter":
@@ -112,7 +120,8 @@ def convert(
     if not is_hugging_face(text) and not (folder / "config.json").is_file():
         raise ConfigError(
             f"converting {text}",
-            "it has neither config.json (a Hugging Face model) nor run.json (the output folder of a run)",
+            "it has neither config.json (a Hugging Face model) nor run.json (the output folder of "
+            "a run)",
             "one of these, or hf:OWNER/MODEL",
         )
     if weights != "merged":
@@ -123,6 +132,7 @@ def convert(
         raise ConfigError(
             f"converting {text} at a step or into another type",
             "a Hugging Face folder has one version of its weights, and they keep their type",
-            "leave --at and --dtype out; --training.param-dtype is the type in which a run keeps them",
+            "leave --at and --dtype out; --training.param-dtype is the type in which a run keeps "
+            "them",
         )
     return import_weights(text, out, say)

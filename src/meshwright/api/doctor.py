@@ -1,6 +1,7 @@
 """The verb `doctor`: finds what is wrong with a host before a run does."""
 
 import dataclasses
+import functools
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.markup import escape
 
 from meshwright.api.verb import Call, Outcome, base_run
 from meshwright.config import MeshShape
-from meshwright.launching.host_checks import check_counters, check_host
+from meshwright.launching.host_checks import Finding, check_counters, check_host
 from meshwright.monitoring.counters import Counter, rule_of
 from meshwright.monitoring.watch import open_sources, read_all
 from meshwright.planner.memory_model import checkpoint_bytes
@@ -28,11 +29,13 @@ _VOCAB = 2**15
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DoctorOptions(Ranged):
-    """Check this host before a run: versions, devices, limits, shared memory, variables and room. Start it as the run
-    is started, on every host."""
+    """Check this host before a run: versions, devices, limits, shared memory, variables and room.
+    Start it as the run is started, on every host.
+    """
 
     recipe: Annotated[str | None, tyro.conf.Positional] = None
-    """Recipe, plan or run file whose checkpoints need room; without one, room is shown and not judged."""
+    """Recipe, plan or run file whose checkpoints need room; without one, room is shown and not
+    judged."""
     out: Path = Path("runs")
     """Output folder of the run."""
     deadline: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 120.0
@@ -46,40 +49,42 @@ class DoctorOptions(Ranged):
         host = socket.gethostname()
         counters = _read_machine(self.out)
         findings = [*check_host(self.out, needed, self.deadline), *check_counters(counters)]
-        faults = sum(finding.verdict == "fault" for finding in findings)
-        cells, tones = dict[str, str](), list[Tone]()
-        for check in dict.fromkeys(finding.check for finding in findings):
-            verdicts = {
-                finding.verdict: finding.found for finding in findings if finding.check == check
-            }
-            worst = next((verdict for verdict in ("fault", "warning") if verdict in verdicts), None)
-            cells[check] = worst or verdicts["ok"]
-            tones.append("bad" if worst else "")
-
-        def show(console: Console) -> None:
-            print_table(
-                console,
-                Table([Column("check"), Column(host, wide=True)], list(cells.items()), tones=tones),
-            )
-            for finding in findings:
-                if finding.verdict != "ok":
-                    where = f"{escape(host)}, {escape(finding.check)}: {escape(finding.found)}"
-                    console.print(
-                        f"\n[bold]{finding.verdict}[/] {where}\n  fix: {escape(finding.fix)}",
-                        soft_wrap=True,
-                    )
-            console.print("\n[bold]counters[/] that are not 0 (a run watches them once a minute)")
-            print_table(console, _counter_table(counters))
-            console.print(f"\n{faults or 'no'} fault{'' if faults == 1 else 's'} on {escape(host)}")
-
         found = [dataclasses.asdict(finding) for finding in findings]
+        has_fault = any(finding.verdict == "fault" for finding in findings)
         record = {
-            "verdict": "fault" if faults else "ok",
+            "verdict": "fault" if has_fault else "ok",
             "host": host,
             "findings": found,
             "counters": [counter._asdict() for counter in counters],
         }
-        return Outcome(show, record, 1 if faults else 0)
+        show = functools.partial(_print_findings, host, findings, counters)
+        return Outcome(show, record, int(has_fault))
+
+
+def _print_findings(
+    host: str, findings: Sequence[Finding], counters: Sequence[Counter], console: Console
+) -> None:
+    """Prints the worst verdict of each check, every warning and fault with its fix, and counters."""
+    cells: dict[str, str] = {}
+    tones: list[Tone] = []
+    for check in dict.fromkeys(finding.check for finding in findings):
+        verdicts = {
+            finding.verdict: finding.found for finding in findings if finding.check == check
+        }
+        worst = next((verdict for verdict in ("fault", "warning") if verdict in verdicts), None)
+        cells[check] = worst or verdicts["ok"]
+        tones.append("bad" if worst else "")
+    columns = [Column("check"), Column(host, wide=True)]
+    print_table(console, Table(columns, list(cells.items()), tones=tones))
+    for finding in findings:
+        if finding.verdict != "ok":
+            text = f"{escape(host)}, {escape(finding.check)}: {escape(finding.found)}"
+            fix = escape(finding.fix)
+            console.print(f"\n[bold]{finding.verdict}[/] {text}\n  fix: {fix}", soft_wrap=True)
+    console.print("\n[bold]counters[/] that are not 0 (a run watches them once a minute)")
+    print_table(console, _counter_table(counters))
+    faults = sum(finding.verdict == "fault" for finding in findings)
+    console.print(f"\n{faults or 'no'} fault{'' if faults == 1 else 's'} on {escape(host)}")
 
 
 def _read_machine(out: Path) -> list[Counter]:
@@ -99,7 +104,7 @@ def _counter_table(counters: Sequence[Counter]) -> Table:
 
 
 def _checkpoint_bytes(run: str) -> int:
-    """Returns the bytes of the checkpoints that a run keeps, and of the one that it writes meanwhile."""
+    """Returns the bytes of the checkpoints that a run keeps, and of the one that it is writing."""
     given = base_run([run]).run
     training = given.training
     legal = dataclasses.replace(training, batch=max(1, training.microbatches))

@@ -33,8 +33,9 @@ from meshwright.views.result_pages import parity_page
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(CheckpointOptions):
-    """Compute loss, perplexity and bits per byte of a run's last checkpoint, or of hf:PATH, on its held-out text or on
-    --data."""
+    """Compute loss, perplexity and bits per byte of a run's last checkpoint, or of hf:PATH, on its
+    held-out text or on --data.
+    """
 
     folder: Annotated[str, tyro.conf.Positional]
     """Output folder of a run, or hf:PATH of a Hugging Face model."""
@@ -45,7 +46,10 @@ class EvaluateOptions(CheckpointOptions):
 
     @failing_together()
     def act(self, call: Call) -> Outcome:
-        """Runs `meshwright evaluate`. Raises CheckpointError where there is no run, ConfigError without a text."""
+        """Runs `meshwright evaluate`.
+
+        Raises CheckpointError where there is no run, ConfigError without a text.
+        """
         shape = self.shape()
         run = evaluation.run_to_evaluate(self.folder, self.data, shape)
         start_devices(self.devices, run.mesh, self.hosts.hosts())
@@ -58,7 +62,8 @@ class EvaluateOptions(CheckpointOptions):
         text = (
             f"step {found.step}: loss {found.loss:.4f} per token over {found.samples} samples "
             f"({found.tokens:,} tokens, {found.text_bytes:,} bytes)\n"
-            f"perplexity {found.perplexity:.5g} per token, {found.bits_per_byte:.4f} bits per byte\n"
+            f"perplexity {found.perplexity:.5g} per token, {found.bits_per_byte:.4f} bits per "
+            f"byte\n"
         )
         more = {"perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
         return Outcome(text, {**dataclasses.asdict(found), **more})
@@ -76,9 +81,12 @@ def evaluate(
 ) -> evaluation.Evaluation | evaluation.BatchEvaluation:
     """Evaluates a run's checkpoint on its held-out text or batches, or on the text `data`.
 
-    out: output folder of the run, or hf:PATH of a Hugging Face model.  data: other text, all of which is evaluated.
-    at: step of the checkpoint; None takes the last.  mesh: mesh to evaluate on; None takes the run's own.
-    devices: use the first so many; None uses all.  model: wrapped model of the run, where run.json cannot name it.
+    out: output folder of the run, or hf:PATH of a Hugging Face model.  data: other text, all of
+    which is evaluated.
+    at: step of the checkpoint; None takes the last.  mesh: mesh to evaluate on; None takes the
+    run's own.
+    devices: use the first so many; None uses all.  model: wrapped model of the run, where run.json
+    cannot name it.
     Raises CheckpointError, ConfigError, DataError.
 
     Example:
@@ -104,8 +112,9 @@ _STEPS = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParityOptions(RunOptions):
-    """Run RECIPE (by default `tiny`) on two meshes in float32, and compare initial values bit for bit, then losses and
-    gradients of every step."""
+    """Run RECIPE (by default `tiny`) on two meshes in float32, and compare initial values bit for
+    bit, then losses and gradients of every step.
+    """
 
     against: Annotated[str, tyro.conf.arg(metavar="AXIS=N,...")] = "data=1"
     """The other mesh, as axis=degree,..."""
@@ -139,11 +148,12 @@ def parity(
     cache: Path | None = None,
     devices: int | None = None,
 ) -> Parity:
-    """Compares `steps` steps of `run` on its own mesh with the same steps on the mesh `against`, in float32.
+    """Compares steps of `run` on its own mesh and on the mesh `against`, in float32.
 
     cache: folder of token files and compiled programs; None takes the user's cache folder.
-    devices: use the first so many; None uses all. A run without a mesh takes the default mesh over them.
-    Of several processes all compute the run's mesh; a mesh `against` that fits process 0 is computed by it alone.
+    devices: use the first so many; None uses all. A run without a mesh takes the default mesh over
+    them. Of several processes all compute the run's mesh; a mesh `against` that fits process 0 is
+    computed by it alone.
     Raises ConfigError where the run does not fit one of the meshes, DataError, and HostError.
 
     Example:

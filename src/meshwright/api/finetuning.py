@@ -22,16 +22,20 @@ from meshwright.trust import own
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FinetuneOptions(TrainOptions):
-    """Fine-tune the model SOURCE: hf:PATH of a Hugging Face model, the output folder of a run, or a recipe with
-    --init-from. By default it trains LoRA adapters on the answers of conversations (--data CHAT.jsonl); everything else
-    is as in `train`."""
+    """Fine-tune the model SOURCE: hf:PATH of a Hugging Face model, the output folder of a run, or a
+    recipe with --init-from. By default it trains LoRA adapters on the answers of conversations
+    (--data CHAT.jsonl); everything else is as in `train`.
+    """
 
     usage: ClassVar[str] = "[SOURCE]"
     without: ClassVar[Sequence[str]] = ()
 
     @classmethod
     def base(cls, args: Sequence[str]) -> Base:
-        """Returns the Run to start from, with the defaults of fine-tuning; a resumed run is the one in its folder."""
+        """Returns the Run to start from, with the defaults of fine-tuning.
+
+        A resumed run is the one in its folder.
+        """
         args = list(args)
         folder, named = resumed_folder(args), bool(args) and not args[0].startswith("-")
         if folder is not None:
@@ -59,7 +63,10 @@ class FinetuneOptions(TrainOptions):
         return dataclasses.replace(base, run=tuned(base.run, method, objective))
 
     def act(self, call: Call) -> Outcome:
-        """Runs `meshwright finetune`, with the exit codes of `train`. Raises ConfigError without weights."""
+        """Runs `meshwright finetune`, with the exit codes of `train`.
+
+        Raises ConfigError without weights.
+        """
         check_start(self.run)
         return super().act(call)
 
@@ -97,10 +104,12 @@ def finetune(
 ) -> Summary:
     """Fine-tunes a model and returns a summary.
 
-    source: hf:PATH of a Hugging Face model, the output folder of a run, or a Run with `init_from`.  data: files (JSON
-    lines, an array, or Parquet) with `messages`, `prompt` and `completion`, or for preferences `prompt`, `chosen` and
-    `rejected`; PATH=WEIGHT mixes several.  out: output folder, as for `train`, which resumes it.
-    method, objective: fields of `FineTune`.  changes: fields of the Run or its parts by name, as for `recipe`.
+    source: hf:PATH of a Hugging Face model, the output folder of a run, or a Run with `init_from`.
+    data: files (JSON lines, an array, or Parquet) with `messages`, `prompt` and `completion`, or
+    for preferences `prompt`, `chosen` and `rejected`; PATH=WEIGHT mixes several.  out: output
+    folder, as for `train`, which resumes it.
+    method, objective: fields of `FineTune`.  changes: fields of the Run or its parts by name, as
+    for `recipe`.
     Raises ConfigError, DataError, WeightsError, TrainingError.
 
     Example:
@@ -122,7 +131,10 @@ def finetune(
 
 
 def source_run(source: str) -> Run:
-    """Returns the Run that starts from the weights of a source: hf:PATH, the output folder of a run, or a recipe."""
+    """Returns the Run that starts from the weights of a source.
+
+    hf:PATH, the output folder of a run, or a recipe.
+    """
     source, folder = place_of(source), path_of(source)
     if not (folder / "run.json").is_file():
         return find_recipe(source)
@@ -145,7 +157,10 @@ _PREFERENCE_RATES: dict[Method, float] = {"lora": 5e-6, "full": 5e-7}
 
 
 def tuned(run: Run, method: Method, objective: Objective) -> Run:
-    """Returns a run with the defaults of fine-tuning: learning rate of the method, no weight decay, no sample."""
+    """Returns a run with the defaults of fine-tuning.
+
+    The method's learning rate, no weight decay, no sample.
+    """
     rates = _PREFERENCE_RATES if objective == "preferences" else _RATES
     return dataclasses.replace(
         run,

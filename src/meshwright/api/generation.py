@@ -1,6 +1,7 @@
 """The verb `generate`: text from a run's checkpoint, streamed as it is decoded."""
 
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,8 +13,8 @@ from rich.console import Console
 
 from meshwright.api.verb import Call, CheckpointOptions, Outcome, start_devices
 from meshwright.config import MeshShape
-from meshwright.data.chat import TEMPLATES, ChatTemplate, Message, check_jinja, template_text
-from meshwright.errors import ConfigError, DataError, by_class
+from meshwright.data.chat import TEMPLATES, ChatTemplate, Message, check_jinja, read_template
+from meshwright.errors import ConfigError, DataError, by_class, reason_of
 from meshwright.formatting import format_bytes, format_count, format_step, format_time
 from meshwright.generation.generator import Decoding, Generated, GenerationReport, Generator, OnText
 from meshwright.generation.sampling import Sampling
@@ -29,8 +30,9 @@ _Generate = Callable[[Sequence[str], OnText | None], Generated]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateOptions(CheckpointOptions):
-    """Continue prompts with the model of a run, on any mesh, and show the text as it is decoded. Prompts come from
-    PROMPT, from --prompt, from a file, or from standard input."""
+    """Continue prompts with the model of a run, on any mesh, and show the text as it is decoded.
+    Prompts come from PROMPT, from --prompt, from a file, or from standard input.
+    """
 
     source: Annotated[str, tyro.conf.Positional]
     """Output folder of a run, or hf:PATH of a Hugging Face model."""
@@ -39,15 +41,16 @@ class GenerateOptions(CheckpointOptions):
     prompt: tuple[str, ...] = ()
     """Further prompts, continued together with the first."""
     prompts: Path | None = None
-    """File of prompts: one on each line, or {"prompt": "..."} on each line of a .jsonl file; `-` is standard input."""
+    """File of prompts: one on each line, or {"prompt": "..."} on each line of a .jsonl file; `-` is
+    standard input."""
     max_tokens: PositiveInt = 128
     """Most tokens that are generated for each prompt."""
     stop: tuple[str, ...] = ()
     """Texts that end a text, beside the end of a document; they are not shown."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling()
     chat: bool = False
-    """Hold a conversation: prompts are messages in the tokenizer's chat template. Without a prompt it reads them line
-    by line, and ends at the end of the input."""
+    """Hold a conversation: prompts are messages in the tokenizer's chat template. Without a prompt
+    it reads them line by line, and ends at the end of the input."""
     system: str | None = None
     """System message of the conversation."""
     chat_template: str | None = None
@@ -58,37 +61,34 @@ class GenerateOptions(CheckpointOptions):
 
     @failing_together()
     def act(self, call: Call) -> Outcome:
-        """Runs `meshwright generate`. Raises CheckpointError without a run, ConfigError for contradictory options."""
+        """Runs `meshwright generate`.
+
+        Raises CheckpointError without a run, ConfigError for contradictory options.
+        """
         if self.chat:
             check_jinja()
-        prompts, shape = self._prompts(), self.shape()
-        run, hosts = run_of_source(self.source), self.hosts.hosts()
+        prompts = self._prompts()
+        shape = self.shape()
+        run = run_of_source(self.source)
+        hosts = self.hosts.hosts()
         if self.chat and hosts.processes > 1:
             truth = "only one of them has your terminal"
             raise ConfigError(f"--chat with {hosts.processes} processes", truth, "--prompts FILE")
         start_devices(self.devices, shape or run.mesh, hosts)
-        where: dict[str, Any] = {
-            "mesh": shape,
-            "at": self.at,
-            "devices": self.devices,
-            "decoding": self.decoding,
-        }
-        generator = open_generator(self.source, **where)
+        generator = open_generator(
+            self.source, mesh=shape, at=self.at, devices=self.devices, decoding=self.decoding
+        )
         notes = open_console(sys.stderr)
         notes.quiet = call.console.quiet
         _stream(
             notes,
-            f"{generator.origin} on {generator.device_run.layout.shape}: weights {generator.layout}\n",
+            f"{generator.origin} on {generator.device_run.layout.shape}: weights "
+            f"{generator.layout}\n",
         )
-
-        def generate(texts: Sequence[str], show: OnText | None) -> Generated:
-            limits: dict[str, Any] = {"max_tokens": self.max_tokens, "stop": self.stop}
-            return generator.generate(texts, sampling=self.sampling, on_text=show, **limits)
-
+        generate = functools.partial(self._generate, generator)
         if self.chat:
-            report = self._converse(
-                call, generator.chat, generate, _lines(call.console) if prompts is None else prompts
-            )
+            messages = _lines(call.console) if prompts is None else prompts
+            report = self._converse(call, generator.chat, generate, messages)
             if report is not None:
                 _stream(notes, format_report(report))
             return Outcome()
@@ -105,6 +105,17 @@ class GenerateOptions(CheckpointOptions):
         _stream(notes, format_report(generated.report))
         return Outcome(record=_record(texts, generated))
 
+    def _generate(
+        self, generator: Generator, texts: Sequence[str], show: OnText | None
+    ) -> Generated:
+        return generator.generate(
+            texts,
+            sampling=self.sampling,
+            on_text=show,
+            max_tokens=self.max_tokens,
+            stop=self.stop,
+        )
+
     def _prompts(self) -> list[str] | None:
         """Returns the prompts of the options, None where standard input has them."""
         prompts = [*([] if self.text is None else [self.text]), *self.prompt]
@@ -119,7 +130,7 @@ class GenerateOptions(CheckpointOptions):
             text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise by_class(
-                error, DataError(asked, f"{error}", "a file of prompts in UTF-8, or -")
+                error, DataError(asked, reason_of(error), "a file of prompts in UTF-8, or -")
             ) from error
         # Other ends of lines, such as U+2028, may stand within a prompt.
         lines = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
@@ -133,7 +144,7 @@ class GenerateOptions(CheckpointOptions):
                     prompt = json.loads(line)["prompt"]
                 except (ValueError, KeyError, TypeError, RecursionError) as error:
                     raise DataError(
-                        where, f'it is not {{"prompt": "..."}}: {error!r}', "such lines"
+                        where, f'it is not {{"prompt": "..."}}: {reason_of(error)}', "such lines"
                     ) from error
                 if not isinstance(prompt, str):
                     raise DataError(
@@ -147,14 +158,13 @@ class GenerateOptions(CheckpointOptions):
     def _converse(
         self, call: Call, template: ChatTemplate | None, generate: _Generate, prompts: Iterable[str]
     ) -> GenerationReport | None:
-        """Answers messages one after another; each answer knows all before it. Returns the report of the last."""
+        """Answers messages one after another; each answer knows all before it.
+
+        Returns the report of the last.
+        """
         if self.chat_template is not None:
-            try:
-                template = ChatTemplate(template_text(self.chat_template))
-            except (OSError, ValueError) as error:
-                fix = f"a file with a Jinja template, or {' or '.join(TEMPLATES)}"
-                refusal = DataError(f"--chat-template {self.chat_template}", f"{error}", fix)
-                raise by_class(error, refusal) from error
+            asked = f"--chat-template {self.chat_template}"
+            template = ChatTemplate(read_template(asked, self.chat_template))
         if template is None:
             truth = "its tokenizer has no chat template"
             fix = f"--chat-template FILE.jinja, or {' or '.join(TEMPLATES)} if it was tuned on that"
@@ -212,8 +222,10 @@ def format_report(report: GenerationReport) -> str:
         f"({format_count(round(report.prefill_tokens_per_second))} tokens/s); compiling took "
         f"{format_time(report.compile_seconds)}\n"
         f"decode:  {report.new_tokens} tokens in {took} ({format_count(round(decode))} tokens/s)\n"
-        f"memory:  weights {format_bytes(report.weight_bytes)} ({report.weights}), cache {cache} (planned "
-        f"{format_bytes(report.planned_cache_bytes)}), temporaries {format_bytes(report.temporary_bytes)} per device\n"
+        f"memory:  weights {format_bytes(report.weight_bytes)} ({report.weights}), cache {cache} "
+        f"(planned "
+        f"{format_bytes(report.planned_cache_bytes)}), temporaries "
+        f"{format_bytes(report.temporary_bytes)} per device\n"
     )
 
 
@@ -230,10 +242,13 @@ def open_generator(
     decoding: Decoding | None = None,
     cache: Path | None = None,
 ) -> Generator:
-    """Loads a run's weights onto a mesh and returns a generator, which keeps its compiled programs between calls.
+    """Loads a run's weights onto a mesh and returns a generator.
 
-    source: output folder of a run.  mesh: None takes the run's own.  at: step of the checkpoint; None takes the last.
-    devices: use the first so many; None uses all.  cache: folder of compiled programs; None takes the user's cache.
+    It keeps its compiled programs between calls.
+    source: output folder of a run.  mesh: None takes the run's own.  at: step of the checkpoint;
+    None takes the last.
+    devices: use the first so many; None uses all.  cache: folder of compiled programs; None takes
+    the user's cache.
     Raises CheckpointError where there is no run, ConfigError for a mesh with pipeline stages.
 
     Example:
@@ -265,11 +280,14 @@ def generate(
 ) -> Generated:
     """Continues each prompt by up to `max_tokens` tokens; for several calls use `open_generator`.
 
-    source: output folder of a run, whose last checkpoint is loaded.  sampling: None takes the most probable tokens.
+    source: output folder of a run, whose last checkpoint is loaded.  sampling: None takes the most
+    probable tokens.
     stop: texts that end a text, the end of a document apart.  mesh: None takes the run's own.
-    on_text: called with the index of a prompt and the text that was added to it, while it is decoded.
-    Raises CheckpointError where there is no run, ConfigError where a text would be longer than the model's table of
-    positions; with rotary positions a note on standard error tells that it is longer than those it was trained on.
+    on_text: called with the index of a prompt and the text that was added to it, while it is
+    decoded.
+    Raises CheckpointError where there is no run, ConfigError where a text would be longer than the
+    model's table of positions; with rotary positions a note on standard error tells that it is
+    longer than those it was trained on.
 
     Example:
         >>> run = mw.recipe("tiny", mesh="data=1", layers=1, steps=1, sample=0, eval_samples=16)

@@ -1,6 +1,8 @@
 """The verb `show`: how a run's parameters lie on a mesh, from abstract shapes."""
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.columns import Columns
@@ -18,6 +20,7 @@ from meshwright.runs.run import Run
 from meshwright.trust import own
 from meshwright.views.draw import MachineGrid, PipelineTimeline, draw_machine, machine_of_target
 from meshwright.views.layout_page import LayoutReport, layout_page, layout_report, tensor_pictures
+from meshwright.views.report import Report
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -29,7 +32,10 @@ class LayoutView(Brief):
 
     def brief(self) -> str:
         """Returns the run, the mesh, and the number of parameters."""
-        return f"of {self.placed.run.name} on {self.placed.layout.shape}: {format_count(self.report.parameters)} parameters"
+        return (
+            f"of {self.placed.run.name} on {self.placed.layout.shape}: "
+            f"{format_count(self.report.parameters)} parameters"
+        )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with console.capture() as capture:
@@ -44,10 +50,12 @@ class LayoutView(Brief):
 
 
 def show(run: Run | str, mesh: str | MeshShape | None = None) -> LayoutView:
-    """Returns where every parameter of a run lies on a mesh, and its bytes per device, from shapes alone.
+    """Returns where every parameter of a run is on a mesh, and its bytes per device.
 
-    run: a Run, or a recipe's name.  mesh: as `fsdp=64,tensor=8`; None takes the run's own. Its devices need not divide
-    the batch, which changes no parameter. Raises ConfigError where a parameter does not divide.
+    Only shapes are used.
+    run: a Run, or a recipe's name.  mesh: as `fsdp=64,tensor=8`; None takes the run's own. Its
+    devices need not divide the batch, which changes no parameter. Raises ConfigError where a
+    parameter does not divide.
 
     Example:
         >>> view = mw.show("llama3-8b", mesh="fsdp=64")
@@ -69,48 +77,58 @@ def show(run: Run | str, mesh: str | MeshShape | None = None) -> LayoutView:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShowOptions(RunOptions):
-    """Show how the parameters of RECIPE (by default `tiny`) lie on a mesh: sharding, gathered weights, bytes per
-    device, pipeline stages. It computes with abstract shapes and needs no device."""
+    """Show how the parameters of RECIPE (by default `tiny`) lie on a mesh: sharding, gathered
+    weights, bytes per device, pipeline stages. It computes with abstract shapes and needs no
+    device.
+    """
 
     draw: tuple[str, ...] = ()
     """Also draw which device holds which block of these parameters; `all` draws every one."""
     machine: str | None = None
     """Draw the mesh over a machine: v5p:4x4x8 (a torus), or h100:8x8 (nodes x GPUs per node)."""
     html: Path | None = None
-    """Write one offline page: any tensor on the devices, the pipeline, the mesh over the machine."""
+    """Write one offline page: any tensor on the devices, the pipeline, the mesh over the machine.
+    """
     json: bool = False
     """Print JSON."""
 
     def act(self, call: Call) -> Outcome:
-        """Runs `meshwright show`. Raises ConfigError where the run does not fit the mesh, or a file is not written."""
+        """Runs `meshwright show`.
+
+        Raises ConfigError where the run does not fit the mesh, or a file is not written.
+        """
         shown = show(self.run)
-        placed, shape = shown.placed, shown.placed.layout.shape
+        placed = shown.placed
+        shape = placed.layout.shape
         machine = _machine(self.machine, shape) if self.machine else None
         page = layout_page(placed, machine)
-        wanted = () if self.draw == ("all",) else self.draw
-        pictures = tensor_pictures(placed, wanted) if self.draw else []
-        timeline = PipelineTimeline(placed.schedule_table) if shape.stage > 1 else None
+        drawings: list[RenderableType] = []
+        if shape.stage > 1:
+            drawings.append(PipelineTimeline(placed.schedule_table))
+        if machine is not None:
+            drawings.append(draw_machine(shape.degrees(), machine))
+        if self.draw:
+            names = () if self.draw == ("all",) else self.draw
+            pictures = [picture.__rich__() for picture in tensor_pictures(placed, names)]
+            drawings.append(Columns(pictures, padding=(0, 3)))
         if self.html:
             page.write(self.html)
+        record = {**dataclasses.asdict(shown.report), "mesh": str(shape)}
+        return Outcome(functools.partial(_print_with, page, drawings), record)
 
-        def show_all(console: Console) -> None:
-            page.print(console)
-            drawn: list[RenderableType] = [timeline] if timeline else []
-            drawn += [draw_machine(shape.degrees(), machine)] if machine else []
-            drawn += (
-                [Columns([picture.__rich__() for picture in pictures], padding=(0, 3))]
-                if self.draw
-                else []
-            )
-            for drawing in drawn:
-                console.print()
-                console.print(drawing)
 
-        return Outcome(show_all, {**dataclasses.asdict(shown.report), "mesh": str(shape)})
+def _print_with(page: Report, drawings: Sequence[RenderableType], console: Console) -> None:
+    page.print(console)
+    for drawing in drawings:
+        console.print()
+        console.print(drawing)
 
 
 def _machine(text: str, shape: MeshShape) -> MachineGrid:
-    """Parses --machine. Raises ConfigError where it is not a target, or has another number of devices than the mesh."""
+    """Parses --machine.
+
+    Raises ConfigError where it is not a target, or has another number of devices than the mesh.
+    """
     target = parse_target(text)
     if target.devices != shape.size:
         raise ConfigError(

@@ -1,4 +1,7 @@
-"""Predictions and choices of the planner for devices at hand; training loads it where something is known of them."""
+"""Predictions and choices of the planner for the devices at hand.
+
+Training loads it if something is known about them.
+"""
 
 import contextlib
 import dataclasses
@@ -36,11 +39,15 @@ from meshwright.storage.writing import write_text
 from meshwright.trainer.loop import Summary, Trainable
 
 _NEAR = 0.9
-"""Planned fraction of the memory, with its fragmentation, from which the compiler decides whether a choice fits."""
+"""Planned fraction of the memory, with its fragmentation, from which the compiler decides whether a
+choice fits."""
 
 
 class LocalPlanner:
-    """Planner of the local devices. calibration: what `meshwright bench` measured on such devices."""
+    """Planner of the local devices.
+
+    calibration: what `meshwright bench` measured on such devices.
+    """
 
     def __init__(self, devices: Sequence[Any], calibration: Mapping[str, Any] | None):
         self._devices, self._calibration = devices, calibration
@@ -49,7 +56,7 @@ class LocalPlanner:
         """Hardware of the devices; None where nothing is known of them."""
 
     def choose(self, run: Run) -> Run:
-        """Returns the run with the choices of the best plan on its mesh that fits, where it leaves them open.
+        """Returns the run with its open choices made as in the best plan on its mesh that fits.
 
         A plan within 10 % of the memory that JAX has of a device is compiled before it is taken.
         """
@@ -71,11 +78,17 @@ class LocalPlanner:
         )
 
     def _needed(self, run: Run, target: Target) -> float:
-        """Returns the bytes of a device by the compiler for a plan near the limit, 0 for others and where it fits."""
+        """Returns the bytes that the compiler takes for a plan near the limit.
+
+        0 for other plans, and if it fits.
+        """
         plan, available = price_run(run, target), target.chip.hbm_bytes
         if plan.estimate.bytes * target.chip.fragmentation < _NEAR * available:
             return 0.0
-        why = f"compiling {plan.name}, planned at {plan.estimate.bytes / available:.0%} of the memory, to see if it fits"
+        why = (
+            f"compiling {plan.name}, planned at {plan.estimate.bytes / available:.0%} of the "
+            f"memory, to see if it fits"
+        )
         placed = place_on_devices(plan.run, build_mesh(plan.mesh, list(self._devices)))
         device_run = dataclasses.replace(placed, profile_of=profile_for(target))
         try:
@@ -94,7 +107,7 @@ class LocalPlanner:
         return 0.0
 
     def scheduled[T: Trainable](self, prepared: T) -> T:
-        """Returns a run whose steps XLA schedules by predicted times, where it is better off with them."""
+        """Returns a run whose steps XLA schedules by predicted times, if it is faster with them."""
         if self.target is None or not prepared.device_run.scheduled_by_price:
             return prepared
         device_run = dataclasses.replace(prepared.device_run, profile_of=profile_for(self.target))
@@ -105,7 +118,7 @@ class LocalPlanner:
         return forecast_step(placed, self._devices, self._calibration)
 
     def write_gaps(self, forecast: StepForecast, summary: Summary) -> list[ForecastGap]:
-        """Returns the step's parts, predicted and measured, and writes them to OUT/foresight.json."""
+        """Returns the step's parts, predicted and measured; writes them to OUT/foresight.json."""
         steps = max(1, summary.steps_taken)
         data_wait, saving = summary.data_wait_seconds / steps, summary.save_seconds / steps
         step = summary.step_seconds - data_wait
@@ -119,7 +132,10 @@ class LocalPlanner:
         return gaps
 
 
-_GENERAL_REMEDY = "a smaller --batch, more --training.microbatches, or --training.remat full (see meshwright prove)"
+_GENERAL_REMEDY = (
+    "a smaller --batch, more --training.microbatches, or --training.remat full (see "
+    "meshwright prove)"
+)
 
 
 def out_of_memory(
@@ -127,27 +143,37 @@ def out_of_memory(
 ) -> OutOfDeviceMemory:
     """Returns the error of a step that does not fit, with the cheapest options that make it fit.
 
-    device_run: None where the devices cannot even hold the state: the error then names hardware that does.
+    device_run: None where the devices cannot even hold the state: the error then names hardware
+    that does.
     """
     if device_run is None and isinstance(error, OutOfDeviceMemory):
         machine = machine_for(run)
-        fix = f"{error.fix}; meshwright plan {run.name} --on {machine}, or prove, which need no devices"
+        fix = (
+            f"{error.fix}; meshwright plan {run.name} --on {machine}, or prove, which need no "
+            f"devices"
+        )
         return OutOfDeviceMemory(error.asked, error.needed, error.available, fix)
     run = run if device_run is None else device_run.run
-    shape, remedies = run.mesh or MeshShape(), []
-    asked, needed, available = f"training {run.name} on mesh {shape}", None, None
+    shape = run.mesh or MeshShape()
+    remedies = []
+    asked = f"training {run.name} on mesh {shape}"
+    needed = available = None
+    refused = compiler_error(error)
     if isinstance(error, OutOfDeviceMemory):
-        asked, needed, available = error.asked, error.needed, error.available
-    elif isinstance(refused := compiler_error(error), OutOfMemory):
-        needed, available = int(refused.required), Room(int(refused.available), "a device")
+        asked = error.asked
+        needed = error.needed
+        available = error.available
+    elif isinstance(refused, OutOfMemory):
+        needed = int(refused.required)
+        available = Room(int(refused.available), "a device")
     if planner is not None and planner.target is not None:
         over = 0 if needed is None or available is None else needed - available.bytes
         with contextlib.suppress(ConfigError):
             remedies = memory_remedies(run, planner.target, shape, over)
     lines = [
-        f"    {r.option}: saves {format_bytes(r.saved_bytes)} per device, {r.extra_seconds:+.3g} s per step"
+        f"    {r.option}: saves {format_bytes(r.saved_bytes)} per device, {r.extra_seconds:+.3g} "
+        f"s per step"
         for r in remedies
     ]
-    return OutOfDeviceMemory(
-        asked, needed, available, "\n".join(["one of", *lines]) if lines else _GENERAL_REMEDY
-    )
+    fix = "\n".join(["one of", *lines]) if lines else _GENERAL_REMEDY
+    return OutOfDeviceMemory(asked, needed, available, fix)

@@ -1,6 +1,7 @@
-"""The verb `plan`: layouts for hardware that need not be here, and offers of it, ranked by arithmetic."""
+"""The verb `plan`: layouts and offers of hardware that need not be here, ranked by arithmetic."""
 
 import dataclasses
+import functools
 import math
 import re
 import time
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from meshwright.activity import activity
-from meshwright.api.proofs import Proof, prove_best, tune
+from meshwright.api.proofs import Proof, Tuned, prove_best, tune
 from meshwright.api.targets import find_target, refuse_wrapped, with_vocab
 from meshwright.api.verb import (
     Base,
@@ -95,13 +96,15 @@ class OfferOptions(Ranged):
     terms: PriceTerms = "on-demand"
     """Terms of the prices."""
     prices: Path | None = None
-    """Prices in place of the package's: CSV of chip, provider, region, terms, usd_per_chip_hour, source, read_on."""
+    """Prices in place of the package's: CSV of chip, provider, region, terms, usd_per_chip_hour,
+    source, read_on."""
     failure_chip_hours: PositiveFloat = CHIP_HOURS_PER_FAILURE
     """Chip-hours between two failures; by default those of Llama 3 405B on H100."""
     restart_minutes: PositiveFloat = RESTART_MINUTES
     """Minutes from a failure to the first step after it."""
     save_seconds: PositiveFloat | None = None
-    """Seconds that a checkpoint stops the steps; by default the copy of a device's state to its host."""
+    """Seconds that a checkpoint stops the steps; by default the copy of a device's state to its
+    host."""
 
     def market(self) -> Market:
         """Reads the table of prices."""
@@ -115,14 +118,18 @@ _NOT_OF_WRAPPED = ("tune", *_OF_OFFERS, "tokens", "tokens_per_step")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions(OfferOptions, RunOptions):
-    """Find the fastest way to lay RECIPE (by default `tiny`) out on hardware that is not here, and explain why the
-    others lose. All figures are predicted by arithmetic; nothing is compiled unless --prove or --tune asks for it."""
+    """Find the fastest way to lay RECIPE (by default `tiny`) out on hardware that is not here, and
+    explain why the others lose. All figures are predicted by arithmetic; nothing is compiled unless
+    --prove or --tune asks for it.
+    """
 
     on: Annotated[str, tyro.conf.arg(metavar="CHIP:SIZE,...")]
     """Hardware: v5p:8x8x16, 2*v6e:16x16, h100:64, gb200:144, or your own chip as FILE.toml:SIZE or
-    module:attribute:SIZE. Several are ranked: v5p:4x4x8,h100:64,128, or numbers of chips in a range: v5p:64..1024."""
+    module:attribute:SIZE. Several are ranked: v5p:4x4x8,h100:64,128, or numbers of chips in a
+    range: v5p:64..1024."""
     tokens_per_step: Annotated[str | None, tyro.conf.arg(metavar="COUNT,...")] = None
-    """Tokens per step, as 4M or 2097152; by default the recipe's batch. Several are ranked: 1M,2M or 1M..8M."""
+    """Tokens per step, as 4M or 2097152; by default the recipe's batch. Several are ranked: 1M,2M
+    or 1M..8M."""
     tokens: Annotated[str, tyro.conf.arg(metavar="COUNT")] = "1T"
     """Tokens of the whole training, for the days and the cost."""
     why: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
@@ -134,12 +141,13 @@ class PlanOptions(OfferOptions, RunOptions):
     prove: NonNegativeInt = 0
     """Compile this many of the best plans for the hardware, and rank them by the compiled step."""
     tune: bool = False
-    """Compile variants of the best plan (remat, dtypes, block sizes, compiler options) and keep what is faster."""
+    """Compile variants of the best plan (remat, dtypes, block sizes, compiler options) and keep
+    what is faster."""
     limit: TimeLimit = 3600
     """Most seconds of processor time for one compilation."""
     html: Path | None = None
-    """Write one offline page: every plan by step time and memory, why each loses, the best on the hardware; with
-    --compare the two side by side, and of several targets days against cost."""
+    """Write one offline page: every plan by step time and memory, why each loses, the best on the
+    hardware; with --compare the two side by side, and of several targets days against cost."""
     out: Path | None = None
     """Write the best plan as JSON, which train, prove and rehearse take."""
     shown: PositiveInt = 8
@@ -153,17 +161,12 @@ class PlanOptions(OfferOptions, RunOptions):
         return cls(run=base.run, on=base.target or tyro.MISSING)
 
     def act(self, call: Call) -> Outcome:
-        """Runs `meshwright plan`: searches, compiles where asked, writes, prints. Raises ConfigError."""
-        names = [word.partition("=")[0].replace("_", "-") for word in call.words]
-        for name in _CHOSEN if self.run.model.states_layers else ():
-            if name in names:
-                fix = (
-                    f"--why {self.run.mesh}, which explains that mesh"
-                    if name == "--mesh"
-                    else "leave it out"
-                )
-                fix += f", or `meshwright prove --on {self.on}` with it"
-                raise ConfigError(f"{name} with plan", "plan prices all of them, and chooses", fix)
+        """Runs `meshwright plan`: searches, compiles where asked, writes, prints.
+
+        Raises ConfigError.
+        """
+        if self.run.model.states_layers:
+            self._refuse_chosen(call.words)
         require_writable((self.html, self.out))
         refuse_wrapped(self.run, given_options(self, _NOT_OF_WRAPPED))
         console = call.console
@@ -188,6 +191,18 @@ class PlanOptions(OfferOptions, RunOptions):
             console.print(text, markup=False, soft_wrap=True)
         return Outcome(record=record)
 
+    def _refuse_chosen(self, words: Sequence[str]) -> None:
+        """Raises ConfigError for an option that names what a plan chooses."""
+        names = [word.partition("=")[0].replace("_", "-") for word in words]
+        for name in _CHOSEN:
+            if name not in names:
+                continue
+            instead = "leave it out"
+            if name == "--mesh":
+                instead = f"--why {self.run.mesh}, which explains that mesh"
+            fix = f"{instead}, or `meshwright prove --on {self.on}` with it"
+            raise ConfigError(f"{name} with plan", "plan prices all of them, and chooses", fix)
+
     def _plan_target(self, console: Console) -> tuple[Plan, dict[str, Any]]:
         """Prints the plans of one target; returns the best, and all figures as JSON."""
         if self.prove or self.tune:
@@ -199,47 +214,48 @@ class PlanOptions(OfferOptions, RunOptions):
             self.run,
             self.on,
             tokens_per_step=self.tokens_per_step,
-            include=(explained,) if explained else (),
+            include=() if explained is None else (explained,),
         )
-        found, took = plans.searches[0], time.perf_counter() - began
+        found = plans.searches[0]
+        took = time.perf_counter() - began
         run = plans[0].run
-        compared: tuple[Plan, ...] = ()
-        for shape in map(MeshShape.parse, self.compare or ()):
-            best, smallest = price_mesh(
-                with_open_choices(run), found.target, shape
-            )  # raises where there is neither
-            compared += tuple(filter(None, (best or smallest,)))
         offer = None
         if run.model.reads_text:
             offer = make_offer(plans[0], parse_count(self.tokens, "--tokens"), self.market())
         remarks = [*self._rounding_notes(), *notes(run, found)]
-
-        def report(best: Plan, sections: Sequence[Section] = ()) -> Report:
-            lines = [f"{found.priced:,} plans priced in {took:.1f} s", *remarks]
-            page = plan_page(
-                best, found, sections, compared, offer=offer, notes=lines, shown=self.shown
-            )
-            if explained is None:
-                return page
-            why = Section(f"why {explained}", [Text([explain_mesh(found, explained)])])
-            return dataclasses.replace(page, sections=[*page.sections, why])
-
-        chosen, sections, proofs = plans[0], list[Section](), dict[str, Any]()
+        page = functools.partial(
+            plan_page,
+            result=found,
+            compared=self._compared(run, found),
+            offer=offer,
+            notes=[f"{found.priced:,} plans priced in {took:.1f} s", *remarks],
+            shown=self.shown,
+        )
+        why = []
+        if explained is not None:
+            why = [Section(f"why {explained}", [Text([explain_mesh(found, explained)])])]
+        if not self.json:  # compiling takes minutes: the ranking comes first
+            _with_sections(page(plans[0]), why).print(console)
+        chosen = plans[0]
+        sections: list[Section] = []
+        proofs: dict[str, Any] = {}
         if self.prove > 0 or self.tune:
-            if not self.json:  # compiling takes minutes: the ranking comes first
-                report(chosen).print(console)
             chosen, sections, proofs = self._compile(found, console)
-        elif not self.json:
-            report(chosen).print(console)
         if self.html:
-            report(chosen, sections).write(self.html)
+            _with_sections(page(chosen, compiled=sections), why).write(self.html)
         training = None if offer is None else offer_json(offer)
-        return chosen, {
-            **_search_json(found, self.shown),
-            "training": training,
-            "notes": remarks,
-            **proofs,
-        }
+        figures = _search_json(found, self.shown)
+        return chosen, {**figures, "training": training, "notes": remarks, **proofs}
+
+    def _compared(self, run: Run, found: SearchResult) -> tuple[Plan, ...]:
+        """Returns the best plan of each mesh of --compare, or the smallest one where none fits."""
+        compared: list[Plan] = []
+        for mesh in self.compare or ():
+            shape = MeshShape.parse(mesh)
+            # Raises where there is neither.
+            best, smallest = price_mesh(with_open_choices(run), found.target, shape)
+            compared += [plan for plan in (best or smallest,) if plan is not None]
+        return tuple(compared)
 
     def _rounding_notes(self) -> list[str]:
         """Says where a batch is not the tokens per step that were asked for."""
@@ -251,7 +267,10 @@ class PlanOptions(OfferOptions, RunOptions):
         return found
 
     def _plan_offers(self, console: Console) -> tuple[Plan, dict[str, Any]]:
-        """Prints offers of several targets or batches, or within limits; returns the best plan, and all as JSON."""
+        """Prints offers of several targets or batches, or within limits.
+
+        Returns the best plan, and all as JSON.
+        """
         limited = self.days is not None or self.budget is not None
         if limited and self.rank_by != "time":
             raise ConfigError(
@@ -271,85 +290,62 @@ class PlanOptions(OfferOptions, RunOptions):
             rank_by=self.rank_by,
             market=self.market(),
         )
+        took = time.perf_counter() - began
         if not self.json:
-            limits = [f"within {self.days:g} days"] if self.days is not None else []
-            limits += [f"for at most ${budget:,.0f}"] if budget is not None else []
-            order = (
-                ("cheapest" if self.days is not None else "fastest")
-                if limited
-                else f"least {self.rank_by}"
-            )
-            priced, within = (
-                len(found) + len(found.beyond),
-                f"{' ' if limits else ''}{' and '.join(limits)}",
-            )
-            took = f"{priced} plans in {time.perf_counter() - began:.1f} s"
-            kept = f"{took}, {len(found)} of them kept{within}, {order} first"
-            plans = [offer.plan for offer in found[: self.shown]]
-            remarks = dict.fromkeys(
-                filter(None, (batch_note(plan.run, plan.target) for plan in plans))
-            )
-            remarks |= dict.fromkeys(filter(None, (plan.record_note for plan in plans)))
-            every = [offer.plan for offer in (*found, *found.beyond)]
-            remarks |= dict.fromkeys(fewer_are_faster(every))
-            lines = [kept, *(f"note: {note}" for note in [*self._rounding_notes(), *remarks])]
-            offer_page(found, found.refused, found.beyond, notes=lines, shown=self.shown).print(
-                console
-            )
+            lines = [self._kept_line(found, took, budget)]
+            lines += [f"note: {note}" for note in self._notes_on_offers(found)]
+            page = offer_page(found, found.refused, found.beyond, notes=lines, shown=self.shown)
+            page.print(console)
         if self.html:
             offer_page(found, found.refused, found.beyond).write(self.html)
         refused = {name: str(error) for name, error in found.refused.items()}
         return found[0].plan, {"offers": [offer_json(offer) for offer in found], "refused": refused}
 
+    def _kept_line(self, found: "Offers", took: float, budget: float | None) -> str:
+        """Formats how many plans were priced, how many are within the limits, and their order."""
+        limits = []
+        if self.days is not None:
+            limits.append(f"within {self.days:g} days")
+        if budget is not None:
+            limits.append(f"for at most ${budget:,.0f}")
+        order = f"least {self.rank_by}"
+        if self.days is not None:
+            order = "cheapest"
+        elif budget is not None:
+            order = "fastest"
+        priced = len(found) + len(found.beyond)
+        kept = " ".join([f"{len(found)} of them kept", " and ".join(limits)]).rstrip()
+        return f"{priced} plans in {took:.1f} s, {kept}, {order} first"
+
+    def _notes_on_offers(self, found: "Offers") -> list[str]:
+        """Returns notes on the plans that are shown and on the ranking, each once."""
+        remarks: list[str | None] = list(self._rounding_notes())
+        plans = [offer.plan for offer in found[: self.shown]]
+        remarks += [batch_note(plan.run, plan.target) for plan in plans]
+        remarks += [plan.record_note for plan in plans]
+        remarks += fewer_are_faster([offer.plan for offer in (*found, *found.beyond)])
+        return list(dict.fromkeys(note for note in remarks if note))
+
     def _compile(
         self, found: SearchResult, console: Console
     ) -> tuple[Plan, list[Section], dict[str, Any]]:
-        """Compiles the best plans, and variants of the best; returns the best, sections, and figures as JSON."""
+        """Compiles the best plans, and variants of the best.
 
-        def say(line: str) -> None:
-            console.print(f"[dim]{escape(line)}[/]")
+        Returns the best, sections, and figures as JSON.
+        """
 
+        say = functools.partial(_say, console)
         proofs = prove_best(found.plans[: max(1, self.prove)], found.target, self.limit, say)
         best = proofs[0]
-        headings = [
-            "plan",
-            "step, planned",
-            "step, simulated",
-            "memory, planned",
-            "memory, compiled",
-            "compile time",
-        ]
-        rows = [
-            [
-                p.plan.name,
-                f"{p.plan.estimate.seconds:.3g} s",
-                _step(p),
-                format_bytes(p.plan.estimate.bytes),
-                _bytes(p),
-                f"{p.compile_seconds:.0f} s" if p.compile_seconds else "",
-                p.refused,
-            ]
-            for p in proofs
-        ]
-        note = "Proved by the compiler; the step time is simulated."
-        sections = [Section("Compiled for the hardware", [_table(headings, rows)], note)]
-        print_sections(console, sections)
+        section = _proofs_section(proofs)
+        sections = [section]
+        print_sections(console, [section])
         figures: dict[str, Any] = {"proofs": [proof.to_json() for proof in proofs]}
         if self.tune:
             tuned = tune(best, found.target, self.limit, say)
-            rows = [["(as planned)", _step(best), _bytes(best), ""]]
-            for name, proof in tuned.tried:
-                rows.append(
-                    [
-                        name,
-                        _step(proof),
-                        _bytes(proof),
-                        "kept" if name in tuned.kept else proof.refused,
-                    ]
-                )
-            title = "Tuned, each change on top of those kept"
-            sections.append(Section(title, [_table(["change", "step", "memory"], rows)]))
-            print_sections(console, sections[1:])
+            section = _tuning_section(best, tuned)
+            sections.append(section)
+            print_sections(console, [section])
             start, best = best, tuned.best
             assert start.step_seconds is not None and best.step_seconds is not None
             gain = f"{best.step_seconds / start.step_seconds - 1:+.1%}"
@@ -359,6 +355,46 @@ class PlanOptions(OfferOptions, RunOptions):
                 for name, proof in tuned.tried
             ]
         return (found.plans[0] if best.refused else best.plan), sections, figures
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(f"[dim]{escape(line)}[/]")
+
+
+def _with_sections(page: Report, sections: Sequence[Section]) -> Report:
+    """Returns a page with further sections at its end."""
+    return dataclasses.replace(page, sections=[*page.sections, *sections])
+
+
+def _proofs_section(proofs: Sequence[Proof]) -> Section:
+    """Returns the table of compiled plans: each planned figure beside the compiler's."""
+    headings = [
+        "plan",
+        "step, planned",
+        "step, simulated",
+        "memory, planned",
+        "memory, compiled",
+        "compile time",
+    ]
+    rows = []
+    for proof in proofs:
+        estimate = proof.plan.estimate
+        row = [proof.plan.name, f"{estimate.seconds:.3g} s", _step(proof)]
+        row += [format_bytes(estimate.bytes), _bytes(proof)]
+        row += [f"{proof.compile_seconds:.0f} s" if proof.compile_seconds else "", proof.refused]
+        rows.append(row)
+    note = "Proved by the compiler; the step time is simulated."
+    return Section("Compiled for the hardware", [_table(headings, rows)], note)
+
+
+def _tuning_section(best: Proof, tuned: Tuned) -> Section:
+    """Returns the table of the changes that were tried, and which of them were kept."""
+    rows = [["(as planned)", _step(best), _bytes(best), ""]]
+    for name, proof in tuned.tried:
+        outcome = "kept" if name in tuned.kept else proof.refused
+        rows.append([name, _step(proof), _bytes(proof), outcome])
+    table = _table(["change", "step", "memory"], rows)
+    return Section("Tuned, each change on top of those kept", [table])
 
 
 def _search_json(found: SearchResult, shown: int) -> dict[str, Any]:
@@ -407,11 +443,11 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return Table(columns, rows, title="Compiled and simulated steps", printed=len(rows))
 
 
-def _step(proof: "Proof") -> str:
+def _step(proof: Proof) -> str:
     return "" if proof.step_seconds is None else f"{proof.step_seconds:.3g} s"
 
 
-def _bytes(proof: "Proof") -> str:
+def _bytes(proof: Proof) -> str:
     return "" if proof.peak_bytes is None else format_bytes(proof.peak_bytes)
 
 
@@ -422,7 +458,9 @@ _IN_NOTEBOOK = 20
 
 
 class Plans(list[Plan]):
-    """Plans, the fastest predicted step first. They print as a table; in a notebook they show their page.
+    """Plans, the fastest predicted step first.
+
+    They print as a table; in a notebook they show their page.
 
     Example:
         >>> plans = mw.plan("llama32-1b", on="v6e:2x2", tokens_per_step="128k", at_most=2)
@@ -441,7 +479,10 @@ class Plans(list[Plan]):
         return text_of(plans_table(self))
 
     def page(self) -> Report | None:
-        """Returns the page of the best plan and of the search that it comes from; None where there is none."""
+        """Returns the page of the best plan and of its search.
+
+        None without a plan.
+        """
         return self._page(_MOST)
 
     def _page(self, most: int) -> Report | None:
@@ -497,8 +538,9 @@ def plan(
     at_most: int = 20,
     include: Sequence[MeshShape] = (),
 ) -> Plans:
-    """Returns the best plans of a run on hardware that need not be here, the fastest predicted step first.
+    """Returns the best plans of a run, the fastest predicted step first.
 
+    The hardware need not be here.
     run: a Run, or a recipe's name.  on: a machine such as `v5p:8x8x16` or `h100:64`, or several.
     tokens_per_step: global batch in tokens, such as `4M`; None keeps the run's batch.
     include: meshes that are priced in any case, to be explained.
@@ -550,14 +592,18 @@ def offers(
     rank_by: Aim = "time",
     market: Market | None = None,
 ) -> Offers:
-    """Returns the best plan of each target and batch with the days and dollars of a training, the best first.
+    """Returns the best plan of each target and batch, the best first.
 
-    run: a Run, or a recipe's name.  on: targets, numbers of chips or ranges: `v5p:4x4x8,h100:64`, `h100:64..1024`.
-    tokens: of the whole training.  tokens_per_step: global batch, several (`1M,2M`) or a range (`1M..4M`).
-    days, budget: latest end and most dollars: what keeps both is returned, the cheapest first under a deadline, else
-    the fastest.  rank_by: without them, what comes first: `time` or `cost`.
+    Each has the days and dollars of a training.
+    run: a Run, or a recipe's name.  on: targets, numbers of chips or ranges: `v5p:4x4x8,h100:64`,
+    `h100:64..1024`.
+    tokens: of the whole training.  tokens_per_step: global batch, several (`1M,2M`) or a range
+    (`1M..4M`).
+    days, budget: latest end and most dollars: what keeps both is returned, the cheapest first under
+    a deadline, else the fastest.  rank_by: without them, what comes first: `time` or `cost`.
     market: prices and reliability (`meshwright.api.planning.read_market`).
-    Raises ConfigError where nothing fits, or where nothing keeps the limits, with the nearest that is possible.
+    Raises ConfigError where nothing fits, or where nothing keeps the limits, with the nearest that
+    is possible.
 
     Example:
         >>> found = mw.offers("llama32-1b", on="h100:8,v5p:2x2x2", tokens="100B", rank_by="cost")

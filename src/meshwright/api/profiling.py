@@ -25,8 +25,9 @@ FOLDER = "profile"
 def profiled(
     prepared: Trainable, steps: str, out: Path, console: Console | None, target: Target | None
 ) -> Iterator[Trainable]:
-    """Yields the run with the profiler around its steps; then writes OUT/profile.json and prints the table.
+    """Yields the run with the profiler around its steps.
 
+    Then writes OUT/profile.json and prints the table.
     steps: as `10:13`.  console: None prints nothing.  target: the hardware here, where it is known.
     Raises ConfigError where they are none of this run's.
     """

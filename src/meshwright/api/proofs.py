@@ -1,7 +1,8 @@
-"""Plans compiled for their machine, each in a process of its own, and tuned by what their programs show."""
+"""Plans compiled for their machine, each in a process of its own, and tuned by their programs."""
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -53,7 +54,8 @@ _CRASHES = (
     signal.SIGSEGV,
     signal.SIGTRAP,
 )
-"""Signals of a compiler's own fault, which another start would meet again; all others are sent from outside."""
+"""Signals of a compiler's own fault, which another start would meet again; all others are sent from
+outside."""
 _REPORT = "report it with that log; another batch or version of the compiler may not meet it"
 _LISTENED = 0.5
 """Seconds between two readings of the log of a process that compiles."""
@@ -66,8 +68,8 @@ Say = Callable[[str], None]
 class Proof(Brief):
     """Result of compiling a plan for its machine.
 
-    Proved by the compiler: that it compiles, its memory, its collectives. Predicted: the time of a step, by simulating
-    the compiled schedule.
+    Proved by the compiler: that it compiles, its memory, its collectives. Predicted: the time of a
+    step, by simulating the compiled schedule.
 
     Example:
         >>> best = mw.plan("llama3-8b", on="v5p:4x4x4")
@@ -131,11 +133,13 @@ class Proof(Brief):
 
 
 def prove(plan: Plan | Run, on: str | None = None, *, limit: int = 3600) -> Proof:
-    """Compiles a plan's train step for its machine with that machine's own compiler, in a process of its own.
+    """Compiles a plan's train step with its machine's own compiler.
 
-    on: the machine, for a Run.  limit: seconds of processor time that compiling may take.
-    Needs libtpu, or NVIDIA's compiler (docs: Install), not the hardware. Raises CompilerError where that is missing, and
-    ConfigError for a Run without `on`. A plan that the compiler refuses is a Proof with the reason in `refused`.
+    A child process does it.
+    on: the machine, for a Run.  limit: seconds of processor time that compiling may take. Needs
+    libtpu, or NVIDIA's compiler (docs: Install), not the hardware. Raises CompilerError where that
+    is missing, and ConfigError for a Run without `on`. A plan that the compiler refuses is a Proof
+    with the reason in `refused`.
 
     Example:
         >>> run = mw.recipe("llama3-8b", mesh="fsdp=64")
@@ -159,7 +163,7 @@ def prove(plan: Plan | Run, on: str | None = None, *, limit: int = 3600) -> Proo
 
 
 def prove_plan(plan: Plan, target: Target, limit: int) -> Proof:
-    """Compiles a plan for `target` by `meshwright prove PLAN --json`, for at most `limit` seconds."""
+    """Compiles a plan by `meshwright prove PLAN --json`, for at most `limit` seconds."""
     model = plan.run.model.options_of_child()
     require_compiler(target)  # a fault of this machine, and none of the plan
     with (
@@ -212,12 +216,15 @@ def is_compiling_process(target: Target) -> bool:
 def compile_in_subprocess(
     target: Target, limit: int, words: Sequence[str], output: IO[str]
 ) -> tuple[int, str]:
-    """Runs `meshwright WORDS` in a process that compiles for `target`; returns its exit code and our own messages.
+    """Runs `meshwright WORDS` in a process that compiles for `target`.
 
-    limit: most seconds of processor time, and ten times as many by the clock, for a compiler that waits for ever.
+    Returns its exit code and our own messages.
+    limit: most seconds of processor time, and ten times as many by the clock, for a compiler that
+    waits for ever.
     output: file of its standard output. The notices in its log are announced here as activities.
-    Raises CompilerError where the compiler is missing, takes too long or crashes, and UnavailableError where something
-    outside ends it, such as Linux for want of memory; its log is kept in the cache, in a file that the error names.
+    Raises CompilerError where the compiler is missing, takes too long or crashes, and
+    UnavailableError where something outside ends it, such as Linux for want of memory; its log is
+    kept in the cache, in a file that the error names.
     """
     require_compiler(target)
     log = default_cache_folder() / "proofs" / f"compiler-{secrets.token_hex(8)}.log"
@@ -246,15 +253,17 @@ def compile_in_subprocess(
     if code < 0 or code == _COMPILER_EXIT or "Traceback (most recent call last)" in text:
         raise _error_of_end(asked, code, limit, log, text)
     remove_file(log, below=log.parent)
-    # Without a TPU or GPU the compilers warn about the machine; only this package's error, and what follows it, matter.
+    # Without a TPU or GPU the compilers warn about the machine; only this package's error, and what
+    # follows it, matter.
     lines = text.splitlines(keepends=True)
     first = next((i for i, line in enumerate(lines) if line.startswith("error:")), len(lines))
     return code, "".join(lines[first:])
 
 
 def _wait_and_announce(child: subprocess.Popen[bytes], log: Path, most: float) -> int:
-    """Waits for a process that compiles, and announces the notices in its log; returns its exit code.
+    """Waits for a process that compiles, and announces the notices in its log.
 
+    Returns its exit code.
     After `most` seconds that is the one of the limit on its processor time.
     """
     latest, deadline = "", time.monotonic() + most
@@ -285,7 +294,10 @@ def _error_of_end(
         truth = f"it took more than {limit} s of processor time{during}; its log is {log}"
         return CompilerError(asked, truth, f"--limit {2 * limit}")
     if code < 0 and -code not in _CRASHES:
-        truth = f"{_name_of(-code)} ended the compiler{during}, so nothing is known of the program; its log is {log}"
+        truth = (
+            f"{_name_of(-code)} ended the compiler{during}, so nothing is known of the "
+            f"program; its log is {log}"
+        )
         if -code == signal.SIGKILL:
             truth += "; Linux sends it where a machine's memory is exhausted (dmesg shows it)"
         fix = "the same command again, with less beside it or on a machine with more memory"
@@ -312,7 +324,10 @@ def _took_before(target: Target) -> str:
         f"{len(taken)} program{'s' if len(taken) > 1 else ''}",
         statistics.median(taken),
     )
-    took = f"took {taken[0]:.0f} to {taken[-1]:.0f} s of processor time here, {middle:.0f} in the middle"
+    took = (
+        f"took {taken[0]:.0f} to {taken[-1]:.0f} s of processor time here, {middle:.0f} in the "
+        f"middle"
+    )
     return f" ({programs} for {target.chip.name} {took})"
 
 
@@ -345,14 +360,11 @@ def prove_best(plans: Sequence[Plan], target: Target, limit: int, say: Say) -> l
 def trials(run: Run, target: Target) -> Iterator[tuple[str, Run]]:
     """Yields `run` with one thing changed, and the name of the change.
 
-    The changes are the neighbouring remat policies, half and twice the microbatches, the dtype of gradient sums, block
-    sizes of attention and loss, and compiler options.
+    The changes are the neighbouring remat policies, half and twice the microbatches, the dtype of
+    gradient sums, block sizes of attention and loss, and compiler options.
     """
     training = run.training
-
-    def changed(**fields: Any) -> Run:
-        return dataclasses.replace(run, training=dataclasses.replace(training, **fields))
-
+    changed = functools.partial(_with_training, run)
     policies = remat_policies(target)
     current = policies.index(training.remat)
     for remat in policies[max(0, current - 2) : current + 2]:
@@ -377,6 +389,10 @@ def trials(run: Run, target: Target) -> Iterator[tuple[str, Run]]:
     ):
         others = tuple(word for word in training.compiler_options if word != AUTO)
         yield "the compiler's own options", changed(compiler_options=others)
+
+
+def _with_training(run: Run, **fields: Any) -> Run:
+    return dataclasses.replace(run, training=dataclasses.replace(run.training, **fields))
 
 
 def tune(proof: Proof, target: Target, limit: int, say: Say) -> Tuned:

@@ -73,26 +73,29 @@ from meshwright.views.run_tables import choices_facts, choices_to_json
 from xlacensus.comparison import compare
 
 _LARGEST_ON_CPU = 2**33
-"""Elements of an array from which on XLA's compiler for CPUs counts no tiles, and divides by zero."""
+"""Elements of an array from which on XLA's compiler for CPUs counts no tiles, and divides by zero.
+"""
 _WRITTEN = ("save", "hlo", "html")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProveOptions(RunOptions):
-    """Compile the train step of RECIPE (by default `tiny`) for a mesh of the devices at hand, of simulated devices, or
-    of hardware that is not here, and read the compiled program: memory by category, every collective, FLOPs, faults.
-    Nothing is trained. The exit code is 6 where the step does not fit the memory."""
+    """Compile the train step of RECIPE (by default `tiny`) for a mesh of the devices at hand, of
+    simulated devices, or of hardware that is not here, and read the compiled program: memory by
+    category, every collective, FLOPs, faults. Nothing is trained. The exit code is 6 where the step
+    does not fit the memory.
+    """
 
     on: Annotated[str | None, tyro.conf.arg(metavar="CHIP:SIZE")] = None
-    """Compile for hardware that is not here, with its own compiler: v5p:4x4x8, 2*v6e:16x16, tpu7x:4x4x4, h100:64,
-    b200:256. A plan file names its own."""
+    """Compile for hardware that is not here, with its own compiler: v5p:4x4x8, 2*v6e:16x16,
+    tpu7x:4x4x4, h100:64, b200:256. A plan file names its own."""
     limit: TimeLimit = 3600
     """Most seconds of processor time for compiling with --on."""
     step: Literal["train", "evaluate"] = "train"
     """Program to compile."""
     against: str | None = None
-    """Compare with another mesh (axis=degree,...), another PLAN.json for the same hardware, or a census that --save
-    wrote; --html then shows the difference."""
+    """Compare with another mesh (axis=degree,...), another PLAN.json for the same hardware, or a
+    census that --save wrote; --html then shows the difference."""
     save: Path | None = None
     """Write the census as JSON."""
     hlo: Path | None = None
@@ -165,7 +168,10 @@ class ProveOptions(RunOptions):
         return Outcome(record=_to_json(compiled, phases), code=0 if fits else CensusError.exit_code)
 
     def _other_side(self, target: Target | None) -> Run | dict[str, Any] | None:
-        """Reads --against: a run to compile, or a saved census. Raises ConfigError for a plan for other hardware."""
+        """Reads --against: a run to compile, or a saved census.
+
+        Raises ConfigError for a plan for other hardware.
+        """
         if self.against is None:
             return None
         file = path_of(self.against)
@@ -190,7 +196,10 @@ class ProveOptions(RunOptions):
         other: Run | dict[str, Any] | None,
         take: "Callable[[Run], CompiledStep]",
     ) -> list[Section]:
-        """Prints the difference to the other side, where there is one; returns the sections of a page of all."""
+        """Prints the difference to the other side, if there is one.
+
+        Returns the sections of a page of all.
+        """
         if other is None:
             return census_sections(census) if self.html else []
         if isinstance(other, Run):
@@ -236,7 +245,10 @@ class ProveOptions(RunOptions):
 
 
 def target_devices(target: Target) -> list[Any]:
-    """Returns the devices of a target. Raises CensusError where its compiler has another number of them."""
+    """Returns the devices of a target.
+
+    Raises CensusError where its compiler has another number of them.
+    """
     devices = topology_devices(target)
     if len(devices) != target.devices:
         raise CensusError(
@@ -260,10 +272,14 @@ class CompiledStep:
     undetermined: float | None = None
     """Predicted seconds of the step without `deterministic`, where that changes it."""
     cache: tuple[Path, bool] | None = None
-    """File of the census in the cache of proofs, and whether to compile again what is there; None for devices here."""
+    """File of the census in the cache of proofs, and whether to compile again what is there; None
+    for devices here."""
 
     def phases(self) -> dict[str, int]:
-        """Compiles all phases of a training, where the step is that of a model family; returns bytes of a device."""
+        """Compiles all phases of the training of a model family.
+
+        Returns the bytes of a device.
+        """
         device_run, census = self.device_run, self.census
         if device_run is None or census.name != "train step":
             return {}
@@ -284,64 +300,74 @@ def compile_step(
 ) -> CompiledStep:
     """Compiles the train or evaluation step of a run for devices, here or not.
 
-    target: hardware of the devices, None for those at hand.  step: `train` or `evaluate`.  fresh: compile again what is
-    in the cache of proofs.
+    target: hardware of the devices, None for those at hand.  step: `train` or `evaluate`.  fresh:
+    compile again what is in the cache of proofs.
     Raises OutOfMemory where the compiler refuses it.
     """
-    run, devices = resolved_run(run, len(devices), target), list(devices)
+    run = resolved_run(run, len(devices), target)
     assert run.mesh is not None
-    device_run = place_on_devices(run, build_mesh(run.mesh, devices))
-    if target is None and devices[0].platform == "cpu":
-        _check_arrays(run, device_run)
-    elif (
-        target is None
-        and (here := local_target(devices, calibration_here(default_cache_folder()))) is not None
-    ):
-        device_run = dataclasses.replace(device_run, profile_of=profile_for(here[0]))
+    device_run = place_on_devices(run, build_mesh(run.mesh, list(devices)))
+    if target is None:
+        device_run = _prepared_for(devices, device_run)
     # Choices are made, and states saved as weights, of a model whose layers are known.
     known = device_run if run.model.states_layers else None
     if target is None or step != "train":
         census_of = census_of_train_step if step == "train" else census_of_eval_step
         with activity("compile", f"compiling the {step} step", f"compiled the {step} step"):
             return CompiledStep(device_run, census_of(device_run), known, None)
-    folder, undetermined = default_cache_folder() / "proofs", None
-
-    def compiled(device_run: DeviceRun) -> Census:
-        began = time.process_time()
-        try:
-            return census_of_train_step(device_run, target)
-        finally:
-            with (
-                contextlib.suppress(OSError),
-                timings_file(target).open("a", encoding="utf-8") as taken,
-            ):
-                taken.write(f"{time.process_time() - began:.0f}\n")
-
-    def proved(device_run: DeviceRun, what: str) -> tuple[Path, Census]:
-        file = folder / f"{cache_key(device_run, target)}.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with activity("compile", f"compiling {what}", f"compiled {what}"):
-            return file, cached(file, Census, lambda: compiled(device_run), fresh)
-
-    file, census = proved(device_run, "the train step")
+    file, census = _proved(device_run, target, "the train step", fresh)
+    undetermined = None
     if device_run.fixes_bits:
-        plain = dataclasses.replace(
-            run, training=dataclasses.replace(run.training, deterministic=False)
-        )
-        same = place_on_devices(plain, device_run.mesh)
-        schedule = proved(same, "the train step without deterministic sums")[1].schedule
+        training = dataclasses.replace(run.training, deterministic=False)
+        plain = place_on_devices(dataclasses.replace(run, training=training), device_run.mesh)
+        what = "the train step without deterministic sums"
+        schedule = _proved(plain, target, what, fresh)[1].schedule
         undetermined = None if schedule is None else schedule.step_seconds
     planned = estimate(place_run(run), target)
     return CompiledStep(device_run, census, known, planned, undetermined, (file, fresh))
 
 
+def _prepared_for(devices: Sequence[Any], device_run: DeviceRun) -> DeviceRun:
+    """Returns a run for devices that are here, with the profile by which XLA schedules it."""
+    if devices[0].platform == "cpu":
+        _check_arrays(device_run.run, device_run)
+        return device_run
+    here = local_target(list(devices), calibration_here(default_cache_folder()))
+    if here is None:
+        return device_run
+    return dataclasses.replace(device_run, profile_of=profile_for(here[0]))
+
+
+def _proved(device_run: DeviceRun, target: Target, what: str, fresh: bool) -> tuple[Path, Census]:
+    """Returns the census of a train step, from the cache of proofs or compiled, and its file there."""
+    file = default_cache_folder() / "proofs" / f"{cache_key(device_run, target)}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with activity("compile", f"compiling {what}", f"compiled {what}"):
+        compiled = functools.partial(_timed_census, device_run, target)
+        return file, cached(file, Census, compiled, fresh)
+
+
+def _timed_census(device_run: DeviceRun, target: Target) -> Census:
+    """Compiles a train step for a target, and notes the processor seconds that it took."""
+    began = time.process_time()
+    try:
+        return census_of_train_step(device_run, target)
+    finally:
+        with (
+            contextlib.suppress(OSError),
+            timings_file(target).open("a", encoding="utf-8") as taken,
+        ):
+            taken.write(f"{time.process_time() - began:.0f}\n")
+
+
 def compile_choices(
     run: Run, target: Target, take: Callable[[Run], CompiledStep], say: Say
 ) -> tuple[Run, Callable[[], CompiledStep]]:
-    """Compiles the train step of a run with choices that fit the target, and others where those do not.
+    """Compiles the train step of a run with choices that fit the target.
 
-    run: with its mesh.  take: compiles a run.  say: receives why a choice is given up.
-    Returns the run, and a function that returns its compiled step or raises the compiler's OutOfMemory.
+    If they do not, others follow.
+    run: with its mesh.  take: compiles a run.  say: receives why a choice is given up. Returns the
+    run, and a function that returns its compiled step or raises the compiler's OutOfMemory.
     """
     compiled: dict[Run, CompiledStep | OutOfMemory] = {}
 
@@ -365,7 +391,10 @@ def compile_choices(
 
 
 def _check_arrays(run: Run, placed: PlacedRun) -> None:
-    """Raises CensusError for a step with arrays that XLA's compiler for CPUs dies of, with SIGFPE (jaxlib 0.12.0)."""
+    """Raises CensusError for a step that kills XLA's compiler for CPUs.
+
+    It dies of SIGFPE on some arrays (jaxlib 0.12.0).
+    """
     shape, width = placed.layout.shape, placed.layout.spec.width
     training = placed.run.training
     batch, seq = (
@@ -378,9 +407,11 @@ def _check_arrays(run: Run, placed: PlacedRun) -> None:
         parts = training.microbatches * 2 * math.ceil(elements / _LARGEST_ON_CPU)
         raise CensusError(
             f"compiling {run.name} on mesh {shape} for this CPU",
-            f"a microbatch on a device has {batch} x {seq} x {width} = {elements:,} activations, and from 2^33 = "
+            f"a microbatch on a device has {batch} x {seq} x {width} = {elements:,} activations, "
+            f"and from 2^33 = "
             f"{_LARGEST_ON_CPU:,} elements on its compiler dies",
-            f"the same command with --on {machine_for(run)}; or --training.microbatches {parts} here",
+            f"the same command with --on {machine_for(run)}; or --training.microbatches {parts} "
+            f"here",
         )
 
 
@@ -407,7 +438,10 @@ def _short_name(run: Run) -> str:
 def _print_verdict(
     console: Console, compiled: CompiledStep, target: Target, phases: Mapping[str, int]
 ) -> bool:
-    """Prints the predicted step and whether every phase fits, with remedies; returns whether they do."""
+    """Prints the predicted step and whether every phase fits, with remedies.
+
+    Returns whether they do.
+    """
     print_sections(
         console,
         [prediction_section(compiled.census, target, compiled.planned, compiled.undetermined)],
@@ -417,7 +451,8 @@ def _print_verdict(
     peak = peaks[most]
     fits = peak <= available
     console.print(
-        f"\n[bold]{'it fits' if fits else 'it does not fit'}[/]: {format_bytes(peak)} of the {format_bytes(available)} "
+        f"\n[bold]{'it fits' if fits else 'it does not fit'}[/]: {format_bytes(peak)} of the "
+        f"{format_bytes(available)} "
         f"of a {target.chip.name}, {peak / available:.0%}"
         + ("" if most == "step" else f", in {most}")
     )

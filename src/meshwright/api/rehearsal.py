@@ -1,4 +1,7 @@
-"""The verb `rehearse`: a small model on the mesh of a real run, trained on simulated devices, stopped and resumed."""
+"""The verb `rehearse`: a small model on the mesh of a real run.
+
+It trains on simulated devices, is stopped and resumed.
+"""
 
 import dataclasses
 import json
@@ -29,22 +32,28 @@ _BYTES_VOCAB = 257
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RehearseOptions(RunOptions):
-    """Run a plan (or RECIPE on --mesh) with a small model on simulated devices. Mesh, layout, schedule and divisibility
-    are the real ones. It trains, saves, stops, resumes and evaluates: what would fail on real devices fails here."""
+    """Run a plan (or RECIPE on --mesh) with a small model on simulated devices. Mesh, layout,
+    schedule and divisibility are the real ones. It trains, saves, stops, resumes and evaluates:
+    what would fail on real devices fails here.
+    """
 
     steps: Annotated[PositiveInt, tyro.conf.arg(name="for-steps")] = 4
     """Steps before it stops, and again after it resumes."""
     processes: PositiveInt = 1
     """Number of processes, as hosts."""
     most: PositiveInt = 32
-    """Most simulated devices: a larger mesh has its degrees divided, and the real mesh is checked by arithmetic."""
+    """Most simulated devices: a larger mesh has its degrees divided, and the real mesh is checked
+    by arithmetic."""
     limit: TimeLimit = 900
     """Most seconds for each part."""
     json: bool = False
     """Print JSON."""
 
     def act(self, call: Call) -> Outcome:
-        """Runs `meshwright rehearse`. Raises TrainingError with the message of a part that fails."""
+        """Runs `meshwright rehearse`.
+
+        Raises TrainingError with the message of a part that fails.
+        """
         console, shape = call.console, self.run.mesh
         small = small_run(self.run, steps=self.steps, processes=self.processes, most=self.most)
         assert small.mesh is not None
@@ -72,7 +81,7 @@ class Part:
 
 
 def small_run(run: Run, *, steps: int, processes: int = 1, most: int = 32) -> Run:
-    """Returns the run with a small model for twice as many steps, on a mesh of at most `most` devices.
+    """Returns the run with a small model and twice the steps, on a mesh of at most `most` devices.
 
     Raises ConfigError where the run has no mesh, or the processes cannot share its devices.
     """
@@ -91,10 +100,13 @@ def small_run(run: Run, *, steps: int, processes: int = 1, most: int = 32) -> Ru
 
 
 def rehearse(small: Run, folder: Path, *, processes: int = 1, limit: int = 900) -> Iterator[Part]:
-    """Trains a small run in child processes, stops it, resumes it and evaluates; yields each part when it is done.
+    """Trains a small run in child processes, stops it, resumes it and evaluates.
 
-    It is resumed from the checkpoint in the middle, and every loss has to be bitwise that of the run without a stop.
-    folder: for its files.  limit: most seconds of each part.  Raises TrainingError with the message of a failed part.
+    Yields each part when it is done.
+    It is resumed from the checkpoint in the middle, and every loss has to be bitwise that of the
+    run without a stop.
+    folder: for its files.  limit: most seconds of each part.  Raises TrainingError with the message
+    of a failed part.
     """
     assert small.mesh is not None
     file, out = folder / "run.json", folder / "out"
@@ -143,7 +155,10 @@ def _check_same(quantity: str, resumed: float | None, without_stop: float | None
 
 
 class TrainingProcesses:
-    """Processes of one training run. count: of processes.  devices: of the run.  limit: most seconds of a part."""
+    """Processes of one training run.
+
+    count: of processes.  devices: of the run.  limit: most seconds of a part.
+    """
 
     def __init__(self, count: int, devices: int, limit: int):
         self._count, self._devices, self._limit = count, devices, limit
@@ -182,7 +197,10 @@ class TrainingProcesses:
             self._running.append(process)
 
     def wait(self) -> dict[str, Any]:
-        """Waits for the end and returns the summary of process 0. Raises TrainingError where a process fails."""
+        """Waits for the end and returns the summary of process 0.
+
+        Raises TrainingError where a process fails.
+        """
         try:
             outputs = [process.communicate(timeout=self._limit) for process in self._running]
         except subprocess.TimeoutExpired:

@@ -16,7 +16,7 @@ from meshwright.trainer.relations import check_run
 
 
 def refuse_wrapped(run: Run, asked: Sequence[str]) -> None:
-    """Raises ConfigError where something is asked of a wrapped model that only the package's own families have."""
+    """Raises ConfigError if a wrapped model is asked for what only the package's families have."""
     if asked and not run.model.states_layers:
         raise ConfigError(
             f"{asked[0]} with a wrapped model", "it would not be used there", "leave it out"
@@ -24,7 +24,10 @@ def refuse_wrapped(run: Run, asked: Sequence[str]) -> None:
 
 
 def find_target(text: str) -> Target:
-    """Returns the machine that `text` names, with the efficiencies that `meshwright bench` measured on such a chip."""
+    """Returns the machine that `text` names.
+
+    Its efficiencies are those that `meshwright bench` measured on such a chip.
+    """
     target = parse_target(text)
     for file in sorted((default_cache_folder() / "calibration").glob("*.json")):
         target = calibrate_target(target, read_calibration(file))
@@ -32,7 +35,7 @@ def find_target(text: str) -> Target:
 
 
 def with_vocab(run: Run, mesh: MeshShape | None = None) -> Run:
-    """Returns a run that holds together with a vocabulary size, which some recipes leave to their tokenizer.
+    """Returns a run with a vocabulary size, which some recipes leave to their tokenizer.
 
     mesh: that of `check_run`, which comes before a text is read. Raises ConfigError.
     """
@@ -57,6 +60,9 @@ def run_on_mesh(run: Run, devices: int, target: Target | None) -> Run:
 
 
 def resolved_run(run: Run, devices: int, target: Target | None) -> Run:
-    """Returns the run with a vocabulary, a mesh, and for a target the choices of the best plan on it."""
+    """Returns the run with a vocabulary and a mesh.
+
+    For a target it has the choices of the best plan on it.
+    """
     run = run_on_mesh(run, devices, target)
     return run if target is None else with_choices(run, target)

@@ -23,29 +23,34 @@ from meshwright.storage.transfer import move_tree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizeOptions(Ranged):
-    """Tokenise DATA once into a folder that --data takes. The folder's tokenizer.json serves as --data.tokenizer. The
-    same command goes on where it was interrupted."""
+    """Tokenise DATA once into a folder that --data takes. The folder's tokenizer.json serves as
+    --data.tokenizer. The same command goes on where it was interrupted.
+    """
 
     data: Annotated[str, tyro.conf.Positional]
-    """Text: a file, folder, glob, `hf://datasets/OWNER/NAME`, `stdlib`, or module:attribute of a function that yields
-    documents."""
+    """Text: a file, folder, glob, `hf://datasets/OWNER/NAME`, `stdlib`, or module:attribute of a
+    function that yields documents."""
     out: Path
-    """Folder to write, or to go on with; one in a bucket (`s3://`, `gs://`) is made in the cache and moved."""
+    """Folder to write, or to go on with; one in a bucket (`s3://`, `gs://`) is made in the cache
+    and moved."""
     tokenizer: str = "bpe:4096"
     """Tokenizer: `bytes`, `chars`, `bpe:SIZE` (trained on the text), or a tokenizer.json file."""
     text_field: str = "text"
     """Field or column with the text in JSON lines and tables, `body.text` of nested ones."""
     shard_tokens: Annotated[str, tyro.conf.arg(metavar="COUNT")] = str(SHARD_TOKENS)
-    """Tokens of a shard, `256M` for instance, rounded up to whole blocks of 131,072. An interrupted tokenisation goes
-    on after its last whole shard."""
+    """Tokens of a shard, `256M` for instance, rounded up to whole blocks of 131,072. An interrupted
+    tokenisation goes on after its last whole shard."""
     bad_records: Fraction = 0.0
-    """Largest share of records (lines, rows, text files) that may be skipped because they cannot be read. 0 refuses the
-    first, with its file and line."""
+    """Largest share of records (lines, rows, text files) that may be skipped because they cannot be
+    read. 0 refuses the first, with its file and line."""
     json: bool = False
     """Print JSON."""
 
     def act(self, call: Call) -> Outcome:
-        """Runs `meshwright tokenize`. Raises ConfigError where the folder exists, DataError where there is no text."""
+        """Runs `meshwright tokenize`.
+
+        Raises ConfigError where the folder exists, DataError where there is no text.
+        """
         out, folder = path_of(self.out), self.out
         if in_bucket(out):
             folder = (
@@ -75,7 +80,10 @@ class TokenizeOptions(Ranged):
         if folder != out:
             move_tree(folder, out, last=(DESCRIPTION,))
         tokens, documents, skipped = len(file.tokens), file.documents, file.skipped
-        text = f"{self.out}: {tokens:,} tokens in {documents:,} documents, vocabulary of {file.vocab:,}\n"
+        text = (
+            f"{self.out}: {tokens:,} tokens in {documents:,} documents, vocabulary of "
+            f"{file.vocab:,}\n"
+        )
         if skipped["bad"]:
             counts = f"{skipped['bad']:,} of {skipped['read']:,} records"
             first = "; ".join(skipped["examples"][:3])

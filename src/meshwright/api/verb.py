@@ -1,7 +1,7 @@
 """Options that verbs share (the Run, devices, processes), and what a verb is given and returns.
 
-A verb is a frozen dataclass of options with a method `act(call: Call) -> Outcome`. `cli.verbs` parses the options,
-calls the method, and prints the outcome.
+A verb is a frozen dataclass of options with a method `act(call: Call) -> Outcome`. `cli.verbs`
+parses the options, calls the method, and prints the outcome.
 """
 
 import dataclasses
@@ -40,7 +40,8 @@ class Call:
     words: tuple[str, ...]
     """The verb and its arguments."""
     console: Console
-    """Standard output, or standard error with --json; quiet in all processes of a run but the first."""
+    """Standard output, or standard error with --json; quiet in all processes of a run but the
+    first."""
     write_json: Callable[[Any], None]
     """Writes a line of JSON on standard output, for what cannot wait until the end."""
 
@@ -68,9 +69,11 @@ class Base:
 
 
 def base_run(args: Sequence[str]) -> Base:
-    """Reads the Run that the options change, from the first argument or `--run`; by default the recipe `tiny`.
+    """Reads the Run that the options change, from the first argument or `--run`.
 
-    The first argument is a recipe (a name, FILE.py:FUNCTION, module:function) or a plan (FILE.json).
+    The default is the recipe `tiny`.
+    The first argument is a recipe (a name, FILE.py:FUNCTION, module:function) or a plan
+    (FILE.json).
     Raises ConfigError where both are given, or where there is no such recipe or file.
     """
     args = list(args)
@@ -117,8 +120,9 @@ class RunOptions(Ranged):
 
 
 def value_of(args: Sequence[str], name: str) -> str | None:
-    """Returns the value that `args` give the option `name`, before they are parsed; None where they do not.
+    """Returns the value of the option `name` in `args`, before they are parsed.
 
+    None without it.
     Raises ConfigError for an empty one.
     """
     for token, following in zip(args, [*args[1:], ""], strict=False):
@@ -139,7 +143,8 @@ def empty_error(name: str) -> ConfigError:
 def refuse_options(options: Any, names: Sequence[str], mode: str, fix: str) -> None:
     """Raises ConfigError where an option was given that a mode of a verb does not use.
 
-    names: fields of the options.  mode: what was asked for, such as `--compare`.  fix: the smallest change.
+    names: fields of the options.  mode: what was asked for, such as `--compare`.  fix: the smallest
+    change.
     """
     for name in given_options(options, names):
         raise ConfigError(f"{name} with {mode}", "it would not be used there", fix)
@@ -156,8 +161,9 @@ def given_options(options: Any, fields: Sequence[str]) -> list[str]:
 def require_writable(files: Iterable[Path | None]) -> None:
     """Raises ConfigError for a file that cannot be written, before what it is to hold is computed.
 
-    Nothing is left behind, and what a file has is kept. Pipes and devices are not opened. Of a file that does not
-    exist, one with a random name of the same length is made and deleted: another process may write the file meanwhile.
+    Nothing is left behind, and what a file has is kept. Pipes and devices are not opened. Of a file
+    that does not exist, one with a random name of the same length is made and deleted: another
+    process may write the file meanwhile.
     """
     for file in files:
         if file is None:
@@ -175,7 +181,7 @@ def require_writable(files: Iterable[Path | None]) -> None:
 
 
 def unwritable(file: Path | str, error: OSError) -> MeshwrightError:
-    """Returns the error of a file that cannot be written, also one that cannot be written for now."""
+    """Returns the error of a file that cannot be written, for now or at all."""
     fix = (
         "the name of a file that you may write"
         if Path(file).parent.is_dir()
@@ -187,8 +193,9 @@ def unwritable(file: Path | str, error: OSError) -> MeshwrightError:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostOptions(Ranged):
-    """Processes of a run on several hosts. Slurm, Cloud TPU, GKE, SkyPilot, Open MPI, torchrun and Ray tell it by
-    themselves."""
+    """Processes of a run on several hosts. Slurm, Cloud TPU, GKE, SkyPilot, Open MPI, torchrun and
+    Ray tell it by themselves.
+    """
 
     coordinator: str | None = None
     """HOST:PORT of process 0, where the environment does not tell."""
@@ -198,7 +205,10 @@ class HostOptions(Ranged):
     """Index of this process."""
 
     def hosts(self) -> Hosts:
-        """Returns the processes by these options, or by the environment. Raises ConfigError where one is missing."""
+        """Returns the processes by these options, or by the environment.
+
+        Raises ConfigError where one is missing.
+        """
         if self.processes == 1:
             return ALONE
         given = {
@@ -238,7 +248,8 @@ class CheckpointOptions(Ranged):
 def start_devices(devices: int | None, shape: MeshShape | None, hosts: Hosts = ALONE) -> None:
     """Joins the processes; simulates this one's part of `devices` where there is no accelerator.
 
-    devices: None takes the size of the mesh. Raises ConfigError where the processes cannot have equally many.
+    devices: None takes the size of the mesh. Raises ConfigError where the processes cannot have
+    equally many.
     """
     total = devices or (shape.size if shape else SIMULATED)
     if total % hosts.processes:
@@ -262,7 +273,8 @@ def start_devices(devices: int | None, shape: MeshShape | None, hosts: Hosts = A
             return
         raise ConfigError(
             f"{hosts.processes} processes" if enough else f"{each} simulated devices",
-            "the recipe computed with JAX while it was imported, and devices are simulated or joined before that",
+            "the recipe computed with JAX while it was imported, and devices are simulated or "
+            "joined before that",
             "create models and arrays in functions: mw.wrap(lambda key: Model(key), ...)",
         ) from error
     join(hosts)

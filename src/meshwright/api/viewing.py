@@ -41,14 +41,18 @@ class View(Brief):
     out: Path
     """Output folder of the first run."""
     statuses: Mapping[str, RunStatus] = dataclasses.field(default_factory=dict)
-    """What each run does: whether it runs, is late or silent, and what its restarts lost; by folder."""
+    """What each run does: whether it runs, is late or silent, and what its restarts lost; by
+    folder."""
 
     def brief(self) -> str:
         """Returns what the page shows, and where a file of it is written."""
         return f"of {self.page.title}; write() makes {self.out / PAGE}"
 
     def write(self, file: str | Path | None = None) -> Path:
-        """Writes the page as one HTML file that loads nothing, by default OUT/view.html; returns the file."""
+        """Writes the page as one HTML file that loads nothing, by default OUT/view.html.
+
+        Returns the file.
+        """
         path = path_of(file) if file is not None else self.out / PAGE
         if file is None:  # a file that the user names may be a link, or a pipe
             refuse_link(path)
@@ -86,15 +90,17 @@ def view(*outs: str | Path) -> View:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ViewOptions(Ranged):
-    """Show the runs in the output folders OUT: curves, times, events, samples, configuration. Several are drawn over
-    each other."""
+    """Show the runs in the output folders OUT: curves, times, events, samples, configuration.
+    Several are drawn over each other.
+    """
 
     out: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Output folders of runs."""
     html: Path | None = None
     """File to write; by default view.html in the first folder."""
     live: bool = False
-    """Serve the page on this machine (127.0.0.1) instead, and update it while the runs train; Ctrl-C ends it."""
+    """Serve the page on this machine (127.0.0.1) instead, and update it while the runs train;
+    Ctrl-C ends it."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """Port of --live; 0 takes a free one."""
     json: bool = False

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from meshwright.documents import read_json
-from meshwright.errors import ConfigError, by_class
+from meshwright.errors import ConfigError, by_class, reason_of
 from meshwright.storage.writing import write_atomically
 
 _FIGURES = ("memory_bandwidth", "attention", "grouped_matmul")
@@ -87,7 +87,7 @@ def read_calibration(
             error,
             ConfigError(
                 f"the calibration {file}",
-                f"it cannot be read: {error}",
+                f"it cannot be read: {reason_of(error)}",
                 fix,
             ),
         ) from error

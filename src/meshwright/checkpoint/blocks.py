@@ -93,8 +93,7 @@ class StoredTensors:
                 if values.size:
                     yield index, values
         except (OSError, ValueError) as error:
-            truth = str(error).splitlines()[0][:200]
-            refusal = self._damaged(f"tensor {name!r} cannot be read: {truth}")
+            refusal = self._damaged(f"tensor {name!r} cannot be read: {reason_of(error)}")
             raise by_class(error, refusal) from error
         if total != record.fingerprint:
             raise self._damaged(f"tensor {name!r} is not what was saved")

@@ -63,7 +63,6 @@ from meshwright.errors import (
     UnavailableError,
     by_class,
     class_of,
-    limit_of,
     reason_of,
 )
 from meshwright.hardware.agreement import answer_of_the_first, choose_together
@@ -517,10 +516,7 @@ def _failures_by_process(failures: Sequence[Any]) -> list[list[Any]]:
 def _unreadable(tensor: str | None, error: Exception) -> str:
     """Says that a tensor cannot be read, and why. tensor: its name; None where it is not known."""
     name = "a tensor" if tensor is None else f"tensor {tensor!r}"
-    if limit_of(error) is not None:
-        return f"{name} cannot be read ({reason_of(error)})"
-    text = " ".join(str(error).split())[:200]
-    return f"{name} cannot be read ({type(error).__name__}: {text})"
+    return f"{name} cannot be read ({reason_of(error)})"
 
 
 def _kind_of(error: Exception) -> str:

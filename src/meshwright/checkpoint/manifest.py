@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwright.checkpoint.steps import MANIFEST, committed_steps, partial_steps
 from meshwright.documents import LARGE, check_inside, read_json, seal
-from meshwright.errors import CheckpointError, DamagedError, by_class
+from meshwright.errors import CheckpointError, DamagedError, by_class, reason_of
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_from_dict, run_to_dict
 from meshwright.storage.attempts import attempt
@@ -183,8 +183,8 @@ def _damage_explained(folder: Path, step: int) -> Iterator[None]:
 def damaged(folder: Path, step: int, damage: str, error: Exception | None) -> DamagedError:
     """Returns the error for a checkpoint that cannot be read, with the one before it."""
     earlier = [s for s in committed_steps(folder) if s < step]
-    if error is not None and str(error):
-        damage += f" ({type(error).__name__}: {str(error).splitlines()[0][:160]})"
+    if error is not None:
+        damage += f" ({reason_of(error)})"
     fix = "no earlier checkpoint exists: start a new run"
     if earlier:
         fix = f"the one before it: --at {earlier[-1]}"

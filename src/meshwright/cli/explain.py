@@ -41,14 +41,18 @@ MESH_OPTIONS = AXIS_NAMES | AXIS_OPTIONS
 _COLUMN = 30
 """Column of the help at which descriptions begin."""
 _CLOSE = 0.75
-"""Similarity of names from which one is taken for a slip of the other; below, unrelated words meet by chance."""
+"""Similarity of names from which one is taken for a slip of the other; below, unrelated words meet
+by chance."""
 _RECIPE_OPTIONS = ("model", "recipe", "preset", "model_name", "model_name_or_path")
 """Options of other trainers for what is the first argument here."""
 
 
 def format_help(usage: str, kind: type, options: Sequence["Option"]) -> str:
-    """Formats the help of a verb: its common options first, the verb's own, the Run's, then those of its parts."""
-    options = [option for option in options if not option.fixed]
+    """Formats the help of a verb.
+
+    Common options come first, then the verb's own, the Run's and those of its parts.
+    """
+    options = [option for option in options if not option.of_another_verb]
     width = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
     common = [option for name in COMMON for option in options if name in option.names]
     groups: dict[str, list[Option]] = {
@@ -162,23 +166,23 @@ def stray_error(
 def unknown_error(
     command: str, name: str, values: Sequence[str], by_name: dict[str, "Option"]
 ) -> ConfigError:
-    """Builds the error for an option that does not exist, with the option that was probably meant."""
+    """Builds the error for an unknown option, with the one that was probably meant."""
     asked, because = " ".join([command, name, *values]), f"there is no option {name}"
     word = name.lstrip("-").replace("-", "_").lower()
     last = word.rpartition(".")[2]
     candidates = [name.replace("_", "-"), *_candidates(word, last, values)]
     meant = next((meant for meant in candidates if meant.split()[0] in by_name), None)
-    if meant in by_name and by_name[meant].fixed:
+    if meant in by_name and by_name[meant].of_another_verb:
         field = ".".join(by_name[meant].path[1:])
-        place = f"{field} in the run.json that --run takes or in a recipe of your own"
-        if field.startswith("finetune."):
-            place = f"meshwright finetune, which has it, or {place}"
-        return ConfigError(asked, f"{because} on the command line", place)
+        fix = f"meshwright finetune, which has it, or {field} in a recipe of your own"
+        return ConfigError(asked, f"{because} in this verb", fix)
     if last in _RECIPE_OPTIONS and any(option.group == "run" for option in by_name.values()):
         recipe = values[0] if values else "RECIPE"
         return ConfigError(asked, because, f"{command} {recipe}: a recipe is the first argument")
     known = {
-        key: option for key, option in by_name.items() if not option.fixed and key.startswith("--")
+        key: option
+        for key, option in by_name.items()
+        if not option.of_another_verb and key.startswith("--")
     }
     if meant is not None:
         option = by_name[meant.split()[0]]

@@ -1,8 +1,9 @@
 """Ctrl-C in every verb: acknowledged at once, and never lost.
 
-Python runs a signal's handler when the call returns that is in progress, which for a compilation takes minutes, and an
-exception raised inside a callback of the garbage collector is printed and dropped. A thread therefore reads the
-signals as well: it acknowledges them, and ends the process where that does not end by itself.
+Python runs a signal's handler when the call returns that is in progress, which for a compilation
+takes minutes, and an exception raised inside a callback of the garbage collector is printed and
+dropped. A thread therefore reads the signals as well: it acknowledges them, and ends the process
+where that does not end by itself.
 """
 
 import signal
@@ -15,16 +16,18 @@ from typing import Any
 from meshwright import last_words
 
 _PATIENCE = 5.0
-"""Seconds after Ctrl-C in which the process may end in its own way: temporary files removed, child processes ended."""
+"""Seconds after Ctrl-C in which the process may end in its own way: temporary files removed, child
+processes ended."""
 EXIT_CODE = 128 + signal.SIGINT
 """Exit code of a process that Ctrl-C has ended."""
 
 
 def acknowledge_interrupts() -> None:
-    """Makes Ctrl-C raise KeyboardInterrupt, acknowledges it at once, and ends the process in any case.
+    """Makes Ctrl-C raise KeyboardInterrupt, and acknowledges it at once.
 
-    While a verb has a handler of its own (a training step, `--supervise`), this one does nothing. Where the
-    shell has SIGINT ignored, as for a job in the background, it stays ignored.
+    The process ends in any case.
+    While a verb has a handler of its own (a training step, `--supervise`), this one does nothing.
+    Where the shell has SIGINT ignored, as for a job in the background, it stays ignored.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -26,22 +26,25 @@ from meshwright.trust import is_reference, trust_options
 VERBS = ("train", "finetune", "evaluate", "generate", "parity", "bench", "doctor")
 """Verbs that join their hosts."""
 _TRAINING = ("train", "finetune")
+_NAMES_RUN = {"--resume", "--at", "--run"}
+"""Options that name the run in a folder or in a file: `train --out DIR --resume`."""
 _RESTARTS = 10
 """Starts without progress where --restarts is not given."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchOptions(Ranged):
-    """Run RUN on several hosts: a recipe, a run file or a plan, followed by the options of `train`; or another verb
-    with its own arguments. Prints the job file of a scheduler. Options that launch and the other verb both have are those of
-    launch before RUN, and of the verb after it."""
+    """Run RUN on several hosts: a recipe, a run file or a plan, followed by the options of `train`;
+    or another verb with its own arguments. Prints the job file of a scheduler. Options that launch
+    and the other verb both have are those of launch before RUN, and of the verb after it.
+    """
 
     usage: ClassVar[str] = "[launch options] RUN"
     on: Literal["slurm", "jobset", "skypilot"]
     """Scheduler: Slurm, a Kubernetes JobSet, or SkyPilot."""
     target: Annotated[str | None, tyro.conf.arg(metavar="CHIP:SIZE")] = None
-    """Hardware, as `plan --on` names it: v5p:8x8x16, 2*v6e:16x16, h100:64. Gives the hosts and what each of them has.
-    By default that of a plan."""
+    """Hardware, as `plan --on` names it: v5p:8x8x16, 2*v6e:16x16, h100:64. Gives the hosts and what
+    each of them has. By default that of a plan."""
     hosts: PositiveInt | None = None
     """Number of hosts; by default those of --target, else one."""
     processes: PositiveInt | None = None
@@ -49,20 +52,23 @@ class LaunchOptions(Ranged):
     name: str | None = None
     """Name of the job; by default that of RUN."""
     image: str | None = None
-    """Container image; docker/Dockerfile makes one. With Slurm a FILE.sif is run by Apptainer, others by Pyxis."""
+    """Container image; docker/Dockerfile makes one. With Slurm a FILE.sif is run by Apptainer,
+    others by Pyxis."""
     env: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE")] = ()
-    """Environment variable of every process; may be repeated. With one, only you may read the file --write."""
+    """Environment variable of every process; may be repeated. With one, only you may read the file
+    --write."""
     mount: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE:PATH")] = ()
-    """What is found at a path in the container: a folder (Slurm), a persistent volume claim (JobSet), a bucket
-    (SkyPilot); may be repeated."""
+    """What is found at a path in the container: a folder (Slurm), a persistent volume claim
+    (JobSet), a bucket (SkyPilot); may be repeated."""
     cache: str | None = None
-    """Folder of token files and compiled programs, which all hosts reach; by default each user's own."""
+    """Folder of token files and compiled programs, which all hosts reach; by default each user's
+    own."""
     restarts: NonNegativeInt | None = None
-    """Most starts in a row without progress (a checkpoint of a later step), after the first; by default 10 for
-    training, else none."""
+    """Most starts in a row without progress (a checkpoint of a later step), after the first; by
+    default 10 for training, else none."""
     set: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE")] = ()
-    """Further field of the scheduler: a directive of sbatch, a node label, a resource of SkyPilot; may
-    be repeated."""
+    """Further field of the scheduler: a directive of sbatch, a node label, a resource of SkyPilot;
+    may be repeated."""
     write: Path | None = None
     """File to write; by default the job is printed."""
     overwrite: bool = False
@@ -74,7 +80,10 @@ class LaunchOptions(Ranged):
         return _split(args)[0]
 
     def act(self, call: Call) -> Outcome:
-        """Runs `meshwright launch`. Raises ConfigError for a job that a scheduler cannot run, or a file that exists."""
+        """Runs `meshwright launch`.
+
+        Raises ConfigError for a job that a scheduler cannot run, or a file that exists.
+        """
         own, rest = _split(call.words[1:])
         if not rest:
             fix = "meshwright launch --on slurm tiny --out /shared/runs/tiny"
@@ -100,7 +109,10 @@ class LaunchOptions(Ranged):
 
 
 def _opened(file: Path, overwrite: bool, private: bool) -> IO[str]:
-    """Opens a job file. private: only its owner may read it, as variables of the environment may be passwords."""
+    """Opens a job file.
+
+    private: only its owner may read it, because environment variables may be passwords.
+    """
 
     def opener(path: str, flags: int) -> int:
         opened = os.open(path, flags, 0o600 if private else 0o666)
@@ -112,24 +124,25 @@ def _opened(file: Path, overwrite: bool, private: bool) -> IO[str]:
 
 
 def _split(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Splits the arguments into those of launch and those of the command that runs."""
-    switches = {
-        name for option in options_of(LaunchOptions) if not option.metavar for name in option.names
-    }
+    """Splits the arguments into those of launch and those of the command that runs.
+
+    Options before RUN are those of launch. Behind it so are options that the verb does not have.
+    """
+    launch_options = list(options_of(LaunchOptions))
+    switches = {name for option in launch_options if not option.metavar for name in option.names}
     end = 0
     while end < len(args) and args[end].startswith("-"):
-        alone = args[end] in (*switches, "--help", "-h") or "=" in args[end]
-        end += 1 if alone else 2
+        is_one_word = args[end] in (*switches, "--help", "-h") or "=" in args[end]
+        end += 1 if is_one_word else 2
     rest = list(args[end:])
-    # Options that the verb does not have are those of launch, wherever they stand.
     verb = rest[0] if rest and rest[0] in VERBS else "train"
-    theirs = {name for option in options_of(kind_of(verb)) for name in option.names}
-    ours = {name: option for option in options_of(LaunchOptions) for name in option.names}
+    of_verb = {name for option in options_of(kind_of(verb)) for name in option.names}
+    of_launch = {name for option in launch_options for name in option.names} - of_verb
     moved: list[str] = []
     at = 0
     while at < len(rest):
         name, equals, _ = rest[at].partition("=")
-        if name not in ours or name in theirs:
+        if name not in of_launch:
             at += 1
             continue
         length = 1 if equals or name in switches else 2
@@ -138,22 +151,20 @@ def _split(args: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     return [*args[:end], *moved], rest
 
 
+def _names(words: Sequence[str]) -> set[str]:
+    """Returns the words without the values that are joined to them: `--out` of `--out=DIR`."""
+    return {word.partition("=")[0] for word in words}
+
+
 def _job(options: LaunchOptions, words: Sequence[str]) -> tuple[Job, Any, str | None]:
     """Returns the job, the options of the command in it, and its hardware where that is known."""
-    verb, arguments = (words[0], list(words[1:])) if words[0] in VERBS else ("train", list(words))
-    given = {word.partition("=")[0] for word in arguments}
+    verb = words[0] if words[0] in VERBS else "train"
+    arguments = list(words[1:] if words[0] in VERBS else words)
     run = arguments[0] if arguments and not arguments[0].startswith("-") else None
-    # The run in a folder, or in a file, is named by that: `train --out DIR --resume`, as errors say to continue.
-    if (
-        verb == words[0]
-        and verb in _TRAINING
-        and run is None
-        and not given & {"--resume", "--at", "--run"}
-    ):
+    if words[0] in _TRAINING and run is None and not _names(arguments) & _NAMES_RUN:
         fix = f"launch {verb} RUN, or launch {verb} --out DIR --resume"
         raise ConfigError(f"launch {verb}", "it names no run", fix)
-    file = verb if run is None else run.partition(":")[0] if ".py:" in run else run
-    name = options.name or legal_name(Path(file).stem)
+    name = options.name or _job_name(verb, run)
     if verb in _TRAINING:
         arguments = _with_out(options, name, arguments)
     parsed, target = _parse_command(verb, arguments)
@@ -166,44 +177,62 @@ def _job(options: LaunchOptions, words: Sequence[str]) -> tuple[Job, Any, str | 
             f"it has {accelerators.hosts} hosts of {accelerators.chips_per_host} chips",
             f"--hosts {accelerators.hosts}, or leave it out",
         )
-    processes = options.processes or hosts
+    restarts = options.restarts
+    if restarts is None:  # other verbs have no checkpoint to resume from
+        restarts = _RESTARTS if verb in _TRAINING else 0
+    environment = pairs("--env", options.env)
+    if options.cache:
+        environment += (("MESHWRIGHT_CACHE", options.cache),)
+    job = Job(
+        name=name,
+        command=("meshwright", verb, *arguments, *trust_options()),
+        hosts=hosts,
+        processes_per_host=_processes_per_host(options.processes, hosts),
+        accelerators=accelerators,
+        environment=environment,
+        image=options.image,
+        mounts=pairs("--mount", options.mount),
+        restarts=restarts,
+        fields=pairs("--set", options.set),
+    )
+    return job, parsed, hardware
+
+
+def _job_name(verb: str, run: str | None) -> str:
+    """Returns the name of a job: that of its run, which may be FILE.py:FUNCTION, or of its verb."""
+    file = run or verb
+    if ".py:" in file:
+        file = file.partition(":")[0]
+    return legal_name(Path(file).stem)
+
+
+def _processes_per_host(processes: int | None, hosts: int) -> int:
+    """Returns the processes of each host; None is one. Raises ConfigError where some have more."""
+    if processes is None:
+        return 1
     if processes % hosts:
         raise ConfigError(
             f"--processes {processes} on {hosts} hosts",
             "each host has the same number",
             f"--processes {hosts}",
         )
-    restarts = options.restarts
-    if restarts is None:  # other verbs have no checkpoint to resume from
-        restarts = _RESTARTS if verb in _TRAINING else 0
-    cache = (("MESHWRIGHT_CACHE", options.cache),) if options.cache else ()
-    job = Job(
-        name=name,
-        command=("meshwright", verb, *arguments, *trust_options()),
-        hosts=hosts,
-        processes_per_host=processes // hosts,
-        accelerators=accelerators,
-        environment=(*pairs("--env", options.env, lambda text: text.partition("=")), *cache),
-        image=options.image,
-        mounts=pairs("--mount", options.mount, lambda text: text.rpartition(":")),
-        restarts=restarts,
-        fields=pairs("--set", options.set, lambda text: text.partition("=")),
-    )
-    return job, parsed, hardware
+    return processes // hosts
 
 
 def _with_out(options: LaunchOptions, name: str, arguments: list[str]) -> list[str]:
-    """Returns the arguments with an output folder that all processes share, and with which a start resumes."""
+    """Returns the arguments with an option with which a restart resumes.
+
+    Raises ConfigError without an output folder, which all processes share.
+    """
     if value_of(arguments, "--out") is None:
         raise ConfigError(
             f"launch --on {options.on} without --out",
             "hosts and restarts share one folder, whatever the time",
             f"--out /shared/runs/{name}, a path that every host reaches",
         )
-    resumes = {"--resume", "--at", "--resume-if-exists"} & {
-        word.partition("=")[0] for word in arguments
-    }
-    return arguments if resumes else [*arguments, "--resume-if-exists"]
+    if _names(arguments) & {"--resume", "--at", "--resume-if-exists"}:
+        return arguments
+    return [*arguments, "--resume-if-exists"]
 
 
 def _parse_command(verb: str, arguments: list[str]) -> tuple[Any, str | None]:
@@ -211,13 +240,19 @@ def _parse_command(verb: str, arguments: list[str]) -> tuple[Any, str | None]:
 
     Returns its options, and the target of a plan.
     """
-    arguments, kind = [word for word in arguments if word != "--resume-if-exists"], kind_of(verb)
+    arguments = [word for word in arguments if word != "--resume-if-exists"]
+    kind = kind_of(verb)
     options = parse_verb(verb, arguments)
-    return options, kind.base(arguments).target if issubclass(kind, RunOptions) else None
+    if not issubclass(kind, RunOptions):
+        return options, None
+    return options, kind.base(arguments).target
 
 
 def _check_relations(options: Any, hardware: str | None) -> None:
-    """Raises ConfigError for a run that its hosts would refuse. hardware: None where it is not known."""
+    """Raises ConfigError for a run that its hosts would refuse.
+
+    hardware: None if it is not known.
+    """
     if not isinstance(options, RunOptions):
         return
     if isinstance(options, FinetuneOptions):
@@ -236,16 +271,19 @@ def _check_relations(options: Any, hardware: str | None) -> None:
 def _check_data(scheduler: str, options: Any, words: Sequence[str]) -> None:
     """Raises ConfigError for a training on text that was not chosen, or that its hosts cannot have.
 
-    A recipe of a real model names files that stand for the user's, `data/*.parquet`, and hf:PATH names no text at all:
-    it would train on Python's standard library. What --data names is the user's word, and so are absolute paths.
+    A recipe of a real model names files that stand for the user's, `data/*.parquet`, and hf:PATH
+    names no text at all: it would train on Python's standard library. What --data names is the
+    user's word, and so are absolute paths.
     """
     if not isinstance(options, TrainOptions | FinetuneOptions):
         return
-    given = {word.partition("=")[0] for word in words}
     run = options.run
-    if not run.model.reads_text or given & {"--data", "--data.paths"}:
+    if not run.model.reads_text or _names(words) & {"--data", "--data.paths"}:
         return
-    fix = "--data PATH of your text, or of a folder that `meshwright tokenize` wrote, which every host reaches"
+    fix = (
+        "--data PATH of your text, or of a folder that `meshwright tokenize` wrote, which every "
+        "host reaches"
+    )
     for path in run.data.paths:
         source = path.rpartition("=")[0] or path
         if source == "stdlib":

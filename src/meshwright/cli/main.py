@@ -63,7 +63,8 @@ VERBS = {
     "plan": ("api.planning", "Find the fastest mesh and layout for hardware that is not here."),
     "prove": (
         "api.proving",
-        "Compile the step, also for hardware that is not here: memory, communication, FLOPs, faults.",
+        "Compile the step, also for hardware that is not here: memory, communication, FLOPs, "
+        "faults.",
     ),
     "launch": ("cli.launch", "Write a scheduler's job file that runs a verb on several hosts."),
     "doctor": ("api.doctor", "Find what is wrong with this host before a run does."),
@@ -79,7 +80,8 @@ VERBS = {
     "bench": ("api.benchmarks", "Time collectives or matrix products on the devices found."),
     "recipes": ("", "List the recipes: families in order, each from small to large."),
 }
-"""Verb -> module with its options, `TrainOptions` of `train` or `ACTIONS` with those of each, and one line about it."""
+"""Verb -> module with its options, `TrainOptions` of `train` or `ACTIONS` with those of each, and
+one line about it."""
 
 _OPEN_FILES = 65536
 """Files that a process may have open, where the system lets it."""
@@ -98,8 +100,9 @@ def main() -> None:
 
 
 def _run_counted(args: Sequence[str]) -> tuple[int, str]:
-    """Runs a start of a scheduler's job; returns the exit code, after which the scheduler starts it again or not.
+    """Runs a start of a scheduler's job.
 
+    Returns the exit code, which tells the scheduler whether to start it again.
     Returns the last words too, as `_run_explained` does.
     """
     from meshwright.launching.job_starts import job_starts  # only jobs count
@@ -120,10 +123,12 @@ def _run_counted(args: Sequence[str]) -> tuple[int, str]:
 
 
 def _run_explained(args: Sequence[str]) -> tuple[int, str]:
-    """Runs one command line; returns the exit code and the last words, about the error that ended it.
+    """Runs one command line.
 
-    Raises what is neither an error of the package nor one of the system that may pass, but for a process that trains
-    with others: that leaves without waiting for them, with the traceback as its last words.
+    Returns the exit code and the last words, about the error that ended it.
+    Raises what is neither an error of the package nor one of the system that may pass, but for a
+    process that trains with others: that leaves without waiting for them, with the traceback as its
+    last words.
     """
     try:
         with watched_by(Notices(" ".join(["meshwright", *args[:1]]))):
@@ -145,7 +150,10 @@ def _run_explained(args: Sequence[str]) -> tuple[int, str]:
 
 
 def _unavailable(error: Exception) -> MeshwrightError | None:
-    """Returns what to say of an unexplained error of the system that may pass; None for other errors."""
+    """Returns what to say about an unexplained error of the system that may pass.
+
+    None for other errors.
+    """
     if not isinstance(error, OSError | MemoryError) or class_of(error) not in FOR_NOW:
         return None
     file = getattr(error, "filename", None)
@@ -166,7 +174,8 @@ def _run(args: Sequence[str]) -> int:
         return 0
     if args[0] == "--version":
         write(
-            f"meshwright {version('meshwright')} (jax {version('jax')}, Python {sys.version.split()[0]})\n"
+            f"meshwright {version('meshwright')} (jax {version('jax')}, Python "
+            f"{sys.version.split()[0]})\n"
         )
         return 0
     verb = args[0]
@@ -180,11 +189,15 @@ def _run(args: Sequence[str]) -> int:
 
 
 def _list_recipes(args: Sequence[str]) -> int:
-    """Prints the recipes that match the words, without the libraries that take longer than the answer."""
+    """Prints the recipes that match the words.
+
+    Libraries that take longer than the answer are not loaded.
+    """
     if "-h" in args or "--help" in args:
         write(
             f"usage: meshwright recipes [WORD ...] [options]\n\n{VERBS['recipes'][1]}\n\n"
-            "WORD: only recipes with every word in their name or description, such as `qwen` or `experts`.\n\n"
+            "WORD: only recipes with every word in their name or description, such as `qwen` or "
+            "`experts`.\n\n"
             "options:\n  --json  Print JSON.\n"
         )
         return 0
@@ -220,7 +233,8 @@ def module_of(verb: str) -> ModuleType:
 def _choose_working_directory(words: Sequence[str]) -> None:
     """Makes modules in the working directory importable where the words name code, and only then.
 
-    Libraries import what is in a folder of theirs there (`jax_plugins`), and a folder may come from a stranger.
+    Libraries import what is in a folder of theirs there (`jax_plugins`), and a folder may come from
+    a stranger.
     """
     if not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
         del sys.path[0]  # of `python -m`, which would shadow installed packages
@@ -230,8 +244,9 @@ def _choose_working_directory(words: Sequence[str]) -> None:
 
 
 def _own_standard_output() -> None:
-    """Leaves standard output to this program: what libraries in C print there goes to standard error.
+    """Reserves standard output for this program.
 
+    What C libraries print there goes to standard error.
     Gloo prints on file descriptor 1, in pieces that break lines of --json.
     """
     if sys.stdout is None or sys.stderr is None:
@@ -248,7 +263,10 @@ def _own_standard_output() -> None:
 
 
 def _allow_open_files() -> None:
-    """Raises the soft limit of open files, often 1,024: tensors, shards of tokens and other hosts each take some."""
+    """Raises the soft limit of open files, often 1,024.
+
+    Tensors, shards of tokens and other hosts each take some.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -259,11 +277,13 @@ def _write_overview() -> None:
     write("usage: meshwright VERB [options]\n\n")
     write(columns({name: summary for name, (_, summary) in VERBS.items()}))
     write(
-        f"\n{TRUST} with any verb: run files, plans and checkpoints that it reads may name code to run; with\n"
+        f"\n{TRUST} with any verb: run files, plans and checkpoints that it reads may name code "
+        f"to run; with\n"
     )
     write(f"{TRUST}=NAME the code module:attribute or FILE.py:attribute of that name alone.\n")
     write(
-        "meshwright VERB --help lists the options of a verb; meshwright --version prints the version.\n"
+        "meshwright VERB --help lists the options of a verb; meshwright --version prints the "
+        "version.\n"
     )
 
 
@@ -280,7 +300,10 @@ def _trains_with_others() -> bool:
 
 
 def _leave(code: int, words: str) -> None:
-    """Prints the last words and exits; after a failure among other processes without waiting for any of them."""
+    """Prints the last words and exits.
+
+    After a failure among other processes it waits for none of them.
+    """
     if (code and _trains_with_others()) or last_words.waits_for_nothing():
         last_words.leave(code, words)
     if words:

@@ -15,7 +15,10 @@ from meshwright.activity import Activity, notice
 
 
 def write(text: str, stream: TextIO | None = None) -> None:
-    """Writes to `stream`, by default standard output. A closed pipe (`meshwright ... | head`) discards the text."""
+    """Writes to `stream`, by default standard output.
+
+    A closed pipe (`meshwright ... | head`) discards the text.
+    """
     stream = stream or sys.stdout
     try:
         stream.write(text)
@@ -39,9 +42,11 @@ class Stream(io.TextIOWrapper):
 
 
 class Notices:
-    """Watcher of activities that prints on standard error what a command is doing until the command prints something.
+    """Watcher of activities that prints what a command is doing.
 
-    One line after a second, and one for each other work; none after the first output of the command itself.
+    It writes to standard error until the command prints something.
+    One line after a second, and one for each other work; none after the first output of the command
+    itself.
     """
 
     def __init__(self, command: str):
@@ -70,7 +75,10 @@ _NARROW = 30
 
 
 def columns(rows: Mapping[str, str]) -> str:
-    """Formats names and their descriptions in two columns; in a narrow terminal each description below its name."""
+    """Formats names and descriptions in two columns.
+
+    In a narrow terminal each description is below its name.
+    """
     width = shutil.get_terminal_size((120, 24)).columns
     column, text = max(map(len, rows), default=0) + 2, ""
     for name, description in rows.items():
@@ -83,7 +91,10 @@ def columns(rows: Mapping[str, str]) -> str:
 
 
 def write_json(value: Any) -> None:
-    """Writes one line of strict JSON: NaN and infinity become null, paths text, NumPy's scalars numbers."""
+    """Writes one line of strict JSON.
+
+    NaN and infinity become null, paths text, NumPy's scalars numbers.
+    """
     write(json.dumps(_strict(value), allow_nan=False) + "\n")
 
 

@@ -1,4 +1,7 @@
-"""Command line of a verb: tyro parses it into the verb's dataclass; help and errors name options as they are typed."""
+"""Command line of a verb: tyro parses it into the verb's dataclass.
+
+Help and errors name options as they are typed.
+"""
 
 import contextlib
 import copy
@@ -18,7 +21,6 @@ import tyro
 
 from meshwright.api.verb import RunOptions, empty_error
 from meshwright.cli.output import write
-from meshwright.declarations import declarations_of
 from meshwright.errors import ConfigError
 from meshwright.ranges import check_words, ranges_of
 from meshwright.runs.recipe import with_chosen
@@ -50,8 +52,8 @@ class Option:
     """Description: the string literal below the field."""
     group: str
     """Heading in the help: `training`, `model (Llama)`, `run`, or empty for the verb's own."""
-    fixed: bool = False
-    """Whether only a recipe, a run file or Python sets it."""
+    of_another_verb: bool = False
+    """Whether this verb refuses it: `train` has none of the options of `finetune`."""
     numbers: Any = None
     """Type of its numbers, with their range; None where it takes none."""
     several: bool = False
@@ -80,15 +82,15 @@ def parse[Options](
 ) -> Options:
     """Parses the arguments of a verb.
 
-    verb: the verb, and `[RECIPE]` where it takes one.  default: an instance whose fields are the defaults.
-    Prints the help and raises SystemExit for `--help`. Raises ConfigError for an unknown option, an illegal value, or
-    a missing option.
+    verb: the verb, and `[RECIPE]` where it takes one.  default: an instance whose fields are the
+    defaults. Prints the help and raises SystemExit for `--help`. Raises ConfigError for an unknown
+    option, an illegal value, or a missing option.
     """
     if default is not None:
         default = _with_optional_parts(default, args)
     without: Sequence[str] = getattr(kind, "without", ())
     options = [
-        dataclasses.replace(option, fixed=True)
+        dataclasses.replace(option, of_another_verb=True)
         if option.path[1:2] and option.path[1] in without
         else option
         for option in options_of(kind, default)
@@ -135,7 +137,10 @@ def parse[Options](
 
 
 def _own_value(parsed: Any, path: tuple[str, ...]) -> None:
-    """Marks the value at `path`, which was typed, as the user's own; every other value keeps its class."""
+    """Marks the value at `path`, which was typed, as the user's own.
+
+    Every other value keeps its class.
+    """
     *parts, name = path
     for part in parts:
         parsed = getattr(parsed, part)
@@ -156,8 +161,9 @@ def options_of(
 ) -> Iterator[Option]:
     """Yields the options of a dataclass and of those nested in it.
 
-    default: an instance whose fields are the defaults; None takes the defaults of the fields.  path, prefix, group: of
-    a nested dataclass.  parts: also the options of optional parts that the default leaves out, such as `model.yarn`.
+    default: an instance whose fields are the defaults; None takes the defaults of the fields.
+    path, prefix, group: of a nested dataclass.  parts: also the options of optional parts that the
+    default leaves out, such as `model.yarn`.
     """
     hints = typing.get_type_hints(owner, include_extras=True)
     for field in dataclasses.fields(owner):
@@ -215,7 +221,7 @@ class _Hint:
         )
 
     def name_of(self, field: str) -> str:
-        """Returns the name of a field in its option; empty for a part whose options have no prefix."""
+        """Returns the name of a field in its option; empty for a part without a prefix."""
         if self.arg is None or self.arg.name is None:
             return field
         return str(self.arg.name)
@@ -230,7 +236,10 @@ def _option_of(
     prefix: str,
     group: str,
 ) -> Option:
-    """Returns the option of a field that holds no part. value: its default.  path, prefix, group: as in `options_of`."""
+    """Returns the option of a field that is not a part.
+
+    value: its default.  path, prefix, group: as in `options_of`.
+    """
     name = hint.name_of(field)
     spelling = name.upper()
     if not hint.is_positional:
@@ -251,14 +260,13 @@ def _option_of(
         default=value,
         doc=_docs(owner).get(field, ""),
         group=group,
-        fixed=not declarations_of(owner)[field].is_option,
         numbers=ranges_of(owner).get(field),
         several=hint.primitive is None and _takes_several(hint.kind),
     )
 
 
 def _heading(prefix: str, part: type) -> str:
-    """Returns the heading of a part's options: `training`, or `model (Llama)` where the two names differ."""
+    """Returns the heading of a part's options: `training`, or `model (Llama)`."""
     title = prefix.rstrip(".")
     kind_name = part.__name__.removesuffix("Options")
     if title in ("", kind_name.lower()):
@@ -308,7 +316,7 @@ def _values_of(kind: Any) -> tuple[str, tuple[str, ...]]:
 
 @cache
 def _docs(owner: type) -> dict[str, str]:
-    """Returns the string literals below the fields of a dataclass and of its bases, each as one line."""
+    """Returns the string literals below a dataclass's fields and its bases', a line each."""
     docs: dict[str, str] = {}
     for base in reversed(owner.__mro__):
         try:
@@ -320,7 +328,10 @@ def _docs(owner: type) -> dict[str, str]:
 
 
 def _with_optional_parts(default: Any, args: Sequence[str]) -> Any:
-    """Returns the defaults with an optional part, such as `run.model.yarn`, wherever one of its options is given."""
+    """Returns the defaults with each optional part of which an option is given.
+
+    Such a part is `run.model.yarn`.
+    """
     for word in args:
         path = word.partition("=")[0].lstrip("-").replace("-", "_").split(".")[:-1]
         if word.startswith("--") and path and hasattr(default, "run"):
@@ -329,7 +340,7 @@ def _with_optional_parts(default: Any, args: Sequence[str]) -> Any:
 
 
 def _with_part(owner: Any, path: list[str]) -> Any:
-    """Returns a copy of a dataclass in which the part at `path` has blank fields where it was None."""
+    """Returns a copy of a dataclass in which the part at `path`, if None, has blank fields."""
     if not path or not hasattr(owner, path[0]):
         return owner
     part = getattr(owner, path[0])
@@ -347,7 +358,7 @@ def _with_part(owner: Any, path: list[str]) -> Any:
 def _gather(
     command: str, args: Sequence[str], by_name: dict[str, Option]
 ) -> tuple[list[str], dict[Option, list[str]]]:
-    """Returns the arguments with all values of a repeated option after its first mention, and the values by option.
+    """Returns the arguments with the values of repeated options together, and values by option.
 
     Raises ConfigError for an unknown option, a number out of range, and a path that is empty.
     """
@@ -360,7 +371,7 @@ def _gather(
             values.append(word)
             continue
         option = by_name.get(name.replace("_", "-"))
-        if option is None or option.fixed:
+        if option is None or option.of_another_verb:
             following = (
                 [value]
                 if equals

@@ -1,4 +1,7 @@
-"""Runner of every verb: parses its options, calls its `act`, and prints what that returns, or writes it as JSON."""
+"""Runner of every verb.
+
+It parses the options, calls the verb's `act`, and prints the result, or writes it as JSON.
+"""
 
 import dataclasses
 import sys
@@ -23,7 +26,10 @@ def kind_of(verb: str) -> Any:
 
 
 def parse_verb(verb: str, args: Sequence[str]) -> Any:
-    """Returns the options of a verb. Prints the help and raises SystemExit for `--help`; raises ConfigError."""
+    """Returns the options of a verb.
+
+    Prints the help and raises SystemExit for `--help`; raises ConfigError.
+    """
     kind, name = kind_of(verb), verb
     if isinstance(kind, Mapping):
         if not args:

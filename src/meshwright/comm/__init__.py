@@ -1,1 +1,1 @@
-"""Collectives of the step, each named and differentiable, and their hierarchical forms over slices."""
+"""Collectives of the step, named and differentiable, and their hierarchical forms over slices."""

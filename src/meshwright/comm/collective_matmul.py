@@ -1,9 +1,10 @@
-"""Collective matmul: tensor parallelism's gathers and scatters of the sequence, overlapped with the matmuls they serve.
+"""Collective matmul: gathers and scatters of the sequence, overlapped with the matmuls they serve.
 
-A column-parallel matmul needs the full sequence, of which each device of `tensor` has a chunk. Instead of gathering
-first, the chunks travel around a ring, and each is multiplied while the next is on its way (Wang et al. 2023,
-doi:10.1145/3567955.3567959). A row-parallel matmul computes the chunks that others wait for first, and their sums
-travel around the ring. Half of every chunk goes each way, so that both directions of a link are in use.
+In tensor parallelism, a column-parallel matmul needs the full sequence, of which each device of
+`tensor` has a chunk. Instead of gathering first, the chunks travel around a ring, and each is
+multiplied while the next is on its way (Wang et al. 2023, doi:10.1145/3567955.3567959). A
+row-parallel matmul computes the chunks that others wait for first, and their sums travel around the
+ring. Half of every chunk goes each way, so that both directions of a link are in use.
 
 Device 0 of four over time, in one direction; device i sends to device i + 1:
 
@@ -13,10 +14,11 @@ Device 0 of four over time, in one direction; device i sends to device i + 1:
     row_parallel      matmul    f(y3)        f(y2)         f(y1)         f(y0)
                       link                   sum 2 arrives sum 1 arrives sum 0 arrives
 
-In a row-parallel step, the device adds its product to the sum that arrives and sends the result on. The last sum is
-that of its own chunk.
+In a row-parallel step, the device adds its product to the sum that arrives and sends the result on.
+The last sum is that of its own chunk.
 
-The gradient of the weights is one matmul over the full sequence, whose chunks the forward pass has collected.
+The gradient of the weights is one matmul over the full sequence, whose chunks the forward pass has
+collected.
 """
 
 import functools
@@ -35,11 +37,11 @@ _SEQUENCE = 1
 
 
 class _TensorRing:
-    """Ring over `tensor`, and the part of the sequence that each device has, or needs, in each step.
+    """Ring over `tensor`, and the part of the sequence that a device has or needs in each step.
 
-    A part is what travels in one direction: half of a chunk, or a chunk where all travel in the same direction. Parts
-    are counted along the sequence: chunk c has parts 2c and 2c + 1, of which the first travels forward and the second
-    backward.
+    A part is what travels in one direction: half of a chunk, or a chunk where all travel in the
+    same direction. Parts are counted along the sequence: chunk c has parts 2c and 2c + 1, of which
+    the first travels forward and the second backward.
     """
 
     def __init__(self, chunk: int):
@@ -50,12 +52,15 @@ class _TensorRing:
         self.part = chunk // len(self.directions)
 
     def start(self, shifts: int, direction: int) -> jax.Array:
-        """Returns the sequence position at which the part starts that arrives after `shifts` shifts in a direction."""
+        """Returns the position at which the part starts that arrives after `shifts` shifts."""
         chunk = (self.index - direction * shifts) % self.size
         return (chunk * len(self.directions) + self.directions.index(direction)) * self.part
 
     def shift(self, parts: list[jax.Array]) -> list[jax.Array]:
-        """Sends the part of each direction to the next device in that direction; returns the parts that arrive."""
+        """Sends the part of each direction to the next device in that direction.
+
+        Returns the parts that arrive.
+        """
         return [
             ring_shift(part, "tensor", direction)
             for part, direction in zip(parts, self.directions, strict=True)
@@ -78,18 +83,22 @@ class _TensorRing:
             parts = arriving
 
     def scatter(self, part_at: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Sums `part_at(start)` over the ring for every start; returns the sums of this device's chunk."""
+        """Sums `part_at(start)` over the ring for every start.
+
+        Returns the sums of this device's chunk.
+        """
         sums: list[jax.Array] = []
         for step in range(self.size):
-            # The sums of this step reach the device of their chunk after the shifts of the remaining steps.
+            # The sums of this step reach the device of their chunk after the shifts of the
+            # remaining steps.
             shifts = step + 1 - self.size
             starts = [self.start(shifts, direction) for direction in self.directions]
             if not sums:
                 sums = [part_at(start) for start in starts]
                 continue
-            # Without barriers XLA computes the parts of all steps before most sums have left, and fuses the addition
-            # into the matmul, which then waits for the sum. The barriers make the matmuls of a step the work that
-            # overlaps the transfer of its sums.
+            # Without barriers XLA computes the parts of all steps before most sums have left, and
+            # fuses the addition into the matmul, which then waits for the sum. The barriers make
+            # the matmuls of a step the work that overlaps the transfer of its sums.
             sums, starts = lax.optimization_barrier((sums, starts))
             arriving = self.shift(sums)
             products = lax.optimization_barrier([part_at(start) for start in starts])
@@ -129,9 +138,10 @@ def column_parallel(f: TokenFunction, x_BTD: jax.Array, weights: Any) -> Any:
 
     With G = sequence_all_gather and S = sequence_reduce_scatter, its transpose:
 
-        out = f(G x, w)     grad_x = S((df/dx)^T grad_out)     grad_w = (df/dw)^T grad_out     at (G x, w)
+        out = f(G x, w)
 
-    x_BTD: this device's chunk of the sequence. Sends V(n-1)/n forward and backward, for V bytes of the full sequence.
+    x_BTD: this device's chunk of the sequence. Sends V(n-1)/n forward and backward, for V bytes of
+    the full sequence.
     """
     return _column_forward(f, x_BTD, weights)[0]
 
@@ -172,8 +182,8 @@ def row_parallel(f: TokenFunction, y_BTF: jax.Array, weights: Any) -> jax.Array:
 
         out = S f(y, w)     grad_y = (df/dy)^T G grad_out     grad_w = (df/dw)^T G grad_out
 
-    y_BTF: the full sequence, features split over `tensor`. Sends V(n-1)/n forward and backward, for V bytes of
-    `f(y, w)`.
+    y_BTF: the full sequence, features split over `tensor`. Sends V(n-1)/n forward and backward, for
+    V bytes of `f(y, w)`.
     """
     return _row_forward(f, y_BTF, weights)[0]
 

@@ -1,17 +1,18 @@
 """Collectives of the step, each with an explicit derivative: what is written is what is sent.
 
-They run inside a `shard_map` that is manual over every axis, with `check_vma=False`. Derivatives follow one convention:
-the cotangent of a value that is replicated over an axis is replicated too, and the cotangent of a shard belongs to that
-shard. The pair `sequence_all_gather` and `sequence_reduce_scatter` is Megatron's g and g-bar: sequence parallelism
-(Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). `all_reduce` is the g of plain tensor parallelism, whose
-conjugate f is the identity forward and an all-reduce backward (Shoeybi et al. 2019, arXiv:1909.08053, section 3). An
-axis of degree 1 sends nothing.
+They run inside a `shard_map` that is manual over every axis, with `check_vma=False`. Derivatives
+follow one convention: the cotangent of a value that is replicated over an axis is replicated too,
+and the cotangent of a shard belongs to that shard. The pair `sequence_all_gather` and
+`sequence_reduce_scatter` is Megatron's g and g-bar: sequence parallelism (Korthikanti et al. 2022,
+arXiv:2205.05198, section 4.2.2). `all_reduce` is the g of plain tensor parallelism, whose conjugate
+f is the identity forward and an all-reduce backward (Shoeybi et al. 2019, arXiv:1909.08053, section
+3). An axis of degree 1 sends nothing.
 
-All are linear, so the derivative of each is its transpose. A docstring states it as a formula: `grad_y` is the
-cotangent of the result, and `grad_x` that of the argument.
+All are linear, so the derivative of each is its transpose. A docstring states it as a formula:
+`grad_y` is the cotangent of the result, and `grad_x` that of the argument.
 
-Costs are bytes sent per device on a ring of n devices, for an unsharded array of V bytes. The pictures show four
-devices, one per column, before and after (docs/collectives.md).
+Costs are bytes sent per device on a ring of n devices, for an unsharded array of V bytes. The
+pictures show four devices, one per column, before and after (docs/collectives.md).
 """
 
 import functools
@@ -35,14 +36,18 @@ from meshwright.comm.hierarchical import (
 from meshwright.comm.hierarchical import nontrivial_axes as nontrivial_axes
 
 TokenFunction = Callable[[jax.Array, Any], Any]
-"""`(x [B, T, ...], weights) -> array or tree of arrays [B, T, ...]`, the same for each token: matmuls."""
+"""`(x [B, T, ...], weights) -> array or tree of arrays [B, T, ...]`, the same for each token:
+matmuls."""
 
 Gathers = tuple[tuple[Axes, int | None], ...]
 """Axes and dimension of each all-gather of a parameter, in order."""
 
 
 def axis_index(axes: Axes) -> jax.Array:
-    """Returns the index of this device along `axes` taken together, the first of them outermost; int32 scalar."""
+    """Returns the index of this device along `axes` taken together, the first of them outermost.
+
+    The index is an int32 scalar.
+    """
     index = jnp.zeros((), jnp.int32)
     for axis in axes:
         index = index * lax.axis_size(axis) + lax.axis_index(axis)
@@ -50,7 +55,10 @@ def axis_index(axes: Axes) -> jax.Array:
 
 
 def local_shard(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """Slices this device's block of `dim` from a value that is replicated over `axes`; sends nothing."""
+    """Slices this device's block of `dim` from a value that is replicated over `axes`.
+
+    Sends nothing.
+    """
     axes = nontrivial_axes(axes)
     if not axes:
         return x
@@ -105,8 +113,8 @@ def all_gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
 
         grad_x = reduce_scatter(grad_y, axes, dim)
 
-    Each device uses the result in its own way, so the backward pass sums their cotangents. Forward sends V(n-1)/n,
-    backward V(n-1)/n.
+    Each device uses the result in its own way, so the backward pass sums their cotangents. Forward
+    sends V(n-1)/n, backward V(n-1)/n.
     """
     return _gather(x, axes, dim)
 
@@ -132,8 +140,8 @@ def all_reduce[T](tree: T, axes: Axes) -> T:
 
         grad_x = grad_y
 
-    The sum and its cotangent are replicated, and each addend gets that cotangent: the backward pass sends nothing.
-    Forward sends 2V(n-1)/n.
+    The sum and its cotangent are replicated, and each addend gets that cotangent: the backward pass
+    sends nothing. Forward sends 2V(n-1)/n.
     """
     axes = nontrivial_axes(axes)
     return lax.psum(tree, axes) if axes else tree
@@ -172,7 +180,8 @@ def broadcast(x: jax.Array, axes: Axes, source: int) -> jax.Array:
 
         grad_x = reduce(grad_y, axes, source)
 
-    Sends 2V(n-1)/n each way: it is an all-reduce to which the other devices add zeros, since XLA:CPU has no broadcast.
+    Sends 2V(n-1)/n each way: it is an all-reduce to which the other devices add zeros, since
+    XLA:CPU has no broadcast.
     """
     return _send_from(x, axes, source)
 
@@ -192,7 +201,7 @@ def reduce(x: jax.Array, axes: Axes, target: int) -> jax.Array:
 
 @transposes_itself(lambda axes, split, join: (axes, join, split))
 def all_to_all(x: jax.Array, axes: Axes, split: int, join: int) -> jax.Array:
-    """Splits dimension `split` into one block per device and joins the blocks received along dimension `join`.
+    """Splits dimension `split` into a block per device, and joins those received along `join`.
 
         abcd | efgh | ijkl | mnop   ->   aeim | bfjn | cgko | dhlp
 
@@ -208,7 +217,7 @@ def all_to_all(x: jax.Array, axes: Axes, split: int, join: int) -> jax.Array:
 
 @transposes_itself(lambda axis, group, split, join: (axis, group, join, split))
 def grouped_all_to_all(x: jax.Array, axis: str, group: int, split: int, join: int) -> jax.Array:
-    """Exchanges blocks like `all_to_all`, within each group of `group` neighbouring devices of an axis.
+    """Exchanges blocks like `all_to_all`, within each group of neighbouring devices of an axis.
 
         abcd | efgh | ijkl | mnop   ->   abef | cdgh | ijmn | klop        (group 2)
 
@@ -227,7 +236,7 @@ def grouped_all_to_all(x: jax.Array, axis: str, group: int, split: int, join: in
 
 @transposes_itself(lambda axis, by: (axis, -by))
 def ring_shift(x: jax.Array, axis: str, by: int) -> jax.Array:
-    """Shifts values along the ring of `axis`: device i receives from device i - by (collective permute).
+    """Shifts values along a ring: device i receives from device i - by (collective permute).
 
         a | b | c | d   ->   d | a | b | c        (by 1)
 
@@ -253,9 +262,9 @@ def gather_param(
         y = G_m ... G_1 cast(w, compute_dtype)
         grad_w = cast(S_1 ... S_m cast(grad_y, reduce_dtype), dtype of w)
 
-    gathers: a dimension of None gathers nothing and only sums the gradient. The cast comes first, so the all-gathers
-    move `compute_dtype`. The reduce-scatters go inside a slice before they cross DCN. Forward sends V(n-1)/n, backward
-    V(n-1)/n.
+    gathers: a dimension of None gathers nothing and only sums the gradient. The cast comes first,
+    so the all-gathers move `compute_dtype`. The reduce-scatters go inside a slice before they cross
+    DCN. Forward sends V(n-1)/n, backward V(n-1)/n.
     """
     w = row_major(w.astype(compute_dtype))
     for axes, dim in gathers:
@@ -292,37 +301,38 @@ gather_param.defvjp(_gather_param_fwd, _gather_param_bwd)
 def row_major(x: jax.Array) -> jax.Array:
     """Keeps the layout of an array in memory row-major.
 
-    XLA:GPU gathers and scatters along the outermost dimension in memory. It would keep that layout for the weights and
-    the gradients of all layers, and transpose them in one piece before and after the step: second copies of both.
+    XLA:GPU gathers and scatters along the outermost dimension in memory. It would keep that layout
+    for the weights and the gradients of all layers, and transpose them in one piece before and
+    after the step: second copies of both.
     """
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def sequence_all_gather(x_BTD: jax.Array, dim: int) -> jax.Array:
-    """Gathers the sequence (dimension `dim`) over `tensor` before a column-parallel matmul: sequence parallelism's g.
+    """Gathers the sequence over `tensor` before a column-parallel matmul: sequence parallelism's g.
 
         grad_x = sequence_reduce_scatter(grad_y, dim)
 
-    It opens a Megatron pair that `sequence_reduce_scatter` closes.
+    dim: that of the sequence. It opens a Megatron pair that `sequence_reduce_scatter` closes.
     """
     return all_gather(x_BTD, ("tensor",), dim)
 
 
 def sequence_reduce_scatter(y_BTD: jax.Array, dim: int) -> jax.Array:
-    """Sums `{U/tensor}` after a row-parallel matmul and scatters the sequence (dimension `dim`): g-bar.
+    """Sums `{U/tensor}` after a row-parallel matmul and scatters the sequence: g-bar.
 
         grad_x = sequence_all_gather(grad_y, dim)
 
-    It closes a Megatron pair that `sequence_all_gather` opens.
+    dim: that of the sequence. It closes a Megatron pair that `sequence_all_gather` opens.
     """
     return reduce_scatter(y_BTD, ("tensor",), dim)
 
 
 def sum_gradients(grads: Any, axes: Any, dcn: DcnAxis = ONE_SLICE) -> Any:
-    """Sums each gradient over the axes that its parameter is replicated over, one all-reduce per set of axes.
+    """Sums each gradient over the axes that replicate its parameter, by sets of axes.
 
-    grads: tree of arrays.  axes: the same tree of tuples of axes. Where one of them crosses DCN, the sum is
-    hierarchical. Sends 2V(n-1)/n of each; not differentiated.
+    grads: tree of arrays.  axes: the same tree of tuples of axes. Where one of them crosses DCN,
+    the sum is hierarchical. Sends 2V(n-1)/n of each; not differentiated.
     """
     leaves: list[jax.Array]
     treedef: Any

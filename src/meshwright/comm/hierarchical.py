@@ -1,11 +1,12 @@
 """Hierarchical collectives: one level of links after another, over ICI (or NVLink) and over DCN.
 
-One mesh axis, the DCN axis, may span slices or nodes. Of its n devices in s slices, n/s neighbours at a time are in one
-slice. Reductions are scattered inside a slice first, so that each device sends only its own part over DCN; all-gathers
-cross DCN first, while the array is small.
+One mesh axis, the DCN axis, may span slices or nodes. Of its n devices in s slices, n/s neighbours
+at a time are in one slice. Reductions are scattered inside a slice first, so that each device sends
+only its own part over DCN; all-gathers cross DCN first, while the array is small.
 
-Inside a TPU slice an axis may span several dimensions of the torus. XLA compiles a gather or scatter over a closed
-three-dimensional torus to an all-reduce of the full array, so these go over one dimension after another (docs/log.md).
+Inside a TPU slice an axis may span several dimensions of the torus. XLA compiles a gather or
+scatter over a closed three-dimensional torus to an all-reduce of the full array, so these go over
+one dimension after another (docs/log.md).
 """
 
 import dataclasses
@@ -27,14 +28,15 @@ def nontrivial_axes(axes: Axes) -> Axes:
 
 @dataclasses.dataclass(frozen=True)
 class DcnAxis:
-    """Mesh axis that spans slices (of TPUs) or nodes (of GPUs), joined by the data-center network (DCN)."""
+    """Mesh axis that spans slices of TPUs or nodes of GPUs, joined by the data-center network."""
 
     slices: int
     """Slices or nodes of the mesh; 1 where all devices are in one."""
     axis: str
     """Mesh axis that crosses them; all others lie inside a slice."""
     torus: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Axes that span several dimensions of a slice's torus, with their degree along each, outermost first."""
+    """Axes that span several dimensions of a slice's torus, with their degree along each, outermost
+    first."""
 
 
 ONE_SLICE = DcnAxis(1, "data")
@@ -42,7 +44,7 @@ ONE_SLICE = DcnAxis(1, "data")
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """Part of mesh axes that one collective covers: devices inside a slice, or their counterparts between slices."""
+    """Part of mesh axes that a collective covers: devices of a slice, or counterparts in slices."""
 
     axes: Axes
     size: int
@@ -59,7 +61,7 @@ class Level:
 
 
 def levels_of(axes: Axes, dcn: DcnAxis) -> list[Level]:
-    """Returns the levels of the nontrivial axes, outermost first: slices, dimensions of the torus, or one of all."""
+    """Returns the levels of the axes, outermost first: slices, dimensions of the torus, or one."""
     axes = nontrivial_axes(axes)
     if not axes:
         return []
@@ -76,7 +78,10 @@ def levels_of(axes: Axes, dcn: DcnAxis) -> list[Level]:
 
 
 def split_axes(axes: Axes, degrees: tuple[int, ...]) -> list[Level]:
-    """Returns the levels of axes taken together, outermost first. degrees: of each level, slices or nodes first."""
+    """Returns the levels of axes taken together, outermost first.
+
+    degrees: of each level, slices or nodes first.
+    """
     levels: list[Level] = []
     for i, degree in enumerate(degrees):
         if degree == 1:
@@ -88,7 +93,9 @@ def split_axes(axes: Axes, degrees: tuple[int, ...]) -> list[Level]:
 
 
 def _groups(degrees: tuple[int, ...], level: int) -> list[list[int]]:
-    """Returns the groups of devices along one level of an axis. degrees: of every level, outermost first.
+    """Returns the groups of devices along one level of an axis.
+
+    degrees: of every level, outermost first.
 
     For degrees (2, 3), level 0 has the groups 03 | 14 | 25, and level 1 the groups 012 | 345.
     """
@@ -102,9 +109,12 @@ def _groups(degrees: tuple[int, ...], level: int) -> list[list[int]]:
 
 
 def hierarchical_all_gather(x: jax.Array, axes: Axes, dim: int, dcn: DcnAxis) -> jax.Array:
-    """Gathers the blocks of `dim` along `axes`, in order, over DCN first. Sends V(n-1)/n for a result of V bytes.
+    """Gathers the blocks of `dim` along `axes`, in order, over DCN first.
 
-    Two slices of two devices: the gather over DCN sends the small blocks, that inside a slice the larger ones:
+    Sends V(n-1)/n for a result of V bytes.
+
+    Two slices of two devices: the gather over DCN sends the small blocks, that inside a slice the
+    larger ones:
 
         a | b   c | d   ->   ac | bd   ac | bd   ->   abcd | abcd   abcd | abcd
     """
@@ -116,7 +126,8 @@ def hierarchical_all_gather(x: jax.Array, axes: Axes, dim: int, dcn: DcnAxis) ->
         for level in reversed(levels):
             x = lax.all_gather(x, level.axes, axis=dim, axis_index_groups=level.groups, tiled=True)
         return x
-    # Each gather adds a dimension; those of the levels stand in order before `dim`, which they are merged into.
+    # Each gather adds a dimension; those of the levels stand in order before `dim`, which they are
+    # merged into.
     gathered: list[int] = []
     for i in between + inside[::-1]:
         new_dim = dim + sum(outer < i for outer in gathered)
@@ -126,9 +137,12 @@ def hierarchical_all_gather(x: jax.Array, axes: Axes, dim: int, dcn: DcnAxis) ->
 
 
 def hierarchical_reduce_scatter(x: jax.Array, axes: Axes, dim: int, dcn: DcnAxis) -> jax.Array:
-    """Sums over `axes` and scatters `dim`, inside a slice first. Sends V(n-1)/n for an input of V bytes.
+    """Sums over `axes` and scatters `dim`, inside a slice first.
 
-    It is the transpose of `hierarchical_all_gather`: the same steps in reverse order, each a reduce-scatter.
+    Sends V(n-1)/n for an input of V bytes.
+
+    It is the transpose of `hierarchical_all_gather`: the same steps in reverse order, each a
+    reduce-scatter.
     """
     levels = levels_of(axes, dcn)
     between = [i for i, level in enumerate(levels) if level.crosses_dcn]
@@ -154,7 +168,7 @@ def hierarchical_reduce_scatter(x: jax.Array, axes: Axes, dim: int, dcn: DcnAxis
 
 
 def hierarchical_all_reduce(leaves: list[jax.Array], axes: Axes, dcn: DcnAxis) -> list[jax.Array]:
-    """Sums arrays of one dtype over `axes`: reduce-scatter inside a slice, all-reduce over DCN, all-gather inside.
+    """Sums arrays of one dtype: reduce-scatter in a slice, all-reduce over DCN, all-gather.
 
     Sends 2V(n-1)/n, of which only 1/m crosses DCN where a slice has m devices.
     """

@@ -1,10 +1,11 @@
 """Ragged all-to-all of rows: the token exchange of expert parallelism, in blocks of any size.
 
-Accelerators use `lax.ragged_all_to_all`, which sends only the rows that exist. XLA:CPU has no such operation; there,
-blocks of full size are sent, mostly padding. The rows that arrive are the same.
+Accelerators use `lax.ragged_all_to_all`, which sends only the rows that exist. XLA:CPU has no such
+operation; there, blocks of full size are sent, mostly padding. The rows that arrive are the same.
 
-A device sends another one update for each group of rows there (for each expert): they arrive sorted by group, and
-nothing has to sort them. Two devices with two groups each; `b0` is a row that device 0 sends to group b:
+A device sends another one update for each group of rows there (for each expert): they arrive sorted
+by group, and nothing has to sort them. Two devices with two groups each; `b0` is a row that device
+0 sends to group b:
 
                  device 0 (groups a, b)     device 1 (groups c, d)
     x            a0 a0 b0 c0                a1 b1 b1 d1 d1
@@ -21,19 +22,21 @@ from jax import lax
 
 from meshwright.comm.hierarchical import Level
 
-THREAD_BLOCKS, LEAST_ROWS = 512, 16
-"""Least updates of an exchange inside a node, and least rows of one at an even load.
-
-There XLA:GPU copies each update by a block of 128 threads, and latency limits what one block moves: with 32 updates for
-each of 16 peers, a step on GB200 spent 0.78 s where one for each took 13.8 (github.com/marin-community/marin, pull
-8081). Between nodes NCCL sends each update on its own, at about 12 us (github.com/openxla/xla, issue 46982)."""
+# Inside a node XLA:GPU copies each update by a block of 128 threads, and latency limits what one block
+# moves: with 32 updates for each of 16 peers, a step on GB200 spent 0.78 s where one for each took
+# 13.8 (github.com/marin-community/marin, pull 8081). Between nodes NCCL sends each update on its
+# own, at about 12 us (github.com/openxla/xla, issue 46982).
+THREAD_BLOCKS = 512
+"""Least updates of an exchange inside a node."""
+LEAST_ROWS = 16
+"""Least rows of such an update at an even load."""
 
 
 class Exchange(NamedTuple):
     """Updates, which are blocks of rows, that the n devices of a group send each other.
 
-    Each field is int32 [n, updates], by the other device and by the group that the rows belong to. The first four are
-    the sizes and offsets that `lax.ragged_all_to_all` takes.
+    Each field is int32 [n, updates], by the other device and by the group that the rows belong to.
+    The first four are the sizes and offsets that `lax.ragged_all_to_all` takes.
     """
 
     sizes: jax.Array
@@ -61,7 +64,10 @@ class Exchange(NamedTuple):
         )
 
     def split(self, pieces: int) -> "Exchange":
-        """Returns the exchange with every update in `pieces` consecutive ones; the last of them may be empty."""
+        """Returns the exchange with every update in `pieces` consecutive ones.
+
+        The last of them may be empty.
+        """
         sent = _piece_offsets(self.sizes, pieces)
         arriving = _piece_offsets(self.arriving_sizes, pieces)
         return Exchange(
@@ -75,7 +81,7 @@ class Exchange(NamedTuple):
 
 
 def _piece_offsets(sizes: jax.Array, pieces: int) -> jax.Array:
-    """Returns the first row of each piece of an update, from that of the update: [n, updates, pieces]."""
+    """Returns the first row of each piece, from that of its update: [n, updates, pieces]."""
     piece_size = -(-sizes // pieces)
     return jnp.minimum(jnp.arange(pieces) * piece_size[..., None], sizes[..., None])
 
@@ -93,13 +99,17 @@ def _piece_starts(starts: jax.Array, offsets: jax.Array) -> jax.Array:
 
 
 def plan_exchange(sent: jax.Array, level: Level, capacity: int | jax.Array) -> Exchange:
-    """Fits the rows that devices send each other into buffers of `capacity` rows; gathers the numbers of all rows.
+    """Fits the rows that devices send each other into buffers of `capacity` rows.
 
-    sent: rows for each group on each device, [n, groups]; they lie in this order. They arrive sorted by group, and
-    within a group by device. A device takes its own rows first, then those of the devices after it around the axis.
-    Rows that find no room are not sent: the last rows of a device.
+    Gathers the numbers of all rows.
+
+    sent: rows for each group on each device, [n, groups]; they lie in this order. They arrive
+    sorted by group, and within a group by device. A device takes its own rows first, then those of
+    the devices after it around the axis. Rows that find no room are not sent: the last rows of a
+    device.
     """
-    # Arrays are by sender, receiver and group. Not an all-gather: XLA would combine those of two batch pieces.
+    # Arrays are by sender, receiver and group. Not an all-gather: XLA would combine those of two
+    # batch pieces.
     copies = jnp.broadcast_to(sent, (level.size, *sent.shape))
     wanted = lax.all_to_all(copies, level.axes, 0, 0, axis_index_groups=level.groups, tiled=True)
     starts = _exclusive_sums(wanted)
@@ -119,7 +129,7 @@ def plan_exchange(sent: jax.Array, level: Level, capacity: int | jax.Array) -> E
 
 
 def _exclusive_sums(sizes: jax.Array) -> jax.Array:
-    """Returns the rows before each block of [n, ..]: sums over the earlier ones of its first index, in order; int32."""
+    """Returns the rows before each block of [n, ..], int32: sums over the earlier ones."""
     ends = jnp.cumsum(sizes.reshape(len(sizes), -1), 1).reshape(sizes.shape)
     return (ends - sizes).astype(jnp.int32)
 
@@ -129,7 +139,8 @@ def _room(wanted: jax.Array, capacity: int | jax.Array) -> jax.Array:
 
     wanted: rows to be sent, by sender, receiver and group.
 
-    A receiver r takes the senders in the order r, r + 1, ... around the axis. With w[s], the rows that s has for r:
+    A receiver r takes the senders in the order r, r + 1, ... around the axis. With w[s], the rows
+    that s has for r:
 
         room[s, r] = clip(capacity - sum of w over the senders before s, 0, w[s])
     """
@@ -142,7 +153,7 @@ def _room(wanted: jax.Array, capacity: int | jax.Array) -> jax.Array:
 
 
 def _sizes_with_room(wanted: jax.Array, room: jax.Array) -> jax.Array:
-    """Returns the rows of each update that are sent: of a sender's rows, sorted by group, the first `room`; int32."""
+    """Returns the rows of each update that are sent, int32: the first `room` of a sender's rows."""
     limit = room[..., None]
     ends = jnp.cumsum(wanted, 2)
     starts = ends - wanted
@@ -154,11 +165,14 @@ def _sizes_with_room(wanted: jax.Array, room: jax.Array) -> jax.Array:
 def ragged_all_to_all(
     x: jax.Array, exchange: Exchange, level: Level, capacity: int, largest: int
 ) -> jax.Array:
-    """Sends blocks of rows of x [.., D] to other devices; returns [capacity, D], zero where no row arrived.
+    """Sends blocks of rows of x [.., D] to other devices.
+
+    Returns [capacity, D], zero where no row arrived.
 
         grad_x = ragged_all_to_all(grad_y, exchange.reversed(), level, rows of x, largest)
 
-    largest: a bound on the rows that one device sends another. Sends the rows that belong to other devices.
+    largest: a bound on the rows that one device sends another. Sends the rows that belong to other
+    devices.
     """
     pieces = pieces_of(exchange.sizes.size, level, x.shape[0])
     padded = functools.partial(_padded, level=level, capacity=capacity, largest=largest)
@@ -169,7 +183,7 @@ def ragged_all_to_all(
 
 
 def pieces_of(updates: int, level: Level, rows: int) -> int:
-    """Returns the pieces that a GPU sends each update in, a power of two: XLA balances such numbers of them."""
+    """Returns the pieces that a GPU sends each update in, a power of two, which XLA balances."""
     if level.crosses_dcn:
         return 1
     wanted = -(-THREAD_BLOCKS // updates)
@@ -180,7 +194,7 @@ def pieces_of(updates: int, level: Level, rows: int) -> int:
 def _padded(
     x: jax.Array, exchange: Exchange, *, level: Level, capacity: int, largest: int
 ) -> jax.Array:
-    """Computes `ragged_all_to_all` as an all-to-all of one padded block [largest, D] to each device.
+    """Computes `ragged_all_to_all` as an all-to-all of padded blocks [largest, D].
 
     In a block the updates follow each other without gaps, and zeros fill the rest.
     """
@@ -205,7 +219,8 @@ def _starts_in_block(sizes: jax.Array) -> jax.Array:
 def _row_at(i: jax.Array, sizes: jax.Array, starts: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the source row of each target row, and whether an update has it.
 
-    i: target row counted from the first row of each update, [.., updates]; at most one of them has it.
+    i: target row counted from the first row of each update, [.., updates]; at most one of them has
+    it.
     """
     in_update = (i >= 0) & (i < sizes)
     return jnp.where(in_update, i + starts, 0).sum(-1), in_update.any(-1)
@@ -216,7 +231,8 @@ def _ragged(
 ) -> jax.Array:
     split = exchange.split(pieces)
     sizes = split.sizes.reshape(-1)
-    # Zeros that the compiler does not know: constant ones would be shared by exchanges, and copied for each.
+    # Zeros that the compiler does not know: constant ones would be shared by exchanges, and copied
+    # for each.
     zero = jnp.minimum(sizes[0], 0).astype(x.dtype)
     return lax.ragged_all_to_all(
         x,
@@ -233,7 +249,8 @@ def _ragged(
 def _forward(
     x: jax.Array, exchange: Exchange, *static: Any
 ) -> tuple[jax.Array, tuple[Exchange, jax.Array]]:
-    # The number of rows is not an array, so an array of shape [rows, 0] carries it to the backward pass.
+    # The number of rows is not an array, so an array of shape [rows, 0] carries it to the backward
+    # pass.
     carrier = jnp.zeros((x.shape[0], 0))
     return ragged_all_to_all(x, exchange, *static), (exchange, carrier)
 

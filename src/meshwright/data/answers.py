@@ -1,9 +1,10 @@
 """Answers in a rendered conversation: where each begins and where it ends.
 
-The text of a conversation does not show where its messages are. They are found by rendering it once more with two characters
-of private use around each message's content. If the text without them is the text itself, their positions are those of
-the contents. An answer begins where the template's prompt for it ends (`add_generation_prompt`), which may be before
-its content (a header, reasoning), and ends with the token that ends it:
+The text of a conversation does not show where its messages are. They are found by rendering it once
+more with two characters of private use around each message's content. If the text without them is
+the text itself, their positions are those of the contents. An answer begins where the template's
+prompt for it ends (`add_generation_prompt`), which may be before its content (a header, reasoning),
+and ends with the token that ends it:
 
     <|im_start|>user\\nTwo and two?<|im_end|>\\n<|im_start|>assistant\\nFour.<|im_end|>\\n
                     ^content 0  ^                                 ^content 1
@@ -22,13 +23,16 @@ Span = tuple[int, int]
 """First character, and one past the last."""
 
 _OPENING, _CLOSING = 0x100000, 0x108000
-"""First characters of private use (plane 16) that stand before and after the content of message 0, 1, ..."""
+"""First characters of private use (plane 16) that stand before and after the content of message 0,
+1, ..."""
 _MARKED_MESSAGES = 0x7FFD
 _MARK = re.compile("[\U00100000-\U0010fffd]")
 _PIECE = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|\w+|.", re.S)
-"""What two texts have in common is counted in: a control token as templates write them, a word, or a character."""
+"""What two texts have in common is counted in: a control token as templates write them, a word, or
+a character."""
 _LINKS = {"tool": ("tool_call_id", "name")}
-"""Keys by role that name the message to which another one belongs. Their order names it too: templates may leave them."""
+"""Keys by role that name the message to which another one belongs. Their order names it too:
+templates may leave them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +53,8 @@ class Answers(NamedTuple):
     spans: list[Span]
     """First character of each answer, and one past the token that ends it."""
     unclosed: str | None
-    """Where the text ends with an answer without a token that ends it: the text of the token that does, `""` where
-    the template has none."""
+    """Where the text ends with an answer without a token that ends it: the text of the token that
+    does, `""` where the template has none."""
 
 
 class _Marked(NamedTuple):
@@ -73,8 +77,8 @@ class AnswerFinder:
     def find(self, first: int) -> Answers:
         """Returns the text of the conversation and its answers from message `first` on.
 
-        Raises DataError where the template refuses the conversation, writes nothing of a part of it, or hides where an
-        answer begins.
+        Raises DataError where the template refuses the conversation, writes nothing of a part of
+        it, or hides where an answer begins.
         """
         messages = self.conversation.messages
         text = self._render(messages)
@@ -105,7 +109,9 @@ class AnswerFinder:
             and self.template.source not in TEMPLATES.values()
         ):
             closed = True  # by what the template has for it
-        return Answers(text, spans, None if closed else self._closing(last, marked_messages))
+        if closed:
+            return Answers(text, spans, None)
+        return Answers(text, spans, self._closing(last, marked_messages))
 
     def _render(self, messages: Sequence[Message], answer: bool = False) -> str:
         given = self.conversation
@@ -114,14 +120,20 @@ class AnswerFinder:
         )
 
     def _partial(self, messages: Sequence[Message], answer: bool) -> _Marked | None:
-        """Returns the first messages rendered; None where the template refuses them without the others."""
+        """Returns the first messages rendered.
+
+        None: the template refuses them without the others.
+        """
         try:
             return _positions(self._render(messages, answer))
         except DataError:
             return None
 
     def _mark(self, text: str) -> tuple[list[Message], _Marked]:
-        """Returns the messages with marks around those contents whose rendering they do not change, and positions."""
+        """Returns the messages with marks around their contents, and the positions of the marks.
+
+        A content whose rendering the marks change stays without.
+        """
         if _MARK.search(text):
             truth = "it has a character of private use (U+100000 to U+10FFFD), which mark answers"
             raise DataError("a conversation", truth, "a text without it")
@@ -156,7 +168,10 @@ class AnswerFinder:
                     self._refuse_unwritten(f"the content of message {number} ({message['role']})")
 
     def _check_all_words(self, number: int, whole: _Marked) -> None:
-        """Raises DataError where a content lost one of its ends and a word with it, such as reasoning in `<think>`."""
+        """Raises DataError if a content lost one of its ends and a word with it.
+
+        Templates drop reasoning in `<think>`, for example.
+        """
         message = self.conversation.messages[number]
         lost = _lost_word(number, message, whole)
         if lost is None:
@@ -177,7 +192,7 @@ class AnswerFinder:
         self._refuse_unwritten(what, "a record without that part")
 
     def _check_keys(self, text: str) -> None:
-        """Raises DataError for a key of a message, the tools or a variable that leave the text unchanged."""
+        """Raises DataError for a key of a message, tools or a variable that changes nothing."""
         messages = self.conversation.messages
         for number, message in enumerate(messages):
             links = _LINKS.get(message["role"], ())
@@ -251,7 +266,8 @@ class AnswerFinder:
                 return at + common
         if number not in whole.begins:
             truth = (
-                f"the template writes neither its prompt for answer {number} nor the beginning of its content as they "
+                f"the template writes neither its prompt for answer {number} nor the beginning of "
+                f"its content as they "
                 "are: where that answer begins cannot be found"
             )
             fix = "a template with {% generation %} around answers (--finetune.template)"
@@ -281,12 +297,16 @@ class AnswerFinder:
         common = _common(closing, behind)
         if closing[:common].strip() or not closing.strip():
             return at + common
-        # Another token ends an answer that others follow, such as <|end|> in the place of <|return|>.
+        # Another token ends an answer that others follow, such as <|end|> in the place of
+        # <|return|>.
         token = _PIECE.match(behind, common)
         return at + (token.end() if token and len(token[0]) > 2 else common)
 
     def _closing(self, last: int, marked: Sequence[Message]) -> str:
-        """Returns the token that ends the last answer where a question follows it; an empty text where none does."""
+        """Returns the token that ends the last answer when a question follows it.
+
+        Empty if the template writes none.
+        """
         question = _with_marks(last + 1, {"role": "user", "content": "x"})
         followed = self._partial([*marked, question], answer=False)
         if followed is None or not {last, last + 1} <= {*followed.ends}:
@@ -297,7 +317,10 @@ class AnswerFinder:
 
 
 def _with_marks(number: int, message: Message) -> Message:
-    """Returns a message with a mark before and after its content; white space at its ends stays outside."""
+    """Returns a message with a mark before and after its content.
+
+    White space at its ends stays outside.
+    """
     content = message["content"] or ""
     core = content.strip()
     if not core or number >= _MARKED_MESSAGES:
@@ -310,7 +333,10 @@ def _with_marks(number: int, message: Message) -> Message:
 
 
 def _lost_word(number: int, message: Message, rendered: _Marked) -> str | None:
-    """Returns the first word of a content that is not between its neighbours in a text; None where all are."""
+    """Returns the first word of a content that is missing between its neighbors in a text.
+
+    None: no word is missing.
+    """
     before = [end for other, end in rendered.ends.items() if other < number]
     after = [begin for other, begin in rendered.begins.items() if other > number]
     at = max(before, default=0)
@@ -324,7 +350,10 @@ def _lost_word(number: int, message: Message, rendered: _Marked) -> str | None:
 
 
 def _positions(marked: str) -> _Marked:
-    """Returns a text without its marks, and where they were; of a content that is written twice, the last."""
+    """Returns a text without its marks, and where they were.
+
+    For a content that is written twice, the last place counts.
+    """
     parts = list[str]()
     begins, ends = dict[int, int](), dict[int, int]()
     length = start = 0

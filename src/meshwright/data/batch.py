@@ -28,7 +28,8 @@ class Batch:
     targets: Any
     """Next tokens, int32."""
     segments: Any
-    """Index of the document within the sequence, or PADDING, int32; attention does not cross documents."""
+    """Index of the document within the sequence, or PADDING, int32; attention does not cross
+    documents."""
     positions: Any
     """Position within the document, int32."""
     weights: Any
@@ -56,7 +57,7 @@ class BatchRamp:
         return (*(size for _, size in self.parts), self.full)
 
     def sizes_of(self, first: int, last: int) -> tuple[int, ...]:
-        """Returns the batches of the steps that `first` or more, and fewer than `last`, precede; each once."""
+        """Returns the batch sizes of the steps from `first` to `last` (exclusive), each once."""
         starts = itertools.accumulate((steps for steps, _ in self.parts), initial=0)
         return tuple(
             dict.fromkeys(self.batch(max(start, first)) for start in starts if start < last)
@@ -80,7 +81,10 @@ class BatchRamp:
 
 
 def ramp_of(training: Training) -> BatchRamp:
-    """Parses the ramp of a run. Raises ConfigError for a part that is not STEPS=SEQUENCES, each at least 1."""
+    """Parses the ramp of a run.
+
+    Raises ConfigError for a part that is not STEPS=SEQUENCES, each at least 1.
+    """
     parts = []
     for part in training.batch_ramp:
         steps, equals, size = part.partition("=")

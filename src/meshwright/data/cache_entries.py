@@ -1,8 +1,8 @@
 """Entries of the cache that grow with the data: token files, and copies of what is in buckets.
 
-An entry never changes once it is complete, because other processes may read it. Readers hold a shared lock on one file of
-it (`tokens.json`, `.copied.json`), a writer the lock of an unfinished one (`.lock`). Only `delete_entry` deletes, where
-no process holds the lock.
+An entry never changes once it is complete, because other processes may read it. Readers hold a
+shared lock on one file of it (`tokens.json`, `.copied.json`), a writer the lock of an unfinished
+one (`.lock`). Only `delete_entry` deletes, where no process holds the lock.
 """
 
 import contextlib
@@ -51,8 +51,8 @@ def list_entries(cache: Path) -> list[Entry]:
 def delete_entry(cache: Path, name: str) -> int:
     """Deletes an entry of the cache; returns its bytes.
 
-    It is renamed first, so that a kill leaves nothing that is taken for an entry. Raises ConfigError where there is no
-    such entry, DataError where a process reads or writes it.
+    It is renamed first, so that a kill leaves nothing that is taken for an entry. Raises
+    ConfigError where there is no such entry, DataError where a process reads or writes it.
     """
     known = {str(folder.relative_to(cache)): folder for folder in _folders(cache)}
     if name not in known:
@@ -134,7 +134,10 @@ def _lock_file(folder: Path) -> Path | None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds the exclusive lock of an entry. Raises BlockingIOError where another process holds one."""
+    """Holds the exclusive lock of an entry.
+
+    Raises BlockingIOError where another process holds one.
+    """
     file = _lock_file(folder)
     # The writer of a copy, or of conversations, holds the lock on the folder itself.
     number = os.open(file or folder, os.O_RDONLY if file is None else os.O_RDWR)

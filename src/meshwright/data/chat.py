@@ -1,8 +1,9 @@
-"""Chat templates: a conversation as the text that a model was tuned on, by the Jinja template of its tokenizer.
+"""Chat templates: a conversation as the text that a model was tuned on.
 
+The template is Jinja, and comes with the tokenizer.
 A template is a program from a stranger. It runs in a process of its own, in Jinja's sandbox
-(`ImmutableSandboxedEnvironment`, which has no access to Python's objects), with limits on its time, its memory and its
-text (`chat_renderer`).
+(`ImmutableSandboxedEnvironment`, which has no access to Python's objects), with limits on its time,
+its memory and its text (`chat_renderer`).
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.documents import SMALL, check_inside, fix_of, parse_document, read_json, read_text
-from meshwright.errors import DataError, WeightsError, by_class
+from meshwright.errors import DataError, WeightsError, by_class, reason_of
 from meshwright.storage.paths import path_of
 
 TEMPLATES = {
@@ -33,7 +34,8 @@ TEMPLATES = {
 """Chat templates by name: ChatML, for tokenizers that come without a template."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message's reasoning. Templates read one of the first two; `transformers` fills both from any."""
+"""Keys of a message's reasoning. Templates read one of the first two; `transformers` fills both
+from any."""
 
 _MARKS = ("\ue0f8", "\ue0f9")
 """Characters of private use around answers, while a conversation is rendered."""
@@ -65,11 +67,12 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Returns the text of a conversation. answer: ends it where the model's answer begins.
+        """Returns the text of a conversation.
 
+        answer: ends it where the model's answer begins.
         tools: descriptions of tools.  variables: further variables of the template.
-        Raises DataError where the template refuses the conversation, takes too long or too much memory, or Jinja is
-        not installed.
+        Raises DataError where the template refuses the conversation, takes too long or too much
+        memory, or Jinja is not installed.
         """
         return self._render(messages, answer, tools, variables, ("", ""))
 
@@ -85,7 +88,7 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Returns the text of a conversation, and first and last character (one past it) of each answer.
+        """Returns the text of a conversation, and the [first, last) characters of each answer.
 
         For a template that `marks_answers`. Raises as `render`.
         """
@@ -134,7 +137,10 @@ class ChatTemplate:
 
 
 def _with_reasoning(message: Message) -> Message:
-    """Returns a message whose reasoning has the names that templates read, as `transformers` fills them."""
+    """Returns a message whose reasoning has the names that templates read.
+
+    `transformers` fills them alike.
+    """
     given = (message[key] for key in REASONING if message.get(key) is not None)
     reasoning = next(given, None)
     if reasoning is None:
@@ -143,14 +149,17 @@ def _with_reasoning(message: Message) -> Message:
 
 
 class _Renderer:
-    """Process that renders templates; it is started when it is first needed, and again after it was stopped."""
+    """Process that renders templates.
+
+    It starts when it is first needed, and again after it was stopped.
+    """
 
     def __init__(self) -> None:
         self._stop: Callable[[], Any] | None = None
         self._connection: Connection | None = None
 
     def ask(self, request: str) -> dict[str, Any]:
-        """Sends one request and returns the answer; a process that gives none in time is stopped."""
+        """Sends one request and returns the answer; stops a process that gives none in time."""
         if self._connection is None:
             self._start()
         assert self._connection is not None and self._stop is not None
@@ -166,7 +175,8 @@ class _Renderer:
         return {"error": error}
 
     def _start(self) -> None:
-        # By the path of the file: the package itself would take longer to import than a conversation to render.
+        # By the path of the file: the package itself would take longer to import than a
+        # conversation to render.
         file = Path(__file__).with_name("chat_renderer.py")
         self._connection, theirs = multiprocessing.Pipe()
         with theirs:
@@ -185,10 +195,11 @@ _renderer = _Renderer()
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:
-    """Reads the chat template beside a tokenizer: chat_template.jinja, or that of tokenizer_config.json.
+    """Reads the chat template of a tokenizer's folder.
 
-    An output folder has the files of the model that it started from in `huggingface`. Returns None where there is no
-    template. Raises DataError where a file is damaged or leaves the folder.
+    It is in chat_template.jinja, or else in tokenizer_config.json.
+    An output folder has the files of the model that it started from in `huggingface`. Returns None
+    where there is no template. Raises DataError where a file is damaged or leaves the folder.
     """
     file, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     with_tools_file = folder / "additional_chat_templates" / "tool_use.jinja"
@@ -209,7 +220,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
             error,
             DataError(
                 f"the chat template of {folder}",
-                f"it cannot be read: {error}",
+                f"it cannot be read: {reason_of(error)}",
                 fix_of(error, "its own files"),
             ),
         ) from error
@@ -232,13 +243,26 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
     return ChatTemplate(source, tuple(special), with_tools)
 
 
-def template_text(name: str) -> str:
-    """Returns the template of a name in `TEMPLATES`, or the text of a file. Raises OSError or ValueError."""
-    return TEMPLATES[name] if name in TEMPLATES else read_text(path_of(name))
+def read_template(asked: str, name: str) -> str:
+    """Returns the Jinja template of a name in `TEMPLATES`, or the text of a file.
+
+    asked: the request, for errors.
+    Raises DataError where the file cannot be read.
+    """
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    try:
+        return read_text(path_of(name))
+    except (OSError, ValueError) as error:
+        fix = f"a file with a Jinja template, or {' or '.join(TEMPLATES)}"
+        raise by_class(error, DataError(asked, reason_of(error), fix)) from error
 
 
 def read_end_tokens(folder: Path) -> tuple[int, ...]:
-    """Returns the tokens at which a Hugging Face model stops: by its generation settings, or its configuration."""
+    """Returns the tokens at which a Hugging Face model stops.
+
+    They are in its generation settings, or else in its configuration.
+    """
     for file in ("generation_config.json", "config.json"):
         if (folder / file).is_file():
             try:
@@ -250,7 +274,7 @@ def read_end_tokens(folder: Path) -> tuple[int, ...]:
             except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
                 refusal = WeightsError(
                     f"reading {folder / file}",
-                    f"it is not a configuration: {error}",
+                    f"it is not a configuration: {reason_of(error)}",
                     fix_of(error, "download it again"),
                 )
                 raise by_class(error, refusal) from error

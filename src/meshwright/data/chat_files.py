@@ -22,10 +22,11 @@ _SPACE = b" \t\r\n\xef\xbb\xbf"
 
 
 def find_chat_files(path: str) -> Found:
-    """Returns the files of conversations at a path: a file, or the data of a folder (`selection`), sorted.
+    """Returns the files of conversations at a path, sorted.
 
-    In a folder, `.json` files are descriptions of the others where there are others. Raises DataError where there is
-    none.
+    A path is a file, or a folder with data (`selection`).
+    In a folder, `.json` files are descriptions of the others where there are others. Raises
+    DataError where there is none.
     """
     location = Path(path)
     if location.is_file():
@@ -44,7 +45,10 @@ def find_chat_files(path: str) -> Found:
 
 
 def read_records(files: list[Path]) -> Iterator[tuple[int, Place, dict[str, Any]]]:
-    """Yields the number of its file, the place and the fields of every record. Raises DataError for what is no object."""
+    """Yields the number of its file, the place and the fields of every record.
+
+    Raises DataError for what is no object.
+    """
     for number, file in enumerate(files):
         try:
             opened = open_bytes(file)
@@ -60,7 +64,10 @@ def read_records(files: list[Path]) -> Iterator[tuple[int, Place, dict[str, Any]
 
 
 def unit_of(file: Path) -> str:
-    """Returns the unit in which the records of a file are counted, as in their `Place`: `line`, `row` or `record`."""
+    """Returns the unit that counts the records of a file.
+
+    It is that of their `Place`: `line`, `row` or `record`.
+    """
     name = file.name.lower()
     if name.endswith(COLUMNS):
         return "row"
@@ -85,7 +92,10 @@ def _values(file: Path, raw: IO[bytes]) -> Iterator[tuple[Place, Any]]:
 
 
 def _is_array(raw: IO[bytes]) -> bool:
-    """Whether the first character that is not white space opens an array; many `.json` files have lines of JSON."""
+    """Whether the first character that is not white space opens an array.
+
+    Many `.json` files have lines of JSON.
+    """
     start = raw.read(4096).lstrip(_SPACE)
     raw.seek(0)
     return start.startswith(b"[")

@@ -1,7 +1,9 @@
-"""Program that renders chat templates: JSON requests and replies over the socket that is its standard input.
+"""Program that renders chat templates.
 
-It has Jinja's sandbox, and the functions and settings that `transformers` gives a template. Its memory and the seconds
-of its processor are limited, and it can open no file to write: what a template does wrong ends this process alone.
+Requests and replies are JSON, over the socket that is its standard input.
+It has Jinja's sandbox, and the functions and settings that `transformers` gives a template. Its
+memory and the seconds of its processor are limited, and it can open no file to write: what a
+template does wrong ends this process alone.
 """
 
 import contextlib
@@ -36,7 +38,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Returns JSON as `transformers` writes it: without the escapes for HTML of Jinja's own filter."""
+    """Returns JSON as `transformers` writes it, without the HTML escapes of Jinja's filter."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -11,7 +11,7 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from meshwright.data.sources import Place, Records
-from meshwright.errors import DataError, by_class
+from meshwright.errors import DataError, by_class, reason_of
 from meshwright.formatting import format_bytes
 
 _ROWS = 1024
@@ -19,9 +19,11 @@ _ROWS = 1024
 _BUFFER = 2**20
 """Bytes of the file that are read at a time."""
 _DECODED = 256 * 2**20
-"""Decoded bytes of a column in a row group below which they are not compared with the stored ones."""
+"""Decoded bytes of a column in a row group below which they are not compared with the stored ones.
+"""
 _RATIO = 64
-"""Largest ratio of decoded to stored bytes above that: text compresses 3 to 10 times, logs up to 50."""
+"""Largest ratio of decoded to stored bytes above that: text compresses 3 to 10 times, logs up to
+50."""
 _SHOWN = 24
 """Columns that an error lists."""
 
@@ -34,10 +36,12 @@ def zstd_stream(raw: IO[bytes]) -> Any:
 def read_columns(file: Path, raw: IO[bytes], records: Records, field: str) -> Iterator[str]:
     """Yields the texts of a Parquet file's column from row `records.number` on.
 
-    Raises DataError where there is no such column, or it has no text, or it decodes to far more bytes than it has.
+    Raises DataError where there is no such column, or it has no text, or it decodes to far more
+    bytes than it has.
 
-    Pages are read one after another. A value that many rows share is in memory once, as in the file: repeated values
-    stay in their dictionary, and each row is a Python text only while it is yielded.
+    Pages are read one after another. A value that many rows share is in memory once, as in the
+    file: repeated values stay in their dictionary, and each row is a Python text only while it is
+    yielded.
     """
     metadata = pyarrow.parquet.read_metadata(raw)
     path = _column(file, metadata.schema.to_arrow_schema(), field)
@@ -46,7 +50,9 @@ def read_columns(file: Path, raw: IO[bytes], records: Records, field: str) -> It
     table = pyarrow.parquet.ParquetFile(
         raw, metadata=metadata, read_dictionary=[name], pre_buffer=False, buffer_size=_BUFFER
     )
-    size, rows, first = os.fstat(raw.fileno()).st_size, max(1, metadata.num_rows), 0
+    size = os.fstat(raw.fileno()).st_size
+    rows = max(1, metadata.num_rows)
+    first = 0
     records.bytes_here = lambda: size * records.number / rows
     for group in range(table.num_row_groups):
         at, first = first, first + table.metadata.row_group(group).num_rows
@@ -59,19 +65,21 @@ def read_columns(file: Path, raw: IO[bytes], records: Records, field: str) -> It
             for number, value in enumerate(_values(column.slice(skip)), at + skip + 1):
                 records.number = number
                 place = Place(file, "row", number)
-                if not isinstance(value, str):
-                    records.skip(
-                        place, f"no text: its {field!r} is null" if value is None else "not UTF-8"
-                    )
+                if value is None:
+                    records.skip(place, f"no text: its {field!r} is null")
+                elif not isinstance(value, str):
+                    records.skip(place, "not UTF-8")
                 elif text := records.text(value, place):
                     yield text
             at += batch.num_rows
 
 
 def _check_decoded(file: Path, group: Any, number: int, name: str) -> None:
-    """Raises DataError for a column that decodes to `_DECODED` bytes or more, and to `_RATIO` times those it has.
+    """Raises DataError for a column that decodes to far more bytes than are stored.
 
-    Its pages are decompressed as a whole, and no text compresses so far: the file is damaged, or made to fill memory.
+    The limit is the larger of `_DECODED` bytes and `_RATIO` times the stored ones.
+    Its pages are decompressed as a whole, and no text compresses so far: the file is damaged, or
+    made to fill memory.
     """
     chunks = (group.column(i) for i in range(group.num_columns))
     for chunk in chunks:
@@ -81,15 +89,20 @@ def _check_decoded(file: Path, group: Any, number: int, name: str) -> None:
         if decoded > max(_DECODED, _RATIO * stored):
             raise DataError(
                 f"reading {file}",
-                f"row group {number} has {format_bytes(stored)} of {name!r} that decode to {format_bytes(decoded)}, "
-                f"{decoded // max(stored, 1):,} times as many, in {group.num_rows:,} rows; text takes at most {_RATIO} "
+                f"row group {number} has {format_bytes(stored)} of {name!r} that decode to "
+                f"{format_bytes(decoded)}, "
+                f"{decoded // max(stored, 1):,} times as many, in {group.num_rows:,} rows; text "
+                f"takes at most {_RATIO} "
                 f"times as many, and a page is decoded as a whole",
                 "remove it, or write it as .jsonl.zst, which is read line by line",
             )
 
 
 def _column(file: Path, schema: Any, field: str) -> tuple[str, ...]:
-    """Returns the names that lead to the column of text. Raises DataError where there is none, or it is not text."""
+    """Returns the names that lead to the column of text.
+
+    Raises DataError where there is none, or it is not text.
+    """
     if schema.names.count(field) > 1:
         truth = f"{schema.names.count(field)} of its columns are named {field!r}"
         raise DataError(f"reading {file}", truth, "give each a name of its own")
@@ -129,7 +142,10 @@ def _column_of(batch: Any, path: tuple[str, ...]) -> Any:
 
 
 def _values(column: Any) -> Iterator[str | bytes | None]:
-    """Yields the values of a column of text, one in memory at a time; those that are not UTF-8 as bytes."""
+    """Yields the values of a column of text, one in memory at a time.
+
+    Those that are not UTF-8 are bytes.
+    """
     for scalar in column:
         value = scalar.value if isinstance(scalar, pyarrow.DictionaryScalar) else scalar
         try:
@@ -141,8 +157,8 @@ def _values(column: Any) -> Iterator[str | bytes | None]:
 def read_rows(file: Path, raw: IO[bytes]) -> Iterator[tuple[Place, dict[str, Any]]]:
     """Yields the place and the fields of every row of a Parquet file.
 
-    A struct has every field of its column: what is null in it is absent, except a message's content. Raises DataError
-    where the file is damaged.
+    A struct has every field of its column: what is null in it is absent, except a message's
+    content. Raises DataError where the file is damaged.
     """
     try:
         table = pyarrow.parquet.ParquetFile(raw)
@@ -153,7 +169,7 @@ def read_rows(file: Path, raw: IO[bytes]) -> Iterator[tuple[Place, dict[str, Any
                 yield Place(file, "row", number), _without_nulls(row)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         refusal = DataError(
-            f"reading {file}", f"{type(error).__name__}: {error}", "repair or remove it"
+            f"reading {file}", f"{type(error).__name__}: {reason_of(error)}", "repair or remove it"
         )
         raise by_class(error, refusal) from error
 

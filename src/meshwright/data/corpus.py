@@ -1,6 +1,8 @@
-"""Corpora: token files of one vocabulary, mixed by weight; text is tokenised once into the cache, by one process.
+"""Corpora: token files of one vocabulary, mixed by weight.
 
-The other processes find the token files in the same cache, or the run is refused. Token files in a bucket need neither.
+One process tokenizes text, once, into the cache.
+The other processes find the token files in the same cache, or the run is refused. Token files in a
+bucket need neither.
 """
 
 import dataclasses
@@ -46,7 +48,10 @@ class Source:
 
 
 def parse_source(text: str) -> Source:
-    """Parses `PATH` or `PATH=WEIGHT`. Raises DataError where the weight is not a positive number."""
+    """Parses `PATH` or `PATH=WEIGHT`.
+
+    Raises DataError where the weight is not a positive number.
+    """
     path, equals, weight = text.rpartition("=")
     if not equals or os.path.exists(text):
         return Source(text)
@@ -78,7 +83,10 @@ class Corpus:
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """SHA-256 of the tokenizer, and of what training reads of each source, with its weight; as JSON values."""
+        """SHA-256 of the tokenizer, and of what training reads of each source, with its weight.
+
+        They are JSON values.
+        """
         tokenizer = hashlib.sha256(self.tokenizer.to_json().encode()).hexdigest()
         sources = [
             [file.digest, weight] for file, weight in zip(self.files, self.weights, strict=True)
@@ -97,38 +105,23 @@ def load_corpus(
     progress: Progress | None = None,
     check: Check = lambda tokenizer, name: None,
 ) -> Corpus:
-    """Loads the token files of `paths` (each PATH or PATH=WEIGHT), with one vocabulary over all of them.
+    """Loads the token files of `paths`, with one vocabulary over all of them.
 
-    own: tokenizer.json of a run that goes on; text that would now lead to another is tokenised with it.
-    bad_records: largest share of records that may be skipped.  text_field: field or column with the text.  Where
-    several processes compute together, process 0 tokenises and the others wait for it.
+    Each path is PATH or PATH=WEIGHT.
+    own: tokenizer.json of a run that goes on; text that would now lead to another is tokenised with
+    it.
+    bad_records: largest share of records that may be skipped.  text_field: field or column with the
+    text.  Where several processes compute together, process 0 tokenises and the others wait for it.
     check: called in process 0 with each tokenizer and its name, before a text is tokenised.
     Raises DataError where two token files were made with different tokenizers.
     """
     sources = [parse_source(path) for path in paths]
     if not sources:
         raise DataError("training without text", "--data is empty", "--data PATH")
+    paths = [source.path for source in sources]
     reading = _Reading(local_text(spec, cache), cache, text_field, bad_records, progress, check)
-
-    def make() -> dict[str, Path]:
-        texts = []
-        for source in sources:
-            check_pair(source.path)
-            if is_token_file(source.path):
-                file = path_of(source.path) / "tokenizer.json"
-                check(build_tokenizer(str(file)), source.path)
-            elif is_megatron(source.path):
-                check(reading.tokenizer_of_tokens(source.path, own), spec)
-            else:
-                texts.append(source.path)
-        if not texts:
-            return {}
-        copies = {path: local_text(path, cache) for path in texts}
-        made = reading.tokenise(list(copies.values()), own)
-        return {path: made[copy].folder for path, copy in copies.items()}
-
-    folders = share([source.path for source in sources], cache, progress, make)
-    files = tuple(reading.open(folders[source.path], own) for source in sources)
+    folders = share(paths, cache, progress, functools.partial(reading.make, spec, paths, own))
+    files = tuple(reading.open(folders[path], own) for path in paths)
     for file in files[1:]:
         if file.tokenizer.to_json() != files[0].tokenizer.to_json():
             raise DataError(
@@ -145,9 +138,11 @@ def share(
     progress: Progress | None,
     make: Callable[[], dict[str, Path]],
 ) -> dict[str, Path]:
-    """Returns the token folder of each of `paths`, in every process: the path itself, or what process 0 made of it.
+    """Returns the token folder of each of `paths`, the same in every process.
 
-    make: returns the token folders, in the cache, that process 0 makes of texts. What it raises is raised in all.
+    It is the path itself, or what process 0 made of it.
+    make: returns the token folders, in the cache, that process 0 makes of texts. What it raises is
+    raised in all.
     Raises DataError in all where a process does not see a folder.
     """
     # Asking for the number of processes first would start the devices.
@@ -160,13 +155,10 @@ def share(
     ):
         progress.write("waiting for process 0, which tokenises")
 
-    def named() -> dict[str, str]:
-        return {path: folder.name for path, folder in make().items()}
-
-    names = answer_of_the_first(named) if several else named()
-    folders = {
-        path: cache / "tokens" / names[path] if path in names else path_of(path) for path in paths
-    }
+    name_folders = functools.partial(_names_of, make)
+    names = answer_of_the_first(name_folders) if several else name_folders()
+    folders = {path: path_of(path) for path in paths}
+    folders |= {path: cache / "tokens" / name for path, name in names.items()}
     if not several:
         return folders
     mine = np.array([not is_tokenised(folder) for folder in folders.values()])
@@ -176,12 +168,20 @@ def share(
         if len(without):
             raise DataError(
                 f"--data {path} on {jax.process_count()} hosts",
-                f"process 0 reads its tokens in {folders[path]}, which {len(without)} hosts do not see, the "
+                f"process 0 reads its tokens in {folders[path]}, which {len(without)} hosts do "
+                f"not see, the "
                 f"first is host {without[0]}",
-                f"`meshwright tokenize {path} --out s3://BUCKET/FOLDER` and --data s3://BUCKET/FOLDER, which every "
-                "host reads; or MESHWRIGHT_CACHE in a folder that all hosts share; or that folder on every host",
+                f"`meshwright tokenize {path} --out s3://BUCKET/FOLDER` and --data "
+                f"s3://BUCKET/FOLDER, which every "
+                "host reads; or MESHWRIGHT_CACHE in a folder that all hosts share; or that folder "
+                "on every host",
             )
     return folders
+
+
+def _names_of(make: Callable[[], dict[str, Path]]) -> dict[str, str]:
+    """Returns the names of the folders that `make` makes."""
+    return {path: folder.name for path, folder in make().items()}
 
 
 def vocab_of_corpus(
@@ -191,7 +191,10 @@ def vocab_of_corpus(
     bad_records: float = 0.0,
     text_field: str = "text",
 ) -> int:
-    """Returns the vocabulary size of `load_corpus`; reads text only where the tokenizer is learned from it."""
+    """Returns the vocabulary size of `load_corpus`.
+
+    Text is read only if the tokenizer is learned from it.
+    """
     spec = local_text(spec, cache)
     if not any(is_tokenised(parse_source(path).path) for path in paths):
         if spec == "bytes":
@@ -207,7 +210,10 @@ def is_tokenised(path: str | Path) -> bool:
 
 
 def local_text(location: str, cache: Path) -> str:
-    """Returns a text or a tokenizer as it is on this host: copied from a bucket into `cache`. Raises StorageError."""
+    """Returns a text or a tokenizer as it is on this host: copied from a bucket into `cache`.
+
+    Raises StorageError.
+    """
     return str(local_copy(path_of(location), cache)) if in_bucket(location) else place_of(location)
 
 
@@ -227,8 +233,28 @@ class _Reading:
     progress: Progress | None
     check: Check
 
+    def make(self, name: str, paths: Sequence[str], own: Path | None) -> dict[str, Path]:
+        """Returns the token folders of those sources that are text, and checks all tokenizers.
+
+        name: the tokenizer as the run names it.
+        """
+        copies = {}
+        for path in paths:
+            check_pair(path)
+            if is_token_file(path):
+                file = path_of(path) / "tokenizer.json"
+                self.check(build_tokenizer(str(file)), path)
+            elif is_megatron(path):
+                self.check(self.tokenizer_of_tokens(path, own), name)
+            else:
+                copies[path] = local_text(path, self.cache)
+        if not copies:
+            return {}
+        files = self.tokenise(list(copies.values()), own)
+        return {path: files[copy].folder for path, copy in copies.items()}
+
     def tokenise(self, paths: Sequence[str], own: Path | None) -> dict[str, TokenFile]:
-        """Returns the token files of sources of text by path: from the cache, or tokenised into it."""
+        """Returns the token files of sources of text by path, from the cache or made into it."""
         spec = self._kept(own)
         if not _is_kept(own) and is_learned(spec):
             spec = str(self._learned(paths))
@@ -256,30 +282,34 @@ class _Reading:
         return build_tokenizer(spec)
 
     def _kept(self, own: Path | None) -> str:
-        """Returns the tokenizer of the run, or the file that an earlier start of it kept."""
-        spec = self.spec
-        if own is not None and _is_kept(own):
-            kept = build_tokenizer(str(own)).to_json()
-            asked, kind = spec.partition(":")[0], parse_json(kept).get("kind", "bpe")
-            # A file may have changed or gone since the run began: the run keeps its own.
-            if asked in ("bytes", "chars", "bpe") and asked != kind:
-                raise DataError(
-                    f"going on with --data.tokenizer {spec}",
-                    f"the run was trained with {kind}, and keeps its tokenizer",
-                    "leave --data.tokenizer out",
-                )
-            if os.path.isfile(spec) and build_tokenizer(spec).to_json() != kept:
-                truth = f"{spec} is not the tokenizer that the run was trained with; it goes on with {own}"
-                print(truth, file=sys.stderr)
-            spec = str(own)
-        return spec
+        """Returns the tokenizer of the run, or the file that an earlier start of it kept.
+
+        A file may have changed or gone since the run began: the run keeps its own, and prints that.
+        Raises DataError for another kind of tokenizer than the run's own.
+        """
+        if own is None or not _is_kept(own):
+            return self.spec
+        kept = build_tokenizer(str(own)).to_json()
+        kind = parse_json(kept).get("kind", "bpe")
+        asked = self.spec.partition(":")[0]
+        if asked in ("bytes", "chars", "bpe") and asked != kind:
+            raise DataError(
+                f"going on with --data.tokenizer {self.spec}",
+                f"the run was trained with {kind}, and keeps its tokenizer",
+                "leave --data.tokenizer out",
+            )
+        if os.path.isfile(self.spec) and build_tokenizer(self.spec).to_json() != kept:
+            truth = f"{self.spec} is not the tokenizer that the run was trained with"
+            print(f"{truth}; it goes on with {own}", file=sys.stderr)
+        return str(own)
 
     def _load(self, path: str, spec: str) -> TokenFile:
         folder = self._folder_of(path, spec)
         if is_token_file(folder):
             if note := open_source(path, self.text_field).note:
                 print(f"{path}: {note}", file=sys.stderr, flush=True)
-            # Other runs may read these tokens: an entry of the cache is used or refused, never changed or deleted.
+            # Other runs may read these tokens: an entry of the cache is used or refused, never
+            # changed or deleted.
             found = open_tokens(folder)
             check_skipped(path, found.skipped, self.bad_records)
             return found
@@ -303,8 +333,12 @@ class _Reading:
         return file
 
     def _folder_of(self, path: str, spec: str) -> Path:
-        """Returns the folder of the tokens of `path`: its name changes when the documents or the tokenizer do."""
-        # Of a tokenizer's file its content, not its name or spaces: a run's copy of it finds the same tokens.
+        """Returns the folder of the tokens of `path`.
+
+        Its name changes when the documents or the tokenizer do.
+        """
+        # Of a tokenizer's file its content, not its name or spaces: a run's copy of it finds the
+        # same tokens.
         lines = [_VERSION, spec_identity(spec), *open_source(path, self.text_field).fingerprint()]
         name = hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()[:24]
         return self.cache / "tokens" / name

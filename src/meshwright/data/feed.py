@@ -1,10 +1,12 @@
 """Samples by global index, and batches on the devices that need them.
 
-A sample is a window of T + 1 tokens. Its global index alone determines which window it is, so the data order does not
-depend on the number of hosts or on the mesh. Grain shuffles, repeats and mixes by index, and prefetches in threads.
+A sample is a window of T + 1 tokens. Its global index alone determines which window it is, so the
+data order does not depend on the number of hosts or on the mesh. Grain shuffles, repeats and mixes
+by index, and prefetches in threads.
 """
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -104,14 +106,20 @@ class Windows:
 
 
 def held_out_border(total: int, held_out: float | None) -> int:
-    """Returns how many of `total` tokens or records are trained on; None holds out a tenth, at most `MOST_HELD_OUT`."""
+    """Returns how many of `total` tokens or records are trained on.
+
+    None holds out a tenth, at most `MOST_HELD_OUT`.
+    """
     if held_out is None:
         return max(held_out_border(total, HELD_OUT), total - MOST_HELD_OUT)
     return round(total * (1 - held_out))
 
 
 def held_out_fraction(counts: Sequence[int], held_out: float | None) -> float | None:
-    """Returns what determines the borders of sources; as earlier versions had it where `MOST_HELD_OUT` changes none."""
+    """Returns the held-out fraction that a checkpoint records.
+
+    It is the one that earlier versions recorded unless `MOST_HELD_OUT` changes a border.
+    """
     tenth = held_out is None and all(
         n - held_out_border(n, HELD_OUT) <= MOST_HELD_OUT for n in counts
     )
@@ -119,7 +127,10 @@ def held_out_fraction(counts: Sequence[int], held_out: float | None) -> float | 
 
 
 def split(file: TokenFile, seq: int, held_out: float | None) -> tuple[Windows, Windows]:
-    """Splits a token file into a training part and the held-out tail. Raises DataError where either has no window."""
+    """Splits a token file into a training part and the held-out tail.
+
+    Raises DataError where either has no window.
+    """
     total = len(file.tokens)
     border = held_out_border(total, held_out)
     train, rest = Windows(file, seq, 0, border), Windows(file, seq, border, total)
@@ -134,7 +145,10 @@ def split(file: TokenFile, seq: int, held_out: float | None) -> tuple[Windows, W
 
 
 def build_stream(windows: Sequence[Samples], weights: list[float], seed: int) -> grain.MapDataset:
-    """Builds an endless dataset of samples by global index: each source reshuffled every epoch, mixed by weight."""
+    """Builds an endless dataset of samples by global index.
+
+    Each source is reshuffled every epoch, and all are mixed by weight.
+    """
     shuffled = [
         grain.MapDataset.source(part).seed(seed + number).shuffle().repeat()
         for number, part in enumerate(windows)
@@ -160,11 +174,12 @@ class _Later:
 
 
 class Feed:
-    """Iterator over the batches of the next `steps` steps on the devices, from the global sample `cursor` on.
+    """Iterator over the batches of the next `steps` steps, on the devices.
 
-    taken: steps before them, by which the ramp gives the size of each batch.  skipped: samples of the stream that are
-    left out: first index and number, ascending; `cursor` does not count them. `wait_seconds` is the time spent waiting
-    for data so far, in seconds.
+    They begin at the global sample `cursor`.
+    taken: steps before them, by which the ramp gives the size of each batch.  skipped: samples of
+    the stream that are left out: first index and number, ascending; `cursor` does not count them.
+    `wait_seconds` is the time spent waiting for data so far, in seconds.
     """
 
     def __init__(
@@ -179,24 +194,34 @@ class Feed:
         sharding: NamedSharding,
         skipped: tuple[tuple[int, int], ...] = (),
     ):
-        self.wait_seconds, self.position, self._step = 0.0, None, taken
-        self._ramp, self._seq, self._sharding = ramp, seq, sharding
+        self.wait_seconds = 0.0
+        self.position = None
+        self._step = taken
+        self._ramp = ramp
+        self._seq = seq
+        self._sharding = sharding
         self._rows = {size: _local_rows(sharding, (size, seq)) for size in ramp.sizes}
-
-        def local_batch(step: int) -> _Sample:
-            at = taken + int(step)
-            first = cursor + ramp.read_before(at) - ramp.read_before(taken)
-            return _stack([stream[index(first + row)] for row in self._rows[ramp.batch(at)]])
-
-        def index(sample: int) -> int:
-            """Index in the stream of the sample that `sample` others precede in training."""
-            for first, count in skipped:
-                sample += count if sample >= first else 0
-            return sample
-
+        self._stream = stream
+        self._skipped = skipped
+        self._taken = taken
+        self._cursor = cursor
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
-        batches = grain.MapDataset.range(steps).map(local_batch)
+        batches = grain.MapDataset.range(steps).map(self._local_batch)
         self._batches: Iterator[_Sample] = iter(batches.to_iter_dataset(options))
+
+    def _local_batch(self, number: int) -> _Sample:
+        """Returns this process's rows of a batch. number: batches of this feed before it."""
+        step = self._taken + int(number)
+        read = self._ramp.read_before(step) - self._ramp.read_before(self._taken)
+        rows = self._rows[self._ramp.batch(step)]
+        return _stack([self._stream[self._index(self._cursor + read + row)] for row in rows])
+
+    def _index(self, sample: int) -> int:
+        """Returns the index in the stream of the sample that `sample` others precede in training."""
+        for first, count in self._skipped:
+            if sample >= first:
+                sample += count
+        return sample
 
     def __iter__(self) -> "Feed":
         return self
@@ -211,7 +236,10 @@ class Feed:
 
 
 def _stack(samples: Sequence[_Sample]) -> _Sample:
-    return {name: np.stack([sample[name] for sample in samples]) for name in _FIELDS}
+    fields = {}
+    for name in _FIELDS:
+        fields[name] = np.stack([sample[name] for sample in samples])
+    return fields
 
 
 def _local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[int, ...]:
@@ -225,34 +253,49 @@ def _local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[int, .
 def _put_rows(
     local: _Sample, own: tuple[int, ...], shape: tuple[int, int], sharding: NamedSharding
 ) -> Batch:
-    """Builds the global batch from this process's rows. local: each field [rows of this process, T]."""
+    """Builds the global batch from this process's rows.
+
+    local: each field, [rows of this process, T].
+    """
     if sharding.is_fully_addressable:
         return Batch(**jax.device_put(local, sharding))
-    index_of = {row: i for i, row in enumerate(own)}
+    fields = {}
+    for name, field in local.items():
+        block = functools.partial(_block, field, own, shape[0])
+        fields[name] = jax.make_array_from_callback(shape, sharding, block)
+    return Batch(**fields)
 
-    def place(field: np.ndarray) -> jax.Array:
-        def block(index: Any) -> np.ndarray:
-            rows = range(*index[0].indices(shape[0]))
-            return field[index_of[rows[0]] : index_of[rows[-1]] + 1]
 
-        return jax.make_array_from_callback(shape, sharding, block)
-
-    return Batch(**{name: place(field) for name, field in local.items()})
+def _block(field: np.ndarray, own: tuple[int, ...], batch: int, index: Any) -> np.ndarray:
+    """Returns the rows of a field that a device has. index: its slices of the global array."""
+    rows = range(*index[0].indices(batch))
+    return field[own.index(rows[0]) : own.index(rows[-1]) + 1]
 
 
 def held_out_order(parts: Sequence[Samples], samples: int) -> Iterator[tuple[Samples, int]]:
-    """Yields the first `samples` windows (0: all) as source and index in it, taken from the sources in turn."""
-    rounds = ([(part, i) for part in parts if i < len(part)] for i in itertools.count())
-    in_turn = itertools.chain.from_iterable(itertools.takewhile(bool, rounds))
-    return itertools.islice(in_turn, samples or None)
+    """Yields the first `samples` windows (0: all) as source and index in it.
+
+    The sources take turns.
+    """
+    return itertools.islice(_in_turn(parts), samples or None)
+
+
+def _in_turn(parts: Sequence[Samples]) -> Iterator[tuple[Samples, int]]:
+    """Yields sample 0 of each source, then sample 1 of each that has one, and so on."""
+    for index in range(max(map(len, parts), default=0)):
+        for part in parts:
+            if index < len(part):
+                yield part, index
 
 
 def held_out_batches(
     parts: Sequence[Samples], *, samples: int, batch: int, sharding: NamedSharding
 ) -> Iterator[Batch]:
-    """Yields batches of the first `samples` held-out windows (0: all), taken from the sources in turn.
+    """Yields batches of the first `samples` held-out windows (0: all).
 
-    The last batch is filled up with rows of padding: their weights are 0, and they take no room from the text.
+    The sources take turns.
+    The last batch is filled up with rows of padding: their weights are 0, and they take no room
+    from the text.
     """
     shape = (batch, parts[0].seq)
     rows = _local_rows(sharding, shape)

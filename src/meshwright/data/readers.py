@@ -1,6 +1,7 @@
 """Readers of documents: files of plain text and lines of JSON, and functions.
 
-Bad records are counted with their places, and refused where more of them are bad than may be skipped.
+Bad records are counted with their places, and refused where more of them are bad than may be
+skipped.
 """
 
 import gzip
@@ -31,7 +32,7 @@ from meshwright.documents import (
     parse_json,
     unique_object,
 )
-from meshwright.errors import DataError, by_class, describe_failure
+from meshwright.errors import DataError, by_class, describe_failure, reason_of
 from meshwright.hardware.agreement import note_progress
 
 LARGEST = 2**30
@@ -50,7 +51,8 @@ _UNMARKED = {
     b"\1\0\1\0": "UTF-16LE",
     b"\0\1\0\1": "UTF-16BE",
 }
-"""Which of the first four bytes are not zero, where the text begins with ASCII letters (RFC 4627, section 3)."""
+"""Which of the first four bytes are not zero, where the text begins with ASCII letters (RFC 4627,
+section 3)."""
 _PACKED = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
 _UNREADABLE = (OSError, EOFError, zlib.error, ValueError, LookupError, RuntimeError, MemoryError)
 """Errors of damaged files; those of pyarrow and of the decoders are subclasses."""
@@ -62,19 +64,21 @@ def read_documents(source: Documents, records: Records) -> Iterator[str]:
 
     Raises DataError where it cannot be read, or too many records are bad.
     """
-    for text in (
+    texts = (
         _read_files(source, records)
         if isinstance(source, FileDocuments)
         else _call(source, records)
-    ):
+    )
+    for text in texts:
         note_progress()
         yield text
     records.check()
 
 
 def _read_files(source: FileDocuments, records: Records) -> Iterator[str]:
-    """Yields the documents of all files, which are shuffled once so that the held-out tail is a sample of all.
+    """Yields the documents of all files, in a shuffled order.
 
+    So the held-out tail is a sample of all files.
     The order depends only on the list.
     """
     order = np.random.default_rng(0).permutation(len(source.files))
@@ -96,14 +100,18 @@ def _read_files(source: FileDocuments, records: Records) -> Iterator[str]:
             raise by_class(
                 error,
                 DataError(
-                    f"reading {file}", f"{type(error).__name__}: {error}", "repair or remove it"
+                    f"reading {file}",
+                    f"{type(error).__name__}: {reason_of(error)}",
+                    "repair or remove it",
                 ),
             ) from error
         records.file, records.number = records.file + 1, 0
 
 
 def _call(source: FunctionDocuments, records: Records) -> Iterator[str]:
-    number, skip, asked = 0, records.number, f"--data {source.name}"
+    number = 0
+    skip = records.number
+    asked = f"--data {source.name}"
     try:
         for number, text in enumerate(source.function(), 1):
             if number <= skip:
@@ -139,7 +147,7 @@ def decompressed(raw: IO[bytes], compression: str) -> IO[bytes]:
 
 
 def _read_texts(file: Path, raw: IO[bytes], records: Records, field: str) -> Iterator[str]:
-    """Yields the documents of an open file that is not a table in columns, from record `records.number` on."""
+    """Yields the documents of an open file that is not a table, from record `records.number` on."""
     kind, compression = kind_of(file.name)
     stream = decompressed(raw, compression)
     if kind in LINES:
@@ -148,7 +156,8 @@ def _read_texts(file: Path, raw: IO[bytes], records: Records, field: str) -> Ite
         content = stream.read(LARGEST + 1)
         if len(content) > LARGEST:
             raise ValueError(
-                f"it is one document of more than {LARGEST:,} bytes; split it, or write it as .jsonl"
+                f"it is one document of more than {LARGEST:,} bytes; split it, or write it as "
+                f".jsonl"
             )
         records.number, place = 1, Place(file)
         text = _decoded(content, place, records)
@@ -176,7 +185,10 @@ def _decoded(content: bytes, place: Place, records: Records) -> str | None:
 
 
 def _foreign(content: bytes, file: Path | str) -> tuple[str, str] | None:
-    """Returns what a text in UTF-16 or UTF-32 (with a byte-order mark or without), or a packed file is, and the fix."""
+    """Returns the encoding or compression of bytes that are not UTF-8, and the fix.
+
+    UTF-16 and UTF-32 are recognized with and without a byte-order mark.
+    """
     unmarked = _UNMARKED.get(bytes(byte != 0 for byte in content[:4]))
     if wide := next((name for mark, name in _WIDE.items() if content.startswith(mark)), unmarked):
         return f"it is {wide}", f"iconv -f {wide} -t UTF-8 {file} > CONVERTED"
@@ -186,8 +198,9 @@ def _foreign(content: bytes, file: Path | str) -> tuple[str, str] | None:
 
 
 def _lines(stream: IO[bytes], file: Path | str, records: Records) -> Iterator[bytes]:
-    """Yields the lines after the first `records.number`, and counts them; the first without its byte-order mark.
+    """Yields the lines after the first `records.number`, and counts them.
 
+    The first has no byte-order mark.
     Lines end with a line feed only: other line ends of Unicode may be in a text.
     """
     skip, records.number = records.number, 0
@@ -208,8 +221,8 @@ def read_json_lines(
 ) -> Iterator[tuple[Place, Any]]:
     """Yields the place and the value of each line of JSON that is not blank.
 
-    field: a line is bad if an object in it has one of this field's names twice (None: any name); JSON parsers would
-    take the last.
+    field: a line is bad if an object in it has one of this field's names twice (None: any name);
+    JSON parsers would take the last.
     """
     names = None if field is None else {field, *field.split(".")}
     for line in _lines(stream, file, records):

@@ -1,13 +1,15 @@
 """Files of a folder that are its data: which are taken, which are left out, and why.
 
-A folder of text, or a data set of the hub, has other files as well: a README, a licence, scripts, other splits, the
-checkpoints of a notebook. One rule, for text and for conversations, selects them:
+A folder of text, or a data set of the hub, has other files as well: a README, a licence, scripts,
+other splits, the checkpoints of a notebook. One rule, for text and for conversations, selects them:
 
 1. Hidden files and folders (`.git`, `.ipynb_checkpoints`) and `__pycache__` are left out.
 2. So are files about the data, by name: README, LICENSE, CITATION, requirements.txt and their like.
-3. Where there are files of data (lines of JSON, tables, `.txt`), scripts and pages (`.py`, `.md`, `.rst`) are left out.
+3. Where there are files of data (lines of JSON, tables, `.txt`), scripts and pages (`.py`, `.md`,
+   `.rst`) are left out.
    A folder that has nothing else is a folder of code or of pages, and they are its text.
-4. Of several splits only that of training is taken: files of validation and test, by the words of `datasets`, are left
+4. Of several splits only that of training is taken: files of validation and test, by the words of
+   `datasets`, are left
    out where there are others.
 """
 
@@ -40,7 +42,8 @@ class Selection(NamedTuple):
     files: tuple[str, ...]
     """Paths relative to the folder, in their order."""
     note: str
-    """`12 files taken (10 .jsonl, 2 .txt); left out: 1 about the data (README.md), 3 of the split test`."""
+    """`12 files taken (10 .jsonl, 2 .txt); left out: 1 about the data (README.md), 3 of the split
+    test`."""
 
 
 def select_data(
@@ -48,8 +51,8 @@ def select_data(
 ) -> Selection:
     """Selects the data of a folder.
 
-    names: files by their paths relative to it, in order.  data: ends of names of data files.  prose: ends of files that
-    are text only where there is no data file.
+    names: files by their paths relative to it, in order.  data: ends of names of data files.
+    prose: ends of files that are text only where there is no data file.
     """
     reasons: dict[str, list[str]] = collections.defaultdict(list)
     taken: list[str] = []
@@ -93,7 +96,10 @@ def _training_split(names: list[str], reasons: dict[str, list[str]]) -> list[str
 
 
 def _split_of(name: str) -> str:
-    """Returns the word of a split other than that of training in a path, the file's own first; "" where none is."""
+    """Returns the word in a path that names a split other than training; "" without one.
+
+    The file's own name comes first.
+    """
     if not _OTHER_SPLIT.search(name.lower()):
         return ""
     for part in reversed(name.lower().split("/")):

@@ -40,13 +40,19 @@ _PROSE = (".py", ".md", ".rst", *(k + c for k in (".py", ".md", ".rst") for c in
 """Those that are scripts and pages where a folder has files of data too."""
 _DATA = tuple(suffix for suffix in SUFFIXES if suffix not in _PROSE)
 _KINDS = (
-    f"one of {', '.join(_TEXTS)}, each also with {', '.join(COMPRESSED)}; {COLUMNS} (`to_parquet` of datasets or "
+    f"one of {', '.join(_TEXTS)}, each also with {', '.join(COMPRESSED)}; {COLUMNS} (`to_parquet` "
+    f"of datasets or "
     "pandas); or module:attribute"
 )
-_STDLIB = "asyncio concurrent/futures collections email http importlib json logging multiprocessing unittest urllib xml/etree"
-"""Packages of Python's standard library that the source `stdlib` reads, besides its single modules."""
+_STDLIB = (
+    "asyncio concurrent/futures collections email http importlib json logging "
+    "multiprocessing unittest urllib xml/etree"
+)
+"""Packages of Python's standard library that the source `stdlib` reads, besides its single modules.
+"""
 _EXAMPLES = 20
-"""Bad records that are kept with their places in `tokens.json`; all of them are in `skipped.jsonl`."""
+"""Bad records that are kept with their places in `tokens.json`; all of them are in `skipped.jsonl`.
+"""
 
 
 class Place(NamedTuple):
@@ -81,13 +87,15 @@ class _Counts:
 class Records(_Counts):
     """Counts and position of one reading of a source.
 
-    source: entry of `data.paths`.  share: largest share of records that may be bad.  skippable: whether an option
-    raises it.
+    source: entry of `data.paths`.  share: largest share of records that may be bad.  skippable:
+    whether an option raises it.
     """
 
     def __init__(self, source: str, share: float = 0.0, skippable: bool = True):
         super().__init__()
-        self.source, self.share, self.skippable = source, share, skippable
+        self.source = source
+        self.share = share
+        self.skippable = skippable
         self.place = Place("")
         """Place of the last document."""
         self.log: IO[bytes] | None = None
@@ -98,7 +106,10 @@ class Records(_Counts):
         """Returns the bytes read of that one."""
 
     def text(self, text: str, place: Place) -> str | None:
-        """Counts a document and returns its text without a byte-order mark; None where it is empty or bad."""
+        """Counts a document and returns its text without a byte-order mark.
+
+        None: it is empty or bad.
+        """
         text = text.removeprefix("\ufeff")
         if "\0" in text:
             at = text.index("\0") + 1
@@ -139,7 +150,10 @@ class Records(_Counts):
             self.logged += self.log.write(json.dumps({**where, "reason": reason}).encode() + b"\n")
 
     def check(self) -> None:
-        """Raises DataError where more records were bad than may be skipped; called when all are read."""
+        """Raises DataError if more records were bad than may be skipped.
+
+        Called when all are read.
+        """
         check_skipped(self.source, self.summary(), self.share)
 
     def summary(self) -> dict[str, Any]:
@@ -165,8 +179,8 @@ class Records(_Counts):
 def check_skipped(source: str, skipped: Mapping[str, Any], allowed: float) -> None:
     """Raises DataError where a larger share of records was skipped than is allowed.
 
-    source: entry of `data.paths`.  skipped: counts as of `Records.summary`; a token file keeps them, so tokens that
-    another run made are judged by their description.
+    source: entry of `data.paths`.  skipped: counts as of `Records.summary`; a token file keeps
+    them, so tokens that another run made are judged by their description.
     """
     bad, read = skipped.get("bad", 0), skipped.get("read", 0)
     if bad > allowed * read:
@@ -189,7 +203,10 @@ class FileDocuments:
     """What was taken of a folder, and what was left out; "" for files that were named."""
 
     def fingerprint(self) -> list[str]:
-        """Returns path, size and modification time of every file. Raises DataError for one that is not regular."""
+        """Returns path, size and modification time of every file.
+
+        Raises DataError for one that is not regular.
+        """
         folders: dict[str, str] = {}  # most files share one: resolving each takes 20 times as long
         lines = []
         for file in map(os.fspath, self.files):
@@ -216,7 +233,7 @@ class FileDocuments:
 
 @dataclasses.dataclass(frozen=True)
 class FunctionDocuments:
-    """Documents from a callable `() -> Iterable[str]` outside the package (`--data module:attribute`)."""
+    """Documents from a callable `() -> Iterable[str]` of the user's (`--data module:attribute`)."""
 
     name: str
     """Name in `data.paths`: `module:attribute` or `FILE.py:attribute`."""
@@ -224,8 +241,9 @@ class FunctionDocuments:
     note: ClassVar[str] = ""
 
     def fingerprint(self) -> list[str]:
-        """Returns the name, and the callable's `fingerprint` attribute or the hash of the file that defines it.
+        """Returns the name, and what changes when the documents do.
 
+        That is the callable's `fingerprint` attribute, or the hash of the file that defines it.
         Raises DataError where it has neither, such as an instance of a class.
         """
         own: Any = getattr(self.function, "fingerprint", None)
@@ -238,7 +256,8 @@ class FunctionDocuments:
                 error,
                 DataError(
                     f"--data {self.name}",
-                    f"an object of type {type(self.function).__name__} has no source file whose change would be noticed",
+                    f"an object of type {type(self.function).__name__} has no source file whose "
+                    f"change would be noticed",
                     "give it an attribute `fingerprint`: a text that changes when the documents do",
                 ),
             ) from error
@@ -257,10 +276,10 @@ Documents = FileDocuments | FunctionDocuments
 
 
 def open_source(path: str, field: str = "text") -> Documents:
-    """Opens the source `path`: files, `stdlib`, `hf://datasets/OWNER/NAME`, or a function by its reference.
+    """Opens a source: files, `stdlib`, `hf://datasets/OWNER/NAME`, or the reference of a function.
 
-    field: name of the field or column with the text. Raises DataError where there is no readable file, ConfigError
-    where the module or the attribute is missing.
+    field: name of the field or column with the text. Raises DataError where there is no readable
+    file, ConfigError where the module or the attribute is missing.
     """
     if path.startswith("hf://"):
         return _of_files(download_dataset(path), field)
@@ -297,10 +316,11 @@ class Found(NamedTuple):
 
 
 def download_dataset(path: str) -> Found:
-    """Returns the files of `hf://datasets/OWNER/NAME[@REVISION][/FOLDER or GLOB]` in the hub's cache.
+    """Downloads `hf://datasets/OWNER/NAME[@REVISION][/FOLDER or GLOB]`.
 
-    Downloads what is not there. Raises DataError where huggingface_hub is not installed, the name is none, or the hub
-    does not give it.
+    Returns its files in the hub's cache.
+    Downloads what is not there. Raises DataError where huggingface_hub is not installed, the name
+    is none, or the hub does not give it.
     """
     kind, _, rest = path.removeprefix("hf://").partition("/")
     owner, _, rest = rest.partition("/")
@@ -328,8 +348,9 @@ def download_dataset(path: str) -> Found:
             error,
             DataError(
                 asked,
-                f"the hub does not give it: {str(error).strip().splitlines()[0]}",
-                "the name as the hub writes it; HF_TOKEN for one that is not public; or a download beforehand",
+                f"the hub does not give it: {reason_of(error)}",
+                "the name as the hub writes it; HF_TOKEN for one that is not public; or a "
+                "download beforehand",
             ),
         ) from error
     return find_files(os.path.join(folder, inside) if inside else str(folder))
@@ -385,18 +406,20 @@ def _without_duplicates(found: Sequence[str]) -> list[Path]:
     return files
 
 
+def _refuse_folder(error: OSError) -> None:
+    """Raises DataError for a folder that cannot be listed."""
+    asked = f"reading {error.filename}"
+    refusal = DataError(asked, reason_of(error), "make it readable, or move it out")
+    raise by_class(error, refusal) from error
+
+
 def _walk(path: str) -> Iterator[str]:
     """Yields all files in a folder; linked folders are read too, each folder once.
 
     Raises DataError where a folder inside cannot be listed.
     """
-
-    def refuse(error: OSError) -> None:
-        asked, fix = f"reading {error.filename}", "make it readable, or move it out"
-        raise by_class(error, DataError(asked, reason_of(error), fix)) from error
-
     seen = {os.path.realpath(path)}
-    for folder, folders, names in os.walk(path, onerror=refuse, followlinks=True):
+    for folder, folders, names in os.walk(path, onerror=_refuse_folder, followlinks=True):
         inside = sorted((os.path.islink(os.path.join(folder, name)), name) for name in folders)
         folders.clear()
         for _, name in inside:

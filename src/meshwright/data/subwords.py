@@ -1,4 +1,7 @@
-"""Subword tokenizers of the `tokenizers` library: read from a file, or byte-level BPE learned from text."""
+"""Subword tokenizers of the `tokenizers` library.
+
+They are read from a file, or are byte-level BPE learned from text.
+"""
 
 import itertools
 import json
@@ -10,7 +13,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from meshwright.errors import DataError, by_class
+from meshwright.errors import DataError, by_class, reason_of
 
 END = "<|end|>"
 """Token that ends a document in a learned vocabulary."""
@@ -23,7 +26,8 @@ LONG = 2**20
 _PARTS = 8
 """Parts of a long text that are encoded together."""
 _COST = 170
-"""Bytes of memory that the library takes for each byte encoded in one piece, measured with 56 MB of text."""
+"""Bytes of memory that the library takes for each byte encoded in one piece, measured with 56 MB of
+text."""
 _BORDER = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
 """Place between two words for every tokenizer of `is_separable`."""
 
@@ -58,12 +62,13 @@ class Subwords:
         if self.vocab > 2 * len(ids) + _GAPS:
             raise DataError(
                 "reading a tokenizer",
-                f"its {len(ids):,} tokens have numbers up to {self.vocab - 1:,}, and an embedding has a row for each",
+                f"its {len(ids):,} tokens have numbers up to {self.vocab - 1:,}, and an embedding "
+                f"has a row for each",
                 "a tokenizer whose tokens are numbered without gaps",
             )
 
     def _drops_letters(self) -> bool:
-        """Whether the library omits unknown letters without an error: BPE without an unknown token."""
+        """Whether the library omits unknown letters silently: BPE without an unknown token."""
         model = self._tokenizer.model
         if (
             not isinstance(model, tokenizers.models.BPE)
@@ -85,7 +90,10 @@ class Subwords:
         return tuple(whole[: next(places, 0)])
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the tokens of `text`, without special tokens. Raises DataError for half a surrogate pair."""
+        """Returns the tokens of `text`, without special tokens.
+
+        Raises DataError for half a surrogate pair.
+        """
         check_unicode(text)
         parts = split_text(text, self.to_json()) if len(text) > LONG else [text]
         groups = itertools.batched(parts, _PARTS)
@@ -124,7 +132,8 @@ class Subwords:
                 ).strip():
                     raise DataError(
                         "encoding a text",
-                        f"character {at + 1} is {text[at]!r}, which the vocabulary does not have, and it has no token "
+                        f"character {at + 1} is {text[at]!r}, which the vocabulary does not have, "
+                        f"and it has no token "
                         "for what it does not have: the library would leave the character out",
                         "another tokenizer, or text with its characters only",
                     )
@@ -137,7 +146,10 @@ class Subwords:
         )
 
     def text_of(self, token: int) -> str:
-        """Returns the text of an added token, which is always encoded as that token; empty for any other."""
+        """Returns the text of an added token, which is always encoded as that token.
+
+        Empty for other tokens.
+        """
         added = self._tokenizer.get_added_tokens_decoder().get(token)
         return "" if added is None else str(added.content)
 
@@ -153,17 +165,25 @@ def called(
     fix: str = "another tokenizer.json, or a repaired one",
     **options: Any,
 ) -> Any:
-    """Calls the library. Raises DataError where it raises: a bare Exception, or a panic of Rust, which is not one."""
+    """Calls the library.
+
+    Raises DataError where it raises: a bare Exception, or a panic of Rust, which is not one.
+    """
     try:
         return call(*args, **options)
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise by_class(error, DataError(asked, f"the tokenizers library: {error}", fix)) from error
+        raise by_class(
+            error, DataError(asked, f"the tokenizers library: {reason_of(error)}", fix)
+        ) from error
 
 
 def check_unicode(text: str) -> None:
-    """Raises DataError for a text with half a surrogate pair, which JSON can name and no UTF-8 file has."""
+    """Raises DataError for a text with half a surrogate pair.
+
+    JSON can write one; UTF-8 cannot.
+    """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -174,7 +194,10 @@ def check_unicode(text: str) -> None:
 
 
 def train_bpe(documents: Iterable[str], size: int) -> Subwords:
-    """Trains a byte-level BPE vocabulary of at most `size` tokens (Sennrich et al. 2016, arXiv:1508.07909)."""
+    """Trains a byte-level BPE vocabulary of at most `size` tokens.
+
+    Sennrich et al. 2016, arXiv:1508.07909.
+    """
     if size < 257:
         raise DataError(
             f"bpe:{size}", "256 bytes and the end of a document take 257 tokens", "bpe:257 or more"
@@ -193,8 +216,9 @@ def train_bpe(documents: Iterable[str], size: int) -> Subwords:
 def is_separable(description: str) -> bool:
     """Whether a tokenizer.json encodes the two sides of a `_BORDER` independently.
 
-    True where byte-level words are found first, by an expression that takes one space and the letters behind it for a
-    word, as those of GPT-2, Llama 3 and Qwen do, and nothing before that looks across.
+    True where byte-level words are found first, by an expression that takes one space and the
+    letters behind it for a word, as those of GPT-2, Llama 3 and Qwen do, and nothing before that
+    looks across.
     """
     config: dict[str, Any] = json.loads(description)
     outer = config.get("pre_tokenizer") or {}
@@ -220,16 +244,19 @@ def is_separable(description: str) -> bool:
 
 
 def split_text(text: str, description: str) -> Iterator[str]:
-    """Yields parts of a long text that encode to the tokens of the whole, to bound the library's memory.
+    """Yields parts of a long text that encode to the same tokens.
 
-    Raises DataError where the tokenizer needs the text in one piece and this machine has no memory for that.
+    This bounds the library's memory.
+    Raises DataError where the tokenizer needs the text in one piece and this machine has no memory
+    for that.
     """
     if not is_separable(description):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if len(text) * _COST > memory:
             raise DataError(
                 f"encoding a document of {len(text):,} characters",
-                f"this tokenizer takes it in one piece, at about {_COST} bytes each: {len(text) * _COST / 2**30:.0f} "
+                f"this tokenizer takes it in one piece, at about {_COST} bytes each: "
+                f"{len(text) * _COST / 2**30:.0f} "
                 f"GiB, and the machine has {memory / 2**30:.0f} GiB",
                 "several documents, as lines of JSON",
             )

@@ -35,9 +35,10 @@ PROGRESS = "progress.json"
 class TokenWriter:
     """Writer of tokens and the ends of their documents into the shards of a folder.
 
-    shard_tokens: a multiple of `UNIT`.  note: of `save_progress`, to go on after the shards that were complete; what
-    was written behind them is written again. `shards` are written and safe on the disk, `tokens` and `documents` were
-    added. Raises ValueError where the folder has less than the note names.
+    shard_tokens: a multiple of `UNIT`.  note: of `save_progress`, to go on after the shards that
+    were complete; what was written behind them is written again. `shards` are written and safe on
+    the disk, `tokens` and `documents` were added. Raises ValueError where the folder has less than
+    the note names.
     """
 
     def __init__(
@@ -47,20 +48,28 @@ class TokenWriter:
         shard_tokens: int = SHARD_TOKENS,
         note: dict[str, Any] | None = None,
     ):
-        self.folder, self.dtype, self.shard_tokens = folder, np.dtype(dtype), shard_tokens
-        self.shards, self.tokens, self.documents = (
-            note[n] if note else 0 for n in ("shards", "tokens", "documents")
-        )
+        note = note or {"shards": 0, "tokens": 0, "documents": 0}
+        self.folder = folder
+        self.dtype = np.dtype(dtype)
+        self.shard_tokens = shard_tokens
+        self.shards = note["shards"]
+        self.tokens = note["tokens"]
+        self.documents = note["documents"]
         size = shard_tokens // BLOCK * block_type(self.dtype).itemsize
         self._checksums = [self._checksum(number, size) for number in range(self.shards)]
-        # The first document that is read again begins before the shard's border; those tokens are not written again.
-        self._drop, self._filled = self.shards * shard_tokens - self.tokens, 0
+        # The first document that is read again begins before the shard's border; those tokens are
+        # not written again.
+        self._drop = self.shards * shard_tokens - self.tokens
+        self._filled = 0
         self._chain = self._checksums[-1] if self._checksums else b""
         self._waiting: list[tuple[np.ndarray, np.ndarray]] = []
         self._shard: IO[bytes] | None = None
 
     def _checksum(self, number: int, size: int) -> bytes:
-        """Returns the checksum of a complete shard, whose blocks take `size` bytes. Raises ValueError for another."""
+        """Returns the checksum of a complete shard, whose blocks take `size` bytes.
+
+        Raises ValueError for another.
+        """
         file = self.folder / shard_name(number)
         if file.stat().st_size != size + CHECKSUM:
             raise ValueError(f"{file.name} is not {size + CHECKSUM} bytes long")
@@ -69,7 +78,10 @@ class TokenWriter:
             return opened.read()
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> bool:
-        """Adds documents: their tokens, and the number of tokens of each. Returns whether a shard was completed."""
+        """Adds documents: their tokens, and the number of tokens of each.
+
+        Returns whether a shard was completed.
+        """
         last = np.zeros(len(tokens), np.bool_)
         last[np.cumsum(lengths) - 1] = True
         self.tokens += len(tokens)
@@ -92,7 +104,8 @@ class TokenWriter:
             first = (self.shards * self.shard_tokens + self._filled) // BLOCK
             blocks = make_blocks(tokens[:UNIT], last[:UNIT], self.dtype, first)
             self._shard.write(blocks.tobytes())
-            # A unit does not depend on the size of a shard, so what the chain comes to does not either.
+            # A unit does not depend on the size of a shard, so what the chain comes to does not
+            # either.
             self._chain = hashlib.sha256(self._chain + blocks["sum"].tobytes()).digest()
             self._filled += len(tokens[:UNIT])
             if self._filled == self.shard_tokens:
@@ -108,19 +121,24 @@ class TokenWriter:
             os.fsync(self._shard.fileno())
             self._shard.close()
             self._checksums.append(self._chain)
-            self._shard, self._filled, self.shards = None, 0, self.shards + 1
+            self._shard = None
+            self._filled = 0
+            self.shards += 1
 
     def save_progress(self, key: str, note: Mapping[str, Any]) -> None:
         """Notes that the shards so far are complete.
 
-        key: changes when the text or an option does.  note: `tokens` and `documents` before the text that is read
-        first when the writing goes on, and its place.
+        key: changes when the text or an option does.  note: `tokens` and `documents` before the
+        text that is read first when the writing goes on, and its place.
         """
         note = seal({"format": FORMAT, "key": key, "shards": self.shards, **note})
         write_atomically(self.folder / PROGRESS, json.dumps(note))
 
     def finish(self) -> None:
-        """Completes the shards, and writes `shards.bin`. The description makes a token file of them."""
+        """Completes the shards, and writes `shards.bin`.
+
+        The description makes a token file of them.
+        """
         self._write(1)
         self._close_shard()
         with open_file(self.folder / "shards.bin", "wb") as checksums:
@@ -158,7 +176,10 @@ def read_progress(folder: Path) -> dict[str, Any] | None:
 
 
 def write_description(folder: Path, record: Mapping[str, Any], *more: str) -> None:
-    """Writes `tokens.json`, which makes a folder a token file. record: all but the checksums.  more: further files."""
+    """Writes `tokens.json`, which makes a folder a token file.
+
+    record: all but the checksums.  more: further files.
+    """
     sums = {name: sha256_of(folder / name) for name in (*HASHED, *more)}
     record = seal({"format": FORMAT, **record, "block": BLOCK, "sha256": sums})
     write_atomically(folder / DESCRIPTION, json.dumps(record, indent=1))

@@ -1,4 +1,7 @@
-"""Tokenizers: bytes, characters, or a subword vocabulary of the `tokenizers` library, as in `--data.tokenizer`."""
+"""Tokenizers as `--data.tokenizer` names them.
+
+Bytes, characters, or a subword vocabulary of the `tokenizers` library.
+"""
 
 import dataclasses
 import itertools
@@ -74,7 +77,10 @@ class Bytes(Tokenizer):
 
 @dataclasses.dataclass(frozen=True)
 class Chars(Tokenizer):
-    """Tokenizer over the characters of the training text; the token after the last character ends a document."""
+    """Tokenizer over the characters of the training text.
+
+    The token after the last character ends a document.
+    """
 
     letters: str
     """Characters in order of their code points."""
@@ -91,7 +97,10 @@ class Chars(Tokenizer):
         return len(self.letters)
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the index of every character. Raises DataError for one that the vocabulary does not have."""
+        """Returns the index of every character.
+
+        Raises DataError for one that the vocabulary does not have.
+        """
         codes, known = (
             np.frombuffer(t.encode("utf-32-le", "surrogatepass"), np.uint32)
             for t in (text, self.letters)
@@ -117,7 +126,7 @@ class Chars(Tokenizer):
 
 
 def with_begin(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
-    """Returns the tokens of a document preceded by `tokenizer.begin`, unless they begin with it already.
+    """Returns the tokens of a document after `tokenizer.begin`, which is not added twice.
 
     A chat template writes these tokens into its text.
     """
@@ -128,7 +137,10 @@ def with_begin(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
-    """Builds the tokenizer that `to_json` described. Raises DataError where `text` is not a tokenizer."""
+    """Builds the tokenizer that `to_json` described.
+
+    Raises DataError where `text` is not a tokenizer.
+    """
     asked, fix = "reading a tokenizer", "the tokenizer.json of a run"
     try:
         config = parse_document(text)
@@ -155,7 +167,10 @@ def is_learned(spec: str) -> bool:
 
 
 def build_tokenizer(spec: str, documents: Iterable[str] = ()) -> Tokenizer:
-    """Builds the tokenizer `spec`: `bytes`, `chars` or `bpe:SIZE` (both learned from `documents`), or a file."""
+    """Builds the tokenizer `spec`.
+
+    `bytes`; `chars` or `bpe:SIZE`, both learned from `documents`; or a file.
+    """
     if spec == "bytes":
         return Bytes()
     if spec == "chars":
@@ -185,5 +200,8 @@ def build_tokenizer(spec: str, documents: Iterable[str] = ()) -> Tokenizer:
 
 
 def spec_identity(spec: str) -> str:
-    """Returns the tokenizer itself where it is not learned: the name of a file, and its spaces, do not matter."""
+    """Returns a tokenizer that is not learned as JSON.
+
+    Neither the name of its file nor white space in it matters.
+    """
     return build_tokenizer(spec).to_json() if spec == "bytes" or is_file(spec) else spec

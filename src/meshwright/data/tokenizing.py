@@ -67,8 +67,8 @@ class TextBatch:
 def encode_texts(tokenizer: Tokenizer, batch: TextBatch) -> tuple[np.ndarray, np.ndarray]:
     """Returns the tokens of documents, one after another, and how many each has.
 
-    A document has the tokens that one begins with, and is closed by the tokenizer's end. Raises DataError with the
-    place of a document that has no tokens.
+    A document has the tokens that one begins with, and is closed by the tokenizer's end. Raises
+    DataError with the place of a document that has no tokens.
     """
     try:
         encoded = tokenizer.encode_batch(batch.texts)
@@ -123,11 +123,14 @@ def tokenize(
     shard_tokens: int = SHARD_TOKENS,
     progress: Progress | None = None,
 ) -> TokenFile:
-    """Tokenises the source `path` with the tokenizer `spec` into the folder `out`; goes on where it was interrupted.
+    """Tokenizes the source `path` with the tokenizer `spec` into the folder `out`.
 
-    text_field: field or column with the text.  bad_records: largest share of records that may be skipped.
+    An interrupted tokenization continues.
+    text_field: field or column with the text.  bad_records: largest share of records that may be
+    skipped.
     shard_tokens: rounded up to a multiple of 131,072; the tokens do not depend on it.
-    Raises DataError where there is no text, a record is bad, or `out` has something else or cannot be written.
+    Raises DataError where there is no text, a record is bad, or `out` has something else or cannot
+    be written.
     """
     if not 0 <= bad_records <= 1:
         raise DataError(
@@ -176,7 +179,10 @@ def tokenize(
 def learn_tokenizer(
     paths: Sequence[str], spec: str, text_field: str, bad_records: float, file: Path
 ) -> None:
-    """Writes the tokenizer that is learned from all of several sources into `file`. Raises DataError."""
+    """Writes the tokenizer that is learned from all of several sources into `file`.
+
+    Raises DataError.
+    """
     sources = ((path, open_source(path, text_field)) for path in paths)
     documents = (
         text
@@ -204,7 +210,8 @@ def learn_tokenizer(
 def _locked(out: Path, progress: Progress | None) -> Iterator[bool]:
     """Holds the lock on an unfinished token file; waits for another process that has it.
 
-    Yields False where that one removed the folder. Raises DataError where nothing in the folder changes for 10 minutes.
+    Yields False where that one removed the folder. Raises DataError where nothing in the folder
+    changes for 10 minutes.
     """
     with open_file(out / _LOCK, "ab") as file:
         until, seen = time.monotonic() + _PATIENCE, 0.0
@@ -218,11 +225,7 @@ def _locked(out: Path, progress: Progress | None) -> Iterator[bool]:
                 break  # a file system without locks
             if progress is not None and not seen:
                 progress.write(f"waiting for another process that tokenises into {out}")
-            changed = max(
-                [1.0, *(entry.stat().st_mtime for entry in os.scandir(out))]
-                if out.is_dir()
-                else [1.0]
-            )
+            changed = _last_change(out)
             if changed != seen:
                 until, seen = time.monotonic() + _PATIENCE, changed
             if time.monotonic() > until:
@@ -232,6 +235,13 @@ def _locked(out: Path, progress: Progress | None) -> Iterator[bool]:
                 )
             time.sleep(0.2)
         yield os.fstat(file.fileno()).st_nlink > 0
+
+
+def _last_change(folder: Path) -> float:
+    """Returns when a file of a folder was last written, in seconds since 1970; 1 without a file."""
+    if not folder.is_dir():
+        return 1.0
+    return max((entry.stat().st_mtime for entry in os.scandir(folder)), default=1.0)
 
 
 @dataclasses.dataclass
@@ -249,9 +259,11 @@ class _Tokenisation:
         self.identity, self.before = spec_identity(self.spec), self.source.fingerprint()
 
     def run(self) -> None:
-        """Writes the token file. What this process began is deleted where no shard became complete.
+        """Writes the token file.
 
-        Nothing is deleted once the description is written: from then on other processes may read the folder.
+        What this process began is deleted where no shard became complete.
+        Nothing is deleted once the description is written: from then on other processes may read
+        the folder.
         """
         lines = [self.identity, str(self.shard_tokens), *self.before]
         key = hashlib.sha256(
@@ -261,7 +273,8 @@ class _Tokenisation:
         if note is not None and note["key"] != key:
             raise DataError(
                 f"writing tokens to {self.out}",
-                "it has an unfinished tokenisation of other text, with another tokenizer or of other shards",
+                "it has an unfinished tokenisation of other text, with another tokenizer or of "
+                "other shards",
                 f"the command that began it, or another folder, or rm -r {self.out}",
             )
         try:
@@ -298,34 +311,34 @@ class _Tokenisation:
                 remove_file(self.out / name, below=self.out, missing_ok=True)
 
     def _of_use(self) -> bool:
-        """Whether the folder has a complete shard or a description, or its note cannot be read now."""
+        """Whether the folder has a complete shard, a description, or an unreadable note."""
         if (self.out / DESCRIPTION).exists():
             return True
         note = read_progress(self.out)
         return bool(note["shards"]) if note is not None else (self.out / PROGRESS).exists()
 
     def _tokenizer(self, note: dict[str, Any] | None) -> Tokenizer:
-        """Returns the tokenizer: the one that an unfinished folder has, or a new one, which is written there."""
+        """Returns the tokenizer of an unfinished folder, or a new one, which is written there."""
         if note is not None:
             return tokenizer_from_json(read_text(self.out / "tokenizer.json", LARGE))
-        records = Records(self.records.source, self.records.share)
-        display = self._display(records, "learning the vocabulary")
-
-        def documents() -> Iterator[str]:
-            size = 0
-            for text in read_documents(self.source, records):
-                size += len(text)
-                if size > BATCH:
-                    display(0)
-                    size = 0
-                yield text
-
-        tokenizer = build_tokenizer(self.spec, documents())
+        tokenizer = build_tokenizer(self.spec, self._texts_to_learn_from())
         write_atomically(self.out / "tokenizer.json", tokenizer.to_json())
         return tokenizer
 
+    def _texts_to_learn_from(self) -> Iterator[str]:
+        """Yields all documents, and shows how far it is."""
+        records = Records(self.records.source, self.records.share)
+        display = self._display(records, "learning the vocabulary")
+        size = 0
+        for text in read_documents(self.source, records):
+            size += len(text)
+            if size > BATCH:
+                display(0)
+                size = 0
+            yield text
+
     def _display(self, records: Records, label: str) -> Callable[[int], None]:
-        """Returns the function of the number of tokens that shows them and the place in the source."""
+        """Returns a function that shows a number of tokens and the place in the source."""
         progress = self.progress
         if progress is None:
             return lambda tokens: None
@@ -335,7 +348,10 @@ class _Tokenisation:
         )
 
     def _writer(self, tokenizer: Tokenizer, note: dict[str, Any] | None) -> TokenWriter:
-        """Opens the folder to write, with `records` at the place where to go on. Raises DataError for a damaged one."""
+        """Opens the folder to write, with `records` at the place where to go on.
+
+        Raises DataError for a damaged one.
+        """
         try:
             writer = TokenWriter(
                 self.out, "<u2" if tokenizer.vocab <= 2**16 else "<u4", self.shard_tokens, note
@@ -344,9 +360,14 @@ class _Tokenisation:
                 self.records.resume(note["records"])
         except (KeyError, TypeError, ValueError) as error:
             fix = f"rm -r {self.out} and begin again"
-            raise DataError(f"going on in {self.out}", f"it is damaged: {error}", fix) from error
+            raise DataError(
+                f"going on in {self.out}", f"it is damaged: {reason_of(error)}", fix
+            ) from error
         if self.progress is not None and writer.shards:
-            kept = f"{writer.shards:,} whole shards with {writer.shards * writer.shard_tokens:,} tokens"
+            kept = (
+                f"{writer.shards:,} whole shards with {writer.shards * writer.shard_tokens:,} "
+                f"tokens"
+            )
             self.progress.write(f"{self.out}: goes on after {kept}")
         return writer
 
@@ -385,13 +406,15 @@ class _Tokenisation:
     def _batches(self) -> Iterator[TextBatch]:
         """Yields documents in batches, each with the position before it."""
         records = self.records
-        texts, places, size, before = list[str](), list[Place](), 0, records.state()
+        batch = TextBatch([], [], records.state())
+        size = 0
         for text in read_documents(self.source, records):
-            texts.append(text)
-            places.append(records.place)
+            batch.texts.append(text)
+            batch.places.append(records.place)
             size += len(text)
-            if size >= BATCH or len(texts) == _DOCUMENTS:
-                yield TextBatch(texts, places, before)
-                texts, places, size, before = [], [], 0, records.state()
-        if texts:
-            yield TextBatch(texts, places, before)
+            if size >= BATCH or len(batch.texts) == _DOCUMENTS:
+                yield batch
+                batch = TextBatch([], [], records.state())
+                size = 0
+        if batch.texts:
+            yield batch

@@ -1,14 +1,17 @@
-"""Token files: text tokenised once, read where it is, on disks and in buckets, and verified as it is read.
+"""Token files: text tokenized once, on a disk or in a bucket, and verified as it is read.
 
-A token file is a folder with the tokens of all documents one after another, each closed by the tokenizer's `end`, in
-shards `tokens-00000.bin`, ... of equal size, `shards.bin` (the checksum of each shard), `tokenizer.json`, and
-`tokens.json` (the description with SHA-256 of the small files, written last). A shard is a row of blocks, and after
-them its checksum, a SHA-256 over the sums of all blocks so far. A block is `BLOCK` tokens (uint16 or uint32,
-little-endian), a bit for each that is the last one of a document, and the CRC-32 of both, which begins with the block's
-number. The writer notes after each shard from where an interrupted writing goes on.
+A token file is a folder with the tokens of all documents one after another, each closed by the
+tokenizer's `end`, in shards `tokens-00000.bin`, ... of equal size, `shards.bin` (the checksum of
+each shard), `tokenizer.json`, and `tokens.json` (the description with SHA-256 of the small files,
+written last). A shard is a row of blocks, and after them its checksum, a SHA-256 over the sums of
+all blocks so far. A block is `BLOCK` tokens (uint16 or uint32, little-endian), a bit for each that
+is the last one of a document, and the CRC-32 of both, which begins with the block's number. The
+writer notes after each shard from where an interrupted writing goes on.
 
-Opening costs the same for every size of corpus. A window is one read of the blocks it is in, and each read verifies its
-blocks: nothing is kept of the others, and no shard is mapped. A shard's checksum is compared when it is first opened.
+Opening costs the same for every size of corpus. A window is one read of the blocks it is in, and
+each read verifies its
+blocks: nothing is kept of the others, and no shard is mapped. A shard's checksum is compared when
+it is first opened.
 """
 
 import contextlib
@@ -33,11 +36,13 @@ from meshwright.storage.transfer import sha256_of
 
 FORMAT = 4
 BLOCK = 2**11
-"""Tokens under one checksum: a window of 8,192 reads 1.3 times its bytes, its documents' ends included."""
+"""Tokens under one checksum: a window of 8,192 reads 1.3 times its bytes, its documents' ends
+included."""
 CHECKSUM = 32
 """Bytes of a shard's checksum."""
 DESCRIPTION = "tokens.json"
-"""File of a token file that is written last: a folder with it is complete, and never changes again."""
+"""File of a token file that is written last: a folder with it is complete, and never changes again.
+"""
 SKIPPED = "skipped.jsonl"
 """File with a line for every record that was left out; training does not read it."""
 HASHED = ("shards.bin", "tokenizer.json")
@@ -57,7 +62,10 @@ class Progress(Protocol):
     def update(
         self, label: str, read: float, size: float, files: tuple[int, int], tokens: int
     ) -> None:
-        """Takes bytes read of those there are (0: not known), files read of those there are, and tokens written."""
+        """Shows how many bytes and files are read, of how many (0: unknown).
+
+        tokens: written so far.
+        """
         ...
 
     def write(self, text: str) -> None:
@@ -90,13 +98,19 @@ def make_blocks(tokens: np.ndarray, ends: np.ndarray, dtype: Any, first: int = 0
 
 
 def _sums(blocks: np.ndarray, first: int) -> np.ndarray:
-    """Returns the checksums that blocks should have. A block is not taken for one of another number."""
+    """Returns the checksums that blocks should have.
+
+    A block is not taken for one of another number.
+    """
     rows = blocks.view(np.uint8).reshape(len(blocks), -1)[:, :-4]
     return np.array([zlib.crc32(row, (first + i) % 2**32) for i, row in enumerate(rows)], "<u4")
 
 
 class TokenArray:
-    """Tokens, [tokens], and where their documents end. read: returns the blocks from one number to another."""
+    """Tokens, [tokens], and where their documents end.
+
+    read: returns the blocks [first, stop).
+    """
 
     def __init__(self, count: int, read: Callable[[int, int], np.ndarray]):
         self._count, self._read = count, read
@@ -113,14 +127,15 @@ class TokenArray:
         return self._count
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens [start, stop), and one past the last token of each document that ends in them."""
+        """Returns the tokens [start, stop), and where documents end in them.
+
+        An end is one past a document's last token.
+        """
         first = start // BLOCK
-        blocks, here = (
-            self._read(first, -(-stop // BLOCK)),
-            slice(start - first * BLOCK, stop - first * BLOCK),
-        )
-        ends = np.unpackbits(blocks["ends"], axis=1, bitorder="little").reshape(-1)[here]
-        return blocks["tokens"].reshape(-1)[here], start + 1 + np.flatnonzero(ends)
+        blocks = self._read(first, -(-stop // BLOCK))
+        part = slice(start - first * BLOCK, stop - first * BLOCK)
+        is_last = np.unpackbits(blocks["ends"], axis=1, bitorder="little").reshape(-1)[part]
+        return blocks["tokens"].reshape(-1)[part], start + 1 + np.flatnonzero(is_last)
 
     def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, _ = part.indices(self._count)
@@ -154,19 +169,28 @@ class TokenFile(NamedTuple):
 
 
 class _Shards:
-    """Shards of a folder on a disk, as blocks. checksums: those of all shards, one after another."""
+    """Shards of a folder on a disk, as blocks.
+
+    checksums: those of all shards, one after another.
+    """
 
     def __init__(
         self, folder: Path, count: int, dtype: np.dtype[Any], shard: int, checksums: bytes
     ):
-        self.folder, self.type, self.checksums = folder, block_type(dtype), checksums
-        self.blocks, self.per_shard = -(-count // BLOCK), shard // BLOCK
+        self.folder = folder
+        self.type = block_type(dtype)
+        self.checksums = checksums
+        self.blocks = -(-count // BLOCK)
+        self.per_shard = shard // BLOCK
         self.checked = np.zeros(len(checksums) // CHECKSUM, np.bool_)
         self.lock: _OpenFile | None = None
         """What holds the lock on the folder."""
 
     def __call__(self, first: int, stop: int) -> np.ndarray:
-        """Returns the blocks [first, stop). Raises DataError for one that is not what was written."""
+        """Returns the blocks [first, stop).
+
+        Raises DataError for one that is not what was written.
+        """
         pieces = [np.zeros(0, self.type)] if first >= stop else []
         while first < stop:
             last = min(stop, first + min(self.per_shard - first % self.per_shard, _MOST))
@@ -177,7 +201,9 @@ class _Shards:
     def piece(self, first: int, count: int) -> np.ndarray:
         """Returns blocks of one shard."""
         number, inside = divmod(first, self.per_shard)
-        name, size, at = shard_name(number), count * self.type.itemsize, inside * self.type.itemsize
+        name = shard_name(number)
+        size = count * self.type.itemsize
+        at = inside * self.type.itemsize
         try:
             if not self.checked[number]:
                 self.check(name, number)
@@ -191,7 +217,10 @@ class _Shards:
         wrong = np.flatnonzero(_sums(blocks, first) != blocks["sum"])
         if len(wrong) or len(blocks) < count:
             at += int(wrong[0] if len(wrong) else len(blocks)) * self.type.itemsize
-            what = f"bytes {at:,} to {at + self.type.itemsize - 1:,} of {name} are not what was written"
+            what = (
+                f"bytes {at:,} to {at + self.type.itemsize - 1:,} of {name} are not what was "
+                f"written"
+            )
             raise DataError(f"token file {self.folder}", f"{what}: their checksum differs", _AGAIN)
         return blocks
 
@@ -212,20 +241,21 @@ class _Shards:
 
     def fetch(self, name: str, at: int, size: int) -> bytes:
         """Returns bytes of a shard. A handle with which a read fails for now is not used again."""
-        file = self.folder / name
+        return attempt(functools.partial(self._read, self.folder / name, at, size))
 
-        def read() -> bytes:
-            try:
-                return os.pread(_open_file(self, file).number, size, at)
-            except OSError:
-                _open_file.cache_clear()
-                raise
-
-        return attempt(read)
+    def _read(self, file: Path, at: int, size: int) -> bytes:
+        try:
+            return os.pread(_open_file(self, file).number, size, at)
+        except OSError:
+            _open_file.cache_clear()
+            raise
 
 
 class _BucketShards(_Shards):
-    """Shards in a bucket. What is read of them is kept in a local file: block N at the place N modulo its size."""
+    """Shards in a bucket.
+
+    What is read of them is kept in a local file: block N at the place N modulo its size.
+    """
 
     def __init__(self, *args: Any, cache: Path):
         super().__init__(*args)
@@ -236,12 +266,13 @@ class _BucketShards(_Shards):
         weakref.finalize(self, os.close, self.cache)
 
     def piece(self, first: int, count: int) -> np.ndarray:
-        size, at = count * self.type.itemsize, first % self.slots * self.type.itemsize
+        size = count * self.type.itemsize
+        at = first % self.slots * self.type.itemsize
         kept = os.pread(self.cache, size, at)
         if len(kept) == size:
             blocks = np.frombuffer(kept, self.type)
-            # A place that was never written has the sum 0. The blocks of one place differ in their numbers modulo 2^32,
-            # because `slots` is odd, and so in the sums of the same bytes.
+            # A place that was never written has the sum 0. The blocks of one place differ in their
+            # numbers modulo 2^32, because `slots` is odd, and so in the sums of the same bytes.
             if np.all((_sums(blocks, first) == blocks["sum"]) & (blocks["sum"] != 0)):
                 return blocks
         blocks = super().piece(first, count)
@@ -297,36 +328,26 @@ def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
     try:
         lock = None if in_bucket(folder) else _hold(folder)
         record = _read_description(folder)
-        dtype, count, vocab = _DTYPES[record["dtype"]], int(record["tokens"]), int(record["vocab"])
-        shards, size, documents = (
-            int(record[name]) for name in ("shards", "shard_tokens", "documents")
-        )
-        if count < 1 or size < 1 or size % BLOCK or shards != -(-count // size):
-            raise ValueError(f"{count} tokens are not {shards} shards of {size} tokens")
+        dtype = _DTYPES[record["dtype"]]
+        tokens = int(record["tokens"])
+        documents = int(record["documents"])
+        shards = int(record["shards"])
+        shard_tokens = int(record["shard_tokens"])
+        has_blocks = shard_tokens >= 1 and shard_tokens % BLOCK == 0
+        if tokens < 1 or not has_blocks or shards != -(-tokens // shard_tokens):
+            raise ValueError(f"{tokens} tokens are not {shards} shards of {shard_tokens} tokens")
         for name, expected in record["sha256"].items():
             if sha256_of(folder / name) != expected:
                 raise ValueError(f"{name} is not what was written: its SHA-256 differs")
-        checksums = attempt((folder / "shards.bin").read_bytes)
-        if len(checksums) != shards * CHECKSUM:
-            raise ValueError(
-                f"shards.bin has {len(checksums)} bytes, and {shards} shards take {CHECKSUM} each"
-            )
-        tokenizer = tokenizer_from_json(read_text(folder / "tokenizer.json", LARGE))
-        if tokenizer.vocab != vocab:
-            raise ValueError(
-                f"its vocabulary is {vocab}, and its tokenizer has {tokenizer.vocab} tokens"
-            )
+        checksums = _read_checksums(folder, shards)
+        tokenizer = _read_tokenizer(folder, int(record["vocab"]))
         read: _Shards
         if in_bucket(folder):
             assert cache is not None
-            read = _BucketShards(folder, count, dtype, size, checksums, cache=cache)
+            read = _BucketShards(folder, tokens, dtype, shard_tokens, checksums, cache=cache)
         else:
-            there = set(attempt(lambda: os.listdir(folder)))
-            if absent := [name for name in map(shard_name, range(shards)) if name not in there]:
-                raise ValueError(
-                    f"{len(absent)} of {shards} shards are not there, the first is {absent[0]}"
-                )
-            read = _Shards(folder, count, dtype, size, checksums)
+            _check_complete(folder, shards)
+            read = _Shards(folder, tokens, dtype, shard_tokens, checksums)
             read.lock = lock
         read.piece((shards - 1) * read.per_shard, 1)
     except (
@@ -338,18 +359,51 @@ def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
         AttributeError,
         OverflowError,
     ) as error:
-        truth = reason_of(error) if isinstance(error, OSError) else error
-        refusal = DataError(f"token file {folder}", f"it cannot be read: {truth}", "tokenise again")
+        truth = f"it cannot be read: {reason_of(error)}"
+        refusal = DataError(f"token file {folder}", truth, "tokenise again")
         raise by_class(error, refusal) from error
     hashes = {name: value for name, value in record["sha256"].items() if name != "shards.bin"}
-    digest = checksum([record["dtype"], count, checksums[-CHECKSUM:].hex(), hashes])
-    return TokenFile(
-        TokenArray(count, read), vocab, tokenizer, folder, documents, digest, record["skipped"]
-    )
+    digest = checksum([record["dtype"], tokens, checksums[-CHECKSUM:].hex(), hashes])
+    skipped = record["skipped"]
+    contents = TokenArray(tokens, read)
+    return TokenFile(contents, tokenizer.vocab, tokenizer, folder, documents, digest, skipped)
+
+
+def _read_checksums(folder: Path, shards: int) -> bytes:
+    """Reads the checksums of all shards, one after another.
+
+    Raises ValueError for another number.
+    """
+    checksums = attempt((folder / "shards.bin").read_bytes)
+    if len(checksums) != shards * CHECKSUM:
+        truth = f"shards.bin has {len(checksums)} bytes, and {shards} shards take {CHECKSUM} each"
+        raise ValueError(truth)
+    return checksums
+
+
+def _read_tokenizer(folder: Path, vocab: int) -> Tokenizer:
+    """Reads the tokenizer. Raises ValueError for one of another vocabulary."""
+    tokenizer = tokenizer_from_json(read_text(folder / "tokenizer.json", LARGE))
+    if tokenizer.vocab != vocab:
+        truth = f"its vocabulary is {vocab}, and its tokenizer has {tokenizer.vocab} tokens"
+        raise ValueError(truth)
+    return tokenizer
+
+
+def _check_complete(folder: Path, shards: int) -> None:
+    """Raises ValueError where a shard is missing."""
+    present = set(attempt(functools.partial(os.listdir, folder)))
+    absent = [name for name in map(shard_name, range(shards)) if name not in present]
+    if absent:
+        truth = f"{len(absent)} of {shards} shards are not there, the first is {absent[0]}"
+        raise ValueError(truth)
 
 
 def _hold(folder: Path) -> _OpenFile:
-    """Holds a shared lock on a token file as long as the result lives: `meshwright cache` deletes none that is read."""
+    """Holds a shared lock on a token file as long as the result lives.
+
+    `meshwright cache` does not delete a file that is read.
+    """
     lock = attempt(lambda: _OpenFile(folder / DESCRIPTION))
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(lock.number, fcntl.LOCK_SH)
@@ -357,13 +411,19 @@ def _hold(folder: Path) -> _OpenFile:
 
 
 def _read_description(folder: Path) -> dict[str, Any]:
-    """Reads `tokens.json`. Raises ValueError where it is not of this format, or names a file outside the folder."""
+    """Reads `tokens.json`.
+
+    Raises ValueError where it is not of this format, or names a file outside the folder.
+    """
     record = read_json(folder / DESCRIPTION)
     if not isinstance(record, dict):
         raise ValueError("tokens.json is not an object")
     if record.get("format") != FORMAT:
         truth = f"tokens.json is of format {record.get('format')}, and this version reads {FORMAT}"
-        again = f"meshwright tokenize {shlex.quote(str(record.get('source')))} --tokenizer {folder}/tokenizer.json"
+        again = (
+            f"meshwright tokenize {shlex.quote(str(record.get('source')))} --tokenizer "
+            f"{folder}/tokenizer.json"
+        )
         raise DataError(f"token file {folder}", truth, f"{again} --out ANOTHER_FOLDER")
     if seal(record) != record:
         raise ValueError("tokens.json is not what was written: its checksum differs")

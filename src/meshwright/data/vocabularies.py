@@ -1,6 +1,8 @@
-"""Tokenizers of a model's folder that are not a tokenizer.json: what is there, and what makes a tokenizer.json of it.
+"""Vocabularies that are not a tokenizer.json.
 
-`vocab.json` with `merges.txt` is byte-level BPE, and is read. How a text is divided before the merges is not in the two
+Says which a folder has, and what makes a tokenizer.json of it.
+`vocab.json` with `merges.txt` is byte-level BPE, and is read. How a text is divided before the
+merges is not in the two
 files: the class in tokenizer_config.json, or the model type in config.json, names it.
 """
 
@@ -12,7 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from meshwright.data.subwords import called
 from meshwright.documents import LARGE, check_inside, fix_of, read_json, read_text
-from meshwright.errors import DataError, by_class
+from meshwright.errors import DataError, by_class, reason_of
 
 VOCAB, MERGES = "vocab.json", "merges.txt"
 _QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -25,10 +27,14 @@ _TYPES = {
     "qwen2_moe": "qwen2",
     "qwen3_moe": "qwen2",
 }
-_MAKE = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of `transformers`, which writes tokenizer.json"
+_MAKE = (
+    "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of `transformers`, which "
+    "writes tokenizer.json"
+)
 _FOREIGN = {
     "tokenizer.model": (
-        f"a vocabulary of SentencePiece; {_MAKE} (it needs `sentencepiece` and `protobuf`, and the tokenizer_config.json of "
+        f"a vocabulary of SentencePiece; {_MAKE} (it needs `sentencepiece` and `protobuf`, and "
+        f"the tokenizer_config.json of "
         "the model: without its tokenizer_class a text is divided otherwise)"
     ),
     "tekken.json": (
@@ -40,7 +46,10 @@ _FOREIGN = {
 
 
 def tokenizer_file(folder: Path) -> Path:
-    """Returns the file of a folder's tokenizer: tokenizer.json, or vocab.json where there is only that with merges.txt."""
+    """Returns the file of a folder's tokenizer.
+
+    It is tokenizer.json, or vocab.json if there is only that, with merges.txt.
+    """
     whole = folder / "tokenizer.json"
     if not whole.is_file() and (folder / VOCAB).is_file() and (folder / MERGES).is_file():
         return folder / VOCAB
@@ -48,7 +57,10 @@ def tokenizer_file(folder: Path) -> Path:
 
 
 def check_known(asked: str, file: Path) -> None:
-    """Raises DataError that names the vocabulary that is there: `file` itself, or in the folder that it should be in."""
+    """Raises DataError for a vocabulary of a kind that is not read.
+
+    It is `file` itself, or in the folder where `file` should be.
+    """
     if file.name in _FOREIGN and file.is_file():
         what, fix = _FOREIGN[file.name].split("; ", 1)
         raise DataError(asked, f"{file.name} is {what}, not a tokenizer.json", fix)
@@ -63,7 +75,8 @@ def check_known(asked: str, file: Path) -> None:
 def read_pair(vocab: Path) -> str:
     """Returns the tokenizer.json of a vocab.json and the merges.txt beside it.
 
-    Raises DataError where one is missing or damaged, or neither configuration names how texts are divided.
+    Raises DataError where one is missing or damaged, or neither configuration names how texts are
+    divided.
     """
     folder = vocab.parent
     asked = f"the tokenizer of {folder}"
@@ -77,22 +90,11 @@ def read_pair(vocab: Path) -> str:
         described = _optional(folder / "config.json")
         added = _optional(folder / "added_tokens.json")
     except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
-        truth = f"{VOCAB} and {MERGES} cannot be read: {error}"
+        truth = f"{VOCAB} and {MERGES} cannot be read: {reason_of(error)}"
         raise by_class(error, DataError(asked, truth, fix_of(error, _MAKE))) from error
-    kind = _CLASSES.get(str(config.get("tokenizer_class")).removesuffix("Fast"))
-    if kind is None and "tokenizer_class" not in config:
-        kind = _TYPES.get(str(described.get("model_type")))
-    if kind is None:
-        named = config.get("tokenizer_class") or described.get("model_type")
-        truth = f"{VOCAB} and {MERGES} do not say how a text is divided, and that of {named!r} is not known"
-        raise DataError(asked, truth, _MAKE)
-    merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
-    odd = next((merge for merge in merges if len(merge) != 2), None)
-    if odd is not None:
-        truth = f"{MERGES} has the line {' '.join(odd)!r:.80}, which is not a pair"
-        raise DataError(asked, truth, _MAKE)
-    pairs = [(first, second) for first, second in merges]
-    model: Any = called(asked, models.BPE, vocab=tokens, merges=pairs, fix=_MAKE)
+    kind = _division(asked, config, described)
+    merges = _pairs(asked, lines)
+    model: Any = called(asked, models.BPE, vocab=tokens, merges=merges, fix=_MAKE)
     tokenizer = tokenizers.Tokenizer(model)
     called(asked, _add_tokens, tokenizer, config, added, fix=_MAKE)
     byte_level = pre_tokenizers.ByteLevel(
@@ -105,6 +107,41 @@ def read_pair(vocab: Path) -> str:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([divide, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     return str(tokenizer.to_str())
+
+
+def _division(asked: str, config: dict[str, Any], described: dict[str, Any]) -> str:
+    """Returns how a text is divided before the merges, `gpt2` or `qwen2`.
+
+    config: tokenizer_config.json.  described: config.json.  Raises DataError for another tokenizer.
+    """
+    kind = _CLASSES.get(str(config.get("tokenizer_class")).removesuffix("Fast"))
+    if kind is None and "tokenizer_class" not in config:
+        kind = _TYPES.get(str(described.get("model_type")))
+    if kind is None:
+        named = config.get("tokenizer_class") or described.get("model_type")
+        truth = (
+            f"{VOCAB} and {MERGES} do not say how a text is divided, and that of {named!r} is not "
+            "known"
+        )
+        raise DataError(asked, truth, _MAKE)
+    return kind
+
+
+def _pairs(asked: str, lines: list[str]) -> list[tuple[str, str]]:
+    """Returns the merges in the lines of merges.txt.
+
+    Raises DataError for a line that is not a pair.
+    """
+    pairs = []
+    for line in lines:
+        if not line or line.startswith("#version"):
+            continue
+        parts = line.split(" ")
+        if len(parts) != 2:
+            truth = f"{MERGES} has the line {line!r:.80}, which is not a pair"
+            raise DataError(asked, truth, _MAKE)
+        pairs.append((parts[0], parts[1]))
+    return pairs
 
 
 def _optional(file: Path) -> dict[str, Any]:

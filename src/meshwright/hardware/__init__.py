@@ -1,1 +1,1 @@
-"""Chips, targets by name, interconnect model, meshes of devices, and compilers for absent hardware."""
+"""Chips, targets, interconnect model, meshes of devices, compilers for absent hardware."""

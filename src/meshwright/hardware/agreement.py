@@ -1,11 +1,14 @@
-"""Agreement of the processes of a run: each publishes what it is about to do, and all stop where they differ.
+"""Agreement of the processes of a run.
 
-Texts go through the key-value store of JAX's coordination service, which runs in process 0 from `jax.distributed` on.
-Process 0 compares, so that a thousand processes cost a thousand short messages.
+Each publishes what it is about to do, and all stop if they differ.
+Texts go through the key-value store of JAX's coordination service, which runs in process 0 from
+`jax.distributed` on. Process 0 compares, so that a thousand processes cost a thousand short
+messages.
 """
 
 import collections
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -58,62 +61,73 @@ def flatten(value: Any, prefix: str = "") -> dict[str, str]:
 
 
 def agree(subject: str, fields: Mapping[str, str], seconds: float = DEADLINE) -> None:
-    """Compares `fields` with those of all other processes, which must call this with the same subject.
+    """Compares `fields` with those of all other processes.
 
-    subject: what the fields describe, for the error.  Does nothing in a process that is alone. Raises ConfigError
-    in every process where a field differs, and HostError where a process does not answer within `seconds`.
+    All must call this for the same subject.
+    subject: what the fields describe, for the error.  Does nothing in a process that is alone.
+    Raises ConfigError in every process where a field differs, and HostError where a process does
+    not answer within `seconds`.
     """
-
-    def compare(answers: list[dict[str, str]]) -> None:
-        if found := differences(dict(enumerate(answers))):
-            more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            raise ConfigError(
-                f"training on {len(answers)} hosts that differ in their {subject}",
-                "; ".join(found[:_SHOWN]) + more,
-                "the same command, versions and files on every host",
-            )
-
+    compare = functools.partial(_refuse_differences, subject)
     choose_together(subject, dict(fields), compare, seconds)
+
+
+def _refuse_differences(subject: str, answers: list[dict[str, str]]) -> None:
+    """Raises ConfigError where the fields of processes differ."""
+    found = differences(dict(enumerate(answers)))
+    if not found:
+        return
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    raise ConfigError(
+        f"training on {len(answers)} hosts that differ in their {subject}",
+        "; ".join(found[:_SHOWN]) + more,
+        "the same command, versions and files on every host",
+    )
 
 
 def choose_together(
     subject: str, mine: Any, choose: Callable[[list[Any]], Any], seconds: float = DEADLINE
 ) -> Any:
-    """Returns in every process what process 0 chooses from what all of them give, in their order, as JSON has it.
+    """Returns in every process what process 0 chooses from the values of all.
 
-    Each process writes one text and reads one; process 0 reads all. All must call this in the same order. An error
-    of `choose` is raised in all of them, and HostError where a process neither answers nor gets further (`note_progress`)
-    within `seconds`: one may read many times longer than another.
+    They come in order, as JSON values.
+    Each process writes one text and reads one; process 0 reads all. All must call this in the same
+    order. An error of `choose` is raised in all of them, and HostError where a process neither
+    answers nor gets further (`note_progress`) within `seconds`: one may read many times longer than
+    another.
     """
-    client, processes, process = store(), jax.process_count(), jax.process_index()
+    client = store()
     folder = f"meshwright/agreement/{subject}/{_rounds[subject]}"
     _rounds[subject] += 1
+    if client is None or jax.process_count() == 1:
+        return answer_of_the_first(functools.partial(choose, [mine]))
+    client.key_value_set(f"{folder}/{jax.process_index()}", json.dumps(mine))
+    collect = functools.partial(_answers_of_all, client, folder, subject, seconds)
+    return answer_of_the_first(lambda: choose(collect()))
 
-    def compute() -> Any:
-        if client is None or processes == 1:
-            return choose([mine])
-        answers = []
-        patience = _Patience(client, seconds)
-        for other in range(processes):
-            with waiting(f"process {other}, to agree on the {subject}", other):
-                text = patience.wait_for(f"{folder}/{other}", other)
-            if text is None:
-                raise HostError(
-                    f"comparing the {subject} of {processes} hosts",
-                    f"{_hosts([i for i in range(processes) if not _there(client, f'{folder}/{i}')])} did not answer "
-                    f"within {seconds:.0f} s, nor get further meanwhile",
-                    "look at the output of those hosts; all must start the same command",
-                )
-            answers.append(json.loads(text))
-        return choose(answers)
 
-    if client is not None and processes > 1:
-        client.key_value_set(f"{folder}/{process}", json.dumps(mine))
-    return answer_of_the_first(compute)
+def _answers_of_all(client: Any, folder: str, subject: str, seconds: float) -> list[Any]:
+    """Returns what each process has published, in order. Raises HostError without an answer."""
+    processes = jax.process_count()
+    answers = []
+    patience = _Patience(client, seconds)
+    for other in range(processes):
+        with waiting(f"process {other}, to agree on the {subject}", other):
+            text = patience.wait_for(f"{folder}/{other}", other)
+        if text is None:
+            silent = [i for i in range(processes) if not _there(client, f"{folder}/{i}")]
+            raise HostError(
+                f"comparing the {subject} of {processes} hosts",
+                f"{_hosts(silent)} did not answer within {seconds:.0f} s, nor get further "
+                "meanwhile",
+                "look at the output of those hosts; all must start the same command",
+            )
+        answers.append(json.loads(text))
+    return answers
 
 
 class _Patience:
-    """Waiting for the other processes: for `seconds` since the one that is waited for last got further."""
+    """Waiting for the other processes: for `seconds` since the awaited one last made progress."""
 
     def __init__(self, client: Any, seconds: float):
         self.client, self.seconds = client, seconds
@@ -121,7 +135,10 @@ class _Patience:
         self.counts: dict[int, str | None] = {}
 
     def wait_for(self, key: str, process: int) -> str | None:
-        """Returns the value of a key that a process sets; None where the process does not get further any more."""
+        """Returns the value of a key that a process sets.
+
+        None if the process makes no more progress.
+        """
         while True:
             now = time.monotonic()
             slice_end = min(self.until, now + max(self.seconds / 10, _NOTED_EVERY))
@@ -142,8 +159,8 @@ _noted = {"count": 0, "at": 0.0}
 def note_progress() -> None:
     """Tells the processes that wait for this one that it has got further; most calls cost nothing.
 
-    Called by what may take long on one host and not on another: reading a checkpoint, reading the records of a text or of
-    conversations, writing token files.
+    Called by what may take long on one host and not on another: reading a checkpoint, reading the
+    records of a text or of conversations, writing token files.
     """
     now = time.monotonic()
     if now - _noted["at"] < _NOTED_EVERY:
@@ -160,13 +177,19 @@ def note_progress() -> None:
 
 
 def agree_on_program(text: str) -> None:
-    """Compares a lowered train step with those of all other processes: hosts that compile differing programs hang."""
+    """Compares a lowered train step with those of all other processes.
+
+    Hosts that compile differing programs hang.
+    """
     agree("program", {"lowered train step": digest(text)})
 
 
 @contextlib.contextmanager
 def failing_together() -> Iterator[None]:
-    """Keeps process 0, and the store in it, until the others have met the error too; else JAX aborts them unheard."""
+    """Keeps process 0 alive until the others have met the error too.
+
+    It holds the store, and without it JAX aborts them unheard.
+    """
     try:
         yield
     except MeshwrightError:
@@ -176,8 +199,9 @@ def failing_together() -> Iterator[None]:
 
 
 def answer_of_the_first(compute: Callable[[], Any]) -> Any:
-    """Returns in every process what process 0 computes, as JSON has it; the others wait, however long it takes.
+    """Returns in every process what process 0 computes, as JSON values.
 
+    The others wait, however long it takes.
     All processes must call this in the same order. An error of process 0 is raised in all.
     """
     client, process = store(), jax.process_index()
@@ -261,7 +285,10 @@ def _hosts(numbers: list[int]) -> str:
 
 
 def _wait_for_readers(client: Any, folder: str) -> None:
-    """Keeps process 0, and the store in it, until the others have read what is in `folder`, for seconds at most."""
+    """Keeps process 0 alive until the others have read what is in `folder`.
+
+    It holds the store. seconds: the longest wait.
+    """
     client.key_value_set(f"{folder}/read/{jax.process_index()}", "")
     if jax.process_index():
         return
@@ -284,7 +311,10 @@ def _value(client: Any, key: str) -> str | None:
 
 
 def _wait(client: Any, key: str, until: float) -> str | None:
-    """Returns the value of a key once it is there; None when the time is up. Raises HostError without process 0."""
+    """Returns the value of a key once it is there; None when the time is up.
+
+    Raises HostError without process 0.
+    """
     milliseconds = max(1, int(1000 * (until - time.monotonic())))
     try:
         return str(client.blocking_key_value_get(key, milliseconds))

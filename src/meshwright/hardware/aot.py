@@ -1,7 +1,9 @@
-"""Ahead-of-time compilers for absent hardware: libtpu for TPUs; the CUDA plugin, ptxas and libdevice for NVIDIA GPUs.
+"""Ahead-of-time compilers for absent hardware.
 
-They describe devices to JAX that can be compiled for but not run on. Compiling takes place in a separate process
-(`api/proofs.py`), because a compiler for absent hardware may terminate the process that calls it.
+They are libtpu for TPUs; the CUDA plugin, ptxas and libdevice for NVIDIA GPUs.
+They describe devices to JAX that can be compiled for but not run on. Compiling takes place in a
+separate process (`api/proofs.py`), because a compiler for absent hardware may terminate the process
+that calls it.
 """
 
 import ctypes.util
@@ -12,11 +14,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import CompilerError, ConfigError, by_class
+from meshwright.errors import CompilerError, ConfigError, by_class, reason_of
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.targets import Target, format_size
 
-# JAX opens no TPU, several processes may compile at once, and libtpu does not query the cloud metadata server.
+# JAX opens no TPU, several processes may compile at once, and libtpu does not query the cloud
+# metadata server.
 _TPU_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -25,9 +28,13 @@ _TPU_ENVIRONMENT = {
     "TPU_MIN_LOG_LEVEL": "3",
 }
 
-# Version 0.12 of the plugin terminates the process when it makes a Triton kernel of a scalar all-reduce.
-# For a sort of 16,384 elements or more it asks CUB for the scratch space, which asks a device: cudaErrorInvalidDevice.
-_GPU_FLAGS = "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false --xla_gpu_enable_cub_radix_sort=false"
+# Version 0.12 of the plugin terminates the process when it makes a Triton kernel of a scalar
+# all-reduce. For a sort of 16,384 elements or more it asks CUB for the scratch space, which asks a
+# device: cudaErrorInvalidDevice.
+_GPU_FLAGS = (
+    "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false "
+    "--xla_gpu_enable_cub_radix_sort=false"
+)
 
 
 def require_compiler(target: Target) -> None:
@@ -54,7 +61,8 @@ def require_compiler(target: Target) -> None:
         raise CompilerError(
             "compiling for an NVIDIA GPU",
             f"{' and '.join(missing)} cannot be found here",
-            "pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm nvidia-cudnn-cu13 "
+            "pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm "
+            "nvidia-cudnn-cu13 "
             "(no GPU is needed)",
         )
 
@@ -79,8 +87,8 @@ def compiler_environment(target: Target) -> dict[str, str]:
 def topology_devices(target: Target) -> list[Any]:
     """Returns the abstract devices of a target, which can be compiled for but not run on.
 
-    Needs the variables of `compiler_environment` to be set before JAX is imported. Raises ConfigError for a topology
-    that the compiler does not know.
+    Needs the variables of `compiler_environment` to be set before JAX is imported. Raises
+    ConfigError for a topology that the compiler does not know.
     """
     from jax.experimental import topologies  # loads the compilers
 
@@ -97,7 +105,7 @@ def topology_devices(target: Target) -> list[Any]:
             error,
             ConfigError(
                 f"target {target}",
-                f"the compiler does not know this topology: {str(error).splitlines()[0][:200]}",
+                f"the compiler does not know this topology: {reason_of(error)}",
                 f"use another size, such as {target.name}:"
                 + "x".join(["4"] * len(target.topology)),
             ),

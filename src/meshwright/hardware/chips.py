@@ -1,8 +1,9 @@
-"""Chip specifications: peak FLOP/s, HBM, interconnect and network of TPUs and GPUs, each number with its source.
+"""Chip specifications: peak FLOP/s, HBM, interconnect and network of TPUs and GPUs.
 
-All numbers are for one JAX device, dense and one-way, in FLOP/s, bytes and bytes/s. The known chips are in
-`chips.toml`, with everything that is chosen by chip. Another chip is a TOML file with the same fields (`read_chip`), or
-a `Chip` object in Python code (`--on module:attribute:SIZE`).
+Each number has its source.
+All numbers are for one JAX device, dense and one-way, in FLOP/s, bytes and bytes/s. The known chips
+are in `chips.toml`, with everything that is chosen by chip. Another chip is a TOML file with the
+same fields (`read_chip`), or a `Chip` object in Python code (`--on module:attribute:SIZE`).
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.documents import read_text
-from meshwright.errors import ConfigError, by_class, nearest
+from meshwright.errors import ConfigError, by_class, nearest, reason_of
 from xlacensus import chips
 from xlacensus.chips import Nodes as Nodes
 
@@ -37,19 +38,22 @@ class Torus(chips.Torus):
 
 @dataclasses.dataclass(frozen=True)
 class Efficiency:
-    """Achieved fractions of a chip's peaks in a training step, 0 to 1: what chip and kernels can do.
+    """Achieved fractions of a chip's peaks in a training step.
 
+    All are from 0 to 1.
     How much of it a train step uses is in planner/physics.py.
     """
 
     matmul: float
     """Fraction of peak FLOP/s in a large matmul."""
     grouped_matmul: float
-    """Fraction of the `matmul` rate in the matmuls of experts: groups of unequal size, token sorting and unsorting."""
+    """Fraction of the `matmul` rate in the matmuls of experts: groups of unequal size, token
+    sorting and unsorting."""
     attention: float
-    """Fraction of peak FLOP/s in the chip's own fused attention kernel (splash, cuDNN), of the products that it
-    computes: the head size is below the matrix unit's, and softmax runs between its matmuls. The kernel's backward pass
-    has 2.5 or 3.5 times those of its forward pass (`Kernels.backward`)."""
+    """Fraction of peak FLOP/s in the chip's own fused attention kernel (splash, cuDNN), of the
+    products that it computes: the head size is below the matrix unit's, and softmax runs between
+    its matmuls. The kernel's backward pass has 2.5 or 3.5 times those of its forward pass
+    (`Kernels.backward`)."""
     hbm: float
     """Fraction of HBM bandwidth."""
     links: float
@@ -59,10 +63,11 @@ class Efficiency:
     overlap: float
     """Fraction overlapped with compute, of the communication that has compute to overlap with."""
     tensor_overlap: float
-    """Fraction overlapped with compute, of the communication over `tensor`, which is pipelined with the matmul before
-    or after it."""
+    """Fraction overlapped with compute, of the communication over `tensor`, which is pipelined with
+    the matmul before or after it."""
     tile: int = 128
-    """Rows and columns of one matrix-unit tile, or of a step of a GPU's matmul along K (a size, not a fraction)."""
+    """Rows and columns of one matrix-unit tile, or of a step of a GPU's matmul along K (a size, not
+    a fraction)."""
 
 
 GPU_EFFICIENCY = Efficiency(**_KNOWN["gpu"]["efficiency"])
@@ -103,26 +108,32 @@ class Chip:
     sources: dict[str, str] = dataclasses.field(default_factory=dict, hash=False, compare=False)
     """Source of each number, by field."""
     devices_per_chip: int = 1
-    """JAX devices on one physical chip; shared resources are divided among them in the numbers above."""
+    """JAX devices on one physical chip; shared resources are divided among them in the numbers
+    above."""
     multiprocessors: int = 0
     """Multiprocessors of a GPU, each of which computes a tile of a matmul; 0 for TPUs."""
     clock_hz: float | None = None
     """Clock of the matrix unit, which converts a compiler's cycle estimates to seconds."""
     flops_fp8: float | None = None
-    """Peak dense FLOP/s of products of float8 operands; None where the compiler gains nothing from them."""
+    """Peak dense FLOP/s of products of float8 operands; None where the compiler gains nothing from
+    them."""
     flops_mxfp8: float | None = None
     """Peak dense FLOP/s of products in MXFP8; None where the hardware does not apply the scales."""
     flops_nvfp4: float | None = None
-    """Peak dense FLOP/s of products in NVFP4, only for plans: no program of this package has them."""
+    """Peak dense FLOP/s of products in NVFP4, only for plans: no program of this package has them.
+    """
     flops_int8: float | None = None
-    """Peak dense operations/s of products of int8 operands; None where the compiler gains nothing from them."""
+    """Peak dense operations/s of products of int8 operands; None where the compiler gains nothing
+    from them."""
     efficiency: Efficiency = GPU_EFFICIENCY
     """Achieved fraction of the peaks above."""
     # Facts of known chips.
     family: str = ""
-    """Name that it shares with chips of the same matrix unit, which have the same fractions of peak."""
+    """Name that it shares with chips of the same matrix unit, which have the same fractions of
+    peak."""
     compiler: str = ""
-    """Name of the chip in libtpu, or its description in NVIDIA's CUDA plugin; empty where no compiler knows it."""
+    """Name of the chip in libtpu, or its description in NVIDIA's CUDA plugin; empty where no
+    compiler knows it."""
     device_kinds: tuple[str, ...] = ()
     """Prefixes of `jax.Device.device_kind`."""
     aliases: tuple[str, ...] = ()
@@ -136,18 +147,20 @@ class Chip:
     sparse_cores: bool = False
     """Whether collectives run on SparseCores beside the matrix units."""
     tokens_last: bool = False
-    """Whether saved outputs of gate and up are kept with tokens last: the compiler copies them into that order else."""
+    """Whether saved outputs of gate and up are kept with tokens last: the compiler copies them into
+    that order else."""
     folds_rings: bool = False
-    """Whether rings go along a line of chips and back, in steps of two: the compiler runs permutes beside computation
-    only where no message goes around the torus or along three chips."""
+    """Whether rings go along a line of chips and back, in steps of two: the compiler runs permutes
+    beside computation only where no message goes around the torus or along three chips."""
     sums_alone: bool = False
-    """Whether the compiler runs nothing beside a reduce-scatter or an all-reduce, and makes a reduce-scatter over
-    several dimensions of the torus an all-reduce."""
+    """Whether the compiler runs nothing beside a reduce-scatter or an all-reduce, and makes a
+    reduce-scatter over several dimensions of the torus an all-reduce."""
     gathers_in_levels: bool = False
-    """Whether a gather over a closed three-dimensional torus takes two levels, because the compiler makes an all-reduce
-    of one over all dimensions."""
+    """Whether a gather over a closed three-dimensional torus takes two levels, because the compiler
+    makes an all-reduce of one over all dimensions."""
     saves_some_layers: bool = False
-    """Whether compiled memory agrees with plans that save some layers only: on v6e it is 33.5 GiB for 24 planned."""
+    """Whether compiled memory agrees with plans that save some layers only: on v6e it is 33.5 GiB
+    for 24 planned."""
 
     @property
     def on_torus(self) -> bool:
@@ -161,24 +174,27 @@ class Chip:
 
     @property
     def fragmentation(self) -> float:
-        """Heap over live bytes: 1.00 to 1.10 in programs that fill two thirds of a TPU (docs/log.md), 1.03 of a GPU."""
+        """Heap over live bytes.
+
+        1.00 to 1.10 in programs that fill two thirds of a TPU (docs/log.md), 1.03 of a GPU.
+        """
         return 1.1 if self.on_torus else 1.05
 
     @property
     def roomy_bytes(self) -> float:
         """Bytes that a step may take without being slowed down.
 
-        Above three quarters of a GPU's memory XLA recomputes and overlaps less: Llama 2 70B on 64 H100 takes 4.8 s with
-        57 GiB, 5.6 s with 61 and 5.9 s with 64 of its 75 (docs/log.md).
+        Above three quarters of a GPU's memory XLA recomputes and overlaps less: Llama 2 70B on 64
+        H100 takes 4.8 s with 57 GiB, 5.6 s with 61 and 5.9 s with 64 of its 75 (docs/log.md).
         """
         return self.hbm_bytes / self.fragmentation if self.on_torus else self.hbm_bytes * 0.75
 
 
 def _slices(largest: SliceShape) -> tuple[SliceShape, ...]:
-    """Lists the slices that Google Cloud offers ("TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU7x").
+    """Lists the slices that Google Cloud offers: TPU v4, v5e, v5p, v6e and TPU7x.
 
-    In three dimensions they are parts of one 4x4x4 cube, and whole cubes, with the dimensions in ascending order
-    (`generate_tpu_topologies` of AI-Hypercomputer/xpk).
+    In three dimensions they are parts of one 4x4x4 cube, and whole cubes, with the dimensions in
+    ascending order (`generate_tpu_topologies` of AI-Hypercomputer/xpk).
     """
     if len(largest) == 2:
         return ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
@@ -210,7 +226,10 @@ def _known_chip(name: str) -> Chip:
 
 
 def _interconnect(fields: dict[str, Any]) -> Torus | Nodes:
-    """Returns the interconnect in the fields of a chip. Raises KeyError or TypeError for a missing or unknown field."""
+    """Returns the interconnect in the fields of a chip.
+
+    Raises KeyError or TypeError for a missing or unknown field.
+    """
     if "torus" not in fields:
         return Nodes(**fields["nodes"])
     torus = {**fields["torus"], "largest": tuple(fields["torus"]["largest"])}
@@ -223,7 +242,10 @@ CHIPS: dict[str, Chip] = {name: _known_chip(name) for name in _KNOWN if name not
 
 
 def chip_name(device_kind: str) -> str | None:
-    """Returns the name in `CHIPS` of a `jax.Device.device_kind`, or None where it is unknown (a CPU, for example)."""
+    """Returns the name in `CHIPS` of a `jax.Device.device_kind`.
+
+    None if it is unknown (a CPU, for example).
+    """
     prefixes = {kind: name for name, chip in CHIPS.items() for kind in chip.device_kinds}
     return prefixes.get(
         max((kind for kind in prefixes if device_kind.startswith(kind)), key=len, default="")
@@ -250,15 +272,16 @@ _OPTIONAL = (
 def read_chip(file: Path) -> Chip:
     """Reads a chip from a TOML file.
 
-    The file has the numeric fields of `Chip` in FLOP/s, bytes and bytes/s; either `[nodes]` with `link_bandwidth` and
-    `devices_per_node`, or `[torus]` with `link_bandwidth`, `wraparound_multiple` and `largest`; and optionally
-    `[efficiency]` with the fields of `Efficiency`. Raises ConfigError naming the field that is missing or wrong.
+    The file has the numeric fields of `Chip` in FLOP/s, bytes and bytes/s; either `[nodes]` with
+    `link_bandwidth` and `devices_per_node`, or `[torus]` with `link_bandwidth`,
+    `wraparound_multiple` and `largest`; and optionally `[efficiency]` with the fields of
+    `Efficiency`. Raises ConfigError naming the field that is missing or wrong.
     """
     asked = f"chip file {file}"
     try:
         fields: dict[str, Any] = tomllib.loads(read_text(file))
     except (OSError, ValueError, RecursionError) as error:
-        truth = f"it cannot be read: {error or 'it is nested too deeply'}"
+        truth = f"it cannot be read: {reason_of(error)}"
         raise by_class(error, ConfigError(asked, truth, "give a readable TOML file")) from error
     required = (*_NUMBERS, "torus" if "torus" in fields else "nodes")
     for key in required:
@@ -271,8 +294,11 @@ def read_chip(file: Path) -> Chip:
     try:
         interconnect = _interconnect(fields)
     except (KeyError, TypeError) as error:
-        fix = "give [nodes] link_bandwidth, devices_per_node; or [torus] link_bandwidth, wraparound_multiple, largest"
-        raise ConfigError(f"interconnect in {asked}", str(error), fix) from error
+        fix = (
+            "give [nodes] link_bandwidth, devices_per_node; or [torus] link_bandwidth, "
+            "wraparound_multiple, largest"
+        )
+        raise ConfigError(f"interconnect in {asked}", reason_of(error), fix) from error
     try:
         efficiency = (
             Efficiency(**fields["efficiency"]) if "efficiency" in fields else GPU_EFFICIENCY
@@ -294,7 +320,7 @@ def read_chip(file: Path) -> Chip:
 
 
 def _check_figures(asked: str, fields: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a figure of a chip file, or of a table in it, that no chip can have."""
+    """Raises ConfigError for a figure in a chip file that no chip can have."""
     name = fields.get("name", "a name")
     if not isinstance(name, str) or not name:
         raise ConfigError(asked, f"name = {name!r} is not a text", 'write name = "my chip"')

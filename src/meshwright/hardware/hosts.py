@@ -1,8 +1,9 @@
-"""Processes of a run on several hosts: what the environment tells of them, and how this one joins the others.
+"""Processes of a run on several hosts: what the environment has about them, and how they join.
 
-The rules read the variables that each scheduler documents. `jax.distributed.initialize` finds clusters by itself, but
-does not say beforehand whether there is one, gives a Slurm task that has a node to itself one of its GPUs, and asks the
-Kubernetes API, for which pods need a role; it is asked for the address of Open MPI alone.
+The rules read the variables that each scheduler documents. `jax.distributed.initialize` finds
+clusters by itself, but does not say beforehand whether there is one, gives a Slurm task that has a
+node to itself one of its GPUs, and asks the Kubernetes API, for which pods need a role; it is asked
+for the address of Open MPI alone.
 """
 
 import contextlib
@@ -44,7 +45,10 @@ _PATIENCE = 10.0
 """Seconds after which a process tells that it waits for the others."""
 _LATER = 60
 """Seconds by which JAX's limit for joining is later than this package's."""
-_JOIN_FIX = "start the same command on every host, let all reach that address and port, or give --processes 1"
+_JOIN_FIX = (
+    "start the same command on every host, let all reach that address and port, or give "
+    "--processes 1"
+)
 _HEARTBEAT = 30
 """Seconds without a sign of a process after which the others stop."""
 JOIN_SECONDS = 300
@@ -52,7 +56,7 @@ JOIN_SECONDS = 300
 
 
 def installed_versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that decide on numbers, where they are installed."""
+    """Returns the versions of Python and of the installed packages that decide on numbers."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -108,8 +112,8 @@ ALONE = Hosts("one process", 1, 0, None)
 def hosts_of(environment: Mapping[str, str]) -> Hosts:
     """Returns the processes that the environment tells of; `ALONE` where it tells of none.
 
-    Raises ConfigError where this process belongs to a job of several but was not started as one of them, and where the
-    variables contradict themselves.
+    Raises ConfigError where this process belongs to a job of several but was not started as one of
+    them, and where the variables contradict themselves.
     """
     for rule in _RULES:
         try:
@@ -130,7 +134,7 @@ def _unreadable(error: Exception) -> str:
         return f"{error.args[0]} is not set"
     if isinstance(error, _NotANumberError):
         return f"{error.name} is {error.value!r}, which is not a number"
-    return f"one of them cannot be read: {error}"
+    return f"one of them cannot be read: {reason_of(error)}"
 
 
 class _NotANumberError(ValueError):
@@ -155,10 +159,13 @@ _EXPLICIT = "--coordinator HOST:PORT --processes N --process I"
 
 
 def join(hosts: Hosts, seconds: int = JOIN_SECONDS) -> None:
-    """Joins this process to the others. Must come before anything asks JAX for its devices.
+    """Joins this process to the others.
 
-    seconds: how long to wait for the others; where they do not come, the process exits with `HostError`'s code.
-    Raises ConfigError where the address is invalid, TrainingError where its port is taken, HostError where JAX refuses.
+    Must come before anything asks JAX for its devices.
+    seconds: how long to wait for the others; where they do not come, the process exits with
+    `HostError`'s code.
+    Raises ConfigError where the address is invalid, TrainingError where its port is taken,
+    HostError where JAX refuses.
     """
     if hosts.processes == 1 or jax.distributed.is_initialized():
         return
@@ -231,7 +238,10 @@ def _port_taken(hosts: Hosts, error: OSError) -> TrainingError:
 
 
 def _check_port(hosts: Hosts) -> None:
-    """Raises TrainingError where process 0 cannot open its port: JAX's error does not tell, and may crash."""
+    """Raises TrainingError if process 0 cannot open its port.
+
+    JAX's own error does not say so, and may crash.
+    """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -241,7 +251,10 @@ def _check_port(hosts: Hosts) -> None:
 
 
 def _joining(hosts: Hosts) -> str:
-    return f"joining as process {hosts.process} of {hosts.processes} at {hosts.coordinator} ({hosts.source})"
+    return (
+        f"joining as process {hosts.process} of {hosts.processes} at {hosts.coordinator} "
+        f"({hosts.source})"
+    )
 
 
 def _give_up(hosts: Hosts, seconds: int) -> None:
@@ -253,14 +266,15 @@ def _give_up(hosts: Hosts, seconds: int) -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=3).close()
             why = "process 0 answers, and another one has left since it came"
         except (OSError, UnicodeError) as refusal:
-            why = _unresolved(hosts.coordinator) or f"nothing answers there: {refusal}"
+            why = _unresolved(hosts.coordinator) or f"nothing answers there: {reason_of(refusal)}"
     error = HostError(_joining(hosts), f"after {seconds} s: {why}", _JOIN_FIX)
     last_words.leave(error.exit_code, f"error: {error}\n")
 
 
 def _unresolved(coordinator: str) -> str:
-    """Returns why the coordinator's name has no address (a pod's may come later); nothing where it has one.
+    """Returns why the coordinator's name has no address (a pod's may come later).
 
+    Empty if it has one.
     Raises ConfigError where the text is not HOST:PORT.
     """
     host, colon, port = coordinator.rpartition(":")
@@ -288,7 +302,7 @@ def _job_file(environment: Mapping[str, str]) -> Hosts | None:
 
 
 def _slurm(environment: Mapping[str, str]) -> Hosts | None:
-    """A Slurm step: `srun` sets the index of each task, a batch script alone has none of its own."""
+    """A Slurm step: `srun` sets the index of each task. A batch script has no index."""
     # A job that asks for nodes alone has no number of tasks: one for each node.
     counts = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_JOB_NUM_NODES")
     given = next((name for name in counts if name in environment), counts[0])
@@ -338,7 +352,7 @@ def _open_mpi(environment: Mapping[str, str]) -> Hosts | None:
 
 
 def _tpu_pod(environment: Mapping[str, str]) -> Hosts | None:
-    """TPU hosts of GKE, which sets variables, and of Cloud TPU VMs, whose metadata server is asked."""
+    """TPU hosts: GKE sets variables; Cloud TPU VMs have a metadata server."""
     if "TPU_WORKER_HOSTNAMES" in environment:
         workers = environment["TPU_WORKER_HOSTNAMES"].split(",")
         index = _number(environment, "TPU_WORKER_ID") if len(workers) > 1 else 0
@@ -379,7 +393,10 @@ def has_tpu() -> bool:
 
 
 def metadata(environment: Mapping[str, str], name: str) -> str | None:
-    """Returns a value of Google's metadata server about this machine; None where there is no such server or value."""
+    """Returns a value of Google's metadata server about this machine.
+
+    None without the server or the value.
+    """
     host = environment.get("GCE_METADATA_IP", "metadata.google.internal")
     url = f"http://{host}/computeMetadata/v1/instance/{name}"
     try:
@@ -419,7 +436,8 @@ def _kubernetes(environment: Mapping[str, str]) -> Hosts | None:
         raise _alone(
             f"pod {index} of an indexed Job",
             "no variable has the address of pod 0: this one would compute alone",
-            "MESHWRIGHT_COORDINATOR, MESHWRIGHT_PROCESSES and MESHWRIGHT_PROCESS in the job file; or --processes 1",
+            "MESHWRIGHT_COORDINATOR, MESHWRIGHT_PROCESSES and MESHWRIGHT_PROCESS in the job file; "
+            "or --processes 1",
         )
     return None
 

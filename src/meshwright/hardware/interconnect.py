@@ -1,5 +1,6 @@
-"""Interconnect model: where mesh axes are in the hardware of a target, and which path a collective takes over them.
+"""Interconnect model.
 
+Where mesh axes are in the hardware of a target, and which path a collective takes.
 Paths, bandwidths and times of groups of devices are those of `xlacensus.interconnect`.
 """
 
@@ -44,14 +45,16 @@ class AxisMapping:
         spans = [known[axis] for axis in axes if axis in known]
         if not spans:
             return None
-        chips = tuple(math.prod(s.chips[d] for s in spans) for d in range(len(spans[0].chips)))
-        return GroupSpan(
-            math.prod(s.domains for s in spans), chips, math.prod(s.cores for s in spans)
-        )
+        domains = math.prod(span.domains for span in spans)
+        chips = tuple(math.prod(along) for along in zip(*(s.chips for s in spans), strict=True))
+        return GroupSpan(domains, chips, math.prod(span.cores for span in spans))
 
     @functools.cached_property
     def _levels(self) -> dict[str, GroupSpan]:
-        """Extents of the parts of axes that span slices or nodes, named as `hlo.collectives.axes_of_groups` does."""
+        """Extents of the parts of axes that span slices or nodes.
+
+        Names are those of `hlo.collectives.axes_of_groups`.
+        """
         levels = {}
         for axis, span in self.spans.items():
             if 1 < span.domains < span.devices:
@@ -84,10 +87,12 @@ def format_span(span: GroupSpan) -> str:
 
 @functools.lru_cache(maxsize=65536)
 def map_axes(shape: MeshShape, target: Target) -> AxisMapping:
-    """Maps the axes of a mesh to all devices of a target, innermost axis first, as `build_mesh` does.
+    """Maps the axes of a mesh to the devices of a target.
 
-    On a torus an axis takes whole dimensions where its degree is the product of some (as many as possible, as JAX's
-    `mesh_utils` does), and factors of several dimensions otherwise. On GPUs the innermost axes fill a node.
+    The innermost axis comes first, as in `build_mesh`.
+    On a torus an axis takes whole dimensions where its degree is the product of some (as many as
+    possible, as JAX's `mesh_utils` does), and factors of several dimensions otherwise. On GPUs the
+    innermost axes fill a node.
     """
     degrees = {axis: n for axis, n in shape.degrees().items() if n > 1}
     if not target.chip.on_torus:
@@ -96,9 +101,12 @@ def map_axes(shape: MeshShape, target: Target) -> AxisMapping:
     free, cores = list(target.topology), target.chip.devices_per_chip
     spans: dict[str, GroupSpan] = {}
     for axis in reversed([axis for axis in AXES if axis in degrees]):
-        degree, axis_cores = degrees[axis] // slices[axis], 1
+        degree = degrees[axis] // slices[axis]
+        axis_cores = 1
         if cores > 1 and degree % cores == 0:
-            degree, axis_cores, cores = degree // cores, cores, 1
+            axis_cores = cores
+            degree //= cores
+            cores = 1
         chips = _take_dimensions(degree, free)
         free = [n // taken for n, taken in zip(free, chips, strict=True)]
         spans[axis] = GroupSpan(slices[axis], chips, axis_cores)
@@ -106,13 +114,14 @@ def map_axes(shape: MeshShape, target: Target) -> AxisMapping:
 
 
 def _take_dimensions(degree: int, free: list[int]) -> tuple[int, ...]:
-    """Returns the chips along each dimension that an axis of `degree` takes of those that are free."""
+    """Returns how many free chips an axis of `degree` takes along each dimension."""
     for count in range(len(free), 0, -1):
         for dims in itertools.combinations(range(len(free)), count):
             if all(free[d] > 1 for d in dims) and math.prod(free[d] for d in dims) == degree:
                 return tuple(free[d] if d in dims else 1 for d in range(len(free)))
     chips = [1] * len(free)
-    # The largest factor of a single dimension first, so that an axis spans as few dimensions as possible.
+    # The largest factor of a single dimension first, so that an axis spans as few dimensions as
+    # possible.
     while degree > 1:
         factors = [math.gcd(degree, n // taken) for n, taken in zip(free, chips, strict=True)]
         d = max(range(len(free)), key=lambda d: factors[d])

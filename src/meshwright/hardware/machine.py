@@ -1,7 +1,8 @@
-"""The machine that a run is settled for: its chips, the torus under each mesh axis, its compiler's options, its bits.
+"""The machine that a run is settled for.
 
-It is read from the devices of a mesh, or from a target that is planned for; everything that a run chooses by hardware
-(runs/settle.py) is chosen from it.
+Its chips, the torus under each mesh axis, its compiler's options.
+It is read from the devices of a mesh, or from a target that is planned for; everything that a run
+chooses by hardware (runs/settle.py) is chosen from it.
 """
 
 import dataclasses
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from meshwright.hardware.interconnect import AxisMapping
 
 AUTO = "auto"
-"""Word of a Run's compiler options that stands for those of the chip; without it the compiler's defaults are used."""
+"""Word of a Run's compiler options that stands for those of the chip; without it the compiler's
+defaults are used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,10 @@ def determinism_of(platform: str) -> Determinism:
 
 
 def fix_communication() -> None:
-    """Makes NCCL add in one order, before devices first communicate. Raises ConfigError for another NCCL_ALGO."""
+    """Makes NCCL add in one order, before devices first communicate.
+
+    Raises ConfigError for another NCCL_ALGO.
+    """
     given = os.environ.setdefault("NCCL_ALGO", ORDERED_SUMS[0])
     if not sums_in_order():
         truth = "NCCL may then add in another order in every run"
@@ -73,7 +78,8 @@ class Machine:
     kind: str = ""
     """`jax.Device.device_kind`, or the name of the chip."""
     torus: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Mesh axes that span several dimensions of a TPU slice's torus, with their degree along each, outermost first."""
+    """Mesh axes that span several dimensions of a TPU slice's torus, with their degree along each,
+    outermost first."""
     chip: Chip | None = dataclasses.field(default=None, compare=False)
     """Specification, if it is known."""
     mapping: "AxisMapping | None" = dataclasses.field(default=None, compare=False, repr=False)
@@ -81,7 +87,7 @@ class Machine:
 
     @property
     def listed(self) -> Chip | None:
-        """Specification in `CHIPS` of the chip, also where `chip` is the user's own of that name."""
+        """Specification in `CHIPS` of the chip, even if `chip` is the user's own."""
         return CHIPS.get(self.chip_name or "")
 
     @property
@@ -110,10 +116,11 @@ def machine_of_mesh(mesh: Mesh) -> Machine:
 
 
 def torus_degrees(mesh: Mesh) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Returns the axes that span several dimensions of a TPU slice's torus, with their degree along each.
+    """Returns the axes that span several dimensions of a torus, with the degree along each.
 
-    Degrees are outermost first. Empty for devices that report no coordinates, and for an axis whose order does not
-    follow the dimensions.
+    The torus is that of a TPU slice.
+    Degrees are outermost first. Empty for devices that report no coordinates, and for an axis whose
+    order does not follow the dimensions.
     """
     degrees = {
         axis: degrees_on_torus(mesh.devices, number) for number, axis in enumerate(mesh.axis_names)
@@ -122,36 +129,39 @@ def torus_degrees(mesh: Mesh) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 
 def degrees_on_torus(devices: np.ndarray, axis: int) -> tuple[int, ...]:
-    """Returns the degree of an axis of a mesh along each dimension of the torus that it spans inside a slice.
+    """Returns the degree of a mesh axis along each torus dimension that it spans inside a slice.
 
-    Outermost first; () where devices report no coordinates, and where their order does not follow the dimensions.
+    Outermost first; () where devices report no coordinates, and where their order does not follow
+    the dimensions.
     """
     line = np.moveaxis(devices, axis, 0).reshape(devices.shape[axis], -1)[:, 0]
     inside = [d for d in line if getattr(d, "slice_index", 0) == getattr(line[0], "slice_index", 0)]
     if any(getattr(d, "coords", None) is None for d in inside):
         return ()
-    columns = [
-        list(c)
-        for c in zip(*((*d.coords, getattr(d, "core_on_chip", 0)) for d in inside), strict=True)
-    ]
-    # Places along each dimension, numbered as they appear; the outer a dimension is, the fewer times it changes.
-    places = [
-        [list(dict.fromkeys(c)).index(place) for place in c] for c in columns if len(set(c)) > 1
-    ]
+    coordinates = [(*d.coords, getattr(d, "core_on_chip", 0)) for d in inside]
+    # Places along each dimension, numbered as they appear; the outer a dimension is, the fewer
+    # times it changes.
+    places = []
+    for along in zip(*coordinates, strict=True):
+        number_of = {place: number for number, place in enumerate(dict.fromkeys(along))}
+        if len(number_of) > 1:
+            places.append([number_of[place] for place in along])
     places.sort(key=lambda c: np.count_nonzero(np.diff(c)))
     degrees = tuple(max(c) + 1 for c in places)
     return degrees if [*zip(*places, strict=True)] == [*np.ndindex(*degrees)] else ()
 
 
 def ring_order(degrees: tuple[int, ...]) -> tuple[int, ...]:
-    """Orders the devices of an axis in a ring whose neighbours are neighbours on the torus, where there is one.
+    """Orders the devices of an axis in a ring.
 
-    degrees: of the axis along each dimension of the torus, outermost first. A cycle through a grid needs one even
-    dimension; without it the ends are apart.
+    Its neighbors are neighbors on the torus, if possible.
+    degrees: of the axis along each dimension of the torus, outermost first. A cycle through a grid
+    needs one even dimension; without it the ends are apart.
     """
     order = list(range(degrees[0]))
     for degree in degrees[1:]:
-        # There and back row by row, with an even number of rows through all columns but the first, and home along it.
+        # There and back row by row, with an even number of rows through all columns but the first,
+        # and home along it.
         first = 1 - len(order) % 2
         columns = [range(first, degree), range(degree - 1, first - 1, -1)]
         there = [row * degree + j for i, row in enumerate(order) for j in columns[i % 2]]
@@ -163,8 +173,8 @@ def ring_order(degrees: tuple[int, ...]) -> tuple[int, ...]:
 def compiler_options_of(chip: Chip | None, words: Sequence[str]) -> dict[str, str]:
     """Returns XLA options by name.
 
-    chip: None has no options of its own.  words: `auto` for the options of the chip, and NAME=VALUE, which
-    replaces one of them. Raises ConfigError for a word that is neither.
+    chip: None has no options of its own.  words: `auto` for the options of the chip, and
+    NAME=VALUE, which replaces one of them. Raises ConfigError for a word that is neither.
     """
     options: dict[str, str] = {}
     for word in words:
@@ -186,8 +196,8 @@ def compiler_options_of(chip: Chip | None, words: Sequence[str]) -> dict[str, st
 def refused_options(device: Any, options: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
     """Returns the names of those `options` that the installed compiler of `device` does not know.
 
-    It compiles an empty program with them; older and newer compilers know other options. Raises ConfigError for a value
-    that an option does not take.
+    It compiles an empty program with them; older and newer compilers know other options. Raises
+    ConfigError for a value that an option does not take.
     """
     sharding = jax.sharding.SingleDeviceSharding(device)
     nothing = jax.ShapeDtypeStruct((), "float32", sharding=sharding)

@@ -1,6 +1,7 @@
 """Mesh over devices, real or simulated, and the process settings that come before it.
 
-`prepare_host` must be called before anything asks JAX for its devices: its settings cannot be changed later.
+`prepare_host` must be called before anything asks JAX for its devices: its settings cannot be
+changed later.
 """
 
 import contextlib
@@ -21,17 +22,26 @@ from meshwright.hardware.machine import degrees_on_torus, ring_order
 from meshwright.mesh_shape import MeshShape
 from meshwright.words import AXES
 
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
+"""Parameters of glibc's `mallopt`."""
+
 
 def prepare_host(devices: int | None) -> None:
-    """Simulates `devices` CPU devices where no accelerator is found; takes 92 % of a GPU's memory, JAX's default 75."""
+    """Simulates `devices` CPU devices if there is no accelerator.
+
+    Of a GPU's memory it takes 92 %; JAX's default is 75 %.
+    """
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.92"
     simulated = devices or 1
     if simulated == 1:
         _keep_heap()
     else:
-        # A collective blocks a thread of XLA:CPU's pool on every device, and a pipeline has several in flight. With a
-        # thread per device, the default, some devices then wait for others that have no thread left.
+        # A collective blocks a thread of XLA:CPU's pool on every device, and a pipeline has several
+        # in flight. With a thread per device, the default, some devices then wait for others that
+        # have no thread left.
         os.environ.setdefault("NPROC", str(4 * simulated))
     jax.config.update("jax_num_cpu_devices", simulated)
 
@@ -42,11 +52,12 @@ _NEVER = 1e9
 
 
 def enable_compilation_cache(folder: Path) -> None:
-    """Writes compiled programs to JAX's persistent compilation cache in `folder`, and reads them at the next start.
+    """Keeps compiled programs in `folder` for the next start.
 
-    On several simulated devices, only programs compiled inside `cache_on_simulated_devices` are cached: XLA:CPU (jaxlib
-    0.12.0) loses the order of a program's collectives when it reads the program back, and two devices may then deadlock
-    (docs/log.md).
+    JAX's persistent compilation cache does it.
+    On several simulated devices, only programs compiled inside `cache_on_simulated_devices` are
+    cached: XLA:CPU (jaxlib 0.12.0) loses the order of a program's collectives when it reads the
+    program back, and two devices may then deadlock (docs/log.md).
     """
     jax.config.update("jax_compilation_cache_dir", str(folder))
     simulated = jax.default_backend() == "cpu" and jax.device_count() > 1
@@ -57,7 +68,10 @@ def enable_compilation_cache(folder: Path) -> None:
 
 @contextlib.contextmanager
 def cache_on_simulated_devices() -> Iterator[None]:
-    """Caches programs compiled inside it on simulated devices as well: for programs without collectives."""
+    """Caches programs compiled inside it on simulated devices too.
+
+    For programs without collectives.
+    """
     before = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_SECONDS)
     try:
@@ -69,22 +83,25 @@ def cache_on_simulated_devices() -> Iterator[None]:
 def _keep_heap() -> None:
     """Makes glibc keep the step's temporary buffer between steps.
 
-    XLA:CPU allocates one buffer per execution. Above the mmap threshold glibc maps, faults in and unmaps it every step:
-    13,240 page faults and 21 ms per step for a GPT of 0.8 M parameters. Not for several simulated devices, whose
-    threads would then share one arena. Without glibc it does nothing.
+    XLA:CPU allocates one buffer per execution. Above the mmap threshold glibc maps, faults in and
+    unmaps it every step: 13,240 page faults and 21 ms per step for a GPT of 0.8 M parameters. Not
+    for several simulated devices, whose threads would then share one arena. Without glibc it does
+    nothing.
     """
     if not sys.platform.startswith("linux"):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mmap_threshold, trim_threshold, arena_max = -3, -1, -8
-        mallopt(mmap_threshold, 2**31 - 1)
-        mallopt(trim_threshold, 2**31 - 1)
-        mallopt(arena_max, 1)
+        mallopt(_M_MMAP_THRESHOLD, 2**31 - 1)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_M_ARENA_MAX, 1)
 
 
 def default_mesh_shape(devices: int) -> MeshShape:
-    """Returns the mesh of a run that names none: FSDP on accelerators, several kinds of split on simulated devices."""
+    """Returns the mesh of a run that names none.
+
+    FSDP on accelerators, several kinds of split on simulated devices.
+    """
     if jax.default_backend() != "cpu":
         return MeshShape(fsdp=devices)
     if devices % 8 == 0:
@@ -130,15 +147,18 @@ def _too_few_devices(
 def build_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh:
     """Builds the mesh of `shape` over the first devices.
 
-    Device order follows the topology: first by slice, which only the DCN axis crosses; then along the torus of a TPU
-    slice (ICI), or in the order of processes elsewhere, so that the innermost axes stay inside a host (NVLink). Devices
-    that report no slice are divided into as many slices as the shape has. Raises ConfigError where there are too few
-    devices, or in other slices.
+    Device order follows the topology: first by slice, which only the DCN axis crosses; then along
+    the torus of a TPU slice (ICI), or in the order of processes elsewhere, so that the innermost
+    axes stay inside a host (NVLink). Devices that report no slice are divided into as many slices
+    as the shape has. Raises ConfigError where there are too few devices, or in other slices.
     """
     devices = jax.devices() if devices is None else devices
     if shape.size > len(devices):
         product = " * ".join(str(d) for d in shape.degrees().values() if d > 1)
-        truth = f"it takes {product} = {shape.size} devices, and there are {len(devices)} ({devices[0].device_kind})"
+        truth = (
+            f"it takes {product} = {shape.size} devices, and there are {len(devices)} "
+            f"({devices[0].device_kind})"
+        )
         fix = f"a mesh whose degrees multiply to {len(devices)}"
         raise _too_few_devices(f"mesh {shape}", truth, fix, shape.size, devices)
     degrees = shape.degrees()
@@ -161,9 +181,11 @@ def build_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mes
 
 
 def order_rings(devices: np.ndarray) -> np.ndarray:
-    """Orders the devices of axes that send around a ring so that its neighbours are neighbours on the torus.
+    """Orders the devices of axes that send around a ring.
 
-    devices: of a slice, by the axes of a mesh. A line whose permutes cannot go around goes there and back.
+    Neighbors on the ring are neighbors on the torus.
+    devices: of a slice, by the axes of a mesh. A line whose permutes cannot go around goes there
+    and back.
     """
     chip = find_chip(devices.flat[0].device_kind)
     for number, axis in enumerate(AXES):
@@ -173,9 +195,9 @@ def order_rings(devices: np.ndarray) -> np.ndarray:
         if degrees:
             order = list(ring_order(degrees))
             folds = chip is not None and chip.folds_rings and len(degrees) == 1
-            devices = devices.take(
-                [*order[::2], *reversed(order[1::2])] if folds else order, axis=number
-            )
+            if folds:
+                order = [*order[::2], *reversed(order[1::2])]
+            devices = devices.take(order, axis=number)
     return devices
 
 
@@ -185,7 +207,8 @@ def _in_slices(shape: MeshShape, devices: list[jax.Device]) -> list[list[jax.Dev
     )
     slices = sorted({getattr(d, "slice_index", 0) or 0 for d in ordered})
     each = shape.size // shape.slices
-    # All nodes of GPUs are on one network, so the mesh may ignore them. TPU slices it may not ignore.
+    # All nodes of GPUs are on one network, so the mesh may ignore them. TPU slices it may not
+    # ignore.
     if len(slices) == 1 or (shape.slices == 1 and devices[0].platform != "tpu"):
         return [ordered[i * each : (i + 1) * each] for i in range(shape.slices)]
     by_slice = [[d for d in ordered if getattr(d, "slice_index", 0) == s] for s in slices]
@@ -193,7 +216,8 @@ def _in_slices(shape: MeshShape, devices: list[jax.Device]) -> list[list[jax.Dev
         number, degree = len(slices), shape.degrees()[shape.dcn_axis]
         raise ConfigError(
             f"mesh {shape} over {len(devices)} devices in {number} slices",
-            f"the mesh has {shape.slices} slice{'s' if shape.slices > 1 else ''} of {each}, and there are "
+            f"the mesh has {shape.slices} slice{'s' if shape.slices > 1 else ''} of {each}, and "
+            f"there are "
             f"{', '.join(str(len(part)) for part in by_slice)} devices in them",
             f"{shape.dcn_axis}={number}*{max(1, degree // number)}, and all devices of each slice",
         )

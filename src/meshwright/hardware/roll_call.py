@@ -1,8 +1,8 @@
 """Roll call of the processes of a run, before JAX joins them: who has come, and who has not.
 
-JAX's own join does not tell. Process 0 listens on the address where it opens JAX's service afterwards; every other
-process connects and gives its number. Process 0 sends the absent ones to those that are there, and `go` when none is
-absent; then it closes the port and opens it for JAX.
+JAX's own join does not tell. Process 0 listens on the address where it opens JAX's service
+afterwards; every other process connects and gives its number. Process 0 sends the absent ones to
+those that are there, and `go` when none is absent; then it closes the port and opens it for JAX.
 """
 
 import contextlib
@@ -10,6 +10,8 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
+
+from meshwright.errors import reason_of
 
 _GO = "go"
 _ABSENT = "absent"
@@ -31,8 +33,8 @@ def call_roll(
 ) -> None:
     """Waits in process 0 until all other processes have come.
 
-    news: called once in a while with the processes that are absent. Raises AbsentError after `seconds`, and OSError
-    where the port cannot be opened.
+    news: called once in a while with the processes that are absent. Raises AbsentError after
+    `seconds`, and OSError where the port cannot be opened.
     """
     until = time.monotonic() + seconds
     with contextlib.ExitStack() as stack:
@@ -79,7 +81,8 @@ def answer_roll(
 ) -> None:
     """Says to process 0 that this process has come, and waits until all have.
 
-    news: called with the processes that are absent, as process 0 tells them. Raises AbsentError after `seconds`.
+    news: called with the processes that are absent, as process 0 tells them. Raises AbsentError
+    after `seconds`.
     """
     until = time.monotonic() + seconds
     absent, refusal = "", "nothing answers there"
@@ -107,7 +110,7 @@ def answer_roll(
                         refusal = "process 0 has closed the connection"
                         break
         except (OSError, UnicodeError) as error:
-            refusal = f"nothing answers there: {error}"
+            refusal = f"nothing answers there: {reason_of(error)}"
         time.sleep(min(_AGAIN, max(0.0, until - time.monotonic())))
     raise AbsentError(absent or refusal)
 
@@ -149,7 +152,10 @@ def _listen(port: int) -> socket.socket:
 
 
 def _process_in(text: str, processes: int) -> int | None:
-    """Returns the process that a greeting names; None of another text, which something else on the network sends."""
+    """Returns the process that a greeting names.
+
+    None for another text, which something else on the network sends.
+    """
     line, ended, _ = text.partition("\n")
     number = line.removeprefix(_GREETING).strip()
     if not (ended and line.startswith(_GREETING) and number.isdigit()):

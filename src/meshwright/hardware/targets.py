@@ -1,4 +1,7 @@
-"""Hardware targets: `v5p:4x4x8`, two slices `2*v6e:16x16`, `h100:64`, a chip of your own, and lists and ranges."""
+"""Hardware targets: `v5p:4x4x8`, two slices `2*v6e:16x16`, `h100:64`.
+
+A chip may be a file; lists and ranges name several.
+"""
 
 import dataclasses
 import math
@@ -49,7 +52,10 @@ class Target:
 
     @property
     def domains(self) -> int:
-        """Groups of chips that only the network joins: TPU slices (ICI inside), GPU nodes (NVLink inside)."""
+        """Groups of chips that only the network joins.
+
+        TPU slices (ICI inside), or GPU nodes (NVLink inside).
+        """
         return self.slices if self.chip.on_torus else self.topology[0]
 
 
@@ -64,9 +70,10 @@ _FORM = re.compile(r"(?:(\d+)\*)?(.+?):(\d+(?:x\d+)*)")
 def parse_target(text: str) -> Target:
     """Parses one value of `--on`.
 
-    `CHIP:4x4x8` is one TPU slice and `2*CHIP:4x4x8` two slices. For GPUs `CHIP:64` counts all GPUs, and `CHIP:8x8` is
-    nodes x GPUs per node. CHIP is a name in `chips.CHIPS`, the TOML file of a chip, or a `Chip` object in Python code
-    as `module:attribute` or `FILE.py:attribute`. Raises ConfigError with the nearest valid target.
+    `CHIP:4x4x8` is one TPU slice and `2*CHIP:4x4x8` two slices. For GPUs `CHIP:64` counts all GPUs,
+    and `CHIP:8x8` is nodes x GPUs per node. CHIP is a name in `chips.CHIPS`, the TOML file of a
+    chip, or a `Chip` object in Python code as `module:attribute` or `FILE.py:attribute`. Raises
+    ConfigError with the nearest valid target.
     """
     match = _FORM.fullmatch(text.strip())
     if not match:
@@ -116,7 +123,10 @@ def _find_chip(text: str, name: str, size: tuple[int, ...]) -> tuple[str, Chip]:
 
 
 def _from_accelerator_type(text: str) -> str:
-    """Suggests the target for a cloud accelerator type: `v5litepod-16` is `v5e:4x4`, `v5p-256` is `v5p:4x4x8`."""
+    """Suggests the target for a cloud accelerator type.
+
+    `v5litepod-16` is `v5e:4x4`, `v5p-256` is `v5p:4x4x8`.
+    """
     name, _, count = text.lower().rpartition("-")
     name = _ALIASES.get(name, name)
     if name not in CHIPS or not count.isdigit():
@@ -131,11 +141,9 @@ def _from_accelerator_type(text: str) -> str:
 
 def _check_slice(text: str, name: str, torus: Torus, size: SliceShape) -> None:
     """Raises ConfigError where no TPU slice has this shape, with the nearest that exist."""
-    largest, chips, most_chips = (
-        format_size(torus.largest),
-        math.prod(size),
-        math.prod(torus.largest),
-    )
+    largest = format_size(torus.largest)
+    chips = math.prod(size)
+    most_chips = math.prod(torus.largest)
     if len(size) != torus.dims:
         truth = f"a slice of {name} has {torus.dims} dimensions"
     elif any(n > most for n, most in zip(sorted(size), sorted(torus.largest), strict=True)):
@@ -147,7 +155,10 @@ def _check_slice(text: str, name: str, torus: Torus, size: SliceShape) -> None:
     elif torus.slices and size not in torus.slices:
         rule = f"the slices are {', '.join(map(format_size, torus.slices))}"
         if torus.dims == 3:
-            rule = "slices have ascending dimensions, and are part of one 4x4x4 cube or made of whole cubes"
+            rule = (
+                "slices have ascending dimensions, and are part of one 4x4x4 cube or made of "
+                "whole cubes"
+            )
         truth = f"{name} has no slice of {format_size(size)}: {rule}"
     else:
         return
@@ -157,7 +168,8 @@ def _check_slice(text: str, name: str, torus: Torus, size: SliceShape) -> None:
 def slices_by_chips(torus: Torus) -> dict[int, SliceShape]:
     """Returns the slices that are offered by their number of chips.
 
-    Of slices with equally many chips, the nearest to a cube has the most bandwidth across its middle.
+    Of slices with equally many chips, the nearest to a cube has the most bandwidth across its
+    middle.
     """
     by_chips: dict[int, SliceShape] = {}
     for shape in sorted(torus.slices, key=max):
@@ -168,9 +180,13 @@ def slices_by_chips(torus: Torus) -> dict[int, SliceShape]:
 def _neighbours(name: str, torus: Torus, size: tuple[int, ...]) -> str:
     if not torus.slices:
         return f"{name}:{format_size(torus.largest)}"
-    by_chips, chips, ascending = slices_by_chips(torus), math.prod(size), tuple(sorted(size))
-    if ascending in torus.slices or chips in by_chips:
-        return f"{name}:{format_size(ascending if ascending in torus.slices else by_chips[chips])}"
+    by_chips = slices_by_chips(torus)
+    chips = math.prod(size)
+    ascending = tuple(sorted(size))
+    if ascending in torus.slices:
+        return f"{name}:{format_size(ascending)}"
+    if chips in by_chips:
+        return f"{name}:{format_size(by_chips[chips])}"
     counts = [
         *sorted(n for n in by_chips if n < chips)[-1:],
         *sorted(n for n in by_chips if n > chips)[:1],
@@ -181,7 +197,10 @@ def _neighbours(name: str, torus: Torus, size: tuple[int, ...]) -> str:
 def _nodes_topology(
     text: str, name: str, domain: int, size: tuple[int, ...], slices: int
 ) -> tuple[int, int]:
-    """Returns (nodes, GPUs per node) for a number of GPUs, or for both numbers given. domain: most GPUs of a node."""
+    """Returns (nodes, GPUs per node) for a number of GPUs, or for both numbers.
+
+    domain: most GPUs of a node.
+    """
     total = math.prod(size)
     if slices > 1 or len(size) > 2:
         raise _refusal(
@@ -195,11 +214,15 @@ def _nodes_topology(
         return size[0], size[1]
     if total <= domain:
         return 1, total
-    # An NVLink domain of 72 is filled with as many GPUs as make all nodes equal: powers of two take 64 of each.
+    # An NVLink domain of 72 is filled with as many GPUs as make all nodes equal: powers of two take
+    # 64 of each.
     node = next(n for n in range(domain, 0, -1) if total % n == 0)
     if node * 2 <= domain and domain <= 8:
         full = total // domain
-        truth = f"nodes of {name} have {domain} GPUs, and {total} = {full} * {domain} + {total - full * domain}"
+        truth = (
+            f"nodes of {name} have {domain} GPUs, and {total} = {full} * {domain} + "
+            f"{total - full * domain}"
+        )
         raise _refusal(text, truth, f"write {name}:{full * domain} or {name}:{(full + 1) * domain}")
     return total // node, node
 
@@ -208,11 +231,13 @@ _COUNTED = re.compile(r"(.+?):(\d+(?:\.\.\d+)?)")
 
 
 def expand_targets(text: str) -> list[str]:
-    """Returns the targets that a list names, each as `parse_target` takes it: `h100:64,128`, `v5p:64..1024`.
+    """Returns the targets that a list names: `h100:64,128`, `v5p:64..1024`.
 
-    A part without a chip is another size of the chip before it. A range is every power of two in it, and its ends, of
-    which the chip has a slice or whole nodes. A number of TPU chips in a list is its slice nearest to a cube. Raises
-    ConfigError where nothing is named or nothing exists in a range.
+    Each is as `parse_target` takes it.
+    A part without a chip is another size of the chip before it. A range is every power of two in
+    it, and its ends, of which the chip has a slice or whole nodes. A number of TPU chips in a list
+    is its slice nearest to a cube. Raises ConfigError where nothing is named or nothing exists in a
+    range.
     """
     parts = [derive(text, part.strip()) for part in text.split(",") if part.strip()]
     if len(parts) == 1 and ".." not in text:
@@ -228,9 +253,10 @@ def expand_targets(text: str) -> list[str]:
             )
         chip, _, size = part.rpartition(":") if ":" in part else (chip, "", part)
         match = _COUNTED.fullmatch(f"{chip}:{size}")
-        targets |= dict.fromkeys(
-            _counted(derive(text, chip), match[2]) if match else [f"{chip}:{size}"]
-        )
+        names = [f"{chip}:{size}"]
+        if match:
+            names = _counted(derive(text, chip), match[2])
+        targets |= dict.fromkeys(names)
     if not targets:
         raise ConfigError(
             f"--on {text!r}", "it names no target", "write v5p:4x4x8, or h100:64,h100:128"

@@ -16,7 +16,7 @@ from jax.sharding import Sharding
 from meshwright.config import Precision
 from meshwright.data.vocabularies import tokenizer_file
 from meshwright.documents import check_inside, read_json
-from meshwright.errors import MeshwrightError, WeightsError
+from meshwright.errors import MeshwrightError, WeightsError, reason_of
 from meshwright.formatting import format_bytes
 from meshwright.hugging_face import quantised
 from meshwright.hugging_face.architectures import Architecture
@@ -120,7 +120,7 @@ def read_model(name: str, *, weights: bool = False) -> ModelFolder:
     except MeshwrightError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        found = f"its fields describe no {architecture.name}: {type(error).__name__}: {error}"
+        found = f"its fields describe no {architecture.name}: {type(error).__name__}: {reason_of(error)}"
         raise fields.error(
             found, "the config.json that was published with these weights"
         ) from error
@@ -597,7 +597,9 @@ def read_form(kept: Path, architecture: Architecture) -> str:
         form = str(read_json(path)["form"])
     except (ValueError, LookupError, TypeError) as error:
         raise WeightsError(
-            f"reading {path}", f"it names no form of tensors: {error}", "the file as it was written"
+            f"reading {path}",
+            f"it names no form of tensors: {reason_of(error)}",
+            "the file as it was written",
         ) from error
     return form if form in architecture.forms else ""
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from meshwright.documents import GGUF_KIND
-from meshwright.errors import WeightsError, by_class
+from meshwright.errors import WeightsError, by_class, reason_of
 from meshwright.storage.paths import path_of
 
 PREFIX = "hf:"
@@ -52,12 +52,11 @@ def find_folder(name: str, *, weights: bool) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(text, allow_patterns=patterns))
     except Exception as error:  # the library raises its own, and those of its HTTP client
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise by_class(
             error,
             WeightsError(
                 f"downloading {text} from the Hugging Face hub",
-                reason[:300],
+                reason_of(error),
                 "a model that exists and that `hf auth login` may read, or the path of a folder",
             ),
         ) from error

@@ -176,7 +176,7 @@ def _checked(path: Path, size: int, data: int, header: dict[str, Any]) -> dict[s
             start, stop = (_whole(offset) for offset in fields["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
             raise WeightsError(
-                f"reading {path}", f"its header has no place for {name!r}: {error!r}", _FIX
+                f"reading {path}", f"its header has no place for {name!r}: {reason_of(error)}", _FIX
             ) from error
         bytes_each = _BYTES.get(dtype, 0)
         expected = math.prod(shape) * bytes_each
@@ -382,7 +382,7 @@ def _read_index(folder: Path, index: Path) -> dict[str, str]:
         files = {str(tensor): str(file) for tensor, file in names.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         refusal = WeightsError(
-            f"reading {index}", f"it is not an index: {error!r}", fix_of(error, _FIX)
+            f"reading {index}", f"it is not an index: {reason_of(error)}", fix_of(error, _FIX)
         )
         raise by_class(error, refusal) from error
     for tensor, file in files.items():

@@ -200,13 +200,20 @@ def legal_name(text: str) -> str:
     return re.sub(r"^(?=[^a-z])", "run-", name)[:40].rstrip("-") or "run"
 
 
-def pairs(option: str, texts: Iterable[str], split: Callable[[str], tuple[str, str, str]]) -> Pairs:
-    """Splits the values of an option into pairs. Raises ConfigError where one lacks a half."""
+def pairs(option: str, texts: Iterable[str]) -> Pairs:
+    """Splits the values of an option, SOURCE:PATH for --mount, else NAME=VALUE.
+
+    Raises ConfigError where one lacks a half.
+    """
     found = []
     for text in texts:
-        first, _, second = split(text)
+        if option == "--mount":
+            first, _, second = text.rpartition(":")  # a source may be a URL
+            example = "SOURCE:/path"
+        else:
+            first, _, second = text.partition("=")
+            example = "NAME=VALUE"
         if not first or not second:
-            example = "SOURCE:/path" if option == "--mount" else "NAME=VALUE"
             raise ConfigError(f"{option} {text!r}", "it has two halves", f"{option} {example}")
         found.append((first, second))
     return tuple(found)

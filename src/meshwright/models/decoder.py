@@ -10,7 +10,6 @@ they make (families/). One layer, with norms before its halves:
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -24,6 +23,7 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.adapters import AdapterGather, adapters_of, with_adapters
 from meshwright.models.blocks.layers import Norm, embed, take_rows
+from meshwright.models.layer_health import add_aux
 from meshwright.models.model import (
     Aux,
     ForwardContext,
@@ -102,7 +102,7 @@ class Block:
             ]
             outputs = [out_BTD for out_BTD, _ in results]
             aux = [piece_aux for _, piece_aux in results]
-            return jnp.concatenate(outputs), functools.reduce(_add_trees, aux)
+            return jnp.concatenate(outputs), functools.reduce(add_aux, aux)
 
         return layer
 
@@ -147,11 +147,6 @@ class Block:
             return y_BTD
         name = f"{half}_out_norm" if self.norm_place == "both" else f"{half}_norm"
         return self.norm(y_BTD, w[name], w.get(f"{name}_bias"))
-
-
-def _add_trees(a: Tree, b: Tree) -> Tree:
-    """Adds trees of arrays leaf by leaf."""
-    return jax.tree.map(operator.add, a, b)
 
 
 @jax.custom_vjp

@@ -22,6 +22,7 @@ from meshwright.models.blocks.layers import Dropout
 from meshwright.models.execution import Execution
 from meshwright.models.further_loss import further_loss
 from meshwright.models.gather_ahead import run_layers_ahead
+from meshwright.models.layer_health import with_health
 from meshwright.models.layer_scan import Section, join, scan_layers, sections
 from meshwright.models.loss import chunk_tokens, token_losses
 from meshwright.models.model import (
@@ -78,14 +79,17 @@ class LocalModel:
         local = self.local_positions(batch)
         count = math.gcd(self.execution.attention_pieces, batch.segments.shape[0])
         pieces: tuple[Attend, ...] = ()
+        observed: list[jax.Array] = []
         if count > 1:
-            pieces = tuple(map(self._attend, jnp.split(batch.segments, count)))
+            parts = jnp.split(batch.segments, count)
+            pieces = tuple(self._attend(part, observed) for part in parts)
         return ForwardContext.of(
             self.execution,
             tokens=Tokens(local.inputs, local.positions, local.segments == PADDING),
             dropout=dropout,
-            attend=self._attend(batch.segments),
+            attend=self._attend(batch.segments, observed),
             attend_pieces=pieces,
+            observed=observed,
             tap=self._tap(dropout),
         )
 
@@ -94,9 +98,11 @@ class LocalModel:
         tap = self.execution.tap
         return None if tap is None else tap.of_tokens(dropout)
 
-    def _attend(self, segments_BT: jax.Array) -> Attend:
+    def _attend(self, segments_BT: jax.Array, observed: list[jax.Array]) -> Attend:
         """Returns attention to earlier positions of the same document. segments_BT: of complete sequences."""
-        attend = build_attend(self.execution.sequence, segments_BT, self.execution.kernels)
+        attend = build_attend(
+            self.execution.sequence, segments_BT, self.execution.kernels, observed
+        )
         kv_heads = self.model.spec().kv_heads
         # With fewer key/value heads than devices of `tensor`, each device has a copy of the one that it needs.
         if kv_heads and kv_heads < jax.lax.axis_size("tensor"):
@@ -127,6 +133,8 @@ class LocalModel:
         index = {stack: self._local_rows(layers, virtual_stage) for stack, layers in rows.items()}
 
         def without_padding(stack: str, layer: Layer) -> Layer:
+            if self.training.health:
+                layer = with_health(layer, ctx)
             if callable(params):
                 layer = read_inside(layer)
             if (rows[stack] == NO_LAYER).any():

@@ -19,13 +19,14 @@ again and saves what the remat policy names. Its price is memory for weights and
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from meshwright.models.layer_health import with_health
 from meshwright.models.model import Aux, ForwardContext
 from meshwright.models.remat import REMAT_POLICIES, checkpoint_layer
 from meshwright.sharding.params import Tree
@@ -107,6 +108,8 @@ def run_layers_ahead(
 
     functions = model.model.layer_functions(dataclasses.replace(ctx, gather_params=gather))
     layer: Any = functions[stack]
+    if model.training.health:
+        layer = with_health(layer, ctx)
     at_start, inside = execution.gathered_ahead[stack]
     needed_first = inside if REMAT_POLICIES[remat].begins_inside else at_start
     ahead = GatheredAhead(forward=at_start, backward=needed_first)
@@ -191,31 +194,84 @@ class _AheadScan:
         late, early = _split(params, self.ahead.forward)
         # Not before this pass: the weights would be there while the layers after these have theirs.
         g_x, last = lax.optimization_barrier((g_x, _row_of(first, self.length - 1)))
-        late_weights, scatter_late = jax.vjp(self.gather, _row_of(late, 0))
-
-        def reduce_late(gradients: list[jax.Array]) -> Tree:
-            # A gather is linear, so that of any layer reduces the gradients of all.
-            (reduced,) = scatter_late(_with_integers(late_weights, gradients))
-            return reduced
-
-        def step(carry: Any, inputs: Any) -> Any:
-            g_x, weights, g_above = carry
-            row, rest, residuals, g_aux = inputs
-            next_weights = self.gather(_row_of(first, (row - 1) % self.length))
-            reduced_above = reduce_late(g_above)
-            vjp = residuals.vjp({**weights, **self.gather(rest)})
-            g_x, g_weights = vjp((g_x, g_aux))
-            g_late, g_early = _split(g_weights, self.ahead.forward)
-            reduced_early = self._reduce(_row_of(early, row), g_early)
-            return (g_x, next_weights, _without_integers(g_late)), (reduced_above, reduced_early)
-
-        inputs = (jnp.arange(self.length), rest, residuals, g_aux)
-        nothing_above = _without_integers(jax.tree.map(jnp.zeros_like, late_weights))
-        carry = (g_x, self.gather(last), nothing_above)
-        (g_x, _, g_lowest), (g_late, g_early) = lax.scan(step, carry, inputs, reverse=True)
+        late_gradients = _LateGradients(*jax.vjp(self.gather, _row_of(late, 0)))
+        layers = _BackwardLayers(self.gather, self.ahead, self.length, first, early, late_gradients)
+        inputs = _LayerInputs(jnp.arange(self.length), rest, residuals, g_aux)
+        nothing_above = late_gradients.zeros()
+        start = _BackwardCarry(g_x, self.gather(last), nothing_above)
+        end, (g_late, g_early) = lax.scan(layers.step, start, inputs, reverse=True)
         # Row l of the scan has reduced the late gradients of row l + 1; those of row 0 are still to be reduced.
-        g_late = jax.tree.map(_shift_rows, reduce_late(g_lowest), g_late)
-        return g_x, {**g_late, **g_early}
+        lowest = late_gradients.reduce(end.g_above)
+        g_late = jax.tree.map(_shift_rows, lowest, g_late)
+        return end.g_x, {**g_late, **g_early}
+
+
+class _BackwardCarry(NamedTuple):
+    """Values that the backward pass hands from a layer to the layer below."""
+
+    g_x: jax.Array
+    """Gradient of the layer's output."""
+    weights: Tree
+    """Weights that the pass needs first, gathered while the layer above computed."""
+    g_above: list[jax.Array]
+    """Late gradients of the layer above, not yet reduced."""
+
+
+class _LayerInputs(NamedTuple):
+    """Arrays of one layer that its backward pass reads: a row of what is scanned."""
+
+    row: jax.Array
+    rest: Tree
+    """Parameters that are gathered within the layer."""
+    residuals: Residuals
+    g_aux: Any
+    """Gradient of the layer's auxiliary outputs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _LateGradients:
+    """Gradients that the backward pass of a layer computes last, which are reduced during that of the layer below."""
+
+    weights: Tree
+    """Gathered weights of some layer, for their shapes."""
+    scatter: Callable[[Tree], tuple[Tree]]
+    """Transpose of the gather of that layer. A gather is linear, so that of any layer reduces the gradients of all."""
+
+    def zeros(self) -> list[jax.Array]:
+        """Returns the gradients above the last layer."""
+        return _without_integers(jax.tree.map(jnp.zeros_like, self.weights))
+
+    def reduce(self, gradients: list[jax.Array]) -> Tree:
+        """Returns the gradients of sharded parameters from those of gathered weights."""
+        (reduced,) = self.scatter(_with_integers(self.weights, gradients))
+        return reduced
+
+
+@dataclasses.dataclass(frozen=True)
+class _BackwardLayers:
+    """Backward pass of one layer after another, the last one first (picture: above)."""
+
+    gather: Callable[[Tree], Tree]
+    ahead: GatheredAhead
+    length: int
+    """Layers."""
+    first: Tree
+    """Parameters, [L, ...], that the backward pass of a layer needs first."""
+    early: Tree
+    """Parameters whose gradients are reduced in their own layer."""
+    late: _LateGradients
+
+    def step(self, carry: _BackwardCarry, layer: _LayerInputs) -> tuple[_BackwardCarry, Any]:
+        """Computes the gradients of a layer; returns the reduced ones: late of the layer above, early of this one."""
+        row_below = (layer.row - 1) % self.length
+        weights_below = self.gather(_row_of(self.first, row_below))
+        reduced_above = self.late.reduce(carry.g_above)
+        vjp = layer.residuals.vjp({**carry.weights, **self.gather(layer.rest)})
+        g_x, g_weights = vjp((carry.g_x, layer.g_aux))
+        g_late, g_early = _split(g_weights, self.ahead.forward)
+        reduced_early = self._reduce(_row_of(self.early, layer.row), g_early)
+        below = _BackwardCarry(g_x, weights_below, _without_integers(g_late))
+        return below, (reduced_above, reduced_early)
 
     def _reduce(self, params: Tree, gradients: Tree) -> Tree:
         """Returns the gradients of sharded parameters from those of gathered weights."""

@@ -93,6 +93,8 @@ class ForwardContext(Execution):
     """In decoding: `(q [B, T, N, Z], new latents [B, T, Z], kv_rank) -> [B, T, N, kv_rank]`, to cached latents."""
     cached_recur: Callable[[RecurrentStep, Any], jax.Array] | None = None
     """In decoding: `recur` from the cached state of the layer, and to it."""
+    observed: list[jax.Array] = dataclasses.field(default_factory=list)
+    """Log-sum-exps of the attention that a layer has computed, while it is traced (models/layer_health.py)."""
 
     @classmethod
     def of(cls, execution: Execution, **batch: Any) -> "ForwardContext":

@@ -7,7 +7,7 @@ tokens. With adapters the reference is the frozen base, computed without them; o
 parameters in the compute dtype, the subtree `reference`. It is a second forward pass, without dropout or gradient.
 
 A sequence holds complete pairs, the chosen answer with its prompt in an even segment and the rejected one in the odd
-segment after it (data/conversations.py), so a pair is never on two devices of the batch. With `context` the sums over
+segment after it (data/packing.py), so a pair is never on two devices of the batch. With `context` the sums over
 positions are one all-reduce of a number per pair.
 """
 

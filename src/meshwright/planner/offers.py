@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from meshwright.errors import ConfigError, by_class, nearest
+from meshwright.errors import ConfigError, by_class, nearest, reason_of
 from meshwright.formatting import Brief, format_count
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.targets import Target
@@ -61,7 +61,8 @@ def read_prices(file: Path | None = None) -> tuple[Price, ...]:
             rows = [(reader.line_num, row) for row in reader]
     except (OSError, ValueError, csv.Error) as error:
         raise by_class(
-            error, ConfigError(f"table {file}", f"it cannot be read: {error}", "a CSV file")
+            error,
+            ConfigError(f"table {file}", f"it cannot be read: {reason_of(error)}", "a CSV file"),
         ) from error
     lacking = [name for name in _COLUMNS if name not in columns]
     if lacking:

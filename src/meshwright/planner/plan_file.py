@@ -94,7 +94,7 @@ def read_plan(file: Path) -> PlanFile:
         contents = read_unique_json(file, LARGE)
     except (OSError, ValueError) as error:
         raise by_class(
-            error, ConfigError(f"plan {file}", f"it cannot be read: {error}", fix)
+            error, ConfigError(f"plan {file}", f"it cannot be read: {reason_of(error)}", fix)
         ) from error
     forms = {"run": dict, "target": str, "predicted": dict}
     if not isinstance(contents, dict) or contents.get("plan") != FORMAT:

@@ -467,60 +467,82 @@ def with_open_choices(run: Run) -> Run:
 
 
 def least_seconds(run: Run, target: Target, best: Plan) -> float:
-    """Returns the least predicted seconds of any mesh and schedule of the search, of those that fit as `best`.
+    """Returns the least predicted seconds of any mesh and schedule of the search that fits as `best` does.
 
-    It shows what the search missed. It is no bound on hardware, which can be faster than the rates of `Efficiency`.
-
-    Pipelines have no bubble, and any fraction of the layers is saved. Left out are only meshes on which a step that
-    recomputes and copies nothing takes longer than `best`; more microbatches are taken to be no faster (not proved).
+    It shows what the search missed. It is not a bound on hardware, which can be faster than the
+    rates of `Efficiency`. Pipelines are taken to have no bubble, any fraction of the layers may be
+    saved (`_least_of_policies`), and more microbatches are taken to be no faster (not proved).
     """
-    chip, least, bound = (
-        target.chip,
-        StepModel(computation=WithoutCopies),
-        best.estimate.seconds,
-    )
+    chip = target.chip
     room = chip.roomy_bytes if is_roomy(best) else chip.hbm_bytes / chip.fragmentation
-    schedules = (
-        candidate_schedules(run, shape)
-        for shape in candidate_meshes(run, target)
-        if idle_stages(run, shape) is None
-    )
+    bound = best.estimate.seconds
     left_out = set[tuple[MeshShape, int]]()
-    for scheduled in itertools.chain.from_iterable(schedules):
-        named, shape = scheduled.training.microbatches, scheduled.mesh or MeshShape()
-        mixes = shape.stage == 1 and (chip.saves_some_layers or not chip.on_torus)
-        for microbatches in [named] if named else accumulation_counts(scheduled, shape):
-            if (shape, microbatches) in left_out:
-                break
-            try:
-                placed = place_run(
-                    _with_training(scheduled, microbatches=microbatches, remat="full")
-                )
-            except ConfigError:
-                break
-            all_saves = stage_saves_of(placed) if shape.stage > 1 else (None,)
-            shortest = estimate(with_remat(placed, "none", 0, all_saves[0]), target, least)
-            # Another schedule may divide the layers more evenly.
-            even = 1 / (
-                shape.stage
-                * max(placed.layout.stages.cost_fraction(stage) for stage in range(shape.stage))
-            )
-            if even * (shortest.seconds - shortest.parts["bubble"]) >= bound:
-                left_out.add((shape, microbatches))
-                break  # more microbatches take no less
-            for saves in all_saves:
-                prices = {
-                    remat: estimate(with_remat(placed, remat, 0, saves), target)
-                    for remat in CHOSEN_REMAT
-                }
-                times = {remat: e.seconds - e.parts["bubble"] for remat, e in prices.items()}
-                for remat, e in prices.items():
-                    spare = room - e.bytes
-                    more = prices["projections"].memory["activations"] - e.memory["activations"]
-                    saved = min(1.0, spare / more) if mixes and more > 0 else 0.0
-                    mixed = (1 - saved) * times[remat] + saved * times["projections"]
-                    bound = min(bound, times[remat], mixed) if spare >= 0 else bound
+    for shape in candidate_meshes(run, target):
+        if idle_stages(run, shape) is not None:
+            continue
+        for scheduled in candidate_schedules(run, shape):
+            named = scheduled.training.microbatches
+            for microbatches in [named] if named else accumulation_counts(scheduled, shape):
+                if (shape, microbatches) in left_out:
+                    break
+                try:
+                    placed = place_run(
+                        _with_training(scheduled, microbatches=microbatches, remat="full")
+                    )
+                except ConfigError:
+                    break
+                if _without_copies(placed, target) >= bound:
+                    left_out.add((shape, microbatches))
+                    break  # more microbatches take no less
+                bound = min(bound, _least_of_policies(placed, target, room))
     return bound
+
+
+def _without_copies(placed: PlacedRun, target: Target) -> float:
+    """Returns the seconds of a step that recomputes and copies nothing and has no bubble.
+
+    Its layers are divided evenly over the stages, as another schedule may do.
+    """
+    model = StepModel(computation=WithoutCopies)
+    saves = _saves_of_stages(placed)[0]
+    step = estimate(with_remat(placed, "none", 0, saves), target, model)
+    stages = placed.layout.shape.stage
+    costliest = max(placed.layout.stages.cost_fraction(stage) for stage in range(stages))
+    even = 1 / (stages * costliest)
+    return even * (step.seconds - step.parts["bubble"])
+
+
+def _least_of_policies(placed: PlacedRun, target: Target, room: float) -> float:
+    """Returns the least seconds without bubble of any remat policy that fits in `room` bytes.
+
+    A policy that leaves memory free saves the projections of a fraction f of the layers:
+
+        f = min(1, free bytes / bytes that `projections` needs more)
+        seconds = (1 - f) x seconds(policy) + f x seconds(projections)
+    """
+    chip = target.chip
+    saves_some = placed.layout.shape.stage == 1 and (chip.saves_some_layers or not chip.on_torus)
+    least = math.inf
+    for saves in _saves_of_stages(placed):
+        prices = {
+            remat: estimate(with_remat(placed, remat, 0, saves), target) for remat in CHOSEN_REMAT
+        }
+        seconds = {name: price.seconds - price.parts["bubble"] for name, price in prices.items()}
+        most_saved = prices["projections"].memory["activations"]
+        for remat, price in prices.items():
+            free = room - price.bytes
+            if free < 0:
+                continue
+            more = most_saved - price.memory["activations"]
+            fraction = min(1.0, free / more) if saves_some and more > 0 else 0.0
+            mixed = (1 - fraction) * seconds[remat] + fraction * seconds["projections"]
+            least = min(least, seconds[remat], mixed)
+    return least
+
+
+def _saves_of_stages(placed: PlacedRun) -> tuple[StageSaves | None, ...]:
+    """Returns what the stages of a pipeline may save; None alone without a pipeline."""
+    return stage_saves_of(placed) if placed.layout.shape.stage > 1 else (None,)
 
 
 def is_roomy(plan: Plan) -> bool:

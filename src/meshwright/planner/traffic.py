@@ -261,82 +261,110 @@ class Traffic:
         return m._replace(blocking=True, kind="all-reduce" if spans_torus else m.kind)
 
 
+class _Weights(NamedTuple):
+    """Weights that are gathered alike: over the same axes, and in the same type."""
+
+    axes: tuple[str, ...]
+    is_stacked: bool
+    """Whether they are weights of layers, which are gathered layer by layer."""
+    is_quantised: bool
+    """Whether each element travels as one byte."""
+    dtype: str | None
+    """Type in which they travel; None is the compute dtype."""
+
+
+class _Elements(NamedTuple):
+    """Elements on a device after an all-gather."""
+
+    gathered: float
+    trained: float
+    """Those of them that have gradients."""
+
+
 def _weights(
     placed: PlacedRun, microbatches: float, gathered_again: bool, low_experts: bool
 ) -> list[Movement]:
+    """Returns the all-gathers of weights and the reduce-scatters of their gradients.
+
+    For each set of axes and microbatch, in every layer, or once for what is not in layers:
+
+        forward    all-gather      bytes of the weights as they travel
+        backward   all-gather      the same, where the backward pass gathers again
+                   reduce-scatter  trained elements x bytes of the reduce dtype
+    """
     training = placed.run.training
-    reduce = jnp.dtype(training.reduce_dtype).itemsize
-    result: list[Movement] = []
+    reduce_bytes = jnp.dtype(training.reduce_dtype).itemsize
     # A backward task that repeats its forward pass gathers for it too.
-    repeats = int(placed.layout.shape.stage > 1 and not keeps_stages(placed)) + int(gathered_again)
+    repeats_forward = placed.layout.shape.stage > 1 and not keeps_stages(placed)
+    repeats = int(repeats_forward) + int(gathered_again)
     low = low_precision(placed)
-    elements_of = _gathered_elements(placed.layout, low is not None and low.gathered, low_experts)
-    gathered: dict[tuple[tuple[str, ...], bool], tuple[float, float]] = {}
-    for (axes, stacked, quantised, travels), (elements, trained) in elements_of.items():
-        count, payload = gathered.get((axes, stacked), (0.0, 0.0))
-        itemsize = 1 if quantised else jnp.dtype(travels or training.compute_dtype).itemsize
-        gathered[axes, stacked] = (count + trained, payload + elements * itemsize)
-    for (axes, stacked), (count, payload) in gathered.items():
+    gathers_low = low is not None and low.gathered
+    trained_of: dict[tuple[tuple[str, ...], bool], float] = {}
+    bytes_of: dict[tuple[tuple[str, ...], bool], float] = {}
+    for weights, elements in _gathered_elements(placed.layout, gathers_low, low_experts).items():
+        itemsize = jnp.dtype(weights.dtype or training.compute_dtype).itemsize
+        if weights.is_quantised:
+            itemsize = 1
+        key = weights.axes, weights.is_stacked
+        trained_of[key] = trained_of.get(key, 0.0) + elements.trained
+        bytes_of[key] = bytes_of.get(key, 0.0) + elements.gathered * itemsize
+    result: list[Movement] = []
+    for (axes, is_stacked), trained in trained_of.items():
         # The weights of a model whose layers are not known are gathered before its loss, all of them.
-        in_layers = stacked or not placed.run.model.states_layers
+        in_layers = is_stacked or not placed.run.model.states_layers
         what = "weights" if in_layers else "embedding and unembedding"
-        layers = float(len(placed.layout.spec.layers)) if stacked else 1.0
-        per, sent = count / layers, payload / layers
-        result.append(
-            Movement("all-gather", axes, sent, layers * microbatches, "forward", False, what)
-        )
-        if in_layers and repeats:
-            times = layers * microbatches * repeats
-            result.append(
-                Movement("all-gather", axes, sent, times, "backward", False, f"{what}, recomputed")
-            )
+        layers = float(len(placed.layout.spec.layers)) if is_stacked else 1.0
+        sent = bytes_of[axes, is_stacked] / layers
         times = layers * microbatches
-        if count:
-            scattered = Movement(
-                "reduce-scatter",
-                axes,
-                per * reduce,
-                times,
-                "backward",
-                False,
-                f"gradients of {what}",
+        result.append(Movement("all-gather", axes, sent, times, "forward", False, what))
+        if in_layers and repeats:
+            again = f"{what}, recomputed"
+            result.append(
+                Movement("all-gather", axes, sent, times * repeats, "backward", False, again)
             )
-            result.append(scattered)
+        if trained:
+            reduced = trained / layers * reduce_bytes
+            gradients = f"gradients of {what}"
+            result.append(
+                Movement("reduce-scatter", axes, reduced, times, "backward", False, gradients)
+            )
     return result
 
 
 @functools.lru_cache(maxsize=4096)
 def _gathered_elements(
     layout: ModelLayout, low: bool, low_experts: bool
-) -> dict[tuple[tuple[str, ...], bool, bool, str | None], tuple[float, float]]:
-    """Elements on a device after the all-gathers, and those of them that are trained.
+) -> dict[_Weights, _Elements]:
+    """Returns the elements on a device after the all-gathers of all parameters.
 
-    By axes, whether they are stacked, whether they have one byte each, and the type that they travel in where it is not
-    the compute dtype: frozen quantised weights as they are kept, those of a wrapped model in the module's.
-    low: whether low-precision weights are quantised before they are gathered. low_experts: the same of experts.
+    Frozen quantised weights travel as they are kept, those of a wrapped model in the module's type.
+    low: whether low-precision weights are quantised before they are gathered.  low_experts: the same
+    of experts.
     """
-    elements: dict[tuple[tuple[str, ...], bool, bool, str | None], tuple[float, float]] = {}
-    own = ((p, where) for path, p, where in layout.leaves if not path.startswith("reference."))
-    for p, where in own:
-        for axes, gathered in _gathers(p, where, layout):
-            quantised = (low and is_low_precision(p)) or (
-                low_experts and is_low_precision_expert(p)
-            )
-            travels: str | None = p.stored if p.stored in ("int8", "uint8") else None
-            travels = travels if p.precision in ("compute", "float32") else p.precision
-            key = (axes, "L" in p.dims, quantised, travels)
-            every, trained = elements.get(key, (0.0, 0.0))
-            elements[key] = (every + gathered, trained + (0.0 if p.frozen else gathered))
-    return elements
+    found: dict[_Weights, _Elements] = {}
+    for path, p, placements in layout.leaves:
+        if path.startswith("reference."):
+            continue
+        dtype: str | None = p.precision
+        if p.precision in ("compute", "float32"):
+            dtype = p.stored if p.stored in ("int8", "uint8") else None
+        is_quantised = (low and is_low_precision(p)) or (low_experts and is_low_precision_expert(p))
+        for axes, gathered in _gathers(p, placements, layout):
+            weights = _Weights(axes, "L" in p.dims, is_quantised, dtype)
+            before = found.get(weights, _Elements(0.0, 0.0))
+            trained = 0.0 if p.frozen else gathered
+            found[weights] = _Elements(before.gathered + gathered, before.trained + trained)
+    return found
 
 
 def _gathers(
-    p: Param, where: Placements, layout: ModelLayout
+    p: Param, placements: Placements, layout: ModelLayout
 ) -> Iterator[tuple[tuple[str, ...], float]]:
-    elements = math.prod(p.shape) / layout.shape.over(axes_of(where.at_rest))
+    """Yields the axes of each all-gather of a parameter, and its elements on a device afterwards."""
+    elements = math.prod(p.shape) / layout.shape.over(axes_of(placements.at_rest))
     gathers = [
         rest[len(use) :]
-        for rest, use in zip(where.at_rest, where.in_use, strict=True)
+        for rest, use in zip(placements.at_rest, placements.in_use, strict=True)
         if rest != use
     ]
     # Over DCN first, as the step does (sharding.params.plan_gathers).

@@ -1,4 +1,7 @@
-"""Destinations of the metrics of a run: files, a console, experiment trackers, functions from outside the package."""
+"""Destinations of a run's metrics.
+
+Files, a console, experiment trackers, and functions of the user's.
+"""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -8,20 +11,24 @@ from meshwright.plugins import PARTS, resolve
 from meshwright.storage.paths import in_bucket
 
 Values = dict[str, float]
-"""Metrics of one step, by name: `loss`, `gradient norm`, `learning rate`, `tokens/s`, `MFU`, `held-out loss`, ..."""
+"""Metrics of one step, by name: `loss`, `gradient norm`, `learning rate`, `tokens/s`, `MFU`,
+`held-out loss`, ..."""
 BETWEEN = ("saving", "evaluating", "sampling", "compiling")
-"""What a loop does between steps, each with a metric of its own (`saving seconds`). `step seconds`, the rates and MFU of
-a step contain none of them; waiting for data (`input wait seconds`) is part of a step."""
+"""What a loop does between steps, each with a metric of its own (`saving seconds`). `step seconds`,
+the rates and MFU of a step contain none of them; waiting for data (`input wait seconds`) is part of
+a step."""
 
 
 class Reporter(Protocol):
-    """Destination of metrics. Anything with these two methods is one.
+    """Destination of metrics.
 
-    Further methods are called where a reporter has them: `sample(step, text)` with text from the model, and
-    `rewind(step)` where the run goes on after an earlier step, at the start of a resumed run and when a run returns to a
-    checkpoint. What was written of later steps is then void, and those steps are written again. A destination that can
-    delete has one value for each step and metric; one that cannot marks the return, and the last value is the one that
-    counts.
+    Anything with these two methods is one.
+    Further methods are called where a reporter has them: `sample(step, text)` with text from the
+    model, `health(step, record)` with the health of every tensor (`reporters.health.HealthRecord`),
+    and `rewind(step)` where the run goes on after an earlier step, at the start of a resumed
+    run and when a run returns to a checkpoint. What was written of later steps is then void, and
+    those steps are written again. A destination that can delete has one value for each step and
+    metric; one that cannot marks the return, and the last value is the one that counts.
     """
 
     def write(self, step: int, values: Values) -> None:
@@ -34,9 +41,11 @@ class Reporter(Protocol):
 
 
 def build_reporters(out: Path, run: Any) -> list[Reporter]:
-    """Builds the reporters that `run.reporters` names: trackers, or functions `(out: Path, run: Run) -> Reporter`.
+    """Builds the reporters that `run.reporters` names.
 
-    Raises ConfigError where a name is unknown, or where the function fails or does not return a `Reporter`.
+    Each is a tracker, or a function `(out: Path, run: Run) -> Reporter`.
+    Raises ConfigError where a name is unknown, or where the function fails or does not return a
+    `Reporter`.
     """
     found: list[Reporter] = []
     for name, factory in find_reporters(out, run):
@@ -83,6 +92,9 @@ class _Checked:
 
     def sample(self, step: int, text: str) -> None:
         self._call("sample", f"the sample of step {step}", step, text)
+
+    def health(self, step: int, record: Any) -> None:
+        self._call("health", f"the health of step {step}", step, record)
 
     def close(self) -> None:
         self._call("close", "closing")

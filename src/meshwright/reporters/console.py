@@ -31,7 +31,10 @@ _ANNOUNCED = 5.0
 
 
 class _PatientConsole(Console):
-    """Console that goes quiet when its reader has gone (`meshwright ... | head`), so that the work is finished."""
+    """Console that goes quiet when its reader is gone (`meshwright ... | head`).
+
+    The work is finished all the same.
+    """
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -39,7 +42,10 @@ class _PatientConsole(Console):
 
 
 def open_console(file: IO[str] | None = None) -> Console:
-    """Opens a console on `file`, or on standard output. A closed pipe silences it and raises nothing."""
+    """Opens a console on `file`, or on standard output.
+
+    A closed pipe silences it and raises nothing.
+    """
     target = sys.stdout if file is None else file
     width = None if target.isatty() or "COLUMNS" in os.environ else _PIPED_WIDTH
     return _PatientConsole(file=target, highlight=False, width=width)
@@ -54,7 +60,10 @@ class Period:
 
     @classmethod
     def parse(cls, text: str) -> "Period":
-        """Parses `30s` (or min, h), `10` (steps), or both, `30s,10`. Raises ConfigError on anything else."""
+        """Parses `30s` (or min, h), `10` (steps), or both, `30s,10`.
+
+        Raises ConfigError on anything else.
+        """
         seconds, steps = 0.0, 1
         for part in text.split(","):
             match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h|steps|)\s*", part)
@@ -74,8 +83,9 @@ class Period:
 class ConsoleReport:
     """Reporter and watcher that shows progress on a console.
 
-    On a terminal a live line follows every step. Lasting lines are those of the first and the last step, one each
-    `period` between them, and one for every activity that is over. Speeds are means since the last lasting line.
+    On a terminal a live line follows every step. Lasting lines are those of the first and the last
+    step, one each `period` between them, and one for every activity that is over. Speeds are means
+    since the last lasting line.
     """
 
     def __init__(
@@ -98,8 +108,9 @@ class ConsoleReport:
         self._live: Live | None = None
 
     def begin(self, start: int, steps: int, warmup_steps: int = 0) -> "ConsoleReport":
-        """Shows the steps of a run from now on. start: steps done before.  steps: its last step. Returns itself.
+        """Shows the steps of a run from now on.
 
+        start: steps done before.  steps: its last step. Returns itself.
         warmup_steps: those that were asked for; a line tells where the run is too short for them.
         """
         self._start, self._steps = start, steps
@@ -145,7 +156,10 @@ class ConsoleReport:
             self._timer.start()
 
     def ended(self, activity: Activity, *, failed: bool) -> None:
-        """Prints what an activity came to and how long it took; nothing where it failed: the error tells."""
+        """Prints the result of an activity and how long it took.
+
+        Prints nothing if it failed: the error tells.
+        """
         self._cancel_timer()
         self._activities.remove(activity)
         if failed:
@@ -205,7 +219,10 @@ class ConsoleReport:
 
 
 def fold(parts: Sequence[str], width: int) -> str:
-    """Joins parts by two spaces, and breaks the line between parts, never inside one, where it gets too wide."""
+    """Joins parts with two spaces.
+
+    A line that gets too wide breaks between parts, never inside one.
+    """
     lines = [""]
     for part in parts:
         joined = f"{lines[-1]}  {part}" if lines[-1].strip() else f"{lines[-1]}{part}"

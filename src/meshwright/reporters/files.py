@@ -1,4 +1,7 @@
-"""Reporters that write files: metrics and events as JSON lines, also into buckets, which have no appending."""
+"""Reporters that write metrics and events as JSON lines.
+
+Buckets, to which nothing can be appended, get segments.
+"""
 
 import contextlib
 import itertools
@@ -20,16 +23,20 @@ from meshwright.storage.removing import rename
 
 
 class JsonLines:
-    """Reporter that writes one JSON object per line: `{"step": 7, "loss": 2.31, ...}`, with null for NaN and infinity.
+    """Reporter that writes one JSON object per line: `{"step": 7, "loss": 2.31, ...}`.
 
-    On a full disk the lines wait in memory until there is room; the next checkpoint then ends the run with an error
-    that names the disk. Lines still waiting at `close` are lost, which a message on standard error states.
+    NaN and infinity become null.
+    On a full disk the lines wait in memory until there is room; the next checkpoint then ends the
+    run with an error that names the disk. Lines still waiting at `close` are lost, which a message
+    on standard error states.
     """
 
     def __init__(self, file: Path, *, upto: int, every: int = 0, since: Any = None):
-        """Opens `file`, and drops its lines of steps after `upto`, which a resumed run writes again.
+        """Opens `file` and drops its lines of steps after `upto`.
 
-        every: most steps between two lines of metrics; where more are missing, `hole` and standard error name them.
+        A resumed run writes those again.
+        every: most steps between two lines of metrics; where more are missing, `hole` and standard
+        error name them.
         since: `checked` of an earlier start; lines before it are not read again.
         """
         self._path, self._waiting, self.hole = file, b"", ""
@@ -37,12 +44,16 @@ class JsonLines:
         if every:
             self.hole = self._find_hole(upto, every, since)
         self.checked = [self._file.position, upto]
-        """Position in the file until which lines were looked for, and the step there, as JSON values."""
+        """Position in the file until which lines were looked for, and the step there, as JSON
+        values."""
         if self.hole:
             print(f"{file}: {self.hole}; the run goes on without them", file=sys.stderr)
 
     def _open(self, upto: int) -> Lines:
-        """Opens the file without the lines after `upto`; a file that cannot be read is kept under another name."""
+        """Opens the file without the lines after `upto`.
+
+        A file that cannot be read is kept under another name.
+        """
         try:
             lines = open_lines(self._path)
         except OSError as error:
@@ -54,7 +65,7 @@ class JsonLines:
             print(f"{self._path}: {reason_of(error)}; moved to {aside.name}", file=sys.stderr)
             rename(self._path, aside, below=self._path.parent)
             lines = open_lines(self._path)
-        lines.cut(lambda line: _step_of(line) <= upto)
+        lines.cut(lambda line: step_of_line(line) <= upto)
         return lines
 
     def _find_hole(self, upto: int, every: int, since: Any) -> str:
@@ -65,7 +76,7 @@ class JsonLines:
             if 0 <= known <= self._file.position and reached <= upto:
                 position, before = known, float(reached)
         gaps = list[tuple[float, float]]()
-        steps = (_step_of(line) for line in self._file.lines(position) if '"loss"' in line)
+        steps = (step_of_line(line) for line in self._file.lines(position) if '"loss"' in line)
         for step in itertools.chain(steps, [upto + 1]):
             if before + every < step <= upto + 1:
                 gaps.append((before, step))
@@ -82,7 +93,7 @@ class JsonLines:
     def rewind(self, step: int) -> None:
         """Drops the lines of steps after `step`, which are taken again."""
         self._drain()
-        self._file.cut(lambda line: _step_of(line) <= step)
+        self._file.cut(lambda line: step_of_line(line) <= step)
 
     def write(self, step: int, values: Values) -> None:
         """Appends the line of a step."""
@@ -104,7 +115,8 @@ class JsonLines:
         self._file.close()
 
 
-def _step_of(line: str) -> float:
+def step_of_line(line: str) -> float:
+    """Returns the step of a line; infinity for one without."""
     step = None
     with contextlib.suppress(ValueError):
         record = parse_json(line)
@@ -113,9 +125,11 @@ def _step_of(line: str) -> float:
 
 
 def last_start(out: Path) -> dict[str, Any]:
-    """Returns the last `start` among the events of an output folder; nothing where it has none that can be read.
+    """Returns the last `start` among the events of an output folder.
 
-    Raises OSError and StorageError where it cannot be read for now: a run does not lose its identity for that.
+    Empty without one that can be read.
+    Raises OSError and StorageError where it cannot be read for now: a run does not lose its
+    identity for that.
     """
     try:
         for line in reversed_lines(out / "events.jsonl"):
@@ -130,13 +144,14 @@ def last_start(out: Path) -> dict[str, Any]:
 
 
 def last_step(out: Path) -> int:
-    """Returns the last step that the metrics of an output folder have; 0 where they have none that can be read.
+    """Returns the last step in the metrics of an output folder.
 
+    0 without metrics that can be read.
     Raises OSError and StorageError where they cannot be read for now.
     """
     try:
         for line in reversed_lines(out / "metrics.jsonl"):
-            step = _step_of(line)
+            step = step_of_line(line)
             if math.isfinite(step):
                 return int(step)
     except (OSError, ValueError) as error:
@@ -148,9 +163,10 @@ def last_step(out: Path) -> int:
 class EventLog:
     """Reporter and watcher that appends what happened besides the steps to a file of JSON lines.
 
-    Each line has `time` (Unix seconds), `step`, `event` (`start`, `roll back`, `end`, `began`, or the kind of an activity)
-    and `seconds` of an activity. An activity has a line when it begins (`began`, with its kind as `activity`), so that a
-    reader knows what a run is about that takes no steps. Nothing is ever dropped: a restart is a further `start`.
+    Each line has `time` (Unix seconds), `step`, `event` (`start`, `roll back`, `end`, `began`, or
+    the kind of an activity) and `seconds` of an activity. An activity has a line when it begins
+    (`began`, with its kind as `activity`), so that a reader knows what a run is about that takes no
+    steps. Nothing is ever dropped: a restart is a further `start`.
     """
 
     def __init__(self, file: Path):

@@ -1,4 +1,7 @@
-"""Readers of files of lines that another process adds to: of any length, in memory that does not grow with it."""
+"""Readers of line files that another process appends to.
+
+Their memory does not grow with the file.
+"""
 
 import contextlib
 import os
@@ -21,7 +24,10 @@ _TAIL = 256
 
 
 class Followed(Protocol):
-    """File of lines that another process adds to, and now and then cuts. A reader of it takes what is new."""
+    """File of lines that another process adds to, and now and then cuts.
+
+    A reader of it takes what is new.
+    """
 
     @property
     def version(self) -> Any:
@@ -31,9 +37,9 @@ class Followed(Protocol):
     def read(self) -> tuple[bool, Iterator[bytes | None]]:
         """Returns whether what was read before no longer counts, and the lines that are new.
 
-        After a cut the lines are those of the whole file. They are read in parts as they are taken, so that the memory
-        does not grow with the file; None stands for a line of more than `LONGEST_LINE` bytes. What has no newline yet
-        is left for the next call.
+        After a cut the lines are those of the whole file. They are read in parts as they are taken,
+        so that the memory does not grow with the file; None stands for a line of more than
+        `LONGEST_LINE` bytes. What has no newline yet is left for the next call.
         """
         ...
 
@@ -57,7 +63,7 @@ class _LineSplitter:
         self._skipping = False
 
     def lines(self, part: bytes) -> Iterator[bytes | None]:
-        """Yields the lines that `part` completes; None for one that is longer than a line may be."""
+        """Yields the lines that `part` completes; None for one that is too long."""
         *complete, self._rest = (self._rest + part).split(b"\n")
         for line in complete:
             if self._skipping:
@@ -74,7 +80,10 @@ class _LineSplitter:
 
 
 class _FollowedFile:
-    """File on a disk. A cut that has been written over again is known by the bytes before the position."""
+    """File on a disk.
+
+    A cut that has been written over again is known by the bytes before the position.
+    """
 
     def __init__(self, file: Path):
         self._file = file
@@ -131,8 +140,8 @@ class _FollowedFile:
 class _FollowedSegments:
     """Reader of the lines of an object that grows in segments.
 
-    Segments are cut from the last one back, so the lines before stay what they were as long as the last segment that
-    was read has the version it had.
+    Segments are cut from the last one back, so the lines before stay what they were as long as the
+    last segment that was read has the version it had.
     """
 
     _PART = 8 * 2**20
@@ -170,7 +179,10 @@ class _FollowedSegments:
         return anew, self._new_lines(parts[len(self._read) :])
 
     def _parts(self) -> list[str]:
-        """Names of the segments; "" is the object itself, which counts as segment 0 where there is no other."""
+        """Names of the segments.
+
+        "" is the object itself, which counts as segment 0 if there is no other.
+        """
         names = [name for name in self._segments.object_names() if name.isdigit()]
         first = f"{0:010d}"
         whole = self._path.key != "" and first not in names and self._has_object()

@@ -1,6 +1,7 @@
 """Files of lines that grow: added to, cut at their end, and read from there.
 
-What is asked of the newest lines does not cost the whole file. In a bucket they are `bucket.Segments`.
+What is asked of the newest lines does not cost the whole file. In a bucket they are
+`bucket.Segments`.
 """
 
 import os
@@ -11,7 +12,7 @@ from typing import Protocol, cast
 from meshwright.documents import open_bytes
 from meshwright.storage.attempts import attempt
 from meshwright.storage.paths import bucket_path, in_bucket
-from meshwright.storage.writing import open_file
+from meshwright.storage.writing import open_file, write_atomically
 
 _PART = 2**16
 """Bytes that are read at a time."""
@@ -27,8 +28,17 @@ class Lines(Protocol):
         """Where the next line goes, for `lines`."""
         ...
 
+    @property
+    def size(self) -> int:
+        """Bytes, of an object in a bucket those since it was opened."""
+        ...
+
     def write(self, data: bytes) -> int:
         """Adds bytes; returns how many were taken. Raises OSError."""
+        ...
+
+    def thin(self, keep: Callable[[str], bool]) -> int:
+        """Drops the lines for which `keep` does not hold, asked in order; returns the bytes that are left."""
         ...
 
     def cut(self, keep: Callable[[str], bool]) -> None:
@@ -63,12 +73,30 @@ class LocalLines:
         """Size of the file in bytes."""
         return os.fstat(self._file.fileno()).st_size
 
+    @property
+    def size(self) -> int:
+        """Size of the file in bytes."""
+        return self.position
+
+    def thin(self, keep: Callable[[str], bool]) -> int:
+        """Replaces the file by one with the lines for which `keep` holds; returns its bytes. Raises OSError."""
+        kept = [line for line in self.lines(0) if keep(line)]
+        data = "".join(f"{line}\n" for line in kept).encode()
+        file = Path(self.name)
+        write_atomically(file, data)
+        self._file.close()
+        self._file = open_file(file, "ab+", buffering=0)
+        return len(data)
+
     def write(self, data: bytes) -> int:
         """Adds bytes at the end; returns how many were taken. Raises OSError."""
         return self._file.write(data)
 
     def cut(self, keep: Callable[[str], bool]) -> None:
-        """Drops lines at the end until `keep` holds for the last one: only those are read, and nothing is rewritten."""
+        """Drops lines at the end until `keep` holds for the last one.
+
+        Only those are read, and nothing is rewritten.
+        """
         end = 0
         for start, line in _reversed(self._read, self.position):
             if keep(line.decode("utf-8", "replace")):
@@ -96,7 +124,10 @@ class LocalLines:
 
 
 def reversed_lines(file: Path) -> Iterator[str]:
-    """Yields the lines of a file from the last to the first. Raises OSError, and ValueError for a pipe or a device."""
+    """Yields the lines of a file from the last to the first.
+
+    Raises OSError, and ValueError for a pipe or a device.
+    """
     if in_bucket(file):
         yield from bucket_path(file).reversed_lines()
         return
@@ -111,7 +142,7 @@ def reversed_lines(file: Path) -> Iterator[str]:
 
 
 def _reversed(read: Callable[[int, int], bytes], size: int) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines that are not empty from the last to the first, each with the byte at which it begins.
+    """Yields the lines that are not empty, last to first, each with the byte at which it begins.
 
     read: returns the bytes at a place, so many.  size: of the file in bytes.
     """

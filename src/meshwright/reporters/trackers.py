@@ -1,7 +1,7 @@
 """Experiment trackers that a run names as its reporters.
 
-Each is given the output folder of a run and takes its configuration from run.json there. Servers, projects and
-offline mode are chosen as each library documents it, by its environment variables.
+Each is given the output folder of a run and takes its configuration from run.json there. Servers,
+projects and offline mode are chosen as each library documents it, by its environment variables.
 """
 
 import html
@@ -15,6 +15,7 @@ from typing import Any
 from meshwright.documents import read_json
 from meshwright.errors import ConfigError
 from meshwright.reporters import Values
+from meshwright.reporters.health import HealthRecord
 from meshwright.storage.writing import write_atomically
 
 PROJECT = "meshwright"
@@ -22,7 +23,7 @@ PROJECT = "meshwright"
 
 
 class _TensorBoard:
-    """Reporter that writes TensorBoard events into OUT/tensorboard (needs the extra `tensorboard`)."""
+    """Reporter that writes TensorBoard events into OUT/tensorboard (extra `tensorboard`)."""
 
     def __init__(self, out: Path):
         self._open: Any = _library("tensorboard", "tensorboardX").SummaryWriter
@@ -33,11 +34,15 @@ class _TensorBoard:
         )
 
     def rewind(self, step: int) -> None:
-        """Drops the events of steps after `step` from the files, and tells a TensorBoard that has read them."""
+        """Drops the events of steps after `step` from the files.
+
+        A TensorBoard that has read them gets a mark.
+        """
         self._writer.close()
         for file in self._folder.glob("events.out.tfevents.*"):
             _drop_events_after(file, step)
-        # With `purge_step` a writer begins its file with the event that purges this and later steps.
+        # With `purge_step` a writer begins its file with the event that purges this and later
+        # steps.
         self._writer = self._open(
             str(self._folder), purge_step=step + 1, filename_suffix=_unique_suffix()
         )
@@ -45,6 +50,9 @@ class _TensorBoard:
     def write(self, step: int, values: Values) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+
+    def health(self, step: int, record: HealthRecord) -> None:
+        self.write(step, record.curves())
 
     def sample(self, step: int, text: str) -> None:
         self._writer.add_text("sample", _indented(text), step)
@@ -54,7 +62,10 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    """Reporter to Weights & Biases (needs the extra `wandb`). WANDB_MODE=offline keeps it all in OUT/wandb."""
+    """Reporter to Weights & Biases (needs the extra `wandb`).
+
+    WANDB_MODE=offline keeps it all in OUT/wandb.
+    """
 
     def __init__(self, out: Path):
         self._wandb: Any = _library("wandb", "wandb")
@@ -83,11 +94,17 @@ class _WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def rewind(self, step: int) -> None:
-        """Marks the return: W&B deletes nothing of a history, so that the last value of a step is the one that counts."""
+        """Marks that a run went back.
+
+        W&B deletes nothing of a history, so the last value of a step counts.
+        """
         self._run.log({"step": step, "returned to step": step})
 
     def write(self, step: int, values: Values) -> None:
         self._run.log({"step": step, **values})
+
+    def health(self, step: int, record: HealthRecord) -> None:
+        self.write(step, record.curves())
 
     def sample(self, step: int, text: str) -> None:
         self._run.log(
@@ -102,13 +119,17 @@ class _WeightsAndBiases:
 
 
 def _unique_suffix() -> str:
-    """Returns the end of an event file's name: its beginning has the second, in which two may be opened."""
+    """Returns the end of an event file's name.
+
+    Its beginning is the second, in which two files may be opened.
+    """
     return f".{uuid.uuid4().hex[:8]}"
 
 
 def _drop_events_after(file: Path, step: int) -> None:
-    """Writes an event file of TensorBoard again without the events of steps after `step`, and without a torn last one.
+    """Rewrites a TensorBoard event file without the events of steps after `step`.
 
+    A torn last event is dropped too.
     A record is its length (8 bytes), a checksum of that (4), the event, and a checksum of it (4).
     """
     proto: Any = _library("tensorboard", "tensorboardX.proto.event_pb2")

@@ -7,8 +7,9 @@ from pathlib import Path
 
 
 def list_recipes() -> dict[str, str]:
-    """Returns the first line of every recipe's docstring, by name: families in order, each from small to large.
+    """Returns the first line of every recipe's docstring, by name.
 
+    Families come in order, each from small to large.
     Reads the files, and imports none of them.
 
     Example:
@@ -39,7 +40,10 @@ _SIZE = re.compile(r"([\d.]+) ([MBT]) parameters")
 
 
 def size_of(summary: str) -> str:
-    """Returns the parameters of a model as its summary states them: `8.03 B`. Raises ValueError where it does not."""
+    """Returns the parameters of a model as its summary states them: `8.03 B`.
+
+    Raises ValueError where it does not.
+    """
     stated = _SIZE.search(summary)
     if stated is None:
         raise ValueError(f"a recipe's first line states its size, `8.03 B parameters`: {summary!r}")
@@ -59,7 +63,10 @@ def _family(name: str) -> str:
 
 
 def catalogue() -> dict[str, tuple[Path, str]]:
-    """Returns the file and the summary of every recipe, by name. Recipes are in the package, or beside `src`."""
+    """Returns the file and the summary of every recipe, by name.
+
+    Recipes are in the package, or beside `src`.
+    """
     package = Path(__file__).parents[1]
     folder = package / "recipes"
     return {

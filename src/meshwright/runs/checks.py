@@ -17,7 +17,7 @@ _MOST_SAMPLES = 2**62
 
 
 def check_sizes(run: Run) -> None:
-    """Raises ConfigError for what the types of a run's fields do not say: samples of all steps, and its name."""
+    """Raises ConfigError for a number of samples or a name that the types do not refuse."""
     check_ranges(run.model)  # a family from outside the package may not check itself
     training, name = run.training, run.name
     is_folder = 0 < len(name) < 200 and name.isprintable() and "/" not in name and name[0] != "."
@@ -42,7 +42,8 @@ def check_batch(run: Run, shape: MeshShape) -> None:
             below, above = batch // parts * parts, (batch // parts + 1) * parts
             option = "--batch" if batch == training.batch else "--training.batch-ramp with"
             raise ConfigError(
-                f"batch of {batch} sequences on mesh {shape} in {training.microbatches} microbatch(es)",
+                f"batch of {batch} sequences on mesh {shape} in {training.microbatches} "
+                f"microbatch(es)",
                 f"{' * '.join(BATCH_AXES)} * microbatches = {parts}, and {batch} = "
                 f"{batch // parts} * {parts} + {batch % parts}",
                 f"{option} {above}" + (f" or {below}" if below > 0 else ""),
@@ -61,10 +62,11 @@ def check_positions(run: Run) -> None:
 
 
 def check_sequence(run: Run, shape: MeshShape) -> None:
-    """Raises ConfigError where a mesh does not divide the sequence, or the model has fewer positions."""
+    """Raises ConfigError if a mesh does not divide the sequence, or the model is shorter."""
     check_positions(run)
     seq, spec = run.training.seq, run.model.spec()
-    # With context parallelism each device has one chunk from the front and one from the back (load balancing).
+    # With context parallelism each device has one chunk from the front and one from the back (load
+    # balancing).
     parts = (2 if shape.context > 1 else 1) * shape.context * shape.tensor
     if seq % parts:
         legal = ", ".join(str(d) for d in divisors(seq) if d <= 64)
@@ -77,13 +79,14 @@ def check_sequence(run: Run, shape: MeshShape) -> None:
         fixes.append(f"tensor{' * context' if shape.context > 1 else ''} of {legal}")
         raise ConfigError(
             f"sequences of {seq} tokens on {axes}",
-            f"between blocks the sequence is split into {parts}, and {seq} = {seq // parts} * {parts} + {seq % parts}",
+            f"between blocks the sequence is split into {parts}, and {seq} = {seq // parts} * "
+            f"{parts} + {seq % parts}",
             ", or ".join(fixes),
         )
 
 
 def check_ulysses(run: Run, shape: MeshShape) -> None:
-    """Raises ConfigError where the devices of `context` have no even share of the key/value heads to exchange."""
+    """Raises ConfigError if `context` does not divide the key/value heads that it exchanges."""
     heads = run.model.spec().kv_heads
     if shape.context == 1 or run.training.context_strategy != "ulysses" or heads is None:
         return
@@ -91,14 +94,16 @@ def check_ulysses(run: Run, shape: MeshShape) -> None:
     if local % shape.context:
         raise ConfigError(
             f"--training.context-strategy ulysses on {shape}",
-            f"it gives each device some of the {heads} key/value heads; over tensor={shape.tensor} there are "
+            f"it gives each device some of the {heads} key/value heads; over "
+            f"tensor={shape.tensor} there are "
             f"{local} = {local // shape.context} * {shape.context} + {local % shape.context}",
-            f"context of {', '.join(map(str, divisors(local)))}, or --training.context-strategy usp",
+            f"context of {', '.join(map(str, divisors(local)))}, or --training.context-strategy "
+            f"usp",
         )
 
 
 def check_saved(run: Run, shape: MeshShape) -> None:
-    """Raises ConfigError for saved layers, or activations kept by pipeline stages, that the run cannot have."""
+    """Raises ConfigError if layers are saved, or stages keep activations, but cannot."""
     training, layers = run.training, len(run.model.spec().layers)
     saved, stages = training.saved_layers, shape.stage > 1
     offloads = REMAT_POLICIES[training.remat].offloaded
@@ -112,7 +117,8 @@ def check_saved(run: Run, shape: MeshShape) -> None:
         (
             saved > 0 and stages,
             f"{saved} saved layers on mesh {shape}",
-            "a pipeline stage runs the same program as every other, so all layers have one remat policy",
+            "a pipeline stage runs the same program as every other, so all layers have one remat "
+            "policy",
             "--training.saved-layers 0 and --training.remat projections, or stage=1",
         ),
         (
@@ -142,13 +148,15 @@ def check_fine_tuning(run: Run, shape: MeshShape) -> None:
         (
             lora and training.stage_saves == "layers" and shape.stage > 1,
             f"--finetune.method lora with --training.stage-saves {training.stage_saves}",
-            f"a stage would keep a copy of its frozen weights with each of up to {shape.stage} microbatches in flight",
+            f"a stage would keep a copy of its frozen weights with each of up to {shape.stage} "
+            f"microbatches in flight",
             "--training.stage-saves input",
         ),
         (
             tuning.objective == "preferences" and bool(run.model.spec().further),
             "preferences with multi-token prediction",
-            "answers have one loss, not one for each token: the layer that predicts further tokens has none",
+            "answers have one loss, not one for each token: the layer that predicts further "
+            "tokens has none",
             "--model.mtp-depth 0",
         ),
     )
@@ -171,17 +179,19 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal(
         ("recurrence", "context"),
-        "its state passes from token to token, so each device of context would wait for those before it",
+        "its state passes from token to token, so each device of context would wait for those "
+        "before it",
         "the same devices as fsdp or tensor",
     ),
     Refusal(
         ("layout: folded", "dispatch: capacity"),
-        "an expert has capacity for tokens of a sequence, and devices that split one would send their parts apart",
+        "an expert has capacity for tokens of a sequence, and devices that split one would send "
+        "their parts apart",
         "--layout fsdp, or --model.dispatch dropless",
     ),
 )
-"""Pairs of features that are refused; all others go together. Tests walk all pairs on eight devices and compare each
-with one device, or expect its refusal."""
+"""Pairs of features that are refused; all others go together. Tests walk all pairs on eight devices
+and compare each with one device, or expect its refusal."""
 
 
 def check_composition(run: Run) -> None:

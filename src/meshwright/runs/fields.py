@@ -1,4 +1,7 @@
-"""Fields of a run by path: which of them a path honours, refuses, or has no use for, by their declarations."""
+"""Fields of a run by path: which of them a path honors, refuses or does not use.
+
+Their declarations say so.
+"""
 
 import dataclasses
 import operator
@@ -13,7 +16,10 @@ from meshwright.runs.run import Run
 
 @dataclasses.dataclass(frozen=True)
 class Path:
-    """Something that a run is given to: a verb, or `train` with a method or an objective of fine-tuning."""
+    """Something that a run is given to.
+
+    A verb, or `train` with a method or objective of fine-tuning.
+    """
 
     computes: frozenset[Result] | None
     """Results of a run that it computes; None computes all that training does."""
@@ -42,7 +48,8 @@ _PARTS: dict[str, type] = {"": Run, "mesh": MeshShape} | {
     for field in dataclasses.fields(Run)
     if dataclasses.is_dataclass(field.default)
 }
-"""Dataclasses whose fields are those of a run, by what precedes their names; a model has those of its family."""
+"""Dataclasses whose fields are those of a run, by what precedes their names; a model has those of
+its family."""
 _HOLDERS = {"model", *_PARTS}
 
 
@@ -104,8 +111,9 @@ def check_fields(path: str, run: Run, shape: MeshShape) -> None:
 def may_change(run: Run, name: str) -> bool:
     """Returns whether a run may be resumed with another value of a field without `--accept`.
 
-    name: dotted, with the fields of its model and of parts of that. What a field of a model does not say, and what the
-    run does not have, changes the function of the model; any mesh gives the same numbers.
+    name: dotted, with the fields of its model and of parts of that. What a field of a model does
+    not say, and what the run does not have, changes the function of the model; any mesh gives the
+    same numbers.
     """
     part, _, field = name.rpartition(".")
     owner = type(run.model) if part == "model" else _PARTS.get(part)

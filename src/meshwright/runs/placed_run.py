@@ -1,14 +1,14 @@
 """A run placed on a mesh, computed once: parameters, placements, stages, schedule, sequence.
 
-Everything here is arithmetic on shapes: no device and no array is needed. A run that does not fit its mesh is refused
-here, before anything is traced.
+Everything here is arithmetic on shapes: no device and no array is needed. A run that does not fit
+its mesh is refused here, before anything is traced.
 """
 
 import dataclasses
 import functools
 import math
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.hierarchical import Axes, DcnAxis
 from meshwright.config import MeshShape
@@ -45,7 +45,8 @@ Leaves = tuple[tuple[str, Param, Placements], ...]
 class ModelLayout:
     """Parameters of a model on a mesh, whatever the options of training.
 
-    `place_run` gives equal layouts as one object, so a function of a layout can be cached: `functools.lru_cache`.
+    `place_run` gives equal layouts as one object, so a function of a layout can be cached:
+    `functools.lru_cache`.
     """
 
     model: Model
@@ -65,7 +66,10 @@ class ModelLayout:
 
     @property
     def routed_parts(self) -> int:
-        """Parts of a sequence that devices of `tensor` send to experts, each its own; 1 where each sends all."""
+        """Parts of a sequence, one for each device of `tensor`, that are sent to experts.
+
+        1: each sends all of it.
+        """
         return self.shape.tensor if "tensor" in self.expert_axes else 1
 
     @functools.cached_property
@@ -80,7 +84,8 @@ class PlacedRun:
     """A run that knows its mesh: parameters, placements, pipeline stages and the split sequence."""
 
     run: Run
-    """The run, its mesh filled in and its vocabulary padded so that `stage` and `tensor` divide it."""
+    """The run, its mesh filled in and its vocabulary padded so that `stage` and `tensor` divide it.
+    """
     layout: ModelLayout
     """Its parameters on the mesh."""
 
@@ -91,9 +96,11 @@ class PlacedRun:
 
     @property
     def sums_gradients_last(self) -> bool:
-        """Whether replicas sum all gradients once, after the backward pass, and not layer by layer within it.
+        """Whether replicas sum all gradients once, after the backward pass.
 
-        So do several microbatches, pipeline stages and low precision, and models whose layers are not known.
+        Otherwise they do so layer by layer.
+        So do several microbatches, pipeline stages and low precision, and models whose layers are
+        not known.
         """
         training = self.run.training
         several = training.microbatches > 1 or self.layout.shape.stage > 1
@@ -126,9 +133,12 @@ class PlacedRun:
         if training.stage_saves == "layers" and table.splits_backward:
             # Simulated devices crash in such a program (docs/log.md); no accelerator has run it.
             raise ConfigError(
-                f"--training.stage-saves layers with the pipeline schedule {training.pipeline_schedule}",
-                "its backward passes are split in two, and the second would read what the first has kept",
-                "--training.stage-saves input, or a schedule with undivided backward passes: 1f1b, interleaved, zbv",
+                f"--training.stage-saves layers with the pipeline schedule "
+                f"{training.pipeline_schedule}",
+                "its backward passes are split in two, and the second would read what the first "
+                "has kept",
+                "--training.stage-saves input, or a schedule with undivided backward passes: "
+                "1f1b, interleaved, zbv",
             )
         return table
 
@@ -143,8 +153,8 @@ class PlacedRun:
 def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
     """Places `run` on the mesh `shape` (its own mesh, or one device, where none is given).
 
-    Raises ConfigError where the batch, the sequence or a parameter does not divide, naming it and the nearest legal
-    sizes, and where two features of the run do not go together.
+    Raises ConfigError where the batch, the sequence or a parameter does not divide, naming it and
+    the nearest legal sizes, and where two features of the run do not go together.
     """
     check_sizes(run)
     shape = shape or run.mesh or MeshShape()
@@ -191,12 +201,14 @@ _SAFE: dict[str, Any] = {
     "pipeline_schedule": "1f1b",
     "context_strategy": "ring",
 }
-"""Values of options still open here: where the chip is known, the planner has chosen before (`with_choices`)."""
+"""Values of options still open here: where the chip is known, the planner has chosen before
+(`with_choices`)."""
 
 
 def with_safe_choices(run: Run) -> Run:
-    """Returns the run with choices that hold on any chip, where it leaves them open (`auto`, no microbatches).
+    """Returns the run with choices that hold on any chip.
 
+    They replace `auto` and open microbatches.
     Where layers are not known, the remat policy stays: there `auto` is a policy of its own.
     """
     names = _SAFE if run.model.states_layers else ("microbatches",)
@@ -224,35 +236,61 @@ def _place_params(
     tuning: FineTune | None,
     dtype: Any,
 ) -> ModelLayout:
-    chunks, placement = 1, cast(PartPlacement, loop_placement)
-    if shape.stage > 1 or schedule[0] != _SAFE["pipeline_schedule"]:
-        pipeline = _schedules().find_schedule(schedule[0])  # refuses an unknown name on any mesh
-        if shape.stage > 1:
-            chunks, placement = pipeline.virtual_stages_for(schedule[1]), pipeline.placement
+    """Returns the layout of a model on a mesh.
+
+    schedule: name of the pipeline schedule and `training.virtual_stages`.  tuning: None trains all
+    parameters.  dtype: compute dtype of a fine-tuning run, "" for others.
+    """
     described = model.params()
-    for path, param in named_leaves(described).items():
-        if (
-            min(param.shape, default=1) < 1
-        ):  # sizes of a family from outside the package have any name
-            truth = (
-                f"its parameter {path} has the shape {list(param.shape)}: a dimension is at least 1"
-            )
-            raise ConfigError(f"the model {model}", truth, "sizes of the model above 0")
+    _check_sizes(model, described)
     spec = model.spec()
-    stages = assign_layers(layer_flops(model, seq), shape.stage, chunks, placement, spec.period)
-    orders = {}
-    for stack in spec.stacks:
-        layers = spec.layers_of(stack)
-        place = {layer: row for row, layer in enumerate(layers)} | {NO_LAYER: NO_LAYER}
-        orders[stack] = tuple(place[int(layer)] for layer in stages.rows(layers).flat)
+    stages = _assign_stages(model, spec, shape.stage, schedule, seq)
     if tuning is not None and tuning.method == "lora":
         from meshwright.models.adapters import adapted_params
 
         described = adapted_params(described, tuning, dtype)
     elif tuning is not None:
         described = {**described, REFERENCE: frozen_params(described, dtype)}
-    params = reorder_stacks(described, orders)
+    params = reorder_stacks(described, _orders_of_stacks(spec, stages))
     table = find_layout(layout)
     placements = place_params(params, layout=table, mesh=shape, min_size=min_size)
-    axes = tuple(axis for axis in table.table.get("E", ()) if shape.degrees()[axis] > 1)
-    return ModelLayout(model, shape, params, placements, stages, spec, axes)
+    expert_axes = tuple(axis for axis in table.table.get("E", ()) if shape.degrees()[axis] > 1)
+    return ModelLayout(model, shape, params, placements, stages, spec, expert_axes)
+
+
+def _check_sizes(model: Model, described: Tree) -> None:
+    """Raises ConfigError for a parameter with a dimension below 1.
+
+    The sizes of a family from outside the package have any name, and no range.
+    """
+    for path, param in named_leaves(described).items():
+        if min(param.shape, default=1) < 1:
+            shape = list(param.shape)
+            truth = f"its parameter {path} has the shape {shape}: a dimension is at least 1"
+            raise ConfigError(f"the model {model}", truth, "sizes of the model above 0")
+
+
+def _assign_stages(
+    model: Model, spec: ModelSpec, stages: int, schedule: tuple[str, int], seq: int
+) -> StageAssignment:
+    """Returns the layers of each pipeline stage, cut so that stages cost about the same FLOPs."""
+    name, asked = schedule
+    virtual_stages = 1
+    placement: PartPlacement = loop_placement
+    if stages > 1 or name != _SAFE["pipeline_schedule"]:
+        pipeline = _schedules().find_schedule(name)  # refuses an unknown name on any mesh
+        if stages > 1:
+            virtual_stages = pipeline.virtual_stages_for(asked)
+            placement = pipeline.placement
+    return assign_layers(layer_flops(model, seq), stages, virtual_stages, placement, spec.period)
+
+
+def _orders_of_stacks(spec: ModelSpec, stages: StageAssignment) -> dict[str, tuple[int, ...]]:
+    """Returns, for each stack of parameters, the layer in each row; NO_LAYER is padding."""
+    orders = {}
+    for stack in spec.stacks:
+        layers = spec.layers_of(stack)
+        row_of = {layer: row for row, layer in enumerate(layers)}
+        row_of[NO_LAYER] = NO_LAYER
+        orders[stack] = tuple(row_of[int(layer)] for layer in stages.rows(layers).flat)
+    return orders

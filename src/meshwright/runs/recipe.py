@@ -1,4 +1,7 @@
-"""Runs by name: recipes (Python functions outside the package), Hugging Face models, and other runs' outputs."""
+"""Runs by name: recipes, Hugging Face models, and the outputs of other runs.
+
+A recipe is a Python function outside the package.
+"""
 
 import dataclasses
 import functools
@@ -25,8 +28,9 @@ _PARTS = ("training", "optimizer", "data", "finetune", "model", "faults", "local
 
 
 def find_recipe(name: str) -> Run:
-    """Builds the Run of a recipe: a name, FILE.py, FILE.py:FUNCTION, module:function, or hf:PATH of a model's folder.
+    """Builds the Run of a recipe.
 
+    NAME, FILE.py, FILE.py:FUNCTION, module:function, or hf:PATH of a model's folder.
     Raises ConfigError with the nearest name, or with the failure of a recipe's own code.
     """
     with foreign_code(f"recipe {name}", "correct the recipe"):
@@ -89,8 +93,9 @@ def recipe(name: str, *, mesh: str | MeshShape | None = None, **changes: Any) ->
     """Returns the Run of a recipe with some fields changed.
 
     name: a row of `meshwright recipes`, or FILE.py:FUNCTION.  mesh: as `fsdp=8,tensor=2`.
-    changes: fields of `Run`, or of its training, optimizer, data, finetune, model, faults, local_checkpoints, by name;
-    a field that several have is that of the first in this order. Raises ConfigError for an unknown recipe or field.
+    changes: fields of `Run`, or of its training, optimizer, data, finetune, model, faults,
+    local_checkpoints, by name; a field that several have is that of the first in this order. Raises
+    ConfigError for an unknown recipe or field.
 
     Example:
         >>> run = mw.recipe("tiny", mesh="fsdp=8", steps=100, learning_rate=1e-3)
@@ -101,47 +106,50 @@ def recipe(name: str, *, mesh: str | MeshShape | None = None, **changes: Any) ->
 
 
 def change_fields(run: Run, mesh: str | MeshShape | None, changes: Mapping[str, Any]) -> Run:
-    """Returns `run` on another mesh and with some fields changed, as `recipe` takes them; they are `chosen`."""
+    """Returns `run` on another mesh and with some fields changed, as in `recipe`.
+
+    Those are `chosen`.
+    """
     base = run
     chosen = list[str]()
     if mesh is not None:
         chosen.append("mesh")
-        run = dataclasses.replace(
-            run, mesh=MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
-        )
+        shape = MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
+        run = dataclasses.replace(run, mesh=shape)
     for field, value in changes.items():
         holder = next((part for part in ("run", *_PARTS) if field in _fields_of(run, part)), None)
         if holder is None:
             known = {name for part in ("run", *_PARTS) for name in _fields_of(run, part)}
             truth = "no part of a Run has that field"
             raise ConfigError(f"{field}={value!r} in a Run", truth, nearest(field, known))
-        if holder == "run" and field in _PARTS and not dataclasses.is_dataclass(value):
-            part = getattr(run, field)
-            inside = sorted(f"{field}.{name}" for name in _fields_of(run, field))
-            raise ConfigError(
-                f"{field}={value!r} in a Run",
-                f"{field} is a {type(part).__name__} with fields of its own: {', '.join(inside)}",
-                f"a meshwright.{type(part).__name__}, or its fields by name"
-                + (f": paths=({value!r},)" if field == "data" else ""),
-            )
-        if holder == "run" and field in _PARTS:
+        change = {field: value}
+        if holder != "run":
+            chosen.append(f"{holder}.{field}")
+            change = {holder: dataclasses.replace(getattr(run, holder), **change)}
+        elif field in _PARTS:
+            _check_part(run, field, value)
             chosen += _differing_fields(getattr(run, field), value, field)
         else:
-            chosen.append(field if holder == "run" else f"{holder}.{field}")
-        change = {field: value}
-        run = dataclasses.replace(
-            run,
-            **(
-                change
-                if holder == "run"
-                else {holder: dataclasses.replace(getattr(run, holder), **change)}
-            ),
-        )
+            chosen.append(field)
+        run = dataclasses.replace(run, **change)
     return with_prompt_for_data(with_chosen(run, chosen), base)
 
 
+def _check_part(run: Run, part: str, value: Any) -> None:
+    """Raises ConfigError for a value that is not a part of a Run, such as a path as `data`."""
+    if dataclasses.is_dataclass(value):
+        return
+    kind = type(getattr(run, part)).__name__
+    inside = ", ".join(sorted(f"{part}.{name}" for name in _fields_of(run, part)))
+    fix = f"a meshwright.{kind}, or its fields by name"
+    if part == "data":
+        fix += f": paths=({value!r},)"
+    truth = f"{part} is a {kind} with fields of its own: {inside}"
+    raise ConfigError(f"{part}={value!r} in a Run", truth, fix)
+
+
 def _differing_fields(before: Any, now: Any, part: str) -> list[str]:
-    """Returns the dotted names of the fields in which a part of a Run differs from what was there before."""
+    """Returns the dotted names of the fields in which a part of a Run has changed."""
     names = []
     for field in dataclasses.fields(now):
         missing = object()
@@ -165,8 +173,9 @@ def with_chosen(run: Run, fields: Iterable[str]) -> Run:
 
 
 def with_prompt_for_data(run: Run, base: Run) -> Run:
-    """Returns a changed run with the default prompt where it has other data, and still the prompt of `base`.
+    """Returns a changed run, with the default prompt if it has other data.
 
+    A prompt that differs from that of `base` stays.
     The prompt of a recipe belongs to its text: samples of German prose do not begin with `def `.
     """
     same_data = run.data.paths == base.data.paths
@@ -176,9 +185,8 @@ def with_prompt_for_data(run: Run, base: Run) -> Run:
 
 
 def _fields_of(run: Run, part: str) -> list[str]:
-    return [
-        field.name for field in dataclasses.fields(run if part == "run" else getattr(run, part))
-    ]
+    owner = run if part == "run" else getattr(run, part)
+    return [field.name for field in dataclasses.fields(owner)]
 
 
 _LONGEST = 4096
@@ -188,8 +196,8 @@ _LONGEST = 4096
 def run_of_hugging_face(name: str) -> Run:
     """Returns the Run that trains the model `hf:NAME` from its weights, with its tokenizer.
 
-    Batch, length and learning rate are those of a short continued training. Raises WeightsError where Meshwright does
-    not have the model; weights are not read.
+    Batch, length and learning rate are those of a short continued training. Raises WeightsError
+    where Meshwright does not have the model; weights are not read.
     """
     # Only runs of such models load their reader.
     from meshwright.hugging_face import folder

@@ -1,4 +1,7 @@
-"""The `Run`: one frozen value that describes a training run (model, mesh, layout, training, optimizer, data)."""
+"""The `Run`: one frozen value that describes a training run.
+
+Its parts: model, mesh, layout, training, optimizer, data.
+"""
 
 import dataclasses
 import json
@@ -49,10 +52,12 @@ class Run(Shown, Ranged):
     mesh: Annotated[MeshShape | None, _MESH] = None
     """Degrees of the mesh axes; None uses all devices found."""
     layout: Annotated[str, changes("program", "plan")] = "auto"
-    """Layout of tensors on the mesh: fsdp, zero1, folded, folded_zero1, or module:attribute of a `Layout`. `auto` is
-    fsdp; on a known chip zero1 for pipelines with `data`, and folded where that is predicted to be faster."""
+    """Layout of tensors on the mesh: fsdp, zero1, folded, folded_zero1, or module:attribute of a
+    `Layout`. `auto` is fsdp; on a known chip zero1 for pipelines with `data`, and folded where that
+    is predicted to be faster."""
     fsdp_min_size: Annotated[NonNegativeInt, changes("program", "evaluation", "plan")] = 2**12
-    """Parameters of fewer elements (per layer), and norms and biases, are not sharded over `fsdp`."""
+    """Parameters of fewer elements (per layer), and norms and biases, are not sharded over `fsdp`.
+    """
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
     data: Data = Data()
@@ -62,14 +67,15 @@ class Run(Shown, Ranged):
     reporters: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--report"]), changes("loop")] = ()
     """Metrics also to tensorboard, wandb, or module:attribute of `(Path, Run) -> Reporter`."""
     init_from: Annotated[str | None, changes("loop", resumes=False), TEXT_ONLY] = None
-    """Weights to start from, at step 0: hf:PATH of a Hugging Face folder, or a run's output folder; None draws them."""
+    """Weights to start from, at step 0: hf:PATH of a Hugging Face folder, or a run's output folder;
+    None draws them."""
     name: Annotated[str, changes("loop")] = "run"
     """Name of the output folder."""
     chosen: Annotated[dict[str, Any], _CHOSEN, tyro.conf.Suppress] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
     )
-    """Values that the user gave, by dotted field and as given (`runs.recipe.with_chosen`). Nothing is computed from
-    them: they tell a choice from what was resolved on the machine and the data."""
+    """Values that the user gave, by dotted field and as given (`runs.recipe.with_chosen`). Nothing
+    is computed from them: they tell a choice from what was resolved on the machine and the data."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,7 +18,7 @@ from meshwright.documents import (
     read_text,
     unique_object,
 )
-from meshwright.errors import CheckpointError, ConfigError, by_class, nearest
+from meshwright.errors import CheckpointError, ConfigError, by_class, nearest, reason_of
 from meshwright.models.families import family_name, find_family
 from meshwright.runs.run import Run
 from meshwright.statuses import with_place
@@ -39,7 +39,10 @@ def run_to_dict(run: Run) -> dict[str, Any]:
 
 
 def fields_to_compare(run: Run) -> dict[str, Any]:
-    """Returns the fields of a run as JSON values, without who chose them: two runs with these are the same."""
+    """Returns the fields of a run as JSON values, without who chose them.
+
+    Equal values are equal runs.
+    """
     fields, _ = split_chosen(run_to_dict(run))
     return fields
 
@@ -55,28 +58,30 @@ def split_chosen(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def with_absolute_paths(run: Run) -> Run:
-    """Returns the run with absolute paths in place of relative ones, so that its folder can be used from anywhere."""
-
-    def absolute(name: str | None) -> str | None:
-        return None if name is None else place_of(name)
-
-    def source(text: str) -> str:
-        path, weight, number = text.rpartition("=")
-        if not weight or place_of(text) != text:
-            return place_of(text)
-        return derive(text, f"{place_of(derive(text, path))}={number}")
-
+    """Returns the run with absolute paths, so that its folder can be used from anywhere."""
     template = run.finetune.template
-    if template not in TEMPLATES:
-        template = absolute(template)
-    paths, tuning, local = tuple(map(source, run.data.paths)), run.finetune, run.local_checkpoints
+    if template is not None and template not in TEMPLATES:
+        template = place_of(template)
+    paths = tuple(_absolute_source(text) for text in run.data.paths)
+    data = dataclasses.replace(run.data, paths=paths, tokenizer=place_of(run.data.tokenizer))
+    local = run.local_checkpoints
+    if local.path:
+        local = dataclasses.replace(local, path=str(path_of(local.path)))
     return dataclasses.replace(
         run,
-        data=dataclasses.replace(run.data, paths=paths, tokenizer=place_of(run.data.tokenizer)),
-        finetune=dataclasses.replace(tuning, template=template),
-        local_checkpoints=dataclasses.replace(local, path=local.path and str(path_of(local.path))),
-        init_from=absolute(run.init_from),
+        data=data,
+        finetune=dataclasses.replace(run.finetune, template=template),
+        local_checkpoints=local,
+        init_from=None if run.init_from is None else place_of(run.init_from),
     )
+
+
+def _absolute_source(text: str) -> str:
+    """Returns PATH or PATH=WEIGHT with an absolute path."""
+    path, weight, number = text.rpartition("=")
+    if not weight or place_of(text) != text:
+        return place_of(text)
+    return derive(text, f"{place_of(derive(text, path))}={number}")
 
 
 def write_run(run: Run, file: Path) -> None:
@@ -87,7 +92,8 @@ def write_run(run: Run, file: Path) -> None:
 def run_from_dict(document: dict[str, Any], origin: str) -> Run:
     """Returns the run of `run_to_dict`, read from the file `origin`.
 
-    Raises ConfigError naming an unknown or ill-typed field, and a name of code that a file may not choose (`trust`).
+    Raises ConfigError naming an unknown or ill-typed field, and a name of code that a file may not
+    choose (`trust`).
     """
     _check_values(document, origin)
     rest = foreign(document, origin)
@@ -125,7 +131,10 @@ def _converted(value: Any, kind: Any, name: str, origin: str) -> Any:
 
 
 def _check_values(document: Any, origin: str) -> None:
-    """Raises ConfigError for a document of the wrong form, and for a value with effects that a file may not have."""
+    """Raises ConfigError for a document of the wrong form.
+
+    A value with effects that a file may not have is refused too.
+    """
     asked, wrote = f"the run in {origin}", "what training wrote"
     if not isinstance(document, dict):
         raise ConfigError(asked, "it is not an object", wrote)
@@ -145,14 +154,20 @@ def _check_values(document: Any, origin: str) -> None:
         raise ConfigError(asked, truth, '"compiler_options": ["auto"]')
     for option in options:
         if _WRITES.search(str(option).partition("=")[0]):
-            fix = f"--training.compiler-options {option} on the command line, and no such option in the file"
+            fix = (
+                f"--training.compiler-options {option} on the command line, and no such option "
+                f"in the file"
+            )
             raise ConfigError(
                 f"the compiler option {option!r} of {origin}", "it makes XLA write files", fix
             )
 
 
 def read_unique_json(file: Path, largest: int = SMALL) -> Any:
-    """Returns the JSON value in a file. Raises OSError, and ValueError also where an object has a name twice."""
+    """Returns the JSON value in a file.
+
+    Raises OSError, and ValueError also where an object has a name twice.
+    """
     return parse_document(read_text(file, largest), unique_object)
 
 
@@ -165,7 +180,7 @@ def read_run(file: Path) -> Run:
             error,
             ConfigError(
                 f"run file {file}",
-                f"it cannot be read: {error}",
+                f"it cannot be read: {reason_of(error)}",
                 "the run.json of an output folder",
             ),
         ) from error

@@ -1,9 +1,9 @@
 """Every decision that a run leaves to its machine, made once.
 
-`settle` takes a run that is placed on a mesh (runs/placed_run.py) and the machine of that mesh. The step is built from
-the result (`execution_of`), the planner prices it, and `show` draws it: nothing else asks for a platform, a chip
-or a torus. What only prices can decide, the remat policy and the pipeline schedule, is chosen before
-(planner/search.py).
+`settle` takes a run that is placed on a mesh (runs/placed_run.py) and the machine of that mesh. The
+step is built from the result (`execution_of`), the planner prices it, and `show` draws it: nothing
+else asks for a platform, a chip or a torus. What only prices can decide, the remat policy and the
+pipeline schedule, is chosen before (planner/search.py).
 """
 
 import dataclasses
@@ -60,18 +60,27 @@ def settle(placed: PlacedRun, machine: Machine) -> "Settled":
 
 @dataclasses.dataclass(frozen=True)
 class Settled(PlacedRun):
-    """A placed run that knows its machine: every decision that depends on chips, links and compiler."""
+    """A placed run that knows its machine.
+
+    It has every decision that depends on chips, links and compiler.
+    """
 
     machine: Machine
 
     @functools.cached_property
     def kernels(self) -> Kernels:
-        """Attention kernel. Raises ConfigError where the one that the run names does not support it."""
+        """Attention kernel.
+
+        Raises ConfigError where the one that the run names does not support it.
+        """
         return kernels_of(self.run.training, self.layout.spec, self.sequence, self.machine)
 
     @functools.cached_property
     def grouped_matmul(self) -> GroupedMatmul | None:
-        """Grouped matmul of experts; None for a model without. Raises ConfigError where the named one cannot run."""
+        """Grouped matmul of experts; None for a model without.
+
+        Raises ConfigError where the named one cannot run.
+        """
         if not any(layer.experts for layer in self.layout.spec.layers):
             return None
         training = self.run.training
@@ -88,7 +97,10 @@ class Settled(PlacedRun):
 
     @functools.cached_property
     def low_precision_experts(self) -> bool:
-        """Whether the grouped matmuls of experts are in the run's matmul precision, and not in its compute dtype."""
+        """Whether the grouped matmuls of experts are in the run's matmul precision.
+
+        Otherwise they are in its compute dtype.
+        """
         run = self.run
         name, capacity = (
             run.training.matmul_precision,
@@ -101,7 +113,7 @@ class Settled(PlacedRun):
         )
 
     def in_low_precision(self, p: Param) -> bool:
-        """Whether the matmuls of a weight are in the run's matmul precision, where that is a low one."""
+        """Whether the matmuls of a weight are in the run's matmul precision, a low one."""
         return is_low_precision(p) or (self.low_precision_experts and is_low_precision_expert(p))
 
     @property
@@ -125,7 +137,10 @@ class Settled(PlacedRun):
 
     @functools.cached_property
     def links(self) -> DcnAxis:
-        """Levels of links under the mesh axes: slices, and dimensions of the torus where a gather takes levels."""
+        """Levels of links under the mesh axes.
+
+        They are slices, and dimensions of the torus where a gather takes levels.
+        """
         dcn, chip = self.dcn, self.machine.listed
         if not (self.machine.torus and chip and chip.gathers_in_levels):
             return dcn
@@ -136,97 +151,121 @@ class Settled(PlacedRun):
 
     @functools.cached_property
     def expert_nodes(self) -> int:
-        """Groups of the devices that split experts between which a token has one row (models/blocks/experts.py).
+        """Groups of the devices that split experts, with one row per token and group.
 
-        1 where they are in one node or slice. Over several these are the groups: a token's experts share a row on the
-        network, and their own are copied inside. With few experts per token that saves less than the copies cost, and
-        each device is a group.
+        See models/blocks/experts.py.
+        1 where they are in one node or slice. Over several these are the groups: a token's experts
+        share a row on the network, and their own are copied inside. With few experts per token that
+        saves less than the copies cost, and each device is a group.
         """
-        shape, chip, model = self.layout.shape, self.machine.chip, self.run.model
+        chip = self.machine.chip
         spec = next((layer.experts for layer in self.layout.spec.layers if layer.experts), None)
-        axes = self.layout.expert_axes
-        nodes, devices = shape.slices if shape.dcn_axis in axes[:1] else 1, shape.over(axes)
-        # The innermost axes of a mesh fill a node.
-        if (
-            chip
-            and isinstance(chip.interconnect, Nodes)
-            and shape.size > chip.interconnect.devices_per_node
-        ):
-            others = math.prod(
-                shape.degrees()[axis] for axis in ("context", "tensor") if axis not in axes
-            )
-            nodes = devices // math.gcd(
-                devices, max(1, chip.interconnect.devices_per_node // others)
-            )
-        if spec is None or nodes == 1 or getattr(model, "dispatch", None) == "capacity":
+        devices = self.layout.shape.over(self.layout.expert_axes)
+        nodes = self._nodes_of_experts
+        if spec is None or nodes == 1 or getattr(self.run.model, "dispatch", None) == "capacity":
             return 1
         saved = (spec.mean_nodes(devices) - spec.mean_nodes(nodes)) * (1 - 1 / nodes)
         copied = spec.experts_per_token * (1 - nodes / devices)
         slower = chip.interconnect.link_bandwidth / chip.network_bandwidth if chip else math.inf
         return nodes if saved > copied / slower else devices
 
+    @property
+    def _nodes_of_experts(self) -> int:
+        """Nodes or slices over which the devices that split experts are spread."""
+        shape = self.layout.shape
+        axes = self.layout.expert_axes
+        chip = self.machine.chip
+        if chip is None or not isinstance(chip.interconnect, Nodes):
+            return shape.slices if shape.dcn_axis in axes[:1] else 1
+        if shape.size <= chip.interconnect.devices_per_node:
+            return shape.slices if shape.dcn_axis in axes[:1] else 1
+        # The innermost axes of a mesh fill a node.
+        degrees = shape.degrees()
+        others = math.prod(degrees[axis] for axis in ("context", "tensor") if axis not in axes)
+        room = max(1, chip.interconnect.devices_per_node // others)
+        devices = shape.over(axes)
+        return devices // math.gcd(devices, room)
+
     @functools.cached_property
     def gathered_ahead(self) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
         """Parameters that are gathered one layer ahead, by stack (models/gather_ahead.py).
 
-        The first are for passes that begin at a layer's start, the second for those that begin with its feed-forward
-        half (`RematPolicy.begins_inside`). Experts are too large to have those of two layers.
+        The first are for passes that begin at a layer's start, the second for those that begin with
+        its feed-forward half (`RematPolicy.begins_inside`). Experts are too large to have those of
+        two layers.
         """
-        training, names = (
-            self.run.training,
-            dict[str, tuple[tuple[str, ...], tuple[str, ...]]](),
-        )
+        if self._gathered_within_reason is not None:
+            return {}
+        training = self.run.training
+        found: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
         # With offloading it is the setting that was compiled: Llama 3 8B on v6e (docs/log.md).
         offloads = bool(REMAT_POLICIES[training.remat].offloaded) and self.machine.on_tpu
         wanted = {"layer": True, "none": False, "auto": bool(self.links.torus) or offloads}[
             training.gather_ahead
         ]
-        for stack, count in (
-            self.layout.spec.stacks.items() if self._gathered_within_reason is None else ()
-        ):
-            params, where = self.layout.params[stack], self.layout.placements[stack]
-            hidden = tuple(
+        for stack, count in self.layout.spec.stacks.items():
+            params = self.layout.params[stack]
+            placements = self.layout.placements[stack]
+            feed_forward = tuple(
                 n for n, p in params.items() if getattr(p, "role", None) in ("ffn_in", "ffn_out")
             )
-            first = tuple(n for n in params if n not in hidden)
+            first = tuple(n for n in params if n not in feed_forward)
+            is_gathered = any(placements[n].at_rest != placements[n].in_use for n in first)
             # The gathers of the half that is not first overlap with the other.
-            if wanted and count > 1 and any(where[n].at_rest != where[n].in_use for n in first):
-                names[stack] = (
-                    first,
-                    first if any("E" in params[n].dims for n in hidden) else hidden,
-                )
-        return names
+            if wanted and count > 1 and is_gathered:
+                has_experts = any("E" in params[n].dims for n in feed_forward)
+                found[stack] = (first, first if has_experts else feed_forward)
+        return found
 
     @property
     def _gathered_within_reason(self) -> str | None:
-        """Why weights are gathered within their own layer, None where they can be gathered ahead."""
-        training, stages, period = (
-            self.run.training,
-            self.layout.shape.stage,
-            self.layout.spec.period,
-        )
+        """Why weights are gathered within their own layer; None if they can be gathered ahead."""
+        training = self.run.training
+        stages = self.layout.shape.stage
+        period = self.layout.spec.period
         if self.run.finetune.method == "lora":
-            return "its backward pass computes the gradients of all weights, and under adapters they are frozen"
+            return (
+                "its backward pass computes the gradients of all weights, and under adapters "
+                "they are frozen"
+            )
         if period > 1:
-            return f"it gathers for the next layer of one kind, and the model's layers repeat with a period of {period}"
+            return (
+                f"it gathers for the next layer of one kind, and the model's layers repeat "
+                f"with a period of {period}"
+            )
         if REMAT_POLICIES[training.remat].saved is None:
-            return f"it gathers weights again in the backward pass, and remat {training.remat} recomputes no layer"
+            return (
+                f"it gathers weights again in the backward pass, and remat {training.remat} "
+                f"recomputes no layer"
+            )
         if stages > 1:
-            return f"each of {stages} pipeline stages runs its layers tick by tick, with gathers of their own"
+            return (
+                f"each of {stages} pipeline stages runs its layers tick by tick, with gathers "
+                f"of their own"
+            )
         if training.unroll > 1:
             return f"its loop has one layer per iteration, and unroll is {training.unroll}"
         return None
 
     @property
     def tensor_strategy(self) -> Literal["gather", "ring"]:
-        """Whether chunks of the sequence go around a ring over `tensor`; alone a device gathers nothing."""
+        """Whether chunks of the sequence go around a ring over `tensor`.
+
+        A single device gathers nothing.
+        """
+        if self.layout.shape.tensor == 1:
+            return "gather"
         strategy = self.run.training.tensor_strategy
-        chosen = ("ring" if self.machine.on_tpu else "gather") if strategy == "auto" else strategy
-        return chosen if self.layout.shape.tensor > 1 else "gather"
+        if strategy == "auto":
+            return "ring" if self.machine.on_tpu else "gather"
+        return strategy
 
     @property
     def attention_pieces(self) -> int:
-        """Most pieces of the batch whose attention overlaps with another's sums over `tensor`; 1 without a ring."""
+        """Most pieces of the batch whose attention overlaps another's sums over `tensor`.
+
+        1 without a ring.
+        """
         low, chip = self.run.training.matmul_precision != "compute", self.machine.listed
         whole = self.tensor_strategy == "gather" or self.layout.shape.context > 1 or low
         return (
@@ -237,8 +276,9 @@ class Settled(PlacedRun):
 
     @property
     def scheduled_by_price(self) -> bool:
-        """Whether XLA's scheduler for GPUs has the times that are predicted here; it knows none of experts' kernels.
+        """Whether XLA's scheduler for GPUs gets the predicted times.
 
+        Times of experts' kernels are not known to it.
         Not where the run names its own profile or scheduler.
         """
         machine, words = self.machine, self.run.training.compiler_options
@@ -248,7 +288,10 @@ class Settled(PlacedRun):
 
     @property
     def exchange_pieces(self) -> int:
-        """Pieces of the batch of which the rows of one travel to experts while another computes; 1 is all at once."""
+        """Pieces of the batch: one travels to experts while another computes.
+
+        1 sends all at once.
+        """
         return self._pieces if self.exchanged_at_once_reason is None else 1
 
     @property
@@ -263,7 +306,10 @@ class Settled(PlacedRun):
 
     @functools.cached_property
     def exchanged_at_once_reason(self) -> str | None:
-        """Why the rows of the whole batch travel to experts at once, None where they travel in pieces."""
+        """Why the whole batch travels to experts at once.
+
+        None: it travels in pieces.
+        """
         layout = self.layout
         training = self.run.training
         nodes = self.expert_nodes
@@ -286,7 +332,8 @@ class Settled(PlacedRun):
             * (1 - 1 / nodes)
             / chip.network_bandwidth
         )
-        # Each piece has gradients of the experts' weights: of a sum two arrays are read and one is written.
+        # Each piece has gradients of the experts' weights: of a sum two arrays are read and one is
+        # written.
         own = [
             p.size / layout.shape.over(axes_of(where.in_use))
             for _, p, where in layout.leaves
@@ -302,7 +349,10 @@ class Settled(PlacedRun):
 
     @functools.cached_property
     def compiler_options(self) -> dict[str, str]:
-        """XLA options of run and chip; none on simulated devices. Raises ConfigError for a word that is no option."""
+        """XLA options of run and chip; none on simulated devices.
+
+        Raises ConfigError for a word that is no option.
+        """
         options = dict(self.machine.determinism.compiler_options) if self.fixes_bits else {}
         options |= compiler_options_of(self.machine.listed, self.run.training.compiler_options)
         return {} if self.machine.simulated else options
@@ -311,18 +361,19 @@ class Settled(PlacedRun):
     def summed_in_backward(self) -> Tree:
         """Tree of the batch axes over which the backward pass sums a gradient, layer by layer.
 
-        For the matmuls of layers that replicas share (`data`), whose sums then overlap with the rest of the backward
-        pass. With several microbatches, or stages, or in low precision, they are summed once, at the end.
+        For the matmuls of layers that replicas share (`data`), whose sums then overlap with the
+        rest of the backward pass. With several microbatches, or stages, or in low precision, they
+        are summed once, at the end.
         """
+        return tree_map(self._summed_axes, self.layout.params, self.layout.placements)
+
+    def _summed_axes(self, p: Param, placements: Placements) -> Axes:
+        """Returns the batch axes over which the backward pass sums the gradient of a parameter."""
+        if self.sums_gradients_last or p.role is None or "L" not in p.dims or p.frozen:
+            return ()
         degrees = self.layout.shape.degrees()
-
-        def axes(p: Param, placements: Placements) -> Axes:
-            if self.sums_gradients_last or p.role is None or "L" not in p.dims or p.frozen:
-                return ()
-            sharded = axes_of(placements.optimizer)
-            return tuple(a for a in BATCH_AXES if degrees[a] > 1 and a not in sharded)
-
-        return tree_map(axes, self.layout.params, self.layout.placements)
+        sharded = axes_of(placements.optimizer)
+        return tuple(a for a in BATCH_AXES if degrees[a] > 1 and a not in sharded)
 
     def check(self) -> None:
         """Raises ConfigError for what the run asks for and this machine cannot do."""
@@ -348,13 +399,16 @@ class Settled(PlacedRun):
         if REMAT_POLICIES[training.remat].offloaded and not (machine.on_tpu or machine.simulated):
             raise ConfigError(
                 f"--training.remat {training.remat} on {machine.kind}",
-                "it offloads activations to host memory, which XLA does on TPUs; on GPUs it keeps them on the device "
+                "it offloads activations to host memory, which XLA does on TPUs; on GPUs it keeps "
+                "them on the device "
                 "without an error",
                 f"--training.remat {'full' if training.remat == 'offload' else 'projections'}",
             )
         reason = self._gathered_within_reason
         if training.gather_ahead == "layer" and reason is not None:
-            raise ConfigError("training.gather_ahead layer", reason, "training.gather_ahead auto")
+            raise ConfigError(
+                "--training.gather-ahead layer", reason, "--training.gather-ahead auto"
+            )
         _ = self.kernels, self.grouped_matmul
 
 
@@ -387,7 +441,7 @@ def execution_of(settled: Settled) -> Execution:
 
 
 def _gather_params(settled: Settled) -> Any:
-    """Gathers of weights: in the compute dtype, in low precision, or together with their adapters."""
+    """Gathers of weights in the compute dtype, in low precision, or with their adapters."""
     training = settled.run.training
     layout = settled.layout
     gather: Any = plan_gathers(
@@ -423,10 +477,12 @@ def _multiply_groups(settled: Settled) -> Any:
 
 
 def gather_levels(degrees: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the levels of gathers over an axis. degrees: along each dimension of the torus, outermost first.
+    """Returns the levels of gathers over an axis.
 
-    XLA compiles a gather over a closed torus of three dimensions to an all-reduce of the whole array; where a dimension
-    is open it does not. The outer level moves nearly all bytes, so it gets two dimensions.
+    degrees: along each torus dimension, outermost first.
+    XLA compiles a gather over a closed torus of three dimensions to an all-reduce of the whole
+    array; where a dimension is open it does not. The outer level moves nearly all bytes, so it gets
+    two dimensions.
     """
     closed = sum(degree >= _RING for degree in degrees) == 3
     return (math.prod(degrees[:2]), math.prod(degrees[2:])) if closed else (math.prod(degrees),)

@@ -1,4 +1,7 @@
-"""Initial values of parameters: they depend only on seed, path and global index, so any mesh has the same bits."""
+"""Initial values of parameters.
+
+They depend only on seed, path and global index, so any mesh has the same bits.
+"""
 
 import math
 import zlib
@@ -42,18 +45,21 @@ def _initial(p: Param, words: jax.Array, dtype: Any) -> jax.Array:
 def random_bits(
     words: jax.Array, shape: tuple[int, ...], order: tuple[int, ...] | None
 ) -> jax.Array:
-    """Returns the uint32 numbers of a threefry key, the rows of a stack in a given order, each on its own device.
+    """Returns the uint32 numbers of a threefry key, for the rows of a stack in a given order.
 
-    words: data of the key.  order: layer in each row; None is the order of the layers. Indexing the whole array would
-    materialise it on every device. Threefry hashes an element's index, so hashing the indices that the elements have in
-    the whole array gives the same numbers (`jax_threefry_partitionable`).
+    Each row is on its own device.
+    words: data of the key.  order: layer in each row; None is the order of the layers. Indexing the
+    whole array would materialise it on every device. Threefry hashes an element's index, so hashing
+    the indices that the elements have in the whole array gives the same numbers
+    (`jax_threefry_partitionable`).
     """
     if order is None:
         return jax.random.bits(jax.random.wrap_key_data(words, impl="threefry2x32"), shape)
     shape, given = (*shape, *(1,) * (2 - len(shape))), shape
     inner = shape[2:]
     layer = np.maximum(np.array(order), 0).astype(np.uint64)[:, None]
-    # Indices have 64 bits, and JAX integers 32: the index is kept as two words, and the last dimensions fit in one.
+    # Indices have 64 bits, and JAX integers 32: the index is kept as two words, and the last
+    # dimensions fit in one.
     start = (layer * np.uint64(shape[1]) + np.arange(shape[1], dtype=np.uint64)) * np.uint64(
         math.prod(inner)
     )
@@ -83,12 +89,13 @@ def _normal_in_order(order: tuple[int, ...], shape: tuple[int, ...], words: jax.
     )
 
 
-# This program runs once. At full optimisation XLA:CPU compiles it for 7 of the 8 s that a small model takes to start.
+# This program runs once. At full optimisation XLA:CPU compiles it for 7 of the 8 s that a small
+# model takes to start.
 _COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"xla_backend_optimization_level": 1}}
 
 
 def init_params(params: Tree, shardings: Tree, *, seed: int, dtype: Any) -> Tree:
-    """Creates the arrays of `params` in their shardings: no device ever holds more than its blocks."""
+    """Creates the arrays of `params` in their shardings. No device holds more than its blocks."""
     draw, words = init_program(params, shardings, seed=seed, dtype=dtype)
     # The value of an element must not depend on how many devices share the array.
     with jax.threefry_partitionable(True), cache_on_simulated_devices():
@@ -99,8 +106,8 @@ def init_program(
     params: Tree, shardings: Tree, *, seed: int, dtype: Any
 ) -> tuple[Any, dict[str, np.ndarray]]:
     """Returns the jitted program of `init_params`, and its arguments."""
-    # Seed and path are the two words of a parameter's key. They are arguments, not constants: XLA would take 0.2 s per
-    # parameter to fold them.
+    # Seed and path are the two words of a parameter's key. They are arguments, not constants: XLA
+    # would take 0.2 s per parameter to fold them.
     words = {
         path: np.array([seed, zlib.crc32(path.encode())], np.uint32)
         for path in named_leaves(params)
@@ -110,7 +117,8 @@ def init_program(
     def build(words: dict[str, jax.Array]) -> Tree:
         leaves: list[jax.Array] = []
         for path, p in named_leaves(params).items():
-            # One parameter after another: the random bits of all of them would take more than the parameters.
+            # One parameter after another: the random bits of all of them would take more than the
+            # parameters.
             word, *leaves[-1:] = jax.lax.optimization_barrier((words[path], *leaves[-1:]))
             leaves.append(_initial(p, word, p.stored or dtype))
         return treedef.unflatten(leaves)

@@ -12,12 +12,15 @@ from meshwright.sharding.stages import PartMap, PartPlacement, StageAssignment
 
 
 def loop_placement(part: int, stages: int) -> int:
-    """Places part p on stage p mod P: interleaved stages (Narayanan et al. 2021, arXiv:2104.04473, section 2.2)."""
+    """Places part p on stage p mod P: interleaved stages.
+
+    Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
+    """
     return part % stages
 
 
 def v_placement(part: int, stages: int) -> int:
-    """Places parts p and 2P-1-p on stage p: a V (ZB-V: Qi et al. 2024, arXiv:2405.15362; DualPipeV)."""
+    """Places parts p and 2P-1-p on stage p: a V (ZB-V, arXiv:2405.15362; DualPipeV)."""
     lap, place = divmod(part, stages)
     return place if lap % 2 == 0 else stages - 1 - place
 
@@ -28,8 +31,9 @@ def map_parts(
 ) -> PartMap:
     """Maps every part of the model to a stage.
 
-    Raises ConfigError for a placement that the pipeline cannot run: the first part must be on stage 0, every stage
-    must have `virtual_stages` parts, and consecutive parts must be on the same or neighbouring stages of the ring.
+    Raises ConfigError for a placement that the pipeline cannot run: the first part must be on stage
+    0, every stage must have `virtual_stages` parts, and consecutive parts must be on the same or
+    neighbouring stages of the ring.
     """
     parts = PartMap(
         stages, virtual_stages, tuple(placement(p, stages) for p in range(stages * virtual_stages))
@@ -52,7 +56,8 @@ def map_parts(
         if (there - here) % stages not in (0, 1, stages - 1):
             raise ConfigError(
                 on_stages,
-                f"activations pass between neighbouring stages; parts {part} and {part + 1} are on {here} and {there}",
+                f"activations pass between neighbouring stages; parts {part} and {part + 1} are "
+                f"on {here} and {there}",
                 "a placement in which consecutive parts are on the same or on neighbouring stages",
             )
     return parts
@@ -66,58 +71,87 @@ def assign_layers(
     placement: PartPlacement = loop_placement,
     period: int = 1,
 ) -> StageAssignment:
-    """Cuts the layers into consecutive parts so that the costliest part costs least; earlier parts are the larger.
+    """Cuts the layers into consecutive parts so that the costliest part costs least.
 
-    Where stages have several virtual stages, less than one part of each stage may be empty: Llama 3 405B runs 126
-    layers as 128 parts (arXiv:2407.21783, section 3.3.2). Layers whose kinds repeat with a period (local and global
-    attention in turn) are cut where a period begins, so that a row is of one kind on all stages; no part is empty then.
+    Earlier parts are the larger.
+    Where stages have several virtual stages, less than one part of each stage may be empty: Llama 3
+    405B runs 126 layers as 128 parts (arXiv:2407.21783, section 3.3.2). Layers whose kinds repeat
+    with a period (local and global attention in turn) are cut where a period begins, so that a row
+    is of one kind on all stages; no part is empty then.
 
-    costs: cost of each layer. Raises ConfigError where there are fewer layers, or periods, than that takes.
+    costs: cost of each layer. Raises ConfigError where there are fewer layers, or periods, than
+    that takes.
     """
-    parts, layers = stages * virtual_stages, len(costs)
-    mesh = f"stage={stages}" + (
-        f" of {virtual_stages} virtual stages" if virtual_stages > 1 else ""
-    )
+    parts = stages * virtual_stages
     if period > 1:
-        periods = -(-layers // period)
-        if parts > periods:
-            raise ConfigError(
-                f"{layers} layers that repeat every {period} on {mesh}",
-                f"every part begins with a period, and {parts} parts > {periods} periods",
-                f"stage of at most {max(1, periods // virtual_stages)}",
-            )
-        sums = tuple(sum(costs[i : i + period]) for i in range(0, layers, period))
+        sums = _sums_of_periods(costs, stages, virtual_stages, period)
         cut = assign_layers(sums, stages, virtual_stages, placement)
-        boundaries = tuple(min(period * first, layers) for first in cut.boundaries)
+        boundaries = tuple(min(period * first, len(costs)) for first in cut.boundaries)
         return dataclasses.replace(cut, layer_costs=costs, boundaries=boundaries)
-    fewest = stages if virtual_stages == 1 else parts - stages + 1
-    if layers < fewest:
-        most = layers if virtual_stages == 1 else (layers - 1) // (virtual_stages - 1)
-        raise ConfigError(
-            f"{layers} layers on {mesh}",
-            "every stage has a layer at least, and fewer than one part of each stage may be empty: "
-            f"{fewest} layers or more"
-            if virtual_stages > 1
-            else f"every stage has a layer at least, and {stages} > {layers}",
-            f"stage of at most {most}" if most > 1 else f"{fewest} layers, or fewer virtual stages",
-        )
+    _check_enough_layers(len(costs), stages, virtual_stages)
     cumulative = np.concatenate([[0.0], np.cumsum(costs)])
-    costliest = _best_cut(cumulative, parts, lambda before, part: np.maximum(before, part))[0]
-
+    costliest = _best_cut(cumulative, parts, np.maximum)[0]
     # Among all cuts with that costliest part, take the most even one: the least sum of squares.
-    def squares(before: np.ndarray, part: np.ndarray) -> np.ndarray:
-        return np.where(part > costliest * (1 + 1e-9), np.inf, before + part**2)
-
-    boundaries = _best_cut(cumulative, parts, squares)[1]
+    boundaries = _best_cut(cumulative, parts, functools.partial(_add_squares, costliest))[1]
     stage_of = map_parts(stages, virtual_stages, placement).stage_of
     return StageAssignment(stages, virtual_stages, stage_of, costs, boundaries)
+
+
+def _mesh_text(stages: int, virtual_stages: int) -> str:
+    return f"stage={stages}" + (
+        f" of {virtual_stages} virtual stages" if virtual_stages > 1 else ""
+    )
+
+
+def _sums_of_periods(
+    costs: tuple[float, ...], stages: int, virtual_stages: int, period: int
+) -> tuple[float, ...]:
+    """Returns the cost of each period of layers.
+
+    Raises ConfigError for fewer periods than parts.
+    """
+    parts = stages * virtual_stages
+    periods = -(-len(costs) // period)
+    if parts > periods:
+        mesh = _mesh_text(stages, virtual_stages)
+        raise ConfigError(
+            f"{len(costs)} layers that repeat every {period} on {mesh}",
+            f"every part begins with a period, and {parts} parts > {periods} periods",
+            f"stage of at most {max(1, periods // virtual_stages)}",
+        )
+    return tuple(sum(costs[i : i + period]) for i in range(0, len(costs), period))
+
+
+def _check_enough_layers(layers: int, stages: int, virtual_stages: int) -> None:
+    """Raises ConfigError for fewer layers than every stage needs."""
+    fewest = stages
+    most = layers
+    truth = f"every stage has a layer at least, and {stages} > {layers}"
+    if virtual_stages > 1:
+        fewest = stages * virtual_stages - stages + 1
+        most = (layers - 1) // (virtual_stages - 1)
+        truth = (
+            "every stage has a layer at least, and fewer than one part of each stage may be empty: "
+            f"{fewest} layers or more"
+        )
+    if layers < fewest:
+        fix = (
+            f"stage of at most {most}" if most > 1 else f"{fewest} layers, or fewer virtual stages"
+        )
+        raise ConfigError(f"{layers} layers on {_mesh_text(stages, virtual_stages)}", truth, fix)
+
+
+def _add_squares(costliest: float, before: np.ndarray, part: np.ndarray) -> np.ndarray:
+    """Returns the sums of squares with one more part; infinity for a part above the costliest."""
+    return np.where(part > costliest * (1 + 1e-9), np.inf, before + part**2)
 
 
 def _best_cut(
     sums: np.ndarray, parts: int, join: Callable[[np.ndarray, np.ndarray], np.ndarray]
 ) -> tuple[float, tuple[int, ...]]:
-    """Finds the cut of least price by dynamic programming: `join(price of the parts before, cost of a part)`.
+    """Finds the cut of least price by dynamic programming.
 
+    join: `(price of the parts before, cost of a part)` -> price.
     sums: cumulative cost of the layers, from 0. Returns the price and the first layer of each part.
     """
     layers = len(sums) - 1

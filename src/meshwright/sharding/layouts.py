@@ -1,16 +1,19 @@
-"""Sharding strategies as a table of layouts; a new strategy is a new row, or a `Layout` from outside the package."""
+"""Sharding strategies as a table of layouts.
+
+A new strategy is a new row, or a `Layout` from outside the package.
+"""
 
 from meshwright import plugins
 from meshwright.errors import ConfigError
 from meshwright.sharding.placement import Layout
 from meshwright.words import AXES, DIMENSIONS
 
-# Axes that shard the vocabulary. Embedding and loss are spread over all pipeline stages, so that no stage has more of
-# them than another and none waits (Yeung et al. 2024, arXiv:2411.05288).
+# Axes that shard the vocabulary. Embedding and loss are spread over all pipeline stages, so that no
+# stage has more of them than another and none waits (Yeung et al. 2024, arXiv:2411.05288).
 VOCAB_AXES: tuple[str, ...] = ("stage", "tensor")
 
-# Tensor parallelism as Megatron does it (Shoeybi et al. 2019, arXiv:1909.08053, section 3): the first matrix of a pair
-# by columns, the second by rows. Layers lie on pipeline stages (stages.py).
+# Tensor parallelism as Megatron does it (Shoeybi et al. 2019, arXiv:1909.08053, section 3): the
+# first matrix of a pair by columns, the second by rows. Layers lie on pipeline stages (stages.py).
 MEGATRON: dict[str, tuple[str, ...]] = {
     "L": ("stage",),
     "N": ("tensor",),
@@ -20,8 +23,9 @@ MEGATRON: dict[str, tuple[str, ...]] = {
     "E": ("expert",),
 }
 
-# Parallel folding (Liu et al. 2025, arXiv:2504.14960): the devices that split a sequence and its heads for attention
-# split the experts too, innermost in the mesh. An expert keeps its full width: F takes the axes that E leaves.
+# Parallel folding (Liu et al. 2025, arXiv:2504.14960): the devices that split a sequence and its
+# heads for attention split the experts too, innermost in the mesh. An expert keeps its full width:
+# F takes the axes that E leaves.
 FOLDED: dict[str, tuple[str, ...]] = {**MEGATRON, "E": ("expert", "context", "tensor")}
 
 _FSDP = ("fsdp", "expert")
@@ -52,8 +56,8 @@ LAYOUTS: dict[str, Layout] = {
     ),
 }
 
-# Axes that shard the batch, outermost first. Outside of experts, `expert` shards parameters and batch like `fsdp`, so
-# that no two devices do the same work.
+# Axes that shard the batch, outermost first. Outside of experts, `expert` shards parameters and
+# batch like `fsdp`, so that no two devices do the same work.
 BATCH_AXES: tuple[str, ...] = ("data", "fsdp", "expert")
 
 # Axes that shard tokens: sums over all tokens go over these.
@@ -61,7 +65,7 @@ TOKEN_AXES: tuple[str, ...] = (*BATCH_AXES, "context")
 
 
 def find_layout(name: str) -> Layout:
-    """Returns the layout called `name`: a row of LAYOUTS, or a `Layout` named as `module:attribute`.
+    """Returns the layout called `name`: a row of LAYOUTS, or a `Layout` as `module:attribute`.
 
     Raises ConfigError with the nearest name, and for a layout that the step cannot compute with.
     """
@@ -81,13 +85,16 @@ def _check_layout(name: str, layout: Layout) -> None:
                 f"letters {', '.join(DIMENSIONS)}; axes {', '.join(AXES)}",
             )
     for letter, axes in MEGATRON.items():
-        # The model's collectives are written for these axes; another table would give wrong numbers, not an error.
+        # The model's collectives are written for these axes; another table would give wrong
+        # numbers, not an error.
         if layout.table.get(letter, ()) not in (axes, FOLDED[letter]):
             raise ConfigError(
                 asked,
-                f"it shards {letter} in use over {layout.table.get(letter, ())}, and the models compute with {letter} "
+                f"it shards {letter} in use over {layout.table.get(letter, ())}, and the models "
+                f"compute with {letter} "
                 f"over {axes}",
-                f"{letter}: {axes} as in meshwright.sharding.layouts.MEGATRON, and other axes in `at_rest`",
+                f"{letter}: {axes} as in meshwright.sharding.layouts.MEGATRON, and other axes in "
+                f"`at_rest`",
             )
     if "L" in layout.at_rest:
         raise ConfigError(

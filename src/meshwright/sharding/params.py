@@ -1,7 +1,7 @@
 """Parameters described before they exist: shape, dimension letters, initial values, role.
 
-Abstract arrays, shardings, initial values (sharding/initial_values.py), counts and the checkpoint's manifest are maps
-over one tree of `Param`s.
+Abstract arrays, shardings, initial values (sharding/initial_values.py), counts and the checkpoint's
+manifest are maps over one tree of `Param`s.
 """
 
 import dataclasses
@@ -28,16 +28,18 @@ LOW_PRECISION_ROLES: tuple[Role, ...] = ("qkv", "attention_out", "ffn_in", "ffn_
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-    """One parameter: its shape, a dimension letter for each dimension (words.py), and its initial values."""
+    """One parameter: its shape, its dimension letters (words.py), and its initial values."""
 
     shape: tuple[int, ...]
     dims: str
     init: Literal["normal", "zeros", "ones", "log_uniform"] = "normal"
-    """`log_uniform` is the logarithm of a number between 0.01 and 16 (decay rates of linear attention)."""
+    """`log_uniform` is the logarithm of a number between 0.01 and 16 (decay rates of linear
+    attention)."""
     std: float = 0.02
     """Standard deviation of `normal`."""
     rows: int | None = None
-    """Rows of the first dimension without padding; padding rows are zero and stay zero. None has no padding."""
+    """Rows of the first dimension without padding; padding rows are zero and stay zero. None has no
+    padding."""
     precision: Literal["compute", "float32", "bfloat16", "float16"] = "compute"
     """Dtype of the gathered weight: the run's compute dtype, or always this one."""
     role: Role | None = None
@@ -51,7 +53,8 @@ class Param:
     packed: int | None = None
     """Dimension of which an element at rest holds two (4 bits each); None where each holds one."""
     order: tuple[int, ...] | None = None
-    """Layer in each row of a stack, where rows follow the pipeline stages; NO_LAYER is a padding row of zeros."""
+    """Layer in each row of a stack, where rows follow the pipeline stages; NO_LAYER is a padding
+    row of zeros."""
 
     @property
     def logical_shape(self) -> tuple[int, ...]:
@@ -75,7 +78,10 @@ def is_low_precision(p: Param) -> bool:
 
 
 def is_low_precision_expert(p: Param) -> bool:
-    """Whether the grouped matmuls of a weight are in low precision, where the machine has a kernel for them."""
+    """Whether the grouped matmuls of a weight are in low precision.
+
+    The machine needs a kernel for them.
+    """
     return p.role in LOW_PRECISION_ROLES and "E" in p.dims
 
 
@@ -85,15 +91,20 @@ def tree_map(f: Callable[..., Any], params: Tree, *rest: Tree) -> Tree:
 
 
 def trained_only(params: Tree, tree: Tree) -> Tree:
-    """Returns `tree` with None at frozen parameters. params: descriptions.
+    """Returns `tree` with None at frozen parameters.
 
-    JAX takes None for a tree without leaves: gradients and optimizer state of the result have only the other leaves.
+    params: descriptions.
+    JAX takes None for a tree without leaves: gradients and optimizer state of the result have only
+    the other leaves.
     """
     return tree_map(lambda p, x: None if p.frozen else x, params, tree)
 
 
 def with_frozen(params: Tree, trained: Tree, all_params: Tree) -> Tree:
-    """Returns `trained` with the frozen leaves of `all_params` where it has None. params: descriptions."""
+    """Returns `trained` with the frozen leaves of `all_params` where it has None.
+
+    params: descriptions.
+    """
     return tree_map(lambda p, new, old: old if p.frozen else new, params, trained, all_params)
 
 
@@ -106,7 +117,10 @@ def named_leaves(params: Tree) -> dict[str, Any]:
 
 
 def count_params(params: Tree) -> int:
-    """Counts parameters, without the padding of vocabulary and stacks, and without scales of quantised ones."""
+    """Counts parameters, without padding of vocabulary and stacks.
+
+    Scales of quantized parameters do not count.
+    """
     return sum(
         p.size // p.shape[0] * (p.logical_shape[0] if p.rows is None else p.rows)
         for path, p in named_leaves(params).items()
@@ -115,7 +129,10 @@ def count_params(params: Tree) -> int:
 
 
 def rows_to_layers(p: Param, x: Any) -> Any:
-    """Returns `x`, whose rows are those of `p`, with one row per layer in order. x: a NumPy or JAX array."""
+    """Returns `x`, whose rows are those of `p`, with one row per layer in order.
+
+    x: NumPy or JAX array.
+    """
     if p.order is None:
         return x
     return x[np.array([p.order.index(layer) for layer in range(max(p.order) + 1)])]
@@ -130,7 +147,10 @@ def layers_to_rows(p: Param, x: Any) -> Any:
 
 
 def row_mask(p: Param) -> jax.Array:
-    """Returns whether a row of a parameter is no padding, of a shape that its array is multiplied by."""
+    """Returns a mask of the rows of a parameter that are not padding.
+
+    Its shape is one to multiply the array by.
+    """
     rows = np.arange(p.shape[0]) if p.order is None else np.array(p.order)
     mask = (rows >= 0) & (rows < (p.shape[0] if p.rows is None else p.rows))
     return jnp.asarray(mask).reshape(-1, *(1,) * (len(p.shape) - 1))
@@ -163,7 +183,8 @@ class GatherParams:
         """
 
         def gather(names: Any, w: jax.Array, how: ParamGathers) -> jax.Array:
-            # The scope is the parameter's name in the compiled program, by which the census finds it.
+            # The scope is the parameter's name in the compiled program, by which the census finds
+            # it.
             with jax.named_scope(".".join((path, *(key.key for key in names)))):
                 return gather_param(
                     w, how.gathers, how.dtype or self.compute_dtype, self.reduce_dtype, self.dcn
@@ -172,8 +193,9 @@ class GatherParams:
         return jax.tree_util.tree_map_with_path(gather, params, self.gathers[path])
 
     def rounded(self, params: Tree, path: str) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """Returns low-precision values and scales of a stack, by name, which layers get in a `RoundedParam`.
+        """Returns low-precision values and scales of a stack, by name.
 
+        Layers get them in a `RoundedParam`.
         Parameters that are gathered have none.
         """
         return {}
@@ -190,7 +212,7 @@ class ParamGathers:
     """All-gathers that lead from a parameter at rest to its weight."""
 
     gathers: tuple[tuple[Axes, int | None], ...]
-    """Axes and dimension of each all-gather, in order; dimensions are counted without the layers. A dimension of None
-    stands for the axes over which the backward pass sums the gradient."""
+    """Axes and dimension of each all-gather, in order; dimensions are counted without the layers. A
+    dimension of None stands for the axes over which the backward pass sums the gradient."""
     dtype: Any
     """Dtype of the weight; None is the compute dtype."""

@@ -1,6 +1,7 @@
-"""Described parameters on a mesh: rows of stacks, placements, shardings, and the all-gathers that make weights."""
+"""Described parameters on a mesh: rows of stacks, placements, shardings, and all-gathers."""
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
@@ -22,7 +23,10 @@ from meshwright.sharding.placement import Layout, Placements, notation, place_pa
 
 
 def frozen_params(params: Tree, dtype: Stored) -> Tree:
-    """Returns the descriptions of a copy that training leaves as it is, kept in `dtype`, or float32 where it has to."""
+    """Returns the descriptions of a copy that training does not change.
+
+    It is kept in `dtype`, or float32 if it has to be.
+    """
     return tree_map(
         lambda p: dataclasses.replace(
             p, frozen=True, stored="float32" if p.precision == "float32" else dtype
@@ -36,7 +40,10 @@ REFERENCE = "reference"
 
 
 def with_reference(params: Tree, shardings: Tree, described: Tree) -> Tree:
-    """Returns parameters with the copy that is their reference. shardings, described: of all of them."""
+    """Returns parameters with their copy, the reference.
+
+    shardings, described: of all of them.
+    """
     own = {path: tree for path, tree in params.items() if path != REFERENCE}
     types = tree_map(lambda p: p.stored, described[REFERENCE])
     copy = jax.jit(
@@ -48,35 +55,39 @@ def with_reference(params: Tree, shardings: Tree, described: Tree) -> Tree:
 
 def reorder_stacks(params: Tree, orders: dict[str, tuple[int, ...]]) -> Tree:
     """Returns `params` with the rows of each stack in the order given for its subtree."""
+    reordered = {}
+    for path, tree in params.items():
+        if path in orders:
+            tree = tree_map(functools.partial(_reorder, orders[path]), tree)
+        reordered[path] = tree
+    return reordered
 
-    def reorder(p: Param, order: tuple[int, ...]) -> Param:
-        if order == tuple(range(p.shape[0])):
-            return p
-        return dataclasses.replace(p, shape=(len(order), *p.shape[1:]), order=order)
 
-    def subtree(path: str, tree: Tree) -> Tree:
-        return tree_map(lambda p: reorder(p, orders[path]), tree) if path in orders else tree
-
-    return {path: subtree(path, tree) for path, tree in params.items()}
+def _reorder(order: tuple[int, ...], p: Param) -> Param:
+    """Returns a stacked parameter with its rows in this order."""
+    if order == tuple(range(p.shape[0])):
+        return p
+    return dataclasses.replace(p, shape=(len(order), *p.shape[1:]), order=order)
 
 
 def place_params(params: Tree, *, layout: Layout, mesh: MeshShape, min_size: int) -> Tree:
-    """Returns the same tree of Placements. Raises ConfigError with the first tensor that does not divide."""
+    """Returns the same tree of Placements.
+
+    Raises ConfigError with the first tensor that does not divide.
+    """
     treedef: Any
     flat, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_param)
-
-    def place(path: str, p: Param) -> Placements:
+    placements = []
+    for keys, p in flat:
+        path = jax.tree_util.keystr(keys, simple=True, separator=".")
+        place = functools.partial(place_param, path, p.shape, p.dims, layout=layout, mesh=mesh)
         try:
-            return place_param(path, p.shape, p.dims, layout=layout, mesh=mesh, min_size=min_size)
+            placements.append(place(min_size=min_size))
         except ConfigError:
             # Adapters and scales are small: if no dimension divides, they are replicated.
             if p.role != "adapter" and not path.endswith(".scales"):
                 raise
-            return place_param(path, p.shape, p.dims, layout=layout, mesh=mesh, min_size=p.size + 1)
-
-    placements = [
-        place(jax.tree_util.keystr(path, simple=True, separator="."), p) for path, p in flat
-    ]
+            placements.append(place(min_size=p.size + 1))
     return treedef.unflatten(placements)
 
 
@@ -98,10 +109,11 @@ def plan_gathers(
     dcn: DcnAxis,
     summed: Tree | None = None,
 ) -> GatherParams:
-    """Plans the all-gathers that lead from `at_rest` to `in_use`, one for each dimension that is sharded further.
+    """Plans the all-gathers that lead from `at_rest` to `in_use`.
 
-    placed: tree of Placements.  summed: tree of the axes over which the backward pass sums a gradient; None sums over
-    none. Raises ConfigError for placements that no all-gather connects.
+    There is one for each dimension that is sharded further.
+    placed: tree of Placements.  summed: tree of the axes over which the backward pass sums a
+    gradient; None sums over none. Raises ConfigError for placements that no all-gather connects.
     """
 
     def plan(path: Any, p: Param, placements: Placements, sum_over: Axes = ()) -> ParamGathers:
@@ -114,7 +126,8 @@ def plan_gathers(
                 raise ConfigError(
                     f"{name} as {notation('w', p.dims, placements.at_rest)} at rest and "
                     f"{notation('w', p.dims, placements.in_use)} in use",
-                    f"an all-gather removes the last axes of a dimension, and not those of layers: {p.dims[i]}",
+                    f"an all-gather removes the last axes of a dimension, and not those of "
+                    f"layers: {p.dims[i]}",
                     "a layout whose placement at rest adds axes to the one in use",
                 )
             if sharded != used:
@@ -124,14 +137,10 @@ def plan_gathers(
         # First forwards, last backwards: of the scattered gradient the sum moves least.
         gathers = [(sum_over, None), *gathers] if sum_over else gathers
         # Quantised weights travel as they are.
-        kept = (
-            p.stored
-            if p.stored in ("int8", "uint8")
-            else None
-            if p.precision == "compute"
-            else p.precision
-        )
-        return ParamGathers(tuple(gathers), kept)
+        dtype: Any = None if p.precision == "compute" else p.precision
+        if p.stored in ("int8", "uint8"):
+            dtype = p.stored
+        return ParamGathers(tuple(gathers), dtype)
 
     trees = (placed,) if summed is None else (placed, summed)
     gathers = jax.tree_util.tree_map_with_path(plan, params, *trees, is_leaf=is_param)

@@ -1,14 +1,16 @@
-"""Placement of every tensor dimension on the mesh: sharded at rest, gathered for compute, and in the optimizer.
+"""Placement of every tensor dimension on the mesh.
 
-FSDP (ZeRO-3) is the difference between a parameter's two placements, at rest and in use; ZeRO-1 shards only the
-optimizer state further (Rajbhandari et al. 2020, arXiv:1910.02054, section 5). Everything here is arithmetic on shapes:
-no device and no array is needed.
+At rest, gathered for compute, and in the optimizer.
+FSDP (ZeRO-3) is the difference between a parameter's two placements, at rest and in use; ZeRO-1
+shards only the optimizer state further (Rajbhandari et al. 2020, arXiv:1910.02054, section 5).
+Everything here is arithmetic on shapes: no device and no array is needed.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -26,7 +28,7 @@ Placement = tuple[tuple[str, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Sharding strategy: mesh axes for each dimension letter in use, and the further sharding at rest.
+    """Sharding strategy: mesh axes of each dimension letter in use, and more axes at rest.
 
     Example:
         >>> from meshwright.sharding.layouts import MEGATRON
@@ -39,14 +41,16 @@ class Layout:
     table: Mapping[str, tuple[str, ...]]
     """Dimension letter -> mesh axes that shard a parameter in use."""
     params_over: tuple[str, ...]
-    """Axes that shard a parameter further at rest (FSDP): experts where they divide, else the largest dimension."""
+    """Axes that shard a parameter further at rest (FSDP): experts where they divide, else the
+    largest dimension."""
     optimizer_over: tuple[str, ...]
     """Axes that shard the optimizer state; contains `params_over`, and more for ZeRO-1."""
     summary: str
     """One-line description."""
     at_rest: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """Dimension letter -> axes that shard this dimension further at rest, ahead of `params_over`. With {"D": ("fsdp",),
-    "F": ("data",)} a feed-forward weight is FSDP-sharded over both of its dimensions."""
+    """Dimension letter -> axes that shard this dimension further at rest, ahead of `params_over`.
+    With {"D": ("fsdp",), "F": ("data",)} a feed-forward weight is FSDP-sharded over both of its
+    dimensions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +68,11 @@ class Placements:
 def place_param(
     name: str, shape: tuple[int, ...], dims: str, *, layout: Layout, mesh: MeshShape, min_size: int
 ) -> Placements:
-    """Returns the placements of the parameter `name`. dims: its dimension letters.
+    """Returns the placements of the parameter `name`.
 
-    min_size: parameters of fewer elements per layer, and vectors, are not sharded further at rest. Raises ConfigError
-    with tensor, axis and arithmetic where a dimension does not divide.
+    dims: its dimension letters.
+    min_size: parameters of fewer elements per layer, and vectors, are not sharded further at rest.
+    Raises ConfigError with tensor, axis and arithmetic where a dimension does not divide.
     """
     # Of experts that `tensor` splits each keeps its width F.
     taken = layout.table.get("E", ()) if "E" in dims else ()
@@ -96,7 +101,10 @@ def place_param(
 
 
 def replicates_kv_heads(kv_heads: int, degree: int) -> bool:
-    """Whether every device computes all key/value heads and attends with one: there are fewer heads than devices."""
+    """Whether every device computes all key/value heads and attends with one.
+
+    There are fewer heads than devices.
+    """
     return kv_heads < degree and degree % kv_heads == 0
 
 
@@ -120,7 +128,8 @@ def _check(
             below, above = size // degree * degree, (size // degree + 1) * degree
             raise ConfigError(
                 f"{name} laid out as {notation('w', dims, placement)} with {product}={degree}",
-                f"{letter}={size} does not divide: {size} = {size // degree} * {degree} + {size % degree}",
+                f"{letter}={size} does not divide: {size} = {size // degree} * {degree} + "
+                f"{size % degree}",
                 f"{product} of {', '.join(map(str, legal))}, or {letter} of "
                 + (f"{below} or {above}" if below else f"{above}"),
             )
@@ -141,15 +150,16 @@ def _shard_largest(
     axes: tuple[str, ...],
     mesh: MeshShape,
 ) -> Placement:
-    """Shards a dimension that divides further, by `axes`: that of experts (E), else the largest; never layers (L)."""
+    """Shards one more dimension by `axes`: experts (E), else the largest; never layers (L)."""
     if not axes or not shape:  # scalars are replicated
         return placement
     degree = mesh.over(axes)
     local = local_shape(shape, placement, mesh)
-    # XLA:GPU gathers and scatters the outermost dimension in memory. For an inner one it transposes the gathered weight
-    # and its gradient, so weights [E, D, F] are sharded by experts. Of other dimensions unsharded ones come first,
-    # largest first: a sharded one is sharded again only where no other divides. XLA reduces the last dimension whole
-    # where its blocks are not whole lanes of a TPU's vector unit.
+    # XLA:GPU gathers and scatters the outermost dimension in memory. For an inner one it transposes
+    # the gathered weight and its gradient, so weights [E, D, F] are sharded by experts. Of other
+    # dimensions unsharded ones come first, largest first: a sharded one is sharded again only where
+    # no other divides. XLA reduces the last dimension whole where its blocks are not whole lanes of
+    # a TPU's vector unit.
     uneven_lanes = {len(shape) - 1} if local[-1] // degree % _LANES else set()
     order = sorted(
         range(len(shape)),
@@ -159,20 +169,25 @@ def _shard_largest(
         if dims[i] != "L" and local[i] % degree == 0:
             return (*placement[:i], placement[i] + axes, *placement[i + 1 :])
     product = "*".join(axes)
+    sizes = ", ".join(f"{letter}={size}" for letter, size in zip(dims, local, strict=True))
+    larger = _elements_per_layer(shape, dims) + 1
     raise ConfigError(
         f"{name} {list(shape)} sharded over {product}={degree}",
-        f"no dimension divides by {degree}: local sizes are "
-        + ", ".join(f"{letter}={size}" for letter, size in zip(dims, local, strict=True)),
-        f"a degree of {product} that divides one of them, or --fsdp-min-size above {_elements_per_layer(shape, dims)} "
-        "to leave it whole",
+        f"no dimension divides by {degree}: local sizes are {sizes}",
+        f"a degree of {product} that divides one of them, or --fsdp-min-size {larger}, which "
+        "leaves it whole",
     )
 
 
 def to_spec(placement: Placement) -> PartitionSpec:
     """Converts a placement to a `PartitionSpec`."""
-    return PartitionSpec(
-        *(axes if len(axes) > 1 else axes[0] if axes else None for axes in placement)
-    )
+    dimensions: list[Any] = []
+    for axes in placement:
+        if len(axes) > 1:
+            dimensions.append(axes)
+        else:
+            dimensions.append(axes[0] if axes else None)
+    return PartitionSpec(*dimensions)
 
 
 @functools.cache
@@ -191,28 +206,40 @@ _LEAST_PART = 16 * 2**20
 
 
 def replica_parts(shape: tuple[int, ...], itemsize: int, replicas: int) -> tuple[int, int]:
-    """Returns how the replicas of a slice divide it where each saves a part: the dimension, and the number of parts.
+    """Returns how the replicas of a slice divide a parameter to save it.
 
-    Part i of n is that of replica i * replicas // n, so that all hosts have about as much. shape: of the slice.
+    The dimension, and the number of parts.
+    Part i of n is that of replica i * replicas // n, so that all hosts have about as much. shape:
+    of the slice.
     """
     most = max(1, min(replicas, math.prod(shape) * itemsize // _LEAST_PART))
-    counts = [max(n for n in range(1, most + 1) if size % n == 0) for size in shape] or [1]
+    counts = [_largest_divisor(size, most) for size in shape] or [1]
     return counts.index(max(counts)), max(counts)
+
+
+def _largest_divisor(size: int, most: int) -> int:
+    """Returns the largest divisor of a size that is at most `most`."""
+    return max(n for n in range(1, most + 1) if size % n == 0)
 
 
 def notation(name: str, dims: str, placement: Placement) -> str:
     """Formats a placement in the scaling book's notation: `w[D/fsdp, N/tensor, H]`."""
-    return f"{name}[{', '.join('/'.join([d, '+'.join(a)]) if a else d for d, a in zip(dims, placement, strict=True))}]"
+    dimensions = []
+    for letter, axes in zip(dims, placement, strict=True):
+        dimensions.append(f"{letter}/{'+'.join(axes)}" if axes else letter)
+    return f"{name}[{', '.join(dimensions)}]"
 
 
 def like_param(
     shape: tuple[int, ...], of: tuple[int, ...], placement: Placement, mesh: MeshShape
 ) -> Placement:
-    """Returns the placement of an array that an optimizer derives from a parameter of shape `of`, placed so.
+    """Returns the placement of an array that an optimizer derives from a parameter.
 
-    Dimensions are matched by size, in order: moments, and Adafactor's row and column means, lie like the parameter. A
-    large array of another shape (SOAP's factors [L, D, D]) is split by layers where the devices that share the
-    parameter divide them, else over the axes that are left, on its largest dimension that divides.
+    of: the parameter's shape.
+    Dimensions are matched by size, in order: moments, and Adafactor's row and column means, lie
+    like the parameter. A large array of another shape (SOAP's factors [L, D, D]) is split by layers
+    where the devices that share the parameter divide them, else over the axes that are left, on its
+    largest dimension that divides.
     """
     if shape == of:
         return placement

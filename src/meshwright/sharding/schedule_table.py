@@ -1,13 +1,16 @@
-"""Table of a pipeline schedule: the tasks of each stage in each tick, and buffer slots of inputs and gradients.
+"""Table of a pipeline schedule.
 
-A tick of a stage has three places, run in this order, any of which may be empty: a forward pass, a backward pass (or
-its first half, the gradient of the input), and the other half of a split backward pass, the gradient of the weights.
-All stages finish a tick together, so that a tick lasts as long as the tasks of its busiest stage.
+The tasks of each stage in each tick, and buffer slots of inputs and gradients.
+A tick of a stage has three places, run in this order, any of which may be empty: a forward pass, a
+backward pass (or its first half, the gradient of the input), and the other half of a split backward
+pass, the gradient of the weights. All stages finish a tick together, so that a tick lasts as long
+as the tasks of its busiest stage.
 
-`tabulate` builds the table from the order of tasks on each stage: every task runs as early as its inputs allow. Tasks
-that follow each other on a stage share a tick where their places in it do: a forward pass and the backward pass after
-it, an input gradient and the weight gradient after it. What a tick sends, the next one can use; the loss and its
-gradient are ready after the tick in which the last part has finished a microbatch. `step/pipeline.py` executes a table.
+`tabulate` builds the table from the order of tasks on each stage: every task runs as early as its
+inputs allow. Tasks that follow each other on a stage share a tick where their places in it do: a
+forward pass and the backward pass after it, an input gradient and the weight gradient after it.
+What a tick sends, the next one can use; the loss and its gradient are ready after the tick in which
+the last part has finished a microbatch. `step/pipeline.py` executes a table.
 """
 
 import dataclasses
@@ -36,7 +39,8 @@ PLACES = ("forward", "backward", "weight gradient")
 NOTHING = -1
 
 ConcurrentTasks = Mapping[frozenset[frozenset[int]], int]
-"""Number of ticks by the kinds of tasks in them: the set, over the stages, of the kinds that a stage runs at once."""
+"""Number of ticks by the kinds of tasks in them: the set, over the stages, of the kinds that a
+stage runs at once."""
 
 
 class Task(NamedTuple):
@@ -52,11 +56,15 @@ NEXT_TICK = Task(IDLE, NOTHING, NOTHING)
 
 
 def lockstep_seconds(concurrent: ConcurrentTasks, seconds: Mapping[int, float]) -> float:
-    """Returns the time of all ticks: each lasts as long as the tasks of its busiest stage. seconds: of each kind."""
-    return sum(
-        count * max((sum(seconds[kind] for kind in kinds) for kinds in stages), default=0.0)
-        for stages, count in concurrent.items()
-    )
+    """Returns the time of all ticks.
+
+    Each lasts as long as the tasks of its busiest stage. seconds: of each kind.
+    """
+    ticks = []
+    for stages, count in concurrent.items():
+        of_stages = [sum(seconds[kind] for kind in kinds) for kinds in stages]
+        ticks.append(count * max(of_stages, default=0.0))
+    return sum(ticks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +76,8 @@ class TaskCounts:
     stages: int
     virtual_stages: int
     concurrent_tasks: ConcurrentTasks
-    """Number of ticks by the kinds of tasks that the stages run in them; idle stages are left out."""
+    """Number of ticks by the kinds of tasks that the stages run in them; idle stages are left out.
+    """
     task_counts: dict[int, int]
     """Number of tasks of each kind on stage 0; the other stages do the same work."""
     most_live_inputs: int
@@ -76,7 +85,7 @@ class TaskCounts:
 
     @functools.cached_property
     def ticks_by_halves(self) -> tuple[tuple[int, int], int]:
-        """Number of ticks with only forward and with only backward passes, and of those with both."""
+        """Number of ticks with only forward, only backward, and both passes."""
         forward = backward = both = 0
         for stages, count in self.concurrent_tasks.items():
             kinds = frozenset[int]().union(*stages)
@@ -89,7 +98,8 @@ class TaskCounts:
     def bubble(self, backward: float = 2.0) -> float:
         """Returns idle over busy time of a stage, where all stages finish a tick together.
 
-        backward: seconds of a backward pass over those of a forward pass; each half of a split one takes half of it.
+        backward: seconds of a backward pass over those of a forward pass; each half of a split one
+        takes half of it.
         """
         seconds = {
             FORWARD: 1.0,
@@ -106,7 +116,8 @@ class Arrivals:
     """Slots for the values that reach a stage from one direction after each tick."""
 
     hop: int
-    """Stages that the values move: 1 to the next stage, -1 to the previous one, 0 stays on the same stage."""
+    """Stages that the values move: 1 to the next stage, -1 to the previous one, 0 stays on the same
+    stage."""
     inputs: np.ndarray
     """Slot of an activation, int32 [ticks, stages]; NOTHING where none arrives."""
     gradients: np.ndarray
@@ -135,13 +146,16 @@ class ScheduleTable(TaskCounts):
     virtual_stage: np.ndarray
     microbatch: np.ndarray
     input_slot: np.ndarray
-    """Slot of the task's input activations, which stay there until the last gradient has used them."""
+    """Slot of the task's input activations, which stay there until the last gradient has used them.
+    """
     gradient_slot: np.ndarray
     """Slot of the gradient of the task's output."""
     arrivals: tuple[Arrivals, ...]
-    """Slots for what other stages send in a tick, by direction; directions that carry nothing are left out."""
+    """Slots for what other stages send in a tick, by direction; directions that carry nothing are
+    left out."""
     loss_arrives: np.ndarray
-    """Slot, [ticks], where the last part's stage puts the gradient that the loss gives for this tick's output."""
+    """Slot, [ticks], where the last part's stage puts the gradient that the loss gives for this
+    tick's output."""
     input_slots: int
     """Slots for inputs: the largest number of live inputs on any stage."""
     gradient_slots: int
@@ -161,7 +175,7 @@ class ScheduleTable(TaskCounts):
 
     @property
     def segments(self) -> tuple[tuple[str, range], ...]:
-        """Ticks before the first backward pass, those that have both passes, and those after the last forward pass.
+        """Ticks before the first backward pass, with both passes, and after the last forward pass.
 
         Names and ranges of ticks; empty ranges are left out.
         """
@@ -184,13 +198,17 @@ class ScheduleTable(TaskCounts):
         virtual_stages = (
             f" of {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
         )
-        return f"{self.name}: {self.microbatches} microbatches through {self.stages} stages{virtual_stages}"
+        return (
+            f"{self.name}: {self.microbatches} microbatches through {self.stages} "
+            f"stages{virtual_stages}"
+        )
 
     @property
     def summary(self) -> str:
         """Ticks, bubble and live inputs of the schedule."""
         return (
-            f"{self.ticks} ticks, bubble {self.bubble():.1%} of the busy time, at most {self.input_slots} live inputs "
+            f"{self.ticks} ticks, bubble {self.bubble():.1%} of the busy time, at most "
+            f"{self.input_slots} live inputs "
             "per stage"
         )
 
@@ -202,15 +220,14 @@ class ScheduleTable(TaskCounts):
         return [Task(*task) for task in zip(*columns, strict=True) if task[0] != IDLE]
 
     def runs(self, part: int, *kinds: int) -> np.ndarray:
-        """Returns the microbatch for which a part runs a task of these kinds in each tick, [ticks], else NOTHING.
+        """Returns the microbatch of a part's task of these kinds in each tick, [ticks].
 
+        NOTHING without one.
         kinds: of one place of a tick.
         """
-        stage, virtual_stage, place = (
-            self.parts.stage_of[part],
-            self.parts.virtual_stage_of(part),
-            PLACE[kinds[0]],
-        )
+        stage = self.parts.stage_of[part]
+        virtual_stage = self.parts.virtual_stage_of(part)
+        place = PLACE[kinds[0]]
         running = np.isin(self.kind[:, stage, place], kinds) & (
             self.virtual_stage[:, stage, place] == virtual_stage
         )
@@ -218,10 +235,11 @@ class ScheduleTable(TaskCounts):
 
 
 def dependency(parts: PartMap, stage: int, task: Task) -> tuple[int, Task] | None:
-    """Returns the stage and the task that must have finished before `task` can run; None for the first forward pass.
+    """Returns the stage and the task that must finish before `task` can run.
 
-    A backward pass waits for that of the next part, which is given here with the same kind (BACKWARD or
-    BACKWARD_INPUT); on the last part it waits for the forward pass.
+    None for the first forward pass.
+    A backward pass waits for that of the next part, which is given here with the same kind
+    (BACKWARD or BACKWARD_INPUT); on the last part it waits for the forward pass.
     """
     part = parts.part(stage, task.virtual_stage)
     if task.kind == BACKWARD_WEIGHT:
@@ -242,7 +260,10 @@ _Ticks = list[dict[Task, int]]
 
 
 def can_run(parts: PartMap, microbatches: int, orders: Orders) -> bool:
-    """Returns whether the tasks of each stage can run in this order: no pass is missing, no stages wait in a cycle."""
+    """Returns whether each stage can run its tasks in this order.
+
+    No pass is missing, and no stages wait in a cycle.
+    """
     try:
         _run("", parts, microbatches, orders)
     except ConfigError:
@@ -256,8 +277,9 @@ def count_tasks(name: str, parts: PartMap, microbatches: int, orders: Orders) ->
 
 
 def tabulate(name: str, parts: PartMap, microbatches: int, orders: Orders) -> ScheduleTable:
-    """Builds the table of the tasks of each stage. name: the schedule's, for errors and pictures.
+    """Builds the table of the tasks of each stage.
 
+    name: the schedule's, for errors and pictures.
     1F1B of 3 microbatches on 2 stages; F0 is a forward pass of microbatch 0, B0 its backward pass:
 
         tick          0    1    2       3       4    5
@@ -265,7 +287,8 @@ def tabulate(name: str, parts: PartMap, microbatches: int, orders: Orders) -> Sc
         stage 1       .    F0   F1 B0   F2 B1   B2   .
         live inputs   1 0  2 1  3 2     3 2     2 1  1 0    of stages 0 and 1
 
-    Raises ConfigError where a pass is missing or run twice, and where the stages wait for each other.
+    Raises ConfigError where a pass is missing or run twice, and where the stages wait for each
+    other.
     """
     ticks, sent = _run(name, parts, microbatches, orders)
     shape = (_length(ticks), parts.stages)
@@ -296,7 +319,7 @@ def _nothing(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _places(ticks: _Ticks, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns kind, virtual stage and microbatch of the task in each place, [tick, stage, place]."""
+    """Returns kind, virtual stage and microbatch of each task, [tick, stage, place]."""
     kind = np.full((*shape, len(PLACES)), IDLE, np.int32)
     virtual_stage = _nothing((*shape, len(PLACES)))
     microbatch = _nothing((*shape, len(PLACES)))
@@ -314,7 +337,8 @@ def _store_inputs(
 ) -> tuple[np.ndarray, int]:
     """Gives each input of a virtual stage a slot, and enters its arrival.
 
-    Returns the slot that the task in each place reads, [tick, stage, place], and the slots that a stage has.
+    Returns the slot that the task in each place reads, [tick, stage, place], and the slots that a
+    stage has.
     """
     read = _nothing((_length(ticks), parts.stages, len(PLACES)))
     most = 1
@@ -338,9 +362,11 @@ def _store_gradients(
     arrivals: Mapping[int, "Arrivals"],
     loss_arrives: np.ndarray,
 ) -> tuple[np.ndarray, int]:
-    """Gives each gradient of a virtual stage's output a slot, and enters its arrival; the last part's is the loss's.
+    """Gives a slot to each gradient of a virtual stage's output, and enters its arrival.
 
-    Returns the slot that the task in each place reads, [tick, stage, place], and the slots that a stage has.
+    The last part's gradient is the loss's.
+    Returns the slot that the task in each place reads, [tick, stage, place], and the slots that a
+    stage has.
     """
     read = _nothing((_length(ticks), parts.stages, len(PLACES)))
     most = 1
@@ -362,7 +388,8 @@ def _store_gradients(
 def _run(name: str, parts: PartMap, microbatches: int, orders: Orders) -> tuple[_Ticks, _Ticks]:
     """Returns the tick of each task of each stage, and the tick in which what it waits for is sent.
 
-    Raises ConfigError where a pass is missing or run twice, and where the stages wait for each other.
+    Raises ConfigError where a pass is missing or run twice, and where the stages wait for each
+    other.
     """
     size = (
         f"{microbatches} microbatches on stage={parts.stages} with {parts.virtual_stages} "
@@ -432,7 +459,10 @@ class _Timeline:
         """Backward passes in two halves."""
 
     def advance(self, stage: int) -> bool:
-        """Places the next tasks of a stage, up to one that waits for another stage. Returns whether there were any."""
+        """Places the next tasks of a stage, up to one that waits for another stage.
+
+        Returns whether there were any.
+        """
         order = self.orders[stage]
         advanced = False
         while self.position[stage] < len(order):
@@ -459,7 +489,8 @@ class _Timeline:
             if needed_tick is None:
                 return False
             sent = needed_tick
-        tick = max(tick, sent if task.kind == BACKWARD_WEIGHT else sent + 1)
+        arrival = sent if task.kind == BACKWARD_WEIGHT else sent + 1
+        tick = max(tick, arrival)
         self.ticks[stage][task] = tick
         self.sent[stage][task] = sent
         self.last_tick[stage] = tick
@@ -467,7 +498,10 @@ class _Timeline:
         return True
 
     def _tick_of(self, stage: int, first: Task, microbatch: int) -> int | None:
-        """Returns the tick of a task of another microbatch than the first; None where it has none yet."""
+        """Returns the tick of a task of another microbatch than the first.
+
+        None without one so far.
+        """
         kind = first.kind
         if kind in (BACKWARD, BACKWARD_INPUT):
             is_split = (stage, first.virtual_stage, microbatch) in self.split
@@ -507,7 +541,7 @@ def _length(ticks: _Ticks) -> int:
 
 
 def _live_inputs(ticks: _Ticks, sent: _Ticks) -> np.ndarray:
-    """Returns the inputs that each stage holds in each tick, from their arrival to their last use."""
+    """Returns the inputs that each stage holds in each tick, arrival to last use."""
     live = np.zeros((_length(ticks) + 1, len(ticks)), np.int32)
     for stage, own in enumerate(ticks):
         last = dict[tuple[int, int], int]()
@@ -522,16 +556,15 @@ def _live_inputs(ticks: _Ticks, sent: _Ticks) -> np.ndarray:
 def _counts(
     name: str, parts: PartMap, microbatches: int, ticks: _Ticks, sent: _Ticks
 ) -> TaskCounts:
-    # Kinds that run at once as bits: a search counts hundreds of schedules with ten thousands of tasks each.
+    # Kinds that run at once as bits: a search counts hundreds of schedules with ten thousands of
+    # tasks each.
     running = [[0] * parts.stages for _ in range(_length(ticks))]
     for stage, own in enumerate(ticks):
         for task, tick in own.items():
             running[tick][stage] |= 1 << task.kind
     concurrent = Counter[frozenset[frozenset[int]]]()
-    for bits, count in Counter(frozenset(tick) - {0} for tick in running).items():
-        concurrent[
-            frozenset(frozenset(kind for kind in TASK_NAMES if each >> kind & 1) for each in bits)
-        ] += count
+    for stages, count in Counter(frozenset(tick) - {0} for tick in running).items():
+        concurrent[frozenset(map(_kinds_of, stages))] += count
     first = Counter(task.kind for task in ticks[0])
     return TaskCounts(
         name,
@@ -544,13 +577,18 @@ def _counts(
     )
 
 
+def _kinds_of(bits: int) -> frozenset[int]:
+    """Returns the kinds of tasks that bits stand for."""
+    return frozenset(kind for kind in TASK_NAMES if bits >> kind & 1)
+
+
 def _values(
     own: dict[Task, int], sent: dict[Task, int], kinds: tuple[int, ...]
 ) -> Iterator[tuple[int, Task, dict[int, int]]]:
     """Yields what reaches a stage for its tasks of some kinds, in the order of arrival.
 
-    The tick in which it is sent, the task, and the tick of each use by the kind that uses it. What is sent in a tick is
-    stored after that tick.
+    The tick in which it is sent, the task, and the tick of each use by the kind that uses it. What
+    is sent in a tick is stored after that tick.
     """
     for arrival, task in sorted((sent[task], task) for task in own if task.kind in kinds):
         later = (task._replace(kind=kind) for kind in TASK_NAMES if kind >= task.kind)

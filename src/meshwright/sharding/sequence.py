@@ -1,7 +1,9 @@
-"""Positions of a sequence on each device of the mesh axis `context`, balanced for causal attention (zigzag).
+"""Positions of a sequence on each device of the mesh axis `context`.
 
-A causal mask gives late positions more work than early ones. For load balancing, each group of devices therefore holds
-one chunk from the front and one from the back of the sequence (Llama 3, arXiv:2407.21783, section 3.3.2).
+Zigzag: balanced for causal attention.
+A causal mask gives late positions more work than early ones. For load balancing, each group of
+devices therefore holds one chunk from the front and one from the back of the sequence (Llama 3,
+arXiv:2407.21783, section 3.3.2).
 """
 
 import dataclasses
@@ -18,8 +20,9 @@ from jax import lax
 class SequenceSplit:
     """Split of a sequence of `seq` tokens over `shards` devices of `context`.
 
-    `group` neighbouring devices form a group, and the groups form a ring. A group holds one chunk from the front and
-    one from the back of the sequence; its devices hold equal parts of them, in order.
+    `group` neighbouring devices form a group, and the groups form a ring. A group holds one chunk
+    from the front and one from the back of the sequence; its devices hold equal parts of them, in
+    order.
     """
 
     strategy: str
@@ -42,7 +45,7 @@ class SequenceSplit:
         return self.groups > 1 and self.strategy != "all_gather"
 
     def in_order(self, x_BTKH: jax.Array) -> jax.Array:
-        """Returns the shards of all devices, gathered one after another along axis 1, in the order of the sequence.
+        """Returns the shards of all devices, gathered along axis 1, in the order of the sequence.
 
         Groups have one device.
         """
@@ -51,17 +54,15 @@ class SequenceSplit:
 
     def shard_positions(self, shard: Any) -> jax.Array:
         """Returns the positions that a device holds, int32 [T/shards], in its order."""
-        group, size, chunk = (
-            jnp.asarray(shard // self.group),
-            self.seq // self.shards,
-            self.seq // (2 * self.groups),
-        )
+        group = jnp.asarray(shard // self.group)
+        size = self.seq // self.shards
+        chunk = self.seq // (2 * self.groups)
         starts = jnp.stack([group, 2 * self.groups - 1 - group]) * chunk
         of_group = (starts[:, None] + jnp.arange(chunk)).reshape(-1).astype(jnp.int32)
         return lax.dynamic_slice_in_dim(of_group, shard % self.group * size, size)
 
     def local_positions(self) -> jax.Array:
-        """Returns the positions of this device, int32 [T/shards]; call it inside the `shard_map`."""
+        """Returns this device's positions, int32 [T/shards]; for use inside the `shard_map`."""
         if self.shards == 1:
             return jnp.arange(self.seq, dtype=jnp.int32)
         return self.shard_positions(lax.axis_index("context"))
@@ -75,8 +76,8 @@ class SequenceSplit:
 def split_sequence(strategy: str, seq: int, shards: int, kv_heads: int) -> SequenceSplit:
     """Splits a sequence of `seq` tokens over `shards` devices by a context strategy.
 
-    kv_heads: key/value heads on one device before any exchange of heads for positions. One device has all positions,
-    by whatever strategy: a model whose layers are not known names none.
+    kv_heads: key/value heads on one device before any exchange of heads for positions. One device
+    has all positions, by whatever strategy: a model whose layers are not known names none.
     """
     if shards == 1:
         return SequenceSplit(strategy, seq, 1, 1)

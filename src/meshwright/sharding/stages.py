@@ -1,9 +1,11 @@
-"""Pipeline stages: where each part of the model is, which layers it has, and the row order of stacked parameters.
+"""Pipeline stages: where each part of the model is, and which layers it has.
 
-A model of `stages * virtual_stages` parts of consecutive layers is spread over the pipeline stages by a placement: a
-loop (part p on stage p mod P) or a V (down the stages and back up). A stacked parameter keeps its rows in the order of
-the stages, so that splitting its first dimension over `stage` gives every device its own layers. Parts of unequal
-numbers of layers are padded with rows of zeros that are never read.
+Stacked parameters have their rows in this order.
+A model of `stages * virtual_stages` parts of consecutive layers is spread over the pipeline stages
+by a placement: a loop (part p on stage p mod P) or a V (down the stages and back up). A stacked
+parameter keeps its rows in the order of the stages, so that splitting its first dimension over
+`stage` gives every device its own layers. Parts of unequal numbers of layers are padded with rows
+of zeros that are never read.
 """
 
 import dataclasses
@@ -42,9 +44,10 @@ class PartMap:
     @functools.cached_property
     def parts(self) -> tuple[tuple[int, ...], ...]:
         """Parts of each stage in the order of its virtual stages."""
-        return tuple(
-            tuple(p for p, at in enumerate(self.stage_of) if at == s) for s in range(self.stages)
-        )
+        parts: list[list[int]] = [[] for _ in range(self.stages)]
+        for part, stage in enumerate(self.stage_of):
+            parts[stage].append(part)
+        return tuple(map(tuple, parts))
 
     def part(self, stage: int, virtual_stage: int) -> int:
         """Returns the part that is a virtual stage of a stage."""
@@ -55,7 +58,10 @@ class PartMap:
         return self.parts[self.stage_of[part]].index(part)
 
     def hop(self, part: int) -> int:
-        """Returns the stages that the output of a part moves to reach the next part: 1, -1, or 0 for the same stage."""
+        """Returns the stages that the output of a part moves to reach the next part.
+
+        1, -1, or 0 for the same stage.
+        """
         distance = (self.stage_of[part + 1] - self.stage_of[part]) % self.stages
         return distance if distance <= 1 else -1
 
@@ -92,20 +98,17 @@ class StageAssignment(PartMap):
         )
 
     def rows(self, layers: Sequence[int]) -> np.ndarray:
-        """Returns the layer in each row of a stack, int32 [stages, virtual_stages, rows]; NO_LAYER is padding.
+        """Returns the layer in each row of a stack, int32 [stages, virtual_stages, rows].
 
+        NO_LAYER is padding.
         layers: those that the stack holds, counted from the first layer of the model.
         """
         wanted = frozenset(layers)
-        layers_of_parts = [
-            [[i for i in self.layers_in(v, s) if i in wanted] for v in range(self.virtual_stages)]
-            for s in range(self.stages)
-        ]
-        longest = max(len(part) for parts in layers_of_parts for part in parts)
-        return np.array(
-            [
-                [part + [NO_LAYER] * (longest - len(part)) for part in parts]
-                for parts in layers_of_parts
-            ],
-            np.int32,
-        ).reshape(self.stages, self.virtual_stages, longest)
+        parts = []
+        for stage in range(self.stages):
+            for v in range(self.virtual_stages):
+                parts.append([i for i in self.layers_in(v, stage) if i in wanted])
+        longest = max(map(len, parts))
+        padded = [part + [NO_LAYER] * (longest - len(part)) for part in parts]
+        rows = np.array(padded, np.int32)
+        return rows.reshape(self.stages, self.virtual_stages, longest)

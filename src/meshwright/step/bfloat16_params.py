@@ -1,12 +1,13 @@
 """Updates of bfloat16 parameters: float32 master weights, or rounding at random.
 
-A step changes a bfloat16 parameter (`param_dtype`) by about the learning rate. At 3e-5 that is less than half the
-distance between two neighbouring bfloat16 numbers for every weight above 0.016, so rounding to the nearest would leave
-those weights where they are.
+A step changes a bfloat16 parameter (`param_dtype`) by about the learning rate. At 3e-5 that is less
+than half the distance between two neighbouring bfloat16 numbers for every weight above 0.016, so
+rounding to the nearest would leave those weights where they are.
 
-- `master` keeps the other 16 bits of a float32 master weight in the optimizer state: 2 + 2 bytes, as many as a float32
-  parameter has, of which only the 2 of the parameter are gathered.
-- `stochastic` keeps nothing and rounds up with the probability of the remainder (Gupta et al. 2015, arXiv:1502.02551).
+- `master` keeps the other 16 bits of a float32 master weight in the optimizer state: 2 + 2 bytes,
+  as many as a float32 parameter has, of which only the 2 of the parameter are gathered.
+- `stochastic` keeps nothing and rounds up with the probability of the remainder (Gupta et al. 2015,
+  arXiv:1502.02551).
 
 Moments and updates are float32 in both.
 """
@@ -28,8 +29,8 @@ class MasterState(NamedTuple):
     """Optimizer state with float32 master weights, whose upper bits are the parameters."""
 
     low_bits: Tree
-    """What is missing from a parameter to its master weight, in units of the master's last bit; int16. None for a
-    parameter that is float32 at rest."""
+    """What is missing from a parameter to its master weight, in units of the master's last bit;
+    int16. None for a parameter that is float32 at rest."""
     inner: Any
     """State of the optimizer."""
 
@@ -37,7 +38,8 @@ class MasterState(NamedTuple):
 def with_masters(rule: Rule, seed: int, described: Tree) -> UpdateRule:
     """Returns the update of bfloat16 parameters whose float32 master weights an optax rule updates.
 
-    Parameters that are float32 at rest are their own masters. seed, described: as `with_random_rounding`, and not used.
+    Parameters that are float32 at rest are their own masters. seed, described: as
+    `with_random_rounding`, and not used.
     """
     masters = _Masters(rule)
     return UpdateRule(masters.init, masters.update)
@@ -45,7 +47,7 @@ def with_masters(rule: Rule, seed: int, described: Tree) -> UpdateRule:
 
 @dataclasses.dataclass(frozen=True)
 class _Masters:
-    """Update of master weights: `join_float32(parameter, low bits)` is the master weight of a parameter."""
+    """Update of master weights, which are `join_float32(parameter, low bits)`."""
 
     rule: Rule
 
@@ -76,14 +78,18 @@ class _Masters:
 
 
 def _no_low_bits(p: jax.Array) -> jax.Array | None:
-    """Returns the remainder of a bfloat16 parameter that is its master weight; None for a float32 one."""
+    """Returns the remainder of a bfloat16 parameter that is its master weight.
+
+    The result is None for a float32 one.
+    """
     return jnp.zeros(p.shape, jnp.int16) if p.dtype == jnp.bfloat16 else None
 
 
 def with_random_rounding(rule: Rule, seed: int, described: Tree) -> UpdateRule:
     """Returns the update of bfloat16 parameters that are rounded at random, by an optax rule.
 
-    seed: of the rounding, which is the same on any mesh: its bits are drawn by layer, wherever a layer's row is.
+    seed: of the rounding, which is the same on any mesh: its bits are drawn by layer, wherever a
+    layer's row is.
     described: descriptions of the parameters.
     """
     orders = [p.order for p in jax.tree.leaves(described, is_leaf=is_param)]
@@ -125,9 +131,10 @@ def _to_float32(tree: Tree) -> Tree:
 
 
 def split_float32(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits finite float32 numbers into the nearest bfloat16 numbers and int16 remainders of their bits."""
+    """Splits finite float32 numbers into the nearest bfloat16 numbers and int16 remainders."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    # Half a unit is rounded away from zero: the remainder is then from -2^15 to 2^15 - 1, which is int16.
+    # Half a unit is rounded away from zero: the remainder is then from -2^15 to 2^15 - 1, which is
+    # int16.
     upper = (bits + jnp.uint32(1 << 15)) >> 16
     return _from_upper(upper), (bits - (upper << 16)).astype(jnp.int32).astype(jnp.int16)
 
@@ -145,7 +152,9 @@ def join_float32(upper: jax.Array, low_bits: jax.Array | None) -> jax.Array:
 def round_at_random(
     x: jax.Array, key: jax.Array, order: tuple[int, ...] | None = None
 ) -> jax.Array:
-    """Rounds finite float32 numbers to one of the two nearest bfloat16 numbers; the mean is the number itself.
+    """Rounds finite float32 numbers to one of the two nearest bfloat16 numbers.
+
+    The mean is the number itself.
 
     order: layer in each row of x (`Param.order`).
     """

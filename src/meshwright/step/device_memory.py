@@ -24,41 +24,44 @@ class OutOfDeviceMemory(TrainingError):
     """Step that needs more memory than there is."""
 
     def __init__(self, asked: str, needed: int | None, available: Room | None, fix: str):
-        self.needed, self.available = needed, available
-        truth = (
-            "a device ran out of memory"
-            if needed is None or available is None
-            else f"it needs {format_bytes(needed)}, and {available.where} has {format_bytes(available.bytes)}: "
-            f"{format_bytes(needed - available.bytes)} too much"
-        )
+        self.needed = needed
+        self.available = available
+        truth = "a device ran out of memory"
+        if needed is not None and available is not None:
+            truth = (
+                f"it needs {format_bytes(needed)}, and {available.where} has "
+                f"{format_bytes(available.bytes)}: {format_bytes(needed - available.bytes)} too much"
+            )
         super().__init__(asked, truth, fix)
 
 
 def shard_bytes(tree: Any) -> int:
-    """Returns the bytes of a tree's arrays on one device. tree: arrays or `ShapeDtypeStruct`s with shardings."""
+    """Returns the bytes of a tree's arrays on one device.
+
+    tree: arrays or `ShapeDtypeStruct`s with shardings.
+    """
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
     )
 
 
 def check_memory(compiled: Any, devices: Sequence[Any], asked: str, resident: int = 0) -> None:
-    """Raises OutOfDeviceMemory where a compiled step, its arguments included, exceeds the memory of its devices.
+    """Raises OutOfDeviceMemory where a step and its arguments exceed the devices' memory.
 
-    compiled: `jax.stages.Compiled`.  devices: those that it runs on.  asked: the request, for the error.  resident:
-    bytes of a device that are in memory besides its arguments.
-    TPU compilers refuse such a program themselves. Nothing is checked where the memory of a device is not known.
+    compiled: `jax.stages.Compiled`.  devices: those that it runs on.  asked: the request, for the
+    error.  resident: bytes of a device that are in memory besides its arguments. TPU compilers
+    refuse such a program themselves. Nothing is checked where the memory of a device is not known.
     """
     stats = compiled.memory_analysis()
     if stats is not None:
-        inside = stats.temp_size_in_bytes + max(
-            0, stats.output_size_in_bytes - stats.alias_size_in_bytes
-        )
+        new_outputs = max(0, stats.output_size_in_bytes - stats.alias_size_in_bytes)
+        inside = stats.temp_size_in_bytes + new_outputs
         arguments = stats.argument_size_in_bytes + resident
         _check(inside, arguments, devices, asked, "less at a time: see meshwright prove")
 
 
 def check_state(state: Any, devices: Sequence[Any], asked: str, fix: str) -> None:
-    """Raises OutOfDeviceMemory where parameters and optimizer state exceed the memory of the devices, without a step.
+    """Raises OutOfDeviceMemory where parameters and optimizer state exceed the devices' memory.
 
     state: arrays or `ShapeDtypeStruct`s with shardings.
     """
@@ -66,22 +69,28 @@ def check_state(state: Any, devices: Sequence[Any], asked: str, fix: str) -> Non
 
 
 def _check(new: int, arguments: int, devices: Sequence[Any], asked: str, fix: str) -> None:
-    """Raises OutOfDeviceMemory where a device lacks memory for `new` bytes. arguments: bytes that are allocated."""
+    """Raises OutOfDeviceMemory where a device lacks memory for `new` bytes.
+
+    arguments: bytes that are allocated.
+    """
     local = [d for d in devices if d.process_index == d.client.process_index()]
     if not local:
         return
-    if (
-        local[0].platform == "cpu"
-    ):  # all its devices share the host's memory, in which the arguments are already
-        needed, available = new * len(local), _host_memory()
+    if local[0].platform == "cpu":
+        # All its devices share the host's memory, in which the arguments are already.
+        needed = new * len(local)
+        available = _host_memory()
     else:
-        limit = (local[0].memory_stats() or {}).get("bytes_limit")
-        needed, available = (
-            new + arguments,
-            Room(limit, f"each {local[0].device_kind}") if limit else None,
-        )
+        needed = new + arguments
+        available = _device_memory(local[0])
     if available is not None and needed > available.bytes:
         raise OutOfDeviceMemory(asked, needed, available, fix)
+
+
+def _device_memory(device: Any) -> Room | None:
+    """Returns the memory of an accelerator; None if it is not known."""
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return Room(limit, f"each {device.device_kind}") if limit else None
 
 
 def _host_memory() -> Room | None:
@@ -91,8 +100,6 @@ def _host_memory() -> Room | None:
     except (OSError, ValueError):
         return None
     available = fields.get("MemAvailable", "").split()
-    return (
-        Room(int(available[0]) * 1024, "this host, which simulates the devices,")
-        if available
-        else None
-    )
+    if not available:
+        return None
+    return Room(int(available[0]) * 1024, "this host, which simulates the devices,")

@@ -1,4 +1,4 @@
-"""A placed run on devices: shardings, abstract state, optimizer and kernels, from which the steps are built."""
+"""A placed run on devices: shardings, abstract state and optimizer, from which steps are built."""
 
 import dataclasses
 import functools
@@ -45,13 +45,15 @@ class DeviceRun(Settled):
     abstract: State
     """`ShapeDtypeStruct`s with their shardings."""
     update_shardings: Tree
-    """Shardings of trained parameters, and of their gradients, in the update; those of the optimizer state."""
+    """Shardings of trained parameters, and of their gradients, in the update; those of the
+    optimizer state."""
     learning_rate: optax.Schedule
     """Learning rate as a function of the updates so far (step/optimizers.py)."""
     local_model: LocalModel
     """Forward pass of one device; None for a wrapped model, whose loss has its own."""
     profile_of: "Callable[[DeviceRun, Any], Mapping[str, Any]]" = lambda device_run, lowered: {}
-    """Returns the compiler option with the times of a lowered step, which XLA schedules it by; by default none."""
+    """Returns the compiler option with the times of a lowered step, which XLA schedules it by; by
+    default none."""
 
     def with_batch(self, sequences: int) -> "DeviceRun":
         """Returns the run with as many sequences per step; no placement depends on them."""
@@ -71,7 +73,10 @@ class DeviceRun(Settled):
         return abstract_batch_of(self)
 
     def initial_state(self) -> State:
-        """Returns the state before the first step; every array is created in its sharding, never whole."""
+        """Returns the state before the first step.
+
+        Every array is created in its sharding, never whole.
+        """
         params, variables = initial_arrays(self)
         return dataclasses.replace(self.state_of(params), variables=variables)
 
@@ -88,7 +93,9 @@ class DeviceRun(Settled):
         return State(step, healthy, params, optimizer)
 
     def accepted_compiler_options(self) -> dict[str, str]:
-        """Returns the XLA options of run and chip that the installed compiler knows; none on simulated devices.
+        """Returns the XLA options of run and chip that the installed compiler knows.
+
+        Simulated devices have none.
 
         Raises ConfigError for a word of the run that is no option.
         """
@@ -97,7 +104,10 @@ class DeviceRun(Settled):
 
     @functools.cached_property
     def refused_compiler_options(self) -> tuple[str, ...]:
-        """Options of the chip that the installed compiler does not know. Raises ConfigError for those of the run."""
+        """Options of the chip that the installed compiler does not know.
+
+        Raises ConfigError for those of the run.
+        """
         wanted, words = self.compiler_options, self.run.training.compiler_options
         if not wanted:
             return ()
@@ -167,7 +177,8 @@ def _local_model_by_layers(model: Model, settled: Settled) -> LocalModel:
 def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     """Places `run` on the devices of `mesh`.
 
-    Raises ConfigError where the run does not fit the mesh, or these devices cannot do what it asks for.
+    Raises ConfigError where the run does not fit the mesh, or these devices cannot do what it asks
+    for.
     """
     settled = _settle_on(run, mesh)
     layout = settled.layout
@@ -200,7 +211,7 @@ def _settle_on(run: Run, mesh: Mesh) -> Settled:
 
 
 def _build_update_rule(settled: Settled, mesh: Mesh) -> UpdateRule:
-    """Returns the update of the trained parameters, which gets their layers whole if the optimizer takes them."""
+    """Returns the update of the trained parameters, with a layer map if the optimizer takes one."""
     run = settled.run
     layout = settled.layout
     described = trained_only(layout.params, layout.params)

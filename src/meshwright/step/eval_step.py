@@ -20,9 +20,10 @@ from meshwright.step.train_step import compile_on_devices, matmuls_of
 
 
 def build_eval_step(device_run: DeviceRun) -> Any:
-    """Returns the evaluation step `(params, batch) -> metrics`, jitted: the same loss without dropout.
+    """Returns the evaluation step `(params, batch) -> metrics`, jitted: the loss without dropout.
 
-    It takes the microbatches of training one after another, so that it needs no more memory than a train step.
+    It takes the microbatches of training one after another, so that it needs no more memory than a
+    train step.
     """
 
     def evaluate(params: Tree, batch: Batch) -> Metrics:
@@ -42,7 +43,10 @@ def build_eval_step(device_run: DeviceRun) -> Any:
 
 
 def _evaluated(device_run: DeviceRun, params: Tree, batch: Batch, total: jax.Array) -> Metrics:
-    """Returns the metrics of this device's sequences, summed. total: 1, by which losses are divided."""
+    """Returns the metrics of this device's sequences, summed.
+
+    total: 1, by which losses are divided.
+    """
     model = device_run.local_model
     microbatches = device_run.run.training.microbatches
     stages = device_run.layout.shape.stage
@@ -64,7 +68,10 @@ def _evaluated(device_run: DeviceRun, params: Tree, batch: Batch, total: jax.Arr
 
 
 def compile_eval_step(device_run: DeviceRun, resident: int = 0) -> Callable[[Tree, Batch], Metrics]:
-    """Returns the evaluation step, compiled once. resident: as of `check_memory`. Raises OutOfDeviceMemory."""
+    """Returns the evaluation step, compiled once. resident: as of `check_memory`.
+
+    Raises OutOfDeviceMemory.
+    """
     lowered = build_eval_step(device_run).lower(
         device_run.abstract.params, device_run.abstract_batch
     )

@@ -1,7 +1,7 @@
 """Gradients of one step: forward, backward, reduction over the mesh, clipping.
 
-All of it is one `shard_map`, manual over every mesh axis, so that every collective is one that is written here or in
-`comm`.
+All of it is one `shard_map`, manual over every mesh axis, so that every collective is one that is
+written here or in `comm`.
 """
 
 import dataclasses
@@ -18,12 +18,14 @@ from meshwright.comm.collectives import all_gather, all_reduce, axis_index, sum_
 from meshwright.comm.hierarchical import DcnAxis, hierarchical_reduce_scatter
 from meshwright.data.batch import Batch
 from meshwright.models.blocks.layers import Dropout, dropout_key
+from meshwright.models.layer_health import HEALTH, add_aux, split_health
 from meshwright.models.model import Aux, Metrics, Model
 from meshwright.models.period_scan import with_gradient_of
 from meshwright.sharding.layouts import BATCH_AXES, TOKEN_AXES
 from meshwright.sharding.params import Tree, is_param, rows_to_layers, trained_only, with_frozen
 from meshwright.sharding.placement import Placements, axes_of
 from meshwright.step.device_run import DeviceRun
+from meshwright.step.health import gradient_figures
 from meshwright.step.state import BATCH_SPEC, specs_of
 from meshwright.words import AXES
 
@@ -34,8 +36,9 @@ Sums = tuple[Metrics, dict[str, Aux]]
 def build_gradients(device_run: DeviceRun) -> Callable[..., tuple[Tree, Metrics, Any]]:
     """Returns `(params, step, batch, *variables) -> (gradients, metrics, aux)`.
 
-    Gradients are those of trained parameters, clipped and in the optimizer's placement. Metrics and aux are summed over
-    all devices, aux in the rows of the parameters; of a model with variables, aux is a tuple of the new ones.
+    Gradients are those of trained parameters, clipped and in the optimizer's placement. Metrics and
+    aux are summed over all devices, aux in the rows of the parameters; of a model with variables,
+    aux is a tuple of the new ones.
     """
     return device_run.run.model.gradients(device_run, _gradients_by_layers)
 
@@ -49,14 +52,20 @@ def _gradients_by_layers(
         params: Tree, step: jax.Array, batch: Batch
     ) -> tuple[Tree, Metrics, dict[str, Aux]]:
         grads, (metrics, aux) = _accumulate(device_run, params, step, batch)
+        aux, health = split_health(aux)
         with jax.named_scope("gradients"):
             grads = _reduce(device_run, grads)
             norm = _global_norm(device_run, grads)
+            unclipped = grads
             metrics = all_reduce(metrics, TOKEN_AXES)
             grads = clip(grads, norm, run.optimizer.grad_clip_norm)
             aux = jax.tree.map(_sum_aux, aux)
         metrics = {**metrics, "gradient norm": (norm, jnp.ones(()))}
-        metrics |= model.layer_metrics(_by_layer(device_run, aux), run.training.batch)
+        by_layer = _by_layer(device_run, aux)
+        metrics |= model.layer_metrics(by_layer, run.training.batch)
+        if run.training.health:
+            figures: Any = gradient_figures(device_run, unclipped, batch.inputs, health, by_layer)
+            metrics[HEALTH] = figures
         return grads, metrics, aux
 
     return jax.shard_map(
@@ -73,12 +82,15 @@ def _gradients_by_layers(
 
 
 def _sum_aux(rows: jax.Array) -> jax.Array:
-    """Sums auxiliary outputs over all tokens; returns the rows of all stages, [rows, ...], on every device."""
+    """Sums auxiliary outputs over all tokens.
+
+    Returns the rows of all stages, [rows, ...], on every device.
+    """
     return all_gather(all_reduce(rows, TOKEN_AXES), ("stage",), 0)
 
 
 def _by_layer(device_run: DeviceRun, aux: dict[str, Aux]) -> dict[str, Aux]:
-    """Returns auxiliary outputs with one row per layer, in order, from those in the rows of the stacks."""
+    """Returns auxiliary outputs with one row per layer, from those in the rows of the stacks."""
     by_layer = {}
     for stack in device_run.local_model.stacks:
         # Any parameter of a stack knows in which rows its layers are.
@@ -102,7 +114,7 @@ class _DeviceLoss:
     """Weight of the global batch."""
 
     def __call__(self, trained: Tree, sequences_B: jax.Array, batch: Batch) -> Any:
-        """Returns `(loss, (metrics, aux))` of some sequences, with their index in the global batch."""
+        """Returns `(loss, (metrics, aux))` of some sequences. sequences_B: in the global batch."""
         params = with_frozen(self.device_run.layout.params, trained, self.params)
         dropout = self.dropout(sequences_B)
         return self.device_run.local_model.loss_fn(params, batch, dropout, self.total)
@@ -118,7 +130,7 @@ class _DeviceLoss:
 def _accumulate(
     device_run: DeviceRun, params: Tree, step: jax.Array, batch: Batch
 ) -> tuple[Tree, Sums]:
-    """Returns this device's gradients and sums: of the batch at once, by microbatches, or through the pipeline."""
+    """Returns this device's gradients and sums, of microbatches if there are several."""
     training = device_run.run.training
     described = device_run.layout.params
     model = device_run.local_model
@@ -149,13 +161,13 @@ def split_batch(batch: Any, microbatches: int) -> Any:
 def _add_microbatches(
     loss_fn: Callable[[Tree, jax.Array, Batch], Any], params: Tree, microbatches: Any
 ) -> tuple[Tree, Sums]:
-    """Sums the gradients of the microbatches in float32, each layer's into the sum as soon as it is known.
+    """Sums the gradients of the microbatches in float32, layer by layer as they are known.
 
         sum of a layer's gradients   <-  sum + d loss(m) / d params of the layer,   m = 0 ... M - 1
 
-    microbatches: sequence indices and batch, with a leading dimension of microbatches. The sums are references
-    (`jax.new_ref`), to which the backward pass adds. Otherwise all gradients of a microbatch would exist before they
-    are added: a second copy of the model's gradients.
+    microbatches: sequence indices and batch, with a leading dimension of microbatches. The sums are
+    references (`jax.new_ref`), to which the backward pass adds. Otherwise all gradients of a
+    microbatch would exist before they are added: a second copy of the model's gradients.
     """
     zeros = jax.tree.map(_float32_zeros, params)
     sums = jax.tree.map(jax.new_ref, zeros)
@@ -166,7 +178,7 @@ def _add_microbatches(
         vjp: Any
         loss, vjp, more = jax.vjp(loss_of, primals, has_aux=True)
         vjp.with_refs(sums)(jnp.ones_like(loss))
-        return jax.tree.map(jnp.add, totals, more), None
+        return add_aux(totals, more), None
 
     first = jax.tree.map(operator.itemgetter(0), microbatches)
     _, shapes = jax.eval_shape(loss_fn, params, *first)
@@ -179,11 +191,11 @@ def _float32_zeros(p: jax.Array) -> jax.Array:
     return jnp.zeros(p.shape, jnp.float32)
 
 
-# The gradients of bfloat16 parameters are bfloat16, and a reference cannot change the type of what is added to it. The
-# loss is therefore a function of float32 numbers, of which `_weight_of` passes only the gradient on: the zeros are not
-# read.
+# The gradients of bfloat16 parameters are bfloat16, and a reference cannot change the type of what
+# is added to it. The loss is therefore a function of float32 numbers, of which `_weight_of` passes
+# only the gradient on: the zeros are not read.
 def _primal(p: jax.Array, zeros: jax.Array) -> jax.Array:
-    """Returns the array by which the loss is differentiated: a float32 parameter itself, or zeros for another."""
+    """Returns what the loss is differentiated by: a float32 parameter, or zeros for another."""
     return p if p.dtype == zeros.dtype else zeros
 
 
@@ -204,9 +216,9 @@ def _loss_of_primals(
 def _reduce(device_run: DeviceRun, grads: Tree) -> Tree:
     """Sums gradients over devices into the optimizer's placement.
 
-    A parameter's gradient is partial over every axis that does not split it: over the batch axes because each device
-    has its own sequences, over `tensor` because it has its own part of the sequence or of the heads. Over some of them
-    the backward pass has summed already.
+    A parameter's gradient is partial over every axis that does not split it: over the batch axes
+    because each device has its own sequences, over `tensor` because it has its own part of the
+    sequence or of the heads. Over some of them the backward pass has summed already.
     """
     described = device_run.layout.params
     execution = device_run.local_model.execution
@@ -218,7 +230,10 @@ def _reduce(device_run: DeviceRun, grads: Tree) -> Tree:
 
 
 def _axes_to_sum_over(placements: Placements, summed: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the axes over which a gradient is still partial. summed: those over which it has been summed."""
+    """Returns the axes over which a gradient is still partial.
+
+    summed: those over which it has been summed.
+    """
     done = (*axes_of(placements.optimizer), *summed)
     return tuple(axis for axis in AXES if axis not in done)
 
@@ -228,13 +243,14 @@ def _global_norm(device_run: DeviceRun, grads: Tree) -> jax.Array:
 
     norm² = sum over devices and elements g of  g² / (number of devices that have g)
     """
-    shape = device_run.layout.shape
     placements = trained_only(device_run.layout.params, device_run.layout.placements)
+    devices = jax.lax.axis_size(tuple(AXES))
     treedef: Any
     leaves, treedef = jax.tree.flatten(grads)
     squares: Any = 0
     for g, placement in zip(leaves, treedef.flatten_up_to(placements), strict=True):
-        fraction = shape.over(axes_of(placement.optimizer)) / shape.size
+        shards = jax.lax.axis_size(axes_of(placement.optimizer))
+        fraction = shards / devices
         squares = squares + jnp.sum(jnp.square(g.astype(jnp.float32))) * fraction
     return jnp.sqrt(all_reduce(jnp.asarray(squares), tuple(AXES)))
 
@@ -242,7 +258,7 @@ def _global_norm(device_run: DeviceRun, grads: Tree) -> jax.Array:
 def sum_over_devices(
     grads: Tree, placements: Tree, partial_over: Tree, links: DcnAxis, dtype: Any
 ) -> Tree:
-    """Sums gradients in `dtype` over the axes over which each is partial, into the optimizer's placement.
+    """Sums gradients over the axes over which each is partial, into the optimizer's placement.
 
     ZeRO-1: the optimizer's placement may split what the parameter's leaves whole.
     """

@@ -1,4 +1,4 @@
-"""Rules of optax that take layers one by one: Adafactor, and Muon, whose matrices are in muon.py."""
+"""Rules of optax that take layers one by one: Adafactor and Muon (its matrices: muon.py)."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -18,8 +18,9 @@ from meshwright.step.optimizers import decays
 def adafactor(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
     """Returns Adafactor (arXiv:1804.04235) of every layer. params: descriptions.
 
-    Row and column means, and clipping by a root mean square of 1, go over one layer of a stack, never over all of them:
-    the numbers are those of `optax.adafactor` applied to the layers one by one.
+    Row and column means, and clipping by a root mean square of 1, go over one layer of a stack,
+    never over all of them: the numbers are those of `optax.adafactor` applied to the layers one by
+    one.
     """
     one_layer = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
     by_layer = _ByLayer(one_layer)
@@ -44,7 +45,10 @@ def adafactor(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
 
 @dataclasses.dataclass(frozen=True)
 class _ByLayer:
-    """A rule applied to each layer of stacks [L, ...]. What does not depend on the layer, a count, is kept once."""
+    """A rule applied to each layer of stacks [L, ...].
+
+    What does not depend on the layer, a count, is kept once.
+    """
 
     rule: Rule
 
@@ -59,14 +63,17 @@ class _ByLayer:
         return update(grads, state, params)
 
     def _axes(self, params: Tree) -> Any:
-        """Returns the dimension of the layers in each array of the state: 0, or None where there is none."""
+        """Returns the dimension of the layers in arrays of the state: 0, or None for a scalar."""
         layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
         state = jax.eval_shape(self.rule.init, layer)
         return jax.tree.map(lambda leaf: 0 if leaf.ndim else None, state)
 
 
 def muon(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
-    """Returns Muon for the matrices of layers, and AdamW for all other parameters. params: descriptions."""
+    """Returns Muon for the matrices of layers, and AdamW for all other parameters.
+
+    params: descriptions.
+    """
     momentum = _MuonMomentum(o, params)
     matrices = optax.chain(
         optax.GradientTransformationExtraArgs(momentum.init, momentum.update),
@@ -104,8 +111,8 @@ class MuonState(NamedTuple):
 class _MuonMomentum:
     """The orthogonalised Nesterov momentum of matrices, scaled to AdamW's size, as a rule of optax.
 
-    In update t = 1, 2, ..., with the momentum's decay beta and both terms corrected for the bias of their first steps,
-    as in optax.contrib.muon:
+    In update t = 1, 2, ..., with the momentum's decay beta and both terms corrected for the bias of
+    their first steps, as in optax.contrib.muon:
 
         m       =  beta m + (1 - beta) g
         n       =  beta m / (1 - beta^(t+1)) + (1 - beta) g / (1 - beta^t)

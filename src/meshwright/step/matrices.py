@@ -1,9 +1,10 @@
-"""Optimizers of unsharded matrices: every device gets some layers in full and computes their update.
+"""Optimizers of unsharded matrices: a device gets some layers in full and updates them.
 
-A parameter of L layers is sharded like its optimizer state. Each of the n devices that share its layers owns L / n of
-them: one all-to-all per sharded dimension brings the next n layers together, a full one on each device, and another
-takes the results back. Axes that replicate a parameter split its layers too; there nothing is sent until the results
-are gathered. A round moves n layers, so that a device never has more than one layer of one parameter.
+A parameter of L layers is sharded like its optimizer state. Each of the n devices that share its
+layers owns L / n of them: one all-to-all per sharded dimension brings the next n layers together, a
+full one on each device, and another takes the results back. Axes that replicate a parameter split
+its layers too; there nothing is sent until the results are gathered. A round moves n layers, so
+that a device never has more than one layer of one parameter.
 """
 
 import dataclasses
@@ -42,7 +43,7 @@ class Owners:
         return tuple(self.sizes[self.axes.index(axis)] for axis in axes)
 
     def unsplit(self, placement: Placement) -> Axes:
-        """Returns the axes that do not split the layers (dimension 0) of an array by owner already."""
+        """Returns the axes that do not split the layers of an array by owner already."""
         return tuple(axis for axis in self.axes if axis not in placement[0])
 
     def layers(self, block: jax.Array, placement: Placement) -> int:
@@ -51,10 +52,11 @@ class Owners:
         return block.shape[0] * math.prod(self.of(split))
 
     def fetch(self, x: jax.Array, placement: Placement) -> jax.Array:
-        """Returns the layers [k, ...] that this device owns, unsharded, from local blocks x of all layers [n k, ...].
+        """Returns the full layers [k, ...] of this device, from local blocks of all [n k, ...].
 
-        placement: of x. Layers that it splits by owner already stay where they are, and of replicas each device
-        takes its own layers. Sends v(n-1)/n for each sharded dimension, for v bytes of the result.
+        placement: of x. Layers that it splits by owner already stay where they are, and of replicas
+        each device takes its own layers. Sends v(n-1)/n for each sharded dimension, for v bytes of
+        the result.
         """
         lead = list(self.unsplit(placement))
         x = x.reshape(*self.of(tuple(lead)), -1, *x.shape[1:])
@@ -68,7 +70,7 @@ class Owners:
         return x
 
     def give_back(self, x: jax.Array, placement: Placement) -> jax.Array:
-        """Inverts `fetch`: returns local blocks of all layers from the full layers x [k, ...] of this device."""
+        """Inverts `fetch`: returns local blocks of all layers from this device's full layers."""
         unsplit = self.unsplit(placement)
         lead: list[str] = []
         # Shards before replicas: what is gathered is then small.
@@ -87,7 +89,7 @@ class Owners:
 
 
 def _sharded(placement: Placement, among: Sequence[str]) -> list[tuple[int, Axes]]:
-    """Returns the dimensions after the layers that are sharded over some of the axes `among`, and over which."""
+    """Returns the dimensions after the layers that are sharded over some axes, with these."""
     found = []
     for dim, sharded_over in enumerate(placement[1:], 1):
         axes = tuple(axis for axis in sharded_over if axis in among)
@@ -97,7 +99,10 @@ def _sharded(placement: Placement, among: Sequence[str]) -> list[tuple[int, Axes
 
 
 def _merge_in_front(x: jax.Array, lead: list[str], axes: Axes) -> tuple[jax.Array, list[str]]:
-    """Merges the leading dimensions of `axes` into the first one; returns the array, and which others follow."""
+    """Merges the leading dimensions of `axes` into the first one.
+
+    Returns the array, and which others follow.
+    """
     others = [axis for axis in lead if axis not in axes]
     order = [lead.index(axis) for axis in (*axes, *others)]
     x = x.transpose(*order, *range(len(lead), x.ndim))
@@ -105,7 +110,10 @@ def _merge_in_front(x: jax.Array, lead: list[str], axes: Axes) -> tuple[jax.Arra
 
 
 def owners_of(placement: Placement, split: Axes, mesh: MeshShape) -> Owners:
-    """Returns the devices that share the layers of a parameter. split: axes along which other layers lie."""
+    """Returns the devices that share the layers of a parameter.
+
+    split: axes along which other layers lie.
+    """
     sharded = [axis for axis in axes_of(placement) if axis not in split]
     replicated = [
         axis
@@ -154,13 +162,14 @@ class Job:
         return dataclasses.replace(self, arguments=arguments)
 
     def in_rounds(self, function: LayerFunction, rounds: int, each: int = 1) -> Any:
-        """Returns local blocks of the outputs for the first n * rounds * each layers, `each` of a device at a time.
+        """Returns local blocks of the outputs, computed in rounds of `each` layers of a device.
 
-        A block of layers is split by owner, round, and layer of a round. Round i takes row i of every owner, so that
-        its results go to the same rows:
+        A block of layers is split by owner, round, and layer of a round. Round i takes row i of
+        every owner, so that its results go to the same rows:
 
-            blocks [n, rounds, each, ...]  --fetch-->  full layers [each, ...]  --function-->  outputs [each, ...]
-            results [n, rounds, each, ...]  <--give_back--  outputs
+            blocks [n, rounds, each, ...]   --fetch-->      full layers [each, ...]
+            full layers                     --function-->   outputs [each, ...]
+            outputs                         --give_back-->  results [n, rounds, each, ...]
         """
         blocks = []
         for x, placement in self.blocks():
@@ -206,7 +215,7 @@ def _write_round(i: Any, results: jax.Array, of_one: jax.Array) -> jax.Array:
 
 
 def pad_layers(x: jax.Array, rows: int) -> jax.Array:
-    """Repeats the last layer of x [L, ...] up to `rows` layers: a layer of zeros may have no inverse."""
+    """Repeats the last layer up to `rows` layers: a layer of zeros may have no inverse."""
     if rows <= x.shape[0]:
         return x
     return jnp.concatenate([x, jnp.repeat(x[-1:], rows - x.shape[0], 0)])
@@ -214,7 +223,7 @@ def pad_layers(x: jax.Array, rows: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class LayerMap:
-    """Applies functions of full layers to parameters, gradients and optimizer state, each layer on one device.
+    """Applies functions of full layers to parameters and their state, each layer on one device.
 
     The step gives it to optimizers as the extra argument `layer_map` of optax's `update`.
     """
@@ -230,10 +239,11 @@ class LayerMap:
     def __call__(self, function: LayerFunction, *trees: Tree) -> Tree:
         """Returns `function` of each stacked parameter's layers, placed like the optimizer state.
 
-        trees: one tree per argument of `function`, with the structure of the parameters; at a parameter it has an
-        array, or a tuple of arrays, that begin with the layers [L, ...], and in the first tree None at those that are
-        left out. The result has a tuple of arrays, or an array, at each parameter, or None. Where the devices do not
-        divide the layers, those that remain are computed with those of parameters of the same shapes.
+        trees: one tree per argument of `function`, with the structure of the parameters; at a
+        parameter it has an array, or a tuple of arrays, that begin with the layers [L, ...], and in
+        the first tree None at those that are left out. The result has a tuple of arrays, or an
+        array, at each parameter, or None. Where the devices do not divide the layers, those that
+        remain are computed with those of parameters of the same shapes.
         """
         treedef: Any
         params, treedef = jax.tree.flatten(self.params, is_leaf=is_param)
@@ -287,7 +297,7 @@ def _specs(tree: Any, placements: Any) -> Any:
 
 
 def _layers_of_all(function: LayerFunction, jobs: list[Job]) -> list[Any]:
-    """Returns the local outputs of all jobs: full rounds of each, then what remains of those of the same shapes."""
+    """Returns the local outputs of all jobs: full rounds of each, then what remains, pooled."""
     results: list[list[Any]] = [[] for _ in jobs]
     groups: dict[Any, list[int]] = {}
     for i, job in enumerate(jobs):
@@ -308,9 +318,10 @@ def _layers_of_all(function: LayerFunction, jobs: list[Job]) -> list[Any]:
 
 
 def _pooled(function: LayerFunction, jobs: list[Job]) -> list[Any]:
-    """Returns the outputs of the layers that remain of jobs with the same shapes, which their owners share.
+    """Returns the outputs of the layers that remain of jobs with the same shapes.
 
-    Of n owners and r layers that remain of each of j parameters, every owner computes ceil(j r / n).
+    Of n owners and r layers that remain of each of j parameters, every owner computes ceil(j r /
+    n).
     """
     count = jobs[0].owners.count
     remaining = jobs[0].remaining

@@ -1,17 +1,18 @@
-"""Muon's matrices: each is orthogonalised on one of the devices that share it (the rule is in layer_rules.py).
+"""Muon's matrices: each is orthogonalised on one of the devices that share it.
 
-Update of a matrix [rows, columns] (K. Jordan 2024, kellerjordan.github.io/posts/muon), with the scale of
-Moonlight (Liu et al. 2025, arXiv:2502.16982, section 2.2), by which updates are as large as AdamW's:
+The rule of optax is in layer_rules.py. Update of a matrix [rows, columns] (K. Jordan 2024,
+kellerjordan.github.io/posts/muon), with the scale of Moonlight (Liu et al. 2025, arXiv:2502.16982,
+section 2.2), by which updates are as large as AdamW's:
 
     m = beta m + (1 - beta) g;  o = newton_schulz(beta m + (1 - beta) g)
     w -= learning rate (0.2 sqrt(max(rows, columns)) o + weight decay w)
 
-Matrices are the weights of the layers' matmuls, each expert's its own, and each head's unless the run takes them
-together. Routers, embeddings, norms and biases get AdamW. Moonlight (section 2.3) gathers every matrix; here it moves
-to its owner by all-to-all, which sends 1/n of that.
+Matrices are the weights of the layers' matmuls, each expert's its own, and each head's unless the
+run takes them together. Routers, embeddings, norms and biases get AdamW. Moonlight (section 2.3)
+gathers every matrix; here it moves to its owner by all-to-all, which sends 1/n of that.
 
-`plan_muon` decides which device orthogonalises which matrix, and which matrices all devices split: arithmetic on
-shapes, which the update follows and the planner prices.
+`plan_muon` decides which device orthogonalises which matrix, and which matrices all devices split:
+arithmetic on shapes, which the update follows and the planner prices.
 """
 
 import dataclasses
@@ -45,11 +46,15 @@ _EPSILON = 1e-8
 _IN_A_ROUND = 2**26
 """Elements that a device has of small matrices in one round (64 Mi)."""
 _PADDING = 0.1
-"""Largest fraction of a group's matrices that may be padding; beyond it the last matrices are split."""
+"""Largest fraction of a group's matrices that may be padding; beyond it the last matrices are
+split."""
 
 
 def orthogonalised(p: Param) -> bool:
-    """Returns whether Muon updates a parameter: matmuls of layers, other than the router's; AdamW has the rest."""
+    """Returns whether Muon updates a parameter: matmuls of layers, other than the router's.
+
+    AdamW has the rest.
+    """
     matrix = p.role not in (None, "router") and "L" in p.dims and not p.frozen
     return matrix and (p.init == "normal" or p.role == "adapter")
 
@@ -105,7 +110,8 @@ class Stack:
         dims = tuple(d for d in range(1, len(self.shape)) if d != self.head)
         sizes = {dims[: self.contract]: self.rows, dims[self.contract :]: self.columns}
 
-        # Of square matrices those with the same placement shall look alike: a projection and its way back.
+        # Of square matrices those with the same placement shall look alike: a projection and its
+        # way back.
         def order(side: tuple[int, ...]) -> tuple[Any, ...]:
             return sizes[side], len(side), [self.placement[d] for d in side]
 
@@ -120,16 +126,18 @@ class Stack:
 
     @property
     def matrix_order(self) -> tuple[int, ...]:
-        """Order of the dimensions of `shape` that makes matrices [rows, heads, shorter side, longer side]."""
+        """Order of the dimensions that makes [rows, heads, shorter side, longer side]."""
         heads = () if self.head is None else (self.head,)
         return (0, *heads, *self.matrix_dims)
 
     def exchanges(
         self, elements: float, count: float, gathered: tuple[int, ...], dims: tuple[int, ...]
     ) -> list["Exchange"]:
-        """Returns the collectives that bring `elements` to a device and take as many back, `count` times.
+        """Returns the collectives that bring elements to a device and take as many back.
 
-        gathered: dimensions that a device gets in full, some of `dims`, the dimensions of what is moved.
+        elements: of each of `count` exchanges.
+        gathered: dimensions that a device gets in full, some of `dims`, the dimensions of what is
+        moved.
         """
         found = []
         for dim in gathered:
@@ -146,7 +154,7 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class Rest:
-    """Matrices of one local shape, of several parameters, that were left when devices divided the layers."""
+    """Matrices of one local shape, of several parameters, that full rounds leave."""
 
     members: tuple[Stack, ...]
     rounds: int
@@ -155,7 +163,7 @@ class Rest:
     """Matrices whose matmuls all devices split."""
 
     def exchanges(self) -> list["Exchange"]:
-        """Returns the collectives of an update: of matrices to their owners and back, and of products of split ones."""
+        """Returns the collectives of an update: of matrices, and of the products of split ones."""
         s = self.members[0]
         n = s.owners.count
         found = []
@@ -185,7 +193,7 @@ class Exchange:
 
 
 def newton_schulz_flops(rows: int, columns: int) -> float:
-    """Returns the FLOPs of orthogonalising a matrix: X X' (2 s² l), its square (2 s³), and their product with X."""
+    """Returns the FLOPs of orthogonalising a matrix: X X', its square, their product with X."""
     short, long = sorted((rows, columns))
     return STEPS * (4.0 * short * short * long + 2.0 * short**3)
 
@@ -198,7 +206,7 @@ class MuonPlan:
     rests: list[Rest]
 
     def exchanges(self) -> list[Exchange]:
-        """Returns the collectives of an update: matrices to their owners and back, and the products of split ones."""
+        """Returns the collectives of an update: of all matrices to their owners and back."""
         found: list[Exchange] = []
         for s in self.stacks:
             if s.rows_owned:
@@ -210,7 +218,7 @@ class MuonPlan:
         return found
 
     def temporaries(self) -> tuple[float, float]:
-        """Returns the elements of a device's momentum that an update copies, and of the largest matrices of a round."""
+        """Returns the elements that an update copies, and those of the largest round."""
         copied = sum(float(math.prod(s.shape)) for s in self.stacks)
         rounds = [s.elements * s.heads * s.each for s in self.stacks if s.rows_owned]
         for rest in self.rests:
@@ -220,7 +228,7 @@ class MuonPlan:
         return copied, float(max(rounds, default=0))
 
     def flops(self) -> tuple[float, float]:
-        """Returns the Newton-Schulz FLOPs of a device, and of an even share among all that hold its layers."""
+        """Returns the Newton-Schulz FLOPs of a device, and of an even share among its owners."""
         done = 0.0
         even = 0.0
         for s in self.stacks:
@@ -237,7 +245,8 @@ class MuonPlan:
 def plan_muon(params: Tree, placements: Tree, mesh: MeshShape, heads: MuonHeads) -> MuonPlan:
     """Divides all matrices among devices.
 
-    params: descriptions.  placements: the same tree of Placements.  heads: whether a head is a matrix of its own.
+    params: descriptions.  placements: the same tree of Placements.  heads: whether a head is a
+    matrix of its own.
     """
     placements_of = named_leaves(placements)
     stacks = [
@@ -256,7 +265,7 @@ def plan_muon(params: Tree, placements: Tree, mesh: MeshShape, heads: MuonHeads)
 
 
 def _rest(members: list[Stack]) -> Rest:
-    """Divides the matrices that remain of several parameters: each device gets as many, or all split the last ones."""
+    """Divides the matrices that remain: each device gets as many, or all split the last."""
     n = members[0].owners.count
     count = sum(stack.remaining * stack.heads for stack in members)
     total = sum(stack.shape[0] * stack.heads for stack in members)
@@ -297,9 +306,10 @@ def _stack(path: str, p: Param, placement: Placement, mesh: MeshShape, heads: Mu
 def orthogonalise(
     arrays: dict[str, jax.Array], layer_map: LayerMap, heads: MuonHeads
 ) -> dict[str, jax.Array]:
-    """Returns the scaled orthogonal factor of every matrix, float32, placed like the optimizer state.
+    """Returns the scaled orthogonal factor of every matrix, placed like the optimizer state.
 
-    arrays: by path, float32. They are exchanged and multiplied in the compute dtype (bfloat16 by K. Jordan's design).
+    arrays: by path, float32, as the result. They are exchanged and multiplied in the compute dtype
+    (bfloat16 by K. Jordan's design).
     """
     placements = named_leaves(layer_map.placements)
     plan = plan_muon(layer_map.params, layer_map.placements, layer_map.shape, heads)
@@ -318,7 +328,7 @@ def orthogonalise(
 def _orthogonalise_blocks(
     plan: MuonPlan, blocks: dict[str, jax.Array], compute_dtype: Any
 ) -> dict[str, jax.Array]:
-    """Returns the scaled orthogonal factors of this device's blocks: those in full rounds, then what remains."""
+    """Returns the scaled orthogonal factors of this device's blocks."""
     rows = {s.path: blocks[s.path].astype(compute_dtype).reshape(s.shape) for s in plan.stacks}
     parts: dict[str, list[jax.Array]] = {s.path: [] for s in plan.stacks}
     for s in plan.stacks:
@@ -340,7 +350,7 @@ def _orthogonalise_blocks(
 
 
 def _newton_schulz(x: jax.Array) -> jax.Array:
-    """Returns nearly orthogonal factors of matrices x [k, short, long]: singular values from 0.7 to 1.2."""
+    """Returns factors of matrices x [k, short, long] with singular values from 0.7 to 1.2."""
     x = _normalised(x, jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(1, 2), keepdims=True))
     a, b, c = _COEFFICIENTS
 
@@ -357,7 +367,7 @@ def _normalised(x: jax.Array, squares: jax.Array) -> jax.Array:
 
 
 def _split_newton_schulz(x: jax.Array, owners: Owners) -> jax.Array:
-    """Computes `_newton_schulz` of matrices whose columns all devices share: x [k, short, long / n].
+    """Computes `_newton_schulz` of matrices whose columns devices share: x [k, short, long / n].
 
     Each device computes 1/n of every product. An iteration sends 3 s² (n-1)/n elements of a matrix.
     """
@@ -382,7 +392,7 @@ def _split_newton_schulz(x: jax.Array, owners: Owners) -> jax.Array:
 
 
 def _factors_of_rows(s: Stack, x: jax.Array) -> jax.Array:
-    """Returns the orthogonal factors of rows of `shape`, each of which is a matrix, or one for each head."""
+    """Returns the orthogonal factors of rows of `shape`, each a matrix or one for each head."""
     by_head = x if s.head is None else jnp.moveaxis(x, s.head, 1)
     matrices = by_head.reshape(-1, s.rows, s.columns)
     is_wide = s.rows <= s.columns
@@ -392,9 +402,11 @@ def _factors_of_rows(s: Stack, x: jax.Array) -> jax.Array:
 
 
 def _orthogonalise_rest(rest: Rest, rows: dict[str, jax.Array]) -> list[jax.Array]:
-    """Returns the orthogonal factors of the rows that remain of each member. rows: all rows, by path.
+    """Returns the orthogonal factors of the rows that remain of each member.
 
-    pooled matrices of all members   | in rounds: one of each device at a time | split by all devices |
+    rows: all rows, by path.
+
+    pooled matrices   | in rounds: one of each device at a time | split by all devices |
     """
     first = rest.members[0]
     owners = first.owners
@@ -421,7 +433,7 @@ def _orthogonalise_rest(rest: Rest, rows: dict[str, jax.Array]) -> list[jax.Arra
 
 
 def _remaining_matrices(s: Stack, rows: jax.Array) -> jax.Array:
-    """Returns the matrices of the rows that remain, [matrices, dimensions of the shorter and the longer side]."""
+    """Returns the matrices of the rows that remain, [matrices, shorter side, longer side]."""
     x = rows[-s.remaining :].transpose(s.matrix_order)
     counting = 1 if s.head is None else 2
     return x.reshape(-1, *x.shape[counting:])
@@ -435,7 +447,7 @@ def _rows_of_matrices(s: Stack, matrices: jax.Array) -> jax.Array:
 
 
 def _factors_of_matrices(short: int, x: jax.Array) -> jax.Array:
-    """Returns the orthogonal factors of matrices whose shorter side has `short` dimensions, the first ones."""
+    """Returns the orthogonal factors of matrices whose first `short` dimensions are a side."""
     rows = math.prod(x.shape[1 : 1 + short])
     return _newton_schulz(x.reshape(x.shape[0], rows, -1)).reshape(x.shape)
 
@@ -443,9 +455,10 @@ def _factors_of_matrices(short: int, x: jax.Array) -> jax.Array:
 def _orthogonalise_split(
     x: jax.Array, placement: Placement, short: int, owners: Owners
 ) -> jax.Array:
-    """Orthogonalises local blocks x [k, shorter side, longer side] of matrices, all devices sharing each of them.
+    """Orthogonalises local blocks x [k, shorter side, longer side], devices sharing each matrix.
 
-    Rows and columns may be in any order, as long as it is the same for all devices: the result is in that order too.
+    Rows and columns may be in any order, as long as it is the same for all devices: the result is
+    in that order too.
     """
     shape = x.shape
     gathers = []

@@ -1,8 +1,10 @@
-"""Optimizers: optax's update rules by name, the learning-rate schedule, and the placement of the optimizer state.
+"""Optimizers: optax's update rules by name, learning-rate schedules, and the state's placement.
 
-Clipping is part of the gradients (step/gradients.py), where the norm over all devices is one collective.
+Clipping is part of the gradients (step/gradients.py), where the norm over all devices is one
+collective.
 """
 
+import dataclasses
 import fnmatch
 import functools
 import math
@@ -48,16 +50,19 @@ LR_SCHEDULES: dict[str, Callable[[Optimizer, int], optax.Schedule]] = {
     "wsd": _wsd,
     "constant": _constant,
 }
-"""Learning-rate schedules: `(config, intervals from the step with the peak to the last step) -> schedule`.
+"""Learning-rate schedules: `(config, intervals from the step with the peak to the last step) ->
+schedule`.
 
-A schedule has the peak at count 0 and the rate of the last step at count `intervals`: n steps have n - 1 intervals."""
+A schedule has the peak at count 0 and the rate of the last step at count `intervals`: n steps have
+n - 1 intervals."""
 
 
 def build_lr_schedule(o: Optimizer, steps: int) -> optax.Schedule:
-    """Returns the learning rate as a function of the step s, which is 0 to n - 1 in a run of n steps.
+    """Returns the learning rate as a function of the step s = 0 ... n - 1 of a run of n steps.
 
-    With peak p, final fraction f, and w = min(warmup_steps, n - 1) steps of warm-up, the step b = max(w - 1, 0) has the
-    peak, d = n - 1 - b intervals follow it, and x = (s - b) / d is the fraction of them at step s:
+    With peak p, final fraction f, and w = min(warmup_steps, n - 1) steps of warm-up, the step b =
+    max(w - 1, 0) has the peak, d = n - 1 - b intervals follow it, and x = (s - b) / d is the
+    fraction of them at step s:
 
         s < b     p (s + 1) / w
         s >= b    constant    p
@@ -65,10 +70,11 @@ def build_lr_schedule(o: Optimizer, steps: int) -> optax.Schedule:
                   cosine      p (1 - (1 - f) (1 - cos(pi x)) / 2)
                   wsd         p (1 - (1 - f) max(0, s - (n - 1 - c)) / c), where c = ceil(d / 5)
 
-    One step has the peak, and the last step has the rate p f. A run of one step takes it at the peak. Further steps keep
-    the rate of the last.
+    One step has the peak, and the last step has the rate p f. A run of one step takes it at the
+    peak. Further steps keep the rate of the last.
 
-    Raises ConfigError where the schedule has no known name, or where the function of one from outside fails.
+    Raises ConfigError where the schedule has no known name, or where the function of one from
+    outside fails.
     """
     warmup = min(o.warmup_steps, max(steps - 1, 0))
     peak_step = max(warmup - 1, 0)
@@ -107,7 +113,10 @@ def lion(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
 
 
 def sgd(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
-    """Returns SGD with momentum and decoupled weight decay (SGDW, arXiv:1711.05101). params: descriptions."""
+    """Returns SGD with momentum and decoupled weight decay (SGDW, arXiv:1711.05101).
+
+    params: descriptions.
+    """
     return optax.chain(
         optax.trace(o.beta1, accumulator_dtype=o.moment_dtype),
         optax.add_decayed_weights(o.weight_decay, mask=decays(params)),
@@ -118,8 +127,9 @@ def sgd(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
 def build_optimizer(o: Optimizer, steps: int, params: Tree) -> Rule:
     """Returns the update rule. params: descriptions, which say what weight decay applies to.
 
-    A rule from outside is called as `(config, learning_rate)`. Raises ConfigError where it has no known name, fails, or
-    does not return an optax.GradientTransformation, and for groups of learning rates that match no parameter.
+    A rule from outside is called as `(config, learning_rate)`. Raises ConfigError where it has no
+    known name, fails, or does not return an optax.GradientTransformation, and for groups of
+    learning rates that match no parameter.
     """
     rate = build_lr_schedule(o, steps)
     rule = resolve("optimizer", o.name)
@@ -149,7 +159,8 @@ def build_optimizer(o: Optimizer, steps: int, params: Tree) -> Rule:
 def _check_moment_dtype(o: Optimizer, row: UpdateRow | None, rule: Rule, params: Tree) -> None:
     """Raises ConfigError for a type of the first moment that the state of the rule does not have.
 
-    row: of a built-in rule; None for one from outside, whose state is made in the abstract and looked at.
+    row: of a built-in rule; None for one from outside, whose state is made in the abstract and
+    looked at.
     """
     dtype = jnp.dtype(o.moment_dtype)
     if row is not None and row.stores_first_moment:
@@ -172,60 +183,84 @@ def _check_moment_dtype(o: Optimizer, row: UpdateRow | None, rule: Rule, params:
 
 
 def lr_factors(groups: tuple[str, ...], params: Tree) -> Tree:
-    """Returns the factor on the learning rate of every parameter: that of the first group that matches it, or 1.
+    """Returns the factor on each parameter's learning rate: of the first group that matches, or 1.
 
-    groups: PATTERN=FACTOR each (`Optimizer.lr_groups`).  params: descriptions. Raises ConfigError for a group that is
-    not PATTERN=FACTOR, and for a pattern that no parameter is left for.
+    groups: PATTERN=FACTOR each (`Optimizer.lr_groups`).  params: descriptions. Raises ConfigError
+    for a group that is not PATTERN=FACTOR, and for a pattern that no parameter is left for.
     """
-    leaves, parsed = named_leaves(params), [_parse(group) for group in groups]
-    chosen: dict[str, int] = {}
-    for i, (pattern, _) in enumerate(parsed):
-        asked = f"--optimizer.lr-groups {groups[i]}"
-        matched = [path for path, p in leaves.items() if _matches(pattern, path, p)]
-        left = [path for path in matched if path not in chosen]
-        chosen |= dict.fromkeys(left, i)
-        if left:
-            continue
-        if matched:
-            earlier = groups[chosen[matched[0]]]
-            taken = f"the first pattern that matches counts, and {', '.join(matched[:3])} went to {earlier}"
-            raise ConfigError(asked, taken, f"{groups[i]} before {earlier}")
-        if pattern.startswith("role:"):
-            roles = sorted({str(p.role) for p in leaves.values() if p.role is not None})
-            unknown = f"no parameter of this model has that role; the roles are {', '.join(roles)}"
-            raise ConfigError(asked, unknown, nearest(pattern[5:], roles))
-        unknown = f"no parameter has such a path; the paths are {', '.join(leaves)}"
-        raise ConfigError(asked, unknown, nearest(pattern, list(leaves)))
-    factors = [parsed[chosen[path]][1] if path in chosen else 1.0 for path in leaves]
+    leaves = named_leaves(params)
+    chosen: dict[str, _LrGroup] = {}
+    for group in [_LrGroup.parse(text) for text in groups]:
+        matched = [path for path, p in leaves.items() if group.matches(path, p)]
+        remaining = [path for path in matched if path not in chosen]
+        if not remaining:
+            raise _without_effect(group, matched, leaves, chosen)
+        chosen |= dict.fromkeys(remaining, group)
+    factors = [chosen[path].factor if path in chosen else 1.0 for path in leaves]
     return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_param), factors)
 
 
-def _matches(pattern: str, path: str, p: Param) -> bool:
-    kind, _, role = pattern.partition(":")
-    return p.role == role if kind == "role" else fnmatch.fnmatchcase(path, pattern)
+@dataclasses.dataclass(frozen=True)
+class _LrGroup:
+    """Parameters with a factor on their learning rate: PATTERN=FACTOR."""
+
+    text: str
+    pattern: str
+    """Path, with `*` for any part of it, or `role:` and a role."""
+    factor: float
+
+    @classmethod
+    def parse(cls, text: str) -> "_LrGroup":
+        """Parses a group. Raises ConfigError."""
+        pattern, _, number = text.rpartition("=")
+        try:
+            factor = float(number)
+        except ValueError:
+            factor = -1.0
+        if not pattern or not 0 <= factor < math.inf:
+            raise ConfigError(
+                f"--optimizer.lr-groups {text}",
+                "a group is PATTERN=FACTOR: parameters, and a factor on the learning rate of 0 or "
+                "more",
+                "for example embed=0.1, 'blocks.*norm*=2' or role:router=0.5",
+            )
+        return cls(text, pattern, factor)
+
+    def matches(self, path: str, p: Param) -> bool:
+        """Returns whether a parameter has the path or the role of the pattern."""
+        kind, _, role = self.pattern.partition(":")
+        if kind == "role":
+            return p.role == role
+        return fnmatch.fnmatchcase(path, self.pattern)
 
 
-def _parse(group: str) -> tuple[str, float]:
-    pattern, equals, text = group.rpartition("=")
-    try:
-        factor = float(text)
-    except ValueError:
-        factor = -1.0
-    if not equals or not pattern or not 0 <= factor < float("inf"):
-        raise ConfigError(
-            f"--optimizer.lr-groups {group}",
-            "a group is PATTERN=FACTOR: parameters, and a factor on the learning rate of 0 or more",
-            "for example embed=0.1, 'blocks.*norm*=2' or role:router=0.5",
-        )
-    return pattern, factor
+def _without_effect(
+    group: _LrGroup, matched: list[str], leaves: dict[str, Param], chosen: dict[str, _LrGroup]
+) -> ConfigError:
+    """Returns the error of a group for which no parameter is left. chosen: by the groups before."""
+    asked = f"--optimizer.lr-groups {group.text}"
+    if matched:
+        earlier = chosen[matched[0]].text
+        names = ", ".join(matched[:3])
+        taken = f"the first pattern that matches counts, and {names} went to {earlier}"
+        return ConfigError(asked, taken, f"{group.text} before {earlier}")
+    if group.pattern.startswith("role:"):
+        roles = sorted({str(p.role) for p in leaves.values() if p.role is not None})
+        unknown = f"no parameter of this model has that role; the roles are {', '.join(roles)}"
+        return ConfigError(asked, unknown, nearest(group.pattern.removeprefix("role:"), roles))
+    unknown = f"no parameter has such a path; the paths are {', '.join(leaves)}"
+    return ConfigError(asked, unknown, nearest(group.pattern, list(leaves)))
 
 
 def build_update_rule(
     o: Optimizer, training: Training, params: Tree, layer_map: Any = None
 ) -> UpdateRule:
-    """Returns the update of parameters of the run's `param_dtype`. params: descriptions. Raises as build_optimizer.
+    """Returns the update of parameters of the run's `param_dtype`. params: descriptions.
 
-    layer_map: a `LayerMap` (step/matrices.py) for rules that take matrices; without it they only make state.
+    Raises as build_optimizer.
+
+    layer_map: a `LayerMap` (step/matrices.py) for rules that take matrices; without it they only
+    make state.
     """
     rule = build_optimizer(o, training.steps, params)
     if layer_map is not None:
@@ -245,7 +280,8 @@ def place_optimizer_state(
 ) -> tuple[Any, list[Placement]]:
     """Returns the abstract optimizer state and the placement of each of its arrays.
 
-    An array that belongs to a parameter is placed like it (`like_param`); anything else is replicated.
+    An array that belongs to a parameter is placed like it (`like_param`); anything else is
+    replicated.
     abstract_params: tree of ShapeDtypeStruct.  placements: the same tree of Placements.
     """
     state = jax.eval_shape(optimizer.init, abstract_params)
@@ -255,8 +291,8 @@ def place_optimizer_state(
     }
 
     def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Placement:
-        # optax keeps what belongs to a parameter below that parameter's own path: mu.blocks.query, or, where a rule
-        # keeps several arrays for each, factors.blocks.query[0].
+        # optax keeps what belongs to a parameter below that parameter's own path: mu.blocks.query,
+        # or, where a rule keeps several arrays for each, factors.blocks.query[0].
         for start in range(len(path)):
             for stop in range(len(path), start, -1):
                 if path[start:stop] in by_path:

@@ -1,22 +1,26 @@
 """Pipeline engine: executes the table of any schedule, tick by tick, inside the step.
 
-A tick has a forward half and a backward half (and a third, for weight gradients, where a schedule splits the backward
-pass), each of its own microbatch and part of the model. A stage passes activations on after its half, and gradients
-after the tick (`ring_shift`): activations travel during the backward half of the same tick, gradients during the
-forward half of the next. They wait in the buffer slots that the table has assigned. A backward half differentiates its
-part with `jax.vjp`: from the saved input, by recomputing the part, or from what the forward half has kept
+A tick has a forward half and a backward half (and a third, for weight gradients, where a schedule
+splits the backward pass), each of its own microbatch and part of the model. A stage passes
+activations on after its half, and gradients after the tick (`ring_shift`): activations travel
+during the backward half of the same tick, gradients during the forward half of the next. They wait
+in the buffer slots that the table has assigned. A backward half differentiates its part with
+`jax.vjp`: from the saved input, by recomputing the part, or from what the forward half has kept
 (`PipelineModel.keeps`).
 
-A layer reads its row of the stage's stacks by number, and its gradients are added to the same row of their float32 sums
-as soon as they are known: no part's weights are copied, and no part's gradients exist beside the sums.
+A layer reads its row of the stage's stacks by number, and its gradients are added to the same row
+of their float32 sums as soon as they are known: no part's weights are copied, and no part's
+gradients exist beside the sums.
 
-The ticks are run in segments (before the first backward pass, with both halves, after the last forward pass), each a
-loop whose body has only the halves that some stage runs in it. A half that all stages run in every tick of its segment
-has no branch around it; elsewhere a stage without a task waits in a `lax.cond`. Where the layers send values around a
-ring of devices (`PipelineModel.together`), every stage runs the half, and the result of one without a task is dropped.
+The ticks are run in segments (before the first backward pass, with both halves, after the last
+forward pass), each a loop whose body has only the halves that some stage runs in it. A half that
+all stages run in every tick of its segment has no branch around it; elsewhere a stage without a
+task waits in a `lax.cond`. Where the layers send values around a ring of devices
+(`PipelineModel.together`), every stage runs the half, and the result of one without a task is
+dropped.
 
-Embedding and loss belong to no stage: their tables are split over all stages, which take part in the ticks in which the
-first part begins a microbatch, or the last part has finished one.
+Embedding and loss belong to no stage: their tables are split over all stages, which take part in
+the ticks in which the first part begins a microbatch, or the last part has finished one.
 """
 
 import dataclasses
@@ -34,6 +38,7 @@ from meshwright.comm.collectives import ring_shift
 from meshwright.data.batch import Batch
 from meshwright.models.blocks.layers import Dropout
 from meshwright.models.forward import LocalModel
+from meshwright.models.layer_health import add_aux
 from meshwright.models.model import Aux, ForwardContext, Metrics
 from meshwright.models.period_scan import with_gradient_of
 from meshwright.sharding.params import RoundedParam, Tree, with_frozen
@@ -51,7 +56,8 @@ from meshwright.sharding.schedule_table import (
 Tick = dict[str, Any]
 """The table's entries of one tick, for this stage."""
 Ticks = dict[frozenset[frozenset[str]], float]
-"""Number of ticks by the scopes of what the stages run in them: a set for each stage that is not idle."""
+"""Number of ticks by the scopes of what the stages run in them: a set for each stage that is not
+idle."""
 
 Layers = dict[str, Tree]
 """Parameters of the stacked layers, by stack."""
@@ -75,7 +81,8 @@ class Part(NamedTuple):
 _COLUMNS = ("kind", "virtual_stage", "microbatch", "input_slot", "gradient_slot")
 """Fields of a table, and of a task."""
 _RUN, _INPUT, _WEIGHT = range(len(PLACES))
-"""Places of a tick: the forward pass, the backward pass or the gradient of its input, the gradient of the weights."""
+"""Places of a tick: the forward pass, the backward pass or the gradient of its input, the gradient
+of the weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +96,8 @@ class PipelineModel:
     total: jax.Array
     """Weight of the global batch."""
     frozen: tuple[Tree, Tree] | None = None
-    """Descriptions and arrays of all parameters of this stage, where the engine is given those that are trained (with
-    None for the frozen ones)."""
+    """Descriptions and arrays of all parameters of this stage, where the engine is given those that
+    are trained (with None for the frozen ones)."""
 
     def _take(self, m: jax.Array) -> tuple[jax.Array, Batch]:
         return jax.tree.map(
@@ -129,12 +136,15 @@ class PipelineModel:
 
     @property
     def keeps(self) -> bool:
-        """Whether a forward pass keeps what its backward pass reads. Otherwise that recomputes the part."""
+        """Whether a forward pass keeps what its backward pass reads.
+
+        Otherwise that recomputes the part.
+        """
         return self.model.training.stage_saves == "layers"
 
     @property
     def together(self) -> bool:
-        """Whether the layers send values around a ring of devices, in which all stages have to take part."""
+        """Whether the layers send values around a ring of devices, so that all stages take part."""
         return self.model.execution.permutes
 
     def stacked(self, params: Tree) -> Layers:
@@ -167,7 +177,7 @@ class PipelineModel:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _PartRows:
-    """Rows of the stacks that a part of the layers reads, whose gradients go to the same rows of the sums.
+    """Rows of the stacks that a part reads, whose gradients go to the same rows of the sums.
 
     Layer i of virtual stage v, of a stack with R rows in V virtual stages, is row v R/V + i.
     """
@@ -180,7 +190,7 @@ class _PartRows:
     """Sums of their gradients; a frozen parameter stands for its own."""
 
     def read(self, stack: str, number: Any) -> Callable[[], Tree]:
-        """Returns what reads the weights of a layer by its number: a layer calls it in each of its passes."""
+        """Returns what reads the weights of a layer, which calls it in each of its passes."""
         gathers = self.model.execution.gather_params.gathers[stack]
         sum_of = functools.partial(self._sum_of_row, number)
         sums = jax.tree.map(sum_of, self.params[stack], self.sums[stack], gathers)
@@ -227,16 +237,17 @@ _EVENTS = {
 
 def scope_of(segment: str, name: str) -> str:
     """Returns the named scope of a branch, by which the census knows how often a stage takes it."""
-    return f"pipeline {segment}: {name}."  # the full stop keeps a scope from being a substring of another
+    # The full stop keeps a scope from being a substring of another.
+    return f"pipeline {segment}: {name}."
 
 
 def repeats_forward(scope: str) -> bool:
-    """Returns whether what a branch differentiates is a forward pass that another branch has computed."""
+    """Returns whether a branch differentiates what another branch has computed."""
     return not scope.endswith((": forward.", ": loss."))
 
 
 def branch_ticks(table: ScheduleTable, together: bool = False) -> dict[str, tuple[int, int]]:
-    """Returns, for the scope of each branch, the number of ticks in which a stage takes it, and the number of ticks.
+    """Returns the ticks in which a stage takes a branch, and all ticks, by the branch's scope.
 
     together: whether a stage without a task computes with the others (`PipelineModel.together`).
     """
@@ -256,7 +267,8 @@ def branch_ticks(table: ScheduleTable, together: bool = False) -> dict[str, tupl
 def tick_scopes(table: ScheduleTable, costs: Sequence[float], together: bool = False) -> Ticks:
     """Counts the ticks of a table by the scopes of the halves that each stage runs in them.
 
-    costs: of each part over the mean of all; a tick counts as much as the stage whose parts cost most in it.
+    costs: of each part over the mean of all; a tick counts as much as the stage whose parts cost
+    most in it.
     """
     counts: Ticks = {}
     for segment, ticks in table.segments:
@@ -270,7 +282,10 @@ def tick_scopes(table: ScheduleTable, costs: Sequence[float], together: bool = F
 
 
 def _scopes_of(segment: str, places: np.ndarray) -> frozenset[str]:
-    """Returns the scopes of the halves that a stage runs in a tick. places: whether it runs each, [places]."""
+    """Returns the scopes of the halves that a stage runs in a tick.
+
+    places: whether it runs each, [places].
+    """
     names = (name for name, runs in zip(PLACES, places, strict=True) if runs)
     return frozenset(scope_of(segment, name) for name in names)
 
@@ -278,7 +293,10 @@ def _scopes_of(segment: str, places: np.ndarray) -> frozenset[str]:
 def _cost_of_tick(
     table: ScheduleTable, costs: Sequence[float], runs: np.ndarray, virtual_stages: np.ndarray
 ) -> float:
-    """Returns the largest mean cost of the parts that a stage runs in a tick. runs, virtual_stages: [stages, places]."""
+    """Returns the largest mean cost of the parts that a stage runs in a tick.
+
+    runs, virtual_stages: [stages, places].
+    """
     by_stage: list[float] = []
     for stage, places in enumerate(runs):
         if places.any():
@@ -294,7 +312,7 @@ def _events(table: ScheduleTable) -> dict[str, np.ndarray]:
 
 
 class _Segment:
-    """Some ticks of a table: its columns for this stage, and what is known of all stages before the program runs."""
+    """Some ticks of a table: its columns for this stage, and what is known of all stages."""
 
     def __init__(self, table: ScheduleTable, name: str, ticks: range):
         self.name, self.running = name, table.kind[ticks] != IDLE
@@ -302,7 +320,8 @@ class _Segment:
         self.unsplit = bool((table.kind[ticks] == BACKWARD).any())
         """Whether some backward pass is not split."""
         self.events = {name: row[ticks] for name, row in _events(table).items()}
-        # Gradients travel at the beginning of the tick after the one that has computed them; the last tick sends none.
+        # Gradients travel at the beginning of the tick after the one that has computed them; the
+        # last tick sends none.
         before = np.asarray(ticks) - 1
         self.arrivals = [
             Arrivals(a.hop, a.inputs[ticks], a.gradients[before]) for a in table.arrivals
@@ -330,11 +349,13 @@ class _Carry(NamedTuple):
     inputs: jax.Array
     """Buffer of live inputs, [input_slots, B, T, D]."""
     kept: list[jax.Array]
-    """Buffers of what the backward passes of live inputs read, each [input_slots, ...]; empty where they recompute."""
+    """Buffers of what the backward passes of live inputs read, each [input_slots, ...]; empty where
+    they recompute."""
     gradients: jax.Array
     """Buffer of output gradients that wait for a backward task, [gradient_slots, B, T, D]."""
     sent: jax.Array
-    """Gradient of the last tick's input, [B, T, D], which its neighbour receives in the next tick."""
+    """Gradient of the last tick's input, [B, T, D], which its neighbour receives in the next
+    tick."""
     layers: Layers
     """Gradients of this stage's layers, summed so far."""
     rest: Tree
@@ -359,7 +380,7 @@ _FIRST = _Task(True, **dict.fromkeys(_COLUMNS, np.int32(0)))  # type: ignore[arg
 
 @dataclasses.dataclass(frozen=True)
 class _Backward:
-    """Derivative of a part as `jax.vjp` returns it: a tree of arrays, some of which are parameters of the part.
+    """Derivative of a part as `jax.vjp` returns it: a tree of arrays, parameters among them.
 
     A forward pass keeps the others; the parameters are put back where the backward pass needs them.
     """
@@ -430,13 +451,13 @@ class _Engine:
         )
 
     def _rows_of_parts(self, rows: jax.ShapeDtypeStruct) -> jax.Array:
-        """Returns zeros for the aux of all parts of this stage, from the shape of those of one part, [rows, ...]."""
+        """Returns zeros for the aux of all parts of this stage. rows: of one part."""
         count, *rest = rows.shape
         return jnp.zeros((self.table.virtual_stages * count, *rest), rows.dtype)
 
-    # What a stage does in a tick, from left to right; an activation that is sent in a tick arrives in the same tick:
+    # What a stage does in a tick, from left to right:
     #
-    #   gradients arrive | embed | forward | x leaves | backward | weights | x arrives | loss | embedding's gradient
+    #   gradients arrive | embed | forward | x leaves | backward | weights | x arrives | loss | ...
     #
     def _tick(self, segment: _Segment, carry: _Carry, now: Tick) -> tuple[_Carry, None]:
         for arrivals, slot in zip(segment.arrivals, now["gradients"], strict=True):
@@ -535,14 +556,14 @@ class _Engine:
     def _backward(
         self, task: _Task, carry: _Carry, otherwise: tuple[jax.Array, Layers], unsplit: bool
     ) -> tuple[jax.Array, Layers]:
-        """Returns the gradient of a part's input, and the sums, to which an unsplit backward pass adds."""
+        """Returns the gradient of a part's input, and the sums with those of its parameters."""
         _, sums = otherwise
         if unsplit:
             return self._gradients(task, carry, sums)
         return self._input_gradient(task, carry), sums
 
     def _weight_gradients(self, task: _Task, carry: _Carry, sums: Layers) -> Layers:
-        """Returns the sums with the gradients of a part's parameters: the second half of a split backward pass."""
+        """Adds the gradients of a part's parameters: the second half of a split backward pass."""
         _, sums = self._gradients(task, carry, sums)
         return sums
 
@@ -618,13 +639,15 @@ class _Engine:
     def _add(self, tree: Any, values: Any, task: _Task) -> Any:
         """Returns `tree` with the values of a task added to the rows of its part."""
 
-        def add(x: jax.Array, y: jax.Array) -> jax.Array:
+        def rows(x: jax.Array, y: jax.Array) -> jax.Array:
             start, n = task.virtual_stage * y.shape[0], y.shape[0]
-            return lax.dynamic_update_slice_in_dim(
-                x, lax.dynamic_slice_in_dim(x, start, n) + y, start, 0
-            )
+            return lax.dynamic_slice_in_dim(x, start, n)
 
-        return jax.tree.map(add, tree, _masked(values, task.runs))
+        def put(x: jax.Array, y: jax.Array) -> jax.Array:
+            return lax.dynamic_update_slice_in_dim(x, y, task.virtual_stage * y.shape[0], 0)
+
+        values = _masked(values, task.runs)
+        return jax.tree.map(put, tree, add_aux(jax.tree.map(rows, tree, values), values))
 
     def _embed(self, microbatch: jax.Array, now: Tick, carry: _Carry) -> _Carry:
         slot = jnp.where(lax.axis_index("stage") == 0, now["input_slot"][_RUN], NOTHING)
@@ -645,7 +668,7 @@ class _Engine:
         )
 
     def _add_embed_gradient(self, microbatch: jax.Array, now: Tick, carry: _Carry) -> _Carry:
-        """Adds the embedding's gradient for a microbatch whose last backward task ran in this tick."""
+        """Adds the embedding's gradient for a microbatch that the first part has finished."""
         # On all but the first stage, it is the gradient of another microbatch.
         g_x = _masked(carry.sent, lax.axis_index("stage") == 0)
         embed = functools.partial(self.model.embed, m=microbatch)
@@ -661,7 +684,10 @@ def _run_where[T](
     run: Callable[[T], T],
     value: T,
 ) -> T:
-    """Returns `run(value)` where it is needed, and `value` elsewhere; without a branch where it always happens."""
+    """Returns `run(value)` where it is needed, and `value` elsewhere.
+
+    Without a branch where it always happens.
+    """
     if not happens.any():
         return value
 
@@ -707,7 +733,7 @@ def _float32_zeros(p: jax.Array) -> jax.Array:
 
 
 def _masked(tree: Any, runs: jax.Array | bool) -> Any:
-    """Returns the tree, or zeros on a stage that has no task: infinities of its computation do not survive."""
+    """Returns the tree, or zeros on a stage without a task, whose infinities do not survive."""
     if runs is True:
         return tree
     return jax.tree.map(lambda x: jnp.where(runs, x, jnp.zeros_like(x)), tree)

@@ -85,15 +85,21 @@ def record_step(
 ) -> Recording:
     """Computes the gradients of one step as the train step does, and records its tensors.
 
-    params, step, batch: as the train step takes them; nothing is donated or updated.  recorder: what is sent of each
-    tensor; by default all of it. Of a wrapped model only the gradients of its parameters are recorded.
+    params, step, batch: as the train step takes them; nothing is donated or updated.  recorder:
+    what is sent of each tensor; by default all of it. Of a wrapped model only the gradients of its
+    parameters are recorded.
     """
     recorder = recorder or Recorder()
     return build_recorder(device_run, recorder)(params, step, batch, *variables)
 
 
-def build_recorder(device_run: DeviceRun, recorder: Recorder) -> Any:
-    """Returns `(params, step, batch, *variables) -> Recording`, compiled once."""
+def build_recorder(
+    device_run: DeviceRun, recorder: Recorder, *, with_gradients: bool = True
+) -> Any:
+    """Returns `(params, step, batch, *variables) -> Recording`, compiled once.
+
+    with_gradients: whether the gradients of parameters come to the host too, which has to have all of them.
+    """
     taps = device_run
     if device_run.run.model.states_layers:
         execution = dataclasses.replace(device_run.local_model.execution, tap=Tap(recorder))
@@ -101,13 +107,14 @@ def build_recorder(device_run: DeviceRun, recorder: Recorder) -> Any:
         taps = dataclasses.replace(device_run, local_model=local_model)
     options = device_run.accepted_compiler_options() or None
     gradients = jax.jit(build_gradients(taps), compiler_options=options)
-    return functools.partial(_record, device_run, recorder, gradients)
+    return functools.partial(_record, device_run, recorder, gradients, with_gradients)
 
 
 def _record(
     device_run: DeviceRun,
     recorder: Recorder,
     gradients: Any,
+    with_gradients: bool,
     params: Tree,
     step: Any,
     batch: Any,
@@ -117,7 +124,7 @@ def _record(
     with matmuls_of(device_run.run.training.compute_dtype):
         grads, metrics, _ = gradients(params, step, batch, *variables)
     jax.block_until_ready(grads)
-    by_layer = gradients_by_layer(device_run, grads)
+    by_layer = gradients_by_layer(device_run, grads) if with_gradients else {}
     return Recording(device_run, recorder.pieces(), by_layer, jax.device_get(metrics))
 
 

@@ -1,4 +1,4 @@
-"""State of a training: parameters, optimizer state and step count, and the rule that updates them."""
+"""State of a training (parameters, optimizer state, step count), and the rule that updates it."""
 
 import dataclasses
 import functools
@@ -28,11 +28,13 @@ class State:
     step: jax.Array
     """Steps taken; int32 scalar."""
     healthy: jax.Array
-    """False after a step whose loss or gradient was not finite; nothing changes from then on. Bool scalar."""
+    """False after a step whose loss or gradient was not finite; nothing changes from then on. Bool
+    scalar."""
     params: Tree
     optimizer: Any
     variables: tuple[Tree, ...] = ()
-    """Arrays that the forward pass of a wrapped model changes, such as batch statistics: one tree, or none."""
+    """Arrays that the forward pass of a wrapped model changes, such as batch statistics: one tree,
+    or none."""
 
     @property
     def shardings(self) -> "State":

@@ -1,7 +1,7 @@
 """The train step: the last function before `jit`, and its compilation.
 
-The gradients are one `shard_map`. The update that follows is optax under `jit`, elementwise for most optimizers and
-left to the compiler, between shardings given here.
+The gradients are one `shard_map`. The update that follows is optax under `jit`, elementwise for
+most optimizers and left to the compiler, between shardings given here.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from meshwright.sharding.params import trained_only, with_frozen
 from meshwright.step.device_memory import check_memory
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.gradients import build_gradients
+from meshwright.step.health import with_tensor_figures
 from meshwright.step.state import State
 
 
@@ -37,7 +38,8 @@ def matmuls_of(compute_dtype: str) -> Any:
 def build_train_step(device_run: DeviceRun) -> Any:
     """Returns the train step `(state, batch) -> (state, metrics)`, jitted, its state donated.
 
-    A step whose mean loss or gradient is not finite leaves the state unchanged, except for `healthy`.
+    A step whose mean loss or gradient is not finite leaves the state unchanged, except for
+    `healthy`.
     """
     model = device_run.run.model
     compute_dtype = device_run.run.training.compute_dtype
@@ -57,6 +59,10 @@ def build_train_step(device_run: DeviceRun) -> Any:
             )
         updated = model.post_update(with_frozen(described, updated, state.params), aux)
         updated = with_frozen(described, updated, state.params)
+        if device_run.run.training.health:
+            after = trained_only(described, updated)
+            states = (state.optimizer, optimizer)
+            metrics = with_tensor_figures(device_run, metrics, params, after, states)
         finite = _is_finite(metrics) & state.healthy
         variables = aux if state.variables else ()
         new = State(state.step + 1, jnp.ones_like(finite), updated, optimizer, variables)
@@ -78,12 +84,18 @@ def _is_finite(metrics: Metrics) -> jax.Array:
 
 
 def _choose(finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """Returns the new array after a finite step, else the old one. Frozen parameters are the arrays that came in."""
+    """Returns the new array after a finite step, else the old one.
+
+    Frozen parameters are the arrays that came in.
+    """
     return old if new is old else jnp.where(finite, new, old)
 
 
 def _updates(state: State) -> jax.Array:
-    """Updates so far by the count of the rule's own schedule, which skipped steps do not advance; else steps."""
+    """Updates so far by the count of the rule's own schedule, which skipped steps do not advance.
+
+    Else steps.
+    """
     nodes = jax.tree.leaves(
         state.optimizer, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState)
     )
@@ -92,7 +104,10 @@ def _updates(state: State) -> jax.Array:
 
 
 class CompiledTrainStep:
-    """The train step, compiled once; it refuses to compile again and names the array that changed."""
+    """The train step, compiled once.
+
+    It refuses to compile again and names the array that changed.
+    """
 
     def __init__(self, device_run: DeviceRun, like: Batch):
         self._expected = (device_run.abstract, like)
@@ -119,7 +134,9 @@ class CompiledTrainStep:
 
 
 def compile_on_devices(device_run: DeviceRun, lowered: Any, what: str, resident: int = 0) -> Any:
-    """Compiles a step; all processes must have the same one. Raises OutOfDeviceMemory where it does not fit.
+    """Compiles a step; all processes must have the same one.
+
+    Raises OutOfDeviceMemory where it does not fit.
 
     what: its name in the error.  resident: as of `check_memory`.
     """
@@ -138,7 +155,7 @@ def compile_on_devices(device_run: DeviceRun, lowered: Any, what: str, resident:
 
 
 def _changed_array(expected: Any, given: Any) -> str | None:
-    """Describes the first array whose shape, type or sharding is not what the step was compiled for."""
+    """Describes the first array that is not what the step was compiled for."""
     expected_leaves, _ = jax.tree_util.tree_flatten_with_path(expected)
     given_leaves = jax.tree.leaves(given)
     if len(expected_leaves) != len(given_leaves):

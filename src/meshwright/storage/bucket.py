@@ -23,7 +23,7 @@ from typing import Any
 import tensorstore
 
 from meshwright.activity import Activity, watched_by
-from meshwright.errors import StorageError
+from meshwright.errors import StorageError, reason_of
 from meshwright.statuses import BucketFailure, bucket_failure, statuses_of
 
 RETRIES = 12
@@ -316,6 +316,8 @@ class Segments(io.RawIOBase):
                 self._numbers.insert(0, 0)
             path.unlink(missing_ok=True)
         self._waiting, self._put_at = b"", time.monotonic()
+        self.size = 0
+        """Bytes that were written since it was opened, or that `thin` left."""
         self._watching = contextlib.ExitStack()
         self._watching.enter_context(watched_by(self))
 
@@ -340,6 +342,7 @@ class Segments(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Adds bytes to what waits, and puts that where it has waited long enough."""
         content = bytes(data)
+        self.size += len(content)
         self._waiting += content
         if time.monotonic() - self._put_at >= INTERVAL:
             with contextlib.suppress(StorageError):
@@ -375,6 +378,24 @@ class Segments(io.RawIOBase):
             if rest != content:
                 segment.write_bytes(rest)
             return
+
+    def thin(self, keep: Callable[[str], bool]) -> int:
+        """Drops the lines for which `keep` does not hold, segment by segment; returns the bytes that are left."""
+        self.put()
+        size = 0
+        for number in list(self._numbers):
+            segment = self._folder / f"{number:010d}"
+            content = segment.read_bytes()
+            lines = content.decode("utf-8", "replace").splitlines()
+            rest = "".join(f"{line}\n" for line in lines if keep(line)).encode()
+            size += len(rest)
+            if rest and rest != content:
+                segment.write_bytes(rest)
+            elif not rest:
+                segment.unlink(missing_ok=True)
+                self._numbers.remove(number)
+        self.size = size
+        return size
 
     def lines(self, position: int) -> Iterator[str]:
         """Yields the lines from segment `position` on."""
@@ -421,8 +442,7 @@ def storage_error(asked: str, error: Exception) -> StorageError:
     """Returns the error of a request that a bucket refused: what is missing, and where it is given."""
     failure = bucket_failure(error)
     if failure is None:
-        truth = (str(error).splitlines() or [type(error).__name__])[0][:300]
-        return StorageError(asked, truth, "see `Buckets` in the docs")
+        return StorageError(asked, reason_of(error), "see `Buckets` in the docs")
     truth, fix = _REASONS[failure]
     return StorageError(asked, truth, fix)
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Annotated
 
-from meshwright.declarations import RECIPE_ONLY, changes
+from meshwright.declarations import changes
 from meshwright.errors import ConfigError
 from meshwright.ranges import NonNegativeInt, PositiveInt, Ranged
 
@@ -21,7 +21,7 @@ class LocalCheckpoints(Ranged, part="local-checkpoints"):
     """Folder on each host's own disk or in its memory, such as /dev/shm; None keeps no such checkpoints."""
     every: Annotated[NonNegativeInt, changes("loop")] = 0
     """Steps between two of them; 0 keeps none. Between two, `--training.save-every` writes to the output folder."""
-    max_to_keep: Annotated[PositiveInt, RECIPE_ONLY, changes("loop")] = 2
+    max_to_keep: Annotated[PositiveInt, changes("loop")] = 2
     """Checkpoints to keep there; another has room beside them while it is written. With two, hosts that stopped at
     different steps have one in common."""
 

@@ -1,1 +1,1 @@
-"""Training on devices: the loop, its metrics, preemption, evaluation, sampling, parity of meshes."""
+"""Training on devices: the loop, metrics, preemption, evaluation, sampling, parity of meshes."""

@@ -1,10 +1,11 @@
 """Lock on an output folder in a bucket: an object that is put on condition that there is none.
 
-Its holder replaces it every few seconds with a higher count, on condition that it is its own. A run that cannot do so
-ends before another may take the folder over, and one whose folder was taken over ends at once, without saving: whatever
-it wrote could overwrite what the other writes. A lock without renewals is free after 90 s; at once where its process
-was on this host and is gone. A server that ignores conditions (some that speak S3 do) is detected by asking twice and
-reported: there only the counts tell.
+Its holder replaces it every few seconds with a higher count, on condition that it is its own. A run
+that cannot do so ends before another may take the folder over, and one whose folder was taken over
+ends at once, without saving: whatever it wrote could overwrite what the other writes. A lock
+without renewals is free after 90 s; at once where its process was on this host and is gone. A
+server that ignores conditions (some that speak S3 do) is detected by asking twice and reported:
+there only the counts tell.
 """
 
 import contextlib
@@ -35,7 +36,8 @@ from meshwright.trainer.heartbeat import (
 FREE = 90.0
 """Seconds without a count after which another run takes the lock over."""
 _GIVEN_UP = 75.0
-"""Seconds without a renewal after which the holder ends: as long as requests are sent again, and less than `FREE`."""
+"""Seconds without a renewal after which the holder ends: as long as requests are sent again, and
+less than `FREE`."""
 _ANSWER = 10.0
 """Seconds in which a bucket answers; the next renewal asks again."""
 
@@ -63,7 +65,8 @@ def bucket_locked(out: Path) -> Iterator[None]:
                     else "another program, which removed the lock,"
                 )
                 truth = (
-                    f"{who} has taken this folder over; this run stopped at once and saved nothing more, because two "
+                    f"{who} has taken this folder over; this run stopped at once and saved "
+                    "nothing more, because two "
                     "runs in one folder would overwrite each other"
                 )
                 again = f"when the other has ended, meshwright train --out {out} --resume"
@@ -84,7 +87,8 @@ def bucket_locked(out: Path) -> Iterator[None]:
             seconds = time.monotonic() - renewed
             if seconds > _GIVEN_UP:
                 truth = (
-                    f"it was not renewed for {seconds:.0f} s ({error.truth}), and after {FREE:.0f} s another run may "
+                    f"it was not renewed for {seconds:.0f} s ({error.truth}), and after "
+                    f"{FREE:.0f} s another run may "
                     "take the folder over; this run stopped and saved nothing more"
                 )
                 fix = f"meshwright train --out {out} --resume, when the bucket is well"
@@ -101,7 +105,7 @@ def bucket_locked(out: Path) -> Iterator[None]:
 
 
 def _end(error: MeshwrightError) -> NoReturn:
-    """Exits whatever the other threads do, a save that is under way included: the folder is not this run's."""
+    """Exits whatever other threads do, saves included: the folder is not this run's."""
     last_words.leave(error.exit_code, f"error: {error}\n")
 
 
@@ -124,7 +128,8 @@ def _take(file: BucketPath, token: str) -> None:
                 raise refused(file.parent, _read_object(file)[0])
     if file.put_if(record, MISSING, _ANSWER) is not None:
         print(
-            f"{file}: this server takes no notice of conditional writes (If-None-Match), so two runs that start within "
+            f"{file}: this server takes no notice of conditional writes (If-None-Match), so two "
+            "runs that start within "
             "the same second are not kept apart",
             file=sys.stderr,
         )

@@ -45,7 +45,8 @@ class Evaluation(Shown):
         """Returns the step, the loss, and how much text it is of."""
         return (
             f"step {self.step:,}: loss {self.loss:.4f}, perplexity {self.perplexity:.4g}, "
-            f"{self.bits_per_byte:.4f} bits per byte, {self.tokens:,} tokens in {self.samples:,} sequences"
+            f"{self.bits_per_byte:.4f} bits per byte, {self.tokens:,} tokens in {self.samples:,} "
+            "sequences"
         )
 
     @property
@@ -55,7 +56,10 @@ class Evaluation(Shown):
 
     @property
     def bits_per_byte(self) -> float:
-        """Loss in bits over all tokens, per byte of text: comparable between tokenizers. NaN for text without bytes."""
+        """Loss in bits over all tokens, per byte of text: comparable between tokenizers.
+
+        NaN for text without bytes.
+        """
         return (
             self.loss * self.tokens / math.log(2) / self.text_bytes if self.text_bytes else math.nan
         )
@@ -63,7 +67,7 @@ class Evaluation(Shown):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class BatchEvaluation(Shown):
-    """Metrics of a checkpoint whose loss is not one per token: on held-out batches of arrays, or on preferences."""
+    """Metrics of a checkpoint whose loss is not one per token: of arrays, or preferences."""
 
     step: int
     """Step of the checkpoint."""
@@ -83,7 +87,7 @@ def run_to_evaluate(
     mesh: MeshShape | None = None,
     model: Model | None = None,
 ) -> Run:
-    """Returns the Run of a folder with its own tokenizer, on `mesh` and on the text `data` where these are given.
+    """Returns the Run of a folder with its own tokenizer, on a mesh and text where they are given.
 
     source: output folder of a run, or hf:PATH of a Hugging Face model.
     model: that of the run, where its file cannot name it.
@@ -107,7 +111,7 @@ def run_to_evaluate(
 
 
 def check_source(source: str | Path, at: int | None) -> None:
-    """Raises an error where a source of weights has no checkpoint of a step, before its text is read.
+    """Raises an error where a source of weights has no checkpoint of a step.
 
     source: output folder of a run, or hf:PATH of a Hugging Face model.  at: None takes the last.
     """
@@ -123,8 +127,8 @@ def evaluate_prepared(
 ) -> "Evaluation | BatchEvaluation":
     """Evaluates a checkpoint of a prepared run.
 
-    source: folder of the run, or the Hugging Face model it starts from.  whole: evaluate all of the text instead of its
-    held-out part.  at: step of the checkpoint; None takes the last.
+    source: folder of the run, or the Hugging Face model it starts from.  whole: evaluate all of the
+    text instead of its held-out part.  at: step of the checkpoint; None takes the last.
     Raises CheckpointError where there is none, ConfigError where the run has no held-out data.
     """
     model = prepared.device_run.run.model
@@ -158,7 +162,7 @@ def _evaluate_text(
 
 
 def _count_bytes(parts: Sequence[Samples], tokenizer: Tokenizer, samples: int) -> int:
-    """Returns the UTF-8 bytes of the tokens that the first `samples` windows of `parts`, taken in turn, predict.
+    """Returns the UTF-8 bytes of the tokens that the first windows of `parts`, in turn, predict.
 
     Where a window ends inside a character of several bytes, decoding puts U+FFFD in its place.
     """

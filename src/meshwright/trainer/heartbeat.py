@@ -1,4 +1,4 @@
-"""Locks of output folders: the record of a holder, and the thread in which it counts up while it lives."""
+"""Locks of output folders: the record of a holder, and the thread in which it counts up."""
 
 import contextlib
 import json
@@ -39,7 +39,9 @@ def parse_holder(text: bytes) -> dict[str, Any]:
 
 
 def count_age(out: Path, now: float) -> float | None:
-    """Returns the seconds since the holder of a local output folder counted; None where the lock has no holder.
+    """Returns the seconds since the holder of a local output folder counted.
+
+    The result is None where the lock has no holder.
 
     now: Unix seconds. A bucket's driver gives no times, so nothing is known of a lock there.
     """
@@ -62,13 +64,14 @@ def refused(out: Path, holder: dict[str, Any]) -> LockError:
     """Returns the error of a run whose folder another holds."""
     return LockError(
         f"training in {out}",
-        f"{describe_holder(holder)} trains there, and two runs in one folder would overwrite each other",
+        f"{describe_holder(holder)} trains there, and two runs in one folder would overwrite "
+        "each other",
         "another --out, or wait until it ends",
     )
 
 
 def changes(read: Callable[[], Any], before: Any, seconds: float) -> bool:
-    """Returns whether the holder still counts: whether what `read` returns changes within `seconds`."""
+    """Returns whether the holder lives: whether what `read` returns changes within `seconds`."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(BEAT / 2)
@@ -79,7 +82,9 @@ def changes(read: Callable[[], Any], before: Any, seconds: float) -> bool:
 
 @contextlib.contextmanager
 def beating(beat: Callable[[], None], name: str) -> Iterator[None]:
-    """Calls `beat` in a thread, at once and then every `BEAT` seconds, until the block ends; the last is waited for.
+    """Calls `beat` in a thread, at once and then every `BEAT` seconds, until the block ends.
+
+    The last is waited for.
 
     name: of the thread, as stacks show it.
     """

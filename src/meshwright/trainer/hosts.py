@@ -1,10 +1,11 @@
 """Hosts of one run: compared before anything is compiled, and watched while they train.
 
-Every host publishes its step and phase; where one dies, stops or falls behind, all say which, and leave. A thread
-publishes through the key-value store of JAX's coordination service, which runs in process 0; process 0 reads all hosts
-and publishes what it finds, and the others read only that. Another thread judges, because a call to a process that was
-stopped does not return. Where process 0 dies, JAX aborts all others from a thread of its own: its SIGABRT is answered
-here, so that the last word is ours and the exit code one that schedulers restart on.
+Every host publishes its step and phase; where one dies, stops or falls behind, all say which, and
+leave. A thread publishes through the key-value store of JAX's coordination service, which runs in
+process 0; process 0 reads all hosts and publishes what it finds, and the others read only that.
+Another thread judges, because a call to a process that was stopped does not return. Where process 0
+dies, JAX aborts all others from a thread of its own: its SIGABRT is answered here, so that the last
+word is ours and the exit code one that schedulers restart on.
 """
 
 import collections
@@ -30,7 +31,7 @@ import jax
 
 from meshwright import last_words, signs
 from meshwright.checkpoint.steps import committed_steps
-from meshwright.errors import ConfigError, HostError, StorageError
+from meshwright.errors import ConfigError, HostError, StorageError, reason_of
 from meshwright.hardware.agreement import (
     agree,
     answer_of_the_first,
@@ -70,31 +71,35 @@ _SLOW = 10
 """Times the limit for phases that compile, restore or evaluate."""
 _SLOW_PHASES = ("prepare", "start", "compile", "evaluate", "sample")
 _GRACE = 3.0
-"""Seconds in which process 0 publishes its verdict before it leaves, and with it the key-value store."""
+"""Seconds in which process 0 publishes its verdict before it leaves, and with it the key-value
+store."""
 _DELAYS, _TIMES, _LATE = 30, 4.0, 0.02
-"""Signs over which the delay of a host is averaged; how many times the median, and how many seconds, make it slow."""
+"""Signs over which the delay of a host is averaged; how many times the median, and how many
+seconds, make it slow."""
 _WORK = bytes(2**18)
 _SHARE, _WINDOW = 0.2, 10.0
-"""Share of the time that a host waits for its data, over so many seconds, above which it is slow."""
+"""Share of the time that a host waits for its data, over so many seconds, above which it is
+slow."""
 _LASTING = 3.0
-"""Seconds in one phase after which a sign has the line, and the file, in which the main thread is."""
+"""Seconds in one phase after which a sign has the line, and the file, in which the main thread
+is."""
 _ENDED = 1.0
 """Seconds in which the other hosts read that all have come to the end."""
 _silence = threading.Lock()
 
 
 def agree_on(run: Run) -> None:
-    """Compares the Run and the versions before anything is read: hosts with other sources would wait for each other."""
+    """Compares the Run and versions before anything is read: other sources would not answer."""
     agree("run or versions", _fields_of(run))
 
 
 def _is_source(file: Path) -> bool:
-    """Whether a file of the package decides what a run computes: code, and every table that code reads."""
+    """Whether a file of the package decides what a run computes: code, or a table that it reads."""
     return file.is_file() and "__pycache__" not in file.parts
 
 
 def _fields_of(run: Run) -> dict[str, str]:
-    """Returns the fields of the Run, the settings of JAX, and the versions of libraries and of the devices' driver."""
+    """Returns the fields of the Run, JAX's settings, and the versions of libraries and driver."""
     # The package's files: an installation in place has no version that tells changes.
     root = Path(__file__).parents[1]
     files = sorted(file for file in root.rglob("*") if _is_source(file))
@@ -118,7 +123,7 @@ def _fields_of(run: Run) -> dict[str, str]:
 
 
 def same_fields(prepared: Trainable) -> dict[str, str]:
-    """Returns what all hosts must have in common, by name: the Run's fields, versions, data and tokenizer."""
+    """Returns what all hosts must have in common: the Run's fields, versions, data, tokenizer."""
     fields = _fields_of(prepared.device_run.run)
     flags = {name: os.environ[name].split() for name in _FLAGS if name in os.environ}
     fields |= {
@@ -132,7 +137,7 @@ def same_fields(prepared: Trainable) -> dict[str, str]:
 
 
 def check_shared(out: Path) -> None:
-    """Raises ConfigError in every process where one does not see what process 0 writes into the output folder."""
+    """Raises ConfigError where a process does not see what process 0 writes into the folder."""
 
     def mark() -> str:
         name = f".seen-by-all-{secrets.token_hex(4)}"  # a name that no host has asked for before
@@ -146,7 +151,8 @@ def check_shared(out: Path) -> None:
             )
             raise ConfigError(
                 f"training on {len(seen)} hosts in {out}",
-                f"processes {which} do not see the file that process 0 wrote there: the folder is another on that host",
+                f"processes {which} do not see the file that process 0 wrote there: the folder "
+                "is another on that host",
                 "an --out that all hosts share, or in a bucket",
             )
 
@@ -179,16 +185,19 @@ class Sign:
     left: str
     """Reason for which the host has left; `done` where it has come to its end."""
     delay: float = 0.0
-    """Mean seconds, over its last signs, that a small computation took and that its thread woke too late."""
+    """Mean seconds, over its last signs, that a small computation took and that its thread woke too
+    late."""
     what: str = ""
-    """What its main thread waits for: devices, a barrier, a file, a pipe; and the line of Python."""
+    """What its main thread waits for: devices, a barrier, a file, a pipe; and the line of
+    Python."""
     host: int = NOBODY
-    """Process that it waits for; `EVERYBODY` of a barrier or a collective, `NOBODY` of what is its own."""
+    """Process that it waits for; `EVERYBODY` of a barrier or a collective, `NOBODY` of what is its
+    own."""
     waited: float = 0.0
     """Seconds that it has waited for data since its start."""
 
     def describe(self, now: float) -> str:
-        """Where the host was: `process 1 (node7, pid 4103), step 12, data since 14:03:05, 21 s ago`."""
+        """Where the host was: `process 1 (node7, pid 4), step 12, data since 14:03:05`."""
         age = now - self.at + self.seconds
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - age))
         where = (
@@ -224,9 +233,9 @@ def verdict(signs: Mapping[int, Sign], limits: Watchdog, now: float) -> str | No
 def waited_for(running: list[Sign]) -> Sign:
     """Returns the host that the others wait for.
 
-    A host that waits for no other comes first: whatever it is doing, the others cannot go on without it. Where all wait,
-    each edge leads to the next host. Where those lead nowhere, all wait for the devices or at a barrier: the host with
-    the fewest steps has not come there.
+    A host that waits for no other comes first: whatever it is doing, the others cannot go on
+    without it. Where all wait, each edge leads to the next host. Where those lead nowhere, all wait
+    for the devices or at a barrier: the host with the fewest steps has not come there.
     """
     own = [s for s in running if s.host == NOBODY]
     if not own:
@@ -241,7 +250,10 @@ def waited_for(running: list[Sign]) -> Sign:
 
 
 def slow_data(before: Mapping[int, Sign], now: Mapping[int, Sign]) -> dict[int, str]:
-    """Returns the hosts whose data comes slowly, by what they have waited between two times; all others wait for them."""
+    """Returns the hosts whose data comes slowly, by what they have waited between two times.
+
+    All others wait for them.
+    """
     shares = {
         process: (sign.waited - before[process].waited) / (sign.at - before[process].at)
         for process, sign in now.items()
@@ -251,18 +263,21 @@ def slow_data(before: Mapping[int, Sign], now: Mapping[int, Sign]) -> dict[int, 
         return {}
     median = statistics.median_low(shares.values())
     return {
-        process: f"process {process} ({now[process].name}, pid {now[process].pid}) waits for its data "
-        f"{100 * share:.0f} % of the time, most other hosts {100 * median:.0f} %, and they wait for it in every step"
+        process: f"process {process} ({now[process].name}, pid {now[process].pid}) "
+        f"waits for its data "
+        f"{100 * share:.0f} % of the time, most other hosts {100 * median:.0f} %, and they wait "
+        "for it in every step"
         for process, share in shares.items()
         if share > max(_SHARE, _TIMES * median)
     }
 
 
 def slow_hosts(signs: Mapping[int, Sign]) -> dict[int, str]:
-    """Returns the hosts that compute or wake several times later than most: in every step all others wait for them."""
+    """Returns the hosts that are several times slower than most, for which others wait."""
     median = statistics.median_low([sign.delay for sign in signs.values()])
     return {
-        process: f"process {process} ({s.name}, pid {s.pid}) is slow: {1000 * s.delay:.0f} ms for what takes other "
+        process: f"process {process} ({s.name}, pid {s.pid}) is slow: "
+        f"{1000 * s.delay:.0f} ms for what takes other "
         f"hosts {1000 * median:.1f} ms, and they wait for it in every step"
         for process, s in signs.items()
         if s.delay > max(_LATE, _TIMES * median)
@@ -277,9 +292,9 @@ _watches: list["_Watch"] = []
 def watching(out: Path, phases: Phases, limits: Watchdog) -> Iterator[None]:
     """Watches the other processes of the run while the context is open.
 
-    out: output folder, which gets the stacks.  phases: what this process does. Where a host dies, stops or falls
-    behind, every process prints which, writes its stacks, and exits with 75. Inside another `watching`, as of the
-    verb that trains, it only states what this process does.
+    out: output folder, which gets the stacks.  phases: what this process does. Where a host dies,
+    stops or falls behind, every process prints which, writes its stacks, and exits with 75. Inside
+    another `watching`, as of the verb that trains, it only states what this process does.
     """
     with signs.in_phases(phases), contextlib.ExitStack() as stack:
         if jax.process_count() > 1 and not _watches:
@@ -294,8 +309,8 @@ def watching(out: Path, phases: Phases, limits: Watchdog) -> Iterator[None]:
 def leave_together() -> None:
     """Waits until every process has done its work, so that none takes another's end for a failure.
 
-    The coordination service is in process 0, which leaves last. A host that hangs on its way is named by the watch,
-    and the others leave without it.
+    The coordination service is in process 0, which leaves last. A host that hangs on its way is
+    named by the watch, and the others leave without it.
     """
     watch = _watches[-1]
     watch.phases.enter("leave")
@@ -372,10 +387,13 @@ class _Watch:
         return len(self.signs) == self.processes and all(s.left for s in self.signs.values())
 
     def _explain(self, error: BaseException) -> None:
-        """Leaves a word on why this process ends; where it is a collective that failed, waits for the verdict."""
+        """Leaves a word on why this process ends.
+
+        Where it is a collective that failed, waits for the verdict.
+        """
         failed = _collective(error)
         if failed is None:
-            self.left = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self.left = f"{type(error).__name__}: {reason_of(error)}"
             return
         # Nothing is wrong here: a neighbour closed its connections. The threads find out which.
         until = time.monotonic() + self.limits.silence + 3 * self.period + _GRACE
@@ -419,7 +437,7 @@ class _Watch:
             self.client.key_value_set(f"{_FOLDER}/signs/{self.process}", json.dumps(values), True)
 
     def _read(self) -> None:
-        """Reads the signs of the others: all of them in process 0, its sign and verdict elsewhere."""
+        """Reads the signs of the others: all in process 0, its sign and verdict elsewhere."""
         if self.client is None:
             return
         if self.process == 0:
@@ -441,7 +459,7 @@ class _Watch:
                 self.found = self.client.key_value_try_get(f"{_FOLDER}/verdict")
 
     def _name_slow_hosts(self, now: float) -> None:
-        """Names each host once that all others wait for in every step: its processor, or its data, is slow."""
+        """Names each host once that others wait for in every step: a processor or data is slow."""
         slow = [(f"host {process}", text) for process, text in slow_hosts(self.signs).items()]
         since, before = self.earlier
         if now - since > _WINDOW:
@@ -494,7 +512,8 @@ class _Watch:
         step, phase, _ = self.phases.now
         whole = signs.whole()
         error = HostError(
-            f"training on {self.processes} hosts, seen by process {self.process} in phase {phase}, step {step}",
+            f"training on {self.processes} hosts, seen by process {self.process} in phase "
+            f"{phase}, step {step}",
             found,
             again + (f"; stacks of this process: {file}" if file else ""),
         )
@@ -515,7 +534,10 @@ class _Watch:
             self.client.key_value_set(f"{_FOLDER}/verdict", found, True)
 
     def _stacks(self) -> Path | None:
-        """Writes the stacks into the output folder; where that does not take them, they stay on this host."""
+        """Writes the stacks into the output folder.
+
+        Where that does not take them, they stay on this host.
+        """
         with contextlib.suppress(OSError):
             with tempfile.NamedTemporaryFile(
                 "w+", prefix="meshwright-stacks-", delete=False
@@ -539,7 +561,7 @@ class _Watch:
 
     @contextlib.contextmanager
     def _answering_abort(self) -> Iterator[None]:
-        """Answers SIGABRT, which JAX's own thread raises as soon as process 0 is gone, with our error and exit code."""
+        """Answers SIGABRT, which JAX raises when process 0 is gone, with our error and code."""
 
         def answer(number: int) -> None:
             # It runs in the thread that aborts, which never returns to what it did.
@@ -567,9 +589,12 @@ class _Watch:
 
 
 def _soon[T](ask: Callable[[], T]) -> T | None:
-    """Returns what `ask` does; None where a bucket or a network file system does not answer within seconds.
+    """Returns what `ask` does.
 
-    It is asked in a thread of its own: the one that leaves may be waited for by others, or be the one that aborts.
+    The result is None where a bucket or a network file system does not answer within seconds.
+
+    It is asked in a thread of its own: the one that leaves may be waited for by others, or be the
+    one that aborts.
     """
     answers: list[T] = []
 

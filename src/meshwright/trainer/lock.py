@@ -1,8 +1,9 @@
 """Lock on an output folder: one run at a time writes into it.
 
-On a file system it is the system's lock on the file `.lock` (flock), which ends with the process that holds it, however
-that ends. Some shared file systems keep such locks on each host separately, so the file also counts up while its holder
-lives: a run on another host watches it before it takes over. In a bucket it is an object (trainer/bucket_lock.py).
+On a file system it is the system's lock on the file `.lock` (flock), which ends with the process
+that holds it, however that ends. Some shared file systems keep such locks on each host separately,
+so the file also counts up while its holder lives: a run on another host watches it before it takes
+over. In a bucket it is an object (trainer/bucket_lock.py).
 """
 
 import contextlib
@@ -27,8 +28,9 @@ WATCHED = 4
 def locked(out: Path) -> contextlib.AbstractContextManager[None]:
     """Holds the lock on the folder `out`. Raises LockError where another run holds it.
 
-    Of several processes of one run, process 0 holds it for all. Where the lock of a bucket is lost meanwhile, this
-    process prints why and exits: with 9 where another run has it, with 8 where the bucket takes no renewals.
+    Of several processes of one run, process 0 holds it for all. Where the lock of a bucket is lost
+    meanwhile, this process prints why and exits: with 9 where another run has it, with 8 where the
+    bucket takes no renewals.
     """
     if not in_bucket(out):
         return _file_locked(out)

@@ -1,12 +1,13 @@
 """The training loop: prepare and restore, then feed, step, report, evaluate, sample, save.
 
-The device never waits for the host. While it computes a step, the host reads the metrics of the step before, hands them
-to the reporters, and fetches the next batch:
+The device never waits for the host. While it computes a step, the host reads the metrics of the
+step before, hands them to the reporters, and fetches the next batch:
 
     device   | step 1              | step 2              | step 3              |
     host     | read 0 | batch 2 |   | read 1 | batch 3 |   | read 2 | batch 4 |
 
-What happens between two steps (evaluation, a sample, a checkpoint) begins when the step before has been read.
+What happens between two steps (evaluation, a sample, a checkpoint) begins when the step before has
+been read.
 """
 
 import contextlib
@@ -26,6 +27,8 @@ from meshwright.reporters import BETWEEN, Reporter
 from meshwright.signs import NOBODY, Phases, end_with, in_phases, waiting
 from meshwright.step.state import State
 from meshwright.storage.paths import path_of
+from meshwright.trainer.explain_step import MOST_RECORDED, explain_step
+from meshwright.trainer.first_tensor import Alarm
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.opening import (
     Start,
@@ -43,7 +46,7 @@ from meshwright.trainer.opening import (
 )
 from meshwright.trainer.preemption import Preemption
 from meshwright.trainer.prepare import Batches, Position, PreparedRun, Trainable, prepare_run
-from meshwright.trainer.recovery import handle_bad_step
+from meshwright.trainer.recovery import handle_bad_step, index_in_stream
 from meshwright.trainer.summary import Summary
 from meshwright.trainer.tiers import Tiers
 from meshwright.trainer.watchdog import Watchdog
@@ -73,8 +76,10 @@ def train(
 ) -> Summary:
     """Trains a prepared run, writing checkpoints, metrics, the Run and a text sample into `out`.
 
-    start: `resume` continues from the newest checkpoint that all hosts can read, or from that of step `at`.
-    accept: names of differences from the checkpoint with which it resumes although they change the model or its data.
+    start: `resume` continues from the newest checkpoint that all hosts can read, or from that of
+    step `at`.
+    accept: names of differences from the checkpoint with which it resumes although they change the
+    model or its data.
     reporters: called with the number of steps already taken, returns further reporters.
     preemption: signals for which this process listens already.
     Raises CheckpointError, TrainingError, DataError, ConfigError, HostError.
@@ -107,7 +112,10 @@ def train(
 
 
 class _RollBack(Exception):
-    """A step has to be undone; its argument is the place before it, with the samples that are left out."""
+    """A step has to be undone.
+
+    Its argument is the place before it, with the samples that are left out.
+    """
 
 
 class _Loop:
@@ -137,7 +145,8 @@ class _Loop:
         self.started = started
         """Place at which this start of the run begins."""
         self.origin = started
-        """Place from which the feed counts: where this start began, or the checkpoint that the run returned to."""
+        """Place from which the feed counts: where this start began, or the checkpoint that the run
+        returned to."""
         self.feed: Batches
         self.compiled: dict[int, Any] = {}
         """Train step for each number of sequences in a batch."""
@@ -146,9 +155,16 @@ class _Loop:
         self.spent = dict.fromkeys(("input wait", *BETWEEN), 0.0)
         """Seconds that the loop spent outside the steps, by what on."""
         self.bad_steps = 0
+        self.batch: Any = None
+        """Last batch that was read."""
+        self.explained = 0
+        """Bad steps whose first tensor was looked for."""
 
     def train(self, state: State, began: float) -> Summary:
-        """Trains to the end of the run or a signal. began: time at which the opening of the run began."""
+        """Trains to the end of the run or a signal.
+
+        began: time at which the opening of the run began.
+        """
         loop_began = time.perf_counter()
         if self.started.step < self.run.training.steps and not self.preemption.stops():
             self._compile()
@@ -185,7 +201,10 @@ class _Loop:
         )
 
     def _take_steps(self, state: State) -> tuple[State, int, int]:
-        """Trains to the end or a signal. Returns the state, the steps taken, and the step of the last checkpoint."""
+        """Trains to the end or a signal.
+
+        Returns the state, the steps taken, and the step of the last checkpoint.
+        """
         training = self.run.training
         self.feed = self.prepared.feed(self.origin)
         step = self.origin.step
@@ -223,12 +242,13 @@ class _Loop:
         """Waits for the next batch."""
         self.phases.enter("data", step)
         with waiting("its data", NOBODY):
-            return next(self.feed)
+            self.batch = next(self.feed)
+        return self.batch
 
     def _take_step(
         self, step: int, state: State, batch: Any, previous: Any
     ) -> tuple[State, Metrics]:
-        """Dispatches a step, and reads the metrics of the step before, whose batch is `previous`, while it runs."""
+        """Dispatches a step, and while it runs reads the one before, whose batch is `previous`."""
         train_step = self._compiled_for(batch)
         self.phases.waited = self._seconds_waited()
         self.phases.enter("step", step)
@@ -246,6 +266,8 @@ class _Loop:
         A step that has to be undone stops the run, unless its policy is to skip it or to roll back.
         """
         bad = self.meter.read({**self.spent, "input wait": self._seconds_waited()})
+        if self.meter.alarm is not None:
+            self._explain(self.meter.alarm, state, batch)
         if bad is None:
             return state
         self.bad_steps += 1
@@ -256,6 +278,24 @@ class _Loop:
         if isinstance(reached, Position):
             raise _RollBack(reached)
         return reached
+
+    def _explain(self, alarm: Alarm, state: State, batch: Any) -> None:
+        """Says which tensor was first in a bad step, whose batch is `batch`."""
+        self.explained += 1
+        before = alarm.step - 1
+        place = self.origin._replace(step=before, cursor=self._samples_read(before))
+        reference = None if self.batch is batch else self.batch
+        self.phases.enter("compile", alarm.step)
+        explain_step(
+            self.prepared,
+            self.out,
+            alarm,
+            state,
+            batch,
+            reference,
+            index_in_stream(place),
+            records=self.explained <= MOST_RECORDED,
+        )
 
     def _roll_back(self, place: Position) -> State:
         """Returns the state of the last checkpoint, or the first state, from which the run goes on.
@@ -275,7 +315,10 @@ class _Loop:
         return state
 
     def _end(self, step: int) -> dict[str, Any]:
-        """Waits for the last save, and gives up what the run holds. Returns the longest of the hosts' waits for data."""
+        """Waits for the last save, and gives up what the run holds.
+
+        Returns the longest of the hosts' waits for data.
+        """
         self.phases.enter("save", step)
         self.checkpoints.wait()
         self.checkpoints.check_folder("ending the run")
@@ -288,7 +331,7 @@ class _Loop:
         return waits
 
     def _compile(self) -> None:
-        """Compiles every program of the training: what does not fit is refused before the first step."""
+        """Compiles every program of the training, so that what does not fit is refused at once."""
         for batch in self.prepared.abstract_batches(self.started.step):
             self._compiled_for(batch)
         with self._spending(
@@ -297,7 +340,7 @@ class _Loop:
             self.evaluator = self.prepared.evaluator()
 
     def _compiled_for(self, batch: Any) -> Any:
-        """Returns the train step for batches of this size, compiled when the first of them comes."""
+        """Returns the train step for batches of this size, compiled for the first of them."""
         size = jax.tree.leaves(batch)[0].shape[0]
         if size not in self.compiled:
             with self._spending(
@@ -373,7 +416,10 @@ class _Loop:
 
 
 def _is_due(every: int, step: int) -> bool:
-    """Returns whether something happens after a step that happens after `every` steps; 0 is never."""
+    """Returns whether something happens after a step that happens after `every` steps.
+
+    0 is never.
+    """
     return bool(every) and step % every == 0
 
 

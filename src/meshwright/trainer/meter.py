@@ -13,10 +13,14 @@ from jax.sharding import Mesh
 from meshwright.data.batch import ramp_of
 from meshwright.hardware.chips import find_chip
 from meshwright.models.flops import mfu
+from meshwright.models.layer_health import HEALTH
 from meshwright.models.model import Metrics
 from meshwright.reporters import BETWEEN, Reporter, Values
+from meshwright.reporters.health import HealthRecord
 from meshwright.runs.run import Run
 from meshwright.signs import waiting
+from meshwright.step.health import HealthReader
+from meshwright.trainer.first_tensor import Alarm, Watch
 
 
 class BadStep(NamedTuple):
@@ -40,15 +44,30 @@ class Meter:
     """Gradient norms of which a median is taken."""
 
     def __init__(
-        self, reporters: list[Reporter], run: Run, mesh: Mesh, *, per_sample: int, flops: float
+        self,
+        reporters: list[Reporter],
+        run: Run,
+        mesh: Mesh,
+        *,
+        per_sample: int,
+        flops: float,
+        health: HealthReader | None = None,
     ):
-        """Counts `per_sample` units (tokens, examples) in each sample of a batch, of `flops` model FLOPs each."""
+        """Counts `per_sample` units (tokens, examples) in a sample, of `flops` model FLOPs each.
+
+        health: reads the health of steps; without it that is not reported.
+        """
+        self._health = health
+        self._watch = Watch()
+        self.alarm: Alarm | None = None
+        """What is bad of the step that was read last; None where it is as the steps before."""
         self._reporters, self._run, self.per_sample, self._flops = reporters, run, per_sample, flops
         device, self._ramp = mesh.devices.flat[0], ramp_of(run.training)
         chip = None if device.platform == "cpu" else find_chip(device.device_kind)
         self._peak = None if chip is None else chip.flops_bf16 * mesh.size
         self.norms: collections.deque[float] = collections.deque(maxlen=100)
-        """Gradient norms of the last steps that were no spikes; empty where the run does not look for these."""
+        """Gradient norms of the last steps that were no spikes; empty where the run does not look
+        for these."""
         self._pending: tuple[int, Metrics] | None = None
         self._losses: list[float] = []
         self._intervals: collections.deque[float] = collections.deque(maxlen=self._TIMED)
@@ -82,8 +101,12 @@ class Meter:
             getattr(reporter, "sample", lambda step, text: None)(step, text)
 
     def rewind(self, step: int, norms: Sequence[float]) -> None:
-        """Forgets the pending step, because the run returned to the state after `step`. norms: those before it."""
+        """Forgets the pending step, because the run returned to the state after `step`.
+
+        norms: those before it.
+        """
         self._pending = self._read_at = None
+        self._watch.rewind()
         self.norms.clear()
         self.norms.extend(norms)
         for reporter in self._reporters:
@@ -92,17 +115,20 @@ class Meter:
     def read(self, spent: Mapping[str, float] | None = None) -> BadStep | None:
         """Waits for the pending step and reports it; returns it where it is bad.
 
-        spent: seconds since the start of the run that the loop spent outside the steps, by name (`input wait` and those
-        of `BETWEEN`); the increase since the step before is among its metrics. The step's own time, and with it its
-        rate and MFU, is without what the loop did between the steps. Rate and MFU count every position of the batch,
-        padding included, as those of torchtitan (`labels.numel()`) and MaxText (batch times sequence length) do.
+        spent: seconds since the start of the run that the loop spent outside the steps, by name
+        (`input wait` and those of `BETWEEN`); the increase since the step before is among its
+        metrics. The step's own time, and with it its rate and MFU, is without what the loop did
+        between the steps. Rate and MFU count every position of the batch, padding included, as
+        those of torchtitan (`labels.numel()`) and MaxText (batch times sequence length) do.
         """
+        self.alarm = None
         if self._pending is None:
             return None
         step, metrics = self._pending
         self._pending = None
         with waiting("the devices"):
             on_host = jax.device_get(metrics)
+        health = on_host.pop(HEALTH, None)
         sums = {name: (float(total), float(count)) for name, (total, count) in on_host.items()}
         values = {
             name: total / count if count else math.nan for name, (total, count) in sums.items()
@@ -133,6 +159,12 @@ class Meter:
             self._losses = [*self._losses[-self._RECENT :], values["loss"]]
         if not finite or step % self._run.training.log_every == 0:
             self.report(step, values)
+        if health is not None and self._health is not None:
+            record = self._health.read(health)
+            self._report_health(step, record, finite)
+            self.alarm = self._watch.look(
+                step, values["loss"], values["gradient norm"], record, finite
+            )
         reason = "" if finite else "its loss or gradient is not finite"
         if not sums["loss"][1]:
             reason = "the total weight of its batch is 0, and a mean over nothing is no loss"
@@ -140,10 +172,20 @@ class Meter:
             reason = self._spike_of(values["gradient norm"])
         return BadStep(step, values, finite, reason) if reason else None
 
+    def _report_health(self, step: int, record: HealthRecord, finite: bool) -> None:
+        """Passes the health of a step that is due, or not finite, to every reporter that takes it."""
+        if finite and step % self._run.training.health_every:
+            return
+        for reporter in self._reporters:
+            getattr(reporter, "health", lambda step, record: None)(step, record)
+
     def _spike_of(self, norm: float) -> str:
         """Describes a gradient norm far above those before it, or adds it to them."""
         median = float(np.median(self.norms)) if len(self.norms) >= self._FEWEST else math.inf
         if norm > self._run.faults.spike * median:
-            return f"its gradient norm is {norm:.4g}, {norm / median:.3g} times the median of the steps before it"
+            return (
+                f"its gradient norm is {norm:.4g}, {norm / median:.3g} times the median of the "
+                "steps before it"
+            )
         self.norms.append(norm)
         return ""

@@ -1,6 +1,7 @@
-"""Opening of a training: everything between a prepared run and its first step, each phase a function.
+"""Opening of a training: what is between a prepared run and its first step, phase by phase.
 
-What a phase opens is closed by the exit stack that it is given, in reverse order, however the training ends.
+What a phase opens is closed by the exit stack that it is given, in reverse order, however the
+training ends.
 """
 
 import contextlib
@@ -20,6 +21,8 @@ from meshwright.hardware.hosts import store
 from meshwright.monitoring.watch import watching_machines
 from meshwright.reporters import Reporter, build_reporters
 from meshwright.reporters.files import EventLog, JsonLines, last_start
+from meshwright.reporters.health import NAME as HEALTH_FILE
+from meshwright.reporters.health import HealthLog
 from meshwright.runs.run_file import write_run
 from meshwright.signs import PREPARING, Phases, in_phases
 from meshwright.step.device_run import DeviceRun
@@ -33,7 +36,8 @@ from meshwright.trainer.tiers import Tiers
 from meshwright.trainer.watchdog import Watchdog
 
 Start = Literal["fresh", "resume", "resume if exists"]
-"""How a run begins; the last resumes where all hosts can read a checkpoint, and is fresh where there is none."""
+"""How a run begins; the last resumes where all hosts can read a checkpoint, and is fresh where
+there is none."""
 
 
 def hosts_module() -> ModuleType | None:
@@ -47,7 +51,7 @@ def hosts_module() -> ModuleType | None:
 
 @contextlib.contextmanager
 def to_the_end(out: Path, watchdog: Watchdog | None) -> Iterator[None]:
-    """Holds the processes of a run together while the context is open: they are watched, and leave together.
+    """Holds the processes of a run together: while the context is open they watch each other.
 
     For a program that ends with the run; what it prints at the end belongs inside.
     """
@@ -68,7 +72,10 @@ def watch_hosts(
     phases: Phases,
     watchdog: Watchdog,
 ) -> None:
-    """Lets the processes of a run watch each other. Raises HostError where they do not train the same run."""
+    """Lets the processes of a run watch each other.
+
+    Raises HostError where they do not train the same run.
+    """
     hosts = hosts_module()
     if hosts is None:
         return
@@ -79,7 +86,8 @@ def watch_hosts(
 def check_folder(out: Path, device_run: DeviceRun, start: Start, at: int | None) -> None:
     """Checks that a run may write into its output folder, and that all processes have the same one.
 
-    Raises ConfigError for a new run where another has checkpoints, and RoomError where there is no room.
+    Raises ConfigError for a new run where another has checkpoints, and RoomError where there is no
+    room.
     """
     answer_of_the_first(lambda: _check_own_folder(out, device_run, start, at))
     hosts = hosts_module()
@@ -102,7 +110,10 @@ def lock_folder(stack: contextlib.ExitStack, out: Path) -> None:
 
 
 def open_events(stack: contextlib.ExitStack, out: Path) -> EventLog | None:
-    """Opens the log of what the run does besides steps, which process 0 writes; None in the others."""
+    """Opens the log of what the run does besides steps, which process 0 writes.
+
+    The result is None in the others.
+    """
     if jax.process_index() != 0:
         return None
     events = EventLog(out / "events.jsonl")
@@ -173,7 +184,7 @@ def begin_or_resume(
 
 
 def first_state(device_run: DeviceRun, out: Path) -> State:
-    """Returns the state before the first step: initial values, or the weights that the run starts from."""
+    """Returns the state before the first step, of initial values or of given weights."""
     with activity("initialise", "making the first state", "made the first state") as work:
         if device_run.run.init_from is None:
             return device_run.initial_state()
@@ -244,4 +255,8 @@ def _open_files(
         checked=lines.checked,
         **optional,
     )
-    return [*trackers, events, lines]
+    files: list[Reporter] = [*trackers, events, lines]
+    if device_run.run.training.health:
+        with explained_writing(out):
+            files.append(HealthLog(out / HEALTH_FILE, upto=position.step))
+    return files

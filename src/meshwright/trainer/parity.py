@@ -1,9 +1,10 @@
 """Parity: one run on two meshes, compared tensor by tensor in float32.
 
-Initial values are equal bit for bit. At every step, both meshes compute gradients at equal parameters, and each
-tensor's gradients agree on that tensor's own scale: AdamW divides by the root of the second moment, so after one update
-a rounding error of a small gradient has grown to a difference of parameters. The losses of two training runs, each
-with its own updates, agree along the way.
+Initial values are equal bit for bit. At every step, both meshes compute gradients at equal
+parameters, and each tensor's gradients agree on that tensor's own scale: AdamW divides by the root
+of the second moment, so after one update a rounding error of a small gradient has grown to a
+difference of parameters. The losses of two training runs, each with its own updates, agree along
+the way.
 """
 
 import dataclasses
@@ -31,10 +32,11 @@ from meshwright.step.gradients import build_gradients
 from meshwright.trainer.prepare import Position, Trainable
 
 TOLERANCE = 1e-5
-"""Largest accepted difference of losses, relative to the loss, and of gradients, relative to their tensor's scale."""
+"""Largest accepted difference of losses, relative to the loss, and of gradients, relative to their
+tensor's scale."""
 _ROUNDING_FACTOR = 8
-"""Differences that rounding may cause, in units of the measured rounding error. Measured ratios are 0.7 to 2.4, over
-families, meshes and tensors of the test suite."""
+"""Differences that rounding may cause, in units of the measured rounding error. Measured ratios are
+0.7 to 2.4, over families, meshes and tensors of the test suite."""
 _ULP = np.float32(2**-23)
 
 Tensors = dict[str, np.ndarray]
@@ -86,7 +88,10 @@ class Parity(Shown):
         for s in self.steps:
             # `not <=` rather than `>`: a difference that is NaN diverges.
             if not s.gradient_difference <= TOLERANCE:
-                return f"step {s.step}, gradient of {s.worst_tensor}: {s.gradient_difference:.1e} of its scale"
+                return (
+                    f"step {s.step}, gradient of {s.worst_tensor}: {s.gradient_difference:.1e} "
+                    "of its scale"
+                )
             if not abs(s.losses[0] - s.losses[1]) <= TOLERANCE * abs(s.losses[1]):
                 return f"step {s.step}, loss {s.losses[0]:.7f} against {s.losses[1]:.7f}"
         return None
@@ -95,7 +100,8 @@ class Parity(Shown):
 def check_processes(shape: MeshShape | None, other: MeshShape) -> None:
     """Raises ConfigError where the processes of a run cannot compare two meshes.
 
-    The first mesh (None: all devices) is computed by all of them, the other by all or by process 0 alone.
+    The first mesh (None: all devices) is computed by all of them, the other by all or by process 0
+    alone.
     """
     processes = jax.process_count()
     total = jax.device_count()
@@ -105,7 +111,8 @@ def check_processes(shape: MeshShape | None, other: MeshShape) -> None:
     if shape is not None and shape.size != total:
         raise ConfigError(
             f"parity of mesh {shape} on {processes} processes",
-            f"it takes {shape.size} of their {total} devices, and every process computes a part of it",
+            f"it takes {shape.size} of their {total} devices, and every process computes a part "
+            "of it",
             f"a mesh of {total} devices, and {shape} in --against where it is the smaller one",
         )
     if other.size != total and other.size > local:
@@ -117,21 +124,22 @@ def check_processes(shape: MeshShape | None, other: MeshShape) -> None:
 
 
 def other_devices(shape: MeshShape, devices: list[jax.Device]) -> list[jax.Device]:
-    """Returns the devices of process 0 where the mesh takes fewer than all: several slices are then not its concern."""
+    """Returns the devices of process 0 where the mesh takes fewer than all."""
     return devices if shape.size == len(devices) else [d for d in devices if d.process_index == 0]
 
 
 # Each step, on both meshes, with the gradients g(params, batch) of a mesh:
 #
-#   first mesh                     second mesh (where several processes run: in process 0 only, if it is smaller)
+#   first mesh                     second mesh (of several processes: in process 0, if smaller)
 #   params, batch  ------------->  params, batch
-#   g(params)      -- compare -->  g(params), and g(params (1 +- 2^-23)), which measures its rounding error
+#   g(params)      -- compare -->  g(params), and g(params (1 +- 2^-23)): its rounding error
 #   update: loss   -- compare -->  update of its own state: loss
 def compare_meshes(prepared: Trainable, other: MeshShape, *, steps: int) -> Parity:
     """Compares `steps` steps of a run with the same steps on the mesh `other`, in float32.
 
-    Gradients of both meshes are copied to the host and compared there. A step costs two gradients and an update on
-    the first mesh's parameters for each mesh, and one more gradient on `other` that measures its rounding error.
+    Gradients of both meshes are copied to the host and compared there. A step costs two gradients
+    and an update on the first mesh's parameters for each mesh, and one more gradient on `other`
+    that measures its rounding error.
     """
     run = _in_float32(prepared.device_run.run, other, steps)
     first = _Side(prepared, run, prepared.device_run.mesh)
@@ -149,7 +157,7 @@ def compare_meshes(prepared: Trainable, other: MeshShape, *, steps: int) -> Pari
 
 
 def _in_float32(run: Run, other: MeshShape, steps: int) -> Run:
-    """Returns the run in float32, its matmuls too, with a padding of the vocabulary that suits both meshes.
+    """Returns the run in float32, its vocabulary padded for both meshes.
 
     Every step has the full batch.
     """
@@ -177,7 +185,7 @@ def _gathered(x: jax.Array) -> Any:
 
 
 class _Side:
-    """Training run on one mesh, with its batches, and its gradients as the train step takes them."""
+    """Run on one mesh, with its batches, and its gradients as the train step takes them."""
 
     def __init__(self, prepared: Trainable, run: Run, mesh: Mesh):
         self._device_run = place_on_devices(run, mesh)
@@ -235,8 +243,8 @@ def spans_processes(mesh: Mesh) -> bool:
 class _SecondSide:
     """The mesh that a run is compared with.
 
-    A mesh of several processes is built and computed by all of them, another by process 0 only, whose answers the
-    others receive; all processes call each method in the same order.
+    A mesh of several processes is built and computed by all of them, another by process 0 only,
+    whose answers the others receive; all processes call each method in the same order.
     """
 
     def __init__(self, prepared: Trainable, run: Run, mesh: Mesh):
@@ -251,7 +259,8 @@ class _SecondSide:
     def compare(self, step: int, loss: float, params: Tensors, gradients: Tensors) -> StepParity:
         """Compares a step of the first side with one of this side.
 
-        loss: of the first side.  params, gradients: parameters and gradients of the first side before its update.
+        loss: of the first side.  params, gradients: parameters and gradients of the first side
+        before its update.
         """
         other_loss, difference, worst = self._answer(
             functools.partial(self._compare, step, params, gradients)
@@ -274,7 +283,7 @@ class _SecondSide:
         ]
 
     def _compare(self, step: int, params: Tensors, gradients: Tensors) -> list[Any]:
-        """Compares gradients at the first side's parameters, and the loss after this side's own updates."""
+        """Compares gradients at the first side's parameters, and losses after the updates."""
         side = self._side
         assert side is not None
         batch = next(side.feed)
@@ -299,13 +308,14 @@ def _perturbed(params: Tensors, seed: int) -> Tensors:
 def gradient_differences(
     gradients: Tensors, reference: Tensors, perturbed: Tensors
 ) -> dict[str, float]:
-    """Returns each tensor's largest difference between `gradients` and `reference`, relative to its scale.
+    """Returns each tensor's largest difference from the reference, relative to its scale.
 
-    The scale is the largest element of the tensor's reference gradient, but a gradient is a sum over tokens, which
-    rounds relative to its terms, and these may cancel: the gradient of a key bias is only rounding error, because
-    softmax ignores a constant that is added to all scores of a query. So the rounding error is measured: `perturbed`
-    are the reference's gradients at parameters changed by one unit in the last place (Parker 1997, "Monte Carlo
-    Arithmetic"). The scale is at least that change times `_ROUNDING_FACTOR / TOLERANCE`, which accepts differences of
+    The scale is the largest element of the tensor's reference gradient, but a gradient is a sum
+    over tokens, which rounds relative to its terms, and these may cancel: the gradient of a key
+    bias is only rounding error, because softmax ignores a constant that is added to all scores of a
+    query. So the rounding error is measured: `perturbed` are the reference's gradients at
+    parameters changed by one unit in the last place (Parker 1997, "Monte Carlo Arithmetic"). The
+    scale is at least that change times `_ROUNDING_FACTOR / TOLERANCE`, which accepts differences of
     up to `_ROUNDING_FACTOR` times the change.
     """
     differences = {}

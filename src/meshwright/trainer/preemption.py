@@ -1,6 +1,7 @@
-"""Preemption: SIGTERM, SIGUSR1 and Ctrl-C, acknowledged at once, and asked about by the training loop between steps.
+"""Preemption: SIGTERM, SIGUSR1 and Ctrl-C, acknowledged at once, and obeyed between two steps.
 
-On machines of Google Cloud a thread asks the metadata server, which announces maintenance and preemption beforehand.
+On machines of Google Cloud a thread asks the metadata server, which announces maintenance and
+preemption beforehand.
 """
 
 import contextlib
@@ -23,18 +24,23 @@ _PATIENCE = 3.0
 """Seconds after a second Ctrl-C in which the process may end in its own way."""
 _PRODUCT = Path("/sys/class/dmi/id/product_name")
 PERIOD = 5.0
-"""Seconds between two questions to the metadata server: a spot machine is stopped 30 s after its notice, others an hour
-or minutes after."""
+"""Seconds between two questions to the metadata server: a spot machine is stopped 30 s after its
+notice, others an hour or minutes after."""
 
 
 class Preemption:
-    """Signals that ask a run to stop; all of its processes stop at the same place, by the same signal."""
+    """Signals that ask a run to stop.
+
+    All of its processes stop at the same place, by the same signal.
+    """
 
     def __init__(self) -> None:
         self.received = 0
-        """Number of the last signal that this process was sent; the others may know nothing of it."""
+        """Number of the last signal that this process was sent; the others may know nothing of
+        it."""
         self.stopped_by = 0
-        """Number of the signal by which the run stops, the same in all processes; 0 while it goes on."""
+        """Number of the signal by which the run stops, the same in all processes; 0 while it goes
+        on."""
         self._asked = 0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -46,9 +52,12 @@ class Preemption:
             os.kill(os.getpid(), signal.SIGTERM)  # which JAX passes on to the other processes
 
     def stops(self) -> bool:
-        """Returns whether the run stops here; the answer is the same in all processes, which all have to ask.
+        """Returns whether the run stops here.
 
-        It stays the same once it is yes. A signal that comes after one process has asked counts at the next question.
+        The answer is the same in all processes, which all have to ask.
+
+        It stays the same once it is yes. A signal that comes after one process has asked counts at
+        the next question.
         """
         if self.stopped_by:
             return True
@@ -82,8 +91,9 @@ class Preemption:
 def _acknowledged() -> Iterator[None]:
     """Says at once that a signal has arrived.
 
-    A handler in Python runs when the call returns that is in progress, which for a compilation takes minutes. The
-    system's own handler writes the signal's number into a socket instead, from which a thread reads.
+    A handler in Python runs when the call returns that is in progress, which for a compilation
+    takes minutes. The system's own handler writes the signal's number into a socket instead, from
+    which a thread reads.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -122,7 +132,7 @@ def _acknowledge(reader: socket.socket, forced: list[threading.Timer]) -> None:
 
 @contextlib.contextmanager
 def _maintenance_announced() -> Iterator[None]:
-    """Sends this process SIGTERM as soon as its machine is to be stopped, while the context is open.
+    """Sends this process SIGTERM when its machine is to be stopped, while the context is open.
 
     `GCE_METADATA_IP` names another server. Does nothing on machines outside Google Cloud.
     """
@@ -138,7 +148,7 @@ def _maintenance_announced() -> Iterator[None]:
 
 
 def has_metadata_server() -> bool:
-    """Whether this is a machine of Google Cloud, or `GCE_METADATA_IP` names a server that answers like one."""
+    """Whether this is a machine of Google Cloud, or `GCE_METADATA_IP` names such a server."""
     if "GCE_METADATA_IP" in os.environ:
         return True
     try:
@@ -148,7 +158,10 @@ def has_metadata_server() -> bool:
 
 
 def announced() -> str | None:
-    """Returns what the metadata server announces of this machine: that it is to be stopped; None where nothing."""
+    """Returns what the metadata server announces of this machine: that it is to be stopped.
+
+    The result is None where nothing is announced.
+    """
     for name in ("preempted", "maintenance-event"):
         answer = metadata(os.environ, name)
         # A machine that is migrated keeps running.
@@ -159,7 +172,7 @@ def announced() -> str | None:
 
 
 def _ask(stopped: threading.Event) -> None:
-    """Asks for `preempted` (spot machines) and `maintenance-event` (machines with GPUs or TPUs are not migrated)."""
+    """Asks for `preempted` (spot machines) and `maintenance-event` (no accelerator migrates)."""
     while True:
         notice = announced()
         if notice is not None:

@@ -47,6 +47,7 @@ from meshwright.signs import waiting
 from meshwright.step.device_memory import check_state, shard_bytes
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.eval_step import compile_eval_step
+from meshwright.step.health import HealthReader
 from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep
 from meshwright.storage.paths import in_bucket, path_of
@@ -80,7 +81,7 @@ class Position(NamedTuple):
 
 
 class Batches(Protocol):
-    """Batches on the devices, seconds waited for them, and their position: JSON, or None where steps tell it."""
+    """Batches on the devices, seconds waited, and a position: JSON, or None where steps tell it."""
 
     wait_seconds: float
     position: Any
@@ -90,7 +91,7 @@ class Batches(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Trainable(abc.ABC):
-    """A run as the training loop takes it: one of text (`PreparedRun`), or of a wrapped model (`wrapped.prepared`)."""
+    """A run as the loop takes it: of text (`PreparedRun`), or of a wrapped model."""
 
     device_run: DeviceRun
     """The run on its devices."""
@@ -99,7 +100,10 @@ class Trainable(abc.ABC):
         """Returns a meter of its steps, in the model's unit."""
         run, units = self.device_run.run, self.device_run.units
         flops = training_flops_per_token(run.model, units, run.finetune.method)
-        return Meter(reporters, run, self.device_run.mesh, per_sample=units, flops=flops)
+        health = HealthReader(self.device_run)
+        return Meter(
+            reporters, run, self.device_run.mesh, per_sample=units, flops=flops, health=health
+        )
 
     @abc.abstractmethod
     def feed(self, start: Position) -> Batches:
@@ -114,11 +118,11 @@ class Trainable(abc.ABC):
         return None
 
     def fingerprint(self) -> dict[str, Any] | None:
-        """Returns what the Run names but does not hold, as JSON values: kept with checkpoints, compared by a resume."""
+        """Returns what the Run names but does not hold, as JSON, which a resume compares."""
         return None
 
     def abstract_batches(self, step: int) -> Sequence[Any]:
-        """Returns a batch of each size that steps after `step` take, as far as they are known before the data."""
+        """Returns a batch of each size that steps after `step` take, as far as sizes are known."""
         return ()
 
     def evaluator(self) -> Callable[[State], float] | None:
@@ -252,7 +256,10 @@ def sum_metrics(
 
 
 def check_sample(device_run: DeviceRun) -> None:
-    """Raises ConfigError where the run asks for a sample that its model cannot give; before it trains, not after."""
+    """Raises ConfigError where the run asks for a sample that its model cannot give.
+
+    Before it trains, not after.
+    """
     data, without = device_run.run.data, _cannot_decode(device_run)
     if data.sample == 0 and data.sample_every:
         truth = "--data.sample 0 is no text at all"
@@ -279,7 +286,8 @@ def _cannot_decode(device_run: DeviceRun) -> str:
 
 
 Choose = Callable[[Run, Sequence[Any]], Run]
-"""`(run, devices) -> run` with the choices filled in that it leaves to the machine (remat policy)."""
+"""`(run, devices) -> run` with the choices filled in that it leaves to the machine (remat
+policy)."""
 
 
 def prepare_run(
@@ -292,12 +300,15 @@ def prepare_run(
     weights: str | None = None,
     progress: Progress | None = None,
 ) -> Trainable:
-    """Tokenises the text, chooses the mesh where the run leaves it open, and places the run on devices.
+    """Tokenises the text, chooses the mesh if it is open, and places the run on devices.
 
-    cache: folder of token files and compiled programs.  devices: use the first so many; None uses all.  choose: makes
-    the choices that need the planner; without it a run that leaves the remat policy open recomputes whole layers.
-    output: folder of a training; a run that is resumed there keeps its vocabulary where its text has changed.
-    weights: source of weights that are evaluated, in the place of those the run starts from; "" for none.
+    cache: folder of token files and compiled programs.  devices: use the first so many; None uses
+    all.  choose: makes the choices that need the planner; without it a run that leaves the remat
+    policy open recomputes whole layers.
+    output: folder of a training; a run that is resumed there keeps its vocabulary where its text
+    has changed.
+    weights: source of weights that are evaluated, in the place of those the run starts from; "" for
+    none.
     progress: shows the tokenisation.
     Raises ConfigError or DataError before anything is traced.
     """
@@ -331,7 +342,10 @@ def _prepare_text(
     weights: str | None,
     progress: Progress | None,
 ) -> PreparedRun:
-    """Prepares a run that trains on text. run: with its mesh. The other arguments are those of `prepare_run`."""
+    """Prepares a run that trains on text. run: with its mesh.
+
+    The other arguments are those of `prepare_run`.
+    """
     assert run.mesh is not None
     mesh = build_mesh(run.mesh, devices)
     own = None if output is None else output.tokenizer
@@ -372,7 +386,8 @@ def _prepare_text(
             fix = f"the tokenizer of the weights: --data.tokenizer {folder}/tokenizer.json"
         raise DataError(
             f"training a model of {vocab} tokens on {corpus.files[0].folder}",
-            f"its tokenizer has {corpus.vocab} tokens, so tokens {vocab} to {corpus.vocab - 1} have no embedding",
+            f"its tokenizer has {corpus.vocab} tokens, so tokens {vocab} to {corpus.vocab - 1} "
+            "have no embedding",
             fix,
         )
     run = dataclasses.replace(
@@ -387,7 +402,10 @@ def _prepare_text(
 
 
 def _megatron_order(run: Run, corpus: Corpus) -> MegatronOrder:
-    """Returns Megatron's order of a run's samples. Raises DataError where it has fewer than the run reads."""
+    """Returns Megatron's order of a run's samples.
+
+    Raises DataError where it has fewer than the run reads.
+    """
     data, training = run.data, run.training
     read = ramp_of(training).read_before(training.steps)
     last = data.first_sample + read
@@ -403,7 +421,8 @@ def _megatron_order(run: Run, corpus: Corpus) -> MegatronOrder:
     if len(order.stream) < last:
         raise DataError(
             f"--data.order-samples {data.order_samples}",
-            f"the order has {len(order.stream):,} samples, and {training.steps:,} steps read {read:,} "
+            f"the order has {len(order.stream):,} samples, and {training.steps:,} steps read "
+            f"{read:,} "
             f"from sample {data.first_sample:,} on, up to {last:,}",
             f"--data.order-samples {last}",
         )
@@ -411,7 +430,10 @@ def _megatron_order(run: Run, corpus: Corpus) -> MegatronOrder:
 
 
 def _held_out_of_split(run: Run, corpus: Corpus) -> tuple[Samples, ...]:
-    """Returns an epoch of each dataset's validation split, in Megatron's order; nothing without such a split."""
+    """Returns an epoch of each dataset's validation split, in Megatron's order.
+
+    Nothing without such a split.
+    """
     _, valid_split, _ = parse_split(run.data.split)
     if valid_split is None:
         return ()
@@ -422,7 +444,10 @@ def _held_out_of_split(run: Run, corpus: Corpus) -> tuple[Samples, ...]:
 
 
 def _check_of_tokens(run: Run, weights: str | None, cache: Path, own: Path | None) -> Check:
-    """Returns the check of tokenizers against that of the weights. weights, own: as of `prepare_run`."""
+    """Returns the check of tokenizers against that of the weights.
+
+    weights, own: as of `prepare_run`.
+    """
     source = run.init_from if weights is None else weights
     if not source:
         return lambda tokenizer, name: None

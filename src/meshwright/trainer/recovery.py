@@ -1,10 +1,10 @@
 """How a run goes on: from its last checkpoint, and after a bad step (`faults.Faults`).
 
-Of a bad step its batch, its metrics and, where it is known, the state before it are kept in the output folder. Samples
-that a run leaves out from then on are listed in `skipped.json`.
+Of a bad step its batch, its metrics and, where it is known, the state before it are kept in the
+output folder. Samples that a run leaves out from then on are listed in `skipped.json`.
 
-A checkpoint has the identity of its run, the Run, and fingerprints of what that names. A resume compares them with what
-it would train now.
+A checkpoint has the identity of its run, the Run, and fingerprints of what that names. A resume
+compares them with what it would train now.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from meshwright.checkpoint.manifest import Manifest, manifest_of
 from meshwright.checkpoint.steps import committed_steps
 from meshwright.data.batch import ramp_of
 from meshwright.documents import read_json
-from meshwright.errors import CheckpointError, ConfigError, TrainingError, by_class
+from meshwright.errors import CheckpointError, ConfigError, TrainingError, by_class, reason_of
 from meshwright.hardware.agreement import answer_of_the_first, flatten
 from meshwright.reporters.files import last_start, last_step
 from meshwright.runs.fields import may_change
@@ -50,11 +50,12 @@ class Change(NamedTuple):
     name: str
     text: str
     refused: bool
-    """Whether the model would compute something else or read other data, so that it has to be meant."""
+    """Whether the model would compute something else or read other data, so that it has to be
+    meant."""
 
 
 class Resumed(NamedTuple):
-    """State and place with which a run starts, and how it differs from the one that wrote its checkpoint."""
+    """State and place with which a run starts, and its changes since the checkpoint."""
 
     state: State
     position: Position
@@ -64,14 +65,14 @@ class Resumed(NamedTuple):
 
 
 def begin(out: Path) -> Position:
-    """Returns the place at which a run begins in `out`, with a new identity, the same in every process."""
+    """Returns the place at which a run begins, with a new identity that all processes share."""
     if (out / SKIPPED).is_file():
         say(f"{out / SKIPPED} is of another run: this one leaves no samples out")
     return Position(0, 0, identity=answer_of_the_first(lambda: uuid.uuid4().hex))
 
 
 def run_identity(out: Path) -> str:
-    """Returns the identity of the run in an output folder, by its events or its newest checkpoint; "" if it has none.
+    """Returns the identity of the run in a folder, by its events or newest checkpoint, or "".
 
     A folder without events and checkpoints has no run, whatever is on the hosts' own disks.
     """
@@ -91,11 +92,12 @@ def resume(
     accept: Sequence[str],
     record: dict[str, Any] | None = None,
 ) -> Resumed:
-    """Returns the state of the newest checkpoint that all hosts can read, or of step `at`, and what changed since.
+    """Returns the state of the newest checkpoint that all hosts can read, and what changed since.
 
-    accept: names of changes that are meant, or of what holds them (`model`). What changes the function of the model or
-    its data is refused without; every other change is printed.  record: takes the step that is restored, and how many
-    steps are taken again. Raises CheckpointError, ConfigError.
+    accept: names of changes that are meant, or of what holds them (`model`). What changes the
+    function of the model or its data is refused without; every other change is printed.  record:
+    takes the step that is restored, and how many steps are taken again. Raises CheckpointError,
+    ConfigError.
     """
     run = prepared.device_run.run
     out = checkpoints.folder.parent
@@ -136,7 +138,7 @@ class _FolderRecords(NamedTuple):
 
 
 class _Comparison:
-    """Comparison of the checkpoints that a resume tries with the run: it keeps that of the last one."""
+    """Comparison of the run with the checkpoint that a resume tries, the last of them."""
 
     def __init__(
         self,
@@ -168,9 +170,8 @@ class _Comparison:
         raise ConfigError(
             f"resuming from step {manifest.step} of {self._out}",
             "; ".join(change.text for change in refused),
-            "what it was before, in the recipe, the run file, the options and the data; or --accept "
-            + " ".join(names)
-            + ", if the change is meant",
+            "what it was before, in the recipe, the run file, the options and the data; or "
+            "--accept " + " ".join(names) + ", if the change is meant",
         )
 
     def _is_refused(self, change: Change) -> bool:
@@ -190,7 +191,10 @@ def _say_resumed(step: int, last: int, comparison: _Comparison) -> None:
 
 
 def _position_after(manifest: Manifest, folder: _FolderRecords) -> Position:
-    """Returns the position of a checkpoint; it leaves out the samples of the folder's `skipped.json` as well."""
+    """Returns the position of a checkpoint.
+
+    It leaves out the samples of the folder's `skipped.json` as well.
+    """
     skipped = {*manifest.skipped}
     skipped.update((first, number) for first, number, _ in folder.skipped)
     identity = manifest.identity or folder.identity
@@ -207,12 +211,15 @@ def _position_after(manifest: Manifest, folder: _FolderRecords) -> Position:
 
 
 def _left_out(out: Path) -> list[tuple[int, int, str]]:
-    """Returns the samples that `skipped.json` leaves out: first, number and run. Raises CheckpointError."""
+    """Returns the samples that `skipped.json` leaves out: first, number and run.
+
+    Raises CheckpointError.
+    """
     return [(r["first"], r["number"], r["identity"]) for r in _skipped_records(out)]
 
 
 def _skipped_records(out: Path) -> list[dict[str, Any]]:
-    """Returns the records of `skipped.json`, samples that are left out: `first`, `number` and `identity` of the run.
+    """Returns the records of `skipped.json`: `first`, `number` and `identity` of the run.
 
     Raises CheckpointError.
     """
@@ -226,7 +233,7 @@ def _skipped_records(out: Path) -> list[dict[str, Any]]:
             record["number"] = int(record["number"])
             record["identity"] = str(record.get("identity", ""))
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        truth = f"{SKIPPED} cannot be read: {error}"
+        truth = f"{SKIPPED} cannot be read: {reason_of(error)}"
         raise by_class(
             error,
             CheckpointError(f"the samples that {out} leaves out", truth, "repair or remove it"),
@@ -241,9 +248,10 @@ def compare(
     identity: str,
     skipped: Sequence[tuple[int, int, str]],
 ) -> tuple[list[Change], list[str]]:
-    """Compares a checkpoint with the run that would resume from it: returns what differs, and what cannot be compared.
+    """Returns what differs between a checkpoint and a run, and what cannot be compared.
 
-    data: fingerprint of what the run reads.  identity: of the run whose metrics the folder has; "" if unknown.
+    data: fingerprint of what the run reads.  identity: of the run whose metrics the folder has; ""
+    if unknown.
     skipped: samples that the folder leaves out, each with its run.
     """
     comparison = _Differences(_changed_fields(manifest.run, run), [])
@@ -291,7 +299,8 @@ def _compare_identity(manifest: Manifest, identity: str, comparison: _Difference
     elif manifest.identity != identity:
         comparison.add(
             "identity",
-            f"it is of the run {manifest.identity[:8]}, and metrics and events are of {identity[:8]}",
+            f"it is of the run {manifest.identity[:8]}, and metrics and events are of "
+            f"{identity[:8]}",
         )
 
 
@@ -305,7 +314,8 @@ def _compare_cursor(manifest: Manifest, comparison: _Differences) -> None:
     if manifest.cursor != cursor + read:
         comparison.add(
             "cursor",
-            f"its cursor is {manifest.cursor}, and steps {step + 1} to {manifest.step} read {read} samples "
+            f"its cursor is {manifest.cursor}, and steps {step + 1} to {manifest.step} read "
+            f"{read} samples "
             f"from {cursor} on",
         )
 
@@ -336,7 +346,7 @@ _DATA_TEXTS = {
 def _compare_data(
     before: Mapping[str, Any], now: Mapping[str, Any], run: Run, comparison: _Differences
 ) -> None:
-    """Compares the fingerprints of what a checkpoint's run read with those of what this run reads."""
+    """Compares the fingerprints of what a checkpoint's run read with those of this run."""
     for name, new in now.items():
         if name not in before:
             comparison.unknown.append(f"its {name}, of which it has no fingerprint")
@@ -368,10 +378,11 @@ def _compare_sources(before: list[Any], now: list[Any], run: Run, comparison: _D
 
 
 def describe_rate_jump(before: Run, now: Run, step: int) -> str | None:
-    """Describes how the learning rate jumps where `now` goes on from the first `step` steps of `before`.
+    """Describes how the learning rate jumps where `now` goes on from `before` after `step` steps.
 
-    None where the next step has the fraction of the peak that it would have had; after the last step of `before` that
-    is the fraction of its last. Another peak or schedule is a field of the Run, and said as such.
+    The result is None where the next step has the fraction of the peak that it would have had;
+    after the last step of `before` that is the fraction of its last. Another peak or schedule is a
+    field of the Run, and said as such.
     """
     if before.optimizer.lr_schedule != now.optimizer.lr_schedule:
         return None
@@ -383,7 +394,8 @@ def describe_rate_jump(before: Run, now: Run, step: int) -> str | None:
     ended = step >= before.training.steps
     was = "the fraction of the last step" if ended else "the fraction it would have had"
     return (
-        f"the learning rate of step {step + 1} is {found:.3g} of the peak and not {expected:.3g}, {was}: "
+        f"the learning rate of step {step + 1} is {found:.3g} of the peak and not "
+        f"{expected:.3g}, {was}: "
         f"the schedule {now.optimizer.lr_schedule} is over {now.training.steps} steps and was over "
         f"{before.training.steps}"
     )
@@ -403,10 +415,13 @@ def handle_bad_step(
     position: Position,
     count: int,
 ) -> State | Position:
-    """Keeps the evidence of a bad step. Returns the state to continue with, or the place to roll back to.
+    """Keeps the evidence of a bad step.
 
-    state: after the step, which changed it where the step is finite.  position: before the step, by which the samples
-    of its batch are known.  count: bad steps so far, this one included. Raises TrainingError where the run stops.
+    Returns the state to continue with, or the place to roll back to.
+
+    state: after the step, which changed it where the step is finite.  position: before the step, by
+    which the samples of its batch are known.  count: bad steps so far, this one included. Raises
+    TrainingError where the run stops.
     """
     device_run = prepared.device_run
     faults = device_run.run.faults
@@ -420,7 +435,7 @@ def handle_bad_step(
         say(f"step {bad.step}: {bad.reason}; its update is left out, and {folder} has its batch")
         return healed(state, bad.step)
 
-    first = _index_in_stream(position)
+    first = index_in_stream(position)
     number = jax.tree.leaves(batch)[0].shape[0]
     if jax.process_index() == 0:
         record = {
@@ -435,7 +450,8 @@ def handle_bad_step(
         records.append(record)
         write_atomically(out / SKIPPED, json.dumps(records, indent=1) + "\n")
     say(
-        f"step {bad.step}: {bad.reason}; the run returns to its last checkpoint and leaves out samples {first} to "
+        f"step {bad.step}: {bad.reason}; the run returns to its last checkpoint and leaves out "
+        f"samples {first} to "
         f"{first + number - 1}; {folder} has them"
     )
     skipped = {*position.skipped, (first, number)}
@@ -453,14 +469,16 @@ def _stopped(
         limit = f"; {count} steps were bad, and --faults.most-skipped is {most}"
     return TrainingError(
         f"step {bad.step}",
-        f"{bad.reason}: its loss is {bad.values['loss']} and its gradient norm {bad.values['gradient norm']}; "
+        f"{bad.reason}: its loss is {bad.values['loss']} and its gradient norm "
+        f"{bad.values['gradient norm']}; "
         f"{kept} saved in {folder}{limit}",
-        f"a lower --lr, more --optimizer.warmup-steps, a look at that batch, or {_way_on(prepared, bad)}",
+        "a lower --lr, more --optimizer.warmup-steps, a look at that batch, or "
+        f"{_way_on(prepared, bad)}",
     )
 
 
-def _index_in_stream(position: Position) -> int:
-    """Returns the index in the stream of the next sample: the cursor does not count samples that are left out."""
+def index_in_stream(position: Position) -> int:
+    """Returns the index of the next sample: the cursor does not count those that are left out."""
     index = position.cursor
     for first, number in position.skipped:
         if index >= first:
@@ -482,7 +500,7 @@ def _way_on(prepared: Trainable, bad: BadStep) -> str:
 
 
 def healed(state: State, step: int) -> State:
-    """Returns a state that an unhealthy step left, as if that step had been taken without its update."""
+    """Returns a state that an unhealthy step left, as if it had been taken without its update."""
     shardings = (state.step.sharding, state.healthy.sharding)
     steps, healthy = jax.device_put((np.int32(step), np.ones((), np.bool_)), shardings)
     return dataclasses.replace(state, step=steps, healthy=healthy)
@@ -491,7 +509,7 @@ def healed(state: State, step: int) -> State:
 def _keep_evidence(
     out: Path, device_run: DeviceRun, bad: BadStep, state: State | None, cursor: int, batch: Any
 ) -> Path:
-    """Writes batch and metrics of a bad step into a new folder, and the state before it where there is one."""
+    """Writes batch, metrics and the state before a bad step, if there is one, into a new folder."""
 
     folder = out / f"evidence-step-{bad.step}{_free_suffix(out, bad.step)}"
     if state is not None:
@@ -513,7 +531,7 @@ def _keep_evidence(
 
 
 def _free_suffix(out: Path, step: int) -> str:
-    """Returns what distinguishes a new folder of evidence from earlier ones of a step, the same in all processes."""
+    """Returns what distinguishes a new folder of evidence from earlier ones of a step."""
     number = 0
     while os.path.lexists(out / f"evidence-step-{step}{_suffix(number)}"):
         number += 1

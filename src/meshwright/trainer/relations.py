@@ -1,7 +1,8 @@
-"""Relations between the fields of a run, its mesh and its folder: the one check of every verb that takes a run.
+"""Relations between the fields of a run, its mesh and its folder, checked by every verb.
 
-It is arithmetic on shapes and a look at a folder, and comes before a text is opened, a program traced or a plan priced.
-The relations inside a layer belong to its kind (models/blocks), and are checked when the kind is made.
+It is arithmetic on shapes and a look at a folder, and comes before a text is opened, a program
+traced or a plan priced. The relations inside a layer belong to its kind (models/blocks), and are
+checked when the kind is made.
 """
 
 import dataclasses
@@ -20,7 +21,8 @@ from meshwright.sharding.params import trained_only
 from meshwright.storage.paths import in_bucket
 
 STAND_IN_VOCAB = 256
-"""Vocabulary of a run whose tokenizer decides it, before its text is read: no relation depends on its size."""
+"""Vocabulary of a run whose tokenizer decides it, before its text is read: no relation depends on
+its size."""
 SKIPPED = "skipped.json"
 """File of an output folder with the samples that its run leaves out."""
 _OTHER_DIFFERENCES = (
@@ -65,12 +67,17 @@ def check_run(
     *,
     starts: bool = True,
 ) -> PlacedRun:
-    """Checks every relation of a run that is known without its text and its devices; returns it on its mesh.
+    """Checks every relation of a run that is known without its text and its devices.
 
-    mesh: None takes the run's own, or one device where it leaves the mesh open.  output: of a training.
-    starts: whether the run begins with the weights that it names, and not with some that are evaluated.
-    Raises ConfigError where fields do not go together or nothing has a name that the run gives, DataError where its text
-    is in other tokens than its weights, and CheckpointError where the folder cannot be written or has no such checkpoint.
+    Returns it on its mesh.
+
+    mesh: None takes the run's own, or one device where it leaves the mesh open.  output: of a
+    training.
+    starts: whether the run begins with the weights that it names, and not with some that are
+    evaluated.
+    Raises ConfigError where fields do not go together or nothing has a name that the run gives,
+    DataError where its text is in other tokens than its weights, and CheckpointError where the
+    folder cannot be written or has no such checkpoint.
     """
     placed = place_run(with_stand_in_vocab(run), mesh)
     checked = ("name", "lr_schedule", "moment_dtype", "lr_groups")
@@ -98,7 +105,7 @@ def check_run(
 
 
 def _check_order(data: Data) -> None:
-    """Raises ConfigError for options of Megatron's order with another, and for one that it has no use for."""
+    """Raises ConfigError for options that Megatron's order excludes or does not use."""
     if data.order == "megatron":
         if data.held_out is not None:
             raise ConfigError(
@@ -117,7 +124,7 @@ def _check_order(data: Data) -> None:
 
 
 def _check_megatron_order(run: Run) -> None:
-    """Raises ConfigError where a run's data have no order of Megatron, as far as they are on this host."""
+    """Raises ConfigError where a run's data on this host have no order of Megatron."""
     from meshwright.data.corpus import parse_source  # plans load no data
     from meshwright.data.megatron_order import check_sources, parse_split
 
@@ -126,7 +133,10 @@ def _check_megatron_order(run: Run) -> None:
 
 
 def _check_tokens(run: Run, output: Output | None) -> None:
-    """Raises DataError where a run's text is in other tokens than its weights; a run that continues keeps its own."""
+    """Raises DataError where a run's text is in other tokens than its weights.
+
+    A run that continues keeps its own.
+    """
     if output is not None and output.tokenizer is not None and output.tokenizer.is_file():
         return
     from meshwright.trainer.tokens_of_weights import check_tokens_here  # reads other files
@@ -142,7 +152,10 @@ def with_stand_in_vocab(run: Run) -> Run:
 
 
 def check_output(run: Run, output: Output) -> None:
-    """Raises an error where a training cannot begin in its output folder as it is asked to; leaves nothing there."""
+    """Raises an error where a training cannot begin in its output folder as it is asked to.
+
+    Leaves nothing there.
+    """
     from meshwright.checkpoint.checkpoints import check_writable  # plans load no TensorStore
     from meshwright.checkpoint.manifest import steps_to_take
     from meshwright.checkpoint.steps import committed_steps

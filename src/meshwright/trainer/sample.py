@@ -53,11 +53,11 @@ def write_sample(
 def sample_tokens(
     device_run: DeviceRun, params: Tree, prompt: np.ndarray, *, tokens: int, seed: int
 ) -> list[int]:
-    """Returns tokens that continue `prompt`: `tokens` of them, or as many as make a sequence of the run's length.
+    """Returns tokens that continue `prompt`: `tokens` of them, or up to the run's length.
 
-    Weights stay in the layout of training, except on a mesh with pipeline stages: they are copied to the same devices
-    without stages, since a token would pass the stages one after another. Experts of limited capacity drop nothing
-    here.
+    Weights stay in the layout of training, except on a mesh with pipeline stages: they are copied
+    to the same devices without stages, since a token would pass the stages one after another.
+    Experts of limited capacity drop nothing here.
     """
     if (
         device_run.layout.shape.stage > 1
@@ -78,7 +78,7 @@ def sample_tokens(
 
 
 def _without_stages(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tree]:
-    """Returns the run and its parameters on the same devices, with `data` in the place of `stage`."""
+    """Returns the run and its parameters on the same devices, with `data` instead of `stage`."""
     run, shape = device_run.run, device_run.layout.shape
     model = run.model
     if getattr(model, "dispatch", None) == "capacity":

@@ -1,4 +1,4 @@
-"""Silent corruption: a step computed twice, and replicas that must be equal, compared bit by bit."""
+"""Silent corruption: steps computed twice and replicas, which must be equal bit by bit."""
 
 import collections
 import operator
@@ -34,8 +34,9 @@ def checked(step: Step, every: int, phases: Phases) -> Step:
 def checked_step(step: Step, state: Any, batch: Any, number: int) -> tuple[Any, Any]:
     """Takes a step twice from the same state, and returns the second result.
 
-    The step is deterministic: another result, or replicas that differ, come from a device that computes wrongly or from
-    memory that lost a bit. Takes as much more memory as the state, once. Raises HostError naming the devices.
+    The step is deterministic: another result, or replicas that differ, come from a device that
+    computes wrongly or from memory that lost a bit. Takes as much more memory as the state, once.
+    Raises HostError naming the devices.
     """
     spare = jax.tree.map(jnp.copy, state)
     first = shard_sums(step(spare, batch)[0])
@@ -48,10 +49,10 @@ def checked_step(step: Step, state: Any, batch: Any, number: int) -> tuple[Any, 
 
 
 def shard_sums(tree: Any) -> dict[str, dict[Any, int]]:
-    """Returns an exact integer sum over the bits of each device's shard of each tensor: name -> device -> sum.
+    """Returns a sum over the bits of each device's shard of each tensor: name -> device -> sum.
 
-    Each device sums its own shard; 4 bytes per tensor and device are gathered. Tensors kept in the host's memory are
-    left out.
+    Each device sums its own shard; 4 bytes per tensor and device are gathered. Tensors kept in the
+    host's memory are left out.
     """
     kinds = (None, "device", "unpinned_host")
     leaves = named_leaves(tree).items()
@@ -95,6 +96,15 @@ def check_equal(
 def check_replicas(tree: Any, sums: dict[str, dict[Any, int]], step: int) -> None:
     """Raises HostError where devices that have the same shard of a tensor have other bits in it.
 
+    sums: of `shard_sums(tree)`.
+    """
+    names, odd = odd_replicas(tree, sums)
+    _refuse(step, "its replicas differ", names, set(odd))
+
+
+def odd_replicas(tree: Any, sums: dict[str, dict[Any, int]]) -> tuple[list[str], list[jax.Device]]:
+    """Returns the tensors of which devices have other bits in the same shard, and those devices.
+
     sums: of `shard_sums(tree)`. With three replicas or more, those that differ from most are named.
     """
     names, odd, leaves = [], set(), named_leaves(tree)
@@ -108,7 +118,8 @@ def check_replicas(tree: Any, sums: dict[str, dict[Any, int]], step: int) -> Non
                 (most, number), (_, next_number) = counts.most_common(2)
                 names.append(name)
                 odd |= {d for d in group if number == next_number or of_device[d] != most}
-    _refuse(step, "its replicas differ", list(dict.fromkeys(names)), odd)
+    devices = sorted(odd, key=operator.attrgetter("id"))
+    return list(dict.fromkeys(names)), devices
 
 
 def _refuse(step: int, what: str, names: list[str], odd: set[Any]) -> None:

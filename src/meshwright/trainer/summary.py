@@ -34,11 +34,13 @@ class Summary(Shown):
     """Tokens trained on, since the start or the resume."""
     seconds: float
     data_wait_seconds: float
-    """Seconds that the loop waited for data, on the host that waited most: the others wait for it."""
+    """Seconds that the loop waited for data, on the host that waited most: the others wait for
+    it."""
     data_wait_host: int
     """Process that waited most for its data."""
     start_seconds: float
-    """Seconds from the beginning to the end of the first step: initial values or restore, compilation, that step."""
+    """Seconds from the beginning to the end of the first step: initial values or restore,
+    compilation, that step."""
     compile_seconds: float
     """Seconds that compiling the train step and the evaluation took."""
     save_seconds: float

@@ -1,8 +1,9 @@
-"""Checkpoints of a run: in the output folder, and often on each host's own disk too (`LocalCheckpoints`).
+"""Checkpoints of a run: in the output folder, and often on each host's own disk too.
 
-On its own disk every process has a folder with the shards on its devices: saving sends nothing over the network. What
-each host can read is gathered after every step that a host does alone (its list, the manifest, the shards), and all of
-them take the newest checkpoint that all can read, each from its own disk or from the output folder.
+On its own disk every process has a folder with the shards on its devices: saving sends nothing over
+the network. What each host can read is gathered after every step that a host does alone (its list,
+the manifest, the shards), and all of them take the newest checkpoint that all can read, each from
+its own disk or from the output folder.
 """
 
 import contextlib
@@ -41,12 +42,12 @@ from meshwright.trainer.watchdog import PATIENCE
 _LOOK = 0.01
 """Seconds between two looks at a save in progress."""
 Choice = tuple[int, str, bool]
-"""Step of a checkpoint; checksum of the manifest with which hosts take it from their own disks ("": none does); whether
-another host takes it from the output folder."""
+"""Step of a checkpoint; checksum of the manifest with which hosts take it from their own disks ("":
+none does); whether another host takes it from the output folder."""
 
 
 class Tiers(Checkpoints):
-    """Checkpoints of the output folder, and those on the hosts' own disks, which must have the layout of the run."""
+    """Checkpoints of the output folder, and those of the run's layout on the hosts' own disks."""
 
     def __init__(
         self,
@@ -70,8 +71,9 @@ class Tiers(Checkpoints):
         self.newer: list[int] = []
         """Steps that some host has, newer than what all have, as of the last restore."""
         self.identity = identity
-        """Identity of the run in the output folder (`recovery.run_identity`). Of the hosts' own checkpoints only those
-        that have it are read: the folder may have been deleted, and begun by another run. None reads all."""
+        """Identity of the run in the output folder (`recovery.run_identity`). Of the hosts' own
+        checkpoints only those that have it are read: the folder may have been deleted, and begun by
+        another run. None reads all."""
         if local.path is not None:
             # The folder `local.path` may be shared by several runs and processes.
             name = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:16]
@@ -100,7 +102,10 @@ class Tiers(Checkpoints):
         self._locally(lambda local: local.save(state, device_run, **place))
 
     def _locally(self, do: Callable[[Checkpoints], None]) -> None:
-        """Does something with this host's own checkpoints; where its disk fails, the run goes on without that one."""
+        """Does something with this host's own checkpoints.
+
+        Where its disk fails, the run goes on without that one.
+        """
         if self._local is None:
             return
         self._wait_for_own_disk(self._local)
@@ -110,13 +115,14 @@ class Tiers(Checkpoints):
             for partial in self._local.folder.glob("*.tmp"):
                 remove_tree(partial, below=self._local.folder.parent, ignore_errors=True)
             print(
-                f"process {jax.process_index()}: a local checkpoint is left out, and the run goes on: {error.truth}",
+                f"process {jax.process_index()}: a local checkpoint is left out, and the run "
+                f"goes on: {error.truth}",
                 file=sys.stderr,
                 flush=True,
             )
 
     def _wait_for_own_disk(self, local: Checkpoints) -> None:
-        """Waits for the save in progress on this host's own disk, unless that disk does not answer any more."""
+        """Waits for the save in progress on this host's own disk, unless that does not answer."""
         self._answered = max(self._answered, time.monotonic() if not local.is_saving else 0.0)
         with waiting(f"its own disk, {local.folder}", NOBODY):
             while local.is_saving and not local.abandoned:
@@ -125,7 +131,7 @@ class Tiers(Checkpoints):
                 time.sleep(_LOOK)
 
     def _on_own_disk[T](self, do: Callable[[], T], otherwise: Callable[[], T]) -> T:
-        """Returns what `do` does on this host's own disk, or `otherwise` where that disk does not answer."""
+        """Returns `do()` on this host's own disk, or `otherwise()` where that does not answer."""
         answers: list[T] = []
         errors: list[Exception] = []
 
@@ -155,12 +161,14 @@ class Tiers(Checkpoints):
             return
         local.abandon()
         last_words.say(
-            f"process {jax.process_index()}: its own disk has not answered for {self._own_patience:.0f} s "
-            f"({local.folder}); its local checkpoints are left out from here on, and the run goes on"
+            f"process {jax.process_index()}: its own disk has not answered for "
+            f"{self._own_patience:.0f} s "
+            f"({local.folder}); its local checkpoints are left out from here on, and the run "
+            "goes on"
         )
 
     def forget_local(self, after: int = -1) -> None:
-        """Deletes the hosts' checkpoints of steps above `after`, of other runs and of other layouts.
+        """Deletes the hosts' checkpoints of later steps, of other runs and of other layouts.
 
         Their folders go too where nothing else is in them.
         """
@@ -178,12 +186,14 @@ class Tiers(Checkpoints):
         step: int | None = None,
         accept: Callable[[Manifest], None] = lambda manifest: None,
     ) -> tuple[State, Manifest]:
-        """Returns the newest state that all hosts can read, or that of `step`, verified; of equal ones the hosts'.
+        """Returns the newest state that all hosts can read, or that of `step`, verified.
 
-        accept: refuses a manifest by raising an error.  What is damaged, and what a host cannot read on its own disk,
-        is left out with a line on standard error. A checkpoint of the output folder that a host cannot read for now is
-        not left out for an older one: another start may read it. Raises UnavailableError then, and DamagedError of the
-        newest where none is left.
+        Of equal ones the hosts'.
+
+        accept: refuses a manifest by raising an error.  What is damaged, and what a host cannot
+        read on its own disk, is left out with a line on standard error. A checkpoint of the output
+        folder that a host cannot read for now is not left out for an older one: another start may
+        read it. Raises UnavailableError then, and DamagedError of the newest where none is left.
         """
         self.left_out.clear()
         errors = list[MeshwrightError]()
@@ -212,7 +222,7 @@ class Tiers(Checkpoints):
         raise next((error for error in errors if isinstance(error, UnavailableError)), errors[0])
 
     def _name_newer(self, newest: int) -> None:
-        """Names the steps after `newest` that only some hosts have: a disk was replaced, or a save was cut off."""
+        """Names the later steps that only some hosts have: a disk is new, or a save was cut off."""
 
         def choose(answers: list[list[int]]) -> list[list[Any]]:
             found = []
@@ -232,7 +242,7 @@ class Tiers(Checkpoints):
             say(f"{text}; it is left out")
 
     def _mine(self) -> dict[int, str]:
-        """Returns the steps of this run and layout on this host's own disk, with their manifests' checksums.
+        """Returns the steps of this run and layout on this host's disk, with manifests' checksums.
 
         Those whose description cannot be read are none.
         """
@@ -251,7 +261,7 @@ class Tiers(Checkpoints):
         return found
 
     def _own_checksum(self, step: int) -> str | None:
-        """Returns the manifest's checksum of a step on this host's own disk, None for another run, layout, or damage.
+        """Returns the manifest's checksum of a step; None for another run, layout, or damage.
 
         Raises OSError where it cannot be read for now.
         """
@@ -268,7 +278,7 @@ class Tiers(Checkpoints):
         return None
 
     def _forget_own(self, after: int) -> None:
-        """Deletes this host's checkpoints of steps above `after`, of other runs and of other layouts.
+        """Deletes this host's checkpoints of later steps, of other runs and of other layouts.
 
         One that cannot be read for now stays: whose it is is not known.
         """
@@ -283,7 +293,10 @@ class Tiers(Checkpoints):
                 remove_empty_folder(folder, below=folder.parent)
 
     def _own_steps(self) -> list[int]:
-        """Returns the steps with a checkpoint on this host's own disk; none where that disk cannot be read."""
+        """Returns the steps with a checkpoint on this host's own disk.
+
+        The result is None where that disk cannot be read.
+        """
         if self._local is None:
             return []
         try:
@@ -297,7 +310,7 @@ class Tiers(Checkpoints):
             return []
 
     def _choices(self, step: int | None, *, strict: bool) -> list[Choice]:
-        """Returns the checkpoints that all hosts have, newest first, and of a step the hosts' own first.
+        """Returns the checkpoints that all hosts have, newest first, and the hosts' own first.
 
         strict: raises CheckpointError where there is none, or not that of `step`.
         """
@@ -327,16 +340,19 @@ class Tiers(Checkpoints):
         return [(s, c, shared) for s, c, shared in choose_together("checkpoints", mine, choose)]
 
     def look(self) -> None:
-        """Compares the path of the output folder with the folder that was opened; called while the run trains."""
+        """Compares the path of the output folder with the folder that was opened.
+
+        Called while the run trains.
+        """
         if self._root is not None:
             self._root.look()
 
     def check_folder(self, action: str) -> None:
-        """Raises CheckpointError where the path of the output folder leads to another folder than it did."""
+        """Raises CheckpointError where the path of the folder leads to another folder now."""
         self._check_root(action)
 
     def set_aside(self, after: int) -> None:
-        """Moves newer checkpoints of the output folder into `set-aside`, and deletes those of the hosts."""
+        """Moves newer checkpoints into `set-aside`, and deletes those of the hosts."""
         super().set_aside(after)
         self.forget_local(after)
 

@@ -1,4 +1,4 @@
-"""Whether a text is in the tokens that weights were trained on: both tokenizers are read and compared."""
+"""Whether a text is in the tokens that weights were trained on, by comparing tokenizers."""
 
 import dataclasses
 import hashlib
@@ -27,7 +27,7 @@ _SHOWN = 6
 
 @dataclasses.dataclass(frozen=True)
 class TokensOfWeights:
-    """Check of a tokenizer against that of the weights which a run starts from, or which are evaluated.
+    """Check of a tokenizer against that of the weights that are trained or evaluated.
 
     Tokens of other texts under the same numbers train without an error, and the weights are lost.
     """
@@ -38,7 +38,8 @@ class TokensOfWeights:
     accepted: bool = False
     """Whether the user accepts another tokenizer (`Data.other_tokenizer`)."""
     trains: bool = True
-    """Whether a run starts from the weights; else they are evaluated, and nothing can be accepted."""
+    """Whether a run starts from the weights; else they are evaluated, and nothing can be
+    accepted."""
     own: Path | None = None
     """Tokenizer of an earlier start of the run, whose weights are then those of its checkpoint."""
 
@@ -56,11 +57,15 @@ class TokensOfWeights:
             print(note, file=sys.stderr, flush=True)
 
     def compare(self, tokenizer: Tokenizer, name: str) -> str:
-        """Returns a note about the tokenizer; "" where it is that of the weights. Raises DataError as a call does."""
+        """Returns a note about the tokenizer; "" where it is that of the weights.
+
+        Raises DataError as a call does.
+        """
         file = tokenizer_of_weights(self.weights)
         if not file.is_file():
             return (
-                f"the tokenizer of {self.weights} is not known, since it has none: that it was trained on the tokens "
+                f"the tokenizer of {self.weights} is not known, since it has none: that it was "
+                "trained on the tokens "
                 f"of {name} is taken for granted"
             )
         theirs = build_tokenizer(local_text(str(file), self.cache))
@@ -70,7 +75,8 @@ class TokensOfWeights:
         if added is not None:
             tokens = "1 token" if added == 1 else f"{added:,} tokens"
             return (
-                f"{name} adds {tokens} to the tokenizer of {self.weights}, and has all of its own: the embeddings of "
+                f"{name} adds {tokens} to the tokenizer of {self.weights}, and has all of its "
+                "own: the embeddings of "
                 "the added ones are not trained yet"
             )
         both = (
@@ -94,9 +100,10 @@ class TokensOfWeights:
 
 
 def check_tokens_here(run: Run) -> None:
-    """Checks the tokenizers of a run's text against that of its weights, as far as their files are on this host.
+    """Checks the tokenizers of a run's text, as far as they are on this host, against its weights'.
 
-    A tokenizer that is learned from the text, and files of other hosts, are compared where the run starts.
+    A tokenizer that is learned from the text, and files of other hosts, are compared where the run
+    starts.
     Raises DataError as `TokensOfWeights` does.
     """
     source = run.init_from
@@ -115,7 +122,7 @@ def check_tokens_here(run: Run) -> None:
 
 
 def _tokenizers_of(data: Data) -> dict[str, str]:
-    """Returns the tokenizers of the texts of a run that are not in buckets: what has each, and its file or kind."""
+    """Returns the tokenizers of texts that are not in buckets: owner, and file or kind."""
     found = {}
     for path in data.paths:
         text = parse_source(path).path
@@ -136,11 +143,13 @@ def tokenizer_of_weights(weights: str) -> Path:
 
 
 def added_tokens(weights: Tokenizer, text: Tokenizer) -> int | None:
-    """Returns how many tokens the tokenizer of a text has besides those of weights; None where it is another one.
+    """Returns how many tokens the tokenizer of a text has besides those of weights.
 
-    It is the same, or an extension, where every text without the added tokens has the tokens that the weights know: all
-    shared numbers agree, the merges begin with those of the weights, and a text is normalised and divided alike. Special
-    tokens that the weights alone have do not matter.
+    The result is None where it is another one.
+
+    It is the same, or an extension, where every text without the added tokens has the tokens that
+    the weights know: all shared numbers agree, the merges begin with those of the weights, and a
+    text is normalised and divided alike. Special tokens that the weights alone have do not matter.
     """
     before, after = _description(weights), _description(text)
     for part in ("normalizer", "pre_tokenizer"):

@@ -80,9 +80,9 @@ class Drawing(Block):
     """Picture that a script of the page draws from its data.
 
     Timeline: lanes of boxes over time. Machine: a mesh over nodes or planes of a torus. Placement: blocks of any tensor
-    and the devices that hold them. Pipeline: shapes of `draw.PipelineTimeline`. `timeline.js` and `drawings.js` document
-    the data.
+    and the devices that hold them. Pipeline: shapes of `draw.PipelineTimeline`. Health: layers by
+    steps. `timeline.js` and `drawings.js` document the data.
     """
 
-    kind: Literal["Timeline", "Machine", "Placement", "Pipeline"]
+    kind: Literal["Timeline", "Machine", "Placement", "Pipeline", "Health"]
     data: Mapping[str, Any]

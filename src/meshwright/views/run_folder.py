@@ -14,6 +14,8 @@ from typing import Any
 from meshwright.documents import check_inside, parse_json, read_json, step_of
 from meshwright.errors import ConfigError
 from meshwright.reporters.followed import follow_lines
+from meshwright.reporters.health import NAME as HEALTH_FILE
+from meshwright.reporters.health import History
 from meshwright.storage.paths import bucket_path, in_bucket
 
 _DOCUMENTS = ("run.json", "foresight.json", "profile.json")
@@ -37,10 +39,12 @@ _Point = tuple[int, float, float]
 
 
 class Curve:
-    """Values of one metric by step, in the order of the file, in memory that does not grow with the run.
+    """Values of one metric by step, in the order of the file.
 
-    Up to `2 * _STRETCHES` points all are kept. Of more, each stretch of equally many points keeps its first, its least
-    and its greatest, and the last point of all is kept; when there are too many stretches, neighbors become one.
+    Its memory does not grow with the run.
+    Up to `2 * _STRETCHES` points all are kept. Of more, each stretch of equally many points keeps
+    its first, its least and its greatest, and the last point of all is kept; when there are too
+    many stretches, neighbors become one.
     """
 
     def __init__(self) -> None:
@@ -122,6 +126,9 @@ class RunFolder:
         """What could not be read, by what it is, with its number."""
         self._metrics = follow_lines(folder / _METRICS)
         self._log = follow_lines(folder / _EVENTS)
+        self._health_lines = follow_lines(folder / HEALTH_FILE)
+        self.health = History()
+        """Health of the tensors by step."""
         self._forget_events()
 
     def _forget_events(self) -> None:
@@ -153,6 +160,11 @@ class RunFolder:
             self._forget_left_out(_EVENTS)
         for record in self._records(lines, _EVENTS):
             self._add_event(record)
+        anew, lines = self._health_lines.read()
+        if anew:
+            self.health = History()
+            self._forget_left_out(HEALTH_FILE)
+        self.left_out += self.health.read(self._records(lines, HEALTH_FILE))
 
     def _forget_left_out(self, file: str) -> None:
         for what in [what for what in self.left_out if file in what]:
@@ -178,7 +190,8 @@ class RunFolder:
     def _add_metrics(self, record: dict[str, Any]) -> None:
         step = int(record.pop("step"))
         for name, value in record.items():
-            # The writer has null for what is not finite; a number that is neither comes from elsewhere.
+            # The writer has null for what is not finite; a number that is neither comes from
+            # elsewhere.
             number = math.nan if value is None else real(value)
             if number is None:
                 continue
@@ -211,11 +224,17 @@ class RunFolder:
         self.recent_events.append(record)
 
     def events_of(self, kind: str) -> list[dict[str, Any]]:
-        """Returns the events of a kind, in their order; of very many those spread over the run, and the last."""
+        """Returns the events of a kind, in order.
+
+        Of very many, those spread over the run, and the last.
+        """
         return self._of_a_kind[kind].events() if kind in self._of_a_kind else []
 
     def last_written(self, name: str) -> float | None:
-        """Returns the time at which a file of the folder was written; None where there is none, or no such time."""
+        """Returns the time at which a file of the folder was written.
+
+        None without the file or its time.
+        """
         if in_bucket(self.folder):
             return None
         try:
@@ -226,7 +245,11 @@ class RunFolder:
     @property
     def version(self) -> tuple[Any, ...]:
         """Numbers that change when what is shown does."""
-        found: list[Any] = [self._metrics.version, self._log.version]
+        found: list[Any] = [
+            self._metrics.version,
+            self._log.version,
+            self._health_lines.version,
+        ]
         for name in _DOCUMENTS:
             file = self.folder / name
             try:
@@ -320,22 +343,33 @@ def open_folders(paths: Iterable[Path]) -> list[RunFolder]:
 
 
 def flat_fields(record: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Returns the fields of nested JSON values under dotted names, each as text; a mesh is one field."""
+    """Returns nested JSON values by dotted name, each as text.
+
+    A mesh is one field.
+    """
     found: dict[str, str] = {}
     for name, value in record.items():
-        if name == "mesh" and isinstance(value, Mapping):  # over one slice, no axis crosses slices
-            crossed = value.get("slices", 1) != 1
-            degrees = [
-                f"{a}={n}"
-                for a, n in value.items()
-                if n not in (1, None) and (crossed or a != "dcn_axis")
-            ]
-            found[f"{prefix}{name}"] = ",".join(degrees) or "data=1"
+        if name == "mesh" and isinstance(value, Mapping):
+            found[f"{prefix}{name}"] = _mesh_text(value)
         elif isinstance(value, Mapping):
             found |= flat_fields(value, f"{prefix}{name}.")
         else:
-            text = (
-                value if isinstance(value, str) else "none" if value is None else json.dumps(value)
-            )
-            found[f"{prefix}{name}"] = text
+            found[f"{prefix}{name}"] = _value_text(value)
     return found
+
+
+def _value_text(value: Any) -> str:
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _mesh_text(mesh: Mapping[str, Any]) -> str:
+    """Formats the degrees of a mesh other than 1: `fsdp=4,tensor=2`."""
+    crosses_slices = mesh.get("slices", 1) != 1
+    degrees = []
+    for axis, degree in mesh.items():
+        if degree in (1, None) or (axis == "dcn_axis" and not crosses_slices):
+            continue
+        degrees.append(f"{axis}={degree}")
+    return ",".join(degrees) or "data=1"

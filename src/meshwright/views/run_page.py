@@ -1,4 +1,7 @@
-"""Report of training runs: curves of one or several, marks of what happened, times, samples, and what was run."""
+"""Report of training runs.
+
+Curves of one or several, marks of events, times, samples, and what was run.
+"""
 
 import dataclasses
 import math
@@ -30,6 +33,7 @@ from meshwright.views.blocks import (
 )
 from meshwright.views.charts import Axis, Chart, Mark, Series
 from meshwright.views.colours import series_colour
+from meshwright.views.health_blocks import health_blocks
 from meshwright.views.report import Live, Report, Section
 from meshwright.views.run_folder import Curve, RunFolder, flat_fields, objects, real
 from meshwright.views.run_status import RunStatus, median_of, restarts_of, run_status
@@ -62,56 +66,103 @@ _CURVES = {
     "largest expert load": ("Largest expert load", Axis("times the mean", zero=True), ""),
     "batch": ("Batch", Axis("sequences", "integer", zero=True), ""),
 }
-"""Metrics in the order of their charts, with title, axis and note; other metrics of a run follow by name."""
+"""Metrics in the order of their charts, with title, axis and note; other metrics of a run follow by
+name."""
 _PARTS = ("input wait", *BETWEEN)
-"""Parts of the time from one step to the next in which the loop does something else; a step has the first of them."""
+"""Parts of the time from one step to the next in which the loop does something else; a step has the
+first of them."""
 
 
 def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
-    """Returns the report of one run, or of several over each other, each compared with the recipe of its name."""
+    """Returns the report of one run, or of several over each other.
+
+    Each is compared with the recipe of its name.
+    """
     names = {folder.document("run.json").get("name") for folder in folders}
     recipes: dict[str, Any] = {
         name: run_to_dict(find_recipe(name)) for name in list_recipes() if name in names
     }
-    charts = _charts(folders)
-    samples = []
-    for folder in folders:
-        prefix = f"{folder.name}, " if len(folders) > 1 else ""
-        texts = [event for event in folder.samples if isinstance(event.get("text"), str)]
-        for event in reversed(texts):
-            samples.append(
-                Code(event["text"], title=f"{prefix}step {int(real(event.get('step')) or 0):,}")
-            )
+    charts: Block = Text(["No step is over yet."], tone="faded")
+    found = _charts(folders)
+    if found:
+        charts = Grid(found)
     sections = [
         Section("Overview", [_overview(folders), *_left_out(folders)]),
-        Section(
-            "Curves", [Grid(charts) if charts else Text(["No step is over yet."], tone="faded")]
-        ),
+        Section("Curves", [charts]),
+        Section("First bad tensor", _first_tensors(folders), "Who was first, step by step."),
+        *_health_sections(folders),
         Section("Time", _times(folders), "Where the seconds between one step and the next go."),
         Section("What happened", [_event_table(folders)]),
-        Section("Samples", samples, "Text sampled from the model, the last first."),
+        Section("Samples", _samples(folders), "Text sampled from the model, the last first."),
         Section("Configuration", _configuration(folders, recipes)),
     ]
-    if len(folders) > 1:
-        lead = f"{len(folders)} runs over each other."
-    else:
-        run, starts = folders[0].document("run.json"), folders[0].events_of("start")
-        start = starts[-1] if starts else {}
-        where = (
-            f" on mesh {start['mesh']} ({start.get('devices')} x {start.get('kind')})"
-            if "mesh" in start
-            else ""
-        )
-        lead = f"{run.get('name', folders[0].name)}, {_at(run, 'model', 'family') or 'a model'}{where}."
+    footer = "Made by Meshwright from the files in the output folder."
+    if live is None:
+        footer += " This file loads nothing."
     return Report(
         " and ".join(folder.name for folder in folders),
         [section for section in sections if section.blocks],
         topic="run",
-        lead=lead,
-        footer="Made by Meshwright from the files in the output folder."
-        + ("" if live else " This file loads nothing."),
+        lead=_lead(folders),
+        footer=footer,
         live=live,
     )
+
+
+def _first_tensors(folders: Sequence[RunFolder]) -> list[Block]:
+    """Returns the lines that runs have said of their bad steps."""
+    blocks: list[Block] = []
+    for folder in folders:
+        prefix = f"{folder.name}, " if len(folders) > 1 else ""
+        for event in folder.events_of("first tensor"):
+            lines = event.get("lines")
+            if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
+                title = f"{prefix}step {int(real(event.get('bad')) or 0):,}"
+                blocks.append(Text(lines, tone="bad", title=title))
+    return blocks
+
+
+def _health_sections(folders: Sequence[RunFolder]) -> list[Section]:
+    """Returns a section with the health of each run that has some."""
+    lead = "Every tensor by layer and step, over its own history."
+    sections = []
+    for folder in folders:
+        name = "Health" if len(folders) == 1 else f"Health, {folder.name}"
+        sections.append(Section(name, health_blocks(folder.health), lead))
+    return sections
+
+
+def _lead(folders: Sequence[RunFolder]) -> str:
+    """Returns the first sentence: how many runs, or the model and the mesh of one."""
+    if len(folders) > 1:
+        return f"{len(folders)} runs over each other."
+    run = folders[0].document("run.json")
+    name = run.get("name", folders[0].name)
+    family = _at(run, "model", "family") or "a model"
+    starts = folders[0].events_of("start")
+    if not starts or "mesh" not in starts[-1]:
+        return f"{name}, {family}."
+    start = starts[-1]
+    return (
+        f"{name}, {family} on mesh {start['mesh']} ({start.get('devices')} x {start.get('kind')})."
+    )
+
+
+def _prefix(folders: Sequence[RunFolder], folder: RunFolder, separator: str) -> str:
+    """Returns what marks the parts of one run in a page of several; empty for a single run."""
+    return f"{folder.name}{separator} " if len(folders) > 1 else ""
+
+
+def _samples(folders: Sequence[RunFolder]) -> list[Block]:
+    """Returns the texts that were sampled from each run, the last first."""
+    samples: list[Block] = []
+    for folder in folders:
+        prefix = _prefix(folders, folder, ",")
+        texts = [event for event in folder.samples if isinstance(event.get("text"), str)]
+        for event in reversed(texts):
+            step = int(real(event.get("step")) or 0)
+            samples.append(Code(event["text"], title=f"{prefix}step {step:,}"))
+    return samples
 
 
 def _at(record: Any, *names: str) -> Any:
@@ -127,11 +178,13 @@ def _overview(folders: Sequence[RunFolder]) -> Block:
     figures = {folder.name: _figures(folder) for folder in folders}
     if len(folders) == 1:
         return Figures(figures[folders[0].name])
-    names = list(dict.fromkeys(figure.label for each in figures.values() for figure in each))
-    values = {
-        folder: {figure.label: figure.value for figure in each} for folder, each in figures.items()
-    }
-    rows = [[folder, *(each.get(name, "") for name in names)] for folder, each in values.items()]
+    names: dict[str, None] = {}
+    for each in figures.values():
+        names |= dict.fromkeys(figure.label for figure in each)
+    rows = []
+    for folder, each in figures.items():
+        value_of = {figure.label: figure.value for figure in each}
+        rows.append([folder, *(value_of.get(name, "") for name in names)])
     return Table([Column("run"), *map(Column, names)], rows)
 
 
@@ -159,39 +212,33 @@ def _left_out(folders: Sequence[RunFolder]) -> list[Block]:
     """Returns what of the files could not be read, in words."""
     texts = []
     for folder in folders:
-        prefix = f"{folder.name}: " if len(folders) > 1 else ""
+        prefix = _prefix(folders, folder, ":")
         for what, number in sorted(folder.left_out.items()):
             texts.append(f"{prefix}{number:,} {what} not shown.")
     return [Text(texts, tone="bad")] if texts else []
 
 
 def _figures(folder: RunFolder) -> list[Figure]:
-    loss, held_out = folder.curves.get("loss", Curve()), folder.curves.get(_HELD_OUT)
+    loss = folder.curves.get("loss", Curve())
+    held_out = folder.curves.get(_HELD_OUT)
     status = run_status(folder)
-    steps = status.steps
-    found = [
-        _state_figure(folder, status),
-        Figure("step", f"{status.step:,}", f"of {steps:,}" if steps is not None else ""),
-    ]
+    of_steps = "" if status.steps is None else f"of {status.steps:,}"
+    found = [_state_figure(folder, status), Figure("step", f"{status.step:,}", of_steps)]
     if loss.count:
         last = list(loss.recent)[-20:]
         recent = [value for value in last if math.isfinite(value)]
-        found.append(
-            Figure(
-                "loss",
-                f"{statistics.fmean(recent):.4f}" if recent else "not finite",
-                f"mean of {len(last)} step{'s' * (len(last) > 1)}",
-            )
-        )
+        mean = f"{statistics.fmean(recent):.4f}" if recent else "not finite"
+        found.append(Figure("loss", mean, f"mean of {len(last)} step{'s' * (len(last) > 1)}"))
     if held_out is not None:
         found.append(
             Figure(_HELD_OUT, f"{held_out.recent[-1]:.4f}", f"at step {held_out.last_step:,}")
         )
-    typical, predicted = status.step_seconds, _predicted(folder)
+    typical = status.step_seconds
+    predicted = _predicted(folder)
     if typical is not None:
-        foreseen = (
-            f"median; foreseen {format_step(predicted['step seconds'])}" if predicted else "median"
-        )
+        foreseen = "median"
+        if predicted:
+            foreseen += f"; foreseen {format_step(predicted['step seconds'])}"
         found.append(Figure("step time", format_step(typical), foreseen))
     if status.seconds_left is not None:
         found.append(Figure("left", format_time(status.seconds_left), "at the median"))
@@ -202,35 +249,33 @@ def _figures(folder: RunFolder) -> list[Figure]:
             found.append(Figure(name, f"{value:,.0f}", f"median of the last {values} steps"))
     mfu = median_of(folder, "MFU")
     if mfu is not None:
-        found.append(
-            Figure(
-                "MFU",
-                f"{mfu:.1%}",
-                f"foreseen {predicted['MFU']:.1%}" if "MFU" in predicted else "",
-            )
-        )
+        foreseen = f"foreseen {predicted['MFU']:.1%}" if "MFU" in predicted else ""
+        found.append(Figure("MFU", f"{mfu:.1%}", foreseen))
     return found
 
 
 def _predicted(folder: RunFolder) -> dict[str, float]:
-    """Returns the predicted seconds of a step, from foresight.json, and the MFU of a step that takes them."""
-    seconds = sum(
-        real(row.get("predicted")) or 0.0
-        for row in objects(folder.document("foresight.json"), "gaps")
-    )
-    measured, mfu = median_of(folder, "step seconds"), median_of(folder, "MFU")
+    """Returns the predicted seconds of a step, from foresight.json, and the MFU of such a step."""
+    gaps = objects(folder.document("foresight.json"), "gaps")
+    seconds = sum(real(row.get("predicted")) or 0.0 for row in gaps)
     if not seconds:
         return {}
-    return {"step seconds": seconds} | (
-        {"MFU": mfu * measured / seconds} if measured and mfu else {}
-    )
+    predicted = {"step seconds": seconds}
+    measured = median_of(folder, "step seconds")
+    mfu = median_of(folder, "MFU")
+    if measured and mfu:
+        predicted["MFU"] = mfu * measured / seconds
+    return predicted
 
 
 # Curves
 
 
 def loss_unit(folder: RunFolder) -> str:
-    """Returns what a run's loss is counted in: nats per token of a text, nats per pair, or its author's own mean."""
+    """Returns the unit of a run's loss.
+
+    Nats per token of a text, nats per pair, or its author's own mean.
+    """
     run = folder.document("run.json")
     family = _at(run, "model", "family")
     if family is None:
@@ -243,40 +288,49 @@ def loss_unit(folder: RunFolder) -> str:
 
 
 def _charts(folders: Sequence[RunFolder]) -> list[Block]:
+    """Returns a chart of each metric that a run has, the known ones first."""
     known = {*_CURVES, _HELD_OUT, *(f"{name} seconds" for name in _PARTS)}
-    others = sorted({name for folder in folders for name in folder.curves} - known)
-    metrics = _CURVES | {
-        name: (name[:1].upper() + name[1:], Axis("", toggle=True), "") for name in others
-    }
+    others = {name for folder in folders for name in folder.curves} - known
+    metrics = dict(_CURVES)
+    for name in sorted(others):
+        metrics[name] = (name[:1].upper() + name[1:], Axis("", toggle=True), "")
     units = " or ".join(dict.fromkeys(loss_unit(folder) for folder in folders))
     title, axis, note = metrics["loss"]
-    metrics |= {"loss": (title, dataclasses.replace(axis, label=units), note)}
+    metrics["loss"] = (title, dataclasses.replace(axis, label=units), note)
     found: list[Block] = []
     for metric, (title, axis, note) in metrics.items():
-        series: list[Series] = []
-        marks: list[Mark] = []
-        for number, folder in enumerate(folders):
-            colour, several = series_colour(number), len(folders) > 1
-            if metric in folder.curves:
-                series.append(
-                    _line(folder.name if several else metric, folder.curves[metric], colour)
-                )
-            if metric == "loss":
-                series += _points_on_loss(
-                    folder, f"{folder.name}, " if several else "", colour if several else "c2"
-                )
-            marks += _marks(folder, f"{folder.name}: " if several else "")
-            if predicted := _predicted(folder).get(metric):
-                marks.append(Mark("y", predicted, "foreseen", fit=True))
-        if series and metric in _WITH_SPIKES:
+        series = _series(folders, metric)
+        if not series:
+            continue
+        if metric in _WITH_SPIKES:
             axis, beyond = _without_spikes(axis, series)
             note = f"{note} {beyond}".strip()
-        if series:
-            steps = Axis("step", "integer", toggle=True)
-            found.append(
-                Chart(steps, axis, series, marks, smoothing=0.0, height=320, title=title, note=note)
-            )
+        marks: list[Mark] = []
+        for folder in folders:
+            marks += _marks(folder, _prefix(folders, folder, ":"))
+            predicted = _predicted(folder).get(metric)
+            if predicted:
+                marks.append(Mark("y", predicted, "foreseen", fit=True))
+        steps = Axis("step", "integer", toggle=True)
+        found.append(
+            Chart(steps, axis, series, marks, smoothing=0.0, height=320, title=title, note=note)
+        )
     return found
+
+
+def _series(folders: Sequence[RunFolder], metric: str) -> list[Series]:
+    """Returns the curves of one metric, a color for each run, and the points on those of the loss."""
+    several = len(folders) > 1
+    series: list[Series] = []
+    for number, folder in enumerate(folders):
+        colour = series_colour(number)
+        if metric in folder.curves:
+            name = folder.name if several else metric
+            series.append(_line(name, folder.curves[metric], colour))
+        if metric == "loss":
+            colour_of_points = colour if several else "c2"
+            series += _points_on_loss(folder, _prefix(folders, folder, ","), colour_of_points)
+    return series
 
 
 _WITH_SPIKES = ("step seconds", "input wait seconds")
@@ -367,21 +421,17 @@ def _marks(folder: RunFolder, prefix: str) -> list[Mark]:
 
 
 def _times(folders: Sequence[RunFolder]) -> list[Block]:
-    def mean(folder: RunFolder, name: str) -> float:
-        return (
-            folder.curves.get(f"{name} seconds", Curve()).total
-            / folder.curves["step seconds"].count
-        )
-
-    rows, notes = list[Bar](), list[str]()
+    rows: list[Bar] = []
+    notes: list[str] = []
     for folder in folders:
-        if folder.curves.get("step seconds", Curve()).count:
-            waiting, *between = (mean(folder, name) for name in _PARTS)
-            own = mean(folder, "step") - waiting
-            if own < 0:
-                more = format_step(-own)
-                notes.append(f"{folder.name}: waiting for data is {more} more than a step took.")
-            rows.append(Bar(folder.name, [own if own > 0 else 0.0, waiting, *between]))
+        if not folder.curves.get("step seconds", Curve()).count:
+            continue
+        waiting, *between = (_mean_seconds(folder, name) for name in _PARTS)
+        own = _mean_seconds(folder, "step") - waiting
+        if own < 0:
+            more = format_step(-own)
+            notes.append(f"{folder.name}: waiting for data is {more} more than a step took.")
+        rows.append(Bar(folder.name, [own if own > 0 else 0.0, waiting, *between]))
     blocks: list[Block] = []
     if rows:
         colours = ("c1", "c2", "c3", "c4", "c5", "c6")
@@ -410,6 +460,12 @@ def _times(folders: Sequence[RunFolder]) -> list[Block]:
     return blocks
 
 
+def _mean_seconds(folder: RunFolder, name: str) -> float:
+    """Returns the seconds of a part of the loop in one step, on average."""
+    total = folder.curves.get(f"{name} seconds", Curve()).total
+    return total / folder.curves["step seconds"].count
+
+
 def _table(
     document: Mapping[str, Any], name: str, columns: Sequence[Column], **fields: Any
 ) -> list[Block]:
@@ -418,7 +474,10 @@ def _table(
 
 
 def profile_blocks(document: Mapping[str, Any], title: str) -> list[Block]:
-    """Returns the table of a profile, `bench.step_profile.Profile` as JSON: measured against simulated seconds."""
+    """Returns the table of a profile: measured against simulated seconds.
+
+    profile: `bench.step_profile.Profile` as JSON.
+    """
     columns = [
         Column("kind", cell="kind", choices=True),
         Column("what", cell="name", wide=True),
@@ -430,7 +489,10 @@ def profile_blocks(document: Mapping[str, Any], title: str) -> list[Block]:
 
 
 def print_profile(console: Console, document: Mapping[str, Any]) -> None:
-    """Prints a profile: the step, its parts, its collectives and the scopes of its program, the longest first."""
+    """Prints a profile: the step, its parts, its collectives and the scopes of its program.
+
+    The longest come first.
+    """
     title = f"profile of steps {document['first']} to {document['last']}, of one device in one step"
     print_blocks(console, title, "", profile_blocks(document, ""))
 
@@ -461,7 +523,10 @@ def _event_table(folders: Sequence[RunFolder]) -> Block:
 
 
 def _detail(event: Mapping[str, Any]) -> str:
-    """Formats what an event holds besides its time: `mesh fsdp=4, devices 4, processes 1, kind cpu, fresh`."""
+    """Formats what an event has besides its time.
+
+    For example `mesh fsdp=4, devices 4, processes 1, kind cpu, fresh`.
+    """
     known = ("run", "time", "step", "event", "seconds", "text")
     found = {name: value for name, value in event.items() if name not in known}
     return ", ".join(
@@ -487,9 +552,12 @@ def _configuration(
     blocks: list[Block] = []
     if len(folders) > 1:
         names = sorted({name for each in fields.values() for name in each})
-        rows = [[name, *(each.get(name, "") for each in fields.values())] for name in names]
+        different = []
+        for name in names:
+            values = [each.get(name, "") for each in fields.values()]
+            if len(set(values)) > 1:
+                different.append([name, *values])
         columns = [Column("field"), *(Column(name, wide=True) for name in fields)]
-        different = [row for row in rows if len(set(row[1:])) > 1]
         blocks.append(Table(columns, different, title="What differs between the runs"))
     for folder, document in documents.items():
         recipe = recipes.get(fields[folder].get("name", ""))
@@ -502,41 +570,39 @@ def _configuration(
 def chosen_and_resolved(
     document: Mapping[str, Any], recipe: Mapping[str, Any] | None, prefix: str = ""
 ) -> list[Block]:
-    """Returns what the user chose, what else differs from the recipe, and what was resolved: a table of each.
+    """Returns what the user chose, what else differs from the recipe, and what was resolved.
 
-    A field that the recipe leaves open (`auto`, or none) is resolved on the machine and the data. A document that does
-    not record what was chosen has the two last tables, and chosen values are among them.
-    document, recipe: Runs as JSON values; the recipe is None where the run has none.  prefix: of the titles.
+    Each is a table.
+    A field that the recipe leaves open (`auto`, or none) is resolved on the machine and the data. A
+    document that does not record what was chosen has the two last tables, and chosen values are
+    among them.
+    document, recipe: Runs as JSON values; the recipe is None where the run has none.  prefix: of
+    the titles.
     """
     own, chosen = split_chosen(document)
     fields = flat_fields(own)
     given = flat_fields(chosen or {})
-    original = dict[str, str]()
+    original: dict[str, str] = {}
+    name = ""
     if recipe is not None:
         original = flat_fields(split_chosen(recipe)[0])
-    choices = list[list[str]]()
+        name = fields.get("name", "")
+    choices = []
     for field, value in given.items():
         resolved = fields.get(field, value)
         shown = value if value == resolved else f"{value}, resolved to {resolved}"
         choices.append([field, original.get(field, ""), shown])
-    others, left_open = list[list[str]](), list[list[str]]()
-    for field, value in fields.items():
-        before = original.get(field, "")
-        if recipe is None or field in given or before == value:
-            continue
-        rows = left_open if _is_open(field, before) else others
-        rows.append([field, before, value])
-    name = fields.get("name", "") if recipe is not None else ""
-    columns = [
-        Column("field"),
-        Column(f"recipe {name}".rstrip(), wide=True),
-        Column("this run", wide=True),
-    ]
+    others, left_open = _differences(fields, given, original)
     by_whom = "Set by the verb, a plan or Python code."
     resolved_note = "The recipe has auto or nothing there: resolved on the machine and the data."
     if chosen is None:
         by_whom = ""
         resolved_note = f"{resolved_note[:-1]}, or given."
+    columns = [
+        Column("field"),
+        Column(f"recipe {name}".rstrip(), wide=True),
+        Column("this run", wide=True),
+    ]
     found: list[Block] = []
     if choices:
         found.append(Table(columns, choices, title=f"{prefix}chosen"))
@@ -547,6 +613,27 @@ def chosen_and_resolved(
         title = f"{prefix}resolved where the recipe {name} leaves it open"
         found.append(Table(columns, left_open, title=title, note=resolved_note, shown=10))
     return found
+
+
+def _differences(
+    fields: Mapping[str, str], given: Mapping[str, str], original: Mapping[str, str]
+) -> tuple[list[list[str]], list[list[str]]]:
+    """Returns the rows of fields that differ from the recipe, and of those that it leaves open.
+
+    given: fields that the user chose, which have no row.  original: fields of the recipe, none
+    without a recipe.
+    """
+    others: list[list[str]] = []
+    left_open: list[list[str]] = []
+    if not original:
+        return others, left_open
+    for field, value in fields.items():
+        before = original.get(field, "")
+        if field in given or before == value:
+            continue
+        rows = left_open if _is_open(field, before) else others
+        rows.append([field, before, value])
+    return others, left_open
 
 
 def _is_open(field: str, value: str) -> bool:

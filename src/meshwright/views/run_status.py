@@ -1,5 +1,6 @@
-"""Status of a run as its output folder shows it: whether it runs, what it does, how late it is, what restarts lost.
+"""Status of a run from its output folder.
 
+Whether it runs, what it does, how late it is, what restarts lost.
 One description; the page, the terminal and JSON render it.
 """
 
@@ -26,7 +27,8 @@ _QUIET = 60.0
 _BUCKET_PERIOD = 30.0
 """Seconds for which lines wait before they are put into a bucket."""
 _UNKNOWN_ACTIVITY = 1800.0
-"""Seconds that an activity may take that no earlier one of its kind tells about: compiling, restoring."""
+"""Seconds that an activity may take that no earlier one of its kind tells about: compiling,
+restoring."""
 _DOING = {
     "restore": "restoring",
     "compile": "compiling",
@@ -146,8 +148,8 @@ def _whole(value: Any) -> int | None:
 def _age_of_step(folder: RunFolder, done: int, median: float | None, now: float) -> float | None:
     """Returns the seconds since the last step was reported.
 
-    A bucket gives no times: there the last event tells when its step was, and the median how long the steps after it
-    took.
+    A bucket gives no times: there the last event tells when its step was, and the median how long
+    the steps after it took.
     """
     if not done:
         return None
@@ -253,8 +255,8 @@ def _ago_text(seconds: float | None) -> str:
 def restarts_of(folder: RunFolder) -> list[Restart]:
     """Returns the restarts and roll backs that a log tells of, in its order.
 
-    A restore comes before the start that follows it, and tells what is taken again. A start without one comes from an
-    earlier version or from a folder without checkpoints.
+    A restore comes before the start that follows it, and tells what is taken again. A start without
+    one comes from an earlier version or from a folder without checkpoints.
     """
     found: list[tuple[float, Restart]] = []
     restores = folder.events_of("restore")

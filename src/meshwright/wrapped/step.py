@@ -21,12 +21,14 @@ from jax.sharding import PartitionSpec
 from meshwright.activity import activity
 from meshwright.comm.collectives import all_reduce, axis_index
 from meshwright.errors import ConfigError, divisors
+from meshwright.models.layer_health import HEALTH
 from meshwright.models.model import Metrics
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.placed_params import plan_gathers
 from meshwright.sharding.placement import axes_of, to_spec
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.gradients import clip, sum_over_devices
+from meshwright.step.health import GRADIENT, gradient_squares
 from meshwright.step.train_step import matmuls_of
 from meshwright.words import AXES
 from meshwright.wrapped.keys import Draws, step_key
@@ -189,8 +191,11 @@ def wrapped_gradients(
     def gradients(params: Arrays, step: jax.Array, batch: Any, *variables: Arrays) -> Any:
         grads, metrics, updated = sharded(params, step, batch, _only(variables))
         norm = optax.tree.norm({name: g.astype(jnp.float32) for name, g in grads.items()})
+        metrics = {**metrics, "gradient norm": (norm, jnp.ones(()))}
+        if device_run.run.training.health:
+            metrics[HEALTH] = {GRADIENT: gradient_squares(device_run, grads)}
         grads = clip(grads, norm, device_run.run.optimizer.grad_clip_norm)
-        return grads, {**metrics, "gradient norm": (norm, jnp.ones(()))}, (updated,)
+        return grads, metrics, (updated,)
 
     return gradients
 

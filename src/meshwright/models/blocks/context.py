@@ -33,8 +33,16 @@ from meshwright.sharding.sequence import SequenceSplit
 CONTEXT = ("context",)
 
 
-def build_attend(sequence: SequenceSplit, segments_BT: jax.Array, kernels: Kernels) -> Attend:
-    """Builds the attention of a context strategy. segments_BT: documents of the complete sequence, on every device."""
+def build_attend(
+    sequence: SequenceSplit,
+    segments_BT: jax.Array,
+    kernels: Kernels,
+    observed: list[jax.Array] | None = None,
+) -> Attend:
+    """Builds the attention of a context strategy. segments_BT: documents of the complete sequence, on every device.
+
+    observed: list to which the log-sum-exp of each call is appended, by kernels that have one.
+    """
 
     def attend(
         q: jax.Array,
@@ -59,14 +67,20 @@ def build_attend(sequence: SequenceSplit, segments_BT: jax.Array, kernels: Kerne
                 rest["scores"] = scores
         if parts > 1:
             q, k, v = (grouped_all_to_all(x, "context", parts, 2, 1) for x in (q, k, v))
-        if sequence.groups == 1:
-            out = kernels.self_attention(q, k, v, segments, window=window, **rest)
-        else:
+        lse: jax.Array | None = None
+        with_lse = getattr(kernels.self_attention, "with_lse", None)
+        if sequence.groups > 1:
             from meshwright.models.blocks.ring import attend_over_devices
 
-            out = attend_over_devices(
+            out, lse = attend_over_devices(
                 sequence, kernels, (q, k, v), segments, window, rest.get("scores")
             )
+        elif with_lse is not None:
+            out, lse = with_lse(q, k, v, segments, window=window, **rest)
+        else:
+            out = kernels.self_attention(q, k, v, segments, window=window, **rest)
+        if observed is not None and lse is not None:
+            observed.append(lse)
         if parts == 1:
             return out
         # Kernel and ring name their own residuals; the output after the exchange is another array, which the output

@@ -187,12 +187,13 @@ def _scores_of(scores_R: jax.Array, experts_X: jax.Array) -> jax.Array:
 
 
 def router_losses(r: Routing, routes: Routes) -> dict[str, jax.Array]:
-    """Returns the router's auxiliary losses and load of this device's sequences, summed over `tensor`.
+    """Returns the router's auxiliary losses, load and entropy of this device's sequences, summed over `tensor`.
 
     balance: load-balancing loss, E times the sum over experts of (fraction of tokens x mean router probability); 1 for
     an even load.  router z: mean squared log-sum-exp (ST-MoE: Zoph et al. 2022, arXiv:2202.08906, equation 5).  load:
-    tokens routed to each expert, [E]. Means and sums are over text: padding counts nowhere. Sums over the token axes
-    are over the batch. Each device of `tensor` has its own positions, so the router's gradient is partial over `tensor`.
+    tokens routed to each expert, [E].  entropy: mean of -sum p ln p over the router probabilities p of a token. Means
+    and sums are over text: padding counts nowhere. Sums over the token axes are over the batch. Each device of `tensor`
+    has its own positions, so the gradient of the router is partial over `tensor`.
     """
     padding_BT = routes.padding_BT
     text_BT = jnp.ones(routes.lse_BT.shape, bool) if padding_BT is None else ~padding_BT
@@ -206,7 +207,12 @@ def router_losses(r: Routing, routes: Routes) -> dict[str, jax.Array]:
     fractions_BE = sequence_counts_BE / jnp.maximum(tokens_B, 1)[:, None]
     balance = (fractions_BE * mean_probs_BE).sum() * (r.experts / r.experts_per_token)
     z = (jnp.square(routes.lse_BT) * weights_BT).sum()
-    return all_reduce({"balance": balance, "router z": z, "load": counts_BE.sum(0)}, TENSOR)
+    # A copy: fused into the logarithm, the products with the probabilities would be summed in another order.
+    probs_BTR = lax.optimization_barrier(lax.stop_gradient(routes.router_probs_BTR))
+    entropy_BT = -(probs_BTR * jnp.log(jnp.maximum(probs_BTR, 1e-30))).sum(-1)
+    entropy = (entropy_BT * weights_BT).sum()
+    sums = {"balance": balance, "router z": z, "load": counts_BE.sum(0), "entropy": entropy}
+    return all_reduce(sums, TENSOR)
 
 
 def hidden_layer(

@@ -163,8 +163,10 @@ def _pairs(plan: _Plan, q: jax.Array, k: jax.Array, v: jax.Array, rest: Rest) ->
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, rest: Rest, plan: _Plan) -> jax.Array:
-    """Computes attention of a device's queries, saving output and log-sum-exp.
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, rest: Rest, plan: _Plan
+) -> tuple[jax.Array, jax.Array]:
+    """Computes attention of a device's queries, saving output and log-sum-exp; returns both.
 
     In a ring keys and values go around once in the forward pass; in the backward pass they go around again, with their
     gradients, instead of being saved.
@@ -174,14 +176,15 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, rest: Rest, plan: _Plan) -
 
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, rest: Rest, plan: _Plan
-) -> tuple[jax.Array, Any]:
+) -> tuple[tuple[jax.Array, jax.Array], Any]:
     pairs = _pairs(plan, q, k, v, rest)
     result, _ = pairs.visit(forward_pass(plan.kernel), (pairs.queries,))
     return save(result, (q, k, v, rest))
 
 
-def _backward(plan: _Plan, saved: Any, g_BTNH: jax.Array) -> tuple[Any, ...]:
+def _backward(plan: _Plan, saved: Any, g_outputs: tuple[jax.Array, Any]) -> tuple[Any, ...]:
     q, k, v, rest, result = saved
+    g_BTNH, _ = g_outputs
     pairs = _pairs(plan, q, k, v, rest)
     rows = (pairs.queries, *cut((result, g_BTNH), plan.size))
     return as_gradients(pairs.visit(backward_pass(plan.kernel), rows), saved, g_BTNH)
@@ -197,10 +200,11 @@ def attend_over_devices(
     segments_BT: jax.Array,
     window: int | None,
     scores: Scores | None,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
     """Returns the attention of this device's queries, or those of its group's part, to the complete sequence.
 
-    segments_BT: documents of the complete sequence.  scores: soft cap and sinks of the layer.
+    Returns their log-sum-exp too, None where the kernel has none. segments_BT: documents of the complete sequence.
+    scores: soft cap and sinks of the layer.
     """
     q, k, v = qkv
     if not sequence.is_ring:
@@ -217,4 +221,4 @@ def attend_over_devices(
     out = kernels.cross_attention(
         q, k, v, queries, sequence_positions(segments_BT), window=window, **given
     )
-    return checkpoint_name(out, ATTN_OUT)
+    return checkpoint_name(out, ATTN_OUT), None

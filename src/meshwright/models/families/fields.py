@@ -2,9 +2,8 @@
 
 import dataclasses
 import math
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from meshwright.declarations import RECIPE_ONLY
 from meshwright.errors import ConfigError, refuse
 from meshwright.models.blocks.attention import Attention
 from meshwright.models.blocks.layers import Norm
@@ -13,7 +12,7 @@ from meshwright.models.blocks.yarn import Yarn
 from meshwright.models.decoder import Block, DecoderModel, head_size_of
 from meshwright.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, Share
 
-LEARNED = Annotated[Literal["none", "learned"], RECIPE_ONLY]
+LEARNED = Literal["none", "learned"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +25,7 @@ class GroupedQuery(DecoderModel):
     """Head size H; None is width / heads."""
     rope_theta: RotaryBase = dataclasses.field(default=10000.0, kw_only=True)
     """Base of the rotary frequencies."""
-    norm_epsilon: Annotated[NonNegativeFloat, RECIPE_ONLY] = dataclasses.field(
-        default=1e-5, kw_only=True
-    )
+    norm_epsilon: NonNegativeFloat = dataclasses.field(default=1e-5, kw_only=True)
     """Constant added to the mean square in RMSNorm."""
 
     @property
@@ -52,7 +49,7 @@ class ScaledRotary(GroupedQuery):
 
     rope_scaling: RopeScaling | None = None
     """Scaling of the low rotary frequencies (Llama 3.1 and later)."""
-    rope_factor: Annotated[PositiveFloat, RECIPE_ONLY] = 1.0
+    rope_factor: PositiveFloat = 1.0
     """Factor by which all rotary frequencies are divided (linear position interpolation, arXiv:2306.15595)."""
     yarn: Yarn | None = None
     """Scaling of the low rotary frequencies for long contexts (YaRN; Qwen2.5 and Qwen3 beyond 32k tokens)."""
@@ -121,9 +118,9 @@ class Projections(GroupedQuery):
     """Bias of the query, key and value projections (Qwen2)."""
     out_bias: LEARNED = "none"
     """Bias of the projection out of attention (`attention_bias` of Llama's and Qwen3's configurations)."""
-    qk_norm: Annotated[Literal["none", "rms", "rms_heads"], RECIPE_ONLY] = "none"
+    qk_norm: Literal["none", "rms", "rms_heads"] = "none"
     """Normalisation of queries and keys: each head (rms: Qwen3), or all heads together (rms_heads: OLMo 2)."""
-    norm_place: Annotated[Literal["before", "after"], RECIPE_ONLY] = "before"
+    norm_place: Literal["before", "after"] = "before"
     """Whether attention and feed-forward normalise what they read, or what they add (OLMo 2)."""
 
     def attention(self, **changes: Any) -> Attention:

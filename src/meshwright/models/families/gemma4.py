@@ -7,10 +7,9 @@ beside its dense feed-forward (blocks/dense_and_experts.py).
 """
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Any
 
 from meshwright.config import MeshShape
-from meshwright.declarations import RECIPE_ONLY
 from meshwright.models.blocks.attention import Attention
 from meshwright.models.blocks.dense_and_experts import DenseAndExperts
 from meshwright.models.blocks.feed_forward import FeedForward
@@ -47,13 +46,13 @@ class Gemma4(RoutedExperts, GroupedQuery):
     """Base of the rotary frequencies in global layers."""
     rotary_fraction: Share = 0.25
     """Fraction of the pairs of features that turn in global layers."""
-    rope_factor: Annotated[PositiveFloat, RECIPE_ONLY] = 1.0
+    rope_factor: PositiveFloat = 1.0
     """Factor by which the frequencies of global layers are divided."""
     global_head_size: PositiveInt = 512
     """Head size H of global layers."""
     global_kv_heads: PositiveInt = 4
     """Key/value heads K of global layers."""
-    keys_are_values: Annotated[bool, RECIPE_ONLY] = True
+    keys_are_values: bool = True
     """Whether values of global layers are a norm of the products of keys."""
     logit_softcap: PositiveFloat | None = 30.0
     """Soft cap of the logits; None for no cap."""

@@ -19,7 +19,9 @@ SelfAttention = Callable[..., jax.Array]
 """`(q [B, T, N, H], k [B, T, K, H], v, segments [B, T], *, window, scores=None) -> [B, T, N, H]`.
 
 Attention of complete sequences to themselves. Residuals that it saves for its backward pass are named ATTN_OUT, or
-matched by the remat policies through their primitive. `scores` is given where a layer has a soft cap or sinks.
+matched by the remat policies through their primitive. One with a method `with_lse`, which returns the log-sum-exp of
+every query too, states the health of its layer (models/layer_health.py). `scores` is given where a layer has a soft
+cap or sinks.
 """
 CrossAttention = Callable[..., jax.Array]
 """`(q, k, v, queries: Positions, keys: Positions, *, window, scores=None) -> [B, T, N, H]`, of any positions."""

@@ -271,9 +271,9 @@ def triton() -> GroupedMatmul:
     """Returns the grouped matmul in Pallas for Triton. Raises ConfigError where JAX does not have Triton."""
     if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
         raise ConfigError(
-            "training.grouped_matmul triton",
+            "--training.grouped-matmul triton",
             f"it is written in Pallas for Triton, which JAX {jax.__version__} does not have",
-            "a JAX of version 0.12, or training.grouped_matmul ragged_dot, which computes every expert for every row",
+            "a JAX of version 0.12, or --training.grouped-matmul ragged_dot, which computes every expert for every row",
         )
     from meshwright.models.kernels.grouped_triton import (
         grouped_matmul,
@@ -311,6 +311,6 @@ def choose_grouped_matmul(name: str, platform: str, dtype: str) -> GroupedMatmul
         reason = f"it takes {', '.join(kernel.dtypes)}, and the compute dtype is {dtype}"
     if reason is not None:
         raise ConfigError(
-            f"training.grouped_matmul {name}", reason, "training.grouped_matmul ragged_dot"
+            f"--training.grouped-matmul {name}", reason, "--training.grouped-matmul ragged_dot"
         )
     return kernel

@@ -312,10 +312,14 @@ Rest = tuple[jax.Array, jax.Array | None]
 """Documents, and sinks of each head."""
 
 
-def self_attention_of(kernel: ChunkAttention) -> Callable[..., jax.Array]:
-    """Makes self-attention of a chunk kernel, with the complete sequence as one chunk; it saves output and lse."""
+@dataclasses.dataclass(frozen=True)
+class ChunkSelfAttention:
+    """Self-attention of a chunk kernel, with the complete sequence as one chunk; it saves output and lse."""
 
-    def self_attention(
+    kernel: ChunkAttention
+
+    def __call__(
+        self,
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
@@ -324,22 +328,39 @@ def self_attention_of(kernel: ChunkAttention) -> Callable[..., jax.Array]:
         window: int | None,
         scores: Scores | None = None,
     ) -> jax.Array:
-        chosen, sinks_N = kernel.of(scores)
+        """Returns the output of attention, as `SelfAttention` does."""
+        return self.with_lse(q, k, v, segments_BT, window=window, scores=scores)[0]
+
+    def with_lse(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segments_BT: jax.Array,
+        *,
+        window: int | None,
+        scores: Scores | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns output and log-sum-exp [B, N, T], which has no derivative."""
+        chosen, sinks_N = self.kernel.of(scores)
         return _attend(q, k, v, (segments_BT, sinks_N), chosen, causal_mask(q.shape[1], window))
 
-    return self_attention
+
+def self_attention_of(kernel: ChunkAttention) -> ChunkSelfAttention:
+    """Makes self-attention of a chunk kernel."""
+    return ChunkSelfAttention(kernel)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, rest: Rest, kernel: ChunkAttention, mask: ChunkMask
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     return _forward(q, k, v, rest, kernel, mask)[0]
 
 
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, rest: Rest, kernel: ChunkAttention, mask: ChunkMask
-) -> tuple[jax.Array, Any]:
+) -> tuple[tuple[jax.Array, jax.Array], Any]:
     segments, _ = rest
     query_inputs = (Queries(q, segments),)
     result, _ = forward_pass(kernel).compute(mask, query_inputs, Keys(k, v, segments))
@@ -347,9 +368,10 @@ def _forward(
 
 
 def _backward(
-    kernel: ChunkAttention, mask: ChunkMask, residuals: Any, g: jax.Array
+    kernel: ChunkAttention, mask: ChunkMask, residuals: Any, g_outputs: tuple[jax.Array, Any]
 ) -> tuple[Any, ...]:
     q, k, v, (segments, _), result = residuals
+    g, _ = g_outputs
     query_inputs = (Queries(q, segments), result, g)
     gradients = backward_pass(kernel).compute(mask, query_inputs, Keys(k, v, segments))
     return as_gradients(gradients, residuals, g)
@@ -360,8 +382,8 @@ _attend.defvjp(_forward, _backward)
 
 def save(
     result: Result, inputs: tuple[jax.Array, jax.Array, jax.Array, Rest]
-) -> tuple[jax.Array, Any]:
-    """Returns the output of attention to all keys and to the sinks, and the residuals of the backward pass.
+) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    """Returns output and lse of attention to all keys and to the sinks, and the residuals of the backward pass.
 
     Output and lse are named: the remat policies save them together (models/remat.py).
     """
@@ -370,7 +392,7 @@ def save(
         result = _with_sinks(result, sinks_N)
     out_BTNH = checkpoint_name(result.out_BTNH.astype(q_BTNH.dtype), ATTN_OUT)
     lse_BNT = checkpoint_name(result.lse_BNT, ATTN_LSE)
-    return out_BTNH, (*inputs, Result(out_BTNH, lse_BNT))
+    return (out_BTNH, lse_BNT), (*inputs, Result(out_BTNH, lse_BNT))
 
 
 def _with_sinks(result: Result, sinks_N: jax.Array) -> Result:

@@ -513,3 +513,60 @@ export class Pipeline {
     this.cells.across = 1;
   }
 }
+
+/**
+ * Health of layers by step: a cell is a number over its median before, blue below and orange above; what is not finite has
+ * the colour of errors. data: rows, steps, cells[row][column] (null: not finite), first: {row, column, text} or null.
+ */
+export class Health {
+  constructor(host, data) {
+    this.data = data;
+    this.cells = new CellCanvas(host, `${data.title}: layers by steps. Arrow keys move between cells`, {
+      onHover: (cell, x, y) => this.#tip(cell, x, y),
+      onLeave: () => {},
+      draw: () => this.draw(),
+    });
+    this.cells.across = data.steps.length;
+  }
+
+  #tip({ row, column }, x, y) {
+    const { rows, steps, cells, first } = this.data;
+    const factor = cells[row][column];
+    const what = factor === null ? "not finite" : `${format(factor)} times the median before`;
+    const lines = [`${rows[row]}, step ${steps[column]}`, what];
+    if (first && first.row === row && first.column === column) lines.push(first.text);
+    showTip(lines, x, y);
+    return lines.join(": ");
+  }
+
+  draw() {
+    const { rows, steps, cells, first } = this.data;
+    const left = 110;
+    const height = Math.max(4, Math.min(18, 420 / rows.length));
+    const width = Math.max(1, (this.cells.width - left) / steps.length);
+    const pen = this.cells.begin(left + width * steps.length, height * rows.length + 18);
+    const [paper, above, below, bad, ink] = ["surface", "c2", "c1", "bad", "ink"].map(colourValue);
+    pen.font = "11px system-ui, sans-serif";
+    const every = Math.ceil(13 / height);
+    rows.forEach((name, row) => {
+      if (row % every === 0) {
+        pen.fillStyle = ink;
+        pen.textAlign = "left";
+        pen.fillText(name.slice(0, 18), 0, (row + 0.5) * height + 4);
+      }
+      cells[row].forEach((factor, column) => {
+        const logs = factor === null ? 0 : Math.log2(Math.max(factor, 1e-9));
+        const part = Math.min(1, Math.abs(logs) / 4);
+        const fill = factor === null ? bad : mixed(logs > 0 ? above : below, paper, part);
+        const marked = first && first.row === row && first.column === column;
+        this.cells.cell(pen, { x: left + column * width, y: row * height, w: width, h: height, fill, row, column,
+          ring: marked ? bad : undefined });
+      });
+    });
+    pen.fillStyle = ink;
+    pen.textAlign = "left";
+    pen.fillText(`step ${steps[0]}`, left, height * rows.length + 14);
+    pen.textAlign = "right";
+    pen.fillText(`${steps[steps.length - 1]}`, left + width * steps.length, height * rows.length + 14);
+  }
+}

@@ -3,7 +3,7 @@
 import { Inspector, mountBars, mountCode, mountFacts, mountFigures, mountFindings, mountText } from "./blocks.js";
 import { Chart } from "./chart.js";
 import { breakable, element } from "./dom.js";
-import { Machine, Pipeline, Placement } from "./drawings.js";
+import { Health, Machine, Pipeline, Placement } from "./drawings.js";
 import { Store } from "./store.js";
 import { Table } from "./table.js";
 import { Timeline } from "./timeline.js";
@@ -11,7 +11,7 @@ import { Timeline } from "./timeline.js";
 /** Name of a block in the page's data -> what draws it: a class with `update`, or a function that draws once. */
 export const BLOCKS = {
   Bars: mountBars, Chart, Code: mountCode, Facts: mountFacts, Figures: mountFigures, Findings: mountFindings, Inspector,
-  Machine, Pipeline, Placement, Table, Text: mountText, Timeline,
+  Health, Machine, Pipeline, Placement, Table, Text: mountText, Timeline,
 };
 const THEMES = ["auto", "light", "dark"];
 
