@@ -16,6 +16,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_opti
 import hypothesis
 import jax
 import pytest
+from shared_programs import share_programs
 
 from meshwright.callers import command_line
 from meshwright.errors import MeshwrightError
@@ -32,6 +33,7 @@ prepare_host(8)
 _COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
 _COMPILED.mkdir(parents=True, exist_ok=True)
 enable_compilation_cache(_COMPILED)
+share_programs()
 
 
 _NOT_FAST = (

@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+import shared_programs
 from measured import TIERS, Cost, Meter, read_tiers, tiers_of, undeclared
 
 
@@ -47,3 +49,50 @@ def test_tests_of_the_tiers_exist() -> None:
     for name in read_tiers():
         file, _, test = name.partition("[")[0].partition("::")
         assert f"def {test}(" in (TIERS.parents[1] / file).read_text(), name
+
+
+def test_equal_programs_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = list[str]()
+    compile_anew = shared_programs._compile
+
+    def counted(backend: Any, computation: Any, *rest: Any, **more: Any) -> Any:
+        compiled.append(str(computation.operation.attributes["sym_name"]))
+        return compile_anew(backend, computation, *rest, **more)
+
+    def build(factor: float) -> Any:
+        def counted_program(x: jax.Array) -> jax.Array:
+            return jnp.cos(x) * factor
+
+        return jax.jit(counted_program)
+
+    monkeypatch.setattr(shared_programs, "_compile", counted)
+    x = jnp.arange(11.0)
+    first, again, other = (build(factor)(x) for factor in (3.25, 3.25, 4.25))
+    assert compiled.count('"jit_counted_program"') == 2
+    assert (first == again).all() and (other[1:] != first[1:]).all()
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_program_that_calls_back_has_its_own_function(number: int) -> None:
+    seen = list[int]()
+
+    def call_back(x: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda value: seen.append(int(value)), x)
+        return x
+
+    jax.block_until_ready(jax.jit(call_back)(number))
+    jax.effects_barrier()
+    assert seen == [number]
+
+
+@pytest.mark.parametrize("folder", shared_programs.OWN_LINES)
+def test_tests_of_source_lines_compile_their_own(
+    monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """The text of a program is without lines: of two equal ones, one would have those of the other."""
+    assert (TIERS.parents[1] / folder).is_dir()
+    asked = list[Any]()
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", f"{folder}test_any.py::test_any (call)")
+    monkeypatch.setattr(shared_programs, "_compile", lambda *given: asked.append(given))
+    shared_programs._compile_once(None, None, None, None, [])
+    assert asked == [(None, None, None, None, [])]

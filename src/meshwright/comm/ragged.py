@@ -22,10 +22,10 @@ from jax import lax
 
 from meshwright.comm.hierarchical import Level
 
-# Inside a node XLA:GPU copies each update by a block of 128 threads, and latency limits what one block
-# moves: with 32 updates for each of 16 peers, a step on GB200 spent 0.78 s where one for each took
-# 13.8 (github.com/marin-community/marin, pull 8081). Between nodes NCCL sends each update on its
-# own, at about 12 us (github.com/openxla/xla, issue 46982).
+# Inside a node XLA:GPU copies each update by a block of 128 threads, and latency limits what one
+# block moves: with 32 updates for each of 16 peers, a step on GB200 spent 0.78 s where one for each
+# took 13.8 (github.com/marin-community/marin, pull 8081). Between nodes NCCL sends each update on
+# its own, at about 12 us (github.com/openxla/xla, issue 46982).
 THREAD_BLOCKS = 512
 """Least updates of an exchange inside a node."""
 LEAST_ROWS = 16

@@ -89,7 +89,8 @@ def with_random_rounding(rule: Rule, seed: int, described: Tree) -> UpdateRule:
     """Returns the update of bfloat16 parameters that are rounded at random, by an optax rule.
 
     seed: of the rounding, which is the same on any mesh: its bits are drawn by layer, wherever a
-    layer's row is. described: descriptions of the parameters.
+    layer's row is.
+    described: descriptions of the parameters.
     """
     orders = [p.order for p in jax.tree.leaves(described, is_leaf=is_param)]
     rounding = _RandomRounding(rule, seed, orders)

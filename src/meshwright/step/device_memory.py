@@ -28,9 +28,10 @@ class OutOfDeviceMemory(TrainingError):
         self.available = available
         truth = "a device ran out of memory"
         if needed is not None and available is not None:
+            missing = format_bytes(needed - available.bytes)
             truth = (
                 f"it needs {format_bytes(needed)}, and {available.where} has "
-                f"{format_bytes(available.bytes)}: {format_bytes(needed - available.bytes)} too much"
+                f"{format_bytes(available.bytes)}: {missing} too much"
             )
         super().__init__(asked, truth, fix)
 

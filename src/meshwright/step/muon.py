@@ -135,8 +135,9 @@ class Stack:
     ) -> list["Exchange"]:
         """Returns the collectives that bring elements to a device and take as many back.
 
-        elements: of each of `count` exchanges. gathered: dimensions that a device gets in full,
-        some of `dims`, the dimensions of what is moved.
+        elements: of each of `count` exchanges.
+        gathered: dimensions that a device gets in full, some of `dims`, the dimensions of what is
+        moved.
         """
         found = []
         for dim in gathered:

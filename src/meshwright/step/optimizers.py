@@ -281,7 +281,8 @@ def place_optimizer_state(
     """Returns the abstract optimizer state and the placement of each of its arrays.
 
     An array that belongs to a parameter is placed like it (`like_param`); anything else is
-    replicated. abstract_params: tree of ShapeDtypeStruct.  placements: the same tree of Placements.
+    replicated.
+    abstract_params: tree of ShapeDtypeStruct.  placements: the same tree of Placements.
     """
     state = jax.eval_shape(optimizer.init, abstract_params)
     flat = jax.tree_util.tree_flatten_with_path(abstract_params)[0]

@@ -77,9 +77,11 @@ def train(
     """Trains a prepared run, writing checkpoints, metrics, the Run and a text sample into `out`.
 
     start: `resume` continues from the newest checkpoint that all hosts can read, or from that of
-    step `at`. accept: names of differences from the checkpoint with which it resumes although they
-    change the model or its data. reporters: called with the number of steps already taken, returns
-    further reporters. preemption: signals for which this process listens already.
+    step `at`.
+    accept: names of differences from the checkpoint with which it resumes although they change the
+    model or its data.
+    reporters: called with the number of steps already taken, returns further reporters.
+    preemption: signals for which this process listens already.
     Raises CheckpointError, TrainingError, DataError, ConfigError, HostError.
     """
     began = time.perf_counter()

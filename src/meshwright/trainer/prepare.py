@@ -304,9 +304,12 @@ def prepare_run(
 
     cache: folder of token files and compiled programs.  devices: use the first so many; None uses
     all.  choose: makes the choices that need the planner; without it a run that leaves the remat
-    policy open recomputes whole layers. output: folder of a training; a run that is resumed there
-    keeps its vocabulary where its text has changed. weights: source of weights that are evaluated,
-    in the place of those the run starts from; "" for none. progress: shows the tokenisation.
+    policy open recomputes whole layers.
+    output: folder of a training; a run that is resumed there keeps its vocabulary where its text
+    has changed.
+    weights: source of weights that are evaluated, in the place of those the run starts from; "" for
+    none.
+    progress: shows the tokenisation.
     Raises ConfigError or DataError before anything is traced.
     """
     available = first_devices(devices)

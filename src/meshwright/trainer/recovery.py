@@ -251,7 +251,8 @@ def compare(
     """Returns what differs between a checkpoint and a run, and what cannot be compared.
 
     data: fingerprint of what the run reads.  identity: of the run whose metrics the folder has; ""
-    if unknown. skipped: samples that the folder leaves out, each with its run.
+    if unknown.
+    skipped: samples that the folder leaves out, each with its run.
     """
     comparison = _Differences(_changed_fields(manifest.run, run), [])
     jump = describe_rate_jump(manifest.run, run, manifest.step)

@@ -72,10 +72,12 @@ def check_run(
     Returns it on its mesh.
 
     mesh: None takes the run's own, or one device where it leaves the mesh open.  output: of a
-    training. starts: whether the run begins with the weights that it names, and not with some that
-    are evaluated. Raises ConfigError where fields do not go together or nothing has a name that the
-    run gives, DataError where its text is in other tokens than its weights, and CheckpointError
-    where the folder cannot be written or has no such checkpoint.
+    training.
+    starts: whether the run begins with the weights that it names, and not with some that are
+    evaluated.
+    Raises ConfigError where fields do not go together or nothing has a name that the run gives,
+    DataError where its text is in other tokens than its weights, and CheckpointError where the
+    folder cannot be written or has no such checkpoint.
     """
     placed = place_run(with_stand_in_vocab(run), mesh)
     checked = ("name", "lr_schedule", "moment_dtype", "lr_groups")

@@ -103,7 +103,8 @@ def check_tokens_here(run: Run) -> None:
     """Checks the tokenizers of a run's text, as far as they are on this host, against its weights'.
 
     A tokenizer that is learned from the text, and files of other hosts, are compared where the run
-    starts. Raises DataError as `TokensOfWeights` does.
+    starts.
+    Raises DataError as `TokensOfWeights` does.
     """
     source = run.init_from
     if source is None or run.data.other_tokenizer or not run.model.reads_text:

@@ -1,6 +1,6 @@
 """Rotary position embedding (RoPE: Su et al. 2021, arXiv:2104.09864) and its scalings for longer contexts.
 
-Linear, Llama 3.1's, and YaRN (Peng et al. 2023, arXiv:2309.00071).
+Linear and Llama 3.1's; YaRN is in yarn.py.
 """
 
 import dataclasses
