@@ -70,6 +70,7 @@ VERBS = (
 """Verbs with options, and the actions of `checkpoint`."""
 
 FAMILIES = {
+    "arcee": ("meshwright.models.families.arcee", "Arcee"),
     "deepseek": ("meshwright.models.families.deepseek", "Deepseek"),
     "gemma2": ("meshwright.models.families.gemma", "Gemma2"),
     "gemma3": ("meshwright.models.families.gemma", "Gemma3"),
@@ -77,8 +78,13 @@ FAMILIES = {
     "glm4_moe": ("meshwright.models.families.glm4_moe", "Glm4Moe"),
     "gpt2": ("meshwright.models.families.gpt2", "Gpt2"),
     "gpt_oss": ("meshwright.models.families.gpt_oss", "GptOss"),
+    "granite": ("meshwright.models.families.granite", "Granite"),
+    "granite_moe": ("meshwright.models.families.granite", "GraniteMoe"),
+    "hunyuan": ("meshwright.models.families.hunyuan", "Hunyuan"),
     "llama": ("meshwright.models.families.llama", "Llama"),
     "llama4": ("meshwright.models.families.llama4", "Llama4"),
+    "ministral3": ("meshwright.models.families.ministral3", "Ministral3"),
+    "mistral4": ("meshwright.models.families.mistral4", "Mistral4"),
     "mixtral": ("meshwright.models.families.mixtral", "Mixtral"),
     "olmo3": ("meshwright.models.families.olmo3", "Olmo3"),
     "qwen2_moe": ("meshwright.models.families.qwen2_moe", "Qwen2Moe"),

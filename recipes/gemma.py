@@ -118,6 +118,7 @@ def gemma4_26b_a4b() -> Run:
         experts=128,
         experts_per_token=8,
         expert_mlp=704,
+        expert_buffer_factor=1.5,
     )
     return _gemma("gemma4-26b-a4b", model)
 

@@ -1,12 +1,14 @@
-"""Llama 1 to 3.3, Mistral, Qwen2, Qwen2.5, Qwen3, OLMo 2 and OLMo 3 by name; dimensions from their published
-configurations.
+"""Llama 1 to 3.3, Mistral, Ministral 3, Granite, Qwen2, Qwen2.5, Qwen3, OLMo 2 and OLMo 3 by name; dimensions from their
+published configurations.
 
 The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`.
 """
 
 from meshwright.config import Data, Optimizer, Training
 from meshwright.models.blocks.rotary import RopeScaling, Yarn
+from meshwright.models.families.granite import Granite
 from meshwright.models.families.llama import Llama
+from meshwright.models.families.ministral3 import Ministral3
 from meshwright.models.families.olmo3 import Olmo3
 from meshwright.models.families.smollm3 import SmolLM3
 from meshwright.runs.run import Run
@@ -139,6 +141,24 @@ def mistral_7b() -> Run:
     """Mistral 7B v0.1: 7.24 B parameters, sliding window of 4096 (arXiv:2310.06825)."""
     model = Llama(32000, 4096, 32, 32, kv_heads=8, mlp=14336, sliding_window=4096)
     return _run("mistral-7b", model, seq=8192, batch=512, learning_rate=3e-4)
+
+
+def ministral3_8b() -> Run:
+    """Ministral 3 8B: 8.49 B parameters in the text model."""
+    model = Ministral3(
+        131072, 4096, 34, 32, kv_heads=8, mlp=14336,
+        yarn=Yarn(16.0, attention_factor=1.0, original_max_position_embeddings=16384),
+    )  # fmt: skip
+    return _run("ministral3-8b", model, seq=16384, batch=256, learning_rate=3e-4)
+
+
+def granite31_8b() -> Run:
+    """Granite 3.1 8B: 8.17 B parameters."""
+    model = Granite(
+        49155, 4096, 40, 32, kv_heads=8, mlp=12800, rope_theta=1e7, embedding="tied", attention_multiplier=0.0078125,
+        logits_scaling=16.0,
+    )  # fmt: skip
+    return _run("granite31-8b", model, seq=4096, batch=1024, learning_rate=3e-4)
 
 
 def _qwen2(

@@ -62,13 +62,15 @@ ROWS = (
     "llama", "llama-3.1", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe", "gpt2", "olmo-2", "gpt-oss", "llama-4",
     "llama-4-scout", "gemma-2", "olmo-3", "gemma-3", "deepseek-v3", "deepseek-v2-lite", "qwen3-next",
     "phi-4", "smollm3", "glm-4.5", "qwen3.5", "qwen3.5-moe",
-    "gemma-4", "gemma-4-dense", "qwen2-moe", "olmoe", "glm-4.7-flash", "seed-oss", "minimax-m2", "dots1",
+    "gemma-4", "gemma-4-dense", "granite", "granite-moe", "arcee", "hunyuan", "ministral-3", "mistral-4",
+    "qwen2-moe", "olmoe", "glm-4.7-flash", "seed-oss", "minimax-m2", "dots1",
 )  # fmt: skip
 """Architectures, each with a golden file."""
 
 LARGER = (
     "gemma-3-larger", "llama-4-larger", "mistral-3-larger", "kimi-k2.5-larger", "qwen3-vl-larger",
-    "gemma-4-larger", "gemma-4-unified-larger", "qwen3.5-larger", "qwen3.5-moe-larger", "qwen3-vl-moe-larger",
+    "gemma-4-larger", "gemma-4-unified-larger", "ministral-3-larger",
+    "qwen3.5-larger", "qwen3.5-moe-larger", "qwen3-vl-moe-larger",
 )  # fmt: skip
 """Larger models, whose text model is computed, each with a golden file."""
 
@@ -79,7 +81,7 @@ EIGHT_DEVICES = "fsdp=2,tensor=2,data=2"
 # Stages of Gemma 3 are of unequal length and begin with a period; four devices of `tensor` have two key/value heads.
 MESHES = {
     "gemma-2": "fsdp=2,context=2,tensor=2", "gemma-3": "stage=2,fsdp=2,tensor=2",
-    "gemma-4": "stage=2,expert=2,tensor=2", "gemma-4-dense": "fsdp=2,context=2,tensor=2",
+    "gemma-4": "expert=2,context=2,tensor=2", "gemma-4-dense": "stage=2,context=2,tensor=2",
     "gpt-oss": "expert=2,context=2,tensor=2", "llama-4": "stage=2,expert=2,tensor=2",
     "llama-4-scout": "expert=2,context=2,tensor=2", "olmo-2": "tensor=4,fsdp=2", "olmo-3": "stage=2,fsdp=2,tensor=2",
     "qwen2": "tensor=4,data=2", "qwen3-next": "stage=2,expert=2,tensor=2",

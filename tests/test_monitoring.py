@@ -50,6 +50,7 @@ class FakeNvml:
     NVML_NVLINK_ERROR_DL_CRC_FLIT = 2
     NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS = 215
     nvmlEventTypeXidCriticalError = 8
+    nvmlClocksEventReasonGpuIdle = 0x1
     nvmlClocksEventReasonSwThermalSlowdown = 0x20
     nvmlClocksEventReasonHwThermalSlowdown = 0x40
     nvmlClocksEventReasonHwPowerBrakeSlowdown = 0x80
@@ -212,6 +213,23 @@ def test_an_xid_of_the_first_reading_is_not_lost() -> None:
     source, history = NvidiaCounters(nvml), History()
     assert {w.name: w.value for w in history.add(0.0, source.read())} == {"Xid 48": 2, "Xid 94": 1}
     assert history.add(60.0, source.read()) == []
+
+
+def test_a_gpu_whose_clock_stays_below_the_others_is_named() -> None:
+    clocks = {f"GPU {n}": 1980.0 for n in range(8)}
+    history, found = History(), []
+    for minute in range(6):
+        clocks["GPU 5"] = 1500.0 if minute in (0, 3, 4, 5) else 1900.0
+        counters = [Counter(part, "SM clock", clock) for part, clock in clocks.items()]
+        found += history.add(60.0 * minute, counters)
+    assert [warning.part for warning in found] == ["GPU 5"]
+    assert "1500 MHz, 76% of the median of all" in found[0].text
+
+
+def test_a_gpu_that_does_not_work_has_no_clock_to_compare() -> None:
+    nvml = FakeNvml()
+    nvml.reasons = nvml.nvmlClocksEventReasonGpuIdle
+    assert "SM clock" not in {counter.name for counter in NvidiaCounters(nvml).read()}
 
 
 class FakeTpuMonitoring:

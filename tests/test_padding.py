@@ -23,6 +23,11 @@ from meshwright.data.batch import PADDING, Batch
 from meshwright.models import families
 from meshwright.models.blocks.experts import Routing, expert_capacity, look_up
 from meshwright.models.decoder import DecoderModel
+from meshwright.models.families.arcee import Arcee
+from meshwright.models.families.granite import GraniteMoe
+from meshwright.models.families.hunyuan import Hunyuan
+from meshwright.models.families.ministral3 import Ministral3
+from meshwright.models.families.mistral4 import Mistral4
 from meshwright.models.families.qwen2_moe import Qwen2Moe
 from meshwright.models.model import ExpertSpec, Model
 from meshwright.runs.recipe import find_recipe
@@ -39,6 +44,12 @@ FAMILIES = {
     "gemma3": "gemma3-4b",
     "gemma4": "gemma4-31b",
     "gemma4-experts": "gemma4-26b-a4b",
+    "granite": "granite31-8b",
+    "granite-moe": GraniteMoe(VOCAB, experts=8, width=64, heads=4, kv_heads=4, expert_mlp=32),
+    "hunyuan": Hunyuan(VOCAB, width=64, heads=4, kv_heads=4),
+    "arcee": Arcee(VOCAB, width=64, heads=4, kv_heads=4),
+    "ministral3": Ministral3(VOCAB, width=64, heads=4, kv_heads=4, temperature_floor=2),
+    "mistral4": Mistral4(VOCAB, experts=8, width=64, heads=4, expert_mlp=32, temperature_floor=2),
     "olmo3": "olmo3-7b",
     "smollm3": "smollm3-3b",
     "mixtral": "mixtral-8x7b",

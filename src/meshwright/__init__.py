@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from meshwright.generation.generator import Decoding as Decoding
     from meshwright.generation.sampling import Sampling as Sampling
     from meshwright.hardware.chips import Chip as Chip
+    from meshwright.models.families.arcee import Arcee as Arcee
     from meshwright.models.families.deepseek import Deepseek as Deepseek
     from meshwright.models.families.gemma import Gemma2 as Gemma2
     from meshwright.models.families.gemma import Gemma3 as Gemma3
@@ -66,8 +67,13 @@ if TYPE_CHECKING:
     from meshwright.models.families.glm4_moe import Glm4Moe as Glm4Moe
     from meshwright.models.families.gpt2 import Gpt2 as Gpt2
     from meshwright.models.families.gpt_oss import GptOss as GptOss
+    from meshwright.models.families.granite import Granite as Granite
+    from meshwright.models.families.granite import GraniteMoe as GraniteMoe
+    from meshwright.models.families.hunyuan import Hunyuan as Hunyuan
     from meshwright.models.families.llama import Llama as Llama
     from meshwright.models.families.llama4 import Llama4 as Llama4
+    from meshwright.models.families.ministral3 import Ministral3 as Ministral3
+    from meshwright.models.families.mistral4 import Mistral4 as Mistral4
     from meshwright.models.families.mixtral import Mixtral as Mixtral
     from meshwright.models.families.olmo3 import Olmo3 as Olmo3
     from meshwright.models.families.qwen2_moe import Qwen2Moe as Qwen2Moe

@@ -21,6 +21,7 @@ from meshwright.update_rules import UPDATE_RULES
 
 PARTS: dict[str, dict[str, str]] = {
     "model family": {
+        "arcee": "models.families.arcee:Arcee",
         "deepseek": "models.families.deepseek:Deepseek",
         "gemma2": "models.families.gemma:Gemma2",
         "gemma3": "models.families.gemma:Gemma3",
@@ -28,8 +29,13 @@ PARTS: dict[str, dict[str, str]] = {
         "glm4_moe": "models.families.glm4_moe:Glm4Moe",
         "gpt2": "models.families.gpt2:Gpt2",
         "gpt_oss": "models.families.gpt_oss:GptOss",
+        "granite": "models.families.granite:Granite",
+        "granite_moe": "models.families.granite:GraniteMoe",
+        "hunyuan": "models.families.hunyuan:Hunyuan",
         "llama": "models.families.llama:Llama",
         "llama4": "models.families.llama4:Llama4",
+        "ministral3": "models.families.ministral3:Ministral3",
+        "mistral4": "models.families.mistral4:Mistral4",
         "mixtral": "models.families.mixtral:Mixtral",
         "olmo3": "models.families.olmo3:Olmo3",
         "qwen2_moe": "models.families.qwen2_moe:Qwen2Moe",

@@ -119,34 +119,22 @@ class ProveOptions(RunOptions):
         refuse_wrapped(self.run, given_options(self, ("step",)))
         require_writable(getattr(self, name) for name in _WRITTEN)
         other = self._other_side(target)
-        if target is None:
-            meshes = [
-                run.mesh
-                for run in (self.run, other)
-                if isinstance(run, Run) and run.mesh is not None
-            ]
-            sizes = [mesh.size for mesh in meshes] + ([] if self.run.mesh else [SIMULATED])
-            start_devices(max(sizes), None)
-            devices = list(jax.devices())
-        elif is_compiling_process(target):
-            devices = target_devices(target)
-        else:
+        if target is not None and not is_compiling_process(target):
             # A run that no compiler would take is refused without one.
             check_run(self.run, self.run.mesh or MeshShape(fsdp=target.devices))
-            code, errors = compile_in_subprocess(
-                target, self.limit, [*call.words, *trust_options()], sys.stdout
-            )
+            words = [*call.words, *trust_options()]
+            code, errors = compile_in_subprocess(target, self.limit, words, sys.stdout)
             sys.stderr.write(errors)
             return Outcome(code=code)
+        devices = self._devices_here(other) if target is None else target_devices(target)
         take = functools.partial(
             compile_step, devices=devices, target=target, step=self.step, fresh=self.fresh
         )
         run = run_on_mesh(self.run, len(devices), target)
         step: Callable[[], CompiledStep] = functools.partial(take, run)
         if target is not None and self.step == "train":
-            run, step = compile_choices(
-                run, target, take, lambda why: console.print(why, soft_wrap=True)
-            )
+            say = functools.partial(console.print, soft_wrap=True)
+            run, step = compile_choices(run, target, take, say)
         try:
             compiled = step()
         except OutOfMemory as error:
@@ -156,16 +144,21 @@ class ProveOptions(RunOptions):
         self._write_files(compiled, machine_of(devices), sections)
         phases = compiled.phases() if self.against is None else {}
         if self.against is None and not self.json:
-            census_page(compiled.census).print(console)
-            if compiled.device_run is not None:
-                print_sections(
-                    console, [Section("Choices", [Facts(choices_facts(compiled.device_run))])]
-                )
-            if phases:
-                planned = compiled.planned.phases if compiled.planned else {}
-                print_sections(console, [phases_section(planned, phases)])
+            _print_step(console, compiled, phases)
         fits = target is None or _print_verdict(console, compiled, target, phases)
-        return Outcome(record=_to_json(compiled, phases), code=0 if fits else CensusError.exit_code)
+        code = 0 if fits else CensusError.exit_code
+        return Outcome(record=_to_json(compiled, phases), code=code)
+
+    def _devices_here(self, other: Any) -> list[Any]:
+        """Starts as many devices as the run, and the one it is compared with, need; returns them."""
+        sizes = []
+        for run in (self.run, other):
+            if isinstance(run, Run) and run.mesh is not None:
+                sizes.append(run.mesh.size)
+        if self.run.mesh is None:
+            sizes.append(SIMULATED)
+        start_devices(max(sizes), None)
+        return list(jax.devices())
 
     def _other_side(self, target: Target | None) -> Run | dict[str, Any] | None:
         """Reads --against: a run to compile, or a saved census.
@@ -288,6 +281,17 @@ class CompiledStep:
         file, fresh = self.cache
         file = file.with_suffix(".phases.json")
         return cached(file, dict[str, int], lambda: compiled_phases(device_run, census), fresh)
+
+
+def _print_step(console: Console, compiled: CompiledStep, phases: dict[str, int]) -> None:
+    """Prints the census of a compiled step, its choices, and the bytes of each phase."""
+    census_page(compiled.census).print(console)
+    if compiled.device_run is not None:
+        facts = Facts(choices_facts(compiled.device_run))
+        print_sections(console, [Section("Choices", [facts])])
+    if phases:
+        planned = compiled.planned.phases if compiled.planned else {}
+        print_sections(console, [phases_section(planned, phases)])
 
 
 def compile_step(

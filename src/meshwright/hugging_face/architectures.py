@@ -41,14 +41,19 @@ from meshwright.hugging_face.quantised import FP8, MXFP4
 from meshwright.hugging_face.safetensors_files import tensor_names
 from meshwright.models.blocks.yarn import LatentYarn
 from meshwright.models.decoder import head_size_of
+from meshwright.models.families.arcee import Arcee
 from meshwright.models.families.deepseek import Deepseek
 from meshwright.models.families.gemma import Gemma2, Gemma3
 from meshwright.models.families.gemma4 import Gemma4
 from meshwright.models.families.glm4_moe import Glm4Moe
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.gpt_oss import GptOss
+from meshwright.models.families.granite import Granite, GraniteMoe
+from meshwright.models.families.hunyuan import Hunyuan
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.llama4 import Llama4
+from meshwright.models.families.ministral3 import Ministral3
+from meshwright.models.families.mistral4 import Mistral4
 from meshwright.models.families.mixtral import Mixtral
 from meshwright.models.families.olmo3 import Olmo3
 from meshwright.models.families.qwen2_moe import Qwen2Moe
@@ -396,6 +401,97 @@ _SEED_OSS = (
     flag("mlp_bias", "mlp_bias"),
     without_effect("residual_dropout"),
 )
+_FACTORS = tuple(
+    same(name, name, 1.0, kind=float)
+    for name in (
+        "embedding_multiplier",
+        "attention_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+    )
+)
+_GRANITE = (
+    *(*_LLAMA, _BIASES, _BEFORE, _NO_QK_NORM, *_FACTORS),
+    flag("mlp_bias", "mlp_bias"),
+    must(sliding_window=None),
+)
+_GRANITE_MOE = (
+    *(*_SIZES, scaled_rope(), _EPSILON, _PLAIN_ROUTING, _BIASES, _BEFORE, _NO_QK_NORM, *_FACTORS),
+    must(sliding_window=None, shared_experts=0, dense_layers=0, normalize_top_k=True),
+    same("intermediate_size", "mlp"),
+    same("intermediate_size", "expert_mlp"),
+    same("num_local_experts", "experts", 8),
+    same("num_experts_per_tok", "experts_per_token", 2),
+    _AUX_LOSS,
+)
+_ARCEE = (
+    *(*_CORE, _KV_HEADS, _TIED, head_size(), scaled_rope(), _EPSILON_5, _MLP, _BIASES),
+    *(_BEFORE, _NO_QK_NORM),
+    fixed("hidden_act", "relu2"),
+    flag("mlp_bias", "mlp_bias"),
+    must(sliding_window=None),
+)
+
+
+def _read_hunyuan_rope(fields: Fields) -> dict[str, Any]:
+    """Returns the rotation of Hunyuan, whose scaling of type dynamic with an alpha is another base for all lengths."""
+    rope = rope_fields(fields)
+    if rope.kind == "dynamic" and rope.scaling.get("alpha"):
+        rope.number("factor")  # `transformers` demands it, and computes nothing of it
+        size = fields.get("head_dim")
+        return {"rope_theta": rope.theta * rope.number("alpha") ** (size / (size - 2))}
+    return {"rope_theta": rope.theta, **read_scaling(rope)}
+
+
+_HUNYUAN = (
+    *(*_SIZES, Entry(_read_hunyuan_rope, scaled_rope().write), _EPSILON_5, _MLP, _BIASES, _BEFORE),
+    must(qk_norm="rms", sliding_window=None, mlp_bias="none"),
+    without_effect("eod_token_id"),
+)
+_HUNYUAN_NAMES = {
+    **LLAMA,
+    "query_norm": ("self_attn.query_layernorm.weight", ("H",)),
+    "key_norm": ("self_attn.key_layernorm.weight", ("H",)),
+}
+
+
+def _apart_from_temperature(fields: Fields) -> tuple[Fields, dict[str, Any]]:
+    """Returns the fields without those of the growth of queries, and that growth as fields of a model."""
+    parameters = fields.get("rope_parameters")
+    scale, length = "llama_4_scaling_beta", "original_max_position_embeddings"
+    for name in (scale, length):
+        if parameters.get(name) is None:
+            raise fields.error(f"its rope_parameters have no {name!r}", f"a model with {name}")
+    found = {
+        "temperature_scale": float(parameters[scale]),
+        "temperature_floor": int(parameters[length]),
+    }
+    others = (scale, "max_position_embeddings", "partial_rotary_factor")
+    rest = {name: value for name, value in parameters.items() if name not in others}
+    return fields.with_value("rope_parameters", rest), found
+
+
+def _read_ministral3_rope(fields: Fields) -> dict[str, Any]:
+    part = fields.mapping("rope_parameters").get("partial_rotary_factor", 1.0)
+    if part != 1.0:
+        raise fields.error(f"partial_rotary_factor is {part}", "a model that rotates whole heads")
+    fields, temperature = _apart_from_temperature(fields)
+    rope = rope_fields(fields)
+    return {"rope_theta": rope.theta, "yarn": read_yarn(rope), **temperature}
+
+
+def _write_ministral3_rope(c: Any) -> dict[str, Any] | None:
+    if c.yarn is None or c.yarn.original_max_position_embeddings != c.temperature_floor:
+        return None  # `transformers` has one length for both
+    scaling = {**write_yarn(c.rope_theta, c.yarn), "llama_4_scaling_beta": c.temperature_scale}
+    return {"rope_parameters": scaling, "max_position_embeddings": c.yarn.longest}
+
+
+_MINISTRAL3 = (
+    *(*_USUAL_SIZES, head_size(128), _EPSILON_5, _MLP, _BEFORE, _NO_BIASES, _NO_QK_NORM, _WINDOW),
+    must(rope_scaling=None, rope_factor=1.0),
+    Entry(_read_ministral3_rope, _write_ministral3_rope),
+)
 _OLMO_NAMES = {
     **LLAMA,
     "attention_norm": ("post_attention_layernorm.weight", ("D",)),
@@ -494,6 +590,7 @@ _DEEPSEEK_EXPERTS = (
     must(dispatch="dropless"),
     only_if(lambda c: c.shared_experts > 0),
 )
+_DEEPSEEK_ROPE = Entry(_read_deepseek_rope, _write_deepseek_rope)
 _DEEPSEEK = (
     *(*_CORE, _MLP, _EPSILON, _TIED, _SILU),
     fixed("attention_bias", False),
@@ -505,7 +602,7 @@ _DEEPSEEK = (
         lambda c: {"num_key_value_heads": c.heads},
     ),
     without_effect("head_dim", "qk_head_dim", "seq_aux"),
-    Entry(_read_deepseek_rope, _write_deepseek_rope),
+    _DEEPSEEK_ROPE,
     same("q_lora_rank", "q_lora_rank", 0, kind=lambda rank: rank or None),
     *(
         same(name, name)
@@ -581,6 +678,45 @@ _GLM4_MOE_LITE = (
     same("topk_group", "topk_groups", 1),
     given(bias_update_rate=_BIAS_UPDATE_RATE, aux_loss_weight=_V3_BALANCE_WEIGHT),
     Entry(_read_mtp_depth),
+)
+
+
+def _read_mistral4_rope(fields: Fields) -> dict[str, Any]:
+    sizes = [fields.get(name) for name in ("qk_rope_head_dim", "qk_nope_head_dim")]
+    usual = sizes[0] / sum(sizes)
+    part = fields.mapping("rope_parameters").get("partial_rotary_factor", usual)
+    if part != usual:
+        found = f"partial_rotary_factor is {part}, and {sizes[0]} of {sum(sizes)} features rotate"
+        raise fields.error(found, f"partial_rotary_factor {usual}")
+    fields, temperature = _apart_from_temperature(fields)
+    return {**_read_deepseek_rope(fields), **temperature}
+
+
+def _write_mistral4_rope(c: Any) -> dict[str, Any] | None:
+    written = _write_deepseek_rope(c)
+    if written is None or c.yarn is None:
+        return None
+    if c.yarn.original_max_position_embeddings != c.temperature_floor:
+        return None  # `transformers` has one length for both
+    scaling = {
+        **written["rope_scaling"],
+        "rope_theta": c.rope_theta,
+        "llama_4_scaling_beta": c.temperature_scale,
+    }
+    longest = written["max_position_embeddings"]
+    return {"rope_parameters": scaling, "max_position_embeddings": longest}
+
+
+_MISTRAL4 = (
+    *(entry for entry in _DEEPSEEK if entry is not _DEEPSEEK_ROPE),
+    Entry(_read_mistral4_rope, _write_mistral4_rope),
+    fixed("rope_interleave", True),
+    must(router_score="softmax", bias_update_rate=0.0, mtp_depth=0),
+    same("norm_topk_prob", "normalize_top_k", True),
+    same("n_group", "expert_groups", 1),
+    same("topk_group", "topk_groups", 1),
+    # No field states the weight of a balance loss, and `transformers` computes none.
+    given(aux_loss_weight=0.0),
 )
 _DEEPSEEK_NAMES = {
     **LLAMA,
@@ -1310,6 +1446,33 @@ _ALL = (
             *(same("sliding_window", "sliding_window", 4096), local_layers(3)),
         ),
         _OLMO_NAMES,
+    ),
+    Architecture("GraniteForCausalLM", "granite", Granite, _GRANITE),
+    Architecture(
+        "GraniteMoeForCausalLM",
+        "granitemoe",
+        GraniteMoe,
+        _GRANITE_MOE,
+        {
+            **LLAMA,
+            "router": ("block_sparse_moe.router.layer.weight", ("R", "D")),
+            "expert_gate": ("block_sparse_moe.input_linear.weight", ("E", "F+", "D")),
+            "expert_up": ("block_sparse_moe.input_linear.weight", ("E", "F+", "D")),
+            "expert_down": ("block_sparse_moe.output_linear.weight", ("E", "D", "F")),
+        },
+    ),
+    Architecture("ArceeForCausalLM", "arcee", Arcee, _ARCEE),
+    Architecture(
+        "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", Hunyuan, _HUNYUAN, _HUNYUAN_NAMES
+    ),
+    Architecture("Ministral3ForCausalLM", "ministral3", Ministral3, _MINISTRAL3),
+    Architecture(
+        "Mistral4ForCausalLM",
+        "mistral4",
+        Mistral4,
+        _MISTRAL4,
+        {**_DEEPSEEK_NAMES, **_PACKED_FORMS["packed experts"]},
+        forms=_PACKED_FORMS,
     ),
     Architecture("Phi3ForCausalLM", "phi3", Llama, _PHI3, _PHI3_NAMES),
     Architecture("SmolLM3ForCausalLM", "smollm3", SmolLM3, _SMOLLM3),

@@ -94,12 +94,12 @@ _LACKED = {
     r"^num_kv_shared_layers": "layers that share keys and values",
     r"^(compress_ratios|compress_)": "compressed keys and values",
     r"^conv_L_cache": "short convolutions",
-    r"^(embedding|residual|attention|logits?)_(multiplier|scaling|scale)": "scaled branches",
     r"^altup|^laurel": "alternating updates",
 }
 """Pattern of fields -> what a model with them has, which no family here computes."""
 _COMPUTED = {
     r"^linear_": "linear attention",
+    r"^(embedding|residual|attention|logits?)_(multiplier|scaling|scale)": "scaled branches",
     r"^(kv|q)_lora_rank": "multi-head latent attention",
     r"^(n_routed|num|num_local)_experts$": "a mixture of experts",
     r"^quantization_config$": "quantised weights",

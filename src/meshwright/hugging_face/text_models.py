@@ -97,7 +97,15 @@ _ALL_LARGER = (
         for name, kind in (("Gemma4", "gemma4"), ("Gemma4Unified", "gemma4_unified"))
     ),
     LargerModel("Llama4ForConditionalGeneration", "llama4", {"llama4_text": "Llama4ForCausalLM"}),
-    LargerModel("Mistral3ForConditionalGeneration", "mistral3", {"mistral": "MistralForCausalLM"}),
+    LargerModel(
+        "Mistral3ForConditionalGeneration",
+        "mistral3",
+        {
+            "mistral": "MistralForCausalLM",
+            "ministral3": "Ministral3ForCausalLM",
+            "mistral4": "Mistral4ForCausalLM",
+        },
+    ),
     # The name of the published files, and that of `transformers`.
     *(
         LargerModel(

@@ -61,6 +61,8 @@ class Block:
     """Norm of the two halves."""
     norm_place: Literal["before", "after", "both"] = "before"
     """Whether the halves normalise what they read, what they add (OLMo 2), or both (Gemma)."""
+    branch_factor: float | None = None
+    """Factor on what each half adds (Granite)."""
     output_scale: bool = False
     """Whether a number of each layer multiplies its output; no training changes it (Gemma 4: `layer_scalar`)."""
 
@@ -121,19 +123,24 @@ class Block:
             with jax.named_scope(self.attention.scope):
                 h_BTD = local.record("attention input", self._norm_before("attention", x_BTD, w))
                 y_BTD = self._norm_after("attention", mix(h_BTD, w), w)
-                y_BTD = local.record("attention output", y_BTD)
+                y_BTD = local.record("attention output", self._scaled(y_BTD))
                 x_BTD += ctx.dropout(y_BTD, 2 * index + 1)
                 x_BTD = local.record("attention residual", checkpoint_name(x_BTD, ATTN_RESIDUAL))
             with jax.named_scope(self.feed_forward.scope):
                 h_BTD = local.record("feed-forward input", self._norm_before("mlp", x_BTD, w))
                 y_BTD, aux = feed(h_BTD, w, x_BTD) if reads_residual else feed(h_BTD, w)
-                y_BTD = local.record("feed-forward output", self._norm_after("mlp", y_BTD, w))
+                y_BTD = self._scaled(self._norm_after("mlp", y_BTD, w))
+                y_BTD = local.record("feed-forward output", y_BTD)
                 x_BTD += ctx.dropout(y_BTD, 2 * index + 2)
                 if self.output_scale:
                     x_BTD *= jax.lax.stop_gradient(w["output_scale"])
                 return local.record("output", x_BTD), aux
 
         return run
+
+    def _scaled(self, y_BTD: jax.Array) -> jax.Array:
+        """Returns what a half adds."""
+        return y_BTD if self.branch_factor is None else y_BTD * self.branch_factor
 
     def _norm_before(self, half: str, x_BTD: jax.Array, w: Tree) -> jax.Array:
         """Returns the input of a half, normalised where the block does."""
@@ -197,6 +204,8 @@ class Decoder:
     positions: int | None = None
     """Rows of a learned table of positions; None for no table."""
     embedding_factor: float | None = None
+    logit_factor: float | None = None
+    """Factor on the logits: it multiplies the hidden states before the unembedding."""
     logit_softcap: float | None = None
 
     @functools.cached_property
@@ -311,7 +320,10 @@ class DecoderModel(Model):
             scale = final["scale"]
             bias = final.get("bias")
         with jax.named_scope("unembedding"):
-            return sequence_all_gather(d.norm(x_BTD, scale, bias), 1), table_VD
+            x_BTD = d.norm(x_BTD, scale, bias)
+            if d.logit_factor is not None:
+                x_BTD *= d.logit_factor
+            return sequence_all_gather(x_BTD, 1), table_VD
 
     def shrunk(self, shape: MeshShape, layers: int) -> Model:
         """Returns the least sizes that `shape` divides as it divides these, with periods of two layers at most."""

@@ -41,8 +41,9 @@ class NotThere(Exception):
 class Rule:
     """When a counter is a warning, and what to do then."""
 
-    kind: Literal["count", "level", "low level", "rate", "shown"]
-    """`low level`: a warning at or below the limit. `shown`: never a warning."""
+    kind: Literal["count", "level", "low level", "below others", "rate", "shown"]
+    """`low level`: a warning at or below the limit. `below others`: the limit is a share of the median of the same counter
+    of all parts. `shown`: never a warning."""
     limit: float = 0.0
     """Increase in an hour (count, rate) or value (level) from which it is one."""
     advice: str = ""
@@ -77,7 +78,7 @@ RULES: dict[str, Rule] = {
     "slowed by heat": Rule("level", 1, _COOLING, readings=3),
     "slowed by power": Rule("level", 1, _COOLING, readings=3),
     "degrees below slowdown": Rule("low level", 2, _COOLING, readings=3, unit="°C"),
-    "SM clock": Rule("shown", unit="MHz"),
+    "SM clock": Rule("below others", 0.9, _COOLING, 3, "MHz"),
     "temperature": Rule("shown", unit="°C"),
     # TPUs (libtpu). Link health: 1 to 5 transient, 6 to 9 lasting, 10 unusable.
     "ICI link health": Rule("level", 1, _CORDON_LINK, readings=3),

@@ -21,6 +21,8 @@ RECENT = 600.0
 """Seconds whose readings are kept for the report of a failure, and that a rate is of."""
 _FASTER = 10.0
 """Times its usual rate that a rate is a warning."""
+_FEWEST_OTHERS = 4
+"""Parts of a kind of which a median is taken."""
 _FEWEST = 20
 """Readings before the recent ones from which a usual rate is known."""
 
@@ -80,6 +82,9 @@ class History:
         readings = list(self._readings)
         for part, name in readings[-1].values:
             rule = rule_of(name)
+            if rule.kind == "below others":
+                yield from self._below_others(rule, part, name)
+                continue
             points = [
                 (reading.at, reading.values[part, name])
                 for reading in readings
@@ -89,6 +94,18 @@ class History:
             if found is not None:
                 value, summary = found
                 yield Warning(part, name, value, f"{part}: {summary}: {rule.advice}")
+
+    def _below_others(self, rule: Rule, part: str, name: str) -> Iterator[Warning]:
+        """Compares a part with the median of all in each of the last readings: the slowest sets the pace of all."""
+        shares: list[float] = []
+        for reading in list(self._readings)[-rule.readings :]:
+            values = [value for (_, counter), value in reading.values.items() if counter == name]
+            if (part, name) in reading.values and len(values) >= _FEWEST_OTHERS:
+                shares.append(reading.values[part, name] / statistics.median(values))
+        if len(shares) == rule.readings and max(shares) < rule.limit:
+            value = self._readings[-1].values[part, name]
+            summary = f"{name} {value:g} {rule.unit}, {shares[-1]:.0%} of the median of all"
+            yield Warning(part, name, value, f"{part}: {summary}: {rule.advice}")
 
 
 def _judge(

@@ -124,17 +124,20 @@ class NvidiaCounters:
         replays = self._ask("nvmlDeviceGetPcieReplayCounter", handle)
         if replays is not None:
             yield Counter(part, "PCIe replays", replays)
-        clock = self._ask("nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM)
-        if clock is not None:
-            yield Counter(part, "SM clock", clock)
-        yield from self._read_slowdowns(part, handle)
+        yield from self._read_clock(part, handle)
 
-    def _read_slowdowns(self, part: str, handle: Any) -> Iterator[Counter]:
-        """Reads why the clock is low. A software power cap is what a busy GPU always has."""
+    def _read_clock(self, part: str, handle: Any) -> Iterator[Counter]:
+        """Reads the clock of a GPU that works, and why it is low.
+
+        A software power cap is what a busy GPU always has.
+        """
         nvml = self._nvml
         reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
         if reasons is None:
             return
+        clock = self._ask("nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM)
+        if clock is not None and not reasons & nvml.nvmlClocksEventReasonGpuIdle:
+            yield Counter(part, "SM clock", clock)
         heat = nvml.nvmlClocksEventReasonSwThermalSlowdown
         heat |= nvml.nvmlClocksEventReasonHwThermalSlowdown
         yield Counter(part, "slowed by heat", float(bool(reasons & heat)))

@@ -292,43 +292,53 @@ def _weights(
         backward   all-gather      the same, where the backward pass gathers again
                    reduce-scatter  trained elements x bytes of the reduce dtype
     """
-    training = placed.run.training
-    reduce_bytes = jnp.dtype(training.reduce_dtype).itemsize
     # A backward task that repeats its forward pass gathers for it too.
     repeats_forward = placed.layout.shape.stage > 1 and not keeps_stages(placed)
     repeats = int(repeats_forward) + int(gathered_again)
-    low = low_precision(placed)
-    gathers_low = low is not None and low.gathered
-    trained_of: dict[tuple[tuple[str, ...], bool], float] = {}
-    bytes_of: dict[tuple[tuple[str, ...], bool], float] = {}
-    for weights, elements in _gathered_elements(placed.layout, gathers_low, low_experts).items():
-        itemsize = jnp.dtype(weights.dtype or training.compute_dtype).itemsize
-        if weights.is_quantised:
-            itemsize = 1
-        key = weights.axes, weights.is_stacked
-        trained_of[key] = trained_of.get(key, 0.0) + elements.trained
-        bytes_of[key] = bytes_of.get(key, 0.0) + elements.gathered * itemsize
+    reduce_bytes = jnp.dtype(placed.run.training.reduce_dtype).itemsize
     result: list[Movement] = []
-    for (axes, is_stacked), trained in trained_of.items():
+    for (axes, is_stacked), (sent, trained) in _sent_and_trained(placed, low_experts).items():
         # The weights of a model whose layers are not known are gathered before its loss, all of them.
         in_layers = is_stacked or not placed.run.model.states_layers
         what = "weights" if in_layers else "embedding and unembedding"
         layers = float(len(placed.layout.spec.layers)) if is_stacked else 1.0
-        sent = bytes_of[axes, is_stacked] / layers
         times = layers * microbatches
-        result.append(Movement("all-gather", axes, sent, times, "forward", False, what))
+        gather = Movement("all-gather", axes, sent / layers, times, "forward", False, what)
+        result.append(gather)
         if in_layers and repeats:
-            again = f"{what}, recomputed"
-            result.append(
-                Movement("all-gather", axes, sent, times * repeats, "backward", False, again)
+            again = gather._replace(
+                times=times * repeats, during="backward", purpose=f"{what}, recomputed"
             )
+            result.append(again)
         if trained:
             reduced = trained / layers * reduce_bytes
-            gradients = f"gradients of {what}"
+            purpose = f"gradients of {what}"
             result.append(
-                Movement("reduce-scatter", axes, reduced, times, "backward", False, gradients)
+                Movement("reduce-scatter", axes, reduced, times, "backward", False, purpose)
             )
     return result
+
+
+def _sent_and_trained(
+    placed: PlacedRun, low_experts: bool
+) -> dict[tuple[tuple[str, ...], bool], tuple[float, float]]:
+    """Returns the bytes of all gathered weights as they travel, and the elements that are trained.
+
+    By axes, and whether they are weights of layers.
+    """
+    low = low_precision(placed)
+    gathers_low = low is not None and low.gathered
+    found: dict[tuple[tuple[str, ...], bool], tuple[float, float]] = {}
+    for weights, elements in _gathered_elements(placed.layout, gathers_low, low_experts).items():
+        itemsize = jnp.dtype(weights.dtype or placed.run.training.compute_dtype).itemsize
+        if weights.is_quantised:
+            itemsize = 1
+        sent, trained = found.get((weights.axes, weights.is_stacked), (0.0, 0.0))
+        found[weights.axes, weights.is_stacked] = (
+            sent + elements.gathered * itemsize,
+            trained + elements.trained,
+        )
+    return found
 
 
 @functools.lru_cache(maxsize=4096)

@@ -38,7 +38,10 @@ class Lines(Protocol):
         ...
 
     def thin(self, keep: Callable[[str], bool]) -> int:
-        """Drops the lines for which `keep` does not hold, asked in order; returns the bytes that are left."""
+        """Drops the lines for which `keep` does not hold, asked in order.
+
+        Returns the bytes that are left.
+        """
         ...
 
     def cut(self, keep: Callable[[str], bool]) -> None:
@@ -79,7 +82,10 @@ class LocalLines:
         return self.position
 
     def thin(self, keep: Callable[[str], bool]) -> int:
-        """Replaces the file by one with the lines for which `keep` holds; returns its bytes. Raises OSError."""
+        """Replaces the file by one with the lines for which `keep` holds; returns its bytes.
+
+        Raises OSError.
+        """
         kept = [line for line in self.lines(0) if keep(line)]
         data = "".join(f"{line}\n" for line in kept).encode()
         file = Path(self.name)

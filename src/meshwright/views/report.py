@@ -79,6 +79,8 @@ class Report:
     """Small line above the title of a page: plan, proof, layout, run."""
     lead: str = ""
     """The report in one sentence."""
+    tab: str = ""
+    """Title of the browser's tab; empty for the title of the page."""
     footer: str = (
         "Figures are of one device where nothing else is written. This file loads nothing."
     )
@@ -117,6 +119,7 @@ class Report:
             )
             sections.append({"id": anchor, "title": section.title, "note": note, "blocks": blocks})
         fields = {name: getattr(self, name) for name in ("title", "topic", "lead", "footer")}
+        fields["tab"] = self.tab or self.title
         return {**fields, "sections": sections, "live": to_json(self.live)}
 
     def html(self) -> str:
@@ -147,7 +150,7 @@ class Report:
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             '<meta name="color-scheme" content="light dark">\n'
-            f"<title>{escape(self.title)}</title>\n<style>{style}</style></head>\n"
+            f"<title>{escape(self.tab or self.title)}</title>\n<style>{style}</style></head>\n"
             f'<body><div id="page"></div>\n<script type="application/json" id="page-data">{data}'
             f'</script>\n<script type="module">{script}</script></body></html>\n'
         )

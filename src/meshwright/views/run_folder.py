@@ -141,6 +141,10 @@ class RunFolder:
         """Line `began` of the activity that is under way; empty where none is."""
         self.longest: dict[str, float] = {}
         """Longest seconds of each kind of activity."""
+        self.seconds_of: collections.Counter[str] = collections.Counter()
+        """Seconds of all activities of each kind."""
+        self.first_time: float | None = None
+        """Time (Unix seconds) at which the first thing that has an event began."""
         self._of_a_kind: dict[str, _Spread] = collections.defaultdict(_Spread)
         self.recent_events: collections.deque[dict[str, Any]] = collections.deque(
             maxlen=_RECENT_EVENTS
@@ -205,6 +209,8 @@ class RunFolder:
 
     def _add_event(self, record: dict[str, Any]) -> None:
         kind = str(record.get("event", ""))
+        if self.first_time is None:
+            self.first_time = real(record.get("time"))
         if kind == "sample":
             self.samples.append(record)
         record = {name: value for name, value in record.items() if name != "text"}
@@ -218,6 +224,7 @@ class RunFolder:
         seconds = real(record.get("seconds"))
         if seconds is not None and len(self.longest) < _MOST_CURVES:
             self.longest[kind] = max(seconds, self.longest.get(kind, 0.0))
+            self.seconds_of[kind] += seconds
         if len(self.event_counts) < _MOST_CURVES or kind in self.event_counts:
             self.event_counts[kind] += 1
             self._of_a_kind[kind].add(record)

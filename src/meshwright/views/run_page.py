@@ -36,6 +36,7 @@ from meshwright.views.colours import series_colour
 from meshwright.views.health_blocks import health_blocks
 from meshwright.views.report import Live, Report, Section
 from meshwright.views.run_folder import Curve, RunFolder, flat_fields, objects, real
+from meshwright.views.run_goodput import goodput_of
 from meshwright.views.run_status import RunStatus, median_of, restarts_of, run_status
 from meshwright.views.terminal import print_blocks
 
@@ -92,6 +93,16 @@ def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
         Section("First bad tensor", _first_tensors(folders), "Who was first, step by step."),
         *_health_sections(folders),
         Section("Time", _times(folders), "Where the seconds between one step and the next go."),
+        Section(
+            "Goodput",
+            _goodput_tables(folders),
+            "Where the time of the run went since it began, restarts included.",
+        ),
+        Section(
+            "Machines",
+            _machine_tables(folders),
+            "Devices, links and hosts that left what a healthy machine has, the last first.",
+        ),
         Section("What happened", [_event_table(folders)]),
         Section("Samples", _samples(folders), "Text sampled from the model, the last first."),
         Section("Configuration", _configuration(folders, recipes)),
@@ -104,9 +115,20 @@ def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
         [section for section in sections if section.blocks],
         topic="run",
         lead=_lead(folders),
+        tab=_tab(folders),
         footer=footer,
         live=live,
     )
+
+
+def _tab(folders: Sequence[RunFolder]) -> str:
+    """Returns the title of the tab, which has step and loss: `step 1,200, loss 2.3145, mine`."""
+    if len(folders) > 1:
+        return ""
+    loss = folders[0].curves.get("loss", Curve())
+    if not loss.count:
+        return ""
+    return f"step {loss.last_step:,}, loss {loss.recent[-1]:.4f}, {folders[0].name}"
 
 
 def _first_tensors(folders: Sequence[RunFolder]) -> list[Block]:
@@ -233,6 +255,10 @@ def _figures(folder: RunFolder) -> list[Figure]:
         found.append(
             Figure(_HELD_OUT, f"{held_out.recent[-1]:.4f}", f"at step {held_out.last_step:,}")
         )
+    good = goodput_of(folder, status, time.time())
+    if good is not None:
+        since = f"of {format_time(good.wall)} in steps that count"
+        found.append(Figure("goodput", f"{good.fraction:.1%}", since))
     typical = status.step_seconds
     predicted = _predicted(folder)
     if typical is not None:
@@ -458,6 +484,44 @@ def _times(folders: Sequence[RunFolder]) -> list[Block]:
         )
         blocks += profile_blocks(folder.document("profile.json"), f"Profile, {folder.name}")
     return blocks
+
+
+def _goodput_tables(folders: Sequence[RunFolder]) -> list[Block]:
+    """Returns a table of the time by cause for each run."""
+    tables: list[Block] = []
+    for folder in folders:
+        good = goodput_of(folder, run_status(folder), time.time())
+        if good is None:
+            continue
+        rows = [
+            {"cause": cause, "seconds": seconds, "share": f"{seconds / good.wall:.1%}"}
+            for cause, seconds in good.seconds.items()
+            if seconds
+        ]
+        columns = [
+            Column("time in", cell="cause"),
+            Column("seconds", "seconds", "seconds", bar=True),
+            Column("share", cell="share"),
+        ]
+        tables.append(Table.of(rows, columns, title=f"Goodput, {folder.name}"))
+    return tables
+
+
+def _machine_tables(folders: Sequence[RunFolder]) -> list[Block]:
+    """Returns a table of the warnings of each run's machines."""
+    columns = [
+        Column("time (UTC)", cell=lambda row: _clock(row.get("time"))),
+        Column("step", "integer", "step"),
+        Column("host", cell="host", choices=True),
+        Column("warning", cell="warning", wide=True),
+    ]
+    tables: list[Block] = []
+    for folder in folders:
+        events = folder.events_of("machine")
+        if events:
+            title = f"Machines, {folder.name}"
+            tables.append(Table.of(events[::-1], columns, searchable=True, shown=30, title=title))
+    return tables
 
 
 def _mean_seconds(folder: RunFolder, name: str) -> float:

@@ -31,6 +31,18 @@ _GEMMA4 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     },
 }  # fmt: skip
+_TWO_LAYERS_OF_GEMMA4 = {
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+_TWO = {**_SIZES, "num_hidden_layers": 2}
+_FACTORS = {
+    "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0,
+}  # fmt: skip
+_GROWING = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 4, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+}  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _ROUTED = {
     "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
@@ -56,8 +68,23 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma-4": ("Gemma4", {
         **_GEMMA4, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 3,
         "moe_intermediate_size": 24, "num_attention_heads": 8, "num_key_value_heads": 4, "num_global_key_value_heads": 2,
+        **_TWO_LAYERS_OF_GEMMA4,
     }),
     "gemma-4-dense": ("Gemma4Unified", {**_GEMMA4, "final_logit_softcapping": None}),
+    "granite": ("Granite", {**_TWO, **_FACTORS, "tie_word_embeddings": True, "attention_bias": True}),
+    "granite-moe": ("GraniteMoe", {
+        **_TWO, **_FACTORS, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
+    }),
+    "arcee": ("Arcee", {**_TWO, "mlp_bias": True}),
+    "hunyuan": ("HunYuanDenseV1", {
+        **_TWO, "head_dim": 16,
+        "rope_parameters": {"rope_type": "dynamic", "alpha": 5.0, "factor": 1.0, "rope_theta": 10000.0},
+    }),
+    "ministral-3": ("Ministral3", {**_TWO, "head_dim": 24, "rope_parameters": _GROWING}),
+    "mistral-4": ("Mistral4", {
+        **_TWO, **theirs._LATENT, "num_key_value_heads": 4, "q_lora_rank": 24, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "first_k_dense_replace": 1, "rope_parameters": {**_GROWING, "mscale_all_dim": 0.7},
+    }),
     "dots1": ("Dots1", {**_SIZES, **_ROUTED, "first_k_dense_replace": 1, "norm_topk_prob": True}),
 }  # fmt: skip
 """Row -> class of `transformers`, and its configuration."""
@@ -83,9 +110,13 @@ LARGER: dict[str, tuple[str, dict[str, Any]]] = {
         },
     }),
     "gemma-4-unified-larger": ("Gemma4UnifiedForConditionalGeneration", {
-        "text_config": {**ROWS["gemma-4-dense"][1], "pad_token_id": _NO_TOKEN},
+        "text_config": {**ROWS["gemma-4-dense"][1], **_TWO_LAYERS_OF_GEMMA4, "pad_token_id": _NO_TOKEN},
         "vision_config": {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 16},
         "audio_config": {"audio_embed_dim": 16},
+    }),
+    "ministral-3-larger": ("Mistral3ForConditionalGeneration", {
+        "text_config": {"model_type": "ministral3", **ROWS["ministral-3"][1], "num_hidden_layers": 1},
+        "vision_config": theirs.LARGER["mistral-3-larger"][1]["vision_config"], "tie_word_embeddings": False,
     }),
     "qwen3-vl-moe-larger": ("Qwen3VLMoeForConditionalGeneration", {
         "text_config": {

@@ -20,6 +20,10 @@ _GEMMA4 = {
     "attention_k_eq_v": True, "sliding_window": 1024, "final_logit_softcapping": 30.0,
     "use_bidirectional_attention": "vision",
 }  # fmt: skip
+_GRANITE = {
+    "vocab_size": 49155, "num_key_value_heads": 8, "tie_word_embeddings": True, "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7},
+}  # fmt: skip
 _QWEN_MOE = {"num_key_value_heads": 2, "rope_parameters": _ROPE_OF_QWEN}
 _QWEN_LARGE_MOE = {
     **_QWEN_MOE, "num_attention_heads": 32, "linear_num_value_heads": 64, "moe_intermediate_size": 1024,
@@ -60,6 +64,25 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         **_GEMMA4, "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60, "num_attention_heads": 32,
         "num_key_value_heads": 16, "num_global_key_value_heads": 4, "hidden_size_per_layer_input": 0,
     }),
+    "Granite-3.1-8B": ("GraniteForCausalLM", {
+        **_GRANITE, "hidden_size": 4096, "intermediate_size": 12800, "num_hidden_layers": 40,
+        "num_attention_heads": 32, "attention_multiplier": 0.0078125, "logits_scaling": 16.0,
+    }),
+    "Granite-3.1-3B-A800M": ("GraniteMoeForCausalLM", {
+        **_GRANITE, "hidden_size": 1536, "intermediate_size": 512, "num_hidden_layers": 32, "num_attention_heads": 24,
+        "num_local_experts": 40, "num_experts_per_tok": 8, "attention_multiplier": 0.015625, "logits_scaling": 6.0,
+    }),
+    "AFM-4.5B": ("ArceeForCausalLM", {
+        "vocab_size": 128004, "num_hidden_layers": 36, "num_attention_heads": 20, "num_key_value_heads": 4,
+        "head_dim": 128,
+    }),
+    "Hunyuan-7B": ("HunYuanDenseV1ForCausalLM", {
+        "vocab_size": 128167, "intermediate_size": 14336, "num_key_value_heads": 8, "head_dim": 128,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0},
+    }),
+    "Ministral-3-8B": ("Ministral3ForCausalLM", {}),
+    "Mistral-Small-4": ("Mistral4ForCausalLM", {}),
     "Qwen1.5-MoE-A2.7B": ("Qwen2MoeForCausalLM", {}),
     "Qwen2-57B-A14B": ("Qwen2MoeForCausalLM", {
         "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,

@@ -5,12 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.errors import divisors, refuse
 from meshwright.models.blocks.layers import Norm, attention_projection, linears
-from meshwright.models.blocks.rotary import Rotary
+from meshwright.models.blocks.rotary import Rotary, Temperature
 from meshwright.models.kernels.attention import Scores
 from meshwright.models.model import AttentionSpec, ForwardContext, Kind
 from meshwright.models.remat import QKV
@@ -34,6 +33,8 @@ class Attention(Kind):
     out_bias: bool = False
     qk_norm: Norm | None = None
     """Learned norm of queries and keys, before their rotation."""
+    norm_after_rotation: bool = False
+    """Whether this norm comes after the rotation (Hunyuan)."""
     qk_l2_epsilon: float | None = None
     """Queries and keys are divided by their root mean square after rotation, with this constant (Llama 4)."""
     keys_are_values: bool = False
@@ -41,8 +42,8 @@ class Attention(Kind):
     value_norm: Norm | None = None
     """Norm of values without a learned scale (Gemma 4)."""
     query_factor: float | None = None
-    temperature: tuple[float, int] | None = None
-    """Scale s and positions p of queries that grow with their position: 1 + s ln(1 + floor((position + 1) / p))."""
+    temperature: Temperature | None = None
+    """Growth of queries with their position, after rotation."""
     softcap: float | None = None
     sinks: bool = False
     """Soft cap and sinks of the scores (kernels/attention.py)."""
@@ -130,9 +131,7 @@ class Attention(Kind):
         cos_sin = ctx.angles(self.rotary) if self.rotary is not None else None
         growth_BT11 = None
         if self.temperature is not None:
-            scale, floor = self.temperature
-            steps_BT = jnp.floor((ctx.tokens.positions.astype(jnp.float32) + 1.0) / floor)
-            growth_BT11 = (1.0 + scale * jnp.log1p(steps_BT))[..., None, None]
+            growth_BT11 = self.temperature.factor(ctx.tokens.positions)
 
         def mix(h_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
             products = dict(
@@ -152,15 +151,14 @@ class Attention(Kind):
             v_BTKH = k_BTKH if self.keys_are_values else products["value"]
             if self.value_norm is not None:
                 v_BTKH = self.value_norm.without_scale(v_BTKH)
-            if self.qk_norm is not None:
-                q_BTNH, k_BTKH = (
-                    self.qk_norm(q_BTNH, w["query_norm"]),
-                    self.qk_norm(k_BTKH, w["key_norm"]),
-                )
+            if self.qk_norm is not None and not self.norm_after_rotation:
+                q_BTNH, k_BTKH = self._normalised(q_BTNH, k_BTKH, w)
             if self.query_factor is not None:
                 q_BTNH = self.query_factor * q_BTNH
             if cos_sin is not None:
                 q_BTNH, k_BTKH = self._rotated(q_BTNH, cos_sin), self._rotated(k_BTKH, cos_sin)
+            if self.qk_norm is not None and self.norm_after_rotation:
+                q_BTNH, k_BTKH = self._normalised(q_BTNH, k_BTKH, w)
             if growth_BT11 is not None:
                 q_BTNH = (q_BTNH * growth_BT11).astype(q_BTNH.dtype)
             q_BTNH, k_BTKH, v_BTKH = (checkpoint_name(x, QKV) for x in (q_BTNH, k_BTKH, v_BTKH))
@@ -176,6 +174,13 @@ class Attention(Kind):
             return y_BTD + w["attention_out_bias"] if self.out_bias else y_BTD
 
         return mix
+
+    def _normalised(
+        self, q_BTNH: jax.Array, k_BTKH: jax.Array, w: dict[str, Any]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns queries and keys after their learned norm."""
+        assert self.qk_norm is not None
+        return self.qk_norm(q_BTNH, w["query_norm"]), self.qk_norm(k_BTKH, w["key_norm"])
 
     def _rotated(self, x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
         assert self.rotary is not None

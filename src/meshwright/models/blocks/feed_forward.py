@@ -1,10 +1,12 @@
-"""Dense feed-forward half of a layer: gated (SwiGLU, arXiv:2002.05202; GeGLU) or a plain MLP with GELU."""
+"""Dense feed-forward half of a layer: gated (SwiGLU, arXiv:2002.05202; GeGLU) or a plain MLP with GELU
+or the square of ReLU."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from meshwright.models.blocks.layers import linear, linears
 from meshwright.models.model import Aux, ForwardContext, Kind
@@ -20,8 +22,8 @@ class FeedForward(Kind):
     """Feed-forward width F."""
     out_std: float
     """Initial standard deviation of the projection down."""
-    kind: Literal["swiglu", "geglu", "gelu"] = "swiglu"
-    """Hidden features: silu(gate) * up, gelu(gate) * up, or gelu(up)."""
+    kind: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
+    """Hidden features: silu(gate) * up, gelu(gate) * up, gelu(up), or relu(up)^2 (Primer, arXiv:2109.08668)."""
     bias: bool = False
     """Whether all projections have biases."""
 
@@ -29,7 +31,7 @@ class FeedForward(Kind):
 
     @property
     def _names(self) -> tuple[str, ...]:
-        return ("up",) if self.kind == "gelu" else ("gate", "up")
+        return ("up",) if self.kind in ("gelu", "relu2") else ("gate", "up")
 
     def params(self, layers: int) -> dict[str, Param]:
         """Returns the parameters of a stack of `layers` layers."""
@@ -82,8 +84,14 @@ def _gelu(up_BTF: jax.Array) -> jax.Array:
     return jax.nn.gelu(up_BTF)
 
 
+@recomputed
+def _relu2(up_BTF: jax.Array) -> jax.Array:
+    return jnp.square(jax.nn.relu(up_BTF))
+
+
 _HIDDEN: dict[str, Callable[..., jax.Array]] = {
     "swiglu": _silu_product,
     "geglu": _gelu_product,
     "gelu": _gelu,
+    "relu2": _relu2,
 }

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.models.blocks.layers import attention_projection, linear, rms_norm
-from meshwright.models.blocks.rotary import Rotary
+from meshwright.models.blocks.rotary import Rotary, Temperature
 from meshwright.models.blocks.yarn import LatentYarn
 from meshwright.models.model import AttentionSpec, ForwardContext, Kind, LatentSpec
 from meshwright.models.remat import QKV
@@ -85,6 +85,8 @@ class LatentAttention(Kind):
     """Rotation of the rest of queries and keys."""
     out_std: float
     """Initial standard deviation of the output projection."""
+    temperature: Temperature | None = None
+    """Growth of queries with their position, after rotation."""
 
     scope = "attention"
 
@@ -123,6 +125,9 @@ class LatentAttention(Kind):
     def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the attention of a step's tokens."""
         cos_sin = ctx.angles(self.rotary)
+        growth_BT11 = None
+        if self.temperature is not None:
+            growth_BT11 = self.temperature.factor(ctx.tokens.positions)
         decodes = ctx.attend_latent is not None
         up = self._keep_latents if decodes else self._expand_latents
 
@@ -131,6 +136,8 @@ class LatentAttention(Kind):
             if self.latent.query_rank is None:
                 q_BTNH = checkpoint_name(q_BTNH, QKV)
             q_BTNH = self._rotated_queries(q_BTNH, cos_sin, h_BTD.dtype)
+            if growth_BT11 is not None:
+                q_BTNH = (q_BTNH * growth_BT11).astype(q_BTNH.dtype)
             rope_BTNH = self.rotary.rotate(rope_BTNH, cos_sin)
             if decodes:
                 out_BTNH = self._attend_latents(ctx, q_BTNH, latents_BTNH, rope_BTNH, w["kv_up"])

@@ -87,6 +87,25 @@ def apply_rope(
 
 
 @dataclasses.dataclass(frozen=True)
+class Temperature:
+    """Growth of queries with their position: times 1 + scale ln(1 + floor((position + offset) / length))."""
+
+    scale: float
+    length: int
+    """Positions after which the queries grow."""
+    offset: int
+    """1 counts positions from 1 (Llama 4), 0 from 0 (Ministral 3)."""
+
+    def factor(self, positions_BT: jax.Array) -> jax.Array:
+        """Returns the factor on queries, float32 [B, T, 1, 1]. positions_BT: positions within each document."""
+        counted_BT = positions_BT.astype(jnp.float32)
+        if self.offset:
+            counted_BT += float(self.offset)
+        steps_BT = jnp.floor(counted_BT / self.length)
+        return (1.0 + self.scale * jnp.log1p(steps_BT))[..., None, None]
+
+
+@dataclasses.dataclass(frozen=True)
 class Rotary:
     """Rotation of queries and keys by their position in the document."""
 

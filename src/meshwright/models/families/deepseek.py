@@ -16,7 +16,7 @@ from meshwright.config import MeshShape
 from meshwright.declarations import changes
 from meshwright.models.blocks.latent import LatentAttention
 from meshwright.models.blocks.layers import Norm, linear
-from meshwright.models.blocks.rotary import Rotary, RotaryBase
+from meshwright.models.blocks.rotary import Rotary, RotaryBase, Temperature
 from meshwright.models.blocks.yarn import LatentYarn
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.expert_fields import DenseLayersFirst
@@ -65,6 +65,11 @@ class Deepseek(DenseLayersFirst):
         """Bias of the router: with sigmoid scores, as the released weights of DeepSeek-V3 have it."""
         return "choice" if self.router_score == "sigmoid" else super().router_bias
 
+    @property
+    def temperature(self) -> Temperature | None:
+        """Growth of queries with their position; None for none."""
+        return None
+
     def build(self) -> Decoder:
         """Returns the dense layers, then the layers with experts."""
         latent = LatentSpec(
@@ -73,7 +78,13 @@ class Deepseek(DenseLayersFirst):
         size, field = self.qk_rope_head_dim, "qk_rope_head_dim"
         rotary = Rotary(size, self.rope_theta, self.yarn, pairs="neighbours", field=field)
         attention = LatentAttention(
-            self.width, self.heads, self.qk_nope_head_dim, latent, rotary, self.out_std
+            self.width,
+            self.heads,
+            self.qk_nope_head_dim,
+            latent,
+            rotary,
+            self.out_std,
+            self.temperature,
         )
         return self.dense_then_experts(attention, Norm("rms", self.norm_epsilon))
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 from meshwright.errors import refuse
 from meshwright.models.blocks.feed_forward import FeedForward
+from meshwright.models.blocks.rotary import Temperature
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.expert_fields import RoutedExperts
 from meshwright.models.families.fields import ScaledRotary, TiedOrNot
@@ -62,7 +63,8 @@ class Llama4(RoutedExperts, ScaledRotary, TiedOrNot):
             rotary=self.rotary(pairs="neighbours"), chunk=self.attention_chunk, qk_l2_epsilon=l2
         )
         whole = self.attention(
-            rotary=None, temperature=(self.temperature_scale, self.temperature_floor)
+            rotary=None,
+            temperature=Temperature(self.temperature_scale, self.temperature_floor, offset=1),
         )
         dense = FeedForward(self.width, self.mlp, self.out_std)
         scores = {"router_score": "sigmoid", "normalize_top_k": False}

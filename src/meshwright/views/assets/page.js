@@ -160,6 +160,7 @@ function drawSection(section) {
 
 /** Takes a new document of the same page: blocks whose data changed are drawn again, and keep their zoom. */
 export function refresh(page) {
+  document.title = page.tab;
   document.querySelector("h1").replaceChildren(...breakable(page.title));
   const lead = document.querySelector("header .lead");
   if (lead) lead.textContent = page.lead;

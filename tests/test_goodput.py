@@ -1,0 +1,103 @@
+"""Goodput of a run: a log that a test writes with known times, and what the page makes of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.views.run_folder import RunFolder
+from meshwright.views.run_goodput import REST, STEPS, Goodput, goodput_of
+from meshwright.views.run_page import run_page
+from meshwright.views.run_status import run_status
+
+BEGIN = 1_000_000.0
+
+
+def write_run(folder: Path, events: list[dict[str, Any]], steps: int, log_every: int = 1) -> None:
+    """Writes steps of 2 s, of which 0.5 s are a wait for data, and events with times since the begin."""
+    folder.mkdir()
+    lines = [{**event, "time": BEGIN + event["time"]} for event in events]
+    (folder / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    values = {"loss": 2.5, "step seconds": 2.0, "input wait seconds": 0.5}
+    metrics = [{"step": step, **values} for step in range(log_every, steps + 1, log_every)]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in metrics))
+    (folder / "run.json").write_text(json.dumps({"name": "mine"}))
+
+
+def read_goodput(folder: Path, now: float) -> Goodput:
+    read = RunFolder(folder)
+    read.refresh()
+    good = goodput_of(read, run_status(read, BEGIN + now), BEGIN + now)
+    assert good is not None
+    return good
+
+
+RESTARTED = [
+    {"time": 0, "step": 0, "event": "start", "devices": 8},
+    {"time": 30, "step": 0, "event": "compile", "seconds": 30.0},
+    {"time": 240, "step": 100, "event": "save", "seconds": 10.0},
+    # It dies after step 150, is away for 100 s, and takes steps 101 to 150 again.
+    {"time": 445, "step": 100, "event": "restore", "seconds": 5.0, "restored": 100, "taken again": 50},
+    {"time": 446, "step": 100, "event": "start", "devices": 8},
+    {"time": 476, "step": 100, "event": "compile", "seconds": 30.0},
+    {"time": 700, "step": 200, "event": "end"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("log_every", [1, 10])
+def test_the_time_of_a_run_with_a_restart_is_split_by_cause(tmp_path: Path, log_every: int) -> None:
+    write_run(tmp_path / "out", RESTARTED, steps=200, log_every=log_every)
+    good = read_goodput(tmp_path / "out", now=5000)
+    assert good.wall == 700
+    known = {cause: seconds for cause, seconds in good.seconds.items() if seconds}
+    assert known == {
+        STEPS: 200 * 1.5,
+        "steps taken again": 50 * 1.5,
+        "waiting for data": 250 * 0.5,
+        "compiling": 60.0,
+        "restoring": 5.0,
+        "saving": 10.0,
+        REST: 700 - 300 - 75 - 125 - 60 - 5 - 10,
+    }
+    assert good.fraction == 300 / 700
+
+
+def test_a_run_that_died_is_looked_at_until_its_last_step(tmp_path: Path) -> None:
+    """A week later its goodput is still what it was."""
+    write_run(tmp_path / "out", RESTARTED[:3], steps=150)
+    folder = RunFolder(tmp_path / "out")
+    folder.refresh()
+    written = (tmp_path / "out" / "metrics.jsonl").stat().st_mtime
+    status = run_status(folder, written + 604_800)
+    assert status.state == "silent"
+    good = goodput_of(folder, status, written + 604_800)
+    assert good is not None
+    assert good.wall == pytest.approx(written - BEGIN)
+
+
+def test_a_run_without_a_step_has_none(tmp_path: Path) -> None:
+    write_run(tmp_path / "out", RESTARTED[:2], steps=0)
+    folder = RunFolder(tmp_path / "out")
+    folder.refresh()
+    assert goodput_of(folder, run_status(folder, BEGIN + 40), BEGIN + 40) is None
+
+
+def test_the_page_shows_goodput_machines_and_a_tab_with_step_and_loss(tmp_path: Path) -> None:
+    sick = {
+        "time": 650,
+        "step": 190,
+        "event": "machine",
+        "host": "node17",
+        "warning": "GPU 3, NVLink 14: 505 NVLink recoveries in 1 h: cordon the host",
+    }
+    write_run(tmp_path / "out", [*RESTARTED[:-1], sick, RESTARTED[-1]], steps=200)
+    folder = RunFolder(tmp_path / "out")
+    folder.refresh()
+    page = run_page([folder])
+    assert page.to_json()["tab"] == "step 200, loss 2.5000, out"
+    assert "<title>step 200, loss 2.5000, out</title>" in page.html()
+    text = str(page)
+    assert "42.9%" in text  # 300 of 700 s
+    assert "node17" in text
+    assert "505 NVLink recoveries" in text
