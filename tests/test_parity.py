@@ -10,21 +10,25 @@ import numpy as np
 import pytest
 from tiny_runs import MODELS, tiny_run
 
-from meshwright.api.evaluation import parity
+from meshwright.api.parity import parity
 from meshwright.config import Data, MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware import mesh as mesh_module
 from meshwright.models.families.llama import Llama
 from meshwright.runs.run import Run
 from meshwright.sharding.params import named_leaves
+from meshwright.step import pipeline
 from meshwright.step.device_run import DeviceRun
+from meshwright.trainer import loop, other_program
 from meshwright.trainer import parity as parity_module
+from meshwright.trainer.other_program import compare_devices
 from meshwright.trainer.parity import (
     TOLERANCE,
     check_processes,
     gradient_differences,
     other_devices,
 )
+from meshwright.views.result_pages import parity_page
 
 MESH = "data=2,fsdp=2,tensor=2"
 TEXT = "the quick brown fox jumps over the lazy dog; she sells sea shells by the sea shore. " * 300
@@ -134,6 +138,67 @@ def test_planted_errors_are_found(text: str, cache: Path, monkeypatch: pytest.Mo
     step = dataclasses.replace(result.steps[0], gradient_difference=0.0)
     loss_alone = dataclasses.replace(gradients_alone, steps=(step,))
     assert str(loss_alone.first_divergence).startswith("step 1, loss")
+
+
+def test_a_fault_at_a_stages_boundary_is_named(
+    text: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.1 % more of what a stage sends; the other mesh has no stages."""
+    shift = pipeline.ring_shift
+    monkeypatch.setattr(
+        pipeline,
+        "ring_shift",
+        lambda x, axis, by: shift(x, axis, by) * (1.001 if by > 0 else 1.0),
+    )
+    result = parity(small_run(text, mesh="stage=2", microbatches=2), "data=1", steps=1, cache=cache)
+    assert result.tensors is not None and result.tensors_of_step == 1
+    assert str(result.first_tensor).startswith("layer 1, input: differs by ")
+    assert "layer 1, input" in "".join(str(page) for page in parity_page(result).sections)
+
+
+def test_devices_that_change_around_have_the_same_bits(
+    text: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One device whose weights differ is named: it computed what differs in both orders."""
+    run = small_run(text, mesh="data=2")
+    prepared = loop.prepare_run(run, cache=cache, devices=3, weights="")
+    clean = compare_devices(prepared)
+    assert clean.first_divergence is None and clean.devices == ()
+    place = parity_module.Side._to_devices
+
+    def planted(side: Any, params: Any) -> Any:
+        arrays = place(side, params)
+        norm = arrays["blocks"]["mlp_norm"]
+        shards = [
+            shard.data * (1.001 if shard.device.id == 1 else 1.0)
+            for shard in norm.addressable_shards
+        ]
+        norm = jax.make_array_from_single_device_arrays(norm.shape, norm.sharding, shards)
+        return {**arrays, "blocks": {**arrays["blocks"], "mlp_norm": norm}}
+
+    monkeypatch.setattr(parity_module.Side, "_to_devices", planted)
+    sick = compare_devices(prepared)
+    assert str(sick.first_tensor).startswith("layer 0, feed-forward input: differs by ")
+    assert [name.rpartition(":")[2] for name in sick.devices] == [
+        str(jax.devices()[1]).rpartition(":")[2]
+    ]
+
+
+def test_another_checkout_takes_the_same_step(text: str, cache: Path) -> None:
+    """This checkout by a process of its own; its step is the same to the last bit."""
+    run = small_run(text, mesh="data=2")
+    root = Path(parity_module.__file__).parents[3]
+    result = parity(run, str(root), cache=cache)
+    assert result.unequal_initial == () and result.first_divergence is None
+    assert result.tensors is not None and len(result.tensors.differences) > 60
+    assert result.tensors.only == ()
+
+
+def test_a_folder_that_is_neither_checkout_nor_environment_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="it has no src/meshwright, which a checkout has, and no bin/python"
+    ):
+        other_program._command_of(tmp_path)
 
 
 def test_the_scale_of_a_tensor() -> None:

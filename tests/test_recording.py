@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import DEEPSEEK, MODELS, QWEN3_NEXT, device_run_of, random_batch, tiny_run
+from tiny_runs import MODELS, device_run_of, random_batch, tiny_run
 
 import meshwright
 from meshwright.models.model import Model
@@ -52,9 +52,11 @@ def test_every_tensor_of_a_step_has_its_place(one_device: Recording) -> None:
     forward = ["embedding", *(f"layer {i}, {name}" for i in range(2) for name in layer), *end]
     backward = [f"gradient of {name}" for name in reversed(forward)]
     assert names[: len(forward)] == forward
-    assert names[len(forward) : 2 * len(forward)] == backward
-    parameters = names[2 * len(forward) :]
+    parameters = [str(name) for name in one_device.names if name.of == "parameters"]
+    assert [name for name in names[len(forward) :] if name not in parameters] == backward
     assert parameters[-1] == "gradient of embed" and "gradient of unembed" in parameters[:2]
+    last = names.index("gradient of layer 1, input")
+    assert names[last + 1] in parameters and names[last + 10] == "gradient of layer 0, output"
     layers = [int(re.findall(r"layer (\d)", name)[0]) for name in parameters if "layer" in name]
     assert layers == sorted(layers, reverse=True) and len(layers) == 2 * 9
     for name in one_device.names:
@@ -76,24 +78,6 @@ def test_a_piece_tells_its_device_and_a_measure_is_computed_there() -> None:
     assert len(recording.devices(name, 0, 0)) == 1, "data and tensor split the tokens"
     heads = TensorName("forward", "attention heads", 1)
     assert len(recording.devices(heads, 0, 0)) == 2, "each has half of the heads"
-
-
-@pytest.mark.parametrize(
-    ("model", "mesh", "changes"),
-    [
-        (MODELS["llama"], "stage=2,context=2", {"microbatches": 4}),
-        (MODELS["llama"], "context=2,tensor=2", {}),
-        (MODELS["llama"], "fsdp=8", {"gather_ahead": "layer", "remat": "projections"}),
-        (DEEPSEEK, "stage=2,expert=2", {"microbatches": 2, "stage_saves": "layers"}),
-        (DEEPSEEK, "data=2,expert=2,tensor=2", {}),
-        (QWEN3_NEXT, "data=2,tensor=2,stage=2", {"microbatches": 4}),
-    ],
-    ids=["ring in a pipeline", "context", "ahead", "experts in a pipeline", "experts", "delta"],
-)
-def test_every_mesh_has_the_tensors_of_one_device(
-    model: Model, mesh: str, changes: dict[str, Any]
-) -> None:
-    assert_same_tensors(recording_of(model, mesh, **changes), recording_of(model, "data=1"))
 
 
 def test_every_tap_of_a_layer_has_a_place_in_the_order() -> None:

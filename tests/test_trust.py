@@ -41,9 +41,10 @@ RUN = Run(
 )
 
 BOUNDARIES = {
-    "api/evaluation.py": {"evaluate", "parity"},
+    "api/evaluation.py": {"evaluate"},
     "api/finetuning.py": {"finetune"},
     "api/layout.py": {"show"},
+    "api/parity.py": {"parity"},
     "api/planning.py": {"offers", "plan"},
     "api/proofs.py": {"prove"},
     "api/training.py": {"train"},

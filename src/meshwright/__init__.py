@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from meshwright.analysis.programs import census as census
     from meshwright.api.convert import convert as convert
     from meshwright.api.evaluation import evaluate as evaluate
-    from meshwright.api.evaluation import parity as parity
     from meshwright.api.finetuning import finetune as finetune
     from meshwright.api.generation import generate as generate
     from meshwright.api.generation import open_generator as open_generator
     from meshwright.api.layout import show as show
+    from meshwright.api.parity import parity as parity
     from meshwright.api.planning import Offers as Offers
     from meshwright.api.planning import Plans as Plans
     from meshwright.api.planning import offers as offers

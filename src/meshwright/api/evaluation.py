@@ -1,34 +1,24 @@
-"""The verbs `evaluate` (the loss of a checkpoint) and `parity` (a run on two meshes)."""
+"""The verb `evaluate`: the loss of a checkpoint."""
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
-import jax
 import tyro
 
 from meshwright.api.verb import (
-    SIMULATED,
-    Base,
     Call,
     CheckpointOptions,
-    HostOptions,
     Outcome,
-    RunOptions,
     start_devices,
 )
 from meshwright.config import MeshShape
 from meshwright.hardware.agreement import failing_together
 from meshwright.models.model import Model
-from meshwright.runs.run import Run
 from meshwright.storage.paths import default_cache_folder, path_of, place_of
 from meshwright.trainer import evaluation, loop
-from meshwright.trainer.hosts import agree_on
-from meshwright.trainer.parity import Parity, check_processes, compare_meshes
-from meshwright.trainer.relations import check_run
 from meshwright.trust import own
-from meshwright.views.result_pages import parity_page
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,70 +94,3 @@ def evaluate(
         run, cache=path_of(cache or default_cache_folder()), devices=devices, weights=out
     )
     return evaluation.evaluate_prepared(prepared, out, bool(data), at)
-
-
-_STEPS = 5
-"""Steps that are compared where --steps does not say."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ParityOptions(RunOptions):
-    """Run RECIPE (by default `tiny`) on two meshes in float32, and compare initial values bit for
-    bit, then losses and gradients of every step.
-    """
-
-    against: Annotated[str, tyro.conf.arg(metavar="AXIS=N,...")] = "data=1"
-    """The other mesh, as axis=degree,..."""
-    hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
-    json: bool = False
-    """Print JSON."""
-
-    @classmethod
-    def of(cls, base: Base) -> Self:
-        """Returns the options before any is given: a few steps, whatever the recipe has."""
-        training = dataclasses.replace(base.run.training, steps=_STEPS)
-        return cls(run=dataclasses.replace(base.run, training=training))
-
-    @failing_together()
-    def act(self, call: Call) -> Outcome:
-        """Runs `meshwright parity`; the exit code is 1 where the meshes diverge."""
-        run, other = self.run, MeshShape.parse(self.against)
-        start_devices(
-            max(other.size, run.mesh.size if run.mesh else SIMULATED), None, self.hosts.hosts()
-        )
-        result = parity(run, other, steps=run.training.steps)
-        record = {**dataclasses.asdict(result), "first_divergence": result.first_divergence}
-        return Outcome(parity_page(result).print, record, 1 if result.first_divergence else 0)
-
-
-def parity(
-    run: Run,
-    against: MeshShape | str = "data=1",
-    *,
-    steps: int = 5,
-    cache: Path | None = None,
-    devices: int | None = None,
-) -> Parity:
-    """Compares steps of `run` on its own mesh and on the mesh `against`, in float32.
-
-    cache: folder of token files and compiled programs; None takes the user's cache folder.
-    devices: use the first so many; None uses all. A run without a mesh takes the default mesh over
-    them. Of several processes all compute the run's mesh; a mesh `against` that fits process 0 is
-    computed by it alone.
-    Raises ConfigError where the run does not fit one of the meshes, DataError, and HostError.
-
-    Example:
-        >>> run = mw.recipe("tiny", mesh="data=2", layers=1, batch=2, seq=32)
-        >>> print(mw.parity(run, against="data=1", steps=1, cache=tmp).first_divergence)
-        None
-    """
-    run = own(run)
-    other = MeshShape.parse(against) if isinstance(against, str) else against
-    if jax.distributed.is_initialized() and jax.process_count() > 1:
-        agree_on(run)
-    check_processes(run.mesh, other)
-    check_run(run, other, starts=False)
-    prepared = loop.prepare_run(
-        run, cache=path_of(cache or default_cache_folder()), devices=devices, weights=""
-    )
-    return compare_meshes(prepared, other, steps=steps)

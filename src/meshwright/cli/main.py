@@ -72,7 +72,10 @@ VERBS = {
         "api.rehearsal",
         "Run a plan with a small model on simulated devices: train, stop, resume, evaluate.",
     ),
-    "parity": ("api.evaluation", "Compare a run on two meshes: initial values, losses, gradients."),
+    "parity": (
+        "api.parity",
+        "Compare a run on two meshes, with another commit, or with transformers, tensor by tensor.",
+    ),
     "view": (
         "api.viewing",
         "Show runs on a page: curves, times, events, samples; --live updates it while they train.",

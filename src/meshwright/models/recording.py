@@ -11,7 +11,7 @@ the tensor's gradient as the backward pass computes it; without one, a tap adds 
     layer 1   input -> ...
               final norm -> log-sum-exp of the logits, token loss
 
-    gradients of the same tensors from the last to the first; then those of parameters, layer by layer
+    gradients of the same tensors from the last to the first, and after those of a layer its parameters' gradients
 
 A tensor arrives in pieces: a device sends what it has with the indices of its sequences in the global batch, its
 positions, and its place in the mesh. So the pieces of any mesh, pipeline schedule and number of microbatches make the
@@ -82,13 +82,13 @@ class TensorName(NamedTuple):
         return (0, -1) if self.name in _BEFORE_LAYERS else (2, -1)
 
     @property
-    def order(self) -> tuple[int, int, int, int]:
+    def order(self) -> tuple[int, ...]:
         """Sorts tensors in the order of computation."""
         part, layer = self.row
         rank = _rank(LAYER_TENSORS if part == 1 else _AFTER_LAYERS, self.name)
         if self.of == "forward":
-            return PASSES.index(self.of), part, layer, rank
-        return PASSES.index(self.of), -part, -layer, -rank
+            return 0, part, layer, 0, rank
+        return 1, -part, -layer, PASSES.index(self.of), -rank
 
 
 def _rank(names: Sequence[str], name: str) -> int:

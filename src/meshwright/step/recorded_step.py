@@ -12,9 +12,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 
 from meshwright.models.recording import Piece, Recorder, Tap, TensorName
 from meshwright.sharding.params import Tree, is_param, named_leaves, rows_to_layers, trained_only
+from meshwright.signs import waiting
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.gradients import build_gradients
 from meshwright.step.train_step import matmuls_of
@@ -137,12 +139,24 @@ def gradients_by_layer(device_run: DeviceRun, grads: Tree) -> dict[TensorName, n
     for name, grad in named_leaves(grads).items():
         p = descriptions[name]
         assert is_param(p)
+        if not grad.is_fully_addressable:
+            with waiting("the devices"):
+                grad = process_allgather(grad, tiled=True)
         rows = rows_to_layers(p, np.asarray(grad))
-        stack = name.partition(".")[0]
+        stack, _, name_in_layer = name.partition(".")
         if stack not in stacks:
             found[TensorName("parameters", name)] = rows
             continue
         layers = device_run.run.model.spec().layers_of(stack)
         for layer, row in zip(layers, rows, strict=True):
-            found[TensorName("parameters", name.partition(".")[2], layer)] = row
+            found[TensorName("parameters", name_in_layer, layer)] = row
+    return found
+
+
+def by_key(recording: Recording) -> dict[str, np.ndarray]:
+    """Returns the tensors of a recording by the keys of a file: pass, layer and name."""
+    found: dict[str, np.ndarray] = {}
+    for name in recording.names:
+        layer = "" if name.layer is None else str(name.layer)
+        found[f"{name.of}|{layer}|{name.name}"] = recording.tensor(name)
     return found

@@ -5,6 +5,10 @@ parameters, and each tensor's gradients agree on that tensor's own scale: AdamW 
 of the second moment, so after one update a rounding error of a small gradient has grown to a
 difference of parameters. The losses of two training runs, each with its own updates, agree along
 the way.
+
+Where they diverge, the step is taken again on both meshes with its tensors recorded, and the first
+tensor in the order of computation is named whose difference is more than rounding explains
+(trainer/divergence.py).
 """
 
 import dataclasses
@@ -23,24 +27,32 @@ from meshwright.errors import ConfigError
 from meshwright.formatting import Shown
 from meshwright.hardware.agreement import answer_of_the_first
 from meshwright.hardware.mesh import build_mesh
+from meshwright.models.recording import TensorName
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import VOCAB_AXES
 from meshwright.sharding.params import Tree, layers_to_rows, named_leaves, rows_to_layers
 from meshwright.signs import waiting
-from meshwright.step.device_run import place_on_devices
+from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.gradients import build_gradients
+from meshwright.step.recorded_step import Recording, record_step
+from meshwright.trainer.divergence import (
+    ROUNDING_FACTOR,
+    Difference,
+    Divergence,
+    as_json,
+    compare,
+    divergence_of,
+    perturb,
+)
 from meshwright.trainer.prepare import Position, Trainable
 
 TOLERANCE = 1e-5
 """Largest accepted difference of losses, relative to the loss, and of gradients, relative to their
 tensor's scale."""
-_ROUNDING_FACTOR = 8
-"""Differences that rounding may cause, in units of the measured rounding error. Measured ratios are
-0.7 to 2.4, over families, meshes and tensors of the test suite."""
-_ULP = np.float32(2**-23)
-
 Tensors = dict[str, np.ndarray]
 """Tensors on the host by dotted name, with one row per layer."""
+Named = list[tuple[TensorName, np.ndarray]]
+"""Recorded tensors in the order of computation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,17 +80,26 @@ class Parity(Shown):
     """
 
     meshes: tuple[str, str]
-    """Mesh of the run, and the mesh that it was compared with."""
+    """Mesh of the run, and the mesh that it was compared with; or names of the two programs."""
     unequal_initial: tuple[str, ...]
     """Tensors whose initial values are not bitwise equal."""
     steps: tuple[StepParity, ...]
     """Comparison of each step."""
+    tensors: Divergence | None = None
+    """Comparison of the tensors of one step: the first that diverges, or the first if that was asked for."""
+    tensors_of_step: int = 1
+    """Step of that comparison."""
+    devices: tuple[str, ...] = ()
+    """Devices that computed the first tensor that differs, where devices are compared."""
+    note: str = ""
+    """What was computed, where it is not steps of the run."""
 
     def brief(self) -> str:
         """Returns the meshes, and whether they agree."""
         said = self.first_divergence
         outcome = "agree" if said is None else f"differ: {said}"
-        return f"{' against '.join(self.meshes)}: {len(self.steps)} steps, {outcome}"
+        steps = max(1, len(self.steps))
+        return f"{' against '.join(self.meshes)}: {steps} steps, {outcome}"
 
     @property
     def first_divergence(self) -> str | None:
@@ -94,7 +115,15 @@ class Parity(Shown):
                 )
             if not abs(s.losses[0] - s.losses[1]) <= TOLERANCE * abs(s.losses[1]):
                 return f"step {s.step}, loss {s.losses[0]:.7f} against {s.losses[1]:.7f}"
-        return None
+        return None if self.first_tensor is None else str(self.first_tensor)
+
+    @property
+    def first_tensor(self) -> Difference | None:
+        """First tensor whose difference is more than rounding explains, in the order of computation.
+
+        None where there is none, or where no tensors were compared.
+        """
+        return None if self.tensors is None else self.tensors.first
 
 
 def check_processes(shape: MeshShape | None, other: MeshShape) -> None:
@@ -134,29 +163,40 @@ def other_devices(shape: MeshShape, devices: list[jax.Device]) -> list[jax.Devic
 #   params, batch  ------------->  params, batch
 #   g(params)      -- compare -->  g(params), and g(params (1 +- 2^-23)): its rounding error
 #   update: loss   -- compare -->  update of its own state: loss
-def compare_meshes(prepared: Trainable, other: MeshShape, *, steps: int) -> Parity:
+def compare_meshes(
+    prepared: Trainable, other: MeshShape, *, steps: int, tensors: bool = False
+) -> Parity:
     """Compares `steps` steps of a run with the same steps on the mesh `other`, in float32.
+
+    tensors: whether the tensors of the first step are compared even if the meshes agree.
 
     Gradients of both meshes are copied to the host and compared there. A step costs two gradients
     and an update on the first mesh's parameters for each mesh, and one more gradient on `other`
     that measures its rounding error.
     """
-    run = _in_float32(prepared.device_run.run, other, steps)
-    first = _Side(prepared, run, prepared.device_run.mesh)
+    run = in_float32(prepared.device_run.run, other, steps)
+    first = Side(prepared, run, prepared.device_run.mesh)
     mesh = build_mesh(other, other_devices(other, jax.devices()))
     second = _SecondSide(prepared, dataclasses.replace(first.run, mesh=other), mesh)
     unequal = second.unequal_params(first.params())
     compared: list[StepParity] = []
+    meshes = (str(first.run.mesh), str(other))
+    divergence: Divergence | None = None
+    tensors_of_step = 1
     for step in range(1, steps + 1):
         batch = next(first.feed)
         params = first.params()
         gradients = first.gradients(params, batch)
         loss = first.update(batch)
         compared.append(second.compare(step, loss, params, gradients))
-    return Parity((str(first.run.mesh), str(other)), tuple(unequal), tuple(compared))
+        result = Parity(meshes, tuple(unequal), tuple(compared), divergence, tensors_of_step)
+        if divergence is None and (tensors or result.first_divergence):
+            divergence = second.compare_tensors(meshes, params, first.record(params, batch, step))
+            tensors_of_step = step
+    return Parity(meshes, tuple(unequal), tuple(compared), divergence, tensors_of_step)
 
 
-def _in_float32(run: Run, other: MeshShape, steps: int) -> Run:
+def in_float32(run: Run, other: MeshShape, steps: int) -> Run:
     """Returns the run in float32, its vocabulary padded for both meshes.
 
     Every step has the full batch.
@@ -184,10 +224,26 @@ def _gathered(x: jax.Array) -> Any:
         return process_allgather(x, tiled=True)
 
 
-class _Side:
+def _joined(mesh: Mesh, x: np.ndarray) -> np.ndarray:
+    """Returns a recorded tensor of which each process of a mesh has a part, and NaN elsewhere."""
+    if not spans_processes(mesh):
+        return x
+    with waiting("the devices"):
+        return np.fmax.reduce(process_allgather(x))
+
+
+def unclipped(device_run: DeviceRun) -> DeviceRun:
+    """Returns a run whose gradients are not clipped, since the factor depends on all of them."""
+    optimizer = dataclasses.replace(device_run.run.optimizer, grad_clip_norm=0.0)
+    run = dataclasses.replace(device_run.run, optimizer=optimizer)
+    return dataclasses.replace(device_run, run=run)
+
+
+class Side:
     """Run on one mesh, with its batches, and its gradients as the train step takes them."""
 
     def __init__(self, prepared: Trainable, run: Run, mesh: Mesh):
+        self._mesh = mesh
         self._device_run = place_on_devices(run, mesh)
         self._prepared = dataclasses.replace(prepared, device_run=self._device_run)
         self.feed = self._prepared.feed(Position(0, 0))
@@ -207,6 +263,19 @@ class _Side:
         arrays = self._to_devices(params)
         gradients, *_ = self._gradients(arrays, state.step, batch, *state.variables)
         return self._to_host(gradients)
+
+    def record(self, params: Tensors, batch: Any, step: int) -> Named:
+        """Returns the tensors of `recording` in the order of computation, of all processes of the mesh."""
+        recording = self.recording(params, batch, step)
+        return [(name, _joined(self._mesh, recording.tensor(name))) for name in recording.names]
+
+    def recording(self, params: Tensors, batch: Any, step: int) -> Recording:
+        """Records a step at `params`, before gradients are clipped. step: from 1, as the results count."""
+        device_run = unclipped(self._device_run)
+        arrays = self._to_devices(params)
+        count = np.int32(step - 1)
+        variables = self._state.variables
+        return record_step(device_run, arrays, count, batch, *variables)
 
     def update(self, batch: Any) -> float:
         """Takes a train step on this side's own state and returns its loss."""
@@ -249,7 +318,9 @@ class _SecondSide:
 
     def __init__(self, prepared: Trainable, run: Run, mesh: Mesh):
         self._is_everywhere = spans_processes(mesh)
-        self._side: _Side | None = None
+        self._side: Side | None = None
+        self._batch: Any = None
+        self._step = 0
         self._answer(functools.partial(self._build, prepared, run, mesh))
 
     def unequal_params(self, params: Tensors) -> list[str]:
@@ -267,6 +338,18 @@ class _SecondSide:
         )
         return StepParity(step, (loss, other_loss), difference, worst)
 
+    def compare_tensors(self, meshes: tuple[str, str], params: Tensors, first: Named) -> Divergence:
+        """Compares the tensors of the last step that was compared. first: those of the first side, at `params`."""
+        rows = self._answer(functools.partial(self._compare_tensors, meshes, params, first))
+        return divergence_of(meshes, rows)
+
+    def _compare_tensors(self, meshes: tuple[str, str], params: Tensors, first: Named) -> Any:
+        side = self._side
+        assert side is not None
+        reference = side.record(params, self._batch, self._step)
+        perturbed = side.record(perturbed_params(params, self._step), self._batch, self._step)
+        return as_json(compare(meshes, first, reference, perturbed))
+
     def _answer(self, compute: Callable[[], Any]) -> Any:
         """Computes where this side is; returns the result, as JSON has it, in all processes."""
         if self._is_everywhere:
@@ -274,7 +357,7 @@ class _SecondSide:
         return answer_of_the_first(compute)
 
     def _build(self, prepared: Trainable, run: Run, mesh: Mesh) -> None:
-        self._side = _Side(prepared, run, mesh)
+        self._side = Side(prepared, run, mesh)
 
     def _unequal_params(self, params: Tensors) -> list[str]:
         assert self._side is not None
@@ -286,23 +369,20 @@ class _SecondSide:
         """Compares gradients at the first side's parameters, and losses after the updates."""
         side = self._side
         assert side is not None
-        batch = next(side.feed)
+        self._step = step
+        self._batch = batch = next(side.feed)
         expected = side.gradients(params, batch)
-        perturbed = side.gradients(_perturbed(params, step), batch)
+        perturbed = side.gradients(perturbed_params(params, step), batch)
         differences = gradient_differences(gradients, expected, perturbed)
         # A difference that is NaN is the worst.
         worst = max(differences, key=lambda name: np.nan_to_num(differences[name], nan=np.inf))
         return [side.update(batch), differences[worst], worst]
 
 
-def _perturbed(params: Tensors, seed: int) -> Tensors:
+def perturbed_params(params: Tensors, seed: int) -> Tensors:
     """Multiplies each element by 1 + 2^-23 or 1 - 2^-23 at random; zeros stay zero."""
     rng = np.random.default_rng(seed)
-    perturbed: Tensors = {}
-    for name, x in params.items():
-        signs = rng.integers(0, 2, x.shape, np.int8).astype(np.float32) * 2 - 1
-        perturbed[name] = (x * (1 + _ULP * signs)).astype(np.float32)
-    return perturbed
+    return {name: perturb(x, rng) for name, x in params.items()}
 
 
 def gradient_differences(
@@ -315,14 +395,14 @@ def gradient_differences(
     bias is only rounding error, because softmax ignores a constant that is added to all scores of a
     query. So the rounding error is measured: `perturbed` are the reference's gradients at
     parameters changed by one unit in the last place (Parker 1997, "Monte Carlo Arithmetic"). The
-    scale is at least that change times `_ROUNDING_FACTOR / TOLERANCE`, which accepts differences of
-    up to `_ROUNDING_FACTOR` times the change.
+    scale is at least that change times `ROUNDING_FACTOR / TOLERANCE`, which accepts differences of
+    up to `ROUNDING_FACTOR` times the change.
     """
     differences = {}
     for name, expected in reference.items():
         difference = float(np.abs(gradients[name] - expected).max())
         rounding = float(np.abs(perturbed[name] - expected).max())
-        scale = max(float(np.abs(expected).max()), _ROUNDING_FACTOR / TOLERANCE * rounding)
+        scale = max(float(np.abs(expected).max()), ROUNDING_FACTOR / TOLERANCE * rounding)
         if scale:
             differences[name] = difference / scale
         else:

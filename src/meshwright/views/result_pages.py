@@ -1,6 +1,6 @@
 """Reports of results that a notebook shows below a cell: a run, a plan, parity, an evaluation, generated texts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshwright.analysis.programs import Census
@@ -11,6 +11,7 @@ from meshwright.runs.catalogue import list_recipes
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict, split_chosen
+from meshwright.trainer.divergence import Difference, Divergence
 from meshwright.trainer.evaluation import BatchEvaluation, Evaluation
 from meshwright.trainer.loop import Summary
 from meshwright.trainer.parity import Parity
@@ -47,7 +48,19 @@ def _configuration_page(run: Run) -> Report:
 
 
 def parity_page(result: Parity) -> Report:
-    """Returns the report of a comparison of two meshes, step by step."""
+    """Returns the report of a comparison: step by step, and the tensors of one step layer by layer."""
+    first, second = result.meshes
+    sections: list[Section] = []
+    if result.steps:
+        sections.append(_steps_section(result))
+    if result.tensors is not None:
+        sections.append(_tensors_section(result, result.tensors))
+    title = f"{first} against {second}"
+    return Report(title, sections, topic="parity", lead=result.note, height=360)
+
+
+def _steps_section(result: Parity) -> Section:
+    """Returns losses and gradients of every step."""
     first, second = result.meshes
     columns = [
         Column("step", "integer", "step"),
@@ -60,8 +73,49 @@ def parity_page(result: Parity) -> Report:
     if result.first_divergence:
         note = f"first divergence: {result.first_divergence}"
     table = Table.of(result.steps, columns, title="Every step", note=note, printed=None)
-    section = Section("Parity", [_parity_figures(result), table])
-    return Report(f"{first} against {second}", [section], topic="parity", height=360)
+    return Section("Parity", [_parity_figures(result), table])
+
+
+def _tensors_section(result: Parity, tensors: Divergence) -> Section:
+    """Returns the first tensor that diverges, and the worst of each layer."""
+    first = tensors.first
+    count = f"{len(tensors.differences)} tensors of step {result.tensors_of_step}"
+    figures = [Figure("first difference", "none beyond rounding", count, "good")]
+    if first is not None:
+        where = (
+            f"differs by {first.largest:.1e} of its scale; rounding explains {first.rounding:.1e}"
+        )
+        figures = [Figure("first difference", str(first.name), where, "bad")]
+    if result.unequal_initial:
+        figures.append(Figure("unequal before the step", ", ".join(result.unequal_initial)))
+    if result.devices:
+        figures.append(Figure("computed by", ", ".join(result.devices)))
+    columns = [
+        Column("", cell="where"),
+        Column("activations", cell="forward"),
+        Column("their gradients", cell="backward"),
+        Column("gradients of parameters", cell="parameters"),
+    ]
+    rows = [_row_of_layer(where, passes) for where, passes in tensors.by_layer()]
+    note = (
+        "the tensor of each layer that differs most: by how much of its scale, and in brackets how much rounding "
+        "explains; ! where it is more"
+    )
+    missing = sorted({name.rpartition(", ")[2] for name in tensors.only})
+    if missing:
+        note += f"; not compared, as one side has none: {', '.join(missing)}"
+    table = Table.of(rows, columns, title="By layer", note=note, printed=None)
+    return Section("Tensors", [Figures(figures), table])
+
+
+def _row_of_layer(where: str, passes: Mapping[str, Difference]) -> dict[str, str]:
+    """Returns the cells of a layer's worst differences."""
+    row = {"where": where, "forward": "", "backward": "", "parameters": ""}
+    for name, difference in passes.items():
+        mark = "" if difference.is_explained else "! "
+        tensor = difference.name.name
+        row[name] = f"{mark}{tensor} {difference.largest:.1e} ({difference.rounding:.1e})"
+    return row
 
 
 def _parity_figures(result: Parity) -> Figures:

@@ -1,0 +1,375 @@
+"""One step of a Hugging Face model by `transformers`, forward and backward, with one layer in float32 at a time.
+
+`transformers` builds the model and reads its files in their own type; its own forward pass is called. Each layer's
+parameters become float32 for the layer's turn only. The tensors inside of a layer are found by the names that
+`transformers` gives its modules:
+
+    layer(hidden_states)                                            input
+      input_layernorm -> self_attn(h)                               attention input, attention output
+      x + ... -> post_attention_layernorm -> mlp(h)                 attention residual, feed-forward input and output
+                                                                    output
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from meshwright.errors import ConfigError
+from meshwright.hugging_face.folder import WeightsFolder
+from meshwright.hugging_face.names import read_block
+from meshwright.models.recording import EMBEDDING, FINAL_NORM, LOG_SUM_EXP, TOKEN_LOSS, TensorName
+from meshwright.sharding.params import named_leaves
+
+Named = tuple[TensorName, np.ndarray]
+
+_ATTENTION = ("self_attn", "attn", "attention", "linear_attn")
+_FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "moe")
+_OUTPUT_PROJECTION = ("o_proj", "c_proj", "out_proj", "dense")
+_NORM_BEFORE_MLP = ("pre_feedforward_layernorm", "post_attention_layernorm", "ln_2")
+
+
+def check_installed() -> None:
+    """Raises ConfigError where `torch` or `transformers` is not installed. Imports neither."""
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            "parity --against transformers",
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and the step is computed "
+            "by both programs",
+            "pip install 'meshwright[transformers]', or torch and transformers of your own in this environment",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformersSource:
+    """Source of the named tensors of one step, as `transformers` computes them; iterating takes the step."""
+
+    weights: WeightsFolder
+    documents: np.ndarray
+    """Tokens [documents, T + 1]. Each is a sequence of its own here, and a part of one sequence in Meshwright."""
+
+    def __iter__(self) -> Iterator[Named]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield from _Step(self).tensors()
+
+
+@dataclasses.dataclass
+class _Layer:
+    """A layer of the model of `transformers`, and what its last call had."""
+
+    module: Any
+    forward: Callable[..., Any]
+    """The layer's own forward pass."""
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    """Arguments of the call besides the hidden states."""
+    x: Any = None
+    """Hidden states that the call was given."""
+
+
+class _Step:
+    """One step of a model that `transformers` has loaded."""
+
+    def __init__(self, source: TransformersSource) -> None:
+        import torch
+        import transformers
+
+        self._torch: Any = torch
+        self._source = source
+        folder = source.weights.folder
+        transformers.utils.logging.disable_progress_bar()
+        config = transformers.AutoConfig.from_pretrained(folder.path)
+        model_class = getattr(transformers, config.architectures[0])
+        self._model = model_class.from_pretrained(
+            folder.path, dtype="auto", attn_implementation="eager"
+        ).eval()
+        model: Any = folder.model
+        self._spec = model.spec()
+        self._blocks = model.decoder.layers
+        modules = self._find_layers(len(self._spec.layers))
+        self._layers = [_Layer(module, module.forward) for module in modules]
+        inside = {id(p) for module in modules for p in module.parameters()}
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            if id(tensor) not in inside and tensor.is_floating_point():
+                tensor.data = tensor.data.float()
+
+    def _find_layers(self, count: int) -> Sequence[Any]:
+        """Returns the layers of the text model."""
+        for name, module in self._model.named_modules():
+            is_list = isinstance(module, self._torch.nn.ModuleList) and len(module) == count
+            if is_list and not any(part in name for part in ("vision", "visual", "audio")):
+                layers: Sequence[Any] = module
+                return layers
+        raise ConfigError(
+            f"parity of {self._source.weights.folder.path} against transformers",
+            f"{type(self._model).__name__} has no list of {count} layers",
+            "a release of transformers that computes this architecture",
+        )
+
+    def tensors(self) -> Iterator[Named]:
+        """Yields every tensor in the order of computation."""
+        torch = self._torch
+        recorded: list[Named] = []
+        for number, layer in enumerate(self._layers):
+            layer.module.forward = self._recording_forward(number, layer, recorded)
+        with torch.no_grad():
+            self._logits()
+        yield TensorName("forward", EMBEDDING), self._packed(self._layers[0].x)
+        yield from recorded
+        recorded.clear()
+        last = self._last
+        first, final, logits = self._outside(last)
+        lse = torch.logsumexp(logits, -1)
+        targets = torch.tensor(self._source.documents[:, 1:], dtype=torch.long)
+        losses = lse - logits.gather(-1, targets[..., None])[..., 0]
+        yield TensorName("forward", FINAL_NORM), self._packed(final)
+        yield TensorName("forward", LOG_SUM_EXP), self._packed(lse)
+        yield TensorName("forward", TOKEN_LOSS), self._packed(losses)
+        losses.mean().backward(retain_graph=True)
+        yield TensorName("backward", FINAL_NORM), self._packed(final.grad)
+        table = self._model.get_input_embeddings().weight
+        after = self._gradients(self._model, lambda p: p is not table)
+        yield from self._parameters(after, None)
+        g = last.grad
+        for number in reversed(range(len(self._layers))):
+            layer = self._layers[number]
+            yield TensorName("backward", "output", number), self._packed(g)
+            with self._in_float32(layer.module):
+                captured, g = self._differentiate(number, layer, g)
+                yield from captured
+                yield from self._parameters(self._gradients(layer.module, lambda p: True), number)
+        yield TensorName("backward", EMBEDDING), self._packed(g)
+        first.backward(g)
+        yield from self._parameters(self._gradients(self._model, lambda p: True), None, last=True)
+
+    def _logits(self) -> Any:
+        tokens = self._torch.tensor(self._source.documents[:, :-1], dtype=self._torch.long)
+        return self._model(tokens, use_cache=False).logits.float()
+
+    def _packed(self, x: Any) -> np.ndarray:
+        """Returns documents [documents, T, ...] as one sequence [1, documents T, ...]."""
+        array = x.detach().float().numpy()
+        tokens = self._source.documents[:, 1:].size
+        # Some feed-forward halves return all tokens in one dimension.
+        features = array.shape[1:] if len(array) == tokens else array.shape[2:]
+        return array.reshape(1, tokens, *features).copy()
+
+    # Forward pass of a layer.
+
+    def _recording_forward(
+        self, number: int, layer: _Layer, recorded: list[Named]
+    ) -> Callable[..., Any]:
+        """Returns a forward pass that keeps the layer's arguments, and records its tensors."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if args:
+                x, layer.arguments = args[0], (args[1:], kwargs)
+            else:
+                x = kwargs.pop("hidden_states")
+                layer.arguments = ((), kwargs)
+            layer.x = x
+            with self._in_float32(layer.module), self._captured(number, layer) as captured:
+                output = layer.forward(x, *layer.arguments[0], **layer.arguments[1])
+            recorded.extend(
+                (TensorName("forward", name, number), array)
+                for name, array in self._arrays(number, captured)
+            )
+            hidden = _hidden(output)
+            recorded.append((TensorName("forward", "output", number), self._packed(hidden)))
+            self._last = hidden.detach().clone().requires_grad_()
+            return output
+
+        return forward
+
+    def _arrays(self, number: int, captured: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields tensors of a layer in the order of computation, as Meshwright has their shapes."""
+        from meshwright.models.recording import LAYER_TENSORS
+
+        for name in LAYER_TENSORS:
+            if name not in captured:
+                continue
+            array = self._packed(captured[name])
+            attention = self._spec.layers[number].attention
+            if name == "attention heads" and attention is not None:
+                array = array.reshape(*array.shape[:2], -1, attention.value_size)
+            yield name, array
+
+    @contextlib.contextmanager
+    def _in_float32(self, module: Any) -> Iterator[None]:
+        """Gives a layer's parameters and buffers as float32, and afterwards their own type again."""
+        tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+        stored = [t.data for t in tensors]
+        for tensor in tensors:
+            tensor.data = tensor.data.float()
+        yield
+        for tensor, data in zip(tensors, stored, strict=True):
+            tensor.grad = None
+            tensor.data = data
+
+    @contextlib.contextmanager
+    def _captured(self, number: int, layer: _Layer) -> Iterator[dict[str, Any]]:
+        """Captures the tensors inside of a layer, by our names."""
+        block = self._blocks[number]
+        attention = _child(layer.module, _ATTENTION)
+        feed_forward = _child(layer.module, _FEED_FORWARD)
+        captured: dict[str, Any] = {"input": layer.x}
+        handles = list[Any]()
+
+        def before(module: Any, *names: str) -> None:
+            def hook(_: Any, args: Any, kwargs: Any) -> None:
+                x = args[0] if args else kwargs["hidden_states"]
+                captured.update(dict.fromkeys(names, x))
+
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+        def after(module: Any, name: str) -> None:
+            def hook(_: Any, args: Any, output: Any) -> None:
+                captured[name] = _hidden(output)
+
+            handles.append(module.register_forward_hook(hook))
+
+        residual = ["attention residual"] if block.norm_place == "after" else []
+        if attention is not None:
+            before(attention, "attention input")
+            projection = _child(attention, _OUTPUT_PROJECTION)
+            is_gated = getattr(block.attention, "gated", False)
+            is_attention = self._spec.layers[number].attention is not None
+            if projection is not None and is_attention and not is_gated:
+                before(projection, "attention heads")
+        if feed_forward is not None:
+            before(feed_forward, "feed-forward input", *residual)
+        if block.norm_place == "before":
+            if attention is not None:
+                after(attention, "attention output")
+            if feed_forward is not None:
+                after(feed_forward, "feed-forward output")
+        else:
+            for name, ours in (
+                ("post_attention_layernorm", "attention output"),
+                ("post_feedforward_layernorm", "feed-forward output"),
+            ):
+                norm = _child(layer.module, (name,))
+                if norm is not None:
+                    after(norm, ours)
+        norm = _child(layer.module, _NORM_BEFORE_MLP)
+        if norm is not None and not residual:
+            before(norm, "attention residual")
+        yield captured
+        for handle in handles:
+            handle.remove()
+
+    # Backward pass.
+
+    def _outside(self, last: Any) -> tuple[Any, Any, Any]:
+        """Computes what comes before and after the layers, with gradients.
+
+        last: output of the last layer. Returns the input of the first layer, the final norm, and the logits.
+        """
+        first: list[Any] = []
+        for number, layer in enumerate(self._layers):
+            layer.module.forward = self._skipping_forward(number, first, last)
+        final: list[Any] = []
+        head = self._model.get_output_embeddings()
+        handle = head.register_forward_pre_hook(lambda _, args: final.append(args[0]))
+        logits = self._logits()
+        handle.remove()
+        final[0].retain_grad()
+        return first[0], final[0], logits
+
+    def _skipping_forward(self, number: int, first: list[Any], last: Any) -> Callable[..., Any]:
+        """Returns a layer's forward pass that computes nothing: the last returns what it returned before."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            x = args[0] if args else kwargs["hidden_states"]
+            if number == 0:
+                first.append(x)
+            return last if number == len(self._layers) - 1 else x.detach()
+
+        return forward
+
+    def _differentiate(self, number: int, layer: _Layer, g: Any) -> tuple[list[Named], Any]:
+        """Runs a layer again and differentiates it; returns gradients inside of it, and that of its input."""
+        x = layer.x.detach().clone().requires_grad_()
+        layer.x = x
+        with self._captured(number, layer) as captured:
+            output = _hidden(layer.forward(x, *layer.arguments[0], **layer.arguments[1]))
+        for tensor in captured.values():
+            if tensor is not x:
+                tensor.retain_grad()
+        output.backward(g)
+        layer.x = None
+        inside = {n: t.grad for n, t in captured.items() if t.grad is not None}
+        if self._blocks[number].norm_place == "after":
+            # Each half reads the residual stream itself, whose gradient is that of all that reads it.
+            inside.pop("attention input", None)
+            inside.pop("feed-forward input", None)
+        named = [
+            (TensorName("backward", name, number), array)
+            for name, array in self._arrays(number, inside)
+        ]
+        return named[::-1], x.grad
+
+    def _gradients(self, module: Any, wanted: Callable[[Any], bool]) -> dict[str, Any]:
+        """Takes the gradients of a module's parameters, by their names in the model."""
+        members = {id(p) for p in module.parameters()}
+        found: dict[str, Any] = {}
+        for name, p in self._model.named_parameters():
+            if id(p) in members and p.grad is not None and wanted(p):
+                found[name] = p.grad
+                p.grad = None
+        return found
+
+    def _parameters(
+        self, gradients: dict[str, Any], layer: int | None, last: bool = False
+    ) -> Iterator[Named]:
+        """Yields gradients of parameters as Meshwright has them. last: whether these are the tables before the layers."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        weights = self._source.weights
+        stored: dict[str, np.ndarray] = {}
+        for name, gradient in revert_weight_conversion(self._model, gradients).items():
+            own = weights.prefix.name_in_text_model(name) if weights.prefix else name
+            if own is not None:
+                stored[own] = gradient.float().numpy()
+        found: dict[TensorName, np.ndarray] = {}
+        for path, p in named_leaves(weights.folder.model.params()).items():
+            stack, _, name = path.partition(".")
+            where = weights.stored[path]
+            index = [slice(0, size) for size in p.shape]
+            if layer is None:
+                key = TensorName("parameters", path)
+                is_outside = not where.layers and (key.row[0] == 0) == last
+                if not is_outside:
+                    continue
+            else:
+                if self._spec.layers[layer].stack != stack:
+                    continue
+                row = self._spec.layers_of(stack).index(layer)
+                index[0] = slice(row, row + 1)
+                key = TensorName("parameters", name, layer)
+            needed = {tensor for tensor, _, _ in where.blocks(p, tuple(index))}
+            if not needed <= stored.keys():
+                continue
+            block = read_block(p, where, tuple(index), stored.__getitem__, np.float32)
+            found[key] = block if layer is None else block[0]
+        for key in sorted(found, key=lambda key: (key.order, key)):
+            yield key, found[key]
+
+
+def _hidden(output: Any) -> Any:
+    """Returns the hidden states of what a module returns."""
+    return output[0] if isinstance(output, tuple | list) else output
+
+
+def _child(module: Any, names: Sequence[str]) -> Any:
+    """Returns the child of a module that has one of these names, or None."""
+    for name in names:
+        found = getattr(module, name, None)
+        if found is not None:
+            return found
+    return None
