@@ -23,6 +23,7 @@ from meshwright.formatting import Brief, first_of, format_count, shortened
 from meshwright.hugging_face.architectures import Architecture, architecture_of
 from meshwright.hugging_face.folder import (
     KEPT,
+    TOKENIZER_FILES,
     ModelFolder,
     OtherParts,
     TensorReader,
@@ -47,6 +48,12 @@ from meshwright.hugging_face.safetensors_files import (
 )
 from meshwright.hugging_face.text_models import TEXT_PREFIXES
 from meshwright.hugging_face.tokenizer_files import write_tokenizer
+from meshwright.hugging_face.torch_checkpoints import (
+    METADATA,
+    NamedTensor,
+    named_tensors,
+    read_metadata,
+)
 from meshwright.models.adapters import ADAPTERS, dequantise, targets_of
 from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.runs.run import Run
@@ -69,6 +76,8 @@ LARGEST_FILE = 5 * 10**9
 SUMS = "SHA256SUMS"
 """File of checksums, as `sha256sum --check` reads it."""
 _JOURNAL = "progress.json"
+LLAMA_NAME = "LlamaForCausalLM"
+"""Architecture whose names in torchtitan are known."""
 Say = Callable[[str], None]
 
 
@@ -166,8 +175,12 @@ class _Journal:
         for number, (path, p) in enumerate(params.items(), 1):
             if path not in self.done:
                 self._say(f"{number}/{self._total} {path} {list(unpadded_shape(p))}")
-                self.done[path] = convert_one(path, p)
-                self._write()
+                self.note(path, convert_one(path, p))
+
+    def note(self, name: str, record: Any) -> None:
+        """Notes that a part is done, and what is recorded of it."""
+        self.done[name] = record
+        self._write()
 
     def _write(self) -> None:
         write_atomically(self._file, json.dumps({"source": self._source, "done": self.done}))
@@ -339,6 +352,71 @@ def export_weights(
     return Conversion(
         out, architecture.name, _count(params), len(plan.tensors), dtype, journal.resumed, notes
     )
+
+
+def import_torch_checkpoint(
+    source: Path, out: Path, *, largest_file: int = LARGEST_FILE, say: Say = lambda line: None
+) -> Conversion:
+    """Converts a checkpoint of `torch.distributed.checkpoint` that torchtitan wrote into the Hugging Face folder `out`.
+
+    source: folder with `.metadata`, and with the config.json of its model, a Llama. The weights keep their type. Memory is
+    bounded by the largest chunk. Raises WeightsError for anything missing, unknown or damaged, ConfigError where `out`
+    exists.
+    """
+    folder = read_model(str(source.absolute()))
+    if folder.architecture.name != LLAMA_NAME:
+        raise WeightsError(
+            f"converting {source}",
+            f"its config.json is of {folder.architecture.name}, and names of {LLAMA_NAME} are known alone",
+            "a Hugging Face folder, written by the program that saved it",
+        )
+    llama: Any = folder.model
+    tensors, notes = named_tensors(source, read_metadata(source), llama.heads, llama.kv_heads)
+    described = {name: (found.tensor.code, found.tensor.shape) for name, found in tensors.items()}
+    sizes = {name: tensor_bytes(code, shape) for name, (code, shape) in described.items()}
+    plan = _FilePlan(described, split_into_files(sizes, largest_file))
+
+    journal = _Journal(out, _identity_of_chunks(source, tensors, plan), len(tensors), say)
+    files = plan.open(journal.folder)
+    if len(plan.groups) > 1:
+        _write_json(journal.folder / INDEX, plan.index())
+    for name in ("config.json", "generation_config.json", *TOKENIZER_FILES):
+        if (source / name).is_file():
+            check_inside(source, [source / name])
+            make_folder(journal.folder, *Path(name).parts[:-1])
+            copy_file(source / name, journal.folder / name)
+    # Headers and sizes are written, so that names and shapes are compared with the model before a weight is read.
+    try:
+        weights = open_folder(str(journal.folder.absolute()))
+    except WeightsError as error:
+        raise WeightsError(f"converting {source}", error.truth, error.fix) from error
+
+    for number, (name, found) in enumerate(tensors.items(), 1):
+        if name in journal.done:
+            continue
+        say(f"{number}/{len(tensors)} {name} {list(found.tensor.shape)}")
+        target = files[name].tensor(name)
+        for block, values in found.blocks():
+            target[block] = values
+        files[name].release()
+        journal.note(name, True)
+    lines = [
+        f"{sha256_of(file)}  {file.name}\n" for file in sorted(journal.folder.glob("*.safetensors"))
+    ]
+    write_text(journal.folder / SUMS, "".join(lines))
+    journal.commit()
+    count = _count(weights.params)
+    return Conversion(
+        out, folder.architecture.name, count, len(tensors), weights.dtype, journal.resumed, notes
+    )
+
+
+def _identity_of_chunks(source: Path, tensors: Mapping[str, NamedTensor], plan: "_FilePlan") -> Any:
+    """Returns what identifies a conversion: the checkpoint's files, and the groups of tensors that are written."""
+    files = {chunk.file.resolve() for found in tensors.values() for chunk in found.tensor.chunks}
+    files |= {source.resolve() / METADATA, source.resolve() / "config.json"}
+    states = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(files)]
+    return ["from torch", states, plan.groups]
 
 
 def _dtype_at_rest(run: Run) -> str:

@@ -387,6 +387,6 @@ def open_megatron(path: Path, tokenizer: Tokenizer) -> TokenFile:
 
 def _refusal(prefix: Path, error: OSError | ValueError) -> DataError:
     """Returns the error of a dataset that cannot be read."""
-    truth = reason_of(error) if isinstance(error, OSError) else str(error)
+    truth = reason_of(error)
     fix = f"a copy of {prefix.name}{INDEX} and {prefix.name}{TOKENS} as Megatron's preprocess_data.py wrote them"
     return DataError(f"Megatron dataset {prefix}", truth, fix)

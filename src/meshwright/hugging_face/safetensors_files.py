@@ -333,6 +333,12 @@ def find_files(folder: Path) -> dict[str, Path]:
             f"it has {shards[0]}, and no {INDEX}, the list of what is in which file",
             f"{INDEX} of the same model: hf download OWNER/MODEL {INDEX} --local-dir {folder}",
         )
+    if (folder / ".metadata").is_file():
+        raise WeightsError(
+            f"weights in {folder}",
+            "it is a checkpoint of torch.distributed.checkpoint, and has no .safetensors file",
+            f"hf:OUT, written by `meshwright convert {folder} OUT`",
+        )
     pickled = sorted(
         p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt")
     )
