@@ -13,7 +13,7 @@ always an outlier, and one that is zero where it was not before.
 import numpy as np
 
 WINDOW = 100
-FEWEST = 30
+FEWEST = 50
 SPREADS = 12.0
 FACTOR = 4.0
 _REFRESHED = 5
