@@ -60,6 +60,18 @@ own, so that a set means the same on both."""
 NOT_WINDOWED = "xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000"
 """Switches XLA's windowed einsum off. It acts on programs that XLA partitions, as MaxText's; ours has none."""
 
+FUSED = "fused attention in blocks of 2048"
+_SPLASH_BLOCKS = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute")
+ATTENTION: dict[str, tuple[str, ...]] = {
+    "": (),
+    FUSED: (
+        "sa_use_fused_bwd_kernel=true",
+        *(f"sa_block_{name}=2048" for name in _SPLASH_BLOCKS),
+    ),
+}
+"""MaxText's attention: what it takes when nothing is said, and that of all its tuned configurations for v6e
+(`benchmarks/maxtext_trillium_model_configs.py`)."""
+
 _HOST = ("decoder_layer_input", "out_proj", "query_proj", "key_proj", "value_proj")
 REMAT: dict[str, dict[str, tuple[str, ...]]] = {
     "maxtext": {
@@ -130,6 +142,8 @@ class Setting:
     """Type of our sums of gradients over chips; empty is the default. MaxText's programs sum in bfloat16."""
     microbatches: int = 1
     """MaxText's `gradient_accumulation_steps`; ours chooses its own when nothing is said."""
+    attention: str = ""
+    """A name in ATTENTION, of MaxText's kernels; ours chooses its own."""
 
     def slug(self) -> str:
         """Returns a file name."""
@@ -158,8 +172,14 @@ class Setting:
         )
 
     def _more(self) -> tuple[str, ...]:
-        sums = (f"{self.reduce_dtype} sums",) if self.reduce_dtype else ()
-        return (*sums, f"{self.microbatches} microbatches") if self.microbatches > 1 else sums
+        words = []
+        if self.reduce_dtype:
+            words.append(f"{self.reduce_dtype} sums")
+        if self.microbatches > 1:
+            words.append(f"{self.microbatches} microbatches")
+        if self.attention:
+            words.append(self.attention)
+        return tuple(words)
 
 
 SHIPPED = Setting(None)
@@ -196,10 +216,23 @@ def microbatch_settings(case: Case) -> Iterator[Setting]:
                     yield Setting(remat, options, windowed=False, microbatches=count)
 
 
+def attention_settings(case: Case) -> Iterator[Setting]:
+    """Lists MaxText's settings with its fused attention: the policies that save most, and its recipes' offloading."""
+    if case.chip != "v6e":
+        return
+    for setting in microbatch_settings(case):
+        if setting.options == ALL:
+            yield dataclasses.replace(setting, attention=FUSED)
+    for remat in ("save_qkv_proj", "save_out_proj", "full", "custom, five offloaded"):
+        yield Setting(remat, ALL, windowed=False, attention=FUSED)
+
+
 def all_settings(side: str, case: Case) -> Iterator[Setting]:
     """Lists every remat policy with every set of options, after what the side does when nothing is said."""
     yield SHIPPED
-    yield from microbatch_settings(case) if side == "maxtext" else ()
+    if side == "maxtext":
+        yield from microbatch_settings(case)
+        yield from attention_settings(case)
     for remat in REMAT[side]:
         for options in OPTION_SETS[case.chip]:
             if side == "ours" or (remat, options) != ("full", NO_OPTIONS):
@@ -222,7 +255,7 @@ def arguments(side: str, case: Case, setting: Setting) -> list[str]:
         words = [
             f"compile_topology={case.maxtext_target}", f"model_name={case.maxtext_model}",
             f"per_device_batch_size={each}", f"max_target_length={case.seq}",
-            f"ici_fsdp_parallelism={case.chips}", *case.maxtext_more, *remat,
+            f"ici_fsdp_parallelism={case.chips}", *case.maxtext_more, *remat, *ATTENTION[setting.attention],
         ]  # fmt: skip
         words += (
             [f"gradient_accumulation_steps={setting.microbatches}"]

@@ -5,7 +5,12 @@ from typing import Any
 
 from peer_cases import CASES
 
+from meshwright.hardware.targets import parse_target
+from meshwright.planner.records import SAME_SIZE, read_records
+
 BEGIN, END = "<!-- tables: bench/peers.py -->\n", "<!-- end of the tables -->\n"
+
+RECORDS = "Our step as shipped beside what was measured, by one count of FLOPs (`planner/data/records.json`):"
 
 Row = dict[str, Any]
 
@@ -78,6 +83,32 @@ def comparison(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def above_records(rows: list[Row]) -> str:
+    """Returns the predicted MFU of our step as shipped beside the highest that were measured, as Markdown."""
+    lines = [
+        "| case | predicted MFU, two readings | highest measured on the chip | of models of this size |",
+        "|---|---|---|---|",
+    ]
+    for name, case in CASES.items():
+        ours = best_of(
+            [r for r in rows if (r["case"], r["side"], r["remat"]) == (name, "ours", None)]
+        )
+        if ours is None:
+            continue
+        chip = parse_target(case.target).chip
+        per_token = ours["theory"]["model"] * case.chips / (case.batch * case.seq)
+        measured = [r for r in read_records() if r.family == chip.family and not r.below_bfloat16]
+        of_size = [r for r in measured if 1 / SAME_SIZE < r.flops_per_token / per_token < SAME_SIZE]
+        found = []
+        for reading in ("census", "second"):
+            mfu = ours["theory"]["model"] / ours[reading]["seconds"] / chip.flops_bf16
+            mark = "above" if mfu > measured[0].mfu else "below"
+            found.append(f"{mfu:.1%} ({mark})")
+        nearest = str(of_size[0]) if of_size else "no run published"
+        lines.append(f"| {case.summary()} | {', '.join(found)} | {measured[0]} | {nearest} |")
+    return "\n".join(lines) + "\n"
+
+
 def evidence(rows: list[Row]) -> str:
     """Returns every program that was compiled, with what a reader needs to doubt its time."""
     lines = [
@@ -101,7 +132,8 @@ def evidence(rows: list[Row]) -> str:
 def fill(page: str, rows: list[Row]) -> str:
     """Returns the page with its table made again."""
     before, rest = page.split(BEGIN)
-    return before + BEGIN + "\n" + comparison(rows) + "\n" + END + rest.split(END)[1]
+    tables = f"\n{comparison(rows)}\n{RECORDS}\n\n{above_records(rows)}\n"
+    return before + BEGIN + tables + END + rest.split(END)[1]
 
 
 def _times(row: Row) -> str:

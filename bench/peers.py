@@ -11,6 +11,7 @@ meshwright's census and by `second_reading.py`, and writes results/peers.json an
 - `options`: every set of compiler options with remat `full`;
 - `remat`: every other remat policy with the best of those options (by the census; `compile` reads as it goes);
 - `microbatches`: MaxText's policies that save more, with its gradients accumulated over two and four microbatches;
+- `attention`: MaxText on v6e with the fused attention of its own recipes for that chip;
 - `all`: every policy with every set of options. `--only` picks from it, and from the others.
 
 MaxText runs in an environment of its own (README.md). Nothing runs on a TPU.
@@ -184,6 +185,7 @@ def read(side: str, name: str, setting: Setting, cache: Cache) -> dict[str, Any]
         "side": side, "case": name, "setting": setting.summary(), "arguments": facts["arguments"],
         "remat": setting.remat, "options": setting.options, "windowed": setting.windowed,
         "reduce_dtype": setting.reduce_dtype, "microbatches": setting.microbatches,
+        "attention": setting.attention,
         "source": folder.parts[-3] if side == "ours" else None,
     }  # fmt: skip
     if "error" in facts:
@@ -252,6 +254,8 @@ def compile_stage(given: argparse.Namespace) -> None:
                 if given.side == "maxtext"
                 else [SHIPPED]
             )
+        elif given.stage == "attention":
+            settings = list(peer_cases.attention_settings(CASES[name]))
         elif given.stage == "all":
             settings = list(peer_cases.all_settings(given.side, CASES[name]))
         else:
@@ -311,7 +315,9 @@ def main() -> None:
     compiling.set_defaults(do=compile_stage)
     compiling.add_argument("side", choices=("maxtext", "ours"))
     compiling.add_argument(
-        "--stage", choices=("shipped", "options", "remat", "microbatches", "all"), required=True
+        "--stage",
+        choices=("shipped", "options", "remat", "microbatches", "attention", "all"),
+        required=True,
     )
     compiling.add_argument(
         "--only", action="append", help="settings whose file name has this in it"

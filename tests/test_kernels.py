@@ -185,7 +185,7 @@ def test_auto_chooses_by_platform_shapes_and_dtype() -> None:
         assert choose("auto", platform).name == name
     for chip, name in (
         ("v5p", "splash"),
-        ("v6e", "splash"),
+        ("v6e", "splash_fused"),
         ("tpu7x", "splash_fused"),
         (None, "splash"),
     ):

@@ -347,7 +347,7 @@ CHIP = {
     "nodes": {"link_bandwidth": 4e11, "devices_per_node": 8},
     "efficiency": {
         "matmul": 0.7, "grouped_matmul": 0.7, "attention": 0.4, "hbm": 0.8, "links": 0.8, "network": 0.8,
-        "overlap": 0.5, "tensor_overlap": 0.5, "options_gain": 1.1, "tile": 128,
+        "overlap": 0.5, "tensor_overlap": 0.5, "tile": 128,
     },
 }  # fmt: skip
 TORUS = {key: value for key, value in CHIP.items() if key != "nodes"} | {

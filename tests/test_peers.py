@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -226,7 +227,16 @@ def _row(side: str, remat: str | None, seconds: float) -> dict[str, object]:
     return {
         "case": "7b", "side": side, "setting": remat or "as shipped", "remat": remat, "census": read, "second": read,
         "flops": 1e12, "flops_ratio": 1.3, "peak": 2**30, "heap": 2**30, "above_floor": True, "compile_seconds": 60.0,
+        "theory": {"model": 7e14},
     }  # fmt: skip
+
+
+def test_the_page_has_the_tables_of_the_results_and_the_records_of_now(bench) -> None:
+    """Each of our predictions stands beside the highest measured MFU, and says whether it is above."""
+    page = (BENCH.parent / "docs" / "peers.md").read_text(encoding="utf-8")
+    rows = json.loads((BENCH / "results" / "peers.json").read_text(encoding="utf-8"))
+    assert bench("peer_tables").fill(page, rows) == page
+    assert "llama2-70b" in page and "87.6% (above)" in page
 
 
 def test_a_ratio_stands_beside_both_settings(bench) -> None:

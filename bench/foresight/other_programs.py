@@ -14,7 +14,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from meshwright.hardware.targets import Target
-from meshwright.planner.attention import AttentionKernel
+from meshwright.planner.attention import AttentionKernel, rates_of_bundles
 from meshwright.planner.compute import Computation
 from meshwright.planner.estimate import Estimate, StepModel, estimate
 from meshwright.planner.memory_model import SavedInputs, StepMemory, sharded_elements
@@ -36,7 +36,11 @@ class Software:
 
     name: str
     kernel: AttentionKernel
-    """Attention on GPUs; on TPUs all programs have splash."""
+    """Attention on GPUs; on TPUs programs have splash unless `own_kernel_on_tpu`."""
+    own_kernel_on_tpu: bool = False
+    """Whether `kernel` runs on TPUs too."""
+    attention_again: bool = False
+    """Whether the backward pass runs the forward kernel of attention again whatever the remat policy keeps."""
     launch: float = 4e-6
     """Seconds between two kernels that a GPU's host can launch: 3.8 us in a row of short ones (NVIDIA, "Getting Started
     with CUDA Graphs"); about 10 us where an interpreter dispatches each (an assumption)."""
@@ -106,9 +110,16 @@ class OtherComputation(Computation):
     @functools.cached_property
     def kernel(self) -> AttentionKernel:
         """Kernel of attention."""
-        if self.on_gpu:
+        if self.on_gpu or self.program.own_kernel_on_tpu:
             return self.program.kernel
-        return AttentionKernel(self.settled.kernels.backward)
+        rates = rates_of_bundles(self.settled)
+        return AttentionKernel(self.settled.kernels.backward, flops_per_second=rates)
+
+    def _attention_passes(self, name: str) -> float:
+        """Returns how often a pass computes attention, in forward passes of it."""
+        if name == "recomputation" and self.program.attention_again:
+            return 1.0
+        return super()._attention_passes(name)
 
     @functools.cached_property
     def low(self) -> LowPrecision | None:

@@ -74,8 +74,6 @@ _VIRTUAL_STAGES = {"Nemotron4 340B": 12, "Llama 3 405B": 8}
 """Virtual stages where a row does not say. Each of Meta's 126 layers is a part (arXiv:2407.21783, section 3.3.2)."""
 _OFFLOADED = {("LLAMA3_70B", "GB200", "FSDP64"): 40 / 80}
 """Megatron-Bridge, scripts/performance/configs/llama, `cpu_offloading_num_layers` of the layers."""
-_VMEM = ("training/v5p/Llama3.1-405B-MaxText/", "training/v5p/Llama4-Scout-17B-16E-Maxtext/")
-"""Recipes on v5p that give matmuls more VMEM (`MaxText/benchmarks`, 96 and 80 MiB), as the chip's options here do."""
 # Bytes/s per GPU between nodes, where a row's machine has another network than its chip's in hardware/chips.py.
 _NETWORKS = (
     # A3 High (h100-80gb-8): four interfaces of 200 Gbit/s for eight GPUs; NCCL reached 83 GB/s, and 318 on A3 Mega.
@@ -220,7 +218,7 @@ def read_row(row: dict[str, str]) -> Row:
         reduce_dtype="bfloat16" if reduces_in_16_bits(row) else "float32",
         # Megatron keeps parameters in 16 bits; its optimizer has the float32 ones.
         param_dtype="bfloat16" if software.name.startswith("Megatron") else "float32",
-        compiler_options=("auto",) if row["path_or_url"].startswith(_VMEM) else (), **options
+        **options
     )  # fmt: skip
     placed = place(row, model, mesh, training)
     if isinstance(software.kernel, FusedKernel):
@@ -275,6 +273,12 @@ def software_of(row: dict[str, str]) -> Software:
     if row["system"] == "torchtitan" and "TP" in row["mesh_or_parallelism"]:
         # loss_parallel holds four arrays in float32: logits less their maximum, exponentials, gradient, their product.
         software = dataclasses.replace(software, logit_bytes=8)
+    if row["system"].startswith("MaxText") and "query/key/value_proj" in row["remat"].replace(
+        "q,k,v", "query/key/value_proj"
+    ):
+        # Its recipes for v6e offload what surrounds attention, not its output: 36 layers of 2 x 9.41 + 13.87 ms of splash
+        # are the 1.175 s of a profile (v6e-kernels.csv, k034).
+        software = dataclasses.replace(software, attention_again=True)
     # Without AsyncTP, PyTorch's collectives of tensor parallelism are whole.
     whole = row["system"] == "torchtitan" and "AsyncTP" not in row["mesh_or_parallelism"]
     return dataclasses.replace(software, tensor_overlap=0.0) if whole else software

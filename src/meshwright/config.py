@@ -210,10 +210,11 @@ class Training(Ranged, part="training"):
     grouped_matmul: Annotated[str, changes("program", "evaluation"), TRANSFORMERS_ONLY] = "auto"
     """Grouped matmul of dropless experts: auto (triton on NVIDIA GPUs, else ragged_dot), ragged_dot (XLA's), triton, or
     module:attribute of a `GroupedMatmul`. One named here is used or refused, never replaced."""
-    attention_block: Annotated[_BlockSize, changes("program", "evaluation"), TRANSFORMERS_ONLY] = (
-        512
-    )
-    """Largest block of queries and keys in the TPU's attention kernel; a multiple of 128."""
+    attention_block: Annotated[
+        _BlockSize | None, changes("program", "evaluation"), TRANSFORMERS_ONLY
+    ] = None
+    """Largest block of queries and keys in the TPU's attention kernel; a multiple of 128. None: the blocks that take the
+    least time by the bundles of the kernel where they are known (v6e), 512 on other chips."""
     deterministic: Annotated[bool, changes("program", "evaluation")] = False
     """Same bits in every run, on NVIDIA GPUs too: by XLA's deterministic kernels, chosen without timing them, gradients
     of embeddings summed in order, and NCCL_ALGO=Ring. CPUs and TPUs have the same bits anyway."""

@@ -12,6 +12,7 @@ bandwidth are an upper bound. GPU programs have no estimates: FLOPs and bytes ar
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -52,6 +53,7 @@ from xlacensus.interconnect import (
     route,
     span_of_group,
 )
+from xlacensus.kernel_bundles import kernel_of, kernel_seconds, pairs_of_fraction
 
 _FREE = re.compile(
     "parameter|constant|get-tuple-element|tuple|bitcast|after-all|partition-id|replica-id|opt-barrier|add-dependency"
@@ -123,11 +125,30 @@ class CostModel:
             computed_flops(work, instruction, self.skipped),
         )
         if work.kind == "attention":
-            return Cost("attention", max(flops / (peak * self.efficiency.attention), memory))
+            seconds = self._bundle_seconds(instruction, flops / work.flops)
+            if seconds is None:
+                seconds = flops / (peak * self.efficiency.attention)
+            return Cost("attention", max(seconds, memory))
         reached = self.efficiency.matmul * (
             self.efficiency.grouped_matmul if work.kind == "grouped matmul" else 1.0
         )
         return Cost("matmul" if flops else "memory", max(flops / (peak * reached), memory))
+
+    def _bundle_seconds(self, instruction: Instruction, visible: float) -> float | None:
+        """Returns the seconds of an attention kernel by its bundles; None where they are not known.
+
+        visible: fraction of the pairs of a query and a key that are visible.
+        """
+        bundles = kernel_of(instruction, self.chip.name)
+        if bundles is None or self.chip.clock_hz is None:
+            return None
+        operands = (a for a in instruction.operand_arrays if a.dtype == "bf16" and len(a.dims) > 2)
+        queries, keys = itertools.islice(operands, 2)
+        heads = queries.elements / (queries.dims[-2] * queries.dims[-1])
+        tokens = queries.dims[-2]
+        length = keys.dims[-2]
+        pairs = pairs_of_fraction(visible, tokens // bundles.q, length // bundles.kv)
+        return heads * kernel_seconds(bundles, self.chip.clock_hz, tokens, length, pairs)
 
 
 def peak_flops(chip: Chip, rate: Rate) -> float:

@@ -40,7 +40,7 @@ class Torus(chips.Torus):
 class Efficiency:
     """Achieved fractions of a chip's peaks in a training step.
 
-    All are from 0 to 1 except the gain.
+    All are from 0 to 1.
     How much of it a train step uses is in planner/physics.py.
     """
 
@@ -65,9 +65,6 @@ class Efficiency:
     tensor_overlap: float
     """Fraction overlapped with compute, of the communication over `tensor`, which is pipelined with
     the matmul before or after it."""
-    options_gain: float = 1.0
-    """Rate of a large matmul with `Chip.compiler_options` over `matmul`, that of most published
-    programs."""
     tile: int = 128
     """Rows and columns of one matrix-unit tile, or of a step of a GPU's matmul along K (a size, not
     a fraction)."""
@@ -372,5 +369,5 @@ _WHOLE = {
     "tile": 128,
 }
 """Figures that are whole numbers, each with an example."""
-_FRACTIONS = {field.name for field in dataclasses.fields(Efficiency)} - {"options_gain", "tile"}
+_FRACTIONS = {field.name for field in dataclasses.fields(Efficiency)} - {"tile"}
 _MAY_BE_ZERO = {"multiprocessors", "overlap", "tensor_overlap"}

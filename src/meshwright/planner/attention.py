@@ -27,6 +27,9 @@ class AttentionKernel:
     """Whether its backward pass reads the scores of the forward pass, which some remat policies compute again."""
     speed: float = 1.0
     """Its rate over `rate`."""
+    flops_per_second: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Rate of the forward and of the backward pass where its bundles are known, instead of `rate`; both of the products
+    that causal attention needs."""
 
 
 def attention_kernel(settled: Settled, physics: Physics) -> AttentionKernel:
@@ -36,8 +39,29 @@ def attention_kernel(settled: Settled, physics: Physics) -> AttentionKernel:
         return AttentionKernel(backward=0.0)
     backward = settled.kernels.backward
     if not attention or settled.kernels.fused:
-        return AttentionKernel(backward)
+        return AttentionKernel(backward, flops_per_second=rates_of_bundles(settled))
     return AttentionKernel(backward, score_bytes=_score_bytes(settled, physics))
+
+
+def rates_of_bundles(settled: Settled) -> dict[str, float]:
+    """Returns the rates of a kernel whose seconds are known by its bundles, by pass; empty for all others.
+
+        rate of a pass = FLOPs of its products in one head of one chunk / seconds of that head
+
+    A recomputation runs the forward kernel.
+    """
+    kernels = settled.kernels
+    attention = settled.layout.spec.attention
+    if kernels.head_seconds is None:
+        return {}
+    tokens = kernels.tokens
+    forward = sum(a.flops(tokens) * tokens / a.heads for a in attention) / len(attention)
+    forward_seconds, backward_seconds = kernels.head_seconds
+    return {
+        "forward": forward / forward_seconds,
+        "recomputation": forward / forward_seconds,
+        "backward": kernels.backward * forward / backward_seconds,
+    }
 
 
 def visited_positions(attention: AttentionSpec, seq: int, block: int) -> float:

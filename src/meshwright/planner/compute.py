@@ -325,12 +325,16 @@ class Computation:
     def _attention_seconds(self, name: str) -> tuple[float, float]:
         """Returns the seconds of attention by its FLOPs, and by the scores that pass through HBM."""
         passes = self._attention_passes(name)
-        fraction: float = getattr(self.target.efficiency, self.kernel.rate)
-        rate = self.target.chip.flops_bf16 * self.kernel.speed * fraction
+        rate = self.kernel.flops_per_second.get(name)
+        if rate is None:
+            fraction: float = getattr(self.target.efficiency, self.kernel.rate)
+            rate = self.target.chip.flops_bf16 * self.kernel.speed * fraction
         scores = 0.0
         if passes:
             scores = self.work.scores * self.kernel.score_bytes.get(name, 0) / self.bandwidth
-        return passes * self.work.attention / rate, scores * self._elementwise_factor
+        if self.on_gpu:
+            scores *= self._elementwise_factor
+        return passes * self.work.attention / rate, scores
 
     def _attention_passes(self, name: str) -> float:
         """Returns how often a pass computes attention, in forward passes of it."""
@@ -344,7 +348,9 @@ class Computation:
     @functools.cached_property
     def _elementwise_factor(self) -> float:
         """HBM traffic of elementwise kernels over what is counted."""
-        return self.physics.gpu_elementwise if self.on_gpu else 1.0
+        if self.on_gpu:
+            return self.physics.gpu_elementwise
+        return self.physics.tpu_elementwise
 
     def _elementwise_bytes(self, name: str) -> float:
         """Returns the HBM bytes that a pass moves besides matmuls and scores."""

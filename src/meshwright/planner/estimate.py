@@ -19,7 +19,6 @@ from typing import Any
 from meshwright.config import Remat, StageSaves, Training
 from meshwright.formatting import format_bytes
 from meshwright.hardware.interconnect import AxisMapping, machine_of_target
-from meshwright.hardware.machine import AUTO
 from meshwright.hardware.targets import Target
 from meshwright.models.flops import training_flops_per_token
 from meshwright.models.quantisation import check_precision
@@ -342,11 +341,8 @@ class _StepEstimate:
     @functools.cached_property
     def computation(self) -> Computation:
         """Computation of a microbatch."""
-        target = self.target
-        if AUTO in self.placed.run.training.compiler_options:
-            target = _with_options(target)
         return self.step.computation(
-            self.settled, self.work, self.recomputed, target, physics=self.step.physics
+            self.settled, self.work, self.recomputed, self.target, physics=self.step.physics
         )
 
     @functools.cached_property
@@ -490,13 +486,3 @@ def _seconds_by_bound(seconds: PassSeconds) -> dict[str, float]:
         SCORES: seconds.scores,
         ELEMENTWISE: seconds.elementwise,
     }
-
-
-@functools.lru_cache
-def _with_options(target: Target) -> Target:
-    """Returns the target with the rate of matmuls that the chip's compiler options reach."""
-    plain = target.efficiency
-    faster = dataclasses.replace(
-        plain, matmul=min(1.0, plain.matmul * plain.options_gain), options_gain=1.0
-    )
-    return dataclasses.replace(target, given_efficiency=faster)

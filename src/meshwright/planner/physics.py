@@ -36,6 +36,9 @@ class Physics:
     gpu_elementwise: float = 1.1
     """HBM traffic of elementwise kernels on GPUs over the copies counted above. Fitted with the published steps of
     MaxText, which the same compiler writes (bench/foresight/fit.py)."""
+    tpu_elementwise: float = 1.5
+    """HBM traffic of loop fusions and relayouts on TPUs over the copies counted above: that of the fastest step of
+    Llama 3 8B on v6e by its profile; 1.1 in MaxText's, 2 at the median of seven (bench/foresight/kinds.py)."""
     sorting_copies: Mapping[str, float] = dataclasses.field(
         default_factory=lambda: {"forward": 6, "recomputation": 3, "backward": 10}
     )

@@ -65,6 +65,8 @@ class AttentionShapes:
     remat: str
     chip: str | None = None
     """Name in `chips.CHIPS`, if it is known."""
+    windows: tuple[int | None, ...] = (None,)
+    """Keys that a query of each layer sees, itself included; None is all before it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +95,14 @@ class Kernels:
     backward: float = 2.5
     """Matrix products of the backward pass over those of the forward pass: five for two, the scores again included."""
     note: str = ""
-    """Why "auto" did not take the platform's own kernel."""
+    """Its blocks, where they were chosen, or why "auto" did not take the platform's own kernel."""
+    for_shapes: Callable[[AttentionShapes], "Kernels | None"] = lambda shapes: None
+    """Returns the kernel with the blocks that are fastest for some shapes; None where they are not known."""
+    head_seconds: tuple[float, float] | None = None
+    """Seconds of one head of one sequence in the forward and in the backward pass, a mean over the layers, where the
+    blocks were chosen by them."""
+    tokens: int = 0
+    """Tokens of the chunk that `head_seconds` are of."""
 
     @property
     def summary(self) -> str:
@@ -185,7 +194,7 @@ def as_self_attention(attend: CrossAttention) -> SelfAttention:
     return self_attention
 
 
-def reference_kernels(block: int) -> Kernels:
+def reference_kernels(block: int | None) -> Kernels:
     """Returns the reference; it has no blocks."""
 
     def unsupported(shapes: AttentionShapes) -> str | None:

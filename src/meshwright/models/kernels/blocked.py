@@ -281,7 +281,7 @@ blocked_chunks = ChunkAttention(_forward, _backward, _with_softcap)
 """Blocked attention between two chunks."""
 
 
-def blocked_kernels(block: int) -> Kernels:
+def blocked_kernels(block: int | None) -> Kernels:
     """Returns blocked attention, which chooses its blocks itself."""
     return Kernels(
         "blocked",

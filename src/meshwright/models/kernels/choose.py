@@ -26,14 +26,18 @@ if TYPE_CHECKING:
 
 
 # What "auto" tries, by `jax.Device.platform`, best first; "blocked" supports everything. The fused backward kernel is
-# slower than two on v5p and faster on tpu7x (public MaxText recipes, measured on both; docs/log.md).
+# slower than two on v5p and faster on tpu7x (public MaxText recipes, measured on both), and takes 0.70 of their time on
+# v6e by the kernels' bundles, each with its best blocks; whole steps of others gain 4.6 % (v6e-steps.csv; docs/log.md).
 AUTO: dict[str, tuple[str, ...]] = {
     "cpu": ("reference",),
     "tpu": ("splash",),
     "gpu": ("cudnn",),
     "cuda": ("cudnn",),
 }
-AUTO_BY_CHIP: dict[str, tuple[str, ...]] = {"tpu7x": ("splash_fused",)}
+AUTO_BY_CHIP: dict[str, tuple[str, ...]] = {
+    "tpu7x": ("splash_fused",),
+    "v6e": ("splash_fused",),
+}
 
 
 def kernels_of(
@@ -49,6 +53,7 @@ def kernels_of(
         dtype=training.compute_dtype,
         sequence=sequence,
         needs=frozenset[str]().union(*(a.features for a in spec.attention)),
+        windows=tuple(a.chunk or a.window for a in spec.attention) or (None,),
     )
 
 
@@ -56,18 +61,20 @@ def choose_kernels(
     name: str,
     machine: Machine,
     *,
-    block: int,
+    block: int | None,
     remat: str,
     head_sizes: tuple[int, ...],
     dtype: str,
     sequence: SequenceSplit,
     needs: frozenset[str] = frozenset(),
+    windows: tuple[int | None, ...] = (None,),
 ) -> Kernels:
     """Chooses the attention kernel of a run, before anything is traced.
 
     name: "auto", an attention kernel of `plugins.PARTS`, or a `Kernels` named as `module:attribute`.  block: largest
     block of queries and keys, for kernels that take one.  remat: remat policy.  head_sizes: of the layers.  dtype:
     compute dtype.  sequence: split over `context`.  needs: rows of `FEATURES` that some layer has.
+    windows: keys that a query of each layer sees; None is all before it.
 
     The result's `name` is the attention that runs: "ring of splash" where keys go around a ring. Raises ConfigError
     where the named kernel does not support the run, or would not be used.
@@ -80,6 +87,7 @@ def choose_kernels(
         dtype,
         remat,
         machine.chip_name,
+        windows,
     )
     refusal = functools.partial(
         _refusal, shapes=shapes, needs=needs, sequence=sequence, installed=machine.installed
@@ -87,7 +95,7 @@ def choose_kernels(
     if name == "auto":
         kernels = _first_supported(_auto_names(machine), block, refusal)
         if kernels is not None:
-            return _named_by_strategy(kernels, sequence)
+            return _named_by_strategy(kernels.for_shapes(shapes) or kernels, sequence)
 
     kernels = resolve("attention kernel", name)
     if name in PARTS["attention kernel"]:
@@ -100,7 +108,7 @@ def choose_kernels(
             reason,
             "--training.attention-kernel auto, or change what it lacks",
         )
-    return _named_by_strategy(kernels, sequence)
+    return _named_by_strategy(kernels.for_shapes(shapes) or kernels, sequence)
 
 
 def _chunk_of(sequence: SequenceSplit) -> int:
@@ -117,7 +125,7 @@ def _auto_names(machine: Machine) -> tuple[str, ...]:
 
 
 def _first_supported(
-    names: tuple[str, ...], block: int, refusal: Callable[[Kernels], str | None]
+    names: tuple[str, ...], block: int | None, refusal: Callable[[Kernels], str | None]
 ) -> Kernels | None:
     """Returns the first kernel that is not refused, with a note why those before it were; None if all were."""
     reasons: list[str] = []
@@ -176,7 +184,7 @@ def _named_by_strategy(kernels: Kernels, sequence: SequenceSplit) -> Kernels:
 
 
 @functools.cache
-def _built_in(name: str, block: int) -> Kernels:
+def _built_in(name: str, block: int | None) -> Kernels:
     return resolve("attention kernel", name)(block)
 
 

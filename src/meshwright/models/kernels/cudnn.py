@@ -277,7 +277,7 @@ cudnn_chunks = ChunkAttention(_forward, _backward)
 """cuDNN's attention between two chunks."""
 
 
-def cudnn_kernels(block: int) -> Kernels:
+def cudnn_kernels(block: int | None) -> Kernels:
     """Returns cuDNN's attention, which chooses its blocks itself.
 
     Sinks need only its output and log-sum-exp (kernels/chunks.py); it has no function of the scores.

@@ -5,11 +5,13 @@ It must be called inside a `shard_map` that is manual over every axis, with `che
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from meshwright.hardware.chips import CHIPS, Chip
 from meshwright.models.kernels.attention import AttentionShapes, Kernels
 from meshwright.models.kernels.chunks import (
     ChunkAttention,
@@ -20,9 +22,18 @@ from meshwright.models.kernels.chunks import (
     Result,
     self_attention_of,
 )
+from xlacensus.kernel_bundles import (
+    KernelBlocks,
+    causal_pairs,
+    find_bundles,
+    kernel_seconds,
+    read_bundles,
+)
 
 LANES = 128
 """Lanes of the TPU's vector unit: sequences and blocks are multiples of it."""
+DEFAULT_BLOCK = 512
+"""Largest block where the bundles of a chip's kernels are not known."""
 HEAD_MULTIPLE = 64
 """Heads are multiples of it; those of 64 take the registers and HBM of heads of 128."""
 
@@ -31,28 +42,47 @@ HEAD_MULTIPLE = 64
 class _Options:
     """Options of splash attention (see `splash_chunks`)."""
 
-    block: int
+    block: int | None
     backward_kernels: int
     interpret: Any
+    best: "BestBlocks | None"
     softcap: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class BestBlocks:
+    """Blocks that are fastest by the bundles of the chip's kernels, for chunks of one length."""
+
+    tokens: int
+    """Queries and keys of a chunk."""
+    forward: KernelBlocks
+    backward: KernelBlocks
+    forward_seconds: float
+    """Seconds of one head of one sequence, a mean over the layers."""
+    backward_seconds: float
 
 
 @functools.lru_cache(maxsize=32)
 def splash_chunks(
-    block: int, backward_kernels: int, interpret: Any, softcap: float | None = None
+    block: int | None,
+    backward_kernels: int,
+    interpret: Any,
+    best: BestBlocks | None = None,
+    softcap: float | None = None,
 ) -> ChunkAttention:
     """Returns splash attention between two chunks, with a static mask for each kind of pair; hidden blocks are skipped.
 
     Chunks are multiples of LANES (`_unsupported` checks).  block: largest block of queries and of keys.
     backward_kernels: 2 compute the gradients of the queries apart from those of keys and values, each from its own
     scores: seven matrix products. 1 computes all from the same scores with five, and writes the queries' gradient once
-    per block of keys.  interpret: runs the Pallas kernel in interpret mode on a CPU.
+    per block of keys.  interpret: runs the Pallas kernel in interpret mode on a CPU.  best: blocks for chunks of its length,
+    instead of `block`.
     """
-    options = _Options(block, backward_kernels, interpret, softcap)
+    options = _Options(block, backward_kernels, interpret, best, softcap)
     return ChunkAttention(
         functools.partial(_forward, options),
         functools.partial(_backward, options),
-        functools.partial(splash_chunks, block, backward_kernels, interpret),
+        functools.partial(splash_chunks, block, backward_kernels, interpret, best),
     )
 
 
@@ -174,12 +204,19 @@ def _make_kernel(options: _Options, T: int, N: int, S: int, mask: ChunkMask) -> 
     else:
         visible = masks.LocalMask((T, S), (mask.window - 1, 0), mask.distance)
 
-    q = block_size(T, options.block)
-    kv = block_size(S, options.block)
-    backward: dict[str, Any] = {"use_fused_bwd_kernel": True}
+    forward, backward = _blocks(options, T, S)
+    fused: dict[str, Any] = {"use_fused_bwd_kernel": True}
     if options.backward_kernels == 2:
-        backward = {"block_q_dq": q, "block_kv_dq": kv}
-    blocks = splash.BlockSizes(block_q=q, block_kv=kv, block_q_dkv=q, block_kv_dkv=kv, **backward)
+        fused = {"block_q_dq": backward.q, "block_kv_dq": backward.kv}
+    blocks = splash.BlockSizes(
+        block_q=forward.q,
+        block_kv=forward.kv,
+        block_kv_compute=forward.kv_compute,
+        block_q_dkv=backward.q,
+        block_kv_dkv=backward.kv,
+        block_kv_dkv_compute=backward.kv_compute,
+        **fused,
+    )
 
     # The kernel's block tables are constants of the program, even while a caller is being traced.
     with jax.ensure_compile_time_eval():
@@ -194,9 +231,26 @@ def _make_kernel(options: _Options, T: int, N: int, S: int, mask: ChunkMask) -> 
         )
 
 
-def splash_kernels(block: int, backward_kernels: int = 2, interpret: Any = False) -> Kernels:
-    """Returns splash attention with blocks of at most `block` queries and keys. Options: see `splash_chunks`."""
-    chunks = splash_chunks(block, backward_kernels, interpret)
+def _blocks(options: _Options, T: int, S: int) -> tuple[KernelBlocks, KernelBlocks]:
+    """Returns the blocks of the forward and the backward kernel."""
+    best = options.best
+    if best is not None and T == S == best.tokens:
+        return best.forward, best.backward
+    largest = options.block or DEFAULT_BLOCK
+    q = block_size(T, largest)
+    kv = block_size(S, largest)
+    square = KernelBlocks(q, kv, kv)
+    return square, square
+
+
+def splash_kernels(
+    block: int | None,
+    backward_kernels: int = 2,
+    interpret: Any = False,
+    best: BestBlocks | None = None,
+) -> Kernels:
+    """Returns splash attention with blocks of at most `block` tokens, None the fastest (`splash_chunks`)."""
+    chunks = splash_chunks(block, backward_kernels, interpret, best)
     name = "splash_fused"
     # Matrix products over the two of the forward pass.
     backward = 5 / 2
@@ -210,11 +264,93 @@ def splash_kernels(block: int, backward_kernels: int = 2, interpret: Any = False
         chunk_attention=chunks,
         features=frozenset({"softcap", "sinks"}),
         backward=backward,
+        for_shapes=functools.partial(_with_best_blocks, block, backward_kernels, interpret),
     )
 
 
 splash_fused_kernels = functools.partial(splash_kernels, backward_kernels=1)
 """Splash attention whose backward pass is one kernel."""
+
+
+def _with_best_blocks(
+    block: int | None, backward_kernels: int, interpret: Any, shapes: AttentionShapes
+) -> Kernels | None:
+    """Returns splash attention with the fastest known blocks; None where the chip's bundles are not known."""
+    best = best_blocks(block, backward_kernels, shapes)
+    if best is None:
+        return None
+    kernels = splash_kernels(block, backward_kernels, interpret, best)
+    return dataclasses.replace(
+        kernels,
+        note=f"blocks {best.forward}, backward {best.backward}",
+        head_seconds=(best.forward_seconds, best.backward_seconds),
+        tokens=best.tokens,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def best_blocks(
+    block: int | None, backward_kernels: int, shapes: AttentionShapes
+) -> BestBlocks | None:
+    """Returns the blocks of at most `block` that take a layer the least time by the bundles of the chip's kernels.
+
+    seconds of a pass = sum over its kernels of `kernel_seconds`, at the mean over the windows of the layers
+
+    The fused backward kernel writes the gradient of the queries once per block of keys; they are read again and summed.
+    None where the bundles are not known, or the layers have heads of several sizes.
+    """
+    chip = CHIPS.get(shapes.chip or "")
+    if chip is None or chip.clock_hz is None or len(shapes.head_sizes) != 1:
+        return None
+    price = functools.partial(_seconds_of_blocks, chip, shapes)
+    forward = _fastest(block, shapes, price, ("fwd",))
+    names = ("fused",) if backward_kernels == 1 else ("dq", "dkv")
+    backward = _fastest(block, shapes, price, names)
+    if forward is None or backward is None:
+        return None
+    return BestBlocks(shapes.chunk, forward[1], backward[1], forward[0], backward[0])
+
+
+def _fastest(
+    block: int | None,
+    shapes: AttentionShapes,
+    price: Callable[[tuple[str, ...], KernelBlocks], float | None],
+    kernels: tuple[str, ...],
+) -> tuple[float, KernelBlocks] | None:
+    """Returns the least seconds of a pass and its blocks, of the blocks that divide a chunk; None if none is known."""
+    found = []
+    for blocks in sorted({row.blocks for row in read_bundles()}, key=str):
+        if block is not None and max(blocks.q, blocks.kv) > block:
+            continue
+        if shapes.chunk % blocks.q or shapes.chunk % blocks.kv:
+            continue
+        seconds = price(kernels, blocks)
+        if seconds is not None:
+            found.append((seconds, blocks))
+    return min(found, key=lambda pair: pair[0], default=None)
+
+
+def _seconds_of_blocks(
+    chip: Chip, shapes: AttentionShapes, kernels: tuple[str, ...], blocks: KernelBlocks
+) -> float | None:
+    """Returns the seconds of one head in some kernels, a mean over the layers; None if one is not known."""
+    assert chip.clock_hz is not None
+    head_size = shapes.head_sizes[0]
+    tokens = shapes.chunk
+    seconds = 0.0
+    for kernel in kernels:
+        bundles = find_bundles(chip.name, kernel, head_size, blocks)
+        if bundles is None:
+            return None
+        for window in shapes.windows:
+            pairs = causal_pairs(tokens, blocks.q, blocks.kv, window)
+            taken = kernel_seconds(bundles, chip.clock_hz, tokens, tokens, pairs)
+            seconds += taken / len(shapes.windows)
+        if kernel == "fused":
+            copies = tokens // blocks.kv + 1
+            moved = copies * tokens * head_size * jnp.dtype(shapes.dtype).itemsize
+            seconds += moved / (chip.hbm_bandwidth * chip.efficiency.hbm)
+    return seconds
 
 
 def _unsupported(shapes: AttentionShapes) -> str | None:
