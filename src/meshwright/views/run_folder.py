@@ -141,7 +141,7 @@ class RunFolder:
         """Line `began` of the activity that is under way; empty where none is."""
         self.longest: dict[str, float] = {}
         """Longest seconds of each kind of activity."""
-        self.seconds_of: collections.Counter[str] = collections.Counter()
+        self.seconds_of = collections.defaultdict[str, float](float)
         """Seconds of all activities of each kind."""
         self.first_time: float | None = None
         """Time (Unix seconds) at which the first thing that has an event began."""
