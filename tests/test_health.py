@@ -236,7 +236,9 @@ def test_the_page_marks_the_first_outlier() -> None:
     assert f"step {10 * (FEWEST + 20)}: gradient norm of blocks.query of layer 1" in str(text)
     data = picture.data  # type: ignore[attr-defined]
     assert data["rows"] == ["layer 0", "layer 1", "embed"]
-    assert data["first"]["row"] == 1 and data["steps"][data["first"]["column"]] == 10 * (FEWEST + 20)
+    assert data["first"]["row"] == 1 and data["steps"][data["first"]["column"]] == 10 * (
+        FEWEST + 20
+    )
 
 
 def test_a_run_writes_health_and_its_page_shows_it(tmp_path: Path) -> None:
