@@ -35,7 +35,7 @@ from meshwright.step.train_step import CompiledTrainStep
 from meshwright.trainer.first_tensor import Alarm, First, Watch, name_first
 from meshwright.trainer.silent import odd_replicas, shard_sums
 
-WARM = 150
+WARM = 120
 AFTER = 15
 VOCAB = 50
 STEPS = 500
@@ -121,6 +121,7 @@ class Runner:
         for number in range(1, WARM + 1):
             state, alarm = self.advance(state, self.batch(number), number, watch)
             assert alarm is None, alarm
+        print(f"{self.place.family} {self.place.mesh}: warm", flush=True)
         self.kept = jax.device_get(state)
         self.watch = watch
 

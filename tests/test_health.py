@@ -233,10 +233,12 @@ def test_the_page_marks_the_first_outlier() -> None:
         history.steps.append(10 * step)
         history.values.append(values)
     text, picture = health_blocks(history)
-    assert "step 500: gradient norm of blocks.query of layer 1" in str(text)
+    assert f"step {10 * (FEWEST + 20)}: gradient norm of blocks.query of layer 1" in str(text)
     data = picture.data  # type: ignore[attr-defined]
     assert data["rows"] == ["layer 0", "layer 1", "embed"]
-    assert data["first"]["row"] == 1 and data["steps"][data["first"]["column"]] == 500
+    assert data["first"]["row"] == 1 and data["steps"][data["first"]["column"]] == 10 * (
+        FEWEST + 20
+    )
 
 
 def test_a_run_writes_health_and_its_page_shows_it(tmp_path: Path) -> None:

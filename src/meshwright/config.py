@@ -218,9 +218,7 @@ class Training(Ranged, part="training"):
     deterministic: Annotated[bool, changes("program", "evaluation")] = False
     """Same bits in every run, on NVIDIA GPUs too: by XLA's deterministic kernels, chosen without timing them, gradients
     of embeddings summed in order, and NCCL_ALGO=Ring. CPUs and TPUs have the same bits anyway."""
-    compiler_options: Annotated[tuple[str, ...], changes("program", "evaluation", "plan")] = (
-        "auto",
-    )
+    compiler_options: Annotated[tuple[str, ...], changes("program", "evaluation")] = ("auto",)
     """XLA compiler options for accelerators, each NAME=VALUE; `auto`: the chip's (hardware/chips.toml)."""
     unroll: Annotated[PositiveInt, changes("program", "evaluation"), TRANSFORMERS_ONLY] = 1
     """Layers per iteration of the loop over layers."""

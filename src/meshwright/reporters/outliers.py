@@ -3,9 +3,9 @@
 For each number x of a step, with the same number in the last `WINDOW` steps:
 
     m = median of ln x,   s = 1.4826 * median of |ln x - m|      (a normal deviation, of which half may be outliers)
-    x is an outlier where |ln x - m| > max(SPREADS * s, ln factor)
+    x is an outlier where |ln x - m| > max(spreads * s, ln factor)
 
-The factor is `FACTOR`, or less for numbers that change little from step to step. Logarithms make a fall of a norm as
+They are `SPREADS` and `FACTOR`, or less for numbers that change little from step to step. Logarithms make a fall of a norm as
 visible as its growth. The median and the spread of `FEWEST` steps at least are needed. A number that is not finite is
 always an outlier, and one that is zero where it was not before.
 """
@@ -13,8 +13,8 @@ always an outlier, and one that is zero where it was not before.
 import numpy as np
 
 WINDOW = 100
-FEWEST = 30
-SPREADS = 16.0
+FEWEST = 50
+SPREADS = 12.0
 FACTOR = 4.0
 _REFRESHED = 5
 """Steps after which median and spread are computed again."""
@@ -25,8 +25,11 @@ _LOG_OF_ZERO = -200.0
 class Baseline:
     """History of the numbers of steps, in logarithms."""
 
-    def __init__(self, factors: np.ndarray | float = FACTOR) -> None:
-        """factors: of each number, or of all."""
+    def __init__(
+        self, factors: np.ndarray | float = FACTOR, spreads: np.ndarray | float = SPREADS
+    ) -> None:
+        """factors, spreads: of each number, or of all."""
+        self._spreads = spreads
         self._least = np.log(factors)
         self._rows = np.zeros((0, 0))
         self._count = 0
@@ -42,7 +45,7 @@ class Baseline:
         found = np.zeros(values.shape)
         if self._count >= FEWEST and values.size == self._median.size:
             logs = _logs(values)
-            limit = np.maximum(SPREADS * self._spread, self._least)
+            limit = np.maximum(self._spreads * self._spread, self._least)
             found = (logs - self._median) / limit
             # What was zero before has no history.
             found[self._median == _LOG_OF_ZERO] = 0.0

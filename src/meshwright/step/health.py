@@ -180,22 +180,34 @@ def _over_mesh(device_run: DeviceRun, local: Callable[..., Any], *trees: Tree) -
     )(*trees)
 
 
-# h = (sum over tokens i of (id + 1) (i m | 1) mod 2^32) / 2^8, an integer below 2^24: exact in float32.
+# h = (sum over tokens i of mix((id + 1) m1 + i m2) mod 2^32) / 2^8, an integer below 2^24: exact in
+# float32. Without `mix` (the finalizer of MurmurHash3) the sum would be a linear function of the
+# ids, of which many batches have the same.
 def batch_checksums(device_run: DeviceRun, ids_BT: jax.Array) -> jax.Array:
-    """Returns this device's addends of the hashes of each part of the batch, [2, parts]. ids_BT: complete sequences."""
+    """Returns this device's addends of the hashes of each part of the batch, [2, parts].
+
+    ids_BT: complete sequences.
+    """
     parts = device_run.layout.shape.over(BATCH_AXES)
     others = tuple(axis for axis in AXES if axis not in BATCH_AXES)
     counts = axis_index(others) == 0
     ids = ids_BT.reshape(-1).astype(jnp.uint32) + 1
     positions = lax.iota(jnp.uint32, ids.shape[0])
     hashes = []
-    for multiplier in (2654435761, 40503):
-        mixed = ids * (positions * jnp.uint32(multiplier) | jnp.uint32(1))
+    for multiplier in (2654435761, 2246822519):
+        mixed = _mix(ids * jnp.uint32(multiplier) + positions * jnp.uint32(3266489917))
         hashes.append((mixed.sum(dtype=jnp.uint32) >> 8).astype(jnp.float32))
     own = jnp.where(counts, jnp.stack(hashes), 0.0)
     return lax.dynamic_update_slice_in_dim(
         jnp.zeros((2, parts)), own[:, None], axis_index(BATCH_AXES), 1
     )
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """Returns the bits of whole numbers, mixed."""
+    x = (x ^ (x >> 16)) * jnp.uint32(2246822507)
+    x = (x ^ (x >> 13)) * jnp.uint32(3266489909)
+    return x ^ (x >> 16)
 
 
 def layer_sums(device_run: DeviceRun, health: dict[str, Aux]) -> dict[str, Aux]:
@@ -326,8 +338,8 @@ def _square(p: Param, x: jax.Array) -> jax.Array:
     return jnp.square(x.astype(jnp.float32))
 
 
-# The sum of the bits of all elements as whole numbers, modulo 2^32, over every device that has them: exact, the same in any
-# order, and another one if any bit of any copy is another.
+# The sum of the mixed bits of all elements as whole numbers, modulo 2^32, over every device that has
+# them: exact, the same in any order, and another one if any bit of any copy is another.
 def sums_of_bits(device_run: DeviceRun, params: Tree, state: Any) -> jax.Array:
     """Returns a sum for each row of each trained parameter, and for each array of the optimizer's state, uint32."""
     arrays = _arrays_of(state)
@@ -359,10 +371,10 @@ def sums_of_bits(device_run: DeviceRun, params: Tree, state: Any) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Returns the bits of each element as a whole number."""
+    """Returns the bits of each element as a whole number, mixed: twice a number is one bit more in each element."""
     size = x.dtype.itemsize
     whole = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[size]
-    return lax.bitcast_convert_type(x, whole).astype(jnp.uint32)
+    return _mix(lax.bitcast_convert_type(x, whole).astype(jnp.uint32))
 
 
 def _arrays_of(state: Any) -> list[Any]:

@@ -25,7 +25,7 @@ import numpy as np
 from meshwright.hardware.agreement import choose_together
 from meshwright.models.recording import Piece, Recorder, TensorName
 from meshwright.reporters.health import HealthRecord, Series
-from meshwright.reporters.outliers import FACTOR, Baseline
+from meshwright.reporters.outliers import FACTOR, SPREADS, Baseline
 from meshwright.sharding.params import named_leaves
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.health import (
@@ -41,6 +41,7 @@ from meshwright.step.health import (
 )
 from meshwright.step.recorded_step import Recording, build_recorder
 
+_LOSS_SPREADS = 8.0
 _LOSS_FACTOR = 1.25
 """Least factor of a loss over its median that is beyond its history."""
 VALUES = "values"
@@ -109,7 +110,7 @@ class Watch:
         """Returns the alarm of a step, if it is bad, and takes it into the history."""
         values = np.concatenate([[self._jump(loss), norm], record.values])
         if self._baseline is None:
-            self._baseline = Baseline(_factors(record))
+            self._baseline = Baseline(_factors(record), _spreads(record))
         before, self._before = self._before, record if finite else None
         if not finite or not np.isfinite(values).all():
             wrong = ~np.isfinite(record.values)
@@ -199,6 +200,11 @@ def _changed(before: HealthRecord | None, record: HealthRecord) -> tuple[Suspect
 def _factors(record: HealthRecord) -> np.ndarray:
     """Returns the least factor of each number that is beyond its history: of the loss, of norms, of figures."""
     return np.concatenate([[_LOSS_FACTOR, FACTOR], np.full(record.values.size, FACTOR)])
+
+
+def _spreads(record: HealthRecord) -> np.ndarray:
+    """Returns the least deviation of each number that is beyond its history, in spreads."""
+    return np.concatenate([[_LOSS_SPREADS, SPREADS], np.full(record.values.size, SPREADS)])
 
 
 def _judged(record: HealthRecord) -> np.ndarray:
