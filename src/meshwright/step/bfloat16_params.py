@@ -4,8 +4,8 @@ A step changes a bfloat16 parameter (`param_dtype`) by about the learning rate. 
 than half the distance between two neighbouring bfloat16 numbers for every weight above 0.016, so
 rounding to the nearest would leave those weights where they are.
 
-- `master` keeps the other 16 bits of a float32 master weight in the optimizer state: 2 + 2 bytes,
-  as many as a float32 parameter has, of which only the 2 of the parameter are gathered.
+- `master` keeps the difference of a float32 master weight to its parameter, which is the nearest
+  bfloat16 number, in 16 bits of the optimizer state: 2 + 2 bytes, as many as a float32 parameter has, of which only the 2 of the parameter are gathered.
 - `stochastic` keeps nothing and rounds up with the probability of the remainder (Gupta et al. 2015,
   arXiv:1502.02551).
 
@@ -26,7 +26,7 @@ from meshwright.step.state import UpdateRule
 
 
 class MasterState(NamedTuple):
-    """Optimizer state with float32 master weights, whose upper bits are the parameters."""
+    """Optimizer state with float32 master weights, of which the parameters are the nearest bfloat16 numbers."""
 
     low_bits: Tree
     """What is missing from a parameter to its master weight, in units of the master's last bit;
@@ -60,7 +60,7 @@ class _Masters:
     def update(
         self, grads: Tree, state: MasterState, params: Tree, step: jax.Array
     ) -> tuple[Tree, MasterState]:
-        """Returns the upper bits of the updated master weights, and a state with the others."""
+        """Returns the updated master weights in bfloat16, and a state with their differences to that."""
         masters = jax.tree.map(join_float32, params, state.low_bits)
         updates, inner = self.rule.update(grads, state.inner, masters)
         treedef: Any

@@ -133,7 +133,13 @@ def initial_arrays(device_run: "DeviceRun") -> tuple[Tree, tuple[Tree, ...]]:
     return device_run.run.model.initial_arrays(device_run, _draw_params)
 
 
+# A model may bring four functions of its own: `gradients`, `initial_arrays`, `abstract_batch`,
+# `local_model`. Each gets the one of this room that a model made of layers calls, and a wrapped
+# model does not.
+
+
 def _draw_params(model: Model, device_run: "DeviceRun") -> tuple[Tree, tuple[Tree, ...]]:
+    """Draws the parameters of a model made of layers; it has no variables."""
     training, where = device_run.run.training, device_run.abstract.shardings.params
     return init_params(
         device_run.layout.params, where, seed=training.seed, dtype=training.param_dtype
@@ -155,7 +161,7 @@ def _abstract_tokens(model: Model, device_run: "DeviceRun") -> Batch:
 
 
 def param_specs(placements: Tree, which: str) -> Tree:
-    """Returns the same tree of PartitionSpecs; `which` is a field of `Placements`."""
+    """Returns the PartitionSpecs of a tree of placements. which: field of `Placements`."""
     return jax.tree.map(
         lambda p: to_spec(getattr(p, which)),
         placements,
@@ -170,6 +176,7 @@ def local_model_of(settled: Settled) -> LocalModel:
 
 
 def _local_model_by_layers(model: Model, settled: Settled) -> LocalModel:
+    """Returns the forward pass of a model made of layers."""
     execution = execution_of(settled)
     return LocalModel(model, settled.run.training, settled.layout.stages, execution)
 

@@ -46,6 +46,7 @@ def build_gradients(device_run: DeviceRun) -> Callable[..., tuple[Tree, Metrics,
 def _gradients_by_layers(
     model: Model, device_run: DeviceRun
 ) -> Callable[..., tuple[Tree, Metrics, Any]]:
+    """Returns the gradients of a model made of layers, as `build_gradients` does."""
     run = device_run.run
 
     def gradients(

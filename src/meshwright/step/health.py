@@ -123,10 +123,10 @@ def _is_rounded(device_run: DeviceRun, p: Param) -> bool:
 def _row_sums(device_run: DeviceRun, p: Param, placed: Placements, x: jax.Array) -> jax.Array:
     """Returns this device's addends of the sums of each layer of x, [layers]; [1] for a parameter without layers."""
     shape = device_run.layout.shape
-    holders = shape.over(axes_of(placed.optimizer)) / shape.size
+    fraction = shape.over(axes_of(placed.optimizer)) / shape.size  # 1 / devices that hold the part
     if not _is_stacked(p):
-        return x.sum()[None] * holders
-    sums = x.sum(tuple(range(1, x.ndim))) * holders
+        return x.sum()[None] * fraction
+    sums = x.sum(tuple(range(1, x.ndim))) * fraction
     return rows_to_layers(p, _in_all_rows(sums, placed.optimizer[0], p.shape[0]))
 
 
@@ -299,7 +299,8 @@ def with_tensor_figures(
     states: of the optimizer around the update.
     """
     health: Any = metrics[HEALTH]
-    figures = tensor_figures(device_run, health[GRADIENT], before, after)
+    squares = health[GRADIENT]  # `tensor_figures` returns their roots under the same name
+    figures = tensor_figures(device_run, squares, before, after)
     sums = [
         sums_of_bits(device_run, params, state)
         for params, state in zip((before, after), states, strict=True)

@@ -18,9 +18,10 @@ from meshwright.step.optimizers import decays
 def adafactor(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
     """Returns Adafactor (arXiv:1804.04235) of every layer. params: descriptions.
 
-    Row and column means, and clipping by a root mean square of 1, go over one layer of a stack,
-    never over all of them: the numbers are those of `optax.adafactor` applied to the layers one by
-    one.
+    Row and column means, and clipping by a root mean square of 1, go over one layer [...] of a
+    stack, never over the stack [L, ...]: as `optax.scale_by_factored_rms` and `clip_by_block_rms`
+    layer by layer. Unlike `optax.adafactor`, updates are not scaled by the parameter's root mean
+    square, and weight decay is multiplied by the rate.
     """
     one_layer = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
     by_layer = _ByLayer(one_layer)
@@ -94,7 +95,7 @@ def muon(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
 
 
 def _decays_with_adamw(p: Param) -> Any:
-    """Returns whether AdamW decays a parameter, for those that it updates."""
+    """Returns whether AdamW decays a parameter; a MaskedNode for one that Muon updates."""
     return optax.MaskedNode() if orthogonalised(p) else p.init == "normal"
 
 

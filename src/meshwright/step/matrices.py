@@ -1,4 +1,4 @@
-"""Optimizers of unsharded matrices: a device gets some layers in full and updates them.
+"""Optimizers that need whole matrices: a device gets some layers in full and updates them.
 
 A parameter of L layers is sharded like its optimizer state. Each of the n devices that share its
 layers owns L / n of them: one all-to-all per sharded dimension brings the next n layers together, a
@@ -52,20 +52,21 @@ class Owners:
         return block.shape[0] * math.prod(self.of(split))
 
     def fetch(self, x: jax.Array, placement: Placement) -> jax.Array:
-        """Returns the full layers [k, ...] of this device, from local blocks of all [n k, ...].
+        """Returns the full layers [k, ...] of this device, from local blocks of all [u k, ...].
 
+        u: product of the owners' axes that do not shard dimension 0 already (`unsplit`).
         placement: of x. Layers that it splits by owner already stay where they are, and of replicas
-        each device takes its own layers. Sends v(n-1)/n for each sharded dimension, for v bytes of
-        the result.
+        each device takes its own layers. Sends v(n-1)/n for each dimension sharded over n devices,
+        for v bytes of the result.
         """
-        lead = list(self.unsplit(placement))
-        x = x.reshape(*self.of(tuple(lead)), -1, *x.shape[1:])
+        lead = list(self.unsplit(placement))  # mesh axes, with one leading dimension each
+        x = x.reshape(*self.of(tuple(lead)), -1, *x.shape[1:])  # [*lead, k, *local]
         replicated = tuple(axis for axis in lead if axis not in axes_of(placement))
-        if replicated:
-            x, lead = _merge_in_front(x, lead, replicated)
-            x = local_shard(x, replicated, 0)[0]
-        for dim, axes in _sharded(placement, lead):
-            x, lead = _merge_in_front(x, lead, axes)
+        if replicated:  # nothing is sent
+            x, lead = _merge_in_front(x, lead, replicated)  # [replicas, *lead, k, *local]
+            x = local_shard(x, replicated, 0)[0]  # [*lead, k, *local]
+        for dim, axes in _sharded(placement, lead):  # each makes dimension `dim` full
+            x, lead = _merge_in_front(x, lead, axes)  # [shards, *lead, k, ...]
             x = all_to_all(x, axes, 0, 1 + len(lead) + dim)[0]
         return x
 

@@ -2,9 +2,10 @@
 
 The rule of optax is in layer_rules.py. Update of a matrix [rows, columns] (K. Jordan 2024,
 kellerjordan.github.io/posts/muon), with the scale of Moonlight (Liu et al. 2025, arXiv:2502.16982,
-section 2.2), by which updates are as large as AdamW's:
+section 2.2), by which updates are as large as AdamW's. In update t = 1, 2, ...:
 
-    m = beta m + (1 - beta) g;  o = newton_schulz(beta m + (1 - beta) g)
+    m = beta m + (1 - beta) g
+    o = newton_schulz(beta m / (1 - beta^(t+1)) + (1 - beta) g / (1 - beta^t))
     w -= learning rate (0.2 sqrt(max(rows, columns)) o + weight decay w)
 
 Matrices are the weights of the layers' matmuls, each expert's its own, and each head's unless the
@@ -61,24 +62,29 @@ def orthogonalised(p: Param) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Matrices of one parameter on the devices that share them."""
+    """One parameter as entries of matrices, on the devices that share them.
+
+    An entry is one layer, or one expert of one layer. It is one matrix, or one for each head.
+    """
 
     path: str
     owners: Owners
     placement: Placement
-    """Placement of [layers and experts, ...]."""
+    """Placement of [entries, ...]."""
     shape: tuple[int, ...]
-    """Local sizes of [layers and experts, ...]; each expert counts as a layer."""
+    """Local sizes of [entries, dimensions of an entry ...], a head's dimension included."""
     head: int | None
     """Dimension of `shape` that counts heads, each a matrix; None if heads are not separate."""
     contract: int
-    """Dimensions of a matrix's rows, without that of heads."""
+    """How many dimensions of an entry, that of its heads not counted, are the matrix's rows."""
     rows: int
+    """Rows of a matrix over all devices, unlike `shape`."""
     columns: int
+    """Columns of a matrix over all devices."""
 
     @property
-    def heads(self) -> int:
-        """Matrices of a row of `shape`."""
+    def matrices_per_entry(self) -> int:
+        """Matrices of an entry."""
         return 1 if self.head is None else self.shape[self.head]
 
     @property
@@ -87,21 +93,21 @@ class Stack:
         return self.rows * self.columns
 
     @property
-    def rows_owned(self) -> int:
-        """Rows of `shape` that each device owns."""
+    def entries_owned(self) -> int:
+        """Entries that each device owns."""
         return self.shape[0] // self.owners.count
 
     @property
-    def each(self) -> int:
-        """Rows that each device owns in a round."""
-        limit = max(1, _IN_A_ROUND // (self.elements * self.heads))
-        largest = min(limit, self.rows_owned)
-        divisors = [d for d in range(1, largest + 1) if self.rows_owned % d == 0]
+    def entries_per_round(self) -> int:
+        """Entries that each device takes in a round."""
+        limit = max(1, _IN_A_ROUND // (self.elements * self.matrices_per_entry))
+        largest = min(limit, self.entries_owned)
+        divisors = [d for d in range(1, largest + 1) if self.entries_owned % d == 0]
         return max(divisors, default=1)
 
     @property
     def remaining(self) -> int:
-        """Rows that the devices do not divide."""
+        """Entries that the devices do not divide."""
         return self.shape[0] % self.owners.count
 
     @functools.cached_property
@@ -209,10 +215,10 @@ class MuonPlan:
         """Returns the collectives of an update: of all matrices to their owners and back."""
         found: list[Exchange] = []
         for s in self.stacks:
-            if s.rows_owned:
+            if s.entries_owned:
                 dims = tuple(range(1, len(s.shape)))
-                elements = float(s.elements * s.heads * s.each)
-                found += s.exchanges(elements, s.rows_owned / s.each, dims, dims)
+                elements = float(s.elements * s.matrices_per_entry * s.entries_per_round)
+                found += s.exchanges(elements, s.entries_owned / s.entries_per_round, dims, dims)
         for rest in self.rests:
             found += rest.exchanges()
         return found
@@ -220,7 +226,11 @@ class MuonPlan:
     def temporaries(self) -> tuple[float, float]:
         """Returns the elements that an update copies, and those of the largest round."""
         copied = sum(float(math.prod(s.shape)) for s in self.stacks)
-        rounds = [s.elements * s.heads * s.each for s in self.stacks if s.rows_owned]
+        rounds = [
+            s.elements * s.matrices_per_entry * s.entries_per_round
+            for s in self.stacks
+            if s.entries_owned
+        ]
         for rest in self.rests:
             s = rest.members[0]
             # Every device has the full square of a split matrix.
@@ -233,8 +243,8 @@ class MuonPlan:
         even = 0.0
         for s in self.stacks:
             matrix = newton_schulz_flops(s.rows, s.columns)
-            done += s.rows_owned * s.heads * matrix
-            even += s.shape[0] * s.heads * matrix / s.owners.count
+            done += s.entries_owned * s.matrices_per_entry * matrix
+            even += s.shape[0] * s.matrices_per_entry * matrix / s.owners.count
         for rest in self.rests:
             s = rest.members[0]
             matrices = rest.rounds + rest.split / s.owners.count
@@ -267,8 +277,8 @@ def plan_muon(params: Tree, placements: Tree, mesh: MeshShape, heads: MuonHeads)
 def _rest(members: list[Stack]) -> Rest:
     """Divides the matrices that remain: each device gets as many, or all split the last."""
     n = members[0].owners.count
-    count = sum(stack.remaining * stack.heads for stack in members)
-    total = sum(stack.shape[0] * stack.heads for stack in members)
+    count = sum(stack.remaining * stack.matrices_per_entry for stack in members)
+    total = sum(stack.shape[0] * stack.matrices_per_entry for stack in members)
     remaining = tuple(stack for stack in members if stack.remaining)
     if (-count % n) <= _PADDING * total:
         return Rest(remaining, math.ceil(count / n), 0)
@@ -332,11 +342,13 @@ def _orthogonalise_blocks(
     rows = {s.path: blocks[s.path].astype(compute_dtype).reshape(s.shape) for s in plan.stacks}
     parts: dict[str, list[jax.Array]] = {s.path: [] for s in plan.stacks}
     for s in plan.stacks:
-        if s.rows_owned:
-            in_full_rounds = rows[s.path][: s.rows_owned * s.owners.count]
+        if s.entries_owned:
+            in_full_rounds = rows[s.path][: s.entries_owned * s.owners.count]
             job = Job(s.owners, (in_full_rounds,), (s.placement,), s.placement)
             factors = functools.partial(_factors_of_rows, s)
-            parts[s.path].append(job.in_rounds(factors, s.rows_owned // s.each, s.each))
+            parts[s.path].append(
+                job.in_rounds(factors, s.entries_owned // s.entries_per_round, s.entries_per_round)
+            )
     for rest in plan.rests:
         for s, found in zip(rest.members, _orthogonalise_rest(rest, rows), strict=True):
             parts[s.path].append(found)
@@ -426,7 +438,7 @@ def _orthogonalise_rest(rest: Rest, rows: dict[str, jax.Array]) -> list[jax.Arra
     results = []
     start = 0
     for s in rest.members:
-        count = s.remaining * s.heads
+        count = s.remaining * s.matrices_per_entry
         results.append(_rows_of_matrices(s, found[start : start + count]))
         start += count
     return results
@@ -455,8 +467,9 @@ def _factors_of_matrices(short: int, x: jax.Array) -> jax.Array:
 def _orthogonalise_split(
     x: jax.Array, placement: Placement, short: int, owners: Owners
 ) -> jax.Array:
-    """Orthogonalises local blocks x [k, shorter side, longer side], devices sharing each matrix.
+    """Orthogonalises local blocks x of k matrices, devices sharing each matrix.
 
+    x: [k, dimensions of the shorter side (`short` of them), dimensions of the longer side].
     Rows and columns may be in any order, as long as it is the same for all devices: the result is
     in that order too.
     """

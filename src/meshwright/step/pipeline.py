@@ -70,10 +70,13 @@ class Part(NamedTuple):
     """Whole stacks."""
     rounded: dict[str, dict[str, tuple[jax.Array, jax.Array]]]
     """Weights of them in low precision, rounded once for all ticks (`GatherParams.rounded`)."""
-    sums: Layers
-    """Of the gradients of trained parameters; derivatives are by these, and do not read them."""
-    counts: jax.Array
-    """Whether gradients are added."""
+    grad_stand_ins: Layers
+    """Zeros shaped like the float32 sums of gradients [rows, ...]. The part is differentiated by them
+    instead of by its weights, and their values are never read: `vjp.with_refs` gets the sums
+    themselves, to whose rows the gradients are added in place. A leaf that *is* the weight marks a
+    frozen parameter; in a forward-only run every leaf does, and nothing is differentiated."""
+    adds_gradients: jax.Array
+    """Bool scalar; where it is false, gradients are dropped (`_sum_of_row`)."""
     virtual_stage: jax.Array
     microbatch: jax.Array
 
@@ -122,10 +125,10 @@ class PipelineModel:
 
     def layers(self, part: Part, x: jax.Array) -> tuple[jax.Array, Any]:
         """Returns x after the layers of a part, and their aux: a tree of [rows, ...]."""
-        rows = _PartRows(self.model, part, self._all(part.params), self._all(part.sums))
+        rows = _PartRows(self.model, part, self._all(part.params), self._all(part.grad_stand_ins))
         ctx = self._context(part.microbatch)
         if ctx.tap is not None:
-            ctx = dataclasses.replace(ctx, tap=ctx.tap.where(part.counts))
+            ctx = dataclasses.replace(ctx, tap=ctx.tap.where(part.adds_gradients))
         return self.model.layers(rows.read, x, ctx, part.virtual_stage)
 
     def loss(self, params: Tree, x: jax.Array, m: jax.Array) -> tuple[jax.Array, Any]:
@@ -213,13 +216,13 @@ class _PartRows:
         self, number: Any, stacked: jax.Array, total: jax.Array, gathers: Any
     ) -> jax.Array | None:
         """Returns the row that takes a weight's gradient; None for a frozen weight."""
-        if stacked is total:
+        if stacked is total:  # frozen, or a forward-only run (`Part.grad_stand_ins`)
             return None
         # Where nothing is gathered, a gradient leaves its layer in the weight's type.
         weight_dtype = gathers.dtype or self.model.execution.gather_params.compute_dtype
         dtype = stacked.dtype if gathers.gathers else weight_dtype
         row = self._row(number, total).astype(dtype)
-        return lax.select(self.part.counts, row, jnp.zeros_like(row))
+        return lax.select(self.part.adds_gradients, row, jnp.zeros_like(row))
 
     def _row(self, number: Any, stacked: jax.Array) -> jax.Array:
         rows = stacked.shape[0] // self.model.stages.virtual_stages
@@ -619,7 +622,10 @@ class _Engine:
 
     def _vjp(self, part: Part, x: jax.Array) -> Any:
         return jax.vjp(
-            lambda sums, x: self._run_part(part._replace(sums=sums), x), part.sums, x, has_aux=True
+            lambda stand_ins, x: self._run_part(part._replace(grad_stand_ins=stand_ins), x),
+            part.grad_stand_ins,
+            x,
+            has_aux=True,
         )
 
     def _run_part(self, part: Part, x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Any]:

@@ -58,6 +58,7 @@ def build_train_step(device_run: DeviceRun) -> Any:
                 grads, state.optimizer, params, state.step
             )
         updated = model.post_update(with_frozen(described, updated, state.params), aux)
+        # post_update may make frozen leaves anew; `_choose` needs the ones that came in.
         updated = with_frozen(described, updated, state.params)
         if device_run.run.training.health:
             after = trained_only(described, updated)
@@ -66,7 +67,8 @@ def build_train_step(device_run: DeviceRun) -> Any:
         finite = _is_finite(metrics) & state.healthy
         variables = aux if state.variables else ()
         new = State(state.step + 1, jnp.ones_like(finite), updated, optimizer, variables)
-        # After a step that is not finite only `healthy` changes.
+        # After a step that is not finite only `healthy` changes, and stays false: the steps after it change
+        # nothing either until the host has read the bad one.
         old = dataclasses.replace(state, healthy=finite)
         new = jax.tree.map(functools.partial(_choose, finite), new, old)
         rate = jnp.asarray(device_run.learning_rate(_updates(state)), jnp.float32)

@@ -201,9 +201,10 @@ class _Loop:
         )
 
     def _take_steps(self, state: State) -> tuple[State, int, int]:
-        """Trains to the end or a signal.
+        """Trains from `origin` to the end of the run or a signal.
 
-        Returns the state, the steps taken, and the step of the last checkpoint.
+        Returns the state, the steps that the run has taken, and the step of the newest save into the
+        output folder since `origin`: its own step if there was none.
         """
         training = self.run.training
         self.feed = self.prepared.feed(self.origin)
@@ -315,7 +316,7 @@ class _Loop:
         return state
 
     def _end(self, step: int) -> dict[str, Any]:
-        """Waits for the last save, and gives up what the run holds.
+        """Waits for the last save, states the exit code, and drops local checkpoints.
 
         Returns the longest of the hosts' waits for data.
         """
@@ -323,7 +324,7 @@ class _Loop:
         self.checkpoints.wait()
         self.checkpoints.check_folder("ending the run")
         waits = choose_together("seconds waited for data", self.spent["input wait"], _longest)
-        # What is left each host does alone: none of it makes the run less.
+        # From here on no host waits for another: the run is complete even if one of them dies.
         signal = self.preemption.stopped_by
         end_with(128 + signal if signal else 0)
         self.phases.enter("leave", step)

@@ -33,18 +33,19 @@ class Summary(Shown):
     tokens: int
     """Tokens trained on, since the start or the resume."""
     seconds: float
+    """Seconds from the first compilation to the end."""
     data_wait_seconds: float
     """Seconds that the loop waited for data, on the host that waited most: the others wait for
     it."""
     data_wait_host: int
     """Process that waited most for its data."""
     start_seconds: float
-    """Seconds from the beginning to the end of the first step: initial values or restore,
-    compilation, that step."""
+    """Seconds from the call of `train` to the end of its first step: opening, initial values or
+    restore, compilation, that step."""
     compile_seconds: float
     """Seconds that compiling the train step and the evaluation took."""
     save_seconds: float
-    """Seconds that the loop waited for checkpoints."""
+    """Seconds for which saving held up the loop, without the wait for the last save at the end."""
     step_seconds: float
     """Median seconds from one step to the next, waiting for data included."""
     interrupted_by: int
