@@ -211,18 +211,18 @@ def test_a_spike_is_measured_by_the_median(run: Run, tmp_path: Path) -> None:
     meter = Meter(
         [], dataclasses.replace(run, faults=Faults(spike=5.0)), mesh, per_sample=1, flops=1.0
     )
-    assert not any(meter._spike_of(1.0 + 0.01 * step) for step in range(30))
-    assert "is 50, 43.7 times the median" in meter._spike_of(50.0)
-    assert not meter._spike_of(5.0)
+    assert not any(meter._note_norm(1.0 + 0.01 * step) for step in range(30))
+    assert "is 50, 43.7 times the median" in meter._note_norm(50.0)
+    assert not meter._note_norm(5.0)
     # A run that resumes, or returns to a checkpoint, has the norms of that checkpoint.
     manifest = Manifest(31, 0, run, {}, norms=tuple(meter.norms))
     manifest.write(tmp_path / "31")
     later = Meter(
         [], dataclasses.replace(run, faults=Faults(spike=5.0)), mesh, per_sample=1, flops=1.0
     )
-    assert not later._spike_of(50.0)
+    assert not later._note_norm(50.0)
     later.rewind(31, manifest_of(tmp_path, 31).norms)
-    assert later.norms == meter.norms and "times the median" in later._spike_of(50.0)
+    assert later.norms == meter.norms and "times the median" in later._note_norm(50.0)
     for wrong in (
         {"spike": 0.5},
         {"bad_records": 1.0},

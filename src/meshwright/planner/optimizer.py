@@ -132,7 +132,7 @@ def update_matmuls(placed: PlacedRun) -> list[Matmul]:
     """Returns the matrix products of an update; none for rules without them."""
     plan, found = _matrices_of(placed), list[Matmul]()
     for stack in plan.stacks if plan else ():
-        found += _newton_schulz(stack, stack.rows_owned * stack.heads, 1)
+        found += _newton_schulz(stack, stack.entries_owned * stack.matrices_per_entry, 1)
     for rest in plan.rests if plan else ():
         first = rest.members[0]
         found += _newton_schulz(first, rest.rounds, 1) + _newton_schulz(

@@ -5,7 +5,8 @@ than half the distance between two neighbouring bfloat16 numbers for every weigh
 rounding to the nearest would leave those weights where they are.
 
 - `master` keeps the difference of a float32 master weight to its parameter, which is the nearest
-  bfloat16 number, in 16 bits of the optimizer state: 2 + 2 bytes, as many as a float32 parameter has, of which only the 2 of the parameter are gathered.
+  bfloat16 number, in 16 bits of the optimizer state: 2 + 2 bytes, as many as a float32 parameter
+  has, of which only the 2 of the parameter are gathered.
 - `stochastic` keeps nothing and rounds up with the probability of the remainder (Gupta et al. 2015,
   arXiv:1502.02551).
 

@@ -169,9 +169,7 @@ class Meter:
         if not sums["loss"][1]:
             reason = "the total weight of its batch is 0, and a mean over nothing is no loss"
         if finite and self._run.faults.spike:
-            reason = self._spike_reason(values["gradient norm"])
-            if not reason:
-                self.norms.append(values["gradient norm"])
+            reason = self._note_norm(values["gradient norm"])
         return BadStep(step, values, finite, reason) if reason else None
 
     def _report_health(self, step: int, record: HealthRecord, finite: bool) -> None:
@@ -181,14 +179,17 @@ class Meter:
         for reporter in self._reporters:
             getattr(reporter, "health", lambda step, record: None)(step, record)
 
-    def _spike_reason(self, norm: float) -> str:
-        """Describes a gradient norm that is far above those before it; "" if it is no spike."""
-        if len(self.norms) < self._FEWEST:
-            return ""
-        median = float(np.median(self.norms))
-        if norm <= self._run.faults.spike * median:
-            return ""
-        return (
-            f"its gradient norm is {norm:.4g}, {norm / median:.3g} times the median of the "
-            "steps before it"
-        )
+    def _note_norm(self, norm: float) -> str:
+        """Adds a gradient norm to those of the last steps, unless it is a spike.
+
+        Returns how far a spike is above the median of those before it; "" for any other norm.
+        """
+        if len(self.norms) >= self._FEWEST:
+            median = float(np.median(self.norms))
+            if norm > self._run.faults.spike * median:
+                return (
+                    f"its gradient norm is {norm:.4g}, {norm / median:.3g} times the median of the "
+                    "steps before it"
+                )
+        self.norms.append(norm)
+        return ""
