@@ -27,7 +27,7 @@ import jax
 import numpy as np
 from tiny_runs import MODELS, device_run_of, tiny_run
 
-from meshwright.config import Optimizer
+from meshwright.config import Faults, Optimizer
 from meshwright.data.batch import Batch
 from meshwright.sharding.params import named_leaves
 from meshwright.step.health import HealthReader
@@ -87,7 +87,8 @@ class Runner:
         }
         options |= dict(place.changes) | changes
         model = options.pop("model", MODELS[place.family])
-        self.run = tiny_run(model, place.mesh, **options)
+        run = tiny_run(model, place.mesh, **options)
+        self.run = dataclasses.replace(run, faults=Faults(check_bits=True))
         self.device_run = device_run_of(self.run)
         self.seed = seed
         self.step = CompiledTrainStep(self.device_run, self.batch(0))

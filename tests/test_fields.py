@@ -104,6 +104,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
     "faults.bad_step": ("skip", {"bad": 2}),
     "faults.spike": (5.0, {}),
     "faults.most_skipped": (2, {"bad": 3, "faults": Faults(bad_step="skip")}),
+    "faults.check_bits": (True, {}),
     "local_checkpoints.path": ("elsewhere", LOCAL),
     "local_checkpoints.every": (4, LOCAL),
     "local_checkpoints.max_to_keep": (3, LOCAL),

@@ -392,6 +392,10 @@ class Faults(Ranged, part="faults"):
     """Steps between two that are taken twice, their results and all replicas compared bit by bit: it finds silent
     corruption, and takes a step's time and the memory of a second state. 0 checks none. NVIDIA GPUs need
     `--training.deterministic` for it."""
+    check_bits: Annotated[bool, changes("program")] = False
+    """Sum the bits of every parameter and of the optimizer's state before and after each step: what a step leaves is what
+    the next one has to find, so a bit that memory has flipped in between is named (docs/health.md). It reads them all
+    twice more in a step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -301,11 +301,12 @@ def with_tensor_figures(
     health: Any = metrics[HEALTH]
     squares = health[GRADIENT]  # `tensor_figures` returns their roots under the same name
     figures = tensor_figures(device_run, squares, before, after)
-    sums = [
-        sums_of_bits(device_run, params, state)
-        for params, state in zip((before, after), states, strict=True)
-    ]
-    figures[BITS] = jnp.stack(sums)
+    if device_run.run.faults.check_bits:
+        sums = [
+            sums_of_bits(device_run, params, state)
+            for params, state in zip((before, after), states, strict=True)
+        ]
+        figures[BITS] = jnp.stack(sums)
     measured: Any = {HEALTH: {**health, **figures}}
     return {**metrics, **measured}
 
@@ -422,7 +423,7 @@ class HealthReader:
             values = health[figure]
             parts += values.values() if isinstance(values, dict) else [values]
         batch = np.asarray(health.get(BATCH, np.zeros((2, 0))))
-        bits = np.asarray(health[BITS])
+        bits = np.asarray(health[BITS]) if BITS in health else None
         return HealthRecord(self._series, np.concatenate(parts), bits, self._names, batch)
 
 
