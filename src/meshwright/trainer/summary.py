@@ -45,7 +45,7 @@ class Summary(Shown):
     compile_seconds: float
     """Seconds that compiling the train step and the evaluation took."""
     save_seconds: float
-    """Seconds for which saving held up the loop, without the wait for the last save at the end."""
+    """Seconds that the loop waited for saves, without the last one at the end of the run."""
     step_seconds: float
     """Median seconds from one step to the next, waiting for data included."""
     interrupted_by: int
