@@ -37,6 +37,8 @@ from meshwright.planner.estimate import estimate
 from meshwright.runs.placed_run import place_run
 from meshwright.sharding.layouts import TOKEN_AXES
 from meshwright.sharding.params import named_leaves
+from meshwright.step.eval_step import build_eval_step
+from meshwright.step.gradients import build_gradients
 from meshwright.step.train_step import build_train_step
 from meshwright.trust import own
 from meshwright.views.layout import precision_blocks
@@ -423,3 +425,25 @@ def test_float32_is_float32_on_accelerators(family: str, dtype: str) -> None:
     )
     assert dtype == "bfloat16" or len(dots) > 20
     assert all("HIGHEST" in line for line in own)
+
+
+def lowered_gradients(device_run: Any) -> str:
+    """The program of gradients as `parity` and the recording of a step trace it."""
+    state = device_run.abstract
+    batch = random_batch(device_run)
+    return str(jax.jit(build_gradients(device_run)).lower(state.params, 0, batch).as_text())
+
+
+def lowered_evaluation(device_run: Any) -> str:
+    """The program of an evaluation."""
+    params = device_run.abstract.params
+    return str(build_eval_step(device_run).lower(params, random_batch(device_run)).as_text())
+
+
+@pytest.mark.parametrize("lowered", [lowered_gradients, lowered_evaluation])
+def test_whoever_traces_a_float32_model_multiplies_in_float32(lowered: Any) -> None:
+    """A comparison of two meshes on a GPU would otherwise be one of TF32."""
+    device_run = device_run_of(tiny_run(MODELS["llama"], compute_dtype="float32"))
+    dots = [line for types, line in dots_of(lowered(device_run)) if types == ("f32", "f32")]
+    assert len(dots) > 5
+    assert all("HIGHEST" in line for line in dots)

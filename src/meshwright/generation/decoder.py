@@ -33,7 +33,7 @@ from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import Tree
 from meshwright.sharding.sequence import SequenceSplit
 from meshwright.step.device_run import DeviceRun
-from meshwright.step.train_step import matmuls_of
+from meshwright.step.gradients import matmuls_of
 
 MAX_STOPS = 8
 """Most tokens that end a text."""

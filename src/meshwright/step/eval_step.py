@@ -14,9 +14,9 @@ from meshwright.models.model import Metrics
 from meshwright.sharding.layouts import TOKEN_AXES
 from meshwright.sharding.params import Tree
 from meshwright.step.device_run import DeviceRun
-from meshwright.step.gradients import split_batch
+from meshwright.step.gradients import matmuls_of, split_batch
 from meshwright.step.state import BATCH_SPEC, specs_of
-from meshwright.step.train_step import compile_on_devices, matmuls_of
+from meshwright.step.train_step import compile_on_devices
 
 
 def build_eval_step(device_run: DeviceRun) -> Any:

@@ -4,6 +4,7 @@ All of it is one `shard_map`, manual over every mesh axis, so that every collect
 written here or in `comm`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -33,14 +34,32 @@ Sums = tuple[Metrics, dict[str, Aux]]
 """Metrics and the aux of each stack."""
 
 
+def matmuls_of(compute_dtype: str) -> Any:
+    """Returns the context to trace a step in: float32 means float32 on accelerators too.
+
+    By default TPUs multiply float32 in one pass of bfloat16, and NVIDIA GPUs in TF32.
+    """
+    if compute_dtype == "float32":
+        return jax.default_matmul_precision("highest")
+    return contextlib.nullcontext()
+
+
 def build_gradients(device_run: DeviceRun) -> Callable[..., tuple[Tree, Metrics, Any]]:
     """Returns `(params, step, batch, *variables) -> (gradients, metrics, aux)`.
 
     Gradients are those of trained parameters, clipped and in the optimizer's placement. Metrics and
     aux are summed over all devices, aux in the rows of the parameters; of a model with variables,
-    aux is a tuple of the new ones.
+    aux is a tuple of the new ones. Matmuls have the precision of the compute dtype, whoever traces it.
     """
-    return device_run.run.model.gradients(device_run, _gradients_by_layers)
+    compute_dtype = device_run.run.training.compute_dtype
+    by_model = device_run.run.model.gradients(device_run, _gradients_by_layers)
+
+    def gradients(*args: Any) -> tuple[Tree, Metrics, Any]:
+        with matmuls_of(compute_dtype):
+            found: tuple[Tree, Metrics, Any] = by_model(*args)
+        return found
+
+    return gradients
 
 
 def _gradients_by_layers(

@@ -19,7 +19,6 @@ from meshwright.sharding.params import Tree, is_param, named_leaves, rows_to_lay
 from meshwright.signs import waiting
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.gradients import build_gradients
-from meshwright.step.train_step import matmuls_of
 from meshwright.words import AXES
 
 
@@ -123,8 +122,7 @@ def _record(
     *variables: Any,
 ) -> Recording:
     recorder.clear()
-    with matmuls_of(device_run.run.training.compute_dtype):
-        grads, metrics, _ = gradients(params, step, batch, *variables)
+    grads, metrics, _ = gradients(params, step, batch, *variables)
     jax.block_until_ready(grads)
     by_layer = gradients_by_layer(device_run, grads) if with_gradients else {}
     return Recording(device_run, recorder.pieces(), by_layer, jax.device_get(metrics))

@@ -4,7 +4,6 @@ The gradients are one `shard_map`. The update that follows is optax under `jit`,
 most optimizers and left to the compiler, between shardings given here.
 """
 
-import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -20,19 +19,9 @@ from meshwright.models.model import Metrics
 from meshwright.sharding.params import trained_only, with_frozen
 from meshwright.step.device_memory import check_memory
 from meshwright.step.device_run import DeviceRun
-from meshwright.step.gradients import build_gradients
+from meshwright.step.gradients import build_gradients, matmuls_of
 from meshwright.step.health import with_tensor_figures
 from meshwright.step.state import State
-
-
-def matmuls_of(compute_dtype: str) -> Any:
-    """Returns the context to trace a step in: float32 means float32 on accelerators too.
-
-    By default TPUs multiply float32 in one pass of bfloat16, and NVIDIA GPUs in TF32.
-    """
-    if compute_dtype == "float32":
-        return jax.default_matmul_precision("highest")
-    return contextlib.nullcontext()
 
 
 def build_train_step(device_run: DeviceRun) -> Any:
@@ -47,8 +36,7 @@ def build_train_step(device_run: DeviceRun) -> Any:
     gradients = build_gradients(device_run)
 
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
-        with matmuls_of(compute_dtype):
-            grads, metrics, aux = gradients(state.params, state.step, batch, *state.variables)
+        grads, metrics, aux = gradients(state.params, state.step, batch, *state.variables)
         params = jax.lax.with_sharding_constraint(
             trained_only(described, state.params), device_run.update_shardings
         )

@@ -30,7 +30,7 @@ from meshwright.models.recording import Recorder, Tap, TensorName
 from meshwright.runs.run import Run
 from meshwright.sharding.params import Param, Tree, named_leaves
 from meshwright.step.device_run import DeviceRun, place_on_devices
-from meshwright.step.train_step import matmuls_of
+from meshwright.step.gradients import matmuls_of
 from meshwright.trainer.divergence import perturb
 
 Named = tuple[TensorName, np.ndarray]

@@ -27,9 +27,8 @@ from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.placed_params import plan_gathers
 from meshwright.sharding.placement import axes_of, to_spec
 from meshwright.step.device_run import DeviceRun
-from meshwright.step.gradients import clip, sum_over_devices
+from meshwright.step.gradients import clip, matmuls_of, sum_over_devices
 from meshwright.step.health import GRADIENT, gradient_squares
-from meshwright.step.train_step import matmuls_of
 from meshwright.words import AXES
 from meshwright.wrapped.keys import Draws, step_key
 from meshwright.wrapped.modules import Arrays, Result
