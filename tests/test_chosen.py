@@ -54,7 +54,7 @@ def test_every_option_of_a_run_is_recorded_also_with_the_value_that_it_has_anywa
         elif isinstance(default, tuple) and default:
             values = [str(value) for value in default]
         elif default is None or default == ():
-            values = ["1=1"] if option.path[-1] in ("batch_ramp", "lr_groups") else ["8"]
+            values = ["1=1"] if option.path[-1] in ("batch_ramp", "lr_groups") else ["128"]
         else:
             values = [str(default)]
         words += [option.names[-1], *values]

@@ -450,7 +450,7 @@ def test_parity_keeps_what_it_does_not_set() -> None:
         stated = declared(run, field)
         if stated.results & {"program"}:
             both = [
-                parity._in_float32(each, MeshShape(), 5)
+                parity.in_float32(each, MeshShape(), 5)
                 for each in (run, changed(run, field, value))
             ]
             assert (both[0] != both[1]) == stated.parity, field

@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "another text model": (
         _config("mistral-3-larger", text_config={"model_type": "bamba"}),
-        "is of the type bamba, which Meshwright does not compute; those of mistral are",
+        "is of the type bamba, which Meshwright does not compute; those of ministral3 and mistral and mistral4 are",
     ),
     "no text model": (_config("qwen3-vl-larger", text_config="remove"), "it has no text_config"),
     "an unknown field of the text": (

@@ -29,6 +29,7 @@ from meshwright.models.families.hunyuan import Hunyuan
 from meshwright.models.families.ministral3 import Ministral3
 from meshwright.models.families.mistral4 import Mistral4
 from meshwright.models.families.qwen2_moe import Qwen2Moe
+from meshwright.models.layer_health import HEALTH
 from meshwright.models.model import ExpertSpec, Model
 from meshwright.runs.recipe import find_recipe
 from meshwright.step.gradients import build_gradients
@@ -151,6 +152,7 @@ def step_of(model: Model, mesh: str, seq: int, sequences: int) -> Any:
             for path, stack in moved.items()
             if isinstance(stack, dict) and "router_bias" in stack
         }
+        metrics.pop(HEALTH, None)
         means = {name: float(total / count) for name, (total, count) in metrics.items()}
         return Numbers(means, by_layers(device_run, grads), biases)
 

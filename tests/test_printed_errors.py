@@ -83,7 +83,7 @@ _RATE = re.compile(
 _PERCENT = re.compile(r"\d ?%")
 _SENTENCE = re.compile(r"(?<=[.])\s|\n\s*\n|\n\s*[-|]")
 EXEMPT = {
-    "docs/plan.md": "above the\nwork of one device",  # how far plans are above a lower bound
+    "docs/plan.md": "Above the\nwork of one device",  # how far plans are above a lower bound
 }
 """Page -> start of a sentence with a figure that is not the error of a prediction."""
 

@@ -51,6 +51,8 @@ BOUNDARIES = {
     "api/verb.py": {"base_run"},
     "cli/parse.py": {"_own_value"},
     "plugins.py": {"name_of", "_find", "resolve"},
+    # Its parent has resolved every name of the run that it is given.
+    "trainer/recorded_child.py": {"main"},
     "runs/recipe.py": {"_builder", "find_recipe", "recipe"},
     "trust.py": {"_owned", "accept", "give", "take_options"},
     "wrapped/model.py": {"run"},

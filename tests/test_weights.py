@@ -594,7 +594,7 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str, str]] = {
         {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "ssm_state_size": 128},
         "NemotronHForCausalLM, which Meshwright does not compute; by its fields it has what no family "
         "here computes: state space layers",
-        "a model that one of these computes: DeepseekV2ForCausalLM",
+        "a model that one of these computes: ArceeForCausalLM, DeepseekV2ForCausalLM",
     ),
     "a model with a near name": (
         {"architectures": ["Qwen9ForCausalLM"], "model_type": "qwen9"},

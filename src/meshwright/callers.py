@@ -55,6 +55,8 @@ ARGUMENTS = {
 """Option of a verb, or short name of a field, -> the argument of the public functions or of `recipe`."""
 FIELDS = ("training", "optimizer", "data", "finetune", "model", "faults", "local-checkpoints")
 """Parts of a Run whose fields `recipe` and `finetune` take by name."""
+_NEGATION = "no-"
+"""Begin of the option that turns a field off which is on by default: `--training.no-health`."""
 AMBIGUOUS = ("optimizer.name", "local-checkpoints.max-to-keep")
 """Fields whose name another part of the Run has first: they are given with their part."""
 SEVERAL = ("accept", "data", "stop", "reporters", "compiler_options", "targets", "paths")
@@ -120,7 +122,7 @@ def argument_of(option: str) -> str | None:
         return None
     if path in AMBIGUOUS or "." in field:
         return path.replace("-", "_")
-    return field.replace("-", "_")
+    return field.removeprefix(_NEGATION).replace("-", "_")
 
 
 def in_python(text: str) -> str:
@@ -134,6 +136,8 @@ def in_python(text: str) -> str:
         'devices=8, or a smaller max_to_keep'
         >>> in_python("meshwright train --out runs/a --resume: step 7 is kept")
         'mw.train(run, out="runs/a", start="resume"): step 7 is kept'
+        >>> in_python("--training.no-health")
+        'health=False'
     """
     return _TEXT_PATTERN.sub(_replaced, text)
 
@@ -173,7 +177,8 @@ def _argument(found: re.Match[str]) -> str:
     if name is None:
         return found[0]
     if value is None:
-        return name
+        is_negated = option.partition(".")[2].startswith(_NEGATION)
+        return f"{name}=False" if is_negated else name
     return f"{name}={_literal(name, value)}"
 
 

@@ -183,7 +183,7 @@ def test_a_policy_left_open_recomputes_whole_layers_on_simulated_devices() -> No
 
 @pytest.mark.parametrize("changes", [{"remat": "none"}, {"remat": "full", "unroll": 2}], ids=str)
 def test_gathering_ahead_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"training\.gather_ahead auto"):
+    with pytest.raises(ConfigError, match=r"training\.gather-ahead auto"):
         device_run_of(tiny_run(MODELS["llama"], "fsdp=2", gather_ahead="layer", **changes))
 
 

@@ -163,7 +163,7 @@ def test_a_stage_keeps_no_parameters_of_layers_that_take_turns(
     )
     build_train_step(device_run).lower(device_run.abstract, device_run.abstract_batch)
     stacked = [path for path, p, _ in device_run.layout.leaves if "L" in p.dims]
-    assert set(found[0]._backward_of_part.given.values()) >= set(range(len(stacked)))
+    assert set(found[0]._backward_of_part.input_of.values()) >= set(range(len(stacked)))
 
 
 def test_a_stage_that_keeps_everything_recomputes_nothing() -> None:

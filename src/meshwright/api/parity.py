@@ -19,7 +19,7 @@ from meshwright.api.verb import (
 )
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, by_class, reason_of
-from meshwright.hardware.agreement import failing_together
+from meshwright.hardware.agreement import answer_of_the_first, failing_together
 from meshwright.ranges import PositiveInt
 from meshwright.runs.run import Run
 from meshwright.storage.paths import default_cache_folder, path_of
@@ -157,7 +157,10 @@ def parity(
         check_installed()
         return compare_transformers(run, tokens, _read(text))
     folder = path_of(cache or default_cache_folder())
-    if isinstance(against, str) and (against == DEVICES or is_program(against)):
+    names_program = answer_of_the_first(
+        lambda: isinstance(against, str) and against != DEVICES and is_program(against)
+    )
+    if against == DEVICES or names_program:
         check_run(run, run.mesh, starts=False)
         prepared = loop.prepare_run(run, cache=folder, devices=devices, weights="")
         if against == DEVICES:

@@ -465,7 +465,7 @@ class Plans(list[Plan]):
     Example:
         >>> plans = mw.plan("llama32-1b", on="v6e:2x2", tokens_per_step="128k", at_most=2)
         >>> print(str(plans).splitlines()[1])
-        1  fsdp=4, projections, 2 microbatches         850 ms  37.9%     154 k  20.6 GiB  matmuls   v6e:2x2
+        1  fsdp=4, projections, 2 microbatches  793 ms  40.6%     165 k  20.6 GiB  matmuls   v6e:2x2
         >>> plans._repr_html_()[:7]
         '<iframe'
     """

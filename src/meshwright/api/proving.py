@@ -312,7 +312,7 @@ def compile_step(
     assert run.mesh is not None
     device_run = place_on_devices(run, build_mesh(run.mesh, list(devices)))
     if target is None:
-        device_run = _prepared_for(devices, device_run)
+        device_run = _prepared_for(run, devices, device_run)
     # Choices are made, and states saved as weights, of a model whose layers are known.
     known = device_run if run.model.states_layers else None
     if target is None or step != "train":
@@ -331,10 +331,10 @@ def compile_step(
     return CompiledStep(device_run, census, known, planned, undetermined, (file, fresh))
 
 
-def _prepared_for(devices: Sequence[Any], device_run: DeviceRun) -> DeviceRun:
+def _prepared_for(run: Run, devices: Sequence[Any], device_run: DeviceRun) -> DeviceRun:
     """Returns a run for devices that are here, with the profile by which XLA schedules it."""
     if devices[0].platform == "cpu":
-        _check_arrays(device_run.run, device_run)
+        _check_arrays(run, device_run)
         return device_run
     here = local_target(list(devices), calibration_here(default_cache_folder()))
     if here is None:

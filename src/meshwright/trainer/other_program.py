@@ -81,7 +81,7 @@ def compare_program(prepared: Trainable, program: Path, cache: Path) -> Parity:
                 f"{command[0]} took no step there and ended with code {done.returncode}: {words[-1]}",
                 "a checkout or an environment in which `meshwright train` runs this recipe",
             )
-        with np.load(out) as file:
+        with np.load(out, allow_pickle=False) as file:
             theirs = {key: file[key] for key in file.files}
     batch = next(side.feed)
     params = side.params()
