@@ -165,7 +165,7 @@ def parity(
         prepared = loop.prepare_run(run, cache=folder, devices=devices, weights="")
         if against == DEVICES:
             return compare_devices(prepared)
-        return compare_program(prepared, Path(against), folder)
+        return compare_program(prepared, Path(str(against)), folder)
     other = MeshShape.parse(against) if isinstance(against, str) else against
     if jax.distributed.is_initialized() and jax.process_count() > 1:
         agree_on(run)
