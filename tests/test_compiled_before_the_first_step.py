@@ -13,7 +13,7 @@ from tiny_runs import MODELS, device_run_of, random_batch, tiny_run
 from meshwright.analysis.run_census import census_of_eval_step
 from meshwright.config import Training
 from meshwright.data.batch import ramp_of
-from meshwright.step import device_memory, train_step
+from meshwright.step import device_memory, eval_step, train_step
 from meshwright.step.device_memory import OutOfDeviceMemory, Room
 from meshwright.step.eval_step import build_eval_step
 from meshwright.step.train_step import build_train_step
@@ -70,7 +70,8 @@ def _watch(monkeypatch: pytest.MonkeyPatch) -> _Compiled:
         seen.steps += 1
         return take(self, *arguments)
 
-    monkeypatch.setattr(train_step, "compile_on_devices", compile_on_devices)
+    for module in (train_step, eval_step):
+        monkeypatch.setattr(module, "compile_on_devices", compile_on_devices)
     monkeypatch.setattr(train_step.CompiledTrainStep, "__call__", call)
     return seen
 
