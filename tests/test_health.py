@@ -249,6 +249,6 @@ def test_a_run_writes_health_and_its_page_shows_it(tmp_path: Path) -> None:
         dataclasses.replace(run, training=training), out=out, progress="none", cache=tmp_path,
         devices=1,
     )  # fmt: skip
-    assert read(out / "health.jsonl").steps == [2, 4]
+    assert read(out / "health.jsonl").steps == [1, 2, 4]
     page = mw.view(out).write().read_text()
     assert "Health" in page and "gradient norm" in page.lower()

@@ -247,7 +247,7 @@ class Training(Ranged, part="training"):
     """Measure every tensor in every step: norms of gradients, parameters and updates, the residual stream, attention
     and routers of each layer (docs/health.md)."""
     health_every: Annotated[PositiveInt, changes("loop")] = 10
-    """Steps between two records of health.jsonl."""
+    """Steps between two records of health.jsonl, which has the first step too."""
     eval_every: Annotated[NonNegativeInt, changes("loop")] = 0
     """Steps between evaluations on held-out text; 0 evaluates only at the end."""
     eval_samples: Annotated[NonNegativeInt, changes("evaluation", "loop"), TEXT_ONLY] = 256

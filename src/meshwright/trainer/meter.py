@@ -173,8 +173,12 @@ class Meter:
         return BadStep(step, values, finite, reason) if reason else None
 
     def _report_health(self, step: int, record: HealthRecord, finite: bool) -> None:
-        """Passes the health of a step that is due, or not finite, to every reporter that takes it."""
-        if finite and step % self._run.training.health_every:
+        """Passes the health of a step to every reporter that takes it.
+
+        That of the first step, of those that are due, and of those that are not finite.
+        """
+        is_due = step == 1 or step % self._run.training.health_every == 0
+        if finite and not is_due:
             return
         for reporter in self._reporters:
             getattr(reporter, "health", lambda step, record: None)(step, record)
