@@ -78,5 +78,6 @@ def _is_outage(error: Exception) -> bool:
         status = response.status_code
         return status == _BUSY or status >= _SERVER_ERRORS
     # The client's errors without an answer: no name, no connection, a time-out.
-    network = (errors.HTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)
+    transport: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # of its client
+    network = (transport, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)
     return isinstance(error, network)
