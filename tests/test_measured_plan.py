@@ -16,6 +16,7 @@ from meshwright.bench.measured_kinds import explain_differences, kinds_of_trace
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import Target, parse_target
+from meshwright.models.layer_facts import LayerSpec
 from meshwright.planner.estimate import estimate
 from meshwright.planner.forecast import calibrate_target
 from meshwright.planner.step_kinds import (
@@ -215,6 +216,7 @@ def test_the_kinds_of_a_trace_by_hand() -> None:
     found = kinds_of_trace(
         Trace(lanes, []),
         parse_module(PROGRAM),
+        [LayerSpec("blocks", attention_scope="attention", feed_forward_scope="feed-forward")],
         {"total": "all-reduce over data"},
         devices=2,
         steps=1,

@@ -3,17 +3,12 @@
 import collections
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from meshwright.bench.device_trace import Trace, device_time, innermost
 from meshwright.formatting import format_step
 from meshwright.hardware.chips import CHIPS
-from meshwright.models.blocks.attention import Attention
-from meshwright.models.blocks.delta_net import DeltaNet
-from meshwright.models.blocks.dense_and_experts import DenseAndExperts
-from meshwright.models.blocks.experts import Experts
-from meshwright.models.blocks.feed_forward import FeedForward
-from meshwright.models.blocks.latent import LatentAttention
+from meshwright.models.layer_facts import LayerSpec
 from meshwright.planner.step_kinds import (
     ATTENTION_MATMULS,
     ELEMENTS,
@@ -32,15 +27,6 @@ from xlacensus.hlo.flops import least_flops
 from xlacensus.hlo.parser import Instruction, Module
 from xlacensus.schedule import CostModel
 
-_HALF_OF_SCOPE = {
-    Attention.scope: ATTENTION_MATMULS,
-    DeltaNet.scope: ATTENTION_MATMULS,
-    LatentAttention.scope: ATTENTION_MATMULS,
-    FeedForward.scope: FEED_FORWARD_MATMULS,
-    Experts.scope: FEED_FORWARD_MATMULS,
-    DenseAndExperts.scope: FEED_FORWARD_MATMULS,
-}
-"""Kind of the matmuls below a scope of a layer; those of a layer from outside the package count as outside of layers."""
 _LARGEST = 2
 """Differences that are explained."""
 
@@ -59,6 +45,7 @@ class KindsOfTrace:
 def kinds_of_trace(
     trace: Trace,
     module: Module,
+    layers: Iterable[LayerSpec],
     labels: Mapping[str, str],
     *,
     devices: int,
@@ -70,13 +57,14 @@ def kinds_of_trace(
     Collectives take as long as the device takes that reaches each of them last; what the others spend above that is
     waiting. Threads of simulated devices share cores: where they have more seconds than a step, they are scaled to it.
 
-    labels: kind and axes of collectives by instruction.  devices: of the mesh.  steps: in the trace.
+    layers: of the model, whose scopes tell the halves.  labels: kind and axes of collectives by instruction.
+    devices: of the mesh.  steps: in the trace.
     seconds: wall time of all steps.
     """
     lanes = [lane for device in trace.devices.values() for lane in device] or trace.host
     counted = len(trace.devices) or devices
     share = 1.0 / (counted * steps)
-    kinds = kinds_of_instructions(module)
+    kinds = kinds_of_instructions(module, layers)
     sums: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     operations: dict[str, dict[str, float]] = {
         kind: collections.defaultdict(float) for kind in KINDS
@@ -115,17 +103,22 @@ def kinds_of_trace(
         kind: sorted(found.items(), key=lambda item: -item[1]) for kind, found in operations.items()
     }
     fused_attention = KERNEL in kinds.values()
-    measured = MeasuredStep(sums, counted * steps, fused_attention, least_flops(module))
+    flops: dict[str, float] = {str(rate): n for rate, n in least_flops(module).items()}
+    measured = MeasuredStep(sums, counted * steps, fused_attention, flops)
     return KindsOfTrace(
         measured, longest, _slowest([(t.device, t.compute) for t in times_of_devices])
     )
 
 
-def kinds_of_instructions(module: Module) -> dict[str, str]:
-    """Returns the kind of every instruction that computes."""
+def kinds_of_instructions(module: Module, layers: Iterable[LayerSpec]) -> dict[str, str]:
+    """Returns the kind of every instruction that computes. layers: of the model, whose scopes tell the halves."""
+    halves: dict[str, str] = {}
+    for layer in layers:
+        halves[layer.attention_scope] = ATTENTION_MATMULS
+        halves[layer.feed_forward_scope] = FEED_FORWARD_MATMULS
     model = CostModel(_ANY_CHIP, _ANY_CHIP.efficiency)
     return {
-        instruction.name: _kind_of(instruction, model)
+        instruction.name: _kind_of(instruction, model, halves)
         for instruction in module
         if collective_in(instruction) is None
     }
@@ -135,14 +128,14 @@ _ANY_CHIP = CHIPS["h100"]
 """Chip of the cost model: an instruction has the same kind on all."""
 
 
-def _kind_of(instruction: Instruction, model: CostModel) -> str:
+def _kind_of(instruction: Instruction, model: CostModel, halves: Mapping[str, str]) -> str:
     kind = model.cost_of(instruction).kind
     if kind == "attention":
         return KERNEL
     if kind != "matmul":
         return ELEMENTS
-    halves = [_HALF_OF_SCOPE[scope] for scope in instruction.scopes if scope in _HALF_OF_SCOPE]
-    return halves[-1] if halves else OTHER_MATMULS
+    found = [halves[scope] for scope in instruction.scopes if scope in halves]
+    return found[-1] if found else OTHER_MATMULS
 
 
 def _waiting(times: Sequence[float], devices: int) -> float:

@@ -168,6 +168,7 @@ class ProfiledRun:
         found = kinds_of_trace(
             trace,
             module,
+            device_run.layout.spec.layers,
             _collective_labels(module, mesh),
             devices=device_run.mesh.size,
             steps=count,

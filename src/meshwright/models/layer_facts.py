@@ -303,6 +303,10 @@ class LayerSpec:
     hidden_products: float = 0.5
     """Width of what the feed-forward's last matmul reads, over that of its first outputs: half of a gate and what it
     multiplies, all of the input of a GELU."""
+    attention_scope: str = ""
+    """Named scope of its first half in a compiled program; empty where that is not known."""
+    feed_forward_scope: str = ""
+    """Named scope of its second half."""
 
     @property
     def scales_rows(self) -> bool:

@@ -485,7 +485,12 @@ class _StepEstimate:
 
     @functools.cached_property
     def halves(self) -> dict[str, float]:
-        """Seconds of the matmuls of each half of the layers in a step, recomputed as those of `bounds`."""
+        """Seconds of the matmuls of each half of the layers in a step, recomputed as those of `bounds`.
+
+        Nothing of a wrapped model, whose layers are not known.
+        """
+        if not self.placed.run.model.states_layers:
+            return {}
         computation = self.computation
         forward = computation.half_seconds("forward")
         backward = computation.half_seconds("backward")

@@ -12,6 +12,7 @@ idle                             nothing runs: the host, its transfers, the pipe
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from meshwright.formatting import format_step
 from meshwright.hardware.targets import Target
@@ -178,7 +179,7 @@ def _fitted(
     for _ in range(_ROUNDS):
         e = estimate(placed, target)
         planned = planned_kinds(e, fused_attention=measured.fused_attention)
-        fractions: dict[str, float] = {}
+        fractions: dict[str, Any] = {}
         unmet = []
         for fit in fits:
             seconds = measured.of(fit.kinds)
