@@ -19,6 +19,7 @@ from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.sharding.layouts import TOKEN_AXES, VOCAB_AXES
 from meshwright.sharding.params import Param, is_low_precision
 from meshwright.sharding.placement import Placements, local_shape
+from meshwright.sharding.sequence import SEGMENTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,15 +347,20 @@ def _matmuls_of_recurrences(
     A kernel computes those of all chunks and heads of a layer, or of one chunk of all sequences where chunks follow each
     other. tokens: of a device.  fraction: of the layers, that the device has.
     """
+    context = layout.shape.context
+    segment = seq // (SEGMENTS * context) if context > 1 else seq
     matmuls = list[Matmul]()
     for recurrence, all_layers in collections.Counter(layout.spec.recurrences).items():
         layers = all_layers * fraction
-        chunk = recurrence.chunk(seq)
+        rows = recurrence.matmuls(segment)
+        if layout.shape.context > 1:
+            rows = [*rows, *recurrence.segment_matmuls(segment)]
+        chunk = recurrence.chunk(segment)
         chunks = layers * tokens / chunk / layout.shape.tensor
-        for row in recurrence.matmuls(seq):
+        for row in rows:
             sizes = MatmulSizes(*row)
             count = sizes.number * chunks
-            launches = layers * seq / chunk if sizes.scanned else layers
+            launches = layers * segment / chunk if sizes.scanned else layers
             batch = max(1.0, count / launches)
             matmuls.append(Matmul(RECURRENCE, sizes.m, sizes.k, sizes.n, count, batch=batch))
     return matmuls
