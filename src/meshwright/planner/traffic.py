@@ -23,7 +23,7 @@ from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import Param, is_low_precision, is_low_precision_expert
 from meshwright.sharding.placement import Placements, axes_of
 from meshwright.sharding.schedule_table import TaskCounts
-from meshwright.sharding.sequence import SEGMENTS
+from meshwright.sharding.sequence import SEGMENTS, segment_tokens
 from meshwright.words import AXES
 
 _AxisElements = dict[tuple[str, ...], float]
@@ -485,7 +485,7 @@ def _context(
         else work.widths.kv
     )
     block = 2 * work.tokens * kv_width * compute
-    queries = work.tokens * (work.widths.query + work.widths.value) * compute
+    queries = work.tokens * (work.widths.query + _attention_output(placed)) * compute
     passes = [("forward", 1.0), ("backward", 2.0 if strategy == "ring" else 1.0)]
     # Queries, keys and values are saved as they were before they moved: what was gathered moves again.
     moves_again = "attention" in again if strategy == "ring" else bool(again - {"scores"})
@@ -507,6 +507,17 @@ def _context(
     return result
 
 
+def _attention_output(placed: PlacedRun) -> float:
+    """Returns the width of attention's output on a device, averaged over all layers: a recurrence moves no heads."""
+    spec, tensor = placed.layout.spec, placed.layout.shape.tensor
+    values = [
+        layer.widths(spec.width, tensor).value
+        for layer in spec.layers
+        if layer.attention is not None
+    ]
+    return sum(values) / len(spec.layers)
+
+
 def _recurrences(
     placed: PlacedRun, work: Work, layers: float, again: frozenset[str]
 ) -> list[Movement]:
@@ -520,7 +531,7 @@ def _recurrences(
     for recurrence, count in collections.Counter(layout.spec.recurrences).items():
         times = layers * count / described
         shared = recurrence.gathered(
-            sequences, training.seq // segments, str(training.compute_dtype)
+            sequences, segment_tokens(training.seq, shape.context), str(training.compute_dtype)
         )
         for name, array in (shared or {}).items():
             payload = math.prod(array.shape) * array.dtype.itemsize * segments / shape.tensor

@@ -72,7 +72,7 @@ class SequenceSplit:
 
     def segments(self) -> np.ndarray:
         """Returns the place in the sequence of each device's segments, [shards, SEGMENTS]."""
-        tokens = self.seq // (SEGMENTS * self.shards)
+        tokens = segment_tokens(self.seq, self.shards)
         return self.position_order()[::tokens].reshape(self.shards, SEGMENTS) // tokens
 
     def local_segments(self) -> list[jax.Array]:
@@ -84,6 +84,11 @@ class SequenceSplit:
         """Returns the positions of all shards one after another, [T]."""
         with jax.ensure_compile_time_eval():
             return np.concatenate([np.asarray(self.shard_positions(i)) for i in range(self.shards)])
+
+
+def segment_tokens(seq: int, shards: int) -> int:
+    """Returns the tokens of a segment of a sequence of `seq`, of which `shards` devices have parts."""
+    return seq if shards == 1 else seq // (SEGMENTS * shards)
 
 
 def split_sequence(strategy: str, seq: int, shards: int, kv_heads: int) -> SequenceSplit:
