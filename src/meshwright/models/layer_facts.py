@@ -129,6 +129,14 @@ class MatmulSizes(NamedTuple):
     """Whether chunks follow each other, so that a GPU launches them for each chunk, and not for a sequence at once."""
 
 
+class Gathered(NamedTuple):
+    """Array that each segment of a sequence that `context` splits sends to all others."""
+
+    array: jax.ShapeDtypeStruct
+    inside: bool = False
+    """Whether it is gathered inside what the backward pass recomputes whatever the remat policy keeps."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Recurrence:
     """Facts of a first half of a layer that carries a state from token to token, of one size after any number of them.
@@ -162,9 +170,7 @@ class Recurrence:
         """Returns the matmuls without weights of one chunk of a sequence, of all devices of `tensor` together."""
         return []
 
-    def gathered(
-        self, batch: int, segment: int, dtype: str
-    ) -> dict[str, jax.ShapeDtypeStruct] | None:
+    def gathered(self, batch: int, segment: int, dtype: str) -> dict[str, Gathered] | None:
         """Returns what each segment of `batch` sequences that `context` splits sends to all others, by name.
 
         All heads or channels of `tensor` together. segment: its tokens. dtype: of computation. None refuses `context`.

@@ -25,6 +25,7 @@ from meshwright.models.kernels.attention import Scores
 from meshwright.models.layer_facts import AttentionSpec as AttentionSpec
 from meshwright.models.layer_facts import ExpertBuffers as ExpertBuffers
 from meshwright.models.layer_facts import ExpertSpec as ExpertSpec
+from meshwright.models.layer_facts import Gathered as Gathered
 from meshwright.models.layer_facts import LatentSpec as LatentSpec
 from meshwright.models.layer_facts import LayerSpec as LayerSpec
 from meshwright.models.layer_facts import MatmulSizes as MatmulSizes

@@ -533,11 +533,11 @@ def _recurrences(
         shared = recurrence.gathered(
             sequences, segment_tokens(training.seq, shape.context), str(training.compute_dtype)
         )
-        for name, array in (shared or {}).items():
+        for name, (array, inside) in (shared or {}).items():
             payload = math.prod(array.shape) * array.dtype.itemsize * segments / shape.tensor
             gather = Movement("all-gather", axes, payload, times, "forward", True, name)
             result.append(gather)
-            if again - {"scores"}:
+            if inside or again - {"scores"}:
                 result.append(gather._replace(during="recomputation"))
             result.append(gather._replace(kind="reduce-scatter", during="backward"))
     return result

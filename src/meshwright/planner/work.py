@@ -353,7 +353,8 @@ def _recurrence_inner(layout: ModelLayout, seq: int) -> float:
 def _shared_bytes(recurrence: Recurrence, segment: int) -> float:
     """Returns the bytes that a segment of one sequence shares, of all devices of `tensor` together."""
     shared = recurrence.gathered(1, segment, "float32") or {}
-    return float(sum(math.prod(array.shape) * array.dtype.itemsize for array in shared.values()))
+    arrays = [gathered.array for gathered in shared.values()]
+    return float(sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays))
 
 
 RECURRENCE = "recurrence"

@@ -31,7 +31,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.comm.collectives import all_gather
 from meshwright.models.blocks.layers import linear, linears, rms_norm
-from meshwright.models.model import ForwardContext, Kind, MatmulSizes, Recurrence, Widths
+from meshwright.models.model import ForwardContext, Gathered, Kind, MatmulSizes, Recurrence, Widths
 from meshwright.models.remat import ATTN_OUT, QKV, recomputed
 from meshwright.sharding.params import Param
 from meshwright.sharding.sequence import SEGMENTS, SequenceSplit
@@ -105,14 +105,14 @@ class DeltaSpec(Recurrence):
             MatmulSizes(H, C, F, heads, scanned=True),
         ]
 
-    def gathered(self, batch: int, segment: int, dtype: str) -> dict[str, jax.ShapeDtypeStruct]:
+    def gathered(self, batch: int, segment: int, dtype: str) -> dict[str, Gathered]:
         """Returns what a segment shares: the last inputs of its convolution, and A and B of its states."""
         tail = (self.heads, batch, min(self.taps - 1, segment), self.channels)
         size = self.key_size + self.value_size
         change = (self.heads, batch, self.groups, self.key_size, size)
         return {
-            "inputs of the convolution": jax.ShapeDtypeStruct(tail, dtype),
-            "changes of states": jax.ShapeDtypeStruct(change, jnp.float32),
+            "inputs of the convolution": Gathered(jax.ShapeDtypeStruct(tail, dtype)),
+            "changes of states": Gathered(jax.ShapeDtypeStruct(change, jnp.float32), inside=True),
         }
 
     def segment_matmuls(self, seq: int) -> list[MatmulSizes]:
