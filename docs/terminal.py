@@ -71,6 +71,8 @@ VERBS = (
 
 FAMILIES = {
     "arcee": ("meshwright.models.families.arcee", "Arcee"),
+    "cohere": ("meshwright.models.families.cohere", "Cohere"),
+    "cohere2": ("meshwright.models.families.cohere", "Cohere2"),
     "deepseek": ("meshwright.models.families.deepseek", "Deepseek"),
     "gemma2": ("meshwright.models.families.gemma", "Gemma2"),
     "gemma3": ("meshwright.models.families.gemma", "Gemma3"),

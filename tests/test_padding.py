@@ -24,6 +24,7 @@ from meshwright.models import families
 from meshwright.models.blocks.experts import Routing, expert_capacity, look_up
 from meshwright.models.decoder import DecoderModel
 from meshwright.models.families.arcee import Arcee
+from meshwright.models.families.cohere import Cohere2
 from meshwright.models.families.granite import GraniteMoe
 from meshwright.models.families.hunyuan import Hunyuan
 from meshwright.models.families.ministral3 import Ministral3
@@ -49,6 +50,7 @@ FAMILIES = {
     "granite-moe": GraniteMoe(VOCAB, experts=8, width=64, heads=4, kv_heads=4, expert_mlp=32),
     "hunyuan": Hunyuan(VOCAB, width=64, heads=4, kv_heads=4),
     "arcee": Arcee(VOCAB, width=64, heads=4, kv_heads=4),
+    "cohere2": Cohere2(VOCAB, width=64, heads=4, kv_heads=4),
     "ministral3": Ministral3(VOCAB, width=64, heads=4, kv_heads=4, temperature_floor=2),
     "mistral4": Mistral4(VOCAB, experts=8, width=64, heads=4, expert_mlp=32, temperature_floor=2),
     "olmo3": "olmo3-7b",

@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from meshwright.generation.sampling import Sampling as Sampling
     from meshwright.hardware.chips import Chip as Chip
     from meshwright.models.families.arcee import Arcee as Arcee
+    from meshwright.models.families.cohere import Cohere as Cohere
+    from meshwright.models.families.cohere import Cohere2 as Cohere2
     from meshwright.models.families.deepseek import Deepseek as Deepseek
     from meshwright.models.families.gemma import Gemma2 as Gemma2
     from meshwright.models.families.gemma import Gemma3 as Gemma3

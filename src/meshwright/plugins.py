@@ -22,6 +22,8 @@ from meshwright.update_rules import UPDATE_RULES
 PARTS: dict[str, dict[str, str]] = {
     "model family": {
         "arcee": "models.families.arcee:Arcee",
+        "cohere": "models.families.cohere:Cohere",
+        "cohere2": "models.families.cohere:Cohere2",
         "deepseek": "models.families.deepseek:Deepseek",
         "gemma2": "models.families.gemma:Gemma2",
         "gemma3": "models.families.gemma:Gemma3",

@@ -42,6 +42,7 @@ from meshwright.hugging_face.safetensors_files import tensor_names
 from meshwright.models.blocks.yarn import LatentYarn
 from meshwright.models.decoder import head_size_of
 from meshwright.models.families.arcee import Arcee
+from meshwright.models.families.cohere import Cohere, Cohere2
 from meshwright.models.families.deepseek import Deepseek
 from meshwright.models.families.gemma import Gemma2, Gemma3
 from meshwright.models.families.gemma4 import Gemma4
@@ -431,6 +432,48 @@ _ARCEE = (
     flag("mlp_bias", "mlp_bias"),
     must(sliding_window=None),
 )
+_COHERE_OF_BOTH = (
+    *(*_CORE, _KV_HEADS, _SILU, _MLP),
+    choice("tie_word_embeddings", "embedding", {False: "untied", True: "tied"}, default=True),
+    same("layer_norm_eps", "norm_epsilon", 1e-5),
+    same("logit_scale", "logit_scale", 0.0625, kind=float),
+    flag("attention_bias", "attention_bias"),
+    # `transformers` computes it with heads of width / heads, whatever head_dim is.
+    without_effect("head_dim"),
+    only_if(lambda c: head_size_of(c) * c.heads == c.width),
+    # Its default is a token of the published vocabulary, whose embedding `torch` would not train.
+    Entry(write=lambda c: {"pad_token_id": None}),
+    # Fields of the published files that `transformers` does not read: what they say is what it computes.
+    fixed("use_parallel_block", True, written=False),
+    fixed("use_gated_activation", True, written=False),
+    fixed("use_embedding_sharing", True, written=False),
+    fixed("position_embedding_type", "rope_gptj", written=False),
+    fixed("rotary_pct", 1.0, written=False),
+    without_effect("use_parallel_embedding", "cache_implementation", "model_max_length"),
+)
+_COHERE = (
+    *(*_COHERE_OF_BOTH, plain_rope(500000.0)),
+    # Norms of queries and keys, with a scale of each head (Command R+).
+    fixed("use_qk_norm", False),
+)
+
+
+def _read_cohere2_layers(fields: Fields) -> dict[str, Any]:
+    # Three names of one number; files have one or several.
+    names = ("sliding_window_pattern", "_sliding_window_pattern", "layer_switch")
+    interval = fields.first(*names, default=4)
+    if fields.config.get("sliding_window", 4096) is None:
+        found = "sliding_window is null, with which `transformers` rotates no layer"
+        raise fields.error(found, "a model with a sliding_window, such as 4096")
+    return {"local_layers": read_local_layers(fields, interval - 1)}
+
+
+_COHERE2 = (
+    *(*_COHERE_OF_BOTH, plain_rope()),
+    same("sliding_window", "sliding_window", 4096),
+    Entry(_read_cohere2_layers, local_layers(3).write),
+    fixed("order_of_interleaved_layers", "local_attn_first", written=False),
+)
 
 
 def _read_hunyuan_rope(fields: Fields) -> dict[str, Any]:
@@ -492,6 +535,7 @@ _MINISTRAL3 = (
     must(rope_scaling=None, rope_factor=1.0),
     Entry(_read_ministral3_rope, _write_ministral3_rope),
 )
+_COHERE_NAMES = {**LLAMA, "final_norm.scale": LLAMA["final_norm"]}
 _OLMO_NAMES = {
     **LLAMA,
     "attention_norm": ("post_attention_layernorm.weight", ("D",)),
@@ -1462,6 +1506,8 @@ _ALL = (
         },
     ),
     Architecture("ArceeForCausalLM", "arcee", Arcee, _ARCEE),
+    Architecture("CohereForCausalLM", "cohere", Cohere, _COHERE, _COHERE_NAMES),
+    Architecture("Cohere2ForCausalLM", "cohere2", Cohere2, _COHERE2, _COHERE_NAMES),
     Architecture(
         "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", Hunyuan, _HUNYUAN, _HUNYUAN_NAMES
     ),

@@ -713,11 +713,11 @@ def scaled_rope(theta: float = 10000.0, fraction: float = 1.0) -> Entry:
     return Entry(read, write)
 
 
-def plain_rope() -> Entry:
-    """Returns the entry of the base in an architecture without scalings."""
+def plain_rope(theta: float = 10000.0) -> Entry:
+    """Returns the entry of the base in an architecture without scalings. theta: where no field has one."""
 
     def read(fields: Fields) -> dict[str, Any]:
-        rope = rope_fields(fields)
+        rope = rope_fields(fields, theta)
         if rope.kind != "default":
             raise rope.refused()
         return {"rope_theta": rope.theta}

@@ -76,6 +76,11 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         **_TWO, **_FACTORS, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
     }),
     "arcee": ("Arcee", {**_TWO, "mlp_bias": True}),
+    "cohere": ("Cohere", {**_TWO, "logit_scale": 0.5, "attention_bias": True, "pad_token_id": None}),
+    "cohere2": ("Cohere2", {
+        **_TWO, "hidden_size": 32, "intermediate_size": 48, "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 5, "logit_scale": 0.5, "pad_token_id": None,
+    }),
     "hunyuan": ("HunYuanDenseV1", {
         **_TWO, "head_dim": 16,
         "rope_parameters": {"rope_type": "dynamic", "alpha": 5.0, "factor": 1.0, "rope_theta": 10000.0},

@@ -76,6 +76,17 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         "vocab_size": 128004, "num_hidden_layers": 36, "num_attention_heads": 20, "num_key_value_heads": 4,
         "head_dim": 128,
     }),
+    "Command-R-35B": ("CohereForCausalLM", {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 8e6},
+    }),
+    "Command-R7B": ("Cohere2ForCausalLM", {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "logit_scale": 0.25, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
+    }),
+    "Command-A": ("Cohere2ForCausalLM", {
+        "hidden_size": 12288, "intermediate_size": 36864, "num_hidden_layers": 64, "num_attention_heads": 96,
+        "num_key_value_heads": 8, "logit_scale": 0.25, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
+    }),
     "Hunyuan-7B": ("HunYuanDenseV1ForCausalLM", {
         "vocab_size": 128167, "intermediate_size": 14336, "num_key_value_heads": 8, "head_dim": 128,
         "tie_word_embeddings": True,
