@@ -182,7 +182,10 @@ def assert_padding_changes_nothing(
 def small(family: str) -> Model:
     named = FAMILIES[family]
     model = find_recipe(named).model if isinstance(named, str) else named
-    model = model.shrunk(MeshShape(), 2 if hasattr(model, "full_attention_interval") else 1)
+    model = model.shrunk(
+        MeshShape(),
+        2 if hasattr(model, "full_attention_interval") or hasattr(model, "mamba_heads") else 1,
+    )
     return dataclasses.replace(model, vocab=VOCAB, vocab_multiple=16)
 
 

@@ -430,7 +430,8 @@ _GRANITE_MOE = (
 
 
 def _kinds_of_granite_hybrid(layers: int, interval: int, offset: int) -> list[str]:
-    return ["attention" if i % interval == offset else "mamba" for i in range(layers)]
+    attention = range(offset, layers, interval) if interval else ()
+    return ["attention" if i in attention else "mamba" for i in range(layers)]
 
 
 _NEW_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
@@ -441,14 +442,19 @@ def _read_granite_hybrid_layers(fields: Fields) -> dict[str, Any]:
     layers = fields.get("num_hidden_layers")
     found = fields.first("layer_types", "layers_block_type", default=["mamba"] * layers)
     kinds = [_NEW_NAMES.get(kind, kind) for kind in found]
-    first, *others = [i for i, kind in enumerate(kinds) if kind == "attention"] or [layers]
-    interval = others[0] - first if others else layers
-    if kinds != _kinds_of_granite_hybrid(layers, interval, first) or first >= interval:
+    attention = [i for i, kind in enumerate(kinds) if kind == "attention"]
+    if not attention:
+        interval, offset = 0, 0
+    else:
+        offset = attention[0]
+        interval = attention[1] - offset if len(attention) > 1 else layers
+    repeats = interval == 0 or offset < interval
+    if not repeats or kinds != _kinds_of_granite_hybrid(layers, interval, offset):
         raise fields.error(
-            f"layer_types does not repeat: attention is in {[first, *others]} of {layers} layers",
-            "a model with attention in each n-th layer",
+            f"layer_types does not repeat: attention is in layers {attention} of {layers}",
+            "a model with attention in each n-th layer, and a state space in the others",
         )
-    return {"attention_interval": interval, "attention_offset": first}
+    return {"attention_interval": interval, "attention_offset": offset}
 
 
 def _read_rotation(fields: Fields) -> dict[str, Any]:
@@ -463,7 +469,9 @@ def _read_mamba_sizes(fields: Fields) -> dict[str, Any]:
     size = fields.get("mamba_d_head", "auto")
     size = inner // heads if size == "auto" else size
     if size * heads != inner:
-        found = f"mamba_expand * hidden_size is {inner}, and {heads} heads of {size} are {size * heads}"
+        found = (
+            f"mamba_expand * hidden_size is {inner}, and {heads} heads of {size} are {size * heads}"
+        )
         raise fields.error(found, f"mamba_d_head {inner // heads}")
     return {"mamba_heads": heads, "mamba_head_size": size}
 
@@ -685,9 +693,7 @@ _SHARED_MLP = {"gate": ("F+", "D"), "up": ("F+", "D")}
 _GRANITE_HYBRID_NAMES = {
     **{name: names for name, names in _GRANITE_MOE_NAMES.items() if name not in _MAMBA_NAMES},
     **_MAMBA_NAMES,
-    **{
-        f"blocks.{name}": LLAMA[name] for name in ("query", "key", "value", "attention_out")
-    },
+    **{f"blocks.{name}": LLAMA[name] for name in ("query", "key", "value", "attention_out")},
     **{name: ("shared_mlp.input_linear.weight", axes) for name, axes in _SHARED_MLP.items()},
     "down": ("shared_mlp.output_linear.weight", ("D", "F")),
     **{

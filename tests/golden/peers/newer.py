@@ -11,6 +11,7 @@ import fields
 import larger
 import numpy as np
 import theirs
+import transformers
 
 HERE = Path(__file__).resolve()
 _SIZES = theirs._SIZES
@@ -177,19 +178,19 @@ def table_of(folder: Path) -> dict[str, Any]:
 theirs.table_of = table_of
 
 
-_completed = fields.completed
+_read_config = transformers.GraniteMoeHybridConfig.from_dict
 
 
-def completed(config_class: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Every field of a configuration, as `fields.completed` has it: infinity is a number again where it is read."""
-    copy = dict(given)
-    limit = copy.get("time_step_limit")
+def read_config(values: dict[str, Any], **others: Any) -> Any:
+    """A configuration from its fields, of which an infinite limit is a number again."""
+    limit = values.get("time_step_limit")
     if limit is not None:
-        copy["time_step_limit"] = [float(x["__float__"]) if isinstance(x, dict) else x for x in limit]
-    return _completed(config_class, copy)
+        numbers = [float(x["__float__"]) if isinstance(x, dict) else x for x in limit]
+        values = {**values, "time_step_limit": numbers}
+    return _read_config(values, **others)
 
 
-fields.completed = completed
+transformers.GraniteMoeHybridConfig.from_dict = read_config
 
 
 def _write(folder: Path, name: str, scripts: list[Path], *contents: Any) -> None:

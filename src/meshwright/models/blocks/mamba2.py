@@ -80,9 +80,7 @@ class SpaceSpec(Recurrence):
 
     def widths(self, width: int, tensor: int) -> Widths:
         """Returns the widths on one of `tensor` devices: values, keys, queries and output gate are saved."""
-        groups = (
-            self.groups if replicates_kv_heads(self.groups, tensor) else self.groups / tensor
-        )
+        groups = self.groups if replicates_kv_heads(self.groups, tensor) else self.groups / tensor
         values = self.values / tensor
         mixed = values + 2 * groups * self.state_size
         return Widths(0, 0, 0, values, mixed + values, width, kept=mixed + values)
@@ -196,9 +194,7 @@ def _mixed(
     return jax.nn.silu(causal_convolution(joined_BTNF, taps_NFW, positions_BT) + bias_NF)
 
 
-def _add_state(
-    state: jax.Array, chunk: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+def _add_state(state: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Returns the states after a chunk, and those before it. chunk: what it keeps of them, and what it adds."""
     kept, added = chunk
     return state * kept[..., None, None] + added, state

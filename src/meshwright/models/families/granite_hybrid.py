@@ -36,8 +36,8 @@ class GraniteHybrid(RoutedExperts, TiedOrNot, Factors):
     """Feed-forward width F of the dense feed-forward, or of the shared expert."""
     experts: NonNegativeInt = 0
     """Experts E of a layer; 0 has a dense feed-forward."""
-    attention_interval: PositiveInt = 2
-    """Layers of which one has attention, and the others a state space."""
+    attention_interval: NonNegativeInt = 2
+    """Layers of which one has attention, and the others a state space; 0 has no attention."""
     attention_offset: NonNegativeInt = 1
     """Layers before the one with attention, of each interval."""
     rotation: Literal["none", "rope"] = "none"
@@ -58,16 +58,16 @@ class GraniteHybrid(RoutedExperts, TiedOrNot, Factors):
     def build(self) -> Decoder:
         """Returns the layers by turns."""
         interval, offset = self.attention_interval, self.attention_offset
-        legal = min(interval, self.layers)
+        legal = max(1, min(interval, self.layers))
         refuse(
             (
                 interval > self.layers,
                 f"{self.layers} layers of which one of {interval} has attention",
-                "at least one layer has attention",
+                "at least one layer has attention, unless the interval is 0",
                 f"--model.attention-interval {legal} --model.attention-offset {min(offset, legal - 1)}",
             ),
             (
-                offset >= interval,
+                interval > 0 and offset >= interval,
                 f"{offset} layers before the one with attention of each {interval}",
                 f"{interval} layers are numbered from 0 to {interval - 1}",
                 f"--model.attention-offset {interval - 1}",
@@ -82,9 +82,9 @@ class GraniteHybrid(RoutedExperts, TiedOrNot, Factors):
         feed_forward: Kind = FeedForward(self.width, self.mlp, self.out_std)
         if self.experts:
             feed_forward = self.routed(shared=self.mlp)
-        full = Block("blocks", attention, feed_forward, self.norm)
-        kinds = [Block("mamba_blocks", mamba, feed_forward, self.norm)] * interval
-        kinds[offset] = full
+        kinds = [Block("mamba_blocks", mamba, feed_forward, self.norm)] * max(1, interval)
+        if interval:
+            kinds[offset] = Block("blocks", attention, feed_forward, self.norm)
         return self.scaled(self.repeat(*kinds))
 
     def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class GraniteHybrid(RoutedExperts, TiedOrNot, Factors):
         return {
             **super().small_sizes(shape, layers),
             "attention_interval": interval,
-            "attention_offset": min(self.attention_offset, interval - 1),
+            "attention_offset": min(self.attention_offset, max(0, interval - 1)),
             "mamba_heads": 2 * shape.tensor,
             "mamba_head_size": 8,
             "mamba_groups": groups,
