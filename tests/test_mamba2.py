@@ -71,14 +71,15 @@ def token_by_token(x: SpaceInputs, rate_N: np.ndarray, starts_BT: np.ndarray) ->
 
 def test_chunks_are_the_recurrence(inputs: SpaceInputs, layer: Any) -> None:
     """With a document that begins in a chunk; and the FLOPs of the compiled program are those of the formula."""
-    _, rate_N, _ = layer
+    _, rate_N, skip_N = layer
     starts_BT = np.arange(T)[None].repeat(B, 0) == 0
     starts_BT[0, [70, 75]] = True
     empty = jnp.zeros((N, B, S, H))
-    out, _ = jax.jit(state_space)(inputs, rate_N, starts_BT, empty)
+    out, _ = jax.jit(state_space)(inputs, rate_N, skip_N, starts_BT, empty)
     expected = token_by_token(inputs, rate_N, starts_BT)
+    expected += skip_N[:, None] * inputs.value
     np.testing.assert_allclose(out, expected, atol=1e-5 * np.abs(expected).max())
-    program = mw.census(jax.jit(lambda x: state_space(x, rate_N, starts_BT, empty)), inputs)
+    program = mw.census(jax.jit(lambda x: state_space(x, rate_N, skip_N, starts_BT, empty)), inputs)
     assert program.flops.compiled == pytest.approx(SPEC.flops(T) * B * 192, rel=1e-3)
 
 

@@ -79,11 +79,14 @@ class SpaceSpec(Recurrence):
         return self.heads * self.head_size
 
     def widths(self, width: int, tensor: int) -> Widths:
-        """Returns the widths on one of `tensor` devices: values, keys, queries and output gate are saved."""
+        """Returns the widths on one of `tensor` devices.
+
+        Values, keys, queries and output gate are saved; what saves everything keeps what the convolution returns too.
+        """
         groups = self.groups if replicates_kv_heads(self.groups, tensor) else self.groups / tensor
         values = self.values / tensor
         mixed = values + 2 * groups * self.state_size
-        return Widths(0, 0, 0, values, mixed + values, width, kept=mixed + values)
+        return Widths(0, 0, 0, values, mixed + values, width, kept=mixed)
 
     def chunk(self, seq: int) -> int:
         """Returns the tokens of a chunk: a power of two up to 64."""
@@ -180,8 +183,8 @@ def mamba2(
     q_BTKS = _mixed(query, *convolution.query, positions_BT)
     with jax.named_scope("state space"):
         mixed = SpaceInputs(v_BTNH, k_BTKS, q_BTKS, x.step)
-        out_BTNH, states = state_space(mixed, rate_N, positions_BT == 0, carried.states)
-    out_BTNH += skip_N[:, None] * v_BTNH
+        starts_BT = positions_BT == 0
+        out_BTNH, states = state_space(mixed, rate_N, skip_N, starts_BT, carried.states)
     of_heads = [jnp.repeat(a[:, T:], each, 2) for a in (key, query)]
     last = jnp.concatenate([value[:, T:], *of_heads], -1).transpose(2, 0, 1, 3)
     return out_BTNH.astype(x.value.dtype), Carried(last.astype(jnp.float32), states)
@@ -203,9 +206,13 @@ def _add_state(state: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[ja
 # What a chunk computes is many times its inputs: the backward pass computes it again from them.
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def state_space(
-    x: SpaceInputs, rate_N: jax.Array, starts_BT: jax.Array, states: jax.Array
+    x: SpaceInputs,
+    rate_N: jax.Array,
+    skip_N: jax.Array,
+    starts_BT: jax.Array,
+    states: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the output without the skip [B, T, N, H], float32, and the states after the last token.
+    """Returns the output [B, T, N, H], float32, and the states after the last token.
 
     x: after the convolution.  starts_BT: whether a token begins a document.  states: as `Carried` has them.
     """
@@ -226,24 +233,29 @@ def state_space(
     out += read * decays.from_before[..., None]
 
     out_BTNH = out.transpose(2, 0, 4, 1, 3, 5).reshape(B, -1, N, H)[:, :T]
+    out_BTNH += skip_N[:, None] * x.value.astype(jnp.float32)
     return out_BTNH, after.swapaxes(1, 2).reshape(N, B, S, H)
 
 
-@recomputed
 def _gated(out_BTNH: jax.Array, gate_BTNH: jax.Array) -> jax.Array:
     """Returns the output times the SiLU of its gate, float32."""
     return out_BTNH.astype(jnp.float32) * jax.nn.silu(gate_BTNH.astype(jnp.float32))
 
 
+# Both compute the gated output from what the backward pass has: in float32 it would be saved in twice the bytes.
 @recomputed
-def _sums_of_squares(x_BTNH: jax.Array) -> jax.Array:
-    """Returns the sum of the squares of each head [B, T, N]."""
-    return jnp.square(x_BTNH).sum(-1)
+def _sums_of_squares(out_BTNH: jax.Array, gate_BTNH: jax.Array) -> jax.Array:
+    """Returns the sum of the squares of each gated head [B, T, N]."""
+    return jnp.square(_gated(out_BTNH, gate_BTNH)).sum(-1)
 
 
 @recomputed
-def _scaled(x_BTNH: jax.Array, inverse_rms_BTN: jax.Array, scale_NH: jax.Array) -> jax.Array:
-    return x_BTNH * inverse_rms_BTN[..., None] * scale_NH.astype(jnp.float32)
+def _scaled(
+    out_BTNH: jax.Array, gate_BTNH: jax.Array, inverse_rms_BTN: jax.Array, scale_NH: jax.Array
+) -> jax.Array:
+    """Returns the gated heads over their root mean square, times their scale, in the dtype of the output."""
+    normal = _gated(out_BTNH, gate_BTNH) * inverse_rms_BTN[..., None]
+    return (normal * scale_NH.astype(jnp.float32)).astype(out_BTNH.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,10 +323,8 @@ class Mamba2(Kind):
 
             out_BTNH = checkpoint_name(ctx.recur(step, x), ATTN_OUT)
             out_BTNH = ctx.record("attention heads", out_BTNH, split="tensor")
-            normal_BTNH = self._normalised(_gated(out_BTNH, gate), w["value_norm"])
-            return ctx.row_parallel(
-                attention_projection, normal_BTNH.astype(out_BTNH.dtype), w["attention_out"]
-            )
+            normal_BTNH = self._normalised(out_BTNH, gate, w["value_norm"])
+            return ctx.row_parallel(attention_projection, normal_BTNH, w["attention_out"])
 
         return mix
 
@@ -337,10 +347,12 @@ class Mamba2(Kind):
         mine = axis_index(("tensor",)) * self.space.groups // devices
         return lax.dynamic_slice_in_dim(x, mine, 1, axis=dim)
 
-    def _normalised(self, x_BTNH: jax.Array, scale_NH: jax.Array) -> jax.Array:
-        """Divides the heads of each group by the root mean square of all of them together, float32."""
-        N, H = x_BTNH.shape[2:]
-        sums_BTN = _sums_of_squares(x_BTNH)
+    def _normalised(
+        self, out_BTNH: jax.Array, gate_BTNH: jax.Array, scale_NH: jax.Array
+    ) -> jax.Array:
+        """Divides the gated heads of each group by the root mean square of all of them together."""
+        N, H = out_BTNH.shape[2:]
+        sums_BTN = _sums_of_squares(out_BTNH, gate_BTNH)
         each = self.space.heads // self.space.groups
         if replicates_kv_heads(self.space.groups, lax.axis_size("tensor")):
             first = axis_index(("tensor",)) * self.space.groups // lax.axis_size("tensor") * each
@@ -349,4 +361,4 @@ class Mamba2(Kind):
         mean_BTK = sums_BTN.reshape(*sums_BTN.shape[:2], -1, each).sum(-1) / (each * H)
         inverse_BTK = lax.rsqrt(mean_BTK + self.epsilon)
         inverse_BTN = jnp.repeat(inverse_BTK, N // inverse_BTK.shape[-1], -1)
-        return _scaled(x_BTNH, inverse_BTN, scale_NH)
+        return _scaled(out_BTNH, gate_BTNH, inverse_BTN, scale_NH)
