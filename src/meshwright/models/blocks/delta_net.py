@@ -227,7 +227,7 @@ def chunked_values(x: jax.Array, C: int) -> jax.Array:
 
 
 class Decays(NamedTuple):
-    """What is left of a state between the tokens of chunks of C, 0 across documents, [chunks, N, B, G, ...], float32."""
+    """Decays of states between tokens of a chunk, 0 across documents: [chunks, N, B, G, ...], float32."""
 
     within: jax.Array
     """From token j to token i of the chunk: exp(g_{j+1} + ... + g_i) where j <= i, [C, C]."""

@@ -126,7 +126,7 @@ class SpaceSpec(Recurrence):
 
 
 class Carried(NamedTuple):
-    """What later tokens need of those before them, of one size after any number of tokens."""
+    """State and last inputs that later tokens need, of one size after any number of tokens."""
 
     inputs: Any
     """Inputs of the convolution of the last W - 1 tokens, [N, B, W - 1, channels], float32: value, key, query."""
