@@ -490,7 +490,7 @@ def _write_mamba_sizes(c: Any) -> dict[str, Any] | None:
 def _check_step_limit(fields: Fields) -> None:
     limit = fields.get("time_step_limit", [0.0, math.inf])
     # `transformers` writes {"__float__": "Infinity"}, which is a number in JSON too.
-    numbers = [x.get("__float__") if isinstance(x, dict) else x for x in limit]
+    numbers = [x["__float__"] if isinstance(x, dict) else x for x in limit]
     if [float(x) for x in numbers] != [0.0, math.inf]:
         found = f"time_step_limit is {limit}, and Meshwright limits no step"
         raise fields.error(found, "a model without a limit: [0.0, Infinity]")
