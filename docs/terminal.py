@@ -71,6 +71,8 @@ VERBS = (
 
 FAMILIES = {
     "arcee": ("meshwright.models.families.arcee", "Arcee"),
+    "cohere": ("meshwright.models.families.cohere", "Cohere"),
+    "cohere2": ("meshwright.models.families.cohere", "Cohere2"),
     "deepseek": ("meshwright.models.families.deepseek", "Deepseek"),
     "gemma2": ("meshwright.models.families.gemma", "Gemma2"),
     "gemma3": ("meshwright.models.families.gemma", "Gemma3"),
@@ -79,6 +81,7 @@ FAMILIES = {
     "gpt2": ("meshwright.models.families.gpt2", "Gpt2"),
     "gpt_oss": ("meshwright.models.families.gpt_oss", "GptOss"),
     "granite": ("meshwright.models.families.granite", "Granite"),
+    "granite_hybrid": ("meshwright.models.families.granite_hybrid", "GraniteHybrid"),
     "granite_moe": ("meshwright.models.families.granite", "GraniteMoe"),
     "hunyuan": ("meshwright.models.families.hunyuan", "Hunyuan"),
     "llama": ("meshwright.models.families.llama", "Llama"),

@@ -4,6 +4,7 @@ import ast
 import builtins
 import contextlib
 import errno
+import functools
 import importlib
 import io
 import json
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import errors
 
 from meshwright import documents
 from meshwright.checkpoint.checkpoints import write_error
@@ -44,7 +46,7 @@ from meshwright.errors import (
 )
 from meshwright.hardware import agreement
 from meshwright.launching.restarts import REFUSED, restarts
-from meshwright.storage import attempts
+from meshwright.storage import attempts, hub
 from meshwright.storage.attempts import attempt, store_error
 from meshwright.storage.writing import write_atomically
 
@@ -72,6 +74,45 @@ def test_who_reads_does_not_decide(kind: type[MeshwrightError]) -> None:
             assert "free some space" not in found.fix
         else:
             assert type(found) is kind
+
+
+def _hub_errors() -> dict[str, tuple[Exception, type[MeshwrightError], str]]:
+    """Failures of a download as the hub's library raises them, the error of each, and words of its fix."""
+
+    def answer(kind: type[errors.HfHubHTTPError], status: int) -> Exception:
+        response: Any = types.SimpleNamespace(status_code=status, headers={}, request=None)
+        return kind("refused", response=response)
+
+    return {
+        "gated": (answer(errors.GatedRepoError, 403), WeightsError, "accept them on"),
+        "private": (answer(errors.RepositoryNotFoundError, 401), WeightsError, "hf auth login"),
+        "revision": (answer(errors.RevisionNotFoundError, 404), WeightsError, "one of https"),
+        "busy": (answer(errors.HfHubHTTPError, 429), UnavailableError, "a network"),
+        "down": (answer(errors.HfHubHTTPError, 503), UnavailableError, "a network"),
+        "no network": (errors.LocalEntryNotFoundError("none"), UnavailableError, "a network"),
+        "offline": (errors.OfflineModeIsEnabled("offline"), UnavailableError, "a network"),
+        "cut": (errors.HTTPError("too slow"), UnavailableError, "a network"),
+        "disk": (OSError(errno.ENOSPC, "full"), RoomError, "free some space"),
+        "other": (answer(errors.HfHubHTTPError, 400), WeightsError, "the path of a folder"),
+    }
+
+
+@pytest.mark.parametrize("repository", [hub.MODEL, hub.DATASET])
+@pytest.mark.parametrize("row", _hub_errors())
+def test_a_failed_download_names_who_keeps_it_or_what_does_not_answer(
+    row: str, repository: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error, kind, fix = _hub_errors()[row]
+
+    def snapshot_download(*args: Any, **options: Any) -> str:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    refusal = functools.partial(WeightsError, "hf:a/b")
+    with pytest.raises(kind) as found:
+        hub.download_from_hub("a/b", repository, ["*"], refusal)
+    assert type(found.value) is kind and found.value.asked == "hf:a/b"
+    assert fix in found.value.fix
 
 
 def test_every_error_of_the_package_has_a_class() -> None:

@@ -22,6 +22,8 @@ from meshwright.update_rules import UPDATE_RULES
 PARTS: dict[str, dict[str, str]] = {
     "model family": {
         "arcee": "models.families.arcee:Arcee",
+        "cohere": "models.families.cohere:Cohere",
+        "cohere2": "models.families.cohere:Cohere2",
         "deepseek": "models.families.deepseek:Deepseek",
         "gemma2": "models.families.gemma:Gemma2",
         "gemma3": "models.families.gemma:Gemma3",
@@ -30,6 +32,7 @@ PARTS: dict[str, dict[str, str]] = {
         "gpt2": "models.families.gpt2:Gpt2",
         "gpt_oss": "models.families.gpt_oss:GptOss",
         "granite": "models.families.granite:Granite",
+        "granite_hybrid": "models.families.granite_hybrid:GraniteHybrid",
         "granite_moe": "models.families.granite:GraniteMoe",
         "hunyuan": "models.families.hunyuan:Hunyuan",
         "llama": "models.families.llama:Llama",

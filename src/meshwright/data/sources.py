@@ -4,6 +4,7 @@ What a source is and when it has changed is known here; `readers` reads it.
 """
 
 import dataclasses
+import functools
 import glob
 import hashlib
 import inspect
@@ -23,6 +24,7 @@ from meshwright.documents import GGUF_KIND
 from meshwright.errors import DataError, by_class, reason_of
 from meshwright.formatting import printable
 from meshwright.plugins import load
+from meshwright.storage.hub import DATASET, download_from_hub
 from meshwright.trust import is_reference
 
 PLAIN = (".txt", ".py", ".md", ".rst", ".text")
@@ -330,29 +332,11 @@ def download_dataset(path: str) -> Found:
     if kind != "datasets" or not owner or not name:
         form = "hf://datasets/OWNER/NAME, or hf://datasets/OWNER/NAME@REVISION/FOLDER"
         raise DataError(asked, "it names no dataset of the hub", form)
-    try:
-        import huggingface_hub
-    except ModuleNotFoundError as error:
-        raise DataError(
-            asked, "huggingface_hub is not installed", "pip install 'meshwright[hub]'"
-        ) from error
     wanted = (
         [f"{inside}{end}" for end in ("", "/**")] if inside else [f"*{end}" for end in SUFFIXES]
     )
-    try:
-        folder = huggingface_hub.snapshot_download(
-            f"{owner}/{name}", repo_type="dataset", revision=revision or None, allow_patterns=wanted
-        )
-    except (OSError, ValueError) as error:  # those of the hub's library are subclasses
-        raise by_class(
-            error,
-            DataError(
-                asked,
-                f"the hub does not give it: {reason_of(error)}",
-                "the name as the hub writes it; HF_TOKEN for one that is not public; or a "
-                "download beforehand",
-            ),
-        ) from error
+    refusal = functools.partial(DataError, asked)
+    folder = download_from_hub(f"{owner}/{name}", DATASET, wanted, refusal, revision or None)
     return find_files(os.path.join(folder, inside) if inside else str(folder))
 
 

@@ -15,6 +15,7 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape, first_devices
 from meshwright.hugging_face.folder import KEPT, read_model
 from meshwright.hugging_face.hub import find_folder, is_hugging_face
+from meshwright.path_kinds import find_path_kind, looks_like_hub_name
 from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
@@ -87,11 +88,14 @@ def run_of_source(source: str | Path) -> Run:
         return run_of_hugging_face(str(source))
     if path_of(source).is_dir():
         return run_in_folder(path_of(source))
-    raise ConfigError(
-        f"weights of {source}",
-        "it is not a folder; a recipe names a model and has no weights before it is trained",
-        "the output folder of `meshwright train`, or hf:PATH of a Hugging Face model",
-    )
+    kind = find_path_kind(str(source))
+    if kind is not None:
+        raise ConfigError(f"weights of {source}", f"it is {kind.summary}", kind.weights)
+    truth = "it is not a folder; a recipe names a model and has no weights before it is trained"
+    fix = "the output folder of `meshwright train`, or hf:PATH of a Hugging Face model"
+    if looks_like_hub_name(str(source)):
+        fix = f"hf:{source}, if it is a model of the Hugging Face hub, or {fix}"
+    raise ConfigError(f"weights of {source}", truth, fix)
 
 
 def place_for_decoding(run: Run, mesh: MeshShape | None, devices: int | None) -> DeviceRun:

@@ -1,10 +1,11 @@
 """Folders that `hf:` names: a path, or a model of the Hugging Face hub in the cache of `huggingface_hub`."""
 
-import re
+import functools
 from pathlib import Path
 
-from meshwright.documents import GGUF_KIND
-from meshwright.errors import WeightsError, by_class, reason_of
+from meshwright.errors import WeightsError
+from meshwright.path_kinds import find_path_kind, looks_like_hub_name
+from meshwright.storage.hub import MODEL, download_from_hub
 from meshwright.storage.paths import path_of
 
 PREFIX = "hf:"
@@ -27,36 +28,18 @@ def find_folder(name: str, *, weights: bool) -> Path:
     if folder.is_dir():
         return folder
     if folder.is_file():
-        is_gguf = folder.suffix.lower() == ".gguf"
-        kind = GGUF_KIND if is_gguf else "a file, and a model is a folder"
+        kind = find_path_kind(text)
         raise WeightsError(
             f"the model {PREFIX}{text}",
-            f"it is {kind}",
-            "a folder with config.json and .safetensors",
+            "it is a file, and a model is a folder" if kind is None else f"it is {kind.summary}",
+            "a folder with config.json and .safetensors" if kind is None else kind.weights,
         )
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", text):
+    if not looks_like_hub_name(text):
         raise WeightsError(
             f"the model {PREFIX}{text}",
             "there is no such folder",
             "a folder with config.json, or OWNER/MODEL of the hub",
         )
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise WeightsError(
-            f"the model {PREFIX}{text}",
-            "there is no such folder, and `huggingface_hub`, which downloads models, is not installed",
-            "pip install 'meshwright[hub]', or the path of a folder",
-        ) from error
     patterns = [*_DESCRIPTION, "*.safetensors"] if weights else _DESCRIPTION
-    try:
-        return Path(huggingface_hub.snapshot_download(text, allow_patterns=patterns))
-    except Exception as error:  # the library raises its own, and those of its HTTP client
-        raise by_class(
-            error,
-            WeightsError(
-                f"downloading {text} from the Hugging Face hub",
-                reason_of(error),
-                "a model that exists and that `hf auth login` may read, or the path of a folder",
-            ),
-        ) from error
+    refusal = functools.partial(WeightsError, f"the model {PREFIX}{text}")
+    return download_from_hub(text, MODEL, patterns, refusal)

@@ -5,6 +5,10 @@ parameters, states its facts, and computes its half of a layer. A family is a ta
 they make (families/). One layer, with norms before its halves:
 
     x += attention(norm(x));  x += feed_forward(norm(x))
+
+and one with parallel halves (GPT-J, Cohere), which have one norm:
+
+    h = norm(x);  x += attention(h) + feed_forward(h)
 """
 
 import dataclasses
@@ -61,6 +65,8 @@ class Block:
     """Norm of the two halves."""
     norm_place: Literal["before", "after", "both"] = "before"
     """Whether the halves normalise what they read, what they add (OLMo 2), or both (Gemma)."""
+    parallel: bool = False
+    """Whether both halves read one norm of the layer's input (Cohere)."""
     branch_factor: float | None = None
     """Factor on what each half adds (Granite)."""
     output_scale: bool = False
@@ -71,9 +77,11 @@ class Block:
         params = dict[str, Param]()
         norms = ("norm", "out_norm") if self.norm_place == "both" else ("norm",)
         for name, half in (("attention", self.attention), ("mlp", self.feed_forward)):
+            params |= half.params(layers)
+            if self.parallel and half is self.feed_forward:
+                continue
             for norm in norms:
                 params |= self.norm.params(f"{name}_{norm}", (layers, half.width), "LD")
-            params |= half.params(layers)
         if self.output_scale:
             params["output_scale"] = Param((layers, 1), "LQ", "ones")
         return params
@@ -86,12 +94,14 @@ class Block:
             **facts,
             normalises_inputs=self.norm_place != "after",
             normalises_outputs=self.norm_place != "before",
+            has_parallel_halves=self.parallel,
         )
 
     def layer(self, ctx: ForwardContext, opening: Opening = _unchanged) -> Layer:
         """Returns the layer function. opening: what comes before the layer."""
         pieces = ctx.batch_pieces if self.spec().experts else ()
-        runs = [self._halves(piece) for piece in pieces or (ctx,)]
+        halves = self._parallel_halves if self.parallel else self._halves
+        runs = [halves(piece) for piece in pieces or (ctx,)]
 
         def layer(x_BTD: jax.Array, params: Tree, index: jax.Array) -> tuple[jax.Array, Aux]:
             x_BTD, w = opening(x_BTD, ctx.gather_params(params, self.stack))
@@ -135,6 +145,29 @@ class Block:
                 if self.output_scale:
                     x_BTD *= jax.lax.stop_gradient(w["output_scale"])
                 return local.record("output", x_BTD), aux
+
+        return run
+
+    def _parallel_halves(self, ctx: ForwardContext) -> Layer:
+        """Returns the two halves of a layer as `_halves` does, both of the norm of the layer's input."""
+        ctx.half(self.attention)
+        ctx.half(self.feed_forward)
+
+        def run(x_BTD: jax.Array, w: Tree, index: jax.Array) -> tuple[jax.Array, Aux]:
+            local = ctx.of_layer(index)
+            mix = local.half(self.attention)
+            feed = local.half(self.feed_forward)
+            x_BTD = local.record("input", x_BTD)
+            h_BTD = self._norm_before("attention", x_BTD, w)
+            with jax.named_scope(self.attention.scope):
+                mixed_BTD = mix(local.record("attention input", h_BTD), w)
+                mixed_BTD = local.record("attention output", self._scaled(mixed_BTD))
+                mixed_BTD = ctx.dropout(mixed_BTD, 2 * index + 1)
+            with jax.named_scope(self.feed_forward.scope):
+                fed_BTD, aux = feed(local.record("feed-forward input", h_BTD), w)
+                fed_BTD = local.record("feed-forward output", self._scaled(fed_BTD))
+                fed_BTD = ctx.dropout(fed_BTD, 2 * index + 2)
+            return local.record("output", x_BTD + mixed_BTD + fed_BTD), aux
 
         return run
 

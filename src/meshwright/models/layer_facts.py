@@ -298,6 +298,8 @@ class LayerSpec:
     has_two_feed_forwards: bool = False
     """Whether a dense feed-forward and experts each have an input and an output of their own, both normalised and, over
     `tensor`, gathered and scattered: they are added before the norm of the half's output."""
+    has_parallel_halves: bool = False
+    """Whether both halves read one norm of the layer's input: nothing is between them."""
     hidden_products: float = 0.5
     """Width of what the feed-forward's last matmul reads, over that of its first outputs: half of a gate and what it
     multiplies, all of the input of a GELU."""

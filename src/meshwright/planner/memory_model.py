@@ -568,6 +568,12 @@ def _checkpoint_arrays(
     return tuple(saved(x) for x in (*params, *state_arrays(layout, optimizer, dtype, rounding)))
 
 
+def _parallel_fraction(placed: PlacedRun) -> float:
+    """Returns the fraction of the layers whose halves read one norm: nothing between them is saved."""
+    layers = placed.layout.spec.layers
+    return sum(layer.has_parallel_halves for layer in layers) / len(layers)
+
+
 def _elements_per_token(placed: PlacedRun, work: Work) -> dict[str, float]:
     """Elements per token that a layer produces under each checkpoint name, on a device."""
     return {
@@ -575,7 +581,7 @@ def _elements_per_token(placed: PlacedRun, work: Work) -> dict[str, float]:
         QKV: work.widths.saved,
         # An exchange of heads makes another array of the kernel's output, with the same name.
         ATTN_OUT: work.widths.value * (2 if placed.sequence.group > 1 else 1),
-        ATTN_RESIDUAL: work.width / placed.layout.shape.tensor,
+        ATTN_RESIDUAL: (1 - _parallel_fraction(placed)) * work.width / placed.layout.shape.tensor,
         FFN_HIDDEN: work.ffn_hidden,
     }
 
@@ -635,6 +641,8 @@ def _saved_input_elements(placed: PlacedRun, work: Work, inputs: SavedInputs) ->
         halves = 2 - work.ungathered_layers / work.layers * (1 - 1 / tensor)
     if tensor == 1:
         halves -= 2 * sum(not layer.normalises_inputs for layer in layers) / len(layers)
+    if not inputs.gathered or tensor == 1:
+        halves -= _parallel_fraction(placed) / tensor
     halves += sum(layer.has_two_feed_forwards for layer in layers) / len(layers)
     elements = work.width * halves
     # Products of the hidden layer, whose inputs are named, and rows of experts, scaled too where their weights multiply

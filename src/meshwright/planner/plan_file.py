@@ -9,6 +9,7 @@ from typing import Any
 from meshwright.documents import LARGE, read_json
 from meshwright.errors import ConfigError, by_class, reason_of
 from meshwright.hardware.targets import Target
+from meshwright.path_kinds import find_path_kind
 from meshwright.planner.search import Plan
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import read_unique_json, run_from_dict, run_to_dict
@@ -98,6 +99,9 @@ def read_plan(file: Path) -> PlanFile:
         ) from error
     forms = {"run": dict, "target": str, "predicted": dict}
     if not isinstance(contents, dict) or contents.get("plan") != FORMAT:
+        kind = find_path_kind(str(file))
+        if kind is not None:
+            raise ConfigError(f"plan {file}", f"it is {kind.summary}, not a plan", kind.run)
         raise ConfigError(f"plan {file}", f"it is not a plan of format {FORMAT}", fix)
     for name, form in forms.items():
         if not isinstance(contents.get(name), form):

@@ -17,6 +17,7 @@ import msgspec
 
 from meshwright.config import Data, MeshShape, Optimizer, Training
 from meshwright.errors import ConfigError, foreign_code, nearest
+from meshwright.path_kinds import find_path_kind, looks_like_hub_name
 from meshwright.plugins import load, load_file
 from meshwright.runs.catalogue import catalogue, recipe_name
 from meshwright.runs.run import Run
@@ -64,18 +65,24 @@ def _builder(name: str) -> Callable[[], Run]:
         builder: Callable[[], Run] = load("recipe", name)
         return builder
     recipes = catalogue()
-    if name not in recipes and os.path.isfile(os.path.join(name, "run.json")):
-        truth = "it is the output folder of a run"
-        fix = f"--out {name} --resume to continue it, or meshwright finetune {name}"
-        raise ConfigError(f"recipe {name!r}", truth, fix)
-    if name not in recipes and os.path.exists(name):
-        truth = "it is a file or folder, not a recipe: text to train on is given with --data"
-        raise ConfigError(f"recipe {name!r}", truth, f"tiny --data {name}")
     if name not in recipes:
-        raise ConfigError(
-            f"recipe {name!r}", "there is no recipe of that name", nearest(name, recipes)
-        )
+        raise _unknown_recipe(name, recipes)
     return _functions(load_file(OwnName(recipes[name][0])))[name]
+
+
+def _unknown_recipe(name: str, recipes: Iterable[str]) -> ConfigError:
+    """Builds the error for a name that no recipe has, which may be a path or a name of the hub."""
+    kind = find_path_kind(name)
+    if kind is not None:
+        return ConfigError(f"recipe {name!r}", f"it is {kind.summary}, not a recipe", kind.run)
+    if os.path.exists(name):
+        truth = "it is a file or folder, not a recipe: text to train on is given with --data"
+        return ConfigError(f"recipe {name!r}", truth, f"tiny --data {name}")
+    truth = "there is no recipe of that name"
+    if looks_like_hub_name(name):
+        fix = f"hf:{name}, if it is a model of the Hugging Face hub; {nearest(name, recipes)}"
+        return ConfigError(f"recipe {name!r}", truth, fix)
+    return ConfigError(f"recipe {name!r}", truth, nearest(name, recipes))
 
 
 def _functions(module: ModuleType) -> dict[str, Callable[[], Run]]:

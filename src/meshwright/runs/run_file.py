@@ -20,6 +20,7 @@ from meshwright.documents import (
 )
 from meshwright.errors import CheckpointError, ConfigError, by_class, nearest, reason_of
 from meshwright.models.families import family_name, find_family
+from meshwright.path_kinds import find_path_kind
 from meshwright.runs.run import Run
 from meshwright.statuses import with_place
 from meshwright.storage.paths import path_of, place_of
@@ -191,12 +192,10 @@ def run_in_folder(folder: Path) -> Run:
     """Reads the Run of an output folder. Raises CheckpointError where it has none."""
     folder = path_of(folder)
     if not (folder / "run.json").is_file():
-        is_model = (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file()
-        fix = (
-            f"hf:{folder}, as it is a folder of Hugging Face"
-            if is_model
-            else "the output folder of a run"
-        )
+        kind = find_path_kind(str(folder))
+        fix = "the output folder of a run"
+        if kind is not None:
+            fix = f"{kind.weights}, as it is {kind.summary}"
         raise CheckpointError(f"the run in {folder}", "it has no run.json", fix)
     try:
         check_inside(

@@ -303,8 +303,9 @@ class _Step:
         output.backward(g)
         layer.x = None
         inside = {n: t.grad for n, t in captured.items() if t.grad is not None}
-        if self._blocks[number].norm_place == "after":
-            # Each half reads the residual stream itself, whose gradient is that of all that reads it.
+        block = self._blocks[number]
+        if block.norm_place == "after" or block.parallel:
+            # Each half reads the residual stream itself, or one norm: its gradient is that of all that reads it.
             inside.pop("attention input", None)
             inside.pop("feed-forward input", None)
         named = [
