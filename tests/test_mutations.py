@@ -24,7 +24,7 @@ from meshwright.api.generation import GenerateOptions
 from meshwright.bench.calibration_file import read_calibration, write_calibration
 from meshwright.bench.hardware.section import read_section
 from meshwright.checkpoint.checkpoints import Checkpoints
-from meshwright.checkpoint.conversion import _Journal
+from meshwright.checkpoint.conversion import Journal
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.cli.main import _error_line
 from meshwright.config import MeshShape, Training
@@ -261,7 +261,7 @@ def use_lock(file: Path) -> None:
 
 
 def use_conversion(file: Path) -> None:
-    journal = _Journal(file.parent.with_name("weights"), {"of": "a model"}, 2, lambda text: None)
+    journal = Journal(file.parent.with_name("weights"), {"of": "a model"}, 2, lambda text: None)
     assert "embed" in journal.done or not journal.resumed or journal.done
 
 

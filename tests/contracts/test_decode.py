@@ -30,6 +30,7 @@ from meshwright.models.blocks.yarn import Yarn
 from meshwright.models.families.gemma import Gemma2, Gemma3
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.gpt_oss import GptOss
+from meshwright.models.families.granite_hybrid import GraniteHybrid
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.llama4 import Llama4
 from meshwright.models.families.olmo3 import Olmo3
@@ -63,6 +64,9 @@ FAMILIES: dict[str, Model] = {
         expert_mlp=32, expert_interval=2,
     ),
     "qwen3-next": QWEN3_NEXT,
+    "granite-hybrid": GraniteHybrid(
+        VOCAB, 64, 4, 16, vocab_multiple=16, kv_heads=8, mlp=96, mamba_heads=16, mamba_head_size=8, mamba_state=16,
+    ),
     "layer kind from outside": ShortConvModel(VOCAB, 64, 4, 16, vocab_multiple=16, kv_heads=8, mlp=96),
 }  # fmt: skip
 WITHOUT_CONTEXT = tuple(

@@ -16,9 +16,9 @@ from meshwright.checkpoint.conversion import (
     Say,
     export_adapter,
     export_weights,
-    import_torch_checkpoint,
     import_weights,
 )
+from meshwright.checkpoint.other_programs import import_torch_checkpoint
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_bytes, format_count
 from meshwright.hugging_face.hub import is_hugging_face

@@ -301,7 +301,7 @@ def _unit(x: jax.Array) -> jax.Array:
     return x * lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + _EPSILON)
 
 
-def _chunked(x: jax.Array, C: int) -> jax.Array:
+def chunked(x: jax.Array, C: int) -> jax.Array:
     """Splits [B, T, N, ...] into [chunks, N, B, C, ...], float32; zeros fill the last chunk and change nothing."""
     B, T = x.shape[:2]
     padding = ((0, 0), (0, -T % C), *((0, 0),) * (x.ndim - 2))
@@ -309,9 +309,38 @@ def _chunked(x: jax.Array, C: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(B, -1, C, *x.shape[2:]), (1, 3), (0, 1))
 
 
-def _chunked_values(x: jax.Array, C: int) -> jax.Array:
-    """Splits [B, T, N, G, ...] into [chunks, N, B, G, C, ...], as `_chunked` does."""
-    return jnp.moveaxis(_chunked(x, C), 4, 3)
+def chunked_values(x: jax.Array, C: int) -> jax.Array:
+    """Splits [B, T, N, G, ...] into [chunks, N, B, G, C, ...], as `chunked` does."""
+    return jnp.moveaxis(chunked(x, C), 4, 3)
+
+
+class Decays(NamedTuple):
+    """Decays of states between tokens of a chunk, 0 across documents: [chunks, N, B, G, ...], float32."""
+
+    within: jax.Array
+    """From token j to token i of the chunk: exp(g_{j+1} + ... + g_i) where j <= i, [C, C]."""
+    from_before: jax.Array
+    """From before the chunk to token i: exp(g_1 + ... + g_i), [C]."""
+    to_end: jax.Array
+    """From token i to the end of the chunk: exp(g_{i+1} + ... + g_C), [C]."""
+
+
+def decays_of(decay_BTNG: jax.Array, starts_BT: jax.Array, C: int) -> Decays:
+    """Returns the decays of chunks of C tokens.
+
+    decay_BTNG: log decay g of each state, at most 0.  starts_BT: whether a token begins a document.
+    """
+    # The first token of a document decays nothing: what was there is left out below.
+    decay = chunked_values(jnp.where(starts_BT[..., None, None], 0.0, decay_BTNG), C)
+    # Documents are counted from the one before the chunk, which is 0: [chunks, 1, B, 1, C].
+    document = jnp.cumsum(chunked(starts_BT[:, :, None], C)[:, 0], -1)[:, None, :, None]
+
+    total = jnp.cumsum(decay, -1)
+    same_document = document[..., :, None] == document[..., None, :]
+    earlier = jnp.tril(jnp.ones((C, C), bool)) & same_document
+    exponent = jnp.where(earlier, total[..., :, None] - total[..., None, :], -jnp.inf)
+    to_end = jnp.exp(total[..., -1:] - total) * (document == document[..., -1:])
+    return Decays(jnp.exp(exponent), jnp.exp(total) * (document == 0), to_end)
 
 
 def _chunks_of(x: DeltaInputs, starts_BT: jax.Array, C: int) -> Chunks:
@@ -324,36 +353,24 @@ def _chunks_of(x: DeltaInputs, starts_BT: jax.Array, C: int) -> Chunks:
         A    = (I + strictly lower part of diag(b) (K K' * D))^-1
     """
     key_size = x.k.shape[-1]
-    q = _chunked(_unit(x.q) * key_size**-0.5, C)
-    k = _chunked(_unit(x.k), C)
-    v = _chunked_values(x.v, C)
-    rate = _chunked_values(x.rate, C)
-    # The first token of a document decays nothing: what was there is left out below.
-    decay = _chunked_values(jnp.where(starts_BT[..., None, None], 0.0, x.decay), C)
-    # Documents are counted from the one before the chunk, which is 0: [chunks, 1, B, 1, C].
-    document = jnp.cumsum(_chunked(starts_BT[:, :, None], C)[:, 0], -1)[:, None, :, None]
-
-    total = jnp.cumsum(decay, -1)
-    same_document = document[..., :, None] == document[..., None, :]
-    earlier = jnp.tril(jnp.ones((C, C), bool)) & same_document
-    exponent = jnp.where(earlier, total[..., :, None] - total[..., None, :], -jnp.inf)
-    decays = jnp.exp(exponent)
-
-    keys = jnp.einsum("mnbch,mnbsh->mnbcs", k, k)[:, :, :, None] * decays
-    scores = jnp.einsum("mnbch,mnbsh->mnbcs", q, k)[:, :, :, None] * decays
+    q = chunked(_unit(x.q) * key_size**-0.5, C)
+    k = chunked(_unit(x.k), C)
+    v = chunked_values(x.v, C)
+    rate = chunked_values(x.rate, C)
+    decays = decays_of(x.decay, starts_BT, C)
+    keys = jnp.einsum("mnbch,mnbsh->mnbcs", k, k)[:, :, :, None] * decays.within
+    scores = jnp.einsum("mnbch,mnbsh->mnbcs", q, k)[:, :, :, None] * decays.within
     solve = unit_lower_inverse(jnp.tril(keys * rate[..., None], -1))
 
-    from_before = jnp.exp(total) * (document == 0)
-    to_end = jnp.exp(total[..., -1:] - total) * (document == document[..., -1:])
     k = k[:, :, :, None]
     q = q[:, :, :, None]
     return Chunks(
         corrections=solve @ (v * rate[..., None]),
-        read_keys=solve @ (k * (rate * from_before)[..., None]),
-        read_queries=q * from_before[..., None],
+        read_keys=solve @ (k * (rate * decays.from_before)[..., None]),
+        read_queries=q * decays.from_before[..., None],
         scores=scores,
-        written_keys=k * to_end[..., None],
-        kept=from_before[..., -1],
+        written_keys=k * decays.to_end[..., None],
+        kept=decays.from_before[..., -1],
     )
 
 
