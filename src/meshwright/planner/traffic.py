@@ -521,7 +521,7 @@ def _attention_output(placed: PlacedRun) -> float:
 def _recurrences(
     placed: PlacedRun, work: Work, layers: float, again: frozenset[str]
 ) -> list[Movement]:
-    """What segments of a sequence share for a recurrence, gathered over `context` (models/blocks/delta_net.py)."""
+    """Returns what segments of a sequence share for a recurrence, gathered over `context` (models/blocks/delta_net.py)."""
     training, layout, axes = placed.run.training, placed.layout, ("context",)
     shape = layout.shape
     segments = SEGMENTS * shape.context
