@@ -94,9 +94,8 @@ MESHES = {
 
 
 def decode_mesh_of(folder: Path) -> str:
-    """Returns the mesh of a row's greedy text: one without `context` for a recurrence that cannot be split."""
-    recurrences = run_of_hugging_face(f"hf:{folder}").model.spec().recurrences
-    if any(kind.gathered(1, 1, "float32") is None for kind in recurrences):
+    """Returns the mesh of a row's greedy text: a state that passes from token to token goes without `context`."""
+    if run_of_hugging_face(f"hf:{folder}").model.spec().recurrences:
         return "data=2,fsdp=2,tensor=2"
     return "fsdp=2,context=2,tensor=2"
 
