@@ -196,7 +196,7 @@ def _notes(states: list[str], found: Mapping[str, MaxTextTensor]) -> Iterator[st
     if "lm_head.weight" not in found:
         yield (
             "the output layer is the embedding; where MaxText trained it with normalize_embedding_logits, its logits were "
-            "divided by the square root of the model's width, which no config.json says"
+            "divided by the square root of the model's width, and config.json has no field for that"
         )
 
 
