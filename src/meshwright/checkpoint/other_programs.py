@@ -34,6 +34,7 @@ from meshwright.hugging_face.folder import (
     open_folder,
     read_model,
 )
+from meshwright.hugging_face.maxtext_checkpoints import ARCHITECTURES, items_of, read_maxtext
 from meshwright.hugging_face.safetensors_files import INDEX, split_into_files, tensor_bytes
 from meshwright.hugging_face.torch_checkpoints import METADATA, named_tensors, read_metadata
 from meshwright.storage.writing import copy_file, make_folder
@@ -110,6 +111,34 @@ def _read_torchtitan(source: Path) -> OtherCheckpoint:
     for named in tensors.values():
         files.update(chunk.file.resolve() for chunk in named.tensor.chunks)
     return OtherCheckpoint(model, "torch", tensors, frozenset(files), notes)
+
+
+def import_maxtext_checkpoint(
+    source: Path, out: Path, *, largest_file: int = LARGEST_FILE, say: Say = lambda line: None
+) -> Conversion:
+    """Converts a checkpoint of MaxText's Llama, Mistral or Mixtral into the Hugging Face folder `out`.
+
+    source: folder of Orbax with `_METADATA`, or the step's folder around it, and with the config.json of its model. The
+    weights keep their type. Raises WeightsError for anything missing, unknown or damaged, ConfigError where `out` exists.
+    """
+    return _convert(_read_maxtext(source), out, largest_file, say)
+
+
+def _read_maxtext(source: Path) -> OtherCheckpoint:
+    """Reads names and shapes of a checkpoint of MaxText. Raises WeightsError where it is of another model."""
+    model = read_model(str(source.absolute()))
+    items = items_of(source)
+    assert items is not None
+    if model.architecture.name not in ARCHITECTURES:
+        raise WeightsError(
+            f"converting {source}",
+            f"its config.json is of {model.architecture.name}, and MaxText's names of {', '.join(ARCHITECTURES)} are known",
+            "MaxText's own maxtext.checkpoint_conversion.to_huggingface for this model",
+        )
+    tensors, notes = read_maxtext(source, items, model.model)
+    files = {path.resolve() for path in items.rglob("*") if path.is_file()}
+    files.add(source.resolve() / "config.json")
+    return OtherCheckpoint(model, "MaxText", tensors, frozenset(files), notes)
 
 
 def _convert(source: OtherCheckpoint, out: Path, largest_file: int, say: Say) -> Conversion:
