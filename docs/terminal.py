@@ -81,6 +81,7 @@ FAMILIES = {
     "gpt2": ("meshwright.models.families.gpt2", "Gpt2"),
     "gpt_oss": ("meshwright.models.families.gpt_oss", "GptOss"),
     "granite": ("meshwright.models.families.granite", "Granite"),
+    "granite_hybrid": ("meshwright.models.families.granite_hybrid", "GraniteHybrid"),
     "granite_moe": ("meshwright.models.families.granite", "GraniteMoe"),
     "hunyuan": ("meshwright.models.families.hunyuan", "Hunyuan"),
     "llama": ("meshwright.models.families.llama", "Llama"),

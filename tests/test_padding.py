@@ -26,6 +26,7 @@ from meshwright.models.decoder import DecoderModel
 from meshwright.models.families.arcee import Arcee
 from meshwright.models.families.cohere import Cohere2
 from meshwright.models.families.granite import GraniteMoe
+from meshwright.models.families.granite_hybrid import GraniteHybrid
 from meshwright.models.families.hunyuan import Hunyuan
 from meshwright.models.families.ministral3 import Ministral3
 from meshwright.models.families.mistral4 import Mistral4
@@ -48,6 +49,7 @@ FAMILIES = {
     "gemma4-experts": "gemma4-26b-a4b",
     "granite": "granite31-8b",
     "granite-moe": GraniteMoe(VOCAB, experts=8, width=64, heads=4, kv_heads=4, expert_mlp=32),
+    "granite-hybrid": GraniteHybrid(VOCAB, width=64, heads=4, kv_heads=4, mamba_state=16),
     "hunyuan": Hunyuan(VOCAB, width=64, heads=4, kv_heads=4),
     "arcee": Arcee(VOCAB, width=64, heads=4, kv_heads=4),
     "cohere2": Cohere2(VOCAB, width=64, heads=4, kv_heads=4),
@@ -180,7 +182,10 @@ def assert_padding_changes_nothing(
 def small(family: str) -> Model:
     named = FAMILIES[family]
     model = find_recipe(named).model if isinstance(named, str) else named
-    model = model.shrunk(MeshShape(), 2 if hasattr(model, "full_attention_interval") else 1)
+    model = model.shrunk(
+        MeshShape(),
+        2 if hasattr(model, "full_attention_interval") or hasattr(model, "mamba_heads") else 1,
+    )
     return dataclasses.replace(model, vocab=VOCAB, vocab_multiple=16)
 
 

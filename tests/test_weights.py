@@ -592,9 +592,8 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "Nemotron-H": (
         {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "ssm_state_size": 128},
-        "NemotronHForCausalLM, which Meshwright does not compute; by its fields it has what no family "
-        "here computes: state space layers",
-        "a model that one of these computes: ArceeForCausalLM, DeepseekV2ForCausalLM",
+        "its architecture is NemotronHForCausalLM, which Meshwright does not compute",
+        "a model that one of these computes: ArceeForCausalLM, Cohere2ForCausalLM",
     ),
     "a model with a near name": (
         {"architectures": ["Qwen9ForCausalLM"], "model_type": "qwen9"},

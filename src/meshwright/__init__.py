@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from meshwright.models.families.gpt_oss import GptOss as GptOss
     from meshwright.models.families.granite import Granite as Granite
     from meshwright.models.families.granite import GraniteMoe as GraniteMoe
+    from meshwright.models.families.granite_hybrid import GraniteHybrid as GraniteHybrid
     from meshwright.models.families.hunyuan import Hunyuan as Hunyuan
     from meshwright.models.families.llama import Llama as Llama
     from meshwright.models.families.llama4 import Llama4 as Llama4

@@ -32,6 +32,7 @@ PARTS: dict[str, dict[str, str]] = {
         "gpt2": "models.families.gpt2:Gpt2",
         "gpt_oss": "models.families.gpt_oss:GptOss",
         "granite": "models.families.granite:Granite",
+        "granite_hybrid": "models.families.granite_hybrid:GraniteHybrid",
         "granite_moe": "models.families.granite:GraniteMoe",
         "hunyuan": "models.families.hunyuan:Hunyuan",
         "llama": "models.families.llama:Llama",

@@ -30,6 +30,7 @@ from meshwright.models.blocks.yarn import Yarn
 from meshwright.models.families.gemma import Gemma2, Gemma3
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.gpt_oss import GptOss
+from meshwright.models.families.granite_hybrid import GraniteHybrid
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.llama4 import Llama4
 from meshwright.models.families.olmo3 import Olmo3
@@ -63,10 +64,17 @@ FAMILIES: dict[str, Model] = {
         expert_mlp=32, expert_interval=2,
     ),
     "qwen3-next": QWEN3_NEXT,
+    "granite-hybrid": GraniteHybrid(
+        VOCAB, 64, 4, 16, vocab_multiple=16, kv_heads=8, mlp=96, mamba_heads=16, mamba_head_size=8, mamba_state=16,
+    ),
     "layer kind from outside": ShortConvModel(VOCAB, 64, 4, 16, vocab_multiple=16, kv_heads=8, mlp=96),
 }  # fmt: skip
-WITHOUT_CONTEXT = tuple(name for name, model in FAMILIES.items() if model.spec().recurrences)
-"""Families whose layers carry a state from token to token."""
+WITHOUT_CONTEXT = tuple(
+    name
+    for name, model in FAMILIES.items()
+    if any(kind.gathered(1, 1, "float32") is None for kind in model.spec().recurrences)
+)
+"""Families with a recurrence that states no exchange between the segments of a sequence."""
 TWO_KV_HEADS = {"two-kv-heads": dataclasses.replace(MODELS["llama"], kv_heads=2)}  # type: ignore[call-arg]
 """Fewer key/value heads than devices of `tensor`."""
 SEQ, CHUNK = 24, 8

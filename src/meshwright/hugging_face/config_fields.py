@@ -88,7 +88,6 @@ WITHOUT_EFFECT = {name: reason for reason, names in _REASONS.items() for name in
 
 _LACKED = {
     r"^index_(topk|n_heads|head_dim)": "a sparse indexer, which chooses the tokens that attention sees",
-    r"^(ssm_|mamba_|state_size|time_step_|conv_kernel$|n_groups$)": "state space layers",
     r"^(hc_|hyper_connection|num_residual_streams)": "hyper-connections between layers",
     r"per_layer_(input|config)": "embeddings or settings of each layer",
     r"^num_kv_shared_layers": "layers that share keys and values",
@@ -98,6 +97,7 @@ _LACKED = {
 }
 """Pattern of fields -> what a model with them has, which no family here computes."""
 _COMPUTED = {
+    r"^(ssm_|mamba_|state_size|time_step_|conv_kernel$|n_groups$)": "state space layers",
     r"^linear_": "linear attention",
     r"^(embedding|residual|attention|logits?)_(multiplier|scaling|scale)": "scaled branches",
     r"^(kv|q)_lora_rank": "multi-head latent attention",
