@@ -27,8 +27,9 @@ from meshwright.sharding.params import named_leaves
 
 Named = tuple[TensorName, np.ndarray]
 
-_ATTENTION = ("self_attn", "attn", "attention", "linear_attn")
-_FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "moe")
+_ATTENTION = ("self_attn", "attn", "attention", "linear_attn", "mamba")
+_SHARED = "shared_mlp"
+_FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "moe", _SHARED)
 _OUTPUT_PROJECTION = ("o_proj", "c_proj", "out_proj", "dense")
 _NORM_BEFORE_MLP = ("pre_feedforward_layernorm", "post_attention_layernorm", "ln_2")
 
@@ -91,6 +92,8 @@ class _Step:
         model: Any = folder.model
         self._spec = model.spec()
         self._blocks = model.decoder.layers
+        factor: float | None = model.decoder.logit_factor
+        self._logit_factor = 1.0 if factor is None else factor
         modules = self._find_layers(len(self._spec.layers))
         self._layers = [_Layer(module, module.forward) for module in modules]
         inside = {id(p) for module in modules for p in module.parameters()}
@@ -127,11 +130,13 @@ class _Step:
         lse = torch.logsumexp(logits, -1)
         targets = torch.tensor(self._source.documents[:, 1:], dtype=torch.long)
         losses = lse - logits.gather(-1, targets[..., None])[..., 0]
-        yield TensorName("forward", FINAL_NORM), self._packed(final)
+        # Meshwright multiplies the hidden states by the factor on logits, and `transformers` the logits.
+        factor = self._logit_factor
+        yield TensorName("forward", FINAL_NORM), self._packed(final) * factor
         yield TensorName("forward", LOG_SUM_EXP), self._packed(lse)
         yield TensorName("forward", TOKEN_LOSS), self._packed(losses)
         losses.mean().backward(retain_graph=True)
-        yield TensorName("backward", FINAL_NORM), self._packed(final.grad)
+        yield TensorName("backward", FINAL_NORM), self._packed(final.grad) / factor
         table = self._model.get_input_embeddings().weight
         after = self._gradients(self._model, lambda p: p is not table)
         yield from self._parameters(after, None)
@@ -246,7 +251,9 @@ class _Step:
         if block.norm_place == "before":
             if attention is not None:
                 after(attention, "attention output")
-            if feed_forward is not None:
+            # Where a module beside the experts computes the shared one, neither output is that of the half.
+            shared = _child(layer.module, (_SHARED,))
+            if feed_forward is not None and shared in (None, feed_forward):
                 after(feed_forward, "feed-forward output")
         else:
             for name, ours in (
