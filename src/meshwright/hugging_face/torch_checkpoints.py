@@ -379,6 +379,16 @@ class NamedTensor:
     heads: int = 0
     """Heads whose rotary pairs are in another order: numbers 2i and 2i + 1 here, i and i + half a head there; 0: none."""
 
+    @property
+    def code(self) -> str:
+        """Type, as safetensors files name it."""
+        return self.tensor.code
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape, the same in both."""
+        return self.tensor.shape
+
     def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:
         """Yields parts of Hugging Face's tensor: where each is in it, and its values."""
         for chunk in self.tensor.chunks:

@@ -95,6 +95,8 @@ class Block:
             normalises_inputs=self.norm_place != "after",
             normalises_outputs=self.norm_place != "before",
             has_parallel_halves=self.parallel,
+            attention_scope=self.attention.scope,
+            feed_forward_scope=self.feed_forward.scope,
         )
 
     def layer(self, ctx: ForwardContext, opening: Opening = _unchanged) -> Layer:
