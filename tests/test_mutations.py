@@ -341,6 +341,11 @@ CALIBRATION = {
     "memory_bandwidth": 3e12, "attention": 4e14, "grouped_matmul": 0.8,
     "matmuls": [{"m": 4096, "k": 4096, "n": 4096, "dtype": "bfloat16", "seconds": 1e-3, "flops_per_second": 6e14}],
     "collectives": [{"name": "all_gather", "devices": 8, "bytes": 2**20, "seconds": 1e-3, "bus_bandwidth": 3e11}],
+    "step": {
+        "rates": {"matmul": 5e14, "overlap": 0.5}, "refused": {"hbm": "too little"}, "impossible": [],
+        "target": "h100:1x8", "devices": 8, "mesh": "fsdp=8", "model": {"family": "llama"}, "seconds": 1.0,
+        "unpriced_seconds": 0.1, "planned_seconds": 0.9,
+    },
 }  # fmt: skip
 CHIP = {
     "name": "Mine", "flops_bf16": 1e15, "hbm_bytes": 96e9, "hbm_bandwidth": 4e12, "network_bandwidth": 5e10,

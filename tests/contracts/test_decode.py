@@ -69,8 +69,12 @@ FAMILIES: dict[str, Model] = {
     ),
     "layer kind from outside": ShortConvModel(VOCAB, 64, 4, 16, vocab_multiple=16, kv_heads=8, mlp=96),
 }  # fmt: skip
-WITHOUT_CONTEXT = tuple(name for name, model in FAMILIES.items() if model.spec().recurrences)
-"""Families whose layers carry a state from token to token."""
+WITHOUT_CONTEXT = tuple(
+    name
+    for name, model in FAMILIES.items()
+    if any(kind.gathered(1, 1, "float32") is None for kind in model.spec().recurrences)
+)
+"""Families with a recurrence that states no exchange between the segments of a sequence."""
 TWO_KV_HEADS = {"two-kv-heads": dataclasses.replace(MODELS["llama"], kv_heads=2)}  # type: ignore[call-arg]
 """Fewer key/value heads than devices of `tensor`."""
 SEQ, CHUNK = 24, 8

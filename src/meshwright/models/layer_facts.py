@@ -7,6 +7,7 @@ import dataclasses
 import math
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import jax
 import numpy as np
 
 from meshwright.sharding.placement import replicates_kv_heads
@@ -128,13 +129,21 @@ class MatmulSizes(NamedTuple):
     """Whether chunks follow each other, so that a GPU launches them for each chunk, and not for a sequence at once."""
 
 
+class Gathered(NamedTuple):
+    """Array that each segment of a sequence that `context` splits sends to all others."""
+
+    array: jax.ShapeDtypeStruct
+    inside: bool = False
+    """Whether it is gathered inside what the backward pass recomputes whatever the remat policy keeps."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Recurrence:
     """Facts of a first half of a layer that carries a state from token to token, of one size after any number of them.
 
     Linear attention, a state space or a short convolution. The kind states it in its `facts`, as `recurrence`, and
-    computes by `ForwardContext.recur`. FLOPs, the planner's work and memory, the cache of decoding and the refusal of a
-    sequence split over `context` follow from it (docs: Adding things, A layer kind).
+    computes by `ForwardContext.recur`. FLOPs, the planner's work, memory and traffic, the cache of decoding and, of one
+    that does not state what segments share, the refusal of `context` follow (docs: Adding things, A layer kind).
     """
 
     item: ClassVar[str]
@@ -159,6 +168,17 @@ class Recurrence:
 
     def matmuls(self, seq: int) -> list[MatmulSizes]:
         """Returns the matmuls without weights of one chunk of a sequence, of all devices of `tensor` together."""
+        return []
+
+    def gathered(self, batch: int, segment: int, dtype: str) -> dict[str, Gathered] | None:
+        """Returns what each segment of `batch` sequences that `context` splits sends to all others, by name.
+
+        All heads or channels of `tensor` together. segment: its tokens. dtype: of computation. None refuses `context`.
+        """
+        return None
+
+    def segment_matmuls(self, seq: int) -> list[MatmulSizes]:
+        """Returns the matmuls without weights that a chunk has besides `matmuls` where `context` splits sequences."""
         return []
 
     def flops(self, seq: int) -> float:
@@ -303,6 +323,10 @@ class LayerSpec:
     hidden_products: float = 0.5
     """Width of what the feed-forward's last matmul reads, over that of its first outputs: half of a gate and what it
     multiplies, all of the input of a GELU."""
+    attention_scope: str = ""
+    """Named scope of its first half in a compiled program; empty where that is not known."""
+    feed_forward_scope: str = ""
+    """Named scope of its second half."""
 
     @property
     def scales_rows(self) -> bool:

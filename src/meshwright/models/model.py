@@ -25,6 +25,7 @@ from meshwright.models.kernels.attention import Scores
 from meshwright.models.layer_facts import AttentionSpec as AttentionSpec
 from meshwright.models.layer_facts import ExpertBuffers as ExpertBuffers
 from meshwright.models.layer_facts import ExpertSpec as ExpertSpec
+from meshwright.models.layer_facts import Gathered as Gathered
 from meshwright.models.layer_facts import LatentSpec as LatentSpec
 from meshwright.models.layer_facts import LayerSpec as LayerSpec
 from meshwright.models.layer_facts import MatmulSizes as MatmulSizes
@@ -33,6 +34,7 @@ from meshwright.models.layer_facts import Widths as Widths
 from meshwright.plugins import resolve
 from meshwright.ranges import PositiveInt, Ranged
 from meshwright.sharding.params import GatherParams, Param, Tree
+from meshwright.sharding.sequence import SequenceSplit
 
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
 """Metrics of a step as (sum, count); the value is sum / count."""
@@ -73,6 +75,11 @@ RecurrentStep = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
 
 inputs: tree of [B, T, ...].  positions: within each document; a token at position 0 begins one.  state: as
 `Recurrence.carried` has it for one layer and this device; None before the first token of a sequence.
+"""
+
+SplitStep = Callable[[Any, jax.Array, SequenceSplit], jax.Array]
+"""`(inputs, positions [B, T/context], split) -> output [B, T/context, ...]`: this device's tokens of sequences that
+`context` splits, inside the `shard_map`. It exchanges what its segments need of those before them.
 """
 
 
@@ -122,13 +129,19 @@ class ForwardContext(Execution):
         """Function from a kind to the function of its half of a layer, built once for all layers."""
         return functools.cache(lambda kind: kind.build(self))
 
-    def recur(self, step: RecurrentStep, inputs: Any) -> jax.Array:
-        """Returns the output of a recurrence for this step's tokens, [B, T, ...].
+    def recur(
+        self, step: RecurrentStep, inputs: Any, split_step: SplitStep | None = None
+    ) -> jax.Array:
+        """Returns the output of a recurrence for this step's tokens, [B, T/context, ...].
 
         Training begins every sequence without a state; decoding goes on from the state of the tokens before.
+        split_step: for sequences that `context` splits; of a kind whose `Recurrence.gathered` states what it sends.
         """
         if self.cached_recur is not None:
             return self.cached_recur(step, inputs)
+        if self.sequence.shards > 1:
+            assert split_step is not None
+            return split_step(inputs, self.tokens.positions, self.sequence)
         output, _ = step(inputs, self.tokens.positions, None)
         return output
 
