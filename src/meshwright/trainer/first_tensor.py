@@ -4,7 +4,7 @@
 
     not finite          the loss, a norm, or anything that is measured
     beyond its history  the rule of `reporters.outliers`, for loss, norms and figures of layers
-    seen before         a part of the batch has the tokens of one of the last steps
+    seen before         a part of the batch has the tokens of one of the last steps of the same epoch
     changed in between  the bits of a parameter or of a moment are not those that the step before has left
 
 The figures of a step already say which layer and parameter is first, in the order of computation: parameters, then the
@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshwright.data.batch import Epochs
 from meshwright.hardware.agreement import choose_together
 from meshwright.models.recording import Piece, Recorder, TensorName
 from meshwright.reporters.health import HealthRecord, Series
@@ -91,7 +92,13 @@ class Alarm:
 class Watch:
     """History of a run's loss and health, by which it tells a bad step."""
 
-    def __init__(self) -> None:
+    def __init__(self, epochs: Epochs | None = None) -> None:
+        """Begins without a history.
+
+        epochs: passes over the text, after each of which batches may come again; None where the data
+        have no end.
+        """
+        self._epochs = epochs
         self._baseline: Baseline | None = None
         self._before: HealthRecord | None = None
         self._quiet_until = 0
@@ -174,8 +181,9 @@ class Watch:
         parts = record.batch.shape[1]
         for part in range(parts):
             key = (part, record.batch[:, part].tobytes())
-            if key in self._parts:
-                found[part] = self._parts[key]
+            earlier_step = self._parts.get(key)
+            if earlier_step is not None and self._is_one_epoch(earlier_step, step):
+                found[part] = earlier_step
             self._parts[key] = step
         while len(self._parts) > _REMEMBERED * parts:
             self._parts.popitem(last=False)
@@ -186,6 +194,12 @@ class Watch:
             return f"its batch is that of step {earlier}"
         shown = ", ".join(map(str, found))
         return f"part {shown} of {parts} of its batch is that of step {earlier}: its data are stuck"
+
+    def _is_one_epoch(self, earlier: int, step: int) -> bool:
+        """Whether the samples of two steps are of one pass over the text, so that all differ."""
+        if self._epochs is None:
+            return True
+        return self._epochs.of_step(earlier)[0] == self._epochs.of_step(step)[1]
 
 
 def _changed(before: HealthRecord | None, record: HealthRecord) -> tuple[Suspect, ...]:
