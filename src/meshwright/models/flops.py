@@ -68,7 +68,8 @@ def training_flops_per_token(model: Model, seq: int, method: str = "full") -> fl
     weightless = sum(flops for item, flops in items.items() if not multiplies_weights(item))
     frozen = sum(items.values()) - weightless if method == "lora" else 0.0
     # The choice of keys has no derivative: only the indexer's own loss trains it.
-    trained = any(a.indexer.trained for a in model.spec().attention if a.indexer is not None)
+    attention = model.spec().attention if model.states_layers else ()
+    trained = any(a.indexer.trained for a in attention if a.indexer is not None)
     without_backward = 0.0 if trained else items.get("indexer", 0.0)
     return 3.0 * sum(items.values()) - 2.0 * without_backward - frozen
 
