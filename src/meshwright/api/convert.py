@@ -34,13 +34,13 @@ from meshwright.storage.paths import in_bucket, path_of, place_of
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvertOptions(Ranged):
     """Convert SOURCE into OUT: a Hugging Face folder (or hf:OWNER/MODEL) into the output folder of
-    a run, or a run's checkpoint, or one of torchtitan or MaxText, into a Hugging Face folder. It goes
-    tensor by tensor, and on where it was interrupted.
+    a run, or a run's checkpoint, or one of torchtitan, Megatron or MaxText, into a Hugging Face
+    folder. It goes tensor by tensor, and on where it was interrupted.
     """
 
     source: Annotated[str, tyro.conf.Positional]
     """Folder with config.json and safetensors, hf:OWNER/MODEL, the output folder of a run, or a folder of
-    torch.distributed.checkpoint (torchtitan) or of Orbax (MaxText) to which the model's config.json was copied."""
+    torch.distributed.checkpoint (torchtitan, Megatron) or of Orbax (MaxText) to which the model's config.json was copied."""
     out: Annotated[Path, tyro.conf.Positional]
     """Folder to write; it appears when it is whole."""
     at: NonNegativeInt | None = None
@@ -91,11 +91,11 @@ def convert(
     largest_file: int = LARGEST_FILE,
     say: Say = lambda line: None,
 ) -> Conversion:
-    """Converts weights between a Hugging Face folder and a run, or from a checkpoint of torchtitan or MaxText.
+    """Converts weights between a Hugging Face folder and a run, or from another program's checkpoint.
 
     source: a folder with config.json, `hf:PATH`, `hf:OWNER/MODEL` of the hub, the output folder of
-    a run, or a folder of `torch.distributed.checkpoint` (torchtitan) or of Orbax (MaxText) with the
-    config.json of its model.
+    a run, or a folder of `torch.distributed.checkpoint` (torchtitan, Megatron) or of Orbax (MaxText)
+    with the config.json of its model.
     out: folder to write; it must not exist. An interrupted conversion goes on when it is called
     again.
     at, dtype, largest_file: of a run alone: step of its checkpoint (None takes the last), type of

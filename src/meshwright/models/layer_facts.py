@@ -50,6 +50,24 @@ class LatentSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class IndexerSpec:
+    """Sizes of the indexer that chooses the keys of each query (DeepSeek-V3.2)."""
+
+    heads: int
+    head_size: int
+    top_k: int
+    """Keys that a query attends to."""
+    weights: int
+    """Elements of its matrices, by which every token is multiplied."""
+    trained: bool = False
+    """Whether it is trained, by a loss that computes the scores of all main heads once more."""
+
+    def flops(self, positions: float) -> float:
+        """Returns the FLOPs of one token that is compared with `positions` keys: projections, products, their sum."""
+        return 2.0 * self.weights + 2.0 * positions * self.heads * (self.head_size + 1)
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionSpec:
     """Attention of one layer."""
 
@@ -71,7 +89,9 @@ class AttentionSpec:
     chunk: int | None = None
     """Tokens of a chunk, within which a token attends (Llama 4)."""
     features: frozenset[str] = frozenset()
-    """Rows of `kernels.attention.FEATURES` that the kernel must have: a soft cap of the scores, sinks."""
+    """Rows of `kernels.attention.FEATURES` that the kernel must have: a soft cap of the scores, sinks, an indexer."""
+    indexer: IndexerSpec | None = None
+    """Indexer that chooses the keys of each query; None sees all of them."""
 
     @property
     def value_size(self) -> int:
@@ -106,8 +126,33 @@ class AttentionSpec:
         return Widths(heads, query, kv, value, saved, (rank or width) + cached, kept)
 
     def flops(self, seq: int) -> float:
-        """Returns the FLOPs of one token's scores and weighted values, averaged over a sequence of `seq` tokens."""
-        return 2.0 * self.causal_positions(seq) * self.heads * (self.head_size + self.value_size)
+        """Returns the FLOPs of one token's scores and weighted values, averaged over a sequence of `seq` tokens.
+
+        Only keys that an indexer chose are counted; its own work is that of `IndexerSpec.flops`.
+        """
+        positions = self.causal_positions(seq)
+        if "index" in self.features and self.indexer is not None:
+            positions = dataclasses.replace(self, window=self.indexer.top_k).causal_positions(seq)
+        return positions * self._flops_of_a_key
+
+    def computed_flops(self, seq: int) -> float:
+        """Returns the FLOPs that are computed: with an indexer, its own and those of all keys, chosen or not."""
+        positions = self.causal_positions(seq)
+        indexer = 0.0 if self.indexer is None else self.indexer.flops(positions)
+        if self.indexer is not None and self.indexer.trained:
+            indexer += 2.0 * positions * self.heads * self.head_size
+        return positions * self._flops_of_a_key + indexer
+
+    def computed_scores(self, seq: int) -> float:
+        """Returns the scores of one token that are computed, of all heads, those of an indexer too."""
+        heads = self.heads
+        if self.indexer is not None:
+            heads += self.indexer.heads + self.heads * self.indexer.trained
+        return heads * self.causal_positions(seq)
+
+    @property
+    def _flops_of_a_key(self) -> float:
+        return 2.0 * self.heads * (self.head_size + self.value_size)
 
     def causal_positions(self, seq: int) -> float:
         """Returns the positions a token attends to, averaged over a sequence of `seq` tokens."""

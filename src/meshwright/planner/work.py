@@ -146,8 +146,8 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
     expert_weights = [weight for weight in weights if weight.groups]
 
     attention = [layer.attention for layer in layers if layer.attention is not None]
-    attention_flops = sum(a.flops(seq) for a in attention)
-    scores = sum(a.heads * a.causal_positions(seq) for a in attention)
+    attention_flops = sum(a.computed_flops(seq) for a in attention)
+    scores = sum(a.computed_scores(seq) for a in attention)
     vocab = padded_vocab(layout.model) // shape.over(VOCAB_AXES)
     recurrences = _matmuls_of_recurrences(layout, seq, tokens, fraction)
     return Work(

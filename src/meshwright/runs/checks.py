@@ -184,6 +184,11 @@ REFUSED: tuple[Refusal, ...] = (
         "the same devices as fsdp or tensor",
     ),
     Refusal(
+        ("indexer", "context"),
+        "it compares every query with all keys of the sequence, and its keys are not sent around",
+        "the same devices as fsdp or tensor",
+    ),
+    Refusal(
         ("layout: folded", "dispatch: capacity"),
         "an expert has capacity for tokens of a sequence, and devices that split one would send "
         "their parts apart",
@@ -206,6 +211,7 @@ def check_composition(run: Run) -> None:
     features |= {"multi-token prediction"} if spec.further else set()
     if any(recurrence.gathered(1, 1, "float32") is None for recurrence in spec.recurrences):
         features |= {"recurrence without segments"}
+    features |= {"indexer"} if any(a.indexer for a in spec.attention) else set()
     for refusal in REFUSED:
         if features.issuperset(refusal.features):
             raise ConfigError(" with ".join(refusal.features), refusal.because, refusal.instead)
