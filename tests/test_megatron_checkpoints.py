@@ -3,8 +3,13 @@
 The script that wrote them has compared megatron-core's logits with those of `transformers`.
 """
 
+import argparse
+import enum
+import io
 import json
 import math
+import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +45,8 @@ def test_a_checkpoint_of_megatron_is_the_model_of_hugging_face(model: str, tmp_p
     done = mw.convert(folder_of(tmp_path / "torch_dist", model), tmp_path / "out")
     assert done.tensors == len(shapes)
     assert done.parameters == sum(map(math.prod, shapes.values()))
-    objects, *padding = done.notes
-    assert "pickled objects" in objects and "common.pt" in objects
+    objects, arguments, *padding = done.notes
+    assert "pickled objects" in objects and "common.pt" in arguments
     assert padding == [
         f"2 rows of {name} that no token has are left out"
         for name in ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -91,3 +96,74 @@ def test_any_byte_of_the_metadata_is_refused_or_does_no_harm(tmp_path: Path) -> 
             refused += 1
             assert "\n  fix:" in str(error)
     assert refused > 20
+
+
+def _write_arguments(folder: Path, **arguments: Any) -> None:
+    """Writes the arguments as Megatron-LM does, in an argparse.Namespace beside objects of its own."""
+    described = {
+        "args": argparse.Namespace(position=Position.rope, seed=7, **arguments),
+        "checkpoint_version": 3.0,
+        "iteration": 10,
+    }
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("common/data.pkl", pickle.dumps(described, protocol=2))
+        archive.writestr("common/version", "3")
+    (folder / "common.pt").write_bytes(content.getvalue())
+
+
+class Position(enum.Enum):
+    """Stands for an enumeration of Megatron."""
+
+    rope = 1
+
+
+LLAMA_ARGUMENTS = {
+    "rotary_interleaved": False,
+    "apply_layernorm_1p": False,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [
+        ({"rotary_interleaved": True}, "Megatron Bridge"),
+        ({"apply_layernorm_1p": True}, "Megatron Bridge"),
+        ({"normalization": "LayerNorm"}, "Megatron Bridge"),
+        ({"position_embedding_type": "learned_absolute"}, "Megatron Bridge"),
+        ({"rotary_base": 123}, "rope_theta 123"),
+        ({"num_attention_heads": 3}, "num_attention_heads 3"),
+        ({"norm_epsilon": 0.25}, "rms_norm_eps 0.25"),
+        ({"use_rope_scaling": True}, "with its rope_scaling"),
+    ],
+)
+def test_arguments_that_compute_something_else_are_refused(
+    changes: dict[str, Any], fix: str, tmp_path: Path
+) -> None:
+    model = next(iter(ABOUT["configs"]))
+    folder = folder_of(tmp_path / "torch_dist", model)
+    _write_arguments(folder, **(LLAMA_ARGUMENTS | changes))
+    with pytest.raises(WeightsError, match=next(iter(changes))) as refused:
+        mw.convert(folder, tmp_path / "out")
+    assert fix in refused.value.fix
+    assert not (tmp_path / "out").exists()
+
+
+def test_arguments_of_the_same_function_are_a_note(tmp_path: Path) -> None:
+    model = next(iter(ABOUT["configs"]))
+    folder = folder_of(tmp_path / "torch_dist", model)
+    _write_arguments(folder, **LLAMA_ARGUMENTS)
+    done = mw.convert(folder, tmp_path / "out")
+    assert "Megatron's arguments (common.pt) compute what config.json says" in done.notes
+
+
+@pytest.mark.parametrize("content", [b"", b"no zip", b"PK\x05\x06" + bytes(18)])
+def test_arguments_that_are_broken_are_refused(content: bytes, tmp_path: Path) -> None:
+    model = next(iter(ABOUT["configs"]))
+    folder = folder_of(tmp_path / "torch_dist", model)
+    (folder / "common.pt").write_bytes(content)
+    with pytest.raises(WeightsError, match=r"common\.pt"):
+        mw.convert(folder, tmp_path / "out")

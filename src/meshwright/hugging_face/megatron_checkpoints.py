@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.errors import WeightsError
+from meshwright.hugging_face.megatron_arguments import ARGUMENTS, check_arguments
 from meshwright.hugging_face.torch_checkpoints import TorchTensor, read_chunk
 
 MIXTRAL = "MixtralForCausalLM"
@@ -222,6 +223,7 @@ def megatron_tensors(
     another model.
     """
     names = _Names(folder, model)
+    has_arguments = check_arguments(folder, model)
     found: dict[str, MegatronTensor] = {}
     states: list[str] = []
     for own_name, tensor in tensors.items():
@@ -233,19 +235,27 @@ def megatron_tensors(
                 truth = f"{own_name!r} and {found[theirs].own_name!r} are the same tensor"
                 raise WeightsError(f"converting {folder}", truth, "one of the two")
             found[theirs] = part
-    return found, tuple(_notes(tensors, states, objects, model))
+    return found, tuple(_notes(tensors, states, objects, has_arguments, model))
 
 
 def _notes(
-    tensors: Mapping[str, TorchTensor], states: list[str], objects: int, model: Any
+    tensors: Mapping[str, TorchTensor],
+    states: list[str],
+    objects: int,
+    has_arguments: bool,
+    model: Any,
 ) -> Iterator[str]:
     """Yields what is not read."""
     if states:
         yield f"{len(states)} tensors of the training, such as {min(states)}, are not read: optimizer"
-    yield (
-        f"{objects} pickled objects (states of modules) and common.pt (Megatron's arguments) are not read: heads, norms and "
-        "rotary frequencies are those of config.json"
-    )
+    yield f"{objects} pickled objects (states of modules) are not read"
+    if has_arguments:
+        yield f"Megatron's arguments ({ARGUMENTS}) compute what config.json says"
+    else:
+        yield (
+            f"it has no arguments of Megatron ({ARGUMENTS}): norms and rotary embedding are those of config.json; a model of "
+            "--rotary-interleaved or --apply-layernorm-1p computes something else"
+        )
     padding = {
         name: tensors[name].shape[0] - model.vocab for name in _VOCABULARY if name in tensors
     }

@@ -7,7 +7,7 @@ object of Python, and REDUCE, NEWOBJ and BUILD call it. Here a name stays a name
 
 import dataclasses
 import pickletools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Container
 from typing import Any
 
 _CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
@@ -48,7 +48,7 @@ class Persistent:
     value: Any
 
 
-def read_pickled(content: bytes, names: Collection[str]) -> Any:
+def read_pickled(content: bytes, names: Container[str]) -> Any:
     """Returns what a pickle describes.
 
     names: objects that it may name, each "MODULE NAME". Raises ValueError for any other, for an instruction that is
@@ -66,7 +66,7 @@ def read_pickled(content: bytes, names: Collection[str]) -> Any:
 class _Machine:
     """Stack machine of the format."""
 
-    def __init__(self, names: Collection[str]):
+    def __init__(self, names: Container[str]):
         self._names = names
         self._stack: list[Any] = []
         self._marked: list[list[Any]] = []
