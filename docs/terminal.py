@@ -74,6 +74,7 @@ FAMILIES = {
     "cohere": ("meshwright.models.families.cohere", "Cohere"),
     "cohere2": ("meshwright.models.families.cohere", "Cohere2"),
     "deepseek": ("meshwright.models.families.deepseek", "Deepseek"),
+    "deepseek_sparse": ("meshwright.models.families.deepseek_sparse", "DeepseekSparse"),
     "gemma2": ("meshwright.models.families.gemma", "Gemma2"),
     "gemma3": ("meshwright.models.families.gemma", "Gemma3"),
     "gemma4": ("meshwright.models.families.gemma4", "Gemma4"),

@@ -25,6 +25,7 @@ from meshwright.models.blocks.experts import Routing, expert_capacity, look_up
 from meshwright.models.decoder import DecoderModel
 from meshwright.models.families.arcee import Arcee
 from meshwright.models.families.cohere import Cohere2
+from meshwright.models.families.deepseek_sparse import DeepseekSparse
 from meshwright.models.families.granite import GraniteMoe
 from meshwright.models.families.granite_hybrid import GraniteHybrid
 from meshwright.models.families.hunyuan import Hunyuan
@@ -60,6 +61,9 @@ FAMILIES = {
     "mixtral": "mixtral-8x7b",
     "qwen3-moe": "qwen3-30b-a3b",
     "deepseek": "deepseek-v3",
+    "deepseek-sparse": DeepseekSparse(
+        VOCAB, experts=8, width=64, heads=4, expert_mlp=32, index_n_heads=8, index_topk=4
+    ),
     "glm4-moe": "glm45-air",
     "gpt-oss": "gpt-oss-20b",
     "llama4": "llama4-scout",

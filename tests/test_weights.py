@@ -585,9 +585,9 @@ def test_blocks_of_fused_and_interleaved_tensors() -> None:
 
 
 UNKNOWN: dict[str, tuple[dict[str, Any], str, str]] = {
-    "GLM-5 under its own name": (
-        {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "index_topk": 2048, "kv_lora_rank": 512},
-        "by its fields it has what no family here computes: a sparse indexer, which chooses the tokens",
+    "a relation of GLM-5 with compressed keys": (
+        {"architectures": ["Glm5NextForCausalLM"], "model_type": "glm5_next", "index_topk": 2048, "compress_ratios": [4]},
+        "by its fields it has what no family here computes: compressed keys and values",
         "of the same maker these are computed: Glm4MoeForCausalLM",
     ),
     "Nemotron-H": (

@@ -25,6 +25,7 @@ PARTS: dict[str, dict[str, str]] = {
         "cohere": "models.families.cohere:Cohere",
         "cohere2": "models.families.cohere:Cohere2",
         "deepseek": "models.families.deepseek:Deepseek",
+        "deepseek_sparse": "models.families.deepseek_sparse:DeepseekSparse",
         "gemma2": "models.families.gemma:Gemma2",
         "gemma3": "models.families.gemma:Gemma3",
         "gemma4": "models.families.gemma4:Gemma4",

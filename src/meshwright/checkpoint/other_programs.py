@@ -34,8 +34,19 @@ from meshwright.hugging_face.folder import (
     open_folder,
     read_model,
 )
+from meshwright.hugging_face.maxtext_checkpoints import ARCHITECTURES, items_of, read_maxtext
+from meshwright.hugging_face.megatron_checkpoints import (
+    MEGATRON_ARCHITECTURES,
+    is_megatron,
+    megatron_tensors,
+)
 from meshwright.hugging_face.safetensors_files import INDEX, split_into_files, tensor_bytes
-from meshwright.hugging_face.torch_checkpoints import METADATA, named_tensors, read_metadata
+from meshwright.hugging_face.torch_checkpoints import (
+    METADATA,
+    TorchTensor,
+    named_tensors,
+    read_tensors_and_objects,
+)
 from meshwright.storage.writing import copy_file, make_folder
 
 LLAMA_NAME = "LlamaForCausalLM"
@@ -86,30 +97,78 @@ class OtherCheckpoint:
 def import_torch_checkpoint(
     source: Path, out: Path, *, largest_file: int = LARGEST_FILE, say: Say = lambda line: None
 ) -> Conversion:
-    """Converts a checkpoint of `torch.distributed.checkpoint` that torchtitan wrote into the Hugging Face folder `out`.
+    """Converts a checkpoint of `torch.distributed.checkpoint` that torchtitan or Megatron wrote into a Hugging Face folder.
 
-    source: folder with `.metadata`, and with the config.json of its model, a Llama. The weights keep their type. Memory is
-    bounded by the largest chunk. Raises WeightsError for anything missing, unknown or damaged, ConfigError where `out`
-    exists.
+    source: folder with `.metadata`, and with the config.json of its model.  out: the Hugging Face folder. The weights
+    keep their type. Memory is bounded by the largest chunk. Raises WeightsError for anything missing, unknown or
+    damaged, ConfigError where `out` exists.
     """
-    return _convert(_read_torchtitan(source), out, largest_file, say)
+    tensors, objects = read_tensors_and_objects(source)
+    read = _megatron(source, tensors, len(objects))
+    if read is None:
+        read = _torchtitan(source, tensors)
+    return _convert(read, out, largest_file, say)
 
 
-def _read_torchtitan(source: Path) -> OtherCheckpoint:
-    """Reads names and shapes of a checkpoint of torchtitan. Raises WeightsError where it is of another model."""
+def _torchtitan(source: Path, stored: Mapping[str, TorchTensor]) -> OtherCheckpoint:
+    """Names the tensors of a checkpoint of torchtitan. Raises WeightsError where it is of another model."""
+    model = _model_of(source, "torchtitan", (LLAMA_NAME,))
+    llama: Any = model.model
+    tensors, notes = named_tensors(source, stored, llama.heads, llama.kv_heads)
+    return OtherCheckpoint(model, "torch", tensors, _torch_files(source, stored), notes)
+
+
+def _megatron(
+    source: Path, stored: Mapping[str, TorchTensor], objects: int
+) -> OtherCheckpoint | None:
+    """Names the tensors of a checkpoint of Megatron; None for one of another program. Raises WeightsError as above."""
+    if not is_megatron(stored):
+        return None
+    model = _model_of(source, "Megatron", MEGATRON_ARCHITECTURES)
+    tensors, notes = megatron_tensors(source, stored, objects, model.model)
+    return OtherCheckpoint(model, "Megatron", tensors, _torch_files(source, stored), notes)
+
+
+def _model_of(source: Path, program: str, known: tuple[str, ...]) -> ModelFolder:
+    """Returns the model of a folder's config.json. Raises WeightsError where its names in a program are not known."""
     model = read_model(str(source.absolute()))
-    if model.architecture.name != LLAMA_NAME:
+    if model.architecture.name not in known:
         raise WeightsError(
             f"converting {source}",
-            f"its config.json is of {model.architecture.name}, and names of {LLAMA_NAME} are known alone",
+            f"its config.json is of {model.architecture.name}, and names in {program} are known of {', '.join(known)}",
             "a Hugging Face folder, written by the program that saved it",
         )
-    llama: Any = model.model
-    tensors, notes = named_tensors(source, read_metadata(source), llama.heads, llama.kv_heads)
+    return model
+
+
+def _torch_files(source: Path, stored: Mapping[str, TorchTensor]) -> frozenset[Path]:
+    """Returns the files of a folder of `torch.distributed.checkpoint`."""
     files = {source.resolve() / METADATA, source.resolve() / "config.json"}
-    for named in tensors.values():
-        files.update(chunk.file.resolve() for chunk in named.tensor.chunks)
-    return OtherCheckpoint(model, "torch", tensors, frozenset(files), notes)
+    for tensor in stored.values():
+        files.update(chunk.file.resolve() for chunk in tensor.chunks)
+    return frozenset(files)
+
+
+def import_maxtext_checkpoint(
+    source: Path, out: Path, *, largest_file: int = LARGEST_FILE, say: Say = lambda line: None
+) -> Conversion:
+    """Converts a checkpoint of MaxText's Llama, Mistral or Mixtral into the Hugging Face folder `out`.
+
+    source: folder of Orbax with `_METADATA`, or the step's folder around it, and with the config.json of its model. The
+    weights keep their type. Raises WeightsError for anything missing, unknown or damaged, ConfigError where `out` exists.
+    """
+    return _convert(_read_maxtext(source), out, largest_file, say)
+
+
+def _read_maxtext(source: Path) -> OtherCheckpoint:
+    """Reads names and shapes of a checkpoint of MaxText. Raises WeightsError where it is of another model."""
+    model = _model_of(source, "MaxText", ARCHITECTURES)
+    items = items_of(source)
+    assert items is not None
+    tensors, notes = read_maxtext(source, items, model.model)
+    files = {path.resolve() for path in items.rglob("*") if path.is_file()}
+    files.add(source.resolve() / "config.json")
+    return OtherCheckpoint(model, "MaxText", tensors, frozenset(files), notes)
 
 
 def _convert(source: OtherCheckpoint, out: Path, largest_file: int, say: Say) -> Conversion:

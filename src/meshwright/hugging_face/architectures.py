@@ -45,6 +45,7 @@ from meshwright.models.decoder import head_size_of
 from meshwright.models.families.arcee import Arcee
 from meshwright.models.families.cohere import Cohere, Cohere2
 from meshwright.models.families.deepseek import Deepseek
+from meshwright.models.families.deepseek_sparse import DeepseekSparse
 from meshwright.models.families.gemma import Gemma2, Gemma3
 from meshwright.models.families.gemma4 import Gemma4
 from meshwright.models.families.glm4_moe import Glm4Moe
@@ -892,6 +893,68 @@ _GLM4_MOE_LITE = (
 )
 
 
+def _read_dense_of_sparse_deepseek(fields: Fields) -> dict[str, Any]:
+    """Returns the leading dense layers: three, where no field names them."""
+    layers = fields.get("num_hidden_layers")
+    dense = min(fields.get("first_k_dense_replace", 3), layers)
+    usual = ["dense"] * dense + ["sparse"] * (layers - dense)
+    kinds = fields.get("mlp_layer_types", usual)
+    if kinds != usual:
+        found = f"mlp_layer_types is {kinds}, and first_k_dense_replace {dense}"
+        raise fields.error(found, "a model whose dense layers come first, as many in both fields")
+    return {"dense_layers": dense}
+
+
+def _check_every_layer_has_an_indexer(fields: Fields) -> None:
+    """Raises WeightsError for layers that attend to all keys, or to those that another layer chose."""
+    layers = fields.get("num_hidden_layers")
+    for name, known in (("layer_types", "indexed_attention"), ("indexer_types", "full")):
+        kinds = fields.get(name, [known] * layers)
+        if kinds != [known] * layers:
+            others = sorted({str(kind) for kind in kinds} - {known})
+            found = (
+                f"{name} has {', '.join(others)}, and Meshwright computes an indexer in every layer"
+            )
+            raise fields.error(found, f"a model whose {name} are all {known}")
+
+
+_SPARSE_DEEPSEEK = (
+    *(entry for entry in _DEEPSEEK if entry not in (_EPSILON, _DENSE_FIRST)),
+    Entry(
+        _read_dense_of_sparse_deepseek,
+        lambda c: {"first_k_dense_replace": c.dense_layers},
+    ),
+    Entry(_check_every_layer_has_an_indexer),
+    *(same(name, name) for name in ("index_n_heads", "index_head_dim", "index_topk")),
+    same("aux_loss_alpha", "aux_loss_weight", _V3_BALANCE_WEIGHT),
+    fixed("rope_interleave", True, written=False),
+    fixed("scoring_func", "sigmoid"),
+    fixed("topk_method", "noaux_tc"),
+    must(router_score="sigmoid"),
+    same("norm_topk_prob", "normalize_top_k", True),
+    given(bias_update_rate=_BIAS_UPDATE_RATE),
+    Entry(_read_mtp_depth, lambda c: {"num_nextn_predict_layers": c.mtp_depth}),
+)
+_DEEPSEEK_V32 = (
+    *_SPARSE_DEEPSEEK,
+    _EPSILON,
+    must(index_pairs="halves"),
+    same("n_group", "expert_groups", 8),
+    same("topk_group", "topk_groups", 4),
+)
+_GLM_MOE_DSA = (
+    *_SPARSE_DEEPSEEK,
+    _EPSILON_5,
+    must(index_pairs="neighbours"),
+    same("n_group", "expert_groups", 1),
+    same("topk_group", "topk_groups", 1),
+    fixed("indexer_rope_interleave", True, written=False),
+    # Every how many layers one has an indexer, and from which layer on they are counted.
+    fixed("index_topk_freq", 1, written=False),
+    without_effect("index_skip_topk_offset"),
+)
+
+
 def _read_mistral4_rope(fields: Fields) -> dict[str, Any]:
     sizes = [fields.get(name) for name in ("qk_rope_head_dim", "qk_nope_head_dim")]
     usual = sizes[0] / sum(sizes)
@@ -943,6 +1006,14 @@ _DEEPSEEK_NAMES = {
     "mtp.hidden_norm": ("hnorm.weight", ("D",)),
     "mtp.project": ("eh_proj.weight", ("D", "Z")),
     "mtp.final_norm": ("shared_head.norm.weight", ("D",)),
+}
+_SPARSE_DEEPSEEK_NAMES = {
+    **_DEEPSEEK_NAMES,
+    "index_query": ("self_attn.indexer.wq_b.weight", ("IH", "Z")),
+    "index_key": ("self_attn.indexer.wk.weight", ("H", "D")),
+    "index_key_norm": ("self_attn.indexer.k_norm.weight", ("H",)),
+    "index_key_norm_bias": ("self_attn.indexer.k_norm.bias", ("H",)),
+    "index_weights": ("self_attn.indexer.weights_proj.weight", ("I", "D")),
 }
 _MTP_COPIES = r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight"
 """Copies of embedding and unembedding with the layer of multi-token prediction, which shares those of the model."""
@@ -1575,6 +1646,24 @@ _ALL = (
         computed=(*_COMPUTED, _MTP_COPIES),
         packed=FP8,
         other_types=("kimi_k2",),
+    ),
+    Architecture(
+        "DeepseekV32ForCausalLM",
+        "deepseek_v32",
+        DeepseekSparse,
+        _DEEPSEEK_V32,
+        _SPARSE_DEEPSEEK_NAMES,
+        computed=(*_COMPUTED, _MTP_COPIES),
+        packed=FP8,
+    ),
+    Architecture(
+        "GlmMoeDsaForCausalLM",
+        "glm_moe_dsa",
+        DeepseekSparse,
+        _GLM_MOE_DSA,
+        _SPARSE_DEEPSEEK_NAMES,
+        computed=(*_COMPUTED, _MTP_COPIES),
+        packed=FP8,
     ),
     Architecture(
         "GPT2LMHeadModel",

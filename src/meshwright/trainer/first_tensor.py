@@ -294,10 +294,24 @@ class First(NamedTuple):
 def name_first(
     device_run: DeviceRun, state: Any, batch: Any, alarm: Alarm, reference: Any
 ) -> First | None:
-    """Takes a step again and returns its first bad tensor; None where no activation is bad.
+    """Takes a step again and returns its first bad tensor; None where neither the batch nor an activation is bad.
 
-    reference: another batch, with whose tensors those of a finite step are compared. All processes call it together.
+    reference: another batch, with whose tensors those of a finite step are compared. The activations of a wrapped model
+    have no names, so only its batch is looked at. All processes call it together.
     """
+    activation = None
+    if device_run.run.model.states_layers:
+        activation = _first_activation(device_run, state, batch, alarm, reference)
+    found = _bad_batch(batch) or activation
+    mine = None if found is None else found._asdict()
+    chosen = choose_together("first bad tensor", mine, _earliest)
+    return None if chosen is None else First(**chosen)
+
+
+def _first_activation(
+    device_run: DeviceRun, state: Any, batch: Any, alarm: Alarm, reference: Any
+) -> First | None:
+    """Returns the first bad activation, or gradient of one, that this process has. Arguments: of `name_first`."""
     unclipped = dataclasses.replace(device_run.run.optimizer, grad_clip_norm=0.0)
     device_run = dataclasses.replace(
         device_run, run=dataclasses.replace(device_run.run, optimizer=unclipped)
@@ -309,10 +323,7 @@ def name_first(
     compared = None
     if alarm.finite and reference is not None:
         compared = record(*arguments, reference, *state.variables)
-    found = _bad_batch(batch) or _first_of(recording, compared)
-    mine = None if found is None else found._asdict()
-    chosen = choose_together("first bad tensor", mine, _earliest)
-    return None if chosen is None else First(**chosen)
+    return _first_of(recording, compared)
 
 
 def _bad_batch(batch: Any) -> First | None:
@@ -326,7 +337,7 @@ def _bad_batch(batch: Any) -> First | None:
             rows = np.asarray(shard.data, np.float32).reshape(shard.data.shape[0], -1)
             sequences += [start + int(i) for i in np.flatnonzero(~np.isfinite(rows).all(1))]
         if sequences:
-            tensor = f"{name} of the batch"
+            tensor = f"{name} of the batch" if name else "the batch"
             bad = sorted(set(sequences))[:8]
             return First([-1], tensor, "not finite", bad, "", jax.process_index())
     return None

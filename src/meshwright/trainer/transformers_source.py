@@ -27,8 +27,9 @@ from meshwright.sharding.params import Param, named_leaves
 
 Named = tuple[TensorName, np.ndarray]
 
-_ATTENTION = ("self_attn", "attn", "attention", "linear_attn")
-_FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "moe")
+_ATTENTION = ("self_attn", "attn", "attention", "linear_attn", "mamba")
+_SHARED = "shared_mlp"
+_FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "moe", _SHARED)
 _OUTPUT_PROJECTION = ("o_proj", "c_proj", "out_proj", "dense")
 _NORM_AFTER_ATTENTION = ("post_attention_layernorm",)
 _NORM_AFTER_MLP = ("post_feedforward_layernorm",)
@@ -93,6 +94,8 @@ class _Step:
         model: Any = folder.model
         self._spec = model.spec()
         self._blocks = model.decoder.layers
+        factor: float | None = model.decoder.logit_factor
+        self._logit_factor = 1.0 if factor is None else factor
         modules = self._find_layers(len(self._spec.layers))
         self._layers = [_Layer(module, module.forward) for module in modules]
         inside = {id(p) for module in modules for p in module.parameters()}
@@ -129,11 +132,13 @@ class _Step:
         lse = torch.logsumexp(logits, -1)
         targets = torch.tensor(self._source.documents[:, 1:], dtype=torch.long)
         losses = lse - logits.gather(-1, targets[..., None])[..., 0]
-        yield TensorName("forward", FINAL_NORM), self._packed(final)
+        # Meshwright multiplies the hidden states by the factor on logits, and `transformers` the logits.
+        factor = self._logit_factor
+        yield TensorName("forward", FINAL_NORM), self._packed(final) * factor
         yield TensorName("forward", LOG_SUM_EXP), self._packed(lse)
         yield TensorName("forward", TOKEN_LOSS), self._packed(losses)
         losses.mean().backward(retain_graph=True)
-        yield TensorName("backward", FINAL_NORM), self._packed(final.grad)
+        yield TensorName("backward", FINAL_NORM), self._packed(final.grad) / factor
         table = self._model.get_input_embeddings().weight
         after = self._gradients(self._model, lambda p: p is not table)
         yield from self._gradients_outside(after, before_layers=False)
@@ -249,6 +254,8 @@ class _Step:
         if feed_forward is not None:
             capture.input_of(feed_forward, "feed-forward input")
         adds = feed_forward
+        if _child(module, (_SHARED,)) not in (None, feed_forward):
+            adds = None  # a module beside the experts computes the shared one: the half's output is their sum
         if block.norm_place != "before":
             adds = _child(module, _NORM_AFTER_MLP)
         if adds is not None:

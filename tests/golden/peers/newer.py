@@ -53,6 +53,11 @@ _ROUTED = {
     "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
     "moe_intermediate_size": 24, "routed_scaling_factor": 1.8,
 }  # fmt: skip
+_SPARSE = {
+    **_SIZES, **theirs._LATENT, **_ROUTED, "num_hidden_layers": 2, "num_key_value_heads": 4, "q_lora_rank": 24,
+    "first_k_dense_replace": 1, "index_n_heads": 8, "index_head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", _LINEAR_AND_FULL),
@@ -102,6 +107,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         **_TWO, **theirs._LATENT, "num_key_value_heads": 4, "q_lora_rank": 24, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "first_k_dense_replace": 1, "rope_parameters": {**_GROWING, "mscale_all_dim": 0.7},
     }),
+    "deepseek-v3.2": ("DeepseekV32", {**_SPARSE, "index_topk": 5}),
+    "glm-5": ("GlmMoeDsa", {**_SPARSE, "index_topk": 6}),
     "dots1": ("Dots1", {**_SIZES, **_ROUTED, "first_k_dense_replace": 1, "norm_topk_prob": True}),
 }  # fmt: skip
 """Row -> class of `transformers`, and its configuration."""

@@ -114,6 +114,8 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "Ministral-3-8B": ("Ministral3ForCausalLM", {}),
     "Mistral-Small-4": ("Mistral4ForCausalLM", {}),
+    "DeepSeek-V3.2": ("DeepseekV32ForCausalLM", {}),
+    "GLM-5": ("GlmMoeDsaForCausalLM", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "Qwen1.5-MoE-A2.7B": ("Qwen2MoeForCausalLM", {}),
     "Qwen2-57B-A14B": ("Qwen2MoeForCausalLM", {
         "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
