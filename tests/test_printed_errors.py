@@ -1,5 +1,6 @@
 """Errors of predictions that the pages print: those of the result files, and printed by the scripts that have the rows."""
 
+import dataclasses
 import importlib
 import json
 import re
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import left_out
 import pytest
 import report
 from rows import read_rows
@@ -14,7 +16,8 @@ from rows import read_rows
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "bench"
 RESULTS = json.loads(report.RESULTS.read_text(encoding="utf-8"))
-FIGURES = report.figures(RESULTS, json.loads(report.MEASURED.read_text(encoding="utf-8")))
+LEFT_OUT = json.loads(report.LEFT_OUT.read_text(encoding="utf-8"))
+FIGURES = report.figures(RESULTS, LEFT_OUT, json.loads(report.MEASURED.read_text(encoding="utf-8")))
 
 
 def module_of_bench(name: str) -> ModuleType:
@@ -67,6 +70,43 @@ def test_the_results_are_those_of_the_rows() -> None:
     assert errors == pytest.approx(RESULTS["errors"], rel=1e-6, abs=1e-9)
     spread = report.spread(errors.values())
     assert spread == pytest.approx(RESULTS["spread"]["all rows, both halves"], rel=1e-6)
+
+
+def test_the_table_without_each_program_is_that_of_the_results() -> None:
+    page = left_out.PAGE.read_text(encoding="utf-8")
+    assert left_out.table(LEFT_OUT) in page
+
+
+def test_the_errors_without_each_program_are_those_of_its_constants() -> None:
+    """`python bench/foresight/left_out.py` fits them again."""
+    rows, _ = read_rows()
+    errors = {}
+    for program, constants in LEFT_OUT["constants"].items():
+        values = left_out.read_constants(constants)
+        errors |= left_out.errors_of(rows, program, values)
+    assert errors.keys() == {row.id for row in rows}
+    assert errors == pytest.approx(LEFT_OUT["errors"], rel=1e-6, abs=1e-9)
+    spreads = left_out.spreads(rows, errors)
+    assert spreads.keys() == LEFT_OUT["spread"].keys()
+    for name, spread in spreads.items():
+        assert spread == pytest.approx(LEFT_OUT["spread"][name], rel=1e-6, abs=1e-9), name
+
+
+def test_no_constant_is_fitted_on_the_program_left_out() -> None:
+    """A change of that program's measured times, and of the half kept apart, changes no constant."""
+    rows, _ = read_rows()
+    chosen = [row for row in rows if row.system in ("AXLearn", "nanotron", "Meta (4D)")]
+    chosen += [row for row in rows if row.system == "PyTorch FSDP"]
+    program = "PyTorch FSDP"
+    fitted = left_out.without(chosen, program, left_out.Prices())
+    changed = []
+    for row in chosen:
+        apart = not row.is_fitted or left_out.program_of(row) == program
+        changed.append(dataclasses.replace(row, measured=3 * row.measured) if apart else row)
+    assert changed != chosen
+    assert left_out.without(changed, program, left_out.Prices()) == fitted
+    others = [dataclasses.replace(row, measured=3 * row.measured) for row in chosen]
+    assert left_out.without(others, program, left_out.Prices()) != fitted
 
 
 def test_the_table_of_compiled_plans_is_that_of_the_rows() -> None:

@@ -111,13 +111,48 @@ def error(row: Row, values: Values) -> float:
     )
 
 
+def constants_of(row: Row) -> list[Constant]:
+    """Returns the fitted constants that may change a row's price."""
+    shape, kernel = row.placed.layout.shape, row.software.kernel
+    has_experts = any(layer.experts is not None for layer in row.placed.layout.spec.layers)
+    on_gpus = isinstance(row.target.chip.interconnect, Nodes)
+    applies = {
+        "elementwise": on_gpus,
+        "overlap": on_gpus,
+        "grouped_matmul": has_experts,
+        "sorting": has_experts,
+        "tensor_overlap": shape.tensor > 1,
+        "flash2": isinstance(kernel, FusedKernel) and kernel.name == "flash2",
+        "triton": isinstance(kernel, FusedKernel) and kernel.name == "triton",
+    }
+    owners = owners_of(row)
+    return [(owner, name) for owner, name in FITTED if owner in owners and applies.get(name, True)]
+
+
+class Prices:
+    """Errors of rows, each computed once for the values of the constants that may change it."""
+
+    def __init__(self) -> None:
+        self._constants: dict[str, list[Constant]] = {}
+        self._logarithms: dict[tuple[str, tuple[float, ...]], float] = {}
+
+    def error(self, row: Row, values: Values) -> float:
+        """Returns `error(row, values)`."""
+        if row.id not in self._constants:
+            self._constants[row.id] = constants_of(row)
+        key = (row.id, tuple(values[constant] for constant in self._constants[row.id]))
+        if key not in self._logarithms:
+            self._logarithms[key] = error(row, values) + math.log(row.measured)
+        return self._logarithms[key] - math.log(row.measured)
+
+
 def fit(
-    rows: list[Row], start: Values, fitted: Iterable[Constant] = FITTED
+    rows: list[Row], start: Values, fitted: Iterable[Constant], prices: Prices
 ) -> dict[Constant, float]:
     """Returns the constants with the least error; `fitted` of them move."""
-    values, errors = dict(start), {row.id: abs(error(row, start)) for row in rows}
+    values, errors = dict(start), {row.id: abs(prices.error(row, start)) for row in rows}
     rows_of = {
-        constant: [row for row in rows if constant[0] in owners_of(row)] for constant in fitted
+        constant: [row for row in rows if constant in constants_of(row)] for constant in fitted
     }
     step = 0.08
     while step > 0.006:
@@ -130,7 +165,7 @@ def fit(
                 least = {"elementwise": 0.8, "sorting": 0.4, "overlap": 0.3}.get(constant[1], 0.1)
                 value = round(min(most, max(least, values[constant] + sign * size)), 3)
                 changed = {**values, constant: value}
-                found = {row.id: abs(error(row, changed)) for row in affected}
+                found = {row.id: abs(prices.error(row, changed)) for row in affected}
                 gain = sum(errors[name] - now for name, now in found.items())
                 # Constants stay where the rows hardly say otherwise.
                 away = abs(value - start[constant]) - abs(values[constant] - start[constant])
@@ -143,7 +178,7 @@ def fit(
 
 def main() -> None:
     fitted, _ = halves(read_rows()[0])
-    for (owner, name), value in fit(fitted, current()).items():
+    for (owner, name), value in fit(fitted, current(), FITTED, Prices()).items():
         print(f"{owner:14} {name:16} {value:.2f}")
 
 
