@@ -157,7 +157,7 @@ def test_arguments_of_the_same_function_are_a_note(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "torch_dist", model)
     _write_arguments(folder, **LLAMA_ARGUMENTS)
     done = mw.convert(folder, tmp_path / "out")
-    assert "Megatron's arguments (common.pt) compute what config.json says" in done.notes
+    assert "Megatron's arguments (common.pt) agree with config.json" in done.notes
 
 
 @pytest.mark.parametrize("content", [b"", b"no zip", b"PK\x05\x06" + bytes(18)])

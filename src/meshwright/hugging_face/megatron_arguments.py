@@ -69,7 +69,7 @@ def read_arguments(folder: Path) -> Mapping[str, Any] | None:
 
 
 def check_arguments(folder: Path, model: Any) -> bool:
-    """Whether a checkpoint has Megatron's arguments, which then compute what config.json says.
+    """Whether a checkpoint has the arguments of Megatron, which then agree with config.json.
 
     Raises WeightsError for an argument with which Megatron computes another function of the tensors.
     """

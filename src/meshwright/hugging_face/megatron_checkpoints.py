@@ -250,7 +250,7 @@ def _notes(
         yield f"{len(states)} tensors of the training, such as {min(states)}, are not read: optimizer"
     yield f"{objects} pickled objects (states of modules) are not read"
     if has_arguments:
-        yield f"Megatron's arguments ({ARGUMENTS}) compute what config.json says"
+        yield f"Megatron's arguments ({ARGUMENTS}) agree with config.json"
     else:
         yield (
             f"it has no arguments of Megatron ({ARGUMENTS}): norms and rotary embedding are those of config.json; a model of "
