@@ -167,9 +167,11 @@ def regrets(rows: list[Row]) -> dict[str, tuple[int, float]]:
 def without_the_chip(rows: list[Row]) -> dict[str, float]:
     """Returns each row's error with the fractions of its chip taken from the other chips of its kind."""
     fitted = current()
-    kinds = {name: isinstance(_chip_of(rows, name).interconnect, Torus) for name in FAMILIES}
+    measured = {family_of(row) for row in rows}
+    families = [family for family in FAMILIES if family in measured]
+    kinds = {name: isinstance(_chip_of(rows, name).interconnect, Torus) for name in families}
     result = {}
-    for family in FAMILIES:
+    for family in families:
         values = dict(fitted)
         for owner, name in FITTED:
             others = [
