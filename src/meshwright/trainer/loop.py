@@ -21,9 +21,10 @@ import jax
 from meshwright.activity import Activity, activity
 from meshwright.data.batch import ramp_of
 from meshwright.errors import Closing
-from meshwright.hardware.agreement import choose_together
+from meshwright.hardware.agreement import answer_of_the_first, choose_together
 from meshwright.models.model import Metrics
 from meshwright.reporters import BETWEEN, Reporter
+from meshwright.reporters.files import EventLog
 from meshwright.signs import NOBODY, Phases, end_with, in_phases, waiting
 from meshwright.step.state import State
 from meshwright.storage.paths import path_of
@@ -106,9 +107,20 @@ def train(
         )
         sinks = open_reporters(stack, prepared, out, events, resumed, start, reporters)
         loop = _Loop(
-            prepared, out, checkpoints, prepared.meter(sinks), preemption, phases, resumed.position
+            prepared,
+            out,
+            checkpoints,
+            prepared.meter(sinks),
+            preemption,
+            phases,
+            resumed.position,
+            events,
         )
         return loop.train(resumed.state, began)
+
+
+_GOODPUT_PERIOD = 60.0
+"""Seconds between two lines of metrics with the goodput of the run so far."""
 
 
 class _RollBack(Exception):
@@ -130,6 +142,7 @@ class _Loop:
         preemption: Preemption,
         phases: Phases,
         started: Position,
+        events: EventLog | None,
     ) -> None:
         self.prepared = prepared
         self.device_run = prepared.device_run
@@ -142,6 +155,9 @@ class _Loop:
         self.meter.norms.extend(started.norms)
         self.preemption = preemption
         self.phases = phases
+        self.events = events
+        """Log of the run, in process 0."""
+        self.goodput_due = time.monotonic() + _GOODPUT_PERIOD
         self.started = started
         """Place at which this start of the run begins."""
         self.origin = started
@@ -196,6 +212,7 @@ class _Loop:
             compile_seconds=self.spent["compiling"],
             save_seconds=self.spent["saving"],
             step_seconds=self.meter.step_seconds,
+            goodput=waits["goodput"],
             interrupted_by=self.preemption.stopped_by,
             sample=sample,
         )
@@ -218,6 +235,8 @@ class _Loop:
                 batch = self._next_batch(step)
                 state, metrics = self._take_step(step + 1, state, batch, previous)
                 step += 1
+                if time.monotonic() > self.goodput_due:
+                    self._report_goodput(step - 1)
                 self.meter.push(step, metrics)
                 if step == training.steps:
                     break
@@ -298,6 +317,16 @@ class _Loop:
             records=self.explained <= MOST_RECORDED,
         )
 
+    def _report_goodput(self, step: int) -> dict[str, float]:
+        """Reports the shares of the time so far, and returns them. step: the last that was read."""
+        self.goodput_due = time.monotonic() + _GOODPUT_PERIOD
+        good = self.events.goodput(step) if self.events is not None else None
+        if good is None:
+            return {}
+        values = good.metrics()
+        self.meter.report(step, values)
+        return values
+
     def _roll_back(self, place: Position) -> State:
         """Returns the state of the last checkpoint, or the first state, from which the run goes on.
 
@@ -318,18 +347,19 @@ class _Loop:
     def _end(self, step: int) -> dict[str, Any]:
         """Waits for the last save, states the exit code, and drops local checkpoints.
 
-        Returns the longest of the hosts' waits for data.
+        Returns the longest of the hosts' waits for data, and the goodput of the run.
         """
         self.phases.enter("save", step)
         self.checkpoints.wait()
         self.checkpoints.check_folder("ending the run")
         waits = choose_together("seconds waited for data", self.spent["input wait"], _longest)
+        goodput = answer_of_the_first(lambda: self._report_goodput(step))
         # From here on no host waits for another: the run is complete even if one of them dies.
         signal = self.preemption.stopped_by
         end_with(128 + signal if signal else 0)
         self.phases.enter("leave", step)
         self.checkpoints.forget_local()  # the output folder has the last state
-        return waits
+        return {**waits, "goodput": goodput}
 
     def _compile(self) -> None:
         """Compiles every program of the training, so that what does not fit is refused at once."""

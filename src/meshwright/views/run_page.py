@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from meshwright.documents import real
 from meshwright.formatting import format_step, format_time
 from meshwright.reporters import BETWEEN
+from meshwright.reporters.goodput import METRIC, METRICS
 from meshwright.runs.catalogue import list_recipes
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run_file import run_to_dict, split_chosen
@@ -35,7 +37,7 @@ from meshwright.views.charts import Axis, Chart, Mark, Series
 from meshwright.views.colours import series_colour
 from meshwright.views.health_blocks import health_blocks
 from meshwright.views.report import Live, Report, Section
-from meshwright.views.run_folder import Curve, RunFolder, flat_fields, objects, real
+from meshwright.views.run_folder import Curve, RunFolder, flat_fields, objects
 from meshwright.views.run_goodput import goodput_of
 from meshwright.views.run_status import RunStatus, median_of, restarts_of, run_status
 from meshwright.views.terminal import print_blocks
@@ -57,6 +59,11 @@ _CURVES = {
         "MFU",
         Axis("of the chips' peak", "fraction", zero=True),
         "Model FLOPs achieved, as a fraction of the peak of all devices.",
+    ),
+    METRIC: (
+        "Goodput",
+        Axis("of the time so far", "fraction", zero=True),
+        "Share of the time since the run began in steps that count.",
     ),
     "step seconds": ("Step time", Axis("", "seconds", toggle=True), ""),
     "input wait seconds": (
@@ -315,7 +322,7 @@ def loss_unit(folder: RunFolder) -> str:
 
 def _charts(folders: Sequence[RunFolder]) -> list[Block]:
     """Returns a chart of each metric that a run has, the known ones first."""
-    known = {*_CURVES, _HELD_OUT, *(f"{name} seconds" for name in _PARTS)}
+    known = {*_CURVES, _HELD_OUT, *METRICS, *(f"{name} seconds" for name in _PARTS)}
     others = {name for folder in folders for name in folder.curves} - known
     metrics = dict(_CURVES)
     for name in sorted(others):
