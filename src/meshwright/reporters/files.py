@@ -10,6 +10,7 @@ import math
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,8 @@ class EventLog:
         """Stays open: where the folder is gone, no other file is made in its place."""
         self._lock = threading.Lock()
         """Held while a line is written: the watch of the machine adds lines from its own thread."""
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []
+        """Called with each event, in the thread that adds it."""
         self._event_times, self._step_times = read_times(file.parent)
 
     def start(self, step: int, **values: Any) -> None:
@@ -192,6 +195,8 @@ class EventLog:
             if self._file is None:
                 self._file = open_lines(self._path)
             self._file.write(f"{line}\n".encode())
+        for listener in self.listeners:
+            listener(record)
 
     def write(self, step: int, values: Values) -> None:
         """Takes note of the step and its time."""

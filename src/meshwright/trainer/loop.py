@@ -28,6 +28,7 @@ from meshwright.reporters.files import EventLog
 from meshwright.signs import NOBODY, Phases, end_with, in_phases, waiting
 from meshwright.step.state import State
 from meshwright.storage.paths import path_of
+from meshwright.trainer.alarms import BAD_STEP, AlarmOptions, tell
 from meshwright.trainer.explain_step import MOST_RECORDED, explain_step
 from meshwright.trainer.first_tensor import Alarm
 from meshwright.trainer.meter import Meter
@@ -44,6 +45,7 @@ from meshwright.trainer.opening import (
     to_the_end,
     watch_hosts,
     watch_machine,
+    watch_steps,
 )
 from meshwright.trainer.preemption import Preemption
 from meshwright.trainer.prepare import Batches, Position, PreparedRun, Trainable, prepare_run
@@ -73,6 +75,7 @@ def train(
     accept: Sequence[str] = (),
     reporters: Callable[[int], list[Reporter]] = lambda first: [],
     watchdog: Watchdog | None = None,
+    alarm: AlarmOptions | None = None,
     preemption: Preemption | None = None,
 ) -> Summary:
     """Trains a prepared run, writing checkpoints, metrics, the Run and a text sample into `out`.
@@ -82,6 +85,7 @@ def train(
     accept: names of differences from the checkpoint with which it resumes although they change the
     model or its data.
     reporters: called with the number of steps already taken, returns further reporters.
+    alarm: who is told when the run needs somebody.
     preemption: signals for which this process listens already.
     Raises CheckpointError, TrainingError, DataError, ConfigError, HostError.
     """
@@ -98,6 +102,7 @@ def train(
             preemption = stack.enter_context(Preemption().listening())
         lock_folder(stack, out)
         events = open_events(stack, out)
+        watch_steps(stack, alarm or AlarmOptions(), out, phases, events)
         watch_machine(stack, out, events)
         checkpoints = open_checkpoints(stack, device_run, out, phases, watchdog)
         if start == "resume if exists":
@@ -291,6 +296,7 @@ class _Loop:
         if bad is None:
             return state
         self.bad_steps += 1
+        tell(BAD_STEP, f"step {bad.step}: {bad.reason}", step=bad.step)
         self.checkpoints.check_folder(f"keeping the evidence of step {bad.step}")
         before = bad.step - 1
         place = self.origin._replace(step=before, cursor=self._samples_read(before), data=None)

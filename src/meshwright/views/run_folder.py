@@ -27,6 +27,8 @@ _RECENT = 500
 """Last values of a curve that are kept as they are."""
 _MOST_CURVES = 500
 """Most metrics of a run; a run has some twenty."""
+_OF_WATCHES = ("alarm", "machine")
+"""Events that no progress of the run causes: they come also where it hangs."""
 _RECENT_EVENTS = 400
 """Last events that are kept, whatever they are."""
 _EVENTS_OF_A_KIND = 2000
@@ -138,6 +140,7 @@ class RunFolder:
         self.samples: collections.deque[dict[str, Any]] = collections.deque(maxlen=_TEXTS)
         """Last samples, with their text; no other event has one."""
         self.last_event: dict[str, Any] = {}
+        """Last event that is a sign of the run itself."""
         self.open_activity: dict[str, Any] = {}
         """Line `began` of the activity that is under way; empty where none is."""
         self.longest: dict[str, float] = {}
@@ -213,7 +216,8 @@ class RunFolder:
         if kind == "sample":
             self.samples.append(record)
         record = {name: value for name, value in record.items() if name != "text"}
-        self.last_event = record
+        if kind not in _OF_WATCHES:
+            self.last_event = record
         if kind == "began":
             self.open_activity = record
             return

@@ -44,6 +44,8 @@ from meshwright.views.terminal import print_blocks
 
 _CHECKPOINTS = 24
 """Most checkpoints that a curve carries, spread over it."""
+_ALARMS = 12
+"""Last alarms that a page shows."""
 _SPIKE = 3.0
 """Times the median above which a time is a spike, which its axis does not reach."""
 _HELD_OUT = "held-out loss"
@@ -96,15 +98,16 @@ def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
         charts = Grid(found)
     sections = [
         Section("Overview", [_overview(folders), *_left_out(folders)]),
+        Section("Alarms", _alarms(folders), "Times at which no step came, the last first."),
         Section("Curves", [charts]),
         Section("First bad tensor", _first_tensors(folders), "Who was first, step by step."),
         *_health_sections(folders),
-        Section("Time", _times(folders), "Where the seconds between one step and the next go."),
         Section(
             "Goodput",
             _goodput_tables(folders),
             "Where the time of the run went since it began, restarts included.",
         ),
+        Section("Time", _times(folders), "Where the seconds between one step and the next go."),
         Section(
             "Machines",
             _machine_tables(folders),
@@ -136,6 +139,18 @@ def _tab(folders: Sequence[RunFolder]) -> str:
     if not loss.count:
         return ""
     return f"step {loss.last_step:,}, loss {loss.recent[-1]:.4f}, {folders[0].name}"
+
+
+def _alarms(folders: Sequence[RunFolder]) -> list[Block]:
+    """Returns the alarms of runs whose steps did not come."""
+    blocks: list[Block] = []
+    for folder in folders:
+        alarms = folder.events_of("alarm")[: -_ALARMS - 1 : -1]
+        lines = [f"{_clock(event.get('time'))}: {event.get('said')}" for event in alarms]
+        if lines:
+            title = folder.name if len(folders) > 1 else ""
+            blocks.append(Text(lines, tone="bad", title=title))
+    return blocks
 
 
 def _first_tensors(folders: Sequence[RunFolder]) -> list[Block]:
