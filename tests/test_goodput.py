@@ -85,8 +85,8 @@ def test_summary_metrics_and_page_have_one_goodput(tmp_path: Path) -> None:
     run = mw.recipe("tiny", mesh="data=1", layers=1, steps=6, sample=0, eval_samples=16)
     first = mw.train(run, out=out, progress="none", cache=tmp_path / "cache", devices=1)
     more = dataclasses.replace(run, training=dataclasses.replace(run.training, steps=12))
-    options = {"progress": "none", "cache": tmp_path / "cache", "devices": 1}
-    summary = mw.train(more, out=out, resume=True, **options)
+    cache = tmp_path / "cache"
+    summary = mw.train(more, out=out, start="resume", progress="none", cache=cache, devices=1)
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     reported = [line for line in metrics if "goodput" in line]

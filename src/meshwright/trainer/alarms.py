@@ -162,7 +162,7 @@ class Alarms:
         try:
             yield
         except Exception as error:
-            self.tell(FAILED, str(error), error=type(error).__name__)
+            self.tell(FAILED, reason_of(error), error=type(error).__name__)
             raise
         finally:
             _running.remove(self)
