@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import last_words
-from meshwright.errors import ConfigError, reason_of
+from meshwright.errors import ConfigError, MeshwrightError, reason_of
 from meshwright.ranges import NonNegativeFloat, Ranged, Seconds
 from meshwright.signs import PREPARING, Phases, wait_of_main_thread
 
@@ -161,6 +161,10 @@ class Alarms:
         _running.append(self)
         try:
             yield
+        except MeshwrightError as error:
+            kind = type(error).__name__
+            self.tell(FAILED, f"{error.asked}: {error.truth}", fix=error.fix, error=kind)
+            raise
         except Exception as error:
             self.tell(FAILED, reason_of(error), error=type(error).__name__)
             raise
