@@ -208,7 +208,7 @@ def train(tmp_path: Path, trouble: str, *options: str) -> subprocess.CompletedPr
         "tiny",
         "--mesh",
         "data=1",
-        "--layers",
+        "--model.layers",
         "1",
         "--steps",
         "20",

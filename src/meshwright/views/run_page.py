@@ -348,7 +348,7 @@ def _charts(folders: Sequence[RunFolder]) -> list[Block]:
     found: list[Block] = []
     for metric, (title, axis, note) in metrics.items():
         series = _series(folders, metric)
-        if not series:
+        if not series or (metric == METRIC and all(len(each.x) < 2 for each in series)):
             continue
         if metric in _WITH_SPIKES:
             axis, beyond = _without_spikes(axis, series)
