@@ -56,7 +56,7 @@ reading: .venv/made
 # Outputs of transformers, peft and torch, written anew and compared with the committed ones, in an environment of their own.
 PEERS := tests/golden/peers
 golden: .venv-peers/made
-	cd $(PEERS) && for script in architectures larger changed fields newer sizes layers adapters texts megatron_order distributed_checkpoint; do ../../../.venv-peers/bin/python $$script.py ../files || exit 1; done
+	cd $(PEERS) && for script in architectures larger changed fields newer indexer_loss sizes layers adapters texts megatron_order distributed_checkpoint maxtext_checkpoint megatron_checkpoint; do ../../../.venv-peers/bin/python $$script.py ../files || exit 1; done
 
 golden-check: .venv-peers/made
 	.venv-peers/bin/python tests/golden/check.py

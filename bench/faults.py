@@ -1,9 +1,9 @@
-"""Plants numeric faults in small runs, and says which are named: `python bench/faults.py [--clean RUNS] [--only TEXT]`.
+"""Plants numeric faults in small runs, and says which are named: `python bench/faults.py [--clean RUNS] [--only TEXT ...]`.
 
 A run of each family and mesh learns a text of its own for `WARM` steps. Every fault begins from the state there: it is
 planted before step `WARM` + 1, and the run goes on for `AFTER` steps or until its first alarm. Faults of the program
-(scale, mask, epsilon) go on with another compiled step. The rows marked `apart` were not looked at while the rules of
-`trainer/first_tensor.py` were chosen.
+(scale, mask, epsilon) go on with another compiled step. The rows of the part `apart` were not looked at while the rules
+of `trainer/first_tensor.py` were chosen; those of `later` were planted afterwards.
 """
 
 import os
@@ -12,28 +12,37 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from tiny_runs import MODELS, device_run_of, tiny_run
 
+from meshwright.comm.collectives import axis_index
 from meshwright.config import Faults, Optimizer
 from meshwright.data.batch import Batch
+from meshwright.models.decoder import DecoderModel
+from meshwright.models.families.llama import Llama
 from meshwright.sharding.params import named_leaves
+from meshwright.step import gradients
 from meshwright.step.health import HealthReader
 from meshwright.step.train_step import CompiledTrainStep
 from meshwright.trainer.first_tensor import Alarm, First, Watch, name_first
 from meshwright.trainer.silent import odd_replicas, shard_sums
+from meshwright.words import AXES
 
 WARM = 120
 AFTER = 15
@@ -145,9 +154,12 @@ class Fault(NamedTuple):
     state: Callable[[Any], Any] | None = None
     batch: Callable[[Runner, int], Batch] | None = None
     program: dict[str, Any] | None = None
+    code: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
+    """Changes the code while the step is compiled."""
     device: int | None = None
     """The device that has to be named."""
-    apart: bool = False
+    part: str = "tuned"
+    """Rows on which the rules were chosen ("tuned"), which were not looked at then ("apart"), and planted afterwards."""
 
 
 def changed(
@@ -282,6 +294,55 @@ def unshuffled(runner: Runner, number: int) -> Batch:
     for t in range(batch.inputs.shape[1]):
         ids[:, t + 1] = (7 * ids[:, t] + 3) % VOCAB
     return runner.placed(dataclasses.replace(batch, inputs=ids[:, :-1], targets=ids[:, 1:]))
+
+
+def rounded(path: str) -> Callable[[Any], Any]:
+    """Returns a function that rounds a parameter to bfloat16, as a save in the wrong dtype does."""
+    return changed(path, lambda x: x.astype(ml_dtypes.bfloat16).astype(x.dtype))
+
+
+@contextlib.contextmanager
+def flipped_gradient(name: str, row: int, bit: int) -> Iterator[None]:
+    """Flips a bit of one element of a stacked parameter's gradient on the first device, after the sum over devices."""
+    reduce = gradients._reduce
+
+    def flip(device_run: Any, grads: Any) -> Any:
+        summed = reduce(device_run, grads)
+        g = summed["blocks"][name]
+        flat = g.reshape(g.shape[0], -1)
+        bits = jax.lax.bitcast_convert_type(flat[row, flat.shape[1] // 3], jnp.uint32)
+        wrong = jax.lax.bitcast_convert_type(bits ^ jnp.uint32(1 << bit), jnp.float32)
+        wrong = jnp.where(axis_index(tuple(AXES)) == 0, wrong, flat[row, flat.shape[1] // 3])
+        new = flat.at[row, flat.shape[1] // 3].set(wrong).reshape(g.shape)
+        return {**summed, "blocks": {**summed["blocks"], name: new}}
+
+    with mock.patch.object(gradients, "_reduce", flip):
+        yield
+
+
+@contextlib.contextmanager
+def untied() -> Iterator[None]:
+    """Keeps the gradient of the unembedding from a table that is the embedding too."""
+    unembed = DecoderModel.unembed
+
+    def without_gradient(self: Any, params: Any, *others: Any) -> Any:
+        table = jax.tree.map(jax.lax.stop_gradient, params["embed"])
+        return unembed(self, {**params, "embed": table}, *others)
+
+    with mock.patch.object(DecoderModel, "unembed", without_gradient):
+        yield
+
+
+@contextlib.contextmanager
+def larger_queries(factor: float) -> Iterator[None]:
+    """Multiplies the attention logits of all layers."""
+    attention = Llama.attention
+
+    def multiplied(self: Any, **changes: Any) -> Any:
+        return attention(self, **{"query_factor": factor, **changes})
+
+    with mock.patch.object(Llama, "attention", multiplied):
+        yield
 
 
 def llama(**fields: Any) -> dict[str, Any]:
@@ -425,30 +486,82 @@ FAULTS = [
     ),
     Fault("a changed rotary base", "tensor", ("layer", "loss"), program=llama(rope_theta=10.0)),
     Fault("a window in the mask", "tensor", ("layer", "loss"), program=llama(sliding_window=1)),
+    # Planted after the rules were chosen.
+    Fault(
+        "a bit of a gradient, exponent",
+        "tensor",
+        ("gradient norm of layer 1, down",),
+        code=lambda: flipped_gradient("down", 1, 30),
+        part="later",
+    ),
+    Fault(
+        "a bit of a gradient, exponent",
+        "stages",
+        ("gradient norm of layer 0, query",),
+        code=lambda: flipped_gradient("query", 0, 30),
+        part="later",
+    ),
+    Fault(
+        "a bit of a gradient, low in the exponent",
+        "experts",
+        ("gradient norm of layer 1, expert_up",),
+        code=lambda: flipped_gradient("expert_up", 1, 26),
+        part="later",
+    ),
+    Fault("tied weights untied", "replicas", ("embed",), code=untied, part="later"),
+    Fault(
+        "attention logits times 8",
+        "tensor",
+        ("attention lse",),
+        code=lambda: larger_queries(8),
+        part="later",
+    ),
+    Fault(
+        "attention logits times 100",
+        "tensor",
+        ("attention lse",),
+        code=lambda: larger_queries(100),
+        part="later",
+    ),
+    Fault("no z-loss", "tensor", ("loss", "unembed"), program={"z_loss": 0.0}, part="later"),
+    Fault(
+        "computed in bfloat16",
+        "tensor",
+        ("loss", "layer"),
+        program={"compute_dtype": "bfloat16"},
+        part="later",
+    ),
+    Fault(
+        "a weight in bfloat16",
+        "tensor",
+        ("layer 0, query",),
+        state=rounded("blocks.query"),
+        part="later",
+    ),
     # Apart from here on.
     Fault(
         "a bit of a weight, mantissa",
         "replicas",
         ("layer 0, gate",),
         flipped("blocks.gate", 0, 22),
-        apart=True,
+        part="apart",
     ),
     Fault(
-        "a bit of the unembedding", "tensor", ("unembed",), flipped("unembed", 0, 29), apart=True
+        "a bit of the unembedding", "tensor", ("unembed",), flipped("unembed", 0, 29), part="apart"
     ),
     Fault(
         "a bit of an expert's gate",
         "experts",
         ("layer 0, expert_gate",),
         flipped("blocks.expert_gate", 0, 28),
-        apart=True,
+        part="apart",
     ),
     Fault(
         "a bit of a second moment",
         "experts",
         ("router",),
         flipped("nu.blocks.router", 0, 30, "optimizer"),
-        apart=True,
+        part="apart",
     ),
     Fault(
         "one replica of a projection",
@@ -456,30 +569,30 @@ FAULTS = [
         ("down", "device 0"),
         one_replica("blocks.down", 0),
         device=0,
-        apart=True,
+        part="apart",
     ),
-    Fault("another tokenizer", "experts", ("loss",), batch=another_tokenizer, apart=True),
-    Fault("corrupt data", "stages", ("loss",), batch=corrupt, apart=True),
+    Fault("another tokenizer", "experts", ("loss",), batch=another_tokenizer, part="apart"),
+    Fault("corrupt data", "stages", ("loss",), batch=corrupt, part="apart"),
     Fault(
         "a weight of the loss that is not a number",
         "experts",
         ("weights of the batch",),
         batch=corrupt_sample,
-        apart=True,
+        part="apart",
     ),
     Fault(
         "learning rate times 30",
         "replicas",
         ("update norm",),
         program={"optimizer": Optimizer(learning_rate=1.5e-1, warmup_steps=10)},
-        apart=True,
+        part="apart",
     ),
     Fault(
         "queries scaled by the program",
         "tensor",
         ("layer", "attention", "loss"),
         program=llama(head_size=None, rope_theta=1e9),
-        apart=True,
+        part="apart",
     ),
 ]
 
@@ -499,6 +612,11 @@ def try_fault(runner: Runner, fault: Fault) -> Named:
     state, watch = runner.start()
     if fault.program is not None:
         runner = Runner(runner.place, runner.seed, **fault.program)
+    if fault.code is not None:
+        with fault.code():
+            # Another object: what is worked out once for a model is worked out again.
+            model = dataclasses.replace(runner.run.model)
+            runner = Runner(runner.place, runner.seed, model=model)
     if fault.state is not None:
         state = fault.state(state)
     for number in range(WARM + 1, WARM + 1 + AFTER):
@@ -554,7 +672,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--clean", type=int, default=0)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", nargs="*", default=[""], metavar="TEXT")
     parser.add_argument("--place", default="")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -564,7 +682,7 @@ def main() -> None:
         return
     rows = []
     for name, place in PLACES.items():
-        chosen = [f for f in FAULTS if f.place == name and given.only in f.name]
+        chosen = [f for f in FAULTS if f.place == name and any(t in f.name for t in given.only)]
         if not chosen or (given.place and given.place != name):
             continue
         runner = Runner(place)
@@ -575,20 +693,17 @@ def main() -> None:
             except Exception as error:
                 result = Named(False, None, f"{type(error).__name__}: {error}"[:200], 0.0)
             mark = "named" if result.named else "MISSED"
-            apart = " (apart)" if fault.apart else ""
             print(
-                f"{mark:6} {place.family} {place.mesh} | {fault.name}{apart} | step "
+                f"{mark:6} {place.family} {place.mesh} | {fault.name} ({fault.part}) | step "
                 f"{result.step} | {result.seconds:.1f} s | {result.said[:220]}",
                 flush=True,
             )
             rows.append(
-                {"fault": fault.name, "place": name, "apart": fault.apart, **result._asdict()}
+                {"fault": fault.name, "place": name, "part": fault.part, **result._asdict()}
             )
-    for title, part in (
-        ("tuned", [r for r in rows if not r["apart"]]),
-        ("apart", [r for r in rows if r["apart"]]),
-    ):
-        print(f"{title}: {sum(r['named'] for r in part)} of {len(part)} named")
+    for part in ("tuned", "apart", "later"):
+        results = [row["named"] for row in rows if row["part"] == part]
+        print(f"{part}: {sum(results)} of {len(results)} named")
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1) + "\n")
 

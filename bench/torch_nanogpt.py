@@ -1,4 +1,10 @@
-"""nanoGPT's CPU setting as a train step in eager PyTorch, for `turns.py`."""
+"""nanoGPT's CPU setting as a train step in PyTorch, for `turns.py`: `python bench/torch_nanogpt.py eager|compiled`.
+
+Both have the fused AdamW. Threads are as many as cores that the process may use.
+"""
+
+import os
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -42,15 +48,16 @@ class Gpt(nn.Module):
 
 
 torch.manual_seed(0)
-torch.set_num_threads(2)
+torch.set_num_threads(len(os.sched_getaffinity(0)))
 model = Gpt()
-optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+loss_of = torch.compile(model) if sys.argv[1] == "compiled" else model
 tokens, targets = torch.randint(0, V, (B, T)), torch.randint(0, V, (B, T))
 
 
 def steps(count: int) -> None:
     for _ in range(count):
-        loss = model(tokens, targets)
+        loss = loss_of(tokens, targets)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -2,9 +2,12 @@
 
 Each side is a process of its own that compiles, warms up and then runs a few steps whenever it is told to. The order of
 the sides changes every round. The result is the median over rounds of the ratio within a round, with its quartiles, and
-each side's best and median step. Only the standard library: a side may run in any environment.
+each side's best and median step. Beside wall time stands the processor time of a side's threads: on a machine that
+others use too, a side that waits for a core has more wall time and no more processor time; a thread that spins has more
+of both. Only the standard library: a side may run in any environment.
 """
 
+import dataclasses
 import statistics
 import subprocess
 import sys
@@ -16,8 +19,17 @@ Command = tuple[Sequence[str], Mapping[str, str]]
 """A side's command line and its environment."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """Milliseconds of a step in one turn of a side."""
+
+    wall: float
+    processor: float
+    """Of all threads of the process together."""
+
+
 def serve(steps: Callable[[int], None], warm_up: int = 5) -> None:
-    """Answers each line of standard input, a number of steps, with the milliseconds that one of them took.
+    """Answers each line of standard input, a number of steps, with the wall and processor milliseconds of one of them.
 
     steps: runs that many steps and waits for the last.
     """
@@ -26,16 +38,18 @@ def serve(steps: Callable[[int], None], warm_up: int = 5) -> None:
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         count = int(line)
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         steps(count)
-        print((time.perf_counter() - began) / count * 1e3, file=answers, flush=True)
+        wall = (time.perf_counter() - began) / count * 1e3
+        processor = (time.process_time() - used) / count * 1e3
+        print(wall, processor, file=answers, flush=True)
 
 
 def by_turns(
     sides: Mapping[str, Command], *, rounds: int = 30, steps: int = 10
-) -> dict[str, list[float]]:
-    """Returns the milliseconds of a step of each side in each round."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
+) -> dict[str, list[Turn]]:
+    """Returns each side's turn in each round."""
+    times: dict[str, list[Turn]] = {name: [] for name in sides}
     processes: dict[str, subprocess.Popen[str]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         try:
@@ -68,29 +82,47 @@ def _wait_until_ready(process: subprocess.Popen[str], words: Sequence[str]) -> N
     raise SystemExit(f"this ended before its first step: {' '.join(words)}")
 
 
-def _ask(process: subprocess.Popen[str], steps: int) -> float:
+def _ask(process: subprocess.Popen[str], steps: int) -> Turn:
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(f"{steps}\n")
     process.stdin.flush()
-    return float(process.stdout.readline())
+    wall, processor = process.stdout.readline().split()
+    return Turn(float(wall), float(processor))
 
 
-def summary(times: Mapping[str, Sequence[float]], ours: str, theirs: str) -> dict[str, float]:
-    """Returns the median of the paired ratios and its quartiles, and each side's best and median milliseconds."""
-    ratios = [a / b for a, b in zip(times[ours], times[theirs], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return {
-        "ratio": middle, "ratio_low": low, "ratio_high": high, "rounds": float(len(ratios)),
-        f"{ours}_best_ms": min(times[ours]), f"{ours}_median_ms": statistics.median(times[ours]),
-        f"{theirs}_best_ms": min(times[theirs]), f"{theirs}_median_ms": statistics.median(times[theirs]),
-    }  # fmt: skip
+def summary(times: Mapping[str, Sequence[Turn]], ours: str, theirs: str) -> dict[str, float]:
+    """Returns the median of the paired ratios and its quartiles, and each side's best and median milliseconds.
+
+    `processor_ratio` is that of the processor times.
+    """
+    pairs = list(zip(times[ours], times[theirs], strict=True))
+    low, middle, high = statistics.quantiles((a.wall / b.wall for a, b in pairs), n=4)
+    found = {
+        "ratio": middle,
+        "ratio_low": low,
+        "ratio_high": high,
+        "processor_ratio": statistics.median(a.processor / b.processor for a, b in pairs),
+        "rounds": float(len(pairs)),
+    }
+    for name in (ours, theirs):
+        wall = [turn.wall for turn in times[name]]
+        found[f"{name}_best_ms"] = min(wall)
+        found[f"{name}_median_ms"] = statistics.median(wall)
+        found[f"{name}_processor_ms"] = statistics.median(turn.processor for turn in times[name])
+    return found
 
 
 def line_of(found: Mapping[str, float], ours: str, theirs: str) -> str:
     """Returns a summary in one line."""
     return (
-        f"{ours} {found[f'{ours}_best_ms']:.1f} ms (median {found[f'{ours}_median_ms']:.1f}), "
-        f"{theirs} {found[f'{theirs}_best_ms']:.1f} ms (median {found[f'{theirs}_median_ms']:.1f}); "
+        f"{_side_of(found, ours)}, {_side_of(found, theirs)}; "
         f"paired ratio {found['ratio']:.2f}, quartiles {found['ratio_low']:.2f} to {found['ratio_high']:.2f}, "
-        f"{found['rounds']:.0f} rounds"
+        f"{found['rounds']:.0f} rounds; of processor time {found['processor_ratio']:.2f}"
+    )
+
+
+def _side_of(found: Mapping[str, float], name: str) -> str:
+    return (
+        f"{name} {found[f'{name}_best_ms']:.1f} ms (median {found[f'{name}_median_ms']:.1f}, "
+        f"processor {found[f'{name}_processor_ms']:.1f})"
     )

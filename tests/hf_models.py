@@ -6,8 +6,9 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ from meshwright.models.kernels.attention import cap
 from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
-from meshwright.sharding.params import named_leaves, rows_to_layers, tree_map
+from meshwright.sharding.params import named_leaves, rows_to_layers, trained_only, tree_map
 from meshwright.step.device_run import DeviceRun, param_specs, place_on_devices
 from meshwright.step.pipeline import PipelineModel
 from meshwright.step.state import BATCH_SPEC, State
@@ -62,8 +63,9 @@ ROWS = (
     "llama", "llama-3.1", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe", "gpt2", "olmo-2", "gpt-oss", "llama-4",
     "llama-4-scout", "gemma-2", "olmo-3", "gemma-3", "deepseek-v3", "deepseek-v2-lite", "qwen3-next",
     "phi-4", "smollm3", "glm-4.5", "qwen3.5", "qwen3.5-moe",
-    "gemma-4", "gemma-4-dense", "granite", "granite-moe", "arcee", "cohere", "cohere2", "hunyuan", "ministral-3", "mistral-4",
-    "qwen2-moe", "olmoe", "glm-4.7-flash", "seed-oss", "minimax-m2", "dots1",
+    "gemma-4", "gemma-4-dense", "granite", "granite-moe", "granite-4", "granite-4-moe",
+    "arcee", "cohere", "cohere2", "hunyuan", "ministral-3", "mistral-4",
+    "qwen2-moe", "olmoe", "glm-4.7-flash", "seed-oss", "minimax-m2", "dots1", "deepseek-v3.2", "glm-5",
 )  # fmt: skip
 """Architectures, each with a golden file."""
 
@@ -83,6 +85,7 @@ MESHES = {
     "cohere": "stage=2,fsdp=2,tensor=2", "cohere2": "fsdp=2,context=2,tensor=2",
     "gemma-2": "fsdp=2,context=2,tensor=2", "gemma-3": "stage=2,fsdp=2,tensor=2",
     "gemma-4": "expert=2,context=2,tensor=2", "gemma-4-dense": "stage=2,context=2,tensor=2",
+    "granite-4-moe": "fsdp=2,expert=2,tensor=2",
     "gpt-oss": "expert=2,context=2,tensor=2", "llama-4": "stage=2,expert=2,tensor=2",
     "llama-4-scout": "expert=2,context=2,tensor=2", "olmo-2": "tensor=4,fsdp=2", "olmo-3": "stage=2,fsdp=2,tensor=2",
     "qwen2": "tensor=4,data=2", "qwen3-next": "stage=2,expert=2,tensor=2",
@@ -92,8 +95,9 @@ MESHES = {
 
 
 def decode_mesh_of(folder: Path) -> str:
-    """Returns the mesh of a row's greedy text: a state that passes from token to token goes without `context`."""
-    if run_of_hugging_face(f"hf:{folder}").model.spec().recurrences:
+    """Returns the mesh of a row's greedy text: layers with a state or an indexer go without `context`."""
+    spec = run_of_hugging_face(f"hf:{folder}").model.spec()
+    if spec.recurrences or any(attention.indexer for attention in spec.attention):
         return "data=2,fsdp=2,tensor=2"
     return "fsdp=2,context=2,tensor=2"
 
@@ -208,13 +212,16 @@ def logits_of(folder: Path, mesh: str) -> np.ndarray:
 
 
 def _by_tensor(folder: Path, device_run: DeviceRun, tree: Any) -> dict[str, np.ndarray]:
-    """A tree of the parameters' shape by the name of the stored tensor."""
+    """A tree of the parameters' shape by the name of the stored tensor; gradients lack the frozen ones."""
     weights = open_folder(f"hf:{folder}")
-    by_layer = named_leaves(
-        tree_map(rows_to_layers, device_run.layout.params, jax.device_get(tree))
-    )
+    described = device_run.layout.params
+    if any(leaf is None for leaf in jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)):
+        described = trained_only(described, described)
+    by_layer = named_leaves(tree_map(rows_to_layers, described, jax.device_get(tree)))
     found: dict[str, np.ndarray] = {}
     for path, p in weights.params.items():
+        if path not in by_layer:
+            continue
         stored = weights.stored[path]
         for name in stored.names(p):
             found.setdefault(name, np.zeros(stored.stored_shape(p), np.float32))
@@ -228,10 +235,11 @@ def _by_tensor(folder: Path, device_run: DeviceRun, tree: Any) -> dict[str, np.n
 
 
 def steps_of(
-    folder: Path, mesh: str, steps: int = STEPS
+    folder: Path, mesh: str, steps: int = STEPS, model: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[list[float], dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Losses of AdamW steps on one batch; the first gradients and the last parameters by the name of their tensor."""
     run = run_of(folder, mesh)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, **model))
     o = Optimizer(
         learning_rate=LEARNING_RATE,
         lr_schedule="constant",
@@ -242,7 +250,8 @@ def steps_of(
     assert (o.beta1, o.beta2) == BETAS
     device_run, params = load(folder, mesh, dataclasses.replace(run, optimizer=o))
     where = device_run.abstract.shardings
-    moments = jax.jit(device_run.optimizer.init, out_shardings=where.optimizer)(params)
+    trained = trained_only(device_run.layout.params, params)
+    moments = jax.jit(device_run.optimizer.init, out_shardings=where.optimizer)(trained)
     number, healthy = jax.device_put(
         (np.zeros((), np.int32), np.ones((), np.bool_)), (where.step, where.healthy)
     )

@@ -57,10 +57,10 @@ def leak(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(layer_by_layer, "packed_batch", planted)
 
 
-def divergence_of(folder: Path) -> Divergence:
+def divergence_of(folder: Path, row: str = ROW) -> Divergence:
     """Compares a golden folder, layer by layer, with what `transformers` made of it."""
-    hf_models.write_folder(ROW, folder)
-    _, arrays = read(ROW)
+    hf_models.write_folder(row, folder)
+    _, arrays = read(row)
     run = hf_models.run_of(folder, "data=1")
     run = dataclasses.replace(
         run, training=dataclasses.replace(run.training, batch=1, seq=2 * LENGTH)
@@ -82,6 +82,22 @@ def test_rounding_explains_what_the_two_differ_by(tmp_path: Path) -> None:
     assert expected <= compared
     activations = {name for name in divergence.only if "router" not in name and "layer" not in name}
     assert activations <= {"gradient of token loss", "gradient of embed", "gradient of unembed"}
+
+
+def test_factors_are_after_the_outputs_that_are_compared(tmp_path: Path) -> None:
+    """Of Granite 4: factors on what halves add and on the logits; a state space, in a packed row."""
+    divergence = divergence_of(tmp_path / "model", "tensors-granite-4")
+    assert divergence.first is None, str(divergence.first)
+    compared = {d.name.name for d in divergence.differences}
+    expected = {
+        "attention output",
+        "feed-forward output",
+        "final norm",
+        "a_log",
+        "skip",
+        "step_bias",
+    }
+    assert expected <= compared
 
 
 @pytest.mark.parametrize(

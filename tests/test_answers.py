@@ -19,6 +19,7 @@ from meshwright.data.conversations import stops_of, template_of
 from meshwright.data.sources import Place
 from meshwright.data.subwords import END, Subwords
 from meshwright.data.tokenizers import Bytes
+from meshwright.errors import DataError
 from meshwright.hugging_face.tokenizer_files import write_tokenizer
 from meshwright.runs.run_file import with_absolute_paths
 
@@ -306,6 +307,11 @@ def test_a_folder_is_read_by_the_kind_of_its_files(tmp_path: Path) -> None:
     assert find_chat_files(str(tmp_path)).files == [lines]
     with pytest.raises(mw.DataError, match="it is not there"):
         find_chat_files(str(tmp_path / "nowhere"))
+    for name in ("play.txt", "play.md.gz"):
+        (tmp_path / name).write_text("To be, or not to be")
+        with pytest.raises(DataError, match="it is text") as refused:
+            find_chat_files(str(tmp_path / name))
+        assert "meshwright train" in refused.value.fix
 
 
 @pytest.mark.parametrize("text", ["[1]", '[{"messages": 1, "messages": 2}]', "[", "[1] x"])

@@ -10,17 +10,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import QWEN3_NEXT, tiny_run
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from tiny_runs import QWEN3_NEXT, assert_same_steps, tiny_run, train, train_on_one_device
 
 import meshwright as mw
 from meshwright.generation.cache import CachePlan
 from meshwright.hugging_face.folder import open_folder
 from meshwright.hugging_face.safetensors_files import NewSafetensorsFile, SafetensorsFile
-from meshwright.models.blocks.delta_net import DeltaInputs, DeltaSpec, delta_net, gated_delta_rule
+from meshwright.models.blocks.delta_net import (
+    DeltaInputs,
+    DeltaSpec,
+    delta_net,
+    delta_net_of_segments,
+    gated_delta_rule,
+)
 from meshwright.models.blocks.delta_net import unit_lower_inverse as inverse_of
 from meshwright.models.flops import forward_flops
 from meshwright.runs.placed_run import place_run
 from meshwright.sharding.params import count_params
+from meshwright.sharding.sequence import SequenceSplit, split_sequence
 
 B, T, N, G, H, F, W = 2, 150, 2, 2, 8, 16, 4
 SPEC = DeltaSpec(N, G, H, F, W)
@@ -82,6 +91,112 @@ def test_documents_of_a_row_are_rows_of_their_own(inputs: DeltaInputs) -> None:
     assert np.abs(np.concatenate([first, second], 1) - packed).max() < 1e-5 * largest
 
 
+def _positions(T: int, begins: tuple[int, ...]) -> np.ndarray:
+    """Positions in the documents of a sequence that begin at 0 and at `begins`, [B, T]."""
+    positions_T = np.arange(T)
+    for begin in begins:
+        positions_T[begin:] = np.arange(T - begin)
+    return positions_T[None].repeat(B, 0)
+
+
+def _on_devices(
+    x: DeltaInputs, taps_NFW: np.ndarray, positions_BT: np.ndarray, sequence: SequenceSplit
+) -> tuple[Any, Any, Any]:
+    """Returns the output of sequences that `context` splits, and gradients of the sum of its sines."""
+    order_T, T = sequence.position_order(), sequence.seq
+    back_T = np.argsort(order_T)
+
+    def loss(x: DeltaInputs, taps_NFW: jax.Array, positions_BT: jax.Array) -> tuple[Any, Any]:
+        out = delta_net_of_segments(x, taps_NFW, positions_BT, sequence)
+        return jnp.sin(out).sum(), out
+
+    def device(x: DeltaInputs, taps_NFW: jax.Array, positions_BT: jax.Array) -> tuple[Any, ...]:
+        grads, out = jax.grad(loss, (0, 1), has_aux=True)(x, taps_NFW, positions_BT)
+        return out, grads[0], jax.lax.psum(grads[1], "context")
+
+    mesh = jax.make_mesh((sequence.shards,), ("context",), axis_types=(AxisType.Auto,))
+    split, everywhere = P(None, "context"), P()
+    run = jax.shard_map(
+        device,
+        mesh=mesh,
+        in_specs=(split, everywhere, split),
+        out_specs=(split, split, everywhere),
+        check_vma=False,
+    )
+    ordered = jax.tree.map(lambda a: a[:, :T][:, order_T], x)
+    out, of_inputs, of_taps = jax.jit(run)(ordered, taps_NFW, positions_BT[:, order_T])
+    in_order = jax.tree.map(lambda a: np.asarray(a)[:, back_T], (out, of_inputs))
+    return *in_order, np.asarray(of_taps)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shards", "T", "begins"),
+    [
+        ("ring", 4, 144, (5, 50, 89, 90, 108)),
+        ("ring", 2, 144, ()),
+        ("ulysses", 2, 144, (71,)),
+        # A segment of two tokens is shorter than the three that the convolution reads before it.
+        ("ring", 4, 16, (7,)),
+    ],
+)
+def test_segments_on_devices_are_the_sequence(
+    inputs: DeltaInputs, strategy: str, shards: int, T: int, begins: tuple[int, ...]
+) -> None:
+    """Output and every gradient, with documents that end inside segments, between them and at the end of one."""
+    rng = np.random.default_rng(2)
+    taps_NFW = rng.normal(size=(N, SPEC.channels, W)).astype(np.float32)
+    positions_BT = _positions(T, begins)
+    sequence = split_sequence(strategy, T, shards, shards)
+    found = _on_devices(inputs, taps_NFW, positions_BT, sequence)
+
+    def loss(x: DeltaInputs, taps_NFW: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out, _ = delta_net(x, taps_NFW, positions_BT)
+        return jnp.sin(out).sum(), out
+
+    x = jax.tree.map(lambda a: a[:, :T], inputs)
+    grads, out = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(x, taps_NFW)
+    for one, many in zip(jax.tree.leaves((out, *grads)), jax.tree.leaves(found), strict=True):
+        assert np.abs(one - many).max() < 1e-5 * np.abs(one).max()
+
+
+def test_a_document_sees_no_other_on_devices(inputs: DeltaInputs) -> None:
+    """Another text before a document changes nothing of it; without the boundary, it does."""
+    rng, T, begin = np.random.default_rng(3), 144, 40
+    taps_NFW = rng.normal(size=(N, SPEC.channels, W)).astype(np.float32)
+    sequence = split_sequence("ring", T, 4, 1)
+
+    def other_text(a: np.ndarray) -> np.ndarray:
+        changed = np.array(a)
+        changed[:, :begin] = changed[:, begin : 2 * begin]
+        return changed
+
+    other = jax.tree.map(other_text, inputs)
+
+    def change(begins: tuple[int, ...]) -> float:
+        positions_BT = _positions(T, begins)
+        first, _, _ = _on_devices(inputs, taps_NFW, positions_BT, sequence)
+        second, _, _ = _on_devices(other, taps_NFW, positions_BT, sequence)
+        return float(np.abs(first - second)[:, begin:].max() / np.abs(first).max())
+
+    assert change((begin,)) < 1e-5
+    assert change(()) > 1e-2
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        ("fsdp=2,context=2,tensor=2", "ring"),
+        ("context=4,tensor=2", "all_gather"),
+        ("data=2,context=4", "ulysses"),
+    ],
+)
+def test_a_split_sequence_trains_as_on_one_device(mesh: str, strategy: str) -> None:
+    run = tiny_run(QWEN3_NEXT, mesh, context_strategy=strategy)
+    one = train_on_one_device(run, 20)
+    assert_same_steps(train(run, 3, initial=one.initial), one)
+
+
 def test_the_inverse_is_as_exact_as_its_entries() -> None:
     """The same key in all 64 tokens: powers of the matrix grow to 1e18, its inverse has ones and minus ones."""
     lower = np.tril(np.ones((64, 64), np.float32), -1)
@@ -123,7 +238,6 @@ def test_weights_of_another_prediction_are_left_out_with_a_note(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "mesh", "message"),
     [
-        ({}, "context=2", "state passes from token to token"),
         ({"full_attention_interval": 5}, "data=1", "fix: .*--model.full-attention-interval 4"),
         ({"linear_value_heads": 6}, "data=1", "fix: .*--model.linear-value-heads 8"),
         (

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden.megatron_inputs import write_dataset
-from tiny_runs import DEEPSEEK, MODELS, device_run_of, tiny_run
+from tiny_runs import DEEPSEEK, DEEPSEEK_SPARSE, MODELS, device_run_of, tiny_run
 
 import meshwright as mw
 from meshwright.config import Data, Faults, MeshShape, Optimizer
@@ -123,6 +123,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.bias_update_rate": (0.02, EXPERTS),
     "model.expert_exchange": ("fp8", EXPERTS),
     "model.mtp_weight": (0.5, {"family": "mtp"}),
+    "model.index_training": ("warmup", {"family": "sparse"}),
     "fsdp_min_size": (10**6, {}),
     "mesh.slices": (2, {}),
     "training.gather_ahead": ("layer", {}),
@@ -133,7 +134,7 @@ WITH_MTP = dataclasses.replace(DEEPSEEK, mtp_depth=1)
 def base_run(changes: dict[str, Any]) -> Run:
     rest = {name: value for name, value in changes.items() if name != "bad"}
     family = rest.pop("family", "llama")
-    model: Any = WITH_MTP if family == "mtp" else MODELS[family]
+    model: Any = {**MODELS, "mtp": WITH_MTP, "sparse": DEEPSEEK_SPARSE}[family]
     sizes = {name: rest.pop(name) for name in ("layers", "vocab", "head_size") if name in rest}
     return tiny_run(dataclasses.replace(model, **sizes), rest.pop("mesh", MESH), **rest)
 

@@ -1,16 +1,21 @@
 """Which tensor of a bad step was first: rules on the figures of a step, and the step that is taken again."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from tiny_runs import MODELS, device_run_of, random_batch, tiny_run
 
+import meshwright as mw
+from meshwright.config import Training
+from meshwright.data.batch import Epochs, ramp_of
 from meshwright.reporters.health import HealthRecord, Series
 from meshwright.sharding.params import named_leaves
 from meshwright.step.health import GRADIENT, PARAMETER, RESIDUAL
 from meshwright.trainer.first_tensor import Alarm, Watch, name_first
+from meshwright.trainer.prepare import PreparedRun, prepare_run
 
 SERIES = (
     Series(GRADIENT, "blocks.query", (0, 1, 2)),
@@ -50,6 +55,43 @@ class Story:
         self.bits = bits[1].copy()
         record = HealthRecord(SERIES, values, bits, ("layer 1, query", "mu.embed"), parts)
         return self.watch.look(self.step, 2.0, 1.0, record, bool(np.isfinite(values).all()))
+
+
+@pytest.mark.parametrize(
+    ("samples", "earlier", "step", "repeats"),
+    [
+        (1000.0, 1, 2, True),
+        (1000.0, 1, 125, True),
+        (1000.0, 1, 126, False),  # 125 steps of 8 samples: the next epoch
+        (1001.0, 125, 126, False),  # sample 1001 of step 126 is the first of the next epoch
+        (4.0, 1, 2, False),  # a step reads the text twice
+        (8.0, 1, 2, False),
+    ],
+)
+def test_a_batch_may_come_again_in_another_epoch(
+    samples: float, earlier: int, step: int, repeats: bool
+) -> None:
+    watch = Watch(Epochs(ramp_of(Training(batch=8)), samples))
+    values = np.ones(11)
+    alarms = {}
+    for number in (earlier, step):
+        record = HealthRecord(SERIES, values, None, (), np.ones((2, 2)))
+        alarms[number] = watch.look(number, 2.0, 1.0, record, True)
+    assert alarms[earlier] is None
+    assert (alarms[step] is not None) == repeats
+
+
+def test_a_short_source_of_a_mixture_ends_an_epoch(tmp_path: Path) -> None:
+    """Two sources of equal weight: the shorter begins again after twice its own samples."""
+    for name, words in (("long", 4000), ("short", 400)):
+        (tmp_path / f"{name}.txt").write_text("abc " * words)
+    paths = [str(tmp_path / "long.txt"), str(tmp_path / "short.txt")]
+    run = mw.recipe("tiny", mesh="data=8", paths=paths, tokenizer="bytes", batch=8, steps=4)
+    prepared = prepare_run(run, cache=tmp_path / "cache")
+    assert isinstance(prepared, PreparedRun)
+    epochs = prepared.epochs()
+    assert epochs.samples == pytest.approx(2 * min(len(part) for part in prepared.train))
+    assert len(prepared.train) == 2
 
 
 def test_a_clean_story_has_no_alarm() -> None:

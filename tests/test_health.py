@@ -90,6 +90,19 @@ def test_figures_are_what_they_are_declared_to_be() -> None:
     assert {series.figure for series in found.record.series} <= FIGURES.keys()
 
 
+def test_updates_that_rounding_loses_are_counted() -> None:
+    """Of a bfloat16 parameter: the share of elements that are the same bits after the step as before."""
+    found = taken("llama", "fsdp=2", param_dtype="bfloat16")
+    assert found.record is not None
+    shares = [(s, values) for s, values in found.record.items() if s.figure == UNCHANGED]
+    assert {series.tensor for series, _ in shares} == found.before.keys()
+    for series, values in shares:
+        same = found.before[series.tensor] == found.after[series.tensor]
+        expected = same.reshape(len(series.layers) or 1, -1).mean(1)
+        np.testing.assert_allclose(values, expected, rtol=1e-5, err_msg=str(series))
+    assert any(0 < share < 1 for _, values in shares for share in values)
+
+
 MESHES = [
     ("mixtral", "fsdp=2,expert=2", {}),
     ("llama", "stage=2,tensor=2", {"microbatches": 2, "layers": 3}),

@@ -15,7 +15,7 @@ import pytest
 import meshwright as mw
 from meshwright.api import training
 from meshwright.checkpoint.checkpoints import Checkpoints
-from meshwright.checkpoint.conversion import _Journal
+from meshwright.checkpoint.conversion import Journal
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.checkpoint.steps import remove_checkpoint
 from meshwright.config import Training
@@ -230,7 +230,7 @@ def meet_again(out: Path) -> None:
 
 def begin_conversion_again(out: Path) -> None:
     (out / "weights.partial" / "progress.json").write_text("{}")
-    _Journal(out / "weights", {"of": "another source"}, 1, lambda text: None)
+    Journal(out / "weights", {"of": "another source"}, 1, lambda text: None)
 
 
 REMOVERS: dict[str, tuple[Callable[[Path], Any], str]] = {

@@ -24,7 +24,7 @@ from meshwright.api.generation import GenerateOptions
 from meshwright.bench.calibration_file import read_calibration, write_calibration
 from meshwright.bench.hardware.section import read_section
 from meshwright.checkpoint.checkpoints import Checkpoints
-from meshwright.checkpoint.conversion import _Journal
+from meshwright.checkpoint.conversion import Journal
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.cli.main import _error_line
 from meshwright.config import MeshShape, Training
@@ -45,6 +45,7 @@ from meshwright.hardware.machine import compiler_options_of
 from meshwright.hardware.targets import parse_target
 from meshwright.hugging_face.architectures import ARCHITECTURES
 from meshwright.hugging_face.folder import read_form, read_model
+from meshwright.hugging_face.maxtext_checkpoints import read_maxtext
 from meshwright.hugging_face.safetensors_files import SafetensorsFile, find_files, tensor_names
 from meshwright.launching.job_starts import JobStarts
 from meshwright.launching.supervise import _read
@@ -261,7 +262,7 @@ def use_lock(file: Path) -> None:
 
 
 def use_conversion(file: Path) -> None:
-    journal = _Journal(file.parent.with_name("weights"), {"of": "a model"}, 2, lambda text: None)
+    journal = Journal(file.parent.with_name("weights"), {"of": "a model"}, 2, lambda text: None)
     assert "embed" in journal.done or not journal.resumed or journal.done
 
 
@@ -340,6 +341,11 @@ CALIBRATION = {
     "memory_bandwidth": 3e12, "attention": 4e14, "grouped_matmul": 0.8,
     "matmuls": [{"m": 4096, "k": 4096, "n": 4096, "dtype": "bfloat16", "seconds": 1e-3, "flops_per_second": 6e14}],
     "collectives": [{"name": "all_gather", "devices": 8, "bytes": 2**20, "seconds": 1e-3, "bus_bandwidth": 3e11}],
+    "step": {
+        "rates": {"matmul": 5e14, "overlap": 0.5}, "refused": {"hbm": "too little"}, "impossible": [],
+        "target": "h100:1x8", "devices": 8, "mesh": "fsdp=8", "model": {"family": "llama"}, "seconds": 1.0,
+        "unpriced_seconds": 0.1, "planned_seconds": 0.9,
+    },
 }  # fmt: skip
 CHIP = {
     "name": "Mine", "flops_bf16": 1e15, "hbm_bytes": 96e9, "hbm_bandwidth": 4e12, "network_bandwidth": 5e10,
@@ -394,6 +400,11 @@ READERS: dict[str, tuple[str, Any, Callable[[Path], None]]] = {
     "index": (
         "model.safetensors.index.json", {"metadata": {}, "weight_map": {"a": "model.safetensors"}},
         lambda file: find_files(file.parent) and None,
+    ),
+    "arrays of Orbax": (
+        "_METADATA", {"tree_metadata": {"('step',)": {
+            "key_metadata": [{"key": "step", "key_type": 2}], "value_metadata": {"skip_deserialize": False},
+        }}, "use_ocdbt": True, "use_zarr3": False}, lambda file: read_maxtext(file.parent, file.parent, None) and None,
     ),
     "metrics": ("metrics.jsonl", {"step": 1, "loss": 2.0, "held-out loss": 2.5, "seconds": 0.1}, use_metrics),
     "events": (
@@ -505,6 +516,7 @@ READ_BY = {
     "hardware/chips.py:read_chip": "chip",
     "hugging_face/config_fields.py:read_fields": "GPT-2 config",
     "hugging_face/folder.py:read_form": "form of packed experts",
+    "hugging_face/maxtext_checkpoints.py:_read_names": "arrays of Orbax",
     "hugging_face/safetensors_files.py:read_header": "safetensors",
     "hugging_face/safetensors_files.py:_named_in_config": "GPT-2 config",
     "hugging_face/safetensors_files.py:_read_index": "index",

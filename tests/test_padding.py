@@ -25,7 +25,9 @@ from meshwright.models.blocks.experts import Routing, expert_capacity, look_up
 from meshwright.models.decoder import DecoderModel
 from meshwright.models.families.arcee import Arcee
 from meshwright.models.families.cohere import Cohere2
+from meshwright.models.families.deepseek_sparse import DeepseekSparse
 from meshwright.models.families.granite import GraniteMoe
+from meshwright.models.families.granite_hybrid import GraniteHybrid
 from meshwright.models.families.hunyuan import Hunyuan
 from meshwright.models.families.ministral3 import Ministral3
 from meshwright.models.families.mistral4 import Mistral4
@@ -48,6 +50,7 @@ FAMILIES = {
     "gemma4-experts": "gemma4-26b-a4b",
     "granite": "granite31-8b",
     "granite-moe": GraniteMoe(VOCAB, experts=8, width=64, heads=4, kv_heads=4, expert_mlp=32),
+    "granite-hybrid": GraniteHybrid(VOCAB, width=64, heads=4, kv_heads=4, mamba_state=16),
     "hunyuan": Hunyuan(VOCAB, width=64, heads=4, kv_heads=4),
     "arcee": Arcee(VOCAB, width=64, heads=4, kv_heads=4),
     "cohere2": Cohere2(VOCAB, width=64, heads=4, kv_heads=4),
@@ -58,6 +61,9 @@ FAMILIES = {
     "mixtral": "mixtral-8x7b",
     "qwen3-moe": "qwen3-30b-a3b",
     "deepseek": "deepseek-v3",
+    "deepseek-sparse": DeepseekSparse(
+        VOCAB, experts=8, width=64, heads=4, expert_mlp=32, index_n_heads=8, index_topk=4
+    ),
     "glm4-moe": "glm45-air",
     "gpt-oss": "gpt-oss-20b",
     "llama4": "llama4-scout",
@@ -180,7 +186,10 @@ def assert_padding_changes_nothing(
 def small(family: str) -> Model:
     named = FAMILIES[family]
     model = find_recipe(named).model if isinstance(named, str) else named
-    model = model.shrunk(MeshShape(), 2 if hasattr(model, "full_attention_interval") else 1)
+    model = model.shrunk(
+        MeshShape(),
+        2 if hasattr(model, "full_attention_interval") or hasattr(model, "mamba_heads") else 1,
+    )
     return dataclasses.replace(model, vocab=VOCAB, vocab_multiple=16)
 
 

@@ -1,5 +1,6 @@
 """Predicted steps: arithmetic against the scaling book, the trainer's own descriptions, and compiled programs."""
 
+import collections
 import dataclasses
 import math
 from typing import Any
@@ -20,7 +21,7 @@ from other_programs import (
 )
 from report import fits
 from rows import read_rows
-from tiny_runs import MODELS, device_run_of, tiny_run
+from tiny_runs import MODELS, QWEN3_NEXT, device_run_of, tiny_run
 
 from meshwright.analysis.run_census import census_of_train_step
 from meshwright.config import MeshShape, Optimizer
@@ -237,6 +238,25 @@ def test_the_layout_report_counts_the_state_that_optax_makes(optimizer: Any, par
         estimate(placed, parse_target("v5e:2x4")).memory["optimizer state"]
         == layout_report(placed).bytes_optimizer
     )
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_planned_traffic_of_segments_is_the_compiled_programs(remat: str) -> None:
+    """What linear attention shares over `context`: each gather of the plan, by payload, and as many times."""
+    run = tiny_run(QWEN3_NEXT, "fsdp=2,context=4", batch=8, seq=32, remat=remat, unroll=1)
+    device_run = device_run_of(run)
+    purposes = ("inputs of the convolution", "changes of states")
+    planned = collections.Counter[float]()
+    for m in movements(device_run, work_of(device_run), recomputed_roles(remat)):
+        if m.purpose in purposes and m.kind == "all-gather":
+            planned[m.payload] += round(m.times)
+    compiled = collections.Counter[float]()
+    for entry in census_of_train_step(device_run).ledger:
+        if entry.kind == "all-gather" and entry.axes == ("context",):
+            compiled[entry.payload] += entry.count
+    # Two layers; what is gathered inside the recomputed function is gathered again without remat, too.
+    assert sorted(planned.values()) == ([4, 4] if remat == "full" else [2, 4])
+    assert {payload: compiled[payload] for payload in planned} == planned
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=8", "data=2,fsdp=4", "fsdp=4,tensor=2", "fsdp=2,context=4"])

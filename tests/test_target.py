@@ -1,5 +1,6 @@
 """Targets: names and legal sizes, chips from outside, missing compilers, and compilers that fail."""
 
+import math
 import os
 import signal
 import sys
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_cli import meshwright
 
 from meshwright.activity import Activity, watched_by
 from meshwright.api import proofs as absent
@@ -110,7 +112,7 @@ def test_devices_are_asked_for_by_slice(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", describe)
     assert topology_devices(parse_target("2*v6e:16x16")) == ["device"]
     assert asked == {"platform": "tpu", "topology_name": "v6e:16x16", "num_slices": 2}
-    assert all(chip.compiler for chip in CHIPS.values())
+    assert all(bool(chip.compiler) != bool(chip.announced) for chip in CHIPS.values())
 
 
 @pytest.fixture
@@ -252,7 +254,36 @@ def test_every_number_of_a_chip_has_its_source(chip: Any) -> None:
     given |= {"clock_hz"} if chip.clock_hz else set()
     assert given <= set(chip.sources)
     assert all(chip.sources.values())
-    assert isinstance(chip.interconnect, Torus) == (chip.clock_hz is not None)
+    has_clock = isinstance(chip.interconnect, Torus) and not chip.announced
+    assert has_clock == (chip.clock_hz is not None)
+
+
+ANNOUNCED = [name for name, chip in CHIPS.items() if chip.announced]
+
+
+@pytest.mark.parametrize("name", ANNOUNCED)
+def test_an_announced_chip_is_planned_and_never_compiled(name: str) -> None:
+    chip = CHIPS[name]
+    # Every figure says whether it was announced, derived or assumed.
+    fields = ("flops_bf16", "hbm_bytes", "hbm_bandwidth", "interconnect", "network_bandwidth")
+    for field in (*fields, "host_bandwidth", "efficiency"):
+        assert chip.sources[field].startswith(("announced: ", "derived: ", "assumed ")), field
+    size = "2x2x1" if chip.on_torus else "8"
+    target = parse_target(f"{name}:{size}")
+    with pytest.raises(ConfigError, match="only announced") as refused:
+        require_compiler(target)
+    # What it advises can be compiled for.
+    assert not any(other in str(refused.value).partition("fix:")[2] for other in ANNOUNCED)
+    assert "only announced" in meshwright("prove", "gpt2", "--on", str(target), code=2)
+    said = " ".join(meshwright("plan", "gpt2", "--on", str(target)).split())
+    assert f"{chip.name} is announced, not measured" in said
+
+
+def test_a_derived_peak_states_its_arithmetic() -> None:
+    chip = CHIPS["tpu8t"]
+    assert chip.flops_bf16 == 12.6e15 / 4 and chip.flops_fp8 == 12.6e15 / 2
+    assert "12.6 / 2 = 6.3" in chip.sources["flops_bf16"]
+    assert math.prod(chip.interconnect.largest) == 9600  # type: ignore[union-attr]
 
 
 CHIP = """

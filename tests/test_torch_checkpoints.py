@@ -15,7 +15,7 @@ import pytest
 from drawn import draw, read
 
 import meshwright as mw
-from meshwright.checkpoint.conversion import import_torch_checkpoint
+from meshwright.checkpoint.other_programs import import_torch_checkpoint
 from meshwright.errors import ConfigError, MeshwrightError, WeightsError
 from meshwright.hugging_face.folder import open_folder
 from meshwright.hugging_face.pickled_data import Call, Named, read_pickled

@@ -585,16 +585,15 @@ def test_blocks_of_fused_and_interleaved_tensors() -> None:
 
 
 UNKNOWN: dict[str, tuple[dict[str, Any], str, str]] = {
-    "GLM-5 under its own name": (
-        {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "index_topk": 2048, "kv_lora_rank": 512},
-        "by its fields it has what no family here computes: a sparse indexer, which chooses the tokens",
+    "a relation of GLM-5 with compressed keys": (
+        {"architectures": ["Glm5NextForCausalLM"], "model_type": "glm5_next", "index_topk": 2048, "compress_ratios": [4]},
+        "by its fields it has what no family here computes: compressed keys and values",
         "of the same maker these are computed: Glm4MoeForCausalLM",
     ),
     "Nemotron-H": (
         {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "ssm_state_size": 128},
-        "NemotronHForCausalLM, which Meshwright does not compute; by its fields it has what no family "
-        "here computes: state space layers",
-        "a model that one of these computes: ArceeForCausalLM, DeepseekV2ForCausalLM",
+        "its architecture is NemotronHForCausalLM, which Meshwright does not compute",
+        "a model that one of these computes: ArceeForCausalLM, Cohere2ForCausalLM",
     ),
     "a model with a near name": (
         {"architectures": ["Qwen9ForCausalLM"], "model_type": "qwen9"},

@@ -19,15 +19,19 @@ from flax import nnx
 import meshwright as mw
 from meshwright.analysis.run_census import census_of_train_step
 from meshwright.cli.main import run as cli
+from meshwright.config import Faults
 from meshwright.errors import ConfigError, DataError, TrainingError
 from meshwright.hardware.mesh import build_mesh
 from meshwright.models.flops import training_flops_per_token
 from meshwright.planner.traffic import movements
 from meshwright.planner.work import recomputed_roles, work_of
 from meshwright.plugins import load_file
+from meshwright.reporters.health import History
 from meshwright.runs.run_file import read_run, run_from_dict, run_to_dict
+from meshwright.sharding.params import named_leaves
 from meshwright.step.device_run import place_on_devices
 from meshwright.step.gradients import build_gradients
+from meshwright.step.health import GRADIENT, PARAMETER, UPDATE
 from meshwright.trainer.prepare import prepare_run
 from meshwright.wrapped import prepared as prepared_module
 from meshwright.wrapped.model import Wrapped
@@ -130,6 +134,50 @@ def test_eight_devices_have_the_losses_of_one(trained: Any, name: str) -> None:
         np.testing.assert_allclose(
             losses(eight, "held-out loss"), losses(one, "held-out loss"), rtol=1e-5
         )
+
+
+@every_example
+def test_the_health_of_every_parameter_is_kept(trained: Any, name: str, cache: Path) -> None:
+    """Norms of the first step: of the parameters before it, and of gradients whose squares add up to the global norm."""
+    out = trained(name, MESHES[name])
+    history = History()
+    history.read(json.loads(line) for line in (out / "health.jsonl").read_text().splitlines())
+    assert history.steps[0] == 1
+    state = prepare_run(run_of(name, "data=1"), cache=cache).device_run.initial_state()
+    expected = {path: np.asarray(x, np.float64) for path, x in named_leaves(state.params).items()}
+    figures = {
+        (series.figure, series.tensor): value
+        for series, value in zip(history.series, history.values[0], strict=True)
+    }
+    for figure in (GRADIENT, PARAMETER, UPDATE):
+        assert {tensor for f, tensor in figures if f == figure} == expected.keys()
+    for path, x in expected.items():
+        # The file keeps 0.3 % of a number; no parameter of float32 is at rest.
+        assert figures[PARAMETER, path] == pytest.approx(np.linalg.norm(x), rel=5e-3)
+        assert figures[UPDATE, path] > 0
+    squares = sum(float(value) ** 2 for (f, _), value in figures.items() if f == GRADIENT)
+    assert squares**0.5 == pytest.approx(losses(out, "gradient norm")[0], rel=5e-3)
+
+
+def test_a_bad_row_of_a_wrapped_model_is_named(tmp_path: Path, cache: Path) -> None:
+    """A target of the second batch is not a number: the array, its row, and its index in the stream are said."""
+    file: Any = load_file(EXAMPLES / "pytree.py")
+
+    def batches(step: int) -> Any:
+        x, y = file.batches(step)
+        if step == 1:
+            y[37] = np.nan
+        return x, y
+
+    run = mw.wrap(file.params, file.loss, batches).run(
+        mesh="data=2,fsdp=2", steps=3, faults=Faults(bad_step="skip")
+    )
+    train(run, tmp_path / "out", cache)
+    records = map(json.loads, (tmp_path / "out" / "events.jsonl").read_text().splitlines())
+    (lines,) = [record["lines"] for record in records if "lines" in record]
+    assert lines[0] == "step 2: not finite"
+    assert lines[1] == "first tensor: 1 of the batch: not finite"
+    assert lines[2] == f"samples: {64 + 37} in row 37"
 
 
 @every_example

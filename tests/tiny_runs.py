@@ -22,13 +22,14 @@ from meshwright.data.batch import Batch
 from meshwright.hardware.mesh import build_mesh
 from meshwright.models.blocks.yarn import LatentYarn
 from meshwright.models.families.deepseek import Deepseek
+from meshwright.models.families.deepseek_sparse import DeepseekSparse
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.mixtral import Mixtral
 from meshwright.models.families.qwen3_next import Qwen3Next
 from meshwright.models.model import Model
 from meshwright.runs.run import Run
-from meshwright.sharding.params import Param, rows_to_layers, tree_map
+from meshwright.sharding.params import Param, rows_to_layers, trained_only, tree_map
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.eval_step import build_eval_step
 from meshwright.step.state import State
@@ -60,6 +61,12 @@ DEEPSEEK = Deepseek(
     yarn=LatentYarn(factor=4.0, original_max_position_embeddings=8, mscale_all_dim=0.7),
 )  # fmt: skip
 """Latent attention in the layers of DeepSeek-V3."""
+
+DEEPSEEK_SPARSE = DeepseekSparse(
+    **{field.name: getattr(DEEPSEEK, field.name) for field in dataclasses.fields(DEEPSEEK)},
+    index_n_heads=8, index_head_dim=8, index_topk=5,
+)  # fmt: skip
+"""The same layers with an indexer (DeepSeek-V3.2)."""
 
 QWEN3_NEXT = Qwen3Next(
     VOCAB, 64, 4, 16, vocab_multiple=16, kv_heads=8, head_size=8, experts=4, experts_per_token=2, expert_mlp=32,
@@ -136,8 +143,12 @@ class Trained:
 
 
 def by_layers(device_run: DeviceRun, tree: Any) -> Any:
-    """Copies a tree of the parameters' shape to the host, one row per layer in order."""
-    return tree_map(rows_to_layers, device_run.layout.params, jax.device_get(tree))
+    """Copies a tree of the parameters' shape to the host, one row per layer in order; gradients lack the frozen ones."""
+    return tree_map(
+        lambda p, x: None if x is None else rows_to_layers(p, x),
+        device_run.layout.params,
+        jax.device_get(tree),
+    )
 
 
 def place_params(device_run: DeviceRun, params: Any) -> Any:
@@ -157,7 +168,8 @@ def state_of(device_run: DeviceRun, params: Any) -> State:
     """The state before the first step with the given parameters (one row per layer): no initialiser is compiled."""
     where = device_run.abstract.shardings
     on_devices = place_params(device_run, params)
-    optimizer = jax.jit(device_run.optimizer.init, out_shardings=where.optimizer)(on_devices)
+    trained = trained_only(device_run.layout.params, on_devices)
+    optimizer = jax.jit(device_run.optimizer.init, out_shardings=where.optimizer)(trained)
     step, healthy = jax.device_put(
         (np.zeros((), np.int32), np.ones((), np.bool_)), (where.step, where.healthy)
     )

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from meshwright.models.families.cohere import Cohere as Cohere
     from meshwright.models.families.cohere import Cohere2 as Cohere2
     from meshwright.models.families.deepseek import Deepseek as Deepseek
+    from meshwright.models.families.deepseek_sparse import DeepseekSparse as DeepseekSparse
     from meshwright.models.families.gemma import Gemma2 as Gemma2
     from meshwright.models.families.gemma import Gemma3 as Gemma3
     from meshwright.models.families.gemma4 import Gemma4 as Gemma4
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from meshwright.models.families.gpt_oss import GptOss as GptOss
     from meshwright.models.families.granite import Granite as Granite
     from meshwright.models.families.granite import GraniteMoe as GraniteMoe
+    from meshwright.models.families.granite_hybrid import GraniteHybrid as GraniteHybrid
     from meshwright.models.families.hunyuan import Hunyuan as Hunyuan
     from meshwright.models.families.llama import Llama as Llama
     from meshwright.models.families.llama4 import Llama4 as Llama4

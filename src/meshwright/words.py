@@ -35,6 +35,7 @@ DIMENSIONS: dict[str, str] = {
     "K": "key/value heads",
     "G": "query heads per key/value head (GQA), value heads per key head (linear attention)",
     "H": "head size",
+    "I": "heads of a sparse indexer, which every device of `tensor` has",
     "Z": "width of a latent of queries, or of keys and values (MLA)",
     "V": "vocabulary",
     "L": "layers",

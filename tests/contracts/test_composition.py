@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from outside.extensions.short_conv import ShortConvModel
 from tiny_runs import (
     DEEPSEEK,
     MODELS,
-    QWEN3_NEXT,
     assert_same_steps,
     by_layers,
     device_run_of,
@@ -217,8 +217,9 @@ def test_every_refusal_is_made(refusal: Refusal) -> None:
     run = run_of(row)
     if "multi-token prediction" in refusal.features:
         run = dataclasses.replace(run, model=dataclasses.replace(DEEPSEEK, layers=5, mtp_depth=1))
-    if "recurrence" in refusal.features:
-        run = dataclasses.replace(run, model=QWEN3_NEXT)
+    if "recurrence without segments" in refusal.features:
+        model = ShortConvModel(64, 64, 4, 16, vocab_multiple=16, kv_heads=8, mlp=96)
+        run = dataclasses.replace(run, model=model)
     with pytest.raises(ConfigError, match=refusal.instead):
         place_run(run)
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from outside.extensions.short_conv import ShortConvModel
 from tiny_runs import (
     DEEPSEEK,
+    DEEPSEEK_SPARSE,
     MODELS,
     QWEN3_NEXT,
     VOCAB,
@@ -30,6 +31,7 @@ from meshwright.models.blocks.yarn import Yarn
 from meshwright.models.families.gemma import Gemma2, Gemma3
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.gpt_oss import GptOss
+from meshwright.models.families.granite_hybrid import GraniteHybrid
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.llama4 import Llama4
 from meshwright.models.families.olmo3 import Olmo3
@@ -47,6 +49,7 @@ FAMILIES: dict[str, Model] = {
         VOCAB, 64, 5, 16, vocab_multiple=16, kv_heads=8, mlp=96, local_layers=1, sliding_window=5
     ),
     "deepseek": DEEPSEEK,
+    "deepseek-sparse": DEEPSEEK_SPARSE,
     "gemma-2": Gemma2(
         VOCAB, 64, 3, 16, vocab_multiple=16, kv_heads=8, mlp=96, sliding_window=5, softcap=0.5, logit_softcap=2.0
     ),
@@ -63,10 +66,18 @@ FAMILIES: dict[str, Model] = {
         expert_mlp=32, expert_interval=2,
     ),
     "qwen3-next": QWEN3_NEXT,
+    "granite-hybrid": GraniteHybrid(
+        VOCAB, 64, 4, 16, vocab_multiple=16, kv_heads=8, mlp=96, mamba_heads=16, mamba_head_size=8, mamba_state=16,
+    ),
     "layer kind from outside": ShortConvModel(VOCAB, 64, 4, 16, vocab_multiple=16, kv_heads=8, mlp=96),
 }  # fmt: skip
-WITHOUT_CONTEXT = tuple(name for name, model in FAMILIES.items() if model.spec().recurrences)
-"""Families whose layers carry a state from token to token."""
+WITHOUT_CONTEXT = tuple(
+    name
+    for name, model in FAMILIES.items()
+    if any(kind.gathered(1, 1, "float32") is None for kind in model.spec().recurrences)
+    or any(attention.indexer for attention in model.spec().attention)
+)
+"""Families with an indexer, or with a recurrence that states no exchange between the segments of a sequence."""
 TWO_KV_HEADS = {"two-kv-heads": dataclasses.replace(MODELS["llama"], kv_heads=2)}  # type: ignore[call-arg]
 """Fewer key/value heads than devices of `tensor`."""
 SEQ, CHUNK = 24, 8

@@ -16,6 +16,8 @@ sys.path.insert(0, str(PEERS))
 from drawn import FILES, NOT_SCRIPTS, read
 
 TOLERANCE = 1e-5
+NAMED_AT_RANDOM = ("maxtext-checkpoint", "megatron-checkpoint")
+"""Golden files of files that have random names, or contain one: only their descriptions are compared."""
 
 
 def main() -> int:
@@ -27,8 +29,10 @@ def main() -> int:
             (old, arrays), (new, again) = read(file.stem), read(file.stem, Path(name))
             for about in (old, new):
                 del about["versions"], about["arrays_sha256"]
-            if old != new or sorted(arrays) != sorted(again):
+            if old != new or (sorted(arrays) != sorted(again) and file.stem not in NAMED_AT_RANDOM):
                 failed.append(f"{file.stem}: its description differs")
+                continue
+            if file.stem in NAMED_AT_RANDOM:
                 continue
             for key, values in arrays.items():
                 size = max(float(np.abs(values).max(initial=0)), 1e-30)

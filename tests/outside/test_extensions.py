@@ -458,7 +458,7 @@ def test_a_layer_kind_is_planned_as_it_states() -> None:
     keys_and_values = 2 * 2 * 128 * 4 * 4 * 4 * 4
     assert longer.bytes_per_device - cache.bytes_per_device == keys_and_values
     assert cache.bytes_per_device - keys_and_values == 2 * 32 * 4 * 2 * 4
-    with pytest.raises(ConfigError, match="recurrence with context"):
+    with pytest.raises(ConfigError, match="recurrence without segments with context"):
         place_run(tiny_run(SHORT_CONV, "context=2,fsdp=2"))
     plan = search(tiny_run(SHORT_CONV, "fsdp=8"), parse_target("v5e:2x4")).plans[0]
     assert plan.placed.layout.shape.context == 1

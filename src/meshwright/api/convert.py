@@ -16,12 +16,16 @@ from meshwright.checkpoint.conversion import (
     Say,
     export_adapter,
     export_weights,
-    import_torch_checkpoint,
     import_weights,
+)
+from meshwright.checkpoint.other_programs import (
+    import_maxtext_checkpoint,
+    import_torch_checkpoint,
 )
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_bytes, format_count
 from meshwright.hugging_face.hub import is_hugging_face
+from meshwright.hugging_face.maxtext_checkpoints import items_of
 from meshwright.hugging_face.torch_checkpoints import is_torch_checkpoint
 from meshwright.ranges import NonNegativeInt, PositiveInt, Ranged
 from meshwright.storage.paths import in_bucket, path_of, place_of
@@ -30,13 +34,13 @@ from meshwright.storage.paths import in_bucket, path_of, place_of
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvertOptions(Ranged):
     """Convert SOURCE into OUT: a Hugging Face folder (or hf:OWNER/MODEL) into the output folder of
-    a run, or a run's checkpoint, or one of torchtitan, into a Hugging Face folder. It goes tensor
-    by tensor, and on where it was interrupted.
+    a run, or a run's checkpoint, or one of torchtitan, Megatron or MaxText, into a Hugging Face
+    folder. It goes tensor by tensor, and on where it was interrupted.
     """
 
     source: Annotated[str, tyro.conf.Positional]
     """Folder with config.json and safetensors, hf:OWNER/MODEL, the output folder of a run, or a folder of
-    torch.distributed.checkpoint (torchtitan) to which the model's config.json was copied."""
+    torch.distributed.checkpoint (torchtitan, Megatron) or of Orbax (MaxText) to which the model's config.json was copied."""
     out: Annotated[Path, tyro.conf.Positional]
     """Folder to write; it appears when it is whole."""
     at: NonNegativeInt | None = None
@@ -87,10 +91,11 @@ def convert(
     largest_file: int = LARGEST_FILE,
     say: Say = lambda line: None,
 ) -> Conversion:
-    """Converts weights between a Hugging Face folder and a run, or from a checkpoint of torchtitan.
+    """Converts weights between a Hugging Face folder and a run, or from another program's checkpoint.
 
     source: a folder with config.json, `hf:PATH`, `hf:OWNER/MODEL` of the hub, the output folder of
-    a run, or a folder of `torch.distributed.checkpoint` with the config.json of its model.
+    a run, or a folder of `torch.distributed.checkpoint` (torchtitan, Megatron) or of Orbax (MaxText)
+    with the config.json of its model.
     out: folder to write; it must not exist. An interrupted conversion goes on when it is called
     again.
     at, dtype, largest_file: of a run alone: step of its checkpoint (None takes the last), type of
@@ -121,7 +126,11 @@ def convert(
             return export_adapter(folder, out, at=at)
         return export_weights(folder, out, at=at, dtype=dtype, largest_file=largest_file, say=say)
     if is_torch_checkpoint(folder):
-        return _from_torch(folder, out, at=at, dtype=dtype, largest_file=largest_file, say=say)
+        _check_other(folder, "torch.distributed.checkpoint", at, dtype)
+        return import_torch_checkpoint(folder, out, largest_file=largest_file, say=say)
+    if items_of(folder) is not None:
+        _check_other(folder, "MaxText", at, dtype)
+        return import_maxtext_checkpoint(folder, out, largest_file=largest_file, say=say)
     if not is_hugging_face(text) and not (folder / "config.json").is_file():
         raise ConfigError(
             f"converting {text}",
@@ -143,20 +152,17 @@ def convert(
     return import_weights(text, out, say)
 
 
-def _from_torch(
-    folder: Path, out: Path, *, at: int | None, dtype: str | None, largest_file: int, say: Say
-) -> Conversion:
-    """Converts a folder of `torch.distributed.checkpoint`. Raises ConfigError as `convert` does."""
+def _check_other(folder: Path, program: str, at: int | None, dtype: str | None) -> None:
+    """Raises ConfigError for a folder of another program that has no config.json, and for options of a run."""
     if at is not None or dtype is not None:
         raise ConfigError(
             f"converting {folder} at a step or into another type",
-            "a folder of torch.distributed.checkpoint has one step, and its weights keep their type",
+            f"a folder of {program} has one step, and its weights keep their type",
             "leave --at and --dtype out",
         )
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"converting {folder}",
-            "it is a checkpoint of torch.distributed.checkpoint, whose tensors do not tell heads, norms and frequencies",
+            f"it is a checkpoint of {program}, whose tensors do not tell heads, norms and frequencies",
             f"the model's config.json copied to {folder}: for Llama 3, that of its Hugging Face folder",
         )
-    return import_torch_checkpoint(folder, out, largest_file=largest_file, say=say)

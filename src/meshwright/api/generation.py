@@ -126,12 +126,15 @@ class GenerateOptions(CheckpointOptions):
                 raise ConfigError(command, truth, f'{command} "Once upon a time"')
             return prompts or None
         file, asked = self.prompts, f"--prompts {self.prompts}"
+        fix = "a file of prompts in UTF-8, or -"
+        if str(file) != "-" and not file.exists():
+            fix = (
+                f"{fix}; a prompt itself: meshwright generate {self.source} {json.dumps(str(file))}"
+            )
         try:
             text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise by_class(
-                error, DataError(asked, reason_of(error), "a file of prompts in UTF-8, or -")
-            ) from error
+            raise by_class(error, DataError(asked, reason_of(error), fix)) from error
         # Other ends of lines, such as U+2028, may stand within a prompt.
         lines = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
         if not lines:

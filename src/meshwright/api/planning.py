@@ -14,6 +14,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from meshwright.activity import activity
+from meshwright.api.measured import (
+    MeasuredRun,
+    read_measured,
+    require_model,
+    traced_plan,
+    what_changed,
+)
 from meshwright.api.proofs import Proof, Tuned, prove_best, tune
 from meshwright.api.targets import find_target, refuse_wrapped, with_vocab
 from meshwright.api.verb import (
@@ -21,9 +28,11 @@ from meshwright.api.verb import (
     Call,
     Outcome,
     RunOptions,
+    base_run,
     given_options,
     refuse_options,
     require_writable,
+    value_of,
 )
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, MeshwrightError
@@ -32,6 +41,7 @@ from meshwright.hardware.aot import require_compiler
 from meshwright.hardware.targets import Target, expand_targets
 from meshwright.planner.explain import (
     alternatives,
+    announced_note,
     batch_note,
     explain_mesh,
     fewer_are_faster,
@@ -64,6 +74,8 @@ from meshwright.planner.search import (
 from meshwright.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Ranged, TimeLimit
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
+from meshwright.runs.run_file import read_run
+from meshwright.storage.paths import path_of
 from meshwright.trainer.relations import check_run
 from meshwright.trust import own
 from meshwright.views.blocks import Column, Table, Text
@@ -79,7 +91,7 @@ _CHOSEN = (
     "--training.context-strategy",
 )
 """Options of a Run that the search chooses."""
-_OF_ONE_PLAN = ("why", "compare", "prove", "tune")
+_OF_ONE_PLAN = ("why", "compare", "prove", "tune", "measured")
 """Options about the plans of one target."""
 
 
@@ -123,7 +135,7 @@ class PlanOptions(OfferOptions, RunOptions):
     --prove or --tune asks for it.
     """
 
-    on: Annotated[str, tyro.conf.arg(metavar="CHIP:SIZE,...")]
+    on: Annotated[str | None, tyro.conf.arg(metavar="CHIP:SIZE,...")] = None
     """Hardware: v5p:8x8x16, 2*v6e:16x16, h100:64, gb200:144, or your own chip as FILE.toml:SIZE or
     module:attribute:SIZE. Several are ranked: v5p:4x4x8,h100:64,128, or numbers of chips in a
     range: v5p:64..1024."""
@@ -132,6 +144,9 @@ class PlanOptions(OfferOptions, RunOptions):
     or 1M..8M."""
     tokens: Annotated[str, tyro.conf.arg(metavar="COUNT")] = "1T"
     """Tokens of the whole training, for the days and the cost."""
+    measured: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
+    """Plan with the rates of the steps that `train --profile` traced into this output folder, on
+    their machine, and say what they change; by default the run of the folder."""
     why: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
     """Also explain this mesh (axis=degree,...): its rank, and what it loses against the best."""
     compare: Annotated[tuple[str, str] | None, tyro.conf.arg(metavar="AXIS=N,... AXIS=N,...")] = (
@@ -156,9 +171,29 @@ class PlanOptions(OfferOptions, RunOptions):
     """Print JSON."""
 
     @classmethod
+    def base(cls, args: Sequence[str]) -> Base:
+        """Returns the run of a recipe, or with --measured and no recipe that of the traced run."""
+        folder = value_of(args, "--measured")
+        names_run = value_of(args, "--run") is not None or (args and not args[0].startswith("-"))
+        if folder is None or names_run:
+            return base_run(args)
+        return Base(read_run(path_of(folder) / "run.json"), args)
+
+    @classmethod
     def of(cls, base: Base) -> Self:
         """Returns the options before any is given: a plan names its hardware."""
-        return cls(run=base.run, on=base.target or tyro.MISSING)
+        return cls(run=base.run, on=base.target)
+
+    @functools.cached_property
+    def hardware(self) -> str:
+        """Hardware as `--on` names it. Raises ConfigError without it."""
+        if self.on is None:
+            raise ConfigError(
+                "meshwright plan without --on",
+                "a plan is for a machine, which need not be here",
+                "--on v5p:4x4x8, --on h100:64, or --measured RUN for the machine of a traced run",
+            )
+        return self.on
 
     def act(self, call: Call) -> Outcome:
         """Runs `meshwright plan`: searches, compiles where asked, writes, prints.
@@ -170,7 +205,8 @@ class PlanOptions(OfferOptions, RunOptions):
         require_writable((self.html, self.out))
         refuse_wrapped(self.run, given_options(self, _NOT_OF_WRAPPED))
         console = call.console
-        several = any("," in text or ".." in text for text in (self.on, self.tokens_per_step or ""))
+        named = (self.on or "", self.tokens_per_step or "")
+        several = any("," in text or ".." in text for text in named)
         if several or self.days is not None or self.budget is not None:
             fix = "plan first, then the target that is best with it, and without the limits"
             refuse_options(
@@ -200,20 +236,24 @@ class PlanOptions(OfferOptions, RunOptions):
             instead = "leave it out"
             if name == "--mesh":
                 instead = f"--why {self.run.mesh}, which explains that mesh"
-            fix = f"{instead}, or `meshwright prove --on {self.on}` with it"
+            fix = f"{instead}, or `meshwright prove --on {self.hardware}` with it"
             raise ConfigError(f"{name} with plan", "plan prices all of them, and chooses", fix)
 
     def _plan_target(self, console: Console) -> tuple[Plan, dict[str, Any]]:
         """Prints the plans of one target; returns the best, and all figures as JSON."""
         if self.prove or self.tune:
             check_run(self.run, MeshShape())  # a run that no compiler would take needs none
-            require_compiler(find_target(self.on))  # before the search
+            require_compiler(find_target(self.hardware))  # before the search
         explained = MeshShape.parse(self.why) if self.why else None
+        measured = None
+        if self.measured is not None:
+            measured = read_measured(self.measured, self.on)
+            require_model(measured, self.run)
         began = time.perf_counter()
-        plans = plan(
+        plans = _plans(
             self.run,
-            self.on,
-            tokens_per_step=self.tokens_per_step,
+            [find_target(self.hardware) if measured is None else measured.target],
+            self.tokens_per_step,
             include=() if explained is None else (explained,),
         )
         found = plans.searches[0]
@@ -239,13 +279,36 @@ class PlanOptions(OfferOptions, RunOptions):
         chosen = plans[0]
         sections: list[Section] = []
         proofs: dict[str, Any] = {}
+        figures = _search_json(found, self.shown)
+        if measured is not None:
+            section, figures["measured"] = self._changes(measured, plans[0])
+            why.append(section)
+            if not self.json:
+                print_sections(console, [section])
         if self.prove > 0 or self.tune:
             chosen, sections, proofs = self._compile(found, console)
         if self.html:
             _with_sections(page(chosen, compiled=sections), why).write(self.html)
         training = None if offer is None else offer_json(offer)
-        figures = _search_json(found, self.shown)
         return chosen, {**figures, "training": training, "notes": remarks, **proofs}
+
+    def _changes(self, measured: MeasuredRun, best: Plan) -> tuple[Section, dict[str, Any]]:
+        """Returns what the rates of a trace change, against the plan without them."""
+        before = None
+        if measured.before is not None:
+            before = _plans(self.run, [measured.before], self.tokens_per_step)[0]
+        lines = what_changed(measured, best, before)
+        record = {
+            "rates": measured.step["rates"],
+            "refused": measured.step["refused"],
+            "traced": {
+                "measured_seconds": measured.step["seconds"],
+                "planned_seconds_before": measured.step["planned_seconds"],
+                "planned_seconds": traced_plan(measured).estimate.seconds,
+            },
+            "best_before": None if before is None else before.name,
+        }
+        return Section(f"Measured by {measured.folder}", [Text(lines)]), record
 
     def _compared(self, run: Run, found: SearchResult) -> tuple[Plan, ...]:
         """Returns the best plan of each mesh of --compare, or the smallest one where none fits."""
@@ -282,7 +345,7 @@ class PlanOptions(OfferOptions, RunOptions):
         began = time.perf_counter()
         found = offers(
             self.run,
-            self.on,
+            self.hardware,
             tokens=self.tokens,
             tokens_per_step=self.tokens_per_step,
             days=self.days,
@@ -321,6 +384,7 @@ class PlanOptions(OfferOptions, RunOptions):
         """Returns notes on the plans that are shown and on the ranking, each once."""
         remarks: list[str | None] = list(self._rounding_notes())
         plans = [offer.plan for offer in found[: self.shown]]
+        remarks += [announced_note(plan.target) for plan in plans]
         remarks += [batch_note(plan.run, plan.target) for plan in plans]
         remarks += [plan.record_note for plan in plans]
         remarks += fewer_are_faster([offer.plan for offer in (*found, *found.beyond)])
@@ -555,6 +619,17 @@ def plan(
     run, on = own(run), own(on)
     base = find_recipe(run) if isinstance(run, str) else run
     targets = [find_target(name) for name in ((on,) if isinstance(on, str) else on)]
+    return _plans(base, targets, tokens_per_step, at_most, include)
+
+
+def _plans(
+    base: Run,
+    targets: Sequence[Target],
+    tokens_per_step: str | int | None,
+    at_most: int = 20,
+    include: Sequence[MeshShape] = (),
+) -> Plans:
+    """Returns the best plans of a run on some machines, as `plan` does."""
     if tokens_per_step is not None:
         refuse_wrapped(base, [f"{tokens_per_step} tokens per step"])
         base = with_tokens_per_step(base, parse_count(str(tokens_per_step), "--tokens-per-step"))

@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import jax
 from rich.console import Console
 
+from meshwright.bench.calibration_file import write_calibration
 from meshwright.bench.step_profile import ProfiledRun, parse_steps
 from meshwright.errors import Closing
 from meshwright.hardware.targets import Target
@@ -19,6 +20,8 @@ from meshwright.views.run_page import print_profile
 
 FOLDER = "profile"
 """Folder of the trace in the output folder."""
+CALIBRATION = "calibration.json"
+"""Name of the calibration in the output folder."""
 
 
 @contextlib.contextmanager
@@ -27,7 +30,7 @@ def profiled(
 ) -> Iterator[Trainable]:
     """Yields the run with the profiler around its steps.
 
-    Then writes OUT/profile.json and prints the table.
+    Then writes OUT/profile.json and the measured rates to OUT/calibration.json, and prints them.
     steps: as `10:13`.  console: None prints nothing.  target: the hardware here, where it is known.
     Raises ConfigError where they are none of this run's.
     """
@@ -39,6 +42,8 @@ def profiled(
         yield cast(Trainable, run)
     profile = run.profile(target)
     if profile is not None and jax.process_index() == 0:
+        if profile.calibration:
+            write_calibration(out / CALIBRATION, step=profile.calibration)
         write_atomically(
             out / "profile.json", json.dumps(dataclasses.asdict(profile), indent=1) + "\n"
         )
@@ -50,7 +55,22 @@ def profiled(
         )
         return
     print_profile(console, dataclasses.asdict(profile))
+    for line in _rate_lines(profile.calibration, out):
+        console.print(line, markup=False, soft_wrap=True)
     console.print(
         f"{out / FOLDER}: for xprof (TensorBoard), and perfetto_trace.json.gz for ui.perfetto.dev",
         markup=False,
     )
+
+
+_UNITS = {"matmul": "FLOP/s", "attention": "FLOP/s", "hbm": "B/s", "links": "B/s", "overlap": ""}
+
+
+def _rate_lines(step: Mapping[str, Any], out: Path) -> list[str]:
+    """Says which rates were measured, which were not taken and why, and how to plan with them."""
+    if not step:
+        return []
+    rates = [f"{name} {value:.3g} {_UNITS[name]}".rstrip() for name, value in step["rates"].items()]
+    lines = [f"measured rates of a device: {', '.join(rates) or 'none'}, in {out / CALIBRATION}"]
+    lines += [f"not taken: {name}: {reason}" for name, reason in step["refused"].items()]
+    return [*lines, f"plan with them: meshwright plan --measured {out}"]

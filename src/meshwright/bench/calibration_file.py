@@ -42,6 +42,7 @@ def write_calibration(
     mesh: str = "",
     memory_bandwidth: float | None = None,
     kernels: Mapping[str, float] | None = None,
+    step: Mapping[str, Any] | None = None,
 ) -> None:
     """Adds measurements to the calibration in `file`; earlier ones of the same kind are replaced.
 
@@ -49,6 +50,7 @@ def write_calibration(
     memory_bandwidth: bytes/s that a device reads and writes (`measure_memory_bandwidth`).
     kernels: `attention`, FLOP/s of the attention kernel in a training step, of which the backward pass counts as 3.5
     forward passes; `grouped_matmul`, rate of a grouped matmul over that of a dense one of equal FLOPs.
+    step: rates of traced training steps, with the run that they are of (`bench.step_profile`).
     """
     calibration = read_calibration(file, f"rm {file}") if file.exists() else {}
     if collectives:
@@ -57,6 +59,8 @@ def write_calibration(
     if memory_bandwidth is not None:
         calibration["memory_bandwidth"] = memory_bandwidth
     calibration |= kernels or {}
+    if step is not None:
+        calibration["step"] = step
     if matmuls:
         calibration["matmuls"] = [dataclasses.asdict(row) for row in matmuls]
     calibration |= {
@@ -107,7 +111,42 @@ def _check_figures(calibration: dict[str, Any]) -> None:
                 figures[f"{name}[{number}].{key}"] = row[key]
             if name == "matmuls" and not isinstance(row.get("dtype"), str):
                 raise ValueError(f"dtype of {name}[{number}] is not text")
+    if "step" in calibration:
+        figures |= _step_figures(calibration["step"])
     for name, value in figures.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < float(value) < math.inf:
             raise ValueError(f"{name} is {value!r}, not a positive number")
+
+
+_OF_STEP = {
+    "rates": dict,
+    "refused": dict,
+    "impossible": list,
+    "model": dict,
+    "mesh": str,
+    "target": str,
+}
+"""What the calibration of a traced step has, by type."""
+
+
+def _step_figures(step: Any) -> dict[str, Any]:
+    """Returns the figures of a traced step. Raises KeyError or ValueError where something else lacks or is wrong."""
+    for name, form in _OF_STEP.items():
+        if not isinstance(step[name], form):
+            raise ValueError(f"step.{name} is not a {form.__name__}")
+    figures = {f"step.{name}": step[name] for name in ("devices", "seconds", "planned_seconds")}
+    if figures["step.planned_seconds"] is None:
+        del figures["step.planned_seconds"]
+    unpriced = step["unpriced_seconds"]
+    if (
+        isinstance(unpriced, bool)
+        or not isinstance(unpriced, int | float)
+        or not 0 <= unpriced < math.inf
+    ):
+        raise ValueError(f"step.unpriced_seconds is {unpriced!r}, not a number from 0")
+    rates = dict(step["rates"])
+    overlap = rates.pop("overlap", 1)
+    if isinstance(overlap, bool) or not isinstance(overlap, int | float) or not 0 <= overlap <= 1:
+        raise ValueError(f"step.rates.overlap is {overlap!r}, not a fraction from 0 to 1")
+    return figures | {f"step.rates.{name}": value for name, value in rates.items()}

@@ -17,8 +17,22 @@ import jax
 from meshwright.analysis.programs import parse_module
 from meshwright.analysis.run_census import simulate_run
 from meshwright.bench.device_trace import Trace, device_time, innermost, read_trace
+from meshwright.bench.measured_kinds import explain_differences, kinds_of_trace
 from meshwright.errors import ConfigError
+from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.targets import Target
+from meshwright.planner.estimate import estimate
+from meshwright.planner.forecast import measured_target
+from meshwright.planner.step_kinds import (
+    IDLE,
+    KINDS,
+    WAITING,
+    MeasuredStep,
+    fit_rates,
+    planned_kinds,
+)
+from meshwright.runs.run_file import run_to_dict
+from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
 from meshwright.trainer.loop import Trainable
 from meshwright.trainer.prepare import Batches, Position
@@ -44,10 +58,12 @@ class ProfileRow:
     """One line of a profile, in seconds of one device in one step."""
 
     kind: str
-    """`step`, `part`, `collective`, or `scope`."""
+    """`step`, `kind`, `part`, `collective`, or `scope`."""
     name: str
     measured: float
     simulated: float | None
+    planned: float | None = None
+    """By the plan's arithmetic, of the step and its kinds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +75,10 @@ class Profile:
     rows: tuple[ProfileRow, ...]
     note: str
     """Meaning of the figures on these devices."""
+    differences: tuple[str, ...] = ()
+    """The largest differences between the trace and the plan, and what they are of."""
+    calibration: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Rates that the traced steps ran at, and the run that they are of (`write_calibration`)."""
 
 
 def parse_steps(text: str, steps: int) -> tuple[int, int]:
@@ -145,9 +165,68 @@ class ProfiledRun:
         mesh = dict(device_run.mesh.shape)
         trace = read_trace(self._folder, module)
         rows, meaning = compare(trace, module, schedule, mesh, steps=count, seconds=self._seconds)
-        return Profile(
-            self._first, self._last, tuple(rows), " ".join(part for part in (meaning, note) if part)
+        found = kinds_of_trace(
+            trace,
+            module,
+            device_run.layout.spec.layers,
+            _collective_labels(module, mesh),
+            devices=device_run.mesh.size,
+            steps=count,
+            seconds=self._seconds,
         )
+        planned = None
+        if target is not None:
+            e = estimate(device_run, target)
+            planned = planned_kinds(e, fused_attention=found.step.fused_attention)
+            rows[0] = dataclasses.replace(rows[0], planned=e.seconds)
+        rows[1:1] = _kind_rows(found.step, planned)
+        return Profile(
+            self._first,
+            self._last,
+            tuple(rows),
+            " ".join(part for part in (meaning, note) if part),
+            () if planned is None else tuple(explain_differences(found, planned)),
+            calibration_of_step(device_run, target, found.step, planned),
+        )
+
+
+def _kind_rows(step: MeasuredStep, planned: Mapping[str, float] | None) -> list[ProfileRow]:
+    """Returns the kinds of a step, measured and planned, without those that it has nothing of."""
+    rows = []
+    for kind in KINDS:
+        seconds = None if planned is None else planned[kind]
+        if step.seconds[kind] or seconds:
+            rows.append(ProfileRow("kind", kind, step.seconds[kind], None, seconds))
+    return rows
+
+
+def calibration_of_step(
+    device_run: DeviceRun,
+    target: Target | None,
+    step: MeasuredStep,
+    planned: Mapping[str, float] | None,
+) -> dict[str, Any]:
+    """Returns the rates of a traced step and what they are of, as a calibration has them.
+
+    target: hardware of the devices with the fractions of its plans; None where nothing is known of them.
+    """
+    devices = device_run.mesh.size
+    has_data_sheet = target is not None and target.name in CHIPS
+    device = device_run.mesh.devices.flat[0]
+    base = target or measured_target({"device": device.device_kind, "date": ""}, devices)
+    rates = fit_rates(device_run, base, step, has_data_sheet=has_data_sheet)
+    return {
+        "rates": {rate.name: rate.value for rate in rates if not rate.refused},
+        "refused": {rate.name: rate.refused for rate in rates if rate.refused},
+        "impossible": [rate.name for rate in rates if rate.impossible],
+        "target": str(base),
+        "devices": devices,
+        "mesh": str(device_run.layout.shape),
+        "model": run_to_dict(device_run.run)["model"],
+        "seconds": step.step,
+        "unpriced_seconds": step.of((WAITING, IDLE)),
+        "planned_seconds": None if planned is None else sum(planned.values()),
+    }
 
 
 def compare(

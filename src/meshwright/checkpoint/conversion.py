@@ -23,7 +23,6 @@ from meshwright.formatting import Brief, first_of, format_count, shortened
 from meshwright.hugging_face.architectures import Architecture, architecture_of
 from meshwright.hugging_face.folder import (
     KEPT,
-    TOKENIZER_FILES,
     ModelFolder,
     OtherParts,
     TensorReader,
@@ -48,12 +47,6 @@ from meshwright.hugging_face.safetensors_files import (
 )
 from meshwright.hugging_face.text_models import TEXT_PREFIXES
 from meshwright.hugging_face.tokenizer_files import write_tokenizer
-from meshwright.hugging_face.torch_checkpoints import (
-    METADATA,
-    NamedTensor,
-    named_tensors,
-    read_metadata,
-)
 from meshwright.models.adapters import ADAPTERS, dequantise, targets_of
 from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.runs.run import Run
@@ -76,8 +69,6 @@ LARGEST_FILE = 5 * 10**9
 SUMS = "SHA256SUMS"
 """File of checksums, as `sha256sum --check` reads it."""
 _JOURNAL = "progress.json"
-LLAMA_NAME = "LlamaForCausalLM"
-"""Architecture whose names in torchtitan are known."""
 Say = Callable[[str], None]
 
 
@@ -114,7 +105,7 @@ class Conversion(Brief):
         )
 
 
-class _Journal:
+class Journal:
     """A folder under construction: `OUT.partial`, with the tensors that are done.
 
     Continues where an earlier conversion of the same `source` was interrupted: JSON values that identify what is
@@ -216,6 +207,12 @@ def check_sums(folder: Path, say: Say) -> None:
     say(f"checksums of {len(lines)} file{'s' if len(lines) > 1 else ''} agree")
 
 
+def write_sums(folder: Path) -> None:
+    """Writes the checksums of a folder's safetensors files."""
+    lines = [f"{sha256_of(file)}  {file.name}\n" for file in sorted(folder.glob("*.safetensors"))]
+    write_text(folder / SUMS, "".join(lines))
+
+
 def import_weights(source: str, out: Path, say: Say = lambda line: None) -> Conversion:
     """Converts the model `hf:NAME` into the output folder `out`: Run, tokenizer, and a checkpoint of step 0.
 
@@ -226,7 +223,7 @@ def import_weights(source: str, out: Path, say: Say = lambda line: None) -> Conv
     weights = open_folder(source)
     dtypes = {path: DTYPES[_CODES[p.stored or weights.dtype]] for path, p in weights.params.items()}
     source_id = ["from hugging face", weights.dtype, _identity_of_files(weights)]
-    journal = _Journal(out, source_id, len(weights.params), say)
+    journal = Journal(out, source_id, len(weights.params), say)
     check_sums(weights.folder.path, say)
     check_tied(weights)
 
@@ -252,7 +249,7 @@ def import_weights(source: str, out: Path, say: Say = lambda line: None) -> Conv
     return Conversion(
         out,
         weights.folder.architecture.name,
-        _count(weights.params),
+        count_parameters(weights.params),
         len(stored_names),
         weights.dtype,
         journal.resumed,
@@ -299,7 +296,7 @@ def _write_run_folder(source: ModelFolder, run: Run, out: Path) -> None:
     keep_files(source.path, out)
 
 
-def _count(params: dict[str, Param]) -> int:
+def count_parameters(params: dict[str, Param]) -> int:
     """Returns the elements of all parameters, without padding."""
     return sum(int(np.prod(unpadded_shape(p))) for p in params.values())
 
@@ -340,83 +337,24 @@ def export_weights(
     others, notes = _other_parts(source, config)
 
     plan = _plan_files(params, stored, others, dtype, largest_file)
-    journal = _Journal(out, _identity_of_export(tensors, plan), len(params), say)
+    journal = Journal(out, _identity_of_export(tensors, plan), len(params), say)
     files = plan.open(journal.folder)
     exporter = _Exporter(_merged(tensors), stored, others, files)
     journal.convert(params, exporter.convert)
     exporter.copy_other_parts()
     if len(plan.groups) > 1:
-        _write_json(journal.folder / INDEX, plan.index())
+        write_json(journal.folder / INDEX, plan.index())
     _write_description(source, journal.folder, config)
     journal.commit()
     return Conversion(
-        out, architecture.name, _count(params), len(plan.tensors), dtype, journal.resumed, notes
+        out,
+        architecture.name,
+        count_parameters(params),
+        len(plan.tensors),
+        dtype,
+        journal.resumed,
+        notes,
     )
-
-
-def import_torch_checkpoint(
-    source: Path, out: Path, *, largest_file: int = LARGEST_FILE, say: Say = lambda line: None
-) -> Conversion:
-    """Converts a checkpoint of `torch.distributed.checkpoint` that torchtitan wrote into the Hugging Face folder `out`.
-
-    source: folder with `.metadata`, and with the config.json of its model, a Llama. The weights keep their type. Memory is
-    bounded by the largest chunk. Raises WeightsError for anything missing, unknown or damaged, ConfigError where `out`
-    exists.
-    """
-    folder = read_model(str(source.absolute()))
-    if folder.architecture.name != LLAMA_NAME:
-        raise WeightsError(
-            f"converting {source}",
-            f"its config.json is of {folder.architecture.name}, and names of {LLAMA_NAME} are known alone",
-            "a Hugging Face folder, written by the program that saved it",
-        )
-    llama: Any = folder.model
-    tensors, notes = named_tensors(source, read_metadata(source), llama.heads, llama.kv_heads)
-    described = {name: (found.tensor.code, found.tensor.shape) for name, found in tensors.items()}
-    sizes = {name: tensor_bytes(code, shape) for name, (code, shape) in described.items()}
-    plan = _FilePlan(described, split_into_files(sizes, largest_file))
-
-    journal = _Journal(out, _identity_of_chunks(source, tensors, plan), len(tensors), say)
-    files = plan.open(journal.folder)
-    if len(plan.groups) > 1:
-        _write_json(journal.folder / INDEX, plan.index())
-    for name in ("config.json", "generation_config.json", *TOKENIZER_FILES):
-        if (source / name).is_file():
-            check_inside(source, [source / name])
-            make_folder(journal.folder, *Path(name).parts[:-1])
-            copy_file(source / name, journal.folder / name)
-    # Headers and sizes are written, so that names and shapes are compared with the model before a weight is read.
-    try:
-        weights = open_folder(str(journal.folder.absolute()))
-    except WeightsError as error:
-        raise WeightsError(f"converting {source}", error.truth, error.fix) from error
-
-    for number, (name, found) in enumerate(tensors.items(), 1):
-        if name in journal.done:
-            continue
-        say(f"{number}/{len(tensors)} {name} {list(found.tensor.shape)}")
-        target = files[name].tensor(name)
-        for block, values in found.blocks():
-            target[block] = values
-        files[name].release()
-        journal.note(name, True)
-    lines = [
-        f"{sha256_of(file)}  {file.name}\n" for file in sorted(journal.folder.glob("*.safetensors"))
-    ]
-    write_text(journal.folder / SUMS, "".join(lines))
-    journal.commit()
-    count = _count(weights.params)
-    return Conversion(
-        out, folder.architecture.name, count, len(tensors), weights.dtype, journal.resumed, notes
-    )
-
-
-def _identity_of_chunks(source: Path, tensors: Mapping[str, NamedTensor], plan: "_FilePlan") -> Any:
-    """Returns what identifies a conversion: the checkpoint's files, and the groups of tensors that are written."""
-    files = {chunk.file.resolve() for found in tensors.values() for chunk in found.tensor.chunks}
-    files |= {source.resolve() / METADATA, source.resolve() / "config.json"}
-    states = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(files)]
-    return ["from torch", states, plan.groups]
 
 
 def _dtype_at_rest(run: Run) -> str:
@@ -450,7 +388,7 @@ def _other_parts(source: Path, config: dict[str, Any]) -> tuple[OtherParts | Non
     return None, (note,)
 
 
-def _identity_of_export(tensors: StoredTensors, plan: "_FilePlan") -> list[Any]:
+def _identity_of_export(tensors: StoredTensors, plan: "FilePlan") -> list[Any]:
     """Returns what identifies an export, by which an interrupted one knows its source again."""
     return [
         str(tensors.step_folder.resolve()),
@@ -505,7 +443,7 @@ class _Exporter:
 
 
 @dataclasses.dataclass(frozen=True)
-class _FilePlan:
+class FilePlan:
     """The files of weights that an export writes."""
 
     tensors: dict[str, tuple[str, tuple[int, ...]]]
@@ -541,7 +479,7 @@ def _plan_files(
     others: OtherParts | None,
     dtype: str,
     largest_file: int,
-) -> _FilePlan:
+) -> FilePlan:
     """Returns the tensors of an export and their files. others: parts of a larger model, which come last."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for path, p in params.items():
@@ -554,23 +492,23 @@ def _plan_files(
         for name, entry in others.file.entries.items():
             tensors[name] = (entry.dtype, entry.shape)
     sizes = {name: tensor_bytes(code, shape) for name, (code, shape) in tensors.items()}
-    return _FilePlan(tensors, split_into_files(sizes, largest_file))
+    return FilePlan(tensors, split_into_files(sizes, largest_file))
 
 
 def _write_description(source: Path, folder: Path, config: dict[str, Any]) -> None:
     """Writes checksums, tokenizer and configuration of an export."""
-    lines = [f"{sha256_of(file)}  {file.name}\n" for file in sorted(folder.glob("*.safetensors"))]
-    write_text(folder / SUMS, "".join(lines))
+    write_sums(folder)
     end_of_text = write_tokenizer(source / "tokenizer.json", source / KEPT, folder)
     if "eos_token_id" not in config and end_of_text is not None:
         config = config | {"eos_token_id": end_of_text}
-    _write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config)
     generation = source / KEPT / "generation_config.json"
     if generation.is_file():
         copy_file(generation, folder / generation.name)
 
 
-def _write_json(file: Path, document: Any) -> None:
+def write_json(file: Path, document: Any) -> None:
+    """Writes a JSON file that people may read."""
     write_text(file, json.dumps(document, indent=2) + "\n")
 
 

@@ -80,6 +80,21 @@ class BatchRamp:
         return read + step * self.full
 
 
+@dataclasses.dataclass(frozen=True)
+class Epochs:
+    """Passes of a run over its shortest source of samples."""
+
+    ramp: BatchRamp
+    samples: float
+    """Samples of the training, of all sources, after which the shortest source begins again."""
+
+    def of_step(self, step: int) -> tuple[int, int]:
+        """Returns the epochs of the first and the last sample of a step, the first step being 1."""
+        first = self.ramp.read_before(step - 1)
+        last = self.ramp.read_before(step) - 1
+        return int(first // self.samples), int(last // self.samples)
+
+
 def ramp_of(training: Training) -> BatchRamp:
     """Parses the ramp of a run.
 

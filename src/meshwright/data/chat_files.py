@@ -7,7 +7,16 @@ from typing import IO, Any
 
 from meshwright.data.readers import LARGEST, decompressed, kind_of_value, read_json_lines
 from meshwright.data.selection import relative_names, select_data
-from meshwright.data.sources import COLUMNS, COMPRESSED, LINES, Found, Place, Records, kind_of
+from meshwright.data.sources import (
+    COLUMNS,
+    COMPRESSED,
+    LINES,
+    PLAIN,
+    Found,
+    Place,
+    Records,
+    kind_of,
+)
 from meshwright.documents import ForeignFileError, open_bytes, parse_json, unique_object
 from meshwright.errors import DataError
 from meshwright.hardware.agreement import note_progress
@@ -30,6 +39,11 @@ def find_chat_files(path: str) -> Found:
     """
     location = Path(path)
     if location.is_file():
+        kind, _ = kind_of(location.name)
+        if kind in PLAIN:
+            truth = f"it is text ({kind}), and this run reads conversations or preferences"
+            fix = f"a file of records, {KINDS}; text is read by a run of `meshwright train`"
+            raise DataError(f"--data {path}", truth, fix)
         return Found([location])
     reason = "it is not there"
     if location.is_dir():

@@ -35,7 +35,7 @@ from meshwright.comm.collectives import (
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.context import CONTEXT
-from meshwright.models.kernels.attention import Scores, cap
+from meshwright.models.kernels.attention import Index, Scores, cap
 from meshwright.models.model import ModelSpec, RecurrentStep
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.placement import Placement, local_shape, replicates_kv_heads, to_spec
@@ -61,6 +61,8 @@ class KeyValues:
     k: Any
     v: Any
     """None where the cache holds latents."""
+    index: Any = None
+    """Keys of an indexer, [L, S, K, B, its head size]; None where there is none."""
 
 
 @jax.tree_util.register_dataclass
@@ -116,7 +118,11 @@ class CachePlan:
             leaf = jax.ShapeDtypeStruct(
                 (layers, self.slots, heads, self.batch, size), jnp.dtype(self.dtype)
             )
-            stacks[stack] = KeyValues(leaf, leaf if attention.latent is None else None)
+            index = None
+            if attention.indexer is not None:
+                shape = (*leaf.shape[:-1], attention.indexer.head_size)
+                index = jax.ShapeDtypeStruct(shape, leaf.dtype)
+            stacks[stack] = KeyValues(leaf, leaf if attention.latent is None else None, index)
         return stacks
 
     def placement(self, cache: Any, rank: int) -> Placement:
@@ -191,9 +197,20 @@ class CachedAttend:
         assert cache is not None
         return cache
 
-    def latent(self, q_BTNZ: jax.Array, cached_BTZ: jax.Array, kv_rank: int, /) -> jax.Array:
+    def latent(
+        self, q_BTNZ: jax.Array, cached_BTZ: jax.Array, kv_rank: int, index: Index | None, /
+    ) -> jax.Array:
         """Returns the attention output of latents [1, tokens, N, kv_rank], for `ForwardContext.attend_latent`."""
-        return self(q_BTNZ, cached_BTZ[:, :, None], None, window=None, kv_rank=kv_rank)
+        if index is not None:
+            index = Index(
+                self._by_sequence(index.q_BTIH),
+                self._by_sequence(index.k_BSH),
+                self._by_sequence(index.weights_BTI),
+                index.top_k,
+            )
+        scores = Scores(index=index)
+        k_BTKZ = cached_BTZ[:, :, None]
+        return self(q_BTNZ, k_BTKZ, None, window=None, scores=scores, kv_rank=kv_rank)
 
     def recur(self, step: RecurrentStep, inputs: Any, /) -> jax.Array:
         """Returns the output of a recurrence [1, tokens, ...] from the cached state, for `ForwardContext.recur`.
@@ -239,7 +256,9 @@ class CachedAttend:
         q, k = self._by_sequence(q_BTNH), self._by_sequence(k_BTKH)
         v = None if v_BTKH is None else self._by_sequence(v_BTKH)
         with jax.named_scope("cache"):
-            self._cache = write(self._cache, self._row, self._slots, k, v)
+            index = None if scores is None else scores.index
+            index_k = None if index is None else index.k_BSH[:, :, None]
+            self._cache = write(self._cache, self._row, self._slots, k, v, index_k)
             out, lse = attend(self._cache, self._row, self._slots, q, window, scores, kv_rank)
         sinks_N = None if scores is None else scores.sinks_N
         if lax.axis_size(CONTEXT) == 1:
@@ -263,11 +282,16 @@ def _flat(out: jax.Array, rows: int) -> jax.Array:
 
 
 def write(
-    cache: KeyValues, row: Any, slots: Slots, k_BTKH: jax.Array, v_BTKH: jax.Array | None
+    cache: KeyValues,
+    row: Any,
+    slots: Slots,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array | None,
+    index_BTKH: jax.Array | None = None,
 ) -> KeyValues:
     """Returns the cache with a step's keys and values at their slots, of which this device keeps its own.
 
-    v_BTKH: None for a cache of latents.
+    v_BTKH: None for a cache of latents.  index_BTKH: keys of an indexer.
     """
     devices, here = lax.axis_size(CONTEXT), axis_index(CONTEXT)
     start = slots.slot // devices
@@ -286,7 +310,11 @@ def write(
             new_TKBH = jnp.where(slots.slot % devices == here, new_TKBH, old)
         return lax.dynamic_update_slice(array, new_TKBH[None], where)
 
-    return KeyValues(place(cache.k, k_BTKH), None if v_BTKH is None else place(cache.v, v_BTKH))
+    return KeyValues(
+        place(cache.k, k_BTKH),
+        None if v_BTKH is None else place(cache.v, v_BTKH),
+        None if index_BTKH is None else place(cache.index, index_BTKH),
+    )
 
 
 class Sums(NamedTuple):
@@ -322,6 +350,8 @@ class _BlockAttention:
     chunk: int | None
     softcap: float | None
     kv_rank: int | None
+    chosen_BTS: jax.Array | None
+    """Slots of this device that an indexer chose; None where there is none."""
 
     @property
     def value_size(self) -> int:
@@ -374,6 +404,9 @@ class _BlockAttention:
         local_S = number * self.block + jnp.arange(self.block)
         key_S = local_S * lax.axis_size(CONTEXT) + axis_index(CONTEXT)
         seen_BTS = _seen(self.slots.first_B, self.at_T, key_S, self.window, self.chunk)
+        if self.chosen_BTS is not None:
+            first = number * self.block
+            seen_BTS &= lax.dynamic_slice_in_dim(self.chosen_BTS, first, self.block, axis=2)
         seen = jnp.broadcast_to(seen_BTS[:, None], (B, queries // T, T, self.block))
         return seen.reshape(1, B, queries, self.block)
 
@@ -413,9 +446,12 @@ def attend(
     if chunk is not None:
         window = min(window or chunk, chunk)
 
+    chosen_BTS = None
+    if scores is not None and scores.index is not None:
+        chosen_BTS = _chosen(scores.index, cache.index, row, slots, at_T)
     block = math.gcd(local_slots, _BLOCK)
     attention = _BlockAttention(
-        cache, row, slots, q_KBGH, at_T, block, window, chunk, softcap, kv_rank
+        cache, row, slots, q_KBGH, at_T, block, window, chunk, softcap, kv_rank, chosen_BTS
     )
     if block == local_slots:
         sums = attention.visit(0, attention.empty())
@@ -428,6 +464,16 @@ def attend(
     lse = (sums.highest + jnp.log(total)).reshape(K, B, G, T)
     out_BTNH = out.transpose(1, 3, 0, 2, 4).reshape(B, T, N, attention.value_size)
     return out_BTNH, lse.transpose(1, 3, 0, 2).reshape(B, T, N)
+
+
+def _chosen(
+    index: Index, cached_LSKBH: jax.Array, row: Any, slots: Slots, at_T: jax.Array
+) -> jax.Array:
+    """Returns which slots an indexer chose for each token, [B, T, S]. A mesh with `context` is refused (runs/checks.py)."""
+    # Every device of `tensor` has the same keys, as one head.
+    k_BSH = lax.dynamic_index_in_dim(cached_LSKBH, row, 0, keepdims=False)[:, 0].swapaxes(0, 1)
+    visible_BTS = _seen(slots.first_B, at_T, jnp.arange(k_BSH.shape[1]), None, None)
+    return index.chosen(index.scores(k_BSH), visible_BTS)
 
 
 def _seen(

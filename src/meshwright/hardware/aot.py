@@ -42,10 +42,19 @@ def require_compiler(target: Target) -> None:
 
     Raises ConfigError for a chip that no compiler here knows.
     """
+    if target.chip.announced:
+        raise ConfigError(
+            f"compiling for {target}",
+            f"{target.chip.name} is only announced ({target.chip.announced}): no compiler here "
+            "knows it",
+            f"use meshwright plan, or one of {', '.join(_usable())}",
+        )
     if target.name not in CHIPS:
         truth = "no installed compiler knows this chip; it can only be planned for"
         raise ConfigError(
-            f"compiling for {target}", truth, f"use meshwright plan, or one of {', '.join(CHIPS)}"
+            f"compiling for {target}",
+            truth,
+            f"use meshwright plan, or one of {', '.join(_usable())}",
         )
     if target.chip.on_torus:
         if importlib.util.find_spec("libtpu") is None:
@@ -65,6 +74,11 @@ def require_compiler(target: Target) -> None:
             "nvidia-cudnn-cu13 "
             "(no GPU is needed)",
         )
+
+
+def _usable() -> list[str]:
+    """Returns the names of the chips that a compiler knows."""
+    return [name for name, chip in CHIPS.items() if not chip.announced]
 
 
 def compiler_environment(target: Target) -> dict[str, str]:

@@ -131,6 +131,9 @@ class Chip:
     family: str = ""
     """Name that it shares with chips of the same matrix unit, which have the same fractions of
     peak."""
+    announced: str = ""
+    """Announcement that its figures are of; empty for a chip that others can use. An announced chip
+    is planned for, and nothing is compiled for it."""
     compiler: str = ""
     """Name of the chip in libtpu, or its description in NVIDIA's CUDA plugin; empty where no
     compiler knows it."""

@@ -5,6 +5,7 @@ added from outside the package by adding it to `ARCHITECTURES`.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,12 +45,14 @@ from meshwright.models.decoder import head_size_of
 from meshwright.models.families.arcee import Arcee
 from meshwright.models.families.cohere import Cohere, Cohere2
 from meshwright.models.families.deepseek import Deepseek
+from meshwright.models.families.deepseek_sparse import DeepseekSparse
 from meshwright.models.families.gemma import Gemma2, Gemma3
 from meshwright.models.families.gemma4 import Gemma4
 from meshwright.models.families.glm4_moe import Glm4Moe
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.gpt_oss import GptOss
 from meshwright.models.families.granite import Granite, GraniteMoe
+from meshwright.models.families.granite_hybrid import GraniteHybrid
 from meshwright.models.families.hunyuan import Hunyuan
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.llama4 import Llama4
@@ -425,6 +428,127 @@ _GRANITE_MOE = (
     same("num_experts_per_tok", "experts_per_token", 2),
     _AUX_LOSS,
 )
+
+
+def _kinds_of_granite_hybrid(layers: int, interval: int, offset: int) -> list[str]:
+    attention = range(offset, layers, interval) if interval else ()
+    return ["attention" if i in attention else "mamba" for i in range(layers)]
+
+
+_NEW_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
+"""Kinds of layers as `transformers` 5 names them -> as the published files do."""
+
+
+def _read_granite_hybrid_layers(fields: Fields) -> dict[str, Any]:
+    layers = fields.get("num_hidden_layers")
+    found = fields.first("layer_types", "layers_block_type", default=["mamba"] * layers)
+    kinds = [_NEW_NAMES.get(kind, kind) for kind in found]
+    attention = [i for i, kind in enumerate(kinds) if kind == "attention"]
+    if not attention:
+        interval, offset = 0, 0
+    else:
+        offset = attention[0]
+        interval = attention[1] - offset if len(attention) > 1 else layers
+    repeats = interval == 0 or offset < interval
+    if not repeats or kinds != _kinds_of_granite_hybrid(layers, interval, offset):
+        raise fields.error(
+            f"layer_types does not repeat: attention is in layers {attention} of {layers}",
+            "a model with attention in each n-th layer, and a state space in the others",
+        )
+    return {"attention_interval": interval, "attention_offset": offset}
+
+
+def _read_rotation(fields: Fields) -> dict[str, Any]:
+    fields.require("position_embedding_type", None, "rope", "nope")
+    rotates = fields.config.get("position_embedding_type") == "rope"
+    return {"rotation": "rope" if rotates else "none"}
+
+
+def _read_mamba_sizes(fields: Fields) -> dict[str, Any]:
+    heads = fields.get("mamba_n_heads", 128)
+    inner = fields.get("mamba_expand", 2) * fields.get("hidden_size")
+    size = fields.get("mamba_d_head", "auto")
+    size = inner // heads if size == "auto" else size
+    if size * heads != inner:
+        found = (
+            f"mamba_expand * hidden_size is {inner}, and {heads} heads of {size} are {size * heads}"
+        )
+        raise fields.error(found, f"mamba_d_head {inner // heads}")
+    return {"mamba_heads": heads, "mamba_head_size": size}
+
+
+def _write_mamba_sizes(c: Any) -> dict[str, Any] | None:
+    expand, over = divmod(c.mamba_heads * c.mamba_head_size, c.width)
+    if over:
+        return None  # `transformers` has a multiple of the width
+    return {
+        "mamba_n_heads": c.mamba_heads,
+        "mamba_d_head": c.mamba_head_size,
+        "mamba_expand": expand,
+    }
+
+
+def _check_step_limit(fields: Fields) -> None:
+    limit = fields.get("time_step_limit", [0.0, math.inf])
+    # `transformers` writes {"__float__": "Infinity"}, which is a number in JSON too.
+    numbers = [x["__float__"] if isinstance(x, dict) else x for x in limit]
+    if [float(x) for x in numbers] != [0.0, math.inf]:
+        found = f"time_step_limit is {limit}, and Meshwright limits no step"
+        raise fields.error(found, "a model without a limit: [0.0, Infinity]")
+
+
+def _read_granite_hybrid_experts(fields: Fields) -> dict[str, Any]:
+    experts = fields.config.get("num_local_experts", 8)
+    fields.without_effect("num_local_experts")
+    if not experts:
+        fields.without_effect("intermediate_size", "num_experts_per_tok", "router_aux_loss_coef")
+        return {"experts": 0}
+    return {
+        "experts": experts,
+        "experts_per_token": fields.get("num_experts_per_tok", 2),
+        "expert_mlp": fields.get("intermediate_size", 11008),
+        "aux_loss_weight": fields.get("router_aux_loss_coef", 0.001),
+    }
+
+
+def _write_granite_hybrid_experts(c: Any) -> dict[str, Any]:
+    if not c.experts:
+        return {"num_local_experts": 0}
+    return {
+        "num_local_experts": c.experts,
+        "num_experts_per_tok": c.experts_per_token,
+        "intermediate_size": c.expert_mlp,
+        "router_aux_loss_coef": c.aux_loss_weight,
+    }
+
+
+_GRANITE_HYBRID = (
+    *(*_SIZES, plain_rope(), _EPSILON, *_FACTORS),
+    flag("attention_bias", "attention_bias"),
+    same("shared_intermediate_size", "mlp", 1024),
+    Entry(_read_granite_hybrid_experts, _write_granite_hybrid_experts),
+    Entry(
+        _read_granite_hybrid_layers,
+        lambda c: {
+            "layer_types": _kinds_of_granite_hybrid(
+                c.layers, c.attention_interval, c.attention_offset
+            )
+        },
+    ),
+    Entry(
+        _read_rotation,
+        lambda c: {"position_embedding_type": "rope" if c.rotation == "rope" else "nope"},
+    ),
+    Entry(_read_mamba_sizes, _write_mamba_sizes),
+    same("mamba_n_groups", "mamba_groups", 1),
+    same("mamba_d_state", "mamba_state", 256),
+    same("mamba_d_conv", "convolution_taps", 4),
+    fixed("mamba_conv_bias", True),
+    fixed("mamba_proj_bias", False),
+    Entry(_check_step_limit),
+    # Chunks of any size have the same numbers.
+    without_effect("mamba_chunk_size", "normalization_function", "init_method"),
+)
 _ARCEE = (
     *(*_CORE, _KV_HEADS, _TIED, head_size(), scaled_rope(), _EPSILON_5, _MLP, _BIASES),
     *(_BEFORE, _NO_QK_NORM),
@@ -535,6 +659,50 @@ _MINISTRAL3 = (
     must(rope_scaling=None, rope_factor=1.0),
     Entry(_read_ministral3_rope, _write_ministral3_rope),
 )
+_GRANITE_MOE_NAMES = {
+    **LLAMA,
+    "router": ("block_sparse_moe.router.layer.weight", ("R", "D")),
+    "expert_gate": ("block_sparse_moe.input_linear.weight", ("E", "F+", "D")),
+    "expert_up": ("block_sparse_moe.input_linear.weight", ("E", "F+", "D")),
+    "expert_down": ("block_sparse_moe.output_linear.weight", ("E", "D", "F")),
+}
+_OF_MAMBA = {
+    "value_gate": ("NH+",),
+    "value": ("NH+",),
+    "key": ("KH+",),
+    "query": ("KH+",),
+    "step": ("N+",),
+}
+"""Parts of the projection into a state space, in their order."""
+_MAMBA_NAMES = {
+    **{name: ("mamba.in_proj.weight", (*axes, "D")) for name, axes in _OF_MAMBA.items()},
+    **{
+        f"{name}_taps": ("mamba.conv1d.weight", (*_OF_MAMBA[name], "", "W"))
+        for name in ("value", "key", "query")
+    },
+    **{
+        f"{name}_taps_bias": ("mamba.conv1d.bias", _OF_MAMBA[name])
+        for name in ("value", "key", "query")
+    },
+    "step_bias": ("mamba.dt_bias", ("N",)),
+    "a_log": ("mamba.A_log", ("N",)),
+    "skip": ("mamba.D", ("N",)),
+    "value_norm": ("mamba.norm.weight", ("NH",)),
+    "attention_out": ("mamba.out_proj.weight", ("D", "NH")),
+}
+_SHARED_MLP = {"gate": ("F+", "D"), "up": ("F+", "D")}
+_GRANITE_HYBRID_NAMES = {
+    **{name: names for name, names in _GRANITE_MOE_NAMES.items() if name not in _MAMBA_NAMES},
+    **_MAMBA_NAMES,
+    **{f"blocks.{name}": LLAMA[name] for name in ("query", "key", "value", "attention_out")},
+    **{name: ("shared_mlp.input_linear.weight", axes) for name, axes in _SHARED_MLP.items()},
+    "down": ("shared_mlp.output_linear.weight", ("D", "F")),
+    **{
+        f"shared_{name}": ("shared_mlp.input_linear.weight", axes)
+        for name, axes in _SHARED_MLP.items()
+    },
+    "shared_down": ("shared_mlp.output_linear.weight", ("D", "F")),
+}
 _COHERE_NAMES = {**LLAMA, "final_norm.scale": LLAMA["final_norm"]}
 _OLMO_NAMES = {
     **LLAMA,
@@ -725,6 +893,68 @@ _GLM4_MOE_LITE = (
 )
 
 
+def _read_dense_of_sparse_deepseek(fields: Fields) -> dict[str, Any]:
+    """Returns the leading dense layers: three, where no field names them."""
+    layers = fields.get("num_hidden_layers")
+    dense = min(fields.get("first_k_dense_replace", 3), layers)
+    usual = ["dense"] * dense + ["sparse"] * (layers - dense)
+    kinds = fields.get("mlp_layer_types", usual)
+    if kinds != usual:
+        found = f"mlp_layer_types is {kinds}, and first_k_dense_replace {dense}"
+        raise fields.error(found, "a model whose dense layers come first, as many in both fields")
+    return {"dense_layers": dense}
+
+
+def _check_every_layer_has_an_indexer(fields: Fields) -> None:
+    """Raises WeightsError for layers that attend to all keys, or to those that another layer chose."""
+    layers = fields.get("num_hidden_layers")
+    for name, known in (("layer_types", "indexed_attention"), ("indexer_types", "full")):
+        kinds = fields.get(name, [known] * layers)
+        if kinds != [known] * layers:
+            others = sorted({str(kind) for kind in kinds} - {known})
+            found = (
+                f"{name} has {', '.join(others)}, and Meshwright computes an indexer in every layer"
+            )
+            raise fields.error(found, f"a model whose {name} are all {known}")
+
+
+_SPARSE_DEEPSEEK = (
+    *(entry for entry in _DEEPSEEK if entry not in (_EPSILON, _DENSE_FIRST)),
+    Entry(
+        _read_dense_of_sparse_deepseek,
+        lambda c: {"first_k_dense_replace": c.dense_layers},
+    ),
+    Entry(_check_every_layer_has_an_indexer),
+    *(same(name, name) for name in ("index_n_heads", "index_head_dim", "index_topk")),
+    same("aux_loss_alpha", "aux_loss_weight", _V3_BALANCE_WEIGHT),
+    fixed("rope_interleave", True, written=False),
+    fixed("scoring_func", "sigmoid"),
+    fixed("topk_method", "noaux_tc"),
+    must(router_score="sigmoid"),
+    same("norm_topk_prob", "normalize_top_k", True),
+    given(bias_update_rate=_BIAS_UPDATE_RATE),
+    Entry(_read_mtp_depth, lambda c: {"num_nextn_predict_layers": c.mtp_depth}),
+)
+_DEEPSEEK_V32 = (
+    *_SPARSE_DEEPSEEK,
+    _EPSILON,
+    must(index_pairs="halves"),
+    same("n_group", "expert_groups", 8),
+    same("topk_group", "topk_groups", 4),
+)
+_GLM_MOE_DSA = (
+    *_SPARSE_DEEPSEEK,
+    _EPSILON_5,
+    must(index_pairs="neighbours"),
+    same("n_group", "expert_groups", 1),
+    same("topk_group", "topk_groups", 1),
+    fixed("indexer_rope_interleave", True, written=False),
+    # Every how many layers one has an indexer, and from which layer on they are counted.
+    fixed("index_topk_freq", 1, written=False),
+    without_effect("index_skip_topk_offset"),
+)
+
+
 def _read_mistral4_rope(fields: Fields) -> dict[str, Any]:
     sizes = [fields.get(name) for name in ("qk_rope_head_dim", "qk_nope_head_dim")]
     usual = sizes[0] / sum(sizes)
@@ -776,6 +1006,14 @@ _DEEPSEEK_NAMES = {
     "mtp.hidden_norm": ("hnorm.weight", ("D",)),
     "mtp.project": ("eh_proj.weight", ("D", "Z")),
     "mtp.final_norm": ("shared_head.norm.weight", ("D",)),
+}
+_SPARSE_DEEPSEEK_NAMES = {
+    **_DEEPSEEK_NAMES,
+    "index_query": ("self_attn.indexer.wq_b.weight", ("IH", "Z")),
+    "index_key": ("self_attn.indexer.wk.weight", ("H", "D")),
+    "index_key_norm": ("self_attn.indexer.k_norm.weight", ("H",)),
+    "index_key_norm_bias": ("self_attn.indexer.k_norm.bias", ("H",)),
+    "index_weights": ("self_attn.indexer.weights_proj.weight", ("I", "D")),
 }
 _MTP_COPIES = r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight"
 """Copies of embedding and unembedding with the layer of multi-token prediction, which shares those of the model."""
@@ -1410,6 +1648,24 @@ _ALL = (
         other_types=("kimi_k2",),
     ),
     Architecture(
+        "DeepseekV32ForCausalLM",
+        "deepseek_v32",
+        DeepseekSparse,
+        _DEEPSEEK_V32,
+        _SPARSE_DEEPSEEK_NAMES,
+        computed=(*_COMPUTED, _MTP_COPIES),
+        packed=FP8,
+    ),
+    Architecture(
+        "GlmMoeDsaForCausalLM",
+        "glm_moe_dsa",
+        DeepseekSparse,
+        _GLM_MOE_DSA,
+        _SPARSE_DEEPSEEK_NAMES,
+        computed=(*_COMPUTED, _MTP_COPIES),
+        packed=FP8,
+    ),
+    Architecture(
         "GPT2LMHeadModel",
         "gpt2",
         Gpt2,
@@ -1493,17 +1749,14 @@ _ALL = (
     ),
     Architecture("GraniteForCausalLM", "granite", Granite, _GRANITE),
     Architecture(
-        "GraniteMoeForCausalLM",
-        "granitemoe",
-        GraniteMoe,
-        _GRANITE_MOE,
-        {
-            **LLAMA,
-            "router": ("block_sparse_moe.router.layer.weight", ("R", "D")),
-            "expert_gate": ("block_sparse_moe.input_linear.weight", ("E", "F+", "D")),
-            "expert_up": ("block_sparse_moe.input_linear.weight", ("E", "F+", "D")),
-            "expert_down": ("block_sparse_moe.output_linear.weight", ("E", "D", "F")),
-        },
+        "GraniteMoeForCausalLM", "granitemoe", GraniteMoe, _GRANITE_MOE, _GRANITE_MOE_NAMES
+    ),
+    Architecture(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        GraniteHybrid,
+        _GRANITE_HYBRID,
+        _GRANITE_HYBRID_NAMES,
     ),
     Architecture("ArceeForCausalLM", "arcee", Arcee, _ARCEE),
     Architecture("CohereForCausalLM", "cohere", Cohere, _COHERE, _COHERE_NAMES),

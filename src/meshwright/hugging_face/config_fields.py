@@ -87,8 +87,6 @@ WITHOUT_EFFECT = {name: reason for reason, names in _REASONS.items() for name in
 """Field of any architecture that changes no number of the forward pass -> why."""
 
 _LACKED = {
-    r"^index_(topk|n_heads|head_dim)": "a sparse indexer, which chooses the tokens that attention sees",
-    r"^(ssm_|mamba_|state_size|time_step_|conv_kernel$|n_groups$)": "state space layers",
     r"^(hc_|hyper_connection|num_residual_streams)": "hyper-connections between layers",
     r"per_layer_(input|config)": "embeddings or settings of each layer",
     r"^num_kv_shared_layers": "layers that share keys and values",
@@ -98,8 +96,10 @@ _LACKED = {
 }
 """Pattern of fields -> what a model with them has, which no family here computes."""
 _COMPUTED = {
+    r"^(ssm_|mamba_|state_size|time_step_|conv_kernel$|n_groups$)": "state space layers",
     r"^linear_": "linear attention",
     r"^(embedding|residual|attention|logits?)_(multiplier|scaling|scale)": "scaled branches",
+    r"^index_(topk|n_heads|head_dim)": "a sparse indexer, which chooses the tokens that attention sees",
     r"^(kv|q)_lora_rank": "multi-head latent attention",
     r"^(n_routed|num|num_local)_experts$": "a mixture of experts",
     r"^quantization_config$": "quantised weights",

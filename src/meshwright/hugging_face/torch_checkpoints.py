@@ -1,4 +1,4 @@
-"""Folders of `torch.distributed.checkpoint` (DCP), as torchtitan writes them, read without torch.
+"""Folders of `torch.distributed.checkpoint` (DCP), as torchtitan and Megatron write them, read without torch.
 
     .metadata      a pickle: type, shape and chunks of each tensor, and the file, first byte and length of each chunk
     __0_0.distcp   chunks, each a zip file of `torch.save`: `data.pkl` (type, shape, strides) and `data/0` (the bytes)
@@ -49,6 +49,11 @@ _METADATA_NAMES = frozenset(
             )
         ),
         "torch.distributed.checkpoint.filesystem _StorageInfo",
+        # What megatron-core keeps of its plan of the writing.
+        *(
+            f"torch.distributed.checkpoint.planner {name}"
+            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
+        ),
         "torch.serialization _get_layout",
         "torch Size",
         "pathlib PosixPath",
@@ -125,6 +130,12 @@ def read_metadata(folder: Path) -> dict[str, TorchTensor]:
     Raises WeightsError where `.metadata` names or describes anything else than tensors, or contradicts itself or the
     files of the folder.
     """
+    tensors, _ = read_tensors_and_objects(folder)
+    return tensors
+
+
+def read_tensors_and_objects(folder: Path) -> tuple[dict[str, TorchTensor], list[str]]:
+    """Returns the tensors of a checkpoint by name, and the names of its pickled objects, as `read_metadata` does."""
     file = folder / METADATA
     try:
         check_inside(folder, [file])
@@ -132,19 +143,27 @@ def read_metadata(folder: Path) -> dict[str, TorchTensor]:
             content = opened.read(LARGE + 1)
         if len(content) > LARGE:
             raise ValueError(f"it is larger than {LARGE:,} bytes")
-        tensors = _tensors_of(folder, read_pickled(content, _METADATA_NAMES))
+        fields = _state(read_pickled(content, _METADATA_NAMES), "Metadata")
+        described = _dictionary(fields, "state_dict_metadata")
+        objects = [str(name) for name, value in described.items() if _is_object(value)]
+        tensors = _tensors_of(folder, fields, described)
         for name, tensor in tensors.items():
             _check_tensor(name, tensor)
     except (OSError, ValueError) as error:
         truth = reason_of(error)
         raise by_class(error, WeightsError(f"reading {file}", truth, _FIX)) from error
-    return tensors
+    return tensors, objects
 
 
-def _tensors_of(folder: Path, metadata: Any) -> dict[str, TorchTensor]:
+def _is_object(value: Any) -> bool:
+    """Whether the pickle describes another pickle, of a state that is not a tensor."""
+    return isinstance(value, Call) and value.name == f"{_CHECKPOINT} BytesStorageMetadata"
+
+
+def _tensors_of(
+    folder: Path, fields: Mapping[str, Any], described: Mapping[Any, Any]
+) -> dict[str, TorchTensor]:
     """Returns the tensors that the pickle describes, with the places of their chunks. Raises ValueError."""
-    fields = _state(metadata, "Metadata")
-    described = _dictionary(fields, "state_dict_metadata")
     stored = _dictionary(fields, "storage_data")
     places: dict[tuple[str, tuple[int, ...]], tuple[Path, int, int]] = {}
     for index, info in stored.items():
@@ -155,8 +174,8 @@ def _tensors_of(folder: Path, metadata: Any) -> dict[str, TorchTensor]:
 
     tensors: dict[str, TorchTensor] = {}
     for name, value in described.items():
-        if isinstance(value, Call) and value.name == f"{_CHECKPOINT} BytesStorageMetadata":
-            continue  # another pickle, of a state that is no tensor
+        if _is_object(value):
+            continue
         entry = _state(value, "TensorStorageMetadata")
         chunks = []
         for part in _list(entry, "chunks"):
@@ -378,6 +397,16 @@ class NamedTensor:
     tensor: TorchTensor
     heads: int = 0
     """Heads whose rotary pairs are in another order: numbers 2i and 2i + 1 here, i and i + half a head there; 0: none."""
+
+    @property
+    def code(self) -> str:
+        """Type, as safetensors files name it."""
+        return self.tensor.code
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape, the same in both."""
+        return self.tensor.shape
 
     def blocks(self) -> Iterator[tuple[Any, np.ndarray]]:
         """Yields parts of Hugging Face's tensor: where each is in it, and its values."""

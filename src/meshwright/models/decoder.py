@@ -53,6 +53,14 @@ def _unchanged(x_BTD: jax.Array, weights: Tree) -> tuple[jax.Array, Tree]:
     return x_BTD, weights
 
 
+def _both_halves(attention: Aux, feed_forward: Aux) -> Aux:
+    """Returns the aux of a layer: the losses of its halves added, everything else under its own name."""
+    if "aux_loss" not in attention or "aux_loss" not in feed_forward:
+        return {**attention, **feed_forward}
+    loss = attention["aux_loss"] + feed_forward["aux_loss"]
+    return {**attention, **feed_forward, "aux_loss": loss}
+
+
 @dataclasses.dataclass(frozen=True)
 class Block:
     """One kind of layers."""
@@ -95,6 +103,8 @@ class Block:
             normalises_inputs=self.norm_place != "after",
             normalises_outputs=self.norm_place != "before",
             has_parallel_halves=self.parallel,
+            attention_scope=self.attention.scope,
+            feed_forward_scope=self.feed_forward.scope,
         )
 
     def layer(self, ctx: ForwardContext, opening: Opening = _unchanged) -> Layer:
@@ -132,19 +142,21 @@ class Block:
             x_BTD = local.record("input", x_BTD)
             with jax.named_scope(self.attention.scope):
                 h_BTD = local.record("attention input", self._norm_before("attention", x_BTD, w))
-                y_BTD = self._norm_after("attention", mix(h_BTD, w), w)
-                y_BTD = local.record("attention output", self._scaled(y_BTD))
+                mixed = mix(h_BTD, w)
+                y_BTD, attention_aux = mixed if self.attention.has_loss else (mixed, {})
+                y_BTD = self._norm_after("attention", y_BTD, w)
+                y_BTD = self._scaled(local.record("attention output", y_BTD))
                 x_BTD += ctx.dropout(y_BTD, 2 * index + 1)
                 x_BTD = local.record("attention residual", checkpoint_name(x_BTD, ATTN_RESIDUAL))
             with jax.named_scope(self.feed_forward.scope):
                 h_BTD = local.record("feed-forward input", self._norm_before("mlp", x_BTD, w))
                 y_BTD, aux = feed(h_BTD, w, x_BTD) if reads_residual else feed(h_BTD, w)
-                y_BTD = self._scaled(self._norm_after("mlp", y_BTD, w))
-                y_BTD = local.record("feed-forward output", y_BTD)
+                y_BTD = local.record("feed-forward output", self._norm_after("mlp", y_BTD, w))
+                y_BTD = self._scaled(y_BTD)
                 x_BTD += ctx.dropout(y_BTD, 2 * index + 2)
                 if self.output_scale:
                     x_BTD *= jax.lax.stop_gradient(w["output_scale"])
-                return local.record("output", x_BTD), aux
+                return local.record("output", x_BTD), _both_halves(attention_aux, aux)
 
         return run
 
@@ -161,11 +173,11 @@ class Block:
             h_BTD = self._norm_before("attention", x_BTD, w)
             with jax.named_scope(self.attention.scope):
                 mixed_BTD = mix(local.record("attention input", h_BTD), w)
-                mixed_BTD = local.record("attention output", self._scaled(mixed_BTD))
+                mixed_BTD = self._scaled(local.record("attention output", mixed_BTD))
                 mixed_BTD = ctx.dropout(mixed_BTD, 2 * index + 1)
             with jax.named_scope(self.feed_forward.scope):
                 fed_BTD, aux = feed(local.record("feed-forward input", h_BTD), w)
-                fed_BTD = local.record("feed-forward output", self._scaled(fed_BTD))
+                fed_BTD = self._scaled(local.record("feed-forward output", fed_BTD))
                 fed_BTD = ctx.dropout(fed_BTD, 2 * index + 2)
             return local.record("output", x_BTD + mixed_BTD + fed_BTD), aux
 

@@ -18,6 +18,7 @@ from meshwright.sharding.params import Tree, is_param
 FORMULAS: dict[str, str] = {
     "attention projections": "2 D H (2 N + 2 K) per token and layer (scaling-book, transformers.md)",
     "attention": "4 s N H per token and layer, s positions attended to on average: (T + 1) / 2, fewer in a window",
+    "indexer": "2 n + 2 s N (H + 1) per token and layer, of its n weights and N heads, s positions; no backward if frozen",
     "feed-forward": "2 D F per matrix, token and layer: three in SwiGLU, two in an MLP (scaling-book, transformers.md)",
     "router": "2 D E per token and layer with experts",
     "experts": "6 D F per token for each of its k experts (Mixtral, arXiv:2401.04088)",
@@ -66,7 +67,11 @@ def training_flops_per_token(model: Model, seq: int, method: str = "full") -> fl
     items = forward_flops(model, seq)
     weightless = sum(flops for item, flops in items.items() if not multiplies_weights(item))
     frozen = sum(items.values()) - weightless if method == "lora" else 0.0
-    return 3.0 * sum(items.values()) - frozen
+    # The choice of keys has no derivative: only the indexer's own loss trains it.
+    attention = model.spec().attention if model.states_layers else ()
+    trained = any(a.indexer.trained for a in attention if a.indexer is not None)
+    without_backward = 0.0 if trained else items.get("indexer", 0.0)
+    return 3.0 * sum(items.values()) - 2.0 * without_backward - frozen
 
 
 def forward_flops(model: Model, seq: int) -> dict[str, float]:
@@ -112,7 +117,10 @@ def _layer(layer: LayerSpec, stack: Tree, seq: int) -> dict[str, float]:
         )
         items[item] = items.get(item, 0.0) + flops
     if layer.attention is not None:
-        items["attention"] = layer.attention.flops(seq)
+        attention = layer.attention
+        items["attention"] = attention.flops(seq)
+        if attention.indexer is not None:
+            items["indexer"] = attention.indexer.flops(attention.causal_positions(seq))
     if layer.recurrence is not None:
         items[layer.recurrence.item] = layer.recurrence.flops(seq)
     return items

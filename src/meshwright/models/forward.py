@@ -85,7 +85,7 @@ class LocalModel:
             pieces = tuple(self._attend(part, observed) for part in parts)
         return ForwardContext.of(
             self.execution,
-            tokens=Tokens(local.inputs, local.positions, local.segments == PADDING),
+            tokens=Tokens(local.inputs, local.positions, local.segments == PADDING, local.segments),
             dropout=dropout,
             attend=self._attend(batch.segments, observed),
             attend_pieces=pieces,

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import jax
 import numpy as np
 
 from meshwright.sharding.placement import replicates_kv_heads
@@ -49,6 +50,24 @@ class LatentSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class IndexerSpec:
+    """Sizes of the indexer that chooses the keys of each query (DeepSeek-V3.2)."""
+
+    heads: int
+    head_size: int
+    top_k: int
+    """Keys that a query attends to."""
+    weights: int
+    """Elements of its matrices, by which every token is multiplied."""
+    trained: bool = False
+    """Whether it is trained, by a loss that computes the scores of all main heads once more."""
+
+    def flops(self, positions: float) -> float:
+        """Returns the FLOPs of one token that is compared with `positions` keys: projections, products, their sum."""
+        return 2.0 * self.weights + 2.0 * positions * self.heads * (self.head_size + 1)
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionSpec:
     """Attention of one layer."""
 
@@ -70,7 +89,9 @@ class AttentionSpec:
     chunk: int | None = None
     """Tokens of a chunk, within which a token attends (Llama 4)."""
     features: frozenset[str] = frozenset()
-    """Rows of `kernels.attention.FEATURES` that the kernel must have: a soft cap of the scores, sinks."""
+    """Rows of `kernels.attention.FEATURES` that the kernel must have: a soft cap of the scores, sinks, an indexer."""
+    indexer: IndexerSpec | None = None
+    """Indexer that chooses the keys of each query; None sees all of them."""
 
     @property
     def value_size(self) -> int:
@@ -105,8 +126,33 @@ class AttentionSpec:
         return Widths(heads, query, kv, value, saved, (rank or width) + cached, kept)
 
     def flops(self, seq: int) -> float:
-        """Returns the FLOPs of one token's scores and weighted values, averaged over a sequence of `seq` tokens."""
-        return 2.0 * self.causal_positions(seq) * self.heads * (self.head_size + self.value_size)
+        """Returns the FLOPs of one token's scores and weighted values, averaged over a sequence of `seq` tokens.
+
+        Only keys that an indexer chose are counted; its own work is that of `IndexerSpec.flops`.
+        """
+        positions = self.causal_positions(seq)
+        if "index" in self.features and self.indexer is not None:
+            positions = dataclasses.replace(self, window=self.indexer.top_k).causal_positions(seq)
+        return positions * self._flops_of_a_key
+
+    def computed_flops(self, seq: int) -> float:
+        """Returns the FLOPs that are computed: with an indexer, its own and those of all keys, chosen or not."""
+        positions = self.causal_positions(seq)
+        indexer = 0.0 if self.indexer is None else self.indexer.flops(positions)
+        if self.indexer is not None and self.indexer.trained:
+            indexer += 2.0 * positions * self.heads * self.head_size
+        return positions * self._flops_of_a_key + indexer
+
+    def computed_scores(self, seq: int) -> float:
+        """Returns the scores of one token that are computed, of all heads, those of an indexer too."""
+        heads = self.heads
+        if self.indexer is not None:
+            heads += self.indexer.heads + self.heads * self.indexer.trained
+        return heads * self.causal_positions(seq)
+
+    @property
+    def _flops_of_a_key(self) -> float:
+        return 2.0 * self.heads * (self.head_size + self.value_size)
 
     def causal_positions(self, seq: int) -> float:
         """Returns the positions a token attends to, averaged over a sequence of `seq` tokens."""
@@ -128,13 +174,21 @@ class MatmulSizes(NamedTuple):
     """Whether chunks follow each other, so that a GPU launches them for each chunk, and not for a sequence at once."""
 
 
+class Gathered(NamedTuple):
+    """Array that each segment of a sequence that `context` splits sends to all others."""
+
+    array: jax.ShapeDtypeStruct
+    inside: bool = False
+    """Whether it is gathered inside what the backward pass recomputes whatever the remat policy keeps."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Recurrence:
     """Facts of a first half of a layer that carries a state from token to token, of one size after any number of them.
 
     Linear attention, a state space or a short convolution. The kind states it in its `facts`, as `recurrence`, and
-    computes by `ForwardContext.recur`. FLOPs, the planner's work and memory, the cache of decoding and the refusal of a
-    sequence split over `context` follow from it (docs: Adding things, A layer kind).
+    computes by `ForwardContext.recur`. FLOPs, the planner's work, memory and traffic, the cache of decoding and, of one
+    that does not state what segments share, the refusal of `context` follow (docs: Adding things, A layer kind).
     """
 
     item: ClassVar[str]
@@ -159,6 +213,17 @@ class Recurrence:
 
     def matmuls(self, seq: int) -> list[MatmulSizes]:
         """Returns the matmuls without weights of one chunk of a sequence, of all devices of `tensor` together."""
+        return []
+
+    def gathered(self, batch: int, segment: int, dtype: str) -> dict[str, Gathered] | None:
+        """Returns what each segment of `batch` sequences that `context` splits sends to all others, by name.
+
+        All heads or channels of `tensor` together. segment: its tokens. dtype: of computation. None refuses `context`.
+        """
+        return None
+
+    def segment_matmuls(self, seq: int) -> list[MatmulSizes]:
+        """Returns the matmuls without weights that a chunk has besides `matmuls` where `context` splits sequences."""
         return []
 
     def flops(self, seq: int) -> float:
@@ -303,6 +368,10 @@ class LayerSpec:
     hidden_products: float = 0.5
     """Width of what the feed-forward's last matmul reads, over that of its first outputs: half of a gate and what it
     multiplies, all of the input of a GELU."""
+    attention_scope: str = ""
+    """Named scope of its first half in a compiled program; empty where that is not known."""
+    feed_forward_scope: str = ""
+    """Named scope of its second half."""
 
     @property
     def scales_rows(self) -> bool:

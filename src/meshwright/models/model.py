@@ -19,12 +19,14 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import default_mesh_shape
 from meshwright.models.blocks.layers import Dropout
 from meshwright.models.execution import Execution
-from meshwright.models.kernels.attention import Scores
+from meshwright.models.kernels.attention import Index, Scores
 
 # The contract of a family is imported from here, its facts included.
 from meshwright.models.layer_facts import AttentionSpec as AttentionSpec
 from meshwright.models.layer_facts import ExpertBuffers as ExpertBuffers
 from meshwright.models.layer_facts import ExpertSpec as ExpertSpec
+from meshwright.models.layer_facts import Gathered as Gathered
+from meshwright.models.layer_facts import IndexerSpec as IndexerSpec
 from meshwright.models.layer_facts import LatentSpec as LatentSpec
 from meshwright.models.layer_facts import LayerSpec as LayerSpec
 from meshwright.models.layer_facts import MatmulSizes as MatmulSizes
@@ -33,6 +35,7 @@ from meshwright.models.layer_facts import Widths as Widths
 from meshwright.plugins import resolve
 from meshwright.ranges import PositiveInt, Ranged
 from meshwright.sharding.params import GatherParams, Param, Tree
+from meshwright.sharding.sequence import SequenceSplit
 
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
 """Metrics of a step as (sum, count); the value is sum / count."""
@@ -66,6 +69,8 @@ class Tokens:
 
     Nothing that text reads, and no count, depends on padding: its embedding is zero whatever its id, it has no experts,
     and attention, convolutions and states do not cross from it into text."""
+    segments: jax.Array | None = None
+    """Document of each position; None in decoding."""
 
 
 RecurrentStep = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
@@ -73,6 +78,11 @@ RecurrentStep = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
 
 inputs: tree of [B, T, ...].  positions: within each document; a token at position 0 begins one.  state: as
 `Recurrence.carried` has it for one layer and this device; None before the first token of a sequence.
+"""
+
+SplitStep = Callable[[Any, jax.Array, SequenceSplit], jax.Array]
+"""`(inputs, positions [B, T/context], split) -> output [B, T/context, ...]`: this device's tokens of sequences that
+`context` splits, inside the `shard_map`. It exchanges what its segments need of those before them.
 """
 
 
@@ -89,8 +99,8 @@ class ForwardContext(Execution):
     batch_pieces: tuple["ForwardContext", ...] = ()
     """Inputs of each piece of the batch, for layers with experts: the rows of one travel while another computes; ()
     for no pieces."""
-    attend_latent: Callable[[jax.Array, jax.Array, int], jax.Array] | None = None
-    """In decoding: `(q [B, T, N, Z], new latents [B, T, Z], kv_rank) -> [B, T, N, kv_rank]`, to cached latents."""
+    attend_latent: Callable[[jax.Array, jax.Array, int, Index | None], jax.Array] | None = None
+    """In decoding: `(q [B, T, N, Z], new latents [B, T, Z], kv_rank, index) -> [B, T, N, kv_rank]`, to cached latents."""
     cached_recur: Callable[[RecurrentStep, Any], jax.Array] | None = None
     """In decoding: `recur` from the cached state of the layer, and to it."""
     observed: list[jax.Array] = dataclasses.field(default_factory=list)
@@ -122,13 +132,19 @@ class ForwardContext(Execution):
         """Function from a kind to the function of its half of a layer, built once for all layers."""
         return functools.cache(lambda kind: kind.build(self))
 
-    def recur(self, step: RecurrentStep, inputs: Any) -> jax.Array:
-        """Returns the output of a recurrence for this step's tokens, [B, T, ...].
+    def recur(
+        self, step: RecurrentStep, inputs: Any, split_step: SplitStep | None = None
+    ) -> jax.Array:
+        """Returns the output of a recurrence for this step's tokens, [B, T/context, ...].
 
         Training begins every sequence without a state; decoding goes on from the state of the tokens before.
+        split_step: for sequences that `context` splits; of a kind whose `Recurrence.gathered` states what it sends.
         """
         if self.cached_recur is not None:
             return self.cached_recur(step, inputs)
+        if self.sequence.shards > 1:
+            assert split_step is not None
+            return split_step(inputs, self.tokens.positions, self.sequence)
         output, _ = step(inputs, self.tokens.positions, None)
         return output
 
@@ -173,6 +189,7 @@ class ForwardContext(Execution):
         count = len(self.attend_pieces)
         factors = [None] * count if factor_BTNH is None else jnp.split(factor_BTNH, count)
         pieces = (jnp.split(x, count) for x in qkv)
+        of_pieces = [None] * count if scores is None else scores.split(count)
         done: list[jax.Array] = []
         for i, (attend, factor, q, k, v) in enumerate(
             zip(self.attend_pieces, factors, *pieces, strict=True)
@@ -180,7 +197,7 @@ class ForwardContext(Execution):
             if len(done) > 1:
                 # XLA would attend to all pieces first and send all sums after.
                 q, done[-2] = jax.lax.optimization_barrier((q, done[-2]))
-            out = attend(q, k, v, window=window, scores=scores)
+            out = attend(q, k, v, window=window, scores=of_pieces[i])
             if self.tap is not None:
                 out = self.tap.of_piece(i, count)("attention heads", out, split="tensor")
             done.append(
@@ -198,6 +215,12 @@ class Kind:
 
     scope: ClassVar[str]
     """Name of the half in profiles and in compiled programs."""
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the function of a first half returns `(output, aux)`, with a loss of its own in `aux`."""
+        return False
+
     reads_residual: ClassVar[bool] = False
     """Whether the function of a second half takes the residual stream as a third argument, besides its norm."""
 

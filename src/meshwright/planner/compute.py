@@ -22,6 +22,18 @@ from meshwright.planner.work import RECURRENCE, LowPrecision, Matmul, Work, low_
 from meshwright.runs.settle import Settled
 
 PASSES = ("forward", "recomputation", "backward")
+ATTENTION_HALF, FEED_FORWARD_HALF = "attention half", "feed-forward half"
+"""Halves of a layer."""
+_HALF_OF_ROLE = {
+    "qkv": ATTENTION_HALF,
+    "attention_out": ATTENTION_HALF,
+    "projection": ATTENTION_HALF,
+    RECURRENCE: ATTENTION_HALF,
+    "ffn_in": FEED_FORWARD_HALF,
+    "ffn_out": FEED_FORWARD_HALF,
+    "router": FEED_FORWARD_HALF,
+}
+"""Half of a layer that has the matmuls of a role."""
 
 
 class MatmulSeconds(NamedTuple):
@@ -116,6 +128,10 @@ class Product(NamedTuple):
     forward: MatmulSeconds
     gradients: tuple[MatmulSeconds, ...]
     """For its input, and unless it is frozen for its weight."""
+
+    def of_pass(self, name: str) -> tuple[MatmulSeconds, ...]:
+        """Returns the seconds of each product of a pass."""
+        return self.gradients if name == "backward" else (self.forward,)
 
 
 def price_product(matmul: Matmul, target: Target, expert_rate: str | None = None) -> Product:
@@ -283,9 +299,7 @@ class Computation:
         calls = self.work.layers * self.kernel.kernels * math.ceil(self._attention_passes(name))
         elementwise = self._elementwise_bytes(name) / self.bandwidth
         copies = self.work.layers * self._residual_copies(name)
-        # The reference model of preferences is one more forward pass.
-        preferences = self.settled.run.finetune.objective == "preferences"
-        times = 2.0 if preferences and name == "forward" else 1.0
+        times = self._times(name)
         copied = self.copied_bytes.get(name, 0.0) / self.bandwidth
         return PassSeconds(
             matmul=matmul * times,
@@ -303,18 +317,43 @@ class Computation:
         """Returns the seconds of all products of a pass, and those of them that operands bound."""
         total = 0.0
         bound_by_operands = 0.0
-        for product in self._products:
-            role = product.matmul.role
-            # Recurrences are computed again from their inputs, whatever the policy keeps.
-            if name == "recomputation" and role not in {*self.recomputed, RECURRENCE}:
-                continue
-            launches = product.matmul.count / product.matmul.batch * self.launch
-            priced = product.gradients if name == "backward" else (product.forward,)
-            for seconds in priced:
-                total += max(seconds.compute, seconds.memory, launches)
+        for product in self._products_of(name):
+            total += self._product_seconds(product, name)
+            for seconds in product.of_pass(name):
                 if seconds.memory > seconds.compute:
                     bound_by_operands += seconds.memory
         return total, bound_by_operands
+
+    def half_seconds(self, name: str) -> dict[str, float]:
+        """Returns the seconds of the products of a pass by half of a layer."""
+        times = self._times(name)
+        total = {ATTENTION_HALF: 0.0, FEED_FORWARD_HALF: 0.0}
+        for product in self._products_of(name):
+            half = _HALF_OF_ROLE.get(product.matmul.role)
+            if half is not None:
+                total[half] += times * self._product_seconds(product, name)
+        return total
+
+    def _times(self, name: str) -> float:
+        """Returns how often a pass takes place: the reference model of preferences is one more forward pass."""
+        preferences = self.settled.run.finetune.objective == "preferences"
+        return 2.0 if preferences and name == "forward" else 1.0
+
+    def _products_of(self, name: str) -> list[Product]:
+        """Returns the products that a pass computes."""
+        if name != "recomputation":
+            return self._products
+        # Recurrences are computed again from their inputs, whatever the policy keeps.
+        recomputed = {*self.recomputed, RECURRENCE}
+        return [product for product in self._products if product.matmul.role in recomputed]
+
+    def _product_seconds(self, product: Product, name: str) -> float:
+        """Returns the seconds of a product in a pass."""
+        launches = product.matmul.count / product.matmul.batch * self.launch
+        total = 0.0
+        for seconds in product.of_pass(name):
+            total += max(seconds.compute, seconds.memory, launches)
+        return total
 
     @functools.cached_property
     def _products(self) -> list[Product]:

@@ -22,7 +22,11 @@ from meshwright.hardware.interconnect import AxisMapping, machine_of_target
 from meshwright.hardware.targets import Target
 from meshwright.models.flops import training_flops_per_token
 from meshwright.models.quantisation import check_precision
-from meshwright.planner.compute import Computation, PassSeconds, matmul_seconds
+from meshwright.planner.compute import (
+    Computation,
+    PassSeconds,
+    matmul_seconds,
+)
 from meshwright.planner.memory_model import (
     PhaseMemory,
     StepMemory,
@@ -97,6 +101,8 @@ class Estimate:
     axis_mapping: AxisMapping
     phases: Mapping[str, PhaseMemory] = dataclasses.field(default_factory=dict)
     """Memory of each phase of a training; empty where only the step is known (wrapped models)."""
+    halves: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds of the matmuls of each half of the layers: ATTENTION_HALF, FEED_FORWARD_HALF."""
 
     @property
     def bytes(self) -> float:
@@ -230,7 +236,7 @@ def _mixed(others: Estimate, saving: Estimate, fraction: float) -> Estimate:
 
     mixed: dict[str, Any] = {
         name: mix(getattr(others, name), getattr(saving, name))
-        for name in ("parts", "exposed", "busy", "bounds")
+        for name in ("parts", "exposed", "busy", "bounds", "halves")
     }
     # The layers that save are the first: their backward pass comes when the activations of the others are gone.
     kept = fraction * saving.memory["activations"]
@@ -284,6 +290,7 @@ class _StepEstimate:
             devices=shape.size,
             axis_mapping=self.mapping,
             phases=phases,
+            halves=self.halves,
         )
 
     # The run on its machine.
@@ -474,6 +481,29 @@ class _StepEstimate:
         if of_microbatch:
             for kind, seconds in recomputed.items():
                 total[kind] += self.parts["recomputation"] * seconds / of_microbatch
+        return total
+
+    @functools.cached_property
+    def halves(self) -> dict[str, float]:
+        """Seconds of the matmuls of each half of the layers in a step, recomputed as those of `bounds`.
+
+        Nothing of a wrapped model, whose layers are not known.
+        """
+        if not self.placed.run.model.states_layers:
+            return {}
+        computation = self.computation
+        forward = computation.half_seconds("forward")
+        backward = computation.half_seconds("backward")
+        recomputed = computation.half_seconds("recomputation")
+        of_microbatch = computation.passes["recomputation"].total
+        if self.repeated > 0:
+            recomputed = {half: n + forward[half] for half, n in recomputed.items()}
+            of_microbatch += self.repeated
+        total: dict[str, float] = {}
+        for half, seconds in forward.items():
+            total[half] = self.microbatches * (seconds + backward[half])
+            if of_microbatch:
+                total[half] += self.parts["recomputation"] * recomputed[half] / of_microbatch
         return total
 
 

@@ -336,10 +336,24 @@ def smaller_machine_note(run: Run, result: SearchResult) -> str | None:
     return next(iter(fewer_are_faster([result.plans[0], *plans[:1]])), None)
 
 
+def announced_note(target: Target) -> str | None:
+    """States that a chip is only announced, and where each figure that was not announced is from."""
+    chip = target.chip
+    if not chip.announced:
+        return None
+    unsaid = [
+        f"{field} is {source}"
+        for field, source in chip.sources.items()
+        if source.startswith(("derived", "assumed"))
+    ]
+    return "; ".join([f"{chip.name} is announced, not measured ({chip.announced})", *unsaid])
+
+
 def notes(run: Run, result: SearchResult) -> list[str]:
     """Returns what does not divide on a target, and how much faster other batches or fewer devices are."""
     target = result.target
     found = [
+        announced_note(target),
         batch_note(run, target),
         compare_batches(run, target, result),
         sharding_note(result),

@@ -32,8 +32,9 @@ def calibrate_target(target: Target, calibration: Mapping[str, Any]) -> Target:
 
     `matmul` is the best bfloat16 matmul, relative to what its shape allows; `hbm` a copy; `links` the best bus
     bandwidth of a collective inside one node; `attention` and `grouped_matmul` are of `bench hardware`. A TPU keeps its
-    fraction of ICI, because a benchmark does not tell which links an axis used. Returns `target`
-    itself where the calibration is of another chip.
+    fraction of ICI, because a benchmark does not tell which links an axis used. Rates of traced
+    training steps (`step`) replace those of benchmarks. Returns `target` itself where the
+    calibration is of another chip.
     """
     chip, efficiency = target.chip, target.efficiency
     if find_chip(str(calibration["device"])) is not chip:
@@ -62,6 +63,16 @@ def calibrate_target(target: Target, calibration: Mapping[str, Any]) -> Target:
         ]
         if rows:
             fractions["links"] = max(row["bus_bandwidth"] for row in rows) / nodes.link_bandwidth
+    rates_of_step = step_rates(calibration)
+    for name, peak in (
+        ("matmul", chip.flops_bf16),
+        ("attention", chip.flops_bf16),
+        ("hbm", chip.hbm_bandwidth),
+    ):
+        if name in rates_of_step:
+            fractions[name] = rates_of_step[name] / peak
+    if "overlap" in rates_of_step:
+        fractions["overlap"] = rates_of_step["overlap"]
     if not fractions:
         return target
     fractions = {name: min(1.0, value) for name, value in fractions.items()}
@@ -72,8 +83,21 @@ def calibrate_target(target: Target, calibration: Mapping[str, Any]) -> Target:
     return dataclasses.replace(
         target,
         given_efficiency=dataclasses.replace(efficiency, **fractions),
-        efficiency_source=f"meshwright bench, {calibration['date']}: {changes}",
+        efficiency_source=f"{_source_of(calibration)}: {changes}",
     )
+
+
+def step_rates(calibration: Mapping[str, Any]) -> Mapping[str, float]:
+    """Returns the rates of traced training steps in a calibration; empty where it has none."""
+    step: Mapping[str, Any] = calibration.get("step", {})
+    rates: Mapping[str, float] = step.get("rates", {})
+    return rates
+
+
+def _source_of(calibration: Mapping[str, Any]) -> str:
+    if "step" in calibration:
+        return f"traced steps, {calibration['date']}"
+    return f"meshwright bench, {calibration['date']}"
 
 
 def local_target(
@@ -85,11 +109,10 @@ def local_target(
     """
     name = chip_name(devices[0].device_kind)
     if name is None:
-        return (
-            None
-            if not calibration or not calibration.get("matmuls")
-            else _measured_target(calibration, devices)
-        )
+        if not calibration or not calibration.get("matmuls"):
+            return None
+        target = measured_target(calibration, len(devices))
+        return target, target.efficiency_source
     chip, first = CHIPS[name], _slice_index(devices[0])
     if isinstance(chip.interconnect, Torus):
         coords = [d.coords for d in devices if _slice_index(d) == first]
@@ -104,25 +127,32 @@ def local_target(
     return target, f"{source}; {target.efficiency_source}" if target.efficiency_source else source
 
 
-def _measured_target(calibration: Mapping[str, Any], devices: Sequence[Any]) -> tuple[Target, str]:
-    """Returns a target whose chip consists of measured rates; simulated devices share what one of them reached."""
-    rate = max(row["flops_per_second"] for row in calibration["matmuls"])
+def measured_target(calibration: Mapping[str, Any], devices: int) -> Target:
+    """Returns a target whose chip consists of measured rates.
+
+    Simulated devices share what a benchmark of one of them reached; rates of traced steps are those of each.
+    """
     bandwidth = float(calibration.get("memory_bandwidth", _UNMEASURED))
     link = max(
         (row["bus_bandwidth"] for row in calibration.get("collectives", ())), default=_UNMEASURED
     )
-    source = f"meshwright bench, {calibration['date']}"
+    rate = max(
+        (row["flops_per_second"] for row in calibration.get("matmuls", ())), default=_UNMEASURED
+    )
+    of_step = step_rates(calibration)
+    link = of_step.get("links", link)
+    source = _source_of(calibration)
     chip = Chip(
         str(calibration["device"]),
-        flops_bf16=rate / len(devices),
+        flops_bf16=of_step.get("matmul", rate / devices),
         hbm_bytes=_UNMEASURED,
-        hbm_bandwidth=bandwidth / len(devices),
-        interconnect=Nodes(link, len(devices)),
+        hbm_bandwidth=of_step.get("hbm", bandwidth / devices),
+        interconnect=Nodes(link, devices),
         network_bandwidth=link,
         host_bandwidth=link,
         sources=dict.fromkeys(("flops_bf16", "hbm_bandwidth", "interconnect"), source),
     )
-    return Target(chip.name, chip, (1, len(devices)), 1, _MEASURED, source), source
+    return Target(chip.name, chip, (1, devices), 1, _MEASURED, source)
 
 
 def _slice_index(device: Any) -> int:

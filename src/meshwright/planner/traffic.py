@@ -3,6 +3,7 @@
 Payloads are bytes of the whole array that a group moves, as the census counts them.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -22,6 +23,7 @@ from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import Param, is_low_precision, is_low_precision_expert
 from meshwright.sharding.placement import Placements, axes_of
 from meshwright.sharding.schedule_table import TaskCounts
+from meshwright.sharding.sequence import SEGMENTS, segment_tokens
 from meshwright.words import AXES
 
 _AxisElements = dict[tuple[str, ...], float]
@@ -172,10 +174,11 @@ class Traffic:
         return _tensor((opened, self.residual), halves, inner, self.microbatches, self.recomputed)
 
     def context(self) -> list[Movement]:
-        """Returns keys and values, or heads, that context parallelism moves."""
+        """Returns keys and values, or heads, and what recurrences share, that context parallelism moves."""
         if self.settled.layout.shape.context == 1:
             return []
-        return _context(self.settled, self.work, self.layers, self.compute_bytes, self.recomputed)
+        moved = _context(self.settled, self.work, self.layers, self.compute_bytes, self.recomputed)
+        return moved + _recurrences(self.settled, self.work, self.layers, self.recomputed)
 
     def experts(self) -> list[Movement]:
         """Returns the rows sent to experts and back."""
@@ -482,7 +485,7 @@ def _context(
         else work.widths.kv
     )
     block = 2 * work.tokens * kv_width * compute
-    queries = work.tokens * (work.widths.query + work.widths.value) * compute
+    queries = work.tokens * (work.widths.query + _attention_output(placed)) * compute
     passes = [("forward", 1.0), ("backward", 2.0 if strategy == "ring" else 1.0)]
     # Queries, keys and values are saved as they were before they moved: what was gathered moves again.
     moves_again = "attention" in again if strategy == "ring" else bool(again - {"scores"})
@@ -501,6 +504,42 @@ def _context(
             result.append(
                 Movement("all-to-all", axes, block + queries, layers * count, during, True, "heads")
             )
+    return result
+
+
+def _attention_output(placed: PlacedRun) -> float:
+    """Returns the width of attention's output on a device, averaged over all layers: a recurrence moves no heads."""
+    spec, tensor = placed.layout.spec, placed.layout.shape.tensor
+    values = [
+        layer.widths(spec.width, tensor).value
+        for layer in spec.layers
+        if layer.attention is not None
+    ]
+    return sum(values) / len(spec.layers)
+
+
+def _recurrences(
+    placed: PlacedRun, work: Work, layers: float, again: frozenset[str]
+) -> list[Movement]:
+    """Returns what segments of a sequence share for a recurrence, gathered over `context` (models/blocks/delta_net.py)."""
+    training, layout, axes = placed.run.training, placed.layout, ("context",)
+    shape = layout.shape
+    segments = SEGMENTS * shape.context
+    sequences = round(work.tokens * shape.context / training.seq)
+    described = len(layout.spec.layers) + len(layout.spec.further)
+    result: list[Movement] = []
+    for recurrence, count in collections.Counter(layout.spec.recurrences).items():
+        times = layers * count / described
+        shared = recurrence.gathered(
+            sequences, segment_tokens(training.seq, shape.context), str(training.compute_dtype)
+        )
+        for name, (array, inside) in (shared or {}).items():
+            payload = math.prod(array.shape) * array.dtype.itemsize * segments / shape.tensor
+            gather = Movement("all-gather", axes, payload, times, "forward", True, name)
+            result.append(gather)
+            if inside or again - {"scores"}:
+                result.append(gather._replace(during="recomputation"))
+            result.append(gather._replace(kind="reduce-scatter", during="backward"))
     return result
 
 

@@ -12,13 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from meshwright.config import MeshShape
-from meshwright.models.model import ExpertSpec, MatmulSizes, Model, Widths, padded_vocab
+from meshwright.models.model import ExpertSpec, MatmulSizes, Model, Recurrence, Widths, padded_vocab
 from meshwright.models.quantisation import find_precision
 from meshwright.models.remat import ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, QKV, REMAT_POLICIES
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.sharding.layouts import TOKEN_AXES, VOCAB_AXES
 from meshwright.sharding.params import Param, is_low_precision
 from meshwright.sharding.placement import Placements, local_shape
+from meshwright.sharding.sequence import SEGMENTS, segment_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,10 +146,9 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
     expert_weights = [weight for weight in weights if weight.groups]
 
     attention = [layer.attention for layer in layers if layer.attention is not None]
-    attention_flops = sum(a.flops(seq) for a in attention)
-    scores = sum(a.heads * a.causal_positions(seq) for a in attention)
+    attention_flops = sum(a.computed_flops(seq) for a in attention)
+    scores = sum(a.computed_scores(seq) for a in attention)
     vocab = padded_vocab(layout.model) // shape.over(VOCAB_AXES)
-    inner = max((r.inner_bytes(seq) for r in spec.recurrences), default=0.0)
     recurrences = _matmuls_of_recurrences(layout, seq, tokens, fraction)
     return Work(
         tokens=tokens,
@@ -167,7 +167,7 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
         expert_layers=max((weight.layers for weight in expert_weights), default=0.0),
         ungathered_layers=fraction * _ungathered_layers(layout, weights),
         twice_gathered_layers=fraction * _twice_gathered_layers(layout),
-        recurrence_inner=inner / shape.tensor,
+        recurrence_inner=_recurrence_inner(layout, seq),
         quantised_inputs=_quantised_inputs(weights) if low else 0.0,
         quantised_gradients=_quantised_gradients(weights, low) if low else 0.0,
         outputs_read=_outputs_read(layout),
@@ -334,6 +334,29 @@ def _outputs_read(layout: ModelLayout) -> frozenset[str]:
     return frozenset()
 
 
+def _recurrence_inner(layout: ModelLayout, seq: int) -> float:
+    """Returns the bytes per token and device of the recurrence that has most while it runs.
+
+    Where `context` splits sequences, what all segments share is there with its gradient.
+    """
+    context = layout.shape.context
+    segment = segment_tokens(seq, context)
+    most = 0.0
+    for recurrence in layout.spec.recurrences:
+        inner = recurrence.inner_bytes(segment)
+        if context > 1:
+            inner += 2.0 * SEGMENTS * context * _shared_bytes(recurrence, segment) * context / seq
+        most = max(most, inner)
+    return most / layout.shape.tensor
+
+
+def _shared_bytes(recurrence: Recurrence, segment: int) -> float:
+    """Returns the bytes that a segment of one sequence shares, of all devices of `tensor` together."""
+    shared = recurrence.gathered(1, segment, "float32") or {}
+    arrays = [gathered.array for gathered in shared.values()]
+    return float(sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays))
+
+
 RECURRENCE = "recurrence"
 """Role of the matmuls of recurrences, which have no weights; computed again from their inputs by every policy."""
 
@@ -346,15 +369,20 @@ def _matmuls_of_recurrences(
     A kernel computes those of all chunks and heads of a layer, or of one chunk of all sequences where chunks follow each
     other. tokens: of a device.  fraction: of the layers, that the device has.
     """
+    context = layout.shape.context
+    segment = segment_tokens(seq, context)
     matmuls = list[Matmul]()
     for recurrence, all_layers in collections.Counter(layout.spec.recurrences).items():
         layers = all_layers * fraction
-        chunk = recurrence.chunk(seq)
+        rows = recurrence.matmuls(segment)
+        if context > 1:
+            rows = [*rows, *recurrence.segment_matmuls(segment)]
+        chunk = recurrence.chunk(segment)
         chunks = layers * tokens / chunk / layout.shape.tensor
-        for row in recurrence.matmuls(seq):
+        for row in rows:
             sizes = MatmulSizes(*row)
             count = sizes.number * chunks
-            launches = layers * seq / chunk if sizes.scanned else layers
+            launches = layers * segment / chunk if sizes.scanned else layers
             batch = max(1.0, count / launches)
             matmuls.append(Matmul(RECURRENCE, sizes.m, sizes.k, sizes.n, count, batch=batch))
     return matmuls

@@ -178,9 +178,14 @@ REFUSED: tuple[Refusal, ...] = (
         "--model.mtp-depth 0, or no stage",
     ),
     Refusal(
-        ("recurrence", "context"),
-        "its state passes from token to token, so each device of context would wait for those "
-        "before it",
+        ("recurrence without segments", "context"),
+        "its state passes from token to token, and it states no exchange between the segments of a "
+        "sequence (`Recurrence.gathered`)",
+        "the same devices as fsdp or tensor",
+    ),
+    Refusal(
+        ("indexer", "context"),
+        "it compares every query with all keys of the sequence, and its keys are not sent around",
         "the same devices as fsdp or tensor",
     ),
     Refusal(
@@ -204,7 +209,9 @@ def check_composition(run: Run) -> None:
         *(["layout: folded"] if folded else []),
     }
     features |= {"multi-token prediction"} if spec.further else set()
-    features |= {"recurrence"} if spec.recurrences else set()
+    if any(recurrence.gathered(1, 1, "float32") is None for recurrence in spec.recurrences):
+        features |= {"recurrence without segments"}
+    features |= {"indexer"} if any(a.indexer for a in spec.attention) else set()
     for refusal in REFUSED:
         if features.issuperset(refusal.features):
             raise ConfigError(" with ".join(refusal.features), refusal.because, refusal.instead)

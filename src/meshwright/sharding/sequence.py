@@ -15,6 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+SEGMENTS = 2
+"""Segments of neighbouring positions that a device holds, of equal length, under every strategy."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SequenceSplit:
@@ -67,10 +70,25 @@ class SequenceSplit:
             return jnp.arange(self.seq, dtype=jnp.int32)
         return self.shard_positions(lax.axis_index("context"))
 
+    def segments(self) -> np.ndarray:
+        """Returns the place in the sequence of each device's segments, [shards, SEGMENTS]."""
+        tokens = segment_tokens(self.seq, self.shards)
+        return self.position_order()[::tokens].reshape(self.shards, SEGMENTS) // tokens
+
+    def local_segments(self) -> list[jax.Array]:
+        """Returns the places of this device's segments, int32 scalars; for use inside the `shard_map`."""
+        places = jnp.asarray(self.segments(), jnp.int32)[lax.axis_index("context")]
+        return [places[i] for i in range(SEGMENTS)]
+
     def position_order(self) -> np.ndarray:
         """Returns the positions of all shards one after another, [T]."""
         with jax.ensure_compile_time_eval():
             return np.concatenate([np.asarray(self.shard_positions(i)) for i in range(self.shards)])
+
+
+def segment_tokens(seq: int, shards: int) -> int:
+    """Returns the tokens of a segment of a sequence of `seq`, of which `shards` devices have parts."""
+    return seq if shards == 1 else seq // (SEGMENTS * shards)
 
 
 def split_sequence(strategy: str, seq: int, shards: int, kv_heads: int) -> SequenceSplit:

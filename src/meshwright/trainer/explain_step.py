@@ -51,14 +51,15 @@ def explain_step(
     doing = f"looking for the first bad tensor of step {alarm.step}"
     with activity(EVENT, doing, "looked for the first bad tensor", alarm.step) as work:
         device_run = prepared.device_run
+        hosts = choose_together("host name", socket.gethostname(), list)
         first = None
-        if records and batch is not None and device_run.run.model.states_layers:
+        if records and batch is not None:
             first = name_first(device_run, state, batch, alarm, reference)
         lines = [
             f"step {alarm.step}: {alarm.reason}",
             f"first tensor: {_tensor_line(alarm, first)}",
             f"samples: {_sample_line(prepared, batch, first, first_sample)}",
-            f"device: {_device_line(state, first)}",
+            f"device: {_device_line(state, first, hosts)}",
             f"figures of every tensor: meshwright view {out}",
         ]
         work.result = lines[1]
@@ -82,24 +83,21 @@ def _tensor_line(alarm: Alarm, first: First | None) -> str:
     return "none: every tensor is within its own history"
 
 
-def _device_line(state: Any, first: First | None) -> str:
-    """Names the device, where it is one: by its replicas, or by what it has computed."""
+def _device_line(state: Any, first: First | None, hosts: list[str]) -> str:
+    """Names the device, where it is one: by its replicas, or by what it has computed. hosts: name of each process's."""
     names, devices = odd_replicas(state.params, shard_sums(state.params))
     if names:
-        shown = ", ".join(_full_name(device) for device in devices)
+        shown = ", ".join(
+            _full_name(f"device {device.id}", device.process_index, hosts) for device in devices
+        )
         return f"{shown}: its copy of {names[0]} differs from the others"
     if first is not None and first.device:
-        return f"{first.device} of process {first.host}{_host_name(first.host)}"
+        return _full_name(first.device, first.host, hosts)
     return "no single one"
 
 
-def _full_name(device: jax.Device) -> str:
-    return f"device {device.id} of process {device.process_index}{_host_name(device.process_index)}"
-
-
-def _host_name(process: int) -> str:
-    """Returns the name of a host in brackets, where it is this one."""
-    return f" ({socket.gethostname()})" if process == jax.process_index() else ""
+def _full_name(device: str, process: int, hosts: list[str]) -> str:
+    return f"{device} of process {process} ({hosts[process]})"
 
 
 def _sample_line(prepared: Trainable, batch: Any, first: First | None, first_sample: int) -> str:
@@ -107,12 +105,13 @@ def _sample_line(prepared: Trainable, batch: Any, first: First | None, first_sam
     if batch is None:
         return "not known"
     number = jax.tree.leaves(batch)[0].shape[0]
+    row = "sequence" if isinstance(batch, Batch) else "row"
     everything = f"{first_sample} to {first_sample + number - 1}, all {number} of the batch"
     if first is None or len(first.sequences) > number // 2:
         return everything
     shown = first.sequences[:_SEQUENCES]
     texts = choose_together("text of samples", _texts(prepared, batch, shown), _merged)
-    parts = [f"{first_sample + s} in sequence {s}{texts.get(str(s), '')}" for s in shown]
+    parts = [f"{first_sample + s} in {row} {s}{texts.get(str(s), '')}" for s in shown]
     more = len(first.sequences) - len(shown)
     return "; ".join(parts) + (f"; and {more} more" if more else "")
 

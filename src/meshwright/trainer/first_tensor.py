@@ -4,7 +4,7 @@
 
     not finite          the loss, a norm, or anything that is measured
     beyond its history  the rule of `reporters.outliers`, for loss, norms and figures of layers
-    seen before         a part of the batch has the tokens of one of the last steps
+    seen before         a part of the batch has the tokens of one of the last steps of the same epoch
     changed in between  the bits of a parameter or of a moment are not those that the step before has left
 
 The figures of a step already say which layer and parameter is first, in the order of computation: parameters, then the
@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshwright.data.batch import Epochs
 from meshwright.hardware.agreement import choose_together
 from meshwright.models.recording import Piece, Recorder, TensorName
 from meshwright.reporters.health import HealthRecord, Series
@@ -91,7 +92,13 @@ class Alarm:
 class Watch:
     """History of a run's loss and health, by which it tells a bad step."""
 
-    def __init__(self) -> None:
+    def __init__(self, epochs: Epochs | None = None) -> None:
+        """Begins without a history.
+
+        epochs: passes over the text, after each of which batches may come again; None where the data
+        have no end.
+        """
+        self._epochs = epochs
         self._baseline: Baseline | None = None
         self._before: HealthRecord | None = None
         self._quiet_until = 0
@@ -174,8 +181,9 @@ class Watch:
         parts = record.batch.shape[1]
         for part in range(parts):
             key = (part, record.batch[:, part].tobytes())
-            if key in self._parts:
-                found[part] = self._parts[key]
+            earlier_step = self._parts.get(key)
+            if earlier_step is not None and self._is_one_epoch(earlier_step, step):
+                found[part] = earlier_step
             self._parts[key] = step
         while len(self._parts) > _REMEMBERED * parts:
             self._parts.popitem(last=False)
@@ -186,6 +194,12 @@ class Watch:
             return f"its batch is that of step {earlier}"
         shown = ", ".join(map(str, found))
         return f"part {shown} of {parts} of its batch is that of step {earlier}: its data are stuck"
+
+    def _is_one_epoch(self, earlier: int, step: int) -> bool:
+        """Whether the samples of two steps are of one pass over the text, so that all differ."""
+        if self._epochs is None:
+            return True
+        return self._epochs.of_step(earlier)[0] == self._epochs.of_step(step)[1]
 
 
 def _changed(before: HealthRecord | None, record: HealthRecord) -> tuple[Suspect, ...]:
@@ -280,10 +294,24 @@ class First(NamedTuple):
 def name_first(
     device_run: DeviceRun, state: Any, batch: Any, alarm: Alarm, reference: Any
 ) -> First | None:
-    """Takes a step again and returns its first bad tensor; None where no activation is bad.
+    """Takes a step again and returns its first bad tensor; None where neither the batch nor an activation is bad.
 
-    reference: another batch, with whose tensors those of a finite step are compared. All processes call it together.
+    reference: another batch, with whose tensors those of a finite step are compared. The activations of a wrapped model
+    have no names, so only its batch is looked at. All processes call it together.
     """
+    activation = None
+    if device_run.run.model.states_layers:
+        activation = _first_activation(device_run, state, batch, alarm, reference)
+    found = _bad_batch(batch) or activation
+    mine = None if found is None else found._asdict()
+    chosen = choose_together("first bad tensor", mine, _earliest)
+    return None if chosen is None else First(**chosen)
+
+
+def _first_activation(
+    device_run: DeviceRun, state: Any, batch: Any, alarm: Alarm, reference: Any
+) -> First | None:
+    """Returns the first bad activation, or gradient of one, that this process has. Arguments: of `name_first`."""
     unclipped = dataclasses.replace(device_run.run.optimizer, grad_clip_norm=0.0)
     device_run = dataclasses.replace(
         device_run, run=dataclasses.replace(device_run.run, optimizer=unclipped)
@@ -295,10 +323,7 @@ def name_first(
     compared = None
     if alarm.finite and reference is not None:
         compared = record(*arguments, reference, *state.variables)
-    found = _bad_batch(batch) or _first_of(recording, compared)
-    mine = None if found is None else found._asdict()
-    chosen = choose_together("first bad tensor", mine, _earliest)
-    return None if chosen is None else First(**chosen)
+    return _first_of(recording, compared)
 
 
 def _bad_batch(batch: Any) -> First | None:
@@ -312,7 +337,7 @@ def _bad_batch(batch: Any) -> First | None:
             rows = np.asarray(shard.data, np.float32).reshape(shard.data.shape[0], -1)
             sequences += [start + int(i) for i in np.flatnonzero(~np.isfinite(rows).all(1))]
         if sequences:
-            tensor = f"{name} of the batch"
+            tensor = f"{name} of the batch" if name else "the batch"
             bad = sorted(set(sequences))[:8]
             return First([-1], tensor, "not finite", bad, "", jax.process_index())
     return None

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from meshwright.data.batch import ramp_of
+from meshwright.data.batch import Epochs, ramp_of
 from meshwright.hardware.chips import find_chip
 from meshwright.models.flops import mfu
 from meshwright.models.layer_health import HEALTH
@@ -52,13 +52,15 @@ class Meter:
         per_sample: int,
         flops: float,
         health: HealthReader | None = None,
+        epochs: Epochs | None = None,
     ):
         """Counts `per_sample` units (tokens, examples) in a sample, of `flops` model FLOPs each.
 
-        health: reads the health of steps; without it that is not reported.
+        health: reads the health of steps; without it that is not reported.  epochs: passes over the
+        text, for which a batch that comes again is no fault.
         """
         self._health = health
-        self._watch = Watch()
+        self._watch = Watch(epochs)
         self.alarm: Alarm | None = None
         """What is bad of the step that was read last; None where it is as the steps before."""
         self._reporters, self._run, self.per_sample, self._flops = reporters, run, per_sample, flops

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +57,33 @@ def is_program(against: str) -> bool:
 
 def compare_program(prepared: Trainable, program: Path, cache: Path) -> Parity:
     """Compares the first step with that of another commit or environment. Raises ConfigError where there is none."""
-    command, environment = _command_of(program)
     mesh = prepared.device_run.run.mesh
     assert mesh is not None
     run = in_float32(prepared.device_run.run, mesh, 1)
     side = Side(prepared, run, prepared.device_run.mesh)
+    theirs = _step_of(program, side.run, cache)
+    batch = next(side.feed)
+    params = side.params()
+    unequal = _unequal_inputs(params, np.asarray(batch.inputs), theirs)
+    names = ("this program", str(program))
+    reference = side.record(params, batch, 1)
+    perturbed = side.record(perturbed_params(params, 1), batch, 1)
+    divergence = compare(names, tensors_of(theirs), reference, perturbed)
+    return Parity(names, unequal, (), divergence)
+
+
+def _step_of(program: Path, run: Run, cache: Path) -> dict[str, np.ndarray]:
+    """Takes the first step of a run by another program; returns the arrays that it writes, by `by_key`.
+
+    cache: its compilation cache. Raises ConfigError where the program ends without a step.
+    """
+    command, environment = _command_of(program)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_run(_unclipped(side.run), folder / "run.json")
+        run_file = folder / "run.json"
         out = folder / "tensors.npz"
-        arguments = [folder / "run.json", out, cache, jax.device_count()]
+        write_run(_unclipped(run), run_file)
+        arguments = [run_file, out, cache, jax.device_count()]
         done = subprocess.run(
             [*command, *map(str, arguments)],
             env=environment,
@@ -82,21 +100,21 @@ def compare_program(prepared: Trainable, program: Path, cache: Path) -> Parity:
                 "a checkout or an environment in which `meshwright train` runs this recipe",
             )
         with np.load(out, allow_pickle=False) as file:
-            theirs = {key: file[key] for key in file.files}
-    batch = next(side.feed)
-    params = side.params()
-    unequal = [
-        name
-        for name, x in params.items()
-        if not np.array_equal(x, theirs.get(f"initial|{name}", np.nan))
-    ]
-    if not np.array_equal(np.asarray(batch.inputs), theirs["tokens"]):
+            return {key: file[key] for key in file.files}
+
+
+def _unequal_inputs(
+    params: Mapping[str, Any], tokens: np.ndarray, theirs: dict[str, np.ndarray]
+) -> tuple[str, ...]:
+    """Returns the initial parameters, and the tokens, with which another program began differently."""
+    unequal: list[str] = []
+    for name, x in params.items():
+        other = theirs.get(f"initial|{name}")
+        if other is None or not np.array_equal(x, other):
+            unequal.append(name)
+    if not np.array_equal(tokens, theirs["tokens"]):
         unequal.append("the tokens of the first batch")
-    names = ("this program", str(program))
-    reference = side.record(params, batch, 1)
-    perturbed = side.record(perturbed_params(params, 1), batch, 1)
-    divergence = compare(names, tensors_of(theirs), reference, perturbed)
-    return Parity(names, tuple(unequal), (), divergence)
+    return tuple(unequal)
 
 
 def _unclipped(run: Run) -> Run:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from meshwright.activity import activity
-from meshwright.data.batch import Batch, ramp_of
+from meshwright.data.batch import Batch, Epochs, ramp_of
 from meshwright.data.corpus import Check, Corpus, load_corpus, parse_source
 from meshwright.data.feed import (
     Feed,
@@ -102,8 +102,18 @@ class Trainable(abc.ABC):
         flops = training_flops_per_token(run.model, units, run.finetune.method)
         health = HealthReader(self.device_run)
         return Meter(
-            reporters, run, self.device_run.mesh, per_sample=units, flops=flops, health=health
+            reporters,
+            run,
+            self.device_run.mesh,
+            per_sample=units,
+            flops=flops,
+            health=health,
+            epochs=self.epochs(),
         )
+
+    def epochs(self) -> Epochs | None:
+        """Returns the passes over the training data; None where these have no end."""
+        return None
 
     @abc.abstractmethod
     def feed(self, start: Position) -> Batches:
@@ -152,6 +162,21 @@ class PreparedRun(Trainable):
         else:
             stream = build_stream(list(self.train), list(self.corpus.weights), run.training.seed)
         return leave_out_first(stream, run.data.first_sample)
+
+    def epochs(self) -> Epochs:
+        """Returns the passes over the source that begins again first.
+
+        A source of n samples, whose share of the training is w, lasts for n / w samples of it.
+        """
+        training = self.device_run.run.training
+        if self.order is None:
+            samples = [len(part) for part in self.train]
+        else:
+            samples = [len(file.tokens) // training.seq for file in self.corpus.files]
+        weights = self.corpus.weights
+        total = sum(weights)
+        lasts = [n * total / weight for n, weight in zip(samples, weights, strict=True) if weight]
+        return Epochs(ramp_of(training), max(min(lasts), 1))
 
     def feed(self, start: Position) -> Feed:
         """Returns the batches from a global sample on."""

@@ -549,6 +549,9 @@ def _shards_of_this_process(batch: Any) -> dict[str, Any]:
     """Returns the rows of a batch that this process has, each once, by name."""
     arrays: dict[str, Any] = {}
     for name, x in named_leaves(batch).items():
-        shards = [np.asarray(s.data) for s in x.addressable_shards if s.replica_id == 0]
-        arrays[name or "batch"] = np.concatenate(shards)
+        # A stage may have nothing but copies of the rows of another process.
+        rows = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+        arrays[name or "batch"] = np.concatenate(
+            [np.asarray(rows[start]) for start in sorted(rows)]
+        )
     return arrays

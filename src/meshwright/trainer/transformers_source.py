@@ -23,13 +23,16 @@ from meshwright.errors import ConfigError
 from meshwright.hugging_face.folder import WeightsFolder
 from meshwright.hugging_face.names import read_block
 from meshwright.models.recording import EMBEDDING, FINAL_NORM, LOG_SUM_EXP, TOKEN_LOSS, TensorName
-from meshwright.sharding.params import named_leaves
+from meshwright.sharding.params import Param, named_leaves
 
 Named = tuple[TensorName, np.ndarray]
 
-_ATTENTION = ("self_attn", "attn", "attention", "linear_attn")
-_FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "moe")
+_ATTENTION = ("self_attn", "attn", "attention", "linear_attn", "mamba")
+_SHARED = "shared_mlp"
+_FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "moe", _SHARED)
 _OUTPUT_PROJECTION = ("o_proj", "c_proj", "out_proj", "dense")
+_NORM_AFTER_ATTENTION = ("post_attention_layernorm",)
+_NORM_AFTER_MLP = ("post_feedforward_layernorm",)
 _NORM_BEFORE_MLP = ("pre_feedforward_layernorm", "post_attention_layernorm", "ln_2")
 
 
@@ -91,6 +94,8 @@ class _Step:
         model: Any = folder.model
         self._spec = model.spec()
         self._blocks = model.decoder.layers
+        factor: float | None = model.decoder.logit_factor
+        self._logit_factor = 1.0 if factor is None else factor
         modules = self._find_layers(len(self._spec.layers))
         self._layers = [_Layer(module, module.forward) for module in modules]
         inside = {id(p) for module in modules for p in module.parameters()}
@@ -127,14 +132,16 @@ class _Step:
         lse = torch.logsumexp(logits, -1)
         targets = torch.tensor(self._source.documents[:, 1:], dtype=torch.long)
         losses = lse - logits.gather(-1, targets[..., None])[..., 0]
-        yield TensorName("forward", FINAL_NORM), self._packed(final)
+        # Meshwright multiplies the hidden states by the factor on logits, and `transformers` the logits.
+        factor = self._logit_factor
+        yield TensorName("forward", FINAL_NORM), self._packed(final) * factor
         yield TensorName("forward", LOG_SUM_EXP), self._packed(lse)
         yield TensorName("forward", TOKEN_LOSS), self._packed(losses)
         losses.mean().backward(retain_graph=True)
-        yield TensorName("backward", FINAL_NORM), self._packed(final.grad)
+        yield TensorName("backward", FINAL_NORM), self._packed(final.grad) / factor
         table = self._model.get_input_embeddings().weight
         after = self._gradients(self._model, lambda p: p is not table)
-        yield from self._parameters(after, None)
+        yield from self._gradients_outside(after, before_layers=False)
         g = last.grad
         for number in reversed(range(len(self._layers))):
             layer = self._layers[number]
@@ -142,10 +149,12 @@ class _Step:
             with self._in_float32(layer.module):
                 captured, g = self._differentiate(number, layer, g)
                 yield from captured
-                yield from self._parameters(self._gradients(layer.module, lambda p: True), number)
+                gradients = self._gradients(layer.module, lambda p: True)
+                yield from self._gradients_of_layer(gradients, number)
         yield TensorName("backward", EMBEDDING), self._packed(g)
         first.backward(g)
-        yield from self._parameters(self._gradients(self._model, lambda p: True), None, last=True)
+        before = self._gradients(self._model, lambda p: True)
+        yield from self._gradients_outside(before, before_layers=True)
 
     def _logits(self) -> Any:
         tokens = self._torch.tensor(self._source.documents[:, :-1], dtype=self._torch.long)
@@ -214,54 +223,51 @@ class _Step:
     @contextlib.contextmanager
     def _captured(self, number: int, layer: _Layer) -> Iterator[dict[str, Any]]:
         """Captures the tensors inside of a layer, by our names."""
+        capture = _Capture(layer.x)
+        self._capture_attention(capture, number, layer.module)
+        self._capture_feed_forward(capture, number, layer.module)
+        self._capture_residual(capture, number, layer.module)
+        yield capture.tensors
+        capture.remove()
+
+    def _capture_attention(self, capture: "_Capture", number: int, module: Any) -> None:
+        """Captures input, heads and output of the attention half, where `transformers` names it."""
         block = self._blocks[number]
-        attention = _child(layer.module, _ATTENTION)
-        feed_forward = _child(layer.module, _FEED_FORWARD)
-        captured: dict[str, Any] = {"input": layer.x}
-        handles = list[Any]()
-
-        def before(module: Any, *names: str) -> None:
-            def hook(_: Any, args: Any, kwargs: Any) -> None:
-                x = args[0] if args else kwargs["hidden_states"]
-                captured.update(dict.fromkeys(names, x))
-
-            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-        def after(module: Any, name: str) -> None:
-            def hook(_: Any, args: Any, output: Any) -> None:
-                captured[name] = _hidden(output)
-
-            handles.append(module.register_forward_hook(hook))
-
-        residual = ["attention residual"] if block.norm_place == "after" else []
+        attention = _child(module, _ATTENTION)
         if attention is not None:
-            before(attention, "attention input")
+            capture.input_of(attention, "attention input")
             projection = _child(attention, _OUTPUT_PROJECTION)
             is_gated = getattr(block.attention, "gated", False)
-            is_attention = self._spec.layers[number].attention is not None
-            if projection is not None and is_attention and not is_gated:
-                before(projection, "attention heads")
+            has_heads = self._spec.layers[number].attention is not None
+            if projection is not None and has_heads and not is_gated:
+                capture.input_of(projection, "attention heads")
+        adds = attention
+        if block.norm_place != "before":
+            adds = _child(module, _NORM_AFTER_ATTENTION)
+        if adds is not None:
+            capture.output_of(adds, "attention output")
+
+    def _capture_feed_forward(self, capture: "_Capture", number: int, module: Any) -> None:
+        """Captures input and output of the feed-forward half, where `transformers` names it."""
+        block = self._blocks[number]
+        feed_forward = _child(module, _FEED_FORWARD)
         if feed_forward is not None:
-            before(feed_forward, "feed-forward input", *residual)
-        if block.norm_place == "before":
-            if attention is not None:
-                after(attention, "attention output")
-            if feed_forward is not None:
-                after(feed_forward, "feed-forward output")
-        else:
-            for name, ours in (
-                ("post_attention_layernorm", "attention output"),
-                ("post_feedforward_layernorm", "feed-forward output"),
-            ):
-                norm = _child(layer.module, (name,))
-                if norm is not None:
-                    after(norm, ours)
-        norm = _child(layer.module, _NORM_BEFORE_MLP)
-        if norm is not None and not residual:
-            before(norm, "attention residual")
-        yield captured
-        for handle in handles:
-            handle.remove()
+            capture.input_of(feed_forward, "feed-forward input")
+        adds = feed_forward
+        if _child(module, (_SHARED,)) not in (None, feed_forward):
+            adds = None  # a module beside the experts computes the shared one: the half's output is their sum
+        if block.norm_place != "before":
+            adds = _child(module, _NORM_AFTER_MLP)
+        if adds is not None:
+            capture.output_of(adds, "feed-forward output")
+
+    def _capture_residual(self, capture: "_Capture", number: int, module: Any) -> None:
+        """Captures the residual stream between both halves: what the first module of the second half reads."""
+        reader = _child(module, _NORM_BEFORE_MLP)
+        if self._blocks[number].norm_place == "after":
+            reader = _child(module, _FEED_FORWARD)
+        if reader is not None:
+            capture.input_of(reader, "attention residual")
 
     # Backward pass.
 
@@ -325,41 +331,97 @@ class _Step:
                 p.grad = None
         return found
 
-    def _parameters(
-        self, gradients: dict[str, Any], layer: int | None, last: bool = False
-    ) -> Iterator[Named]:
-        """Yields gradients of parameters as Meshwright has them. last: whether these are the tables before the layers."""
+    def _in_files(self, gradients: dict[str, Any]) -> dict[str, np.ndarray]:
+        """Returns gradients by the names and in the layout of the tensors in the folder's files."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        weights = self._source.weights
+        prefix = self._source.weights.prefix
         stored: dict[str, np.ndarray] = {}
         for name, gradient in revert_weight_conversion(self._model, gradients).items():
-            own = weights.prefix.name_in_text_model(name) if weights.prefix else name
-            if own is not None:
-                stored[own] = gradient.float().numpy()
-        found: dict[TensorName, np.ndarray] = {}
+            text_name = prefix.name_in_text_model(name) if prefix else name
+            if text_name is not None:
+                stored[text_name] = gradient.float().numpy()
+        return stored
+
+    def _gradients_outside(self, gradients: dict[str, Any], *, before_layers: bool) -> list[Named]:
+        """Returns gradients of the parameters before the layers (tables), or after them, as Meshwright has them."""
+        weights = self._source.weights
+        stored = self._in_files(gradients)
+        found: list[Named] = []
         for path, p in named_leaves(weights.folder.model.params()).items():
-            stack, _, name = path.partition(".")
-            where = weights.stored[path]
-            index = [slice(0, size) for size in p.shape]
-            if layer is None:
-                key = TensorName("parameters", path)
-                is_outside = not where.layers and (key.row[0] == 0) == last
-                if not is_outside:
-                    continue
-            else:
-                if self._spec.layers[layer].stack != stack:
-                    continue
-                row = self._spec.layers_of(stack).index(layer)
-                index[0] = slice(row, row + 1)
-                key = TensorName("parameters", name, layer)
-            needed = {tensor for tensor, _, _ in where.blocks(p, tuple(index))}
-            if not needed <= stored.keys():
+            name = TensorName("parameters", path)
+            is_before = name.row[0] == 0
+            if weights.stored[path].layers or is_before != before_layers:
                 continue
-            block = read_block(p, where, tuple(index), stored.__getitem__, np.float32)
-            found[key] = block if layer is None else block[0]
-        for key in sorted(found, key=lambda key: (key.order, key)):
-            yield key, found[key]
+            gradient = self._gradient(path, p, _entire(p), stored)
+            if gradient is not None:
+                found.append((name, gradient))
+        return _in_order(found)
+
+    def _gradients_of_layer(self, gradients: dict[str, Any], number: int) -> list[Named]:
+        """Returns gradients of the parameters of a layer, as Meshwright has them."""
+        stack = self._spec.layers[number].stack
+        row = self._spec.layers_of(stack).index(number)
+        stored = self._in_files(gradients)
+        found: list[Named] = []
+        for path, p in named_leaves(self._source.weights.folder.model.params()).items():
+            path_stack, _, name = path.partition(".")
+            if path_stack != stack:
+                continue
+            index = (slice(row, row + 1), *_entire(p)[1:])
+            gradient = self._gradient(path, p, index, stored)
+            if gradient is not None:
+                found.append((TensorName("parameters", name, number), gradient[0]))
+        return _in_order(found)
+
+    def _gradient(
+        self, path: str, p: Param, index: tuple[slice, ...], stored: dict[str, np.ndarray]
+    ) -> np.ndarray | None:
+        """Returns the gradient of a part of a parameter; None where a tensor of it has none."""
+        tensor = self._source.weights.stored[path]
+        needed = {name for name, _, _ in tensor.blocks(p, index)}
+        if not needed <= stored.keys():
+            return None
+        return read_block(p, tensor, index, stored.__getitem__, np.float32)
+
+
+class _Capture:
+    """Tensors that modules of a layer read and return, by our names."""
+
+    def __init__(self, x: Any) -> None:
+        self.tensors: dict[str, Any] = {"input": x}
+        self._handles: list[Any] = []
+
+    def input_of(self, module: Any, name: str) -> None:
+        """Captures the hidden states that a module is called with."""
+
+        def hook(_: Any, args: Any, kwargs: Any) -> None:
+            self.tensors[name] = args[0] if args else kwargs["hidden_states"]
+
+        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def output_of(self, module: Any, name: str) -> None:
+        """Captures the hidden states that a module returns."""
+
+        def hook(_: Any, args: Any, output: Any) -> None:
+            self.tensors[name] = _hidden(output)
+
+        self._handles.append(module.register_forward_hook(hook))
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _entire(p: Param) -> tuple[slice, ...]:
+    """Returns the index of all of a parameter."""
+    return tuple(slice(0, size) for size in p.shape)
+
+
+def _in_order(named: list[Named]) -> list[Named]:
+    """Returns tensors in the order of computation."""
+    return sorted(named, key=lambda pair: (pair[0].order, pair[0]))
 
 
 def _hidden(output: Any) -> Any:

@@ -560,7 +560,7 @@ def _table(
 
 
 def profile_blocks(document: Mapping[str, Any], title: str) -> list[Block]:
-    """Returns the table of a profile: measured against simulated seconds.
+    """Returns the table of a profile: measured against planned and simulated seconds.
 
     profile: `bench.step_profile.Profile` as JSON.
     """
@@ -568,9 +568,12 @@ def profile_blocks(document: Mapping[str, Any], title: str) -> list[Block]:
         Column("kind", cell="kind", choices=True),
         Column("what", cell="name", wide=True),
         Column("measured", "seconds", "measured", bar=True),
+        Column("planned", "seconds", "planned"),
         Column("simulated", "seconds", "simulated"),
     ]
-    note = str(document.get("note", ""))
+    differences = document.get("differences")
+    explained = differences if isinstance(differences, list | tuple) else ()
+    note = " ".join([str(document.get("note", "")), *(f"{line}." for line in explained)])
     return _table(document, "rows", columns, searchable=True, printed=40, title=title, note=note)
 
 

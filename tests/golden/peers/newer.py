@@ -11,6 +11,7 @@ import fields
 import larger
 import numpy as np
 import theirs
+import transformers
 
 HERE = Path(__file__).resolve()
 _SIZES = theirs._SIZES
@@ -39,6 +40,10 @@ _TWO = {**_SIZES, "num_hidden_layers": 2}
 _FACTORS = {
     "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0,
 }  # fmt: skip
+_SPACE = {
+    "shared_intermediate_size": 48, "layer_types": ["linear_attention", "full_attention"], "hidden_size": 32,
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1,
+}  # fmt: skip
 _GROWING = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 4, "mscale": 1.0,
     "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
@@ -47,6 +52,11 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 _ROUTED = {
     "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
     "moe_intermediate_size": 24, "routed_scaling_factor": 1.8,
+}  # fmt: skip
+_SPARSE = {
+    **_SIZES, **theirs._LATENT, **_ROUTED, "num_hidden_layers": 2, "num_key_value_heads": 4, "q_lora_rank": 24,
+    "first_k_dense_replace": 1, "index_n_heads": 8, "index_head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }  # fmt: skip
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -75,6 +85,13 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-moe": ("GraniteMoe", {
         **_TWO, **_FACTORS, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
     }),
+    "granite-4": ("GraniteMoeHybrid", {
+        **_TWO, **_FACTORS, **_SPACE, "num_local_experts": 0, "mamba_n_groups": 2, "tie_word_embeddings": True,
+    }),
+    "granite-4-moe": ("GraniteMoeHybrid", {
+        **_TWO, **_FACTORS, **_SPACE, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "position_embedding_type": "rope",
+    }),
     "arcee": ("Arcee", {**_TWO, "mlp_bias": True}),
     "cohere": ("Cohere", {**_TWO, "logit_scale": 0.5, "attention_bias": True, "pad_token_id": None}),
     "cohere2": ("Cohere2", {
@@ -90,6 +107,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         **_TWO, **theirs._LATENT, "num_key_value_heads": 4, "q_lora_rank": 24, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "first_k_dense_replace": 1, "rope_parameters": {**_GROWING, "mscale_all_dim": 0.7},
     }),
+    "deepseek-v3.2": ("DeepseekV32", {**_SPARSE, "index_topk": 5}),
+    "glm-5": ("GlmMoeDsa", {**_SPARSE, "index_topk": 6}),
     "dots1": ("Dots1", {**_SIZES, **_ROUTED, "first_k_dense_replace": 1, "norm_topk_prob": True}),
 }  # fmt: skip
 """Row -> class of `transformers`, and its configuration."""
@@ -164,6 +183,21 @@ def table_of(folder: Path) -> dict[str, Any]:
 
 
 theirs.table_of = table_of
+
+
+_read_config = transformers.GraniteMoeHybridConfig.from_dict
+
+
+def read_config(values: dict[str, Any], **others: Any) -> Any:
+    """A configuration from its fields, of which an infinite limit is a number again."""
+    limit = values.get("time_step_limit")
+    if limit is not None:
+        numbers = [float(x["__float__"]) if isinstance(x, dict) else x for x in limit]
+        values = {**values, "time_step_limit": numbers}
+    return _read_config(values, **others)
+
+
+transformers.GraniteMoeHybridConfig.from_dict = read_config
 
 
 def _write(folder: Path, name: str, scripts: list[Path], *contents: Any) -> None:

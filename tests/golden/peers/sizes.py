@@ -24,6 +24,13 @@ _GRANITE = {
     "vocab_size": 49155, "num_key_value_heads": 8, "tie_word_embeddings": True, "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7},
 }  # fmt: skip
+_GRANITE_4 = {
+    "vocab_size": 100352, "num_hidden_layers": 40, "num_key_value_heads": 8, "tie_word_embeddings": True,
+    "mamba_d_head": 64, "mamba_d_state": 128,
+    "layer_types": [
+        "full_attention" if layer % 10 == 5 else "linear_attention" for layer in range(40)
+    ],
+}  # fmt: skip
 _QWEN_MOE = {"num_key_value_heads": 2, "rope_parameters": _ROPE_OF_QWEN}
 _QWEN_LARGE_MOE = {
     **_QWEN_MOE, "num_attention_heads": 32, "linear_num_value_heads": 64, "moe_intermediate_size": 1024,
@@ -72,6 +79,19 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         **_GRANITE, "hidden_size": 1536, "intermediate_size": 512, "num_hidden_layers": 32, "num_attention_heads": 24,
         "num_local_experts": 40, "num_experts_per_tok": 8, "attention_multiplier": 0.015625, "logits_scaling": 6.0,
     }),
+    "Granite-4.0-H-Micro": ("GraniteMoeHybridForCausalLM", {
+        **_GRANITE_4, "hidden_size": 2048, "shared_intermediate_size": 8192, "mamba_n_heads": 64,
+        "num_local_experts": 0,
+    }),
+    "Granite-4.0-H-Tiny": ("GraniteMoeHybridForCausalLM", {
+        **_GRANITE_4, "hidden_size": 1536, "intermediate_size": 512, "num_attention_heads": 12,
+        "num_key_value_heads": 4, "shared_intermediate_size": 1024, "mamba_n_heads": 48, "num_local_experts": 64,
+        "num_experts_per_tok": 6,
+    }),
+    "Granite-4.0-H-Small": ("GraniteMoeHybridForCausalLM", {
+        **_GRANITE_4, "intermediate_size": 768, "shared_intermediate_size": 1536, "num_local_experts": 72,
+        "num_experts_per_tok": 10,
+    }),
     "AFM-4.5B": ("ArceeForCausalLM", {
         "vocab_size": 128004, "num_hidden_layers": 36, "num_attention_heads": 20, "num_key_value_heads": 4,
         "head_dim": 128,
@@ -94,6 +114,8 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "Ministral-3-8B": ("Ministral3ForCausalLM", {}),
     "Mistral-Small-4": ("Mistral4ForCausalLM", {}),
+    "DeepSeek-V3.2": ("DeepseekV32ForCausalLM", {}),
+    "GLM-5": ("GlmMoeDsaForCausalLM", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "Qwen1.5-MoE-A2.7B": ("Qwen2MoeForCausalLM", {}),
     "Qwen2-57B-A14B": ("Qwen2MoeForCausalLM", {
         "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import newer
 import theirs
 from drawn import TOKENS, write
 
@@ -16,8 +17,9 @@ from meshwright.hugging_face.folder import open_folder
 from meshwright.trainer.transformers_source import TransformersSource
 
 HERE = Path(__file__).resolve()
-SCRIPTS = [HERE, HERE.parent / "theirs.py"]
-ROWS = ("qwen3-moe",)
+SCRIPTS = [HERE, HERE.parent / "theirs.py", HERE.parent / "newer.py"]
+ROWS = ("qwen3-moe", "granite-4")
+"""Experts; factors on what halves add and on logits, and a state space."""
 LENGTH = 4
 """Tokens of a document; there are two."""
 LARGEST = 2 * LENGTH * 96
@@ -25,6 +27,7 @@ LARGEST = 2 * LENGTH * 96
 
 
 def main(out: Path) -> None:
+    theirs.ROWS = theirs.ROWS | newer.ROWS
     for row in ROWS:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name, "model")

@@ -63,7 +63,8 @@ def build_attend(
                 scores = dataclasses.replace(
                     scores, sinks_N=lax.dynamic_slice_in_dim(scores.sinks_N, first, size)
                 )
-            if scores.sinks_N is not None or scores.softcap is not None:
+            computed = (scores.sinks_N, scores.softcap, scores.index)
+            if any(part is not None for part in computed):
                 rest["scores"] = scores
         if parts > 1:
             q, k, v = (grouped_all_to_all(x, "context", parts, 2, 1) for x in (q, k, v))

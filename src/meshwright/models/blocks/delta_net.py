@@ -9,6 +9,13 @@ Chunks of the sequence are computed at once as matmuls (section 3.3, and arXiv:2
 corrections solve a unit lower triangular system, whose inverse is made of matmuls too; a scan over the chunks carries
 the state. Nothing crosses from one document into the next: the state is zero before a document's first token, and the
 convolution reads no token before it.
+
+A sequence that `context` splits is computed in segments at once. After a segment the state is affine in the state S
+before it, A S + B, and devices gather A and B of all segments and compose those before their own:
+
+    segment       0            1                   2
+    A, B          A0, B0       A1, B1              A2, B2        computed from its own chunks, then gathered
+    state before  0            B0                  A1 B0 + B1
 """
 
 import dataclasses
@@ -18,13 +25,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from meshwright.comm.collectives import all_gather
 from meshwright.models.blocks.layers import linear, linears, rms_norm
-from meshwright.models.model import ForwardContext, Kind, MatmulSizes, Recurrence, Widths
+from meshwright.models.model import ForwardContext, Gathered, Kind, MatmulSizes, Recurrence, Widths
 from meshwright.models.remat import ATTN_OUT, QKV, recomputed
 from meshwright.sharding.params import Param
+from meshwright.sharding.sequence import SEGMENTS, SequenceSplit
 
 _EPSILON = 1e-6
 """Constant of the norms of queries and keys, as in the released code."""
@@ -95,6 +105,25 @@ class DeltaSpec(Recurrence):
             MatmulSizes(H, C, F, heads, scanned=True),
         ]
 
+    def gathered(self, batch: int, segment: int, dtype: str) -> dict[str, Gathered]:
+        """Returns what a segment shares: the last inputs of its convolution, and A and B of its states."""
+        tail = (self.heads, batch, min(self.taps - 1, segment), self.channels)
+        size = self.key_size + self.value_size
+        change = (self.heads, batch, self.groups, self.key_size, size)
+        return {
+            "inputs of the convolution": Gathered(jax.ShapeDtypeStruct(tail, dtype)),
+            "changes of states": Gathered(jax.ShapeDtypeStruct(change, jnp.float32), inside=True),
+        }
+
+    def segment_matmuls(self, seq: int) -> list[MatmulSizes]:
+        """Returns the matmuls of `_changes_of` for a chunk: A and B are a state of more columns."""
+        C, H, size = chunk_of(seq), self.key_size, self.key_size + self.value_size
+        heads = self.groups * self.heads
+        return [
+            MatmulSizes(C, H, size, heads, scanned=True),
+            MatmulSizes(H, C, size, heads, scanned=True),
+        ]
+
     def inner_bytes(self, seq: int) -> float:
         """Returns the bytes per token that the backward pass recomputes, float32, with their gradients.
 
@@ -143,22 +172,81 @@ def delta_net(
     these; None where there are none.
     """
     (B, T, N, H), (G, F) = x.k.shape, x.v.shape[3:]
-    mixed_BTNF = jnp.concatenate([x.q, x.k, x.v.reshape(B, T, N, G * F)], -1)
+    mixed_BTNF = _convolved_features(x)
     if carried is None:
         inputs = jnp.zeros((N, B, taps_NFW.shape[-1] - 1, mixed_BTNF.shape[-1]), jnp.float32)
         carried = Carried(inputs, jnp.zeros((N, B, G, H, F), jnp.float32))
     before_BTNF = carried.inputs.transpose(1, 2, 0, 3).astype(mixed_BTNF.dtype)
     joined_BTNF = jnp.concatenate([before_BTNF, mixed_BTNF], 1)
-    mixed_BTNF = _mixed(joined_BTNF, taps_NFW, positions_BT)
-    q_BTNH, k_BTNH, v_BTNF = jnp.split(mixed_BTNF, (H, 2 * H), axis=-1)
+    mixed = _after_convolution(x, joined_BTNF, taps_NFW, positions_BT)
     with jax.named_scope("delta rule"):
-        out, states = gated_delta_rule(
-            x._replace(q=q_BTNH, k=k_BTNH, v=v_BTNF.reshape(B, T, N, G, F)),
-            positions_BT == 0,
-            carried.states,
-        )
+        out, states = gated_delta_rule(mixed, positions_BT == 0, carried.states)
     last = joined_BTNF[:, T:].transpose(2, 0, 1, 3).astype(jnp.float32)
     return out.astype(x.v.dtype), Carried(last, states)
+
+
+def delta_net_of_segments(
+    x: DeltaInputs, taps_NFW: jax.Array, positions_BT: jax.Array, sequence: SequenceSplit
+) -> jax.Array:
+    """Returns the output of `delta_net` for this device's tokens of sequences that `context` splits.
+
+    The two segments of a device are computed as two sequences, [B SEGMENTS, T / SEGMENTS, ...]. Sends, for each
+    segment, the last W - 1 inputs of the convolution and A and B of the states, to all devices of `context`.
+    """
+    B, T = positions_BT.shape
+
+    def split(array: jax.Array) -> jax.Array:
+        return array.reshape(B * SEGMENTS, T // SEGMENTS, *array.shape[2:])
+
+    segments = jax.tree.map(split, x)
+    positions_BT = split(positions_BT)
+    mixed_BTNF = _convolved_features(segments)
+    before_BTNF = _inputs_before(mixed_BTNF, taps_NFW.shape[-1] - 1, sequence)
+    joined_BTNF = jnp.concatenate([before_BTNF, mixed_BTNF], 1)
+    mixed = _after_convolution(segments, joined_BTNF, taps_NFW, positions_BT)
+    with jax.named_scope("delta rule"):
+        out = gated_delta_rule_of_segments(mixed, positions_BT == 0, sequence)
+    return out.astype(x.v.dtype).reshape(B, T, *out.shape[2:])
+
+
+def _inputs_before(mixed_BTNF: jax.Array, count: int, sequence: SequenceSplit) -> jax.Array:
+    """Returns the `count` tokens before each segment, zeros before a sequence, [B SEGMENTS, count, N, features].
+
+    A segment of fewer tokens shares all it has, so what is gathered then is the sequence itself.
+    """
+    tail = min(count, mixed_BTNF.shape[1])
+    last_BTNF = mixed_BTNF[:, mixed_BTNF.shape[1] - tail :]
+    all_SBTNF = _gather_segments(last_BTNF, sequence)
+    S, B, _, *features = all_SBTNF.shape
+    ordered_BTNF = jnp.moveaxis(all_SBTNF, 0, 1).reshape(B, S * tail, *features)
+    padded_BTNF = jnp.pad(ordered_BTNF, ((0, 0), (count, 0), (0, 0), (0, 0)))
+
+    def before(segment: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(padded_BTNF, segment * tail, count, 1)
+
+    pair = [before(segment) for segment in sequence.local_segments()]
+    return jnp.stack(pair, 1).reshape(B * SEGMENTS, count, *features)
+
+
+def _gather_segments(x: jax.Array, sequence: SequenceSplit) -> jax.Array:
+    """Gathers [B SEGMENTS, ...] over `context` into [segments, B, ...], in the order of the sequence."""
+    segments = jnp.moveaxis(x.reshape(-1, SEGMENTS, *x.shape[1:]), 1, 0)
+    return all_gather(segments, ("context",), 0)[np.argsort(sequence.segments().reshape(-1))]
+
+
+def _convolved_features(x: DeltaInputs) -> jax.Array:
+    """Returns what the convolution reads: query, key and values of each head, [B, T, N, channels]."""
+    return jnp.concatenate([x.q, x.k, x.v.reshape(*x.v.shape[:3], -1)], -1)
+
+
+def _after_convolution(
+    x: DeltaInputs, joined_BTNF: jax.Array, taps_NFW: jax.Array, positions_BT: jax.Array
+) -> DeltaInputs:
+    """Returns `x` with queries, keys and values after the convolution. joined_BTNF: with W - 1 tokens before."""
+    H = x.k.shape[-1]
+    mixed_BTNF = _mixed(joined_BTNF, taps_NFW, positions_BT)
+    q_BTNH, k_BTNH, v_BTNF = jnp.split(mixed_BTNF, (H, 2 * H), axis=-1)
+    return x._replace(q=q_BTNH, k=k_BTNH, v=v_BTNF.reshape(x.v.shape))
 
 
 @recomputed
@@ -213,7 +301,7 @@ def _unit(x: jax.Array) -> jax.Array:
     return x * lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + _EPSILON)
 
 
-def _chunked(x: jax.Array, C: int) -> jax.Array:
+def chunked(x: jax.Array, C: int) -> jax.Array:
     """Splits [B, T, N, ...] into [chunks, N, B, C, ...], float32; zeros fill the last chunk and change nothing."""
     B, T = x.shape[:2]
     padding = ((0, 0), (0, -T % C), *((0, 0),) * (x.ndim - 2))
@@ -221,9 +309,38 @@ def _chunked(x: jax.Array, C: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(B, -1, C, *x.shape[2:]), (1, 3), (0, 1))
 
 
-def _chunked_values(x: jax.Array, C: int) -> jax.Array:
-    """Splits [B, T, N, G, ...] into [chunks, N, B, G, C, ...], as `_chunked` does."""
-    return jnp.moveaxis(_chunked(x, C), 4, 3)
+def chunked_values(x: jax.Array, C: int) -> jax.Array:
+    """Splits [B, T, N, G, ...] into [chunks, N, B, G, C, ...], as `chunked` does."""
+    return jnp.moveaxis(chunked(x, C), 4, 3)
+
+
+class Decays(NamedTuple):
+    """Decays of states between tokens of a chunk, 0 across documents: [chunks, N, B, G, ...], float32."""
+
+    within: jax.Array
+    """From token j to token i of the chunk: exp(g_{j+1} + ... + g_i) where j <= i, [C, C]."""
+    from_before: jax.Array
+    """From before the chunk to token i: exp(g_1 + ... + g_i), [C]."""
+    to_end: jax.Array
+    """From token i to the end of the chunk: exp(g_{i+1} + ... + g_C), [C]."""
+
+
+def decays_of(decay_BTNG: jax.Array, starts_BT: jax.Array, C: int) -> Decays:
+    """Returns the decays of chunks of C tokens.
+
+    decay_BTNG: log decay g of each state, at most 0.  starts_BT: whether a token begins a document.
+    """
+    # The first token of a document decays nothing: what was there is left out below.
+    decay = chunked_values(jnp.where(starts_BT[..., None, None], 0.0, decay_BTNG), C)
+    # Documents are counted from the one before the chunk, which is 0: [chunks, 1, B, 1, C].
+    document = jnp.cumsum(chunked(starts_BT[:, :, None], C)[:, 0], -1)[:, None, :, None]
+
+    total = jnp.cumsum(decay, -1)
+    same_document = document[..., :, None] == document[..., None, :]
+    earlier = jnp.tril(jnp.ones((C, C), bool)) & same_document
+    exponent = jnp.where(earlier, total[..., :, None] - total[..., None, :], -jnp.inf)
+    to_end = jnp.exp(total[..., -1:] - total) * (document == document[..., -1:])
+    return Decays(jnp.exp(exponent), jnp.exp(total) * (document == 0), to_end)
 
 
 def _chunks_of(x: DeltaInputs, starts_BT: jax.Array, C: int) -> Chunks:
@@ -236,36 +353,24 @@ def _chunks_of(x: DeltaInputs, starts_BT: jax.Array, C: int) -> Chunks:
         A    = (I + strictly lower part of diag(b) (K K' * D))^-1
     """
     key_size = x.k.shape[-1]
-    q = _chunked(_unit(x.q) * key_size**-0.5, C)
-    k = _chunked(_unit(x.k), C)
-    v = _chunked_values(x.v, C)
-    rate = _chunked_values(x.rate, C)
-    # The first token of a document decays nothing: what was there is left out below.
-    decay = _chunked_values(jnp.where(starts_BT[..., None, None], 0.0, x.decay), C)
-    # Documents are counted from the one before the chunk, which is 0: [chunks, 1, B, 1, C].
-    document = jnp.cumsum(_chunked(starts_BT[:, :, None], C)[:, 0], -1)[:, None, :, None]
-
-    total = jnp.cumsum(decay, -1)
-    same_document = document[..., :, None] == document[..., None, :]
-    earlier = jnp.tril(jnp.ones((C, C), bool)) & same_document
-    exponent = jnp.where(earlier, total[..., :, None] - total[..., None, :], -jnp.inf)
-    decays = jnp.exp(exponent)
-
-    keys = jnp.einsum("mnbch,mnbsh->mnbcs", k, k)[:, :, :, None] * decays
-    scores = jnp.einsum("mnbch,mnbsh->mnbcs", q, k)[:, :, :, None] * decays
+    q = chunked(_unit(x.q) * key_size**-0.5, C)
+    k = chunked(_unit(x.k), C)
+    v = chunked_values(x.v, C)
+    rate = chunked_values(x.rate, C)
+    decays = decays_of(x.decay, starts_BT, C)
+    keys = jnp.einsum("mnbch,mnbsh->mnbcs", k, k)[:, :, :, None] * decays.within
+    scores = jnp.einsum("mnbch,mnbsh->mnbcs", q, k)[:, :, :, None] * decays.within
     solve = unit_lower_inverse(jnp.tril(keys * rate[..., None], -1))
 
-    from_before = jnp.exp(total) * (document == 0)
-    to_end = jnp.exp(total[..., -1:] - total) * (document == document[..., -1:])
     k = k[:, :, :, None]
     q = q[:, :, :, None]
     return Chunks(
         corrections=solve @ (v * rate[..., None]),
-        read_keys=solve @ (k * (rate * from_before)[..., None]),
-        read_queries=q * from_before[..., None],
+        read_keys=solve @ (k * (rate * decays.from_before)[..., None]),
+        read_queries=q * decays.from_before[..., None],
         scores=scores,
-        written_keys=k * to_end[..., None],
-        kept=from_before[..., -1],
+        written_keys=k * decays.to_end[..., None],
+        kept=decays.from_before[..., -1],
     )
 
 
@@ -276,8 +381,13 @@ def _pass_chunk(states: jax.Array, chunk: Chunks) -> tuple[jax.Array, jax.Array]
     """
     values = chunk.corrections - chunk.read_keys @ states
     out = chunk.read_queries @ states + chunk.scores @ values
+    return _state_after(states, chunk, values), out
+
+
+def _state_after(states: jax.Array, chunk: Chunks, values: jax.Array) -> jax.Array:
+    """Returns what is left of the states before a chunk, and what it writes. values: X of `_pass_chunk`."""
     remaining = states * chunk.kept[..., None, None]
-    return remaining + jnp.swapaxes(chunk.written_keys, -1, -2) @ values, out
+    return remaining + jnp.swapaxes(chunk.written_keys, -1, -2) @ values
 
 
 # What a chunk computes is many times its inputs: the backward pass computes it again from them.
@@ -289,10 +399,67 @@ def gated_delta_rule(
 
     x: after the convolution.  starts_BT: whether a token begins a document.  states: as `Carried` has them.
     """
-    B, T, N, G, F = x.v.shape
+    T = x.v.shape[1]
     chunks = _chunks_of(x, starts_BT, chunk_of(T))
-    states, out = lax.scan(_pass_chunk, states, chunks)  # out: [chunks, N, B, G, C, F]
-    return out.transpose(2, 0, 4, 1, 3, 5).reshape(B, -1, N, G, F)[:, :T], states
+    states, out = lax.scan(_pass_chunk, states, chunks)
+    return _tokens_of_chunks(out, T), states
+
+
+def _tokens_of_chunks(out: jax.Array, T: int) -> jax.Array:
+    """Returns [B, T, N, G, F] from [chunks, N, B, G, C, F]."""
+    _, N, B, G, _, F = out.shape
+    return out.transpose(2, 0, 4, 1, 3, 5).reshape(B, -1, N, G, F)[:, :T]
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(2,))
+def gated_delta_rule_of_segments(
+    x: DeltaInputs, starts_BT: jax.Array, sequence: SequenceSplit
+) -> jax.Array:
+    """Returns the output of this device's segments, [B SEGMENTS, T / SEGMENTS, N, G, H], float32.
+
+    x: after the convolution.  starts_BT: whether a token begins a document.
+    """
+    T = x.v.shape[1]
+    chunks = _chunks_of(x, starts_BT, chunk_of(T))
+    changes = _gather_segments(jnp.moveaxis(_changes_of(chunks), 1, 0), sequence)
+    states = jnp.moveaxis(_states_before(changes, sequence), 1, 0)
+    _, out = lax.scan(_pass_chunk, states, chunks)
+    return _tokens_of_chunks(out, T)
+
+
+def _changes_of(chunks: Chunks) -> jax.Array:
+    """Returns A and B side by side: a segment changes the state S before it into A S + B.
+
+    They are the state after the segment whose columns began as the unit matrix, with nothing written, and as zeros:
+    [N, B, G, key size, key size + value size].
+    """
+    H = chunks.read_keys.shape[-1]
+    nothing_written = jnp.zeros_like(chunks.read_keys)
+    corrections = jnp.concatenate([nothing_written, chunks.corrections], -1)
+    unit = jnp.eye(H, corrections.shape[-1], dtype=corrections.dtype)
+    first = jnp.broadcast_to(unit, (*corrections.shape[1:4], *unit.shape))
+
+    def pass_chunk(state: jax.Array, chunk: Chunks) -> tuple[jax.Array, None]:
+        return _state_after(state, chunk, chunk.corrections - chunk.read_keys @ state), None
+
+    changes, _ = lax.scan(pass_chunk, first, chunks._replace(corrections=corrections))
+    return changes
+
+
+def _states_before(changes: jax.Array, sequence: SequenceSplit) -> jax.Array:
+    """Returns the states before this device's segments, [B SEGMENTS, N, G, key size, value size].
+
+    changes: A and B of all segments in order, [segments, B, N, G, key size, key size + value size].
+    """
+    H = changes.shape[-2]
+
+    def pass_segment(state: jax.Array, change: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _multiply(change[..., :H], state) + change[..., H:], state
+
+    empty = jnp.zeros_like(changes[0, ..., H:])
+    _, before = lax.scan(pass_segment, empty, changes)
+    local = before[jnp.stack(sequence.local_segments())]
+    return jnp.moveaxis(local, 0, 1).reshape(-1, *empty.shape[1:])
 
 
 _multiply = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
@@ -384,7 +551,12 @@ class DeltaNet(Kind):
             ) -> tuple[jax.Array, Carried]:
                 return delta_net(x, taps_NFW, positions_BT, carried)
 
-            out_BTNGH = checkpoint_name(ctx.recur(step, x), ATTN_OUT)
+            def split_step(
+                x: DeltaInputs, positions_BT: jax.Array, sequence: SequenceSplit
+            ) -> jax.Array:
+                return delta_net_of_segments(x, taps_NFW, positions_BT, sequence)
+
+            out_BTNGH = checkpoint_name(ctx.recur(step, x, split_step), ATTN_OUT)
             out_BTNGH = ctx.record("attention heads", out_BTNGH, split="tensor")
             out_BTNGH = rms_norm(out_BTNGH, w["value_norm"], self.epsilon)
             out_BTNGH = _gated(out_BTNGH, gate_BTNGH)

@@ -10,6 +10,8 @@ which are also the values. With latents c of width Z and N heads:
     q = column_parallel(c_q query_up);  k, v = split(column_parallel(c kv_up))
     y = row_parallel(attention(q with its end rotated, [k, rope(k_rope)], v) o)
 
+An indexer (blocks/indexer.py) may choose the keys that each query attends to.
+
 The down projections are the same on every device of `tensor`: each computes them for its own positions, and the gather
 moves the latents, a third of the width of DeepSeek-V3. The remat policies keep the latents where they keep queries,
 keys and values of others, and the up projections are recomputed (DeepSeek-V3, section 3.2.3).
@@ -24,9 +26,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from meshwright.models.blocks.indexer import Indexer
 from meshwright.models.blocks.layers import attention_projection, linear, rms_norm
 from meshwright.models.blocks.rotary import Rotary, Temperature
 from meshwright.models.blocks.yarn import LatentYarn
+from meshwright.models.kernels.attention import Index, Scores
 from meshwright.models.model import AttentionSpec, ForwardContext, Kind, LatentSpec
 from meshwright.models.remat import QKV
 from meshwright.sharding.params import Param
@@ -87,6 +91,8 @@ class LatentAttention(Kind):
     """Initial standard deviation of the output projection."""
     temperature: Temperature | None = None
     """Growth of queries with their position, after rotation."""
+    indexer: Indexer | None = None
+    """Chooses the keys of each query; it reads the latent of queries, so that there has to be one."""
 
     scope = "attention"
 
@@ -109,6 +115,8 @@ class LatentAttention(Kind):
         }
         if rank is None:
             return {**params, "query": Param((L, D, N, H), "LDNH", role="qkv")}
+        if self.indexer is not None:
+            params |= self.indexer.params(layers)
         return {
             **params,
             "query_down": Param((L, D, rank), "LDZ", role="qkv"),
@@ -118,21 +126,42 @@ class LatentAttention(Kind):
 
     def facts(self) -> dict[str, Any]:
         """Returns the fields of `LayerSpec`."""
-        return {
-            "attention": AttentionSpec(self.heads, self.heads, self.head_size, latent=self.latent)
-        }
+        spec = AttentionSpec(self.heads, self.heads, self.head_size, latent=self.latent)
+        if self.indexer is not None:
+            features = frozenset({"index"} if self._is_sparse else ())
+            spec = dataclasses.replace(spec, features=features, indexer=self.indexer.spec)
+        return {"attention": spec}
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the indexer is trained."""
+        return self.indexer is not None and self.indexer.training != "frozen"
+
+    @property
+    def _is_sparse(self) -> bool:
+        return self.indexer is not None and self.indexer.training != "warmup"
 
     def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the attention of a step's tokens."""
         cos_sin = ctx.angles(self.rotary)
+        index_cos_sin = None if self.indexer is None else ctx.angles(self.indexer.rotary)
         growth_BT11 = None
         if self.temperature is not None:
             growth_BT11 = self.temperature.factor(ctx.tokens.positions)
         decodes = ctx.attend_latent is not None
         up = self._keep_latents if decodes else self._expand_latents
 
-        def mix(h_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
-            q_BTNH, rope_BTNH, latents_BTNH = ctx.column_parallel(up, *self._down(h_BTD, w))
+        def mix(h_BTD: jax.Array, w: dict[str, Any]) -> Any:
+            gathered, weights = self._down(h_BTD, w)
+            if self.indexer is not None:
+                weights = [*weights, w["index_query"]]
+            q_BTNH, rope_BTNH, latents_BTNH, *index_queries = ctx.column_parallel(
+                up, gathered, weights
+            )
+            index: Index | None = None
+            if self.indexer is not None:
+                assert index_cos_sin is not None
+                index = self.indexer.index(h_BTD, index_queries[0], w, index_cos_sin)
             if self.latent.query_rank is None:
                 q_BTNH = checkpoint_name(q_BTNH, QKV)
             q_BTNH = self._rotated_queries(q_BTNH, cos_sin, h_BTD.dtype)
@@ -140,29 +169,43 @@ class LatentAttention(Kind):
                 q_BTNH = (q_BTNH * growth_BT11).astype(q_BTNH.dtype)
             rope_BTNH = self.rotary.rotate(rope_BTNH, cos_sin)
             if decodes:
-                out_BTNH = self._attend_latents(ctx, q_BTNH, latents_BTNH, rope_BTNH, w["kv_up"])
-                return ctx.row_parallel(attention_projection, out_BTNH, w["attention_out"])
+                cached = (latents_BTNH, rope_BTNH)
+                out_BTNH = self._attend_latents(ctx, q_BTNH, *cached, w["kv_up"], index)
+                y_BTD = ctx.row_parallel(attention_projection, out_BTNH, w["attention_out"])
+                return (y_BTD, {}) if self.has_loss else y_BTD
             k_BTNH, v_BTNH = self._keys_and_values(latents_BTNH, rope_BTNH)
             qkv = (q_BTNH, k_BTNH, v_BTNH)
             if ctx.sequence.groups > 1:
                 qkv = self._of_one_size(*qkv)
-            return ctx.attend_row_parallel(self._project, qkv, w["attention_out"], window=None)
+            scores = None
+            if index is not None and self._is_sparse:
+                scores = Scores(index=jax.lax.stop_gradient(index))
+            y_BTD = ctx.attend_row_parallel(
+                self._project, qkv, w["attention_out"], window=None, scores=scores
+            )
+            if not self.has_loss:
+                return y_BTD
+            assert self.indexer is not None and index is not None
+            return y_BTD, self.indexer.loss(index, q_BTNH, k_BTNH, ctx.tokens)
 
         return mix
 
     def _expand_latents(self, gathered_BTZ: jax.Array, weights: list[Any]) -> list[jax.Array]:
-        """Returns queries, the rotary key as one head, and keys with values of all heads.
+        """Returns queries, the rotary key as one head, keys with values of all heads, and queries of the indexer.
 
-        gathered_BTZ: what `_down` returns, of all positions.  weights: up projections of queries, and of keys.
+        gathered_BTZ: what `_down` returns, of all positions.  weights: up projections of queries and of keys, and that
+        of the indexer's queries if there is one.
         """
         query_BTZ, latent_BTZ, rope_BTZ = self._split(gathered_BTZ)
         expanded_BTNH = linear(latent_BTZ, weights[1])
-        return [linear(query_BTZ, weights[0]), rope_BTZ[:, :, None], expanded_BTNH]
+        queries = linear(query_BTZ, weights[0])
+        return [queries, rope_BTZ[:, :, None], expanded_BTNH, *_index(query_BTZ, weights[2:])]
 
     def _keep_latents(self, gathered_BTZ: jax.Array, weights: list[Any]) -> list[jax.Array]:
-        """Returns queries, and as one head each the rotary key and the latent, which decoding caches."""
+        """Returns queries, as one head each the rotary key and the latent, which decoding caches, and index queries."""
         query_BTZ, latent_BTZ, rope_BTZ = self._split(gathered_BTZ)
-        return [linear(query_BTZ, weights[0]), rope_BTZ[:, :, None], latent_BTZ[:, :, None]]
+        queries, latent_BTNZ = linear(query_BTZ, weights[0]), latent_BTZ[:, :, None]
+        return [queries, rope_BTZ[:, :, None], latent_BTNZ, *_index(query_BTZ, weights[2:])]
 
     def _split(self, gathered_BTZ: jax.Array) -> list[jax.Array]:
         """Splits what `_down` joins: the input of the queries, the latent, the rotary key."""
@@ -186,6 +229,7 @@ class LatentAttention(Kind):
         latents_BTNH: jax.Array,
         rope_BTNH: jax.Array,
         up_ZNH: Any,
+        index: Index | None,
     ) -> jax.Array:
         """Returns the attention output of cached latents, [B, T, N, value size]: `q (W c) = (W' q) c`."""
         assert ctx.attend_latent is not None
@@ -196,7 +240,7 @@ class LatentAttention(Kind):
         q_BTNZ = jnp.concatenate([absorbed, q_BTNH[..., nope:]], -1) * factor
         q_BTNZ = q_BTNZ.astype(q_BTNH.dtype)
         cached_BTZ = jnp.concatenate([latents_BTNH[:, :, 0], rope_BTNH[:, :, 0]], -1)
-        out_BTNZ = ctx.attend_latent(q_BTNZ, cached_BTZ, self.latent.kv_rank)
+        out_BTNZ = ctx.attend_latent(q_BTNZ, cached_BTZ, self.latent.kv_rank, index)
         return absorb_values(out_BTNZ, up_ZNH, self.latent.value_size)
 
     def _keys_and_values(
@@ -233,6 +277,11 @@ class LatentAttention(Kind):
         query_BTZ = checkpoint_name(linear(h_BTD, w["query_down"]), QKV)
         query_BTZ = rms_norm(query_BTZ, w["query_norm"], LATENT_EPSILON)
         return jnp.concatenate([query_BTZ, *rest], -1), [w["query_up"], w["kv_up"]]
+
+
+def _index(query_BTZ: jax.Array, weights: list[jax.Array]) -> list[jax.Array]:
+    """Returns the queries of an indexer, [] without one. Its input is detached: the choice of keys has no derivative."""
+    return [linear(jax.lax.stop_gradient(query_BTZ), weight_ZIH) for weight_ZIH in weights]
 
 
 def _padded(x_BTNH: jax.Array, size: int) -> jax.Array:

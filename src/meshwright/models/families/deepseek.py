@@ -14,6 +14,7 @@ import msgspec
 
 from meshwright.config import MeshShape
 from meshwright.declarations import changes
+from meshwright.models.blocks.indexer import Indexer
 from meshwright.models.blocks.latent import LatentAttention
 from meshwright.models.blocks.layers import Norm, linear
 from meshwright.models.blocks.rotary import Rotary, RotaryBase, Temperature
@@ -70,6 +71,11 @@ class Deepseek(DenseLayersFirst):
         """Growth of queries with their position; None for none."""
         return None
 
+    @property
+    def indexer(self) -> Indexer | None:
+        """Chooses the keys of each query; None attends to all."""
+        return None
+
     def build(self) -> Decoder:
         """Returns the dense layers, then the layers with experts."""
         latent = LatentSpec(
@@ -85,6 +91,7 @@ class Deepseek(DenseLayersFirst):
             rotary,
             self.out_std,
             self.temperature,
+            self.indexer,
         )
         return self.dense_then_experts(attention, Norm("rms", self.norm_epsilon))
 

@@ -1,6 +1,7 @@
 """Attention kernels: facts that the choice among them needs, the scores of a layer, and the reference in plain JAX."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,11 @@ from meshwright.models.remat import ATTN_OUT, ATTN_SCORES, REMAT_POLICIES
 if TYPE_CHECKING:
     from meshwright.models.kernels.chunks import ChunkAttention
 
-FEATURES: dict[str, str] = {"softcap": "soft cap of the scores", "sinks": "attention sinks"}
+FEATURES: dict[str, str] = {
+    "softcap": "soft cap of the scores",
+    "sinks": "attention sinks",
+    "index": "choice of keys by an indexer",
+}
 """Fields of `Scores` that not every kernel supports -> in words."""
 SelfAttention = Callable[..., jax.Array]
 """`(q [B, T, N, H], k [B, T, K, H], v, segments [B, T], *, window, scores=None) -> [B, T, N, H]`.
@@ -21,10 +26,53 @@ SelfAttention = Callable[..., jax.Array]
 Attention of complete sequences to themselves. Residuals that it saves for its backward pass are named ATTN_OUT, or
 matched by the remat policies through their primitive. One with a method `with_lse`, which returns the log-sum-exp of
 every query too, states the health of its layer (models/layer_health.py). `scores` is given where a layer has a soft
-cap or sinks.
+cap, sinks or an indexer.
 """
 CrossAttention = Callable[..., jax.Array]
 """`(q, k, v, queries: Positions, keys: Positions, *, window, scores=None) -> [B, T, N, H]`, of any positions."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("q_BTIH", "k_BSH", "weights_BTI"),
+    meta_fields=("top_k",),
+)
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """Queries, keys and head weights of a sparse indexer (DeepSeek-V3.2-Exp, section 2.1), which chooses keys.
+
+        I[t, s] = sum over heads of weights[t, head] * relu(q[t, head] . k[s] / sqrt(H)) / sqrt(heads)
+
+    The released code turns q and k by a Hadamard matrix, which changes no product, and rounds them to float8.
+    """
+
+    q_BTIH: jax.Array
+    k_BSH: jax.Array
+    """Keys; in decoding those of the step's tokens."""
+    weights_BTI: jax.Array
+    top_k: int
+    """Keys that a query attends to."""
+
+    def scores(self, k_BSH: jax.Array) -> jax.Array:
+        """Returns the index scores [B, T, S], float32."""
+        q_BTIH = self.q_BTIH.astype(jnp.float32)
+        heads, size = q_BTIH.shape[2:]
+        products_BTIS = jnp.einsum("btih,bsh->btis", q_BTIH, k_BSH.astype(jnp.float32))
+        products_BTIS = jax.nn.relu(products_BTIS * size**-0.5)
+        weights_BTI = self.weights_BTI.astype(jnp.float32) * heads**-0.5
+        return jnp.einsum("bti,btis->bts", weights_BTI, products_BTIS)
+
+    def chosen(self, scores_BTS: jax.Array, visible_BTS: jax.Array) -> jax.Array:
+        """Returns which visible keys have the `top_k` highest scores, [B, T, S]; of equal scores, the first keys."""
+        B, T, S = scores_BTS.shape
+        if self.top_k >= S:
+            return visible_BTS
+        scores_BTS = jnp.where(visible_BTS, scores_BTS, -jnp.inf)
+        _, keys_BTk = jax.lax.top_k(scores_BTS, self.top_k)
+        batch_B11 = jnp.arange(B)[:, None, None]
+        query_1T1 = jnp.arange(T)[None, :, None]
+        chosen_BTS = jnp.zeros((B, T, S), bool).at[batch_B11, query_1T1, keys_BTk].set(True)
+        return chosen_BTS & visible_BTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +86,20 @@ class Scores:
     """Cap of the scaled scores (`cap`; Gemma 2, arXiv:2408.00118, section 2)."""
     chunk: int | None = None
     """Tokens of a document after which attention begins anew (Llama 4); None attends within documents."""
+    index: Index | None = None
+    """Indexer that chooses the keys which each query sees (DeepSeek-V3.2); None sees all."""
+
+    def split(self, count: int) -> "list[Scores]":
+        """Returns the scores of each of `count` equal pieces of the batch."""
+        if self.index is None:
+            return [self] * count
+        q, k = jnp.split(self.index.q_BTIH, count), jnp.split(self.index.k_BSH, count)
+        weights = jnp.split(self.index.weights_BTI, count)
+        pieces = []
+        for i in range(count):
+            index = Index(q[i], k[i], weights[i], self.index.top_k)
+            pieces.append(dataclasses.replace(self, index=index))
+        return pieces
 
 
 def cap(x: jax.Array, softcap: float | None) -> jax.Array:
@@ -137,8 +199,8 @@ def reference_attention(
 ) -> jax.Array:
     """Computes causal attention within documents; grouped-query attention (GQA) without repeating keys or values.
 
-    window: a token attends to itself and the `window - 1` tokens before it; None is all before it.  scores: soft cap
-    and sinks. Returns [B, T, N, H] in the dtype of q. Scores [B, N, T, S] and softmax are float32.
+    window: a token attends to itself and the `window - 1` tokens before it; None is all before it.  scores: soft cap,
+    sinks and indexer. Returns [B, T, N, H] in the dtype of q. Scores [B, N, T, S] and softmax are float32.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
@@ -148,14 +210,17 @@ def reference_attention(
     )
     scores = scores or Scores()
     scores_BKGTS = cap(scores_BKGTS, scores.softcap)
-    visible_BTS = _visible(queries, keys, window)
+    visible_BTS = visible_keys(queries, keys, window)
+    if scores.index is not None:
+        index_BTS = scores.index.scores(scores.index.k_BSH)
+        visible_BTS = scores.index.chosen(index_BTS, visible_BTS)
     scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, -1e30)
     weights_BKGTS = _softmax(scores_BKGTS, scores.sinks_N)
     out_BTKGH = jnp.einsum("bkgts,bskh->btkgh", weights_BKGTS.astype(q_BTNH.dtype), v_BSKH)
     return out_BTKGH.reshape(B, T, N, v_BSKH.shape[3])
 
 
-def _visible(queries: Positions, keys: Positions, window: int | None) -> jax.Array:
+def visible_keys(queries: Positions, keys: Positions, window: int | None) -> jax.Array:
     """Returns which keys each query sees, [B, T, S]: of its document, and at distance 0 <= d < window."""
     distance_TS = queries.positions_T[:, None] - keys.positions_T[None, :]
     visible_TS = distance_TS >= 0

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshwright.models.kernels.attention import FEATURES, Kernels, cap, cap_gradient
+from meshwright.models.kernels.attention import Kernels, cap, cap_gradient
 from meshwright.models.kernels.chunks import (
     ChunkAttention,
     ChunkMask,
@@ -287,6 +287,6 @@ def blocked_kernels(block: int | None) -> Kernels:
         "blocked",
         self_attention_of(blocked_chunks),
         chunk_attention=blocked_chunks,
-        features=frozenset(FEATURES),
+        features=frozenset({"softcap", "sinks"}),
         fused=False,
     )

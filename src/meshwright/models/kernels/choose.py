@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from meshwright.models.model import ModelSpec
 
 
-# What "auto" tries, by `jax.Device.platform`, best first; "blocked" supports everything. The fused backward kernel is
+# What "auto" tries, by `jax.Device.platform`, best first; "blocked" supports everything but
+# the choice of keys by an indexer, which only "reference" has. The fused backward kernel is
 # slower than two on v5p and faster on tpu7x (public MaxText recipes, measured on both), and takes 0.70 of their time on
 # v6e by the kernels' bundles, each with its best blocks; whole steps of others gain 4.6 % (v6e-steps.csv; docs/log.md).
 AUTO: dict[str, tuple[str, ...]] = {
@@ -121,7 +122,7 @@ def _chunk_of(sequence: SequenceSplit) -> int:
 def _auto_names(machine: Machine) -> tuple[str, ...]:
     """Returns the attention kernels that "auto" tries, best first."""
     of_platform = AUTO.get(machine.platform, ())
-    return (*AUTO_BY_CHIP.get(machine.chip_name or "", of_platform), "blocked")
+    return (*AUTO_BY_CHIP.get(machine.chip_name or "", of_platform), "blocked", "reference")
 
 
 def _first_supported(

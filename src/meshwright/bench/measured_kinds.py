@@ -1,0 +1,185 @@
+"""Seconds of a traced step by kind of work, and what explains where they differ from a plan."""
+
+import collections
+import dataclasses
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from meshwright.bench.device_trace import Trace, device_time, innermost
+from meshwright.formatting import format_step
+from meshwright.hardware.chips import CHIPS
+from meshwright.models.layer_facts import LayerSpec
+from meshwright.planner.step_kinds import (
+    ATTENTION_MATMULS,
+    ELEMENTS,
+    EXPOSED,
+    FEED_FORWARD_MATMULS,
+    IDLE,
+    KERNEL,
+    KINDS,
+    MATMUL_KINDS,
+    OTHER_MATMULS,
+    WAITING,
+    MeasuredStep,
+)
+from xlacensus.hlo.collectives import collective_in
+from xlacensus.hlo.flops import least_flops
+from xlacensus.hlo.parser import Instruction, Module
+from xlacensus.schedule import CostModel
+
+_LARGEST = 2
+"""Differences that are explained."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KindsOfTrace:
+    """A traced step by kind, and the operations of each kind."""
+
+    step: MeasuredStep
+    longest: Mapping[str, Sequence[tuple[str, float]]]
+    """The longest operations of each kind, with the seconds of each in a step of one device."""
+    slowest: str
+    """The device that computes longest, and how much longer than the median; empty where devices have no lanes."""
+
+
+def kinds_of_trace(
+    trace: Trace,
+    module: Module,
+    layers: Iterable[LayerSpec],
+    labels: Mapping[str, str],
+    *,
+    devices: int,
+    steps: int,
+    seconds: float,
+) -> KindsOfTrace:
+    """Returns the seconds of a traced step by kind.
+
+    Collectives take as long as the device takes that reaches each of them last; what the others spend above that is
+    waiting. Threads of simulated devices share cores: where they have more seconds than a step, they are scaled to it.
+
+    layers: of the model, whose scopes tell the halves.  labels: kind and axes of collectives by instruction.
+    devices: of the mesh.  steps: in the trace.
+    seconds: wall time of all steps.
+    """
+    lanes = [lane for device in trace.devices.values() for lane in device] or trace.host
+    counted = len(trace.devices) or devices
+    share = 1.0 / (counted * steps)
+    kinds = kinds_of_instructions(module, layers)
+    sums: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+    operations: dict[str, dict[str, float]] = {
+        kind: collections.defaultdict(float) for kind in KINDS
+    }
+    collective = collections.defaultdict[str, list[float]](list)
+    for event in (event for lane in lanes for event in innermost(lane)):
+        name = event.instruction or event.name
+        if event.communicates:
+            collective[name].append(event.seconds)
+            continue
+        kind = kinds.get(name, ELEMENTS)
+        sums[kind] += event.seconds * share
+        operations[kind][name] += event.seconds * share
+    waited = 0.0
+    for name, times in collective.items():
+        waits = _waiting(times, counted) * share
+        waited += waits
+        label = labels.get(name, name)
+        operations[WAITING][label] += waits
+        operations[EXPOSED][label] += sum(times) * share - waits
+    step = seconds / steps
+    times_of_devices = [
+        device_time(name, device, trace.flights.get(name, ()))
+        for name, device in trace.devices.items()
+    ]
+    exposed = sum(operations[EXPOSED].values()) + waited
+    if times_of_devices:
+        exposed = sum(time.exposed for time in times_of_devices) * share
+    sums[WAITING] = min(waited, exposed)
+    sums[EXPOSED] = exposed - sums[WAITING]
+    busy = sum(sums.values())
+    if busy > step:
+        sums = {kind: value * step / busy for kind, value in sums.items()}
+    sums[IDLE] = max(0.0, step - busy)
+    longest = {
+        kind: sorted(found.items(), key=lambda item: -item[1]) for kind, found in operations.items()
+    }
+    fused_attention = KERNEL in kinds.values()
+    flops: dict[str, float] = {str(rate): n for rate, n in least_flops(module).items()}
+    measured = MeasuredStep(sums, counted * steps, fused_attention, flops)
+    return KindsOfTrace(
+        measured, longest, _slowest([(t.device, t.compute) for t in times_of_devices])
+    )
+
+
+def kinds_of_instructions(module: Module, layers: Iterable[LayerSpec]) -> dict[str, str]:
+    """Returns the kind of every instruction that computes. layers: of the model, whose scopes tell the halves."""
+    halves: dict[str, str] = {}
+    for layer in layers:
+        halves[layer.attention_scope] = ATTENTION_MATMULS
+        halves[layer.feed_forward_scope] = FEED_FORWARD_MATMULS
+    model = CostModel(_ANY_CHIP, _ANY_CHIP.efficiency)
+    return {
+        instruction.name: _kind_of(instruction, model, halves)
+        for instruction in module
+        if collective_in(instruction) is None
+    }
+
+
+_ANY_CHIP = CHIPS["h100"]
+"""Chip of the cost model: an instruction has the same kind on all."""
+
+
+def _kind_of(instruction: Instruction, model: CostModel, halves: Mapping[str, str]) -> str:
+    kind = model.cost_of(instruction).kind
+    if kind == "attention":
+        return KERNEL
+    if kind != "matmul":
+        return ELEMENTS
+    found = [halves[scope] for scope in instruction.scopes if scope in halves]
+    return found[-1] if found else OTHER_MATMULS
+
+
+def _waiting(times: Sequence[float], devices: int) -> float:
+    """Returns the seconds that the executions of a collective take above those of the last device to reach it.
+
+    Of so many executions one in `devices` is the last to arrive: the shortest are taken for those.
+    """
+    last = sorted(times)[: max(1, len(times) // devices)]
+    return max(0.0, sum(times) - statistics.fmean(last) * len(times))
+
+
+def _slowest(compute: Sequence[tuple[str, float]]) -> str:
+    if len(compute) < 2:
+        return ""
+    name, seconds = max(compute, key=lambda item: item[1])
+    median = statistics.median(value for _, value in compute)
+    return f"{name} computes {seconds / median - 1:.0%} longer than the median device"
+
+
+def explain_differences(found: KindsOfTrace, planned: Mapping[str, float]) -> list[str]:
+    """Returns a sentence for each of the largest differences between a trace and a plan: what it is, and of what."""
+    measured = found.step.seconds
+    ordered = sorted(KINDS, key=lambda kind: -abs(measured.get(kind, 0.0) - planned.get(kind, 0.0)))
+    return [
+        _explain(kind, measured.get(kind, 0.0), planned.get(kind, 0.0), found)
+        for kind in ordered[:_LARGEST]
+        if measured.get(kind, 0.0) != planned.get(kind, 0.0)
+    ]
+
+
+def _explain(kind: str, measured: float, planned: float, found: KindsOfTrace) -> str:
+    difference = measured - planned
+    sign = "more" if difference > 0 else "less"
+    text = (
+        f"{kind}: {format_step(measured)} measured, {format_step(planned)} planned, "
+        f"{format_step(abs(difference))} {sign}"
+    )
+    longest = [f"{name} {format_step(seconds)}" for name, seconds in found.longest[kind][:3]]
+    if kind == IDLE:
+        return f"{text}: the host; no operation runs on the device (launches, input, checkpoints)"
+    if kind == WAITING:
+        cause = "a straggler: devices do not reach their collectives together"
+        return "; ".join([f"{text}: {cause}", *filter(None, [found.slowest]), *longest])
+    if kind == EXPOSED:
+        return "; ".join([f"{text}: collectives by axis", *longest])
+    cause = "kernels" if kind in (*MATMUL_KINDS, KERNEL) else "kernels that move memory"
+    return "; ".join([f"{text}: {cause}, the longest", *longest])

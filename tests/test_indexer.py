@@ -1,0 +1,212 @@
+"""The sparse indexer of DeepSeek-V3.2 and GLM-5: its choice of keys, meshes, kernels, FLOPs, frozen parameters."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import hf_models
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_runs import (
+    DEEPSEEK,
+    DEEPSEEK_SPARSE,
+    assert_same_steps,
+    device_run_of,
+    largest_difference,
+    tiny_run,
+    train,
+    train_on_one_device,
+)
+
+from meshwright.config import MeshShape
+from meshwright.errors import ConfigError
+from meshwright.generation.cache import CachePlan
+from meshwright.hardware.machine import Machine
+from meshwright.hardware.targets import parse_target
+from meshwright.models.flops import forward_flops, training_flops_per_token
+from meshwright.models.kernels.attention import (
+    Index,
+    Scores,
+    reference_attention,
+    sequence_positions,
+)
+from meshwright.planner.search import price_run
+from meshwright.runs.placed_run import place_run
+from meshwright.runs.settle import settle
+from meshwright.sharding.params import named_leaves
+
+exhaustive = pytest.mark.exhaustive
+STEPS = 3
+
+
+def _index(rng: np.random.Generator, tokens: int, top_k: int) -> Index:
+    q, k = rng.normal(size=(2, tokens, 3, 4)), rng.normal(size=(2, tokens, 4))
+    weights = rng.normal(size=(2, tokens, 3))
+    return Index(*(jnp.asarray(x, jnp.float32) for x in (q, k, weights)), top_k)
+
+
+def test_a_query_sees_the_best_keys_of_its_document() -> None:
+    """Against a loop over queries in NumPy: scores, a sorted list of the keys that may be seen, attention to its best."""
+    rng, tokens, top_k = np.random.default_rng(0), 12, 3
+    index = _index(rng, tokens, top_k)
+    segments = np.array([[0] * 5 + [1] * 7, [0] * 12])
+    q, k, v = (jnp.asarray(rng.normal(size=(2, tokens, 2, 4)), jnp.float32) for _ in range(3))
+    positions = sequence_positions(jnp.asarray(segments))
+    scores = Scores(index=index)
+    found = reference_attention(q, k, v, positions, positions, window=None, scores=scores)
+    for b in range(2):
+        for t in range(tokens):
+            seen = [s for s in range(t + 1) if segments[b, s] == segments[b, t]]
+            products = np.asarray(index.k_BSH[b, seen] @ index.q_BTIH[b, t].T) / np.sqrt(4)
+            value = np.maximum(products, 0) @ np.asarray(index.weights_BTI[b, t]) / np.sqrt(3)
+            best = np.array(seen)[np.argsort(-value, kind="stable")[:top_k]]
+            for n in range(2):
+                logits = np.asarray(k[b, best, n] @ q[b, t, n]) / np.sqrt(4)
+                weights = np.exp(logits - logits.max())
+                expected = weights / weights.sum() @ np.asarray(v[b, best, n])
+                np.testing.assert_allclose(found[b, t, n], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_of_equal_scores_the_first_keys_are_chosen() -> None:
+    index = dataclasses.replace(_index(np.random.default_rng(0), 4, 2))
+    visible = jnp.tril(jnp.ones((1, 4, 4), bool))
+    chosen = index.chosen(jnp.zeros((1, 4, 4)), visible)
+    np.testing.assert_array_equal(chosen[0].sum(-1), [1, 2, 2, 2])
+    assert chosen[0, :, :2].sum() == chosen.sum()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        ("expert=2,fsdp=2,tensor=2", {"remat": "full"}),
+        ("stage=2,fsdp=2,expert=2", {"microbatches": 4}),
+        pytest.param("data=2,tensor=4", {"tensor_strategy": "ring"}, marks=exhaustive),
+    ],
+    ids=str,
+)
+def test_the_numbers_of_one_device(mesh: str, changes: dict[str, Any]) -> None:
+    run = tiny_run(DEEPSEEK_SPARSE, mesh, **changes)
+    one = train_on_one_device(run, STEPS)
+    many = train(run, STEPS, initial=one.initial)
+    assert_same_steps(many, one)
+    assert largest_difference(many.params, one.params) < 1e-4
+    # No step changes the indexer, by no weight decay either; every other matrix moves.
+    after, before = (named_leaves(tree["blocks"]) for tree in (one.params, one.initial))
+    for name in before:
+        moved = bool(np.any(np.asarray(after[name]) != np.asarray(before[name])))
+        assert moved != name.startswith("index_"), name
+
+
+@pytest.mark.parametrize("stage", ["sparse", pytest.param("warmup", marks=exhaustive)])
+def test_an_indexer_learns_the_same_on_stages(stage: str) -> None:
+    model = dataclasses.replace(DEEPSEEK_SPARSE, index_training=stage)
+    run = tiny_run(model, "stage=2,expert=2,tensor=2", microbatches=2)
+    one = train_on_one_device(run, STEPS)
+    many = train(run, STEPS, initial=one.initial)
+    assert_same_steps(many, one)
+    assert largest_difference(many.params, one.params) < 1e-4
+    after, before = (named_leaves(tree["blocks"]) for tree in (one.params, one.initial))
+    for name in before:
+        moved = bool(np.any(np.asarray(after[name]) != np.asarray(before[name])))
+        assert moved == (stage == "sparse" or name.startswith("index_")), name
+
+
+def test_enough_keys_are_all_keys() -> None:
+    """With as many keys as a sequence has, the steps are those of the same weights without an indexer, to the bit."""
+    training: dict[str, Any] = {"seq": 16}
+    enough = dataclasses.replace(DEEPSEEK_SPARSE, index_topk=16)
+    sparse = train_on_one_device(tiny_run(enough, "data=1", **training), STEPS)
+
+    def without(tree: Any) -> Any:
+        return {
+            stack: {n: x for n, x in part.items() if not n.startswith("index_")}
+            if isinstance(part, dict)
+            else part
+            for stack, part in tree.items()
+        }
+
+    run = tiny_run(DEEPSEEK, "data=1", **training)
+    dense = train(run, STEPS, initial=without(sparse.initial))
+    jax.tree.map(np.testing.assert_array_equal, without(sparse.params), dense.params)
+    fewer = dataclasses.replace(DEEPSEEK_SPARSE, index_topk=2)
+    other = train(tiny_run(fewer, "data=1", **training), STEPS, initial=sparse.initial)
+    assert largest_difference(other.params, sparse.params) > 1e-5
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ConfigError, match="indexer with context"):
+        device_run_of(tiny_run(DEEPSEEK_SPARSE, "context=2,fsdp=4"))
+    with pytest.raises(ConfigError, match="blocked attention has no choice of keys by an indexer"):
+        device_run_of(tiny_run(DEEPSEEK_SPARSE, "data=1", attention_kernel="blocked"))
+    with pytest.raises(ConfigError, match="its queries are projections of that latent"):
+        dataclasses.replace(DEEPSEEK_SPARSE, q_lora_rank=None).params()
+    with pytest.raises(ConfigError, match=r"--model\.index-head-dim 4"):
+        dataclasses.replace(DEEPSEEK_SPARSE, index_head_dim=2).params()
+
+
+def test_flops_and_plans_count_what_each_is_about() -> None:
+    """Model FLOPs count chosen keys, plans all: of 64 tokens, a query sees (64 + 1) / 2 on average and 5 are chosen."""
+    seq, layers, sparse = 64, DEEPSEEK_SPARSE.layers, DEEPSEEK_SPARSE
+    dense, found = forward_flops(DEEPSEEK, seq), forward_flops(sparse, seq)
+    chosen = (1 + 2 + 3 + 4 + 5 * 60) / 64
+    of_a_key = 2 * sparse.heads * (8 + 4 + 8)
+    assert found["attention"] == pytest.approx(layers * chosen * of_a_key)
+    weights = 24 * 8 * 8 + sparse.width * (8 + 8)
+    indexer = layers * (2 * weights + 2 * 32.5 * 8 * (8 + 1))
+    assert found["indexer"] == pytest.approx(indexer)
+    rest = {n: flops for n, flops in found.items() if n not in ("attention", "indexer")}
+    assert rest == {n: flops for n, flops in dense.items() if n != "attention"}
+    trained = 3 * (sum(rest.values()) + found["attention"]) + indexer
+    assert training_flops_per_token(sparse, seq) == pytest.approx(trained)
+    attention = sparse.spec().attention[0]
+    of_all = DEEPSEEK.spec().attention[0].flops(seq)
+    assert attention.computed_flops(seq) == pytest.approx(of_all + indexer / layers)
+
+    runs = [tiny_run(model, "fsdp=8", seq=seq) for model in (DEEPSEEK, sparse)]
+    plans = [price_run(run, parse_target("h100:8")) for run in runs]
+    assert plans[1].estimate.seconds > plans[0].estimate.seconds
+
+
+@pytest.mark.parametrize("machine", [("tpu", "v5p", "TPU v5p"), ("gpu", "h100", "NVIDIA H100")])
+def test_reference_attention_is_chosen_and_says_why(machine: tuple[str, str, str]) -> None:
+    platform, chip, name = machine
+    settled = settle(
+        place_run(tiny_run(DEEPSEEK_SPARSE, "data=1")),
+        Machine(platform, chip, installed=True, kind=name),
+    )
+    assert settled.kernels.name == "reference"
+    assert "no choice of keys by an indexer, which the model's layers have" in settled.kernels.note
+
+
+def test_the_cache_has_the_keys_of_the_indexer() -> None:
+    bytes_of = [
+        CachePlan(model.spec(), MeshShape(), 1, 128, "bfloat16").bytes_per_device
+        for model in (DEEPSEEK, DEEPSEEK_SPARSE)
+    ]
+    assert bytes_of[1] - bytes_of[0] == DEEPSEEK.layers * 128 * 8 * 2
+
+
+@pytest.mark.parametrize("stage", ["warmup", "sparse"])
+@pytest.mark.parametrize(
+    "mesh", ["data=1", pytest.param(hf_models.EIGHT_DEVICES, marks=exhaustive)]
+)
+def test_the_gradient_of_the_indexer_is_that_of_torch(
+    stage: str, mesh: str, tmp_path: Path
+) -> None:
+    """In the warm-up nothing else has a gradient; in sparse training the text has the gradients that it has without."""
+    hf_models.write_folder("deepseek-v3.2", tmp_path)
+    changes = {"index_training": stage}
+    _, gradients, after = hf_models.steps_of(tmp_path, mesh, steps=1, model=changes)
+    _, golden = hf_models.read("indexer-loss")
+    hf_models.assert_near(f"{stage} gradient", gradients, golden, 1e-5)
+    if stage == "warmup":
+        assert all(".indexer." in name for name in gradients)
+        before = hf_models.draw_tensors(hf_models.read("deepseek-v3.2")[0]["tensors"])
+        for name, tensor in before.items():
+            assert (".indexer." in name) == bool(np.any(after[name] != tensor)), name
+    else:
+        _, of_text = hf_models.read("deepseek-v3.2")
+        text = {name: values for name, values in gradients.items() if ".indexer." not in name}
+        hf_models.assert_near("gradient", text, of_text, 1e-5)
