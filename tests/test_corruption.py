@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -50,63 +49,6 @@ def test_a_flipped_bit_of_a_replica_is_named() -> None:
     answers = iter([broken, {"w": whole}])
     with pytest.raises(HostError, match="computed twice"):
         silent.checked_step(lambda state, batch: (next(answers), {}), {"w": whole}, None, 3)
-
-
-def with_flipped_bit(whole: jax.Array, number: int) -> jax.Array:
-    """Returns a tensor with one bit flipped in the shard of one device."""
-    shards = [np.asarray(shard.data).copy() for shard in whole.addressable_shards]
-    shards[number].reshape(-1).view(np.uint32)[0] ^= 1 << 20
-    devices = [shard.device for shard in whole.addressable_shards]
-    arrays = [jax.device_put(part, device) for part, device in zip(shards, devices, strict=True)]
-    return jax.make_array_from_single_device_arrays(whole.shape, whole.sharding, arrays)
-
-
-@pytest.mark.parametrize("part", ["parameters", "optimizer state"])
-def test_a_run_goes_on_as_without_the_flip_of_a_replica(
-    part: str,
-    tmp_path: Path,
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """Four replicas, of which the third has a flipped bit before step 3."""
-    run = text_run(tmp_path, "data=4", steps=5, save_every=0, remat="none")
-    run = dataclasses.replace(run, faults=Faults(check_every=1))
-
-    def losses(out: Path) -> list[tuple[float, float]]:
-        loop.train(loop.prepare_run(run, cache=cache), out)
-        lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-        return [(line["loss"], line["gradient norm"]) for line in lines if "loss" in line]
-
-    clean = losses(tmp_path / "clean")
-    real = silent.checked_step
-
-    def flipped(step: Any, state: Any, batch: Any, number: int) -> Any:
-        if number == 3:
-            flat, structure = jax.tree.flatten(state)
-            names = list(silent.named_leaves(state))
-            wanted = "params" if part == "parameters" else "optimizer"
-            position = next(
-                i for i, name in enumerate(names) if name.startswith(wanted) and flat[i].size > 99
-            )
-            flat[position] = with_flipped_bit(flat[position], 2)
-            state = jax.tree.unflatten(structure, flat)
-        return real(step, state, batch, number)
-
-    monkeypatch.setattr(silent, "checked_step", flipped)
-    assert losses(tmp_path / "flipped") == clean
-    events = (tmp_path / "flipped" / "events.jsonl").read_text().splitlines()
-    (event,) = [each for each in map(json.loads, events) if each["event"] == "replica"]
-    assert "device 2 of process 0" in event["reason"]
-    assert "replaced from another replica" in capfd.readouterr().err
-
-
-def test_of_two_replicas_none_is_believed() -> None:
-    mesh = jax.make_mesh((2,), ("data",))
-    whole = jax.device_put(np.arange(16, dtype=np.float32), NamedSharding(mesh, PartitionSpec()))
-    state = {"w": with_flipped_bit(whole, 1)}
-    with pytest.raises(HostError, match=r"differ before it in w: device 0 .*device 1"):
-        silent.replace_odd_replicas(state, 3)
 
 
 def test_checked_steps_change_nothing(run: Run, cache: Path, tmp_path: Path) -> None:
