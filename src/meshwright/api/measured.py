@@ -36,17 +36,31 @@ class MeasuredRun:
     """The machine with the rates of the traced steps."""
 
 
+def traced_machine(folder: Path) -> str:
+    """Returns the machine of the traced steps in an output folder, as `--on` names it. Raises ConfigError without any."""
+    file = folder / CALIBRATION
+    return foreign(str(_traced_steps(folder)["step"]["target"]), str(file))
+
+
+def _traced_steps(folder: Path) -> Mapping[str, Any]:
+    """Reads the calibration of an output folder. Raises ConfigError where it has no traced steps."""
+    file = folder / CALIBRATION
+    calibration = read_calibration(file, _TRACE.format(folder))
+    if "step" not in calibration:
+        raise ConfigError(
+            f"--measured {folder}", f"{file} has no traced steps", _TRACE.format(folder)
+        )
+    return calibration
+
+
 def read_measured(folder: Path, on: str | None) -> MeasuredRun:
     """Reads the run of an output folder with the rates of its traced steps.
 
     on: the machine that was asked for; None takes that of the trace. Raises ConfigError for a folder without a
     trace, a trace of another machine or of another mesh than the run's, and a rate above the data sheet.
     """
-    file = folder / CALIBRATION
     asked = f"--measured {folder}"
-    calibration = read_calibration(file, _TRACE.format(folder))
-    if "step" not in calibration:
-        raise ConfigError(asked, f"{file} has no traced steps", _TRACE.format(folder))
+    calibration = _traced_steps(folder)
     step = calibration["step"]
     run = read_run(folder / "run.json")
     if run.mesh is not None and str(run.mesh) != step["mesh"]:
@@ -61,7 +75,7 @@ def read_measured(folder: Path, on: str | None) -> MeasuredRun:
             f"the measured rate of {name} is above the data sheet: {step['refused'].get(name, '')}",
             "a trace of complete steps: a longer range of --profile; or correct the chip's figures",
         )
-    traced = foreign(step["target"], str(file))
+    traced = foreign(step["target"], str(folder / CALIBRATION))
     before, target = _machine(asked, traced, calibration, on)
     return MeasuredRun(folder, run, step, before, target)
 

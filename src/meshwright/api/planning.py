@@ -18,6 +18,7 @@ from meshwright.api.measured import (
     MeasuredRun,
     read_measured,
     require_model,
+    traced_machine,
     traced_plan,
     what_changed,
 )
@@ -135,7 +136,7 @@ class PlanOptions(OfferOptions, RunOptions):
     --prove or --tune asks for it.
     """
 
-    on: Annotated[str | None, tyro.conf.arg(metavar="CHIP:SIZE,...")] = None
+    on: Annotated[str, tyro.conf.arg(metavar="CHIP:SIZE,...")]
     """Hardware: v5p:8x8x16, 2*v6e:16x16, h100:64, gb200:144, or your own chip as FILE.toml:SIZE or
     module:attribute:SIZE. Several are ranked: v5p:4x4x8,h100:64,128, or numbers of chips in a
     range: v5p:64..1024."""
@@ -172,28 +173,20 @@ class PlanOptions(OfferOptions, RunOptions):
 
     @classmethod
     def base(cls, args: Sequence[str]) -> Base:
-        """Returns the run of a recipe, or with --measured and no recipe that of the traced run."""
+        """Returns the run of a recipe; with --measured the machine of the trace, and without a recipe its run."""
         folder = value_of(args, "--measured")
-        names_run = value_of(args, "--run") is not None or (args and not args[0].startswith("-"))
-        if folder is None or names_run:
+        if folder is None:
             return base_run(args)
-        return Base(read_run(path_of(folder) / "run.json"), args)
+        target = traced_machine(path_of(folder))
+        names_run = value_of(args, "--run") is not None or (args and not args[0].startswith("-"))
+        if not names_run:
+            return Base(read_run(path_of(folder) / "run.json"), args, target)
+        return dataclasses.replace(base_run(args), target=target)
 
     @classmethod
     def of(cls, base: Base) -> Self:
         """Returns the options before any is given: a plan names its hardware."""
-        return cls(run=base.run, on=base.target)
-
-    @functools.cached_property
-    def hardware(self) -> str:
-        """Hardware as `--on` names it. Raises ConfigError without it."""
-        if self.on is None:
-            raise ConfigError(
-                "meshwright plan without --on",
-                "a plan is for a machine, which need not be here",
-                "--on v5p:4x4x8, --on h100:64, or --measured RUN for the machine of a traced run",
-            )
-        return self.on
+        return cls(run=base.run, on=base.target or tyro.MISSING)
 
     def act(self, call: Call) -> Outcome:
         """Runs `meshwright plan`: searches, compiles where asked, writes, prints.
@@ -205,7 +198,7 @@ class PlanOptions(OfferOptions, RunOptions):
         require_writable((self.html, self.out))
         refuse_wrapped(self.run, given_options(self, _NOT_OF_WRAPPED))
         console = call.console
-        named = (self.on or "", self.tokens_per_step or "")
+        named = (self.on, self.tokens_per_step or "")
         several = any("," in text or ".." in text for text in named)
         if several or self.days is not None or self.budget is not None:
             fix = "plan first, then the target that is best with it, and without the limits"
@@ -236,14 +229,14 @@ class PlanOptions(OfferOptions, RunOptions):
             instead = "leave it out"
             if name == "--mesh":
                 instead = f"--why {self.run.mesh}, which explains that mesh"
-            fix = f"{instead}, or `meshwright prove --on {self.hardware}` with it"
+            fix = f"{instead}, or `meshwright prove --on {self.on}` with it"
             raise ConfigError(f"{name} with plan", "plan prices all of them, and chooses", fix)
 
     def _plan_target(self, console: Console) -> tuple[Plan, dict[str, Any]]:
         """Prints the plans of one target; returns the best, and all figures as JSON."""
         if self.prove or self.tune:
             check_run(self.run, MeshShape())  # a run that no compiler would take needs none
-            require_compiler(find_target(self.hardware))  # before the search
+            require_compiler(find_target(self.on))  # before the search
         explained = MeshShape.parse(self.why) if self.why else None
         measured = None
         if self.measured is not None:
@@ -252,7 +245,7 @@ class PlanOptions(OfferOptions, RunOptions):
         began = time.perf_counter()
         plans = _plans(
             self.run,
-            [find_target(self.hardware) if measured is None else measured.target],
+            [find_target(self.on) if measured is None else measured.target],
             self.tokens_per_step,
             include=() if explained is None else (explained,),
         )
@@ -345,7 +338,7 @@ class PlanOptions(OfferOptions, RunOptions):
         began = time.perf_counter()
         found = offers(
             self.run,
-            self.hardware,
+            self.on,
             tokens=self.tokens,
             tokens_per_step=self.tokens_per_step,
             days=self.days,
