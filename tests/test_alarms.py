@@ -105,7 +105,7 @@ def test_command_and_webhook_get_the_same_document(
     assert document["run"] == str(tmp_path / "out")
 
 
-def test_a_second_alarm_of_its_kind_is_held_back_and_said(
+def test_a_second_alarm_of_its_kind_is_suppressed_and_said(
     tmp_path: Path, webhook: tuple[str, list[Any]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     url, received = webhook
@@ -118,10 +118,10 @@ def test_a_second_alarm_of_its_kind_is_held_back_and_said(
         time.sleep(2.1)
         alarms.tell("bad step", "later")
     assert [document["text"] for document in received] == ["step 0", "another kind", "later"]
-    assert [document["held back"] for document in received] == [0, 0, 4]
+    assert [document["suppressed"] for document in received] == [0, 0, 4]
     time.sleep(0.2)
     error = capfd.readouterr().err
-    assert error.count("held back") == 1
+    assert error.count("suppressed") == 1
     assert "--alarm.every 2" in error
 
 

@@ -244,7 +244,7 @@ class Supervisor:
                 "ended", attempt, code=code, step=self.reached, seconds=time.monotonic() - began
             )
             if code < 0 and not self.received:
-                # A child that ends by itself has told it.
+                # A child that ends by itself has sent an alarm.
                 text = f"the training was killed by signal {-code}, in step {self.reached}"
                 tell(KILLED, text, step=self.reached, process=self.hosts.process)
             code = code if code >= 0 else 128 - code

@@ -146,7 +146,7 @@ def read_times(out: Path) -> tuple[EventTimes, StepTimes]:
 def _records(file: Path) -> Iterator[dict[str, Any]]:
     """Yields the lines of a file that are objects with a step.
 
-    Where it cannot be read, the times of the run begin with this start: its page says what is damaged.
+    Where it cannot be read, the times of the run begin with this start: its page names what is damaged.
     """
     with contextlib.suppress(OSError, StorageError):
         _, lines = follow_lines(file).read()

@@ -38,7 +38,7 @@ from meshwright.signs import PREPARING, Phases, wait_of_main_thread
 EVENT = "alarm"
 """Kind of the event that a run writes for a step that does not come."""
 NO_STEP, BAD_STEP, FAILED, KILLED = "no step", "bad step", "failed", "killed"
-_EVENTS = ("machine", "first tensor", "replica", "roll back")
+_EVENTS = ("machine", "first tensor", "roll back")
 """Kinds of events that are alarms."""
 _PERIOD = 1.0
 """Seconds between two looks at the step."""
@@ -53,7 +53,7 @@ _LAST = 5.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AlarmOptions(Ranged, part="alarm"):
-    """Who is told when a run needs somebody. Both get a JSON document (docs/faults.md#alarms)."""
+    """Command and webhook that get the alarms of a run. Both get a JSON document (docs/faults.md#alarms)."""
 
     command: str = ""
     """Command that is run for each alarm, with the document on its standard input. It is not run by a shell."""
@@ -62,7 +62,8 @@ class AlarmOptions(Ranged, part="alarm"):
     step_age: NonNegativeFloat = 0.0
     """Seconds without a step that are an alarm; 0: 20 times the median of the steps, at least a minute."""
     every: Seconds = 600.0
-    """Seconds in which no second alarm of the same kind is sent: the next one says how many were held back."""
+    """Seconds in which no second alarm of the same kind is sent: the next one has the number of those that
+    were suppressed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,7 +114,7 @@ class Alarms:
         self._lock = threading.Lock()
         self._sent: dict[str, float] = {}
         """Kind of an alarm -> time of `time.monotonic` at which the last was sent."""
-        self._held_back: collections.Counter[str] = collections.Counter()
+        self._suppressed: collections.Counter[str] = collections.Counter()
         self._stopped = threading.Event()
 
     def tell(self, kind: str, text: str, **values: Any) -> None:
@@ -130,15 +131,15 @@ class Alarms:
             now = time.monotonic()
             last = self._sent.get(kind)
             if last is not None and now - last < self._options.every:
-                self._held_back[kind] += 1
-                if self._held_back[kind] == 1:
+                self._suppressed[kind] += 1
+                if self._suppressed[kind] == 1:
                     last_words.say(
-                        f"alarm {kind!r}: held back, as one was sent {now - last:.0f} s ago "
+                        f"alarm {kind!r}: suppressed, as one was sent {now - last:.0f} s ago "
                         f"(--alarm.every {self._options.every:g})"
                     )
                 return
             self._sent[kind] = now
-            document["held back"] = self._held_back.pop(kind, 0)
+            document["suppressed"] = self._suppressed.pop(kind, 0)
         self._queue.put(document)
 
     def note(self, event: Mapping[str, Any]) -> None:

@@ -85,7 +85,7 @@ def train(
     accept: names of differences from the checkpoint with which it resumes although they change the
     model or its data.
     reporters: called with the number of steps already taken, returns further reporters.
-    alarm: who is told when the run needs somebody.
+    alarm: command and webhook that get the alarms of the run.
     preemption: signals for which this process listens already.
     Raises CheckpointError, TrainingError, DataError, ConfigError, HostError.
     """
