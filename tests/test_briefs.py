@@ -27,7 +27,9 @@ def plans() -> Any:
 
 def summary() -> mw.Summary:
     numbers = {field.name: 1 for field in dataclasses.fields(mw.Summary)}
-    return mw.Summary(**{**numbers, "out": Path("runs/a"), "sample": LONG})  # type: ignore[arg-type]
+    return mw.Summary(
+        **{**numbers, "goodput": {"goodput": 0.91}, "out": Path("runs/a"), "sample": LONG}
+    )  # type: ignore[arg-type]
 
 
 def generated() -> Generated:

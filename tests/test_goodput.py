@@ -1,13 +1,16 @@
 """Goodput of a run: a log that a test writes with known times, and what the page makes of it."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import meshwright as mw
+from meshwright.reporters.goodput import REST, STEPS, Goodput
 from meshwright.views.run_folder import RunFolder
-from meshwright.views.run_goodput import REST, STEPS, Goodput, goodput_of
+from meshwright.views.run_goodput import goodput_of
 from meshwright.views.run_page import run_page
 from meshwright.views.run_status import run_status
 
@@ -74,6 +77,34 @@ def test_a_run_that_died_is_looked_at_until_its_last_step(tmp_path: Path) -> Non
     good = goodput_of(folder, status, written + 604_800)
     assert good is not None
     assert good.wall == pytest.approx(written - BEGIN)
+
+
+def test_summary_metrics_and_page_have_one_goodput(tmp_path: Path) -> None:
+    """Of a run that is resumed: its times count from the first start, not from the second."""
+    out = tmp_path / "out"
+    run = mw.recipe("tiny", mesh="data=1", layers=1, steps=6, sample=0, eval_samples=16)
+    first = mw.train(run, out=out, progress="none", cache=tmp_path / "cache", devices=1)
+    more = dataclasses.replace(run, training=dataclasses.replace(run.training, steps=12))
+    cache = tmp_path / "cache"
+    summary = mw.train(more, out=out, start="resume", progress="none", cache=cache, devices=1)
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    reported = [line for line in metrics if "goodput" in line]
+    assert [line.pop("step") for line in reported] == [6, 12]
+    assert reported == [first.goodput, summary.goodput]
+    assert sum(summary.goodput.values()) == pytest.approx(1)
+    folder = RunFolder(out)
+    folder.refresh()
+    page = goodput_of(folder, run_status(folder), BEGIN)
+    assert page is not None
+    # The page counts until the `end`, a moment after the summary.
+    wall = events[-1]["time"] - events[0]["time"]
+    assert page.wall == pytest.approx(wall)
+    assert page.fraction == pytest.approx(summary.goodput["goodput"], rel=0.05)
+    compiling = sum(event["seconds"] for event in events if event["event"] == "compile")
+    assert page.seconds["compiling"] == pytest.approx(compiling)
+    assert summary.goodput["time compiling"] == pytest.approx(compiling / wall, rel=0.05)
+    assert f"goodput {summary.goodput['goodput']:.1%}" in summary.brief()
 
 
 def test_a_run_without_a_step_has_none(tmp_path: Path) -> None:

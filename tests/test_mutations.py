@@ -532,6 +532,7 @@ READ_BY = {
     "trainer/heartbeat.py:parse_holder": "lock",
     "trainer/recovery.py:_skipped_records": "skipped samples",
     "trainer/tiers.py:_own_checksum": "layout of a local tier",
+    "reporters/goodput.py:_records": "metrics",
     "views/run_folder.py:_records": "metrics",
     "views/run_folder.py:document": "foresight",
 }

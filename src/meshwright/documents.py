@@ -3,9 +3,11 @@
 A checkpoint, a run file, a plan, weights or tokens may come from a stranger. What reads one goes through here.
 """
 
+import contextlib
 import hashlib
 import io
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -121,6 +123,16 @@ def step_of(record: Mapping[str, Any]) -> int | None:
     ):
         return None
     return int(value) if value == int(value) else None
+
+
+def real(value: Any) -> float | None:
+    """Returns a finite JSON number, or None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    number = math.nan
+    with contextlib.suppress(OverflowError):
+        number = float(value)
+    return number if math.isfinite(number) else None
 
 
 def parse_document(text: str, objects: Objects | None = None) -> Any:

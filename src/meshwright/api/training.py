@@ -42,6 +42,7 @@ from meshwright.step.device_memory import OutOfDeviceMemory
 from meshwright.storage.paths import default_cache_folder, path_of
 from meshwright.storage.writing import refuse_links
 from meshwright.trainer import loop
+from meshwright.trainer.alarms import AlarmOptions
 from meshwright.trainer.preemption import Preemption
 from meshwright.trainer.relations import Output
 from meshwright.trainer.watchdog import Watchdog
@@ -88,6 +89,7 @@ class TrainOptions(RunOptions):
     the later counts."""
     hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
     watchdog: Watchdog = Watchdog()
+    alarm: AlarmOptions = AlarmOptions()
     supervise: bool = False
     """Train in a child process, and start it again from its last good checkpoint when it dies or a
     host is gone."""
@@ -129,6 +131,7 @@ class TrainOptions(RunOptions):
                     console=console,
                     profile=self.profile,
                     watchdog=self.watchdog,
+                    alarm=self.alarm,
                     on_prepared=functools.partial(_print_start, console),
                 )
             summary = trained.summary
@@ -155,7 +158,15 @@ class TrainOptions(RunOptions):
         if self.out is None:
             arguments += ["--out", str(out)]
         supervisor = Supervisor(
-            verb, arguments, self.run, out, hosts, self.devices, self.restarts, self.watchdog
+            verb,
+            arguments,
+            self.run,
+            out,
+            hosts,
+            self.devices,
+            self.restarts,
+            self.watchdog,
+            self.alarm,
         )
         return supervisor.supervise()
 
@@ -283,6 +294,7 @@ def train_reported(
     profile: str | None = None,
     cache: Path | None = None,
     watchdog: Watchdog | None = None,
+    alarm: AlarmOptions | None = None,
     on_prepared: "Callable[[loop.Trainable, StepForecast | None], None] | None" = None,
 ) -> Trained:
     """Trains `run` as `train` does, on hosts that have joined.
@@ -339,6 +351,7 @@ def train_reported(
                 accept=accept,
                 reporters=functools.partial(_reporters, run, progress),
                 watchdog=watchdog,
+                alarm=alarm,
                 preemption=preemption,
             )
         here().enter("leave")

@@ -37,6 +37,7 @@ from meshwright.runs.run import Run
 from meshwright.signs import BEATS, LOADING, PREPARING
 from meshwright.storage.removing import remove_file
 from meshwright.storage.writing import make_folder_below, open_file, refuse_links, write_atomically
+from meshwright.trainer.alarms import KILLED, AlarmOptions, Alarms, tell
 from meshwright.trainer.preemption import PERIOD, announced, has_metadata_server
 from meshwright.trainer.watchdog import Watchdog
 from meshwright.trust import accept, derive, foreign, references_in, trust_options
@@ -198,6 +199,7 @@ class Supervisor:
     devices: int | None
     restarts: Restarts
     watchdog: Watchdog
+    alarm: AlarmOptions = AlarmOptions()
     received: int = 0
     """Signal that this process was sent: the child gets it too, and is not started again."""
     child: subprocess.Popen[bytes] | None = None
@@ -215,7 +217,7 @@ class Supervisor:
         Raises NoProgressError after too many starts without progress, HostError where hosts stay away.
         """
         refuse_links(self.out)
-        with self._forwarding():
+        with Alarms(self.alarm, self.out).sending(), self._forwarding():
             return self._run_to_the_end()
 
     def _run_to_the_end(self) -> int:
@@ -241,6 +243,10 @@ class Supervisor:
             self._note(
                 "ended", attempt, code=code, step=self.reached, seconds=time.monotonic() - began
             )
+            if code < 0 and not self.received:
+                # A child that ends by itself has sent an alarm.
+                text = f"the training was killed by signal {-code}, in step {self.reached}"
+                tell(KILLED, text, step=self.reached, process=self.hosts.process)
             code = code if code >= 0 else 128 - code
             if self.received or not restarts(code):
                 if several and not self.received and (code or self.hosts.process == 0):

@@ -47,6 +47,7 @@ from meshwright.signs import EVERYBODY, NOBODY, PREPARING, Phases
 from meshwright.statuses import statuses_of
 from meshwright.storage.removing import remove_file
 from meshwright.storage.writing import make_folder_below, write_text
+from meshwright.trainer import alarms
 from meshwright.trainer.prepare import Trainable
 from meshwright.trainer.watchdog import Watchdog
 
@@ -498,6 +499,7 @@ class _Watch:
         sender = threading.Thread(target=self._tell, args=(found,), daemon=True)
         if tells := self.process == 0:
             sender.start()
+        alarms.tell(alarms.FAILED, found, error=HostError.__name__)
         file = self._stacks()
         _soon(keep_last_minutes)
         steps = _soon(lambda: committed_steps(self.out / "checkpoints"))

@@ -21,12 +21,14 @@ import jax
 from meshwright.activity import Activity, activity
 from meshwright.data.batch import ramp_of
 from meshwright.errors import Closing
-from meshwright.hardware.agreement import choose_together
+from meshwright.hardware.agreement import answer_of_the_first, choose_together
 from meshwright.models.model import Metrics
 from meshwright.reporters import BETWEEN, Reporter
+from meshwright.reporters.files import EventLog
 from meshwright.signs import NOBODY, Phases, end_with, in_phases, waiting
 from meshwright.step.state import State
 from meshwright.storage.paths import path_of
+from meshwright.trainer.alarms import BAD_STEP, AlarmOptions, tell
 from meshwright.trainer.explain_step import MOST_RECORDED, explain_step
 from meshwright.trainer.first_tensor import Alarm
 from meshwright.trainer.meter import Meter
@@ -43,6 +45,7 @@ from meshwright.trainer.opening import (
     to_the_end,
     watch_hosts,
     watch_machine,
+    watch_steps,
 )
 from meshwright.trainer.preemption import Preemption
 from meshwright.trainer.prepare import Batches, Position, PreparedRun, Trainable, prepare_run
@@ -72,6 +75,7 @@ def train(
     accept: Sequence[str] = (),
     reporters: Callable[[int], list[Reporter]] = lambda first: [],
     watchdog: Watchdog | None = None,
+    alarm: AlarmOptions | None = None,
     preemption: Preemption | None = None,
 ) -> Summary:
     """Trains a prepared run, writing checkpoints, metrics, the Run and a text sample into `out`.
@@ -81,6 +85,7 @@ def train(
     accept: names of differences from the checkpoint with which it resumes although they change the
     model or its data.
     reporters: called with the number of steps already taken, returns further reporters.
+    alarm: command and webhook that get the alarms of the run.
     preemption: signals for which this process listens already.
     Raises CheckpointError, TrainingError, DataError, ConfigError, HostError.
     """
@@ -97,6 +102,7 @@ def train(
             preemption = stack.enter_context(Preemption().listening())
         lock_folder(stack, out)
         events = open_events(stack, out)
+        watch_steps(stack, alarm or AlarmOptions(), out, phases, events)
         watch_machine(stack, out, events)
         checkpoints = open_checkpoints(stack, device_run, out, phases, watchdog)
         if start == "resume if exists":
@@ -106,9 +112,20 @@ def train(
         )
         sinks = open_reporters(stack, prepared, out, events, resumed, start, reporters)
         loop = _Loop(
-            prepared, out, checkpoints, prepared.meter(sinks), preemption, phases, resumed.position
+            prepared,
+            out,
+            checkpoints,
+            prepared.meter(sinks),
+            preemption,
+            phases,
+            resumed.position,
+            events,
         )
         return loop.train(resumed.state, began)
+
+
+_GOODPUT_PERIOD = 60.0
+"""Seconds between two lines of metrics with the goodput of the run so far."""
 
 
 class _RollBack(Exception):
@@ -130,6 +147,7 @@ class _Loop:
         preemption: Preemption,
         phases: Phases,
         started: Position,
+        events: EventLog | None,
     ) -> None:
         self.prepared = prepared
         self.device_run = prepared.device_run
@@ -142,6 +160,9 @@ class _Loop:
         self.meter.norms.extend(started.norms)
         self.preemption = preemption
         self.phases = phases
+        self.events = events
+        """Log of the run, in process 0."""
+        self.goodput_due = time.monotonic() + _GOODPUT_PERIOD
         self.started = started
         """Place at which this start of the run begins."""
         self.origin = started
@@ -196,6 +217,7 @@ class _Loop:
             compile_seconds=self.spent["compiling"],
             save_seconds=self.spent["saving"],
             step_seconds=self.meter.step_seconds,
+            goodput=waits["goodput"],
             interrupted_by=self.preemption.stopped_by,
             sample=sample,
         )
@@ -218,6 +240,8 @@ class _Loop:
                 batch = self._next_batch(step)
                 state, metrics = self._take_step(step + 1, state, batch, previous)
                 step += 1
+                if time.monotonic() > self.goodput_due:
+                    self._report_goodput(step - 1)
                 self.meter.push(step, metrics)
                 if step == training.steps:
                     break
@@ -272,6 +296,7 @@ class _Loop:
         if bad is None:
             return state
         self.bad_steps += 1
+        tell(BAD_STEP, f"step {bad.step}: {bad.reason}", step=bad.step)
         self.checkpoints.check_folder(f"keeping the evidence of step {bad.step}")
         before = bad.step - 1
         place = self.origin._replace(step=before, cursor=self._samples_read(before), data=None)
@@ -298,6 +323,16 @@ class _Loop:
             records=self.explained <= MOST_RECORDED,
         )
 
+    def _report_goodput(self, step: int) -> dict[str, float]:
+        """Reports the shares of the time so far, and returns them. step: the last that was read."""
+        self.goodput_due = time.monotonic() + _GOODPUT_PERIOD
+        good = self.events.goodput(step) if self.events is not None else None
+        if good is None:
+            return {}
+        values = good.metrics()
+        self.meter.report(step, values)
+        return values
+
     def _roll_back(self, place: Position) -> State:
         """Returns the state of the last checkpoint, or the first state, from which the run goes on.
 
@@ -318,18 +353,19 @@ class _Loop:
     def _end(self, step: int) -> dict[str, Any]:
         """Waits for the last save, states the exit code, and drops local checkpoints.
 
-        Returns the longest of the hosts' waits for data.
+        Returns the longest of the hosts' waits for data, and the goodput of the run.
         """
         self.phases.enter("save", step)
         self.checkpoints.wait()
         self.checkpoints.check_folder("ending the run")
         waits = choose_together("seconds waited for data", self.spent["input wait"], _longest)
+        goodput = answer_of_the_first(lambda: self._report_goodput(step))
         # From here on no host waits for another: the run is complete even if one of them dies.
         signal = self.preemption.stopped_by
         end_with(128 + signal if signal else 0)
         self.phases.enter("leave", step)
         self.checkpoints.forget_local()  # the output folder has the last state
-        return waits
+        return {**waits, "goodput": goodput}
 
     def _compile(self) -> None:
         """Compiles every program of the training, so that what does not fit is refused at once."""

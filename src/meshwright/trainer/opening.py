@@ -27,6 +27,7 @@ from meshwright.runs.run_file import write_run
 from meshwright.signs import PREPARING, Phases, in_phases
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
+from meshwright.trainer.alarms import AlarmOptions, Alarms
 from meshwright.trainer.heartbeat import beating
 from meshwright.trainer.lock import locked
 from meshwright.trainer.prepare import Trainable
@@ -135,6 +136,25 @@ def watch_machine(stack: contextlib.ExitStack, out: Path, events: EventLog | Non
         is_first_on_host=names.index(socket.gethostname()) == jax.process_index(),
     )
     stack.enter_context(watched)
+
+
+def watch_steps(
+    stack: contextlib.ExitStack,
+    options: AlarmOptions,
+    out: Path,
+    phases: Phases,
+    events: EventLog | None,
+) -> None:
+    """Sends alarms from process 0, among them that of a step that does not come.
+
+    events: as of `open_events`.
+    """
+    if events is None:
+        return
+    alarms = Alarms(options, out)
+    stack.enter_context(alarms.sending())
+    events.listeners.append(alarms.note)
+    stack.enter_context(alarms.watching(phases, events.add))
 
 
 def open_checkpoints(

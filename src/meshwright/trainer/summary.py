@@ -1,6 +1,7 @@
 """Result of a training run."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 from meshwright.formatting import Shown, format_step, format_time
@@ -48,6 +49,9 @@ class Summary(Shown):
     """Seconds that the loop waited for saves, without the last one at the end of the run."""
     step_seconds: float
     """Median seconds from one step to the next, waiting for data included."""
+    goodput: Mapping[str, float]
+    """Shares of the time since the run began, restarts included: `goodput` in steps that count, and
+    where the rest went (docs/formats.md). Empty until a second step has a time."""
     interrupted_by: int
     """Number of the signal that ended the run early; 0 where it came to its end."""
     sample: str
@@ -60,6 +64,8 @@ class Summary(Shown):
             lines[0] += f", held-out loss {self.held_out_loss:.4f}"
         speed = f", {format_step(self.step_seconds)} per step" if self.steps_taken else ""
         lines.append(f"{format_time(self.seconds)}{speed}")
+        if self.goodput:
+            lines.append(f"goodput {self.goodput['goodput']:.1%}")
         if self.interrupted_by:
             lines.append(f"ended by signal {self.interrupted_by}")
         lines.append(f"in {self.out}")

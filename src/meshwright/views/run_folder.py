@@ -4,16 +4,16 @@ Nothing here runs code that a folder names, and a file that is a link out of its
 """
 
 import collections
-import contextlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.documents import check_inside, parse_json, read_json, step_of
+from meshwright.documents import check_inside, parse_json, read_json, real, step_of
 from meshwright.errors import ConfigError
 from meshwright.reporters.followed import follow_lines
+from meshwright.reporters.goodput import EventTimes, StepTimes
 from meshwright.reporters.health import NAME as HEALTH_FILE
 from meshwright.reporters.health import History
 from meshwright.storage.paths import bucket_path, in_bucket
@@ -27,6 +27,8 @@ _RECENT = 500
 """Last values of a curve that are kept as they are."""
 _MOST_CURVES = 500
 """Most metrics of a run; a run has some twenty."""
+_OF_WATCHES = ("alarm", "machine")
+"""Events that no progress of the run causes: they come also where it hangs."""
 _RECENT_EVENTS = 400
 """Last events that are kept, whatever they are."""
 _EVENTS_OF_A_KIND = 2000
@@ -122,6 +124,7 @@ class RunFolder:
         self.folder = folder
         self.name = folder.resolve().name
         self.curves: dict[str, Curve] = {}
+        self.step_times = StepTimes()
         self.left_out: collections.Counter[str] = collections.Counter()
         """What could not be read, by what it is, with its number."""
         self._metrics = follow_lines(folder / _METRICS)
@@ -137,14 +140,12 @@ class RunFolder:
         self.samples: collections.deque[dict[str, Any]] = collections.deque(maxlen=_TEXTS)
         """Last samples, with their text; no other event has one."""
         self.last_event: dict[str, Any] = {}
+        """Last event that is a sign of the run itself."""
         self.open_activity: dict[str, Any] = {}
         """Line `began` of the activity that is under way; empty where none is."""
         self.longest: dict[str, float] = {}
         """Longest seconds of each kind of activity."""
-        self.seconds_of = collections.defaultdict[str, float](float)
-        """Seconds of all activities of each kind."""
-        self.first_time: float | None = None
-        """Time (Unix seconds) at which the first thing that has an event began."""
+        self.event_times = EventTimes()
         self._of_a_kind: dict[str, _Spread] = collections.defaultdict(_Spread)
         self.recent_events: collections.deque[dict[str, Any]] = collections.deque(
             maxlen=_RECENT_EVENTS
@@ -155,6 +156,7 @@ class RunFolder:
         anew, lines = self._metrics.read()
         if anew:
             self.curves = {}
+            self.step_times = StepTimes()
             self._forget_left_out(_METRICS)
         for record in self._records(lines, _METRICS):
             self._add_metrics(record)
@@ -193,6 +195,7 @@ class RunFolder:
 
     def _add_metrics(self, record: dict[str, Any]) -> None:
         step = int(record.pop("step"))
+        self.step_times.add(record)
         for name, value in record.items():
             # The writer has null for what is not finite; a number that is neither comes from
             # elsewhere.
@@ -209,12 +212,12 @@ class RunFolder:
 
     def _add_event(self, record: dict[str, Any]) -> None:
         kind = str(record.get("event", ""))
-        if self.first_time is None:
-            self.first_time = real(record.get("time"))
+        self.event_times.add(record)
         if kind == "sample":
             self.samples.append(record)
         record = {name: value for name, value in record.items() if name != "text"}
-        self.last_event = record
+        if kind not in _OF_WATCHES:
+            self.last_event = record
         if kind == "began":
             self.open_activity = record
             return
@@ -224,7 +227,6 @@ class RunFolder:
         seconds = real(record.get("seconds"))
         if seconds is not None and len(self.longest) < _MOST_CURVES:
             self.longest[kind] = max(seconds, self.longest.get(kind, 0.0))
-            self.seconds_of[kind] += seconds
         if len(self.event_counts) < _MOST_CURVES or kind in self.event_counts:
             self.event_counts[kind] += 1
             self._of_a_kind[kind].add(record)
@@ -313,16 +315,6 @@ class _Spread:
         if self.kept and self.kept[-1] is not self._last:
             return [*self.kept, self._last]
         return list(self.kept)
-
-
-def real(value: Any) -> float | None:
-    """Returns a finite JSON number, or None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    number = math.nan
-    with contextlib.suppress(OverflowError):
-        number = float(value)
-    return number if math.isfinite(number) else None
 
 
 def objects(document: Mapping[str, Any], name: str) -> list[dict[str, Any]]:

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from meshwright.documents import real
 from meshwright.formatting import format_step, format_time
 from meshwright.reporters import BETWEEN
+from meshwright.reporters.goodput import METRIC, METRICS
 from meshwright.runs.catalogue import list_recipes
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run_file import run_to_dict, split_chosen
@@ -35,13 +37,15 @@ from meshwright.views.charts import Axis, Chart, Mark, Series
 from meshwright.views.colours import series_colour
 from meshwright.views.health_blocks import health_blocks
 from meshwright.views.report import Live, Report, Section
-from meshwright.views.run_folder import Curve, RunFolder, flat_fields, objects, real
+from meshwright.views.run_folder import Curve, RunFolder, flat_fields, objects
 from meshwright.views.run_goodput import goodput_of
 from meshwright.views.run_status import RunStatus, median_of, restarts_of, run_status
 from meshwright.views.terminal import print_blocks
 
 _CHECKPOINTS = 24
 """Most checkpoints that a curve carries, spread over it."""
+_ALARMS = 12
+"""Last alarms that a page shows."""
 _SPIKE = 3.0
 """Times the median above which a time is a spike, which its axis does not reach."""
 _HELD_OUT = "held-out loss"
@@ -57,6 +61,11 @@ _CURVES = {
         "MFU",
         Axis("of the chips' peak", "fraction", zero=True),
         "Model FLOPs achieved, as a fraction of the peak of all devices.",
+    ),
+    METRIC: (
+        "Goodput",
+        Axis("of the time so far", "fraction", zero=True),
+        "Share of the time since the run began in steps that count.",
     ),
     "step seconds": ("Step time", Axis("", "seconds", toggle=True), ""),
     "input wait seconds": (
@@ -89,15 +98,16 @@ def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
         charts = Grid(found)
     sections = [
         Section("Overview", [_overview(folders), *_left_out(folders)]),
+        Section("Alarms", _alarms(folders), "Times at which no step came, the last first."),
         Section("Curves", [charts]),
         Section("First bad tensor", _first_tensors(folders), "Who was first, step by step."),
         *_health_sections(folders),
-        Section("Time", _times(folders), "Where the seconds between one step and the next go."),
         Section(
             "Goodput",
             _goodput_tables(folders),
             "Where the time of the run went since it began, restarts included.",
         ),
+        Section("Time", _times(folders), "Where the seconds between one step and the next go."),
         Section(
             "Machines",
             _machine_tables(folders),
@@ -129,6 +139,18 @@ def _tab(folders: Sequence[RunFolder]) -> str:
     if not loss.count:
         return ""
     return f"step {loss.last_step:,}, loss {loss.recent[-1]:.4f}, {folders[0].name}"
+
+
+def _alarms(folders: Sequence[RunFolder]) -> list[Block]:
+    """Returns the alarms of runs whose steps did not come."""
+    blocks: list[Block] = []
+    for folder in folders:
+        alarms = folder.events_of("alarm")[: -_ALARMS - 1 : -1]
+        lines = [f"{_clock(event.get('time'))}: {event.get('said')}" for event in alarms]
+        if lines:
+            title = folder.name if len(folders) > 1 else ""
+            blocks.append(Text(lines, tone="bad", title=title))
+    return blocks
 
 
 def _first_tensors(folders: Sequence[RunFolder]) -> list[Block]:
@@ -315,7 +337,7 @@ def loss_unit(folder: RunFolder) -> str:
 
 def _charts(folders: Sequence[RunFolder]) -> list[Block]:
     """Returns a chart of each metric that a run has, the known ones first."""
-    known = {*_CURVES, _HELD_OUT, *(f"{name} seconds" for name in _PARTS)}
+    known = {*_CURVES, _HELD_OUT, *METRICS, *(f"{name} seconds" for name in _PARTS)}
     others = {name for folder in folders for name in folder.curves} - known
     metrics = dict(_CURVES)
     for name in sorted(others):
@@ -326,7 +348,7 @@ def _charts(folders: Sequence[RunFolder]) -> list[Block]:
     found: list[Block] = []
     for metric, (title, axis, note) in metrics.items():
         series = _series(folders, metric)
-        if not series:
+        if not series or (metric == METRIC and all(len(each.x) < 2 for each in series)):
             continue
         if metric in _WITH_SPIKES:
             axis, beyond = _without_spikes(axis, series)

@@ -11,9 +11,10 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from meshwright.documents import real
 from meshwright.formatting import format_step, format_time
 from meshwright.trainer.heartbeat import count_age
-from meshwright.views.run_folder import RunFolder, real
+from meshwright.views.run_folder import RunFolder
 
 State = Literal["unknown", "ended", "starting", "busy", "running", "late", "silent"]
 _BEATEN = 20.0

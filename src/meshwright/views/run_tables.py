@@ -9,6 +9,7 @@ from rich.console import Console
 
 from meshwright.data.feed import held_out_border
 from meshwright.formatting import format_count, format_time
+from meshwright.reporters.goodput import METRIC
 from meshwright.sharding.layouts import find_layout
 from meshwright.sharding.params import count_params
 from meshwright.step.device_run import DeviceRun
@@ -206,6 +207,8 @@ def print_summary(console: Console, summary: loop.Summary, unit: str = "tokens")
     print_blocks(console, "", "", blocks)
 
 
+_CAUSES = 3
+"""Causes of lost time that a summary names, the greatest first."""
 _FILES = {
     "checkpoints": "parameters, optimizer state, position in the data",
     "metrics.jsonl": "metrics of every step",
@@ -241,11 +244,23 @@ def _summary_facts(summary: loop.Summary, unit: str) -> list[tuple[str, str]]:
         ("start", started),
         ("waiting for data", waited),
     ]
+    if summary.goodput:
+        facts.append(("goodput", _goodput_fact(summary.goodput)))
     for name, content in _FILES.items():
         file = summary.out / name
         if file.exists():
             facts.append((str(file), content))
     return facts
+
+
+def _goodput_fact(goodput: Mapping[str, float]) -> str:
+    """Formats where the time of a run went: `91.2% of the time since it began; compiling 4.1%, saving 3.0%`."""
+    causes = sorted((name for name in goodput if name != METRIC), key=goodput.__getitem__)
+    shares = [
+        f"{name.removeprefix('time ')} {goodput[name]:.1%}" for name in causes[: -_CAUSES - 1 : -1]
+    ]
+    text = f"{goodput[METRIC]:.1%} of the time since the run began"
+    return f"{text}; {', '.join(shares)}" if shares else text
 
 
 def print_forecast_gaps(console: Console, gaps: Sequence["ForecastGap"]) -> None:
