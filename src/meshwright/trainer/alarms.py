@@ -172,8 +172,9 @@ class Alarms:
         finally:
             _running.remove(self)
             self._stopped.set()
-            self._queue.put(None)
-            sender.join(_LAST)
+            with contextlib.suppress(RuntimeError):
+                self._queue.put(None)
+                sender.join(_LAST)
 
     @contextlib.contextmanager
     def watching(self, phases: Phases, record: Callable[..., None]) -> Iterator[None]:
