@@ -140,6 +140,11 @@ JUDGED: dict[tuple[str, str], str] = {
         "max(0, reached - to)",
     ): "steps lost: a restart that goes on from a later step lost none",
     (
+        "src/meshwright/planner/step_kinds.py",
+        "max(0.0, 1 - (1 - old) * seconds / before)",
+    ): "no less than nothing of a transfer is overlapped",
+    ("src/meshwright/trainer/alarms.py", "max(0.0, now - self._began - self._others)"): AGE,
+    (
         "src/meshwright/trainer/hosts.py",
         "min(1.0, limits.silence / 8)",
     ): "seconds between two looks",

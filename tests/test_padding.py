@@ -53,6 +53,7 @@ FAMILIES = {
     "granite-hybrid": GraniteHybrid(VOCAB, width=64, heads=4, kv_heads=4, mamba_state=16),
     "hunyuan": Hunyuan(VOCAB, width=64, heads=4, kv_heads=4),
     "arcee": Arcee(VOCAB, width=64, heads=4, kv_heads=4),
+    "cohere": Cohere(VOCAB, width=64, heads=4, kv_heads=4),
     "cohere2": Cohere2(VOCAB, width=64, heads=4, kv_heads=4),
     "ministral3": Ministral3(VOCAB, width=64, heads=4, kv_heads=4, temperature_floor=2),
     "mistral4": Mistral4(VOCAB, experts=8, width=64, heads=4, expert_mlp=32, temperature_floor=2),

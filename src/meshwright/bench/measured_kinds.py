@@ -98,7 +98,8 @@ def kinds_of_trace(
     busy = sum(sums.values())
     if busy > step:
         sums = {kind: value * step / busy for kind, value in sums.items()}
-    sums[IDLE] = max(0.0, step - busy)
+        busy = step
+    sums[IDLE] = step - busy
     longest = {
         kind: sorted(found.items(), key=lambda item: -item[1]) for kind, found in operations.items()
     }
@@ -144,7 +145,7 @@ def _waiting(times: Sequence[float], devices: int) -> float:
     Of so many executions one in `devices` is the last to arrive: the shortest are taken for those.
     """
     last = sorted(times)[: max(1, len(times) // devices)]
-    return max(0.0, sum(times) - statistics.fmean(last) * len(times))
+    return sum(times) - statistics.fmean(last) * len(times)
 
 
 def _slowest(compute: Sequence[tuple[str, float]]) -> str:

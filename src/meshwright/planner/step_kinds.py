@@ -186,9 +186,7 @@ def _fitted(
             before = sum(planned[kind] for kind in fit.kinds)
             old: float = getattr(target.efficiency, fit.name)
             if fit.name == "overlap":
-                fractions[fit.name] = (
-                    min(1.0, max(0.0, 1 - (1 - old) * seconds / before)) if before else old
-                )
+                fractions[fit.name] = _overlapped(old, seconds, before)
                 continue
             fractions[fit.name] = old * before / seconds
             if fit.name == "matmul" and not measured.fused_attention:
@@ -256,3 +254,14 @@ def _above_data_sheet(target: Target, measured: MeasuredStep) -> str:
         f"{flops:.4g} FLOPs in {format_step(seconds)} are {flops / seconds:.3g} FLOP/s, and take at least "
         f"{format_step(least)} at the data sheet's {chip.flops_bf16:.3g} of {chip.name}"
     )
+
+
+def _overlapped(old: float, seconds: float, before: float) -> float:
+    """Returns the overlapped fraction of communication with which its exposed seconds are those measured.
+
+    Exposed is 1 - overlap of all: 1 - (1 - old) seconds / before. Where more is exposed than all of it
+    was planned to take, nothing is overlapped, and the links are slower than planned.
+    """
+    if not before:
+        return old
+    return max(0.0, 1 - (1 - old) * seconds / before)
