@@ -24,7 +24,7 @@ from meshwright.models import families
 from meshwright.models.blocks.experts import Routing, expert_capacity, look_up
 from meshwright.models.decoder import DecoderModel
 from meshwright.models.families.arcee import Arcee
-from meshwright.models.families.cohere import Cohere2
+from meshwright.models.families.cohere import Cohere, Cohere2
 from meshwright.models.families.deepseek_sparse import DeepseekSparse
 from meshwright.models.families.granite import GraniteMoe
 from meshwright.models.families.granite_hybrid import GraniteHybrid

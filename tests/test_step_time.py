@@ -68,5 +68,6 @@ def test_what_the_loop_does_between_steps_is_in_no_step(
         assert between["sampling"] == (3 if (number - 1) % 4 == 0 else 0)
         assert between["saving"] == (5 if (number - 1) % 3 == 0 else 0)
     # The metrics of a step stand before those of its evaluation.
-    order = [(line["step"], "held-out loss" in line) for line in lines]
+    losses = [line for line in lines if "loss" in line or "held-out loss" in line]
+    order = [(line["step"], "held-out loss" in line) for line in losses]
     assert order == sorted(order)

@@ -12,6 +12,7 @@ import pytest
 from outside.extensions.short_conv import ShortConvModel
 from tiny_runs import (
     DEEPSEEK,
+    DEEPSEEK_SPARSE,
     MODELS,
     assert_same_steps,
     by_layers,
@@ -220,6 +221,8 @@ def test_every_refusal_is_made(refusal: Refusal) -> None:
     if "recurrence without segments" in refusal.features:
         model = ShortConvModel(64, 64, 4, 16, vocab_multiple=16, kv_heads=8, mlp=96)
         run = dataclasses.replace(run, model=model)
+    if "indexer" in refusal.features:
+        run = dataclasses.replace(run, model=dataclasses.replace(DEEPSEEK_SPARSE, layers=5))
     with pytest.raises(ConfigError, match=refusal.instead):
         place_run(run)
 
