@@ -139,10 +139,6 @@ JUDGED: dict[tuple[str, str], str] = {
         "src/meshwright/views/run_status.py",
         "max(0, reached - to)",
     ): "steps lost: a restart that goes on from a later step lost none",
-    (
-        "src/meshwright/planner/step_kinds.py",
-        "max(0.0, 1 - (1 - old) * seconds / before)",
-    ): "no less than nothing of a transfer is overlapped",
     ("src/meshwright/trainer/alarms.py", "max(0.0, now - self._began - self._others)"): AGE,
     (
         "src/meshwright/trainer/hosts.py",

@@ -110,6 +110,14 @@ def test_a_rate_above_the_data_sheet_is_not_taken() -> None:
     assert f"{1e18 / seconds:.3g} FLOP/s" in rates["matmul"].refused
 
 
+def test_more_exposed_communication_than_there_is_corrects_no_overlap() -> None:
+    """Even without any overlap the plan has less of it: the links are slower, which overlap does not tell."""
+    placed, measured = scaled({EXPOSED: 100.0})
+    rates = {rate.name: rate for rate in fit_rates(placed, H100, measured, has_data_sheet=True)}
+    assert "slower than planned" in rates["overlap"].refused
+    assert not rates["matmul"].refused
+
+
 def step_of(placed: PlacedRun, **changes: Any) -> dict[str, Any]:
     step = {
         "rates": {"matmul": 5e14}, "refused": {}, "impossible": [], "target": "h100:1x8", "devices": 8,

@@ -5,7 +5,7 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from meshwright.bench.device_trace import Trace, device_time, innermost
+from meshwright.bench.device_trace import Event, Trace, device_time, innermost
 from meshwright.formatting import format_step
 from meshwright.hardware.chips import CHIPS
 from meshwright.models.layer_facts import LayerSpec
@@ -62,53 +62,81 @@ def kinds_of_trace(
     seconds: wall time of all steps.
     """
     lanes = [lane for device in trace.devices.values() for lane in device] or trace.host
+    events = [event for lane in lanes for event in innermost(lane)]
     counted = len(trace.devices) or devices
     share = 1.0 / (counted * steps)
     kinds = kinds_of_instructions(module, layers)
-    sums: dict[str, float] = dict.fromkeys(KINDS, 0.0)
-    operations: dict[str, dict[str, float]] = {
-        kind: collections.defaultdict(float) for kind in KINDS
-    }
-    collective = collections.defaultdict[str, list[float]](list)
-    for event in (event for lane in lanes for event in innermost(lane)):
-        name = event.instruction or event.name
-        if event.communicates:
-            collective[name].append(event.seconds)
-            continue
-        kind = kinds.get(name, ELEMENTS)
-        sums[kind] += event.seconds * share
-        operations[kind][name] += event.seconds * share
-    waited = 0.0
-    for name, times in collective.items():
-        waits = _waiting(times, counted) * share
-        waited += waits
-        label = labels.get(name, name)
-        operations[WAITING][label] += waits
-        operations[EXPOSED][label] += sum(times) * share - waits
-    step = seconds / steps
     times_of_devices = [
         device_time(name, device, trace.flights.get(name, ()))
         for name, device in trace.devices.items()
     ]
-    exposed = sum(operations[EXPOSED].values()) + waited
+    operations = _computation(events, kinds, share) | _communication(events, labels, counted, share)
+    exposed = None
     if times_of_devices:
         exposed = sum(time.exposed for time in times_of_devices) * share
-    sums[WAITING] = min(waited, exposed)
-    sums[EXPOSED] = exposed - sums[WAITING]
+    sums = _sums(operations, exposed, seconds / steps)
+    longest = {
+        kind: sorted(found.items(), key=lambda item: -item[1]) for kind, found in operations.items()
+    }
+    flops: dict[str, float] = {str(rate): n for rate, n in least_flops(module).items()}
+    measured = MeasuredStep(sums, counted * steps, KERNEL in kinds.values(), flops)
+    slowest = _slowest([(time.device, time.compute) for time in times_of_devices])
+    return KindsOfTrace(measured, longest, slowest)
+
+
+def _computation(
+    events: Iterable[Event], kinds: Mapping[str, str], share: float
+) -> dict[str, dict[str, float]]:
+    """Returns the seconds of each operation that computes, by kind, in a step of one device.
+
+    kinds: of the instructions.  share: of one step of one device in the trace.
+    """
+    operations: dict[str, dict[str, float]] = {
+        kind: collections.defaultdict(float) for kind in KINDS
+    }
+    for event in events:
+        if not event.communicates:
+            name = event.instruction or event.name
+            operations[kinds.get(name, ELEMENTS)][name] += event.seconds * share
+    return operations
+
+
+def _communication(
+    events: Iterable[Event], labels: Mapping[str, str], devices: int, share: float
+) -> dict[str, dict[str, float]]:
+    """Returns the seconds of each collective in a step of one device, waiting and exposed, by its label."""
+    times_of = collections.defaultdict[str, list[float]](list)
+    for event in events:
+        if event.communicates:
+            times_of[event.instruction or event.name].append(event.seconds)
+    waiting = collections.defaultdict[str, float](float)
+    exposed = collections.defaultdict[str, float](float)
+    for name, times in times_of.items():
+        waits = _waiting(times, devices) * share
+        label = labels.get(name, name)
+        waiting[label] += waits
+        exposed[label] += sum(times) * share - waits
+    return {WAITING: waiting, EXPOSED: exposed}
+
+
+def _sums(
+    operations: Mapping[str, Mapping[str, float]], exposed: float | None, step: float
+) -> dict[str, float]:
+    """Returns the seconds of each kind, which add up to the step.
+
+    exposed: seconds of a device in which only communication runs, waiting included; None where devices
+    have no lanes, and all communication counts.
+    """
+    sums = {kind: sum(operations[kind].values()) for kind in KINDS}
+    if exposed is not None:
+        sums[WAITING] = min(sums[WAITING], exposed)
+        sums[EXPOSED] = exposed - sums[WAITING]
     busy = sum(sums.values())
     if busy > step:
         sums = {kind: value * step / busy for kind, value in sums.items()}
         busy = step
     sums[IDLE] = step - busy
-    longest = {
-        kind: sorted(found.items(), key=lambda item: -item[1]) for kind, found in operations.items()
-    }
-    fused_attention = KERNEL in kinds.values()
-    flops: dict[str, float] = {str(rate): n for rate, n in least_flops(module).items()}
-    measured = MeasuredStep(sums, counted * steps, fused_attention, flops)
-    return KindsOfTrace(
-        measured, longest, _slowest([(t.device, t.compute) for t in times_of_devices])
-    )
+    return sums
 
 
 def kinds_of_instructions(module: Module, layers: Iterable[LayerSpec]) -> dict[str, str]:

@@ -42,6 +42,12 @@ KINDS = (*MATMUL_KINDS, KERNEL, ELEMENTS, EXPOSED, WAITING, IDLE)
 ENOUGH_SECONDS = 5e-3
 """Measured seconds of all devices and steps from which a rate is taken: a lane's events are some microseconds apart, so
 their ends are 1 % of the time of a few hundred of them."""
+_OTHER_BOUND = "the plan's seconds of it do not follow its rate: something else bounds it"
+_NO_OVERLAP = (
+    "more is exposed than all communication was planned to take without overlap: the links are slower than planned; "
+    "`meshwright bench collectives` measures them"
+)
+"""Why a rate does not explain a trace."""
 _ROUNDS = 20
 _CLOSE = 0.01
 """Relative difference of planned and measured seconds at which the rates are found."""
@@ -142,7 +148,7 @@ def fit_rates(
             "the plan's matmuls wait for memory, whose rate is that of all computation"
         )
     for name in unmet:
-        reasons[name] = "the plan's seconds of it do not follow its rate: something else bounds it"
+        reasons[name] = _NO_OVERLAP if name == "overlap" else _OTHER_BOUND
     return [
         _rate(fit, reasons[fit.name], target, fitted, measured, before, has_data_sheet)
         for fit in fits
@@ -186,7 +192,10 @@ def _fitted(
             before = sum(planned[kind] for kind in fit.kinds)
             old: float = getattr(target.efficiency, fit.name)
             if fit.name == "overlap":
-                fractions[fit.name] = _overlapped(old, seconds, before)
+                overlap = _overlapped(old, seconds, before)
+                fractions[fit.name] = max(0.0, overlap)
+                if overlap < 0:
+                    unmet.append(fit.name)
                 continue
             fractions[fit.name] = old * before / seconds
             if fit.name == "matmul" and not measured.fused_attention:
@@ -259,9 +268,9 @@ def _above_data_sheet(target: Target, measured: MeasuredStep) -> str:
 def _overlapped(old: float, seconds: float, before: float) -> float:
     """Returns the overlapped fraction of communication with which its exposed seconds are those measured.
 
-    Exposed is 1 - overlap of all: 1 - (1 - old) seconds / before. Where more is exposed than all of it
-    was planned to take, nothing is overlapped, and the links are slower than planned.
+    Exposed is 1 - overlap of all: 1 - (1 - old) seconds / before. It is below 0 where more is exposed
+    than all communication was planned to take: the links are slower than planned.
     """
     if not before:
         return old
-    return max(0.0, 1 - (1 - old) * seconds / before)
+    return 1 - (1 - old) * seconds / before
