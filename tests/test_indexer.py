@@ -22,6 +22,7 @@ from tiny_runs import (
 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
+from meshwright.fine_tuning import FineTune
 from meshwright.generation.cache import CachePlan
 from meshwright.hardware.machine import Machine
 from meshwright.hardware.targets import parse_target
@@ -144,6 +145,28 @@ def test_what_is_refused() -> None:
         dataclasses.replace(DEEPSEEK_SPARSE, q_lora_rank=None).params()
     with pytest.raises(ConfigError, match=r"--model\.index-head-dim 4"):
         dataclasses.replace(DEEPSEEK_SPARSE, index_head_dim=2).params()
+
+
+@pytest.mark.parametrize(
+    ("stage", "tuning", "fix"),
+    [
+        ("warmup", FineTune(method="lora"), "--model.index-training frozen"),
+        ("sparse", FineTune(method="lora"), "--finetune.method full"),
+        ("warmup", FineTune(objective="preferences"), "--finetune.objective answers"),
+    ],
+    ids=str,
+)
+def test_a_fine_tuning_that_would_not_train_what_is_asked_is_refused(
+    stage: Any, tuning: FineTune, fix: str
+) -> None:
+    """Adapters freeze the indexer; of attention to all keys, an indexer changes no answer's probability."""
+    model = dataclasses.replace(DEEPSEEK_SPARSE, index_training=stage)
+    run = tiny_run(model, "data=1", finetune=tuning, z_loss=0.0)
+    with pytest.raises(ConfigError, match=f"index-training {stage} with --finetune") as refusal:
+        place_run(run)
+    assert fix in str(refusal.value)
+    frozen = dataclasses.replace(model, index_training="frozen")
+    place_run(dataclasses.replace(run, model=frozen))
 
 
 def test_flops_and_plans_count_what_each_is_about() -> None:
