@@ -177,12 +177,25 @@ def test_flops_and_plans_count_what_each_is_about() -> None:
     of_a_key = 2 * sparse.heads * (8 + 4 + 8)
     assert found["attention"] == pytest.approx(layers * chosen * of_a_key)
     weights = 24 * 8 * 8 + sparse.width * (8 + 8)
-    indexer = layers * (2 * weights + 2 * 32.5 * 8 * (8 + 1))
-    assert found["indexer"] == pytest.approx(indexer)
-    rest = {n: flops for n, flops in found.items() if n not in ("attention", "indexer")}
+    projections, scores = layers * 2 * weights, layers * 2 * 32.5 * 8 * (8 + 1)
+    assert found["indexer projections"] == pytest.approx(projections)
+    assert found["indexer"] == pytest.approx(scores)
+    indexer = projections + scores
+    counted = ("attention", "indexer projections", "indexer")
+    rest = {n: flops for n, flops in found.items() if n not in counted}
     assert rest == {n: flops for n, flops in dense.items() if n != "attention"}
     trained = 3 * (sum(rest.values()) + found["attention"]) + indexer
     assert training_flops_per_token(sparse, seq) == pytest.approx(trained)
+    # The warm-up has a backward pass of the indexer only, whose weights' inputs are detached.
+    attended: dict[Any, tuple[int, float]] = {
+        "warmup": (1, dense["attention"]),
+        "sparse": (3, found["attention"]),
+    }
+    for stage, (passes, attention_flops) in attended.items():
+        staged = dataclasses.replace(sparse, index_training=stage)
+        text = sum(rest.values()) + attention_flops
+        of_step = passes * text + 2 * projections + 3 * scores
+        assert training_flops_per_token(staged, seq) == pytest.approx(of_step)
     attention = sparse.spec().attention[0]
     of_all = DEEPSEEK.spec().attention[0].flops(seq)
     assert attention.computed_flops(seq) == pytest.approx(of_all + indexer / layers)
