@@ -41,19 +41,22 @@ from xlacensus.hlo.parser import parse_module
 H100 = parse_target("h100:8")
 
 
-def placed_run() -> PlacedRun:
-    """Llama 3.2 1B on eight devices."""
+def placed_run(**degrees: int) -> PlacedRun:
+    """Llama 3.2 1B on eight devices, by default with `fsdp`."""
     run = find_recipe("llama32-1b")
     model = dataclasses.replace(run.model, vocab=128256)
-    return place_run(dataclasses.replace(run, model=model, mesh=MeshShape(fsdp=8)))
+    mesh = MeshShape(**(degrees or {"fsdp": 8}))
+    return place_run(dataclasses.replace(run, model=model, mesh=mesh))
 
 
-def scaled(factors: Mapping[str, float], flops: float = 1.0) -> tuple[PlacedRun, MeasuredStep]:
+def scaled(
+    factors: Mapping[str, float], flops: float = 1.0, *, fused: bool = True, **degrees: int
+) -> tuple[PlacedRun, MeasuredStep]:
     """A run, and a trace of it whose kinds take so many times what is planned on H100."""
-    placed = placed_run()
-    planned = planned_kinds(estimate(placed, H100), fused_attention=True)
+    placed = placed_run(**degrees)
+    planned = planned_kinds(estimate(placed, H100), fused_attention=fused)
     seconds = {kind: value * factors.get(kind, 1.0) for kind, value in planned.items()}
-    return placed, MeasuredStep(seconds, 32.0, True, {"bf16": flops})
+    return placed, MeasuredStep(seconds, 32.0, fused, {"bf16": flops})
 
 
 def rates_of(rates: list[StepRate]) -> dict[str, float]:
@@ -72,16 +75,23 @@ def test_kinds_add_up_to_the_planned_step() -> None:
     )
 
 
-def test_a_plan_with_the_measured_rates_has_the_measured_seconds() -> None:
-    factors = dict.fromkeys(MATMUL_KINDS, 1.25) | {KERNEL: 0.8, ELEMENTS: 1.2, EXPOSED: 1.1}
-    placed, measured = scaled(factors)
+@pytest.mark.parametrize(
+    ("fused", "matmuls", "exposed"),
+    [(True, 1.25, 1.1), (True, 1.25, 0.9), (False, 1.5, 1.1)],
+)
+def test_a_plan_with_the_measured_rates_has_the_measured_seconds(
+    fused: bool, matmuls: float, exposed: float
+) -> None:
+    factors = dict.fromkeys(MATMUL_KINDS, matmuls)
+    factors |= {KERNEL: 0.8, ELEMENTS: 1.2, EXPOSED: exposed}
+    placed, measured = scaled(factors, fused=fused)
     rates = rates_of(fit_rates(placed, H100, measured, has_data_sheet=True))
     assert set(rates) == {"matmul", "attention", "hbm", "overlap"}
     calibration = {"device": "NVIDIA H100", "date": "2026-01-01", "step": {"rates": rates}}
     corrected = calibrate_target(H100, calibration)
     assert "traced steps" in corrected.efficiency_source
-    planned = planned_kinds(estimate(placed, corrected), fused_attention=True)
-    for kinds in (MATMUL_KINDS, (KERNEL,), (ELEMENTS,)):
+    planned = planned_kinds(estimate(placed, corrected), fused_attention=fused)
+    for kinds in (MATMUL_KINDS, (KERNEL,), (ELEMENTS,), (EXPOSED,)):
         found = sum(planned[kind] for kind in kinds)
         assert found == pytest.approx(measured.of(kinds), rel=0.02), kinds
     assert sum(planned.values()) == pytest.approx(measured.step, rel=0.02)
@@ -116,6 +126,28 @@ def test_more_exposed_communication_than_there_is_corrects_no_overlap() -> None:
     rates = {rate.name: rate for rate in fit_rates(placed, H100, measured, has_data_sheet=True)}
     assert "slower than planned" in rates["overlap"].refused
     assert not rates["matmul"].refused
+
+
+@pytest.mark.parametrize("factor", [0.7, 1.0, 1.3])
+def test_exposed_communication_over_tensor_corrects_no_overlap(factor: float) -> None:
+    """Its collectives follow `tensor_overlap`: 3 s of them are exposed, and `overlap` moves 20 us."""
+    placed, measured = scaled({EXPOSED: factor}, tensor=8)
+    rates = {rate.name: rate for rate in fit_rates(placed, H100, measured, has_data_sheet=True)}
+    assert "such as those over `tensor`" in rates["overlap"].refused
+    assert "slower" not in rates["overlap"].refused
+
+
+def test_less_exposed_communication_than_without_any_that_overlaps_corrects_no_overlap() -> None:
+    placed, measured = scaled({EXPOSED: 0.7})
+    rates = {rate.name: rate for rate in fit_rates(placed, H100, measured, has_data_sheet=True)}
+    assert "with an overlap of 1" in rates["overlap"].refused
+
+
+def test_a_rate_of_matmuls_that_is_not_taken_takes_that_of_attention_along() -> None:
+    placed, measured = scaled({}, flops=1e18, fused=False)
+    rates = {rate.name: rate for rate in fit_rates(placed, H100, measured, has_data_sheet=True)}
+    assert rates["matmul"].impossible
+    assert rates["attention"].refused == rates["matmul"].refused
 
 
 def step_of(placed: PlacedRun, **changes: Any) -> dict[str, Any]:
