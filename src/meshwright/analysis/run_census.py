@@ -188,8 +188,8 @@ def _keys_computed(spec: ModelSpec, seq: int) -> float:
 
 def _recurrences_computed(spec: ModelSpec, seq: int, context: int) -> dict[str, float]:
     """Returns the FLOPs of recurrences on `context` devices over those that the model FLOPs count, by item."""
-    counted = collections.Counter[str]()
-    computed = collections.Counter[str]()
+    counted = collections.defaultdict[str, float](float)
+    computed = collections.defaultdict[str, float](float)
     for recurrence in spec.recurrences:
         counted[recurrence.item] += recurrence.flops(seq)
         computed[recurrence.item] += recurrence.computed_flops(seq, context)
