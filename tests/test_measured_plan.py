@@ -12,7 +12,7 @@ from test_cli import SMALL, meshwright
 from meshwright.api.measured import read_measured, require_model
 from meshwright.bench.calibration_file import read_calibration
 from meshwright.bench.device_trace import Event, Trace
-from meshwright.bench.measured_kinds import explain_differences, kinds_of_trace
+from meshwright.bench.measured_kinds import KindsOfTrace, explain_differences, kinds_of_trace
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import Target, parse_target
@@ -259,9 +259,11 @@ def test_the_kinds_of_a_trace_by_hand() -> None:
         [LayerSpec("blocks", attention_scope="attention", feed_forward_scope="feed-forward")],
         {"total": "all-reduce over data"},
         devices=2,
+        local_devices=2,
         steps=1,
         seconds=6.0,
     )
+    assert not found.notes
     expected = {
         FEED_FORWARD_MATMULS: 2.5,
         ATTENTION_MATMULS: 1.0,
@@ -286,6 +288,91 @@ def test_the_kinds_of_a_trace_by_hand() -> None:
     )
     assert "1.5 s more: kernels, the longest; up 2.5 s" in kernel
     assert "all-reduce over data 500 ms" in collective
+
+
+LAYERS = [LayerSpec("blocks", attention_scope="attention", feed_forward_scope="feed-forward")]
+
+
+def kinds_of_lanes(
+    trace: Trace, *, devices: int = 2, local_devices: int = 2, seconds: float
+) -> KindsOfTrace:
+    """The kinds of one traced step of PROGRAM."""
+    return kinds_of_trace(
+        trace,
+        parse_module(PROGRAM),
+        LAYERS,
+        {"total": "all-reduce over data"},
+        devices=devices,
+        local_devices=local_devices,
+        steps=1,
+        seconds=seconds,
+    )
+
+
+def lanes_of(*lanes: list[tuple[str, float, float]]) -> list[list[Event]]:
+    return [[Event(op, at, took, op == "total", op) for op, at, took in lane] for lane in lanes]
+
+
+def nonzero(found: KindsOfTrace) -> dict[str, float]:
+    return {kind: value for kind, value in found.step.seconds.items() if value}
+
+
+def test_exposed_communication_is_waits_and_transfers_in_their_proportion() -> None:
+    """The first device waits 2 of its 4 s for the other, which transfers 2 s; each has 1 s exposed."""
+    early = lanes_of([("up", 0.0, 5.0)], [("total", 2.0, 4.0)])
+    late = lanes_of([("up", 0.0, 5.0)], [("total", 4.0, 2.0)])
+    found = kinds_of_lanes(Trace({"/device:GPU:0": early, "/device:GPU:1": late}, []), seconds=6.0)
+    # Of 6 s on both 2 are waits; of the 1 s exposed a third is.
+    expected = {FEED_FORWARD_MATMULS: 5.0, WAITING: 1 / 3, EXPOSED: 2 / 3}
+    assert nonzero(found) == pytest.approx(expected)
+    assert dict(found.longest[EXPOSED]) == pytest.approx({"all-reduce over data": 2 / 3})
+    assert dict(found.longest[WAITING]) == pytest.approx({"all-reduce over data": 1 / 3})
+
+
+def test_operations_of_two_streams_share_their_time() -> None:
+    """Both compute in the same second; in the next nothing does."""
+    both = lanes_of([("up", 0.0, 1.0)], [("out", 0.0, 1.0)])
+    trace = Trace({"/device:GPU:0": both, "/device:GPU:1": both}, [])
+    found = kinds_of_lanes(trace, seconds=2.0)
+    expected = {FEED_FORWARD_MATMULS: 0.5, ATTENTION_MATMULS: 0.5, IDLE: 1.0}
+    assert nonzero(found) == pytest.approx(expected)
+    assert dict(found.longest[FEED_FORWARD_MATMULS]) == pytest.approx({"up": 0.5})
+    (note,) = found.notes
+    assert "each counts 0.50 of its seconds" in note
+
+
+def test_kinds_of_threads_that_share_cores_are_scaled_with_their_operations() -> None:
+    threads = lanes_of([("up", 0.0, 3.0), ("last", 3.0, 1.0)])
+    found = kinds_of_lanes(Trace({}, [*threads, *threads]), seconds=2.0)
+    assert nonzero(found) == pytest.approx({FEED_FORWARD_MATMULS: 1.5, ELEMENTS: 0.5})
+    assert dict(found.longest[FEED_FORWARD_MATMULS]) == pytest.approx({"up": 1.5})
+    (note,) = found.notes
+    assert "4 s of a device in a step of 2 s" in note and "0.50 of its seconds" in note
+
+
+def test_waits_for_devices_that_a_trace_does_not_have_correct_no_communication() -> None:
+    lanes = lanes_of([("up", 0.0, 2.0), ("total", 2.0, 1.0)])
+    trace = Trace({"/device:GPU:0": lanes, "/device:GPU:1": lanes}, [])
+    found = kinds_of_lanes(trace, devices=8, seconds=3.0)
+    (note,) = found.notes
+    assert "6 devices of other processes" in note
+    assert found.step.devices_elsewhere == 6
+    placed, measured = scaled({EXPOSED: 1.1})
+    elsewhere = dataclasses.replace(measured, devices_elsewhere=6)
+    for has_data_sheet, name in ((True, "overlap"), (False, "links")):
+        rates = fit_rates(placed, H100, elsewhere, has_data_sheet=has_data_sheet)
+        refused = {rate.name: rate.refused for rate in rates}
+        assert "6 devices of other processes" in refused[name]
+        assert not refused["matmul"]
+
+
+def test_threads_of_simulated_devices_are_those_of_this_process() -> None:
+    """Two of the four devices are of another process: their threads are in no trace of this one."""
+    thread = lanes_of([("up", 0.0, 3.0)])
+    trace = Trace({}, [*thread, *thread])
+    found = kinds_of_lanes(trace, devices=4, seconds=4.0)
+    assert nonzero(found) == pytest.approx({FEED_FORWARD_MATMULS: 3.0, IDLE: 1.0})
+    assert found.step.traced == 2
 
 
 def test_a_run_on_this_machine_corrects_its_plan(

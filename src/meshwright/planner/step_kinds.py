@@ -83,6 +83,8 @@ class MeasuredStep:
     """Whether a kernel computes attention."""
     flops: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """FLOPs that the program cannot avoid on a device in a step, by the peak they run at: `bf16`, `fp8`."""
+    devices_elsewhere: int = 0
+    """Devices of other processes, of which the trace has nothing: waiting for them is in exposed communication."""
 
     @property
     def step(self) -> float:
@@ -134,9 +136,9 @@ def fit_rates(
     """
     fits = _fits(measured, has_data_sheet)
     before = planned_kinds(estimate(placed, target), fused_attention=measured.fused_attention)
-    enough = [fit for fit in fits if not _too_little(fit, measured, before)]
+    enough = [fit for fit in fits if not _unfit(fit, measured, before)]
     fitted, unmet = _fitted(placed, target, measured, enough)
-    reasons = {fit.name: _too_little(fit, measured, before) for fit in fits}
+    reasons = {fit.name: _unfit(fit, measured, before) for fit in fits}
     if unmet and not has_data_sheet:
         # The plan's matmuls wait for memory, whatever their rate: one rate of memory for all computation.
         computation = _Fit("hbm", (*MATMUL_KINDS, KERNEL, ELEMENTS))
@@ -169,8 +171,13 @@ def _fits(measured: MeasuredStep, has_data_sheet: bool) -> list[_Fit]:
     return fits
 
 
-def _too_little(fit: _Fit, measured: MeasuredStep, planned: Mapping[str, float]) -> str:
-    """Returns why a rate is not taken from so many seconds; empty where they are enough."""
+def _unfit(fit: _Fit, measured: MeasuredStep, planned: Mapping[str, float]) -> str:
+    """Returns why no rate is taken from the measured seconds of some kinds; empty where one is."""
+    if measured.devices_elsewhere and EXPOSED in fit.kinds:
+        return (
+            f"the trace has nothing of the {measured.devices_elsewhere} devices of other processes, and waits for them "
+            "count as exposed communication; trace a run of one process"
+        )
     total = measured.of(fit.kinds) * measured.traced
     if total < ENOUGH_SECONDS:
         return (
