@@ -255,3 +255,26 @@ def test_the_supervisor_of_a_killed_process_calls_the_webhook(
     (killed,) = received
     assert killed["alarm"] == "killed"
     assert "signal 9" in killed["text"]
+
+
+def test_a_run_that_fails_before_its_first_step_is_an_alarm(
+    tmp_path: Path, webhook: tuple[str, list[Any]]
+) -> None:
+    url, received = webhook
+    done = train(tmp_path, "none", "--data", str(tmp_path / "nothere.txt"), "--alarm.webhook", url)
+    assert done.returncode != 0
+    (failed,) = received
+    assert failed["alarm"] == "failed"
+    assert "nothere.txt" in failed["text"]
+
+
+def test_a_slow_command_does_not_cost_the_last_webhook(
+    tmp_path: Path, webhook: tuple[str, list[Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    url, received = webhook
+    alarms = Alarms(AlarmOptions(command="sleep 8", webhook=url), tmp_path)
+    with alarms.sending():
+        alarms.tell("failed", "the last")
+    assert [document["text"] for document in received] == ["the last"]
+    time.sleep(0.2)
+    assert "was not taken within 5 s" in capfd.readouterr().err

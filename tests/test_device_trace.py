@@ -118,7 +118,7 @@ def test_a_trace_of_tpus(tmp_path: Path) -> None:
         time.exposed,
         time.idle,
     ] == pytest.approx([76 * micro, 45 * micro, 52 * micro, 12 * micro, 19 * micro])
-    rows, note = compare(trace, module, None, MESH, steps=2, seconds=90 * micro)
+    rows, note = compare(trace, module, None, MESH, local_devices=8, steps=2, seconds=90 * micro)
     measured = {(row.kind, row.name): row.measured for row in rows}
     assert measured["part", "communication"] == pytest.approx(26 * micro)
     assert measured["part", "exposed"] == pytest.approx(6 * micro)
@@ -177,7 +177,7 @@ def test_a_trace_of_gpus(tmp_path: Path) -> None:
     assert [time.compute, time.communication, time.exposed] == pytest.approx(
         [33 * micro, 40 * micro, 18 * micro]
     )
-    rows, note = compare(trace, module, None, MESH, steps=2, seconds=63 * micro)
+    rows, note = compare(trace, module, None, MESH, local_devices=8, steps=2, seconds=63 * micro)
     measured = {(row.kind, row.name): row.measured for row in rows}
     assert measured["collective", "collective-permute over data"] == pytest.approx(20 * micro)
     # 12 and 2 us of fusions, 3 us of a copy, 20 us of NCCL, each in its scope; the other program has none.

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from meshwright.reporters.goodput import REST, STEPS, Goodput
+from meshwright.reporters.goodput import (
+    REST,
+    STEPS,
+    EventTimes,
+    Goodput,
+    StepTimes,
+    split_time,
+)
 from meshwright.views.run_folder import RunFolder
 from meshwright.views.run_goodput import goodput_of
 from meshwright.views.run_page import run_page
@@ -132,3 +139,32 @@ def test_the_page_shows_goodput_machines_and_a_tab_with_step_and_loss(tmp_path: 
     assert "42.9%" in text  # 300 of 700 s
     assert "node17" in text
     assert "505 NVLink recoveries" in text
+
+
+def test_a_step_that_hangs_is_not_training(tmp_path: Path) -> None:
+    """400 steps of 0.1 s, of which every tenth has a line; one with a line hangs for a minute."""
+    times = StepTimes()
+    for step in range(10, 401, 10):
+        seconds = 60.0 if step == 200 else 0.1
+        times.add({"step": step, "step seconds": seconds})
+    events = EventTimes()
+    events.add({"event": "start", "step": 0, "time": BEGIN})
+    good = split_time(events, times, 400, BEGIN + 100)
+    assert good is not None
+    assert good.fraction == pytest.approx(0.4)
+    assert good.seconds[REST] == pytest.approx(60)
+    assert sum(good.metrics().values()) == pytest.approx(1)
+
+
+def test_the_usual_time_follows_the_steps_of_a_long_run() -> None:
+    times = StepTimes()
+    for step in range(250):
+        times.add({"step": step, "step seconds": 1.0 if step < 100 else 2.0})
+    assert times.usual() == pytest.approx(((100 * 1.0 + 150 * 2.0) / 250, 0.0))
+
+
+def test_steps_before_a_start_without_a_checkpoint_are_taken_again(tmp_path: Path) -> None:
+    events = EventTimes()
+    events.add({"event": "start", "step": 0, "time": BEGIN})
+    events.add({"event": "start", "step": 0, "time": BEGIN + 900, "taken again": 900})
+    assert events.steps_lost == 900

@@ -12,7 +12,7 @@ from test_cli import SMALL, meshwright
 from meshwright.api.measured import read_measured, require_model
 from meshwright.bench.calibration_file import read_calibration
 from meshwright.bench.device_trace import Event, Trace
-from meshwright.bench.measured_kinds import explain_differences, kinds_of_trace
+from meshwright.bench.measured_kinds import KindsOfTrace, explain_differences, kinds_of_trace
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import Target, parse_target
@@ -41,19 +41,22 @@ from xlacensus.hlo.parser import parse_module
 H100 = parse_target("h100:8")
 
 
-def placed_run() -> PlacedRun:
-    """Llama 3.2 1B on eight devices."""
+def placed_run(**degrees: int) -> PlacedRun:
+    """Llama 3.2 1B on eight devices, by default with `fsdp`."""
     run = find_recipe("llama32-1b")
     model = dataclasses.replace(run.model, vocab=128256)
-    return place_run(dataclasses.replace(run, model=model, mesh=MeshShape(fsdp=8)))
+    mesh = MeshShape(**(degrees or {"fsdp": 8}))
+    return place_run(dataclasses.replace(run, model=model, mesh=mesh))
 
 
-def scaled(factors: Mapping[str, float], flops: float = 1.0) -> tuple[PlacedRun, MeasuredStep]:
+def scaled(
+    factors: Mapping[str, float], flops: float = 1.0, *, fused: bool = True, **degrees: int
+) -> tuple[PlacedRun, MeasuredStep]:
     """A run, and a trace of it whose kinds take so many times what is planned on H100."""
-    placed = placed_run()
-    planned = planned_kinds(estimate(placed, H100), fused_attention=True)
+    placed = placed_run(**degrees)
+    planned = planned_kinds(estimate(placed, H100), fused_attention=fused)
     seconds = {kind: value * factors.get(kind, 1.0) for kind, value in planned.items()}
-    return placed, MeasuredStep(seconds, 32.0, True, {"bf16": flops})
+    return placed, MeasuredStep(seconds, 32.0, fused, {"bf16": flops})
 
 
 def rates_of(rates: list[StepRate]) -> dict[str, float]:
@@ -72,16 +75,23 @@ def test_kinds_add_up_to_the_planned_step() -> None:
     )
 
 
-def test_a_plan_with_the_measured_rates_has_the_measured_seconds() -> None:
-    factors = dict.fromkeys(MATMUL_KINDS, 1.25) | {KERNEL: 0.8, ELEMENTS: 1.2, EXPOSED: 1.1}
-    placed, measured = scaled(factors)
+@pytest.mark.parametrize(
+    ("fused", "matmuls", "exposed"),
+    [(True, 1.25, 1.1), (True, 1.25, 0.9), (False, 1.5, 1.1)],
+)
+def test_a_plan_with_the_measured_rates_has_the_measured_seconds(
+    fused: bool, matmuls: float, exposed: float
+) -> None:
+    factors = dict.fromkeys(MATMUL_KINDS, matmuls)
+    factors |= {KERNEL: 0.8, ELEMENTS: 1.2, EXPOSED: exposed}
+    placed, measured = scaled(factors, fused=fused)
     rates = rates_of(fit_rates(placed, H100, measured, has_data_sheet=True))
     assert set(rates) == {"matmul", "attention", "hbm", "overlap"}
     calibration = {"device": "NVIDIA H100", "date": "2026-01-01", "step": {"rates": rates}}
     corrected = calibrate_target(H100, calibration)
     assert "traced steps" in corrected.efficiency_source
-    planned = planned_kinds(estimate(placed, corrected), fused_attention=True)
-    for kinds in (MATMUL_KINDS, (KERNEL,), (ELEMENTS,)):
+    planned = planned_kinds(estimate(placed, corrected), fused_attention=fused)
+    for kinds in (MATMUL_KINDS, (KERNEL,), (ELEMENTS,), (EXPOSED,)):
         found = sum(planned[kind] for kind in kinds)
         assert found == pytest.approx(measured.of(kinds), rel=0.02), kinds
     assert sum(planned.values()) == pytest.approx(measured.step, rel=0.02)
@@ -116,6 +126,28 @@ def test_more_exposed_communication_than_there_is_corrects_no_overlap() -> None:
     rates = {rate.name: rate for rate in fit_rates(placed, H100, measured, has_data_sheet=True)}
     assert "slower than planned" in rates["overlap"].refused
     assert not rates["matmul"].refused
+
+
+@pytest.mark.parametrize("factor", [0.7, 1.0, 1.3])
+def test_exposed_communication_over_tensor_corrects_no_overlap(factor: float) -> None:
+    """Its collectives follow `tensor_overlap`: 3 s of them are exposed, and `overlap` moves 20 us."""
+    placed, measured = scaled({EXPOSED: factor}, tensor=8)
+    rates = {rate.name: rate for rate in fit_rates(placed, H100, measured, has_data_sheet=True)}
+    assert "such as those over `tensor`" in rates["overlap"].refused
+    assert "slower" not in rates["overlap"].refused
+
+
+def test_less_exposed_communication_than_without_any_that_overlaps_corrects_no_overlap() -> None:
+    placed, measured = scaled({EXPOSED: 0.7})
+    rates = {rate.name: rate for rate in fit_rates(placed, H100, measured, has_data_sheet=True)}
+    assert "with an overlap of 1" in rates["overlap"].refused
+
+
+def test_a_rate_of_matmuls_that_is_not_taken_takes_that_of_attention_along() -> None:
+    placed, measured = scaled({}, flops=1e18, fused=False)
+    rates = {rate.name: rate for rate in fit_rates(placed, H100, measured, has_data_sheet=True)}
+    assert rates["matmul"].impossible
+    assert rates["attention"].refused == rates["matmul"].refused
 
 
 def step_of(placed: PlacedRun, **changes: Any) -> dict[str, Any]:
@@ -227,9 +259,11 @@ def test_the_kinds_of_a_trace_by_hand() -> None:
         [LayerSpec("blocks", attention_scope="attention", feed_forward_scope="feed-forward")],
         {"total": "all-reduce over data"},
         devices=2,
+        local_devices=2,
         steps=1,
         seconds=6.0,
     )
+    assert not found.notes
     expected = {
         FEED_FORWARD_MATMULS: 2.5,
         ATTENTION_MATMULS: 1.0,
@@ -254,6 +288,91 @@ def test_the_kinds_of_a_trace_by_hand() -> None:
     )
     assert "1.5 s more: kernels, the longest; up 2.5 s" in kernel
     assert "all-reduce over data 500 ms" in collective
+
+
+LAYERS = [LayerSpec("blocks", attention_scope="attention", feed_forward_scope="feed-forward")]
+
+
+def kinds_of_lanes(
+    trace: Trace, *, devices: int = 2, local_devices: int = 2, seconds: float
+) -> KindsOfTrace:
+    """The kinds of one traced step of PROGRAM."""
+    return kinds_of_trace(
+        trace,
+        parse_module(PROGRAM),
+        LAYERS,
+        {"total": "all-reduce over data"},
+        devices=devices,
+        local_devices=local_devices,
+        steps=1,
+        seconds=seconds,
+    )
+
+
+def lanes_of(*lanes: list[tuple[str, float, float]]) -> list[list[Event]]:
+    return [[Event(op, at, took, op == "total", op) for op, at, took in lane] for lane in lanes]
+
+
+def nonzero(found: KindsOfTrace) -> dict[str, float]:
+    return {kind: value for kind, value in found.step.seconds.items() if value}
+
+
+def test_exposed_communication_is_waits_and_transfers_in_their_proportion() -> None:
+    """The first device waits 2 of its 4 s for the other, which transfers 2 s; each has 1 s exposed."""
+    early = lanes_of([("up", 0.0, 5.0)], [("total", 2.0, 4.0)])
+    late = lanes_of([("up", 0.0, 5.0)], [("total", 4.0, 2.0)])
+    found = kinds_of_lanes(Trace({"/device:GPU:0": early, "/device:GPU:1": late}, []), seconds=6.0)
+    # Of 6 s on both 2 are waits; of the 1 s exposed a third is.
+    expected = {FEED_FORWARD_MATMULS: 5.0, WAITING: 1 / 3, EXPOSED: 2 / 3}
+    assert nonzero(found) == pytest.approx(expected)
+    assert dict(found.longest[EXPOSED]) == pytest.approx({"all-reduce over data": 2 / 3})
+    assert dict(found.longest[WAITING]) == pytest.approx({"all-reduce over data": 1 / 3})
+
+
+def test_operations_of_two_streams_share_their_time() -> None:
+    """Both compute in the same second; in the next nothing does."""
+    both = lanes_of([("up", 0.0, 1.0)], [("out", 0.0, 1.0)])
+    trace = Trace({"/device:GPU:0": both, "/device:GPU:1": both}, [])
+    found = kinds_of_lanes(trace, seconds=2.0)
+    expected = {FEED_FORWARD_MATMULS: 0.5, ATTENTION_MATMULS: 0.5, IDLE: 1.0}
+    assert nonzero(found) == pytest.approx(expected)
+    assert dict(found.longest[FEED_FORWARD_MATMULS]) == pytest.approx({"up": 0.5})
+    (note,) = found.notes
+    assert "each counts 0.50 of its seconds" in note
+
+
+def test_kinds_of_threads_that_share_cores_are_scaled_with_their_operations() -> None:
+    threads = lanes_of([("up", 0.0, 3.0), ("last", 3.0, 1.0)])
+    found = kinds_of_lanes(Trace({}, [*threads, *threads]), seconds=2.0)
+    assert nonzero(found) == pytest.approx({FEED_FORWARD_MATMULS: 1.5, ELEMENTS: 0.5})
+    assert dict(found.longest[FEED_FORWARD_MATMULS]) == pytest.approx({"up": 1.5})
+    (note,) = found.notes
+    assert "4 s of a device in a step of 2 s" in note and "0.50 of its seconds" in note
+
+
+def test_waits_for_devices_that_a_trace_does_not_have_correct_no_communication() -> None:
+    lanes = lanes_of([("up", 0.0, 2.0), ("total", 2.0, 1.0)])
+    trace = Trace({"/device:GPU:0": lanes, "/device:GPU:1": lanes}, [])
+    found = kinds_of_lanes(trace, devices=8, seconds=3.0)
+    (note,) = found.notes
+    assert "6 devices of other processes" in note
+    assert found.step.devices_elsewhere == 6
+    placed, measured = scaled({EXPOSED: 1.1})
+    elsewhere = dataclasses.replace(measured, devices_elsewhere=6)
+    for has_data_sheet, name in ((True, "overlap"), (False, "links")):
+        rates = fit_rates(placed, H100, elsewhere, has_data_sheet=has_data_sheet)
+        refused = {rate.name: rate.refused for rate in rates}
+        assert "6 devices of other processes" in refused[name]
+        assert not refused["matmul"]
+
+
+def test_threads_of_simulated_devices_are_those_of_this_process() -> None:
+    """Two of the four devices are of another process: their threads are in no trace of this one."""
+    thread = lanes_of([("up", 0.0, 3.0)])
+    trace = Trace({}, [*thread, *thread])
+    found = kinds_of_lanes(trace, devices=4, seconds=4.0)
+    assert nonzero(found) == pytest.approx({FEED_FORWARD_MATMULS: 3.0, IDLE: 1.0})
+    assert found.step.traced == 2
 
 
 def test_a_run_on_this_machine_corrects_its_plan(

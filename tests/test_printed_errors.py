@@ -30,19 +30,35 @@ def module_of_bench(name: str) -> ModuleType:
 
 
 page_table = module_of_bench("page_table")
+nanogpt_step = module_of_bench("nanogpt_step")
+STEPS = json.loads(nanogpt_step.RESULTS.read_text(encoding="utf-8"))
+SCRIPTS = {report.SCRIPT: FIGURES, nanogpt_step.SCRIPT: nanogpt_step.figures(STEPS)}
+"""Script -> its figures, as its result files have them."""
 
 
 def test_every_printed_figure_is_that_of_the_results() -> None:
     used = set()
     for page in page_table.pages():
         text = page.read_text(encoding="utf-8")
-        assert page_table.with_figures(text, report.SCRIPT, FIGURES) == text, (
-            f"{page.relative_to(ROOT)}: python bench/{report.SCRIPT}"
+        for script, figures in SCRIPTS.items():
+            assert page_table.with_figures(text, script, figures) == text, (
+                f"{page.relative_to(ROOT)}: python bench/{script}"
+            )
+        used |= set(page_table.marks_of(text))
+    made = {(f"bench/{script}", name) for script, of in SCRIPTS.items() for name in of}
+    assert used == made
+
+
+def test_the_step_of_nanogpt_is_printed_on_every_number_of_cores_that_was_measured() -> None:
+    """The better of two runs is not the result: both stand in README.md, and in the result file."""
+    assert STEPS.keys() >= {"1", "2"}
+    for cores, run in STEPS.items():
+        for theirs in ("eager", "compiled"):
+            ratio = f"{run['results'][theirs]['ratio']:.2f}"
+            assert ratio in nanogpt_step.sentence_of(cores, run)
+        assert nanogpt_step.sentence_of(cores, run) in (ROOT / "README.md").read_text(
+            encoding="utf-8"
         )
-        marks = page_table.marks_of(text)
-        assert {script for script, _ in marks} <= {f"bench/{report.SCRIPT}"}
-        used |= {name for _, name in marks}
-    assert used == FIGURES.keys()
 
 
 def test_a_stale_figure_is_found() -> None:

@@ -67,7 +67,9 @@ def test_measured_stands_beside_simulated(
     trace = Trace(
         {name: [lane(0.25 * i, kernels="GPU" in name)] for i, name in enumerate(names)}, []
     )
-    rows, note = compare(trace, parse_module(PROGRAM), SCHEDULE, {"data": 2}, steps=2, seconds=14.5)
+    rows, note = compare(
+        trace, parse_module(PROGRAM), SCHEDULE, {"data": 2}, local_devices=2, steps=2, seconds=14.5
+    )
     assert [(row.kind, row.name, row.measured, row.simulated) for row in rows] == [
         ("step", "whole step", 7.25, 6.0),
         ("part", "compute", 3.0, 4.5), ("part", "communication", 3.0, 3.0), ("part", "exposed", 3.0, 1.0),
@@ -81,7 +83,9 @@ def test_measured_stands_beside_simulated(
 
 def test_simulated_devices_are_called_what_they_are() -> None:
     trace = Trace({}, [lane(0.0), lane(0.5)])
-    rows, note = compare(trace, parse_module(PROGRAM), None, {"data": 2}, steps=2, seconds=15.0)
+    rows, note = compare(
+        trace, parse_module(PROGRAM), None, {"data": 2}, local_devices=2, steps=2, seconds=15.0
+    )
     assert [(row.kind, row.measured, row.simulated) for row in rows] == [
         ("step", 7.5, None), ("collective", 3.0, None), ("scope", 3.0, None), ("scope", 3.0, None),
     ]  # fmt: skip

@@ -177,6 +177,35 @@ def errors_of(rows: Iterable[Row], program: str, values: Values) -> dict[str, fl
     return {row.id: math.exp(error(row, values)) - 1 for row in rows if program_of(row) == program}
 
 
+def errors_without_chip_and_program(
+    rows: list[Row], folds: dict[str, dict[str, float]]
+) -> dict[str, float]:
+    """Returns each row's error with constants of neither its chip nor its program.
+
+    The constants are those that `without` fitted for its program, and every constant of its chip is
+    that of the other chips. What programs and GPUs have in common was fitted with the chip's rows of
+    other programs.
+
+    folds: constants of each program's fold, as the results have them.
+    """
+    errors: dict[str, float] = {}
+    for program, fold in folds.items():
+        informed_elsewhere = informed(rows_to_fit(rows, program))
+        of_program = [row for row in rows if program_of(row) == program]
+        for family in dict.fromkeys(family_of(row) for row in of_program):
+            values = read_constants(fold)
+            others = {c: values[c] for c in informed_elsewhere if c[0] != family}
+            for constant in FITTED:
+                if constant[0] == family:
+                    values[constant] = mean_of_others(constant, others)
+            for constant, (_, _, replacement) in READ_BY_HAND.items():
+                if constant[0] == family:
+                    values[constant] = replacement
+            chosen = [row for row in of_program if family_of(row) == family]
+            errors |= errors_of(chosen, program, values)
+    return errors
+
+
 def read_constants(fold: dict[str, float]) -> dict[Constant, float]:
     """Reads the constants of a fold from the results."""
     values = {}

@@ -396,14 +396,11 @@ def figures(
     """Returns the figures of the pages by name. left_out: LEFT_OUT; measured: bench/results/h100.json."""
     every = left_out["spread"]["all programs"]
     experts = left_out["spread"]["experts"]
-    half = results["spread"]["bfloat16, other half"]
     steps = [s["bare_seconds"] / s["planned_with_listed_rates"] - 1 for s in measured["steps"]]
     return {
         "median": f"median error of {every['median']:.1%} against {every['rows']} published steps",
         "ninetieth": f"{every['90th']:.1%} at the 90th percentile",
         "experts": f"{experts['median']:.1%} and {experts['90th']:.1%}",
-        "bfloat16": f"median error of {half['median']:.1%} on {half['rows']} published runs in "
-        f"bfloat16 to which nothing was fitted, and {half['90th']:.1%} at the 90th percentile",
         "sweeps": sentence_of_sweeps(results["sweeps"]),
         "h100": f"{-min(steps):.0%} less to {max(steps):.0%} more time than planned",
         "marks": "; ".join(sentences_of_marks(results["spread"])),

@@ -53,6 +53,7 @@ from meshwright.planner.offers import (
     CHIP_HOURS_PER_FAILURE,
     RESTART_MINUTES,
     Aim,
+    ErrorRange,
     Market,
     Offer,
     PriceTerms,
@@ -486,13 +487,14 @@ def offer_json(offer: Offer) -> dict[str, Any]:
         },
         "price": None if offer.price is None else dataclasses.asdict(offer.price),
         "goodput": {**dataclasses.asdict(good), "fraction": good.fraction},
-        "error_band": {
-            "low": offer.band.low,
-            "high": offer.band.high,
-            **dataclasses.asdict(offer.band),
-        },
+        "error_band": None if offer.band is None else error_range_json(offer.band),
         "predicted": prediction_json(plan),
     }
+
+
+def error_range_json(found: ErrorRange) -> dict[str, Any]:
+    """Returns the range of published over predicted time as JSON values, with the kinds at its ends."""
+    return {"low": found.low, "high": found.high, **dataclasses.asdict(found)}
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -42,7 +42,7 @@ from meshwright.step.device_memory import OutOfDeviceMemory
 from meshwright.storage.paths import default_cache_folder, path_of
 from meshwright.storage.writing import refuse_links
 from meshwright.trainer import loop
-from meshwright.trainer.alarms import AlarmOptions
+from meshwright.trainer.alarms import AlarmOptions, Alarms
 from meshwright.trainer.preemption import Preemption
 from meshwright.trainer.relations import Output
 from meshwright.trainer.watchdog import Watchdog
@@ -116,8 +116,12 @@ class TrainOptions(RunOptions):
         if self.supervise:
             return Outcome(code=self._supervise(call.words, out, hosts))
         console = call.console
-        start_devices(self.devices, self.run.mesh, hosts)
-        with loop.to_the_end(out, self.watchdog):
+        alarms = Alarms(self.alarm, out)
+        with contextlib.ExitStack() as stack:
+            if hosts.process == 0:
+                stack.enter_context(alarms.sending())
+            start_devices(self.devices, self.run.mesh, hosts)
+            stack.enter_context(loop.to_the_end(out, self.watchdog))
             with contextlib.closing(
                 ConsoleReport(console, Period.parse(self.log_every))
             ) as progress:
@@ -131,7 +135,7 @@ class TrainOptions(RunOptions):
                     console=console,
                     profile=self.profile,
                     watchdog=self.watchdog,
-                    alarm=self.alarm,
+                    alarms=alarms,
                     on_prepared=functools.partial(_print_start, console),
                 )
             summary = trained.summary
@@ -294,7 +298,7 @@ def train_reported(
     profile: str | None = None,
     cache: Path | None = None,
     watchdog: Watchdog | None = None,
-    alarm: AlarmOptions | None = None,
+    alarms: Alarms | None = None,
     on_prepared: "Callable[[loop.Trainable, StepForecast | None], None] | None" = None,
 ) -> Trained:
     """Trains `run` as `train` does, on hosts that have joined.
@@ -351,7 +355,7 @@ def train_reported(
                 accept=accept,
                 reporters=functools.partial(_reporters, run, progress),
                 watchdog=watchdog,
-                alarm=alarm,
+                alarms=alarms,
                 preemption=preemption,
             )
         here().enter("leave")

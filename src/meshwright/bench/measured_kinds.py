@@ -31,15 +31,25 @@ _LARGEST = 2
 """Differences that are explained."""
 
 
+_AS_MEASURED = 0.995
+"""Factor from which kinds count as they were measured: it prints as 1.00."""
+
+Operations = dict[str, dict[str, float]]
+"""Seconds of each operation in a step of one device, by kind and name."""
+
+
 @dataclasses.dataclass(frozen=True)
 class KindsOfTrace:
     """A traced step by kind, and the operations of each kind."""
 
     step: MeasuredStep
     longest: Mapping[str, Sequence[tuple[str, float]]]
-    """The longest operations of each kind, with the seconds of each in a step of one device."""
+    """The longest operations of each kind, with the seconds of each in a step of one device. Those of a kind add up
+    to its seconds."""
     slowest: str
     """The device that computes longest, and how much longer than the median; empty where devices have no lanes."""
+    notes: tuple[str, ...] = ()
+    """What was scaled, and what the trace has nothing of."""
 
 
 def kinds_of_trace(
@@ -49,51 +59,109 @@ def kinds_of_trace(
     labels: Mapping[str, str],
     *,
     devices: int,
+    local_devices: int,
     steps: int,
     seconds: float,
 ) -> KindsOfTrace:
     """Returns the seconds of a traced step by kind.
 
+    Where devices have lanes, operations that compute take together the time in which something computes, and
+    collectives that in which only they run: each kind has its part of the sum of its operations.
+
+        compute:  |== up ==|  |== out ==|           two operations at once share their time
+                     |= down =|
+        exposed:                         |== all-reduce ==|
+
     Collectives take as long as the device takes that reaches each of them last; what the others spend above that is
     waiting. Threads of simulated devices share cores: where they have more seconds than a step, they are scaled to it.
 
     layers: of the model, whose scopes tell the halves.  labels: kind and axes of collectives by instruction.
-    devices: of the mesh.  steps: in the trace.
+    devices: of the mesh.  local_devices: of them those of this process, of which the trace is.  steps: in the trace.
     seconds: wall time of all steps.
     """
     lanes = [lane for device in trace.devices.values() for lane in device] or trace.host
     events = [event for lane in lanes for event in innermost(lane)]
-    counted = len(trace.devices) or devices
+    counted = len(trace.devices) or local_devices
     share = 1.0 / (counted * steps)
     kinds = kinds_of_instructions(module, layers)
     times_of_devices = [
         device_time(name, device, trace.flights.get(name, ()))
         for name, device in trace.devices.items()
     ]
-    operations = _computation(events, kinds, share) | _communication(events, labels, counted, share)
-    exposed = None
+    computation = _computation(events, kinds, share)
+    communication = _communication(events, labels, counted, share)
+    notes = []
     if times_of_devices:
+        compute = sum(time.compute for time in times_of_devices) * share
         exposed = sum(time.exposed for time in times_of_devices) * share
-    sums = _sums(operations, exposed, seconds / steps)
+        notes += _note_of_streams(computation, compute)
+        computation = _scaled(computation, compute)
+        communication = _scaled(communication, exposed)
+    operations = computation | communication
+    step = seconds / steps
+    busy = _total(operations)
+    if busy > step:
+        notes += _note_of_step(busy, step)
+        operations = _scaled(operations, step)
+    elsewhere = devices - local_devices
+    if elsewhere:
+        notes.append(
+            f"waits for the {elsewhere} devices of other processes count as exposed communication"
+        )
+    sums = {kind: sum(operations[kind].values()) for kind in KINDS}
+    sums[IDLE] = step - min(busy, step)
     longest = {
         kind: sorted(found.items(), key=lambda item: -item[1]) for kind, found in operations.items()
     }
     flops: dict[str, float] = {str(rate): n for rate, n in least_flops(module).items()}
-    measured = MeasuredStep(sums, counted * steps, KERNEL in kinds.values(), flops)
+    measured = MeasuredStep(sums, counted * steps, KERNEL in kinds.values(), flops, elsewhere)
     slowest = _slowest([(time.device, time.compute) for time in times_of_devices])
-    return KindsOfTrace(measured, longest, slowest)
+    return KindsOfTrace(measured, longest, slowest, tuple(notes))
 
 
-def _computation(
-    events: Iterable[Event], kinds: Mapping[str, str], share: float
-) -> dict[str, dict[str, float]]:
+def _total(operations: Operations) -> float:
+    """Returns the seconds of all operations together."""
+    return sum(sum(found.values()) for found in operations.values())
+
+
+def _scaled(operations: Operations, seconds: float) -> Operations:
+    """Returns the operations with the seconds of each multiplied by one factor, so that they add up to `seconds`."""
+    total = _total(operations)
+    if not total:
+        return operations
+    factor = seconds / total
+    return {
+        kind: {name: value * factor for name, value in found.items()}
+        for kind, found in operations.items()
+    }
+
+
+def _note_of_streams(computation: Operations, compute: float) -> list[str]:
+    """Returns how much less than the sum of its operations a device computes; empty where they are equal."""
+    total = _total(computation)
+    if not total or compute / total >= _AS_MEASURED:
+        return []
+    return [
+        f"operations that compute at once share their time: each counts {compute / total:.2f} of its seconds"
+    ]
+
+
+def _note_of_step(busy: float, step: float) -> list[str]:
+    """Returns by how much kinds are scaled to a step; empty where it is nothing."""
+    if step / busy >= _AS_MEASURED:
+        return []
+    return [
+        f"operations take {format_step(busy)} of a device in a step of {format_step(step)}: each counts "
+        f"{step / busy:.2f} of its seconds"
+    ]
+
+
+def _computation(events: Iterable[Event], kinds: Mapping[str, str], share: float) -> Operations:
     """Returns the seconds of each operation that computes, by kind, in a step of one device.
 
     kinds: of the instructions.  share: of one step of one device in the trace.
     """
-    operations: dict[str, dict[str, float]] = {
-        kind: collections.defaultdict(float) for kind in KINDS
-    }
+    operations: Operations = {kind: collections.defaultdict(float) for kind in KINDS}
     for event in events:
         if not event.communicates:
             name = event.instruction or event.name
@@ -103,7 +171,7 @@ def _computation(
 
 def _communication(
     events: Iterable[Event], labels: Mapping[str, str], devices: int, share: float
-) -> dict[str, dict[str, float]]:
+) -> Operations:
     """Returns the seconds of each collective in a step of one device, waiting and exposed, by its label."""
     times_of = collections.defaultdict[str, list[float]](list)
     for event in events:
@@ -117,26 +185,6 @@ def _communication(
         waiting[label] += waits
         exposed[label] += sum(times) * share - waits
     return {WAITING: waiting, EXPOSED: exposed}
-
-
-def _sums(
-    operations: Mapping[str, Mapping[str, float]], exposed: float | None, step: float
-) -> dict[str, float]:
-    """Returns the seconds of each kind, which add up to the step.
-
-    exposed: seconds of a device in which only communication runs, waiting included; None where devices
-    have no lanes, and all communication counts.
-    """
-    sums = {kind: sum(operations[kind].values()) for kind in KINDS}
-    if exposed is not None:
-        sums[WAITING] = min(sums[WAITING], exposed)
-        sums[EXPOSED] = exposed - sums[WAITING]
-    busy = sum(sums.values())
-    if busy > step:
-        sums = {kind: value * step / busy for kind, value in sums.items()}
-        busy = step
-    sums[IDLE] = step - busy
-    return sums
 
 
 def kinds_of_instructions(module: Module, layers: Iterable[LayerSpec]) -> dict[str, str]:

@@ -5,7 +5,6 @@ The folder of a profile has files for xprof (TensorBoard) and for ui.perfetto.de
 
 import collections
 import dataclasses
-import math
 import re
 import time
 from collections.abc import Mapping
@@ -164,13 +163,23 @@ class ProfiledRun:
         count = self._last - self._first + 1
         mesh = dict(device_run.mesh.shape)
         trace = read_trace(self._folder, module)
-        rows, meaning = compare(trace, module, schedule, mesh, steps=count, seconds=self._seconds)
+        local_devices = len(device_run.mesh.local_devices)
+        rows, meaning = compare(
+            trace,
+            module,
+            schedule,
+            mesh,
+            local_devices=local_devices,
+            steps=count,
+            seconds=self._seconds,
+        )
         found = kinds_of_trace(
             trace,
             module,
             device_run.layout.spec.layers,
             _collective_labels(module, mesh),
             devices=device_run.mesh.size,
+            local_devices=local_devices,
             steps=count,
             seconds=self._seconds,
         )
@@ -184,10 +193,15 @@ class ProfiledRun:
             self._first,
             self._last,
             tuple(rows),
-            " ".join(part for part in (meaning, note) if part),
+            " ".join(part for part in (meaning, note, *map(_sentence, found.notes)) if part),
             () if planned is None else tuple(explain_differences(found, planned)),
             calibration_of_step(device_run, target, found.step, planned),
         )
+
+
+def _sentence(note: str) -> str:
+    """Returns a note as a sentence."""
+    return f"{note[0].upper()}{note[1:]}."
 
 
 def _kind_rows(step: MeasuredStep, planned: Mapping[str, float] | None) -> list[ProfileRow]:
@@ -235,16 +249,18 @@ def compare(
     schedule: SimulatedSchedule | None,
     mesh: Mapping[str, int],
     *,
+    local_devices: int,
     steps: int,
     seconds: float,
 ) -> tuple[list[ProfileRow], str]:
     """Returns the lines of a profile, and what its figures mean on these devices.
 
-    mesh: degree of each axis.  steps: steps in the trace.  seconds: wall time of all of them.
+    mesh: degree of each axis.  local_devices: of this process, whose threads a trace of simulated devices has.
+    steps: steps in the trace.  seconds: wall time of all of them.
     """
     tpu = any("TPU" in name for name in trace.devices)
     lanes = [lane for device in trace.devices.values() for lane in device] or trace.host
-    devices = len(trace.devices) or max(1, math.prod(mesh.values()))
+    devices = len(trace.devices) or local_devices
     share, measured = 1.0 / (devices * steps), collections.defaultdict[str, float](float)
     for event in (event for lane in lanes for event in innermost(lane)):
         measured[event.instruction or event.name] += event.seconds

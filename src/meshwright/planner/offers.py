@@ -193,8 +193,8 @@ def goodput(placed: PlacedRun, target: Target, reliability: Reliability) -> Good
 
 
 ERRORS_FILE = Path(__file__).with_name("data") / "errors.json"
-"""Quantiles of published over predicted step time, by kind of plan. `python bench/foresight/errors.py` writes it from
-bench/foresight/published.csv."""
+"""Quantiles of published over predicted step time, by kind of plan, of programs that no constant was fitted to.
+`python bench/foresight/errors.py` writes it."""
 UNSEEN = "a chip with few published runs or none"
 EVERY = "all published runs"
 FEWEST = 6
@@ -207,7 +207,7 @@ class ErrorBand:
 
     kind: str
     runs: int
-    """Published runs, none of which the constants were fitted on, except for an unseen chip's."""
+    """Published runs, each predicted with constants that were fitted on the runs of other programs."""
     low: float
     """10th percentile."""
     median: float
@@ -236,7 +236,10 @@ class ErrorRange:
 
     def __str__(self) -> str:
         ends = dict.fromkeys(f"{band.kind}: {band.runs}" for band in (self.lowest, self.highest))
-        return f"{self.low:.2f} to {self.high:.2f} of it, as 8 of 10 published runs ({', '.join(ends)})"
+        return (
+            f"{self.low:.2f} to {self.high:.2f} of it, as 8 of 10 published runs of programs that no constant was "
+            f"fitted to ({', '.join(ends)})"
+        )
 
 
 def kinds_of(placed: PlacedRun, target: Target) -> list[str]:
@@ -262,11 +265,14 @@ def read_bands() -> dict[str, ErrorBand]:
     return {kind: ErrorBand(kind, **quantiles) for kind, quantiles in kinds.items()}
 
 
-def band_of(placed: PlacedRun, target: Target) -> ErrorRange:
+def band_of(placed: PlacedRun, target: Target) -> ErrorRange | None:
     """Returns the ends of the bands of all kinds that a plan belongs to; kinds with too few runs have none.
 
-    A chip with too few runs has the band of a chip without any.
+    A chip with too few runs has the band of a chip without any. An announced chip has no range: its figures
+    are assumed in part, and no run tells by how much they are wrong.
     """
+    if target.chip.announced:
+        return None
     bands, (every, family, *others) = read_bands(), kinds_of(placed, target)
     kinds = [every, family if family in bands else UNSEEN, *others]
     known = [bands[kind] for kind in kinds if kind in bands]
@@ -298,8 +304,8 @@ class Offer(Brief):
     goodput: Goodput
     price: Price | None
     """Cheapest list price of the chip; None where the table has none."""
-    band: ErrorRange
-    """Error of predictions of this kind."""
+    band: ErrorRange | None
+    """Error of predictions of this kind; None for an announced chip."""
 
     def brief(self) -> str:
         """Returns the plan, the days and the dollars."""

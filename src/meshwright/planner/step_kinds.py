@@ -43,10 +43,6 @@ ENOUGH_SECONDS = 5e-3
 """Measured seconds of all devices and steps from which a rate is taken: a lane's events are some microseconds apart, so
 their ends are 1 % of the time of a few hundred of them."""
 _OTHER_BOUND = "the plan's seconds of it do not follow its rate: something else bounds it"
-_NO_OVERLAP = (
-    "more is exposed than all communication was planned to take without overlap: the links are slower than planned; "
-    "`meshwright bench collectives` measures them"
-)
 """Why a rate does not explain a trace."""
 _ROUNDS = 20
 _CLOSE = 0.01
@@ -87,6 +83,8 @@ class MeasuredStep:
     """Whether a kernel computes attention."""
     flops: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """FLOPs that the program cannot avoid on a device in a step, by the peak they run at: `bf16`, `fp8`."""
+    devices_elsewhere: int = 0
+    """Devices of other processes, of which the trace has nothing: waiting for them is in exposed communication."""
 
     @property
     def step(self) -> float:
@@ -126,19 +124,21 @@ def fit_rates(
     """Returns the rates with which the plan of `placed` on `target` has the measured seconds of each kind.
 
     The rate of a kind is multiplied by planned / measured seconds until both agree. Communication of a chip with a data
-    sheet keeps its links, of which a trace does not tell what each carried, and gets another overlap:
+    sheet keeps its links, of which a trace does not tell what each carried, and gets another overlap. Planned exposed
+    seconds are linear in it:
 
-        1 - overlap = (1 - overlap before) * measured exposed seconds / planned ones
+        overlap = overlap before + (planned - measured) / (planned without overlap - planned with all of it)
 
+    Without a fused kernel attention is part of the attention half, and its rate changes with that of matmuls.
     A device without a data sheet whose plan is bound by memory in its matmuls too gets one memory rate for both.
 
     has_data_sheet: whether the peaks of `target` are a data sheet's. Without, rates have no upper limit.
     """
     fits = _fits(measured, has_data_sheet)
     before = planned_kinds(estimate(placed, target), fused_attention=measured.fused_attention)
-    enough = [fit for fit in fits if not _too_little(fit, measured, before)]
+    enough = [fit for fit in fits if not _unfit(fit, measured, before)]
     fitted, unmet = _fitted(placed, target, measured, enough)
-    reasons = {fit.name: _too_little(fit, measured, before) for fit in fits}
+    reasons = {fit.name: _unfit(fit, measured, before) for fit in fits}
     if unmet and not has_data_sheet:
         # The plan's matmuls wait for memory, whatever their rate: one rate of memory for all computation.
         computation = _Fit("hbm", (*MATMUL_KINDS, KERNEL, ELEMENTS))
@@ -148,11 +148,18 @@ def fit_rates(
             "the plan's matmuls wait for memory, whose rate is that of all computation"
         )
     for name in unmet:
-        reasons[name] = _NO_OVERLAP if name == "overlap" else _OTHER_BOUND
-    return [
+        reasons[name] = _OTHER_BOUND
+        if name == "overlap":
+            reasons[name] = _why_no_overlap(placed, fitted, measured)
+    rates = [
         _rate(fit, reasons[fit.name], target, fitted, measured, before, has_data_sheet)
         for fit in fits
     ]
+    if has_data_sheet and not measured.fused_attention:
+        of_attention = _Fit("attention", MATMUL_KINDS)
+        refused = rates[0].refused
+        rates.append(_rate(of_attention, refused, target, fitted, measured, before, has_data_sheet))
+    return rates
 
 
 def _fits(measured: MeasuredStep, has_data_sheet: bool) -> list[_Fit]:
@@ -164,8 +171,13 @@ def _fits(measured: MeasuredStep, has_data_sheet: bool) -> list[_Fit]:
     return fits
 
 
-def _too_little(fit: _Fit, measured: MeasuredStep, planned: Mapping[str, float]) -> str:
-    """Returns why a rate is not taken from so many seconds; empty where they are enough."""
+def _unfit(fit: _Fit, measured: MeasuredStep, planned: Mapping[str, float]) -> str:
+    """Returns why no rate is taken from the measured seconds of some kinds; empty where one is."""
+    if measured.devices_elsewhere and EXPOSED in fit.kinds:
+        return (
+            f"the trace has nothing of the {measured.devices_elsewhere} devices of other processes, and waits for them "
+            "count as exposed communication; trace a run of one process"
+        )
     total = measured.of(fit.kinds) * measured.traced
     if total < ENOUGH_SECONDS:
         return (
@@ -192,17 +204,18 @@ def _fitted(
             before = sum(planned[kind] for kind in fit.kinds)
             old: float = getattr(target.efficiency, fit.name)
             if fit.name == "overlap":
-                overlap = _overlapped(old, seconds, before)
-                fractions[fit.name] = max(0.0, overlap)
-                if overlap < 0:
+                overlap = _overlapped(placed, target, seconds, before)
+                if overlap is None:
                     unmet.append(fit.name)
-                continue
-            fractions[fit.name] = old * before / seconds
+                    continue
+                fractions[fit.name] = overlap
+            else:
+                fractions[fit.name] = old * before / seconds
             if fit.name == "matmul" and not measured.fused_attention:
                 fractions["attention"] = target.efficiency.attention * before / seconds
             if abs(before / seconds - 1) > _CLOSE:
                 unmet.append(fit.name)
-        if not unmet and "overlap" not in fractions:
+        if not unmet:
             return target, []
         efficiency = dataclasses.replace(target.efficiency, **fractions)
         target = dataclasses.replace(target, given_efficiency=efficiency)
@@ -265,12 +278,43 @@ def _above_data_sheet(target: Target, measured: MeasuredStep) -> str:
     )
 
 
-def _overlapped(old: float, seconds: float, before: float) -> float:
-    """Returns the overlapped fraction of communication with which its exposed seconds are those measured.
+def _overlapped(placed: PlacedRun, target: Target, seconds: float, before: float) -> float | None:
+    """Returns the overlap between 0 and 1 with which the planned exposed communication is nearest to the measured one.
 
-    Exposed is 1 - overlap of all: 1 - (1 - old) seconds / before. It is below 0 where more is exposed
-    than all communication was planned to take: the links are slower than planned.
+    None where the exposed time hardly depends on it: so little that the agreement that is asked of a fit would not
+    tell one overlap from another.
+
+    seconds: measured.  before: planned with the overlap of `target`.
     """
-    if not before:
-        return old
-    return 1 - (1 - old) * seconds / before
+    without, complete = _exposed_at(placed, target, 0.0), _exposed_at(placed, target, 1.0)
+    governed = without - complete
+    if governed <= _CLOSE * seconds:
+        return None
+    overlap = target.efficiency.overlap + (before - seconds) / governed
+    return min(1.0, max(0.0, overlap))
+
+
+def _exposed_at(placed: PlacedRun, target: Target, overlap: float) -> float:
+    """Returns the planned seconds of exposed communication with another overlap."""
+    efficiency = dataclasses.replace(target.efficiency, overlap=overlap)
+    changed = dataclasses.replace(target, given_efficiency=efficiency)
+    return estimate(placed, changed).parts["exposed"]
+
+
+def _why_no_overlap(placed: PlacedRun, target: Target, measured: MeasuredStep) -> str:
+    """Returns why no overlap explains the measured exposed communication.
+
+    target: with all other rates fitted.
+    """
+    seconds = measured.of((EXPOSED,))
+    busy = sum(estimate(placed, target).busy.values())
+    if seconds > busy:
+        return (
+            f"{format_step(seconds)} are exposed, and all communication was planned to take {format_step(busy)} without "
+            "overlap: the links are slower than planned; `meshwright bench collectives` measures them"
+        )
+    complete, without = _exposed_at(placed, target, 1.0), _exposed_at(placed, target, 0.0)
+    return (
+        f"{format_step(seconds)} are exposed, and the plan has {format_step(complete)} with an overlap of 1 and "
+        f"{format_step(without)} with 0: the rest it does not govern (blocking collectives, such as those over `tensor`)"
+    )

@@ -1,40 +1,45 @@
 """Goodput of a run so far: the share of its time in steps that count, and where the rest went.
 
     begin                                                                         now, or the end
-    | tokenize | compile | steps, their data | save | steps | evaluate | ... gone ... | restore | steps
+    | compile | steps, their data | save | steps | evaluate | ... gone ... | restore | steps
                                                         lost ------------------------------------>
 
     goodput = seconds in steps that count / seconds since the begin
 
 The run itself (its summary and `metrics.jsonl`) and the page of its folder take it from the same lines.
-Times of activities are sums over `events.jsonl`. Time in steps is the mean of `metrics.jsonl` times the number of steps,
-since with `--training.log-every` not every step has a line. What is left is time in which no process ran, and the
-starts of processes before their first event.
+Times of activities are sums over `events.jsonl`. Time in steps is the usual time of a step times the number of steps,
+since with `--training.log-every` not every step has a line: of each hundred lines of `metrics.jsonl` the median, so that
+a step that hangs is not taken for training. What is left is time in which no process ran, the starts of processes before
+their first event, and what single steps took above the usual. The begin is the first event, after texts are prepared.
 """
 
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from meshwright.documents import parse_json, real, step_of
 from meshwright.errors import StorageError
 from meshwright.reporters.followed import follow_lines
+from meshwright.reporters.lines import reversed_lines
 
 STEPS = "steps"
 LOST = "steps taken again"
 DATA = "waiting for data"
-REST = "not running or starting"
+REST = "not running, starting or stalled"
 _ACTIVITIES = {
     "compile": "compiling",
     "restore": "restoring",
     "save": "saving",
     "evaluate": "evaluating",
     "sample": "sampling",
-    "tokenise": "tokenizing",
     "initialise": "initializing",
+    "first tensor": "looking for bad tensors",
 }
 """Kind of an activity -> cause."""
 CAUSES = (LOST, DATA, *_ACTIVITIES.values(), REST)
@@ -83,7 +88,7 @@ class EventTimes:
         if self.first_time is None:
             self.first_time = real(event.get("time"))
         kind = event.get("event")
-        if kind == "restore":
+        if kind in ("restore", "start"):
             self.steps_lost += _count(event.get("taken again"))
         if kind == "roll back":
             self.steps_lost += max(0, _count(event.get("step")) - _count(event.get("to")))
@@ -91,24 +96,48 @@ class EventTimes:
             self.activity_seconds[_ACTIVITIES[kind]] += real(event.get("seconds")) or 0.0
 
 
-@dataclasses.dataclass
-class StepTimes:
-    """Sums over the steps that have a line of metrics."""
+_BLOCK = 100
+"""Lines of which a median is taken."""
+_READ = 1000
+"""Lines of steps that are read of earlier starts."""
 
-    lines: int = 0
-    seconds: float = 0.0
-    """Of those steps, their waits for data included."""
-    data_seconds: float = 0.0
-    """Of their waits for data."""
+
+class StepTimes:
+    """Usual times of the steps that have a line of metrics."""
+
+    def __init__(self) -> None:
+        self._blocks = 0
+        """Complete blocks of lines."""
+        self._medians = np.zeros(2)
+        """Sums over the complete blocks of the median seconds of a step, and of its wait for data."""
+        self._times: list[tuple[float, float]] = []
+        """Of the lines after them: seconds of the step without its wait for data, and of that wait."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step has had a line."""
+        return not self._blocks and not self._times
+
+    def usual(self) -> tuple[float, float]:
+        """Returns the usual seconds of a step without its wait for data, and of that wait."""
+        sums = self._medians * _BLOCK
+        lines = self._blocks * _BLOCK + len(self._times)
+        if self._times:
+            sums = sums + np.median(self._times, axis=0) * len(self._times)
+        step, data = sums / lines
+        return float(step), float(data)
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Adds a line of `metrics.jsonl`."""
         seconds = real(values.get("step seconds"))
         if seconds is None:
             return
-        self.lines += 1
-        self.seconds += seconds
-        self.data_seconds += real(values.get("input wait seconds")) or 0.0
+        data_seconds = real(values.get("input wait seconds")) or 0.0
+        self._times.append((seconds - data_seconds, data_seconds))
+        if len(self._times) == _BLOCK:
+            self._medians = self._medians + np.median(self._times, axis=0)
+            self._blocks += 1
+            self._times = []
 
 
 def split_time(events: EventTimes, steps: StepTimes, step: int, until: float) -> Goodput | None:
@@ -116,14 +145,13 @@ def split_time(events: EventTimes, steps: StepTimes, step: int, until: float) ->
 
     step: steps that count.  until: Unix seconds.
     """
-    if events.first_time is None or not steps.lines or until <= events.first_time:
+    if events.first_time is None or steps.is_empty or until <= events.first_time:
         return None
     wall = until - events.first_time
-    data_seconds = steps.data_seconds / steps.lines
-    own_seconds = steps.seconds / steps.lines - data_seconds
+    step_seconds, data_seconds = steps.usual()
     seconds = {
-        STEPS: own_seconds * step,
-        LOST: own_seconds * events.steps_lost,
+        STEPS: step_seconds * step,
+        LOST: step_seconds * events.steps_lost,
         DATA: data_seconds * (step + events.steps_lost),
     }
     for cause in _ACTIVITIES.values():
@@ -133,29 +161,33 @@ def split_time(events: EventTimes, steps: StepTimes, step: int, until: float) ->
 
 
 def read_times(out: Path) -> tuple[EventTimes, StepTimes]:
-    """Returns the sums over the lines that earlier starts of a run have left in its folder."""
+    """Returns the times that earlier starts of a run have left in its folder.
+
+    Of the steps the last lines tell the usual time: a long run has millions of lines, and hosts wait for
+    this. Where a file cannot be read, the times of the run begin with this start: its page names what
+    is damaged.
+    """
     events = EventTimes()
     steps = StepTimes()
-    for record in _records(out / "events.jsonl"):
-        events.add(record)
-    for record in _records(out / "metrics.jsonl"):
-        steps.add(record)
+    with contextlib.suppress(OSError, StorageError):
+        _, lines = follow_lines(out / "events.jsonl").read()
+        for record in _records((line or b"").decode("utf-8", "replace") for line in lines):
+            events.add(record)
+    with contextlib.suppress(OSError, StorageError):
+        last = itertools.islice(reversed_lines(out / "metrics.jsonl"), _READ)
+        for record in _records(last):
+            steps.add(record)
     return events, steps
 
 
-def _records(file: Path) -> Iterator[dict[str, Any]]:
-    """Yields the lines of a file that are objects with a step.
-
-    Where it cannot be read, the times of the run begin with this start: its page names what is damaged.
-    """
-    with contextlib.suppress(OSError, StorageError):
-        _, lines = follow_lines(file).read()
-        for line in lines:
-            record = None
-            with contextlib.suppress(ValueError):
-                record = parse_json((line or b"").decode("utf-8", "replace"))
-            if isinstance(record, dict) and step_of(record) is not None:
-                yield record
+def _records(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yields the lines that are objects with a step."""
+    for line in lines:
+        record = None
+        with contextlib.suppress(ValueError):
+            record = parse_json(line)
+        if isinstance(record, dict) and step_of(record) is not None:
+            yield record
 
 
 def _count(value: Any) -> int:

@@ -60,7 +60,8 @@ class AlarmOptions(Ranged, part="alarm"):
     webhook: str = ""
     """URL of yours to which the document is posted."""
     step_age: NonNegativeFloat = 0.0
-    """Seconds without a step that are an alarm; 0: 20 times the median of the steps, at least a minute."""
+    """Seconds without a step that are an alarm; 0: 20 times the median of the steps, at least a minute. One
+    compilation, save, restore or evaluation has half an hour."""
     every: Seconds = 600.0
     """Seconds in which no second alarm of the same kind is sent: the next one has the number of those that
     were suppressed."""
@@ -175,6 +176,8 @@ class Alarms:
             with contextlib.suppress(RuntimeError):
                 self._queue.put(None)
                 sender.join(_LAST)
+                if sender.is_alive():
+                    last_words.say(f"alarm: the last was not taken within {_LAST:g} s")
 
     @contextlib.contextmanager
     def watching(self, phases: Phases, record: Callable[..., None]) -> Iterator[None]:
@@ -193,8 +196,14 @@ class Alarms:
                     EVENT, alarm=NO_STEP, said=text, **missed
                 )  # last: the disk may be what hangs
 
-        threading.Thread(target=run, daemon=True, name="alarms: age of the step").start()
-        yield
+        watcher = threading.Thread(target=run, daemon=True, name="alarms: age of the step")
+        watcher.start()
+        try:
+            yield
+        finally:
+            self._stopped.set()
+            with contextlib.suppress(RuntimeError):
+                watcher.join(2 * _PERIOD)
 
     def _send_all(self) -> None:
         while (document := self._queue.get()) is not None:
@@ -216,16 +225,17 @@ def tell(kind: str, text: str, **values: Any) -> None:
 def _send(options: AlarmOptions, document: bytes) -> dict[str, str]:
     """Gives a document to command and webhook; returns why one of them did not take it."""
     failures = {}
-    if options.command:
-        failure = _run_command(options.command, document)
-        if failure:
-            failures[f"--alarm.command {options.command!r}"] = failure
+    # The webhook first: it has the shorter limit, and a process that ends waits for few seconds.
     if options.webhook:
         failure = _post(options.webhook, document)
         if failure:
             # The path of a webhook is often a secret.
             host = urllib.parse.urlsplit(options.webhook).hostname
             failures[f"--alarm.webhook at {host}"] = failure
+    if options.command:
+        failure = _run_command(options.command, document)
+        if failure:
+            failures[f"--alarm.command {options.command!r}"] = failure
     return failures
 
 
@@ -304,12 +314,13 @@ class StepWatch:
         usual = statistics.median(self._intervals) if self._intervals else None
         expected = "" if usual is None else f", a step takes {usual:.3g} s"
         waits = f"; it waits for {what}" if what else ""
+        where = f"in step {step}" if phase == "step" else f"{phase} after step {step}"
         return {
-            "text": f"no step for {age:.0f} s: {phase} after step {step}{expected}{waits}",
+            "text": f"no step for {age:.0f} s: {where}{expected}{waits}",
             "age": round(age, 1),
             "usual": usual,
             "phase": phase,
-            "last step": step,
+            "step": step,
             "waits for": what,
         }
 

@@ -499,7 +499,6 @@ class _Watch:
         sender = threading.Thread(target=self._tell, args=(found,), daemon=True)
         if tells := self.process == 0:
             sender.start()
-        alarms.tell(alarms.FAILED, found, error=HostError.__name__)
         file = self._stacks()
         _soon(keep_last_minutes)
         steps = _soon(lambda: committed_steps(self.out / "checkpoints"))
@@ -513,6 +512,8 @@ class _Watch:
             again = "the same command again: no checkpoint was committed"
         step, phase, _ = self.phases.now
         whole = signs.whole()
+        if whole is None:
+            alarms.tell(alarms.FAILED, found, error=HostError.__name__)
         error = HostError(
             f"training on {self.processes} hosts, seen by process {self.process} in phase "
             f"{phase}, step {step}",

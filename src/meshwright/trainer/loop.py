@@ -28,7 +28,7 @@ from meshwright.reporters.files import EventLog
 from meshwright.signs import NOBODY, Phases, end_with, in_phases, waiting
 from meshwright.step.state import State
 from meshwright.storage.paths import path_of
-from meshwright.trainer.alarms import BAD_STEP, AlarmOptions, tell
+from meshwright.trainer.alarms import BAD_STEP, AlarmOptions, Alarms, tell
 from meshwright.trainer.explain_step import MOST_RECORDED, explain_step
 from meshwright.trainer.first_tensor import Alarm
 from meshwright.trainer.meter import Meter
@@ -75,7 +75,7 @@ def train(
     accept: Sequence[str] = (),
     reporters: Callable[[int], list[Reporter]] = lambda first: [],
     watchdog: Watchdog | None = None,
-    alarm: AlarmOptions | None = None,
+    alarms: Alarms | None = None,
     preemption: Preemption | None = None,
 ) -> Summary:
     """Trains a prepared run, writing checkpoints, metrics, the Run and a text sample into `out`.
@@ -85,7 +85,7 @@ def train(
     accept: names of differences from the checkpoint with which it resumes although they change the
     model or its data.
     reporters: called with the number of steps already taken, returns further reporters.
-    alarm: command and webhook that get the alarms of the run.
+    alarms: those of this process, which the caller sends; None sends none.
     preemption: signals for which this process listens already.
     Raises CheckpointError, TrainingError, DataError, ConfigError, HostError.
     """
@@ -102,7 +102,7 @@ def train(
             preemption = stack.enter_context(Preemption().listening())
         lock_folder(stack, out)
         events = open_events(stack, out)
-        watch_steps(stack, alarm or AlarmOptions(), out, phases, events)
+        watch_steps(stack, alarms or Alarms(AlarmOptions(), out), phases, events)
         watch_machine(stack, out, events)
         checkpoints = open_checkpoints(stack, device_run, out, phases, watchdog)
         if start == "resume if exists":

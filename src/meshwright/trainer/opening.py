@@ -20,14 +20,14 @@ from meshwright.hardware.agreement import agree, answer_of_the_first, choose_tog
 from meshwright.hardware.hosts import store
 from meshwright.monitoring.watch import watching_machines
 from meshwright.reporters import Reporter, build_reporters
-from meshwright.reporters.files import EventLog, JsonLines, last_start
+from meshwright.reporters.files import EventLog, JsonLines, last_start, last_step
 from meshwright.reporters.health import NAME as HEALTH_FILE
 from meshwright.reporters.health import HealthLog
 from meshwright.runs.run_file import write_run
 from meshwright.signs import PREPARING, Phases, in_phases
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
-from meshwright.trainer.alarms import AlarmOptions, Alarms
+from meshwright.trainer.alarms import Alarms
 from meshwright.trainer.heartbeat import beating
 from meshwright.trainer.lock import locked
 from meshwright.trainer.prepare import Trainable
@@ -140,19 +140,16 @@ def watch_machine(stack: contextlib.ExitStack, out: Path, events: EventLog | Non
 
 def watch_steps(
     stack: contextlib.ExitStack,
-    options: AlarmOptions,
-    out: Path,
+    alarms: Alarms,
     phases: Phases,
     events: EventLog | None,
 ) -> None:
-    """Sends alarms from process 0, among them that of a step that does not come.
+    """Watches in process 0 whether steps come, and passes the events of the run to its alarms.
 
     events: as of `open_events`.
     """
     if events is None:
         return
-    alarms = Alarms(options, out)
-    stack.enter_context(alarms.sending())
     events.listeners.append(alarms.note)
     stack.enter_context(alarms.watching(phases, events.add))
 
@@ -252,6 +249,11 @@ def _open_files(
     if start != "fresh":
         for tracker in trackers:
             getattr(tracker, "rewind", lambda step: None)(position.step)
+    optional: dict[str, Any] = {}
+    lost = last_step(out) - position.step if start == "fresh" else 0
+    if lost > 0:
+        # An earlier start of this folder left no checkpoint.
+        optional["taken again"] = lost
     with explained_writing(out):
         lines = JsonLines(
             out / "metrics.jsonl",
@@ -259,7 +261,6 @@ def _open_files(
             every=resumed.log_every,
             since=last_start(out).get("checked"),
         )
-    optional: dict[str, Any] = {}
     if resumed.changes:
         optional["changes"] = resumed.changes
     if lines.hole:

@@ -118,17 +118,34 @@ class _Step:
 
     def tensors(self) -> Iterator[Named]:
         """Yields every tensor in the order of computation."""
-        torch = self._torch
+        yield from self._forward()
+        last = self._last
+        first, final, logits = self._outside(last)
+        yield from self._loss(final, logits)
+        yield from self._backward_after_layers()
+        g = last.grad
+        for number in reversed(range(len(self._layers))):
+            yield TensorName("backward", "output", number), self._packed(g)
+            found, g = self._backward_of_layer(number, g)
+            yield from found
+        yield TensorName("backward", EMBEDDING), self._packed(g)
+        first.backward(g)
+        before = self._gradients(self._model, lambda p: True)
+        yield from self._gradients_outside(before, before_layers=True)
+
+    def _forward(self) -> Iterator[Named]:
+        """Yields the tensors of the forward pass up to the last layer."""
         recorded: list[Named] = []
         for number, layer in enumerate(self._layers):
             layer.module.forward = self._recording_forward(number, layer, recorded)
-        with torch.no_grad():
+        with self._torch.no_grad():
             self._logits()
         yield TensorName("forward", EMBEDDING), self._packed(self._layers[0].x)
         yield from recorded
-        recorded.clear()
-        last = self._last
-        first, final, logits = self._outside(last)
+
+    def _loss(self, final: Any, logits: Any) -> Iterator[Named]:
+        """Yields the tensors of the loss, and differentiates it. final: of the last norm."""
+        torch = self._torch
         lse = torch.logsumexp(logits, -1)
         targets = torch.tensor(self._source.documents[:, 1:], dtype=torch.long)
         losses = lse - logits.gather(-1, targets[..., None])[..., 0]
@@ -139,22 +156,20 @@ class _Step:
         yield TensorName("forward", TOKEN_LOSS), self._packed(losses)
         losses.mean().backward(retain_graph=True)
         yield TensorName("backward", FINAL_NORM), self._packed(final.grad) / factor
+
+    def _backward_after_layers(self) -> list[Named]:
+        """Returns the gradients of the parameters after the layers; a table that is tied has its own later."""
         table = self._model.get_input_embeddings().weight
         after = self._gradients(self._model, lambda p: p is not table)
-        yield from self._gradients_outside(after, before_layers=False)
-        g = last.grad
-        for number in reversed(range(len(self._layers))):
-            layer = self._layers[number]
-            yield TensorName("backward", "output", number), self._packed(g)
-            with self._in_float32(layer.module):
-                captured, g = self._differentiate(number, layer, g)
-                yield from captured
-                gradients = self._gradients(layer.module, lambda p: True)
-                yield from self._gradients_of_layer(gradients, number)
-        yield TensorName("backward", EMBEDDING), self._packed(g)
-        first.backward(g)
-        before = self._gradients(self._model, lambda p: True)
-        yield from self._gradients_outside(before, before_layers=True)
+        return self._gradients_outside(after, before_layers=False)
+
+    def _backward_of_layer(self, number: int, g: Any) -> tuple[list[Named], Any]:
+        """Returns the gradients of a layer, and that of its input. g: that of its output."""
+        layer = self._layers[number]
+        with self._in_float32(layer.module):
+            captured, g = self._differentiate(number, layer, g)
+            gradients = self._gradients(layer.module, lambda p: True)
+            return captured + self._gradients_of_layer(gradients, number), g
 
     def _logits(self) -> Any:
         tokens = self._torch.tensor(self._source.documents[:, :-1], dtype=self._torch.long)

@@ -697,10 +697,18 @@ def _arithmetic(offer: Offer) -> str:
     if offer.price is not None:
         dollars = format_cell(offer.dollars, "dollars")
         parts.append(f"x ${offer.price.dollars:g} = {dollars}")
+    parts.append(_expected_days(offer))
+    return "; ".join(parts)
+
+
+def _expected_days(offer: Offer) -> str:
+    """Returns the range of days in which 8 of 10 published runs of this kind would lie, or why there is none."""
+    if offer.band is None:
+        chip = offer.plan.target.chip.name
+        return f"no range of days: {chip} is announced, and no run on it tells how wrong these figures are"
     low = format_amount(offer.days * offer.band.low)
     high = format_amount(offer.days * offer.band.high)
-    parts.append(f"expect {low} to {high} days: {offer.band}")
-    return "; ".join(parts)
+    return f"expect {low} to {high} days: {offer.band}"
 
 
 def _assumptions(offers: Sequence[Offer]) -> list[str]:

@@ -65,7 +65,7 @@ _CURVES = {
     METRIC: (
         "Goodput",
         Axis("of the time so far", "fraction", zero=True),
-        "Share of the time since the run began in steps that count.",
+        "Share of the time since the first event in steps that count.",
     ),
     "step seconds": ("Step time", Axis("", "seconds", toggle=True), ""),
     "input wait seconds": (

@@ -37,7 +37,6 @@ _DOING = {
     "save": "saving",
     "sample": "sampling",
     "initialise": "initializing",
-    "tokenise": "tokenizing",
 }
 
 
@@ -269,7 +268,7 @@ def restarts_of(folder: RunFolder) -> list[Restart]:
     for event in folder.events_of("start")[1:]:
         step = int(real(event.get("step")) or 0)
         known = lost_at.get(step)
-        lost = known.pop(0) if known else None
+        lost = known.pop(0) if known else _count(event.get("taken again"))
         found.append((real(event.get("time")) or 0.0, Restart(step, lost, "restart")))
     for event in folder.events_of("roll back"):
         to = _count(event.get("to"))

@@ -259,7 +259,7 @@ def _goodput_fact(goodput: Mapping[str, float]) -> str:
     shares = [
         f"{name.removeprefix('time ')} {goodput[name]:.1%}" for name in causes[: -_CAUSES - 1 : -1]
     ]
-    text = f"{goodput[METRIC]:.1%} of the time since the run began"
+    text = f"{goodput[METRIC]:.1%} of the time since its first event"
     return f"{text}; {', '.join(shares)}" if shares else text
 
 
