@@ -41,6 +41,8 @@ from meshwright.planner.work import recomputed_roles, work_of
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.settle import settle
 from meshwright.sharding.params import named_leaves
+from meshwright.step.train_step import build_train_step
+from meshwright.trainer.opening import random_choice_note
 
 exhaustive = pytest.mark.exhaustive
 STEPS = 3
@@ -173,6 +175,24 @@ def test_a_fine_tuning_that_would_not_train_what_is_asked_is_refused(
     place_run(dataclasses.replace(run, model=frozen))
 
 
+@pytest.mark.parametrize(
+    ("stage", "top_k", "said"),
+    [
+        ("frozen", 8, "--model.index-topk 16"),
+        ("frozen", 16, ""),
+        ("warmup", 16, "--init-from WEIGHTS"),
+        ("sparse", 8, ""),
+    ],
+)
+def test_a_random_choice_of_keys_is_said(stage: Any, top_k: int, said: str) -> None:
+    model = dataclasses.replace(DEEPSEEK_SPARSE, index_training=stage, index_topk=top_k)
+    run = tiny_run(model, "data=1", seq=16)
+    note = random_choice_note(run)
+    assert said in note
+    assert bool(note) == bool(said)
+    assert random_choice_note(dataclasses.replace(run, init_from="hf:folder")) == ""
+
+
 def test_flops_and_plans_count_what_each_is_about() -> None:
     """Model FLOPs count chosen keys, plans all 64: a query may see (64 + 1) / 2 of them on average, and 5 are chosen."""
     seq, layers, sparse = 64, DEEPSEEK_SPARSE.layers, DEEPSEEK_SPARSE
@@ -220,6 +240,20 @@ def test_plans_have_the_flops_of_a_compiled_indexer(mesh: str) -> None:
         compiled.append(census_of_train_step(device_run_of(run)).flops.compiled)
         planned.append(work_of(place_run(run)).indexers.flops)
     assert planned[1] - planned[0] == pytest.approx(compiled[1] - compiled[0], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "remat"), [("frozen", "full"), ("frozen", "none"), ("warmup", "full")]
+)
+def test_plans_have_the_memory_of_all_scores(stage: Any, remat: Any) -> None:
+    """Scores are nearly all of the memory of 1,024 tokens: the plan is compared with the compiled step."""
+    model = dataclasses.replace(DEEPSEEK_SPARSE, index_training=stage, heads=8)
+    run = tiny_run(model, "data=8", seq=1024, batch=8, remat=remat, compute_dtype="bfloat16")
+    device_run = device_run_of(run)
+    step = build_train_step(device_run).lower(device_run.abstract, device_run.abstract_batch)
+    compiled = step.compile(device_run.accepted_compiler_options()).memory_analysis()
+    planned = price_run(run, parse_target("h100:8")).estimate.bytes
+    assert planned == pytest.approx(compiled.temp_size_in_bytes, rel=0.15)
 
 
 def test_the_plan_of_a_warm_up_has_the_backward_pass_of_the_indexer_only() -> None:

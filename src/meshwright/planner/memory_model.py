@@ -170,7 +170,10 @@ class StepMemory:
         One part of a stage runs at a time; without a pipeline it is the model. Rows without a layer are saved too.
         """
         placed = self.settled
-        part = _saved_bytes(placed, self.work, self.saved_inputs) * _rows(placed.layout)
+        layer = _saved_bytes(placed, self.work, self.saved_inputs)
+        if REMAT_POLICIES[placed.run.training.remat].saved is None:
+            layer += score_bytes(placed, self.work, _KEPT_SCORES)
+        part = layer * _rows(placed.layout)
         return part * (1 + self.kept_parts) + self.stage_inputs
 
     @functools.cached_property
@@ -258,6 +261,50 @@ def _memory_of_loss(placed: PlacedRun, work: Work) -> dict[str, float]:
     }
 
 
+class ScoreArrays(NamedTuple):
+    """float32 arrays of one score for each pair of tokens, for a head of attention and for a head of an indexer."""
+
+    attention: float
+    index: float
+
+
+_LIVE_SCORES = {
+    "frozen": ScoreArrays(2, 2),
+    "warmup": ScoreArrays(4, 4),
+    "sparse": ScoreArrays(3, 4),
+}
+"""Arrays of scores that a layer has at once, by stage of its indexer. Compiled for CPUs, which add 2.0
+per head and 2.0 per head of the indexer, 4.0 and 4.0, and 2.6 and 4.0 (docs/log.md)."""
+_KEPT_SCORES = {
+    "frozen": ScoreArrays(2, 0),
+    "warmup": ScoreArrays(0, 1),
+    "sparse": ScoreArrays(2, 1),
+}
+"""Arrays of scores that each layer keeps where remat saves everything."""
+
+
+def score_bytes(settled: Settled, work: Work, arrays: Mapping[str, ScoreArrays]) -> float:
+    """Returns the bytes of a layer's scores on a device, of a model with an indexer; 0 for others.
+
+        bytes = tokens * T * 4 * (arrays per head * heads + arrays per index head * index heads)
+
+    Reference attention has them where keys are chosen, and the loss of an indexer that is trained. Every device of
+    `tensor` has all heads of the indexer.
+    """
+    seq = settled.run.training.seq
+    pairs = work.tokens * seq
+    most = 0.0
+    for attention in settled.layout.spec.attention:
+        indexer = attention.indexer
+        if indexer is None:
+            continue
+        per_head = arrays[indexer.training]
+        scores = per_head.attention * attention.heads / settled.layout.shape.tensor
+        scores += per_head.index * indexer.heads
+        most = max(most, scores)
+    return 4.0 * pairs * most
+
+
 def layer_bytes(settled: Settled, work: Work, physics: Physics = PHYSICS) -> float:
     """Returns the bytes of a layer's own arrays while it runs, without its weights."""
     compute = jnp.dtype(settled.run.training.compute_dtype).itemsize
@@ -269,6 +316,7 @@ def layer_bytes(settled: Settled, work: Work, physics: Physics = PHYSICS) -> flo
     hidden = 2.0 if work.expert_rows else 2.5
     inner = work.tokens * (residuals + hidden * work.ffn_hidden + attention_inner) * compute
     inner += physics.expert_copies * work.expert_rows * work.width * compute
+    inner += score_bytes(settled, work, _LIVE_SCORES)
     # One of the halves runs at a time.
     return max(inner, work.tokens * (4 * work.width * compute + work.recurrence_inner))
 

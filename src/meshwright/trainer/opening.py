@@ -23,6 +23,7 @@ from meshwright.reporters import Reporter, build_reporters
 from meshwright.reporters.files import EventLog, JsonLines, last_start, last_step
 from meshwright.reporters.health import NAME as HEALTH_FILE
 from meshwright.reporters.health import HealthLog
+from meshwright.runs.run import Run
 from meshwright.runs.run_file import write_run
 from meshwright.signs import PREPARING, Phases, in_phases
 from meshwright.step.device_run import DeviceRun
@@ -33,7 +34,7 @@ from meshwright.trainer.lock import locked
 from meshwright.trainer.prepare import Trainable
 from meshwright.trainer.recovery import Resumed, begin, resume, run_identity
 from meshwright.trainer.relations import check_new
-from meshwright.trainer.tiers import Tiers
+from meshwright.trainer.tiers import Tiers, say
 from meshwright.trainer.watchdog import Watchdog
 
 Start = Literal["fresh", "resume", "resume if exists"]
@@ -194,10 +195,33 @@ def begin_or_resume(
             resumed = resume(prepared, checkpoints, at, accept, work.record)
     else:
         checkpoints.forget_local()
+        note = random_choice_note(prepared.device_run.run)
+        if note:
+            say(note)
         state = first_state(prepared.device_run, out)
         resumed = Resumed(state, begin(out), {}, 0)
     checkpoints.identity = resumed.position.identity
     return resumed
+
+
+def random_choice_note(run: Run) -> str:
+    """Returns what a run from random weights should know of indexers that it does not train with the rest; "" if nothing."""
+    if run.init_from is not None:
+        return ""
+    seq = run.training.seq
+    indexers = [a.indexer for a in run.model.spec().attention if a.indexer is not None]
+    if any(indexer.training == "warmup" for indexer in indexers):
+        return (
+            "the warm-up trains only the indexer, and the attention that it learns is that of random weights: "
+            "--init-from WEIGHTS begins with trained ones, --model.index-training sparse trains everything"
+        )
+    fewest = min((i.top_k for i in indexers if i.training == "frozen"), default=seq)
+    if fewest >= seq:
+        return ""
+    return (
+        f"the indexer has random weights and is not trained: of up to {seq} keys each query sees {fewest} that "
+        f"are chosen at random; --model.index-training sparse trains it, --model.index-topk {seq} sees all keys"
+    )
 
 
 def first_state(device_run: DeviceRun, out: Path) -> State:
