@@ -15,7 +15,9 @@ from meshwright.ranges import check_words
 HOLE = "\0"
 """Stands in a text for what is known when the error is raised."""
 OPTION = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*(?:\.[a-z0-9-]+)*)(?:[ =]([^\s;)`]+))?")
-NOT_OURS = ("--help", "--local-dir", "--no-deps", "--shm-size", "--version")
+NOT_OURS = (
+    *("--help", "--local-dir", "--no-deps", "--repo-type", "--revision", "--shm-size", "--version"),
+)
 """Options of other programs that fixes name, and of every verb."""
 WORDS = ("or", "and", "in", "with", "to", "is", "out")
 """Words that follow an option in a sentence."""

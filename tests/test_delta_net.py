@@ -27,6 +27,7 @@ from meshwright.models.blocks.delta_net import (
 )
 from meshwright.models.blocks.delta_net import unit_lower_inverse as inverse_of
 from meshwright.models.flops import forward_flops
+from meshwright.planner.work import RECURRENCE, tokens_per_device, work_of
 from meshwright.runs.placed_run import place_run
 from meshwright.sharding.params import count_params
 from meshwright.sharding.sequence import SequenceSplit, split_sequence
@@ -157,6 +158,34 @@ def test_segments_on_devices_are_the_sequence(
     grads, out = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(x, taps_NFW)
     for one, many in zip(jax.tree.leaves((out, *grads)), jax.tree.leaves(found), strict=True):
         assert np.abs(one - many).max() < 1e-5 * np.abs(one).max()
+
+
+def test_flops_of_segments_are_those_of_the_compiled_program(inputs: DeltaInputs) -> None:
+    """And of the plan: segments of two chunks, of which every device composes all eight."""
+    T, shards = 1024, 4
+    sequence = split_sequence("ring", T, shards, 1)
+    x = jax.tree.map(lambda a: np.concatenate([a] * 7, 1)[:, :T], inputs)
+    taps_NFW = np.zeros((N, SPEC.channels, W), np.float32)
+    mesh = jax.make_mesh((shards,), ("context",), axis_types=(AxisType.Auto,))
+    split, everywhere = P(None, "context"), P()
+    run = jax.shard_map(
+        lambda *operands: delta_net_of_segments(*operands, sequence),
+        mesh=mesh,
+        in_specs=(split, everywhere, split),
+        out_specs=split,
+        check_vma=False,
+    )
+    program = mw.census(jax.jit(run), x, taps_NFW, _positions(T, ()))
+    tokens = B * T // shards
+    compiled = program.flops.compiled / tokens
+    assert SPEC.computed_flops(T, shards) == pytest.approx(compiled, rel=1e-3)
+
+    model = dataclasses.replace(QWEN3_NEXT, linear_key_size=64, linear_value_size=64)
+    placed = place_run(tiny_run(model, "context=4,fsdp=2", seq=T))
+    layout = placed.layout
+    planned = sum(m.flops for m in work_of(placed).matmuls if m.role == RECURRENCE)
+    per_token = sum(spec.computed_flops(T, shards) for spec in layout.spec.recurrences)
+    assert planned == pytest.approx(per_token * tokens_per_device(placed))
 
 
 def test_a_document_sees_no_other_on_devices(inputs: DeltaInputs) -> None:

@@ -115,6 +115,28 @@ def test_a_failed_download_names_who_keeps_it_or_what_does_not_answer(
     assert fix in found.value.fix
 
 
+@pytest.mark.parametrize(
+    ("repository", "revision", "command"),
+    [
+        (hub.MODEL, None, "`hf download a/b`"),
+        (hub.MODEL, "v1", "`hf download a/b --revision v1`"),
+        (hub.DATASET, None, "`hf download a/b --repo-type dataset`"),
+        (hub.DATASET, "v1", "`hf download a/b --repo-type dataset --revision v1`"),
+    ],
+)
+def test_the_download_that_is_named_is_of_the_same_repository_and_revision(
+    repository: str, revision: str | None, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def snapshot_download(*args: Any, **options: Any) -> str:
+        raise errors.OfflineModeIsEnabled("offline")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    refusal = functools.partial(WeightsError, "hf:a/b")
+    with pytest.raises(UnavailableError) as found:
+        hub.download_from_hub("a/b", repository, ["*"], refusal, revision)
+    assert command in found.value.fix
+
+
 def test_every_error_of_the_package_has_a_class() -> None:
     kinds = [MeshwrightError]
     for kind in kinds:

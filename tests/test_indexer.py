@@ -22,6 +22,7 @@ from tiny_runs import (
 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
+from meshwright.fine_tuning import FineTune
 from meshwright.generation.cache import CachePlan
 from meshwright.hardware.machine import Machine
 from meshwright.hardware.targets import parse_target
@@ -146,6 +147,28 @@ def test_what_is_refused() -> None:
         dataclasses.replace(DEEPSEEK_SPARSE, index_head_dim=2).params()
 
 
+@pytest.mark.parametrize(
+    ("stage", "tuning", "fix"),
+    [
+        ("warmup", FineTune(method="lora"), "--model.index-training frozen"),
+        ("sparse", FineTune(method="lora"), "--finetune.method full"),
+        ("warmup", FineTune(objective="preferences"), "--finetune.objective answers"),
+    ],
+    ids=str,
+)
+def test_a_fine_tuning_that_would_not_train_what_is_asked_is_refused(
+    stage: Any, tuning: FineTune, fix: str
+) -> None:
+    """Adapters freeze the indexer; of attention to all keys, an indexer changes no answer's probability."""
+    model = dataclasses.replace(DEEPSEEK_SPARSE, index_training=stage)
+    run = tiny_run(model, "data=1", finetune=tuning, z_loss=0.0)
+    with pytest.raises(ConfigError, match=f"index-training {stage} with --finetune") as refusal:
+        place_run(run)
+    assert fix in str(refusal.value)
+    frozen = dataclasses.replace(model, index_training="frozen")
+    place_run(dataclasses.replace(run, model=frozen))
+
+
 def test_flops_and_plans_count_what_each_is_about() -> None:
     """Model FLOPs count chosen keys, plans all: of 64 tokens, a query sees (64 + 1) / 2 on average and 5 are chosen."""
     seq, layers, sparse = 64, DEEPSEEK_SPARSE.layers, DEEPSEEK_SPARSE
@@ -154,12 +177,25 @@ def test_flops_and_plans_count_what_each_is_about() -> None:
     of_a_key = 2 * sparse.heads * (8 + 4 + 8)
     assert found["attention"] == pytest.approx(layers * chosen * of_a_key)
     weights = 24 * 8 * 8 + sparse.width * (8 + 8)
-    indexer = layers * (2 * weights + 2 * 32.5 * 8 * (8 + 1))
-    assert found["indexer"] == pytest.approx(indexer)
-    rest = {n: flops for n, flops in found.items() if n not in ("attention", "indexer")}
+    projections, scores = layers * 2 * weights, layers * 2 * 32.5 * 8 * (8 + 1)
+    assert found["indexer projections"] == pytest.approx(projections)
+    assert found["indexer"] == pytest.approx(scores)
+    indexer = projections + scores
+    counted = ("attention", "indexer projections", "indexer")
+    rest = {n: flops for n, flops in found.items() if n not in counted}
     assert rest == {n: flops for n, flops in dense.items() if n != "attention"}
     trained = 3 * (sum(rest.values()) + found["attention"]) + indexer
     assert training_flops_per_token(sparse, seq) == pytest.approx(trained)
+    # The warm-up has a backward pass of the indexer only, whose weights' inputs are detached.
+    attended: dict[Any, tuple[int, float]] = {
+        "warmup": (1, dense["attention"]),
+        "sparse": (3, found["attention"]),
+    }
+    for stage, (passes, attention_flops) in attended.items():
+        staged = dataclasses.replace(sparse, index_training=stage)
+        text = sum(rest.values()) + attention_flops
+        of_step = passes * text + 2 * projections + 3 * scores
+        assert training_flops_per_token(staged, seq) == pytest.approx(of_step)
     attention = sparse.spec().attention[0]
     of_all = DEEPSEEK.spec().attention[0].flops(seq)
     assert attention.computed_flops(seq) == pytest.approx(of_all + indexer / layers)

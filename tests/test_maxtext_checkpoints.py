@@ -8,10 +8,12 @@ from typing import Any
 import hf_models
 import numpy as np
 import pytest
+import tensorstore
 from drawn import draw, read
 
 import meshwright as mw
 from meshwright.errors import ConfigError, MeshwrightError, WeightsError
+from meshwright.hugging_face.folder import open_folder
 from meshwright.hugging_face.safetensors_files import DTYPES, SafetensorsFile
 
 ABOUT, FILES = read("maxtext-checkpoint")
@@ -38,8 +40,13 @@ def test_a_checkpoint_of_maxtext_is_the_model_of_hugging_face(row: str, tmp_path
     done = mw.convert(folder_of(tmp_path / "items", row), tmp_path / "out")
     assert done.tensors == len(shapes) and done.dtype == dtype
     assert done.parameters == sum(map(math.prod, shapes.values()))
+    pairs = "numbers 2i and 2i + 1, as config.json has a rope_scaling"
+    if model != "llama31":
+        pairs = "half a head apart, as config.json has no rope_scaling"
     assert done.notes == (
         "3 arrays of the training, such as opt_state.count, are not read: optimizer, step",
+        f"rotary pairs are taken to be {pairs}, and queries to contain 1/sqrt(H); a model with another rope_type, with "
+        "rope_use_scale=False or with query_pre_attn_scalar computes something else",
     )
     file = SafetensorsFile(tmp_path / "out" / "model.safetensors")
     assert file.entries.keys() == shapes.keys()
@@ -56,6 +63,8 @@ def test_it_is_found_around_its_items_and_becomes_a_run(tmp_path: Path) -> None:
     (items / "config.json").rename(tmp_path / "7" / "config.json")
     with pytest.raises(ConfigError, match="has one step"):
         mw.convert(tmp_path / "7", tmp_path / "out", dtype="bfloat16")
+    with pytest.raises(WeightsError, match=r"Orbax \(MaxText\)(.|\n)*convert.*OUT"):
+        open_folder(str(tmp_path / "7"))
     done = mw.convert(tmp_path / "7", tmp_path / "out")
     again = mw.convert(tmp_path / "out", tmp_path / "run")
     assert again.parameters == done.parameters
@@ -77,6 +86,74 @@ def test_another_model_is_refused(
 ) -> None:
     source = folder_of(tmp_path / "items", row, **changes)
     with pytest.raises(WeightsError, match=truth):
+        mw.convert(source, tmp_path / "out")
+
+
+def test_a_scaling_that_maxtext_does_not_have_is_refused(tmp_path: Path) -> None:
+    """MaxText's llama3.1 scales by constants: a config.json of Llama 3.2 (factor 32) is of another function."""
+    scaling = ABOUT["configs"]["llama31"]["rope_scaling"]
+    for number, change in enumerate(({"factor": 32.0}, {"original_max_position_embeddings": 4096})):
+        source = folder_of(tmp_path / f"{number}", "llama31", rope_scaling={**scaling, **change})
+        with pytest.raises(WeightsError, match="other numbers than MaxText's") as refused:
+            mw.convert(source, tmp_path / "out")
+        assert "factor 8, low_freq_factor 1" in refused.value.fix
+        assert not (tmp_path / "out").exists()
+
+
+def remove_a_chunk(items: Path, array: str) -> None:
+    """Deletes the values of an array, as a copy that was cut short would, and leaves its description."""
+    metadata = json.loads((items / "_METADATA").read_text())
+    base = {"driver": "file", "path": f"{items}/"}
+    spec = {"driver": "ocdbt", "base": base} if metadata["use_ocdbt"] else base
+    store = tensorstore.KvStore.open(spec).result()
+    keys = [key.decode() for key in store.list().result() if key.decode().startswith(f"{array}/")]
+    chunks = [key for key in keys if not key.endswith((".zarray", "zarr.json"))]
+    assert chunks and len(chunks) < len(keys)
+    for key in chunks:
+        store.write(key, None).result()
+
+
+@pytest.mark.parametrize("row", list(ABOUT["rows"]))
+def test_a_chunk_that_is_missing_is_refused(row: str, tmp_path: Path) -> None:
+    """TensorStore reads zeros in its place, where it is not told that all were written."""
+    source = folder_of(tmp_path / "items", row)
+    remove_a_chunk(source, "params.params.decoder.decoder_norm.scale")
+    with pytest.raises(WeightsError, match=r"reading params\.params\.decoder\.decoder_norm"):
+        mw.convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_chunks_of_zeros_that_orbax_left_out_are_a_note(tmp_path: Path) -> None:
+    """Older Orbax writes none, and its `_METADATA` lacks the field."""
+    source = folder_of(tmp_path / "items", "llama31")
+    metadata = json.loads((source / "_METADATA").read_text())
+    del metadata["store_array_data_equal_to_fill_value"]
+    (source / "_METADATA").write_text(json.dumps(metadata))
+    remove_a_chunk(source, "params.params.decoder.decoder_norm.scale")
+    done = mw.convert(source, tmp_path / "out")
+    assert "leaves chunks of zeros out" in done.notes[-1]
+    file = SafetensorsFile(tmp_path / "out" / "model.safetensors")
+    assert not file.tensor("model.norm.weight").any()
+
+
+def test_an_output_layer_that_config_json_ties_is_refused(tmp_path: Path) -> None:
+    source = folder_of(tmp_path / "items", "llama", tie_word_embeddings=True)
+    with pytest.raises(WeightsError, match=r"converting .*items\n.*ties 'lm_head") as refused:
+        mw.convert(source, tmp_path / "out")
+    assert "tie_word_embeddings false" in refused.value.fix
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["params.aqt.scale", "model.scale", "steps", "opt_states.scale"])
+def test_only_optimizer_and_step_are_left_out(name: str, tmp_path: Path) -> None:
+    """Anything else may be part of the model: quantised weights, or another tree (NNX)."""
+    source = folder_of(tmp_path / "items", "llama")
+    metadata = json.loads((source / "_METADATA").read_text())
+    for entry in metadata["tree_metadata"].values():
+        if [key["key"] for key in entry["key_metadata"]] == ["step"]:
+            entry["key_metadata"] = [{"key": part, "key_type": 2} for part in name.split(".")]
+    (source / "_METADATA").write_text(json.dumps(metadata))
+    with pytest.raises(WeightsError, match=f"{name}', which is none"):
         mw.convert(source, tmp_path / "out")
 
 

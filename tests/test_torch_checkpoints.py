@@ -4,8 +4,11 @@ import json
 import math
 import os
 import pickle
+import pickletools
 import shutil
 import subprocess
+import tracemalloc
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +150,81 @@ def test_data_is_what_was_pickled(protocol: int) -> None:
         ("a",),
     )
     assert read_pickled(pickle.dumps(Path, protocol), {"pathlib Path"}) == Named("pathlib Path")
+
+
+TWICE = b"q\x01h\x01\x86"
+"""Instructions that make a tuple of the last value, twice."""
+ENDLESS = b")" + TWICE * 64
+"""A tuple of 2 ** 64 empty ones, in 321 bytes."""
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"\x80\x02}" + ENDLESS + b"Ns.", id="the key of a dictionary"),
+        pytest.param(b"\x80\x02}(" + ENDLESS + b"Nu.", id="a key of several"),
+        pytest.param(b"\x80\x04" + ENDLESS + b"\x8c\x01a\x93.", id="the module of a name"),
+        pytest.param(b"\x80\x04\x8c\x01a" + ENDLESS + b"\x93.", id="a name"),
+    ],
+)
+def test_a_value_without_end_is_neither_hashed_nor_written(content: bytes) -> None:
+    with pytest.raises(ValueError, match=r"dictionary whose keys|holds together: TypeError"):
+        read_pickled(content, ())
+
+
+@pytest.mark.parametrize("key", [1, "a", None, 1.5, b"a", (1, "a"), ()])
+def test_keys_of_texts_and_numbers_are_read(key: Any) -> None:
+    assert read_pickled(pickle.dumps({key: 1}, 4), ()) == {key: 1}
+
+
+def test_a_call_is_written_by_its_name() -> None:
+    called = read_pickled(b"\x80\x02ca\nb\n" + ENDLESS + b"R.", {"a b"})
+    assert repr(called) == "Call(name='a b')"
+
+
+def in_place_of(content: bytes, text: str, value: bytes) -> bytes:
+    """Returns a pickle in which the first value after a key is another."""
+    operations = list(pickletools.genops(content))
+    found = next(n for n, (_, argument, _) in enumerate(operations) if argument == text)
+    value_at = found + 2 if operations[found + 1][0].name == "MEMOIZE" else found + 1
+    start, end = operations[value_at][2], operations[value_at + 1][2]
+    return content[:start] + value + content[end:]
+
+
+def test_a_name_of_the_metadata_without_end_is_refused(tmp_path: Path) -> None:
+    source = folder_of(tmp_path / "dcp")
+    content = (source / METADATA).read_bytes()
+    endless = b")" + b"q\xf0h\xf0\x86" * 64
+    changed = in_place_of(content, "fqn", endless)
+    (source / METADATA).write_bytes(changed)
+    with pytest.raises(WeightsError, match="a name that is not a text"):
+        read_metadata(source)
+
+
+def test_a_transformation_without_end_is_not_written(tmp_path: Path) -> None:
+    from meshwright.hugging_face.torch_checkpoints import _place
+
+    endless = read_pickled(b"\x80\x02" + ENDLESS + b".", ())
+    info = {"relative_path": "__0_0.distcp", "transform_descriptors": endless}
+    with pytest.raises(ValueError, match=r"in __0_0\.distcp are compressed"):
+        _place(tmp_path, info)
+
+
+def test_a_byteorder_that_decompresses_without_end_is_refused(tmp_path: Path) -> None:
+    from meshwright.hugging_face.torch_checkpoints import Chunk
+
+    file = tmp_path / "__0_0.distcp"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_BZIP2) as archive:
+        archive.writestr("archive/byteorder", bytes(2**26))
+        archive.writestr("archive/data.pkl", b"")
+    content = file.read_bytes().replace((2**26).to_bytes(4, "little"), bytes([6, 0, 0, 0]))
+    file.write_bytes(content)
+    tracemalloc.start()
+    with pytest.raises(WeightsError, match="is compressed"):
+        read_chunk("w", "F32", Chunk((0,), (1,), file, 0, len(content)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**24
 
 
 def test_any_byte_of_the_metadata_is_refused_or_does_no_harm(tmp_path: Path) -> None:

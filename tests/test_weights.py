@@ -398,6 +398,28 @@ def test_of_several_sets_of_weights_the_one_of_transformers_is_read(
     assert all(other in note for other in others) and ("pickle" not in parts or "pytorch_model.bin" in note)  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("file", "options", "fix"),
+    [
+        ("run.json", {"weights": "adapter", "dtype": "bfloat16"}, "leave --dtype out"),
+        ("run.json", {"weights": "adapter", "largest_file": 10**9}, "leave --max-file-mib out"),
+        ("config.json", {"largest_file": 10**9}, "leave --max-file-mib out"),
+        ("config.json", {"weights": "adapter"}, "output folder of a run"),
+        (".metadata", {"weights": "adapter"}, "output folder of a run"),
+        ("_METADATA", {"weights": "adapter"}, "output folder of a run"),
+    ],
+)
+def test_options_without_effect_on_a_conversion_are_refused(
+    file: str, options: dict[str, Any], fix: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / file).write_text("{}")
+    with pytest.raises(mw.ConfigError) as refused:
+        mw.convert(source, tmp_path / "out", **options)
+    assert fix in refused.value.fix
+
+
 def test_what_is_no_model_is_refused(tmp_path: Path, folders: Any) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(mw.ConfigError, match=r"neither config.json .* nor run.json"):

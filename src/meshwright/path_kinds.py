@@ -13,7 +13,16 @@ from meshwright.storage.paths import path_of
 
 _MODEL_FILES = ("config.json", "adapter_config.json")
 """Files that make a folder one of Hugging Face."""
-_TORCH_SUFFIXES = (".pt", ".pth", ".ckpt")
+KEPT = "huggingface"
+"""Folder inside an output folder with the files that come back out: tokenizer, chat template, configuration."""
+_CHECKPOINTS = {
+    ".metadata": "a folder of torch.distributed.checkpoint (torchtitan, Megatron)",
+    "_METADATA": "a checkpoint of Orbax (MaxText)",
+    "items/_METADATA": "a checkpoint of Orbax (MaxText)",
+}
+"""Files that make a folder a checkpoint of another program, and what it is then."""
+TORCH_SUFFIXES = (".pt", ".pth", ".ckpt")
+"""Ends of files that `torch.save` writes, in lower case."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -37,22 +46,49 @@ def find_path_kind(name: str) -> PathKind | None:
     path = path_of(name)
     if not path.exists():
         return None
-    folders = [path, *path.absolute().parents[:2]]
-    for folder in folders:
-        if (folder / "run.json").is_file():
-            return _run_folder(folder, path)
+    folder = path if path.is_dir() else path.absolute().parent
+    if _is_run_folder(folder):
+        return _run_folder(folder, path)
+    # What the path itself is comes before the run in whose folder it lies: it has other weights.
+    found = _kind_of_folder(path) or _kind_of_file(path)
+    if found is not None and not _is_kept(folder.absolute()):
+        return found
+    for ancestor in path.absolute().parents[:2]:
+        if _is_run_folder(ancestor):
+            return _run_folder(ancestor, path)
+    return found
+
+
+def find_checkpoint_kind(folder: Path) -> PathKind | None:
+    """Returns which program's checkpoint a folder is, of those that `convert` reads; None for any other folder."""
+    for file, summary in _CHECKPOINTS.items():
+        if (folder / file).is_file():
+            fix = f"hf:OUT, after meshwright convert {folder} OUT"
+            return PathKind(summary, fix, fix)
+    return None
+
+
+def _kind_of_folder(path: Path) -> PathKind | None:
+    """Returns what a folder is that is not the output folder of a run; None where nothing is known."""
+    checkpoint = find_checkpoint_kind(path)
+    if checkpoint is not None:
+        # A config.json was copied into it for `convert`, and makes it no folder of Hugging Face.
+        return checkpoint
     if _is_model_folder(path):
         return _model_folder(path, "a folder of Hugging Face")
-    if _is_model_folder(path.parent) and path.suffix in (".json", ".safetensors"):
+    return None
+
+
+def _kind_of_file(path: Path) -> PathKind | None:
+    """Returns what a file is; None where nothing is known."""
+    suffix = path.suffix.lower()
+    if _is_model_folder(path.parent) and suffix in (".json", ".safetensors"):
         return _model_folder(path.parent, "a file in a folder of Hugging Face")
-    if path.suffix.lower() == ".gguf":
-        fix = "hf:PATH of the model's folder with config.json and .safetensors files"
+    fix = "hf:PATH of the model's folder with config.json and .safetensors files"
+    if suffix == ".gguf":
         return PathKind(GGUF_KIND, fix, fix)
-    if (path / ".metadata").is_file():
-        fix = f"meshwright convert {path} OUT, then its weights are OUT"
-        return PathKind("a folder of torch.distributed.checkpoint", fix, fix)
-    if path.suffix in _TORCH_SUFFIXES:
-        fix = "hf:PATH of the model's folder with config.json and .safetensors files"
+    # Other .bin files are tokens, such as a dataset of Megatron.
+    if suffix in TORCH_SUFFIXES or (suffix == ".bin" and "model" in path.stem.lower()):
         return PathKind("a pickle of torch, which can run code when it is read", fix, fix)
     return None
 
@@ -60,6 +96,15 @@ def find_path_kind(name: str) -> PathKind | None:
 def looks_like_hub_name(name: str) -> bool:
     """Whether a name has the form OWNER/MODEL of the Hugging Face hub."""
     return _HUB_NAME.fullmatch(name) is not None
+
+
+def _is_run_folder(folder: Path) -> bool:
+    return (folder / "run.json").is_file()
+
+
+def _is_kept(folder: Path) -> bool:
+    """Whether a folder is the one in a run's folder that has its configuration, and no weights."""
+    return folder.name == KEPT and _is_run_folder(folder.parent)
 
 
 def _is_model_folder(folder: Path) -> bool:
@@ -71,7 +116,8 @@ def _run_folder(folder: Path, path: Path) -> PathKind:
     summary = "the output folder of a run"
     if path != folder:
         summary = f"inside the output folder {folder} of a run"
-    run = f"--run {folder / 'run.json'} for its Run, or --out {folder} --resume to continue it"
+    # Only `train` has --resume; the Run is named for every verb.
+    run = f"--run {folder / 'run.json'}; to continue it: meshwright train --out {folder} --resume"
     return PathKind(summary, run, str(folder))
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from tiny_runs import MODELS, device_run_of, tiny_run
+from tiny_runs import DEEPSEEK_SPARSE, MODELS, QWEN3_NEXT, device_run_of, tiny_run
 
 from meshwright.analysis.run_census import (
     causal_fraction,
@@ -71,6 +71,24 @@ def test_a_step_has_the_flops_of_its_model(family: str, mesh: str, changes: dict
     assert "needs at least" in doubts_of(least / 2, 0.0, {}, band, None)[0]
     excess = 0.0 if family != "mixtral" else flops - least
     assert "explains at most" in doubts_of(4 * least + excess, excess, {}, band, None)[0]
+
+
+@pytest.mark.parametrize("stage", ["frozen", "warmup", "sparse"])
+@pytest.mark.parametrize("mesh", ["data=1", pytest.param("tensor=4", marks=pytest.mark.exhaustive)])
+def test_a_step_with_an_indexer_has_the_flops_of_its_model(stage: Any, mesh: str) -> None:
+    """In the warm-up the backward pass is the indexer's; reference attention computes all keys, chosen or not."""
+    model = dataclasses.replace(DEEPSEEK_SPARSE, index_training=stage)
+    census = census_of_train_step(device_run_of(tiny_run(model, mesh, seq=64)))
+    assert census.doubts == ()
+
+
+def test_segments_of_linear_attention_explain_their_flops() -> None:
+    """Each of four devices composes the states of all eight segments, and computes how its own change a state."""
+    model = dataclasses.replace(QWEN3_NEXT, linear_key_size=64, linear_value_size=64)
+    device_run = device_run_of(tiny_run(model, "context=4,fsdp=2", seq=256, remat="full"))
+    census = census_of_train_step(device_run)
+    assert census.doubts == ()
+    assert flops_band(device_run, 3.0).most < 2 * census.flops.compiled
 
 
 @pytest.mark.parametrize(("expert", "fraction"), [(1, 1.0), (2, 1 / 2), (4, 1 / 4), (8, 2 / 8)])

@@ -1,5 +1,6 @@
 """Census of a run's own train and evaluation steps, and the cache of those for hardware that is not here."""
 
+import collections
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -26,9 +27,9 @@ from meshwright.analysis.run_lints import lint_attention_kernel, lint_precision
 from meshwright.comm import collectives, hierarchical, ragged
 from meshwright.hardware.chips import Torus
 from meshwright.hardware.targets import Target
-from meshwright.models.flops import forward_flops, multiplies_weights
+from meshwright.models.flops import forward_flops, passes_of_step
 from meshwright.models.kernels.cudnn import ONE_DOCUMENT, SEVERAL_DOCUMENTS
-from meshwright.models.model import Model, ModelSpec, padded_vocab, vocab_size
+from meshwright.models.model import IndexerSpec, Model, ModelSpec, padded_vocab, vocab_size
 from meshwright.models.padding_rows import row_scope
 from meshwright.models.quantisation import SCOPE
 from meshwright.planner.traffic import sent_rows
@@ -77,17 +78,16 @@ def model_flops(device_run: DeviceRun, passes: float) -> Mapping[str, float]:
     training = device_run.run.training
     tokens = training.batch * device_run.units
     items = forward_flops(device_run.run.model, training.seq)
-    # Frozen weights have no gradient of their own: their matmuls have two passes of a step's three.
-    own = passes - 1.0 if _is_frozen(device_run, passes) else passes
-    counted = {item: own if multiplies_weights(item) else passes for item in items}
-    return {
-        item: counted[item] * tokens * flops / device_run.mesh.size for item, flops in items.items()
-    }
+    result = dict[str, float]()
+    for item, flops in items.items():
+        counted = min(passes, _passes_of_step(device_run, item))
+        result[item] = counted * tokens * flops / device_run.mesh.size
+    return result
 
 
-def _is_frozen(device_run: DeviceRun, passes: float) -> bool:
-    """Whether a step of `passes` forward passes trains adapters beside frozen weights."""
-    return passes > 1 and device_run.run.finetune.method == "lora"
+def _passes_of_step(device_run: DeviceRun, item: str) -> float:
+    """Returns the forward passes that an item of the model FLOPs has in a train step."""
+    return passes_of_step(device_run.run.model, item, device_run.run.finetune.method)
 
 
 _COUNTED = 0.95
@@ -105,19 +105,10 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
     """
     run = device_run.run
     items = model_flops(device_run, passes)
-    own = passes - 1 if _is_frozen(device_run, passes) else 3
-    fraction, again = (
-        skipped_by_kernels(device_run),
-        1 + (1 if device_run.layout.shape.stage == 1 else 2) / own,
-    )
-    # Attention's backward kernels compute the scores again: seven products for four, beside two recomputed ones.
-    factors = {
-        "attention": again * 11 / 8 / max(fraction.causal_fraction, 1e-9),
-        # Computed again from their inputs, whatever the remat policy keeps.
-        **{recurrence.item: again + 1 / 3 for recurrence in device_run.layout.spec.recurrences},
-        "experts": again * max(2.0, 1 / fraction.group_fraction),
-        "unembedding": again * padded_vocab(run.model) / vocab_size(run.model),
-    }
+    counted = dict.fromkeys(items, 3.0)
+    if passes > 1:
+        counted = {item: _passes_of_step(device_run, item) for item in items}
+    factors = _factors(device_run, counted)
     uneven = 1.0
     if device_run.layout.shape.stage > 1 and device_run.local_model.execution.permutes:
         # A stage without a task computes beside the others, and padding rows too.
@@ -130,12 +121,12 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
         )
         ticks = int((device_run.schedule_table.kind == FORWARD).any(axis=(1, 2)).sum())
         uneven = rows * ticks / (len(device_run.layout.spec.layers) * run.training.microbatches)
-    most = _SLACK * uneven * sum(factors.get(item, again) * flops for item, flops in items.items())
+    most = _SLACK * uneven * sum(factors[item] * flops for item, flops in items.items())
     adapters = sum(p.size for _, p, _ in device_run.layout.leaves if p.role == "adapter")
     most += (
         _SLACK
         * uneven
-        * again
+        * (1 + _recomputations(device_run) / counted["unembedding"])
         * 2
         * passes
         * run.training.batch
@@ -153,6 +144,65 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
         math.inf if rule is None else most,
         f"{sum(items.values()):.3g} of the model, with recomputation, padding and masked pairs",
     )
+
+
+def _recomputations(device_run: DeviceRun) -> int:
+    """Returns how often the backward pass computes a layer again, at most."""
+    return 1 if device_run.layout.shape.stage == 1 else 2
+
+
+def _factors(device_run: DeviceRun, counted: Mapping[str, float]) -> dict[str, float]:
+    """Returns the most FLOPs that a program may have of each item over those of the model.
+
+    counted: passes that the model FLOPs count of an item.
+    """
+    run, spec, shape = device_run.run, device_run.layout.spec, device_run.layout.shape
+    seq = run.training.seq
+    recomputations = _recomputations(device_run)
+    skipped = skipped_by_kernels(device_run)
+    factors = {item: 1 + recomputations / passes for item, passes in counted.items()}
+    masked = 1 / max(skipped.causal_fraction, 1e-9)
+    if "attention" in factors:
+        # Attention's backward kernels compute the scores again: seven products for four, beside two recomputed ones.
+        factors["attention"] *= 11 / 8 * masked * _keys_computed(spec, seq)
+    for item, computed in _recurrences_computed(spec, seq, shape.context).items():
+        # Computed again from their inputs, whatever the remat policy keeps.
+        factors[item] = (factors[item] + 1 / counted[item]) * computed
+    if "indexer" in factors:
+        forward = max(_index_scores(a.indexer, shape.tensor) for a in spec.attention if a.indexer)
+        passes = counted["indexer"]
+        factors["indexer"] = masked * (forward * (1 + recomputations) + passes - 1) / passes
+        factors["indexer projections"] *= shape.tensor
+    if "experts" in factors:
+        factors["experts"] *= max(2.0, 1 / skipped.group_fraction)
+    if "unembedding" in factors:
+        factors["unembedding"] *= padded_vocab(run.model) / vocab_size(run.model)
+    return factors
+
+
+def _keys_computed(spec: ModelSpec, seq: int) -> float:
+    """Returns the FLOPs of attention to all keys over those of the keys that the model FLOPs count."""
+    counted = sum(a.flops(seq) for a in spec.attention)
+    return sum(a.flops_of_all_keys(seq) for a in spec.attention) / counted
+
+
+def _recurrences_computed(spec: ModelSpec, seq: int, context: int) -> dict[str, float]:
+    """Returns the FLOPs of recurrences on `context` devices over those that the model FLOPs count, by item."""
+    counted = collections.defaultdict[str, float](float)
+    computed = collections.defaultdict[str, float](float)
+    for recurrence in spec.recurrences:
+        counted[recurrence.item] += recurrence.flops(seq)
+        computed[recurrence.item] += recurrence.computed_flops(seq, context)
+    return {item: max(1.0, computed[item] / flops) for item, flops in counted.items() if flops}
+
+
+def _index_scores(indexer: IndexerSpec, tensor: int) -> float:
+    """Returns how often a forward pass computes an indexer's scores of a device's share of the tokens, at most.
+
+    Every device of `tensor` chooses keys for all tokens, in attention and for the loss; the loss compares its own tokens.
+    """
+    choices = {"frozen": 1, "warmup": 0, "sparse": 2}[indexer.training]
+    return float(choices * tensor + indexer.trained)
 
 
 def skipped_by_kernels(settled: Settled) -> Skipped:

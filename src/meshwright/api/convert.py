@@ -46,12 +46,13 @@ class ConvertOptions(Ranged):
     at: NonNegativeInt | None = None
     """Step of the run's checkpoint; by default the last."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of the weights written from a run; by default that of its checkpoint."""
+    """Type of the whole model written from a run; by default that of its checkpoint."""
     weights: Literal["merged", "adapter"] = "merged"
     """Weights of a run with adapters (finetune): the whole model with adapters merged, or the
     adapters alone in PEFT's format."""
-    max_file_mib: PositiveInt = 4768
-    """Largest safetensors file, in MiB; a larger tensor has a file of its own."""
+    max_file_mib: PositiveInt | None = None
+    """Largest safetensors file of a Hugging Face folder that is written, in MiB, by default 5 GB; a larger tensor has a
+    file of its own."""
     json: bool = False
     """Print JSON."""
 
@@ -62,13 +63,14 @@ class ConvertOptions(Ranged):
         """
         # Fingerprints are all that is computed.
         jax.config.update("jax_platforms", "cpu")
+        largest_file = None if self.max_file_mib is None else self.max_file_mib * 2**20
         done = convert(
             self.source,
             self.out,
             at=self.at,
             dtype=self.dtype,
             weights=self.weights,
-            largest_file=self.max_file_mib * 2**20,
+            largest_file=largest_file,
             say=lambda line: print(line, file=sys.stderr, flush=True),
         )
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -88,7 +90,7 @@ def convert(
     at: int | None = None,
     dtype: Literal["float32", "bfloat16"] | None = None,
     weights: Literal["merged", "adapter"] = "merged",
-    largest_file: int = LARGEST_FILE,
+    largest_file: int | None = None,
     say: Say = lambda line: None,
 ) -> Conversion:
     """Converts weights between a Hugging Face folder and a run, or from another program's checkpoint.
@@ -98,11 +100,13 @@ def convert(
     with the config.json of its model.
     out: folder to write; it must not exist. An interrupted conversion goes on when it is called
     again.
-    at, dtype, largest_file: of a run alone: step of its checkpoint (None takes the last), type of
-    the weights (None keeps that of the checkpoint), largest file in bytes.  weights: of a run with
-    adapters: the whole model with them merged, or the adapters alone in PEFT's format.  say: called
-    with a line for each parameter.
-    Raises WeightsError, CheckpointError, ConfigError.
+    at: step of a run's checkpoint; None takes the last.  dtype: type of the whole model written from
+    a run; None keeps that of its checkpoint.  weights: of a run with adapters: the whole model with
+    them merged, or the adapters alone in PEFT's format.  largest_file: largest safetensors file of a
+    whole model in a Hugging Face folder that is written, in bytes; None is 5e9.  say: called with a
+    line for each parameter.
+    Raises WeightsError, CheckpointError, and ConfigError, also for an option that has no effect on
+    this conversion.
 
     Example:
         >>> run = mw.recipe("tiny", mesh="data=2", layers=1, steps=1, sample=0, eval_samples=16)
@@ -121,26 +125,28 @@ def convert(
             "local folders: `meshwright checkpoint move OUT TARGET` and `aws s3 cp` or `gcloud "
             "storage cp` copy them",
         )
+    most = LARGEST_FILE if largest_file is None else largest_file
     if not is_hugging_face(text) and (folder / "run.json").is_file():
         if weights == "adapter":
+            _check_adapter(text, dtype, largest_file)
             return export_adapter(folder, out, at=at)
-        return export_weights(folder, out, at=at, dtype=dtype, largest_file=largest_file, say=say)
+        return export_weights(folder, out, at=at, dtype=dtype, largest_file=most, say=say)
+    if weights != "merged":
+        raise ConfigError(
+            f"the adapters of {text}", "it is no run with adapters", "the output folder of a run"
+        )
     if is_torch_checkpoint(folder):
         _check_other(folder, "torch.distributed.checkpoint", at, dtype)
-        return import_torch_checkpoint(folder, out, largest_file=largest_file, say=say)
+        return import_torch_checkpoint(folder, out, largest_file=most, say=say)
     if items_of(folder) is not None:
         _check_other(folder, "MaxText", at, dtype)
-        return import_maxtext_checkpoint(folder, out, largest_file=largest_file, say=say)
+        return import_maxtext_checkpoint(folder, out, largest_file=most, say=say)
     if not is_hugging_face(text) and not (folder / "config.json").is_file():
         raise ConfigError(
             f"converting {text}",
             "it has neither config.json (a Hugging Face model) nor run.json (the output folder of "
             "a run)",
             "one of these, or hf:OWNER/MODEL",
-        )
-    if weights != "merged":
-        raise ConfigError(
-            f"the adapters of {text}", "it is no run with adapters", "the output folder of a run"
         )
     if at is not None or dtype is not None:
         raise ConfigError(
@@ -149,7 +155,31 @@ def convert(
             "leave --at and --dtype out; --training.param-dtype is the type in which a run keeps "
             "them",
         )
+    if largest_file is not None:
+        raise ConfigError(
+            f"converting {text} into files of at most {format_bytes(largest_file)}",
+            "a Hugging Face folder becomes the output folder of a run, whose checkpoint has no safetensors files",
+            "leave --max-file-mib out",
+            "leave largest_file out",
+        )
     return import_weights(text, out, say)
+
+
+def _check_adapter(source: str, dtype: str | None, largest_file: int | None) -> None:
+    """Raises ConfigError for options of a whole model, of which the adapters alone have no use."""
+    if dtype is not None:
+        raise ConfigError(
+            f"the adapters of {source} in {dtype}",
+            "adapters are written in float32",
+            "leave --dtype out, or --weights merged for the whole model in that type",
+        )
+    if largest_file is not None:
+        raise ConfigError(
+            f"the adapters of {source} in files of at most {format_bytes(largest_file)}",
+            "adapters are one file",
+            "leave --max-file-mib out, or --weights merged for the whole model in several files",
+            'leave largest_file out, or weights="merged" for the whole model in several files',
+        )
 
 
 def _check_other(folder: Path, program: str, at: int | None, dtype: str | None) -> None:

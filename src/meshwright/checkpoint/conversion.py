@@ -22,7 +22,6 @@ from meshwright.errors import ConfigError, WeightsError
 from meshwright.formatting import Brief, first_of, format_count, shortened
 from meshwright.hugging_face.architectures import Architecture, architecture_of
 from meshwright.hugging_face.folder import (
-    KEPT,
     ModelFolder,
     OtherParts,
     TensorReader,
@@ -48,6 +47,7 @@ from meshwright.hugging_face.safetensors_files import (
 from meshwright.hugging_face.text_models import TEXT_PREFIXES
 from meshwright.hugging_face.tokenizer_files import write_tokenizer
 from meshwright.models.adapters import ADAPTERS, dequantise, targets_of
+from meshwright.path_kinds import KEPT
 from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder, write_run

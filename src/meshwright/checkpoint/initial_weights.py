@@ -13,7 +13,6 @@ from meshwright.data.chat import TEMPLATES
 from meshwright.errors import WeightsError
 from meshwright.fine_tuning import FineTune
 from meshwright.hugging_face.folder import (
-    KEPT,
     keep_files,
     load_params,
     note_of_length,
@@ -22,6 +21,7 @@ from meshwright.hugging_face.folder import (
 )
 from meshwright.hugging_face.hub import find_folder, is_hugging_face
 from meshwright.models.adapters import ADAPTERS, merged, quantise
+from meshwright.path_kinds import KEPT
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.initial_values import init_params

@@ -31,6 +31,7 @@ from meshwright.hugging_face.folder import (
     TOKENIZER_FILES,
     ModelFolder,
     WeightsFolder,
+    check_tied,
     open_folder,
     read_model,
 )
@@ -177,6 +178,7 @@ def _convert(source: OtherCheckpoint, out: Path, largest_file: int, say: Say) ->
     journal = Journal(out, [*source.identity(), plan.groups], len(source.tensors), say)
     weights = _write_headers(source, plan, journal.folder)
     _write_tensors(source, plan, journal, say)
+    _check_tied(source, weights)
     write_sums(journal.folder)
     journal.commit()
     return Conversion(
@@ -188,6 +190,14 @@ def _convert(source: OtherCheckpoint, out: Path, largest_file: int, say: Say) ->
         journal.resumed,
         source.notes,
     )
+
+
+def _check_tied(source: OtherCheckpoint, weights: WeightsFolder) -> None:
+    """Raises WeightsError where config.json ties the output layer to the embedding, and the checkpoint has another one."""
+    try:
+        check_tied(weights)
+    except WeightsError as error:
+        raise WeightsError(f"converting {source.model.path}", error.truth, error.fix) from error
 
 
 def _write_headers(source: OtherCheckpoint, plan: FilePlan, folder: Path) -> WeightsFolder:

@@ -13,9 +13,9 @@ from meshwright.data.chat import ChatTemplate, read_chat_template, read_end_toke
 from meshwright.data.tokenizers import Tokenizer, build_tokenizer
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape, first_devices
-from meshwright.hugging_face.folder import KEPT, read_model
+from meshwright.hugging_face.folder import read_model
 from meshwright.hugging_face.hub import find_folder, is_hugging_face
-from meshwright.path_kinds import find_path_kind, looks_like_hub_name
+from meshwright.path_kinds import KEPT, find_path_kind, looks_like_hub_name
 from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder

@@ -43,13 +43,12 @@ from meshwright.hugging_face.text_models import (
     prefix_of_text,
 )
 from meshwright.models.model import Model
+from meshwright.path_kinds import KEPT
 from meshwright.sharding.params import Param, Tree, is_param, named_leaves
 from meshwright.sharding.stages import NO_LAYER
 from meshwright.storage.transfer import copy_file
 from meshwright.storage.writing import write_text
 
-KEPT = "huggingface"
-"""Folder inside an output folder with the files that come back out: tokenizer, chat template, configuration."""
 CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),

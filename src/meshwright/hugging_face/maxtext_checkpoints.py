@@ -26,6 +26,7 @@ import tensorstore
 
 from meshwright.documents import LARGE, check_inside, read_json
 from meshwright.errors import WeightsError, by_class, reason_of
+from meshwright.models.blocks.rotary import RopeScaling
 
 METADATA = "_METADATA"
 """File by which a folder is known."""
@@ -35,6 +36,12 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
 """Architectures whose names in MaxText are known."""
 _CODES = {"float32": "F32", "bfloat16": "BF16"}
 _PARAMS = "params.params."
+_STATES = re.compile(r"(opt_state|step)(\.|$)")
+"""Start of the names of what a training has besides its model (Flax's TrainState)."""
+_EVERY_CHUNK = "store_array_data_equal_to_fill_value"
+"""Field of `_METADATA`: whether chunks of zeros were written too."""
+_SCALING = RopeScaling()
+"""The one scaling of MaxText's `rope_type: llama3.1`, whose numbers are constants there (`_apply_scaling_factor`)."""
 _BLOCK_BYTES = 2**26
 """Largest part of a tensor that is read at a time, where its rows can be divided."""
 _CACHE_BYTES = 2**30
@@ -165,20 +172,15 @@ def read_maxtext(
     """Returns the tensors of a checkpoint by Hugging Face's names, and notes on what is not read.
 
     folder: as the user named it.  items: folder of the arrays.  model: of the config.json. Raises WeightsError for an array
-    of another model, and for one that contradicts its description.
+    of another model, for one that contradicts its description, and for a rotary embedding that MaxText does not have.
     """
     metadata, names = _read_names(items)
-    if getattr(model, "yarn", None) is not None:
-        raise WeightsError(
-            f"converting {folder}",
-            "its config.json has a rotary embedding by YaRN, whose pairs in MaxText are not known",
-            "the config.json of this model, if it is another one",
-        )
+    _check_rotary(folder, model)
     opened = _Opened(folder, items, metadata, model)
     found: dict[str, MaxTextTensor] = {}
     states: list[str] = []
     for name in sorted(names):
-        if not name.startswith(_PARAMS):
+        if _STATES.match(name):
             states.append(name)
             continue
         for theirs, tensor in opened.tensors(name):
@@ -186,13 +188,59 @@ def read_maxtext(
                 truth = f"{name!r} and {found[theirs].own_name!r} are the same tensor"
                 raise WeightsError(f"converting {folder}", truth, "one of the two")
             found[theirs] = tensor
-    return found, tuple(_notes(states, found))
+    notes = list(_notes(states, found, model))
+    if not _has_every_chunk(metadata):
+        notes.append(
+            f"the Orbax that wrote it leaves chunks of zeros out ({METADATA} has no {_EVERY_CHUNK}), so that a lost chunk "
+            "and one of zeros look the same"
+        )
+    return found, tuple(notes)
 
 
-def _notes(states: list[str], found: Mapping[str, MaxTextTensor]) -> Iterator[str]:
+def _has_every_chunk(metadata: Mapping[str, Any]) -> bool:
+    """Whether Orbax wrote the chunks of zeros too, according to `_METADATA`."""
+    return metadata.get(_EVERY_CHUNK, False) is True
+
+
+def _check_rotary(folder: Path, model: Any) -> None:
+    """Raises WeightsError for a rotary embedding of config.json that MaxText's Llama, Mistral and Mixtral do not have."""
+    if getattr(model, "yarn", None) is not None:
+        raise WeightsError(
+            f"converting {folder}",
+            "its config.json has a rotary embedding by YaRN, whose pairs in MaxText are not known",
+            "the config.json of this model, if it is another one",
+        )
+    scaling = _scaling_of(model)
+    if scaling is not None and scaling != _SCALING:
+        raise WeightsError(
+            f"converting {folder}",
+            f"its config.json scales the rotary embedding by other numbers than MaxText's llama3.1: {_numbers(scaling)}, "
+            f"and MaxText has {_numbers(_SCALING)}",
+            f"the config.json of this model, with {_numbers(_SCALING)}",
+        )
+
+
+def _scaling_of(model: Any) -> RopeScaling | None:
+    """Returns Llama 3.1's scaling of the rotary embedding; None: another one, or none."""
+    return getattr(model, "rope_scaling", None)
+
+
+def _numbers(scaling: RopeScaling) -> str:
+    """Returns the numbers of a scaling, as config.json names them."""
+    return ", ".join(f"{name} {value:g}" for name, value in dataclasses.asdict(scaling).items())
+
+
+def _notes(states: list[str], found: Mapping[str, MaxTextTensor], model: Any) -> Iterator[str]:
     """Yields what is not read, and what the arrays do not tell."""
     if states:
         yield f"{len(states)} arrays of the training, such as {states[0]}, are not read: optimizer, step"
+    pairs, has = "half a head apart", "no"
+    if _scaling_of(model) is not None:
+        pairs, has = "numbers 2i and 2i + 1", "a"
+    yield (
+        f"rotary pairs are taken to be {pairs}, as config.json has {has} rope_scaling, and queries to contain 1/sqrt(H); a "
+        "model with another rope_type, with rope_use_scale=False or with query_pre_attn_scalar computes something else"
+    )
     if "lm_head.weight" not in found:
         yield (
             "the output layer is the embedding; where MaxText trained it with normalize_embedding_logits, its logits were "
@@ -233,6 +281,8 @@ class _Opened:
 
     def tensors(self, name: str) -> Iterator[tuple[str, MaxTextTensor]]:
         """Yields Hugging Face's names and tensors of an array. Raises WeightsError for one of another model."""
+        if not name.startswith(_PARAMS):
+            raise self._unknown(name)
         inner = name.removeprefix(_PARAMS)
         if inner in _OUTSIDE:
             theirs, layout = _OUTSIDE[inner]
@@ -255,11 +305,14 @@ class _Opened:
                     expert_name = f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{theirs}"
                     yield expert_name, self._tensor(name, of_layer[expert], layout)
         else:
-            raise WeightsError(
-                f"converting {self.folder}",
-                f"it has an array {name!r}, which is none of MaxText's Llama, Mistral or Mixtral",
-                "MaxText's own maxtext.checkpoint_conversion.to_huggingface for this model",
-            )
+            raise self._unknown(name)
+
+    def _unknown(self, name: str) -> WeightsError:
+        return WeightsError(
+            f"converting {self.folder}",
+            f"it has an array {name!r}, which is none of MaxText's Llama, Mistral or Mixtral",
+            "MaxText's own maxtext.checkpoint_conversion.to_huggingface for this model",
+        )
 
     def _layers(
         self, name: str, array: Any, axis: int, unscanned: re.Match[str] | None
@@ -287,7 +340,7 @@ class _Opened:
         """Returns the tensor of an array without stacked dimensions. Raises WeightsError for another number of heads."""
         if layout.heads:
             self._check_size(name, array, 1, "heads", getattr(self.model, layout.heads))
-        interleaved = getattr(self.model, "rope_scaling", None) is not None
+        interleaved = _scaling_of(self.model) is not None
         if layout.rotary and array.shape[-1] % 2:
             truth = f"{name!r} has heads of {array.shape[-1]} numbers, which make no pairs"
             raise WeightsError(f"converting {self.folder}", truth, _FIX)
@@ -300,7 +353,9 @@ class _Opened:
         kvstore: dict[str, Any] = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
         if not self.metadata.get("use_ocdbt", True):
             kvstore = {"driver": "file", "path": f"{self.items.resolve() / name}/"}
-        spec = {"driver": driver, "kvstore": kvstore}
+        # Where Orbax wrote every chunk, one that is missing is damage, and not the array's fill value.
+        fill = not _has_every_chunk(self.metadata)
+        spec = {"driver": driver, "kvstore": kvstore, "fill_missing_data_reads": fill}
         try:
             array = tensorstore.open(spec, read=True, open=True, context=self.context).result()
             self._check_array(array, len(layout.order) + stacked)

@@ -58,7 +58,13 @@ _EXPERT_FC2 = "mlp.experts.experts.linear_fc2.weight"
 
 def is_megatron(tensors: Mapping[str, TorchTensor]) -> bool:
     """Whether the tensors of a checkpoint have Megatron's names."""
-    return any(name.startswith("decoder.") or name in _VOCABULARY for name in tensors)
+    names = map(_inner_name, tensors)
+    return any(name.startswith("decoder.") or name in _VOCABULARY for name in names)
+
+
+def _inner_name(name: str) -> str:
+    """Returns the name of a tensor in GPTModel, around which NeMo 2 saves its own `module`."""
+    return name.removeprefix("module.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,14 +124,15 @@ class _Names:
         """Yields Hugging Face's names and tensors of one of Megatron's. Raises WeightsError for another model's."""
         if not tensor.code:
             raise self._refused(f"{name!r} is of a type that no weight has")
-        if name in _VOCABULARY:
+        inner = _inner_name(name)
+        if inner in _VOCABULARY:
             rows = self._vocabulary(name, tensor)
-            yield _VOCABULARY[name], MegatronTensor(name, tensor, (), rows)
+            yield _VOCABULARY[inner], MegatronTensor(name, tensor, (), rows)
             return
-        if name == _FINAL_NORM:
+        if inner == _FINAL_NORM:
             yield "model.norm.weight", MegatronTensor(name, tensor)
             return
-        stacked = _STACKED.fullmatch(name)
+        stacked = _STACKED.fullmatch(inner)
         if stacked is None:
             raise self._unknown(name)
         self._check_size(name, tensor, 0, "layers", self.model.layers)
@@ -223,7 +230,7 @@ def megatron_tensors(
     another model.
     """
     names = _Names(folder, model)
-    has_arguments = check_arguments(folder, model)
+    compared = check_arguments(folder, model)
     found: dict[str, MegatronTensor] = {}
     states: list[str] = []
     for own_name, tensor in tensors.items():
@@ -235,29 +242,33 @@ def megatron_tensors(
                 truth = f"{own_name!r} and {found[theirs].own_name!r} are the same tensor"
                 raise WeightsError(f"converting {folder}", truth, "one of the two")
             found[theirs] = part
-    return found, tuple(_notes(tensors, states, objects, has_arguments, model))
+    return found, tuple(_notes(tensors, states, objects, compared, model))
 
 
 def _notes(
     tensors: Mapping[str, TorchTensor],
     states: list[str],
     objects: int,
-    has_arguments: bool,
+    compared: tuple[str, ...],
     model: Any,
 ) -> Iterator[str]:
     """Yields what is not read."""
     if states:
         yield f"{len(states)} tensors of the training, such as {min(states)}, are not read: optimizer"
     yield f"{objects} pickled objects (states of modules) are not read"
-    if has_arguments:
-        yield f"Megatron's arguments ({ARGUMENTS}) agree with config.json"
+    if compared:
+        yield (
+            f"Megatron's arguments ({ARGUMENTS}) that are compared agree with config.json: {', '.join(compared)}"
+        )
     else:
         yield (
-            f"it has no arguments of Megatron ({ARGUMENTS}): norms and rotary embedding are those of config.json; a model of "
-            "--rotary-interleaved or --apply-layernorm-1p computes something else"
+            f"it has no arguments of Megatron that are compared ({ARGUMENTS}): norms and rotary embedding are those of "
+            "config.json; a model of --rotary-interleaved or --apply-layernorm-1p computes something else"
         )
     padding = {
-        name: tensors[name].shape[0] - model.vocab for name in _VOCABULARY if name in tensors
+        name: tensor.shape[0] - model.vocab
+        for name, tensor in tensors.items()
+        if _inner_name(name) in _VOCABULARY
     }
     for name, rows in padding.items():
         if rows:

@@ -37,15 +37,16 @@ class Call:
     """Record of a call that a pickle asks for, and of the state that it gives to the result; nothing is called."""
 
     name: str
-    arguments: tuple[Any, ...]
-    state: Any = None
+    # Not in the text of an error: a tuple that has another twice, and so on, writes without end.
+    arguments: tuple[Any, ...] = dataclasses.field(repr=False)
+    state: Any = dataclasses.field(default=None, repr=False)
 
 
 @dataclasses.dataclass(eq=False)
 class Persistent:
     """Reference of a pickle to something outside of it, such as a tensor's bytes."""
 
-    value: Any
+    value: Any = dataclasses.field(repr=False)
 
 
 def read_pickled(content: bytes, names: Container[str]) -> Any:
@@ -61,6 +62,13 @@ def read_pickled(content: bytes, names: Container[str]) -> Any:
         return machine.result()
     except (IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is no pickle that holds together: {type(error).__name__}") from error
+
+
+def _is_key(value: Any) -> bool:
+    """Whether a dictionary may have a key. A tuple of tuples takes time and text without end to hash and to write."""
+    if isinstance(value, tuple):
+        return not any(isinstance(item, tuple) or not _is_key(item) for item in value)
+    return value is None or isinstance(value, str | bytes | int | float | Named | Call)
 
 
 class _Machine:
@@ -104,6 +112,8 @@ class _Machine:
         elif opcode == "STACK_GLOBAL":
             name = stack.pop()
             module = stack.pop()
+            if not isinstance(name, str) or not isinstance(module, str):
+                raise TypeError
             stack.append(self._named(f"{module} {name}"))
         elif opcode in ("REDUCE", "NEWOBJ"):
             self._record_call()
@@ -148,14 +158,17 @@ class _Machine:
         if opcode.startswith("APPEND") and isinstance(target, list):
             target.extend(items)
         elif opcode.startswith("SETITEM") and isinstance(target, dict):
-            target.update(zip(items[::2], items[1::2], strict=True))
+            keys = items[::2]
+            if not all(map(_is_key, keys)):
+                raise ValueError("it has a dictionary whose keys are no texts, numbers or objects")
+            target.update(zip(keys, items[1::2], strict=True))
         else:
             raise TypeError
 
-    def _named(self, name: Any) -> Named:
+    def _named(self, name: str) -> Named:
         if name not in self._names:
             raise ValueError(
-                f"it names {str(name)[:80].replace(' ', '.')!r}, which a checkpoint of tensors has no use for; nothing "
+                f"it names {name[:80].replace(' ', '.')!r}, which a checkpoint of tensors has no use for; nothing "
                 "of it was imported or called"
             )
         return Named(name)

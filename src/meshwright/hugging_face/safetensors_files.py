@@ -29,6 +29,7 @@ from meshwright.documents import (
 )
 from meshwright.errors import WeightsError, by_class, reason_of
 from meshwright.formatting import format_bytes
+from meshwright.path_kinds import TORCH_SUFFIXES, find_checkpoint_kind
 from meshwright.storage.attempts import may_pass
 from meshwright.storage.writing import open_file
 
@@ -333,14 +334,15 @@ def find_files(folder: Path) -> dict[str, Path]:
             f"it has {shards[0]}, and no {INDEX}, the list of what is in which file",
             f"{INDEX} of the same model: hf download OWNER/MODEL {INDEX} --local-dir {folder}",
         )
-    if (folder / ".metadata").is_file():
+    kind = find_checkpoint_kind(folder)
+    if kind is not None:
         raise WeightsError(
             f"weights in {folder}",
-            "it is a checkpoint of torch.distributed.checkpoint, and has no .safetensors file",
-            f"hf:OUT, written by `meshwright convert {folder} OUT`",
+            f"it is {kind.summary}, and has no .safetensors file",
+            kind.weights,
         )
     pickled = sorted(
-        p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt")
+        p.name for p in folder.glob("*") if p.suffix.lower() in (".bin", *TORCH_SUFFIXES)
     )
     if pickled:
         raise WeightsError(

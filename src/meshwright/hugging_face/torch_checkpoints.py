@@ -67,6 +67,8 @@ _TENSOR_NAMES = frozenset({ORDERED, "torch._utils _rebuild_tensor_v2", *_STORAGE
 _FIX = "the folder copied again from where it was saved, .metadata and all .distcp files"
 _MOST_DESCRIPTION = 2**16
 """Largest description of a chunk in bytes."""
+_MOST_BYTEORDER = 16
+"""Largest file `byteorder` in bytes: it has "little" or "big"."""
 
 _NAMES = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -145,7 +147,7 @@ def read_tensors_and_objects(folder: Path) -> tuple[dict[str, TorchTensor], list
             raise ValueError(f"it is larger than {LARGE:,} bytes")
         fields = _state(read_pickled(content, _METADATA_NAMES), "Metadata")
         described = _dictionary(fields, "state_dict_metadata")
-        objects = [str(name) for name, value in described.items() if _is_object(value)]
+        objects = [_name(name) for name, value in described.items() if _is_object(value)]
         tensors = _tensors_of(folder, fields, described)
         for name, tensor in tensors.items():
             _check_tensor(name, tensor)
@@ -167,15 +169,16 @@ def _tensors_of(
     stored = _dictionary(fields, "storage_data")
     places: dict[tuple[str, tuple[int, ...]], tuple[Path, int, int]] = {}
     for index, info in stored.items():
-        key = _state(index, "MetadataIndex")
-        offset = key.get("offset")
+        entry = _state(index, "MetadataIndex")
+        offset = entry.get("offset")
         offsets = () if offset is None else _sizes(offset)
-        places[str(key.get("fqn")), offsets] = _place(folder, _state(info, "_StorageInfo"))
+        places[_name(entry.get("fqn")), offsets] = _place(folder, _state(info, "_StorageInfo"))
 
     tensors: dict[str, TorchTensor] = {}
-    for name, value in described.items():
+    for key, value in described.items():
         if _is_object(value):
             continue
+        name = _name(key)
         entry = _state(value, "TensorStorageMetadata")
         chunks = []
         for part in _list(entry, "chunks"):
@@ -184,7 +187,7 @@ def _tensors_of(
             if (name, offsets) not in places:
                 raise ValueError(f"{name!r} has a chunk at {list(offsets)}, which is in no file")
             chunks.append(Chunk(offsets, _sizes(chunk.get("sizes")), *places[name, offsets]))
-        tensors[str(name)] = TorchTensor(_code(entry), _sizes(entry.get("size")), tuple(chunks))
+        tensors[name] = TorchTensor(_code(entry), _sizes(entry.get("size")), tuple(chunks))
     return tensors
 
 
@@ -194,7 +197,7 @@ def _place(folder: Path, info: Mapping[str, Any]) -> tuple[Path, int, int]:
     if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
         raise ValueError("a chunk is in a file that is not named in the folder")
     if info.get("transform_descriptors"):
-        raise ValueError(f"chunks in {name} are compressed ({info['transform_descriptors']!r:.60})")
+        raise ValueError(f"chunks in {name} are compressed (transform_descriptors)")
     if not _is_count(start) or not _is_count(length):
         raise ValueError(f"a chunk in {name} has no place")
     file = folder / name
@@ -270,6 +273,13 @@ def _state(value: Any, kind: str) -> dict[str, Any]:
     return state
 
 
+def _name(value: Any) -> str:
+    """Returns the name of a tensor or an object. Raises ValueError for anything else than a text."""
+    if not isinstance(value, str):
+        raise ValueError("a tensor or an object has a name that is not a text")
+    return value
+
+
 def _dictionary(fields: Mapping[str, Any], name: str) -> dict[Any, Any]:
     value = fields.get(name)
     if not isinstance(value, dict):
@@ -331,6 +341,26 @@ class _Part(io.RawIOBase):
         return found
 
 
+ZIP_ERRORS = (
+    *(OSError, ValueError, KeyError, EOFError, RuntimeError, NotImplementedError),
+    zipfile.BadZipFile,
+)
+"""Errors of a damaged zip file, and of one that is encrypted or has an unknown compression."""
+
+
+def read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, most: int) -> bytes:
+    """Returns a file of a zip file of `torch.save`, which compresses nothing.
+
+    Raises ValueError for one of more than `most` bytes, and for a compressed one, whose size the zip file only claims.
+    """
+    size = member.file_size
+    if member.compress_type != zipfile.ZIP_STORED or member.compress_size != size:
+        raise ValueError(f"{member.filename} is compressed, which torch.save does not do")
+    if size > most:
+        raise ValueError(f"{member.filename} has {size:,} bytes, and {most:,} are expected at most")
+    return archive.read(member)
+
+
 def read_chunk(name: str, code: str, chunk: Chunk) -> np.ndarray:
     """Returns the values of a chunk. Raises WeightsError where its file does not have what `.metadata` describes."""
     try:
@@ -338,15 +368,7 @@ def read_chunk(name: str, code: str, chunk: Chunk) -> np.ndarray:
             part = io.BufferedReader(_Part(file, chunk.start, chunk.length))
             with zipfile.ZipFile(part) as archive:
                 return _values(archive, code, chunk.sizes)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        EOFError,
-        RuntimeError,
-        NotImplementedError,
-        zipfile.BadZipFile,
-    ) as error:
+    except ZIP_ERRORS as error:
         truth = reason_of(error)
         asked = f"reading {name} in {chunk.file}, from byte {chunk.start:,} on"
         raise by_class(error, WeightsError(asked, truth, _FIX)) from error
@@ -355,12 +377,12 @@ def read_chunk(name: str, code: str, chunk: Chunk) -> np.ndarray:
 def _values(archive: zipfile.ZipFile, code: str, sizes: tuple[int, ...]) -> np.ndarray:
     """Returns the tensor of a file of `torch.save`. Raises ValueError where it is another than is expected."""
     members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-    description = members["data.pkl"]
-    if description.file_size > _MOST_DESCRIPTION or description.compress_type:
-        raise ValueError(f"its description has {description.file_size:,} bytes, or is compressed")
-    if "byteorder" in members and archive.read(members["byteorder"]) != b"little":
-        raise ValueError("its numbers have their largest byte first")
-    called = read_pickled(archive.read(description), _TENSOR_NAMES)
+    if "byteorder" in members:
+        order = read_member(archive, members["byteorder"], _MOST_BYTEORDER)
+        if order != b"little":
+            raise ValueError("its numbers have their largest byte first")
+    description = read_member(archive, members["data.pkl"], _MOST_DESCRIPTION)
+    called = read_pickled(description, _TENSOR_NAMES)
     if not isinstance(called, Call) or len(called.arguments) < 4:
         raise ValueError("it describes no tensor")
     storage, offset, shape, strides = called.arguments[:4]
@@ -372,19 +394,20 @@ def _values(archive: zipfile.ZipFile, code: str, sizes: tuple[int, ...]) -> np.n
         raise ValueError(f"its tensor is of another type than {code}, which .metadata has")
     if _sizes(shape) != sizes or len(_sizes(strides)) != len(sizes):
         raise ValueError(f"its tensor has the shape {list(shape)}, and .metadata has {list(sizes)}")
-    if not _is_count(offset) or not _is_count(count):
-        raise ValueError("its storage has no size")
+    if not _is_count(offset) or not _is_count(count) or not isinstance(key, str):
+        raise ValueError("its storage has no size or no name")
     last = offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
     if math.prod(sizes) and last >= count:
         raise ValueError(f"its tensor ends at element {last:,} of a storage that has {count:,}")
 
     dtype = DTYPES[code]
     data = members[f"data/{key}"]
-    if data.compress_type or data.file_size != count * dtype.itemsize:
+    size = count * dtype.itemsize
+    if data.file_size != size:
         raise ValueError(
-            f"its storage takes {count:,} x {dtype.itemsize} bytes, and has {data.file_size:,}, or is compressed"
+            f"its storage takes {count:,} x {dtype.itemsize} bytes, and has {data.file_size:,}"
         )
-    values = np.frombuffer(archive.read(data), dtype)[offset:]
+    values = np.frombuffer(read_member(archive, data, size), dtype)[offset:]
     steps = [step * dtype.itemsize for step in strides]
     return np.lib.stride_tricks.as_strided(values, sizes, steps, writeable=False)
 

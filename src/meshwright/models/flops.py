@@ -18,7 +18,8 @@ from meshwright.sharding.params import Tree, is_param
 FORMULAS: dict[str, str] = {
     "attention projections": "2 D H (2 N + 2 K) per token and layer (scaling-book, transformers.md)",
     "attention": "4 s N H per token and layer, s positions attended to on average: (T + 1) / 2, fewer in a window",
-    "indexer": "2 n + 2 s N (H + 1) per token and layer, of its n weights and N heads, s positions; no backward if frozen",
+    "indexer projections": "2 n per token and layer, of its n weights (DeepSeek-V3.2)",
+    "indexer": "2 s N (H + 1) per token and layer: its N heads compare s positions, (T + 1) / 2 on average",
     "feed-forward": "2 D F per matrix, token and layer: three in SwiGLU, two in an MLP (scaling-book, transformers.md)",
     "router": "2 D E per token and layer with experts",
     "experts": "6 D F per token for each of its k experts (Mixtral, arXiv:2401.04088)",
@@ -35,11 +36,8 @@ ITEMS = {
 }
 """Role of a weight -> item that its matmul counts as; other roles are projections."""
 _ITEMS_OF_WEIGHTS = frozenset({*ITEMS.values(), "experts", "projections", "unembedding"})
-
-
-def multiplies_weights(item: str) -> bool:
-    """Whether an item of `forward_flops` counts matmuls of weights: frozen weights have no gradient of their own."""
-    return item in _ITEMS_OF_WEIGHTS
+"""Items that count matmuls of weights, which `lora` freezes."""
+INDEXER_ITEMS = frozenset({"indexer projections", "indexer"})
 
 
 def formulas(spec: ModelSpec) -> dict[str, str]:
@@ -58,20 +56,36 @@ def formula_of(item: str) -> str:
     return FORMULAS.get(item) or recurrences.get(item, "")
 
 
+def passes_of_step(model: Model, item: str, method: str = "full") -> float:
+    """Returns the FLOPs of an item of `forward_flops` in a training step over those of its forward pass.
+
+        3   a gradient of both factors of a product
+        2   a gradient of one: of frozen weights (`lora`) the input's, of an indexer's weights their own, as its input is
+            detached
+        1   none: a frozen indexer, whose choice of keys has no derivative; in its warm-up everything else
+
+    method: of fine-tuning.
+    """
+    attention = model.spec().attention if model.states_layers else ()
+    stages = {a.indexer.training for a in attention if a.indexer is not None}
+    if item in INDEXER_ITEMS:
+        if stages == {"frozen"}:
+            return 1.0
+        return 2.0 if item == "indexer projections" else 3.0
+    if "warmup" in stages:
+        return 1.0
+    if method == "lora" and item in _ITEMS_OF_WEIGHTS:
+        return 2.0
+    return 3.0
+
+
 def training_flops_per_token(model: Model, seq: int, method: str = "full") -> float:
     """Returns the FLOPs of one training step per token, forward and backward.
 
-    method: `lora` for frozen weights, which have no gradient of their own: two forward passes for their matmuls and
-    three for attention. Adapters of rank r add 3 r / width of that to a matmul, which is not counted.
+    method: of fine-tuning. Adapters of rank r add 3 r / width to the FLOPs of a matmul, which is not counted.
     """
     items = forward_flops(model, seq)
-    weightless = sum(flops for item, flops in items.items() if not multiplies_weights(item))
-    frozen = sum(items.values()) - weightless if method == "lora" else 0.0
-    # The choice of keys has no derivative: only the indexer's own loss trains it.
-    attention = model.spec().attention if model.states_layers else ()
-    trained = any(a.indexer.trained for a in attention if a.indexer is not None)
-    without_backward = 0.0 if trained else items.get("indexer", 0.0)
-    return 3.0 * sum(items.values()) - 2.0 * without_backward - frozen
+    return sum(passes_of_step(model, item, method) * flops for item, flops in items.items())
 
 
 def forward_flops(model: Model, seq: int) -> dict[str, float]:
@@ -120,7 +134,8 @@ def _layer(layer: LayerSpec, stack: Tree, seq: int) -> dict[str, float]:
         attention = layer.attention
         items["attention"] = attention.flops(seq)
         if attention.indexer is not None:
-            items["indexer"] = attention.indexer.flops(attention.causal_positions(seq))
+            items["indexer projections"] = attention.indexer.projection_flops
+            items["indexer"] = attention.indexer.score_flops(attention.causal_positions(seq))
     if layer.recurrence is not None:
         items[layer.recurrence.item] = layer.recurrence.flops(seq)
     return items

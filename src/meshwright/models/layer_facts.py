@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from meshwright.sharding.placement import replicates_kv_heads
+from meshwright.sharding.sequence import SEGMENTS, segment_tokens
 
 
 class Widths(NamedTuple):
@@ -49,6 +50,10 @@ class LatentSpec:
         return self.kv_rank + self.rope_size
 
 
+IndexTraining = Literal["frozen", "warmup", "sparse"]
+"""Stage of an indexer: as it is; it alone is trained, with attention to all keys; it is trained on the chosen keys."""
+
+
 @dataclasses.dataclass(frozen=True)
 class IndexerSpec:
     """Sizes of the indexer that chooses the keys of each query (DeepSeek-V3.2)."""
@@ -59,12 +64,21 @@ class IndexerSpec:
     """Keys that a query attends to."""
     weights: int
     """Elements of its matrices, by which every token is multiplied."""
-    trained: bool = False
-    """Whether it is trained, by a loss that computes the scores of all main heads once more."""
+    training: IndexTraining = "frozen"
 
-    def flops(self, positions: float) -> float:
-        """Returns the FLOPs of one token that is compared with `positions` keys: projections, products, their sum."""
-        return 2.0 * self.weights + 2.0 * positions * self.heads * (self.head_size + 1)
+    @property
+    def trained(self) -> bool:
+        """Whether it is trained, by a loss that computes the scores of all main heads once more."""
+        return self.training != "frozen"
+
+    @property
+    def projection_flops(self) -> float:
+        """FLOPs of one token's matmuls with its weights."""
+        return 2.0 * self.weights
+
+    def score_flops(self, positions: float) -> float:
+        """Returns the FLOPs of one token that is compared with `positions` keys: products of all heads, their sum."""
+        return 2.0 * positions * self.heads * (self.head_size + 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +142,7 @@ class AttentionSpec:
     def flops(self, seq: int) -> float:
         """Returns the FLOPs of one token's scores and weighted values, averaged over a sequence of `seq` tokens.
 
-        Only keys that an indexer chose are counted; its own work is that of `IndexerSpec.flops`.
+        Only keys that an indexer chose are counted; its own work is that of `IndexerSpec`.
         """
         positions = self.causal_positions(seq)
         if "index" in self.features and self.indexer is not None:
@@ -137,11 +151,22 @@ class AttentionSpec:
 
     def computed_flops(self, seq: int) -> float:
         """Returns the FLOPs that are computed: with an indexer, its own and those of all keys, chosen or not."""
+        flops = self.flops_of_all_keys(seq)
+        if self.indexer is not None:
+            flops += self.indexer.projection_flops
+            flops += self.indexer.score_flops(self.causal_positions(seq))
+        return flops
+
+    def flops_of_all_keys(self, seq: int) -> float:
+        """Returns the FLOPs of scores and weighted values of all keys, chosen or not.
+
+        The loss that trains an indexer computes the scores once more.
+        """
         positions = self.causal_positions(seq)
-        indexer = 0.0 if self.indexer is None else self.indexer.flops(positions)
+        flops = positions * self._flops_of_a_key
         if self.indexer is not None and self.indexer.trained:
-            indexer += 2.0 * positions * self.heads * self.head_size
-        return positions * self._flops_of_a_key + indexer
+            flops += 2.0 * positions * self.heads * self.head_size
+        return flops
 
     def computed_scores(self, seq: int) -> float:
         """Returns the scores of one token that are computed, of all heads, those of an indexer too."""
@@ -180,6 +205,12 @@ class Gathered(NamedTuple):
     array: jax.ShapeDtypeStruct
     inside: bool = False
     """Whether it is gathered inside what the backward pass recomputes whatever the remat policy keeps."""
+
+
+def _flops_of(matmuls: list[MatmulSizes]) -> float:
+    """Returns the FLOPs of matmuls."""
+    sizes = [MatmulSizes(*row) for row in matmuls]
+    return sum(2.0 * row.m * row.k * row.n * row.number for row in sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,10 +257,22 @@ class Recurrence:
         """Returns the matmuls without weights that a chunk has besides `matmuls` where `context` splits sequences."""
         return []
 
+    def composition_matmuls(self, segments: int) -> list[MatmulSizes]:
+        """Returns the matmuls by which each device composes what all segments of a sequence have sent, one after another."""
+        return []
+
     def flops(self, seq: int) -> float:
         """Returns the FLOPs of one token's forward pass in a sequence of `seq` tokens, without those of weights."""
-        sizes = [MatmulSizes(*row) for row in self.matmuls(seq)]
-        return sum(2.0 * row.m * row.k * row.n * row.number for row in sizes) / self.chunk(seq)
+        return _flops_of(self.matmuls(seq)) / self.chunk(seq)
+
+    def computed_flops(self, seq: int, context: int) -> float:
+        """Returns the FLOPs that one token's share of a device's work has where `context` devices split sequences."""
+        segment = segment_tokens(seq, context)
+        flops = _flops_of(self.matmuls(segment)) / self.chunk(segment)
+        if context > 1:
+            flops += _flops_of(self.segment_matmuls(segment)) / self.chunk(segment)
+            flops += _flops_of(self.composition_matmuls(SEGMENTS * context)) * context / seq
+        return flops
 
     def inner_bytes(self, seq: int) -> float:
         """Returns the bytes per token that the backward pass makes and drops, of all devices of `tensor` together."""

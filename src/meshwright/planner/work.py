@@ -381,11 +381,21 @@ def _matmuls_of_recurrences(
         chunks = layers * tokens / chunk / layout.shape.tensor
         for row in rows:
             sizes = MatmulSizes(*row)
-            count = sizes.number * chunks
             launches = layers * segment / chunk if sizes.scanned else layers
-            batch = max(1.0, count / launches)
-            matmuls.append(Matmul(RECURRENCE, sizes.m, sizes.k, sizes.n, count, batch=batch))
+            matmuls.append(_batched(sizes, sizes.number * chunks, launches))
+        if context > 1:
+            segments = SEGMENTS * context
+            sequences = layers * tokens * context / seq / layout.shape.tensor
+            for row in recurrence.composition_matmuls(segments):
+                sizes = MatmulSizes(*row)
+                matmuls.append(_batched(sizes, sizes.number * sequences, layers * segments))
     return matmuls
+
+
+def _batched(sizes: MatmulSizes, count: float, launches: float) -> Matmul:
+    """Returns `count` matmuls of a recurrence that so many launches compute."""
+    batch = max(1.0, count / launches)
+    return Matmul(RECURRENCE, sizes.m, sizes.k, sizes.n, count, batch=batch)
 
 
 @dataclasses.dataclass(frozen=True)

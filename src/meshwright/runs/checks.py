@@ -138,6 +138,9 @@ def check_fine_tuning(run: Run, shape: MeshShape) -> None:
     for path in (tuning.method, tuning.objective):
         check_fields(path, run, shape)
     lora = tuning.method == "lora"
+    spec = run.model.spec()
+    trains_indexer = any(a.indexer is not None and a.indexer.trained for a in spec.attention)
+    stage = getattr(run.model, "index_training", None)
     refuse(
         (
             not tuning.targets,
@@ -153,7 +156,20 @@ def check_fine_tuning(run: Run, shape: MeshShape) -> None:
             "--training.stage-saves input",
         ),
         (
-            tuning.objective == "preferences" and bool(run.model.spec().further),
+            lora and trains_indexer,
+            f"--model.index-training {stage} with --finetune.method lora",
+            "lora trains adapters and freezes everything else, the indexer too",
+            "--model.index-training frozen, or --finetune.method full",
+        ),
+        (
+            tuning.objective == "preferences" and stage == "warmup",
+            "--model.index-training warmup with --finetune.objective preferences",
+            "only the indexer is trained, and attention sees all keys: the model gives each answer "
+            "the probability that its reference gives, and learns no preference",
+            "--model.index-training frozen or sparse, or --finetune.objective answers",
+        ),
+        (
+            tuning.objective == "preferences" and bool(spec.further),
             "preferences with multi-token prediction",
             "answers have one loss, not one for each token: the layer that predicts further "
             "tokens has none",

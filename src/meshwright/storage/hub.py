@@ -38,7 +38,9 @@ def download_from_hub(
             name, repo_type=repository, revision=revision, allow_patterns=list(patterns)
         )
     except Exception as error:  # the library raises its own errors, and those of its HTTP client
-        raise by_class(error, _download_error(error, name, repository, refusal)) from error
+        raise by_class(
+            error, _download_error(error, name, repository, refusal, revision)
+        ) from error
     return Path(folder)
 
 
@@ -47,6 +49,7 @@ def _download_error(
     name: str,
     repository: str,
     refusal: Callable[[str, str], MeshwrightError],
+    revision: str | None,
 ) -> MeshwrightError:
     """Builds the error of a failed download: from whom the files are kept, or what does not answer."""
     from huggingface_hub import errors
@@ -63,10 +66,21 @@ def _download_error(
     if _is_outage(error):
         asked = refusal("", "").asked
         truth = f"the hub does not answer, and this machine has no copy: {reason_of(error)}"
-        fix = f"a network; or `hf download {name}` elsewhere, and the path of that folder"
+        command = _download_command(name, repository, revision)
+        fix = f"a network; or `{command}` elsewhere, and the path of that folder"
         return UnavailableError(asked, truth, fix)
     fix = f"the name as the hub writes it, {login}, or the path of a folder"
     return refusal(f"the hub does not give it: {reason_of(error)}", fix)
+
+
+def _download_command(name: str, repository: str, revision: str | None) -> str:
+    """Returns the command of the hub's own program that downloads the same: without a type it takes a model."""
+    words = ["hf download", name]
+    if repository != MODEL:
+        words += ["--repo-type", repository]
+    if revision is not None:
+        words += ["--revision", revision]
+    return " ".join(words)
 
 
 def _is_outage(error: Exception) -> bool:

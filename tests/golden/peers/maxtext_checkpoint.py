@@ -26,7 +26,7 @@ CONFIG = {
 }  # fmt: skip
 SCALING = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
+    "original_max_position_embeddings": 8192,
 }  # fmt: skip
 CONFIGS = {
     "llama": CONFIG,

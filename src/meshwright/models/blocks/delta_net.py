@@ -124,6 +124,11 @@ class DeltaSpec(Recurrence):
             MatmulSizes(H, C, size, heads, scanned=True),
         ]
 
+    def composition_matmuls(self, segments: int) -> list[MatmulSizes]:
+        """Returns the matmuls of `_states_before` for a sequence: A of each segment with the state before it."""
+        H, heads = self.key_size, self.groups * self.heads
+        return [MatmulSizes(H, H, self.value_size, segments * heads, scanned=True)]
+
     def inner_bytes(self, seq: int) -> float:
         """Returns the bytes per token that the backward pass recomputes, float32, with their gradients.
 

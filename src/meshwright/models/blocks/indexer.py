@@ -14,7 +14,6 @@ added over the main heads and divided by their sum, and S[t] the keys that it at
 """
 
 import dataclasses
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +28,10 @@ from meshwright.errors import refuse
 from meshwright.models.blocks.layers import Norm, linear
 from meshwright.models.blocks.rotary import Rotary
 from meshwright.models.kernels.attention import Index, sequence_positions, visible_keys
-from meshwright.models.layer_facts import IndexerSpec
+from meshwright.models.layer_facts import IndexerSpec, IndexTraining
 from meshwright.models.model import Aux, Metrics, Tokens
 from meshwright.sharding.params import Param, Tree
 
-IndexTraining = Literal["frozen", "warmup", "sparse"]
-"""Stage of an indexer: as it is; it alone is trained, with attention to all keys; it is trained on the chosen keys."""
 _NORM = Norm("layer", 1e-6, bias=True)
 """Norm of the keys; its constant is that of the released code, whatever that of the other norms is."""
 
@@ -77,9 +74,7 @@ class Indexer:
         """Its sizes, for FLOPs, the planner and the cache."""
         queries = self.query_rank * self.heads * self.head_size
         weights = queries + self.width * (self.head_size + self.heads)
-        return IndexerSpec(
-            self.heads, self.head_size, self.top_k, weights, self.training != "frozen"
-        )
+        return IndexerSpec(self.heads, self.head_size, self.top_k, weights, self.training)
 
     def params(self, layers: int) -> dict[str, Param]:
         """Returns the parameters of a stack of `layers` layers."""

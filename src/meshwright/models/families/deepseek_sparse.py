@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 
 from meshwright.config import MeshShape
 from meshwright.declarations import changes
-from meshwright.models.blocks.indexer import Indexer, IndexTraining, divergence_metric
+from meshwright.models.blocks.indexer import Indexer, divergence_metric
 from meshwright.models.blocks.rotary import Rotary
 from meshwright.models.families.deepseek import Deepseek
+from meshwright.models.layer_facts import IndexTraining
 from meshwright.models.model import Aux, Metrics
 from meshwright.ranges import PositiveInt
 from meshwright.sharding.params import Param, Tree
