@@ -34,7 +34,7 @@ def calibrate_target(target: Target, calibration: Mapping[str, Any]) -> Target:
     bandwidth of a collective inside one node; `attention` and `grouped_matmul` are of `bench hardware`. A TPU keeps its
     fraction of ICI, because a benchmark does not tell which links an axis used. Rates of traced
     training steps (`step`) replace those of benchmarks. A fraction above 1 is of something else than was
-    measured: the chip keeps its own, and the source says so. Returns `target` itself where the
+    measured: the chip keeps its own, and `efficiency_source` names it. Returns `target` itself where the
     calibration is of another chip.
     """
     chip, efficiency = target.chip, target.efficiency
