@@ -20,10 +20,12 @@ from tiny_runs import (
     train_on_one_device,
 )
 
+from meshwright.analysis.run_census import census_of_train_step
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.fine_tuning import FineTune
 from meshwright.generation.cache import CachePlan
+from meshwright.hardware.interconnect import machine_of_target
 from meshwright.hardware.machine import Machine
 from meshwright.hardware.targets import parse_target
 from meshwright.models.flops import forward_flops, training_flops_per_token
@@ -33,7 +35,9 @@ from meshwright.models.kernels.attention import (
     reference_attention,
     sequence_positions,
 )
+from meshwright.planner.compute import Computation
 from meshwright.planner.search import price_run
+from meshwright.planner.work import recomputed_roles, work_of
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.settle import settle
 from meshwright.sharding.params import named_leaves
@@ -170,7 +174,7 @@ def test_a_fine_tuning_that_would_not_train_what_is_asked_is_refused(
 
 
 def test_flops_and_plans_count_what_each_is_about() -> None:
-    """Model FLOPs count chosen keys, plans all: of 64 tokens, a query sees (64 + 1) / 2 on average and 5 are chosen."""
+    """Model FLOPs count chosen keys, plans all 64: a query may see (64 + 1) / 2 of them on average, and 5 are chosen."""
     seq, layers, sparse = 64, DEEPSEEK_SPARSE.layers, DEEPSEEK_SPARSE
     dense, found = forward_flops(DEEPSEEK, seq), forward_flops(sparse, seq)
     chosen = (1 + 2 + 3 + 4 + 5 * 60) / 64
@@ -197,12 +201,43 @@ def test_flops_and_plans_count_what_each_is_about() -> None:
         of_step = passes * text + 2 * projections + 3 * scores
         assert training_flops_per_token(staged, seq) == pytest.approx(of_step)
     attention = sparse.spec().attention[0]
-    of_all = DEEPSEEK.spec().attention[0].flops(seq)
-    assert attention.computed_flops(seq) == pytest.approx(of_all + indexer / layers)
+    assert attention.computed_flops(seq) == pytest.approx(seq * of_a_key)
+    of_all_pairs = 2 * weights + 2 * seq * 8 * (8 + 1)
+    assert attention.index_work(seq, 4).flops == pytest.approx(4 * of_all_pairs)
 
     runs = [tiny_run(model, "fsdp=8", seq=seq) for model in (DEEPSEEK, sparse)]
     plans = [price_run(run, parse_target("h100:8")) for run in runs]
     assert plans[1].estimate.seconds > plans[0].estimate.seconds
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "tensor=8"])
+def test_plans_have_the_flops_of_a_compiled_indexer(mesh: str) -> None:
+    """Every device of `tensor` computes the complete indexer: what a larger one adds is compared with the program's."""
+    compiled, planned = [], []
+    for heads, size in ((8, 8), (32, 64)):
+        model = dataclasses.replace(DEEPSEEK_SPARSE, index_n_heads=heads, index_head_dim=size)
+        run = tiny_run(model, mesh, seq=64, batch=8, remat="none")
+        compiled.append(census_of_train_step(device_run_of(run)).flops.compiled)
+        planned.append(work_of(place_run(run)).indexers.flops)
+    assert planned[1] - planned[0] == pytest.approx(compiled[1] - compiled[0], rel=0.1)
+
+
+def test_the_plan_of_a_warm_up_has_the_backward_pass_of_the_indexer_only() -> None:
+    """All keys are seen as without an indexer; the loss computes scores of the main heads once more."""
+    target, seq = parse_target("h100:8"), 4096
+    model = dataclasses.replace(DEEPSEEK_SPARSE, index_training="warmup")
+    computations = []
+    for m in (model, dataclasses.replace(model, index_training="sparse")):
+        run = tiny_run(m, "fsdp=8", seq=seq, remat="full")
+        placed = place_run(run)
+        settled = settle(placed, machine_of_target(target, placed.layout.shape))
+        recomputed = recomputed_roles(run.training.remat)
+        computations.append(Computation(settled, work_of(settled), recomputed, target))
+    warmup, sparse = computations
+    assert warmup.passes["forward"].matmul == sparse.passes["forward"].matmul
+    assert warmup.passes["backward"].matmul == warmup.passes["recomputation"].matmul == 0
+    assert warmup.passes["backward"].attention > 0
+    assert 2 * warmup.unembedding_seconds < sparse.unembedding_seconds
 
 
 @pytest.mark.parametrize("machine", [("tpu", "v5p", "TPU v5p"), ("gpu", "h100", "NVIDIA H100")])

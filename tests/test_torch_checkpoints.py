@@ -216,7 +216,7 @@ def test_a_byteorder_that_decompresses_without_end_is_refused(tmp_path: Path) ->
     file = tmp_path / "__0_0.distcp"
     with zipfile.ZipFile(file, "w", zipfile.ZIP_BZIP2) as archive:
         archive.writestr("archive/byteorder", bytes(2**26))
-        archive.writestr("archive/data.pkl", b"")
+        archive.writestr("archive/data.pkl", b"", zipfile.ZIP_STORED)
     content = file.read_bytes().replace((2**26).to_bytes(4, "little"), bytes([6, 0, 0, 0]))
     file.write_bytes(content)
     tracemalloc.start()

@@ -66,13 +66,12 @@ def passes_of_step(model: Model, item: str, method: str = "full") -> float:
 
     method: of fine-tuning.
     """
-    attention = model.spec().attention if model.states_layers else ()
-    stages = {a.indexer.training for a in attention if a.indexer is not None}
-    if item in INDEXER_ITEMS:
-        if stages == {"frozen"}:
+    spec = model.spec() if model.states_layers else None
+    if spec is not None and item in INDEXER_ITEMS:
+        if not any(a.indexer.trained for a in spec.attention if a.indexer is not None):
             return 1.0
         return 2.0 if item == "indexer projections" else 3.0
-    if "warmup" in stages:
+    if spec is not None and spec.trains_only_indexers:
         return 1.0
     if method == "lora" and item in _ITEMS_OF_WEIGHTS:
         return 2.0

@@ -81,6 +81,15 @@ class IndexerSpec:
         return 2.0 * positions * self.heads * (self.head_size + 1)
 
 
+class IndexWork(NamedTuple):
+    """FLOPs and scores of a layer's indexer, by pass."""
+
+    flops: float = 0.0
+    scores: float = 0.0
+    backward_flops: float = 0.0
+    backward_scores: float = 0.0
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
     """Attention of one layer."""
@@ -149,13 +158,42 @@ class AttentionSpec:
             positions = dataclasses.replace(self, window=self.indexer.top_k).causal_positions(seq)
         return positions * self._flops_of_a_key
 
+    def computed_positions(self, seq: int) -> float:
+        """Returns the keys that one token's scores are computed of, on average.
+
+        Only reference attention has keys chosen by an indexer, and it computes those of the complete sequence.
+        """
+        return seq if "index" in self.features else self.causal_positions(seq)
+
     def computed_flops(self, seq: int) -> float:
-        """Returns the FLOPs that are computed: with an indexer, its own and those of all keys, chosen or not."""
-        flops = self.flops_of_all_keys(seq)
-        if self.indexer is not None:
-            flops += self.indexer.projection_flops
-            flops += self.indexer.score_flops(self.causal_positions(seq))
-        return flops
+        """Returns the FLOPs of one token's scores and weighted values that are computed, of keys that it sees or not."""
+        return self.computed_positions(seq) * self._flops_of_a_key
+
+    def computed_scores(self, seq: int) -> float:
+        """Returns the scores of one token that are computed, of all heads."""
+        return self.heads * self.computed_positions(seq)
+
+    def index_work(self, seq: int, tensor: int) -> "IndexWork":
+        """Returns what the indexer computes for one token, on all of `tensor` devices together.
+
+        Each of them chooses the keys of all tokens. The loss compares each token once, with all keys of the sequence, and
+        has the scores of the main heads anew.
+        """
+        if self.indexer is None:
+            return IndexWork()
+        indexer = self.indexer
+        flops = tensor * indexer.projection_flops
+        scores = 0.0
+        if "index" in self.features:
+            flops += tensor * indexer.score_flops(seq)
+            scores += tensor * indexer.heads * seq
+        if not indexer.trained:
+            return IndexWork(flops, scores)
+        flops += indexer.score_flops(seq) + 2.0 * seq * self.heads * self.head_size
+        scores += (indexer.heads + self.heads) * seq
+        # Its input is detached: a projection has the gradient of its weight only.
+        backward = tensor * indexer.projection_flops + 2.0 * indexer.score_flops(seq)
+        return IndexWork(flops, scores, backward, indexer.heads * seq)
 
     def flops_of_all_keys(self, seq: int) -> float:
         """Returns the FLOPs of scores and weighted values of all keys, chosen or not.
@@ -167,13 +205,6 @@ class AttentionSpec:
         if self.indexer is not None and self.indexer.trained:
             flops += 2.0 * positions * self.heads * self.head_size
         return flops
-
-    def computed_scores(self, seq: int) -> float:
-        """Returns the scores of one token that are computed, of all heads, those of an indexer too."""
-        heads = self.heads
-        if self.indexer is not None:
-            heads += self.indexer.heads + self.heads * self.indexer.trained
-        return heads * self.causal_positions(seq)
 
     @property
     def _flops_of_a_key(self) -> float:

@@ -27,6 +27,7 @@ from meshwright.models.layer_facts import ExpertBuffers as ExpertBuffers
 from meshwright.models.layer_facts import ExpertSpec as ExpertSpec
 from meshwright.models.layer_facts import Gathered as Gathered
 from meshwright.models.layer_facts import IndexerSpec as IndexerSpec
+from meshwright.models.layer_facts import IndexWork as IndexWork
 from meshwright.models.layer_facts import LatentSpec as LatentSpec
 from meshwright.models.layer_facts import LayerSpec as LayerSpec
 from meshwright.models.layer_facts import MatmulSizes as MatmulSizes
@@ -276,6 +277,12 @@ class ModelSpec:
     def attention(self) -> tuple[AttentionSpec, ...]:
         """Attention of the layers that have one, in order."""
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
+
+    @functools.cached_property
+    def trains_only_indexers(self) -> bool:
+        """Whether indexers are in their warm-up: no loss but theirs has a backward pass."""
+        indexers = [a.indexer for a in self.attention if a.indexer is not None]
+        return any(indexer.training == "warmup" for indexer in indexers)
 
     @functools.cached_property
     def recurrences(self) -> tuple[Recurrence, ...]:

@@ -30,6 +30,8 @@ class AttentionKernel:
     flops_per_second: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Rate of the forward and of the backward pass where its bundles are known, instead of `rate`; both of the products
     that causal attention needs."""
+    index_bytes: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """HBM bytes that it moves per score of an indexer, by pass: no kernel keeps those on the chip."""
 
 
 def attention_kernel(settled: Settled, physics: Physics) -> AttentionKernel:
@@ -37,10 +39,35 @@ def attention_kernel(settled: Settled, physics: Physics) -> AttentionKernel:
     attention = settled.layout.spec.attention
     if not settled.run.model.states_layers:
         return AttentionKernel(backward=0.0)
-    backward = settled.kernels.backward
+    kernel = AttentionKernel(settled.kernels.backward)
+    if any(a.indexer is not None for a in attention):
+        of_index = {name: n for name, (n, _) in _bytes_of_scores(settled, physics).items()}
+        kernel = dataclasses.replace(kernel, index_bytes=of_index)
     if not attention or settled.kernels.fused:
-        return AttentionKernel(backward, flops_per_second=rates_of_bundles(settled))
-    return AttentionKernel(backward, score_bytes=_score_bytes(settled, physics))
+        return dataclasses.replace(kernel, flops_per_second=rates_of_bundles(settled))
+    if settled.kernels.name == "reference":
+        return _reference_kernel(kernel, settled, physics)
+    return dataclasses.replace(kernel, score_bytes=_score_bytes(settled, physics))
+
+
+def _reference_kernel(
+    kernel: AttentionKernel, settled: Settled, physics: Physics
+) -> AttentionKernel:
+    """Returns the price of reference attention, which computes the scores of all pairs of query and key."""
+    attention = settled.layout.spec.attention
+    seq = settled.run.training.seq
+    computed = sum(a.heads * seq for a in attention)
+    counted = sum(a.computed_scores(seq) for a in attention)
+    score_bytes = {}
+    for name, (of_score, of_element) in _bytes_of_scores(settled, physics).items():
+        elements = max(a.head_size for a in attention) / seq
+        score_bytes[name] = computed / counted * (of_score + of_element * elements)
+    return dataclasses.replace(kernel, score_bytes=score_bytes, speed=counted / computed)
+
+
+def _bytes_of_scores(settled: Settled, physics: Physics) -> Mapping[str, tuple[float, float]]:
+    """Returns the HBM bytes of a score and of a query's element, by pass."""
+    return physics.tpu_score_bytes if settled.machine.on_tpu else physics.gpu_score_bytes
 
 
 def rates_of_bundles(settled: Settled) -> dict[str, float]:
@@ -104,8 +131,7 @@ def _score_bytes(settled: Settled, physics: Physics) -> dict[str, float]:
     visible = sum(a.heads * a.causal_positions(seq) for a in attention)
     visited = sum(a.heads * visited_positions(a, seq, block) for a in attention) / visible
     elements = max(a.head_size for a in attention) / block
-    counted = physics.tpu_score_bytes if settled.machine.on_tpu else physics.gpu_score_bytes
     return {
         name: visited * (of_score + of_element * elements)
-        for name, (of_score, of_element) in counted.items()
+        for name, (of_score, of_element) in _bytes_of_scores(settled, physics).items()
     }

@@ -255,6 +255,8 @@ class Computation:
     @functools.cached_property
     def logit_passes(self) -> int:
         """Forward passes of the unembedding: the backward pass computes logits again, a chunk at a time."""
+        if self.settled.layout.spec.trains_only_indexers:
+            return 1
         preferences = self.settled.run.finetune.objective == "preferences"
         return 3 if preferences else 2
 
@@ -309,6 +311,10 @@ class Computation:
             scores=scores * times if scores > attention else 0.0,
         )
 
+    def _is_without_gradients(self, name: str) -> bool:
+        """Whether only indexers take part in a pass: their warm-up trains nothing else."""
+        return name != "forward" and self.settled.layout.spec.trains_only_indexers
+
     def _recomputes_nothing(self, name: str) -> bool:
         """Whether a pass is a recomputation of at most the scores of attention."""
         return name == "recomputation" and not self.recomputed - {"scores"}
@@ -341,6 +347,8 @@ class Computation:
 
     def _products_of(self, name: str) -> list[Product]:
         """Returns the products that a pass computes."""
+        if self._is_without_gradients(name):
+            return []
         if name != "recomputation":
             return self._products
         # Recurrences are computed again from their inputs, whatever the policy keeps.
@@ -368,17 +376,30 @@ class Computation:
         if rate is None:
             fraction: float = getattr(self.target.efficiency, self.kernel.rate)
             rate = self.target.chip.flops_bf16 * self.kernel.speed * fraction
-        scores = 0.0
+        index_flops, index_scores = self._index_work(name)
+        moved = index_scores * self.kernel.index_bytes.get(name, 0)
         if passes:
-            scores = self.work.scores * self.kernel.score_bytes.get(name, 0) / self.bandwidth
+            moved += self.work.scores * self.kernel.score_bytes.get(name, 0)
+        scores = moved / self.bandwidth
         if self.on_gpu:
             scores *= self._elementwise_factor
-        return passes * self.work.attention / rate, scores
+        return (passes * self.work.attention + index_flops) / rate, scores
+
+    def _index_work(self, name: str) -> tuple[float, float]:
+        """Returns the FLOPs and scores of indexers in a pass. No remat policy but that of everything keeps any."""
+        indexers = self.work.indexers
+        if name == "backward":
+            return indexers.backward_flops, indexers.backward_scores
+        if name == "recomputation" and not self.recomputed - {"scores"}:
+            return 0.0, 0.0
+        return indexers.flops, indexers.scores
 
     def _attention_passes(self, name: str) -> float:
         """Returns how often a pass computes attention, in forward passes of it."""
         if name == "forward":
             return 1.0
+        if self._is_without_gradients(name):
+            return 0.0
         if name == "backward":
             return self.kernel.backward
         needed = {"attention", "scores"} if self.kernel.keeps_scores else {"attention"}
@@ -393,6 +414,8 @@ class Computation:
 
     def _elementwise_bytes(self, name: str) -> float:
         """Returns the HBM bytes that a pass moves besides matmuls and scores."""
+        if self._is_without_gradients(name):
+            return 0.0
         moved = self._residual_bytes(name)
         moved += self._hidden_bytes(name)
         moved += self._chunk_bytes(name)
@@ -404,7 +427,7 @@ class Computation:
 
     def _residual_copies(self, name: str) -> float:
         """Returns how often a pass reads or writes the residual stream of a layer."""
-        if self._recomputes_nothing(name):
+        if self._recomputes_nothing(name) or self._is_without_gradients(name):
             return 0
         return self.physics.residual_copies[name]
 
@@ -480,7 +503,7 @@ class Computation:
         seconds = 0.0
         for _ in range(self.logit_passes):
             seconds += product.forward.compute
-        for gradient in product.gradients:
+        for gradient in () if self._is_without_gradients("backward") else product.gradients:
             seconds += gradient.compute
         if not self.target.chip.on_torus:
             seconds += self.physics.gpu_loss_bytes * unembedding.m * unembedding.n / self.bandwidth

@@ -12,7 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from meshwright.config import MeshShape
-from meshwright.models.model import ExpertSpec, MatmulSizes, Model, Recurrence, Widths, padded_vocab
+from meshwright.models.model import (
+    ExpertSpec,
+    IndexWork,
+    MatmulSizes,
+    Model,
+    Recurrence,
+    Widths,
+    padded_vocab,
+)
 from meshwright.models.quantisation import find_precision
 from meshwright.models.remat import ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, QKV, REMAT_POLICIES
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
@@ -107,6 +115,8 @@ class Work:
     """Roles whose outputs the backward pass reads: policies that save names compute them again."""
     expert_hidden: float = 0.0
     """Of `ffn_hidden`, elements of the hidden layers of routed experts."""
+    indexers: IndexWork = IndexWork()
+    """FLOPs and scores of the indexers of all layers, by pass."""
     over_tensor: float = 0.0
     """Bytes of activations that such a loss sums over `tensor`."""
 
@@ -148,6 +158,8 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
     attention = [layer.attention for layer in layers if layer.attention is not None]
     attention_flops = sum(a.computed_flops(seq) for a in attention)
     scores = sum(a.computed_scores(seq) for a in attention)
+    index_work = [a.index_work(seq, shape.tensor) for a in attention]
+    indexers = [sum(column) for column in zip(IndexWork(), *index_work, strict=True)]
     vocab = padded_vocab(layout.model) // shape.over(VOCAB_AXES)
     recurrences = _matmuls_of_recurrences(layout, seq, tokens, fraction)
     return Work(
@@ -158,6 +170,7 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
         unembedding=Matmul("unembedding", tokens * (1 + len(spec.further)), spec.width, vocab),
         attention=attention_flops * tokens * fraction / shape.tensor,
         scores=scores * tokens * fraction / shape.tensor,
+        indexers=IndexWork(*(total * tokens * fraction / shape.tensor for total in indexers)),
         widths=_mean_widths(layout),
         ffn_hidden=max(_hidden_elements(weights, rows, tokens).values(), default=0.0),
         experts=float(max((e.experts_per_token for e in experts.values()), default=0)),
