@@ -1,6 +1,7 @@
 """No printed difference or ratio is clamped: a loss that is shown as no gain hides what it was printed for.
 
-A clamp is `max` of zero and a difference, or `min` of one and a ratio, in anything that plans, measures or prints.
+A clamp is `max` of zero and a difference, or `min` of one and a ratio, in anything that plans, measures or prints. Of
+0.0 or 1.0 anything else counts too: a difference or ratio may have a name.
 Each that stands is judged here, with the reason why what it cuts off is not a figure that anyone reads.
 """
 
@@ -53,8 +54,10 @@ def clamps_of(tree: ast.AST, room: str = "") -> Iterator[str]:
             ):
                 continue
             operation = CLAMPS.get((name, argument.value))
+            if operation is None:
+                continue
             inner = (part for other in node.args for part in ast.walk(other))
-            if operation and any(
+            if isinstance(argument.value, float) or any(
                 isinstance(part, ast.BinOp) and isinstance(part.op, operation) for part in inner
             ):
                 yield ast.unparse(node)
@@ -76,6 +79,10 @@ INDEX = "an index into an array, whose ends it keeps"
 WAIT = "a time that is waited, which is not negative"
 AGE = "an age by the clock of another host, which may be ahead of this one"
 JUDGED: dict[tuple[str, str], str] = {
+    (
+        "bench/compiled_plans.py",
+        "min(axes.get_xlim()[0], axes.get_ylim()[0], 1.0)",
+    ): "the ends of a plot's axes",
     ("bench/hlo_lines.py", "max(0, -(-(last - first + more) // step))"): COUNT,
     ("bench/hlo_lines.py", "max(0, min(out - 1, high) - low + 1)"): COUNT,
     ("bench/overheads.py", "max(0.0, STEP - took)"): WAIT,
@@ -132,6 +139,30 @@ JUDGED: dict[tuple[str, str], str] = {
         "min(1.0, free / more)",
     ): "no more layers save than there are",
     ("src/meshwright/planner/pipeline.py", "max(0.0, ticks - busy)"): WAIT,
+    (
+        "src/meshwright/planner/pipeline.py",
+        "max(0.0, recomputed)",
+    ): "tasks that recompute nothing differ from the microbatches by rounding only",
+    (
+        "src/meshwright/analysis/run_census.py",
+        "min(1.0, fraction)",
+    ): "rows of a buffer that hold tokens, no more than it has",
+    (
+        "bench/foresight/report.py",
+        "min(1.0, ALONE[family] * statistics.mean(ratios))",
+    ): "a constant of a prediction that is judged: no chip multiplies above its peak",
+    (
+        "bench/foresight/left_out.py",
+        "min(1.0, ALONE[owner] * ratio)",
+    ): "a constant of a prediction that is judged: no chip multiplies above its peak",
+    (
+        "src/meshwright/planner/step_kinds.py",
+        "min(1.0, max(0.0, overlap))",
+    ): "an end whose planned seconds are not those measured is refused with both",
+    (
+        "src/meshwright/planner/step_kinds.py",
+        "max(0.0, overlap)",
+    ): "an end whose planned seconds are not those measured is refused with both",
     ("src/meshwright/trainer/heartbeat.py", "max(0.0, now - status.st_mtime)"): AGE,
     ("src/meshwright/views/run_status.py", "max(0.0, now - at)"): AGE,
     ("src/meshwright/views/run_status.py", "max(0.0, now - written)"): AGE,
@@ -160,4 +191,10 @@ def test_a_clamped_saving_would_be_found() -> None:
         "max(0.0, 1 - best / same)",
         "min(1.0, done / all_of_it)",
     ]
+    named = "saved = max(0.0, difference)\nfraction = min(1.0, measured.ratio)"
+    assert sorted(clamps_of(ast.parse(named))) == [
+        "max(0.0, difference)",
+        "min(1.0, measured.ratio)",
+    ]
     assert not list(clamps_of(ast.parse("n = max(1, end - start); fraction = min(2, a / b)")))
+    assert not list(clamps_of(ast.parse("n = max(0, count); fraction = min(1, count)")))

@@ -127,6 +127,14 @@ def test_plans_use_what_a_bench_measured() -> None:
         f"2026-11-01: matmul 0.50 for {target.efficiency.matmul:.2f}" in measured.efficiency_source
     )
     assert str(measured) == str(target)
+    # A rate above the data sheet is of something else: it is named, and not cut to the peak.
+    faster = {**calibration, "memory_bandwidth": 1.2 * chip.hbm_bandwidth, "grouped_matmul": 1.1}
+    above = calibrate_target(target, faster)
+    assert above.efficiency.hbm == target.efficiency.hbm
+    assert above.efficiency.grouped_matmul == target.efficiency.grouped_matmul
+    assert above.efficiency.matmul == efficiency.matmul
+    assert "hbm not taken: 1.200 of the data sheet" in above.efficiency_source
+    assert "grouped_matmul not taken: 1.100 of the rate of matmuls" in above.efficiency_source
     placed = placed_recipe("llama3-8b", "fsdp=16", batch=16)
     assert estimate(placed, measured).seconds > estimate(placed, target).seconds
     for other in (

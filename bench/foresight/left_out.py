@@ -76,11 +76,12 @@ READ_BY_HAND: dict[Constant, tuple[str, str, float]] = {
     ("v6e", "hbm"): ("MaxText", "profiles (`kinds.py`)", TPU_DEFAULTS.hbm),
     ("v6e", "overlap"): ("MaxText", "profiles (`kinds.py`)", TPU_DEFAULTS.overlap),
     ("b300", "attention"): (
-        "Megatron-Core, NeMo, Megatron-Bridge", "steps of NeMo", GPU_EFFICIENCY.attention,
+        "Megatron-Core, NeMo, Megatron-Bridge", "no recorded source; B200's fit until 2026-11-24",
+        GPU_EFFICIENCY.attention,
     ),
 }  # fmt: skip
-"""Constants that were read from one program's steps or profiles by hand, which no fit sets: whose they are, what they
-were read from, and the value that replaces them where that program is left out."""
+"""Constants that were read from one program's steps or profiles by hand, or have no source, and which no fit sets:
+the program whose rows they may be of, what they were read from, and the value that replaces them without that program."""
 
 
 def has_experts(row: Row) -> bool:

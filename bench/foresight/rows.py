@@ -202,7 +202,7 @@ def read_row(row: dict[str, str]) -> Row:
     if "V100" in row["hardware"] or "v3" in row["hardware"]:
         raise NotPriced("a chip that is not in hardware/chips.py")
     if "Mamba" in row["model"]:
-        raise NotPriced("layers of Mamba, which no family here has")
+        raise NotPriced("layers of Mamba, which this reader does not build")
     model, target, software = read_model(row), read_target(row), software_of(row)
     batch = re.search(r"GBS=(\d+) seqs", row["per_device_batch or global_batch (tokens)"])
     if not batch:

@@ -13,12 +13,13 @@ from meshwright.api.verb import Call, Outcome, RunOptions
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.formatting import Brief, format_count
-from meshwright.hardware.targets import parse_target
+from meshwright.hardware.targets import Target, parse_target
+from meshwright.planner.explain import announced_note
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
 from meshwright.trust import own
-from meshwright.views.draw import MachineGrid, PipelineTimeline, draw_machine, machine_of_target
+from meshwright.views.draw import PipelineTimeline, draw_machine, machine_of_target
 from meshwright.views.layout_page import LayoutReport, layout_page, layout_report, tensor_pictures
 from meshwright.views.report import Report
 
@@ -100,8 +101,11 @@ class ShowOptions(RunOptions):
         shown = show(self.run)
         placed = shown.placed
         shape = placed.layout.shape
-        machine = _machine(self.machine, shape) if self.machine else None
-        page = layout_page(placed, machine)
+        target = _machine(self.machine, shape) if self.machine else None
+        machine = machine_of_target(target) if target is not None else None
+        note = announced_note(target) if target is not None else None
+        notes = [note] if note else []
+        page = layout_page(placed, machine, notes)
         drawings: list[RenderableType] = []
         if shape.stage > 1:
             drawings.append(PipelineTimeline(placed.schedule_table))
@@ -113,7 +117,7 @@ class ShowOptions(RunOptions):
             drawings.append(Columns(pictures, padding=(0, 3)))
         if self.html:
             page.write(self.html)
-        record = {**dataclasses.asdict(shown.report), "mesh": str(shape)}
+        record = {**dataclasses.asdict(shown.report), "mesh": str(shape), "notes": notes}
         return Outcome(functools.partial(_print_with, page, drawings), record)
 
 
@@ -124,7 +128,7 @@ def _print_with(page: Report, drawings: Sequence[RenderableType], console: Conso
         console.print(drawing)
 
 
-def _machine(text: str, shape: MeshShape) -> MachineGrid:
+def _machine(text: str, shape: MeshShape) -> Target:
     """Parses --machine.
 
     Raises ConfigError where it is not a target, or has another number of devices than the mesh.
@@ -136,4 +140,4 @@ def _machine(text: str, shape: MeshShape) -> MachineGrid:
             f"the machine has {target.devices} devices, and the mesh {shape.size}",
             f"--mesh fsdp={target.devices}, or the machine of {shape.size} devices",
         )
-    return machine_of_target(target)
+    return target

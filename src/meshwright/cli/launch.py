@@ -17,7 +17,7 @@ from meshwright.cli.parse import options_of
 from meshwright.cli.verbs import kind_of, parse_verb
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
-from meshwright.hardware.targets import parse_target
+from meshwright.hardware.targets import parse_target, refuse_announced
 from meshwright.launching.schedulers import SCHEDULERS, Job, accelerators_of, legal_name, pairs
 from meshwright.ranges import NonNegativeInt, PositiveInt, Ranged
 from meshwright.trainer.relations import check_run
@@ -169,7 +169,11 @@ def _job(options: LaunchOptions, words: Sequence[str]) -> tuple[Job, Any, str | 
         arguments = _with_out(options, name, arguments)
     parsed, target = _parse_command(verb, arguments)
     hardware = options.target or target
-    accelerators = None if hardware is None else accelerators_of(parse_target(hardware))
+    accelerators = None
+    if hardware is not None:
+        machine = parse_target(hardware)
+        refuse_announced(machine, f"launching on {machine}")
+        accelerators = accelerators_of(machine)
     hosts = options.hosts or (accelerators.hosts if accelerators else 1)
     if accelerators is not None and hosts != accelerators.hosts:
         raise ConfigError(

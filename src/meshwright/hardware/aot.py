@@ -16,7 +16,7 @@ from typing import Any
 
 from meshwright.errors import CompilerError, ConfigError, by_class, reason_of
 from meshwright.hardware.chips import CHIPS
-from meshwright.hardware.targets import Target, format_size
+from meshwright.hardware.targets import Target, format_size, refuse_announced, usable_chips
 
 # JAX opens no TPU, several processes may compile at once, and libtpu does not query the cloud
 # metadata server.
@@ -42,19 +42,13 @@ def require_compiler(target: Target) -> None:
 
     Raises ConfigError for a chip that no compiler here knows.
     """
-    if target.chip.announced:
-        raise ConfigError(
-            f"compiling for {target}",
-            f"{target.chip.name} is only announced ({target.chip.announced}): no compiler here "
-            "knows it",
-            f"use meshwright plan, or one of {', '.join(_usable())}",
-        )
+    refuse_announced(target, f"compiling for {target}")
     if target.name not in CHIPS:
         truth = "no installed compiler knows this chip; it can only be planned for"
         raise ConfigError(
             f"compiling for {target}",
             truth,
-            f"use meshwright plan, or one of {', '.join(_usable())}",
+            f"use meshwright plan, or one of {', '.join(usable_chips())}",
         )
     if target.chip.on_torus:
         if importlib.util.find_spec("libtpu") is None:
@@ -74,11 +68,6 @@ def require_compiler(target: Target) -> None:
             "nvidia-cudnn-cu13 "
             "(no GPU is needed)",
         )
-
-
-def _usable() -> list[str]:
-    """Returns the names of the chips that a compiler knows."""
-    return [name for name, chip in CHIPS.items() if not chip.announced]
 
 
 def compiler_environment(target: Target) -> dict[str, str]:

@@ -59,6 +59,25 @@ class Target:
         return self.slices if self.chip.on_torus else self.topology[0]
 
 
+def usable_chips() -> list[str]:
+    """Returns the names of the chips that others can use, which a compiler knows."""
+    return [name for name, chip in CHIPS.items() if not chip.announced]
+
+
+def refuse_announced(target: Target, doing: str) -> None:
+    """Raises ConfigError for a chip that is only announced.
+
+    doing: what cannot be done on it, as a noun phrase.
+    """
+    if target.chip.announced:
+        raise ConfigError(
+            doing,
+            f"{target.chip.name} is only announced ({target.chip.announced}): no compiler here "
+            "knows it, and it cannot be used",
+            f"use meshwright plan, or one of {', '.join(usable_chips())}",
+        )
+
+
 def format_size(topology: tuple[int, ...]) -> str:
     """Formats a topology: `4x4x8`."""
     return "x".join(map(str, topology))

@@ -337,14 +337,14 @@ def smaller_machine_note(run: Run, result: SearchResult) -> str | None:
 
 
 def announced_note(target: Target) -> str | None:
-    """States that a chip is only announced, and where each figure that was not announced is from."""
+    """States that a chip is only announced, and where each figure is from that was not, or not in full."""
     chip = target.chip
     if not chip.announced:
         return None
     unsaid = [
         f"{field} is {source}"
         for field, source in chip.sources.items()
-        if source.startswith(("derived", "assumed"))
+        if "derived" in source or "assumed" in source
     ]
     return "; ".join([f"{chip.name} is announced, not measured ({chip.announced})", *unsaid])
 

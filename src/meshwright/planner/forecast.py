@@ -33,7 +33,8 @@ def calibrate_target(target: Target, calibration: Mapping[str, Any]) -> Target:
     `matmul` is the best bfloat16 matmul, relative to what its shape allows; `hbm` a copy; `links` the best bus
     bandwidth of a collective inside one node; `attention` and `grouped_matmul` are of `bench hardware`. A TPU keeps its
     fraction of ICI, because a benchmark does not tell which links an axis used. Rates of traced
-    training steps (`step`) replace those of benchmarks. Returns `target` itself where the
+    training steps (`step`) replace those of benchmarks. A fraction above 1 is of something else than was
+    measured: the chip keeps its own, and `efficiency_source` names it. Returns `target` itself where the
     calibration is of another chip.
     """
     chip, efficiency = target.chip, target.efficiency
@@ -75,16 +76,24 @@ def calibrate_target(target: Target, calibration: Mapping[str, Any]) -> Target:
         fractions["overlap"] = rates_of_step["overlap"]
     if not fractions:
         return target
-    fractions = {name: min(1.0, value) for name, value in fractions.items()}
-    changes = ", ".join(
-        f"{name} {value:.2f} for {getattr(efficiency, name):.2f}"
+    taken = {name: value for name, value in fractions.items() if value <= 1}
+    changes = [
+        f"{name} {value:.2f} for {getattr(efficiency, name):.2f}" for name, value in taken.items()
+    ]
+    changes += [
+        f"{name} not taken: {value:.3f} of {_FRACTION_OF.get(name, 'the data sheet')}"
         for name, value in fractions.items()
-    )
+        if value > 1
+    ]
     return dataclasses.replace(
         target,
-        given_efficiency=dataclasses.replace(efficiency, **fractions),
-        efficiency_source=f"{_source_of(calibration)}: {changes}",
+        given_efficiency=dataclasses.replace(efficiency, **taken),
+        efficiency_source=f"{_source_of(calibration)}: {', '.join(changes)}",
     )
+
+
+_FRACTION_OF = {"grouped_matmul": "the rate of matmuls", "overlap": "all communication"}
+"""Fraction of `Efficiency` -> what it is of, where that is not the chip's data sheet."""
 
 
 def step_rates(calibration: Mapping[str, Any]) -> Mapping[str, float]:

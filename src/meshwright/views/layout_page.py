@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, nearest
@@ -14,7 +14,7 @@ from meshwright.sharding.layouts import BATCH_AXES, find_layout
 from meshwright.sharding.params import count_params, named_leaves
 from meshwright.sharding.placement import Placement, notation
 from meshwright.sharding.schedule_table import ScheduleTable
-from meshwright.views.blocks import Column, Figure, Figures, Table
+from meshwright.views.blocks import Block, Column, Figure, Figures, Table, Text
 from meshwright.views.charts import Drawing
 from meshwright.views.draw import (
     ArrayPicture,
@@ -67,12 +67,20 @@ def layout_report(placed: PlacedRun) -> LayoutReport:
     )
 
 
-def layout_page(placed: PlacedRun, machine: MachineGrid | None) -> Report:
-    """Returns the report of a layout. machine: None draws one host."""
+def layout_page(
+    placed: PlacedRun, machine: MachineGrid | None, notes: Sequence[str] = ()
+) -> Report:
+    """Returns the report of a layout.
+
+    machine: None draws one host.  notes: what to know of the machine.
+    """
     run = placed.run
     note = f"layout {run.layout}: {find_layout(run.layout).summary}"
     figures = Figures(_layout_figures(placed), note=note)
-    glance = Section("At a glance", [figures, *precision_blocks(placed)])
+    blocks: list[Block] = [figures, *precision_blocks(placed)]
+    if notes:
+        blocks.append(Text([f"note: {note}" for note in notes]))
+    glance = Section("At a glance", blocks)
     parameters = format_count(count_params(placed.layout.params))
     return Report(
         f"{run.name} on {run.mesh}",
