@@ -262,10 +262,10 @@ def _memory_of_loss(placed: PlacedRun, work: Work) -> dict[str, float]:
 
 
 class ScoreArrays(NamedTuple):
-    """float32 arrays of one score for each pair of tokens, for a head of attention and for a head of an indexer."""
+    """float32 arrays of one score for each pair of tokens."""
 
-    attention: float
-    index: float
+    per_head: float
+    per_index_head: float
 
 
 _LIVE_SCORES = {
@@ -298,9 +298,9 @@ def score_bytes(settled: Settled, work: Work, arrays: Mapping[str, ScoreArrays])
         indexer = attention.indexer
         if indexer is None:
             continue
-        per_head = arrays[indexer.training]
-        scores = per_head.attention * attention.heads / settled.layout.shape.tensor
-        scores += per_head.index * indexer.heads
+        counted = arrays[indexer.training]
+        scores = counted.per_head * attention.heads / settled.layout.shape.tensor
+        scores += counted.per_index_head * indexer.heads
         most = max(most, scores)
     return 4.0 * pairs * most
 
