@@ -153,6 +153,17 @@ def test_what_is_refused() -> None:
         dataclasses.replace(DEEPSEEK_SPARSE, index_head_dim=2).params()
 
 
+def test_parallel_halves_refuse_what_they_do_not_compute() -> None:
+    """A loss of attention would be passed over without a word, and so would an output scale."""
+    sparse = dataclasses.replace(DEEPSEEK_SPARSE, index_training="sparse").decoder.layers[-1]
+    with pytest.raises(ConfigError, match="the loss of attention"):
+        dataclasses.replace(sparse, norm_place="shared")
+    frozen = DEEPSEEK_SPARSE.decoder.layers[-1]
+    assert dataclasses.replace(frozen, norm_place="shared").spec().has_parallel_halves
+    with pytest.raises(ConfigError, match="an output scale"):
+        dataclasses.replace(frozen, norm_place="shared", output_scale=True)
+
+
 @pytest.mark.parametrize(
     ("stage", "tuning", "fix"),
     [

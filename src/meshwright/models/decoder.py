@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.comm.collectives import local_shard, sequence_all_gather
 from meshwright.config import MeshShape
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, refuse
 from meshwright.models.adapters import AdapterGather, adapters_of, with_adapters
 from meshwright.models.blocks.layers import Norm, embed, take_rows
 from meshwright.models.layer_health import add_aux
@@ -71,14 +71,40 @@ class Block:
     feed_forward: Kind
     norm: Norm
     """Norm of the two halves."""
-    norm_place: Literal["before", "after", "both"] = "before"
-    """Whether the halves normalise what they read, what they add (OLMo 2), or both (Gemma)."""
-    parallel: bool = False
-    """Whether both halves read one norm of the layer's input (Cohere)."""
+    norm_place: Literal["before", "after", "both", "shared"] = "before"
+    """Whether the halves normalise what they read, what they add (OLMo 2), or both (Gemma); `shared`: they are parallel and
+    read one norm of the layer's input (Cohere)."""
     branch_factor: float | None = None
     """Factor on what each half adds (Granite)."""
     output_scale: bool = False
     """Whether a number of each layer multiplies its output; no training changes it (Gemma 4: `layer_scalar`)."""
+
+    def __post_init__(self) -> None:
+        if self.norm_place != "shared":
+            return
+        refuse(
+            *(
+                (
+                    has_it,
+                    f'{what} of layers in {self.stack!r} with norm_place="shared"',
+                    "parallel halves do not compute it",
+                    'norm_place="before"',
+                )
+                for what, has_it in (
+                    ("an output scale", self.output_scale),
+                    ("the loss of attention", self.attention.has_loss),
+                    (
+                        "a feed-forward that reads the residual stream",
+                        self.feed_forward.reads_residual,
+                    ),
+                )
+            )
+        )
+
+    @property
+    def normalises_outputs(self) -> bool:
+        """Whether the halves normalise what they add."""
+        return self.norm_place in ("after", "both")
 
     def params(self, layers: int) -> dict[str, Param]:
         """Returns the parameters of a stack of `layers` layers."""
@@ -86,7 +112,7 @@ class Block:
         norms = ("norm", "out_norm") if self.norm_place == "both" else ("norm",)
         for name, half in (("attention", self.attention), ("mlp", self.feed_forward)):
             params |= half.params(layers)
-            if self.parallel and half is self.feed_forward:
+            if self.norm_place == "shared" and half is self.feed_forward:
                 continue
             for norm in norms:
                 params |= self.norm.params(f"{name}_{norm}", (layers, half.width), "LD")
@@ -101,8 +127,8 @@ class Block:
             self.stack,
             **facts,
             normalises_inputs=self.norm_place != "after",
-            normalises_outputs=self.norm_place != "before",
-            has_parallel_halves=self.parallel,
+            normalises_outputs=self.normalises_outputs,
+            has_parallel_halves=self.norm_place == "shared",
             attention_scope=self.attention.scope,
             feed_forward_scope=self.feed_forward.scope,
         )
@@ -110,7 +136,7 @@ class Block:
     def layer(self, ctx: ForwardContext, opening: Opening = _unchanged) -> Layer:
         """Returns the layer function. opening: what comes before the layer."""
         pieces = ctx.batch_pieces if self.spec().experts else ()
-        halves = self._parallel_halves if self.parallel else self._halves
+        halves = self._parallel_halves if self.norm_place == "shared" else self._halves
         runs = [halves(piece) for piece in pieces or (ctx,)]
 
         def layer(x_BTD: jax.Array, params: Tree, index: jax.Array) -> tuple[jax.Array, Aux]:
@@ -195,7 +221,7 @@ class Block:
 
     def _norm_after(self, half: str, y_BTD: jax.Array, w: Tree) -> jax.Array:
         """Returns the output of a half, normalised where the block does."""
-        if self.norm_place == "before":
+        if not self.normalises_outputs:
             return y_BTD
         name = f"{half}_out_norm" if self.norm_place == "both" else f"{half}_norm"
         return self.norm(y_BTD, w[name], w.get(f"{name}_bias"))

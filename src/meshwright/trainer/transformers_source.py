@@ -257,7 +257,7 @@ class _Step:
             if projection is not None and has_heads and not is_gated:
                 capture.input_of(projection, "attention heads")
         adds = attention
-        if block.norm_place != "before":
+        if block.normalises_outputs:
             adds = _child(module, _NORM_AFTER_ATTENTION)
         if adds is not None:
             capture.output_of(adds, "attention output")
@@ -271,7 +271,7 @@ class _Step:
         adds = feed_forward
         if _child(module, (_SHARED,)) not in (None, feed_forward):
             adds = None  # a module beside the experts computes the shared one: the half's output is their sum
-        if block.norm_place != "before":
+        if block.normalises_outputs:
             adds = _child(module, _NORM_AFTER_MLP)
         if adds is not None:
             capture.output_of(adds, "feed-forward output")
@@ -326,7 +326,7 @@ class _Step:
         layer.x = None
         inside = {n: t.grad for n, t in captured.items() if t.grad is not None}
         block = self._blocks[number]
-        if block.norm_place == "after" or block.parallel:
+        if block.norm_place in ("after", "shared"):
             # Each half reads the residual stream itself, or one norm: its gradient is that of all that reads it.
             inside.pop("attention input", None)
             inside.pop("feed-forward input", None)

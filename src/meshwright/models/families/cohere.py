@@ -51,7 +51,7 @@ class Cohere(TiedOrNot, GroupedQuery):
     def block(self, attention: Attention) -> Block:
         """Returns layers with this attention."""
         feed_forward = FeedForward(self.width, self.mlp, self.out_std)
-        return Block("blocks", attention, feed_forward, self.norm, parallel=True)
+        return Block("blocks", attention, feed_forward, self.norm, "shared")
 
     def build(self) -> Decoder:
         """Returns layers of one kind."""
