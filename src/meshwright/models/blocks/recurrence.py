@@ -1,4 +1,4 @@
-"""What recurrent layers share: a short convolution, chunks of tokens, decays of states, and what decoding carries.
+"""Parts that recurrent layers share: a short convolution, chunks of tokens, decays of states, what decoding carries.
 
 A recurrence (blocks/delta_net.py, blocks/mamba2.py) convolves each channel with its own taps and keeps a state per head
 that decays from token to token. Tokens are computed in chunks of C, all chunks at once as one batch of matmuls:
