@@ -14,7 +14,7 @@ and one with parallel halves (GPT-J, Cohere), which have one norm:
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import jax
@@ -435,6 +435,12 @@ class DecoderModel(Model):
             "sliding_window": None if getattr(self, "sliding_window", None) is None else 16,
             "attention_chunk": 16,
         }
+
+
+def shortest_period(layers: Sequence[Block]) -> int:
+    """Returns the layers after which kinds repeat, the last time perhaps in part; all of them where they do not."""
+    periods = range(1, len(layers) + 1)
+    return next(n for n in periods if all(a == b for a, b in zip(layers, layers[n:], strict=False)))
 
 
 @functools.lru_cache(maxsize=256)
