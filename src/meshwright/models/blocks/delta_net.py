@@ -52,8 +52,9 @@ from meshwright.sharding.sequence import SEGMENTS, SequenceSplit
 
 _EPSILON = 1e-6
 """Constant of the norms of queries and keys, as in the released code."""
-_HALVED_KEYS = 2.0
-"""Arrays of keys that each level of `Decays.products` has for decays of each channel, with their gradients."""
+_HALVED_KEYS = 1.6
+"""Arrays of keys that each halving of `ChannelDecays` adds, with their gradients. Compiled for CPUs, 1024 tokens, 4 heads:
+1.3 of 64 features, 1.6 of 128."""
 
 
 @dataclasses.dataclass(frozen=True)
