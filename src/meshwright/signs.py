@@ -8,11 +8,13 @@ stands in is its own: a disk, a pipe, data, its own computation. What that is co
 which call a thread is and on which file, and from the line of Python that called it.
 """
 
+import collections
 import contextlib
 import dataclasses
 import json
 import os
 import platform
+import statistics
 import sys
 import threading
 import time
@@ -32,6 +34,8 @@ NOBODY, EVERYBODY = -2, -1
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 _LONGEST = 4096
 """Bytes of a path."""
+_TIMED = 100
+"""Last times in a phase of which a median is taken."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +163,8 @@ class Phases:
         self.waited = 0.0
         """Seconds that this process has waited for its data."""
         self._saving = ("save", 0.0)
+        self._seconds: dict[str, collections.deque[float]] = {}
+        """Phase -> how long the last ones took."""
 
     @property
     def place(self) -> tuple[int, str, float]:
@@ -174,7 +180,16 @@ class Phases:
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Begins a phase: start, data, compile, step, save, evaluate, sample. step: None stays in the same one."""
-        self.now = (self.now[0] if step is None else step, phase, time.monotonic())
+        last_step, last_phase, since = self.now
+        now = time.monotonic()
+        times = self._seconds.setdefault(last_phase, collections.deque(maxlen=_TIMED))
+        times.append(now - since)
+        self.now = (last_step if step is None else step, phase, now)
+
+    def usual_seconds(self, phase: str) -> float | None:
+        """Returns the median seconds of the last times in a phase that are over; None before the first."""
+        times = self._seconds.get(phase)
+        return statistics.median(times.copy()) if times else None
 
 
 @dataclasses.dataclass
