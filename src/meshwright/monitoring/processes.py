@@ -61,7 +61,9 @@ def read_row(phases: Phases, beat: int) -> dict[str, Any]:
 
 def _read_device(device: Any) -> dict[str, Any]:
     """Returns the most bytes that a device has had in use, and those that JAX may use of it; null on a CPU."""
-    stats = device.memory_stats() or {}
+    stats: dict[str, int] = {}
+    with contextlib.suppress(jax.errors.JaxRuntimeError, NotImplementedError):
+        stats = device.memory_stats() or {}
     return {
         "device": device.id,
         "kind": device.device_kind,

@@ -155,7 +155,7 @@ def _hosts(folders: Sequence[RunFolder]) -> list[Block]:
     now = time.time()
     blocks: list[Block] = []
     for folder in folders:
-        blocks += host_blocks(folder, now, f"Hosts{_suffix(folders, folder)}")
+        blocks += host_blocks(folder, now, folder.name if len(folders) > 1 else "")
     return blocks
 
 
