@@ -72,6 +72,18 @@ def test_each_host_has_a_row_with_its_age_its_seconds_and_its_machine(tmp_path: 
     assert table.tones == ["", "bad"]  # type: ignore[attr-defined]
 
 
+def test_an_old_warning_does_not_mark_its_host(tmp_path: Path) -> None:
+    out = write_run(tmp_path / "run")
+    table = json.loads((out / "processes.json").read_text())
+    days_later = time_of(STEPS) + 3 * 86400
+    for row in table["processes"]:
+        row["seen"] = days_later
+    (out / "processes.json").write_text(json.dumps(table))
+    [block] = host_blocks(opened(out), days_later, "")
+    assert cells_of(block)[1]["its machine"].startswith("3 d")
+    assert block.tones == ["", ""]  # type: ignore[attr-defined]
+
+
 def test_a_run_that_is_over_has_no_ages(tmp_path: Path) -> None:
     out = write_run(tmp_path / "run")
     with (out / "events.jsonl").open("a") as file:
@@ -133,7 +145,9 @@ def test_curves_have_their_steps_in_tokens_and_hours(tmp_path: Path) -> None:
         at_tokens = np.interp(step, tokens["steps"], tokens["values"])
         at_hours = np.interp(step, hours["steps"], hours["values"])
         assert at_tokens == step * BATCH * SEQ
-        assert at_hours == pytest.approx((time_of(step) - BEGIN) / 3600, abs=1e-5)
+        assert at_hours == pytest.approx((time_of(step) - BEGIN) / 3600, abs=1e-3)
+    # Tokens are a line; of hours the hour between two steps is a corner.
+    assert [len(choice["scales"][name]["run"]["steps"]) for name in ("tokens", "hours")] == [2, 4]
     assert time_of(401) - time_of(400) > AWAY
     charts = [block for block in blocks_of(page) if block["block"] == "Chart"]
     assert {chart["across"] for chart in charts} == {choice["link"]}

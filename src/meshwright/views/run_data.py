@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from meshwright.documents import real
 from meshwright.formatting import format_count
 from meshwright.views.blocks import Block, Column, Figure, Figures, Table, Text
@@ -15,6 +17,8 @@ LINK = "x"
 """Name of the choice of an x axis in the address of a page."""
 STEPS = Axis("step", "integer", toggle=True)
 _TIME = "hours"
+_PART = 2000
+"""A scale is within this part of its range everywhere: less than a pixel."""
 
 
 def data_blocks(folder: RunFolder, title: str) -> list[Block]:
@@ -112,13 +116,43 @@ def axis_choice(folders: Sequence[RunFolder]) -> list[Block]:
 
 
 def _scale(curve: Curve) -> Scale:
-    return Scale(curve.steps, curve.values)
+    """Returns the points of a curve that a line through them needs."""
+    steps = np.array(curve.steps)
+    values = np.array(curve.values)
+    known = np.isfinite(values)
+    return _simplified(steps[known], values[known])
 
 
 def _hours(folder: RunFolder) -> Scale:
     """Returns the hours since the first event of a run, times in which it did not run among them."""
-    times = folder.times
     begin = folder.event_times.first_time
     if begin is None:
         return Scale([], [])
+    times = _scale(folder.times)
     return Scale(times.steps, [(time - begin) / 3600 for time in times.values])
+
+
+def _simplified(steps: np.ndarray, values: np.ndarray) -> Scale:
+    """Returns those of some points that the line through them needs (Ramer, Douglas and Peucker).
+
+    Between two points that are kept, the one furthest from their line is kept too, until all are near it.
+    """
+    if not len(steps):
+        return Scale([], [])
+    near = np.ptp(values) / _PART
+    kept = {0, len(steps) - 1}
+    pending = [(0, len(steps) - 1)]
+    while pending:
+        first, last = pending.pop()
+        if last - first < 2:
+            continue
+        ends = [first, last]
+        inside = slice(first + 1, last)
+        line = np.interp(steps[inside], steps[ends], values[ends])
+        distances = np.abs(values[inside] - line)
+        furthest = first + 1 + int(np.argmax(distances))
+        if distances[furthest - first - 1] > near:
+            kept.add(furthest)
+            pending += [(first, furthest), (furthest, last)]
+    chosen = sorted(kept)
+    return Scale(steps[chosen].tolist(), values[chosen].tolist())

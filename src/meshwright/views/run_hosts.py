@@ -22,6 +22,8 @@ _OLD = 120.0
 """Seconds after which a sign is old: rows come every 10 s, into a bucket every minute."""
 _FEW = 20
 """Rows of a table that needs no search."""
+_LASTING = 7200.0
+"""Seconds for which a warning marks its host: one that lasts is given once an hour."""
 _WARNINGS = 2
 """Warnings of a host's machine that its row has, the last first; the table of machines has all."""
 
@@ -35,8 +37,8 @@ def host_blocks(folder: RunFolder, now: float, title: str) -> list[Block]:
     tones: list[Tone] = []
     for process in processes:
         age = process["age"]
-        is_bad = bool(process["machine"]) or (age is not None and age > _OLD)
-        tones.append("bad" if is_bad else "")
+        is_old = age is not None and age > _OLD
+        tones.append("bad" if is_old or process["is sick"] else "")
     columns = [
         Column("host", cell="host"),
         Column("process", "integer", "process"),
@@ -67,12 +69,14 @@ def _process_rows(
     """Returns the cells of each process. rows: of the file."""
     status = run_status(folder, now)
     is_over = status.state == "ended"
-    warnings = _warnings_by_host(folder, now)
+    warnings_by_host = _warnings_by_host(folder)
     steps = [seconds for row in rows if (seconds := _seconds(row, "step")) is not None]
     quickest = min(steps, default=0.0)
     processes = []
     for row in rows:
         host = str(row.get("host", ""))
+        # Of several processes of a host the first has its machine.
+        warnings = warnings_by_host.pop(host, [])
         step = _seconds(row, "step")
         waits = None
         if step is not None and len(rows) > 1:
@@ -81,14 +85,14 @@ def _process_rows(
             {
                 "process": real(row.get("process")),
                 "host": host,
-                "age": None if is_over else _age(row, now),
+                "age": None if is_over else _age_of(row.get("seen"), now),
                 "doing": "" if is_over else _doing(row),
                 "step": step,
                 "waits": waits,
                 "data": _seconds(row, "data"),
                 "save": _seconds(row, "save"),
-                # Of several processes of a host the first has its machine.
-                "machine": warnings.pop(host, ""),
+                "machine": _machine_text(warnings, now),
+                "is sick": _is_sick(warnings, now),
             }
         )
     return processes
@@ -219,11 +223,6 @@ def _seconds(row: Mapping[str, Any], phase: str) -> float | None:
     return real(values.get(phase)) if isinstance(values, Mapping) else None
 
 
-def _age(row: Mapping[str, Any], now: float) -> float | None:
-    seen = real(row.get("seen"))
-    return None if seen is None else max(0.0, now - seen)
-
-
 def _doing(row: Mapping[str, Any]) -> str:
     """Formats what a process does: `step 1,200, data`."""
     step = real(row.get("step"))
@@ -231,25 +230,36 @@ def _doing(row: Mapping[str, Any]) -> str:
     return f"{place}{row.get('phase', '')}"
 
 
-def _warnings_by_host(folder: RunFolder, now: float) -> dict[str, str]:
-    """Returns the last warnings of each host's machine, as text with their ages."""
-    last: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
+def _warnings_by_host(folder: RunFolder) -> dict[str, list[dict[str, Any]]]:
+    """Returns the last warning of each counter of each host's machine, the newest first."""
+    by_host: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
     for event in folder.events_of("machine"):
-        part = (str(event.get("part", "")), str(event.get("counter", "")))
-        of_host = last.setdefault(str(event.get("host", "")), {})
-        of_host.pop(part, None)
-        of_host[part] = event
-    texts = {}
-    for host, warnings in last.items():
-        shown = list(warnings.values())[: -_WARNINGS - 1 : -1]
-        lines = [_warning_text(event, now) for event in shown]
-        if len(warnings) > len(shown):
-            lines.append(f"and {len(warnings) - len(shown)} more below")
-        texts[host] = "\n".join(lines)
-    return texts
+        counter = (str(event.get("part", "")), str(event.get("counter", "")))
+        of_host = by_host.setdefault(str(event.get("host", "")), {})
+        of_host.pop(counter, None)
+        of_host[counter] = event
+    return {host: list(of_host.values())[::-1] for host, of_host in by_host.items()}
 
 
-def _warning_text(event: Mapping[str, Any], now: float) -> str:
-    at = real(event.get("time"))
-    age = "" if at is None else f"{format_time(max(0.0, now - at))} ago: "
-    return f"{age}{event.get('warning', '')}"
+def _machine_text(warnings: Sequence[Mapping[str, Any]], now: float) -> str:
+    """Formats the newest warnings of a machine with their ages."""
+    lines = []
+    for event in warnings[:_WARNINGS]:
+        age = _age_of(event.get("time"), now)
+        ago = "" if age is None else f"{format_time(age)} ago: "
+        lines.append(f"{ago}{event.get('warning', '')}")
+    more = len(warnings) - len(lines)
+    if more > 0:
+        lines.append(f"and {more} more below")
+    return "\n".join(lines)
+
+
+def _is_sick(warnings: Sequence[Mapping[str, Any]], now: float) -> bool:
+    """Whether a machine has a warning that is not long past."""
+    ages = [_age_of(event.get("time"), now) for event in warnings]
+    return any(age is not None and age < _LASTING for age in ages)
+
+
+def _age_of(time: Any, now: float) -> float | None:
+    at = real(time)
+    return None if at is None else max(0.0, now - at)
