@@ -28,7 +28,7 @@ from meshwright.errors import CheckpointError
 from meshwright.monitoring import processes
 from meshwright.monitoring.host import process_memory
 from meshwright.monitoring.processes import keeping_processes
-from meshwright.signs import Phases
+from meshwright.signs import WORK, Phases, waiting
 from meshwright.views import run_page
 from meshwright.views.run_folder import RunFolder
 from meshwright.views.run_hosts import host_blocks, memory_blocks
@@ -67,7 +67,7 @@ def test_each_host_has_a_row_with_its_age_its_seconds_and_its_machine(tmp_path: 
     assert first["of it waiting for others"] == pytest.approx(0.5)
     assert second["of it waiting for others"] == 0.0
     assert (first["data"], second["data"]) == (0.01, 0.51)
-    assert (first["step"], first["save"]) == (1.98, 4.0)
+    assert (first["step"], first["of it its own work"], first["save"]) == (1.98, 0.02, 4.0)
     assert not first["its machine"] and second["its machine"].endswith(WARNING)
     assert table.tones == ["", "bad"]  # type: ignore[attr-defined]
 
@@ -199,8 +199,11 @@ def test_phases_have_the_median_of_their_last_times(monkeypatch: pytest.MonkeyPa
         phases.enter("data", step)
         now[0] += 0.25
         phases.enter("step", step + 1)
-        now[0] += 100.0 if step == 290 or step < 150 else 2.0
+        with waiting("the devices"):
+            now[0] += 1.5
+        now[0] += 100.0 if step == 290 or step < 150 else 0.5
     assert phases.usual_seconds("data") == 0.25
+    assert phases.usual_seconds(WORK) == 0.5
     assert phases.usual_seconds("step") == 2.0  # neither the stall nor what is long past
 
 

@@ -101,8 +101,8 @@ def _processes() -> dict[str, Any]:
     now = time_of(STEPS)
     seen = (now, now - 600)
     seconds = (
-        {"step": 1.98, "data": 0.01, "save": 4.0},
-        {"step": 1.48, "data": 0.51, "save": 4.0},
+        {"step": 1.98, "work": 0.02, "data": 0.01, "save": 4.0},
+        {"step": 1.48, "work": 0.03, "data": 0.51, "save": 4.0},
     )
     peaks = (61 * GIB, 79 * GIB)
     rows = []

@@ -20,7 +20,7 @@ import jax
 
 from meshwright.errors import MeshwrightError
 from meshwright.monitoring.host import process_memory
-from meshwright.signs import Phases
+from meshwright.signs import WORK, Phases
 from meshwright.storage.paths import in_bucket
 from meshwright.storage.writing import write_atomically
 
@@ -33,8 +33,8 @@ _BUCKET_PERIOD = 60.0
 _LAST = 5.0
 """Seconds that the end of a run waits for the last table."""
 _FOLDER = "meshwright/processes"
-TIMED = ("step", "data", "save")
-"""Phases whose usual seconds a row has."""
+TIMED = ("step", WORK, "data", "save")
+"""Phases, and the work in a step, whose usual seconds a row has."""
 
 
 def read_row(phases: Phases, beat: int) -> dict[str, Any]:

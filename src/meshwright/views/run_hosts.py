@@ -14,6 +14,7 @@ from typing import Any
 from meshwright.documents import real
 from meshwright.formatting import format_time
 from meshwright.monitoring.processes import NAME
+from meshwright.signs import WORK
 from meshwright.views.blocks import Block, Column, Table, Text, Tone
 from meshwright.views.run_folder import RunFolder, objects
 from meshwright.views.run_status import run_status
@@ -46,6 +47,7 @@ def host_blocks(folder: RunFolder, now: float, title: str) -> list[Block]:
         Column("doing", cell="doing"),
         Column("step", "seconds", "step", bar=True),
         Column("of it waiting for others", "seconds", "waits"),
+        Column("of it its own work", "seconds", "work"),
         Column("data", "seconds", "data"),
         Column("save", "seconds", "save"),
         Column("its machine", cell="machine", wide=True),
@@ -89,6 +91,7 @@ def _process_rows(
                 "doing": "" if is_over else _doing(row),
                 "step": step,
                 "waits": waits,
+                "work": _seconds(row, WORK),
                 "data": _seconds(row, "data"),
                 "save": _seconds(row, "save"),
                 "machine": _machine_text(warnings, now),

@@ -16,7 +16,7 @@ from rich.console import Console
 from meshwright.documents import real
 from meshwright.formatting import format_step, format_time
 from meshwright.reporters import BETWEEN
-from meshwright.reporters.goodput import METRIC, METRICS
+from meshwright.reporters.goodput import METRIC, METRICS, TIMES
 from meshwright.runs.catalogue import list_recipes
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run_file import run_to_dict, split_chosen
@@ -97,7 +97,7 @@ def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
     sections = [
         Section("Overview", [_overview(folders), *_left_out(folders)]),
         Section("Alarms", _alarms(folders), "Times at which no step came, the last first."),
-        Section("First bad tensor", _first_tensors(folders), "Who was first, step by step."),
+        Section("First bad tensor", _bad_steps(folders), "Who was first, step by step."),
         *_health_sections(folders),
         Section(
             "Goodput",
@@ -187,12 +187,13 @@ def _alarms(folders: Sequence[RunFolder]) -> list[Block]:
     return blocks
 
 
-def _first_tensors(folders: Sequence[RunFolder]) -> list[Block]:
-    """Returns the lines that runs have said of their bad steps."""
+def _bad_steps(folders: Sequence[RunFolder]) -> list[Block]:
+    """Returns the lines that runs have said of their bad steps, and of replicas that differed."""
     blocks: list[Block] = []
     for folder in folders:
         prefix = f"{folder.name}, " if len(folders) > 1 else ""
-        for event in folder.events_of("first tensor"):
+        events = [*folder.events_of("first tensor"), *folder.events_of("replica")]
+        for event in events:
             lines = event.get("lines")
             if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
                 title = f"{prefix}step {int(real(event.get('bad')) or 0):,}"
@@ -682,7 +683,7 @@ def _detail(event: Mapping[str, Any]) -> str:
 
     For example `mesh fsdp=4, devices 4, processes 1, kind cpu, fresh`.
     """
-    known = ("run", "time", "step", "event", "seconds", "text", "data", "checked")
+    known = ("run", "time", "step", "event", "seconds", "text", "data", "checked", TIMES)
     found = {name: value for name, value in event.items() if name not in known}
     return ", ".join(
         f"{value}" if name in ("how", "") else f"{name} {value}" for name, value in found.items()
