@@ -267,6 +267,8 @@ class Mamba2(Kind):
     """Constant of the norm of the output."""
     out_std: float
     """Initial standard deviation of the output projection."""
+    step_floor: float = 0.0
+    """Least step of a token (Nemotron-H in `transformers`)."""
 
     scope = "state space"
 
@@ -312,6 +314,8 @@ class Mamba2(Kind):
             products = ctx.column_parallel(linears, h_BTD, [w[name] for name in names])
             gate, value, key, query = (checkpoint_name(x, QKV) for x in products[:4])
             step_BTN = jax.nn.softplus(products[4].astype(jnp.float32) + w["step_bias"])
+            if self.step_floor:
+                step_BTN = jnp.maximum(step_BTN, self.step_floor)
             x = SpaceInputs(value, self._own_groups(key, 2), self._own_groups(query, 2), step_BTN)
             convolution = self._convolution(w)
 
