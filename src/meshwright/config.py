@@ -204,7 +204,9 @@ class Training(Ranged, part="training"):
     ] = "auto"
     """Tensor parallelism's gathers and scatters of the sequence: in chunks around a ring, each overlapped with the
     matmul of another chunk (ring: collective matmul), or in one collective (gather). `auto` is the ring on TPUs."""
-    attention_kernel: Annotated[str, changes("program", "evaluation"), TRANSFORMERS_ONLY] = "auto"
+    attention_kernel: Annotated[
+        str, changes("program", "evaluation", "plan"), TRANSFORMERS_ONLY
+    ] = "auto"
     """Attention kernel: auto (the platform's own), reference, blocked, splash, splash_fused, cudnn, or
     module:attribute of a `Kernels`. A kernel named here is used or refused, never replaced."""
     grouped_matmul: Annotated[str, changes("program", "evaluation"), TRANSFORMERS_ONLY] = "auto"

@@ -18,7 +18,7 @@ from meshwright.activity import Activity
 from meshwright.documents import parse_json, step_of
 from meshwright.errors import reason_of
 from meshwright.reporters import Values
-from meshwright.reporters.goodput import Goodput, read_times, split_time
+from meshwright.reporters.goodput import TIMES, Goodput, read_times, split_time
 from meshwright.reporters.lines import Lines, open_lines, reversed_lines
 from meshwright.storage.attempts import may_pass
 from meshwright.storage.removing import rename
@@ -179,19 +179,19 @@ class EventLog:
         """Held while a line is written: the watch of the machine adds lines from its own thread."""
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
         """Called with each event, in the thread that adds it."""
-        self._event_times, self._step_times = read_times(file.parent)
+        self._times = read_times(file.parent)
 
     def start(self, step: int, **values: Any) -> None:
         """Appends that a run starts, or goes on, after `step`."""
         self._step = step
-        self.add("start", **values)
+        self.add("start", **values, **{TIMES: self._times.to_json()})
 
     def add(self, event: str, **values: Any) -> None:
         """Appends a line. A disk without room loses it: the run is not about its log."""
         record = {"time": round(time.time(), 3), "step": self._step, "event": event, **values}
         line = json.dumps(record)
         with self._lock, contextlib.suppress(OSError):
-            self._event_times.add(record)
+            self._times.events.add(record)
             if self._file is None:
                 self._file = open_lines(self._path)
             self._file.write(f"{line}\n".encode())
@@ -201,11 +201,11 @@ class EventLog:
     def write(self, step: int, values: Values) -> None:
         """Takes note of the step and its time."""
         self._step = step
-        self._step_times.add(values)
+        self._times.steps.add(values)
 
     def goodput(self, step: int) -> Goodput | None:
         """Returns the goodput of the run until now, after `step` steps; None before it is known."""
-        return split_time(self._event_times, self._step_times, step, time.time())
+        return split_time(self._times.events, self._times.steps, step, time.time())
 
     def rewind(self, step: int) -> None:
         """Appends that the run returned to `step`."""

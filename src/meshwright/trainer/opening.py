@@ -206,7 +206,7 @@ def begin_or_resume(
 
 def random_choice_note(run: Run) -> str:
     """Returns what a run from random weights should know of indexers that it does not train with the rest; "" if nothing."""
-    if run.init_from is not None:
+    if run.init_from is not None or not run.model.states_layers:
         return ""
     seq = run.training.seq
     indexers = [a.indexer for a in run.model.spec().attention if a.indexer is not None]
