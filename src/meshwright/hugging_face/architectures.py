@@ -590,7 +590,7 @@ def _write_nemotron_h_layers(c: Any) -> dict[str, Any]:
 
 
 def _check_older_names_of_nemotron_h(fields: Fields) -> None:
-    """Raises WeightsError where a field that `transformers` no longer reads says other than the one that it reads."""
+    """Raises WeightsError where a field that `transformers` no longer reads differs from the one that it reads."""
     older = {
         "norm_eps": fields.get("layer_norm_epsilon", 1e-5),
         "rms_norm_eps": fields.get("layer_norm_epsilon", 1e-5),
@@ -607,7 +607,7 @@ _NEMOTRON_H = (
     same("num_key_value_heads", "kv_heads", 8),
     own_head_size(128),
     Entry(_read_nemotron_h_layers, _write_nemotron_h_layers),
-    # `transformers` 5.24 ties no tables of it, whatever the field says.
+    # `transformers` 5.24 ties no tables of it, whatever the value of this field.
     fixed("tie_word_embeddings", False),
     same("layer_norm_epsilon", "norm_epsilon", 1e-5),
     same("intermediate_size", "mlp", 21504),
