@@ -49,13 +49,45 @@ class Wait:
 _waits: dict[int, list[Wait]] = {}
 
 
+class _Stopwatch:
+    """Seconds that the main thread has waited for other hosts, or for the devices that compute with them."""
+
+    def __init__(self) -> None:
+        self._now: tuple[float, float | None] = (0.0, None)
+        """Seconds of the waits that are over; time at which the present one began."""
+
+    @property
+    def seconds(self) -> float:
+        total, since = self._now
+        return total if since is None else total + time.monotonic() - since
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Counts the time of the context, once where it is inside another."""
+        total, since = self._now
+        if since is not None:
+            yield
+            return
+        began = time.monotonic()
+        self._now = (total, began)
+        try:
+            yield
+        finally:
+            self._now = (total + time.monotonic() - began, None)
+
+
+_for_others = _Stopwatch()
+
+
 @contextlib.contextmanager
 def waiting(what: str, host: int = EVERYBODY, thread: int | None = None) -> Iterator[None]:
     """States what this thread waits for while the context is open. host, thread: as of `Wait`."""
     stack = _waits.setdefault(threading.get_ident(), [])
     stack.append(Wait(what, host, thread))
+    is_counted = host != NOBODY and threading.current_thread() is threading.main_thread()
     try:
-        yield
+        with _for_others.running() if is_counted else contextlib.nullcontext():
+            yield
     finally:
         stack.pop()
 
@@ -159,6 +191,14 @@ class Phases:
         self.waited = 0.0
         """Seconds that this process has waited for its data."""
         self._saving = ("save", 0.0)
+        self._work: tuple[float, float | None] = (0.0, None)
+        """Seconds of its own work in the steps that are over; in a step, `_progress` at its beginning."""
+
+    @property
+    def worked(self) -> float:
+        """Seconds in phase `step` in which this process waited neither for others nor for the devices."""
+        total, start = self._work
+        return total if start is None else total + _progress() - start
 
     @property
     def place(self) -> tuple[int, str, float]:
@@ -174,7 +214,13 @@ class Phases:
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Begins a phase: start, data, compile, step, save, evaluate, sample. step: None stays in the same one."""
+        self._work = (self.worked, _progress() if phase == "step" else None)
         self.now = (self.now[0] if step is None else step, phase, time.monotonic())
+
+
+def _progress() -> float:
+    """Returns a time that stands still while the main thread waits for others."""
+    return time.monotonic() - _for_others.seconds
 
 
 @dataclasses.dataclass

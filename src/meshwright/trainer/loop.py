@@ -50,8 +50,9 @@ from meshwright.trainer.opening import (
 from meshwright.trainer.preemption import Preemption
 from meshwright.trainer.prepare import Batches, Position, PreparedRun, Trainable, prepare_run
 from meshwright.trainer.recovery import handle_bad_step, index_in_stream
+from meshwright.trainer.replicas import Replicas, have_replicas
 from meshwright.trainer.summary import Summary
-from meshwright.trainer.tiers import Tiers
+from meshwright.trainer.tiers import Tiers, say
 from meshwright.trainer.watchdog import Watchdog
 
 __all__ = [
@@ -180,6 +181,7 @@ class _Loop:
         """Last batch that was read."""
         self.explained = 0
         """Bad steps whose first tensor was looked for."""
+        self.replicas = Replicas(started.step)
 
     def train(self, state: State, began: float) -> Summary:
         """Trains to the end of the run or a signal.
@@ -187,6 +189,7 @@ class _Loop:
         began: time at which the opening of the run began.
         """
         loop_began = time.perf_counter()
+        self._note_replicas(state)
         if self.started.step < self.run.training.steps and not self.preemption.stops():
             self._compile()
         while True:
@@ -246,6 +249,8 @@ class _Loop:
                 if step == training.steps:
                     break
 
+                if self._compares_replicas_after(step):
+                    state = self._with_equal_replicas(step, self._settle(state, batch))
                 if _is_due(training.eval_every, step):
                     state = self._settle(state, batch)
                     self._evaluate(step, state)
@@ -259,9 +264,50 @@ class _Loop:
                 elif _is_due(self.run.local_checkpoints.every, step):
                     state = self._settle(state, batch)
                     self._save(step, state, self.checkpoints.save_locally)
-            return self._settle(state, batch), step, saved
+            state = self._settle(state, batch)
+            if self._compares_replicas and step > self.replicas.compared:
+                state = self._with_equal_replicas(step, state)
+            return state, step, saved
         finally:
             self.spent["input wait"] += self.feed.wait_seconds
+
+    @property
+    def _compares_replicas(self) -> bool:
+        """Whether replicas are compared at all."""
+        return bool(self.run.faults.check_replicas or self.run.faults.check_every)
+
+    def _compares_replicas_after(self, step: int) -> bool:
+        """Whether replicas are compared after a step: where asked for, and before every save."""
+        faults = self.run.faults
+        saves = (self.run.training.save_every, self.run.local_checkpoints.every)
+        return (
+            _is_due(faults.check_replicas, step)
+            or _is_due(faults.check_every, step)
+            or (self._compares_replicas and any(_is_due(every, step) for every in saves))
+        )
+
+    def _with_equal_replicas(self, step: int, state: State) -> State:
+        """Returns the state after a step, whose replicas are compared and, where they differ, replaced.
+
+        Raises _RollBack where no majority of them is equal: a checkpoint has no replicas that
+        differ.
+        """
+        self.phases.enter("step", step)
+        settled = self.replicas.make_equal(state, step)
+        if settled is None:
+            place = self.origin._replace(step=step, cursor=self._samples_read(step), data=None)
+            raise _RollBack(place)
+        if settled is not state:
+            self.meter.replaced()
+        return settled
+
+    def _note_replicas(self, state: State) -> None:
+        """Says where the comparison that is asked for has nothing to compare."""
+        if self._compares_replicas and not have_replicas(state):
+            say(
+                f"replicas are not compared: on mesh {self.device_run.layout.shape} no tensor is "
+                "on several devices"
+            )
 
     def _next_batch(self, step: int) -> Any:
         """Waits for the next batch."""
@@ -348,6 +394,7 @@ class _Loop:
             state = first_state(self.device_run, self.out)
             self.origin = place._replace(step=0, cursor=0)
         self.meter.rewind(self.origin.step, self.origin.norms)
+        self.replicas.compared = self.origin.step
         return state
 
     def _end(self, step: int) -> dict[str, Any]:

@@ -114,6 +114,10 @@ class Meter:
         for reporter in self._reporters:
             getattr(reporter, "rewind", lambda step: None)(step)
 
+    def replaced(self) -> None:
+        """Notes that the state was changed between two steps."""
+        self._watch.replaced()
+
     def read(self, spent: Mapping[str, float] | None = None) -> BadStep | None:
         """Waits for the pending step and reports it; returns it where it is bad.
 

@@ -100,7 +100,7 @@ def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
         Section("Overview", [_overview(folders), *_left_out(folders)]),
         Section("Alarms", _alarms(folders), "Times at which no step came, the last first."),
         Section("Curves", [charts]),
-        Section("First bad tensor", _first_tensors(folders), "Who was first, step by step."),
+        Section("First bad tensor", _bad_steps(folders), "Who was first, step by step."),
         *_health_sections(folders),
         Section(
             "Goodput",
@@ -153,12 +153,13 @@ def _alarms(folders: Sequence[RunFolder]) -> list[Block]:
     return blocks
 
 
-def _first_tensors(folders: Sequence[RunFolder]) -> list[Block]:
-    """Returns the lines that runs have said of their bad steps."""
+def _bad_steps(folders: Sequence[RunFolder]) -> list[Block]:
+    """Returns the lines that runs have said of their bad steps, and of replicas that differed."""
     blocks: list[Block] = []
     for folder in folders:
         prefix = f"{folder.name}, " if len(folders) > 1 else ""
-        for event in folder.events_of("first tensor"):
+        events = [*folder.events_of("first tensor"), *folder.events_of("replica")]
+        for event in events:
             lines = event.get("lines")
             if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
                 title = f"{prefix}step {int(real(event.get('bad')) or 0):,}"
