@@ -191,8 +191,10 @@ TINY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("base", ["compute", "nf4"])
-@pytest.mark.parametrize("model", TINY)
+@pytest.mark.parametrize(
+    ("model", "base"),
+    [("llama", "nf4"), pytest.param("periods", "compute", marks=pytest.mark.exhaustive)],
+)
 def test_gradients_of_adapters_do_not_depend_on_what_is_saved(model: str, base: Any) -> None:
     """On two devices that share the frozen weights, which are gathered again."""
 
