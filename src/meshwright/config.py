@@ -394,6 +394,11 @@ class Faults(Ranged, part="faults"):
     """Steps between two that are taken twice, their results and all replicas compared bit by bit: it finds silent
     corruption, and takes a step's time and the memory of a second state. 0 checks none. NVIDIA GPUs need
     `--training.deterministic` for it."""
+    check_replicas: Annotated[NonNegativeInt, changes("loop")] = 0
+    """Steps between two comparisons of the replicas of every parameter and of the optimizer's state, bit by bit; they
+    are also compared before each save. One that differs from most is replaced by their bits; of two that differ, the
+    run returns to its last checkpoint. It reads the state once. 0 compares none. NVIDIA GPUs need
+    `--training.deterministic` for it."""
     check_bits: Annotated[bool, changes("program")] = False
     """Sum the bits of every parameter and of the optimizer's state before and after each step: what a step leaves is what
     the next one has to find, so a bit that memory has flipped in between is named (docs/health.md). It reads them all

@@ -32,8 +32,8 @@ from meshwright.models.families.gemma import Gemma2, Gemma3
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.gpt_oss import GptOss
 from meshwright.models.families.granite_hybrid import GraniteHybrid
-from meshwright.models.families.llama import Llama
 from meshwright.models.families.kimi_linear import KimiLinear
+from meshwright.models.families.llama import Llama
 from meshwright.models.families.llama4 import Llama4
 from meshwright.models.families.olmo3 import Olmo3
 from meshwright.models.kernels.attention import cap

@@ -41,6 +41,7 @@ _ACTIVITIES = {
     "sample": "sampling",
     "initialise": "initializing",
     "first tensor": "looking for bad tensors",
+    "replica": "replacing replicas",
 }
 """Kind of an activity -> cause."""
 CAUSES = (LOST, DATA, *_ACTIVITIES.values(), REST)

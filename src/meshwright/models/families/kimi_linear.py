@@ -16,7 +16,7 @@ from meshwright.models.blocks.delta_net import DeltaSpec
 from meshwright.models.blocks.kimi_delta import KimiDelta
 from meshwright.models.blocks.latent import LatentAttention
 from meshwright.models.blocks.layers import Norm
-from meshwright.models.decoder import Block, Decoder, shortest_period
+from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.expert_fields import DenseLayersFirst
 from meshwright.models.families.fields import LatentWidths
 from meshwright.ranges import NonNegativeFloat, PositiveInt
@@ -76,8 +76,7 @@ class KimiLinear(LatentWidths, DenseLayersFirst):
                 layers.append(Block(stack, full, half, norm))
             else:
                 layers.append(Block(f"linear_{stack}", linear, half, norm))
-        period = shortest_period(layers)
-        return Decoder(self.width, tuple(layers), norm, period, tied=self.embedding == "tied")
+        return self.in_order(layers)
 
     def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
         """Returns fields of `shrunk`."""
