@@ -101,7 +101,8 @@ class DeltaSpec(Recurrence):
         if not self.gate_rank:
             return Widths(0, 0, 0, values, mixed + values, width, kept=mixed + values)
         low = 2 * self.gate_rank
-        decays = 2 * self.heads * self.groups * self.decays / tensor  # float32
+        # The products of decays, and the decays, which are float32.
+        decays = 3 * self.heads * self.groups * self.decays / tensor
         kept = mixed + 2 * values + decays
         return Widths(0, 0, 0, values, mixed + low / tensor, width + low, kept=kept)
 

@@ -30,6 +30,13 @@ def _gated(out_BTNGH: jax.Array, gate_BTNGH: jax.Array) -> jax.Array:
     return out_BTNGH * jax.nn.sigmoid(gate_BTNGH.astype(jnp.float32)).astype(out_BTNGH.dtype)
 
 
+@recomputed
+def _decays(step_BTNGH: jax.Array, bias_NGH: jax.Array, a_log_NG: jax.Array) -> jax.Array:
+    """Returns the log decay of each channel of a key, float32."""
+    growth_BTNGH = jax.nn.softplus(step_BTNGH.astype(jnp.float32) + bias_NGH)
+    return -jnp.exp(a_log_NG)[..., None] * growth_BTNGH
+
+
 @dataclasses.dataclass(frozen=True)
 class KimiDelta(DeltaNet):
     """Kimi Delta Attention of one kind of layers."""
@@ -62,10 +69,8 @@ class KimiDelta(DeltaNet):
             self._up, jnp.concatenate([h_BTD, *low], -1), [w[name] for name in names]
         )
         q_BTNH, k_BTNH, v_BTNGH = (checkpoint_name(x, QKV) for x in products[:3])
-        rate_BTNG, step_BTNGH = (x.astype(jnp.float32) for x in products[3:5])
-        growth_BTNGH = jax.nn.softplus(step_BTNGH + w["step_bias"])
-        decay_BTNGH = -jnp.exp(w["a_log"])[..., None] * growth_BTNGH
-        rate_BTNG = jax.nn.sigmoid(rate_BTNG)
+        decay_BTNGH = _decays(products[4], w["step_bias"], w["a_log"])
+        rate_BTNG = jax.nn.sigmoid(products[3].astype(jnp.float32))
         return DeltaInputs(q_BTNH, k_BTNH, v_BTNGH, decay_BTNGH, rate_BTNG), products[5]
 
     def _up(self, gathered_BTZ: jax.Array, weights: list[Any]) -> list[jax.Array]:
