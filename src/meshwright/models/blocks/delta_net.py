@@ -167,7 +167,7 @@ class DeltaSpec(Recurrence):
         Per value head: nine matrices of a chunk, twelve of its keys or values, and the states before each chunk.
         """
         C = chunk_of(seq)
-        matrices, rows = 9 * C, 6 * (self.key_size + self.value_size)
+        matrices, rows = 9 * C, 6.0 * (self.key_size + self.value_size)
         if self.decays > 1:
             rows += _HALVED_KEYS * self.key_size * (C.bit_length() - 1)
         return 4.0 * (self.heads * self.groups * (matrices + rows) + 2 * self.state / C)

@@ -143,7 +143,7 @@ class LatentAttention(Kind):
 
     def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the attention of a step's tokens."""
-        cos_sin = None if self.rotary is None else ctx.angles(self.rotary)
+        cos_sin: Any = None if self.rotary is None else ctx.angles(self.rotary)
         index_cos_sin = None if self.indexer is None else ctx.angles(self.indexer.rotary)
         growth_BT11 = None
         if self.temperature is not None:
