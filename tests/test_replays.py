@@ -90,3 +90,5 @@ def test_a_device_of_another_host_is_named_with_its_host(tmp_path: Path) -> None
         said, _ = process.communicate(timeout=400)
         assert process.returncode == 0, said[-3000:]
     check_lines(tmp_path / "out", r"device \d+ of process 1 \(node1\)")
+    table = json.loads((tmp_path / "out" / "processes.json").read_text())
+    assert [row["host"] for row in table["processes"]] == ["node0", "node1"]
