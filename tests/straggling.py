@@ -25,8 +25,8 @@ if __name__ == "__main__":
     socket.gethostname = lambda: f"node{rank}"
     push, steps = Meter.push, itertools.count(1)
 
-    def push_slowly(self: Meter, step: int, metrics: Any) -> None:
-        push(self, step, metrics)
+    def push_slowly(self: Meter, step: int, metrics: Any, samples: int) -> None:
+        push(self, step, metrics, samples)
         if rank == SLOW or (rank == 1 and next(steps) == 5):
             time.sleep(SECONDS)
 

@@ -100,6 +100,7 @@ def test_summary_metrics_and_page_have_one_goodput(tmp_path: Path) -> None:
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     reported = [line for line in metrics if "goodput" in line]
     assert [line.pop("step") for line in reported] == [6, 12]
+    assert all(line.pop("time") for line in reported)
     assert reported == [first.goodput, summary.goodput]
     assert sum(summary.goodput.values()) == pytest.approx(1)
     folder = RunFolder(out)

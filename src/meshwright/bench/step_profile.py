@@ -36,6 +36,7 @@ from meshwright.planner.step_kinds import (
 from meshwright.runs.run_file import run_to_dict
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
+from meshwright.step.train_step import CompiledTrainStep
 from meshwright.trainer.loop import Trainable
 from meshwright.trainer.prepare import Batches, Position
 from xlacensus.hlo.collectives import collective_in, group_label, group_of, kind_of, start_of
@@ -97,6 +98,22 @@ def parse_steps(text: str, steps: int) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+class _TracedStep:
+    """A compiled train step with the profiler around it."""
+
+    def __init__(self, step: CompiledTrainStep, profiled: "ProfiledRun"):
+        self._step = step
+        self._profiled = profiled
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Bytes of a device that the step takes, as of `CompiledTrainStep`."""
+        return self._step.device_bytes
+
+    def __call__(self, state: State, batch: Any) -> tuple[State, Any]:
+        return self._profiled.take(self._step, state, batch)
+
+
 class ProfiledRun:
     """A run as the training loop takes it (`Trainable`), whose steps `first` to `last` are traced into `folder`."""
 
@@ -122,23 +139,22 @@ class ProfiledRun:
 
     def compile(self, batch: Any) -> Any:
         """Compiles the train step and returns it with the profiler around it."""
-        step = self._prepared.compile(batch)
+        return _TracedStep(self._prepared.compile(batch), self)
 
-        def traced(state: State, batch: Any) -> tuple[State, Any]:
-            self._step += 1
-            if self._step == self._first:
-                self._text = step.program_text()
-                jax.block_until_ready(state)
-                jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)
-                self._began = time.perf_counter()
-            result = step(state, batch)
-            if self._step == self._last and self._began is not None:
-                jax.block_until_ready(result)
-                self._seconds = time.perf_counter() - self._began
-                self.stop()
-            return result
-
-        return traced
+    def take(self, step: CompiledTrainStep, state: State, batch: Any) -> tuple[State, Any]:
+        """Takes a step; the trace begins before the first of its steps and ends after the last."""
+        self._step += 1
+        if self._step == self._first:
+            self._text = step.program_text()
+            jax.block_until_ready(state)
+            jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)
+            self._began = time.perf_counter()
+        result = step(state, batch)
+        if self._step == self._last and self._began is not None:
+            jax.block_until_ready(result)
+            self._seconds = time.perf_counter() - self._began
+            self.stop()
+        return result
 
     def stop(self) -> None:
         """Ends the trace, also where the run ended before its last step."""

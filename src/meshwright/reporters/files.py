@@ -25,9 +25,9 @@ from meshwright.storage.removing import rename
 
 
 class JsonLines:
-    """Reporter that writes one JSON object per line: `{"step": 7, "loss": 2.31, ...}`.
+    """Reporter that writes one JSON object per line: `{"step": 7, "time": 1796000000.0, "loss": 2.31, ...}`.
 
-    NaN and infinity become null.
+    `time` (Unix seconds) is that of writing. NaN and infinity become null.
     On a full disk the lines wait in memory until there is room; the next checkpoint then ends the
     run with an error that names the disk. Lines still waiting at `close` are lost, which a message
     on standard error states.
@@ -100,7 +100,8 @@ class JsonLines:
     def write(self, step: int, values: Values) -> None:
         """Appends the line of a step."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._waiting += (json.dumps({"step": step, **finite}) + "\n").encode()
+        record = {"step": step, "time": round(time.time(), 3), **finite}
+        self._waiting += (json.dumps(record) + "\n").encode()
         self._drain()
 
     def _drain(self) -> None:

@@ -38,6 +38,7 @@ from meshwright.trainer.opening import (
     check_folder,
     first_state,
     hosts_module,
+    keep_processes,
     lock_folder,
     open_checkpoints,
     open_events,
@@ -106,6 +107,7 @@ def train(
         watch_steps(stack, alarms or Alarms(AlarmOptions(), out), phases, events)
         watch_machine(stack, out, events)
         checkpoints = open_checkpoints(stack, device_run, out, phases, watchdog)
+        keep_processes(stack, out, phases, checkpoints)
         if start == "resume if exists":
             start = "resume" if checkpoints.steps() else "fresh"
         resumed = begin_or_resume(
@@ -245,7 +247,7 @@ class _Loop:
                 step += 1
                 if time.monotonic() > self.goodput_due:
                     self._report_goodput(step - 1)
-                self.meter.push(step, metrics)
+                self.meter.push(step, metrics, self._samples_read(step))
                 if step == training.steps:
                     break
 
@@ -429,8 +431,9 @@ class _Loop:
         if size not in self.compiled:
             with self._spending(
                 "compiling", "compile", "compiling the train step", "compiled the train step"
-            ):
+            ) as work:
                 compiled: Any = self.prepared.compile(batch)
+                work.record = {"bytes": compiled.device_bytes}
             every = self.run.faults.check_every
             if every:
                 from meshwright.trainer.silent import checked

@@ -313,6 +313,8 @@ class Mamba2(Kind):
     """Constant of the norm of the output."""
     out_std: float
     """Initial standard deviation of the output projection."""
+    step_floor: float = 0.0
+    """Least step of a token (Nemotron-H in `transformers`)."""
 
     scope = "state space"
 
@@ -354,7 +356,7 @@ class Mamba2(Kind):
         """Returns the state space of a step's tokens, or of a decoding step's.
 
         gate, v, k, q, s = h Wg, h Wv, h Wk, h Wq, h Ws
-        y = mamba2(v, k, q, step = softplus(s + step_bias), rate = -exp(a_log))
+        y = mamba2(v, k, q, step = max(softplus(s + step_bias), floor), rate = -exp(a_log))
         out = (group_rms_norm(y * silu(gate))) Wo
         """
 
@@ -382,6 +384,8 @@ class Mamba2(Kind):
         products = ctx.column_parallel(linears, h_BTD, [w[name] for name in names])
         gate, value, key, query = (checkpoint_name(x, QKV) for x in products[:4])
         step_BTN = jax.nn.softplus(products[4].astype(jnp.float32) + w["step_bias"])
+        if self.step_floor:
+            step_BTN = jnp.maximum(step_BTN, self.step_floor)
         key, query = self._own_groups(key, 2), self._own_groups(query, 2)
         return SpaceInputs(value, key, query, step_BTN), gate
 
