@@ -209,9 +209,7 @@ class Settled(PlacedRun):
             return
         fix = self._smaller_exchange(ranks, most)
         if ranks <= MOST_RANKS:
-            fix += (
-                f', or pip install --upgrade "jax[cuda13]>=0.12", whose kernel takes {MOST_RANKS}'
-            )
+            fix += f', or pip install "jax[cuda13]>=0.12", whose kernel takes {MOST_RANKS}'
         raise ConfigError(
             f"mesh {self.layout.shape}: rows of tokens go to experts on {ranks} devices of one "
             "NVLink domain",
