@@ -46,6 +46,8 @@ from meshwright.models.blocks.experts import (
 from meshwright.models.flops import formulas, forward_flops, layer_flops
 from meshwright.models.kernels.choose import ragged_dot
 from meshwright.models.model import ExpertSpec
+from meshwright.planner.estimate import StepModel, estimate
+from meshwright.planner.physics import PHYSICS
 from meshwright.planner.search import price_run
 from meshwright.planner.traffic import movements
 from meshwright.planner.work import work_of
@@ -626,6 +628,31 @@ def test_a_domain_above_every_kernel_is_refused(tmp_path: Path) -> None:
         settled.check()
     assert "--mesh fsdp=2,expert=128" in str(error.value)
     assert "pip" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "words", "part"),
+    [
+        ("h100:16", ("auto",), 20 / 132),
+        ("gb200:16", ("auto",), 20 / 152),
+        ("h100:16", (), 0.0),
+        ("v5p:2x2x4", ("auto",), 0.0),
+    ],
+)
+def test_collectives_slow_the_computation_that_overlaps_them(
+    target: str, words: tuple[str, ...], part: float
+) -> None:
+    """DeepSeek-V3 gives its exchange 20 of 132 multiprocessors; overlap fitted to measured steps has it in itself."""
+    settled = _settled_moe(target, "expert=16", words)
+    where = parse_target(target)
+    free = dataclasses.replace(PHYSICS, communication_multiprocessors=0)
+    unslowed = estimate(settled, where, StepModel(physics=free))
+    slowed = estimate(settled, where)
+    overlapped = sum(unslowed.busy.values()) - sum(unslowed.exposed.values())
+    assert overlapped > 0
+    added = sum(slowed.exposed.values()) - sum(unslowed.exposed.values())
+    assert added == pytest.approx(part * overlapped, rel=1e-6, abs=1e-12)
+    assert slowed.seconds - unslowed.seconds == pytest.approx(added, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.exhaustive
